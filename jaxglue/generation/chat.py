@@ -14,7 +14,7 @@ from jaxglue.data.progress import DataProgress
 from jaxglue.generation.config import AssistantConfig, GenerateConfig, SamplingConfig
 from jaxglue.generation.generator import Generator, Request
 from jaxglue.generation.prompts import encode_messages, encode_rows, prompt_of, read_prompts, system_message
-from jaxglue.hf.adapter import is_reward_adapter
+from jaxglue.hf.adapter import is_reward_adapter, warn_of_adapter_inside
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.identity import identify, identify_random
 from jaxglue.hf.loading import add_adapter, load_model, random_model
@@ -138,6 +138,7 @@ def is_reward_model(config: AssistantConfig) -> bool:
 def load_parts(config: AssistantConfig, *, scores: bool = False) -> tuple[PreTrainedTokenizerBase, CausalLM, Any]:
     """Load a tokenizer and a model with its adapter, a reward model's if it `scores`; return also the dtype."""
     folder = config.folder
+    warn_of_adapter_inside(folder, config.adapter)
     tokenizer = load_own_tokenizer(folder, config.adapter)
     dtype = jnp.float32 if _in_float32(config.dtype) else jnp.bfloat16
     return tokenizer, _load(config, folder, dtype, scores), dtype

@@ -20,6 +20,7 @@ from jaxglue.hf.adapter_config import (
     config_to_peft,
     matching,
     refuse_unsupported,
+    saved_modules,
     token_indices,
 )
 from jaxglue.hf.adapter_tensors import (
@@ -221,6 +222,12 @@ def vocabulary_matrix(adapter: Adapter, path: str, weight: Any) -> np.ndarray | 
     return matrix
 
 
+def warn_of_adapter_inside(model: Path, adapter: Path | None = None) -> None:
+    """Warn of an adapter in a model folder that is not the given one: transformers would use it."""
+    if (model / CONFIG).is_file() and (adapter is None or adapter.resolve() != model.resolve()):
+        _log.warning("%s also holds an adapter, which is not used: name it with --adapter, or move it away", model)
+
+
 def find_base(folder: str | Path, *, weights: bool = True) -> Path:
     """Return the folder of an adapter's base model, downloaded if it is on the hub.
 
@@ -331,6 +338,14 @@ def fit_tied(adapter: Adapter) -> Adapter:
         ValueError: the output projection differs from the embedding.
     """
     tensors = dict(adapter.tensors)
+    ties = adapter.peft.get("ensure_weight_tying") or f"{PATHS['lm_head']}.weight" in tensors
+    if "embed_tokens" in saved_modules(adapter.peft) and not ties:
+        raise ValueError(
+            f"{adapter.folder} trains the embedding apart from the output projection to which its base ties it "
+            "(modules_to_save without ensure_weight_tying), which is not supported. Train it again with "
+            "ensure_weight_tying, or use a copy of the base with an lm_head.weight of its own and "
+            "tie_word_embeddings false in config.json"
+        )
     for last in ("weight", ROWS):
         embedding, head = (tensors.get(f"{path}.{last}") for path in PATHS.values())
         if head is not None and (embedding is None or not np.array_equal(embedding, head)):

@@ -155,8 +155,13 @@ def _check_lists(path: Path, raw: Mapping[str, Any]) -> None:
         value = raw.get(name)
         if value is not None and not (isinstance(value, texts) and all(isinstance(item, str) for item in value)):
             raise ValueError(f"{path}: {name}: expected names, got {value!r:.100}")
-    if unknown := sorted({_last(name) for name in raw.get("modules_to_save") or ()} - {*MODULES, *_scores(raw)}):
+    if unknown := sorted(saved_modules(raw) - {*MODULES, *_scores(raw)}):
         raise ValueError(f"{path}: not supported: modules_to_save={unknown}, only {', '.join(MODULES)}")
+
+
+def saved_modules(raw: Mapping[str, Any]) -> set[str]:
+    """Return the last names of the modules that PEFT saves whole."""
+    return {_last(name) for name in raw.get("modules_to_save") or ()}
 
 
 def _scores(raw: Mapping[str, Any]) -> tuple[str, ...]:
@@ -172,7 +177,7 @@ def config_from_peft(path: Path, raw: Mapping[str, Any], tensors: Iterable[str])
         whole: list[VocabularyModule] = [module for module, path in PATHS.items() if f"{path}.weight" in tensors]
         if _scores(raw) and SCORE not in tensors:
             raise ValueError(f"task_type {SEQUENCE_CLASSIFIER} needs {SCORE}, which {path.parent} does not hold")
-        if missing := sorted({_last(name) for name in raw.get("modules_to_save") or ()} - {*whole, *_scores(raw)}):
+        if missing := sorted(saved_modules(raw) - {*whole, *_scores(raw)}):
             raise ValueError(f"modules_to_save names {missing[0]}, which {path.parent} does not hold")
         if raw.get("trainable_token_indices") and not (rows or whole):
             raise ValueError(f"trainable_token_indices names rows, which {path.parent} does not hold")

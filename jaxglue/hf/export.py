@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.progress import DataProgress
 from jaxglue.data.tokenizer import padding_token
+from jaxglue.hf.adapter import warn_of_adapter_inside
 from jaxglue.hf.checkpoint import open_checkpoint, read_config
 from jaxglue.hf.experts import checkpoint_layout, part_shape
 from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder, refuse_link_out, write_json
@@ -72,6 +73,10 @@ def save_model(
         return
     with atomic_folder(Path(folder), replace=True) as temporary:
         copy_texts(base, temporary, specs)
+        if dtype is not None:
+            described = read_config(temporary)
+            name = "torch_dtype" if "torch_dtype" in described else "dtype"  # the one of transformers before 5
+            write_json(temporary / "config.json", described | {name: str(jnp.dtype(dtype))})
         if finish is not None:
             finish(temporary)
         write_shards(temporary, specs, read, max_shard_bytes, progress)
@@ -98,6 +103,7 @@ def quantize_folder(
         ValueError: an already quantized base, weights not finite, sizes the format cannot hold, or a bad folder.
         OSError: a failed write, such as on a full disk.
     """
+    warn_of_adapter_inside(Path(base))
     raw = read_config(base)
     if method := (raw.get("quantization_config") or {}).get("quant_method"):
         raise ValueError(
@@ -113,17 +119,20 @@ def quantize_folder(
         parts |= dict.fromkeys(stored, name)
         specs |= stored or {name: jax.ShapeDtypeStruct(info.shape, info.dtype)}
 
-    def quantize(name: str) -> dict[str, np.ndarray]:
-        matrix = files.read(name)
-        if not np.isfinite(matrix).all():
+    def read(name: str) -> np.ndarray:
+        tensor = files.read(name)
+        if tensor.dtype.kind not in "iub" and not np.isfinite(tensor).all():
             raise ValueError(f"{base}: {name} holds values that are not finite (NaN or infinity): download it again")
-        return made.tensors(name, made.quantize(jnp.asarray(matrix)))
+        return tensor
+
+    def quantize(name: str) -> dict[str, np.ndarray]:
+        return made.tensors(name, made.quantize(jnp.asarray(read(name))))
 
     with atomic_folder(Path(output)) as temporary:
         copy_texts(base, temporary, specs)
         described = read_config(temporary) | {"quantization_config": made.config(scores=config.scores)}
         write_json(temporary / "config.json", described)
-        write_shards(temporary, specs, _QuantizingReader(quantize, parts, files.read), max_shard_bytes, progress)
+        write_shards(temporary, specs, _QuantizingReader(quantize, parts, read), max_shard_bytes, progress)
 
 
 class _QuantizingReader:

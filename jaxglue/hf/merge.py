@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxglue.data.progress import DataProgress
-from jaxglue.hf.adapter import Adapter, check_adapter, load_adapter, vocabulary_matrix
+from jaxglue.hf.adapter import Adapter, check_adapter, load_adapter, vocabulary_matrix, warn_of_adapter_inside
 from jaxglue.hf.adapter_tensors import MAGNITUDE, PATHS, SCORE
 from jaxglue.hf.checkpoint import HEAD, open_checkpoint, read_config
 from jaxglue.hf.experts import expert_parts, find_source, read_expanded
@@ -95,6 +95,7 @@ class MergedTensors:
     """
 
     def __init__(self, base: Path, folder: Path | None = None, storage: Quantize | None = None):
+        warn_of_adapter_inside(base, folder)
         self._files = files = open_checkpoint(base).mapped()
         own = config_from_hf(read_config(base))
         loaded = None if folder is None else load_adapter(folder)

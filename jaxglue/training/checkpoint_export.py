@@ -1,9 +1,9 @@
 """Export of one checkpoint of a run that has finished, was interrupted or still trains."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import orbax.checkpoint as ocp
@@ -52,7 +52,10 @@ def export_checkpoint(run: Path, which: str, output: Path) -> int:
         raise ValueError(f"{run} holds no run of jaxglue: name the --output of a training run with --run")
     step = choose_step(run / "checkpoints", which)
     trainable = read_trainable(run / "checkpoints" / str(step))
-    source = _read_run(load_config(TrainConfig, recipe))
+    config = load_config(TrainConfig, recipe)
+    # The run may have been on another machine, where auto is another dtype.
+    config = replace(config, model=replace(config.model, dtype=trained_dtype(run / "checkpoints" / str(step))))
+    source = _read_run(config)
     base = run / "base"
     with atomic_folder(output) as temporary:
         export_result(source, trainable, temporary, base if base.is_dir() else None)
@@ -107,6 +110,12 @@ def read_trainable(folder: Path) -> Params:
     except Exception as error:  # Orbax raises a plain `Exception` for truncated array data
         raise ValueError(f"the checkpoint {folder} is damaged: {reason_of(error)}") from error
     return state["trainable"]
+
+
+def trained_dtype(folder: Path) -> Literal["bfloat16", "float32"]:
+    """Return the compute dtype of the run that saved a checkpoint, which `read_trainable` has read."""
+    dtype = read_json(folder / "meta" / "metadata")["content"]["fingerprint"]["dtype"]
+    return "float32" if dtype == "float32" else "bfloat16"
 
 
 def _restore(state: Path) -> Params:

@@ -167,10 +167,9 @@ def check_export(
     if adapter is not None:
         require_equal(adapter, run.config.lora, trainable)
     config, parts = _files(run, graphdefs, trainable, frozen, result, adapter)
-    written = dtype if lora else jnp.dtype(jnp.float32 if run.config.model.dtype == "float32" else jnp.bfloat16)
     made = FORMATS[run.model.quantize]
     # Rounded masters may round to other FP8 values.
-    rounded = [written, dtype, *([E4M3] if made.fp8 and made.trains else [])]
+    rounded = [dtype, *([E4M3] if made.fp8 and made.trains else [])]
     check = compare(origin, predict(config, parts, rows, dtype), rows, rounding_limit(origin, rounded))
     check.require(result)
     check.save(result)
@@ -293,8 +292,7 @@ def export_result(
     """
     tensors, base, config = flatten_names(trainable), run.config.model.folder, run.config
     if config.model.method == "full":
-        dtype = jnp.float32 if config.model.dtype == "float32" else jnp.bfloat16
-        finish = partial(_finish_folder, run)
+        finish, dtype = partial(_finish_folder, run), config.model.compute_dtype
         save_model(output, tensors, base, dtype=dtype, write=write, finish=finish, progress=DataProgress())
         return output
     adapter = {name: on_host(tensor) for name, tensor in tensors.items()}

@@ -12,7 +12,7 @@ from jaxglue.data.progress import DataProgress
 from jaxglue.data.stream import StreamIterator
 from jaxglue.distributed import SINGLE_PROCESS, Processes
 from jaxglue.engine.residency import format_weights
-from jaxglue.hf.adapter import Adapter
+from jaxglue.hf.adapter import Adapter, warn_of_adapter_inside
 from jaxglue.hf.loading import check_weights
 from jaxglue.models.config import DecoderConfig
 from jaxglue.planner.explain import Reason
@@ -104,6 +104,7 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Run:
     config = settle(config, base, devices=jax.device_count(), adapter=adapter, vocabulary=vocabulary)
     if processes.is_main:
         warn_of_peft(config, base)
+        warn_of_adapter_inside(folder, config.model.adapter)
     model = replace(base, vocab_size=vocabulary.size)
     with processes.main_process_first():
         progress = DataProgress() if processes.is_main else None

@@ -3,20 +3,56 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax.numpy as jnp
 import pytest
+
+from jaxglue.models import FAMILIES, config_from_hf
+from jaxglue.objectives.config import ObjectiveConfig
+from jaxglue.objectives.objective import OBJECTIVES
+from jaxglue.ops.choices import QUANTIZE
+from jaxglue.ops.quant.formats import FORMATS, find_format
+from jaxglue.training.config import OptimizerConfig
+from jaxglue.training.optimizer import OPTIMIZERS
 
 DOCS = Path(__file__).parents[2] / "docs"
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 
 
-@pytest.mark.parametrize("page", ["python", "own_layers"])
-def test_examples_of_a_page_run_in_order(page, tmp_path, monkeypatch):
+@pytest.fixture
+def registries(monkeypatch):
+    """Forget what a page's examples register."""
+    monkeypatch.setattr(OBJECTIVES, "_entries", {**OBJECTIVES._entries})
+    kept = [(each, {**each}) for each in (FAMILIES, FORMATS, OPTIMIZERS)], [*QUANTIZE]
+    yield
+    for each, entries in kept[0]:
+        each.clear()
+        each.update(entries)
+    QUANTIZE[:] = kept[1]
+
+
+@pytest.mark.parametrize("page", ["python", "own_layers", "extend"])
+def test_examples_of_a_page_run_in_order(page, registries, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     names: dict = {"__name__": page}
     for number, block in enumerate(_BLOCK.findall((DOCS / f"{page}.md").read_text(encoding="utf-8")), start=1):
         exec(compile(block, f"{page}.md, example {number}", "exec"), names)
+
+
+def test_parts_of_the_guide_are_known_by_their_names(registries, tiny_config):
+    text = (DOCS / "extend.md").read_text(encoding="utf-8")
+    names: dict = {"__name__": "extend"}
+    exec("\n".join(_BLOCK.findall(text)), names)
+    raw = {**tiny_config, "model_type": "my_model"}
+    assert config_from_hf(raw).layer_windows[:2] == (None, 1024)
+    assert OptimizerConfig(optimizer="momentum").kind.title == "momentum"
+    assert ObjectiveConfig(objective="margin", beta=0.5).make().losses(
+        SimpleNamespace(chosen_mean=jnp.array([0.0, 1.0]), rejected_mean=jnp.array([0.0, 0.0]))
+    ).tolist() == [0.5, 0.0]
+    weight = find_format("signs").quantize(jnp.array([[1.0, -3.0], [2.0, 2.0]]))
+    assert weight.dequantize(jnp.float32).tolist() == [[2, -2], [2, 2]]
 
 
 def test_examples_are_short():

@@ -10,8 +10,17 @@ from pathlib import Path
 
 import pytest
 
+import jaxglue
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+
+
+def load_script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_site_builds(tmp_path):
@@ -22,6 +31,15 @@ def test_site_builds(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "index.html").is_file()
+    assert "WeightFormat.quantize" in (tmp_path / "api" / "index.html").read_text(encoding="utf-8")
+
+
+def test_every_public_name_is_in_the_reference():
+    page = load_script("api_reference").render()
+    titles = re.findall(r"^### `(\w+)`$", page, re.M)
+    assert {*jaxglue.__all__} - {"__version__"} <= {*titles}
+    assert "- `recipe`: of a training run; settings win over it." in page
+    assert "- `batch_size: int`: Rows of a micro-batch on one GPU." in page
 
 
 def test_no_text_installs_the_package_from_an_index():
@@ -53,10 +71,7 @@ def _texts():
 
 
 def test_alias_tables_are_those_of_the_flags():
-    path = ROOT / "scripts" / "alias_tables.py"
-    spec = importlib.util.spec_from_file_location("alias_tables", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script("alias_tables")
     page = module.PAGE.read_text(encoding="utf-8")
     assert module.render(page) == page, "run python scripts/alias_tables.py"
 

@@ -1,13 +1,14 @@
 """Written folders as transformers and PEFT compute them; goldens by tests/goldens/make_adapter_logits.py."""
 
 import json
+import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jaxglue.hf.adapter import fit_tied, load_adapter, save_adapter
 from jaxglue.hf.checkpoint import read_config
@@ -130,6 +131,21 @@ def test_live_peft_loads_written_features(rewrite, name):
     document = torch.tensor(golden["tokens"][: golden["lengths"][0]])[None].long()
     logits = model(document).logits[0].detach().numpy()
     np.testing.assert_allclose(logits, golden["logits"][: len(logits)], rtol=0, atol=1e-4)
+
+
+def test_an_embedding_that_peft_unties_from_the_head_is_refused(tmp_path):
+    """PEFT trains a copy for the embedding alone, and the base's matrix stays the output projection."""
+    folder = shutil.copytree(GOLDENS / "peft/whole_tied", tmp_path / "untied")
+    raw = json.loads((folder / "adapter_config.json").read_text()) | {"modules_to_save": ["embed_tokens"]}
+    tensors = load_file(folder / "adapter_model.safetensors")
+    save_file({name: x for name, x in tensors.items() if "lm_head" not in name}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(raw))
+    export_adapter(folder, GOLDENS / "qwen3_tied", tmp_path / "merged")
+    (folder / "adapter_config.json").write_text(json.dumps(raw | {"ensure_weight_tying": False}))
+    with pytest.raises(
+        ValueError, match=r"trains the embedding apart from the output projection .* Train it again with"
+    ):
+        export_adapter(folder, GOLDENS / "qwen3_tied", tmp_path / "other")
 
 
 def test_an_adapter_that_unties_the_head_is_refused(tmp_path):

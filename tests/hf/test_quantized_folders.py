@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from jaxglue.hf.adapter import save_adapter
+from jaxglue.hf.adapter import save_adapter, warn_of_adapter_inside
 from jaxglue.hf.checkpoint import read_config, save_tensors
 from jaxglue.hf.export import quantize_folder
 from jaxglue.hf.identity import identify
@@ -225,3 +225,26 @@ def test_an_adapter_is_merged_into_the_weights_that_it_was_trained_on(original, 
     assert merged.keys() == folder.keys()
     plain = export_adapter(tmp_path / "adapter", original, tmp_path / "plain", storage="none")
     assert plain.storage == "none"
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight", MATRIX])
+def test_weights_that_are_not_finite_are_not_exported(original, tmp_path, name):
+    tensors = load_file(original / "model.safetensors")
+    tensors[name] = tensors[name].copy()
+    tensors[name].reshape(-1)[0] = np.nan
+    folder = shutil.copytree(original, tmp_path / "bad")
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=f"{name} holds values that are not finite"):
+        quantize_folder(folder, tmp_path / "nf4", "nf4")
+    assert not (tmp_path / "nf4").exists()
+
+
+def test_an_adapter_inside_a_model_folder_is_named(original, tmp_path, caplog):
+    folder = shutil.copytree(original, tmp_path / "both")
+    (folder / "adapter_config.json").write_text("{}")
+    quantize_folder(folder, tmp_path / "nf4", "nf4")
+    warn_of_adapter_inside(folder, folder)
+    warn_of_adapter_inside(original)
+    assert [record.message for record in caplog.records] == [
+        f"{folder} also holds an adapter, which is not used: name it with --adapter, or move it away"
+    ]

@@ -94,3 +94,8 @@ def test_a_full_model_is_read_back(with_weights, tmp_path):
     summary = train(with_weights(steps=1, method="full"))
     kept = json.loads((summary.adapter / CHECK_FILE).read_text())
     assert kept["kl"] <= kept["limit"]
+    export_checkpoint(tmp_path / "run", "1", tmp_path / "exported")
+    for folder in (summary.adapter, tmp_path / "exported"):  # as it was trained, on a CPU
+        tensors = load_file(folder / "model.safetensors")
+        assert {tensor.dtype for tensor in tensors.values()} == {np.dtype(np.float32)}
+        assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
