@@ -138,6 +138,10 @@ PRIVATE_OF_OTHERS = {
     "benchmarks/peers/engines.py": {"_enable_hf_packed_attention": "switches a peer's packing on, as its trainer does"},
     "benchmarks/programs.py": {"jax._src.lib": "XLA's parser of HLO modules"},
     "jaxglue/cli.py": {"_ArgumentGroup": HELP, "_actions": HELP},
+    "jaxglue/data/hub_client.py": {
+        "_http": "a client of the factory in use can be extended by no public name",
+        "_GLOBAL_CLIENT_FACTORY": "likewise",
+    },
     "jaxglue/data/readers.py": {"_fingerprint": "the identity of a data set's rows, which `datasets` does not publish"},
     "jaxglue/engine/compiler.py": {"_cache_size": "JAX's only count of a function's programs"},
     "jaxglue/engine/program_cache.py": {"jax._src.compilation_cache": "JAX has no setting for the compressor"},

@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxglue.data.config import HUB_PREFIX, Source
 from jaxglue.data.files import SUFFIXES, Row, expected_files, file_rows, file_type
+from jaxglue.data.hub_client import checked_answers
 from jaxglue.data.messages import listed
 from jaxglue.json_file import without_nulls
 
@@ -142,7 +143,7 @@ def _load_from_hub(source: Source) -> Any:
 
     try:
         name, _, subset = source.name.removeprefix(HUB_PREFIX).partition(":")
-        with _torch_unnamed():
+        with _torch_unnamed(), checked_answers():
             return datasets.load_dataset(name, *([subset] if subset else []), split=source.split)
     except (OSError, ValueError) as error:
         raise ValueError(f"data: cannot load {source.name}, split {source.split!r}, from the hub: {error}") from error

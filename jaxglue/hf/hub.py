@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxglue.data.hub_client import checked_answers
 from jaxglue.hf.files import refuse_link_out
 from jaxglue.json_file import read_json
 from jaxglue.objectives.objective import OBJECTIVES
@@ -32,10 +33,26 @@ TEXTS = (
 )
 """Files of a model folder beside its weights that are downloaded and exported."""
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_REVISION = re.compile(r"(?!.*(\.\.|//))[\w][\w./+-]*")
+"""Names of branches, tags, commits and pull requests; they become names of files."""
 _SNAPSHOT = re.compile(r"models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<revision>[0-9a-f]{40})/?$")
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _SHOWN = 300
 """Longest reason of the hub's client, in characters."""
+_REMEDIES = {
+    401: "log in with `hf auth login` or HF_TOKEN",
+    403: "log in with `hf auth login` or HF_TOKEN, of an account that may read it",
+    429: "it has had too many requests: wait some minutes, or log in with `hf auth login`",
+}
+"""By the status of a refusal."""
+_TRANSPORT = {
+    "TimeoutException": "the hub did not answer in time",
+    "ConnectError": "the hub cannot be reached",
+    "RemoteProtocolError": "the hub's answer is cut short or no HTTP",
+    "NetworkError": "the connection to the hub broke off",
+    "TransportError": "the hub cannot be reached",
+}
+"""Failures by the HTTP client's kinds of errors, narrow ones first."""
 _SMALL = 2**26
 """Bytes of the largest file whose digest is checked: weights have checks of their own, and take longer."""
 
@@ -73,8 +90,11 @@ def _download(name: str, revision: str | None, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = [*TEXTS, *(WEIGHTS if weights else ())]
+    if revision is not None and not _REVISION.fullmatch(revision):  # perhaps of a stranger's adapter_config.json
+        raise ValueError(f"{name}: the revision {revision!r:.100} is no name of a branch, tag or commit")
     try:
-        folder = snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"])
+        with checked_answers():
+            folder = snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"])
     except Exception as error:
         raise ValueError(_explain(error, name, revision)) from error
     return _checked(Path(folder), name)
@@ -121,18 +141,30 @@ def _explain(error: Exception, name: str, revision: str | None) -> str:
         )
     if is_any(errors.OfflineModeIsEnabled):
         return f"{name} is not in the cache, and HF_HUB_OFFLINE forbids downloads: unset it once, or name a folder"
-    if is_any(errors.LocalEntryNotFoundError) or any(_is_transport_error(each) for each in chain):
-        return f"{name} is not a folder here, and the hub cannot be reached: check the network, or name a folder"
+    if status := next((status for each in chain if (status := _status(each))), None):
+        remedy = _REMEDIES.get(status, "try again later" if status >= 500 else "check its name, and HF_ENDPOINT if set")
+        return f"{name} is not a folder here, and the hub answers with status {status}: {remedy}"
+    if failed := next((failed for each in chain if (failed := _transport_failure(each))), None):
+        return f"{name} is not a folder here, and {failed}: check the network, or name a folder"
     reason = " ".join(str(error).split())[:_SHOWN]
-    if is_any(errors.HfHubHTTPError, OSError, ValueError):
-        return f"{name}: the hub refused: {reason}"
+    if is_any(errors.LocalEntryNotFoundError):
+        return f"{name} is not a folder here, nor whole in the hub's cache, and cannot be downloaded: {reason}"
+    if is_any(OSError, ValueError):
+        return f"{name} cannot be downloaded: {reason}"
     # Its client takes an answer's form for granted.
     return f"{name}: the hub's answer cannot be read ({type(error).__name__}: {reason}): a proxy may have changed it"
 
 
-def _is_transport_error(error: BaseException) -> bool:
-    """Return whether the HTTP client, whose package differs with huggingface_hub's version, met no server."""
-    return any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
+def _status(error: BaseException) -> int | None:
+    """Return the status of an answer that is an error, or None."""
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    return status if isinstance(status, int) and status >= 400 else None
+
+
+def _transport_failure(error: BaseException) -> str | None:
+    """Describe a failure of the HTTP client, whose package differs with huggingface_hub's version."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    return next((text for kind, text in _TRANSPORT.items() if kind in kinds), None)
 
 
 def _causes(error: BaseException) -> list[BaseException]:
@@ -175,9 +207,10 @@ def push_folder(folder: str | Path, name: str, card: str, *, extra: Sequence[Pat
     operations = [CommitOperationAdd(path_in_repo=key, path_or_fileobj=path) for key, path in files.items()]
     operations.append(CommitOperationAdd(path_in_repo="README.md", path_or_fileobj=card.encode()))
     try:
-        api = HfApi()
-        url = api.create_repo(name, private=private, exist_ok=True)
-        api.create_commit(name, operations, commit_message="Upload from jaxglue")
+        with checked_answers():
+            api = HfApi()
+            url = api.create_repo(name, private=private, exist_ok=True)
+            api.create_commit(name, operations, commit_message="Upload from jaxglue")
     except Exception as error:
         raise ValueError(_explain_push(error, name)) from error
     return str(url)

@@ -1,6 +1,7 @@
 """Models by name, against a local server of the hub's API."""
 
 import json
+import time
 from dataclasses import replace
 
 import huggingface_hub.constants as hub_constants
@@ -9,6 +10,7 @@ import yaml
 from hub_server import SHA, _Handler, start_hub
 
 from jaxglue.commands import main
+from jaxglue.data import hub_client
 from jaxglue.hf import hub as hub_module
 from jaxglue.hf.adapter import find_base
 from jaxglue.hf.hub import base_reference, model_path, push_folder
@@ -186,3 +188,80 @@ def test_links_out_of_a_folder_are_not_uploaded(hub, tmp_path):
     with pytest.raises(ValueError, match=r"notes.txt is a link to .*secret, outside its folder"):
         push_folder(tmp_path / "adapter", "acme/new", "# card")
     assert not hub.uploads
+
+
+OUT = "../../../../escaped"
+
+
+@pytest.mark.parametrize("place", ["sha", "oid", "lfs", "etag", "linked etag", "commit", "missing commit", "xet"])
+def test_a_lying_hub_names_no_files(hub, monkeypatch, tmp_path, place):
+    send = _Handler._send
+    evil = "a" * 39 + "/" if place == "missing commit" else OUT
+
+    def lie(handler, status, content, headers):
+        path = handler.path.partition("?")[0]
+        if "/resolve/" in path:
+            lies = {"etag": "ETag", "linked etag": "X-Linked-ETag", "commit": "X-Repo-Commit", "xet": "X-Xet-Hash"}
+            headers = headers | ({lies[place]: evil} if place in lies else {})
+            if place == "missing commit":
+                status, content, headers = 404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": evil}
+        elif place == "sha" and "/tree/" not in path:
+            content = content.replace(SHA.encode(), evil.encode())
+        elif place in ("oid", "lfs") and "/tree/" in path:
+            files = json.loads(content)
+            files[0] |= {"oid": evil} if place == "oid" else {"lfs": {"oid": evil, "size": 1, "pointerSize": 1}}
+            content = json.dumps(files).encode()
+        send(handler, status, content, headers)
+
+    monkeypatch.setattr(_Handler, "_send", lie)
+    before = {path for path in tmp_path.rglob("*") if not path.is_relative_to(tmp_path / "cache")}
+    with pytest.raises(ValueError, match=r"names a commit or digest '.*', expected 40 or 64 hexadecimal digits"):
+        model_path("acme/tiny")
+    assert before == {path for path in tmp_path.rglob("*") if not path.is_relative_to(tmp_path / "cache")}
+
+
+@pytest.mark.parametrize("revision", ["../../x", "a//b", "/etc", "a/../b", "-x", ""])
+def test_revisions_that_are_paths_are_refused(hub, revision):
+    with pytest.raises(ValueError, match="is no name of a branch, tag or commit"):
+        model_path("acme/tiny", revision)
+    assert not hub.requests
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [(429, "status 429: it has had too many requests"), (500, "status 500: try again later"), (503, "status 503: try")],
+)
+def test_statuses_are_named(hub, monkeypatch, status, message):
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    monkeypatch.setattr(_Handler, "_info", lambda handler, *_: handler._send(status, b"no", {}))
+    with pytest.raises(ValueError, match=rf"^acme/tiny is not a folder here, and the hub answers with {message}"):
+        model_path("acme/tiny")
+
+
+def test_a_body_that_is_cut_short_is_named(hub, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+
+    def cut(handler, *_):
+        handler.close_connection = True
+        handler.send_response(200)
+        handler.send_header("Content-Length", "99")
+        handler.end_headers()
+        handler.wfile.write(b'{"id": "acme/tiny", ')
+
+    monkeypatch.setattr(_Handler, "_info", cut)
+    with pytest.raises(ValueError, match="the hub's answer is cut short"):
+        model_path("acme/tiny")
+
+
+def test_a_silent_hub_gets_a_line(hub, monkeypatch, caplog):
+    monkeypatch.setattr(hub_client, "_PATIENCE", 0.05)
+    info = _Handler._info
+
+    def slow(handler, *arguments):
+        while not caplog.records:
+            time.sleep(0.01)
+        info(handler, *arguments)
+
+    monkeypatch.setattr(_Handler, "_info", slow)
+    assert model_path("acme/tiny").is_dir()
+    assert "127.0.0.1 has not answered for 0 s: still waiting" in caplog.text
