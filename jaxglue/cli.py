@@ -163,7 +163,7 @@ class _Help(argparse.Action):
         super().__init__(option_strings, dest, nargs=0, **options)
         self._build = build
 
-    def __call__(self, parser, namespace, values, option_string=None) -> None:
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         (self._build() if self._build else parser).print_help()
         parser.exit()
 
@@ -175,7 +175,7 @@ class _Switch(argparse.BooleanOptionalAction):
         super().__init__(*args, **options)
         self.nargs = "?"
 
-    def __call__(self, parser, namespace, value, option_string=None) -> None:
+    def __call__(self, parser: Any, namespace: Any, value: Any, option_string: str | None = None) -> None:
         on = True if value is None else {"true": True, "false": False}.get(value.lower())
         if on is None:
             raise argparse.ArgumentError(self, f"expected true | false, got {value!r:.100}")
@@ -189,7 +189,7 @@ class _Translate(argparse.Action):
         super().__init__(*args, **options)
         self._kind, self._alias = kind, alias
 
-    def __call__(self, parser, namespace, value, option_string=None) -> None:
+    def __call__(self, parser: Any, namespace: Any, value: Any, option_string: str | None = None) -> None:
         try:
             read = self._kind.from_alias(self._alias, {"true": True, "false": False}.get(str(value).lower(), value))
         except ValueError as error:

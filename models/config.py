@@ -31,7 +31,7 @@ class MoeConfig:
     quantize: Storage = "none"
     """Storage of the experts' matrices; quantized ones cannot be trained."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not 1 <= self.num_experts_per_tok <= self.num_experts:
             raise ValueError(
                 f"num_experts_per_tok={self.num_experts_per_tok} must be between 1 and num_experts={self.num_experts}"
@@ -104,7 +104,7 @@ class DecoderConfig:
     fp8_experts: bool = False
     """Multiply experts in MXFP4 in FP8."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads} must be a multiple of "

@@ -166,7 +166,7 @@ def _add_router_losses(y, logits, routing: Routing, context: LayerContext) -> Fl
 
 
 @jax.custom_vjp
-def attach_loss(y: Float[Array, "*B"], loss: Float[Array, ""]) -> Float[Array, "*B"]:
+def attach_loss(y: Float[Array, "*B"], loss: Float[Array, ""]) -> Float[Array, "*B"]:  # noqa: ARG001
     """Return y; the backward pass treats `loss` as a term of the objective."""
     return y
 

@@ -8,6 +8,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PAGE = "api.md"
@@ -48,7 +49,7 @@ def render() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def on_files(files, config):
+def on_files(files: Any, config: Any) -> Any:
     """Add the page to mkdocs' files."""
     from mkdocs.structure.files import File
 

@@ -74,7 +74,9 @@ COMMANDS = {
         config=f"{_CONFIGS}:PreviewConfig",
         task=("preview",),
     ),
-    "doctor": Command(summary="check driver, CUDA, GPU, JAX, Triton and memory"),
+    "doctor": Command(
+        summary="check driver, CUDA, GPU, JAX, Triton and memory, or a model folder", config=f"{_CONFIGS}:DoctorConfig"
+    ),
 }
 
 

@@ -128,6 +128,14 @@ class ExportConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DoctorConfig(Config):
+    """Check driver, CUDA, GPU, JAX, Triton and memory; or how a folder's files would be served."""
+
+    model: Path | None = None
+    """Model or adapter folder, or owner/name on the hub: check its tokenizer, chat template and stop tokens instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PreviewConfig(TrainConfig):
     """Show documents with their loss mask, and the data's lengths, packing, duplicates and longest rows."""
 

@@ -38,7 +38,7 @@ def take_fitting_blocks(environ: MutableMapping[str, str]) -> None:
         environ["XLA_FLAGS"] = f"{flags} --{_LOWEST_BLOCKS}=false".strip()
 
 
-def _open(jax) -> None:
+def _open(jax: Any) -> None:
     with contextlib.suppress(Exception):  # the run's own query raises it again
         jax.device_put(0).block_until_ready()  # a GPU's first transfer takes seconds too
 

@@ -1,5 +1,6 @@
 """Check the machine: `jaxglue doctor` prints a verdict and a remedy for each thing that training needs.
 
+`jaxglue doctor --model FOLDER` checks the files that decide how a model is served instead.
 Exits with status 1 if one of them is missing.
 """
 
@@ -13,10 +14,12 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import psutil
 
+from jaxglue.commands.configs import DoctorConfig
 from jaxglue.terminal import echo
 
 GIB = 2**30
@@ -52,17 +55,42 @@ class Gpu:
     free: int
 
 
-def main(_: object = None) -> None:
-    """Print all verdicts."""
+def main(config: DoctorConfig | None = None) -> None:
+    """Print all verdicts on the machine, or on a folder."""
+    if config and config.model is not None:
+        sys.exit(_print(check_folder(config.model), "the folder would be served otherwise than it was trained"))
     # JAX would reserve most of the GPU, which another run may be using. Read at JAX's first device query.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    gpus, failed = read_gpus(), False
-    for check in checks(gpus):
+    gpus = read_gpus()
+    missing = "something is missing" if gpus else "without a GPU all commands run on the CPU, training slowly"
+    sys.exit(_print(checks(gpus), missing, "everything that training needs is here"))
+
+
+def _print(found: Iterator[Check], wrong: str, well: str = "") -> bool:
+    """Print verdicts, and what they mean together; tell whether one is a failure."""
+    failed = False
+    for check in found:
         echo(show(check))
         failed |= check.verdict == "fail"
-    missing = "something is missing" if gpus else "without a GPU all commands run on the CPU, training slowly"
-    echo(f"\n{missing}: see FAIL above" if failed else "\neverything that training needs is here")
-    sys.exit(failed)
+    if text := f"{wrong}: see FAIL above" if failed else well:
+        echo(f"\n{text}")
+    return failed
+
+
+def check_folder(folder: Path) -> Iterator[Check]:
+    """Yield verdicts on tokenizer, chat template and stop tokens of a model or adapter folder.
+
+    Raises:
+        ValueError: a missing folder, or files that cannot be read.
+    """
+    from jaxglue.hf.adapter import CONFIG, find_base
+    from jaxglue.hf.hub import model_path
+    from jaxglue.hf.serving_check import inspect
+
+    folder = model_path(folder, weights=False)
+    base = find_base(folder, weights=False) if (folder / CONFIG).is_file() else None
+    for subject, found, remedy, breaks in inspect(folder, base):
+        yield Check(name=subject, verdict="fail" if breaks else "warn" if remedy else "ok", found=found, remedy=remedy)
 
 
 def checks(gpus: list[Gpu]) -> Iterator[Check]:

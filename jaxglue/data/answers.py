@@ -175,8 +175,9 @@ class AnswerDataset(TokenDataset):
             _Piece(REJECTED, second, second, np.arange(other) == other - 1),
         )
 
-    def _fill(self, pieces: list[tuple[int, _Piece]], tokens, targets, weights, owners) -> None:
+    def _fill(self, pieces: list[tuple[int, _Piece]], *arrays: np.ndarray) -> None:
         """Write a row's tokens, targets, weights and owners."""
+        tokens, targets, weights, owners = arrays
         sizes = [len(piece.tokens) for _, piece in pieces]
         end, source = sum(sizes), np.concatenate([piece.targets for _, piece in pieces])
         tokens[:end] = self.store.tokens[np.concatenate([piece.tokens for _, piece in pieces])]

@@ -90,5 +90,5 @@ def _install() -> None:
     signal.signal(signal.SIGVTALRM, _expire)
 
 
-def _expire(number: int, frame: FrameType | None) -> None:
+def _expire(_number: int, _frame: FrameType | None) -> None:
     raise TimeoutError

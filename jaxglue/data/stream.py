@@ -330,7 +330,7 @@ class StreamIterator(Iterator[Step]):
         fixed = {"data": self._stream.fingerprint, "seed": self._seed, "seq_len": self._seq_len}
         return {**fixed, **self._sizes, "max_segments": self.max_segments}
 
-    def _plan(self, window: Window, max_segments: int | None):
+    def _plan(self, window: Window, max_segments: int | None) -> Any:
         run: dict[str, Any] = {"seq_len": self._seq_len, "seed": self._seed, "epoch": window.index}
         return plan_dataset_epoch(window.dataset, **run, max_segments=max_segments)
 

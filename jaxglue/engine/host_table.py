@@ -15,7 +15,7 @@ from jaxglue.models.parameters import Params
 from jaxglue.ops.backend import Backend, Capability, Operation, check_triton, triton_capability
 
 
-def _load(capability: Capability, dtype) -> Callable[..., Array]:
+def _load(capability: Capability, _dtype) -> Callable[..., Array]:
     from jaxglue.engine.host_table_triton import read_rows
 
     return partial(read_rows, compute_capability=triton_capability(capability))

@@ -57,7 +57,7 @@ def explain_forms(
     return found
 
 
-def _check_tiles(capability: Capability | None, layer: DecoderLayer, x: Array, context: PackedContext) -> None:
+def _check_tiles(_capability: Capability | None, _layer: DecoderLayer, _x: Array, context: PackedContext) -> None:
     if context.tile is None:
         raise NotImplementedError("rows pass whole (--tile)")
 

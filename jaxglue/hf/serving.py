@@ -25,11 +25,16 @@ def folder_stops(folder: Path) -> frozenset[int]:
     return frozenset(token for name in (GENERATION, CONFIG) for token in _listed(folder / name))
 
 
+def served_stops(folder: Path) -> frozenset[int]:
+    """Return the end tokens that other programs take from a folder: generation_config.json's, where there is one."""
+    return frozenset(_listed(folder / (GENERATION if (folder / GENERATION).is_file() else CONFIG)))
+
+
 def _listed(path: Path) -> list[int]:
     stops = read_json(path).get("eos_token_id") if path.is_file() else None
     tokens = stops if isinstance(stops, list) else [] if stops is None else [stops]
-    if wrong := [token for token in tokens if type(token) is not int]:
-        raise ValueError(f"{path}: eos_token_id: expected token ids, got {wrong[0]!r}")
+    if wrong := [token for token in tokens if type(token) is not int or abs(token) >= 2**31]:
+        raise ValueError(f"{path}: eos_token_id: expected token ids, got {wrong[0]!r:.100}")
     return tokens
 
 

@@ -7,13 +7,21 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.template import trained_stops
 from jaxglue.data.tokenizer import load_tokenizer
-from jaxglue.hf.serving import CONFIG, GENERATION, folder_stops, token_names
+from jaxglue.hf.serving import (
+    CONFIG,
+    GENERATION,
+    TEMPLATE,
+    has_tokenizer,
+    load_own_tokenizer,
+    served_stops,
+    token_names,
+)
 from jaxglue.json_file import parse_json, read_json
 
 Chats = Sequence[Mapping[str, Any]]
@@ -26,6 +34,8 @@ PROBES: Chats = tuple(
 _READER = Path(__file__).with_name("transformers_reader.py")
 _TIMEOUT = 120
 """Seconds for transformers to read a folder."""
+_END = 4
+"""Tokens at the end of a conversation among which one must end the turn; white space may follow it."""
 _TEXT = "Good day, 7."
 
 
@@ -47,7 +57,7 @@ def check_serving(
     """
     expected = reading(tokenizer, chats)
     wanted = trained_stops(tokenizer) if stops is None else stops
-    found = [("the folder, opened again", reading(load_tokenizer(folder), chats), folder_stops(folder))]
+    found = [("the folder, opened again", reading(load_tokenizer(folder), chats), served_stops(folder))]
     if _has_torch():
         found.append(("transformers", *read_by_transformers(folder, chats)))
     for reader, read, listed in found:
@@ -102,39 +112,80 @@ def read_by_transformers(folder: Path, chats: Chats) -> tuple[dict[str, Any], fr
     return read["reading"], frozenset(read["stops"])
 
 
-def problems(folder: Path) -> Iterator[str]:
-    """Yield what would be served otherwise than the folder's own files say, one line each.
+class Verdict(NamedTuple):
+    """What one of a folder's files would do when it is served."""
+
+    subject: str
+    found: str
+    remedy: str = ""
+    """What to do; empty where nothing is wrong."""
+    breaks: bool = False
+    """Answers would be wrong or would not end."""
+
+
+def inspect(folder: Path, base: Path | None = None) -> Iterator[Verdict]:
+    """Yield how a folder's tokenizer, chat template and stop tokens agree.
+
+    Args:
+        folder: of a model or an adapter.
+        base: of an adapter.
 
     Raises:
         ValueError: files that cannot be read.
     """
-    tokenizer, listed = load_tokenizer(folder), folder_stops(folder)
-    ends = trained_stops(tokenizer)
+    tokenizer = load_own_tokenizer(base or folder, folder)
+    yield _inspect_tokenizer(tokenizer, base or folder)
+    yield _inspect_template(tokenizer, folder)
+    lists_stops = (folder / GENERATION).is_file() or base is None
+    ends, listed = trained_stops(tokenizer), served_stops(folder if lists_stops else base or folder)
     if missing := ends - listed:
-        names = ", ".join(token_names(tokenizer, missing))
-        yield f"{GENERATION} and {CONFIG} do not list {names}, which ends the template's turns or the tokenizer's texts"
-    config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-    rows = config.get("vocab_size")
-    if isinstance(rows, int) and (most := max(tokenizer.get_vocab().values())) >= rows:
-        yield f"the tokenizer has token {most}, the model only {rows}"
-    if not tokenizer.chat_template:
-        yield "the tokenizer has no chat template"
-    elif not ends - {tokenizer.eos_token_id} and not _ends_turns(tokenizer):
-        yield "the chat template ends turns with no token of its own, so answers to chats may not end"
+        ids = ", ".join(map(str, sorted(missing)))
+        yield Verdict(
+            "stop tokens",
+            f"{', '.join(token_names(tokenizer, missing))} ends texts or turns, but {GENERATION} does not list it",
+            f"add {ids} to eos_token_id there, or export the run again",
+            breaks=True,
+        )
+    else:
+        yield Verdict("stop tokens", ", ".join(token_names(tokenizer, listed)))
+    if _has_torch() and lists_stops and has_tokenizer(folder):
+        yield _compare_with_transformers(tokenizer, folder, ends - missing)
+
+
+def _inspect_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Verdict:
+    rows = (read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}).get("vocab_size")
+    most = max(tokenizer.get_vocab().values())
+    if isinstance(rows, int) and most >= rows:
+        found = f"token {most}, but the model has {rows} rows"
+        return Verdict("tokenizer", found, "take the tokenizer that belongs to the weights", breaks=True)
+    return Verdict("tokenizer", f"{most + 1:,} tokens, texts end with {tokenizer.eos_token}")
+
+
+def _inspect_template(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Verdict:
+    remedy = "write it there too, or take it out of tokenizer_config.json"
     settings = folder / "tokenizer_config.json"
     old = read_json(settings).get("chat_template") if settings.is_file() else None
+    if not tokenizer.chat_template:
+        return Verdict("template", "none: chats are refused", "name one with --chat-template in training")
     if isinstance(old, str) and isinstance(tokenizer.chat_template, str) and old != tokenizer.chat_template:
-        yield "tokenizer_config.json and chat_template.jinja hold different templates"
-    if _has_torch():
-        read, theirs = read_by_transformers(folder, PROBES)
-        own = reading(tokenizer, PROBES)
-        yield from (f"transformers gives another {name}" for name in own if read.get(name) != own[name])
-        if ends - theirs and not missing:
-            yield f"transformers does not stop at {', '.join(token_names(tokenizer, ends - theirs))}"
+        return Verdict("template", f"{TEMPLATE} and tokenizer_config.json differ", remedy)
+    tokens = reading(tokenizer, PROBES[1:2])["tokens of conversation 1"]
+    if tokens is None:
+        return Verdict("template", "it refuses a question with its answer", "try another with --chat-template")
+    ends = [token for token in tokens[-_END:] if token in trained_stops(tokenizer)]
+    if not ends:
+        found = "turns end with no token of their own, so answers may not end"
+        return Verdict("template", found, "train with a template that ends turns with a special token", breaks=True)
+    return Verdict("template", f"turns end with {', '.join(token_names(tokenizer, ends))}")
 
 
-def _ends_turns(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Tell whether the template ends a turn with the eos token."""
-    read = reading(tokenizer, PROBES[1:2])
-    tokens = read["tokens of conversation 1"] or []
-    return tokenizer.eos_token_id in tokens[-4:]
+def _compare_with_transformers(tokenizer: PreTrainedTokenizerBase, folder: Path, ends: Collection[int]) -> Verdict:
+    read, stops = read_by_transformers(folder, PROBES)
+    own = reading(tokenizer, PROBES)
+    different = [name for name in own if read.get(name) != own[name]]
+    if set(ends) - stops:
+        different.append("list of stop tokens")
+    if different:
+        found = f"another {', '.join(different)}"
+        return Verdict("transformers", found, "compare the folder's files with the base's", breaks=True)
+    return Verdict("transformers", "renders, tokenizes and stops alike")

@@ -5,13 +5,14 @@ Reads conversations from standard input, writes a JSON line to standard output.
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 
 def main(folder: str) -> None:
     """Write the reading."""
     sys.modules["torch"] = None  # type: ignore[assignment]  # takes ten seconds, and reads no file here
-    from transformers import AutoTokenizer, GenerationConfig
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     reading: dict[str, Any] = {
@@ -30,7 +31,9 @@ def main(folder: str) -> None:
             pass
         reading[f"text of conversation {number}"] = text
         reading[f"tokens of conversation {number}"] = tokens
-    stops = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+    has_settings = Path(folder, "generation_config.json").is_file()  # without it, models take config.json's
+    settings: Any = (GenerationConfig if has_settings else AutoConfig).from_pretrained(folder, local_files_only=True)
+    stops = settings.eos_token_id
     stops = [] if stops is None else [stops] if isinstance(stops, int) else stops
     sys.stdout.write(json.dumps({"reading": reading, "stops": stops}) + "\n")
 

@@ -61,7 +61,18 @@ def _recompute(saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bo
     return call, call, [False] * count, [True] * count, needed
 
 
+def _keep(*arguments: Any) -> tuple[list[bool], Any]:
+    """Keep a kernel and all its inputs where JAX drops dead code, as it may write references.
+
+    jax-triton 0.4.1 has this rule for JAX up to 0.11, which calls it with (used outputs, call); 0.12 also says, between
+    the two, which inputs are alive.
+    """
+    call = arguments[-1]
+    return [True] * len(call.invars), call
+
+
 partial_eval.partial_eval_jaxpr_custom_rules[triton_lib.triton_kernel_call_p] = _recompute
+partial_eval.dce_rules[triton_lib.triton_kernel_call_p] = _keep
 triton_lib.compile_ttir_inplace = cached(_compile)
 triton_lib.TritonFunction._compile_kernel = _compile_with_all_warps
 

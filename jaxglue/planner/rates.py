@@ -87,7 +87,7 @@ def measure_link(device: jax.Device, *, clock: Callable[[], float] = time.perf_c
     return host.nbytes / _seconds(transfer.to_device, (host,), clock)
 
 
-def measure_files(device: jax.Device, *, clock: Callable[[], float] = time.perf_counter, size: int = _BYTES) -> float:
+def measure_files(*, clock: Callable[[], float] = time.perf_counter, size: int = _BYTES) -> float:
     """Return the rate at which mapped files in the page cache reach the device, bytes/s.
 
     Pages of this process stand for those of files; reading from a disk takes longer.

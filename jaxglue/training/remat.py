@@ -142,7 +142,7 @@ def _fastest(settings: ModelConfig, workload: Workload, steps: int | None = None
     them.
     """
     device = jax.local_devices()[0]
-    files = cache(lambda: measure_files(device))
+    files = cache(measure_files)
     places = embedding_places(workload, settings.embeddings)
 
     def find(gpu: Gpu) -> tuple[Planner, Plan]:

@@ -229,7 +229,7 @@ def _files(run: Run, graphdefs, trainable: Params, frozen: Params, result: Path,
 
 
 def _with_values(trainable: Params, adapter: Adapter) -> Params:
-    def value(path, leaf):
+    def value(path, _leaf):
         return jnp.asarray(adapter.tensors[hf_name(jax.tree_util.keystr(path, simple=True, separator="."))])
 
     return jax.tree_util.tree_map_with_path(value, trainable)

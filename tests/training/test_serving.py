@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxglue.commands import main
 from jaxglue.data.encode import Encoder
 from jaxglue.data.files import Row
 from jaxglue.data.template import adopt
 from jaxglue.data.tokenizer import load_tokenizer
+from jaxglue.hf import serving_check
 from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.checkpoint import save_tensors
 from jaxglue.hf.loading import random_model
@@ -208,3 +210,59 @@ def test_adapters_own_tokenizer_and_template_come_first(make_folder, make_tokeni
     assert json.loads((tmp_path / "merged/generation_config.json").read_text())["eos_token_id"] == [0, 2, 7, bye]
     tokenizer = load_own_tokenizer(base, tmp_path / "adapter")
     assert stop_tokens(tokenizer, base, tmp_path / "adapter") == {END_OF_TEXT, END, 7, bye}
+
+
+def doctor(folder: Path, capsys) -> tuple[int, str]:
+    """Return status and output of `jaxglue doctor --model`."""
+    with pytest.raises(SystemExit) as stop:
+        main(["doctor", "--model", str(folder)])
+    return stop.value.code, " ".join(capsys.readouterr().out.split())
+
+
+def test_doctor_passes_results_and_names_what_is_wrong(make_folder, export, capsys):
+    base = make_folder(config=0, generation={"eos_token_id": 0})
+    status, said = doctor(base, capsys)
+    assert status == 1 and "<|im_end|> ends texts or turns, but generation_config.json does not list it" in said
+    assert "add 2 to eos_token_id" in said
+    result, _ = export(base)
+    status, said = doctor(result, capsys)
+    assert status == 0 and "warn" not in said and "turns end with <|im_end|> ok" in said
+    (result / "chat_template.jinja").write_text(template("\\n"))
+    status, said = doctor(result, capsys)
+    assert status == 1 and "turns end with no token of their own" in said
+    (result / "chat_template.jinja").unlink()
+    assert doctor(result, capsys)[0] == 0
+    (result / "config.json").write_text(json.dumps(SHAPE | {"vocab_size": 300}))
+    status, said = doctor(result, capsys)
+    assert status == 1 and "token 345, but the model has 300 rows" in said
+
+
+def test_doctor_compares_transformers_reading(make_folder, monkeypatch):
+    folder = make_folder(eos="<|im_end|>", config=END)
+    monkeypatch.setattr(serving_check, "_has_torch", lambda: True)
+    last = list(serving_check.inspect(folder))[-1]
+    assert last == ("transformers", "renders, tokenizes and stops alike", "", False)
+    other = make_folder("other", eos="<|im_end|>", config=END, chat=template("<|im_end|>"))
+    monkeypatch.setattr(serving_check, "read_by_transformers", lambda _, chats: read_by_transformers(other, chats))
+    assert "another text of conversation 1" in list(serving_check.inspect(folder))[-1].found
+    with pytest.raises(ValueError, match=r"transformers gives another text of conversation 1: .* the export failed"):
+        check_serving(folder, load_tokenizer(folder))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("chat_template.jinja", "the folder, opened again gives another text of conversation 1"),
+        ("generation_config.json", r"the folder, opened again does not stop at <\|im_end\|>; the export failed"),
+    ],
+)
+def test_a_folder_that_lost_a_file_fails(make_folder, export, change, message):
+    result, tokenizer = export(make_folder(config=0))
+    if change == "chat_template.jinja":
+        (result / change).write_text(template("<|im_start|>"))
+    else:
+        for name in ("config.json", change):
+            path = result / name
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": 0}))
+    with pytest.raises(ValueError, match=message):
+        check_serving(result, tokenizer)
