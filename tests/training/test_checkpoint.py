@@ -2,6 +2,7 @@ import gc
 import logging
 import random
 import resource
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -245,3 +246,18 @@ def test_damaged_eval_loss_counts_as_none(tmp_path, metric):
 )
 def test_storage_errors_are_cut_to_their_cause(error, reason):
     assert reason_of(error) == reason
+
+
+def test_abandoned_reads_of_orbax_are_silent():
+    heard = []
+
+    async def ours():
+        pass
+
+    coroutine = ours()
+    abandoned = SimpleNamespace(cr_code=SimpleNamespace(co_filename="/site-packages/orbax/checkpoint/x.py"))
+    for thing, error in ((abandoned, "cut"), (coroutine, "Event loop is closed"), (coroutine, "another")):
+        unraisable = SimpleNamespace(object=thing, exc_value=Exception(error))
+        checkpoint_module._print_unless_abandoned(lambda one: heard.append(str(one.exc_value)), unraisable)
+    coroutine.close()
+    assert heard == ["another"]
