@@ -5,7 +5,7 @@ Run with torch and transformers installed (made with torch 2.13 and transformers
     python tests/goldens/make_families.py [TYPE …]
 
 Weights are those of `drawn.py`. Each file `families/<name>.safetensors` has as metadata the config that transformers
-saves, and the tensors of `make_models.py`, but for each gradient its norm (`norm.<parameter>`) and `probes.<parameter>`.
+saves, and the tensors of `make_models.py`, but for gradients their norms (`norm.<parameter>`) and `probes.<parameter>`.
 """
 
 import json
