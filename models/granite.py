@@ -16,7 +16,9 @@ _FACTORS = {
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Read a `GraniteForCausalLM` config.json, where absent factors are 1, the scores' too."""
-    factors = {ours: float(1 if (value := raw.get(name)) is None else value) for name, ours in _FACTORS.items()}
+    factors: dict[str, Any] = {
+        ours: float(1 if (value := raw.get(name)) is None else value) for name, ours in _FACTORS.items()
+    }
     return DecoderConfig(**decoder_fields(raw), **factors, layer_windows=(None,) * raw["num_hidden_layers"])
 
 
