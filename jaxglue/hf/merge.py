@@ -19,6 +19,7 @@ from jaxglue.hf.export import copy_texts, describe_reward_model
 from jaxglue.hf.export_check import ROWS_FILE, ExportCheck, check_merge, load_rows
 from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder, require_empty, write_json
 from jaxglue.hf.identity import identify
+from jaxglue.hf.input_check import check_input
 from jaxglue.hf.loading import require_stored
 from jaxglue.hf.serving import (
     folder_stops,
@@ -77,7 +78,10 @@ def export_adapter(
         copy_texts(base, temporary, merge.specs)
         _describe(merge, merge.adapter, Path(base), temporary)
         write_shards(temporary, merge.specs, merge.read, max_shard_bytes, progress)
-        return check_merge(base, merge.config, merge.adapter, temporary, merge.dtypes, rows)
+        check = check_merge(base, merge.config, merge.adapter, temporary, merge.dtypes, rows)
+        if merge.config.quantize == "none":
+            check_input(base, adapter, temporary)
+        return check
 
 
 class MergedTensors:

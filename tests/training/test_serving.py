@@ -244,16 +244,16 @@ def test_doctor_compares_transformers_reading(make_folder, monkeypatch):
     assert last == ("transformers", "renders, tokenizes and stops alike", "", False)
     other = make_folder("other", eos="<|im_end|>", config=END, chat=template("<|im_end|>"))
     monkeypatch.setattr(serving_check, "read_by_transformers", lambda _, chats: read_by_transformers(other, chats))
-    assert "another text of conversation 1" in list(serving_check.inspect(folder))[-1].found
-    with pytest.raises(ValueError, match=r"transformers gives another text of conversation 1: .* the export failed"):
+    assert "differs in the text of conversation 1" in list(serving_check.inspect(folder))[-1].found
+    with pytest.raises(ValueError, match=r"transformers differs in the text of conversation 1: .* the export failed"):
         check_serving(folder, load_tokenizer(folder))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("chat_template.jinja", "the folder, opened again gives another text of conversation 1"),
-        ("generation_config.json", r"the folder, opened again does not stop at <\|im_end\|>; the export failed"),
+        ("chat_template.jinja", "the opened folder differs in the text of conversation 1"),
+        ("generation_config.json", r"the opened folder does not stop at <\|im_end\|>; the export failed"),
     ],
 )
 def test_a_folder_that_lost_a_file_fails(make_folder, export, change, message):
