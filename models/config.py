@@ -398,11 +398,11 @@ def decoder_fields(
             partial=partial,
             interleaved=interleaved,
         ),
-        "quantize": "none" if experts_quantized(raw) != "none" else stored_format(raw.get("quantization_config")),
+        "quantize": "none" if expert_format(raw) != "none" else stored_format(raw.get("quantization_config")),
     }
 
 
-def experts_quantized(raw: Mapping[str, Any]) -> Storage:
+def expert_format(raw: Mapping[str, Any]) -> Storage:
     """Return the format of a folder's experts; none where they are not quantized apart from linear layers.
 
     Raises:
