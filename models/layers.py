@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
@@ -19,7 +20,7 @@ from jaxglue.models.moe_layers import SparseMLP
 from jaxglue.models.residual import Branch, RMSNorm
 from jaxglue.ops import names
 from jaxglue.ops.collectives import copy_to
-from jaxglue.ops.gated_mlp import GatedParts, gated_mlp
+from jaxglue.ops.gated_mlp import ACTIVATIONS, GatedParts, gated_mlp
 from jaxglue.ops.norm_rope import HeadNorms
 from jaxglue.ops.projection import Projection
 from jaxglue.ops.projection.fp8_adapters import FP8Rows
@@ -43,9 +44,13 @@ class Attention(nnx.Module):
         N, K = config.num_attention_heads, config.num_key_value_heads
         options = _linear_options(config, dtype=dtype, rngs=rngs)
         bias, output_bias = config.attention_bias, config.attention_output_bias
-        self.q_proj = Linear(D, N * H, bias=bias, **options)
-        self.k_proj = Linear(D, K * H, bias=bias, **options)
-        self.v_proj = Linear(D, K * H, bias=bias, **options)
+        self.fused = parts.fused_qkv
+        if self.fused:
+            self.qkv_proj = Linear(D, (N + 2 * K) * H, bias=bias, **options)
+        else:
+            self.q_proj = Linear(D, N * H, bias=bias, **options)
+            self.k_proj = Linear(D, K * H, bias=bias, **options)
+            self.v_proj = Linear(D, K * H, bias=bias, **options)
         self.o_proj = Linear(N * H, D, bias=bias if output_bias is None else output_bias, **options)
         norm: dict[str, Any] = {"eps": config.rms_norm_eps, "style": parts.norm, "dtype": dtype}
         widths = {"none": None, "heads": (H, H), "full": (N * H, K * H)}[parts.head_norms]
@@ -54,6 +59,8 @@ class Attention(nnx.Module):
         self.norms_full_width = parts.head_norms == "full"
         std = config.initializer_range
         self.sinks = nnx.Param(jax.random.normal(rngs.params(), (N,), dtype) * std) if parts.sinks else None
+        self.bounds = N * H, (N + K) * H
+        """Of queries, keys and values in a fused projection."""
         self.head_dim, self.window, self.rotary = H, kind.window, kind.rotary
         self.query_factor, self.softcap = config.query_factor(H), config.attention_softcap
 
@@ -63,7 +70,9 @@ class Attention(nnx.Module):
 
     def project(self, normed: Normed, context: LayerContext) -> tuple[Array, Array, Array]:
         """Return rotated queries and keys, and values [B, T, heads, H]."""
-        projected = project_together(self.linears[:3], _copy_to(normed), context)
+        projected = project_together(self.linears[:-1], _copy_to(normed), context)
+        if self.fused:
+            projected = jnp.split(projected[0], self.bounds, axis=-1)
         names_of = zip(projected, (names.QUERY, names.KEY, names.VALUE), strict=True)
         q, k, v = (checkpoint_name(y, name) for y, name in names_of)
         if self.q_norm is not None and self.k_norm is not None and self.norms_full_width:
@@ -87,12 +96,13 @@ class Attention(nnx.Module):
     @property
     def inputs(self) -> list[Projection]:
         """Return all that reads the layer's norm."""
-        return [linear.projection for linear in self.linears[:3]]
+        return [linear.projection for linear in self.linears[:-1]]
 
     @property
-    def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
-        """Return the projections to queries, keys and values, and that of attention's output."""
-        return self.q_proj, self.k_proj, self.v_proj, self.o_proj
+    def linears(self) -> tuple[Linear, ...]:
+        """Return the projections to queries, keys and values, or the one to all, and that of attention's output."""
+        first = (self.qkv_proj,) if self.fused else (self.q_proj, self.k_proj, self.v_proj)
+        return *first, self.o_proj
 
     @property
     def head_norms(self) -> HeadNorms | None:
@@ -134,6 +144,29 @@ class GatedMLP(nnx.Module):
         return self.gate_proj, self.up_proj, self.down_proj
 
 
+class FusedMLP(nnx.Module):
+    """Gated feed-forward with one projection for gate and up, in this order."""
+
+    def __init__(self, config: DecoderConfig, *, dtype, rngs: nnx.Rngs):
+        D, F = config.hidden_size, config.intermediate_size
+        options = _linear_options(config, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
+        self.gate_up_proj = Linear(D, 2 * F, **options)
+        self.down_proj = Linear(F, D, **options)
+        self.activation = config.activation
+
+    def __call__(self, normed: Normed, context: LayerContext) -> Branch:
+        """Apply the feed-forward."""
+        gate, up = jnp.split(self.gate_up_proj(_copy_to(normed), context), 2, axis=-1)
+        gate, up = checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP)
+        product = ACTIVATIONS[self.activation](gate) * up
+        return Branch(lambda x: self.down_proj.add_to(x, product, context))
+
+    @property
+    def inputs(self) -> list[Projection]:
+        """Return all that reads the layer's norm."""
+        return [self.gate_up_proj.projection]
+
+
 class DecoderLayer(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
@@ -144,7 +177,8 @@ class DecoderLayer(nnx.Module):
     def __init__(self, config: DecoderConfig, parts: Parts, kind: LayerKind, *, dtype, rngs: nnx.Rngs):
         options: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
         self.self_attn = Attention(config, parts, kind, **options)
-        self.mlp = SparseMLP(config, parts.experts, **options) if kind.sparse else GatedMLP(config, **options)
+        dense = FusedMLP if parts.fused_gate_up else GatedMLP
+        self.mlp = SparseMLP(config, parts.experts, **options) if kind.sparse else dense(config, **options)
         self.norms, self.norm_style, self.factor = parts.norms, parts.norm, config.residual_multiplier
         for name in filter(None, vars(parts.norms).values()):
             setattr(self, name, RMSNorm(config.hidden_size, config.rms_norm_eps, style=parts.norm, dtype=dtype))
@@ -174,7 +208,7 @@ class DecoderLayer(nnx.Module):
         """Return the norm of this name; None for none."""
         return None if name is None else getattr(self, name)
 
-    def _fork(self, x, name: str | None, reader: Attention | GatedMLP | SparseMLP, context) -> tuple[Array, Normed]:
+    def _fork(self, x, name: str | None, reader: Attention | GatedMLP | FusedMLP | SparseMLP, context) -> tuple[Array, Normed]:
         """Return x, and norm(x) for this reader."""
         norm = self.norm(name)
         return (x, x) if norm is None else norm.fork(x, reader.inputs, context)

@@ -59,6 +59,8 @@ class RopeConfig:
     """Share of a head's dimensions that turn, the first ones. Digests of older runs' `repr` have no such field."""
     interleaved: bool = field(default=False, repr=False)
     """Pairs are neighboring dimensions (2i, 2i + 1), not those of two halves (i, i + half)."""
+    query_scale: tuple[float, int] | None = field(default=None, repr=False)
+    """(β, L): rotated queries at position p are scaled by 1 + β·ln(1 + ⌊p / L⌋); None for no scale."""
 
     def __post_init__(self):
         self._check_values()
@@ -162,15 +164,34 @@ class RopeTables:
 
     rotaries: tuple[Rotary, ...] = field(metadata={"static": True})
     tables: tuple[tuple[Float[Array, "B T half"], Float[Array, "B T half"]], ...]
+    query_scales: tuple[Float[Array, "B T"] | None, ...] = ()
+    """Factors of rotated queries, None for embeddings without."""
 
     @classmethod
     def at(cls, positions: Int[Array, "B T"], rotaries: Sequence[Rotary]) -> "RopeTables":
         """Compute the tables of tokens at these positions."""
-        return cls(tuple(rotaries), tuple(rope_tables(positions, *rotary) for rotary in rotaries))
+        return cls(
+            tuple(rotaries),
+            tuple(rope_tables(positions, *rotary) for rotary in rotaries),
+            tuple(query_scales(positions, rotary.config) for rotary in rotaries),
+        )
 
     def of(self, rotary: Rotary) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
         """Return (cosines, sines) of one of the embeddings."""
         return self.tables[self.rotaries.index(rotary)]
+
+    def scale_queries(self, q: Float[Array, "B T N H"], rotary: Rotary) -> Float[Array, "B T N H"]:
+        """Return rotated queries times their factors, in their dtype."""
+        scales = self.query_scales[self.rotaries.index(rotary)] if self.query_scales else None
+        return q if scales is None else q * scales[..., None, None].astype(q.dtype)
+
+
+def query_scales(positions: Int[Array, "B T"], config: RopeConfig) -> Float[Array, "B T"] | None:
+    """Return the factors of rotated queries at these positions; None for no scale."""
+    if config.query_scale is None:
+        return None
+    beta, length = config.query_scale
+    return 1 + beta * jnp.log1p((positions // length).astype(jnp.float32))
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:

@@ -22,6 +22,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"experts\.\w+_proj(_[a-z]+)?$",                               P("expert", "fsdp")),  # [E, ·, ·], also parts
     (r"(embed_tokens|lm_head)\.weight$",                            P("fsdp")),  # [V, D]
     (r"\.(q|k|v|gate|up)_proj\.weight(\.codes|\.scales|\.absmax)?$", P(("tensor", "fsdp"))),  # [out, in]
+    (r"\.(qkv|gate_up)_proj\.weight(\.codes|\.scales|\.absmax)?$",  P("fsdp")),
     (r"\.(o|down)_proj\.weight(\.codes|\.scales|\.absmax)?$",       P("fsdp", "tensor")),
     (r"\.(q|k|v|gate|up)_proj\.(bias|lora_B)$|\.sinks$",            P("tensor")),
     (r"\.(o|down)_proj\.lora_A$",                                   P(None, "tensor")),
