@@ -208,10 +208,26 @@ CACHE_SCALES = ("k_scale", "v_scale", "k_proj.output_scale", "v_proj.v_scale")
         (
             "block",
             lambda t, q: q.update(modules_to_not_convert=["model.layers.0.mlp.up_proj"]),
-            "leaves .* unquantized",
+            "up_proj.weight is in FP8, but config.json leaves it unquantized",
         ),
+        ("channel", lambda t, q: q.update(ignore=["re:(a+)+$"]), r"the pattern '\(a\+\)\+\$' cannot be read"),
     ],
 )
 def test_other_folders_are_refused(folders, tmp_path, how, change, message):
     with pytest.raises(ValueError, match=message):
         load_model(broken(folders, tmp_path, how, change), dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("entry", ["model.layers.1.mlp.down_proj", r"re:.*\.1\.mlp\.down_proj$"])
+def test_modules_that_the_folder_skips_keep_their_values(folders, tmp_path, entry):
+    matrix = jax.random.normal(jax.random.key(0), folders["channel"][1][MATRIX].shape)
+
+    def change(tensors, quantization):
+        tensors.pop(SCALE)
+        tensors[MATRIX] = matrix
+        quantization["ignore"] = ["lm_head", "re:.*mlp.gate$", entry]
+
+    model = load_model(folder := broken(folders, tmp_path, "channel", change), dtype=jnp.float32)
+    assert len(weights(model)) == 2 * 7 - 1
+    np.testing.assert_array_equal(model.layers[1].mlp.down_proj.weight.get_value(), matrix)
+    assert len(weights(load_model(folder, quantize="fp8"))) == 2 * 7

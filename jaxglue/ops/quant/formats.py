@@ -1,5 +1,7 @@
 """Formats of frozen weights: what one can do, and the registry through which everything else knows them."""
 
+import contextlib
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -10,6 +12,8 @@ from jaxtyping import Array, Float
 
 from jaxglue.ops.choices import QUANTIZE
 
+_LONGEST = 200
+"""Characters of a pattern of modules' names."""
 Shape = tuple[int, ...]
 Specs = dict[str, jax.ShapeDtypeStruct]
 """Shapes and dtypes of stored tensors, by name."""
@@ -122,6 +126,10 @@ class WeightFormat:
         """
         return False
 
+    def skips(self, config: Mapping[str, Any]) -> list[str]:
+        """Return the modules, or patterns of them after `re:`, that a `quantization_config` leaves unquantized."""
+        return []
+
     def find(self, files: TensorReader, name: str, shape: Shape) -> Stored | None:
         """Return the named matrix of this shape in a folder's tensors; None if it is not in this format.
 
@@ -217,6 +225,33 @@ def stored_format(config: Mapping[str, Any] | None) -> str:
     method = config.get("quant_method")
     remedy = "use the original model folder with --quantize nf4 or int8"
     raise ValueError(f"quant_method {method!r:.100} in config.json is not supported: {remedy}")
+
+
+def skipped_modules(config: Mapping[str, Any] | None, modules: Collection[str]) -> tuple[str, ...]:
+    """Return those of the named modules that a `quantization_config` leaves unquantized.
+
+    An entry names a module, or one around it, by consecutive parts of its dotted name; after `re:` it is a pattern from
+    the name's beginning.
+
+    Raises:
+        ValueError: as `stored_format`, or a pattern that cannot be read.
+    """
+    entries = FORMATS[stored_format(config)].skips(config or {})
+    patterns = [_pattern(entry.removeprefix("re:")) for entry in entries if entry.startswith("re:")]
+    parts = [f".{entry}." for entry in entries if entry and not entry.startswith("re:")]
+    return tuple(
+        module
+        for module in modules
+        if any(part in f".{module}." for part in parts) or any(pattern.match(module) for pattern in patterns)
+    )
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    """Compile a pattern of a stranger's; repeated groups are refused, since they may take forever."""
+    if len(text) <= _LONGEST and not re.search(r"\)[*+{]", text):
+        with contextlib.suppress(re.error):
+            return re.compile(text)
+    raise ValueError(f"quantization_config in config.json: the pattern {text!r:.100} cannot be read")
 
 
 def find_stored(files: TensorReader, name: str, shape: Shape) -> Stored | None:

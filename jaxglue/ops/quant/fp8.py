@@ -142,7 +142,7 @@ class StoredFP8Format(WeightFormat):
         """Return whether it names e4m3 values with scales.
 
         Raises:
-            ValueError: another format of the same tools, other blocks, or unquantized linear layers.
+            ValueError: another format of the same tools, or other blocks.
         """
         method, remedy = config.get("quant_method"), "use the original model folder with --matmul fp8"
         if not isinstance(method, str) or method not in _METHODS:
@@ -152,11 +152,11 @@ class StoredFP8Format(WeightFormat):
             raise ValueError(f"{method}'s {key} {config.get(key)!r:.100} in config.json is not read: {remedy}")
         if (block := config.get("weight_block_size")) not in (None, [BLOCK, BLOCK]):
             raise ValueError(f"weight_block_size {block!r:.100} in config.json: expected [128, 128]: {remedy}")
-        skipped = names_in(config, "ignore") + names_in(config, "modules_to_not_convert")
-        if within := [name for name in skipped if re.search(r"layers\b.*_proj", name)]:
-            found = ", ".join(within[:3])
-            raise ValueError(f"config.json leaves {found} unquantized, which is not supported: {remedy}")
         return True
+
+    def skips(self, config: Mapping[str, Any]) -> list[str]:
+        """Return the modules that stay unquantized."""
+        return names_in(config, "ignore") + names_in(config, "modules_to_not_convert")
 
     def find(self, files: TensorReader, name: str, shape: Shape) -> Stored | None:
         """Return a matrix in e4m3.
