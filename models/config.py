@@ -126,7 +126,8 @@ class DecoderConfig:
 
     def _check_quantize(self) -> None:
         made = find_format(self.quantize)
-        if self.quantize not in ("none", "fp8_stored") and self.moe and self.moe.quantize == "none":
+        experts_in_dtype = self.moe is not None and self.moe.quantize == "none"
+        if self.quantize != "none" and not made.holds_experts and experts_in_dtype:
             raise ValueError(f"{made.flag} needs the experts in MXFP4: leave it out")
         heads = {"num_attention_heads × head_dim": self.num_attention_heads * self.head_dim}
         sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}

@@ -102,6 +102,8 @@ class WeightFormat:
     """Matrices have few distinct values, whose products draw less power."""
     row_wise: bool = False
     """Every array has a row for each row of the matrix, so that stacks of matrices are stacks of these."""
+    holds_experts: bool = False
+    """Folders may hold experts in it one by one, which are expanded."""
 
     parts: Mapping[str, int] = {}
     """Arrays of experts' matrices in it, each a parameter, by the end of its name, and the values that an item holds;
@@ -201,7 +203,7 @@ def find_format(name: str) -> WeightFormat:
     """Return the named format; raise ValueError for another name."""
     if name not in FORMATS:
         linear = (made for made in FORMATS.values() if made.name == made.label and not made.parts)
-        others = [made.name for made in linear if made.name not in QUANTIZE]
+        others = [made.name for made in linear if made.flag.startswith("--") and made.name not in QUANTIZE]
         raise ValueError(f"quantize must be one of {', '.join(QUANTIZE + others)}, got {name!r}")
     return FORMATS[name]
 

@@ -16,7 +16,14 @@ import numpy as np
 from jaxtyping import Array, Float, UInt8
 
 from jaxglue.json_file import parse_object
-from jaxglue.ops.quant.bitsandbytes import REMEDY, BitsAndBytesFormat, names_bitsandbytes, read_typed, refused, shared_config
+from jaxglue.ops.quant.bitsandbytes import (
+    REMEDY,
+    BitsAndBytesFormat,
+    names_bitsandbytes,
+    read_typed,
+    refused,
+    shared_config,
+)
 from jaxglue.ops.quant.blocks import dynamic_code, nearest
 from jaxglue.ops.quant.formats import Quantized, Shape, Specs, Stored, TensorReader, register
 
