@@ -16,9 +16,10 @@ from jaxglue.hf.adapter_tensors import MAGNITUDE, PATHS, SCORE
 from jaxglue.hf.checkpoint import HEAD, open_checkpoint, read_config
 from jaxglue.hf.experts import expert_parts, find_source, part_shape, read_expanded
 from jaxglue.hf.export import copy_texts, describe_reward_model, expert_matrices, quantized_tensors
-from jaxglue.hf.export_check import ROWS_FILE, ExportCheck, Rows, check_merge, load_rows
+from jaxglue.hf.export_check import ROWS_FILE, ExportCheck, check_merge, load_rows
 from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder, require_empty, write_json
 from jaxglue.hf.identity import identify
+from jaxglue.hf.input_check import check_input
 from jaxglue.hf.loading import require_stored
 from jaxglue.hf.serving import (
     folder_stops,
@@ -50,14 +51,14 @@ def export_adapter(
     *,
     storage: Quantize | None = None,
     experts: Storage = "none",
-    rows: Rows | None = None,
     progress: DataProgress | None = None,
 ) -> ExportCheck:
     """Write the base model with a merged adapter: W + scale · B · A in float32, cast to the base's dtype.
 
     An adapter trained on quantized weights is merged into these, expanded, as other weights would not be those that it
     was trained with. One on MXFP4 experts makes all experts be written in bfloat16, by default. The folder is
-    read back before it appears, and must predict as base and adapter apart.
+    read back before it appears, and must predict as base and adapter apart, on rows of the adapter's run, or else on
+    random tokens.
 
     Args:
         adapter: a PEFT folder.
@@ -67,7 +68,6 @@ def export_adapter(
         storage: format in which the base's linear layers were held in training; by default the base folder's, else the
             adapter's record.
         experts: format to quantize all experts to, again or for the first time: mxfp4.
-        rows: to compare predictions on; by default those of the adapter's run, else random tokens.
         progress: shows the bytes written; by default nothing does.
 
     Raises:
@@ -75,7 +75,7 @@ def export_adapter(
         OSError: a failed write, such as on a full disk.
     """
     require_empty(Path(output))
-    rows = rows or load_rows(Path(adapter).resolve().parent / ROWS_FILE)
+    rows = load_rows(Path(adapter).resolve().parent / ROWS_FILE)
     merge = MergedTensors(Path(base), Path(adapter), storage)
     assert merge.adapter is not None
     specs, made = merge.specs, FORMATS[experts]
@@ -89,7 +89,10 @@ def export_adapter(
         _describe(merge, merge.adapter, Path(base), temporary)
         write_shards(temporary, specs, read, max_shard_bytes, progress)
         dtypes = merge.dtypes | ({np.dtype(jnp.float4_e2m1fn)} if matrices else set())
-        return check_merge(base, merge.config, merge.adapter, temporary, dtypes, rows)
+        check = check_merge(base, merge.config, merge.adapter, temporary, dtypes, rows)
+        if merge.config.quantize == "none":
+            check_input(base, adapter, temporary)
+        return check
 
 
 class MergedTensors:

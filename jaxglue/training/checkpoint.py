@@ -270,12 +270,15 @@ class Checkpoints:
             step, self._saving, self._failed = self._saving, None, True
             for leftover in self._folder.glob("*.orbax-checkpoint-tmp"):
                 shutil.rmtree(leftover, ignore_errors=True)
-            free = shutil.disk_usage(self._folder).free / 1e9
+            free, intact = shutil.disk_usage(self._folder).free / 1e9, sorted(self._manager.all_steps())
+            remedy = f"Earlier checkpoints are intact: {intact}. Make room, then continue with --resume."
             raise OSError(
                 f"the checkpoint of step {step} could not be written to {self._folder}: {reason_of(error)} "
-                f"({free:.2f} GB free). Earlier checkpoints are intact: {sorted(self._manager.all_steps())}. "
-                "Make room, then continue with --resume."
+                f"({free:.2f} GB free). {remedy if intact else _NONE_INTACT}"
             ) from error
+
+
+_NONE_INTACT = "This run has no earlier one. Make room, then start it again."
 
 
 class NonFinite(ValueError):  # noqa: N818

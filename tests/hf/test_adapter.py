@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxglue.hf import adapter_config
-from jaxglue.hf.adapter import load_adapter, save_adapter
+from jaxglue.hf.adapter import find_base, load_adapter, save_adapter
 from jaxglue.models.lora_config import LoraConfig
 
 CONFIG = LoraConfig(rank=2, alpha=6.0, dropout=0.1, rslora=True, targets=("down_proj", "q_proj"))
@@ -229,3 +229,15 @@ def test_patterns_that_take_forever_are_refused(monkeypatch):
     message = r"^folder: the patterns of its adapter_config.json take more than"
     with pytest.raises(ValueError, match=message), adapter_config.matching(Path("folder")):
         re.match("(.*)*(.*)*(.*)*(.*)*x", "model.layers.0.self_attn.q_proj")
+
+
+def test_a_moved_run_brings_its_base(tmp_path):
+    (tmp_path / "run" / "base").mkdir(parents=True)
+    (tmp_path / "run" / "base" / "config.json").write_text("{}")
+    (tmp_path / "run" / "adapter").mkdir()
+    named = {"base_model_name_or_path": "/gone/run/base"}
+    (tmp_path / "run" / "adapter" / "adapter_config.json").write_text(json.dumps(named))
+    assert find_base(tmp_path / "run" / "adapter") == tmp_path / "run" / "base"
+    (tmp_path / "run" / "base" / "config.json").unlink()
+    with pytest.raises(ValueError, match="names /gone/run/base base, which is not a folder here"):
+        find_base(tmp_path / "run" / "adapter")

@@ -192,6 +192,20 @@ def test_full_disk_is_explained_and_spares_earlier_ones(tmp_path):
         assert_same(checkpoints.restore_latest(abstract(state)).state, state)
 
 
+def test_a_full_disk_at_the_first_checkpoint_offers_no_resume(tmp_path):
+    state = {"a": jax.random.normal(jax.random.key(0), (100_000,))}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Checkpoints(tmp_path, fingerprint=FINGERPRINT) as checkpoints:
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+            with pytest.raises(OSError, match=r"has no earlier one. Make room, then start it again") as error:
+                checkpoints.save(1, state, {})
+                checkpoints.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "--resume" not in str(error.value)
+
+
 def test_remains_of_a_killed_save_are_removed(tmp_path):
     save_all(tmp_path, {1: None})
     (tmp_path / "1").rename(tmp_path / "2.orbax-checkpoint-tmp")
