@@ -1,10 +1,12 @@
-"""Regular files of a bounded size."""
+"""Files of strangers: regular ones of a bounded size, with values of the right type."""
 
+import json
 import os
 
 import pytest
 
 from jaxglue.data.tokenizer import load_tokenizer, read_template
+from jaxglue.hf.serving import folder_stops
 from jaxglue.hf.tensor_files import TensorFiles
 from jaxglue.json_file import read_json
 from jaxglue.recipe import read_tables
@@ -55,3 +57,20 @@ def test_files_are_read_up_to_a_size(tmp_path):
         read_regular(path, 3)
     with pytest.raises(IsADirectoryError):
         open_regular(tmp_path)
+
+
+@pytest.mark.parametrize("template", [5, ["a"], {"default": 5}])
+def test_a_chat_template_that_is_no_text_is_refused(tmp_path, make_tokenizer, template):
+    make_tokenizer("plain").save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    with pytest.raises(ValueError, match=r"the (chat template of the )?tokenizer in .* (must be a text|cannot be)"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("stop", [99999999999999999999, [1, -(2**40)], "2", True, 1.5, {}])
+def test_end_tokens_that_are_no_ids_are_refused(tmp_path, stop):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
+    with pytest.raises(ValueError, match="eos_token_id: expected token ids, got"):
+        folder_stops(tmp_path)

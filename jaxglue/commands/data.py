@@ -15,9 +15,9 @@ from jaxglue.data.dataset import TokenDataset
 from jaxglue.data.prepare import prepare_data
 from jaxglue.data.progress import DataProgress
 from jaxglue.data.report import Bin, count_duplicates, length_bins, longest, trained_parts
-from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.hub import model_path
+from jaxglue.hf.serving import load_own_tokenizer
 from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.training.workload import row_text, settle
@@ -40,7 +40,8 @@ def preview(config: PreviewConfig, console: Console | None = None) -> None:
     """
     console = console or Console()
     folder = model_path(config.model.model, config.model.revision, weights=False)
-    tokenizer, model = load_tokenizer(folder), _read_model(folder) if config.data.seq_len is None else None
+    tokenizer = load_own_tokenizer(folder, config.model.adapter)
+    model = _read_model(folder) if config.data.seq_len is None else None
     config = settle(config, model, devices=1) if model else config
     task = config.objective.task(shared_prompt=True)
     columns = config.objective.kind.columns

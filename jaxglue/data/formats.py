@@ -200,6 +200,8 @@ def read_number(row: Mapping[str, Any], name: str, absent: float) -> float:
 
 
 def _pair(row: Mapping[str, Any]) -> AnswerTexts:
+    if absent := next((name for name in ("chosen", "rejected") if row[name] is None), None):
+        raise ValueError(f"{absent!r} is null: remove the row")
     if row["chosen"] == row["rejected"]:
         raise ValueError("'chosen' and 'rejected' are equal, so the row says nothing: remove it")
     prompt, chosen, rejected = row.get("prompt"), _conversation(row["chosen"]), _conversation(row["rejected"])
@@ -212,6 +214,9 @@ def _pair(row: Mapping[str, Any]) -> AnswerTexts:
                 "or whole conversations"
             )
         return _continued(prompt, chosen, "chosen", row), _continued(prompt, rejected, "rejected", row)
+    if isinstance(chosen, str) or isinstance(rejected, str):
+        kinds = f"{type(row['chosen']).__name__} and {type(row['rejected']).__name__}"
+        raise ValueError(f"'chosen' and 'rejected' must both be strings or both lists of messages, got {kinds}")
     if prompt is None or isinstance(prompt, str):
         return _divided(chosen, rejected, row.get("tools"), prompt)
     return _continued(prompt, chosen, "chosen", row), _continued(prompt, rejected, "rejected", row)

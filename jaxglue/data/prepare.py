@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.data.answers import select_answers
+from jaxglue.data.answers import AnswerDataset, select_answers
 from jaxglue.data.config import NO_COLUMNS, AnswerTask, Columns, DataConfig, Source, short_names
 from jaxglue.data.dataset import Selection, TokenDataset, hold_out, join_selections, select_documents
 from jaxglue.data.encode import DOUBLED_BOS
@@ -96,6 +96,7 @@ def prepare_data(
         notes=(
             *_notes([[one for one, _ in group] for group in groups]),
             *_row_notes(train.store, config, tokenizer, ends=task is None or not task.scored),
+            *_label_notes(train),
         ),
     )
     held_out = datasets[1] if len(datasets) > 1 else None
@@ -214,6 +215,13 @@ def _notes(groups: list[list[Tokenized]]) -> Iterator[str]:
 def _unused_notes(sources: Iterable[tuple[Source, str, list[str]]]) -> Iterator[str]:
     """Yield one line for each source with columns that its format does not use."""
     yield from dict.fromkeys(unused_note(*source) for source in sources if source[2])
+
+
+def _label_notes(train: TokenDataset) -> Iterator[str]:
+    """Yield a line for labeled answers that are all good or all bad."""
+    if isinstance(train, AnswerDataset) and train.task.labeled and len({*train.desirable.tolist()}) == 1:
+        label = "true" if train.desirable[0] else "false"
+        yield f"all answers have the label {label}: nothing is learned about the other kind; add rows with it"
 
 
 _CHECKED = 256

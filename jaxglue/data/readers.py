@@ -1,5 +1,6 @@
 """Readers of rows, with their origins, from files, folders and `datasets`."""
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ from jaxglue.json_file import without_nulls
 
 SAVED_INFO = ("state.json", "dataset_dict.json", "dataset_info.json")
 """Files without rows in a folder saved with `datasets`."""
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_SHOWN = 300
+"""Longest reason of `datasets`, in characters."""
 _ARROW_ROWS = 64
 """Rows read at a time."""
 _CHUNK_BYTES = 2**24
@@ -141,12 +145,15 @@ def _load_saved(source: Source) -> Any:
 def _load_from_hub(source: Source) -> Any:
     import datasets
 
+    name, _, subset = source.name.removeprefix(HUB_PREFIX).partition(":")
+    if not _HUB_NAME.fullmatch(name):
+        raise ValueError(f"data: {source.name}: expected {HUB_PREFIX}owner/name or {HUB_PREFIX}owner/name:subset")
     try:
-        name, _, subset = source.name.removeprefix(HUB_PREFIX).partition(":")
         with _torch_unnamed(), checked_answers():
             return datasets.load_dataset(name, *([subset] if subset else []), split=source.split)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"data: cannot load {source.name}, split {source.split!r}, from the hub: {error}") from error
+    except Exception as error:  # datasets raises errors of many types for what it finds on the hub
+        reason = " ".join(str(error).split())[:_SHOWN] or type(error).__name__
+        raise ValueError(f"data: cannot load {source.name}, split {source.split!r}, from the hub: {reason}") from error
 
 
 @contextmanager
@@ -189,7 +196,7 @@ def _undecoded(feature: Any) -> Any:
 
 
 def _damaged_folder(name: str, error: Exception) -> ValueError:
-    reason = " ".join(str(error).split())[:300] or type(error).__name__
+    reason = " ".join(str(error).split())[:_SHOWN] or type(error).__name__
     is_hub = name.startswith(HUB_PREFIX)
     remedy = "delete its copy in the cache of `datasets`" if is_hub else "save it again with save_to_disk"
     return ValueError(f"{name}: a damaged data set: {reason}; {remedy}")

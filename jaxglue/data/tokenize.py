@@ -137,8 +137,9 @@ def first_row(config: DataConfig, *, preferences: bool) -> FirstRow:
         ValueError: as reading the source.
     """
     source = config.sources[0]
-    row = next(iter(read_rows(source)))
-    format = find_format([row], source, detect_preference if preferences else detect_format)
+    head = list(islice(read_rows(source), 1))
+    format = find_format(head, source, detect_preference if preferences else detect_format)
+    (row,) = head
     contents = read_answers(row.value, format) if format in ANSWER_KEYS else [read_row(row.value, format)]
     chat = next((content for content in contents if isinstance(content, Chat)), None)
     if chat and source.system:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -35,6 +36,11 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     except Exception as error:  # transformers and tokenizers raise errors of many types for a damaged file
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(f"the tokenizer in {folder} cannot be loaded: {reason[:300]}") from error
+    template: Any = tokenizer.chat_template
+    named = template.values() if isinstance(template, dict) else () if template is None else (template,)
+    for value in named:
+        if not isinstance(value, str):
+            raise ValueError(f"the chat template of the tokenizer in {folder} must be a text, got {value!r:.100}")
     for key in ("is_local", "local_files_only"):  # of this loading, and `save_pretrained` would write them
         tokenizer.init_kwargs.pop(key, None)
     if not tokenizer.is_fast:

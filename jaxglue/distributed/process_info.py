@@ -10,6 +10,7 @@ from jaxglue.config import Config, NonNegativeInt, Range
 from jaxglue.distributed.token import TOKEN, find_token
 
 _NUMBERS = ("coordinator", "num_processes", "process_id")
+_UNSET = "start the run with them, or unset their variables"
 _FIRST_PORT, _PORTS = 61_000, 4_000
 """Above the ports that Linux assigns by itself."""
 
@@ -93,27 +94,40 @@ def _is_address(text: str) -> bool:
 def _launcher(environ: Mapping[str, str]) -> tuple[str | None, str, dict[str, Any]]:
     """Return the launcher's name, its job, and its values; None and nothing for a single process."""
     # Before SLURM: under SLURM, Open MPI's daemons are themselves a job step.
-    if int(environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
-        size = environ["OMPI_COMM_WORLD_SIZE"]
-        told: dict[str, Any] = {"num_processes": int(size), "process_id": int(environ["OMPI_COMM_WORLD_RANK"])}
+    if (size := _number(environ, "OMPI_COMM_WORLD_SIZE", "1")) > 1:
+        told: dict[str, Any] = {"num_processes": size, "process_id": _number(environ, "OMPI_COMM_WORLD_RANK")}
         job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_orte_hnp_uri", "")
         # On several hosts it does not tell which of them has process 0.
-        if environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == size:
+        if environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(size):
             told |= {"coordinator": f"127.0.0.1:{_port(job)}"}
         return "Open MPI", job + environ.get("OMPI_MCA_orte_precondition_transports", ""), told
     # Variables of the job step: the job's own script is one process, whatever the job's size.
-    if int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+    if (size := _number(environ, "SLURM_STEP_NUM_TASKS", "1")) > 1:
         job = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
-        coordinator = f"{_first_host(environ['SLURM_STEP_NODELIST'])}:{_port(job)}"
-        count, index = environ["SLURM_STEP_NUM_TASKS"], environ["SLURM_PROCID"]
-        return "SLURM", job, {"coordinator": coordinator, "num_processes": int(count), "process_id": int(index)}
+        coordinator = f"{_first_host(environ.get('SLURM_STEP_NODELIST', ''))}:{_port(job)}"
+        index = _number(environ, "SLURM_PROCID")
+        return "SLURM", job, {"coordinator": coordinator, "num_processes": size, "process_id": index}
     return None, "", {}
+
+
+def _number(environ: Mapping[str, str], name: str, default: str = "") -> int:
+    """Return a number of at most nine digits that a launcher has set.
+
+    Raises:
+        ValueError: another value, or none where the launcher's other variables are there.
+    """
+    value = environ.get(name, default)
+    if not re.fullmatch(r"[0-9]{1,9}", value):
+        found = f"is {value!r:.100}" if name in environ else "is missing"
+        raise ValueError(f"{name} {found} in the environment, expected a number as srun and mpirun set it: {_UNSET}")
+    return int(value)
 
 
 def _first_host(nodes: str) -> str:
     """Return the first host of a SLURM list: `gpu003` of `gpu[003-007,012],login1`."""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
-    assert match, nodes
+    if match is None:
+        raise ValueError(f"SLURM_STEP_NODELIST is {nodes!r:.100}, expected names of hosts as srun sets it: {_UNSET}")
     return "".join(part or "" for part in match.groups())
 
 

@@ -61,6 +61,8 @@ class LayerPasses:
         self._uses_host = stream_weights or any(layer.policy.offloaded for layer in layers)
         if self._uses_host:
             transfer.check_pinned_memory(jax.local_devices()[0])
+        self._compiled: set[Any] = set()
+        """Kinds of contexts on which all programs have run."""
         self._host_buffers, self._offload = host_buffers, partial(offload, buffers=host_buffers)
         self._gather = jax.jit(self._gather_weights)
         self._join = jax.jit(jax.lax.optimization_barrier, donate_argnums=0)
@@ -112,7 +114,8 @@ class LayerPasses:
         """
         saved: list[SavedLayer] = []
         kept: list[_Weights] = []
-        running = self._run_ahead()
+        compiles = _kind(contexts) not in self._compiled
+        running = self._run_ahead(compiles=compiles)
         stored = self.stored_weights(trainable, frozen)
         gathered = self.gather_first(stored)
         for i, layer in enumerate(self._layers):
@@ -128,7 +131,7 @@ class LayerPasses:
             stays = transfer.keep_on_device(i, len(self._layers), self._prefetch_depth)
             kept.append(weights if stays else (trainable[i], frozen[i]))
             saved.append(SavedLayer(x, residuals) if stays else self._offload(layer.policy, x, residuals))
-            if self._uses_host:
+            if self._uses_host or compiles:
                 running.add((saved[-1].x, saved[-1].residuals.offloaded) if layer.policy.offloaded or stays else y)
             x = y
             del weights, y, residuals  # free this layer's buffers before the next copy is requested
@@ -153,10 +156,13 @@ class LayerPasses:
         weights_ahead = self._prefetch_weights(kept, moving)
         functions = tuple(zip(self._layers, trainable, frozen, contexts, strict=True))
         restore = partial(restore_inputs, layers=functions, depth=self._prefetch_depth)
-        running, count = self._run_ahead(), len(values)
+        compiles = (kind := _kind(contexts)) not in self._compiled
+        running, count = self._run_ahead(compiles=compiles), len(values)
         values_ahead = self._prefetch_saved(values, restore)
         layers = transfer.Lookahead(zip(weights_ahead, values_ahead, strict=True), early=self._layout.gathers)
         gathered, dx = None, dy.pop()
+        if compiles:
+            running.add(dx)
         for i in reversed(range(count)):
             stored, (x, residuals) = layers.take()
             weights = merge_gathered(gathered, stored)
@@ -166,8 +172,9 @@ class LayerPasses:
             dx, gradients, done, gathered = self._layers[i].backward(*arguments)
             finish(i, gradients)
             del stored, weights, x, residuals, to_gather, arguments, gradients, accumulated
-            if self._uses_host:
+            if self._uses_host or compiles:
                 running.add(done)
+        self._compiled.add(kind)
         return dx
 
     def stored_weights(self, trainable: list[Params], frozen: list[Params]) -> transfer.Lookahead[_Weights]:
@@ -185,8 +192,13 @@ class LayerPasses:
         """Gather the first layer's weights in a program of their own: no layer before it could."""
         return self._gather(select_to_gather(self._layout, stored.following)) if self._layout.gathers else None
 
-    def _run_ahead(self) -> transfer.RunAhead:
-        return transfer.RunAhead(transfer.RUN_AHEAD if self._prefetch_depth else 0)
+    def _run_ahead(self, *, compiles: bool = False) -> transfer.RunAhead:
+        """Return the limit of unfinished layers: none where the next one's program may be compiled.
+
+        XLA compares algorithms of its matmuls meanwhile, on copies of their operands and results. These would need
+        memory beside the temporary memory of programs under way, as the head's.
+        """
+        return transfer.RunAhead(transfer.RUN_AHEAD if self._prefetch_depth and not compiles else 0)
 
     def _prefetch_weights(self, kept: list[_Weights], moving: list[bool]) -> Iterator[_Weights]:
         """Iterate over the layers' weights, the last first, prefetching those on the host; empty `kept` on the way."""
@@ -214,3 +226,9 @@ class LayerPasses:
                 ahead.append(transfer.to_device(layer) if self._uses_host else layer)
                 del layer
             yield ahead.popleft()
+
+
+def _kind(contexts: list[PackedContext]) -> Any:
+    """Return a key that contexts share on which the same compiled programs run."""
+    leaves, treedef = jax.tree.flatten(contexts[0])
+    return treedef, tuple(getattr(leaf, "shape", ()) for leaf in leaves)

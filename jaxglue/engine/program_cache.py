@@ -98,7 +98,11 @@ class _Turns:
                 lock.acquire(timeout=_PATIENCE, poll_interval=0.02)
                 return lock
             if not self._said:
-                _log.warning("waiting for another process that compiles programs into %s", folder)
+                _log.warning(
+                    "waiting for another process that compiles programs into %s: one does at a time, so that runs that "
+                    "share it execute the same ones; a --compilation-cache of its own avoids the wait",
+                    folder,
+                )
                 self._said = True
             lock.acquire(timeout=_LONGEST)
             return lock

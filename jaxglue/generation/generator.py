@@ -51,6 +51,12 @@ class Request:
     """Distinguishes the random numbers of prompts with one seed."""
 
 
+def require_known(tokens: Sequence[int] | np.ndarray, vocabulary: int, name: str) -> None:
+    """Raise ValueError for a token outside the vocabulary, whose embedding would be NaN or another token's."""
+    if wrong := next((token for token in (min(tokens), max(tokens)) if not 0 <= token < vocabulary), None):
+        raise ValueError(f"{name} holds token id {wrong}, but the model's vocabulary has {vocabulary}")
+
+
 class Sequenced(NamedTuple):
     """A request in the order of arrival."""
 
@@ -329,8 +335,7 @@ class Generator:
         limit, vocabulary, count = self.config.max_position_embeddings, self.config.vocab_size, len(request.prompt)
         if not 0 < count < limit:
             raise ValueError(f"prompt {number} has {count:,} tokens: expected 1 to {limit - 1:,}, the model's limit")
-        if (token := max(request.prompt)) >= vocabulary:
-            raise ValueError(f"prompt {number} holds token id {token}, but the model's vocabulary has {vocabulary}")
+        require_known(request.prompt, vocabulary, f"prompt {number}")
         return min(count + request.sampling.max_tokens, limit)
 
 

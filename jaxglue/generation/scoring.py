@@ -22,6 +22,7 @@ from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import PRESETS
 from jaxglue.generation.chat import Assistant, is_reward_model, load_parts
 from jaxglue.generation.config import AssistantConfig, ScoreConfig
+from jaxglue.generation.generator import require_known
 from jaxglue.models.parameters import split_model
 from jaxglue.ops.segments import pack_segments, segment_bucket
 
@@ -37,6 +38,7 @@ class Scorer:
     def __init__(self, assistant: Assistant):
         self._executor = Executor(assistant.graphdefs, assistant.config, policy=PRESETS["full"], dtype=assistant.dtype)
         self._trees = assistant.adapter, assistant.frozen
+        self._vocabulary = assistant.config.vocab_size
         self.limit = assistant.config.max_position_embeddings
         """Most tokens that the model reads at once."""
 
@@ -49,6 +51,8 @@ class Scorer:
             ValueError: an empty context, a continuation beyond the limit, or a score that is not finite.
         """
         whole = [_joined(context, continuation, self.limit) for context, continuation in pairs]
+        for number, tokens in enumerate(whole, 1):
+            require_known(tokens, self._vocabulary, f"text {number}")
         lengths = np.array([len(tokens) - 1 for tokens in whole], np.int64)
         found: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
         if not len(lengths):
@@ -112,6 +116,7 @@ class RewardModel:
             name = config.adapter or config.folder
             raise ValueError(f"{name} is no reward model: train one with jaxglue train --objective reward")
         self.tokenizer, model, dtype = load_parts(config, scores=True)
+        self._vocabulary = model.config.vocab_size
         self.limit = model.config.max_position_embeddings
         """Most tokens that the model reads at once."""
         graphdefs, self._trainable, self._frozen = split_model(model, nnx.LoRAParam)
@@ -143,6 +148,7 @@ class RewardModel:
         tokens = tokens[: kept[-1] + 1] if len(kept) else tokens[:0]
         if not 0 < len(tokens) <= self.limit:
             raise ValueError(f"a document has {len(tokens):,} tokens, expected 1 to {self.limit:,}, the model's limit")
+        require_known(tokens, self._vocabulary, "a document")
         return tokens
 
 

@@ -228,6 +228,10 @@ def warn_of_adapter_inside(model: Path, adapter: Path | None = None) -> None:
         _log.warning("%s also holds an adapter, which is not used: name it with --adapter, or move it away", model)
 
 
+BASE = "base"
+"""Folder of a run that keeps a base beside the adapter."""
+
+
 def find_base(folder: str | Path, *, weights: bool = True) -> Path:
     """Return the folder of an adapter's base model, downloaded if it is on the hub.
 
@@ -242,7 +246,13 @@ def find_base(folder: str | Path, *, weights: bool = True) -> Path:
     if not (folder / CONFIG).is_file():
         raise ValueError(_not_an_adapter(folder, CONFIG))
     raw = read_json(folder / CONFIG)
-    name = str(raw.get("base_model_name_or_path") or "")
+    name = "" if raw.get("base_model_name_or_path") is None else str(raw["base_model_name_or_path"])
+    if (
+        not Path(name).exists()
+        and Path(name).name == BASE
+        and (folder.resolve().parent / BASE / "config.json").is_file()
+    ):
+        name = str(folder.resolve().parent / BASE)  # the run was moved with the base that it wrote
     if not Path(name).is_dir() and not is_hub_id(name):
         raise ValueError(f"{folder} names {name or 'no'} base, which is not a folder here: give the base model's")
     return model_path(name, raw.get("revision"), weights=weights)

@@ -19,6 +19,7 @@ from jaxglue.hf.identity import Identity
 from jaxglue.models import abstract_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import CausalLM
+from jaxglue.models.family import find_family
 from jaxglue.models.lora import add_lora, base_shapes
 from jaxglue.models.parameters import abstract_parameters, hf_name, quantized_names, set_parameters
 from jaxglue.models.vocabulary import vocabulary_modules
@@ -194,7 +195,7 @@ def _initial(name: str, spec: jax.ShapeDtypeStruct, config: DecoderConfig, key: 
     if ".experts." in name and part in experts.parts:
         return experts.random_part(part, key, spec, std)
     if len(spec.shape) == 1 and not name.endswith("sinks"):
-        return jnp.ones(spec.shape, spec.dtype)
+        return jnp.full(spec.shape, 1 - find_family(config.model_type).parts.norm.offset, spec.dtype)
     return _normal(key, spec.shape, spec.dtype, std)
 
 

@@ -16,9 +16,10 @@ from jaxglue.hf.adapter_tensors import MAGNITUDE, PATHS, SCORE
 from jaxglue.hf.checkpoint import HEAD, open_checkpoint, read_config
 from jaxglue.hf.experts import expert_parts, find_source, read_expanded
 from jaxglue.hf.export import copy_texts, describe_reward_model
-from jaxglue.hf.export_check import ROWS_FILE, ExportCheck, Rows, check_merge, load_rows
+from jaxglue.hf.export_check import ROWS_FILE, ExportCheck, check_merge, load_rows
 from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder, require_empty, write_json
 from jaxglue.hf.identity import identify
+from jaxglue.hf.input_check import check_input
 from jaxglue.hf.loading import require_stored
 from jaxglue.hf.serving import (
     folder_stops,
@@ -48,14 +49,13 @@ def export_adapter(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     *,
     storage: Quantize | None = None,
-    rows: Rows | None = None,
     progress: DataProgress | None = None,
 ) -> ExportCheck:
     """Write the base model with a merged adapter: W + scale · B · A in float32, cast to the base's dtype.
 
     An adapter trained on quantized weights is merged into these, expanded, as other weights would not be those that it
     was trained with. One on MXFP4 experts makes all experts be written in bfloat16. The folder is read back before it
-    appears, and must predict as base and adapter apart.
+    appears, and must predict as base and adapter apart, on rows of the adapter's run, or else on random tokens.
 
     Args:
         adapter: a PEFT folder.
@@ -64,7 +64,6 @@ def export_adapter(
         max_shard_bytes: shard limit in bytes.
         storage: format in which the base's linear layers were held in training; by default the base folder's, else the
             adapter's record.
-        rows: to compare predictions on; by default those of the adapter's run, else random tokens.
         progress: shows the bytes written; by default nothing does.
 
     Raises:
@@ -72,14 +71,17 @@ def export_adapter(
         OSError: a failed write, such as on a full disk.
     """
     require_empty(Path(output))
-    rows = rows or load_rows(Path(adapter).resolve().parent / ROWS_FILE)
+    rows = load_rows(Path(adapter).resolve().parent / ROWS_FILE)
     merge = MergedTensors(Path(base), Path(adapter), storage)
     assert merge.adapter is not None
     with atomic_folder(Path(output)) as temporary:
         copy_texts(base, temporary, merge.specs)
         _describe(merge, merge.adapter, Path(base), temporary)
         write_shards(temporary, merge.specs, merge.read, max_shard_bytes, progress)
-        return check_merge(base, merge.config, merge.adapter, temporary, merge.dtypes, rows)
+        check = check_merge(base, merge.config, merge.adapter, temporary, merge.dtypes, rows)
+        if merge.config.quantize == "none":
+            check_input(base, adapter, temporary)
+        return check
 
 
 class MergedTensors:

@@ -33,8 +33,8 @@ def served_stops(folder: Path) -> frozenset[int]:
 def _listed(path: Path) -> list[int]:
     stops = read_json(path).get("eos_token_id") if path.is_file() else None
     tokens = stops if isinstance(stops, list) else [] if stops is None else [stops]
-    if wrong := [token for token in tokens if type(token) is not int]:
-        raise ValueError(f"{path}: eos_token_id: expected token ids, got {wrong[0]!r}")
+    if wrong := [token for token in tokens if type(token) is not int or abs(token) >= 2**31]:
+        raise ValueError(f"{path}: eos_token_id: expected token ids, got {wrong[0]!r:.100}")
     return tokens
 
 

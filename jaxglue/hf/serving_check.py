@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ PROBES: Chats = tuple(
     for messages in ([_USER], [_USER, _ASSISTANT], [_USER, _ASSISTANT, _USER, _ASSISTANT])
 )
 _READER = Path(__file__).with_name("transformers_reader.py")
+_log = logging.getLogger(__name__)
 _TIMEOUT = 120
 """Seconds for transformers to read a folder."""
 _END = 4
@@ -55,15 +57,19 @@ def check_serving(
     Raises:
         ValueError: names what differs.
     """
+    chats = json.loads(json.dumps(list(chats), default=str))
     expected = reading(tokenizer, chats)
     wanted = trained_stops(tokenizer) if stops is None else stops
-    found = [("the folder, opened again", reading(load_tokenizer(folder), chats), served_stops(folder))]
+    found = [("the opened folder", reading(load_tokenizer(folder), chats), served_stops(folder))]
     if _has_torch():
-        found.append(("transformers", *read_by_transformers(folder, chats)))
+        try:
+            found.append(("transformers", *read_by_transformers(folder, chats)))
+        except ValueError as error:
+            _log.warning("%s", error)
     for reader, read, listed in found:
         if different := next((name for name in expected if read.get(name) != expected[name]), None):
             raise ValueError(
-                f"{folder}: {reader} gives another {different}: {str(read.get(different))[:200]!r}, trained on "
+                f"{folder}: {reader} differs in the {different}: {str(read.get(different))[:200]!r}, trained on "
                 f"{str(expected[different])[:200]!r}; the export failed"
             )
         if missing := set(wanted) - listed:
@@ -99,12 +105,14 @@ def read_by_transformers(folder: Path, chats: Chats) -> tuple[dict[str, Any], fr
     """Return `reading` and end tokens of a folder as transformers reads it in a process of its own.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: it cannot, or takes too long.
     """
     command = [sys.executable, "-P", str(_READER), str(folder)]
-    done = subprocess.run(
-        command, input=json.dumps(list(chats)), capture_output=True, text=True, check=False, timeout=_TIMEOUT
-    )
+    options: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "timeout": _TIMEOUT}
+    try:
+        done = subprocess.run(command, input=json.dumps(list(chats)), **options)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"{folder}: transformers did not read the folder within {_TIMEOUT} s") from None
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise ValueError(f"{folder}: transformers cannot read the folder: {reason[:300]}")
@@ -180,12 +188,15 @@ def _inspect_template(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Verdi
 
 
 def _compare_with_transformers(tokenizer: PreTrainedTokenizerBase, folder: Path, ends: Collection[int]) -> Verdict:
-    read, stops = read_by_transformers(folder, PROBES)
+    try:
+        read, stops = read_by_transformers(folder, PROBES)
+    except ValueError as error:
+        return Verdict("transformers", str(error), "mend the file that it names", breaks=True)
     own = reading(tokenizer, PROBES)
     different = [name for name in own if read.get(name) != own[name]]
     if set(ends) - stops:
         different.append("list of stop tokens")
     if different:
-        found = f"another {', '.join(different)}"
+        found = f"differs in the {', '.join(different)}"
         return Verdict("transformers", found, "compare the folder's files with the base's", breaks=True)
     return Verdict("transformers", "renders, tokenizes and stops alike")

@@ -114,6 +114,8 @@ class PeakMemory:
     """Dispatched layers that the host does not wait for."""
     restored: Sequence[int]
     """Bytes of dropped inputs and values on the device in each layer's backward pass."""
+    replayed: Sequence[int]
+    """Bytes that running other layers again takes before each layer's backward pass."""
     whole: bool
     """A micro-batch is one program."""
     scattered: bool
@@ -155,9 +157,15 @@ class PeakMemory:
         layers = np.arange(len(self.costs))
         leaving = _windows(self._offloaded, np.maximum(layers - self.run_ahead, 0), layers + 1)
         requested = requested_ahead(_moving(self.streamed), weights_prefetch_depth(self.depth))
-        buffers = _windows(self.streamed, layers, requested)
+        stays = max(len(layers) - 1 - self.depth, 0)  # the last layers' weights stay for the backward pass
+        buffers = _windows(self.streamed, np.minimum(layers, stays), requested)
         held = self._stored + leaving + buffers + inputs * self.model.input_bytes
-        temporary = np.array([cost.forward.temporary for cost in self.costs])
+        # A program is compiled, and its matmuls compared, when the first layer of its type is due.
+        compiles = [self.costs.index(cost) == index for index, cost in enumerate(self.costs)]
+        passes = [cost.forward for cost in self.costs]
+        temporary = np.array(
+            [max(each.temporary, each.matmul * new) for each, new in zip(passes, compiles, strict=True)]
+        )
         held[-HEAD_AHEAD:] += self.resident.host_head
         return (held + temporary).max() + (self.resident.trainable if self._accumulates else 0)
 
@@ -217,9 +225,12 @@ class PeakMemory:
         return self._head_gradients + layers[::-1].cumsum()[::-1]
 
     def _temporaries(self) -> np.ndarray:
-        """Return for each layer's backward pass the bytes of XLA's temporary memory, or of the matmuls it compares."""
-        passes = (cost.backward for cost in self.costs)
-        return np.array([max(fitted.TEMPORARIES * each.temporary, each.matmul) for each in passes])
+        """Return for each layer's backward pass the bytes of XLA's temporary memory, or of the matmuls it compares.
+
+        Or of the layers that run again before it, if these are more.
+        """
+        passes = zip((cost.backward for cost in self.costs), self.replayed, strict=True)
+        return np.array([max(fitted.TEMPORARIES * each.temporary, each.matmul, again) for each, again in passes])
 
     def _buffers(self) -> np.ndarray:
         """Return for each layer's backward pass the bytes fetched, or still on the device, for it and those after."""

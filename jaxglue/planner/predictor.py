@@ -32,6 +32,7 @@ from jaxglue.planner.step import (
     compile_seconds,
     micro_batch,
     pinning_seconds,
+    replayed_bytes,
     restorations,
     restore_work,
     restored_bytes,
@@ -161,6 +162,7 @@ class Predictor:
             depth=setting.depth,
             run_ahead=self._run_ahead,
             restored=restored_bytes(setting.policies, setting.depth, self.model),
+            replayed=replayed_bytes(setting.policies, setting.depth, self.model, setting.streamed),
             whole=whole,
             scattered=recomputes and whole,
         )

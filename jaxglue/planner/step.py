@@ -9,6 +9,7 @@ from jaxglue.engine.policy import RematPolicy
 from jaxglue.engine.saved import keeps_values, restored_inputs
 from jaxglue.engine.transfer import requested_ahead, weights_prefetch_depth
 from jaxglue.models.config import DecoderConfig
+from jaxglue.ops.names import ATTENTION_OUT
 from jaxglue.planner import calibration as fitted
 from jaxglue.planner.gpus import Dispatch
 from jaxglue.planner.layer_costs import LayerCost, TracedModel
@@ -112,6 +113,26 @@ def restored_bytes(policies: Sequence[RematPolicy], depth: int, model: TracedMod
             values[index] += sum(value <= index for value in restoration.values)
     sizes = model.input_bytes, model.attention_bytes
     return [sum(map(mul, counts, sizes)) for counts in zip(inputs, values, strict=True)]
+
+
+def replayed_bytes(
+    policies: Sequence[RematPolicy], depth: int, model: TracedModel, streamed: Sequence[int]
+) -> list[int]:
+    """Return the bytes that running layers again takes before each layer's backward pass.
+
+    Their weights and attention's output come from the host `depth` layers ahead, once more beside those of the backward
+    pass.
+    """
+    taken = [0] * len(policies)
+    for restoration in restorations(policies, depth):
+        arriving = [
+            streamed[index] + (model.attention_bytes if ATTENTION_OUT in policies[index].offloaded else 0)
+            for index in restoration.layers
+        ]
+        buffers = max((sum(arriving[i : i + depth + 1]) for i in range(len(arriving))), default=0)
+        programs = [model.replay(index, policies[index]) for index in restoration.layers]
+        taken[restoration.layers.stop] = buffers + max((max(p.temporary, p.matmul) for p in programs), default=0)
+    return taken
 
 
 def restore_work(

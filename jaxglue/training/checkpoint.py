@@ -89,7 +89,7 @@ class Checkpoints:
         self._processes = processes
         self._before_write, self._saved = before_write, saved
         self._saving: int | None = None
-        self._failed = False
+        self._failed = self._abandoned = False
         best = policies.BestN(get_metric_fn=_eval_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
         options = ocp.CheckpointManagerOptions(
             best_fn=_eval_loss,
@@ -217,8 +217,8 @@ class Checkpoints:
             with contextlib.suppress(OSError) if self._failed else self._explained():  # the manager raises it again
                 self._manager.close()
             self._quiet.close()
-            if self._failed:
-                silence_abandoned_writes()
+            if self._failed or self._abandoned:
+                silence_abandoned()
 
     def __enter__(self) -> Self:
         return self
@@ -239,7 +239,7 @@ class Checkpoints:
         except Exception as error:
             if "RESOURCE_EXHAUSTED" in str(error):
                 raise
-            reason = reason_of(error)
+            reason, self._abandoned = reason_of(error), True
         reasons = list(filter(None, self._processes.all_gather_object(reason)))
         if not reasons:
             try:
@@ -270,12 +270,15 @@ class Checkpoints:
             step, self._saving, self._failed = self._saving, None, True
             for leftover in self._folder.glob("*.orbax-checkpoint-tmp"):
                 shutil.rmtree(leftover, ignore_errors=True)
-            free = shutil.disk_usage(self._folder).free / 1e9
+            free, intact = shutil.disk_usage(self._folder).free / 1e9, sorted(self._manager.all_steps())
+            remedy = f"Earlier checkpoints are intact: {intact}. Make room, then continue with --resume."
             raise OSError(
                 f"the checkpoint of step {step} could not be written to {self._folder}: {reason_of(error)} "
-                f"({free:.2f} GB free). Earlier checkpoints are intact: {sorted(self._manager.all_steps())}. "
-                "Make room, then continue with --resume."
+                f"({free:.2f} GB free). {remedy if intact else _NONE_INTACT}"
             ) from error
+
+
+_NONE_INTACT = "This run has no earlier one. Make room, then start it again."
 
 
 class NonFinite(ValueError):  # noqa: N818
@@ -370,13 +373,14 @@ def quiet_orbax() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def silence_abandoned_writes() -> None:
-    """Silence reports of abandoned writes, which are collected as late as the process's exit."""
+def silence_abandoned() -> None:
+    """Silence reports of abandoned writes and reads, which are collected as late as the process's exit."""
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     sys.unraisablehook = partial(_print_unless_abandoned, sys.unraisablehook)
 
 
 def _print_unless_abandoned(hook: Callable[[Any], Any], unraisable: Any) -> None:
-    """Drop the error of a write that ends after its event loop, and pass on all others."""
-    if str(unraisable.exc_value) != "Event loop is closed":
+    """Drop the errors of Orbax's writes and reads that end after their caller, and pass on all others."""
+    code = getattr(unraisable.object, "cr_code", None)
+    if str(unraisable.exc_value) != "Event loop is closed" and "orbax" not in getattr(code, "co_filename", ""):
         hook(unraisable)

@@ -41,6 +41,10 @@ _MOST_STEPS = 100
 _RUINED = (
     "Updates before it ruined the weights: start a new run with a lower --learning-rate or --clip-norm, or more warm-up"
 )
+_FROM_START = (
+    "No update came before it, and other rows are not finite either: look at the model's weights, and at --dtype and "
+    "--quantize"
+)
 _ROWS = "Other rows are finite with the same weights: look at these, or leave them out with --on-spike skip"
 _log = logging.getLogger(__name__)
 _ANSWER_FIELDS = ("owners", "used", "desirable", "token_weight", "reference")
@@ -132,11 +136,12 @@ class Postmortem:
             return bad_weights(self._run, bad)
         cause = self._replay(error.step) if replay else None
         followed = cause is not None and cause.endswith(_ROWS)
+        cause = cause or _unknown(first)
         for saved in [] if followed else self._checkpoints.reject(first - 1):
-            cause = f"{cause or _RUINED}; checkpoint {saved} is set aside as {saved}.diverged"
+            cause = f"{cause}; checkpoint {saved} is set aside as {saved}.diverged"
         latest = self._checkpoints.latest_step
         resume = f"--resume continues from checkpoint {latest}" if latest is not None else "No checkpoint is left"
-        return f"{cause or _RUINED}. {resume}"
+        return f"{cause}. {resume}"
 
     def _replay(self, failed: int) -> str | None:
         """Return what was first not finite in the step, and the remedy; None where it cannot be replayed."""
@@ -149,9 +154,9 @@ class Postmortem:
             _log.debug("the failed step could not be replayed", exc_info=error)
             return None
         if first is None:
-            return f"Its gradients are finite, its update is not. {_RUINED}"
+            return "Its gradients are finite, its update is not: start a new run with a lower --learning-rate"
         ruined = others is not None and first_non_finite(self._model, others) is not None
-        return f"First not finite: {first}. {_RUINED if ruined else _ROWS}"
+        return f"First not finite: {first}. {_ROWS if not ruined else _RUINED if failed > 1 else _FROM_START}"
 
     def _return_to(self, step: int) -> bool:
         """Bring model and batches to the state after `step` steps; return whether it is near enough."""
@@ -170,6 +175,16 @@ class Postmortem:
         while model.step < step:
             model.dispatch(next(batches))
         return True
+
+
+def _unknown(first: int) -> str:
+    """Return the remedy for a step whose cause was not found; `first` is the first failed one."""
+    if first == 1:
+        return "No update came before it: look at its rows, at the model's weights, and at --dtype"
+    return (
+        "Its rows or the updates before it are the cause: look at the rows, or start a new run with a lower "
+        "--learning-rate or --clip-norm"
+    )
 
 
 def bad_weights(run: Run, name: str) -> str:
@@ -264,7 +279,7 @@ def _explanation(run: Run) -> str:
     return (
         f"{where} ran out of memory, with {use.peak / GIB:.1f} GiB in use at most; planned was {planned}, with {rows}. "
         f"{_remedy(run) if use.kind == 'device' else 'Lower --batch-size or --seq-len'}. "
-        "Any checkpoint is intact: continue with --resume"
+        "If this run has a checkpoint, that is intact: continue with --resume"
     )
 
 

@@ -184,13 +184,12 @@ def _reference(run: Run) -> str:
 
 
 def _optimizer(run: Run) -> str:
-    optimizer, method = run.config.optimizer, run.config.model.method
-    default = f" (default of --method {method})" if optimizer.learning_rate == run.config.default_learning_rate else ""
+    optimizer = run.config.optimizer
     rise = f"{optimizer.schedule} after {warmup_steps(optimizer, run.total_steps):,} warm-up steps"
     moments = {"float32": "", "8bit": " with 8-bit moments"}.get(
         optimizer.moments, f" with {optimizer.moments} moments"
     )
-    return f"{optimizer.kind.title}{moments}, learning rate {optimizer.learning_rate:g}{default}, {rise}"
+    return f"{optimizer.kind.title}{moments}, learning rate {optimizer.learning_rate:g}, {rise}"
 
 
 def _memory(run: Run) -> str:

@@ -184,18 +184,19 @@ def check_texts(run: Run, folder: Path) -> None:
         ValueError: names what differs.
     """
     stops = () if run.config.objective.kind.trains_scores else run.stops
-    try:
-        row = first_row(run.config.data, preferences=run.config.objective.kind.answers is not None)
-    except (ValueError, OSError):  # the data may have been moved meanwhile
-        check_serving(folder, run.tokenizer, stops)
-        return
-    chat = row.chat
-    chats = [*PROBES, {"messages": chat.messages, "tools": chat.tools}] if chat else PROBES
-    check_serving(folder, run.tokenizer, stops, chats)
     store = run.data.train.store
     trained = store.tokens[np.arange(store.lengths[0])]
-    found = [row.encode(tokenizer).tokens[: len(trained)] for tokenizer in (run.tokenizer, load_tokenizer(folder))]
-    if np.array_equal(found[0], trained) and not np.array_equal(found[1], trained):  # else the data have changed
+    try:
+        row = first_row(run.config.data, preferences=run.config.objective.kind.answers is not None)
+        changed = not np.array_equal(row.encode(run.tokenizer).tokens[: len(trained)], trained)
+    except (ValueError, OSError):
+        changed = True
+    if changed:  # the data were moved or edited meanwhile
+        check_serving(folder, run.tokenizer, stops)
+        return
+    chats = [*PROBES, {"messages": row.chat.messages, "tools": row.chat.tools}] if row.chat else PROBES
+    check_serving(folder, run.tokenizer, stops, chats)
+    if not np.array_equal(row.encode(load_tokenizer(folder)).tokens[: len(trained)], trained):
         raise ValueError(f"{folder}: {row.origin} has other tokens with the folder's tokenizer; the export failed")
 
 

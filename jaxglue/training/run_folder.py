@@ -206,8 +206,11 @@ class RunFolder:
         try:
             yield
         except BaseException:
-            if self._overwrite and self._processes.is_main:
+            if self._overwrite and self._processes.is_main and is_replaced(self.path):
                 restore_previous(self.path)
+                _log.warning(
+                    "%s holds the run again that this one was to replace: --resume would continue it", self.path
+                )
             raise
 
     def begin(self, recipe: str) -> None:
@@ -292,7 +295,9 @@ class RunFiles:
         return path.absolute().relative_to(self._folder.absolute()).as_posix()
 
     def walk(self, path: Path) -> Iterator[str]:
-        """Return all files below a path, relative to the run's folder."""
+        """Return a path that is a file, or all files below it, relative to the run's folder."""
+        if (self._folder / path).is_file():
+            yield self._name(self._folder / path)
         for parent, _, files in os.walk(self._folder / path):
             yield from (self._name(Path(parent) / file) for file in files)
 

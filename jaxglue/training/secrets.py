@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 MASK = "***"
-_SECRET_NAME = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|PASSWD|APIKEY|PAT)$", re.IGNORECASE)
+_SECRET_NAME = re.compile(
+    r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|APIKEY|CREDENTIALS?)$|(^|_)(KEY|PASS|PAT)$|._PWD$", re.IGNORECASE
+)
 _SHORTEST = 8
 """Characters of the shortest secret: shorter values of such variables are switches."""
 _SHAPES = re.compile(

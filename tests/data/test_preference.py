@@ -73,6 +73,9 @@ def test_labeled_answers_stand_beside_the_previous_rows(prepare):
     prepared, tokenizer = prepare(rows, AnswerTask(labeled=True))
     batch, *_ = answers_of(prepared.train, tokenizer)
     assert batch.answers.desirable.tolist() == [[1.0, 0.0]]
+    assert not any("label" in note for note in prepared.report.notes)
+    alike, _ = prepare([row | {"label": 0} for row in rows], AnswerTask(labeled=True))
+    assert "all answers have the label false" in " ".join(alike.report.notes)
     assert prepared.train.sizes[0].tolist() == prepared.train.sizes[1, ::-1].tolist()
 
 
@@ -85,6 +88,9 @@ def test_labeled_answers_stand_beside_the_previous_rows(prepare):
         ({"chosen": [USER, said("1")], "rejected": [said("2")]}, "do not begin with the same message"),
         ({"prompt": "other", "chosen": [USER, said("1")], "rejected": [USER, said("2")]}, "'prompt' is in no message"),
         ({"chosen": "a", "rejected": "b"}, "give their 'prompt' too"),
+        ({"prompt": "a", "chosen": "b", "rejected": None}, "'rejected' is null: remove the row"),
+        ({**PAIR, "chosen": None}, "'chosen' is null: remove the row"),
+        ({**PAIR, "rejected": "b"}, "'chosen' and 'rejected' must both be strings or both lists of messages, got list"),
         ({"prompt": "", "chosen": "a", "rejected": "b"}, "'prompt' is empty"),
         ({"prompt": [USER], "chosen": "a", "rejected": "b"}, "must both be strings or both lists"),
     ],

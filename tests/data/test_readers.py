@@ -99,6 +99,9 @@ def test_reads_hub_data_sets(monkeypatch):
     assert values("hf:owner/name") == ROWS
     with pytest.raises(ValueError, match="cannot load hf:owner/other, split 'train', from the hub: no network"):
         values("hf:owner/other")
+    for name in ("hf:", "hf:../x", "hf:a/b/c", "hf::fine"):
+        with pytest.raises(ValueError, match=f"data: {name}: expected hf:owner/name"):
+            values(name)
 
 
 def test_columns_are_renamed(tmp_path):

@@ -123,3 +123,19 @@ def test_disagreement_names_the_values():
     with pytest.raises(ValueError, match="the processes disagree on the configuration:") as error:
         _Recorded(flat, {**flat, "run.batch_size": 4, "data": "77"}).agree("configuration", mine)
     assert "  run.batch_size: 8 on process 0, 4 on process 2\n  data: '0a1b' on process 0, '77'" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK is missing in the environment"),
+        ({"OMPI_COMM_WORLD_SIZE": "two"}, "OMPI_COMM_WORLD_SIZE is 'two' in the environment, expected a number"),
+        ({"OMPI_COMM_WORLD_SIZE": "9" * 5000}, "OMPI_COMM_WORLD_SIZE is '9999"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NODELIST is '', expected names of hosts"),
+        ({**SLURM, "SLURM_PROCID": ""}, "SLURM_PROCID is '' in the environment"),
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n1"}, "SLURM_PROCID is missing"),
+    ],
+)
+def test_variables_of_a_launcher_that_are_no_job_s_are_refused(environ, message):
+    with pytest.raises(ValueError, match=message):
+        find_process_info(DistributedConfig(), environ)

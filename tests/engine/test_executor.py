@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxglue.engine import transfer
 from jaxglue.models.decoder import packed_context
 from jaxglue.models.parameters import merge_module
 from jaxglue.ops.projection import project
@@ -122,3 +123,29 @@ def test_dropout_follows_its_key(split_parts, random_batch):
         return float(executor.loss_and_gradients(parts.trainable, parts.frozen, [batch], 1.0, key)[0])
 
     assert loss(0) == loss(0) != loss(1)
+
+
+def test_programs_are_compiled_while_no_other_runs(split_parts, random_batch, monkeypatch):
+    """XLA compares algorithms in memory of their own, which nobody plans beside that of a program under way."""
+    limits = []
+
+    class Recorded(transfer.RunAhead):
+        def __init__(self, layers):
+            super().__init__(layers)
+            self.limit = layers
+
+        def add(self, result):
+            limits.append(self.limit)
+            super().add(result)
+            assert self.limit or not self._dispatched
+
+    monkeypatch.setattr(transfer, "RunAhead", Recorded)
+    parts = split_parts("lora", num_hidden_layers=2)
+    executor, batch = parts.executor("dots"), random_batch(LENGTHS, 14)
+    other = random_batch([[2] * 6, [12]], 14)  # more segment slots are another program
+    counts = []
+    for one in (batch, batch, other, other):
+        executor.loss_and_gradients(parts.trainable, parts.frozen, [one], total_weight([one]))
+        counts.append(limits.count(0))
+    assert counts[0] == counts[1] == 2 + 1 + 2  # each layer's forward pass, the head, each backward pass
+    assert counts[2] == counts[3] == 2 * counts[0]

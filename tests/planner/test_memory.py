@@ -1,5 +1,6 @@
 """Peak memory of a step from its layers' costs."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,26 +19,39 @@ def layer(saved: float, temporary: float) -> LayerCost:
     return LayerCost(forward=NOTHING, backward=backward, saved=int(saved * GIB), offloaded=0, offloaded_names=0)
 
 
-def peak_gib(*costs: LayerCost, whole: bool = False, table: float = 0, tied: bool = False, steps: int = 1) -> float:
+def peak_gib(*costs: LayerCost, **options) -> float:
+    return peak_memory(*costs, **options).total() / GIB
+
+
+def peak_memory(
+    *costs: LayerCost,
+    whole: bool = False,
+    table: float = 0,
+    tied: bool = False,
+    steps: int = 1,
+    streamed: float = 0,
+    replayed: float = 0,
+) -> PeakMemory:
+    """Return the memory of layers, each with some GiB of streamed weights, the last after others that run again."""
     layers, ends = len(costs), [int(table * GIB)] * (1 if tied else 2)
     resident = SimpleNamespace(moments=0, trainable=sum(ends), host_head=0, trainable_ends=ends)
     resident.frozen, resident.trainable_layers = lambda: 0, [0] * layers
     config = SimpleNamespace(tie_word_embeddings=tied)
     work = {"gradient_accumulation_steps": steps, "reference": False, "update_in_backward": False}
     head = Cost(seconds=0.0, temporary=0, results=ends[0])
-    peak = PeakMemory(
+    return PeakMemory(
         workload=SimpleNamespace(config=config, **work),
         model=SimpleNamespace(gathered=0, scattered=0, input_bytes=0, head=head),
         resident=resident,
         costs=costs,
-        streamed=[0] * layers,
+        streamed=[int(streamed * GIB)] * layers,
         depth=1,
         run_ahead=1,
         restored=[0] * layers,
+        replayed=[*[0] * (layers - 1), int(replayed * GIB)],
         whole=whole,
         scattered=False,
     )
-    return peak.total() / GIB
 
 
 def test_temporary_memory_finds_no_room_in_the_smaller_gap_of_freed_values():
@@ -52,3 +66,25 @@ def test_a_tables_gradient_is_made_beside_the_sum_it_is_added_to():
     assert peak_gib(layer(0, 0), table=1) == pytest.approx(0.3 + 2 + 2, rel=1e-3)  # two tables, and their gradients
     assert peak_gib(layer(0, 0), table=1, tied=True) == pytest.approx(0.3 + 1 + 2, rel=1e-3)
     assert peak_gib(layer(0, 0), table=1, steps=2) == pytest.approx(0.3 + 2 + 2 + 1, rel=1e-3)
+
+
+def forward_gib(*costs: LayerCost, **options) -> float:
+    return peak_memory(*costs, **options)._forward() / GIB
+
+
+def test_last_layers_weights_stay_for_the_backward_pass():
+    """At the forward pass's end all values and the weights of two layers are on the device."""
+    assert forward_gib(*[layer(3, 0)] * 4, streamed=2) == pytest.approx(4 * 3 + 2 * 2)
+
+
+def test_matmuls_are_compared_at_the_first_layer_of_a_type():
+    kept, other = layer(1, 0), replace(layer(1, 0), forward=replace(NOTHING, matmul=3 * GIB))
+    assert forward_gib(other, kept, kept, kept, kept) == pytest.approx(5)
+    assert forward_gib(kept, other, kept, kept, kept) == pytest.approx(5)
+    assert forward_gib(kept, kept, kept, kept, other) == pytest.approx(5 + 3)
+
+
+def test_layers_that_run_again_take_memory_before_a_backward_pass():
+    layers = [layer(1, 1)] * 3
+    assert peak_gib(*layers, replayed=0.5) == peak_gib(*layers)
+    assert peak_gib(*layers, replayed=4) - peak_gib(*layers) == pytest.approx(3, abs=0.2)

@@ -2,6 +2,7 @@ import gc
 import logging
 import random
 import resource
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -191,6 +192,20 @@ def test_full_disk_is_explained_and_spares_earlier_ones(tmp_path):
         assert_same(checkpoints.restore_latest(abstract(state)).state, state)
 
 
+def test_a_full_disk_at_the_first_checkpoint_offers_no_resume(tmp_path):
+    state = {"a": jax.random.normal(jax.random.key(0), (100_000,))}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Checkpoints(tmp_path, fingerprint=FINGERPRINT) as checkpoints:
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+            with pytest.raises(OSError, match=r"has no earlier one. Make room, then start it again") as error:
+                checkpoints.save(1, state, {})
+                checkpoints.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "--resume" not in str(error.value)
+
+
 def test_remains_of_a_killed_save_are_removed(tmp_path):
     save_all(tmp_path, {1: None})
     (tmp_path / "1").rename(tmp_path / "2.orbax-checkpoint-tmp")
@@ -245,3 +260,18 @@ def test_damaged_eval_loss_counts_as_none(tmp_path, metric):
 )
 def test_storage_errors_are_cut_to_their_cause(error, reason):
     assert reason_of(error) == reason
+
+
+def test_abandoned_reads_of_orbax_are_silent():
+    heard = []
+
+    async def ours():
+        pass
+
+    coroutine = ours()
+    abandoned = SimpleNamespace(cr_code=SimpleNamespace(co_filename="/site-packages/orbax/checkpoint/x.py"))
+    for thing, error in ((abandoned, "cut"), (coroutine, "Event loop is closed"), (coroutine, "another")):
+        unraisable = SimpleNamespace(object=thing, exc_value=Exception(error))
+        checkpoint_module._print_unless_abandoned(lambda one: heard.append(str(one.exc_value)), unraisable)
+    coroutine.close()
+    assert heard == ["another"]

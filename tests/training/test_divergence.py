@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,10 @@ import pytest
 from jaxglue.data.iterator import BatchIterator, Step
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.ops.segments import BatchKind, pack_segments
+from jaxglue.training import recovery
 from jaxglue.training.array_checks import check_arrays, non_finite
 from jaxglue.training.record import Diverged, read_metrics
-from jaxglue.training.recovery import Spikes, load_step, save_step
+from jaxglue.training.recovery import Postmortem, Spikes, load_step, save_step
 from jaxglue.training.step import TrainStep
 from jaxglue.training.train import train
 
@@ -181,3 +183,12 @@ def test_spikes_are_no_part_of_what_they_are_judged_by():
         False,
         False,
     ]
+
+
+@pytest.mark.parametrize(("step", "blames"), [(1, "No update came before it"), (7, "Its rows or the updates before")])
+def test_a_cause_that_is_not_found_is_not_named(monkeypatch, step, blames):
+    monkeypatch.setattr(recovery, "check_parameters", lambda frozen: [])
+    checkpoints = SimpleNamespace(reject=lambda first: [], latest_step=None)
+    postmortem = Postmortem(None, SimpleNamespace(frozen=None), checkpoints, {})
+    text = postmortem.explain(Diverged(step, "loss nan"), first=step, replay=False)
+    assert text.startswith(blames) and text.endswith("No checkpoint is left") and "ruined" not in text

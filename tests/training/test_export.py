@@ -90,6 +90,28 @@ def test_an_export_that_differs_fails(with_weights, tmp_path, monkeypatch):
         train(with_weights(steps=1))
 
 
+@pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer.json", "generation_config.json"])
+def test_an_export_that_would_be_served_otherwise_fails(with_weights, tmp_path, monkeypatch, file):
+    """A merge that only the training row needs is lost from the tokenizer."""
+
+    def damaged(*args, **options):
+        folder = export_result(*args, **options)
+        path = folder / file
+        if path.suffix == ".jinja":
+            path.write_text(path.read_text() + "{{ 'more' }}")
+            return folder
+        raw = json.loads(path.read_text())
+        if file == "tokenizer.json":
+            raw["model"]["merges"] = [merge for merge in raw["model"]["merges"] if "".join(merge) != "What"]
+        path.write_text(json.dumps(raw | ({} if "model" in raw else {"eos_token_id": 0})))
+        return folder
+
+    monkeypatch.setattr(result_module, "export_result", damaged)
+    says = {"chat": "in the text of conversation 1", "toke": "in the tokens of conversation 4", "gene": "not stop at"}
+    with pytest.raises(ValueError, match=rf"{says[file[:4]]}.*; the export failed"):
+        train(with_weights(steps=1))
+
+
 def test_a_full_model_is_read_back(with_weights, tmp_path):
     summary = train(with_weights(steps=1, method="full"))
     kept = json.loads((summary.adapter / CHECK_FILE).read_text())

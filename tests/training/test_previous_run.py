@@ -23,10 +23,11 @@ def write_run(folder, text, *, checkpoint=True):
 
 
 def contents(folder):
+    """Texts of the files, without temporary ones, which are removed once their process is dead."""
     return {
         path.relative_to(folder).as_posix(): path.read_text()
         for path in folder.rglob("*")
-        if path.is_file() and not path.name.startswith(".jaxglue")
+        if path.is_file() and not path.name.startswith(".jaxglue") and path.suffix != ".tmp"
     }
 
 
@@ -176,3 +177,15 @@ def test_files_behind_a_link_stay(run, tmp_path):
     RunFiles(run).claim(run / "linked" / "mine")
     run_folder.set_aside(run)
     assert (tmp_path / "elsewhere" / "mine").exists()
+
+
+def test_a_single_file_stays_the_runs_once_it_is_written(tmp_path):
+    with output_folder(tmp_path / "run") as folder, RunFolder(folder).writing("adapter", "rows.npz"):
+        (folder / "rows.npz").write_text("rows")
+    assert "rows.npz" in RunFiles(folder).present()
+
+
+def test_a_run_that_is_restored_is_named(run, caplog):
+    with pytest.raises(OSError), RunFolder(run, overwrite=True).replacing():
+        raise OSError("full")
+    assert f"{run} holds the run again that this one was to replace" in caplog.text

@@ -106,6 +106,10 @@ def test_secrets_are_masked():
     token = "hf_" + "a" * 30
     settings = {"a": [f"say {SECRET}", {"b": f"https://me:{token}@host/x"}], "c": 1, "d": "everything 1 /a/b/c/d/e"}
     assert masked(settings, environment) == {"a": ["say ***", {"b": "https://***@host/x"}], "c": 1, "d": settings["d"]}
+    for name in ("PGPASSWORD", "DB_PASS", "MYSQL_PWD", "db_password", "SSHPASSPHRASE", "GH_PAT", "MYAPIKEY"):
+        assert masked(SECRET, {name: SECRET}) == "***"
+    for name in ("OLDPWD", "COMPASS", "KEYBOARD", "BYPASS", "PGPASSFILE"):
+        assert masked(SECRET, {name: SECRET}) == SECRET
 
 
 def test_a_run_folder_holds_no_secret(make_config, tmp_path, monkeypatch):

@@ -1,8 +1,8 @@
 """FP8 weights: e4m3 values (arXiv 2209.05433) with a scale for each output channel.
 
-Folders on the hub hold a matrix as e4m3 codes and their scales, read without another rounding: `weight_scale` of a
+Folders on the hub hold a matrix as e4m3 values and their scales, read without another rounding: `weight_scale` of a
 tensor or of output channels (compressed-tensors' `float-quantized`), or of blocks of 128 × 128; or `weight_scale_inv`
-of such blocks (DeepSeek, Qwen). Both multiply the codes. Scales of activations are ignored, since activations are
+of such blocks (DeepSeek, Qwen). Both multiply the values. Scales of activations are ignored, since activations are
 quantized by token, and those of a key/value cache.
 """
 
@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +107,21 @@ def multiplied_in_fp8(weight: FP8Weight) -> FP8Weight:
     if weight.scales.ndim == 1:
         return replace(weight, expand=False)
     return replace(quantize_fp8(dequantize_fp8(weight, jnp.float32)), dtype=weight.dtype)
+
+
+class Quantizer(NamedTuple):
+    """Scales by which cotangents dy [M, N] become e4m3 values: dy · columns / rows."""
+
+    columns: Float[Array, " N"]
+    rows: Float[Array, "M 1"]
+
+
+class ScaledProduct(NamedTuple):
+    """A product [M, N] whose factors are still to be applied."""
+
+    product: Float[Array, "M N"]
+    rows: Float[Array, "M 1"]
+    columns: Float[Array, " N"] | None = None
 
 
 class FP8Format(WeightFormat):
