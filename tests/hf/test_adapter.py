@@ -7,12 +7,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxglue.hf import adapter_config
-<<<<<<< HEAD
-from jaxglue.hf.adapter import load_adapter, save_adapter
-from jaxglue.hf.adapter_tensors import join_rows
-=======
 from jaxglue.hf.adapter import find_base, load_adapter, save_adapter
->>>>>>> main
+from jaxglue.hf.adapter_tensors import join_rows
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.vocabulary import ROWS
 
@@ -237,7 +233,6 @@ def test_patterns_that_take_forever_are_refused(monkeypatch):
         re.match("(.*)*(.*)*(.*)*(.*)*x", "model.layers.0.self_attn.q_proj")
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("whole", [True, False], ids=["onto a whole matrix", "alone"])
 def test_rows_of_tokens_are_put_in_their_places(whole, tmp_path):
     rows, order = np.arange(6, dtype=np.float32).reshape(3, 2), [5, 0, 3]
@@ -251,7 +246,8 @@ def test_rows_of_tokens_are_put_in_their_places(whole, tmp_path):
         assert (tensors["model.embed_tokens.weight"] == -1).all()
     else:
         np.testing.assert_array_equal(joined[f"model.embed_tokens.{ROWS}"], rows[[1, 2, 0]])
-=======
+
+
 def test_a_moved_run_brings_its_base(tmp_path):
     (tmp_path / "run" / "base").mkdir(parents=True)
     (tmp_path / "run" / "base" / "config.json").write_text("{}")
@@ -262,4 +258,3 @@ def test_a_moved_run_brings_its_base(tmp_path):
     (tmp_path / "run" / "base" / "config.json").unlink()
     with pytest.raises(ValueError, match="names /gone/run/base base, which is not a folder here"):
         find_base(tmp_path / "run" / "adapter")
->>>>>>> main
