@@ -18,7 +18,7 @@ from inputs import SHAPES
 from measure import device_milliseconds, table, write_results
 
 from jaxglue.ops.gated_mlp.swiglu import lora_swiglu
-from jaxglue.ops.norm_rope import HeadNorms, branch_norm, rotate_heads
+from jaxglue.ops.norm_rope import HeadNorms, rotate_heads, stream_norm
 
 COPY = 4.3e12  # bytes/s of a device copy on an H200, read and written
 RANK = 16
@@ -55,7 +55,7 @@ def with_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def norm(backend, x, weight):
-    return branch_norm(x, weight, 1e-6, backend=backend)
+    return stream_norm(x, weight, 1e-6, backend=backend)
 
 
 def norm_output(backend, x, weight):

@@ -125,7 +125,7 @@ def fit(setting: Setting, shape: MeshShape) -> tuple[Workload, Sequence[RematPol
     def planner(layers: int) -> Planner:
         return Planner(replace(setting.workload(layers), mesh=shape), gpu)
 
-    fitting = most(range(1, layers + 1), lambda count: planner(count).least_load(0, DEVICE) <= 1)
+    fitting = most(range(1, layers + 1), lambda count: planner(count).memory_share(0, DEVICE) <= 1)
     if fitting is None:
         raise ValueError(f"one layer of {setting.shape} and its embeddings do not fit {gpu.name} on {shape}")
     if fitting == layers and setting.remat != AUTO:

@@ -3,14 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxglue.models.config import (
-    DecoderConfig,
-    MoeConfig,
-    decoder_fields,
-    experts_quantized,
-    layer_windows,
-    require_fields,
-)
+from jaxglue.models.config import DecoderConfig, MoeConfig, decoder_fields, expert_format, layer_windows, require_fields
 from jaxglue.models.family import ExpertParts, Family, Parts, register
 from jaxglue.ops.choices import Storage
 from jaxglue.ops.moe import GPT_OSS_LIMIT
@@ -54,7 +47,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _experts_format(raw: Mapping[str, Any]) -> Storage:
-    how, config = experts_quantized(raw), raw.get("quantization_config")
+    how, config = expert_format(raw), raw.get("quantization_config")
     if how == "none" and config:
         method = config.get("quant_method")
         raise ValueError(f"quant_method {method!r} in config.json's quantization_config is not supported: 'mxfp4' is")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxglue.models.config import DecoderConfig, MoeConfig, decoder_fields, experts_quantized, require_fields
+from jaxglue.models.config import DecoderConfig, MoeConfig, decoder_fields, expert_format, require_fields
 from jaxglue.models.family import Family, Parts, register
 
 
@@ -23,7 +23,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         intermediate_size=raw["moe_intermediate_size"],
         sparse_layers=_sparse_layers(raw),
         norm_topk_prob=raw.get("norm_topk_prob", False),
-        quantize=experts_quantized(raw),
+        quantize=expert_format(raw),
     )
     return DecoderConfig(**fields, layer_windows=(window,) * layers, moe=moe)
 

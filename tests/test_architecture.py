@@ -103,7 +103,6 @@ def test_imported_modules_of_ours_exist():
 
 CYCLES = {
     frozenset({"jaxglue.objectives.config", "jaxglue.objectives.objective"}): "for the type checker",
-    frozenset({"jaxglue.ops.projection.lora", "jaxglue.ops.projection.triton"}): "a backend loaded where a GPU is",
     frozenset({"jaxglue.training.config", "jaxglue.training.optimizer"}): "for the type checker",
 }
 """Modules that import each other, each with its reason; one of the imports is not run, or inside a function."""

@@ -100,9 +100,9 @@ class Bin:
     documents: int
 
 
-def length_bins(lengths: Int[np.ndarray, "documents"], count: int = 12) -> list[Bin]:
-    """Count documents by length in bins of equal width."""
-    width = -(-int(lengths.max()) // count)
+def length_bins(lengths: Int[np.ndarray, "documents"]) -> list[Bin]:
+    """Count documents by length in twelve bins of equal width."""
+    width = -(-int(lengths.max()) // 12)
     counts = np.bincount((lengths - 1) // width, minlength=1)
     return [Bin(low=i * width + 1, high=(i + 1) * width, documents=int(number)) for i, number in enumerate(counts)]
 

@@ -19,7 +19,7 @@ from jaxglue.models.family import NormNames
 from jaxglue.models.layers import DecoderLayer, GatedMLP
 from jaxglue.models.parameters import Params, merge_module
 from jaxglue.ops import names
-from jaxglue.ops.backend import Backend, BackendChoice, Capability, Operation, compute_capability
+from jaxglue.ops.backend import BackendChoice, Capability, Operation, compute_capability, form
 from jaxglue.ops.collectives import psum_batch
 from jaxglue.ops.gated_mlp import GATED_MLP
 from jaxglue.ops.norm_rope import LLAMA_NORM
@@ -33,8 +33,8 @@ _PRE_NORMS = NormNames()
 def run_layer(layer: Any, x: Float[Array, "B T D"], context: PackedContext) -> Float[Array, "B T D"]:
     """Return a layer's output in the form of `LAYER_FORM`; modules that are no decoder layers have one form."""
     x = checkpoint_name(x, names.LAYER_INPUT)
-    form = LAYER_FORM.load(layer, x, context) if isinstance(layer, DecoderLayer) else None
-    return layer(x, context) if form is None else form(layer, x, context)
+    run = LAYER_FORM.load(layer, x, context) if isinstance(layer, DecoderLayer) else None
+    return layer(x, context) if run is None else run(layer, x, context)
 
 
 def explain_forms(
@@ -117,18 +117,8 @@ def _projections(layer: DecoderLayer) -> list[Projection]:
 LAYER_FORM = Operation(
     name="layer",
     backends={
-        "tiles": Backend(
-            check=_check_tiles,
-            load=lambda capability, *call: _by_tiles,
-            advantage="temporary values are a tile's",
-            anywhere=True,
-        ),
-        "small": Backend(
-            check=_check_small,
-            load=lambda capability, *call: _as_small,
-            advantage=SMALL_LAYER.backends["triton"].advantage,
-            anywhere=True,
-        ),
+        "tiles": form(_check_tiles, _by_tiles, "temporary values are a tile's"),
+        "small": form(_check_small, _as_small, SMALL_LAYER.backends["triton"].advantage),
     },
 )
 """Forms of a decoder layer beside its stages one by one; a call is described by layer, x and context."""

@@ -236,8 +236,8 @@ def _ignored(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     return name.endswith(".rotary_emb.inv_freq") or is_unneeded(name) or (name == HEAD and _EMBEDDING in shapes)
 
 
-def _check_tied(files: TensorFiles, rows: int = 4096) -> None:
-    head, embedding = files.tensors[HEAD], files.tensors[_EMBEDDING]
+def _check_tied(files: TensorFiles) -> None:
+    head, embedding, rows = files.tensors[HEAD], files.tensors[_EMBEDDING], 4096
     same = head.shape == embedding.shape and all(
         np.array_equal(files.read_rows(HEAD, i, i + rows), files.read_rows(_EMBEDDING, i, i + rows))
         for i in range(0, head.shape[0], rows)

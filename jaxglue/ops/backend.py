@@ -47,6 +47,11 @@ class Backend:
     """Whether it serves on any device, since it is a form of the computation and no kernel."""
 
 
+def form(check: Callable[..., None], apply: Callable[..., Any], advantage: str) -> Backend:
+    """Return a backend for any device: a form of the computation, which is the function `apply`, and no kernel."""
+    return Backend(check=check, load=lambda capability, *call: apply, advantage=advantage, anywhere=True)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Operation:
     """An operation with a reference that runs anywhere, and backends that are faster where they can serve.

@@ -9,7 +9,7 @@ ATTENTION_LSE = "attention_lse"
 ATTENTION_RESIDUAL = "attention_residual"
 GATE = "gate"
 UP = "up"
-LORA_HIDDEN = "lora_hidden"
+LOW_RANK = "lora_hidden"
 ROUTING = "routing"
 EXPERT_GATE_UP = "expert_gate_up"
 
@@ -25,7 +25,7 @@ LAYER_VALUES = {
     GATE: "the gate projection of the feed-forward, without its adapter where SwiGLU adds it [B, T, F]; in small layers"
     " with it, and up's beside it",
     UP: "the up projection of the feed-forward, likewise [B, T, F]",
-    LORA_HIDDEN: "the adapters' inputs projected to their ranks, one for all adapters of an input [B, T, ΣR]",
+    LOW_RANK: "the adapters' inputs projected to their ranks, one for all adapters of an input [B, T, ΣR]",
     ROUTING: "the assignments of tokens to experts in the experts' order, int32 [B·T·X]",
     EXPERT_GATE_UP: "the gate and up projections of the experts, in the experts' order [B·T·X, 2F]",
 }

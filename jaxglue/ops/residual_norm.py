@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Float
 
-from jaxglue.ops.backend import Backend, Capability, Operation
+from jaxglue.ops.backend import Capability, Operation, form
 from jaxglue.ops.gated_mlp import Activation, GatedParts, gated_mlp_reads_fp8
-from jaxglue.ops.norm_rope import LLAMA_NORM, NormStyle, branch_norm
+from jaxglue.ops.norm_rope import LLAMA_NORM, NormStyle, stream_norm
 from jaxglue.ops.projection import Conditions, Projection, projections_read_fp8
 from jaxglue.ops.projection.fp8_adapters import FP8Rows, residual_norm_fp8
 
@@ -38,7 +38,7 @@ def residual_norm(
 ) -> tuple[Float[Array, "*B D"], Normed]:
     """Return a residual stream x and its `rms_norm` for this reader, whose gradients are added in one pass."""
     norm = RESIDUAL_NORM.load(style, reader, context)
-    return branch_norm(x, weight, eps, style) if norm is None else norm(x, weight, eps)
+    return stream_norm(x, weight, eps, style) if norm is None else norm(x, weight, eps)
 
 
 def _check_fp8(capability: Capability | None, style: NormStyle, reader: Reader, context: Conditions) -> None:
@@ -58,13 +58,6 @@ def _reads_fp8(reader: Reader, context: Conditions) -> bool:
 
 RESIDUAL_NORM = Operation(
     name="norm of the residual stream",
-    backends={
-        "fp8": Backend(
-            check=_check_fp8,
-            load=lambda capability, *call: residual_norm_fp8,
-            advantage="e4m3 values and their scales are all that is written",
-            anywhere=True,
-        )
-    },
+    backends={"fp8": form(_check_fp8, residual_norm_fp8, "e4m3 values and their scales are all that is written")},
 )
 """Forms of `residual_norm`; a call is described by style, reader and context."""

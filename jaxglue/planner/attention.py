@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from jaxglue.models.config import DecoderConfig
 from jaxglue.ops.attention import ATTENTION, AttentionShape
 from jaxglue.ops.attention.tiles import heads_summed_at_once
 from jaxglue.ops.kernel_cost import KernelKind
@@ -88,23 +89,38 @@ def _attention_calls(workload: Workload) -> Iterator[tuple[MicroBatches, int | N
     return itertools.product(workload.micro_batches, set(workload.config.layer_windows))
 
 
-def attention_backend(workload: Workload, gpu: Gpu, kind: BatchKind, window: int | None) -> str:
-    """Return the kernels of a layer; triton where auto has no kernels here."""
-    config = workload.config
-    shape = AttentionShape(
-        dtype=jnp.dtype(workload.dtype),
-        head_dim=config.head_dim,
-        query_heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        softcap=config.attention_softcap,
-        seq_len=workload.seq_len,
+def attention_shape(
+    model: DecoderConfig, dtype, seq_len: int, kind: BatchKind, *, window: int | None, forked: bool
+) -> AttentionShape:
+    """Return a layer's call of attention on rows of one kind.
+
+    Args:
+        model: the architecture.
+        dtype, seq_len: of the rows.
+        kind: of the rows.
+        window: of the layer.
+        forked: segments have two continuations of one beginning.
+    """
+    return AttentionShape(
+        dtype=jnp.dtype(dtype),
+        head_dim=model.head_dim,
+        query_heads=model.num_attention_heads,
+        kv_heads=model.num_key_value_heads,
+        softcap=model.attention_softcap,
+        seq_len=seq_len,
         segment_slots=kind.slots,
         long=kind.long,
-        forked=workload.objective.answers is not None,
+        forked=forked,
         window=window,
     )
+
+
+def attention_backend(workload: Workload, gpu: Gpu, kind: BatchKind, window: int | None) -> str:
+    """Return the kernels of a layer; triton where auto has no kernels here."""
     if workload.attention != "auto":
         return workload.attention
+    forked = workload.objective.answers is not None
+    shape = attention_shape(workload.config, workload.dtype, workload.seq_len, kind, window=window, forked=forked)
     name = ATTENTION.choose(gpu.capability, shape).name
     return name if name in ("cudnn", "hopper") else "triton"
 

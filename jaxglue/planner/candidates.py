@@ -26,14 +26,14 @@ _OFFLOADS = (
     f"offload:layer_input,attention_residual,query,key,value,gate,{_RANKS}",
 )
 """In the order of bytes offloaded. All values save about as much recomputation per byte, so their total decides."""
-_LEAN = f"save:{_RANKS}", f"offload:layer_input,{_RANKS}"
-_POLICIES: tuple[str, ...] = ("none", "dots", "dots; offload:layer_input", "full", "offload", *_LEAN, *_OFFLOADS)
+_SMALLEST = f"save:{_RANKS}", f"offload:layer_input,{_RANKS}"
+_POLICIES: tuple[str, ...] = ("none", "dots", "dots; offload:layer_input", "full", "offload", *_SMALLEST, *_OFFLOADS)
 _MIXES = (
     ("dots", "none"),
-    *((lean, "dots") for lean in (*_LEAN, *_OFFLOADS)),
+    *((small, "dots") for small in (*_SMALLEST, *_OFFLOADS)),
     *pairwise(_OFFLOADS),
-    *((lean, f"{lean}; save:up") for lean in _OFFLOADS[1:]),
-    *((lean, f"{other}; save:up") for other, lean in pairwise(_OFFLOADS[1:])),
+    *((small, f"{small}; save:up") for small in _OFFLOADS[1:]),
+    *((small, f"{other}; save:up") for other, small in pairwise(_OFFLOADS[1:])),
 )
 _KEPT = ("full", f"save:{ATTENTION}", f"offload; save:{ATTENTION}", f"offload:layer_input,{ATTENTION}")
 """Of layers by tiles, in which only attention's values and the layer's input can be kept."""
@@ -50,7 +50,7 @@ PoliciesAndMixes = tuple[tuple[str, ...], tuple[tuple[str, str], ...]]
 
 
 def policies_and_mixes(*, keep_attention: bool, tiled: bool, adapters: bool) -> PoliciesAndMixes:
-    """Return policies, and pairs of a lean and a fast one, spread among the lean so that the link catches up.
+    """Return policies, and pairs of a small and a fast one, spread among the small so that the link catches up.
 
     Args:
         keep_attention: attention's output and log-sum-exp are copied faster than they are recomputed.
@@ -61,13 +61,13 @@ def policies_and_mixes(*, keep_attention: bool, tiled: bool, adapters: bool) -> 
         return _TILED_POLICIES, _TILED_MIXES
     policies, mixes = _POLICIES, _MIXES
     if keep_attention:
-        kept = _with_attention(_LEAN[1])
-        more = (_LEAN[1], kept), (kept, _with_attention(_OFFLOADS[0]))
-        mixes = (*more, *((_with_attention(lean), _with_attention(fast)) for lean, fast in mixes))
+        kept = _with_attention(_SMALLEST[1])
+        more = (_SMALLEST[1], kept), (kept, _with_attention(_OFFLOADS[0]))
+        mixes = (*more, *((_with_attention(small), _with_attention(fast)) for small, fast in mixes))
         policies = tuple(map(_with_attention, policies))
     if adapters:
         return policies, mixes
-    pairs = ((_without_ranks(lean), _without_ranks(fast)) for lean, fast in mixes)
+    pairs = ((_without_ranks(small), _without_ranks(fast)) for small, fast in mixes)
     return tuple(dict.fromkeys(map(_without_ranks, policies))), tuple(pairs)
 
 
@@ -164,8 +164,8 @@ class Candidates:
         policies, mixes = policies_and_mixes(keep_attention=keep_attention, tiled=tiled, adapters=adapters)
         for text in policies:
             yield self._plan(parse_policy(text), weights=places)
-        for lean, fast in mixes:
-            if (mix := self.mix(parse_policy(lean), parse_policy(fast), places, host_memory)) is not None:
+        for small, fast in mixes:
+            if (mix := self.mix(parse_policy(small), parse_policy(fast), places, host_memory)) is not None:
                 yield mix
         for grouped in self._groups(places, host_memory):
             yield self._plan(grouped, weights=places)
@@ -177,14 +177,14 @@ class Candidates:
             return []
         return [size for size in _GROUP_SIZES if size < self._layers]
 
-    def lean_groups(self) -> list[tuple[RematPolicy, ...]]:
+    def smallest_groups(self) -> list[tuple[RematPolicy, ...]]:
         """Return the policies of groups that keep the least."""
         return [group_policies(self._layers, size, kept_again=False) for size in self._group_sizes]
 
     def _groups(self, places: Sequence[str], host_memory: float) -> Iterator[tuple[RematPolicy, ...]]:
         """Yield policies of groups: attention's values stay where the GPU has room when their layer runs again."""
         if not self._model.keeps_attention:
-            yield from self.lean_groups()
+            yield from self.smallest_groups()
             return
         for size in self._group_sizes:
             for kept_again in (True, False):
@@ -243,17 +243,17 @@ class Candidates:
         mapped = most(range(streamed, 0, -1), fits)
         return stream_evenly(layers, streamed, mapped) if mapped else places
 
-    def mix(self, lean: RematPolicy, fast: RematPolicy, places: Sequence[str], host_memory: float) -> Plan | None:
+    def mix(self, small: RematPolicy, fast: RematPolicy, places: Sequence[str], host_memory: float) -> Plan | None:
         """Return the fastest mix of the two policies that fits, over the numbers of fast layers."""
         layers = self._layers
-        if not self._fits_together(self._memory(lean, weights=places), host_memory):
+        if not self._fits_together(self._memory(small, weights=places), host_memory):
             return None
 
         def plan(count: int) -> Plan:
-            return self._plan(interleave(lean, fast, layers, count), weights=places)
+            return self._plan(interleave(small, fast, layers, count), weights=places)
 
         def fits(count: int) -> bool:
-            mixed = self._memory(interleave(lean, fast, layers, count), weights=places)
+            mixed = self._memory(interleave(small, fast, layers, count), weights=places)
             return self._fits_together(mixed, host_memory)
 
         return fastest(plan, range(1, layers), fits)

@@ -23,11 +23,11 @@ from jaxglue.planner.workload import Workload
 
 _AS_FAST = 0.01
 """Share by which a run may be slower where its first step begins sooner: less than predictions are off by."""
-_LEAN = ("full", "offload")
+_SMALLEST = ("full", "offload")
 """Presets that need the least device memory, without and with host memory."""
 
 
-def soonest(plans: Sequence[Plan], steps: int | None = None) -> list[Plan]:
+def first_to_start(plans: Sequence[Plan], steps: int | None = None) -> list[Plan]:
     """Return the plan, if any, that starts first among those with which a run is as fast as with the fastest.
 
     A run is its start and its steps; without their number, the steps alone.
@@ -146,25 +146,25 @@ class Planner:
         Raises:
             DoesNotFit: nothing fits; names the nearest setting and the remedy.
         """
-        if self.least_load(host_memory, weights) <= 1 and (plan := self._choose_in_memory(host_memory, weights)):
+        if self.memory_share(host_memory, weights) <= 1 and (plan := self._choose_in_memory(host_memory, weights)):
             return plan
         found: list[Plan] = []
         for planner in self._by_tile():
-            if planner.least_load(host_memory, weights) <= 1:
-                found += soonest(planner.fitting_plans(host_memory, weights), self.steps)
+            if planner.memory_share(host_memory, weights) <= 1:
+                found += first_to_start(planner.fitting_plans(host_memory, weights), self.steps)
             # Tiles leave more memory to inputs that an untiled plan drops.
             if found and (planner is not self or not any(policy.drops_input for policy in found[0].policies)):
                 return min(found, key=lambda plan: (plan.run_seconds(self.steps), plan.device_bytes))
         if found:
             return found[0]
-        if weights == AUTO and (mapped := self._map_lean(host_memory)):
+        if weights == AUTO and (mapped := self._map_smallest(host_memory)):
             return mapped
-        raise DoesNotFit(self._why_not(self._leanest(weights), host_memory))
+        raise DoesNotFit(self._why_not(self._smallest(weights), host_memory))
 
-    def _leanest(self, weights: str) -> Plan:
+    def _smallest(self, weights: str) -> Plan:
         """Return the plan that needs the least memory of the GPU."""
-        policies: list[RematPolicy | Sequence[RematPolicy]] = [*(PRESETS[name] for name in _LEAN)]
-        policies += self.candidates.lean_groups()
+        policies: list[RematPolicy | Sequence[RematPolicy]] = [*(PRESETS[name] for name in _SMALLEST)]
+        policies += self.candidates.smallest_groups()
         streams = (DEVICE, HOST) if weights == AUTO else (weights,)
         plans = (self.plan(each, weights=places) for places in streams for each in policies)
         return min(plans, key=lambda plan: plan.device_bytes)
@@ -176,14 +176,14 @@ class Planner:
         return [plan for plan in self.plans(host_memory, weights) if self.fits(plan, host_memory)]
 
     def _may_fit(self, host_memory: float, weights: str) -> bool:
-        """Return whether GPU and host together hold what the leanest of `plans` need, found without most traces."""
-        lean: list[RematPolicy | Sequence[RematPolicy]] = [PRESETS["full"], *self.candidates.lean_groups()]
-        needed = [self.memory(policies, weights=DEVICE if weights == AUTO else weights) for policies in lean]
+        """Return whether GPU and host together hold what the smallest of `plans` needs, found without most traces."""
+        small: list[RematPolicy | Sequence[RematPolicy]] = [PRESETS["full"], *self.candidates.smallest_groups()]
+        needed = [self.memory(policies, weights=DEVICE if weights == AUTO else weights) for policies in small]
         return min(map(sum, needed)) <= self.candidates.room + host_memory
 
-    def _map_lean(self, host_memory: float) -> Plan | None:
+    def _map_smallest(self, host_memory: float) -> Plan | None:
         """Return the fastest plan that fits with some layers' weights in files."""
-        found = (p.candidates.map_least(PRESETS[name], host_memory) for p in self._by_tile() for name in _LEAN)
+        found = (p.candidates.map_least(PRESETS[name], host_memory) for p in self._by_tile() for name in _SMALLEST)
         return min((plan for plan in found if plan and self.fits(plan, host_memory)), key=by_time, default=None)
 
     def _choose_in_memory(self, host_memory: float, weights: str) -> Plan | None:
@@ -233,16 +233,16 @@ class Planner:
             self._longest[key] = longest_row(self, host_memory, weights)
         return self._longest[key]
 
-    def least_load(self, host_memory: float, weights: str) -> float:
-        """Return the larger share of GPU and host memory that the leanest setting takes."""
+    def memory_share(self, host_memory: float, weights: str) -> float:
+        """Return the larger share of GPU and host memory that the smallest setting takes."""
         streams = (DEVICE, HOST) if weights == AUTO else (weights,)
-        policies = [PRESETS[name] for name in _LEAN]
+        policies = [PRESETS[name] for name in _SMALLEST]
         plans: list[Memory] = [self.memory(policy, weights=places) for policy in policies for places in streams]
         if weights == AUTO:
             partly = ((policy, self.candidates.places_streamed(policy)) for policy in policies)
             plans += (self.memory(policy, weights=places) for policy, places in partly if places)
             plans += (self.memory(policy, weights=MAPPED) for policy in policies if self.gpu.files)
-        plans += (self.memory(grouped, weights=streams[0]) for grouped in self.candidates.lean_groups())
+        plans += (self.memory(grouped, weights=streams[0]) for grouped in self.candidates.smallest_groups())
         return min(
             max(plan.device_bytes / self.candidates.room, plan.host_bytes / max(host_memory, 1)) for plan in plans
         )
@@ -341,7 +341,7 @@ def _search(load: Callable[[int], float], planner: "Planner") -> int | None:
 
 
 class RowLoads:
-    """Shares of GPU and host memory that the leanest settings take, by the row's length.
+    """Shares of GPU and host memory that the smallest settings take, by the row's length.
 
     Args:
         planner: of any length.
@@ -370,7 +370,9 @@ class RowLoads:
     def confirms(self, seq_len: int) -> bool:
         """Return whether a length fits beyond doubt, or when its programs are traced, too."""
         tile, load = self._scaled.get(seq_len, (None, 0.0))
-        return load <= 1 - fitted.SCALING_ERROR or self._planner.with_rows(seq_len, tile).least_load(*self._limits) <= 1
+        return (
+            load <= 1 - fitted.SCALING_ERROR or self._planner.with_rows(seq_len, tile).memory_share(*self._limits) <= 1
+        )
 
     def _load(self, seq_len: int, tile: int | None) -> float:
         traced = self._traced[tile is not None]
@@ -380,9 +382,9 @@ class RowLoads:
             planner = self._planner.with_rows(seq_len, tile)
             traced.append(planner.predictor.programs)
             self._scaled.pop(seq_len, None)
-            return planner.least_load(*self._limits)
+            return planner.memory_share(*self._limits)
         planner = self._planner.with_rows(seq_len, tile, scaled=pair)
-        self._scaled[seq_len] = tile, planner.least_load(*self._limits)
+        self._scaled[seq_len] = tile, planner.memory_share(*self._limits)
         return self._scaled[seq_len][1]
 
 

@@ -61,7 +61,7 @@ def sum_partials(layout: Layout, partials: Any, prefix: str = "") -> Any:
     return constrain_params(layout, jax.tree.map(lambda rows: rows.sum(0), partials), prefix)
 
 
-def zero_partials(layout: Layout, tree: Any, prefix: str = "") -> Any:
+def zero_partials(layout: Layout, tree: Any) -> Any:
     """Return zeros for accumulating the gradients of a tree: [n, …] on a mesh."""
 
     def zeros(leaf, spec):
@@ -70,7 +70,7 @@ def zero_partials(layout: Layout, tree: Any, prefix: str = "") -> Any:
 
     if layout.mesh is None:
         return jax.tree.map(jnp.zeros_like, tree)
-    return jax.tree.map(zeros, tree, layout.grad_specs(tree, prefix))
+    return jax.tree.map(zeros, tree, layout.grad_specs(tree))
 
 
 def constrain_params(layout: Layout, tree: Any, prefix: str = "") -> Any:

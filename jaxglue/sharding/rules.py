@@ -83,9 +83,9 @@ class Layout:
             return jax.tree.map(lambda _: P(), tree)
         return jax.tree.map_with_path(lambda path, leaf: self.spec(param_name(prefix, path), leaf.shape), tree)
 
-    def gathered_specs(self, tree: Any, prefix: str = "") -> Any:
+    def gathered_specs(self, tree: Any) -> Any:
         """Return the specs of the parameters after gathering over `fsdp`."""
-        return jax.tree.map(lambda spec: without_axis(spec, "fsdp"), self.param_specs(tree, prefix))
+        return jax.tree.map(lambda spec: without_axis(spec, "fsdp"), self.param_specs(tree))
 
     def grad_specs(self, tree: Any, prefix: str = "") -> Any:
         """Return the specs of partial gradients [n, …], one row for each of the n devices that share a shard."""

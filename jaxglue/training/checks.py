@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,9 +9,11 @@ import jax
 from jaxglue.hf.loading import require_stored
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora_config import ALL_LINEAR
-from jaxglue.ops.attention import ATTENTION, AttentionShape
+from jaxglue.ops.attention import ATTENTION
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.quant.formats import FORMATS
+from jaxglue.ops.segments import BatchKind
+from jaxglue.planner.attention import attention_shape
 from jaxglue.sharding.mesh import MeshShape
 from jaxglue.training.config import ModelConfig, TrainConfig
 
@@ -108,21 +109,11 @@ def refuse_shared_prompt(config: TrainConfig, model: DecoderConfig) -> str:
     """Return why no attention kernel serves forked segments, empty if one does."""
     if jax.default_backend() == "cpu":
         return ""
-    plain = AttentionShape(
-        dtype=config.model.compute_dtype,
-        head_dim=model.head_dim,
-        query_heads=model.num_attention_heads,
-        kv_heads=model.num_key_value_heads,
-        softcap=model.attention_softcap,
-        seq_len=config.data.row_tokens,
-        segment_slots=2,
-        window=next((window for window in model.layer_windows if window), None),
-    )
+    dtype, seq_len, kind = config.model.compute_dtype, config.data.row_tokens, BatchKind(long=False, slots=2)
+    window = next(filter(None, model.layer_windows), None)
+    shapes = (attention_shape(model, dtype, seq_len, kind, window=window, forked=forked) for forked in (False, True))
     try:
-        choices = [
-            ATTENTION.choose(compute_capability(), shape, backend=config.model.attention)
-            for shape in (plain, replace(plain, forked=True))
-        ]
+        plain, forked = (ATTENTION.choose(compute_capability(), s, backend=config.model.attention) for s in shapes)
     except ValueError as error:
         return str(error)
-    return choices[1].reason if choices[1].name == "reference" != choices[0].name else ""
+    return forked.reason if forked.name == "reference" != plain.name else ""

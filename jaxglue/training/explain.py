@@ -5,12 +5,13 @@ from dataclasses import replace
 
 from jaxglue.engine.layer_forms import explain_forms
 from jaxglue.models.families import find_family
-from jaxglue.ops.attention import ATTENTION, AttentionShape
+from jaxglue.ops.attention import ATTENTION
 from jaxglue.ops.backend import BackendChoice, compute_capability
 from jaxglue.ops.cross_entropy import CROSS_ENTROPY
 from jaxglue.ops.moe import GROUPED_MATMUL
 from jaxglue.ops.norm_rope import NORM_ROPE
-from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT
+from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT, BatchKind
+from jaxglue.planner.attention import attention_shape
 from jaxglue.planner.explain import Reason
 from jaxglue.planner.programs import abstract_input
 from jaxglue.planner.workload import Workload, abstract_parts
@@ -74,19 +75,10 @@ def attention_choice(
 ) -> BackendChoice:
     """Return attention's backend for usual batches, or for those with long documents and up to so many slots."""
     long, model = long_slots is not None, workload.config
-    windows = model.layer_windows
-    shape = AttentionShape(
-        dtype=workload.dtype,
-        head_dim=model.head_dim,
-        query_heads=model.num_attention_heads,
-        kv_heads=model.num_key_value_heads,
-        softcap=model.attention_softcap,
-        seq_len=workload.seq_len,
-        segment_slots=min(slots, long_slots or slots),
-        long=long,
-        forked=workload.objective.answers is not None and not refuse_shared_prompt(config, model),
-        window=None if long and None in windows else next((window for window in windows if window), None),
-    )
+    windows, kind = model.layer_windows, BatchKind(long, min(slots, long_slots or slots))
+    window = None if long and None in windows else next(filter(None, windows), None)
+    forked = workload.objective.answers is not None and not refuse_shared_prompt(config, model)
+    shape = attention_shape(model, workload.dtype, workload.seq_len, kind, window=window, forked=forked)
     return ATTENTION.choose(compute_capability(), shape, backend=attention)
 
 
@@ -145,8 +137,8 @@ def _of_reference(run: Run) -> Iterator[tuple[str, Reason]]:
     if run.config.model.method == "full" or run.adapter is not None:
         yield "reference", Reason(choice=choice, limit="the start: the reference is not the frozen weights alone")
     elif times := reference_seconds(run.workload, run.remat):
-        beside, alone = (f"{1e3 * seconds:,.0f} ms" for seconds in times)
-        limit = f"time: {epochs:.2f} × {beside} a step beside, {alone} for a pass of its own"
+        in_step, alone = (f"{1e3 * seconds:,.0f} ms" for seconds in times)
+        limit = f"time: {epochs:.2f} × {in_step} a step beside, {alone} for a pass of its own"
         yield "reference", Reason(choice=choice, limit=limit, runner_up=other, change=f"{flag}, other epochs")
     else:
         limit = f"time: both passes take the same, and the steps read each document {epochs:.2f} times"

@@ -272,6 +272,17 @@ def explained_out_of_memory(run: Run) -> Iterator[None]:
         raise
 
 
+def beyond_limit(limit: float | None) -> str | None:
+    """Return a line where more memory is in use than `--memory-limit`, GiB; None within it, or without one."""
+    use = memory_use(jax.local_devices())
+    if limit is None or use.kind != "device" or use.peak <= limit * GIB:
+        return None
+    return (
+        f"{use.peak / GIB:.1f} GiB of the GPU were in use, above --memory-limit {limit:g}: "
+        f"where no more is free, start again with {limit - (use.peak / GIB - limit):.1f}"
+    )
+
+
 def _explanation(run: Run) -> str:
     use = memory_use(jax.local_devices())
     where = "the GPU" if use.kind == "device" else "the host"

@@ -118,8 +118,8 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Run:
     assert total_steps is not None
     if config.objective.kind.needs_reference:
         frozen, epochs = config.model.method == "lora" and adapter is None, total_steps / batches.steps_per_epoch
-        beside = runs_beside(config, workload, remat, epochs=epochs, frozen=frozen, processes=processes)
-        workload = replace(workload, reference=beside)
+        in_steps = runs_reference_in_steps(config, workload, remat, epochs=epochs, frozen=frozen, processes=processes)
+        workload = replace(workload, reference=in_steps)
     return Run(
         config=config,
         vocabulary=vocabulary,
@@ -234,10 +234,10 @@ def agree_on_mesh(
         )
         return workload, remat
     mesh, policy, weights, attention, tile = processes.all_gather_object(None)[0]
+    workload = make_workload(config, model, document_lengths, MeshShape.parse(mesh))
     chosen = replace(config.model, remat=policy, weights=weights, attention=attention, tile=tile)
-    as_chosen = replace(config, model=chosen, run=replace(config.run, mesh=mesh, explain=False))
-    workload, remat = choose_mesh(as_chosen, model, document_lengths)
-    return replace(workload, attention=config.model.attention, tile=config.model.tile), remat
+    remat = choose_remat(chosen, replace(workload, attention=attention, tile=tile))
+    return replace(workload, host_embeddings=remat.host_embeddings), remat
 
 
 def _candidates(model: DecoderConfig, devices: int, *, full: bool) -> list[MeshShape]:
@@ -253,7 +253,7 @@ def _candidates(model: DecoderConfig, devices: int, *, full: bool) -> list[MeshS
     return [MeshShape(data=devices), *(spread or [MeshShape(fsdp=devices)])]
 
 
-def runs_beside(
+def runs_reference_in_steps(
     config: TrainConfig, workload: Workload, remat: RematChoice, *, epochs: float, frozen: bool, processes: Processes
 ) -> bool:
     """Return whether the reference's layers run beside the model's in every step; `auto` takes the faster.
@@ -277,11 +277,11 @@ def runs_beside(
         )
     if how != "auto" or not frozen:
         return how == "off"
-    faster = processes.is_main and _is_faster_beside(workload, remat, epochs)
+    faster = processes.is_main and _is_faster_in_steps(workload, remat, epochs)
     return processes.all_gather_object(faster)[0]
 
 
-def _is_faster_beside(workload: Workload, remat: RematChoice, epochs: float) -> bool:
+def _is_faster_in_steps(workload: Workload, remat: RematChoice, epochs: float) -> bool:
     """Compare predicted times; with no weights to stream, both passes over a row take the same."""
     times = reference_seconds(workload, remat) if epochs > 1 else None
     return epochs <= 1 if times is None else epochs * times[0] <= times[1]

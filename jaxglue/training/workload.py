@@ -104,12 +104,12 @@ def make_workload(
         attention=config.model.attention,
         tile=config.model.tile,
         objective=config.objective.make(),
-        reference=config.objective.kind.needs_reference and _runs_beside(config),
+        reference=config.objective.kind.needs_reference and _runs_in_steps(config),
     )
     return replace(workload, moment_bytes=state_bytes(optimizer, abstract_parts(workload)[1]))
 
 
-def _runs_beside(config: TrainConfig) -> bool:
+def _runs_in_steps(config: TrainConfig) -> bool:
     """Tell whether the reference's layers run beside the model's, as far as flags decide."""
     several = config.run.epochs > 1 and config.run.steps is None
     cached = config.objective.reference_cache == "on" or (config.objective.reference_cache == "auto" and several)

@@ -14,6 +14,7 @@ from jaxglue.hf.adapter import fit_tied, load_adapter, save_adapter
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.loading import load_model
 from jaxglue.hf.merge import export_adapter
+from jaxglue.models.lora_config import LoraConfig
 from jaxglue.ops.segments import pack_segments
 from tests.models.test_parity import PEFT
 
@@ -146,6 +147,23 @@ def test_an_embedding_that_peft_unties_from_the_head_is_refused(tmp_path):
         ValueError, match=r"trains the embedding apart from the output projection .* Train it again with"
     ):
         export_adapter(folder, GOLDENS / "qwen3_tied", tmp_path / "other")
+
+
+def test_an_export_is_checked_against_its_input_by_peft_s_rules(tmp_path, monkeypatch):
+    """Predictions of base and adapter apart share the mistakes of the adapter's reader."""
+    scale_of = LoraConfig.scale_of
+    with monkeypatch.context() as patch:
+        patch.setattr(LoraConfig, "scale_of", lambda config, path: 1.5 * scale_of(config, path))
+        with pytest.raises(ValueError, match=r"row \d+ of model\.layers\S+ is not that of .* by PEFT's rules"):
+            export_adapter(ADAPTER, BASE, tmp_path / "scaled")
+    folder = shutil.copytree(GOLDENS / "peft/whole_tied", tmp_path / "untied")
+    raw = json.loads((folder / "adapter_config.json").read_text()) | {"ensure_weight_tying": False}
+    (folder / "adapter_config.json").write_text(json.dumps(raw | {"modules_to_save": ["embed_tokens"]}))
+    tensors = load_file(folder / "adapter_model.safetensors")
+    save_file({name: x for name, x in tensors.items() if "lm_head" not in name}, folder / "adapter_model.safetensors")
+    monkeypatch.setattr("jaxglue.hf.adapter.saved_modules", lambda raw: set())
+    with pytest.raises(ValueError, match=r"of lm_head.weight is not that of .* by PEFT's rules"):
+        export_adapter(folder, GOLDENS / "qwen3_tied", tmp_path / "merged")
 
 
 def test_an_adapter_that_unties_the_head_is_refused(tmp_path):

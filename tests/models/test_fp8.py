@@ -118,5 +118,5 @@ def test_norms_are_written_as_codes_and_products_added_to_the_stream(tiny_config
     with tracing_for((9, 0)):
         program = jax.make_jaxpr(lambda state, x: nnx.merge(graphdef, state)(x, context))(state, x)
     names = Counter(kernel_names(program.jaxpr))
-    assert names["coded_norm_kernel"] == names["encode_kernel"] == 2  # the outputs of attention and SwiGLU
+    assert names["fp8_norm_kernel"] == names["encode_kernel"] == 2  # the outputs of attention and SwiGLU
     assert names["norm_kernel"] == 0 and names["product_kernel"] == 3 + 2

@@ -10,7 +10,7 @@ import pytest
 from jaxglue.engine.policy import parse_policies
 from jaxglue.planner.gpus import GIB, RECORDED, Dispatch
 from jaxglue.planner.plan import Plan
-from jaxglue.planner.planner import soonest
+from jaxglue.planner.planner import first_to_start
 from jaxglue.planner.rates import measure_dispatch
 from jaxglue.planner.step import LayerArrays, choose_group, compile_seconds, micro_batch, pinning_seconds
 
@@ -75,5 +75,5 @@ def test_of_plans_as_fast_the_one_that_starts_soonest_is_chosen():
     times = (1.0, 30.0), (1.005, 20.0), (1.009, 25.0), (1.1, 1.0)
     plan = Plan(policies=(), weights=(), seconds=0.0, device_bytes=0, host_bytes=0)
     plans = [replace(plan, seconds=seconds, compile_seconds=start) for seconds, start in times]
-    assert soonest(plans) == soonest(plans, 2000) == [plans[1]] and soonest([]) == []
-    assert soonest(plans, 100) == soonest(plans, 1) == [plans[3]]  # 1.1 + 100 · 0.1 s
+    assert first_to_start(plans) == first_to_start(plans, 2000) == [plans[1]] and first_to_start([]) == []
+    assert first_to_start(plans, 100) == first_to_start(plans, 1) == [plans[3]]  # 1.1 + 100 · 0.1 s

@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxglue.ops import names
-from jaxglue.ops.backend import Backend, Capability, Operation
+from jaxglue.ops.backend import Capability, Operation, form
 from jaxglue.ops.gated_mlp.fp8 import swiglu_fp8
 from jaxglue.ops.gated_mlp.swiglu import lora_swiglu
 from jaxglue.ops.projection import (
@@ -118,7 +118,7 @@ def _apply_lora_swiglu(x, parts: GatedParts, conditions: Conditions, stream, act
     assert low_rank is not None
     y, low_rank = lora_swiglu(checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP), low_rank, matrices)
     (product,) = multiply(y, parts[2:], conditions)
-    return add_to_stream(stream, parts.down, product, checkpoint_name(low_rank, names.LORA_HIDDEN))
+    return add_to_stream(stream, parts.down, product, checkpoint_name(low_rank, names.LOW_RANK))
 
 
 def _apply_separately(x, parts: GatedParts, conditions: Conditions, stream, activation: Activation) -> Array:
@@ -130,17 +130,11 @@ def _apply_separately(x, parts: GatedParts, conditions: Conditions, stream, acti
 GATED_MLP = Operation(
     name="gated feed-forward",
     backends={
-        "fp8": Backend(
-            check=_check_fp8,
-            load=lambda capability, *call: _apply_in_fp8,
-            advantage="scales are applied, and outputs quantized, where kernels read and write",
-            anywhere=True,
+        "fp8": form(
+            _check_fp8, _apply_in_fp8, "scales are applied, and outputs quantized, where kernels read and write"
         ),
-        "lora_swiglu": Backend(
-            check=_check_swiglu,
-            load=lambda capability, *call: _apply_lora_swiglu,
-            advantage="SwiGLU forms the products of adapters where it reads the projections",
-            anywhere=True,
+        "lora_swiglu": form(
+            _check_swiglu, _apply_lora_swiglu, "SwiGLU forms the products of adapters where it reads the projections"
         ),
     },
 )

@@ -24,8 +24,8 @@ from jaxglue.ops.projection.fp8_adapters import (
     quantized,
     without_fp8_values,
 )
-from jaxglue.ops.projection.lora import Quantizer, lora_expand_gradients, lora_expand_gradients_in_fp8
-from jaxglue.ops.quant.fp8 import FP8Weight, row_scales
+from jaxglue.ops.projection.lora import lora_expand_gradients, lora_expand_gradients_in_fp8
+from jaxglue.ops.quant.fp8 import FP8Weight, Quantizer, row_scales
 
 Weights = tuple[FP8Weight, FP8Weight, FP8Weight]
 """gate, up and down."""
@@ -114,7 +114,7 @@ def _feed_forward(
 
 def _forward(backend: ScaledSwigluBackend, stream, rows: FP8Rows, weights: Weights, first, matrices: Matrices, last):
     gate, up, down = weights
-    low_rank = checkpoint_name(rows.shrink(first), names.LORA_HIDDEN)
+    low_rank = checkpoint_name(rows.shrink(first), names.LOW_RANK)
     (gated, factor), (raised, _) = (dot_to_e4m3(rows.fp8_values, weight.codes) for weight in (gate, up))
     products = ScaledProducts(
         gate=_named(gated, names.GATE),
@@ -124,7 +124,7 @@ def _forward(backend: ScaledSwigluBackend, stream, rows: FP8Rows, weights: Weigh
         up_scales=up.scales,
     )
     y, down_low_rank, absmax = backend.scaled_forward(products, low_rank, matrices)
-    down_low_rank = checkpoint_name(down_low_rank, names.LORA_HIDDEN)
+    down_low_rank = checkpoint_name(down_low_rank, names.LOW_RANK)
     out = add_product(stream, *encode(y, scales=row_scales(absmax)), down, down_low_rank, last)
     return out, (products, without_fp8_values(rows), low_rank, down_low_rank, weights, first, matrices, last)
 

@@ -69,7 +69,7 @@ def _finish(acc, bias, out, group, row, end, column, N: tl.constexpr, BLOCK_M: t
             BLOCK_N: tl.constexpr):  # fmt: skip
     """Add the bias, if any, to an accumulator and store its rows [row, end)."""
     rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
-    mask = (rows < end)[:, None] & (columns < N)[None, :]
+    mask = (rows < end)[:, None] & (columns < N)[None, :]  # a tile through TMA may hold rows of the next group
     if bias is not None:
         acc += tl.load(bias + group * N + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     tl.store(out + rows.to(tl.int64)[:, None] * N + columns[None, :], acc.to(out.dtype.element_ty), mask=mask)
@@ -88,6 +88,7 @@ def _matmul_tile(
     acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
     sources, inside = _rows(tokens, first, end, BLOCK_M)
     if BLOCK_MORE > 0:
+        # Blocks are powers of two: tiles of 192 rows have accumulators of 128 and 64.
         more = tl.full((BLOCK_MORE, BLOCK_N), 0.0, tl.float32)
         more_sources, more_inside = _rows(tokens, second, end, BLOCK_MORE)
     for k in range(0, K, BLOCK_K):
@@ -98,6 +99,7 @@ def _matmul_tile(
             b = _load_matrix(rhs, group, k, column, K, N, BLOCK_K, BLOCK_N, DESCRIPTORS)
         acc = tl.dot(a, b, acc)
         if BLOCK_MORE > 0:
+            # The matrix's tile is loaded once for both accumulators.
             a = more_lhs.load([second, k]) if TMA else _load_rows(more_lhs, more_sources, more_inside, k, K, BLOCK_K)
             more = tl.dot(a, b, more)
     if row_scales is not None:
@@ -106,6 +108,7 @@ def _matmul_tile(
         acc *= (tl.load(row_scales + sources, mask=inside, other=0.0) * factor)[:, None]
         if BLOCK_MORE > 0:
             more *= (tl.load(row_scales + more_sources, mask=more_inside, other=0.0) * factor)[:, None]
+    # Without descriptors, as R values may be no whole 16 bytes. The sum goes on in the accumulator and is rounded once.
     for r in tl.static_range(0, R, BLOCK_R):
         a = _load(low_rank, None, first, end, r, R, BLOCK_M, BLOCK_R, False)
         if TRANSPOSE_EXPAND:
@@ -141,11 +144,12 @@ def matmul_kernel(
     table += tl.program_id(0) // COLUMNS
     group, start = tl.load(table), tl.load(table + TILES)
     end, before = tl.load(table + 2 * TILES), tl.load(table + 3 * TILES)
-    if group == E:
+    if group == E:  # the grid has room for the most tiles that groups of any sizes could need
         return
     tiles = tl.cdiv(end - start, BLOCK_M + BLOCK_MORE)
     tile, column_tile = _swizzle(tl.program_id(0) - before * COLUMNS, tiles, COLUMNS, GROUP_M)
     first, column = start + tile * (BLOCK_M + BLOCK_MORE), column_tile * BLOCK_N
+    # Sizes of tiles are constants, so each case is a loop of its own.
     if (BLOCK_TAIL < BLOCK_N) & (column + BLOCK_N > N):
         _matmul_tile(lhs, half, tail, tokens, bias, low_rank, expand, row_scales, factors, out, group, first, end,
                      column, K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, DESCRIPTORS,
@@ -200,7 +204,7 @@ def _gate_up(projected, start, F: tl.constexpr, GPT_OSS: tl.constexpr, BLOCK: tl
     if GPT_OSS:
         columns = 2 * start + tl.arange(0, 2 * BLOCK)
         both = tl.load(projected + columns, mask=columns < 2 * F, other=0.0).to(tl.float32)
-        return tl.split(tl.reshape(both, (BLOCK, 2)))
+        return tl.split(tl.reshape(both, (BLOCK, 2)))  # one contiguous load in place of two with strides
     else:
         columns = start + tl.arange(0, BLOCK)
         gate = tl.load(projected + columns, mask=columns < F, other=0.0)
@@ -212,13 +216,14 @@ def _gate_up(projected, start, F: tl.constexpr, GPT_OSS: tl.constexpr, BLOCK: tl
 def _activate(gate, up, GPT_OSS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     """Return (value, derivative by gate, derivative by up)."""
     if GPT_OSS:
+        # The gate is clamped from above alone; values beyond a limit have no gradient.
         low, inside = gate <= LIMIT, (up >= -LIMIT) & (up <= LIMIT)
         gate, up = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
         sigmoid = 1.0 / (1.0 + tl.exp(-ALPHA * gate))
         by_gate = tl.where(low, up * sigmoid * (1.0 + ALPHA * gate * (1.0 - sigmoid)), 0.0)
         return gate * sigmoid * up, by_gate, tl.where(inside, gate * sigmoid, 0.0)
     else:
-        sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+        sigmoid = 1.0 / (1.0 + tl.exp(-gate))  # 0 where the exponential overflows to infinity
         return gate * sigmoid * up, up * sigmoid * (1.0 + gate * (1.0 - sigmoid)), gate * sigmoid
 
 
@@ -254,7 +259,7 @@ def activation_gradient_kernel(
     if row >= tl.load(offsets + E):
         return
     weight = tl.load(weights + row)
-    dweight = tl.full((BLOCK,), 0.0, tl.float32)
+    dweight = tl.full((BLOCK,), 0.0, tl.float32)  # added up across threads at last
     dprojected += row * 2 * F
     for start in range(0, F, BLOCK):
         gate, up = _gate_up(projected + row * 2 * F, start, F, GPT_OSS, BLOCK)
@@ -284,9 +289,9 @@ def combine_kernel(
         columns = start + tl.arange(0, BLOCK)
         mask = columns < D
         acc = tl.full((BLOCK,), 0.0, tl.float32)
-        for choice in tl.static_range(0, X):
+        for choice in tl.static_range(0, X):  # in one order, which atomic additions by expert would not keep
             row = tl.load(inverse + token * X + choice).to(tl.int64)
-            here = mask & (row < tl.num_programs(0) * X)
+            here = mask & (row < tl.num_programs(0) * X)  # experts of other devices have rows past the end
             acc += tl.load(rows + row * D + columns, mask=here, other=0.0).to(tl.float32)
             if bias is not None:
                 expert, weight = tl.load(expert_ids + token * X + choice), tl.load(weights + token * X + choice)

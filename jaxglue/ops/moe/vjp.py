@@ -138,7 +138,7 @@ def _adapted(spec, lhs, rhs, bias, adapter, groups, routing, weights):
     low_rank, term = None, None
     if adapter is not None:
         A, B = (x.astype(lhs.dtype) for x in adapter)
-        low_rank = checkpoint_name(matmul(rows, A, None, transpose_rhs=True), names.LORA_HIDDEN)
+        low_rank = checkpoint_name(matmul(rows, A, None, transpose_rhs=True), names.LOW_RANK)
         term = LowRank(low_rank, B, True)
     own_bias = None if spec.exchange == "combine" else bias
     out = _multiply(spec, rows, rhs, own_bias, groups, term, transpose_rhs=spec.transpose_rhs)

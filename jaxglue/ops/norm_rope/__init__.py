@@ -13,7 +13,7 @@ from jaxglue.ops.norm_rope.reference import (
     reference_rotate,
     rms_norm,
 )
-from jaxglue.ops.norm_rope.vjp import NormSpec, RotateSpec, fused_branch_norm, fused_rotate
+from jaxglue.ops.norm_rope.vjp import NormSpec, RotateSpec, fused_rotate, fused_stream_norm
 from jaxglue.ops.rope import RopeTables, Rotary
 
 __all__ = [
@@ -21,11 +21,11 @@ __all__ = [
     "NORM_ROPE",
     "HeadNorms",
     "NormStyle",
-    "branch_norm",
-    "coded_branch_norm",
+    "fp8_stream_norm",
     "norm_and_rotate",
     "rms_norm",
     "rotate_heads",
+    "stream_norm",
 ]
 
 
@@ -49,7 +49,7 @@ NORM_ROPE = Operation(
 )
 
 
-def branch_norm(
+def stream_norm(
     x: Float[Array, "*B D"],
     weight: Float[Array, " D"],
     eps: float,
@@ -66,16 +66,16 @@ def branch_norm(
     kernels = NORM_ROPE.load(x.dtype, True, style, backend=backend)
     if kernels is None:
         return x, rms_norm(x, weight, eps, style)
-    stream, normed = fused_branch_norm(NormSpec(backend=kernels, eps=eps), x, weight)
+    stream, normed = fused_stream_norm(NormSpec(backend=kernels, eps=eps), x, weight)
     return stream, normed
 
 
-def coded_branch_norm(
+def fp8_stream_norm(
     x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float
 ) -> tuple[
     Float[Array, "*B D"], Float[Array, "*B D"], Float[Array, "*B D"], Float[Array, "*B 1"], Float[Array, "*B 1"]
 ]:
-    """Return a residual stream x twice, e4m3 codes of its `rms_norm`, their scales, and 1 / x's root mean square.
+    """Return a residual stream x twice, e4m3 values of its `rms_norm`, their scales, and 1 / x's root mean square.
 
     The gradient of the second x is by convention that to the norm, which is not written.
 
@@ -83,10 +83,10 @@ def coded_branch_norm(
         ValueError: a weight that does not fit.
     """
     _check_norm(x, weight)
-    stream, values, codes, scales, inverse = fused_branch_norm(
-        NormSpec(backend=NORM_ROPE.load(x.dtype) or ReferenceNorm(), eps=eps, coded=True), x, weight
+    stream, again, values, scales, inverse = fused_stream_norm(
+        NormSpec(backend=NORM_ROPE.load(x.dtype) or ReferenceNorm(), eps=eps, fp8=True), x, weight
     )
-    return stream, values, codes, scales, inverse
+    return stream, again, values, scales, inverse
 
 
 def _check_norm(x, weight) -> None:

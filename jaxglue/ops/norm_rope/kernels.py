@@ -35,8 +35,8 @@ def norm_kernel(x, weight, out, D: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit
-def coded_norm_kernel(x, weight, codes, scales, inverse_rms, D: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Quantize the norm of one row to e4m3 codes [M, D] times its own of scales [M]; grid (M)."""
+def fp8_norm_kernel(x, weight, values, scales, inverse_rms, D: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr):
+    """Quantize the norm of one row to e4m3 values [M, D] times its own of scales [M]; grid (M)."""
     start, columns = tl.program_id(0).to(tl.int64) * D, tl.arange(0, BLOCK)
     mask = columns < D
     row = _load(x + start, columns, mask)
@@ -44,7 +44,7 @@ def coded_norm_kernel(x, weight, codes, scales, inverse_rms, D: tl.constexpr, EP
     row = normed(row, inverse, _load(weight, columns, mask), x.dtype.element_ty)
     scale = e4m3_scale(tl.max(tl.abs(row), 0))
     row = clip_e4m3(row / scale)
-    tl.store(codes + start + columns, row.to(codes.dtype.element_ty), mask=mask)
+    tl.store(values + start + columns, row.to(values.dtype.element_ty), mask=mask)
     tl.store(scales + tl.program_id(0), scale)
     tl.store(inverse_rms + tl.program_id(0), inverse)
 

@@ -69,7 +69,7 @@ class ReferenceNorm:
         """See `NormBackend`."""
         return rms_norm(x, weight, eps)
 
-    def coded_norm(self, x, weight, *, eps: float):
+    def fp8_norm(self, x, weight, *, eps: float):
         """See `NormBackend`."""
         return *quantize_rows(rms_norm(x, weight, eps)), inverse_rms(x, eps)
 

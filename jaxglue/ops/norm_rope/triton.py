@@ -27,13 +27,13 @@ class TritonNormRope(Launcher):
         """See `NormBackend`."""
         return self._rows(kernels.norm_kernel, (x, weight), eps)[0].reshape(x.shape)
 
-    def coded_norm(self, x, weight, *, eps: float):
+    def fp8_norm(self, x, weight, *, eps: float):
         """See `NormBackend`."""
         M, D = x.size // x.shape[-1], x.shape[-1]
         rows = jax.ShapeDtypeStruct((M,), jnp.float32)
         out_type = jax.ShapeDtypeStruct((M, D), E4M3), rows, rows
-        codes, *others = self._rows(kernels.coded_norm_kernel, (x, weight), eps, out_type)
-        return codes.reshape(x.shape), *(each.reshape(*x.shape[:-1], 1) for each in others)
+        values, *others = self._rows(kernels.fp8_norm_kernel, (x, weight), eps, out_type)
+        return values.reshape(x.shape), *(each.reshape(*x.shape[:-1], 1) for each in others)
 
     def norm_gradient(self, x, weight, dresidual, dout, *, eps: float):
         """See `NormBackend`."""

@@ -15,7 +15,7 @@ Weights = tuple[Float[Array, " H"], Float[Array, " H"]]
 Heads = tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]
 
 
-Codes = tuple[Float[Array, "*B D"], Float[Array, "*B 1"], Float[Array, "*B 1"]]
+FP8Values = tuple[Float[Array, "*B D"], Float[Array, "*B 1"], Float[Array, "*B 1"]]
 
 
 class NormBackend(Protocol):
@@ -24,8 +24,8 @@ class NormBackend(Protocol):
     def norm(self, x, weight, *, eps: float) -> Float[Array, "*B D"]:
         """Return `rms_norm` of x."""
 
-    def coded_norm(self, x, weight, *, eps: float) -> Codes:
-        """Return e4m3 codes of `rms_norm` of x, their scales [*B, 1], and 1 / x's root mean square [*B, 1]."""
+    def fp8_norm(self, x, weight, *, eps: float) -> FP8Values:
+        """Return e4m3 values of `rms_norm` of x, their scales [*B, 1], and 1 / x's root mean square [*B, 1]."""
 
     def norm_gradient(self, x, weight, dresidual, dout, *, eps: float) -> Float[Array, "*B D"]:
         """Return dresidual plus the norm's gradient to x."""
@@ -33,17 +33,17 @@ class NormBackend(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class NormSpec:
-    """Static, hashable arguments of `fused_branch_norm`."""
+    """Static, hashable arguments of `fused_stream_norm`."""
 
     backend: NormBackend
     eps: float
-    coded: bool = False
-    """Return codes instead of the norm."""
+    fp8: bool = False
+    """Return e4m3 values instead of the norm."""
 
-    def branch(self, x, weight) -> tuple[Array, ...]:
-        """Return x and its `rms_norm`, or x twice and the norm's codes."""
-        if self.coded:
-            return x, x, *self.backend.coded_norm(x, weight, eps=self.eps)
+    def outputs(self, x, weight) -> tuple[Array, ...]:
+        """Return x and its `rms_norm`, or x twice and the e4m3 values of the norm."""
+        if self.fp8:
+            return x, x, *self.backend.fp8_norm(x, weight, eps=self.eps)
         return x, self.backend.norm(x, weight, eps=self.eps)
 
 
@@ -56,21 +56,21 @@ class _NormResiduals:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def fused_branch_norm(spec: NormSpec, x: Float[Array, "*B D"], weight: Float[Array, " D"]) -> tuple[Array, ...]:
-    """Return `spec.branch` by a fused backend; the weight gets a gradient only where it trains.
+def fused_stream_norm(spec: NormSpec, x: Float[Array, "*B D"], weight: Float[Array, " D"]) -> tuple[Array, ...]:
+    """Return `spec.outputs` by a fused backend; the weight gets a gradient only where it trains.
 
-    The gradient of the second result is that to the norm, coded or not.
+    The gradient of the second result is that to the norm, in e4m3 or not.
     """
-    return spec.branch(x, weight)
+    return spec.outputs(x, weight)
 
 
 def _norm_forward(spec, x, weight):
     residuals = _NormResiduals(x=x.value, weight=weight.value, weight_needs_grad=weight.perturbed)
-    return spec.branch(x.value, weight.value), residuals
+    return spec.outputs(x.value, weight.value), residuals
 
 
 def _norm_backward(spec, r: _NormResiduals, cotangents):
-    dresidual, dout = map(_instantiated, cotangents[:2])  # codes have none
+    dresidual, dout = map(_instantiated, cotangents[:2])  # e4m3 values have none
     dx = spec.backend.norm_gradient(r.x, r.weight, dresidual, dout, eps=spec.eps)
     if not r.weight_needs_grad:
         return dx, None
@@ -79,7 +79,7 @@ def _norm_backward(spec, r: _NormResiduals, cotangents):
     return dx, *jax.vjp(lambda weight: rms_norm(x, weight, spec.eps), r.weight)[1](dout)
 
 
-fused_branch_norm.defvjp(_norm_forward, _norm_backward, symbolic_zeros=True)
+fused_stream_norm.defvjp(_norm_forward, _norm_backward, symbolic_zeros=True)
 
 
 def _instantiated(cotangent):

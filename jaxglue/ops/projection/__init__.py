@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from jaxglue.ops import names
-from jaxglue.ops.backend import Backend, Capability, Operation
+from jaxglue.ops.backend import Capability, Operation, form
 from jaxglue.ops.collectives import axis_size, reduce_from
 from jaxglue.ops.projection.dora import magnitude_gain
 from jaxglue.ops.projection.fp8 import project_fp8
@@ -160,14 +160,7 @@ def _apply_in_fp8(x, projections: Sequence[Projection], conditions, stream) -> l
 
 PROJECTION = Operation(
     name="projection",
-    backends={
-        "fp8": Backend(
-            check=_check_fp8,
-            load=lambda capability, *call: _apply_in_fp8,
-            advantage="scales are applied where adapters' products are added",
-            anywhere=True,
-        )
-    },
+    backends={"fp8": form(_check_fp8, _apply_in_fp8, "scales are applied where adapters' products are added")},
 )
 """Forms of `adapted_projection`; a call is described by projections, conditions, and whether it adds to a stream."""
 
@@ -234,7 +227,7 @@ def _shrink(x, adapters: Sequence[Adapter], conditions: Conditions) -> Float[Arr
     else:
         parts = [lora_shrink(adapter.drop(x, conditions.dropout_key), adapter.A) for adapter in adapters]
         low_rank = jnp.concatenate(parts, axis=-1)
-    return checkpoint_name(low_rank, names.LORA_HIDDEN)
+    return checkpoint_name(low_rank, names.LOW_RANK)
 
 
 def _add_adapters(projections: Sequence[Projection], products: list[Array], low_rank: Array | None) -> list[Array]:
@@ -299,11 +292,8 @@ def _add_separately(stream, projection: Projection, product, low_rank) -> Array:
 RESIDUAL_SUM = Operation(
     name="sum onto the residual stream",
     backends={
-        "lora": Backend(
-            check=_check_sum,
-            load=lambda capability, *call: _add_at_once,
-            advantage="stream, product and adapter's product are added in float32 and rounded once",
-            anywhere=True,
+        "lora": form(
+            _check_sum, _add_at_once, "stream, product and adapter's product are added in float32 and rounded once"
         )
     },
 )

@@ -31,7 +31,7 @@ def magnitude_gain(
     products = jax.lax.dot_general(W, A.astype(W.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     gram = jnp.matmul(A, A.T, precision="highest")
     squares = _squares(W) + jnp.sum(b * (2 * products + jnp.matmul(b, gram, precision="highest")), axis=1)
-    norms = checkpoint_name(jnp.sqrt(jnp.maximum(squares, 0)), names.LORA_HIDDEN)
+    norms = checkpoint_name(jnp.sqrt(jnp.maximum(squares, 0)), names.LOW_RANK)
     return magnitude / jnp.maximum(norms, jnp.finfo(jnp.float32).tiny)
 
 

@@ -12,11 +12,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxglue.ops import names
-from jaxglue.ops.norm_rope import coded_branch_norm
+from jaxglue.ops.norm_rope import fp8_stream_norm
 from jaxglue.ops.projection.fp8 import dot, encode, input_products, shared_scales
 from jaxglue.ops.projection.lora import (
-    Quantizer,
-    ScaledProduct,
     first_ranks,
     lora_expand_gradients,
     lora_expand_gradients_in_fp8,
@@ -24,7 +22,7 @@ from jaxglue.ops.projection.lora import (
     shrink,
     shrink_gradient,
 )
-from jaxglue.ops.quant.fp8 import FP8Weight
+from jaxglue.ops.quant.fp8 import FP8Weight, Quantizer, ScaledProduct
 
 
 class QuantizedRows(NamedTuple):
@@ -81,9 +79,9 @@ def quantized(x: Float[Array, "*B n"] | FP8Rows) -> FP8Rows:
 def residual_norm_fp8(
     x: Float[Array, "*B n"], weight: Float[Array, " n"], eps: float
 ) -> tuple[Float[Array, "*B n"], NormedRows]:
-    """Return a residual stream x and its `rms_norm` for FP8 products; see `branch_norm`."""
-    stream, values, fp8_values, scales, inverse_rms = coded_branch_norm(x, weight, eps)
-    inverse_rms = checkpoint_name(inverse_rms, names.LORA_HIDDEN)  # kept, the pass is not run again for it
+    """Return a residual stream x and its `rms_norm` for FP8 products; see `stream_norm`."""
+    stream, values, fp8_values, scales, inverse_rms = fp8_stream_norm(x, weight, eps)
+    inverse_rms = checkpoint_name(inverse_rms, names.LOW_RANK)  # kept, the pass is not run again for it
     return stream, NormedRows(
         values, fp8_values, scales, inverse_rms, jax.lax.stop_gradient(weight).astype(jnp.float32)
     )
@@ -131,7 +129,7 @@ def _project(rows: FP8Rows, weights: tuple[FP8Weight, ...], down, ups: tuple[Arr
 
 
 def _forward(rows: FP8Rows, weights, down, ups):
-    low_rank = checkpoint_name(rows.shrink(down), names.LORA_HIDDEN)
+    low_rank = checkpoint_name(rows.shrink(down), names.LOW_RANK)
     products = (dot(rows.fp8_values, weight.codes, 1, low_rank.dtype) for weight in weights)
     outputs = tuple(
         lora_expand_onto(ScaledProduct(product, rows.scales, weight.scales), low_rank, up, first)
@@ -182,7 +180,7 @@ def _add(stream, x, weight: FP8Weight, down, up) -> Array:
 
 
 def _add_forward(stream, x, weight, down, up):
-    low_rank = checkpoint_name(shrink(x, down), names.LORA_HIDDEN)
+    low_rank = checkpoint_name(shrink(x, down), names.LOW_RANK)
     return add_product(stream, *encode(x), weight, low_rank, up), (x, low_rank, weight, down, up)
 
 

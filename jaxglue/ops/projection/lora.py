@@ -7,29 +7,14 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxglue.ops.backend import Backend, Capability, Operation, check_triton_rank
-from jaxglue.ops.quant.fp8 import encode_rows
-
-
-class Quantizer(NamedTuple):
-    """Scales by which cotangents dy [M, N] become e4m3 values: dy · columns / rows."""
-
-    columns: Float[Array, " N"]
-    rows: Float[Array, "M 1"]
-
-
-class ScaledProduct(NamedTuple):
-    """A product [M, N] whose factors are still to be applied."""
-
-    product: Float[Array, "M N"]
-    rows: Float[Array, "M 1"]
-    columns: Float[Array, " N"] | None = None
+from jaxglue.ops.quant.fp8 import Quantizer, ScaledProduct, encode_rows
 
 
 class LoraBackend(Protocol):

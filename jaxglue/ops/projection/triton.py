@@ -10,8 +10,7 @@ import triton
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind, turns
 from jaxglue.ops.launch import Launcher, dot_precision
 from jaxglue.ops.projection import kernels
-from jaxglue.ops.projection.lora import Quantizer, ScaledProduct
-from jaxglue.ops.quant.fp8 import E4M3
+from jaxglue.ops.quant.fp8 import E4M3, Quantizer, ScaledProduct
 
 
 @dataclass(frozen=True, kw_only=True)

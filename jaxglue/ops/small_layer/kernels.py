@@ -13,6 +13,7 @@ from jaxglue.ops.norm_rope.kernels import normed, rms_scale
 @triton.jit
 def _select(pointers, which, dtype: tl.constexpr):
     """Return the pointer of this number, or of these numbers, among a launch's arguments."""
+    # Arguments cannot be indexed by a loaded number, and pointers in a tensor lose the alignment that wide loads need.
     address = tl.where(which == 0, pointers[0].to(tl.int64), 0)
     for i in tl.static_range(1, len(pointers)):
         address = tl.where(which == i, pointers[i].to(tl.int64), address)
@@ -82,6 +83,7 @@ def extend_kernel(
         squares += tile * tile
     scale = rms_scale(tl.sum(squares, 1), D, EPS)[:, None]
     product = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
+    # Rows are read again, from L2: all their columns are more than registers hold.
     for start in tl.range(0, D, BLOCK_N, num_stages=STAGES):
         tile = _load(x, row, start, M, D, D, BLOCK_M, BLOCK_N)
         tile = _norm_tile(tile, scale, weight, start, D, BLOCK_N, out.dtype.element_ty)
@@ -103,16 +105,17 @@ def add_norm_kernel(
     """
     row = tl.program_id(0) * BLOCK_M
     dtype = total.dtype.element_ty
-    own = _load(product + D, row, 0, M, R, WIDTH, BLOCK_M, BLOCK_R)
-    _store(ranks, own, row, 0, M, R, R, BLOCK_M, BLOCK_R)
+    low_rank = _load(product + D, row, 0, M, R, WIDTH, BLOCK_M, BLOCK_R)
+    _store(ranks, low_rank, row, 0, M, R, R, BLOCK_M, BLOCK_R)
     squares = tl.full((BLOCK_M,), 0.0, tl.float32)
     for start in tl.range(0, D, BLOCK_N, num_stages=STAGES):
         tile = _load(x, row, start, M, D, D, BLOCK_M, BLOCK_N).to(tl.float32)
         tile += _load(product, row, start, M, D, WIDTH, BLOCK_M, BLOCK_N).to(tl.float32)
         matrix = _load(up, start, 0, D, R, R, BLOCK_N, BLOCK_R).to(dtype)
-        tile = tl.dot(own, tl.trans(matrix), tile, input_precision=PRECISION).to(dtype)
+        # Onto the float32 sum of stream and product: in 16 bits the adapter's small values would be lost.
+        tile = tl.dot(low_rank, tl.trans(matrix), tile, input_precision=PRECISION).to(dtype)
         _store(total, tile, row, start, M, D, D, BLOCK_M, BLOCK_N)
-        squares += tl.sum(tile.to(tl.float32) * tile.to(tl.float32), 1)
+        squares += tl.sum(tile.to(tl.float32) * tile.to(tl.float32), 1)  # of the rounded total, as the reference
     scale = rms_scale(squares, D, EPS)[:, None]
     tl.debug_barrier()  # other threads wrote the total
     for start in tl.range(0, D, BLOCK_N, num_stages=STAGES):
@@ -143,12 +146,12 @@ def norm_gradient_kernel(
         squares += tile * tile
         products += gradient * _weight(weight, start + tl.arange(0, BLOCK_N), D) * tile
     scale, along = rms_scale(tl.sum(squares, 1), D, EPS), tl.sum(products, 1)
-    if (
-        downs is not None
-    ):  # ranks are the norm's products with the matrices, so their gradients' share needs no products
+    if downs is not None:
+        # Ranks are the norm's products with the matrices, so their gradients' share needs no products.
         dranks = _load(dout + D, row, 0, M, WIDTH - D, WIDTH, BLOCK_M, BLOCK_R)
         ranks = _load(extended + D, row, 0, M, WIDTH - D, WIDTH, BLOCK_M, BLOCK_R)
         along += tl.sum(dranks.to(tl.float32) * ranks.to(tl.float32), 1) / scale
+    # The part of the gradient along the row, which the norm does not see, needs the row's sum before the second pass.
     along = (along * scale * scale / D)[:, None]
     scale = scale[:, None]
     product = tl.full((BLOCK_M, BLOCK_U), 0.0, tl.float32)
@@ -161,7 +164,7 @@ def norm_gradient_kernel(
         gradient *= _weight(weight, start + tl.arange(0, BLOCK_N), D)
         gradient = (gradient - tile * along) * scale
         gradient += _load(dresidual, row, start, M, D, RESIDUAL, BLOCK_M, BLOCK_N).to(tl.float32)
-        gradient = gradient.to(dtype)
+        gradient = gradient.to(dtype)  # as stored, so that its product with up is the stored values'
         _store(dx, gradient, row, start, M, D, OUT, BLOCK_M, BLOCK_N)
         if up is not None:
             matrix = _load(up, start, 0, D, R, R, BLOCK_N, BLOCK_U).to(dtype)
@@ -251,11 +254,13 @@ def gradients_kernel(
     narrow = _select(narrows, tl.load(row + 4), DTYPE) + _aligned(row + 6, ALIGNMENT)
     mask = (columns < count)[:, None] & (lanes < R)[None, :]
     total = tl.full((BLOCK_N, BLOCK_R), 0.0, tl.float32)
+    # A row has a pair or partial sums, so one of the two loops takes no turn.
     partial, parts = _select(partials, tl.load(row + 11), tl.float32), tl.load(row + 12)
     for part in tl.range(0, parts):
         at = (part * count + columns[:, None]) * R + lanes[None, :]
         total += tl.load(partial + at, mask=mask, other=0.0)
     rows, stop = tl.arange(0, BLOCK_M)[:, None], tl.where(parts > 0, 0, M)
+    # Offsets within a tile are 32-bit and the same in every turn; only those of its first row may need 64 bits.
     wide_at, narrow_at = rows * wide_stride + columns[None, :], rows * narrow_stride + lanes[None, :]
     for start in tl.range(0, stop, BLOCK_M, num_stages=STAGES):
         inside, at = rows < M - start, tl.cast(start, tl.int64)

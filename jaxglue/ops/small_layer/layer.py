@@ -165,7 +165,7 @@ def _run(kernels, spec: LayerSpec, x, weights: Weights, adapters, context: Conte
     middle, normed, out_ranks = (checkpoint_name(value, names.ATTENTION_RESIDUAL) for value in added)
     gates = checkpoint_name(_times(normed, gate_up.whole), names.GATE)
     y, down_ranks = kernels.swiglu(gates, _swiglu_matrices(adapters))
-    down_ranks = checkpoint_name(down_ranks, names.LORA_HIDDEN)
+    down_ranks = checkpoint_name(down_ranks, names.LOW_RANK)
     kept = rows, entered, z, attend_back, attended, out_ranks, middle, normed, gates, down_ranks
     return (middle + _times(y, down.whole)).reshape(x.shape), (kept, extended, weights, adapters)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxglue.ops.backend import tracing_for
-from jaxglue.ops.norm_rope import NORM_ROPE, branch_norm, coded_branch_norm, rms_norm
+from jaxglue.ops.norm_rope import NORM_ROPE, fp8_stream_norm, rms_norm, stream_norm
 from jaxglue.ops.norm_rope.reference import inverse_rms
 from jaxglue.ops.quant.fp8 import quantize_rows
 
@@ -25,7 +25,7 @@ def output_and_gradients(backend, inputs, douts):
 
     @jax.jit
     def compute(inputs, douts):
-        out, pull = jax.vjp(lambda x, weight: branch_norm(x, weight, EPS, backend=backend), *inputs)
+        out, pull = jax.vjp(lambda x, weight: stream_norm(x, weight, EPS, backend=backend), *inputs)
         return out, pull(douts)
 
     return jax.tree.map(lambda x: np.asarray(x, np.float32), compute(inputs, douts))
@@ -38,7 +38,7 @@ def assert_close(got, expected, tolerance):
 
 def test_reference_matches_numpy():
     (x, weight), _ = random_case((2, 3, 24))
-    stream, normed = branch_norm(x, weight, EPS, backend="reference")
+    stream, normed = stream_norm(x, weight, EPS, backend="reference")
     np.testing.assert_array_equal(stream, x)
     np.testing.assert_allclose(normed, x / np.sqrt(np.mean(np.square(x), -1, keepdims=True) + EPS) * weight, rtol=1e-5)
 
@@ -51,13 +51,13 @@ def test_interpreted_kernels_match_the_reference(shape, interpreted_backend):
         assert_close(output_and_gradients("auto", *case), expected, 1e-6)
 
 
-def coded_results(inputs, douts):
-    """Return (dx, dweight) of `coded_branch_norm`; and codes, their scales and 1 / x's root mean square."""
+def fp8_results(inputs, douts):
+    """Return (dx, dweight) of `fp8_stream_norm`; and e4m3 values, their scales and 1 / x's root mean square."""
 
     @jax.jit
     def compute(inputs, douts):
         def values(x, weight):
-            stream, values, *rows = coded_branch_norm(x, weight, EPS)
+            stream, values, *rows = fp8_stream_norm(x, weight, EPS)
             return (stream, values), rows
 
         _, pull, rows = jax.vjp(values, *inputs, has_aux=True)
@@ -66,14 +66,14 @@ def coded_results(inputs, douts):
     return compute(inputs, douts)
 
 
-def assert_codes_are_those_of_the_norm(rows, case):
-    codes, scales, inverse = rows
+def assert_values_are_those_of_the_norm(rows, case):
+    values, scales, inverse = rows
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), case[0])
     normed = rms_norm(*case[0], EPS)
     expected, expected_scales = quantize_rows(normed)
     np.testing.assert_allclose(inverse, inverse_rms(wide[0], EPS), rtol=1e-5)
     np.testing.assert_allclose(scales, expected_scales, rtol=0.01)
-    got, expected = (np.asarray(x.astype(jnp.float32)) for x in (codes, expected))
+    got, expected = (np.asarray(x.astype(jnp.float32)) for x in (values, expected))
     got = np.where(2 * got == expected, expected, got)  # Triton 3.7.1's interpreter loses the carry into the exponent
     np.testing.assert_allclose(got, expected, rtol=0.13, atol=2**-9)
     assert np.mean(got != expected) <= 0.02  # ties, after a quotient's last bit
@@ -83,19 +83,19 @@ def assert_codes_are_those_of_the_norm(rows, case):
 def test_a_norm_is_written_as_codes(kernels, interpreted_backend):
     case = random_case((2, 5, 64))
     with NORM_ROPE.using(interpreted_backend if kernels else None):
-        gradients, rows = coded_results(*case)
+        gradients, rows = fp8_results(*case)
     assert_close(gradients, output_and_gradients("reference", *case)[1], 1e-6)
-    assert_codes_are_those_of_the_norm(rows, case)
+    assert_values_are_those_of_the_norm(rows, case)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(2, 37, 1024), (1, 50, 2880)])
 def test_a_norm_is_written_as_codes_on_a_gpu(shape):
     case = random_case(shape, jnp.bfloat16)
-    gradients, rows = coded_results(*case)
+    gradients, rows = fp8_results(*case)
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), case)
     assert_close(gradients, output_and_gradients("reference", *exact)[1], 1e-2)
-    assert_codes_are_those_of_the_norm(rows, case)
+    assert_values_are_those_of_the_norm(rows, case)
 
 
 @pytest.mark.gpu
@@ -109,7 +109,7 @@ def test_kernels_match_the_reference_on_a_gpu(shape, dtype):
 
 def test_frozen_norm_is_one_kernel_each_way(h200):
     def step(x, weight, douts):
-        out, pull = jax.vjp(lambda x: branch_norm(x, weight, EPS), x)
+        out, pull = jax.vjp(lambda x: stream_norm(x, weight, EPS), x)
         return out[1], pull(douts)
 
     def shaped(*shape):
@@ -124,4 +124,4 @@ def test_frozen_norm_is_one_kernel_each_way(h200):
 
 def test_weight_of_another_width_is_refused():
     with pytest.raises(ValueError, match=r"x's last axis, \[8\], got shape \(4,\)"):
-        branch_norm(jnp.zeros((2, 8)), jnp.zeros(4), EPS)
+        stream_norm(jnp.zeros((2, 8)), jnp.zeros(4), EPS)

@@ -12,12 +12,12 @@ from jaxglue.engine.compiler import STEP_OPTIONS
 from jaxglue.ops.backend import tracing_for
 from jaxglue.ops.projection.lora import (
     LORA,
-    Quantizer,
     lora_add,
     lora_expand,
     lora_expand_gradients_in_fp8,
     lora_shrink,
 )
+from jaxglue.ops.quant.fp8 import Quantizer
 
 # rows, outputs, ranks; no tile divides the first two
 CASES = [(37, (72, 20), (16, 16)), (40, (24,), (4,)), (5, (8, 100, 16), (3, 20, 1))]
