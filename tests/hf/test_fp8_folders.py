@@ -255,7 +255,7 @@ def test_a_written_folder_equals_rounding_while_loading(written, quantize):
     for name, weight in weights(load_model(plain, quantize="fp8")).items():
         chex.assert_trees_all_equal(stored[name], replace(weight, expand=quantize == "none"))
     scale = open_checkpoint(folder).tensors[SCALE]
-    assert (scale.shape, scale.dtype) == ((len(stored[MATRIX].codes), 1), np.float32)
+    assert (scale.shape, scale.dtype) == ((len(stored[MATRIX].values), 1), np.float32)
 
 
 def test_experts_are_written_in_fp8_one_by_one(tmp_path):

@@ -188,7 +188,7 @@ class StoredFP8Format(WeightFormat):
         }
 
     def specs(self, name: str, shape: Shape) -> Specs:
-        """Return codes and scales of a matrix."""
+        """Return values and scales of a matrix."""
         scale = f"{name.removesuffix('weight')}weight_scale"
         return {
             name: jax.ShapeDtypeStruct(shape, E4M3),
@@ -197,7 +197,7 @@ class StoredFP8Format(WeightFormat):
 
     def tensors(self, name: str, weight: FP8Weight) -> dict[str, np.ndarray]:
         """Return the values of `specs`."""
-        parts = np.asarray(weight.codes), np.asarray(weight.scales)[:, None]
+        parts = np.asarray(weight.values), np.asarray(weight.scales)[:, None]
         return dict(zip(self.specs(name, weight.shape), parts, strict=True))
 
     def find(self, files: TensorReader, name: str, shape: Shape) -> Stored | None:
