@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 from jaxglue.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, Range, plain_fields
 from jaxglue.ops.choices import Storage
 from jaxglue.ops.gated_mlp import Activation
-from jaxglue.ops.quant.formats import FORMATS, find_format, stored_format
+from jaxglue.ops.quant.formats import FORMATS, find_format, skipped_modules, stored_format
 from jaxglue.ops.rope import RopeConfig, RopeTables, Rotary
 
 
@@ -48,6 +48,8 @@ class LayerKind(NamedTuple):
     """None without positions."""
     sparse: bool
     """Experts rather than a dense feed-forward."""
+    unquantized: tuple[str, ...] = ()
+    """Linear layers in the model's dtype, where the others are quantized."""
 
     @property
     def rotary(self) -> Rotary | None:
@@ -82,6 +84,8 @@ class DecoderConfig:
     """None for dense models."""
     quantize: Storage = "none"
     """Storage of the decoder layers' linear layers; embeddings, norms, routers and lm_head stay unquantized."""
+    layer_unquantized: tuple[tuple[str, ...], ...] = field(default=(), repr=False)
+    """Linear layers of each layer that are not in this format, such as mlp.up_proj; empty where all are."""
     activation: Activation = field(default="silu", repr=False)
     """Of the gate of dense feed-forwards."""
     attention_output_bias: bool | None = field(default=None, repr=False)
@@ -116,12 +120,14 @@ class DecoderConfig:
             )
         assert len(self.layer_windows) == self.num_hidden_layers
         assert not self.layer_ropes or len(self.layer_ropes) == self.num_hidden_layers
+        assert not self.layer_unquantized or len(self.layer_unquantized) == self.num_hidden_layers
         assert self.moe is None or len(self.moe.sparse_layers) == self.num_hidden_layers
         self._check_quantize()
 
     def _check_quantize(self) -> None:
         made = find_format(self.quantize)
-        if self.quantize not in ("none", "fp8_stored") and self.moe and self.moe.quantize == "none":
+        experts_in_dtype = self.moe is not None and self.moe.quantize == "none"
+        if self.quantize != "none" and not made.holds_experts and experts_in_dtype:
             raise ValueError(f"{made.flag} needs the experts in MXFP4: leave it out")
         heads = {"num_attention_heads × head_dim": self.num_attention_heads * self.head_dim}
         sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
@@ -148,7 +154,7 @@ class DecoderConfig:
                 f"{find_format(how).flag}: the model folder is already quantized to {FORMATS[self.quantize].label}; "
                 "leave out the flag, or name the original folder"
             )
-        return replace(self, quantize=how, **products)
+        return replace(self, quantize=how, layer_unquantized=(), **products)
 
     def query_factor(self, head_dim: int) -> float:
         """Return the factor of queries that gives attention's scores, over √head_dim, their scale."""
@@ -164,7 +170,8 @@ class DecoderConfig:
         """Return the kind of each layer."""
         sparse = self.moe.sparse_layers if self.moe else (False,) * self.num_hidden_layers
         ropes = self.layer_ropes or (self.rope,) * self.num_hidden_layers
-        kinds = zip(self.layer_windows, ropes, sparse, strict=True)
+        unquantized = self.layer_unquantized or ((),) * self.num_hidden_layers
+        kinds = zip(self.layer_windows, ropes, sparse, unquantized, strict=True)
         return tuple(LayerKind(self.head_dim, *kind) for kind in kinds)
 
     @cached_property
@@ -186,7 +193,9 @@ class DecoderConfig:
         moe = self.moe and replace(self.moe, sparse_layers=tuple(self.moe.sparse_layers[index] for index in indices))
         windows = tuple(self.layer_windows[index] for index in indices)
         ropes = tuple(self.layer_ropes[index] for index in indices if self.layer_ropes)
-        return replace(self, num_hidden_layers=len(indices), layer_windows=windows, layer_ropes=ropes, moe=moe)
+        skips = tuple(self.layer_unquantized[index] for index in indices if self.layer_unquantized)
+        layers: dict[str, Any] = {"layer_windows": windows, "layer_ropes": ropes, "layer_unquantized": skips}
+        return replace(self, num_hidden_layers=len(indices), moe=moe, **layers)
 
     @property
     def expanded(self) -> "DecoderConfig":
@@ -399,7 +408,23 @@ def decoder_fields(
             interleaved=interleaved,
         ),
         "quantize": "none" if expert_format(raw) != "none" else stored_format(raw.get("quantization_config")),
+        "layer_unquantized": _layer_unquantized(raw),
     }
+
+
+_LINEARS = (
+    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+)
+"""Linear layers of a decoder layer."""
+
+
+def _layer_unquantized(raw: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
+    """Return the linear layers of each layer that a quantized folder holds unquantized; empty where it holds none."""
+    prefixes = [f"model.layers.{layer}." for layer in range(raw["num_hidden_layers"])]
+    modules = [prefix + linear for prefix in prefixes for linear in _LINEARS]
+    skipped = set(skipped_modules(raw.get("quantization_config"), modules))
+    return tuple(tuple(x for x in _LINEARS if prefix + x in skipped) for prefix in prefixes) if skipped else ()
 
 
 def expert_format(raw: Mapping[str, Any]) -> Storage:

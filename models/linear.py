@@ -33,7 +33,7 @@ class Linear(nnx.Module):
     ):
         weight = jax.random.normal(rngs.params(), (out_features, in_features), dtype) * std
         self.weight = nnx.Param(quantize_matrix(weight, quantize))
-        self.trains_in_fp8 = FORMATS[quantize].fp8 and FORMATS[quantize].trains
+        self.storage = quantize
         self.bias = nnx.Param(jnp.zeros(out_features, dtype)) if bias else None
         self.lora_A: nnx.LoRAParam | None = nnx.data(None)
         self.lora_B: nnx.LoRAParam | None = nnx.data(None)
@@ -57,6 +57,11 @@ class Linear(nnx.Module):
             self.lora_magnitude_vector = nnx.LoRAParam(row_norms(on_device(self.weight.get_value())))
         self.lora_scale, self.lora_dropout = scale, dropout
         self.dropout_salt = zlib.crc32(name.encode())
+
+    @property
+    def trains_in_fp8(self) -> bool:
+        """Return whether the weight trains, rounded to e4m3 for each product."""
+        return FORMATS[self.storage].fp8 and FORMATS[self.storage].trains
 
     @property
     def projection(self) -> Projection:

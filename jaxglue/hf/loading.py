@@ -156,8 +156,8 @@ def _with_parameters(config: DecoderConfig, dtype, place: Placement | None, fill
     quantized, made = quantized_names(model), FORMATS[config.quantize]
 
     def put(name: str, array) -> jax.Array | Quantized:
-        if isinstance(array, Quantized) and made.weight is not type(array):
-            raise _unmentioned(name, array)
+        if isinstance(array, Quantized) and (name not in quantized or made.weight is not type(array)):
+            raise _unmentioned(name, array, config)
         if name in quantized:
             array = made.hold(array)
         return put_on_mesh(array, place and place(name, array))
@@ -169,8 +169,11 @@ def _with_parameters(config: DecoderConfig, dtype, place: Placement | None, fill
     return set_parameters(model, fill(specs, put))
 
 
-def _unmentioned(name: str, weight: Quantized) -> ValueError:
+def _unmentioned(name: str, weight: Quantized, config: DecoderConfig) -> ValueError:
     found = format_of(weight)
+    if isinstance(weight, FORMATS[config.quantize].weight or ()):
+        found_in = f"{name} is in {found.label.upper()}"
+        return ValueError(f"{found_in}, but config.json leaves it unquantized: take it out of the modules listed there")
     entry = f'"quantization_config": {json.dumps(found.config())}'
     return ValueError(f"{name} is in {found.label.upper()}, of which config.json says nothing: add {entry} to it")
 
