@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from jaxglue.models.config import DecoderConfig, LayerKind
 from jaxglue.models.context import LayerContext
+from jaxglue.models.delta_net import DeltaNet
 from jaxglue.models.family import Parts
 from jaxglue.models.linear import Linear, project_together
 from jaxglue.models.moe_layers import SparseMLP
@@ -36,14 +37,18 @@ def _copy_to(normed: Normed) -> Normed:
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions, optional q/k norms and sinks."""
+    """Grouped-query attention with rotary positions, optional q/k norms, sinks and gates of its output."""
+
+    value_names = (names.QUERY, names.KEY, names.VALUE)
+    """Of `project`'s values, for checkpoint policies."""
 
     def __init__(self, config: DecoderConfig, parts: Parts, kind: LayerKind, *, dtype, rngs: nnx.Rngs):
         D, H = config.hidden_size, kind.head_dim
         N, K = config.num_attention_heads, config.num_key_value_heads
         options = _linear_options(config, dtype=dtype, rngs=rngs)
         bias, output_bias = config.attention_bias, config.attention_output_bias
-        self.q_proj = Linear(D, N * H, bias=bias, **options)
+        self.gated = parts.gated_attention
+        self.q_proj = Linear(D, N * H * (1 + self.gated), bias=bias, **options)
         self.k_proj = Linear(D, K * H, bias=bias, **options)
         self.v_proj = Linear(D, K * H, bias=bias, **options)
         self.o_proj = Linear(N * H, D, bias=bias if output_bias is None else output_bias, **options)
@@ -59,25 +64,32 @@ class Attention(nnx.Module):
 
     def __call__(self, normed: Normed, context: LayerContext) -> Branch:
         """Project, rotate, attend and project back."""
-        return self.output(self.attend(*self.project(normed, context), context), context)
+        values, gate = self.project(normed, context)
+        return self.output(self.attend(*values, context), gate, context)
 
-    def project(self, normed: Normed, context: LayerContext) -> tuple[Array, Array, Array]:
-        """Return rotated queries and keys, and values [B, T, heads, H]."""
+    def project(self, normed: Normed, context: LayerContext) -> tuple[tuple[Array, Array, Array], Array | None]:
+        """Return rotated queries and keys, and values [B, T, heads, H]; and the output's gate [B, T, N, H], if any."""
         projected = project_together(self.linears[:3], _copy_to(normed), context)
-        names_of = zip(projected, (names.QUERY, names.KEY, names.VALUE), strict=True)
+        names_of = zip(projected, self.value_names, strict=True)
         q, k, v = (checkpoint_name(y, name) for y, name in names_of)
         if self.q_norm is not None and self.k_norm is not None and self.norms_full_width:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = context.rotate(self._heads(q), self._heads(k), self.rotary, self.head_norms)
-        return q if self.query_factor == 1.0 else (q * self.query_factor).astype(q.dtype), k, self._heads(v)
+        q, k, v, gate = self._heads(q), self._heads(k), self._heads(v), None
+        if self.gated:  # each head's query, then its gate
+            q, gate = q[:, :, ::2], q[:, :, 1::2]
+        q, k = context.rotate(q, k, self.rotary, self.head_norms)
+        q = q if self.query_factor == 1.0 else (q * self.query_factor).astype(q.dtype)
+        return (q, k, v), gate
 
     def attend(self, q: Array, k: Array, v: Array, context: LayerContext) -> Float[Array, "B T N H"]:
         """Attend within the context."""
         sinks = None if self.sinks is None else self.sinks[...]
         return context.attend(q, k, v, window=self.window, sinks=sinks, softcap=self.softcap)
 
-    def output(self, attended: Float[Array, "B T N H"], context: LayerContext) -> Branch:
-        """Project attention's output back."""
+    def output(self, attended: Array, gate: Array | None, context: LayerContext) -> Branch:
+        """Project attention's output, times its gate's sigmoid, back."""
+        if gate is not None:
+            attended = attended.reshape(gate.shape) * jax.nn.sigmoid(gate)
         flat = attended.reshape(*attended.shape[:2], -1)
         return Branch(lambda x: self.o_proj.add_to(x, flat, context))
 
@@ -143,7 +155,11 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: DecoderConfig, parts: Parts, kind: LayerKind, *, dtype, rngs: nnx.Rngs):
         options: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
-        self.self_attn = Attention(config, parts, kind, **options)
+        if kind.linear:
+            self.linear_attn = DeltaNet(config, **options)
+        else:
+            self.self_attn = Attention(config, parts, kind, **options)
+        self.linear = kind.linear
         self.mlp = SparseMLP(config, parts.experts, **options) if kind.sparse else GatedMLP(config, **options)
         self.norms, self.norm_style, self.factor = parts.norms, parts.norm, config.residual_multiplier
         for name in filter(None, vars(parts.norms).values()):
@@ -151,18 +167,28 @@ class DecoderLayer(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
         """Apply the layer to the residual stream."""
-        x, normed = self._fork(x, self.norms.before_attention, self.self_attn, context)
-        x = x + self._branch(self.self_attn(normed, context), self.norms.after_attention)
+        x, normed = self._fork(x, self.norms.before_attention, self.mixer, context)
+        x = x + self._branch(self.mixer(normed, context), self.norms.after_attention)
         return self._add_mlp(x, context)
 
-    def before_attention(self, x: Float[Array, "B T D"], context: LayerContext) -> tuple[Array, Array, Array]:
-        """Return queries, keys and values [B, T, heads, H] of norm(x)."""
-        norm = self.norm(self.norms.before_attention)
-        return self.self_attn.project(x if norm is None else norm(x), context)
+    @property
+    def mixer(self) -> Attention | DeltaNet:
+        """Return the part in which tokens see others: attention, or linear attention."""
+        return self.linear_attn if self.linear else self.self_attn
 
-    def after_attention(self, x: Float[Array, "B T D"], attended: Array, context: LayerContext) -> Array:
-        """Return the layer's output from its input and the values that attention gives its heads."""
-        x = x + self._branch(self.self_attn.output(attended, context), self.norms.after_attention)
+    @property
+    def gates_attention(self) -> bool:
+        """Return whether the mixer's output has a gate."""
+        return self.linear or self.self_attn.gated
+
+    def before_attention(self, x: Float[Array, "B T D"], context: LayerContext) -> tuple[tuple[Array, ...], Any]:
+        """Return the mixer's values of norm(x), such as queries, keys and values, and its output's gate, if any."""
+        norm = self.norm(self.norms.before_attention)
+        return self.mixer.project(x if norm is None else norm(x), context)
+
+    def after_attention(self, x: Float[Array, "B T D"], attended: Array, gate: Any, context: LayerContext) -> Array:
+        """Return the layer's output from its input, the values that attention gives its heads, and their gate."""
+        x = x + self._branch(self.mixer.output(attended, gate, context), self.norms.after_attention)
         return self._add_mlp(x, context)
 
     def _add_mlp(self, x, context: LayerContext) -> Float[Array, "B T D"]:
@@ -174,7 +200,9 @@ class DecoderLayer(nnx.Module):
         """Return the norm of this name; None for none."""
         return None if name is None else getattr(self, name)
 
-    def _fork(self, x, name: str | None, reader: Attention | GatedMLP | SparseMLP, context) -> tuple[Array, Normed]:
+    def _fork(
+        self, x, name: str | None, reader: Attention | DeltaNet | GatedMLP | SparseMLP, context
+    ) -> tuple[Array, Normed]:
         """Return x, and norm(x) for this reader."""
         norm = self.norm(name)
         return (x, x) if norm is None else norm.fork(x, reader.inputs, context)

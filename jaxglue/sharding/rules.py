@@ -23,6 +23,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"(embed_tokens|lm_head)\.weight$",                            P("fsdp")),  # [V, D]
     (r"\.(q|k|v|gate|up)_proj\.weight(\.codes|\.scales|\.absmax)?$", P(("tensor", "fsdp"))),  # [out, in]
     (r"\.(o|down)_proj\.weight(\.codes|\.scales|\.absmax)?$",       P("fsdp", "tensor")),
+    (r"\.(in_proj_(qkv|z)|out_proj)\.weight(\.codes|\.scales|\.absmax)?$", P("fsdp")),
     (r"\.(q|k|v|gate|up)_proj\.(bias|lora_B)$|\.sinks$",            P("tensor")),
     (r"\.(o|down)_proj\.lora_A$",                                   P(None, "tensor")),
     (r"",                                                           P()),
