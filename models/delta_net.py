@@ -50,7 +50,7 @@ class DeltaNet(nnx.Module):
     def __call__(self, normed: Normed, context: LayerContext) -> Branch:
         """Project, mix the tokens of each document, and project back."""
         values, gate = self.project(normed, context)
-        return self.output(self.attend(*values, context), gate, context)
+        return self.output(self.attend(values, context), gate, context)
 
     def project(self, normed: Normed, context: LayerContext) -> tuple[tuple[Array, ...], Array]:
         """Return (queries, keys and values in one array, logits of β, inputs of the decays), and the output's gate."""
@@ -58,8 +58,9 @@ class DeltaNet(nnx.Module):
         named = zip((qkv, b, a), self.value_names, strict=True)
         return tuple(checkpoint_name(y, name) for y, name in named), checkpoint_name(z, names.OUTPUT_GATE)
 
-    def attend(self, qkv: Array, b: Array, a: Array, context: LayerContext) -> Float[Array, "B T N V"]:
+    def attend(self, values: tuple[Array, ...], context: LayerContext) -> Float[Array, "B T N V"]:
         """Convolve, and apply the delta rule within the context."""
+        qkv, b, a = values
         shape, lead = self.shape, qkv.shape[:2]
         mixed = context.convolve(qkv, self.conv1d.weight[...])
         widths = (shape.key_width, 2 * shape.key_width)

@@ -65,7 +65,7 @@ class Attention(nnx.Module):
     def __call__(self, normed: Normed, context: LayerContext) -> Branch:
         """Project, rotate, attend and project back."""
         values, gate = self.project(normed, context)
-        return self.output(self.attend(*values, context), gate, context)
+        return self.output(self.attend(values, context), gate, context)
 
     def project(self, normed: Normed, context: LayerContext) -> tuple[tuple[Array, Array, Array], Array | None]:
         """Return rotated queries and keys, and values [B, T, heads, H]; and the output's gate [B, T, N, H], if any."""
@@ -81,8 +81,9 @@ class Attention(nnx.Module):
         q = q if self.query_factor == 1.0 else (q * self.query_factor).astype(q.dtype)
         return (q, k, v), gate
 
-    def attend(self, q: Array, k: Array, v: Array, context: LayerContext) -> Float[Array, "B T N H"]:
+    def attend(self, values: tuple[Array, ...], context: LayerContext) -> Float[Array, "B T N H"]:
         """Attend within the context."""
+        q, k, v = values
         sinks = None if self.sinks is None else self.sinks[...]
         return context.attend(q, k, v, window=self.window, sinks=sinks, softcap=self.softcap)
 

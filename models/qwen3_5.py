@@ -15,13 +15,15 @@ _SIZES = {
     "conv_width": ("linear_conv_kernel_dim", 4),
 }
 """Fields of config.json and their defaults, by those of `DeltaConfig`."""
-_LINEAR = "linear_attention"
+_LINEAR, _FULL = "linear_attention", "full_attention"
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Read a `Qwen3_5ForCausalLM` config.json."""
     types = _layer_types(raw)
-    kinds = ["full_attention" if name == _LINEAR else name for name in types]
+    if unknown := sorted(set(types) - {_LINEAR, _FULL}):
+        raise ValueError(f"layer_types {', '.join(unknown)} are not supported: only {_LINEAR}, {_FULL} are")
+    kinds = [_FULL] * len(types)
     sizes = {name: default if raw.get(field) is None else raw[field] for name, (field, default) in _SIZES.items()}
     return DecoderConfig(
         **decoder_fields({"head_dim": 256, **raw}, max_position_embeddings=32768, partial=0.25),
@@ -35,7 +37,7 @@ def _layer_types(raw: Mapping[str, Any]) -> list[str]:
     if raw.get("layer_types") is not None:
         return list(raw["layer_types"])
     interval = raw.get("full_attention_interval") or 4
-    return [_LINEAR if (index + 1) % interval else "full_attention" for index in range(raw["num_hidden_layers"])]
+    return [_LINEAR if (index + 1) % interval else _FULL for index in range(raw["num_hidden_layers"])]
 
 
 register(

@@ -75,8 +75,8 @@ def _by_tiles(layer: DecoderLayer, x: Float[Array, "B T D"], context: PackedCont
     if known is not None and not layer.gates_attention:
         return map_tiles(after, context, x, known)
     values, gate = map_tiles(before, context, x)
-    values = map(checkpoint_name, values, layer.mixer.value_names)
-    attended = layer.mixer.attend(*values, context) if known is None else known
+    values = tuple(map(checkpoint_name, values, layer.mixer.value_names))
+    attended = layer.mixer.attend(values, context) if known is None else known
     # In the shape of q XLA would make the gradients' zeros for both loops at once, and hold them from the first on.
     return map_tiles(after, context, x, attended.reshape(*x.shape[:2], -1), *(() if gate is None else (gate,)))
 
