@@ -45,6 +45,18 @@ TILED = ("full", "offload", "offload:layer_input,attention_out,attention_lse")
 """Policies of rows by tiles, which half of the long rows of models with experts are."""
 LIMITS = (0.02, 0.15, 0.4, 0.8)
 """Memory of `auto`, between the needs of the leanest and of the fastest preset."""
+STREAMED = [
+    {
+        **{"shape": "llama-3.1-8b", "layers": 32, "tokens": 16_384, "documents": documents, "method": "lora"},
+        **{"quantize": quantize, "remat": "auto", "limit": 0.0, "gib": 18.5, "embeddings": "host"},
+    }
+    for quantize in ("none", "fp8")
+    for documents in ((300, 3000), (64, 16_384))
+]
+"""Whole models within less memory than their weights take: mixes of policies, streamed weights, embeddings on the host.
+
+They are measured with each fresh seed.
+"""
 _CPU_PROCESSES = 6
 
 
@@ -52,7 +64,8 @@ def settings(seed: int) -> list[dict]:
     """Draw the settings of a seed, every shape equally often."""
     rng, shapes = np.random.default_rng(seed), list(LAYERS)
     order = ((index + index // len(shapes)) % len(shapes) for index in range(COUNT))  # every part has all shapes
-    return [_draw(rng, shapes[shape], listed=bool(index % 3)) for index, shape in enumerate(order)]
+    drawn = [_draw(rng, shapes[shape], listed=bool(index % 3)) for index, shape in enumerate(order)]
+    return drawn + (STREAMED if seed >= HELD_OUT else [])
 
 
 def _draw(rng: np.random.Generator, shape: str, *, listed: bool) -> dict:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 from jaxglue.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, Range, plain_fields
 from jaxglue.ops.choices import Storage
 from jaxglue.ops.gated_mlp import Activation
-from jaxglue.ops.quant.formats import FORMATS, find_format, stored_format
+from jaxglue.ops.quant.formats import FORMATS, find_format, skipped_modules, stored_format
 from jaxglue.ops.rope import RopeConfig, RopeTables, Rotary
 
 
@@ -85,6 +85,8 @@ class LayerKind(NamedTuple):
     """None without positions."""
     sparse: bool
     """Experts rather than a dense feed-forward."""
+    unquantized: tuple[str, ...] = ()
+    """Linear layers in the model's dtype, where the others are quantized."""
     linear: bool = False
     """Linear attention by the gated delta rule."""
 
@@ -121,6 +123,8 @@ class DecoderConfig:
     """None for dense models."""
     quantize: Storage = "none"
     """Storage of the decoder layers' linear layers; embeddings, norms, routers and lm_head stay unquantized."""
+    layer_unquantized: tuple[tuple[str, ...], ...] = field(default=(), repr=False)
+    """Linear layers of each layer that are not in this format, such as mlp.up_proj; empty where all are."""
     activation: Activation = field(default="silu", repr=False)
     """Of the gate of dense feed-forwards."""
     attention_output_bias: bool | None = field(default=None, repr=False)
@@ -157,13 +161,15 @@ class DecoderConfig:
             )
         assert len(self.layer_windows) == self.num_hidden_layers
         assert not self.layer_ropes or len(self.layer_ropes) == self.num_hidden_layers
+        assert not self.layer_unquantized or len(self.layer_unquantized) == self.num_hidden_layers
         assert self.moe is None or len(self.moe.sparse_layers) == self.num_hidden_layers
         assert self.delta is None or len(self.delta.layers) == self.num_hidden_layers
         self._check_quantize()
 
     def _check_quantize(self) -> None:
         made = find_format(self.quantize)
-        if self.quantize not in ("none", "fp8_stored") and self.moe and self.moe.quantize == "none":
+        experts_in_dtype = self.moe is not None and self.moe.quantize == "none"
+        if self.quantize != "none" and not made.holds_experts and experts_in_dtype:
             raise ValueError(f"{made.flag} needs the experts in MXFP4: leave it out")
         heads = {"num_attention_heads × head_dim": self.num_attention_heads * self.head_dim}
         sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
@@ -190,7 +196,7 @@ class DecoderConfig:
                 f"{find_format(how).flag}: the model folder is already quantized to {FORMATS[self.quantize].label}; "
                 "leave out the flag, or name the original folder"
             )
-        return replace(self, quantize=how, **products)
+        return replace(self, quantize=how, layer_unquantized=(), **products)
 
     def query_factor(self, head_dim: int) -> float:
         """Return the factor of queries that gives attention's scores, over √head_dim, their scale."""
@@ -206,8 +212,9 @@ class DecoderConfig:
         """Return the kind of each layer."""
         sparse = self.moe.sparse_layers if self.moe else (False,) * self.num_hidden_layers
         ropes = self.layer_ropes or (self.rope,) * self.num_hidden_layers
+        unquantized = self.layer_unquantized or ((),) * self.num_hidden_layers
         linear = self.delta.layers if self.delta else (False,) * self.num_hidden_layers
-        kinds = zip(self.layer_windows, ropes, sparse, linear, strict=True)
+        kinds = zip(self.layer_windows, ropes, sparse, unquantized, linear, strict=True)
         return tuple(LayerKind(self.head_dim, *kind) for kind in kinds)
 
     @cached_property
@@ -229,9 +236,10 @@ class DecoderConfig:
         moe = self.moe and replace(self.moe, sparse_layers=tuple(self.moe.sparse_layers[index] for index in indices))
         windows = tuple(self.layer_windows[index] for index in indices)
         ropes = tuple(self.layer_ropes[index] for index in indices if self.layer_ropes)
+        skips = tuple(self.layer_unquantized[index] for index in indices if self.layer_unquantized)
         delta = self.delta and replace(self.delta, layers=tuple(self.delta.layers[index] for index in indices))
-        kept: dict[str, Any] = {"layer_windows": windows, "layer_ropes": ropes, "moe": moe, "delta": delta}
-        return replace(self, num_hidden_layers=len(indices), **kept)
+        layers: dict[str, Any] = {"layer_windows": windows, "layer_ropes": ropes, "layer_unquantized": skips}
+        return replace(self, num_hidden_layers=len(indices), moe=moe, delta=delta, **layers)
 
     @property
     def expanded(self) -> "DecoderConfig":
@@ -274,6 +282,17 @@ class HfFields:
     mlp_bias: bool
     norm_topk_prob: bool
     use_sliding_window: bool
+    attention_multiplier: PositiveFloat
+    embedding_multiplier: PositiveFloat
+    residual_multiplier: PositiveFloat
+    logits_scaling: PositiveFloat
+    query_pre_attn_scalar: PositiveFloat
+    attn_logit_softcapping: PositiveFloat
+    final_logit_softcapping: PositiveFloat
+    rope_local_base_freq: PositiveFloat
+    no_rope_layer_interval: _Size
+    sliding_window_pattern: _Size
+    hidden_activation: str
     layer_types: tuple[str, ...]
     full_attention_interval: _Size
     linear_num_key_heads: _Size
@@ -281,6 +300,7 @@ class HfFields:
     linear_key_head_dim: _Size
     linear_value_head_dim: _Size
     linear_conv_kernel_dim: _Size
+    no_rope_layers: tuple[int, ...]
     mlp_only_layers: tuple[int, ...]
 
 
@@ -310,8 +330,8 @@ def require_fields(raw: Mapping[str, Any], names: Iterable[str]) -> None:
         raise ValueError(f"config.json lacks {', '.join(missing)}")
 
 
-def layer_windows(raw: Mapping[str, Any], types: Sequence[str], window: int | None) -> tuple[int | None, ...]:
-    """Return each layer's window from Hugging Face's `layer_types`, or from a family's `types` where there are none.
+def layer_types(raw: Mapping[str, Any], types: Sequence[str]) -> Sequence[str]:
+    """Return each layer's kind of attention: Hugging Face's `layer_types`, or a family's `types` where there are none.
 
     Raises:
         ValueError: an unknown type, or a number of types other than the number of layers.
@@ -323,7 +343,60 @@ def layer_windows(raw: Mapping[str, Any], types: Sequence[str], window: int | No
         )
     if len(types) != raw["num_hidden_layers"]:
         raise ValueError(f"layer_types has {len(types)} entries for num_hidden_layers={raw['num_hidden_layers']}")
+    return types
+
+
+def layer_windows(raw: Mapping[str, Any], types: Sequence[str], window: int | None) -> tuple[int | None, ...]:
+    """Return each layer's window, one for all that slide; raise ValueError as `layer_types`."""
+    types = layer_types(raw, types)
     return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def ropes_by_type(
+    raw: Mapping[str, Any], thetas: Mapping[str, float], *, max_position_embeddings: int
+) -> dict[str, RopeConfig]:
+    """Read the rotary embedding of each type of layer.
+
+    Args:
+        raw: config.json, with `rope_parameters` by type of layer, or a `rope_scaling`, which is that of full attention;
+            other `rope_parameters` count for nothing, as in transformers.
+        thetas: `rope_theta` of each type where they have none.
+        max_position_embeddings: the family's where config.json has none.
+
+    Raises:
+        ValueError: as `RopeConfig.from_hf`.
+    """
+    parameters = raw.get("rope_parameters") or {}
+    given = {kind: parameters.get(kind) or {} for kind in thetas}
+    if wrong := [own for own in given.values() if not isinstance(own, Mapping)]:
+        raise ValueError(f"rope_parameters in config.json: expected an object for each type of layer, got {wrong[0]!r}")
+    given["full_attention"] = {**given["full_attention"], **(raw.get("rope_scaling") or {})}
+    whole = {name: raw.get(name) for name in ("max_position_embeddings", "original_max_position_embeddings")}
+    return {
+        kind: RopeConfig.from_hf(
+            {**whole, "rope_parameters": given[kind]}, theta=theta, max_position_embeddings=max_position_embeddings
+        )
+        for kind, theta in thetas.items()
+    }
+
+
+def later_windows(raw: Mapping[str, Any], window: int | None = None) -> tuple[int | None, ...]:
+    """Return the layers' windows of the Qwens: with `use_sliding_window`, layers from `max_window_layers` on slide.
+
+    Args:
+        raw: config.json.
+        window: the family's `sliding_window` where config.json has none.
+
+    Raises:
+        ValueError: as `layer_windows`; or layers slide without a window.
+    """
+    window = raw.get("sliding_window", window) if raw.get("use_sliding_window") else None
+    first = 28 if (given := raw.get("max_window_layers")) is None else given
+    types = [
+        "sliding_attention" if window is not None and index >= first else "full_attention"
+        for index in range(raw["num_hidden_layers"])
+    ]
+    return layer_windows(raw, types, window)
 
 
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -335,9 +408,11 @@ def decoder_fields(
     *,
     theta: float = 10_000.0,
     max_position_embeddings: int = 2048,
+    eps: float = 1e-6,
     partial: float | None = None,
     interleaved: bool = False,
     activations: Sequence[str] = ("silu",),
+    rope: RopeConfig | None = None,
 ) -> dict[str, Any]:
     """Read the config.json fields shared by all families.
 
@@ -345,9 +420,11 @@ def decoder_fields(
         raw: config.json.
         theta: the family's `rope_theta` where config.json has none.
         max_position_embeddings: the family's likewise.
+        eps: the family's `rms_norm_eps` likewise.
         partial: the family's `partial_rotary_factor` likewise; None for families that turn whole heads.
         interleaved: the family turns neighboring dimensions.
         activations: those that the family may have, in transformers' names; the first one where config.json has none.
+        rope: the rotary embedding of families that read their own; `theta`, `partial` and `interleaved` are unused.
 
     Raises:
         ValueError: a required field is missing, or the activation or rope type is not supported.
@@ -365,14 +442,15 @@ def decoder_fields(
         "num_key_value_heads": raw.get("num_key_value_heads") or heads,
         "head_dim": raw.get("head_dim") or raw["hidden_size"] // heads,
         "max_position_embeddings": raw.get("max_position_embeddings") or max_position_embeddings,
-        "rms_norm_eps": given.get("rms_norm_eps", 1e-6),
+        "rms_norm_eps": given.get("rms_norm_eps", eps),
         "tie_word_embeddings": given.get("tie_word_embeddings", False) and not scores,
         "scores": scores,
         "attention_bias": given.get("attention_bias", False),
         "mlp_bias": given.get("mlp_bias", False),
         "activation": _ACTIVATIONS[act],
         "initializer_range": given.get("initializer_range", 0.02),
-        "rope": RopeConfig.from_hf(
+        "rope": rope
+        or RopeConfig.from_hf(
             raw,
             theta=theta,
             max_position_embeddings=max_position_embeddings,
@@ -380,7 +458,23 @@ def decoder_fields(
             interleaved=interleaved,
         ),
         "quantize": "none" if expert_format(raw) != "none" else stored_format(raw.get("quantization_config")),
+        "layer_unquantized": _layer_unquantized(raw),
     }
+
+
+_LINEARS = (
+    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+)
+"""Linear layers of a decoder layer."""
+
+
+def _layer_unquantized(raw: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
+    """Return the linear layers of each layer that a quantized folder holds unquantized; empty where it holds none."""
+    prefixes = [f"model.layers.{layer}." for layer in range(raw["num_hidden_layers"])]
+    modules = [prefix + linear for prefix in prefixes for linear in _LINEARS]
+    skipped = set(skipped_modules(raw.get("quantization_config"), modules))
+    return tuple(tuple(x for x in _LINEARS if prefix + x in skipped) for prefix in prefixes) if skipped else ()
 
 
 def expert_format(raw: Mapping[str, Any]) -> Storage:

@@ -1,6 +1,6 @@
 """Linear attention by the gated delta rule, in place of attention in some layers of a family."""
 
-from typing import Any
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +8,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxglue.models.config import DecoderConfig
+from jaxglue.models.config import DecoderConfig, LayerKind
 from jaxglue.models.context import LayerContext
-from jaxglue.models.linear import Linear, project_together
+from jaxglue.models.linear import Linear, layer_linear, project_together
 from jaxglue.models.residual import Branch, RMSNorm
 from jaxglue.ops import names
 from jaxglue.ops.delta_rule import gated_rms_norm, gates
@@ -31,20 +31,20 @@ class DeltaNet(nnx.Module):
     value_names = (names.DELTA_INPUT, names.DELTA_GATES, names.DELTA_GATES)
     """Of `project`'s values, for checkpoint policies."""
 
-    def __init__(self, config: DecoderConfig, *, dtype, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, kind: LayerKind, *, dtype, rngs: nnx.Rngs):
         shape = config.delta
         assert shape is not None
         D, std, N = config.hidden_size, config.initializer_range, shape.num_value_heads
-        options: dict[str, Any] = {"bias": False, "std": std, "quantize": config.quantize, "dtype": dtype, "rngs": rngs}
-        self.in_proj_qkv = Linear(D, shape.channels, **options)
-        self.in_proj_z = Linear(D, shape.value_width, **options)
-        self.in_proj_b = Linear(D, N, **options)
-        self.in_proj_a = Linear(D, N, **options)
+        linear = partial(layer_linear, config, kind, bias=False, dtype=dtype, rngs=rngs)
+        self.in_proj_qkv = linear("linear_attn.in_proj_qkv", D, shape.channels)
+        self.in_proj_z = linear("linear_attn.in_proj_z", D, shape.value_width)
+        self.in_proj_b = linear("linear_attn.in_proj_b", D, N)
+        self.in_proj_a = linear("linear_attn.in_proj_a", D, N)
         self.conv1d = Convolution(shape.channels, shape.conv_width, std=std, dtype=dtype, rngs=rngs)
         self.dt_bias = nnx.Param(jnp.ones(N, dtype))
         self.A_log = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (N,), minval=0.01, maxval=16.0)).astype(dtype))
         self.norm = RMSNorm(shape.value_dim, config.rms_norm_eps, dtype=dtype)
-        self.out_proj = Linear(shape.value_width, D, **options)
+        self.out_proj = linear("linear_attn.out_proj", shape.value_width, D)
         self.shape = shape
 
     def __call__(self, normed: Normed, context: LayerContext) -> Branch:

@@ -4,6 +4,7 @@ Parameters carry Hugging Face's names and shapes.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jaxglue.models.config import DecoderConfig, LayerKind
 from jaxglue.models.context import LayerContext
 from jaxglue.models.delta_net import DeltaNet
 from jaxglue.models.family import Parts
-from jaxglue.models.linear import Linear, project_together
+from jaxglue.models.linear import Linear, layer_linear, project_together
 from jaxglue.models.moe_layers import SparseMLP
 from jaxglue.models.residual import Branch, RMSNorm
 from jaxglue.ops import names
@@ -25,11 +26,6 @@ from jaxglue.ops.norm_rope import HeadNorms
 from jaxglue.ops.projection import Projection
 from jaxglue.ops.projection.fp8_adapters import FP8Rows
 from jaxglue.ops.residual_norm import GatedInput, Normed
-
-
-def _linear_options(config: DecoderConfig, **options: Any) -> dict[str, Any]:
-    """Return the `Linear` options shared within a decoder layer."""
-    return {"std": config.initializer_range, "quantize": config.quantize, **options}
 
 
 def _copy_to(normed: Normed) -> Normed:
@@ -45,13 +41,13 @@ class Attention(nnx.Module):
     def __init__(self, config: DecoderConfig, parts: Parts, kind: LayerKind, *, dtype, rngs: nnx.Rngs):
         D, H = config.hidden_size, kind.head_dim
         N, K = config.num_attention_heads, config.num_key_value_heads
-        options = _linear_options(config, dtype=dtype, rngs=rngs)
+        linear = partial(layer_linear, config, kind, dtype=dtype, rngs=rngs)
         bias, output_bias = config.attention_bias, config.attention_output_bias
         self.gated = parts.gated_attention
-        self.q_proj = Linear(D, N * H * (1 + self.gated), bias=bias, **options)
-        self.k_proj = Linear(D, K * H, bias=bias, **options)
-        self.v_proj = Linear(D, K * H, bias=bias, **options)
-        self.o_proj = Linear(N * H, D, bias=bias if output_bias is None else output_bias, **options)
+        self.q_proj = linear("self_attn.q_proj", D, N * H * (1 + self.gated), bias=bias)
+        self.k_proj = linear("self_attn.k_proj", D, K * H, bias=bias)
+        self.v_proj = linear("self_attn.v_proj", D, K * H, bias=bias)
+        self.o_proj = linear("self_attn.o_proj", N * H, D, bias=bias if output_bias is None else output_bias)
         norm: dict[str, Any] = {"eps": config.rms_norm_eps, "style": parts.norm, "dtype": dtype}
         widths = {"none": None, "heads": (H, H), "full": (N * H, K * H)}[parts.head_norms]
         self.q_norm = RMSNorm(widths[0], **norm) if widths else None
@@ -118,12 +114,12 @@ class Attention(nnx.Module):
 class GatedMLP(nnx.Module):
     """Gated feed-forward: down(activation(gate(x)) · up(x))."""
 
-    def __init__(self, config: DecoderConfig, *, dtype, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, kind: LayerKind, *, dtype, rngs: nnx.Rngs):
         D, F = config.hidden_size, config.intermediate_size
-        options = _linear_options(config, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
-        self.gate_proj = Linear(D, F, **options)
-        self.up_proj = Linear(D, F, **options)
-        self.down_proj = Linear(F, D, **options)
+        linear = partial(layer_linear, config, kind, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
+        self.gate_proj = linear("mlp.gate_proj", D, F)
+        self.up_proj = linear("mlp.up_proj", D, F)
+        self.down_proj = linear("mlp.down_proj", F, D)
         self.activation = config.activation
 
     def __call__(self, normed: Normed, context: LayerContext) -> Branch:
@@ -157,11 +153,11 @@ class DecoderLayer(nnx.Module):
     def __init__(self, config: DecoderConfig, parts: Parts, kind: LayerKind, *, dtype, rngs: nnx.Rngs):
         options: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
         if kind.linear:
-            self.linear_attn = DeltaNet(config, **options)
+            self.linear_attn = DeltaNet(config, kind, **options)
         else:
             self.self_attn = Attention(config, parts, kind, **options)
         self.linear = kind.linear
-        self.mlp = SparseMLP(config, parts.experts, **options) if kind.sparse else GatedMLP(config, **options)
+        self.mlp = SparseMLP(config, parts.experts, **options) if kind.sparse else GatedMLP(config, kind, **options)
         self.norms, self.norm_style, self.factor = parts.norms, parts.norm, config.residual_multiplier
         for name in filter(None, vars(parts.norms).values()):
             setattr(self, name, RMSNorm(config.hidden_size, config.rms_norm_eps, style=parts.norm, dtype=dtype))

@@ -2,12 +2,14 @@
 
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxglue.models.config import DecoderConfig, LayerKind
 from jaxglue.models.context import LayerContext
 from jaxglue.models.file_param import on_device
 from jaxglue.ops.choices import Storage
@@ -33,7 +35,7 @@ class Linear(nnx.Module):
     ):
         weight = jax.random.normal(rngs.params(), (out_features, in_features), dtype) * std
         self.weight = nnx.Param(quantize_matrix(weight, quantize))
-        self.trains_in_fp8 = FORMATS[quantize].fp8 and FORMATS[quantize].trains
+        self.storage = quantize
         self.bias = nnx.Param(jnp.zeros(out_features, dtype)) if bias else None
         self.lora_A: nnx.LoRAParam | None = nnx.data(None)
         self.lora_B: nnx.LoRAParam | None = nnx.data(None)
@@ -57,6 +59,11 @@ class Linear(nnx.Module):
             self.lora_magnitude_vector = nnx.LoRAParam(row_norms(on_device(self.weight.get_value())))
         self.lora_scale, self.lora_dropout = scale, dropout
         self.dropout_salt = zlib.crc32(name.encode())
+
+    @property
+    def trains_in_fp8(self) -> bool:
+        """Return whether the weight trains, rounded to e4m3 for each product."""
+        return FORMATS[self.storage].fp8 and FORMATS[self.storage].trains
 
     @property
     def projection(self) -> Projection:
@@ -87,6 +94,12 @@ class Linear(nnx.Module):
     def add_to(self, stream: Float[Array, "B T out"], x: Float[Array, "B T in"], context: LayerContext) -> Array:
         """Return the stream plus the projection of x, summed over the devices that split it."""
         return adapted_projection(x, [self.projection], context, stream=stream)[0]
+
+
+def layer_linear(config: DecoderConfig, kind: LayerKind, name: str, *sizes: int, **options: Any) -> Linear:
+    """Make a linear layer of a decoder layer in its storage; `name` is within the layer, `sizes` inputs and outputs."""
+    quantize = "none" if name in kind.unquantized else config.quantize
+    return Linear(*sizes, std=config.initializer_range, quantize=quantize, **options)
 
 
 def project_together(linears: Sequence[Linear], x: Normed, context: LayerContext) -> list[Array]:

@@ -223,3 +223,11 @@ def test_end_tokens_of_other_programs_are_ours(tmp_path, line, eos, stops):
     (tmp_path / "recipe.yaml").write_text(f"{TRL}{line}\n")
     data = load_config(TrainConfig, tmp_path / "recipe.yaml").data
     assert (data.eos_token, data.stop_tokens) == (eos, stops)
+
+
+@pytest.mark.parametrize("line", ["mask_history: true", "train_on: last-turn", "loss_on: last-turn"])
+def test_the_last_turn_alone_by_other_names(tmp_path, line):
+    (tmp_path / "recipe.yaml").write_text(f"{TRL}{line}\n")
+    assert load_config(TrainConfig, tmp_path / "recipe.yaml").data.loss_on == "last-turn"
+    flags = ["--data", "x", "--model", "m", "--train-on", "last-turn"]
+    assert parse_config(TrainConfig, flags).data.loss_on == "last-turn"

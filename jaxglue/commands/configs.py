@@ -8,7 +8,7 @@ from jaxglue.config import Alias, Choices, Config, NonNegativeFloat, PositiveInt
 from jaxglue.data.config import DataConfig
 from jaxglue.hf.files import MAX_SHARD_BYTES
 from jaxglue.hf.hub import model_path
-from jaxglue.ops.choices import QUANTIZE, GgufType, Quantize
+from jaxglue.ops.choices import QUANTIZE, GgufType
 from jaxglue.training.config import ModelConfig, TrainConfig
 
 if TYPE_CHECKING:
@@ -75,8 +75,9 @@ class ExportConfig(Config):
     """New folder; absent or empty. Without it, --push uploads the adapter itself."""
     adapter: Annotated[Path | None, Alias("adapter_name_or_path", "lora_model_dir")] = None
     """PEFT adapter folder to merge, or to upload."""
-    quantize: Annotated[Quantize, Alias("quantise")] = "none"
-    """Store the decoder layers' linear layers in bitsandbytes' NF4 or int8 format."""
+    quantize: Annotated[str, Choices(QUANTIZE, "fp8", "mxfp4"), Alias("quantise")] = "none"
+    """Store the decoder layers' linear layers of --base in bitsandbytes' NF4 or int8 format or compressed-tensors' FP8,
+    or GPT-OSS's experts in MXFP4, those of --adapter merged into its base too."""
     gguf: Annotated[GgufType | None, Alias("quantization_method", "outtype")] = None
     """Write a GGUF file of this type, for llama.cpp and Ollama: of --adapter merged into its base, or of --base."""
     gguf_lora: bool = False
@@ -103,7 +104,8 @@ class ExportConfig(Config):
         if self.gguf_lora and (self.adapter is None or self.gguf is not None or self.output is None):
             raise ValueError("--gguf-lora writes --adapter to --output, without --gguf")
         written = self.adapter is not None or self.gguf is not None
-        tasks = (written, self.quantize != "none", self.checkpoint is not None)
+        quantizes = self.quantize != "none" and not self.merges_into_experts
+        tasks = (written, quantizes, self.checkpoint is not None)
         if sum(tasks) != 1:
             raise ValueError(
                 "give one of --adapter (or --gguf), --quantize and --checkpoint: a further task starts from its output"
@@ -116,6 +118,11 @@ class ExportConfig(Config):
             raise ValueError("no --output: name a new folder")
         if self.base is None and self.adapter is None and self.checkpoint is None:
             raise ValueError("no --base: name the model to write")
+
+    @property
+    def merges_into_experts(self) -> bool:
+        """Return whether the experts of a merged model are quantized again."""
+        return self.adapter is not None and self.gguf is None and self.quantize == "mxfp4"
 
     def base_folder(self, *, weights: bool = True) -> Path:
         """Return the base's folder, downloaded if it is on the hub."""

@@ -3,6 +3,7 @@
 jaxglue export --adapter runs/first/adapter --output merged
 jaxglue export --adapter runs/first/adapter --push owner/name
 jaxglue export --quantize nf4 --base models/Qwen3-8B --output models/Qwen3-8B-nf4
+jaxglue export --quantize mxfp4 --adapter runs/first/adapter --output merged
 jaxglue export --gguf q4_k_m --adapter runs/first/adapter --output first
 jaxglue export --run runs/first --checkpoint best --output best
 """
@@ -64,7 +65,8 @@ def _merge(config: ExportConfig, adapter: Path, output: Path) -> str:
     """Write the merged folder; describe its base, and the comparison with base and adapter apart."""
     storage = None if config.trained_on == "auto" else config.trained_on
     base, most = config.base_folder(), config.max_shard_bytes
-    check = export_adapter(adapter, base, output, most, storage=storage, progress=DataProgress())
+    experts = "mxfp4" if config.merges_into_experts else "none"
+    check = export_adapter(adapter, base, output, most, storage=storage, experts=experts, progress=DataProgress())
     if check.storage == "none":
         return str(check)
     label = FORMATS[check.storage].label

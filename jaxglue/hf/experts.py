@@ -2,9 +2,10 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import jax
@@ -45,14 +46,17 @@ class Source:
 
 def find_source(files: TensorFiles, name: str, shape: Shape) -> Source:
     """Return how to read a parameter from the files, in whichever layout they hold it."""
+    if stored := find_stored(files, name, shape):
+        return Source(shapes=stored.shapes, read=stored.read, packed=True)
     if name not in files.tensors:
         if made := experts_format(files.tensors, name):
             return _expanded(made, name, shape)
         parts = expert_parts(name, shape)
-        if parts and next(iter(parts)) in files.tensors:
+        if any(
+            tensor in files.tensors or find_stored(files, tensor, part_shape(shape, index))
+            for tensor, index in islice(parts.items(), 1)
+        ):
             return _stacked(files, parts, shape)
-    elif stored := find_stored(files, name, shape):
-        return Source(shapes=stored.shapes, read=stored.read, packed=True)
     return Source(
         shapes={name: shape},
         read=lambda files: files.read(name),
@@ -94,10 +98,9 @@ def checkpoint_layout(shapes: Mapping[str, Shape], config: Mapping[str, Any]) ->
 
 def _stacked(files: TensorFiles, parts: dict[str, ExpertIndex], shape: Shape) -> Source:
     shapes = {tensor: part_shape(shape, index) for tensor, index in parts.items()}
-    present = [tensor for tensor in parts if tensor in files.tensors]
-    quantized = {tensor: found for tensor in present if (found := find_stored(files, tensor, shapes[tensor]))}
+    quantized = {tensor: found for tensor in parts if (found := find_stored(files, tensor, shapes[tensor]))}
     if quantized:
-        return _stacked_quantized(files, present, quantized, parts, shapes, shape)
+        return _stacked_quantized(files, quantized, parts, shapes, shape)
 
     def read_rows(files: TensorFiles, start: int, stop: int) -> np.ndarray:
         stack = np.empty((stop - start, *shape[1:]), files.tensors[next(iter(parts))].dtype)
@@ -111,14 +114,13 @@ def _stacked(files: TensorFiles, parts: dict[str, ExpertIndex], shape: Shape) ->
 
 def _stacked_quantized(
     files: TensorFiles,
-    present: Sequence[str],
     quantized: Mapping[str, Stored],
     parts: dict[str, ExpertIndex],
     shapes: dict[str, Shape],
     shape: Shape,
 ) -> Source:
     """Return how to read experts, quantized one by one, as bfloat16, on the default device."""
-    if others := [tensor for tensor in present if tensor not in quantized]:
+    if others := [tensor for tensor in parts if tensor in files.tensors and tensor not in quantized]:
         info, one = files.tensors[others[0]], next(iter(quantized.values())).read(files)
         label = format_of(one).label.upper()
         raise ValueError(
@@ -137,8 +139,9 @@ def _stacked_quantized(
         stack = jax.tree.map(lambda *arrays: jax.device_put(np.concatenate(arrays)), *matrices)
         return dequantize(stack, jnp.bfloat16).reshape(stop - start, *shape[1:])
 
+    shapes = {tensor: shape for tensor, shape in shapes.items() if tensor not in quantized}
     for found in quantized.values():
-        shapes = shapes | found.shapes
+        shapes |= found.shapes
     return Source(shapes=shapes, read=lambda files: read_rows(files, 0, shape[0]), read_rows=read_rows, packed=True)
 
 

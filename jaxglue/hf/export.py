@@ -17,14 +17,15 @@ from jaxglue.data.progress import DataProgress
 from jaxglue.data.tokenizer import padding_token
 from jaxglue.hf.adapter import warn_of_adapter_inside
 from jaxglue.hf.checkpoint import open_checkpoint, read_config
-from jaxglue.hf.experts import checkpoint_layout, part_shape
+from jaxglue.hf.experts import checkpoint_layout, expert_parts, part_shape
 from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder, refuse_link_out, write_json
 from jaxglue.hf.hub import TEXTS
 from jaxglue.hf.tensor_files import write_shards
 from jaxglue.models import abstract_model, config_from_hf
-from jaxglue.models.parameters import quantized_names
-from jaxglue.ops.choices import Quantize
-from jaxglue.ops.quant.formats import FORMATS, experts_format
+from jaxglue.models.config import DecoderConfig
+from jaxglue.models.parameters import abstract_parameters, quantized_names
+from jaxglue.ops.choices import Storage
+from jaxglue.ops.quant.formats import FORMATS, Shape, WeightFormat, experts_format
 
 
 def save_model(
@@ -85,17 +86,18 @@ def save_model(
 def quantize_folder(
     base: str | Path,
     output: str | Path,
-    how: Quantize,
+    how: Storage,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     *,
     progress: DataProgress | None = None,
 ) -> None:
-    """Write a model folder with the decoder layers' linear layers in a format, such as bitsandbytes' NF4 or int8.
+    """Write a model folder with linear layers or experts in a format.
 
     Args:
         base: the model folder.
         output: absent or empty; it appears complete or not at all.
-        how: the format.
+        how: of the decoder layers' linear layers, bitsandbytes' nf4 or int8 or compressed-tensors' fp8; or of GPT-OSS's
+            experts, mxfp4.
         max_shard_bytes: shard limit in bytes, which also bounds memory.
         progress: shows the bytes written; by default nothing does.
 
@@ -110,14 +112,10 @@ def quantize_folder(
             f"{base} is already quantized ({method}) and a folder holds one format: use it unchanged, "
             "or start from the original folder"
         )
-    config, files, made = config_from_hf(raw).quantized(how), open_checkpoint(base), FORMATS[how]
-    linears = quantized_names(abstract_model(config))
-    specs: dict[str, jax.ShapeDtypeStruct] = {}
-    parts: dict[str, str] = {}
-    for name, info in files.tensors.items():
-        stored = made.specs(name, info.shape) if name in linears else {}
-        parts |= dict.fromkeys(stored, name)
-        specs |= stored or {name: jax.ShapeDtypeStruct(info.shape, info.dtype)}
+    # A folder in FP8 does not say whether its readers multiply in it.
+    config, files, made = config_from_hf(raw), open_checkpoint(base), FORMATS["fp8_stored" if how == "fp8" else how]
+    plain = {name: jax.ShapeDtypeStruct(info.shape, info.dtype) for name, info in files.tensors.items()}
+    matrices = expert_matrices(plain, config) if made.parts else _linear_matrices(plain, config, made)
 
     def read(name: str) -> np.ndarray:
         tensor = files.read(name)
@@ -125,14 +123,76 @@ def quantize_folder(
             raise ValueError(f"{base}: {name} holds values that are not finite (NaN or infinity): download it again")
         return tensor
 
-    def quantize(name: str) -> dict[str, np.ndarray]:
-        return made.tensors(name, made.quantize(jnp.asarray(read(name))))
-
+    specs, read_quantized = quantized_tensors(plain, read, made, matrices)
     with atomic_folder(Path(output)) as temporary:
         copy_texts(base, temporary, specs)
         described = read_config(temporary) | {"quantization_config": made.config(scores=config.scores)}
         write_json(temporary / "config.json", described)
-        write_shards(temporary, specs, _QuantizingReader(quantize, parts, read), max_shard_bytes, progress)
+        write_shards(temporary, specs, read_quantized, max_shard_bytes, progress)
+
+
+def _linear_matrices(
+    tensors: Mapping[str, jax.ShapeDtypeStruct], config: DecoderConfig, made: WeightFormat
+) -> dict[str, Shape]:
+    """Return the shapes of linear layers of decoder layers among a folder's tensors, and of experts one by one.
+
+    Raises:
+        ValueError: experts that the format cannot hold.
+    """
+    model = abstract_model(config.quantized(made.name))
+    experts = {
+        name: parts for name, spec in abstract_parameters(model).items() if (parts := expert_parts(name, spec.shape))
+    }
+    if stacked := next((name for name in experts if name in tensors), None):
+        raise ValueError(
+            f"{stacked} holds all experts, which {made.label} cannot hold: use --quantize mxfp4, or leave it out"
+        )
+    names = quantized_names(model).union(*experts.values())
+    return {name: spec.shape for name, spec in tensors.items() if name in names}
+
+
+def expert_matrices(tensors: Mapping[str, jax.ShapeDtypeStruct], config: DecoderConfig) -> dict[str, Shape]:
+    """Return the shapes [E, out, in] of GPT-OSS's experts [E, in, out] among a folder's tensors.
+
+    Raises:
+        ValueError: another model.
+    """
+    if config.model_type != "gpt_oss":
+        raise ValueError(f"mxfp4 is for GPT-OSS's experts, not for {config.model_type}: use nf4, int8 or fp8")
+    named = {
+        name: spec.shape
+        for name, spec in tensors.items()
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    }
+    return {name: (E, out, columns) for name, (E, columns, out) in named.items()}
+
+
+def quantized_tensors(
+    tensors: Mapping[str, jax.ShapeDtypeStruct],
+    read: Callable[[str], np.ndarray],
+    made: WeightFormat,
+    matrices: Mapping[str, Shape],
+) -> tuple[dict[str, jax.ShapeDtypeStruct], Callable[[str], np.ndarray]]:
+    """Return specs and reader of a folder's tensors with some of its matrices in a format.
+
+    Args:
+        tensors: of the folder.
+        read: reads them.
+        made: the format.
+        matrices: shapes of those to quantize, [out, in] as they are, or [E, out, in] of transposed ones.
+    """
+    specs: dict[str, jax.ShapeDtypeStruct] = {}
+    parts: dict[str, str] = {}
+    for name, spec in tensors.items():
+        stored = made.specs(name, matrices[name]) if name in matrices else {}
+        parts |= dict.fromkeys(stored, name)
+        specs |= stored or {name: spec}
+
+    def quantize(name: str) -> Mapping[str, np.ndarray]:
+        matrix = jnp.asarray(read(name))
+        return made.tensors(name, made.quantize(matrix if matrix.ndim == 2 else matrix.mT))
+
+    return specs, _QuantizingReader(quantize, parts, read)
 
 
 class _QuantizingReader:

@@ -19,6 +19,7 @@ from jaxglue.hf.identity import Identity
 from jaxglue.models import abstract_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import CausalLM
+from jaxglue.models.family import find_family
 from jaxglue.models.lora import add_lora, base_shapes
 from jaxglue.models.parameters import abstract_parameters, hf_name, quantized_names, set_parameters
 from jaxglue.models.vocabulary import vocabulary_modules
@@ -155,8 +156,8 @@ def _with_parameters(config: DecoderConfig, dtype, place: Placement | None, fill
     quantized, made = quantized_names(model), FORMATS[config.quantize]
 
     def put(name: str, array) -> jax.Array | Quantized:
-        if isinstance(array, Quantized) and made.weight is not type(array):
-            raise _unmentioned(name, array)
+        if isinstance(array, Quantized) and (name not in quantized or made.weight is not type(array)):
+            raise _unmentioned(name, array, config)
         if name in quantized:
             array = made.hold(array)
         return put_on_mesh(array, place and place(name, array))
@@ -168,8 +169,11 @@ def _with_parameters(config: DecoderConfig, dtype, place: Placement | None, fill
     return set_parameters(model, fill(specs, put))
 
 
-def _unmentioned(name: str, weight: Quantized) -> ValueError:
+def _unmentioned(name: str, weight: Quantized, config: DecoderConfig) -> ValueError:
     found = format_of(weight)
+    if isinstance(weight, FORMATS[config.quantize].weight or ()):
+        found_in = f"{name} is in {found.label.upper()}"
+        return ValueError(f"{found_in}, but config.json leaves it unquantized: take it out of the modules listed there")
     entry = f'"quantization_config": {json.dumps(found.config())}'
     return ValueError(f"{name} is in {found.label.upper()}, of which config.json says nothing: add {entry} to it")
 
@@ -194,7 +198,7 @@ def _initial(name: str, spec: jax.ShapeDtypeStruct, config: DecoderConfig, key: 
     if ".experts." in name and part in experts.parts:
         return experts.random_part(part, key, spec, std)
     if len(spec.shape) == 1 and not name.endswith("sinks"):
-        return jnp.ones(spec.shape, spec.dtype)
+        return jnp.full(spec.shape, 1 - find_family(config.model_type).parts.norm.offset, spec.dtype)
     return _normal(key, spec.shape, spec.dtype, std)
 
 

@@ -1,7 +1,7 @@
 """Merging an adapter into its base model: weight deltas, and their export as a complete Hugging Face folder."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from jaxglue.data.progress import DataProgress
 from jaxglue.hf.adapter import Adapter, check_adapter, load_adapter, vocabulary_matrix, warn_of_adapter_inside
 from jaxglue.hf.adapter_tensors import MAGNITUDE, PATHS, SCORE
 from jaxglue.hf.checkpoint import HEAD, open_checkpoint, read_config
-from jaxglue.hf.experts import expert_parts, find_source, read_expanded
-from jaxglue.hf.export import copy_texts, describe_reward_model
+from jaxglue.hf.experts import expert_parts, find_source, part_shape, read_expanded
+from jaxglue.hf.export import copy_texts, describe_reward_model, expert_matrices, quantized_tensors
 from jaxglue.hf.export_check import ROWS_FILE, ExportCheck, check_merge, load_rows
 from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder, require_empty, write_json
 from jaxglue.hf.identity import identify
@@ -33,8 +33,9 @@ from jaxglue.hf.serving_check import check_serving
 from jaxglue.hf.tensor_files import TensorFiles, TensorInfo, write_shards
 from jaxglue.models import abstract_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
+from jaxglue.models.decoder import CausalLM
 from jaxglue.models.lora import base_shapes
-from jaxglue.models.parameters import quantized_names
+from jaxglue.models.parameters import abstract_parameters, quantized_names
 from jaxglue.ops.choices import Quantize, Storage
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import FORMATS, Shape, Stored, experts_format, find_stored, is_unneeded
@@ -49,13 +50,15 @@ def export_adapter(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     *,
     storage: Quantize | None = None,
+    experts: Storage = "none",
     progress: DataProgress | None = None,
 ) -> ExportCheck:
     """Write the base model with a merged adapter: W + scale · B · A in float32, cast to the base's dtype.
 
     An adapter trained on quantized weights is merged into these, expanded, as other weights would not be those that it
-    was trained with. One on MXFP4 experts makes all experts be written in bfloat16. The folder is read back before it
-    appears, and must predict as base and adapter apart, on rows of the adapter's run, or else on random tokens.
+    was trained with. One on MXFP4 experts makes all experts be written in bfloat16, by default. The folder is
+    read back before it appears, and must predict as base and adapter apart, on rows of the adapter's run, or else on
+    random tokens.
 
     Args:
         adapter: a PEFT folder.
@@ -64,6 +67,7 @@ def export_adapter(
         max_shard_bytes: shard limit in bytes.
         storage: format in which the base's linear layers were held in training; by default the base folder's, else the
             adapter's record.
+        experts: format to quantize all experts to, again or for the first time: mxfp4.
         progress: shows the bytes written; by default nothing does.
 
     Raises:
@@ -74,11 +78,18 @@ def export_adapter(
     rows = load_rows(Path(adapter).resolve().parent / ROWS_FILE)
     merge = MergedTensors(Path(base), Path(adapter), storage)
     assert merge.adapter is not None
+    specs, made = merge.specs, FORMATS[experts]
+    read: Callable[[str], np.ndarray] = merge.read
+    if matrices := expert_matrices(specs, merge.config) if made.parts else {}:
+        specs, read = quantized_tensors(specs, read, made, matrices)
     with atomic_folder(Path(output)) as temporary:
-        copy_texts(base, temporary, merge.specs)
+        copy_texts(base, temporary, specs)
+        if matrices:
+            write_json(temporary / "config.json", read_config(temporary) | {"quantization_config": made.config()})
         _describe(merge, merge.adapter, Path(base), temporary)
-        write_shards(temporary, merge.specs, merge.read, max_shard_bytes, progress)
-        check = check_merge(base, merge.config, merge.adapter, temporary, merge.dtypes, rows)
+        write_shards(temporary, specs, read, max_shard_bytes, progress)
+        dtypes = merge.dtypes | ({np.dtype(jnp.float4_e2m1fn)} if matrices else set())
+        check = check_merge(base, merge.config, merge.adapter, temporary, dtypes, rows)
         if merge.config.quantize == "none":
             check_input(base, adapter, temporary)
         return check
@@ -111,8 +122,9 @@ class MergedTensors:
         self.adapter = None if loaded is None else check_adapter(loaded, shapes, identify(base), str(base))
         self._quantized = {name: shapes[name.removesuffix(".weight")] for name in quantized_names(model)}
         self._vocabulary = {f"{path}.weight": path for path in PATHS.values() if path in shapes}
-        self._stored = _find_stored(files, self._quantized)
-        stored = _expand_quantized(files.tensors, self._stored, self._quantized)
+        matrices = _matrix_shapes(files, model) | self._quantized
+        self._stored = {name: found for name, shape in matrices.items() if (found := find_stored(files, name, shape))}
+        stored = _expand_quantized(files.tensors, self._stored, matrices)
         self._deltas = {} if self.adapter is None else adapter_deltas(self.adapter, stored)
         expands = any(experts_format(stored, name) for name in self._deltas)
         self.specs = _merged_specs(stored, expands=expands)
@@ -146,12 +158,12 @@ class MergedTensors:
             value: Any = find_source(self._files, name, self._quantized[name]).read(self._files)
             held = FORMATS[self.config.quantize].hold(jax.tree.map(jnp.asarray, value))
             return np.asarray(dequantize(held, self.specs[name].dtype))
+        if found := self._stored.get(name):
+            return np.asarray(dequantize(found.read(self._files), self.specs[name].dtype))
         if name not in self._files.tensors:
             made = experts_format(self._files.tensors, name)
             assert made is not None, name
             return np.asarray(read_expanded(self._files, made, name))
-        if found := self._stored.get(name):
-            return np.asarray(dequantize(found.read(self._files), self.specs[name].dtype))
         return self._files.read(name)
 
     def _read_vocabulary(self, name: str, adapter: Adapter) -> np.ndarray:
@@ -198,21 +210,25 @@ def _describe(merge: "MergedTensors", adapter: Adapter, base: Path, output: Path
         check_serving(output, tokenizer)
 
 
-def _find_stored(files: TensorFiles, quantized: Mapping[str, Shape]) -> dict[str, Stored]:
-    """Return a folder's quantized matrices by name, those of experts too."""
-    shapes = {name: quantized.get(name, info.shape) for name, info in files.tensors.items()}
-    return {name: found for name, shape in shapes.items() if (found := find_stored(files, name, shape))}
+def _matrix_shapes(files: TensorFiles, model: CausalLM) -> dict[str, Shape]:
+    """Return the shapes of a folder's tensors, and of experts one by one, which may have other names there."""
+    experts = {
+        tensor: part_shape(spec.shape, index)
+        for name, spec in abstract_parameters(model).items()
+        for tensor, index in expert_parts(name, spec.shape).items()
+    }
+    return {name: info.shape for name, info in files.tensors.items()} | experts
 
 
 def _expand_quantized(
-    tensors: Mapping[str, TensorInfo], stored: Mapping[str, Stored], quantized: Mapping[str, Shape]
+    tensors: Mapping[str, TensorInfo], stored: Mapping[str, Stored], shapes: Mapping[str, Shape]
 ) -> dict[str, TensorInfo]:
     """Return a folder's tensors with quantized matrices in bfloat16 in place of their parts."""
     parts = {part for found in stored.values() for part in found.shapes}
     kept = {name: info for name, info in tensors.items() if name not in parts and not is_unneeded(name)}
+    infos = {name: tensors[next(iter(found.shapes))] for name, found in stored.items()}
     dtype = np.dtype(jnp.bfloat16)
-    shapes = {name: quantized.get(name, tensors[name].shape) for name in stored}
-    return kept | {name: replace(tensors[name], shape=shape, dtype=dtype) for name, shape in shapes.items()}
+    return kept | {name: replace(info, shape=shapes[name], dtype=dtype) for name, info in infos.items()}
 
 
 def _finite(name: str, weight: np.ndarray) -> np.ndarray:

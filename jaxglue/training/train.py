@@ -26,7 +26,7 @@ from jaxglue.training.fingerprint import fingerprint
 from jaxglue.training.interrupt import Interrupt, Output
 from jaxglue.training.progress import Compiling, StartupTimer, TrainingProgress
 from jaxglue.training.record import Diverged, Recorder, StepProfiler, check_finite, memory_use, save_loss_curve
-from jaxglue.training.recovery import Postmortem, Spikes, explained_out_of_memory, save_step
+from jaxglue.training.recovery import Postmortem, Spikes, beyond_limit, explained_out_of_memory, save_step
 from jaxglue.training.reference_cache import add_reference
 from jaxglue.training.remat import open_buffers, size_pool
 from jaxglue.training.report import RunSummary, plan_rows, print_panel, summary_json, summary_rows
@@ -223,7 +223,7 @@ class Trainer:
         save_every = self._settings.save_every or eval_every
         profiled = self._settings.profile if self._processes.is_main else 0
         profiler = StepProfiler(self._folder / "profile", first=self._model.step + 4, count=profiled)
-        total, stop, due, in_flight = self._run.total_steps, False, False, StepsInFlight()
+        total, stop, due, first, in_flight = self._run.total_steps, False, False, True, StepsInFlight()
         progress = TrainingProgress(total, first_step=self._model.step, console=self._console)
         compiling = Compiling(progress, self._run.remat.compile_seconds, lambda: self._recorder.has_compiled)
         with progress, compiling, profiler, self._recorder:
@@ -238,6 +238,9 @@ class Trainer:
                 drain = look or save or not self._recorder.has_compiled
                 for result, done in in_flight.take(leave=0 if drain else _STEPS_IN_FLIGHT):
                     self._recorder.record(result, done, loggers, progress)
+                if first and (note := beyond_limit(self._run.config.model.memory_limit)):
+                    progress.say(note)
+                first = False
                 with self._recorder.meter.paused():
                     eval_loss = self._evaluate(loggers, progress) if evaluate else None
                     if look and self._model.step < total:

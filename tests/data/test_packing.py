@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxglue.data.packing import best_fit, plan_packing
+from jaxglue.data.packing import best_fit, plan_epoch, plan_packing
 
 
 def naive_best_fit(lengths, seq_len, max_segments):
@@ -51,3 +51,21 @@ def test_without_a_generator_documents_keep_their_order():
     plan = plan_packing(np.array([4, 4, 4, 4]), seq_len=8)
     assert plan.documents.tolist() == [0, 1, 2, 3]
     assert plan.bounds.tolist() == [0, 2, 4]
+
+
+def test_documents_are_shuffled_before_packing_and_rows_afterwards():
+    pairs = np.full(33, 4)
+    plans = [plan_packing(pairs, seq_len=8, rng=np.random.default_rng(seed)) for seed in range(8)]
+    together = [{frozenset(plan.row(row).tolist()) for row in range(plan.rows)} for plan in plans]
+    assert len({frozenset(rows) for rows in together}) == 8
+    alone = [int(np.diff(plan.bounds).argmin()) for plan in plans]  # the row opened last has one document
+    assert len(set(alone)) > 4
+
+
+def test_epochs_differ_and_follow_their_seed():
+    lengths = np.random.default_rng(1).integers(1, 50, 100)
+    one, again, later, other = (
+        plan_epoch(lengths, seq_len=64, seed=seed, epoch=epoch).documents.tolist()
+        for seed, epoch in ((0, 1), (0, 1), (0, 2), (1, 1))
+    )
+    assert one == again and one != later and one != other and later != other

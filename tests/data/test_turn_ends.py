@@ -167,6 +167,12 @@ def test_special_tokens_in_messages_are_counted_and_allowed_by_name(make, notes)
         notes(tokenizer, {"messages": chat}, allow_special_tokens=("<acts>",))
 
 
+def test_a_stream_says_what_its_first_window_holds(make, notes):
+    chat = [{"role": "user", "content": "say"}, {"role": "assistant", "content": "<act>"}]
+    said = notes(make(special=["<act>"]), *[{"messages": chat}] * 3, streaming=True, stream_tokens=30)
+    assert any(note.startswith("special tokens inside messages are read as text: <act> in ") for note in said)
+
+
 def test_special_thinking_tokens_reach_the_templates_logic(make):
     content = [TWO_TURNS[0], {"role": "assistant", "content": "<think>\nlong reason\n</think>\n\nc d"}, *TWO_TURNS[2:]]
     special = make(THINKING, special=["<think>", "</think>"])

@@ -8,7 +8,9 @@ from safetensors.numpy import load_file, save_file
 
 from jaxglue.hf import adapter_config
 from jaxglue.hf.adapter import find_base, load_adapter, save_adapter
+from jaxglue.hf.adapter_tensors import join_rows
 from jaxglue.models.lora_config import LoraConfig
+from jaxglue.models.vocabulary import ROWS
 
 CONFIG = LoraConfig(rank=2, alpha=6.0, dropout=0.1, rslora=True, targets=("down_proj", "q_proj"))
 
@@ -229,6 +231,21 @@ def test_patterns_that_take_forever_are_refused(monkeypatch):
     message = r"^folder: the patterns of its adapter_config.json take more than"
     with pytest.raises(ValueError, match=message), adapter_config.matching(Path("folder")):
         re.match("(.*)*(.*)*(.*)*(.*)*x", "model.layers.0.self_attn.q_proj")
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["onto a whole matrix", "alone"])
+def test_rows_of_tokens_are_put_in_their_places(whole, tmp_path):
+    rows, order = np.arange(6, dtype=np.float32).reshape(3, 2), [5, 0, 3]
+    tensors = {f"model.embed_tokens.{ROWS}": rows} | ({"model.embed_tokens.weight": -np.ones((7, 2))} if whole else {})
+    joined = join_rows(tmp_path, tensors, {"embed_tokens": order})
+    if whole:
+        expected = -np.ones((7, 2))
+        expected[5], expected[0], expected[3] = rows
+        assert joined.keys() == {"model.embed_tokens.weight"}
+        np.testing.assert_array_equal(joined["model.embed_tokens.weight"], expected)
+        assert (tensors["model.embed_tokens.weight"] == -1).all()
+    else:
+        np.testing.assert_array_equal(joined[f"model.embed_tokens.{ROWS}"], rows[[1, 2, 0]])
 
 
 def test_a_moved_run_brings_its_base(tmp_path):

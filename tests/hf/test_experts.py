@@ -12,13 +12,14 @@ from safetensors.numpy import load_file, save_file
 
 from jaxglue.hf.adapter import load_adapter, save_adapter
 from jaxglue.hf.checkpoint import read_config
-from jaxglue.hf.export import save_model
+from jaxglue.hf.export import quantize_folder, save_model
 from jaxglue.hf.loading import add_adapter, load_model, random_model
 from jaxglue.hf.merge import export_adapter
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import flatten_names, split_model
+from jaxglue.ops.quant.mxfp4 import quantize_mxfp4
 from jaxglue.ops.segments import pack_segments
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -91,6 +92,33 @@ def test_adapter_of_attention_alone_leaves_the_blocks_in_place(tmp_path):
     assert before.keys() == after.keys()
     np.testing.assert_array_equal(after[BLOCKS], before[BLOCKS])
     assert "quantization_config" in read_config(tmp_path / "merged")
+
+
+def test_merged_experts_are_written_as_mxfp4_again(tmp_path):
+    base = GOLDENS / "gpt_oss_mxfp4"
+    export_adapter(base.with_name(f"{base.name}_adapter"), base, tmp_path / "plain")
+    check = export_adapter(base.with_name(f"{base.name}_adapter"), base, tmp_path / "merged", experts="mxfp4")
+    assert check.kl <= check.limit <= 0.05
+    before, plain, after = (
+        load_file(path / "model.safetensors") for path in (base, tmp_path / "plain", tmp_path / "merged")
+    )
+    assert {name: x.shape for name, x in after.items()} == {name: x.shape for name, x in before.items()}
+    name = BLOCKS.removesuffix("_blocks")
+    expected = quantize_mxfp4(jnp.asarray(plain[name]).mT)
+    np.testing.assert_array_equal(after[BLOCKS], expected.blocks)
+    assert (after[BLOCKS] != before[BLOCKS]).any()
+    assert config_from_hf(read_config(tmp_path / "merged")).moe.quantize == "mxfp4"
+
+
+def test_experts_are_quantized_to_mxfp4_and_keep_values_in_it(tmp_path):
+    model = load_model(GOLDENS / "gpt_oss_mxfp4", dtype=jnp.float32, expand_experts=True)
+    save_model(tmp_path / "plain", parameters(model), GOLDENS / "gpt_oss_mxfp4")
+    quantize_folder(tmp_path / "plain", tmp_path / "mxfp4", "mxfp4")
+    again = load_model(tmp_path / "mxfp4", dtype=jnp.float32)
+    assert again.config.moe.quantize == "mxfp4"
+    assert_logits(again, load_file(GOLDENS / "gpt_oss_mxfp4/golden.safetensors"))
+    with pytest.raises(ValueError, match="mxfp4 is for GPT-OSS's experts, not for qwen3_moe"):
+        quantize_folder(GOLDENS / "qwen3_moe", tmp_path / "other", "mxfp4")
 
 
 @pytest.mark.parametrize("name", NAMES)

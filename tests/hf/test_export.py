@@ -25,6 +25,7 @@ from jaxglue.hf.merge import Delta, export_adapter
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import flatten_names, split_model
+from jaxglue.models.vocabulary import ROWS
 
 ROOT = Path(__file__).parents[2]
 CONFIG = LoraConfig(rank=2, alpha=8.0, targets=("q_proj",))
@@ -279,3 +280,23 @@ def test_integers_are_not_loaded_as_weights(base, dtype):
     save_file(load_file(path) | {LINEAR: np.ones((8, 8), dtype)}, path)
     with pytest.raises(ValueError, match=rf"q_proj\.weight in .* holds {np.dtype(dtype)}, expected floating-point"):
         load_model(base)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "rows"])
+def test_a_grown_vocabulary_is_merged(tmp_path, base, lora, whole):
+    before = load_file(base / "model.safetensors")[EMBEDDING]
+    expected = np.zeros((18, 8), before.dtype)
+    expected[:16] = before
+    expected[[3, 16, 17]] = np.arange(24).reshape(3, 8)
+    if whole:
+        trained, config = {EMBEDDING: expected}, replace(CONFIG, modules_to_save=("embed_tokens",))
+    else:
+        trained = {f"model.embed_tokens.{ROWS}": expected[[3, 16, 17]]}
+        config = replace(CONFIG, trainable_token_indices=(3, 16, 17))
+    tensors = lora | {name: np.asarray(value, np.float32) for name, value in trained.items()}
+    save_adapter(tmp_path / "grown", tensors, config, "base", tied=True)
+    export_adapter(tmp_path / "grown", base, tmp_path / "merged")
+    after = load_file(tmp_path / "merged/model.safetensors")[EMBEDDING]
+    np.testing.assert_array_equal(after, expected)
+    assert json.loads((tmp_path / "merged/config.json").read_text())["vocab_size"] == 18
+    assert load_model(tmp_path / "merged").embed_tokens.weight.shape == (18, 8)

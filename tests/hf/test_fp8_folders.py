@@ -1,6 +1,8 @@
 """Folders whose linear layers are in FP8, as compressed-tensors, DeepSeek and Qwen write them."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import chex
 import jax
@@ -11,8 +13,9 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from jaxglue.hf.adapter import save_adapter
-from jaxglue.hf.checkpoint import read_config, save_tensors
+from jaxglue.hf.checkpoint import open_checkpoint, read_config, save_tensors
 from jaxglue.hf.experts import checkpoint_layout
+from jaxglue.hf.export import quantize_folder
 from jaxglue.hf.export_check import folder_parts
 from jaxglue.hf.identity import identify
 from jaxglue.hf.loading import load_model, random_model
@@ -22,6 +25,7 @@ from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import flatten_names, quantized_names, split_model
 from jaxglue.ops.quant.fp8 import E4M3, dequantize_fp8, is_multiplied_in_fp8, quantize_fp8
 
+GOLDENS = Path(__file__).parents[1] / "goldens"
 DEEPSEEK = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 SKIPPED = {"modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm", "model.layers.0.mlp.gate"]}
 GROUP = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
@@ -208,10 +212,63 @@ CACHE_SCALES = ("k_scale", "v_scale", "k_proj.output_scale", "v_proj.v_scale")
         (
             "block",
             lambda t, q: q.update(modules_to_not_convert=["model.layers.0.mlp.up_proj"]),
-            "leaves .* unquantized",
+            "up_proj.weight is in FP8, but config.json leaves it unquantized",
         ),
+        ("channel", lambda t, q: q.update(ignore=["re:(a+)+$"]), r"the pattern '\(a\+\)\+\$' cannot be read"),
     ],
 )
 def test_other_folders_are_refused(folders, tmp_path, how, change, message):
     with pytest.raises(ValueError, match=message):
         load_model(broken(folders, tmp_path, how, change), dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("entry", ["model.layers.1.mlp.down_proj", r"re:.*\.1\.mlp\.down_proj$"])
+def test_modules_that_the_folder_skips_keep_their_values(folders, tmp_path, entry):
+    matrix = jax.random.normal(jax.random.key(0), folders["channel"][1][MATRIX].shape)
+
+    def change(tensors, quantization):
+        tensors.pop(SCALE)
+        tensors[MATRIX] = matrix
+        quantization["ignore"] = ["lm_head", "re:.*mlp.gate$", entry]
+
+    model = load_model(folder := broken(folders, tmp_path, "channel", change), dtype=jnp.float32)
+    assert len(weights(model)) == 2 * 7 - 1
+    np.testing.assert_array_equal(model.layers[1].mlp.down_proj.weight.get_value(), matrix)
+    assert len(weights(load_model(folder, quantize="fp8"))) == 2 * 7
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory, tiny_config):
+    """A model folder, and the same written in FP8."""
+    path = tmp_path_factory.mktemp("written")
+    raw = {**tiny_config, "model_type": "qwen3", "num_hidden_layers": 2}
+    save_tensors(path / "model", flatten_names(split_model(random_model(config_from_hf(raw)), nnx.Param)[1]))
+    (path / "model" / "config.json").write_text(json.dumps(raw))
+    quantize_folder(path / "model", path / "fp8", "fp8", max_shard_bytes=40_000)
+    return path / "model", path / "fp8"
+
+
+@pytest.mark.parametrize("quantize", ["none", "fp8"])
+def test_a_written_folder_equals_rounding_while_loading(written, quantize):
+    plain, folder = written
+    stored = weights(load_model(folder, quantize=quantize))
+    for name, weight in weights(load_model(plain, quantize="fp8")).items():
+        chex.assert_trees_all_equal(stored[name], replace(weight, expand=quantize == "none"))
+    scale = open_checkpoint(folder).tensors[SCALE]
+    assert (scale.shape, scale.dtype) == ((len(stored[MATRIX].codes), 1), np.float32)
+
+
+def test_experts_are_written_in_fp8_one_by_one(tmp_path):
+    source = GOLDENS / "qwen3_moe_mixed"
+    quantize_folder(source, tmp_path / "fp8", "fp8")
+    files, plain = (open_checkpoint(folder) for folder in (tmp_path / "fp8", source))
+    linears = [name for name in plain.tensors if name.endswith("_proj.weight")]
+    assert {name for name, info in files.tensors.items() if info.dtype == E4M3} == set(linears)
+    model, original = (load_model(folder, dtype=jnp.float32) for folder in (tmp_path / "fp8", source))
+    first, second = (each.layers[1].mlp.experts.down_proj.weight.get_value() for each in (model, original))
+    assert 0.001 < np.linalg.norm(first - second) / np.linalg.norm(second) < 0.04
+
+
+def test_stacked_experts_are_not_written_in_fp8(tmp_path):
+    with pytest.raises(ValueError, match=r"experts\.\w+_proj holds all experts, which fp8 cannot hold"):
+        quantize_folder(GOLDENS / "gpt_oss", tmp_path / "fp8", "fp8")

@@ -19,7 +19,7 @@ from jaxglue.hf.loading import load_model, random_model
 from jaxglue.hf.merge import export_adapter
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora_config import LoraConfig
-from jaxglue.models.parameters import abstract_parameters, flatten_names, quantized_names, split_model
+from jaxglue.models.parameters import abstract_parameters, flatten_names, quantized_names, set_parameters, split_model
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import FORMATS, is_quantized, quantize_matrix
 from jaxglue.ops.segments import pack_segments
@@ -159,7 +159,10 @@ def test_tensors_that_do_not_fit_are_refused(folder, how, change, message):
             "says fp4, double quantization True; only nf4, True is read: use the original model folder",
         ),
         ({"bnb_4bit_use_double_quant": False}, "double quantization False"),
-        ({"llm_int8_skip_modules": ["lm_head", "model.layers.0.mlp"]}, r"leaves model.layers.0.mlp unquantized"),
+        (
+            {"llm_int8_skip_modules": ["lm_head", "model.layers.0.mlp"]},
+            r"model.layers.0.mlp.\w+.weight is in NF4, but config.json leaves it unquantized",
+        ),
         ({"quant_method": "awq"}, "quant_method 'awq' in config.json is not supported: use the original model folder"),
     ],
 )
@@ -248,3 +251,55 @@ def test_an_adapter_inside_a_model_folder_is_named(original, tmp_path, caplog):
     assert [record.message for record in caplog.records] == [
         f"{folder} also holds an adapter, which is not used: name it with --adapter, or move it away"
     ]
+
+
+SKIPPED = {0: ("self_attn.q_proj",), 1: ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")}
+"""Linear layers by layer that Unsloth's dynamic quantization might leave in bfloat16."""
+
+
+@pytest.fixture(scope="module")
+def dynamic(original, tmp_path_factory):
+    """A folder in NF4 whose skipped modules are unquantized, named like in Unsloth's folders."""
+    folder = tmp_path_factory.mktemp("dynamic") / "model"
+    quantize_folder(original, folder, "nf4")
+    tensors, plain = load_file(folder / "model.safetensors"), load_file(original / "model.safetensors")
+    for name in (f"model.layers.{layer}.{linear}.weight" for layer, linears in SKIPPED.items() for linear in linears):
+        tensors = {part: array for part, array in tensors.items() if not part.startswith(name)} | {name: plain[name]}
+    save_file(tensors, folder / "model.safetensors")
+    names = ["lm_head", "multi_modal_projector", "merger", "model.layers.0.self_attn.q_proj", "model.layers.1.mlp"]
+    reconfigure(folder, llm_int8_skip_modules=names)
+    return folder
+
+
+def test_modules_that_a_dynamic_folder_skips_keep_their_values(dynamic, original):
+    model, plain = load_model(dynamic, dtype=jnp.float32), load_model(original, dtype=jnp.float32)
+    found, values = weights(model), flatten_names(split_model(plain, nnx.Param)[1])
+    skipped = {f"model.layers.{layer}.{linear}.weight" for layer, linears in SKIPPED.items() for linear in linears}
+    assert weights(load_model(original, quantize="nf4")).keys() - found.keys() == skipped
+    assert model.config.first_of_kind == (0, 1)
+    values |= {name: dequantize(weight, jnp.float32) for name, weight in found.items()}
+    tokens = jnp.arange(16)[None]
+    np.testing.assert_allclose(model(tokens), set_parameters(plain, values)(tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_merges_into_a_dynamic_folder(dynamic, original, tmp_path):
+    name, config = "model.layers.1.mlp.down_proj", LoraConfig(rank=2, targets=("down_proj",))
+    rng, shape = np.random.default_rng(0), load_file(original / "model.safetensors")[f"{name}.weight"].shape
+    tensors = {}
+    for path in (name, name.replace("1", "0")):
+        tensors[f"{path}.lora_A"] = rng.normal(size=(2, shape[1])).astype(np.float32)
+        tensors[f"{path}.lora_B"] = rng.normal(size=(shape[0], 2)).astype(np.float32)
+    save_adapter(tmp_path / "adapter", tensors, config, str(dynamic), identify(dynamic))
+    check = export_adapter(tmp_path / "adapter", dynamic, tmp_path / "merged")
+    assert check.kl <= check.limit
+    merged, plain = (load_file(path / "model.safetensors") for path in (tmp_path / "merged", original))
+    assert merged.keys() == plain.keys() and "quantization_config" not in read_config(tmp_path / "merged")
+    delta = config.scale * tensors[f"{name}.lora_B"] @ tensors[f"{name}.lora_A"]
+    expected = plain[f"{name}.weight"].astype(np.float32) + delta  # not rounded to NF4 before
+    np.testing.assert_array_equal(merged[f"{name}.weight"], expected.astype(jnp.bfloat16))
+
+
+def test_a_module_neither_skipped_nor_quantized_is_refused(dynamic, tmp_path):
+    reconfigure(folder := shutil.copytree(dynamic, tmp_path / "less"), llm_int8_skip_modules=["model.layers.1"])
+    with pytest.raises(ValueError, match=r"q_proj.weight in .* is bfloat16, and the folder's other linear layers"):
+        load_model(folder)

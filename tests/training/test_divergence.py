@@ -159,6 +159,32 @@ def test_rewinding_goes_back_past_a_checkpoint_that_only_spikes_followed(make_co
     assert checkpoints(tmp_path / "run") == ["2", "4.diverged", "7", "8"]
 
 
+def judged(spikes, losses):
+    """Return whether each loss is accepted, with a gradient norm that never is a spike."""
+    return [spikes.accepts(step, {"loss": loss, "grad_norm": 1.0}) for step, loss in enumerate(losses)]
+
+
+def test_a_spike_is_judged_by_the_latest_128_good_steps():
+    noise = np.random.default_rng(0).normal(size=112)
+    spikes = Spikes(6.0)
+    assert all(judged(spikes, [*(5 + noise), *(5 + noise[:16] / 100)]))
+    assert judged(spikes, [8.0]) == [True]  # among the 16 last alone it would stand out
+    resumed = Spikes(6.0)
+    resumed.set_state(json.loads(json.dumps(spikes.get_state())))
+    for each in (spikes, resumed):
+        assert all(judged(each, 1 + noise / 100)) and all(judged(each, 1 + noise / 100))
+        assert judged(each, [3.0]) == [False]  # earlier losses are forgotten
+
+
+def test_spikes_are_no_part_of_what_they_are_judged_by():
+    spikes = Spikes(6.0)
+    assert judged(spikes, [*(2 + np.random.default_rng(0).normal(size=20) / 10), 50.0, 50.0])[-3:] == [
+        True,
+        False,
+        False,
+    ]
+
+
 @pytest.mark.parametrize(("step", "blames"), [(1, "No update came before it"), (7, "Its rows or the updates before")])
 def test_a_cause_that_is_not_found_is_not_named(monkeypatch, step, blames):
     monkeypatch.setattr(recovery, "check_parameters", lambda frozen: [])

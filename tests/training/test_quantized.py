@@ -15,6 +15,7 @@ from jaxglue.hf.loading import random_model
 from jaxglue.hf.tensor_files import write_shards
 from jaxglue.models import config_from_hf
 from jaxglue.models.parameters import flatten_names, split_model
+from jaxglue.ops.quant.formats import FORMATS, is_quantized
 from jaxglue.planner.memory import resident_bytes
 from jaxglue.planner.workload import Workload, abstract_parts, parameter_counts
 from jaxglue.training.report import plan_rows
@@ -39,6 +40,18 @@ def test_quantized_run_learns(make_config, nf4_folder, tmp_path, how):
     tensors = load_adapter(tmp_path / "run/adapter").tensors
     assert len(tensors) == 2 * 7 * 2
     assert all(np.abs(tensor).max() > 0 for tensor in tensors.values())
+
+
+def test_layers_that_a_folder_leaves_unquantized_train_adapters(make_config, nf4_folder):
+    path = nf4_folder / "config.json"
+    entry = {"quantization_config": FORMATS["nf4"].config() | {"llm_int8_skip_modules": ["model.layers.1.mlp"]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | entry))
+    run = resolve(make_config(steps=8))
+    frozen = abstract_parts(run.workload)[2]["layers"]
+    assert [is_quantized(layer["mlp"]["up_proj"]["weight"]) for layer in frozen] == [True, False]
+    assert _specs(abstract_parts(run.workload)[2]) == _specs(build_parameters(run)[2])
+    summary = train(make_config(steps=8))
+    assert summary.last_loss < summary.first_loss - 0.2
 
 
 @pytest.mark.parametrize(("how", "bytes_each"), [("nf4", 0.516), ("int8", 1.03)])

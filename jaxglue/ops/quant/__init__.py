@@ -13,7 +13,7 @@ from jaxglue.ops.quant.formats import Quantized
 from jaxglue.ops.quant.mxfp4 import MXFP4, fp8_codes, fp8_factors, largest_exponents
 from jaxglue.ops.quant.vjp import DequantizeBackend, dequantize_with, project
 
-for _format in ("nf4", "int8", "fp8", "mxfp4"):
+for _format in ("nf4", "int8", "fp8", "mxfp4", "nvfp4"):
     import_module(f"{__name__}.{_format}")
 
 __all__ = ["DEQUANTIZE", "dequantize", "mxfp4_to_fp8", "project_quantized"]

@@ -1,28 +1,30 @@
-"""Entries and errors shared by bitsandbytes' folder formats, which transformers reads too."""
+"""Entries and errors shared by bitsandbytes' folder formats, which transformers reads too.
+
+Folders may leave modules of decoder layers unquantized, as those of Unsloth's dynamic quantization do.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from jaxglue.ops.quant.formats import TensorReader, names_in
+from jaxglue.ops.quant.formats import TensorReader, WeightFormat, names_in
 
 REMEDY = "use the original model folder with --quantize nf4 or int8"
 _REQUANTIZE = "quantize the original model again (jaxglue export --quantize)"
-_UNQUANTIZED = ("lm_head", "score", "embed_tokens", "model.embed_tokens")
 
 
 def names_bitsandbytes(config: Mapping[str, Any], *, bits: int) -> bool:
-    """Return whether `quantization_config` names bitsandbytes with 4 or 8 bits.
+    """Return whether `quantization_config` names bitsandbytes with 4 or 8 bits."""
+    return config.get("quant_method") == "bitsandbytes" and bool(config.get("load_in_8bit")) == (bits == 8)
 
-    Raises:
-        ValueError: it leaves linear layers of decoder layers unquantized.
-    """
-    if config.get("quant_method") != "bitsandbytes" or bool(config.get("load_in_8bit")) != (bits == 8):
-        return False
-    if within := [name for name in names_in(config, "llm_int8_skip_modules") if name not in _UNQUANTIZED]:
-        raise ValueError(f"config.json leaves {', '.join(within[:3])} unquantized, which is not supported: {REMEDY}")
-    return True
+
+class BitsAndBytesFormat(WeightFormat):
+    """A format of bitsandbytes' folders."""
+
+    def skips(self, config: Mapping[str, Any]) -> list[str]:
+        """Return the modules that stay unquantized."""
+        return names_in(config, "llm_int8_skip_modules")
 
 
 def shared_config(*, bits: int, scores: bool) -> dict[str, Any]:

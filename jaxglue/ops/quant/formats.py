@@ -1,5 +1,7 @@
 """Formats of frozen weights: what one can do, and the registry through which everything else knows them."""
 
+import contextlib
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -10,6 +12,8 @@ from jaxtyping import Array, Float
 
 from jaxglue.ops.choices import QUANTIZE
 
+_LONGEST = 200
+"""Characters of a pattern of modules' names."""
 Shape = tuple[int, ...]
 Specs = dict[str, jax.ShapeDtypeStruct]
 """Shapes and dtypes of stored tensors, by name."""
@@ -98,6 +102,8 @@ class WeightFormat:
     """Matrices have few distinct values, whose products draw less power."""
     row_wise: bool = False
     """Every array has a row for each row of the matrix, so that stacks of matrices are stacks of these."""
+    holds_experts: bool = False
+    """Folders may hold experts in it one by one, which are expanded."""
 
     parts: Mapping[str, int] = {}
     """Arrays of experts' matrices in it, each a parameter, by the end of its name, and the values that an item holds;
@@ -121,6 +127,10 @@ class WeightFormat:
             ValueError: it names a variant that cannot be read.
         """
         return False
+
+    def skips(self, config: Mapping[str, Any]) -> list[str]:
+        """Return the modules, or patterns of them after `re:`, that a `quantization_config` leaves unquantized."""
+        return []
 
     def find(self, files: TensorReader, name: str, shape: Shape) -> Stored | None:
         """Return the named matrix of this shape in a folder's tensors; None if it is not in this format.
@@ -193,7 +203,7 @@ def find_format(name: str) -> WeightFormat:
     """Return the named format; raise ValueError for another name."""
     if name not in FORMATS:
         linear = (made for made in FORMATS.values() if made.name == made.label and not made.parts)
-        others = [made.name for made in linear if made.name not in QUANTIZE]
+        others = [made.name for made in linear if made.flag.startswith("--") and made.name not in QUANTIZE]
         raise ValueError(f"quantize must be one of {', '.join(QUANTIZE + others)}, got {name!r}")
     return FORMATS[name]
 
@@ -217,6 +227,33 @@ def stored_format(config: Mapping[str, Any] | None) -> str:
     method = config.get("quant_method")
     remedy = "use the original model folder with --quantize nf4 or int8"
     raise ValueError(f"quant_method {method!r:.100} in config.json is not supported: {remedy}")
+
+
+def skipped_modules(config: Mapping[str, Any] | None, modules: Collection[str]) -> tuple[str, ...]:
+    """Return those of the named modules that a `quantization_config` leaves unquantized.
+
+    An entry names a module, or one around it, by consecutive parts of its dotted name; after `re:` it is a pattern from
+    the name's beginning.
+
+    Raises:
+        ValueError: as `stored_format`, or a pattern that cannot be read.
+    """
+    entries = FORMATS[stored_format(config)].skips(config or {})
+    patterns = [_pattern(entry.removeprefix("re:")) for entry in entries if entry.startswith("re:")]
+    parts = [f".{entry}." for entry in entries if entry and not entry.startswith("re:")]
+    return tuple(
+        module
+        for module in modules
+        if any(part in f".{module}." for part in parts) or any(pattern.match(module) for pattern in patterns)
+    )
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    """Compile a pattern of a stranger's; repeated groups are refused, since they may take forever."""
+    if len(text) <= _LONGEST and not re.search(r"\)[*+{]", text):
+        with contextlib.suppress(re.error):
+            return re.compile(text)
+    raise ValueError(f"quantization_config in config.json: the pattern {text!r:.100} cannot be read")
 
 
 def find_stored(files: TensorReader, name: str, shape: Shape) -> Stored | None:

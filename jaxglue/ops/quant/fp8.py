@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxglue.ops.quant.formats import Quantized, Shape, Stored, TensorReader, WeightFormat, names_in, register
+from jaxglue.ops.quant.formats import Quantized, Shape, Specs, Stored, TensorReader, WeightFormat, names_in, register
 
 E4M3 = jnp.float8_e4m3fn
 LARGEST = 448.0
@@ -147,7 +147,7 @@ class StoredFP8Format(WeightFormat):
     """Weights that a folder holds in FP8, dequantized for each product."""
 
     name, label, flag, description = "fp8_stored", "fp8", "FP8 in the model folder", "stored in fp8 (e4m3)"
-    weight, row_wise = FP8Weight, True
+    weight, row_wise, holds_experts = FP8Weight, True, True
 
     def quantize(self, matrix: Float[Array, "out in"]) -> FP8Weight:
         """Convert a matrix."""
@@ -157,7 +157,7 @@ class StoredFP8Format(WeightFormat):
         """Return whether it names e4m3 values with scales.
 
         Raises:
-            ValueError: another format of the same tools, other blocks, or unquantized linear layers.
+            ValueError: another format of the same tools, or other blocks.
         """
         method, remedy = config.get("quant_method"), "use the original model folder with --matmul fp8"
         if not isinstance(method, str) or method not in _METHODS:
@@ -167,11 +167,38 @@ class StoredFP8Format(WeightFormat):
             raise ValueError(f"{method}'s {key} {config.get(key)!r:.100} in config.json is not read: {remedy}")
         if (block := config.get("weight_block_size")) not in (None, [BLOCK, BLOCK]):
             raise ValueError(f"weight_block_size {block!r:.100} in config.json: expected [128, 128]: {remedy}")
-        skipped = names_in(config, "ignore") + names_in(config, "modules_to_not_convert")
-        if within := [name for name in skipped if re.search(r"layers\b.*_proj", name)]:
-            found = ", ".join(within[:3])
-            raise ValueError(f"config.json leaves {found} unquantized, which is not supported: {remedy}")
         return True
+
+    def skips(self, config: Mapping[str, Any]) -> list[str]:
+        """Return the modules that stay unquantized."""
+        return names_in(config, "ignore") + names_in(config, "modules_to_not_convert")
+
+    def config(self, *, scores: bool = False) -> dict[str, Any]:
+        """Return compressed-tensors' entries: scales of output channels, and of each token's activations."""
+        eight = {"num_bits": 8, "type": "float", "symmetric": True}
+        activations = eight | {"strategy": "token", "dynamic": True}
+        weights = eight | {"strategy": "channel", "dynamic": False}
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": ["score" if scores else "lm_head", r"re:.*mlp\.(gate|router)$"],
+        }
+
+    def specs(self, name: str, shape: Shape) -> Specs:
+        """Return codes and scales of a matrix."""
+        scale = f"{name.removesuffix('weight')}weight_scale"
+        return {
+            name: jax.ShapeDtypeStruct(shape, E4M3),
+            scale: jax.ShapeDtypeStruct((shape[0], 1), jnp.float32),
+        }
+
+    def tensors(self, name: str, weight: FP8Weight) -> dict[str, np.ndarray]:
+        """Return the values of `specs`."""
+        parts = np.asarray(weight.codes), np.asarray(weight.scales)[:, None]
+        return dict(zip(self.specs(name, weight.shape), parts, strict=True))
 
     def find(self, files: TensorReader, name: str, shape: Shape) -> Stored | None:
         """Return a matrix in e4m3.
@@ -179,7 +206,8 @@ class StoredFP8Format(WeightFormat):
         Raises:
             ValueError: scales that are missing, or not of tensor, channels or blocks.
         """
-        if name not in files.tensors or files.tensors[name].dtype != E4M3:
+        # NVFP4's scales are in e4m3, too.
+        if name not in files.tensors or files.tensors[name].dtype != E4M3 or name.endswith("_scale"):
             return None
         module, file = name.removesuffix("weight"), files.tensors[name].file
         if not name.endswith("_proj.weight"):

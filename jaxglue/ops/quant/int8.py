@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int8
 
-from jaxglue.ops.quant.bitsandbytes import names_bitsandbytes, read_typed, refused, shared_config
-from jaxglue.ops.quant.formats import Quantized, Shape, Specs, Stored, TensorReader, WeightFormat, register
+from jaxglue.ops.quant.bitsandbytes import BitsAndBytesFormat, names_bitsandbytes, read_typed, refused, shared_config
+from jaxglue.ops.quant.formats import Quantized, Shape, Specs, Stored, TensorReader, register
 
 LARGEST = 127
 """Code of a row's largest magnitude."""
@@ -61,7 +61,7 @@ def dequantize_int8(quantized: Int8Weight, dtype=jnp.bfloat16) -> Float[Array, "
     return (quantized.codes.astype(jnp.float32) * scales[:, None]).astype(dtype)
 
 
-class Int8Format(WeightFormat):
+class Int8Format(BitsAndBytesFormat):
     """int8 in memory and in bitsandbytes' folders."""
 
     name, label, flag, description = "int8", "int8", "--quantize int8", "in int8"

@@ -8,7 +8,7 @@ NAN = tl.constexpr(0x7FC00000)
 
 @triton.jit
 def _decode(codes):
-    """Decode e2m1 in the low four bits to float32; see `mxfp4._decode`."""
+    """Decode e2m1 in the low four bits to float32; see `mxfp4.decode_e2m1`."""
     exponent, mantissa = (codes >> 1) & 3, codes & 1
     magnitude = tl.where(exponent > 0, (exponent + 126) << 23 | mantissa << 22, mantissa * (126 << 23))
     return (magnitude | (codes >> 3) << 31).to(tl.float32, bitcast=True)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, UInt8
 
 from jaxglue.ops.quant.formats import Quantized, Shape, Specs, WeightFormat, register
@@ -81,7 +82,7 @@ def dequantize_mxfp4(quantized: MXFP4, dtype=jnp.bfloat16) -> Float[Array, "*B I
     quantized.check()
     halves = jnp.stack([quantized.blocks & 0xF, quantized.blocks >> 4], axis=-1)
     scale = _power_of_two(quantized.scales)[..., None, None]
-    return (_decode(halves) * scale).astype(dtype).reshape(quantized.shape)
+    return (decode_e2m1(halves) * scale).astype(dtype).reshape(quantized.shape)
 
 
 def quantize_mxfp4(values: Float[Array, "*B I"]) -> MXFP4:
@@ -94,12 +95,17 @@ def quantize_mxfp4(values: Float[Array, "*B I"]) -> MXFP4:
     exponents = jax.lax.bitcast_convert_type(magnitudes.max(axis=-1), jnp.int32) >> 23
     scales = jnp.maximum(exponents - 2, 0)
     scaled = jnp.ldexp(magnitudes, 127 - scales[..., None])
-    codes = sum((scaled > middle).astype(jnp.uint8) for middle in _MIDDLES)
-    codes = codes | jnp.where((x < 0) & (codes > 0), jnp.uint8(8), jnp.uint8(0))
+    codes = encode_e2m1(jnp.copysign(scaled, x))
     return MXFP4(blocks=codes[..., ::2] | codes[..., 1::2] << 4, scales=scales.astype(jnp.uint8))
 
 
-def _decode(codes: UInt8[Array, "*B"]) -> Float[Array, "*B"]:
+def encode_e2m1(values: Float[Array, "*B"]) -> UInt8[Array, "*B"]:
+    """Round float32 to the nearest e2m1, of two equally near to the smaller; zeros are positive."""
+    codes = sum((jnp.abs(values) > middle).astype(jnp.uint8) for middle in _MIDDLES)
+    return codes | jnp.where((values < 0) & (codes > 0), jnp.uint8(8), jnp.uint8(0))
+
+
+def decode_e2m1(codes: UInt8[Array, "*B"]) -> Float[Array, "*B"]:
     """Decode e2m1 (sign, two exponent bits, one mantissa bit) to float32 by arithmetic: a look-up would not fuse."""
     codes = codes.astype(jnp.int32)
     exponent, mantissa = (codes >> 1) & 3, codes & 1
@@ -163,6 +169,23 @@ class MXFP4Format(WeightFormat):
         if part == "blocks":
             return jax.random.bits(key, spec.shape, spec.dtype)
         return jnp.full(spec.shape, mxfp4_scale(std), spec.dtype)
+
+    def quantize(self, matrix: Float[Array, "*B I"]) -> MXFP4:
+        """Convert matrices."""
+        return quantize_mxfp4(matrix)
+
+    def config(self, *, scores: bool = False) -> dict[str, Any]:
+        """Return the entries of GPT-OSS's folders."""
+        others = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+        return {"quant_method": "mxfp4", "modules_to_not_convert": others}
+
+    def specs(self, name: str, shape: Shape) -> Specs:
+        """Return blocks and scales of matrices [E, out, in]."""
+        return {f"{name}_{part}": spec for part, spec in self.part_specs(shape).items()}
+
+    def tensors(self, name: str, weight: MXFP4) -> dict[str, np.ndarray]:
+        """Return the values of `specs`."""
+        return {f"{name}_{part}": np.asarray(getattr(weight, part)) for part in self.parts}
 
     def join(self, parts: Mapping[str, Any]) -> MXFP4:
         """Return matrices of blocks and scales."""

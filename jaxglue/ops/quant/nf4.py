@@ -16,9 +16,16 @@ import numpy as np
 from jaxtyping import Array, Float, UInt8
 
 from jaxglue.json_file import parse_object
-from jaxglue.ops.quant.bitsandbytes import REMEDY, names_bitsandbytes, read_typed, refused, shared_config
+from jaxglue.ops.quant.bitsandbytes import (
+    REMEDY,
+    BitsAndBytesFormat,
+    names_bitsandbytes,
+    read_typed,
+    refused,
+    shared_config,
+)
 from jaxglue.ops.quant.blocks import dynamic_code, nearest
-from jaxglue.ops.quant.formats import Quantized, Shape, Specs, Stored, TensorReader, WeightFormat, register
+from jaxglue.ops.quant.formats import Quantized, Shape, Specs, Stored, TensorReader, register
 
 BLOCK = 64
 """Consecutive values of a row that share a scale."""
@@ -132,7 +139,7 @@ def _decode(codes: UInt8[Array, "*B"]) -> Float[Array, "*B"]:
     return values[0]
 
 
-class NF4Format(WeightFormat):
+class NF4Format(BitsAndBytesFormat):
     """NF4 in memory and in bitsandbytes' folders."""
 
     name, label, flag, description = "nf4", "nf4", "--quantize nf4", "in nf4"

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from closeness import assert_close
 
@@ -85,3 +86,13 @@ def test_sums_with_the_stream_match_the_definition(projection):
     if projection.adapter is not None:
         expected += 0.5 * x @ projection.adapter.A.T @ projection.adapter.B.T
     assert_close([got], [expected if projection.bias is None else expected + projection.bias], 1e-5)
+
+
+def test_dropout_keeps_a_share_of_the_input_and_its_mean():
+    x = jnp.arange(1.0, 4001.0)
+    dropped = replace(DROPPING.adapter, dropout=0.25).drop(x, KEY)
+    kept = dropped != 0
+    assert jnp.abs(kept.mean() - 0.75) < 0.03
+    np.testing.assert_allclose(dropped[kept], x[kept] / 0.75, rtol=1e-6)
+    assert (replace(DROPPING.adapter, dropout=0.25, salt=1).drop(x, KEY) != dropped).any()
+    assert DROPPING.adapter.drop(x, None) is x

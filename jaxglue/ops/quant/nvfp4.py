@@ -1,0 +1,120 @@
+"""NVFP4: blocks of 16 four-bit floats with an e4m3 scale each, and a float32 scale of the matrix, as NVIDIA defines it.
+
+In compressed-tensors' folders (`nvfp4-pack-quantized`) a matrix is `weight_packed`, `weight_scale`, and
+`weight_global_scale`, which divides the others. Scales of activations are ignored: these are not quantized.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, UInt8
+
+from jaxglue.ops.quant.formats import Quantized, Shape, Stored, TensorReader, WeightFormat, names_in, register
+from jaxglue.ops.quant.fp8 import E4M3
+from jaxglue.ops.quant.mxfp4 import decode_e2m1, encode_e2m1
+
+BLOCK = 16
+"""Values that share a scale."""
+_REMEDY = "use the original model folder"
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class NVFP4(Quantized):
+    """A quantized matrix [out, in]. A pytree."""
+
+    codes: UInt8[Array, "out in/2"]
+    """Two e2m1 values in a byte, the first in the low half."""
+    scales: Float[Array, "out in/16"]
+    """float8_e4m3fn."""
+    divisors: Float[Array, " out"]
+    """Divisor of the row's scales, float32: the matrix's, or in a stack of matrices each one's."""
+    dtype: jnp.dtype = field(metadata={"static": True})
+    """Dtype of the original matrix."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return the shape of the dequantized matrix."""
+        return self.codes.shape[0], 2 * self.codes.shape[1]
+
+    without_kernel: ClassVar[str | None] = "nvfp4 has no kernel"
+
+    def dequantize(self, dtype) -> Float[Array, "out in"]:
+        """Compute the values in `dtype`."""
+        return dequantize_nvfp4(self, dtype)
+
+
+@partial(jax.jit, static_argnames="dtype")
+def dequantize_nvfp4(quantized: NVFP4, dtype=jnp.bfloat16) -> Float[Array, "out in"]:
+    """Compute the values in `dtype`: e2m1 value times (scale over divisor) in float32, rounded once."""
+    halves = jnp.stack([quantized.codes & 0xF, quantized.codes >> 4], axis=-1)
+    scales = quantized.scales.astype(jnp.float32) / quantized.divisors[:, None]
+    values = decode_e2m1(halves).reshape(*scales.shape, BLOCK) * scales[..., None]
+    return values.astype(dtype).reshape(quantized.shape)
+
+
+class NVFP4Format(WeightFormat):
+    """Weights that a folder holds in NVFP4, dequantized for each product."""
+
+    name, label, flag, description = "nvfp4", "nvfp4", "NVFP4 in the model folder", "in nvfp4"
+    weight, few_values, row_wise, holds_experts = NVFP4, True, True, True
+
+    def check(self, widths: Mapping[str, int]) -> None:
+        """Raise ValueError for rows that blocks do not divide."""
+        for name, width in widths.items():
+            if width % BLOCK:
+                raise ValueError(f"NVFP4 needs multiples of {BLOCK}, got {name}={width}: {_REMEDY}")
+
+    def quantize(self, matrix: Float[Array, "out in"]) -> NVFP4:
+        """Convert a matrix: each block's largest magnitude to 6 times its scale, the largest scale to 448."""
+        out = matrix.shape[0]
+        blocks = matrix.astype(jnp.float32).reshape(out, -1, BLOCK)
+        absmax = jnp.abs(blocks).max(axis=-1)
+        divisor = 6 * 448 / jnp.maximum(absmax.max(), 2.0**-100)
+        scales = jnp.clip(absmax / 6 * divisor, 0, 448).astype(E4M3)
+        factors = scales.astype(jnp.float32) / divisor
+        codes = encode_e2m1(blocks / jnp.where(factors > 0, factors, 1)[..., None]).reshape(out, -1)
+        packed = codes[:, ::2] | codes[:, 1::2] << 4
+        return NVFP4(codes=packed, scales=scales, divisors=jnp.full(out, divisor), dtype=matrix.dtype)
+
+    def reads(self, config: Mapping[str, Any]) -> bool:
+        """Return whether it is compressed-tensors' with packed NVFP4."""
+        return config.get("quant_method") == "compressed-tensors" and config.get("format") == "nvfp4-pack-quantized"
+
+    def skips(self, config: Mapping[str, Any]) -> list[str]:
+        """Return the modules that stay unquantized."""
+        return names_in(config, "ignore")
+
+    def config(self, *, scores: bool = False) -> dict[str, Any]:
+        """Return the entries by which it is known."""
+        return {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+
+    def find(self, files: TensorReader, name: str, shape: Shape) -> Stored | None:
+        """Return a matrix that is packed."""
+        packed, scale, divisor = (f"{name}_{part}" for part in ("packed", "scale", "global_scale"))
+        if packed not in files.tensors or len(shape) != 2:
+            return None
+        if absent := [part for part in (scale, divisor) if part not in files.tensors]:
+            raise ValueError(f"{packed} in {files.tensors[packed].file} is in NVFP4: expected {absent[0]} beside")
+        out, columns = shape
+        shapes = {packed: (out, columns // 2), scale: (out, columns // BLOCK), divisor: (1,)}
+        if (static := f"{name.removesuffix('weight')}input_global_scale") in files.tensors:
+            shapes[static] = files.tensors[static].shape
+        return Stored(shapes, lambda files: _read(files, packed, scale, divisor))
+
+
+def _read(files: TensorReader, packed: str, scale: str, divisor: str) -> NVFP4:
+    for name, dtype in ((packed, np.dtype(np.uint8)), (scale, E4M3)):
+        if (found := files.tensors[name].dtype) != dtype:
+            raise ValueError(f"{name} in {files.tensors[name].file} is {found}, expected {np.dtype(dtype)}: {_REMEDY}")
+    codes = files.read(packed)
+    divisors = np.broadcast_to(files.read(divisor).astype(np.float32), (len(codes),)).copy()
+    return NVFP4(codes=codes, scales=files.read(scale), divisors=divisors, dtype=jnp.dtype(jnp.bfloat16))  # type: ignore[arg-type]
+
+
+register(NVFP4Format())

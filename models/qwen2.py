@@ -1,0 +1,17 @@
+"""Qwen2, Qwen2.5: biases of queries, keys and values, optional sliding windows."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxglue.models.config import DecoderConfig, decoder_fields, later_windows
+from jaxglue.models.family import Family, register
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Read a `Qwen2ForCausalLM` config.json."""
+    fields = decoder_fields(raw, max_position_embeddings=32768)
+    fields |= {"attention_bias": True, "attention_output_bias": False, "mlp_bias": False}  # not in config.json
+    return DecoderConfig(**fields, layer_windows=later_windows(raw, 4096))
+
+
+register(Family(model_type="qwen2", config_from_hf=config_from_hf))

@@ -1,0 +1,102 @@
+"""Fields of config.json that are absent, null or contradict each other, as transformers reads them."""
+
+import pytest
+
+from jaxglue.models import config_from_hf
+
+RAW = {
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "expected"),
+    [
+        ("qwen2", {"sliding_window": 8}, {"layer_windows": (None,) * 6, "attention_bias": True}),
+        ("qwen2", {"attention_bias": False, "mlp_bias": True}, {"attention_bias": True, "mlp_bias": False}),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "max_window_layers": 4},
+            {"layer_windows": (*(None,) * 4, 4096, 4096), "attention_output_bias": False},
+        ),
+        ("mistral", {}, {"layer_windows": (4096,) * 6, "num_key_value_heads": 8, "rms_norm_eps": 1e-6}),
+        ("mistral", {"num_key_value_heads": None}, {"num_key_value_heads": 8, "head_dim": 2}),
+        ("mistral", {"sliding_window": None, "layer_types": ["sliding_attention"]}, {"layer_windows": (None,) * 6}),
+        ("granite", {}, {"attention_scale": 1.0, "logit_divisor": 1.0, "num_key_value_heads": 8}),
+        ("granite", {"attention_multiplier": None, "logits_scaling": 8}, {"attention_scale": 1.0, "logit_divisor": 8}),
+        ("olmo2", {}, {"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "num_key_value_heads": 8}),
+        ("olmo2", {"rms_norm_eps": None}, {"rms_norm_eps": 1e-5}),
+        ("olmo3", {}, {"layer_windows": (4096, 4096, 4096, None, 4096, 4096)}),
+        ("smollm3", {}, {"tie_word_embeddings": True, "num_key_value_heads": 4, "layer_windows": (None,) * 6}),
+        (
+            "smollm3",
+            {"sliding_window": 8, "use_sliding_window": True},
+            {"layer_windows": (None, None, None, 8, None, None)},
+        ),
+        ("gemma2", {}, {"layer_windows": (4096, None) * 3, "attention_softcap": 50.0, "logit_softcap": 30.0}),
+        ("gemma2", {"hidden_act": "silu"}, {"activation": "gelu_tanh", "head_dim": 256, "attention_scale": 1 / 16}),
+        ("gemma2", {"attn_logit_softcapping": None}, {"attention_softcap": None, "embedding_multiplier": 4.0}),
+        ("gemma2", {"head_dim": 64, "query_pre_attn_scalar": 144}, {"head_dim": 64, "attention_scale": 1 / 12}),
+        (
+            "gemma3_text",
+            {"attn_logit_softcapping": 50.0, "sliding_window": 8},
+            {"attention_softcap": None, "logit_softcap": None, "layer_windows": (*(8,) * 5, None)},
+        ),
+        ("gemma3_text", {"sliding_window_pattern": 2}, {"layer_windows": (4096, None) * 3}),
+    ],
+)
+def test_defaults_are_those_of_transformers(model_type, fields, expected):
+    config = config_from_hf({**RAW, "model_type": model_type, **fields})
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "thetas", "full_type"),
+    [
+        ("olmo3", {}, (500_000.0, 500_000.0), "default"),
+        ("olmo3", {"rope_theta": 7.0, "rope_scaling": YARN}, (500_000.0, 7.0), "yarn"),
+        ("olmo3", {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, (500_000.0, 500_000.0), "default"),
+        ("gemma3_text", {}, (10_000.0, 1_000_000.0), "default"),
+        ("gemma3_text", {"rope_theta": 7.0, "rope_local_base_freq": 3.0, "rope_scaling": YARN}, (3.0, 7.0), "yarn"),
+        (
+            "gemma3_text",
+            {"rope_theta": 7.0, "rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": 3.0}}},
+            (3.0, 7.0),
+            "yarn",
+        ),
+        ("smollm3", {}, (2_000_000.0, None), "default"),
+        ("smollm3", {"rope_theta": 7.0, "no_rope_layers": [0, 1, 0, 1, 1, 1]}, (None, 7.0), "default"),
+    ],
+)
+def test_layers_turn_by_their_type(model_type, fields, thetas, full_type):
+    config = config_from_hf({**RAW, "model_type": model_type, **fields})
+    found = [kind.rope and kind.rope.rope_theta for kind in config.layer_kinds]
+    full = 5 if model_type == "gemma3_text" else 3
+    assert (found[0], found[full]) == thetas
+    rope = config.layer_kinds[full].rope
+    assert rope is None or rope.rope_type == full_type
+    assert config.layer_kinds[0].rope is None or config.layer_kinds[0].rope.rope_type == "default"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "message"),
+    [
+        ("qwen2", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported for qwen2: only 'silu' is"),
+        ("gemma2", {"hidden_activation": "silu"}, "hidden_act 'silu' is not supported for gemma2"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention in config.json"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries for num_hidden_layers=6"),
+        ("granite", {"attention_multiplier": 0}, "attention_multiplier in config.json: expected"),
+        ("olmo3", {"layer_types": ["linear_attention"] * 6}, "layer_types linear_attention are not supported"),
+        ("gemma3_text", {"rope_parameters": {"full_attention": 3}}, "rope_parameters in config.json: expected an obj"),
+        ("olmo3", {"num_hidden_layers": None}, "config.json lacks num_hidden_layers"),
+        ("gemma2", {"hidden_size": None}, "config.json lacks hidden_size"),
+    ],
+)
+def test_what_is_not_supported_is_refused(model_type, fields, message):
+    with pytest.raises(ValueError, match=message):
+        config_from_hf({**RAW, "model_type": model_type, **fields})

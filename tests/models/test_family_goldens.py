@@ -1,0 +1,50 @@
+"""Families compared with transformers; their weights are drawn here as they were there (`goldens/drawn.py`)."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from jaxglue.hf.loading import load_model
+from jaxglue.models import abstract_model, config_from_hf
+from jaxglue.models.parameters import abstract_parameters, hf_name
+from tests.models.test_parity import PADDING, loss_and_gradients, packed_row
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+FAMILIES = sorted(path.stem for path in (GOLDENS / "families").glob("*.safetensors"))
+sys.path.append(str(GOLDENS))
+from drawn import drawn, probes  # noqa: E402
+
+
+def read_golden(name):
+    with safe_open(GOLDENS / "families" / f"{name}.safetensors", "numpy") as file:
+        return json.loads(file.metadata()["config"]), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+
+
+def write_folder(folder, raw):
+    shapes = abstract_parameters(abstract_model(config_from_hf(raw)))
+    (folder / "config.json").write_text(json.dumps(raw))
+    save_file({name: drawn(name, spec.shape) for name, spec in shapes.items()}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_loss_and_gradients_match_transformers(name, tmp_path):
+    raw, golden = read_golden(name)
+    model = load_model(write_folder(tmp_path, raw), dtype=jnp.float32)
+    (loss, logits), state = loss_and_gradients(model, *packed_row(golden), nnx.Param)
+    np.testing.assert_allclose(logits[0, :-PADDING], golden["logits"], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(loss, golden["loss"], rtol=1e-5)
+    gradients = {hf_name(".".join(map(str, path))): np.asarray(g[...]) for path, g in nnx.to_flat_state(state)}
+    assert gradients.keys() == {key.removeprefix("norm.") for key in golden if key.startswith("norm.")}
+    for parameter, gradient in gradients.items():
+        norm = golden[f"norm.{parameter}"]
+        distance = np.linalg.norm(probes(parameter, gradient) - golden[f"probes.{parameter}"])
+        assert distance <= 1e-3 * norm, f"{parameter}: {distance / norm:.1e}"
+        np.testing.assert_allclose(np.linalg.norm(gradient), norm, rtol=1e-3, err_msg=parameter)
