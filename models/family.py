@@ -48,6 +48,8 @@ class Parts:
     """One projection `qkv_proj` gives queries, keys and values."""
     fused_gate_up: bool = False
     """One projection `gate_up_proj` gives gate and up of dense feed-forwards."""
+    gated_attention: bool = False
+    """The query projection has a gate for each of attention's outputs beside its query."""
     sinks: bool = False
     """Attention's softmax has a learned logit for each head."""
     experts: ExpertParts = ExpertParts()
