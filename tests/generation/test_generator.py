@@ -81,6 +81,13 @@ def test_parts_of_families_decode_beyond_a_page(tiny_model, model_type):
     assert tokens == likeliest_next(model, prompt + tokens)[60:-1]
 
 
+def test_texts_end_where_longrope_would_turn_them_otherwise(tiny_model):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    model = tiny_model("phi3", head_dim=8, original_max_position_embeddings=12, rope_scaling={"type": "su", **factors})
+    generator, trees = generator_of(model, lora=False)
+    assert len(PROMPT) + len(list(generator.stream(*trees, PROMPT, GREEDY))) == 12
+
+
 def test_stops_at_stop_tokens_and_at_both_limits(tiny_model):
     generator, trees = generator_of(tiny_model("llama", max_position_embeddings=12), lora=False)
     tokens = list(generator.stream(*trees, PROMPT, GREEDY))

@@ -22,6 +22,14 @@ HERE = Path(__file__).parent / "families"
 KINDS = ["sliding_attention", "full_attention"]
 SLIDING = {"sliding_window": 4, "layer_types": KINDS}
 FULL_YARN = {"full_attention": YARN_ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "short_factor": [1.0, 1.3],
+    "long_factor": [1.0, 3.0],
+}
+OTHER_TYPES = {"phi3_longrope": "phi3"}
+"""Types of goldens that are named otherwise."""
 MODELS = {
     "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "head_dim": 4},
     "mistral": {"sliding_window": 4},
@@ -40,13 +48,14 @@ MODELS = {
     "gemma3_text": {**SLIDING, "query_pre_attn_scalar": 12, "rope_parameters": FULL_YARN},
     "glm4": {"rope_theta": 100.0},
     "phi3": {"partial_rotary_factor": 0.75, "sliding_window": 4, "head_dim": 8},
+    "phi3_longrope": {"head_dim": 4, "original_max_position_embeddings": 6, "rope_parameters": LONGROPE},
     "ministral3": {"rope_parameters": {**YARN_ROPE, "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.3}},
 }
 
 
 def build(name: str, fields: dict) -> tuple[PreTrainedConfig, torch.nn.Module]:
     """Return a config and its model with drawn weights."""
-    config = AutoConfig.for_model(name, **SHAPE | {"pad_token_id": None} | fields)
+    config = AutoConfig.for_model(OTHER_TYPES.get(name, name), **SHAPE | {"pad_token_id": None} | fields)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
