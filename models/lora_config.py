@@ -88,6 +88,10 @@ class LoraConfig(Config):
         return self._scale(self.rank_of(path), self.alpha if found is None else found)
 
 
+_AT_END = r"(.*\.)?({})$"
+"""Pattern of a pattern at the end of a path, at a dot, as PEFT's."""
+
+
 def parse_patterns(field: str, entries: Iterable[str]) -> dict[str, float]:
     """Return the number of each pattern of `PATTERN=NUMBER` entries.
 
@@ -99,7 +103,7 @@ def parse_patterns(field: str, entries: Iterable[str]) -> dict[str, float]:
         pattern, _, number = entry.rpartition("=")
         try:
             patterns[pattern] = float(number)
-            re.compile(pattern)
+            re.compile(_AT_END.format(pattern))
         except (ValueError, re.error, RecursionError, OverflowError) as error:
             raise ValueError(f"{field}: expected PATTERN=NUMBER, got {entry!r:.100} ({error!s:.100})") from None
         if not pattern or not math.isfinite(patterns[pattern]):
@@ -110,4 +114,4 @@ def parse_patterns(field: str, entries: Iterable[str]) -> dict[str, float]:
 def match_pattern(patterns: Mapping[str, float], path: str) -> float | None:
     """Return the number of the first pattern that matches the end of a path, at a dot, as PEFT does; None if none."""
     with pattern_time_limit():
-        return next((number for pattern, number in patterns.items() if re.match(rf"(.*\.)?({pattern})$", path)), None)
+        return next((number for pattern, number in patterns.items() if re.match(_AT_END.format(pattern), path)), None)

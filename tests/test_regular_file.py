@@ -11,6 +11,7 @@ from jaxglue.hf.tensor_files import TensorFiles
 from jaxglue.json_file import read_json
 from jaxglue.recipe import read_tables
 from jaxglue.regular_file import open_regular, read_regular, read_regular_text
+from jaxglue.training.recovery import load_step
 from jaxglue.training.vocabulary import add_tokens
 
 READERS = {
@@ -19,6 +20,7 @@ READERS = {
     "recipe": read_tables,
     "template": read_template,
     "weights": lambda path: TensorFiles([path]),
+    "steps": load_step,
     "new tokens": lambda path: add_tokens(None, path),
 }
 

@@ -11,6 +11,8 @@ from itertools import groupby, permutations
 
 AUTO = "auto"
 """The fastest settings that fit in memory, as `Planner.choose` finds them."""
+_DEEPEST = 64
+"""Groups inside each other."""
 _MOST = 10_000
 """Above the layers of every model."""
 _COUNTED = re.compile(r"(\d+) ?x (.+)", re.DOTALL)
@@ -52,7 +54,7 @@ class PerLayer[Item]:
             return (self.parse(text),) * layers
         items = self._sequence(text)
         if len(items) != layers:
-            raise ValueError(f"{self.flag} {text!r} is for {len(items)} layers, the model has {layers}")
+            raise ValueError(f"{self.flag} {text!r:.200} is for {len(items)} layers, the model has {layers}")
         return items
 
     def check(self, text: str) -> None:
@@ -81,16 +83,18 @@ class PerLayer[Item]:
             return tuple(item for count, items in parts for _ in range(count) for item in items)
         if len({items for _, items in parts}) < len(parts) or any(len(items) > 1 for _, items in parts):
             raise ValueError(
-                f"{self.flag} {text!r} must spread one {self.item.lower()}'s layers among another's: "
+                f"{self.flag} {text!r:.200} must spread one {self.item.lower()}'s layers among another's: "
                 f"COUNT x {self.item} & COUNT x {self.item}"
             )
         return spread([(item, count) for count, (item,) in parts])
 
     def _counted(self, part: str, text: str) -> tuple[int, tuple[Item, ...]]:
         if (match := _COUNTED.fullmatch(part)) is None:
-            raise ValueError(f"{self.flag} {text!r}: {part!r} must be COUNT x {self.item}")
+            raise ValueError(f"{self.flag} {text!r:.200}: {part!r:.200} must be COUNT x {self.item}")
         count, rest = int(match[1][:9]), match[2].strip()
         grouped = rest.startswith("[") and rest.endswith("]")
+        if grouped and rest.count("[") > _DEEPEST:
+            raise ValueError(f"{self.flag} {text!r:.200}: groups nest more than {_DEEPEST} levels deep")
         return count, self._sequence(rest[1:-1]) if grouped else (self.parse(rest),)
 
     def _spread_text(self, items: Sequence[Item]) -> str | None:

@@ -139,7 +139,8 @@ def parse_policy(text: str) -> RematPolicy:
     for clause in clauses:
         verb, _, values = clause.partition(":")
         if verb.strip() not in names:
-            raise ValueError(f"remat {text!r}: {clause!r} must be save:NAME,…, offload:NAME,… or drop:{LAYER_INPUT}")
+            shown = f"{text!r:.200}: {clause!r:.200}"
+            raise ValueError(f"remat {shown} must be save:NAME,…, offload:NAME,… or drop:{LAYER_INPUT}")
         names[verb.strip()] |= {value.strip() for value in values.split(",") if value.strip()}
     saved, offloaded, dropped = (frozenset(names[verb]) for verb in ("save", "offload", "drop"))
     _check_values(saved, offloaded, dropped)
@@ -170,7 +171,7 @@ def _preset(name: str, text: str) -> RematPolicy:
     if name not in PRESETS:
         presets = ", ".join([*PRESETS, AUTO])
         raise ValueError(
-            f"remat policy {text!r} is unknown: use one of {presets}, or name values with save:… and offload:…"
+            f"remat policy {text!r:.200} is unknown: use one of {presets}, or name values with save:… and offload:…"
         )
     return PRESETS[name]
 

@@ -9,7 +9,8 @@ PLACES = (DEVICE, HOST, MAPPED)
 def _parse_place(text: str) -> str:
     if text not in PLACES:
         raise ValueError(
-            f"weights {text!r} is unknown: use {', '.join(PLACES)} or {AUTO}, or counts such as 20 x device & 12 x host"
+            f"weights {text!r:.200} is unknown: use {', '.join(PLACES)} or {AUTO}, or counts such as "
+            "20 x device & 12 x host"
         )
     return text
 

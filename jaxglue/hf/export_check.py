@@ -26,6 +26,7 @@ from jaxglue.models.vocabulary import output_matrix
 from jaxglue.ops.projection import project
 from jaxglue.ops.quant.formats import FORMATS, is_quantized
 from jaxglue.ops.segments import PackedSegments, pack_segments
+from jaxglue.regular_file import open_regular
 
 CHECK_FILE = "export_check.json"
 ROWS_FILE = "export_rows.npz"
@@ -114,7 +115,7 @@ def load_rows(path: Path) -> Rows | None:
     if not path.is_file():
         return None
     try:
-        with np.load(path, allow_pickle=False) as stored:
+        with open_regular(path) as source, np.load(source, allow_pickle=False) as stored:
             return _packed(stored["tokens"], stored["segment_ids"], str(stored["source"]))
     except Exception as error:  # zipfile raises errors of many types
         raise ValueError(f"{path} is damaged ({error}): delete it, and random tokens are compared") from None

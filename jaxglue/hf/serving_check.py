@@ -43,8 +43,8 @@ _TEXT = "Good day, 7."
 
 def check_serving(
     folder: Path, tokenizer: PreTrainedTokenizerBase, stops: Collection[int] | None = None, chats: Chats = PROBES
-) -> None:
-    """Open an exported folder again; it must render, tokenize and stop as the trained model.
+) -> PreTrainedTokenizerBase:
+    """Open an exported folder again; it must render, tokenize and stop as the trained model. Return its tokenizer.
 
     Where torch is installed, transformers opens it in a process of its own, too.
 
@@ -60,7 +60,8 @@ def check_serving(
     chats = json.loads(json.dumps(list(chats), default=str))
     expected = reading(tokenizer, chats)
     wanted = trained_stops(tokenizer) if stops is None else stops
-    found = [("the opened folder", reading(load_tokenizer(folder), chats), served_stops(folder))]
+    opened = load_tokenizer(folder)
+    found = [("the opened folder", reading(opened, chats), served_stops(folder))]
     if _has_torch():
         try:
             found.append(("transformers", *read_by_transformers(folder, chats)))
@@ -75,6 +76,7 @@ def check_serving(
         if missing := set(wanted) - listed:
             names = ", ".join(token_names(tokenizer, missing))
             raise ValueError(f"{folder}: {reader} does not stop at {names}; the export failed")
+    return opened
 
 
 def reading(tokenizer: PreTrainedTokenizerBase, chats: Chats) -> dict[str, Any]:

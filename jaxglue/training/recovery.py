@@ -22,6 +22,7 @@ from jaxglue.planner.gpus import GIB, RECORDED
 from jaxglue.planner.plan import DoesNotFit
 from jaxglue.planner.planner import Planner
 from jaxglue.planner.rates import device_gpu
+from jaxglue.regular_file import open_regular
 from jaxglue.training.array_checks import check_parameters, non_finite
 from jaxglue.training.checkpoint import Checkpoints
 from jaxglue.training.record import Diverged, memory_use
@@ -226,7 +227,7 @@ def save_step(path: Path, step: Step) -> None:
 def load_step(path: Path) -> Step:
     """Read a step written by `save_step`, for `TrainStep.dispatch`; raise ValueError for a damaged file."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with open_regular(path) as source, np.load(source, allow_pickle=False) as file:
             arrays: dict[str, Any] = dict(file)
         tokens, targets = map(int, arrays.pop("counts"))
         batches = tuple(_micro_batch(arrays, index) for index in range(len(arrays["tokens"])))

@@ -13,7 +13,6 @@ from jaxglue.console import Console
 from jaxglue.data.batch import Batch
 from jaxglue.data.progress import DataProgress
 from jaxglue.data.tokenize import first_row
-from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.distributed import Processes
 from jaxglue.hf.adapter import Adapter, fit_tied, load_adapter, save_adapter
 from jaxglue.hf.checkpoint import read_config
@@ -195,8 +194,8 @@ def check_texts(run: Run, folder: Path) -> None:
         check_serving(folder, run.tokenizer, stops)
         return
     chats = [*PROBES, {"messages": row.chat.messages, "tools": row.chat.tools}] if row.chat else PROBES
-    check_serving(folder, run.tokenizer, stops, chats)
-    if not np.array_equal(row.encode(load_tokenizer(folder)).tokens[: len(trained)], trained):
+    opened = check_serving(folder, run.tokenizer, stops, chats)
+    if not np.array_equal(row.encode(opened).tokens[: len(trained)], trained):
         raise ValueError(f"{folder}: {row.origin} has other tokens with the folder's tokenizer; the export failed")
 
 

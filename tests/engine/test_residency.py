@@ -41,6 +41,7 @@ def test_places_are_parsed_and_formatted(text, places):
         ("gpu", "weights 'gpu' is unknown: use device, host, mapped or auto, or counts such as"),
         ("2 x device & 3 x host", "weights '2 x device & 3 x host' is for 5 layers, the model has 4"),
         ("2 x device + host", "'host' must be COUNT x PLACE"),
+        ("1 x [" * 5000 + "1 x host" + "]" * 5000, "groups nest more than 64 levels deep"),
         ("99999999999 x host", "is for more than 10,000 layers"),
         ("9999 x [9999 x [9999 x host]]", "is for more than 10,000 layers"),
         ("1" * 5000 + " x host", "is for more than 10,000 layers"),

@@ -145,14 +145,12 @@ def _activation_constants(F: int, groups: GroupMetadata, activation: Activation)
     }
 
 
-def _descriptor(x, block: tuple[int, ...]) -> TensorDescriptor:
-    return TensorDescriptor.from_array(x, block)
-
-
 def _rows(rows: Rows, block_s: int, block_k: int, descriptors: bool):
     """Return the source of a kernel's tiles of rows: a descriptor, or the array where rows are gathered."""
-    return _descriptor(rows.array, (block_s, block_k)) if descriptors and rows.tokens is None else rows.array
+    if not descriptors or rows.tokens is not None:
+        return rows.array
+    return TensorDescriptor.from_array(rows.array, (block_s, block_k))
 
 
 def _matrices(x, block_k: int, block_n: int, transposed: bool) -> TensorDescriptor:
-    return _descriptor(x, (1, block_n, block_k) if transposed else (1, block_k, block_n))
+    return TensorDescriptor.from_array(x, (1, block_n, block_k) if transposed else (1, block_k, block_n))
