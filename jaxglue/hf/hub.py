@@ -133,7 +133,8 @@ def _explain(error: Exception, name: str, revision: str | None) -> str:
     if is_any(errors.GatedRepoError):
         return f"{name} is gated: accept its terms on its page of the hub, then log in with `hf auth login` or HF_TOKEN"
     if is_any(errors.RevisionNotFoundError):
-        return f"{name} has no revision {revision!r} on the hub: leave out --revision, or name a branch, tag or commit"
+        remedy = "leave out --revision, or name a branch, tag or commit"
+        return f"{name} has no revision {revision!r:.100} on the hub: {remedy}"
     if is_any(errors.RepositoryNotFoundError):
         return (
             f"{name} is neither a folder here nor a model on the hub: check its name; "

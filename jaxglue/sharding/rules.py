@@ -25,6 +25,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"(embed_tokens|lm_head)\.weight$",                            P("fsdp")),  # [V, D]
     (rf"\.(q|k|v|gate|up)_proj\.weight{_ARRAY}$",                   P(("tensor", "fsdp"))),  # [out, in]
     (rf"\.(o|down)_proj\.weight{_ARRAY}$",                          P("fsdp", "tensor")),
+    (rf"\.(in_proj_(qkv|z)|out_proj)\.weight{_ARRAY}$",             P("fsdp")),
     (r"\.(q|k|v|gate|up)_proj\.(bias|lora_B)$|\.sinks$",            P("tensor")),
     (r"\.(o|down)_proj\.lora_A$",                                   P(None, "tensor")),
     (r"",                                                           P()),
