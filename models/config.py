@@ -38,6 +38,43 @@ class MoeConfig:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeltaConfig:
+    """Shape of the layers with linear attention by the gated delta rule."""
+
+    num_key_heads: int
+    """Of queries and keys."""
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    """Tokens of the convolution before it."""
+    layers: tuple[bool, ...]
+    """Whether each layer has linear attention."""
+
+    def __post_init__(self) -> None:
+        if self.num_value_heads % self.num_key_heads:
+            raise ValueError(
+                f"linear_num_value_heads={self.num_value_heads} must be a multiple of "
+                f"linear_num_key_heads={self.num_key_heads}"
+            )
+
+    @property
+    def key_width(self) -> int:
+        """Return the width of all queries, or of all keys."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        """Return the width of all values."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Return the width of queries, keys and values."""
+        return 2 * self.key_width + self.value_width
+
+
 class LayerKind(NamedTuple):
     """Differences between the layers of one model; those of one kind share compiled programs."""
 
@@ -50,6 +87,8 @@ class LayerKind(NamedTuple):
     """Experts rather than a dense feed-forward."""
     unquantized: tuple[str, ...] = ()
     """Linear layers in the model's dtype, where the others are quantized."""
+    linear: bool = False
+    """Linear attention by the gated delta rule."""
 
     @property
     def rotary(self) -> Rotary | None:
@@ -101,6 +140,8 @@ class DecoderConfig:
     logit_divisor: float = field(default=1.0, repr=False)
     logit_softcap: float | None = field(default=None, repr=False)
     """Bound c of the logits, c·tanh(logit / c)."""
+    delta: DeltaConfig | None = field(default=None, repr=False)
+    """None without layers of linear attention."""
     scores: bool = False
     """Score every token in place of projecting it to the vocabulary, as reward models do."""
     fp8_head: bool = False
@@ -122,6 +163,7 @@ class DecoderConfig:
         assert not self.layer_ropes or len(self.layer_ropes) == self.num_hidden_layers
         assert not self.layer_unquantized or len(self.layer_unquantized) == self.num_hidden_layers
         assert self.moe is None or len(self.moe.sparse_layers) == self.num_hidden_layers
+        assert self.delta is None or len(self.delta.layers) == self.num_hidden_layers
         self._check_quantize()
 
     def _check_quantize(self) -> None:
@@ -171,7 +213,8 @@ class DecoderConfig:
         sparse = self.moe.sparse_layers if self.moe else (False,) * self.num_hidden_layers
         ropes = self.layer_ropes or (self.rope,) * self.num_hidden_layers
         unquantized = self.layer_unquantized or ((),) * self.num_hidden_layers
-        kinds = zip(self.layer_windows, ropes, sparse, unquantized, strict=True)
+        linear = self.delta.layers if self.delta else (False,) * self.num_hidden_layers
+        kinds = zip(self.layer_windows, ropes, sparse, unquantized, linear, strict=True)
         return tuple(LayerKind(self.head_dim, *kind) for kind in kinds)
 
     @cached_property
@@ -194,8 +237,9 @@ class DecoderConfig:
         windows = tuple(self.layer_windows[index] for index in indices)
         ropes = tuple(self.layer_ropes[index] for index in indices if self.layer_ropes)
         skips = tuple(self.layer_unquantized[index] for index in indices if self.layer_unquantized)
+        delta = self.delta and replace(self.delta, layers=tuple(self.delta.layers[index] for index in indices))
         layers: dict[str, Any] = {"layer_windows": windows, "layer_ropes": ropes, "layer_unquantized": skips}
-        return replace(self, num_hidden_layers=len(indices), moe=moe, **layers)
+        return replace(self, num_hidden_layers=len(indices), moe=moe, delta=delta, **layers)
 
     @property
     def expanded(self) -> "DecoderConfig":
@@ -250,6 +294,12 @@ class HfFields:
     sliding_window_pattern: _Size
     hidden_activation: str
     layer_types: tuple[str, ...]
+    full_attention_interval: _Size
+    linear_num_key_heads: _Size
+    linear_num_value_heads: _Size
+    linear_key_head_dim: _Size
+    linear_value_head_dim: _Size
+    linear_conv_kernel_dim: _Size
     no_rope_layers: tuple[int, ...]
     mlp_only_layers: tuple[int, ...]
 
@@ -414,9 +464,10 @@ def decoder_fields(
 
 _LINEARS = (
     *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    *(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")),
     *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
 )
-"""Linear layers of a decoder layer."""
+"""Linear layers of decoder layers."""
 
 
 def _layer_unquantized(raw: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:

@@ -4,10 +4,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from jaxglue.ops.attention import packed_attention, rotated_attention
+from jaxglue.ops.delta_rule import causal_convolution, gated_delta_rule
 from jaxglue.ops.moe import Routing
+from jaxglue.ops.names import ATTENTION_OUT
 from jaxglue.ops.norm_rope import HeadNorms, norm_and_rotate
 from jaxglue.ops.rope import RopeTables, Rotary
 from jaxglue.ops.segments import PackedSegments
@@ -63,6 +66,19 @@ class LayerContext(Protocol):
     ) -> Float[Array, "B T N H"]:
         """Compute causal attention of rotated queries over their visible keys."""
 
+    def convolve(self, x: Float[Array, "B T C"], weight: Float[Array, "C 1 W"]) -> Float[Array, "B T C"]:
+        """Apply a causal convolution and silu to each channel."""
+
+    def delta_rule(
+        self,
+        q: Float[Array, "B T K H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T N V"],
+        g: Float[Array, "B T N"],
+        beta: Float[Array, "B T N"],
+    ) -> Float[Array, "B T N V"]:
+        """Compute linear attention by the gated delta rule."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +115,16 @@ class PackedContext:
             return self.attention_out.reshape(q.shape)
         options: dict[str, Any] = {"window": window, "sinks": sinks, "softcap": softcap}
         return packed_attention(q, k, v, self.segments, **options, backend=self.backend)
+
+    def convolve(self, x, weight) -> Float[Array, "B T C"]:
+        """Apply a causal convolution and silu to each channel within each segment."""
+        return causal_convolution(x, weight, self.segments)
+
+    def delta_rule(self, q, k, v, g, beta) -> Float[Array, "B T N V"]:
+        """Compute linear attention by the gated delta rule within each segment."""
+        if self.attention_out is not None:
+            return self.attention_out.reshape(v.shape)
+        return checkpoint_name(gated_delta_rule(q, k, v, g, beta, self.segments), ATTENTION_OUT)
 
     def attend_rotated(self, rotation, z, *, window=None) -> Float[Array, "B T N H"]:
         """Compute `attend` of the heads of z, queries and keys once rotated."""

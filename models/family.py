@@ -44,6 +44,8 @@ class Parts:
     norm: NormStyle = LLAMA_NORM
     head_norms: Literal["none", "heads", "full"] = "none"
     """Norms of queries and keys: of each head, or of the full width before it is cut into heads."""
+    gated_attention: bool = False
+    """The query projection has a gate for each of attention's outputs beside its query."""
     sinks: bool = False
     """Attention's softmax has a learned logit for each head."""
     experts: ExpertParts = ExpertParts()

@@ -14,8 +14,9 @@ from jaxtyping import Array, Float
 
 from jaxglue.models.config import DecoderConfig, LayerKind
 from jaxglue.models.context import LayerContext
+from jaxglue.models.delta_net import DeltaNet
 from jaxglue.models.family import Parts
-from jaxglue.models.linear import Linear, project_together
+from jaxglue.models.linear import Linear, layer_linear, project_together
 from jaxglue.models.moe_layers import SparseMLP
 from jaxglue.models.residual import Branch, RMSNorm
 from jaxglue.ops import names
@@ -27,25 +28,23 @@ from jaxglue.ops.projection.fp8_adapters import FP8Rows
 from jaxglue.ops.residual_norm import GatedInput, Normed
 
 
-def _linear(config: DecoderConfig, kind: LayerKind, name: str, *sizes: int, **options: Any) -> Linear:
-    """Make a linear layer of a decoder layer in its storage; `name` is within the layer, `sizes` inputs and outputs."""
-    quantize = "none" if name in kind.unquantized else config.quantize
-    return Linear(*sizes, std=config.initializer_range, quantize=quantize, **options)
-
-
 def _copy_to(normed: Normed) -> Normed:
     return normed if isinstance(normed, FP8Rows) else copy_to(normed)
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions, optional q/k norms and sinks."""
+    """Grouped-query attention with rotary positions, optional q/k norms, sinks and gates of its output."""
+
+    value_names = (names.QUERY, names.KEY, names.VALUE)
+    """Of `project`'s values, for checkpoint policies."""
 
     def __init__(self, config: DecoderConfig, parts: Parts, kind: LayerKind, *, dtype, rngs: nnx.Rngs):
         D, H = config.hidden_size, kind.head_dim
         N, K = config.num_attention_heads, config.num_key_value_heads
-        linear = partial(_linear, config, kind, dtype=dtype, rngs=rngs)
+        linear = partial(layer_linear, config, kind, dtype=dtype, rngs=rngs)
         bias, output_bias = config.attention_bias, config.attention_output_bias
-        self.q_proj = linear("self_attn.q_proj", D, N * H, bias=bias)
+        self.gated = parts.gated_attention
+        self.q_proj = linear("self_attn.q_proj", D, N * H * (1 + self.gated), bias=bias)
         self.k_proj = linear("self_attn.k_proj", D, K * H, bias=bias)
         self.v_proj = linear("self_attn.v_proj", D, K * H, bias=bias)
         self.o_proj = linear("self_attn.o_proj", N * H, D, bias=bias if output_bias is None else output_bias)
@@ -61,25 +60,33 @@ class Attention(nnx.Module):
 
     def __call__(self, normed: Normed, context: LayerContext) -> Branch:
         """Project, rotate, attend and project back."""
-        return self.output(self.attend(*self.project(normed, context), context), context)
+        values, gate = self.project(normed, context)
+        return self.output(self.attend(values, context), gate, context)
 
-    def project(self, normed: Normed, context: LayerContext) -> tuple[Array, Array, Array]:
-        """Return rotated queries and keys, and values [B, T, heads, H]."""
+    def project(self, normed: Normed, context: LayerContext) -> tuple[tuple[Array, Array, Array], Array | None]:
+        """Return rotated queries and keys, and values [B, T, heads, H]; and the output's gate [B, T, N, H], if any."""
         projected = project_together(self.linears[:3], _copy_to(normed), context)
-        names_of = zip(projected, (names.QUERY, names.KEY, names.VALUE), strict=True)
+        names_of = zip(projected, self.value_names, strict=True)
         q, k, v = (checkpoint_name(y, name) for y, name in names_of)
         if self.q_norm is not None and self.k_norm is not None and self.norms_full_width:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = context.rotate(self._heads(q), self._heads(k), self.rotary, self.head_norms)
-        return q if self.query_factor == 1.0 else (q * self.query_factor).astype(q.dtype), k, self._heads(v)
+        q, k, v, gate = self._heads(q), self._heads(k), self._heads(v), None
+        if self.gated:  # each head's query, then its gate
+            q, gate = q[:, :, ::2], q[:, :, 1::2]
+        q, k = context.rotate(q, k, self.rotary, self.head_norms)
+        q = q if self.query_factor == 1.0 else (q * self.query_factor).astype(q.dtype)
+        return (q, k, v), gate
 
-    def attend(self, q: Array, k: Array, v: Array, context: LayerContext) -> Float[Array, "B T N H"]:
+    def attend(self, values: tuple[Array, ...], context: LayerContext) -> Float[Array, "B T N H"]:
         """Attend within the context."""
+        q, k, v = values
         sinks = None if self.sinks is None else self.sinks[...]
         return context.attend(q, k, v, window=self.window, sinks=sinks, softcap=self.softcap)
 
-    def output(self, attended: Float[Array, "B T N H"], context: LayerContext) -> Branch:
-        """Project attention's output back."""
+    def output(self, attended: Array, gate: Array | None, context: LayerContext) -> Branch:
+        """Project attention's output, times its gate's sigmoid, back."""
+        if gate is not None:
+            attended = attended.reshape(gate.shape) * jax.nn.sigmoid(gate)
         flat = attended.reshape(*attended.shape[:2], -1)
         return Branch(lambda x: self.o_proj.add_to(x, flat, context))
 
@@ -109,7 +116,7 @@ class GatedMLP(nnx.Module):
 
     def __init__(self, config: DecoderConfig, kind: LayerKind, *, dtype, rngs: nnx.Rngs):
         D, F = config.hidden_size, config.intermediate_size
-        linear = partial(_linear, config, kind, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
+        linear = partial(layer_linear, config, kind, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
         self.gate_proj = linear("mlp.gate_proj", D, F)
         self.up_proj = linear("mlp.up_proj", D, F)
         self.down_proj = linear("mlp.down_proj", F, D)
@@ -145,7 +152,11 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: DecoderConfig, parts: Parts, kind: LayerKind, *, dtype, rngs: nnx.Rngs):
         options: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
-        self.self_attn = Attention(config, parts, kind, **options)
+        if kind.linear:
+            self.linear_attn = DeltaNet(config, kind, **options)
+        else:
+            self.self_attn = Attention(config, parts, kind, **options)
+        self.linear = kind.linear
         self.mlp = SparseMLP(config, parts.experts, **options) if kind.sparse else GatedMLP(config, kind, **options)
         self.norms, self.norm_style, self.factor = parts.norms, parts.norm, config.residual_multiplier
         for name in filter(None, vars(parts.norms).values()):
@@ -153,18 +164,28 @@ class DecoderLayer(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
         """Apply the layer to the residual stream."""
-        x, normed = self._fork(x, self.norms.before_attention, self.self_attn, context)
-        x = x + self._branch(self.self_attn(normed, context), self.norms.after_attention)
+        x, normed = self._fork(x, self.norms.before_attention, self.mixer, context)
+        x = x + self._branch(self.mixer(normed, context), self.norms.after_attention)
         return self._add_mlp(x, context)
 
-    def before_attention(self, x: Float[Array, "B T D"], context: LayerContext) -> tuple[Array, Array, Array]:
-        """Return queries, keys and values [B, T, heads, H] of norm(x)."""
-        norm = self.norm(self.norms.before_attention)
-        return self.self_attn.project(x if norm is None else norm(x), context)
+    @property
+    def mixer(self) -> Attention | DeltaNet:
+        """Return the part in which tokens see others: attention, or linear attention."""
+        return self.linear_attn if self.linear else self.self_attn
 
-    def after_attention(self, x: Float[Array, "B T D"], attended: Array, context: LayerContext) -> Array:
-        """Return the layer's output from its input and the values that attention gives its heads."""
-        x = x + self._branch(self.self_attn.output(attended, context), self.norms.after_attention)
+    @property
+    def gates_attention(self) -> bool:
+        """Return whether the mixer's output has a gate."""
+        return self.linear or self.self_attn.gated
+
+    def before_attention(self, x: Float[Array, "B T D"], context: LayerContext) -> tuple[tuple[Array, ...], Any]:
+        """Return the mixer's values of norm(x), such as queries, keys and values, and its output's gate, if any."""
+        norm = self.norm(self.norms.before_attention)
+        return self.mixer.project(x if norm is None else norm(x), context)
+
+    def after_attention(self, x: Float[Array, "B T D"], attended: Array, gate: Any, context: LayerContext) -> Array:
+        """Return the layer's output from its input, the values that attention gives its heads, and their gate."""
+        x = x + self._branch(self.mixer.output(attended, gate, context), self.norms.after_attention)
         return self._add_mlp(x, context)
 
     def _add_mlp(self, x, context: LayerContext) -> Float[Array, "B T D"]:
@@ -176,7 +197,9 @@ class DecoderLayer(nnx.Module):
         """Return the norm of this name; None for none."""
         return None if name is None else getattr(self, name)
 
-    def _fork(self, x, name: str | None, reader: Attention | GatedMLP | SparseMLP, context) -> tuple[Array, Normed]:
+    def _fork(
+        self, x, name: str | None, reader: Attention | DeltaNet | GatedMLP | SparseMLP, context
+    ) -> tuple[Array, Normed]:
         """Return x, and norm(x) for this reader."""
         norm = self.norm(name)
         return (x, x) if norm is None else norm.fork(x, reader.inputs, context)

@@ -2,12 +2,14 @@
 
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxglue.models.config import DecoderConfig, LayerKind
 from jaxglue.models.context import LayerContext
 from jaxglue.models.file_param import on_device
 from jaxglue.ops.choices import Storage
@@ -92,6 +94,12 @@ class Linear(nnx.Module):
     def add_to(self, stream: Float[Array, "B T out"], x: Float[Array, "B T in"], context: LayerContext) -> Array:
         """Return the stream plus the projection of x, summed over the devices that split it."""
         return adapted_projection(x, [self.projection], context, stream=stream)[0]
+
+
+def layer_linear(config: DecoderConfig, kind: LayerKind, name: str, *sizes: int, **options: Any) -> Linear:
+    """Make a linear layer of a decoder layer in its storage; `name` is within the layer, `sizes` inputs and outputs."""
+    quantize = "none" if name in kind.unquantized else config.quantize
+    return Linear(*sizes, std=config.initializer_range, quantize=quantize, **options)
 
 
 def project_together(linears: Sequence[Linear], x: Normed, context: LayerContext) -> list[Array]:

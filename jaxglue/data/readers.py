@@ -18,7 +18,7 @@ from jaxglue.json_file import without_nulls
 
 SAVED_INFO = ("state.json", "dataset_dict.json", "dataset_info.json")
 """Files without rows in a folder saved with `datasets`."""
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{,95}(/[A-Za-z0-9][\w.-]{,95})?")
 _SHOWN = 300
 """Longest reason of `datasets`, in characters."""
 _ARROW_ROWS = 64
@@ -147,7 +147,7 @@ def _load_from_hub(source: Source) -> Any:
 
     name, _, subset = source.name.removeprefix(HUB_PREFIX).partition(":")
     if not _HUB_NAME.fullmatch(name):
-        raise ValueError(f"data: {source.name}: expected {HUB_PREFIX}owner/name or {HUB_PREFIX}owner/name:subset")
+        raise ValueError(f"data: {source.name:.200}: expected {HUB_PREFIX}owner/name or {HUB_PREFIX}owner/name:subset")
     try:
         with _torch_unnamed(), checked_answers():
             return datasets.load_dataset(name, *([subset] if subset else []), split=source.split)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.stages import Lowered, Traced
 
-from jaxglue.engine.equations import equations
+from jaxglue.ops.equations import equations
 from jaxglue.ops.kernel_cost import KERNEL
 
 STEP_OPTIONS = {

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from jaxglue.models.context import PackedContext, RouterLosses
 from jaxglue.models.family import NormNames
-from jaxglue.models.layers import DecoderLayer, GatedMLP
+from jaxglue.models.layers import Attention, DecoderLayer, GatedMLP
 from jaxglue.models.parameters import Params, merge_module
 from jaxglue.ops import names
 from jaxglue.ops.backend import BackendChoice, Capability, Operation, compute_capability, form
@@ -47,7 +47,7 @@ def explain_forms(
         layer, x, context = merge_module(graphdef, *arguments[:2]), *arguments[2:]
         context, capability = replace(context, dropout_key=jax.random.key(0)), compute_capability()
         found["layers"] = LAYER_FORM.choose(capability, layer, x, context)
-        found["projections"] = PROJECTION.choose(capability, layer.self_attn.inputs, context, False)
+        found["projections"] = PROJECTION.choose(capability, layer.mixer.inputs, context, False)
         if isinstance(layer.mlp, GatedMLP):
             found["feed-forward"] = GATED_MLP.choose(capability, layer.mlp.parts, context, layer.mlp.activation)
 
@@ -68,21 +68,25 @@ def _by_tiles(layer: DecoderLayer, x: Float[Array, "B T D"], context: PackedCont
     def before(context, x):
         return layer.before_attention(x, context)
 
-    def after(context, x, attended):
-        return layer.after_attention(x, attended, context)
+    def after(context, x, attended, gate=None):
+        return layer.after_attention(x, attended, gate, context)
 
-    if context.attention_out is not None:
-        return map_tiles(after, context, x, context.attention_out)
-    values = (names.QUERY, names.KEY, names.VALUE)
-    q, k, v = map(checkpoint_name, map_tiles(before, context, x), values)
-    attended = layer.self_attn.attend(q, k, v, context)
+    known = context.attention_out
+    if known is not None and not layer.gates_attention:
+        return map_tiles(after, context, x, known)
+    values, gate = map_tiles(before, context, x)
+    values = tuple(map(checkpoint_name, values, layer.mixer.value_names))
+    attended = layer.mixer.attend(values, context) if known is None else known
     # In the shape of q XLA would make the gradients' zeros for both loops at once, and hold them from the first on.
-    return map_tiles(after, context, x, attended.reshape(*x.shape[:2], -1))
+    return map_tiles(after, context, x, attended.reshape(*x.shape[:2], -1), *(() if gate is None else (gate,)))
 
 
 def _check_small(capability: Capability | None, layer: DecoderLayer, x: Array, context: PackedContext) -> None:
     """Raise NotImplementedError for a layer that `small_layer` does not compute."""
-    attention, mlp, rotary = layer.self_attn, layer.mlp, layer.self_attn.rotary
+    attention, mlp = layer.mixer, layer.mlp
+    if not isinstance(attention, Attention) or attention.gated:
+        raise NotImplementedError("attention is linear or gated")
+    rotary = attention.rotary
     if context.attention_out is not None:
         raise NotImplementedError("attention's output is known")
     if not isinstance(mlp, GatedMLP) or mlp.activation != "silu":

@@ -60,8 +60,13 @@ def plan_cache(
         free: bytes for cache and activations; by default the device's.
 
     Raises:
-        ValueError: too little memory for the longest sequence.
+        ValueError: linear attention, or too little memory for the longest sequence.
     """
+    if config.delta is not None:
+        raise ValueError(
+            f"jaxglue does not generate with linear attention yet, and {config.model_type} has it: export the model "
+            "(jaxglue export) and generate with transformers"
+        )
     needs = [pages_of(length) for length in lengths]
     page_bytes = PAGE * token_bytes(config, dtype)
     free = free_bytes() if free is None else free
@@ -196,6 +201,14 @@ class _Inference:
 
     def observe_routing(self, routing: Routing) -> None:
         """Ignore the routing: generation keeps no statistics."""
+
+    def convolve(self, x, weight) -> Array:
+        """Refuse linear attention, as `plan_cache` does."""
+        raise NotImplementedError("generation keeps no states of linear attention")
+
+    def delta_rule(self, q, k, v, g, beta) -> Array:
+        """Refuse linear attention, as `plan_cache` does."""
+        raise NotImplementedError("generation keeps no states of linear attention")
 
 
 class PrefillContext(_Inference):

@@ -135,7 +135,11 @@ def refuse_unsupported(path: Path, raw: Mapping[str, Any]) -> None:
         raise ValueError(f"{path} lacks {', '.join(missing)}")
     if type(raw["r"]) is not int or raw["r"] < 1:
         raise ValueError(f"{path}: r: expected int >= 1, got {raw['r']!r:.100}")
-    switched_on = {name: value for name, value in raw.items() if value and value != "none"}
+    # 0 is no absent value: as layers_to_transform it is the first layer.
+    off: tuple[Any, ...] = ("none", "", [], {})
+    switched_on = {
+        n: value for n, value in raw.items() if value is not None and value is not False and value not in off
+    }
     unsupported = [f"{name}={switched_on[name]!r:.100}" for name in sorted(set(switched_on) - _READ - _HARMLESS)]
     if (start := raw.get("init_lora_weights", True)) not in _NEUTRAL_STARTS:
         unsupported.append(f"init_lora_weights={start!r:.100}")
@@ -179,7 +183,7 @@ def config_from_peft(path: Path, raw: Mapping[str, Any], tensors: Iterable[str])
             raise ValueError(f"task_type {SEQUENCE_CLASSIFIER} needs {SCORE}, which {path.parent} does not hold")
         if missing := sorted(saved_modules(raw) - {*whole, *_scores(raw)}):
             raise ValueError(f"modules_to_save names {missing[0]}, which {path.parent} does not hold")
-        if raw.get("trainable_token_indices") and not (rows or whole):
+        if raw.get("trainable_token_indices") not in (None, [], {}) and not (rows or whole):
             raise ValueError(f"trainable_token_indices names rows, which {path.parent} does not hold")
         adapted = [name for name in tensors if is_adapter(name)]
         modules, named = {name.rpartition(".")[0] for name in adapted}, raw.get("target_modules")

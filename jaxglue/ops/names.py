@@ -9,22 +9,30 @@ ATTENTION_LSE = "attention_lse"
 ATTENTION_RESIDUAL = "attention_residual"
 GATE = "gate"
 UP = "up"
+DELTA_INPUT = "delta_input"
+DELTA_GATES = "delta_gates"
+OUTPUT_GATE = "output_gate"
 LOW_RANK = "lora_hidden"
 ROUTING = "routing"
 EXPERT_GATE_UP = "expert_gate_up"
 
 LAYER_VALUES = {
     LAYER_INPUT: "the layer's input, the residual stream [B, T, D]",
-    QUERY: "the query projection, before its norm and rotation [B, T, N·H]; in small layers keys and values beside it",
+    QUERY: "the query projection, before its norm and rotation [B, T, N·H], with gates twice as wide; in small layers"
+    " keys and values beside it",
     KEY: "the key projection, before its norm and rotation [B, T, K·H]",
     VALUE: "the value projection [B, T, K·H]",
-    ATTENTION_OUT: "attention's output, before its projection [B, T, N·H]",
+    ATTENTION_OUT: "attention's output, before its gate and its projection [B, T, N·H]; in linear attention the delta"
+    " rule's [B, T, N·V]",
     ATTENTION_LSE: "attention's log-sum-exp, float32, of the size of [B, N, T]; only in fused backends",
     ATTENTION_RESIDUAL: "the residual stream between attention and feed-forward [B, T, D]; in small layers"
     " its norm, too",
     GATE: "the gate projection of the feed-forward, without its adapter where SwiGLU adds it [B, T, F]; in small layers"
     " with it, and up's beside it",
     UP: "the up projection of the feed-forward, likewise [B, T, F]",
+    DELTA_INPUT: "in linear attention, queries, keys and values before their convolution",
+    DELTA_GATES: "in linear attention, the inputs of β and of the decays, each [B, T, N]",
+    OUTPUT_GATE: "in linear attention, the gate of its output [B, T, N·V]",
     LOW_RANK: "the adapters' inputs projected to their ranks, one for all adapters of an input [B, T, ΣR]",
     ROUTING: "the assignments of tokens to experts in the experts' order, int32 [B·T·X]",
     EXPERT_GATE_UP: "the gate and up projections of the experts, in the experts' order [B·T·X, 2F]",

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
-from jaxglue.engine.equations import branch, called, equations, live_program
+from jaxglue.ops.equations import branch, called, equations, live_program
 from jaxglue.ops.kernel_cost import KERNEL, KernelCost, KernelKind, stated_cost
 from jaxglue.planner import calibration as fitted
 from jaxglue.planner.gpus import Gpu, find_gpu
@@ -107,18 +107,18 @@ def transposed_seconds(size: int, gpu: Gpu) -> float:
     return 2 * size / (fitted.FP8_SHARE * gpu.copy)
 
 
-def kernel_seconds(cost: KernelCost, *, flops: int, moved: int, codes: bool, gpu: Gpu) -> float:
+def kernel_seconds(cost: KernelCost, *, flops: int, moved: int, reads_fp8: bool, gpu: Gpu) -> float:
     """Return the time of a Triton kernel.
 
     Args:
         cost: as its launch states it.
         flops: of its matmuls, for the rows that are planned.
         moved: bytes read and written, likewise.
-        codes: some are of FP8.
+        reads_fp8: some are of FP8 values.
         gpu: that runs it.
     """
     multiplied = flops / (gpu.matmul * (gpu.fp8_gain if cost.fp8 else 1))
-    share = fitted.FP8_SHARE if codes else fitted.KIND_SHARES.get(cost.kind, fitted.KERNEL_SHARE)
+    share = fitted.FP8_SHARE if reads_fp8 else fitted.KIND_SHARES.get(cost.kind, fitted.KERNEL_SHARE)
     copied = moved / (gpu.copy * share)
     if cost.kind in fitted.MOST_MOVED:
         copied = moved / min(gpu.copy, fitted.MOST_MOVED[cost.kind])
@@ -349,10 +349,10 @@ class _Trace:
 
         An array that it gets twice, for descriptors of two kinds, counts once.
         """
-        flops, codes = self._sizes(stated.flops), any(is_fp8(var.aval) for var in (*eqn.invars, *eqn.outvars))
+        flops, fp8 = self._sizes(stated.flops), any(is_fp8(var.aval) for var in (*eqn.invars, *eqn.outvars))
         whole = sum(value.bytes for value in {*inputs, *outputs})
         moved = whole if stated.bytes is None else self._sizes(stated.bytes)
-        return kernel_seconds(stated, flops=flops, moved=moved, codes=codes, gpu=self._gpu)
+        return kernel_seconds(stated, flops=flops, moved=moved, reads_fp8=fp8, gpu=self._gpu)
 
     def _accumulate(self, left: Value, right: Value) -> Value:
         """Add a matmul's result to an array already in memory."""

@@ -50,6 +50,9 @@ class Planner:
     def __init__(self, workload: Workload, gpu: Gpu, *, steps: int | None = None, **options: Any):
         self.predictor = Predictor(workload, gpu, **options)
         self.candidates = Candidates(self.predictor)
+        self.plan, self.memory = self.predictor.plan, self.predictor.memory
+        """Predict a setting."""
+        self.fits = self.candidates.fits
         self.steps, self._options = steps, {"steps": steps, **options}
         self._plans: dict[tuple[float, str], list[Plan]] = {}
         self._longest: dict[tuple[float, str], int | None] = {}
@@ -64,24 +67,6 @@ class Planner:
     def gpu(self) -> Gpu:
         """Return rates and memory of the GPU."""
         return self.predictor.gpu
-
-    def plan(
-        self,
-        policies: RematPolicy | Sequence[RematPolicy],
-        *,
-        weights: str | Sequence[str] = DEVICE,
-        layers_per_program: int | None = None,
-    ) -> Plan:
-        """Predict the cost of a setting; see `Predictor.plan`."""
-        return self.predictor.plan(policies, weights=weights, layers_per_program=layers_per_program)
-
-    def memory(self, policies: RematPolicy | Sequence[RematPolicy], *, weights: str | Sequence[str] = DEVICE) -> Memory:
-        """Predict the memory of a setting, in half the time of its plan."""
-        return self.predictor.memory(policies, weights=weights)
-
-    def fits(self, plan: Plan | Memory, host_memory: float) -> bool:
-        """Return whether the plan fits the host and leaves the margin free on the GPU."""
-        return self.candidates.fits(plan, host_memory)
 
     def plans(self, host_memory: float = math.inf, weights: str = AUTO) -> list[Plan]:
         """Return every setting considered, the fastest first.

@@ -14,7 +14,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from jaxglue.data.batch import Answers, Batch
 from jaxglue.engine.embed_head import EmbedHead
-from jaxglue.engine.equations import equations
 from jaxglue.engine.layer import LayerFunctions, layer_function
 from jaxglue.engine.policy import PRESETS, RematPolicy
 from jaxglue.engine.residuals import Layer, result_names
@@ -25,6 +24,7 @@ from jaxglue.models.parameters import Params
 from jaxglue.ops.attention.rotation import rotated_flash_attention
 from jaxglue.ops.attention.vjp import FlashSpec, flash_attention
 from jaxglue.ops.backend import Capability, tracing_for
+from jaxglue.ops.equations import equations
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind, stand_in
 from jaxglue.ops.names import ATTENTION_LSE, ATTENTION_OUT
 from jaxglue.ops.rope import RopeTables

@@ -98,6 +98,8 @@ class MeshShape:
         remedy = "use data or fsdp instead of tensor"
         if config.moe is not None:
             raise ValueError(f"--mesh {self}: tensor is for dense models, {config.model_type} has experts; use expert")
+        if config.delta is not None:
+            raise ValueError(f"--mesh {self}: tensor cannot split linear attention; {remedy}")
         if config.quantize != "none":
             raise ValueError(
                 f"--mesh {self}: tensor cannot split weights in {FORMATS[config.quantize].label}; {remedy}"

@@ -16,13 +16,16 @@ from jaxglue.ops.collectives import BATCH_AXES
 from jaxglue.sharding.mesh import put_on_mesh
 from jaxglue.sharding.specs import Axes, axes_tuple, make_spec, spec_axes, without_axis
 
+_ARRAY = r"(\.codes|\.values|\.scales|\.absmax)?"
+"""An array of a quantized matrix with a row for each of its rows."""
 RULES: tuple[tuple[str, P], ...] = (
     # parameter                                                     axes that split each of its dimensions
     (r"experts\.\w+_proj(_bias|\.lora_A|\.lora_B)$",                P("expert")),
     (r"experts\.\w+_proj(_[a-z]+)?$",                               P("expert", "fsdp")),  # [E, ·, ·], also parts
     (r"(embed_tokens|lm_head)\.weight$",                            P("fsdp")),  # [V, D]
-    (r"\.(q|k|v|gate|up)_proj\.weight(\.codes|\.scales|\.absmax)?$", P(("tensor", "fsdp"))),  # [out, in]
-    (r"\.(o|down)_proj\.weight(\.codes|\.scales|\.absmax)?$",       P("fsdp", "tensor")),
+    (rf"\.(q|k|v|gate|up)_proj\.weight{_ARRAY}$",                   P(("tensor", "fsdp"))),  # [out, in]
+    (rf"\.(o|down)_proj\.weight{_ARRAY}$",                          P("fsdp", "tensor")),
+    (rf"\.(in_proj_(qkv|z)|out_proj)\.weight{_ARRAY}$",             P("fsdp")),
     (r"\.(q|k|v|gate|up)_proj\.(bias|lora_B)$|\.sinks$",            P("tensor")),
     (r"\.(o|down)_proj\.lora_A$",                                   P(None, "tensor")),
     (r"",                                                           P()),

@@ -18,6 +18,14 @@ FAMILIES = {
         "layer_types": ("sliding_attention",) * 2,  # one type compiles once
         "intermediate_size": 32,
     },
+    "qwen3_5": {
+        "model_type": "qwen3_5_text",
+        "layer_types": ("linear_attention", "full_attention"),
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 6,
+    },
 }
 
 
@@ -35,6 +43,8 @@ def exact_matmuls():
         ("qwen3", "full", "full", 7),
         ("nf4", "lora", "offload:layer_input,query,key,value", 14),
         ("gpt_oss", "lora", "none", 4),
+        ("qwen3_5", "lora", "offload:layer_input,output_gate; save:delta_input", 4),
+        ("qwen3_5", "lora", "1 x offload:layer_input,attention_out + 1 x drop:layer_input; offload:attention_out", 7),
     ],
 )
 def test_tiles_change_no_gradient(split_parts, random_batch, family, kind, policy, tile):

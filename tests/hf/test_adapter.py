@@ -258,3 +258,10 @@ def test_a_moved_run_brings_its_base(tmp_path):
     (tmp_path / "run" / "base" / "config.json").unlink()
     with pytest.raises(ValueError, match="names /gone/run/base base, which is not a folder here"):
         find_base(tmp_path / "run" / "adapter")
+
+
+def test_zero_is_no_absent_option(tmp_path):
+    with pytest.raises(ValueError, match="not supported: layers_to_transform=0"):
+        adapter_config.refuse_unsupported(
+            tmp_path, {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "layers_to_transform": 0}
+        )

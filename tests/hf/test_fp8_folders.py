@@ -43,7 +43,7 @@ def store(name, matrix, how):
     module, (out, columns) = name.removesuffix("weight"), matrix.shape
     if how == "channel":
         weight = quantize_fp8(matrix)
-        return {name: weight.codes, f"{module}weight_scale": weight.scales[:, None].astype(jnp.bfloat16)}
+        return {name: weight.values, f"{module}weight_scale": weight.scales[:, None].astype(jnp.bfloat16)}
     blocks = (1, 1) if how == "tensor" else (-(-out // 128), -(-columns // 128))
     scales = 0.001 * (1 + np.arange(blocks[0] * blocks[1], dtype=np.float32).reshape(blocks))
     spread = np.repeat(np.repeat(scales, 128, 0), 128, 1)[:out, :columns] if how == "block" else scales
@@ -92,7 +92,7 @@ def test_folders_load_as_they_are(folders, how):
     assert len(found) == 2 * 7
     for name, weight in found.items():
         assert not is_multiplied_in_fp8(weight)
-        np.testing.assert_array_equal(np.asarray(weight.codes, np.float32), np.asarray(stored[name], np.float32))
+        np.testing.assert_array_equal(np.asarray(weight.values, np.float32), np.asarray(stored[name], np.float32))
         np.testing.assert_array_equal(dequantize_fp8(weight, jnp.float32), values(stored, name))
 
 
@@ -255,7 +255,7 @@ def test_a_written_folder_equals_rounding_while_loading(written, quantize):
     for name, weight in weights(load_model(plain, quantize="fp8")).items():
         chex.assert_trees_all_equal(stored[name], replace(weight, expand=quantize == "none"))
     scale = open_checkpoint(folder).tensors[SCALE]
-    assert (scale.shape, scale.dtype) == ((len(stored[MATRIX].codes), 1), np.float32)
+    assert (scale.shape, scale.dtype) == ((len(stored[MATRIX].values), 1), np.float32)
 
 
 def test_experts_are_written_in_fp8_one_by_one(tmp_path):

@@ -18,7 +18,7 @@ from jaxglue.ops.segments import pack_segments
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 DENSE = ["qwen3_tied", "qwen3_window_bias", "llama_tied_llama3", "llama_yarn", "llama_bias_no_groups"]
-MODELS = [*DENSE, "qwen3_moe", "qwen3_moe_mixed", "gpt_oss"]
+MODELS = [*DENSE, "qwen3_5", "qwen3_moe", "qwen3_moe_mixed", "gpt_oss"]
 PADDING = 3
 
 
@@ -109,7 +109,7 @@ def test_adapter_logits_loss_and_gradients_match_peft(base, adapter, golden):
     assert_parity(model, load_file(GOLDENS / golden), nnx.LoRAParam, config.rank)
 
 
-@pytest.mark.parametrize("name", ["qwen3_window_bias", "llama_tied_llama3", "qwen3_moe_mixed", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_window_bias", "llama_tied_llama3", "qwen3_moe_mixed", "gpt_oss"])
 def test_packed_row_equals_its_documents_one_by_one(name):
     model, golden = load_model(GOLDENS / name, dtype=jnp.float32), load_file(GOLDENS / name / "golden.safetensors")
     lengths = golden["lengths"].tolist()
@@ -122,7 +122,7 @@ def test_packed_row_equals_its_documents_one_by_one(name):
     np.testing.assert_allclose(packed, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("script", ["make_models", "make_moe"])
+@pytest.mark.parametrize("script", ["make_models", "make_moe", "make_qwen3_5"])
 def test_live_models_match_transformers(script, tmp_path, monkeypatch):
     pytest.importorskip("torch")
     monkeypatch.syspath_prepend(GOLDENS)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxglue.engine.equations import equations, live_program
 from jaxglue.ops.backend import HOPPER, tracing_for
+from jaxglue.ops.equations import equations, live_program
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind, stand_in, stated_cost
 from jaxglue.ops.moe import moe_mlp, route
 from jaxglue.planner.cost import AttentionCost, program_cost

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxglue.engine.equations import equations
 from jaxglue.engine.policy import PRESETS
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.ops.backend import HOPPER, has_jax_triton
+from jaxglue.ops.equations import equations
 from jaxglue.ops.kernel_cost import KERNEL, KernelCost, KernelKind, stand_in, stated_cost
 from jaxglue.planner.cost import program_cost
 from jaxglue.planner.gpus import Gpu, find_gpu

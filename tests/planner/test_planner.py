@@ -116,8 +116,8 @@ def test_host_memory_is_checked(planner):
 
 def test_recomputation_is_counted(planner):
     """`full` recomputes the forward pass's matmuls but the last one, which the backward pass does not need."""
-    from jaxglue.engine.equations import equations
     from jaxglue.engine.layer import LayerFunctions
+    from jaxglue.ops.equations import equations
     from jaxglue.planner.cost import dot_flops
 
     graphdefs, trainable, frozen = abstract_parts(planner.workload)

@@ -123,7 +123,7 @@ def test_fp8_weights_agree_with_one_device_and_are_gathered_as_stored(mesh_of, b
     _, _, _, frozen = parts("lora", jnp.float32, **changes)
     weight = {"self_attn": {"q_proj": frozen["layers"][0]["self_attn"]["q_proj"]}}
     gathered = Layout(mesh, jnp.bfloat16).gathered_shapes(weight)["self_attn"]["q_proj"]["weight"]
-    assert (gathered.codes.dtype, gathered.scales.dtype) == (jnp.float8_e4m3fn, jnp.float32)
+    assert (gathered.values.dtype, gathered.scales.dtype) == (jnp.float8_e4m3fn, jnp.float32)
 
 
 def test_embedding_gradient_of_a_frequent_token_sums_in_float32(mesh_of, random_batch):

@@ -133,6 +133,12 @@ VARIANTS = {
     ),
     "texts without template": ({"chat": None, "config": 0}, {}, 0, 0),
     "another eos token": ({"chat": None, "config": 0}, {"eos_token": "<|im_end|>"}, [0, 2], [0, 2]),
+    "an ordinary added token becomes eos": (
+        {"chat": None, "config": 0, "new": ["<turn>"]},
+        {"eos_token": "<turn>"},
+        [0, 346],
+        [0, 346],
+    ),
     "eos token of the template": ({"config": 0}, {"eos_token": "turn_end"}, [0, 2], [0, 2]),
     "further stop tokens": ({"config": 0}, {"stop_tokens": ("<|im_start|>",)}, [0, 1, 2], [0, 1, 2]),
 }

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import Jaxpr, Literal
 
 from jaxglue.hf.export_check import Parts, Rows, embed_rows
 from jaxglue.hf.gguf.layout import ARCHITECTURES
@@ -16,10 +16,10 @@ from jaxglue.hf.gguf.package import load_gguf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import packed_context
 from jaxglue.models.parameters import merge_module
+from jaxglue.ops.equations import called
 
 _INLINED = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"}
 """Primitives that only call a program."""
-_PROGRAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _ROUTERS = ("mlp.router", "mlp.gate")
 _FLOOR = 1e-6
 """Least importance in units of the mean: inputs that these rows leave at zero may occur in others."""
@@ -117,7 +117,7 @@ class _Recorder:
 
         for eqn in program.eqns:
             inputs, marks = [value(var) for var in eqn.invars], [label(var) for var in eqn.invars]
-            inner = _called(eqn) if eqn.primitive.name in _INLINED else None
+            inner = called(eqn) if eqn.primitive.name in _INLINED else None
             if inner is not None and len(inner.jaxpr.invars) == len(inputs):
                 results, marked = self.evaluate(inner.jaxpr, inner.consts, inputs, marks)
             else:
@@ -142,17 +142,6 @@ class _Recorder:
                 continue
             total = jnp.sum(jnp.where(self._mask[:, None], factor**2, 0), axis=0)
             self.squares |= dict.fromkeys(marks[own], total)
-
-
-def _called(eqn: Any) -> ClosedJaxpr | None:
-    """Return the program that an equation calls."""
-    for key in _PROGRAMS:
-        inner = eqn.params.get(key)
-        if isinstance(inner, ClosedJaxpr):
-            return inner
-        if isinstance(inner, Jaxpr):
-            return ClosedJaxpr(inner, ())
-    return None
 
 
 def _joined(inputs: Sequence[Any], marks: Sequence[Labels]) -> Labels:

@@ -18,14 +18,14 @@ from jaxglue.ops.quant.fp8 import quantize_rows
 class FP8Head(NamedTuple):
     """An output projection for both directions."""
 
-    codes: Float[Array, "V D"]
+    fp8_values: Float[Array, "V D"]
     transposed: Float[Array, "D V"]
     """cuBLAS multiplies along last axes only; this copy is made once, not in every chunk."""
     scales: Float[Array, " V"]
 
 
 def reference_scaled_cross_entropy(products, row_scales, column_scales, targets, weights):
-    """Return each token's weighted loss, and e4m3 codes and scales of its gradient times `column_scales`.
+    """Return each token's weighted loss, and e4m3 values and scales of its gradient times `column_scales`.
 
     The logits are float32 products [M, V] times the scales of rows [M, 1] and columns [V].
     """
@@ -47,8 +47,8 @@ def fp8_cross_entropy(
 
 
 def _quantize_head(weight: Float[Array, "V D"]) -> FP8Head:
-    codes, scales = encode(weight)
-    return FP8Head(codes, lax.optimization_barrier(codes.T), scales[:, 0])
+    fp8_values, scales = encode(weight)
+    return FP8Head(fp8_values, lax.optimization_barrier(fp8_values.T), scales[:, 0])
 
 
 def _scan_chunks(spec, x, weight, targets, loss_weights, *, x_needs_grad: bool) -> tuple[Array, Array | None]:
@@ -57,13 +57,13 @@ def _scan_chunks(spec, x, weight, targets, loss_weights, *, x_needs_grad: bool) 
 
     def step(loss, inputs):
         rows, target, token_weight = inputs
-        codes, scales = encode(rows)
-        products = dot(codes, head.codes, 1, jnp.float32)
+        fp8_values, scales = encode(rows)
+        products = dot(fp8_values, head.fp8_values, 1, jnp.float32)
         if not x_needs_grad:
             losses, _ = token_losses(products * scales * head.scales, target)
             return loss + jnp.sum(token_weight * losses), None
-        losses, dcodes, dscales = spec.cross_entropy(products, scales, head.scales, target, token_weight)
-        return loss + jnp.sum(losses), rescale(dot(dcodes, head.transposed, 1, x.dtype), dscales)
+        losses, fp8_gradient, dscales = spec.cross_entropy(products, scales, head.scales, target, token_weight)
+        return loss + jnp.sum(losses), rescale(dot(fp8_gradient, head.transposed, 1, x.dtype), dscales)
 
     loss, dx = lax.scan(step, jnp.float32(0), split_chunks(spec.chunk, x, targets, loss_weights))
     return loss, dx.reshape(-1, x.shape[1])[: len(x)] if x_needs_grad else None

@@ -157,12 +157,21 @@ def exponentials_loss_kernel(
 
 @triton.jit
 def scaled_cross_entropy_kernel(
-    products, row_scales, column_scales, targets, weights, losses, dcodes, dscales, V: tl.constexpr, BLOCK: tl.constexpr
+    products,
+    row_scales,
+    column_scales,
+    targets,
+    weights,
+    losses,
+    dlogits,
+    dscales,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Compute as `cross_entropy_kernel`, of logits without their scales of rows [M] and columns [V].
 
-    Write the gradient times the columns' scales as e4m3 dcodes [M, V], by its largest value in a row, dscales [M].
+    Write the gradient times the columns' scales as e4m3 dlogits [M, V], by its largest value in a row, dscales [M].
     """
     _cross_entropy(
-        products, row_scales, column_scales, targets, weights, losses, dcodes, dscales, V, BLOCK, True
+        products, row_scales, column_scales, targets, weights, losses, dlogits, dscales, V, BLOCK, True
     )  # fmt: skip

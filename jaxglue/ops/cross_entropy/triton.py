@@ -105,8 +105,8 @@ class TritonCrossEntropy(Launcher):
         per_row = jax.ShapeDtypeStruct((M,), jnp.float32)
         arrays = products, row_scales.reshape(M), column_scales, targets, weights
         out_type = per_row, jax.ShapeDtypeStruct((M, V), E4M3), per_row
-        losses, codes, scales = self._call(kernels.scaled_cross_entropy_kernel, arrays, out_type)
-        return losses, codes, scales[:, None]
+        losses, values, scales = self._call(kernels.scaled_cross_entropy_kernel, arrays, out_type)
+        return losses, values, scales[:, None]
 
     def _call(self, kernel, arrays, out_type, num_warps: int | None = None, moved: int | None = None):
         M, V = arrays[0].shape

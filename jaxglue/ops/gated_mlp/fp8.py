@@ -115,7 +115,7 @@ def _feed_forward(
 def _forward(backend: ScaledSwigluBackend, stream, rows: FP8Rows, weights: Weights, first, matrices: Matrices, last):
     gate, up, down = weights
     low_rank = checkpoint_name(rows.shrink(first), names.LOW_RANK)
-    (gated, factor), (raised, _) = (dot_to_e4m3(rows.fp8_values, weight.codes) for weight in (gate, up))
+    (gated, factor), (raised, _) = (dot_to_e4m3(rows.fp8_values, weight.values) for weight in (gate, up))
     products = ScaledProducts(
         gate=_named(gated, names.GATE),
         up=_named(raised, names.UP),
@@ -139,7 +139,7 @@ def _backward(backend: ScaledSwigluBackend, residuals, dout):
     products, rows, low_rank, down_low_rank, (gate, up, down), first, matrices, last = residuals
     fp8_cotangent, scales = encode(dout, down.scales)
     ddown_low_rank, (dlast,) = lora_expand_gradients(down_low_rank, (last,), (dout,))
-    dy = dot(fp8_cotangent, down.codes, 0, dout.dtype)
+    dy = dot(fp8_cotangent, down.values, 0, dout.dtype)
     dgate, dup, ddown, absmax = backend.scaled_backward(products, low_rank, matrices, dy, scales, ddown_low_rank)
     shared = row_scales(absmax)
     quantizers = [Quantizer(weight.scales, shared) for weight in (gate, up)]

@@ -5,7 +5,7 @@ Rows are quantized by row to e4m3 values; XLA calls cuBLAS for the products. Wei
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,19 +27,12 @@ def check_fp8(capability: Capability | None) -> None:
         raise ValueError(f"--matmul fp8: {reason}, the first with FP8 tensor cores: use --matmul bf16") from None
 
 
-class EncodeBackend(Protocol):
-    """A kernel that passes over the rows once."""
-
-    def encode(self, x, columns, scales) -> tuple[Array, Array]:
-        """See `encode`."""
-
-
 def _check(capability: Capability | None, dtype) -> None:
     check_triton(capability, dtype)
     check_capability(capability, FIRST_CAPABILITY)
 
 
-def _load(capability: Capability, dtype) -> EncodeBackend:
+def _load(capability: Capability, dtype) -> Any:
     from jaxglue.ops.projection.triton import TritonEncode
 
     return TritonEncode.of(capability)
@@ -95,7 +88,7 @@ def input_products(
     fp8_cotangents: Sequence[Float[Array, "*B out"]], weights: Sequence[FP8Weight], dtype
 ) -> Float[Array, "*B in"]:
     """Compute Σ dy·W from e4m3 values of dy·(W's scales), without their rows' shared scales: matmuls accumulate."""
-    total, *others = (dot(dy, weight.codes, 0, dtype) for dy, weight in zip(fp8_cotangents, weights, strict=True))
+    total, *others = (dot(dy, weight.values, 0, dtype) for dy, weight in zip(fp8_cotangents, weights, strict=True))
     for other in others:
         total = other + total
     return total
@@ -127,7 +120,7 @@ def project_fp8(
 @jax.custom_vjp
 def _project_frozen(x: Float[Array, "*B in"], weights: tuple[FP8Weight, ...]) -> tuple[Float[Array, "*B out"], ...]:
     fp8_values, scales = encode(x)
-    return tuple(rescale(dot(fp8_values, weight.codes, 1, x.dtype), scales, weight.scales) for weight in weights)
+    return tuple(rescale(dot(fp8_values, weight.values, 1, x.dtype), scales, weight.scales) for weight in weights)
 
 
 def _frozen_forward(x, weights):
@@ -164,7 +157,7 @@ def _project_trained(
 
 def _quantize(weight: Float[Array, "out in"]) -> FP8Weight:
     fp8_values, scales = encode(weight)
-    return FP8Weight(codes=fp8_values, scales=scales[:, 0], dtype=weight.dtype)
+    return FP8Weight(values=fp8_values, scales=scales[:, 0], dtype=weight.dtype)
 
 
 def _trained_forward(x, weights):

@@ -130,7 +130,7 @@ def _project(rows: FP8Rows, weights: tuple[FP8Weight, ...], down, ups: tuple[Arr
 
 def _forward(rows: FP8Rows, weights, down, ups):
     low_rank = checkpoint_name(rows.shrink(down), names.LOW_RANK)
-    products = (dot(rows.fp8_values, weight.codes, 1, low_rank.dtype) for weight in weights)
+    products = (dot(rows.fp8_values, weight.values, 1, low_rank.dtype) for weight in weights)
     outputs = tuple(
         lora_expand_onto(ScaledProduct(product, rows.scales, weight.scales), low_rank, up, first)
         for product, weight, up, first in zip(products, weights, ups, first_ranks(ups), strict=True)
@@ -194,7 +194,7 @@ def _add_backward(residuals, dout):
 
 def add_product(stream, fp8_values, scales, weight: FP8Weight, low_rank, up) -> Float[Array, "M out"]:
     """Compute stream + (fp8_values · scales)·Wᵀ + low_rank·upᵀ in one pass after the matmul."""
-    product = ScaledProduct(dot(fp8_values, weight.codes, 1, stream.dtype), scales, weight.scales)
+    product = ScaledProduct(dot(fp8_values, weight.values, 1, stream.dtype), scales, weight.scales)
     return lora_expand_onto(product, low_rank, up, addend=stream)
 
 

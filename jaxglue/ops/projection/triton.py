@@ -116,10 +116,10 @@ class TritonLora(Launcher):
 
 @dataclass(frozen=True, kw_only=True)
 class TritonEncode(Launcher):
-    """`EncodeBackend` by our own kernel."""
+    """`encode` by our own kernel."""
 
     def encode(self, x, columns, scales):
-        """See `EncodeBackend`."""
+        """See `jaxglue.ops.projection.fp8.encode`."""
         rows = x.reshape(-1, x.shape[-1])
         M, D = rows.shape
         block = triton.next_power_of_2(D)

@@ -43,7 +43,7 @@ _CACHE_SCALE = re.compile(r".*\.self_attn\.([kv]_proj\.(output|[kv])_scale|(q|k|
 class FP8Weight(Quantized):
     """A quantized matrix [out, in]. A pytree."""
 
-    codes: Float[Array, "out in"]
+    values: Float[Array, "out in"]
     """float8_e4m3fn; a row's largest magnitude is 448."""
     scales: Float[Array, " out"] | Float[Array, "out in/128"]
     """Factor of each row, or of each 128 columns of a row, float32."""
@@ -55,7 +55,7 @@ class FP8Weight(Quantized):
     @property
     def shape(self) -> tuple[int, int]:
         """Return the shape of the dequantized matrix."""
-        return self.codes.shape[0], self.codes.shape[1]
+        return self.values.shape[0], self.values.shape[1]
 
     without_kernel: ClassVar[str | None] = "weights of one byte have no kernel"
 
@@ -72,8 +72,8 @@ def is_multiplied_in_fp8(weight: object) -> bool:
 @jax.jit
 def quantize_fp8(matrix: Float[Array, "out in"]) -> FP8Weight:
     """Quantize a matrix row by row to the nearest e4m3 values."""
-    codes, scales = quantize_rows(matrix)
-    return FP8Weight(codes=codes, scales=scales[:, 0], dtype=matrix.dtype)
+    values, scales = quantize_rows(matrix)
+    return FP8Weight(values=values, scales=scales[:, 0], dtype=matrix.dtype)
 
 
 def quantize_rows(x: Float[Array, "*B n"]) -> tuple[Float[Array, "*B n"], Float[Array, "*B 1"]]:
@@ -99,11 +99,11 @@ def dequantize_fp8(quantized: FP8Weight, dtype=jnp.bfloat16) -> Float[Array, "ou
     """Compute the values in `dtype`: e4m3 value times scale in float32, rounded once."""
     columns, scales = quantized.shape[1], quantized.scales
     factors = scales[:, None] if scales.ndim == 1 else jnp.repeat(scales, BLOCK, axis=1)[:, :columns]
-    return (quantized.codes.astype(jnp.float32) * factors).astype(dtype)
+    return (quantized.values.astype(jnp.float32) * factors).astype(dtype)
 
 
 def multiplied_in_fp8(weight: FP8Weight) -> FP8Weight:
-    """Return the weight for FP8 products: its own codes, or rounded again where a row has several scales."""
+    """Return the weight for FP8 products: its own values, or rounded again where a row has several scales."""
     if weight.scales.ndim == 1:
         return replace(weight, expand=False)
     return replace(quantize_fp8(dequantize_fp8(weight, jnp.float32)), dtype=weight.dtype)
@@ -188,7 +188,7 @@ class StoredFP8Format(WeightFormat):
         }
 
     def specs(self, name: str, shape: Shape) -> Specs:
-        """Return codes and scales of a matrix."""
+        """Return values and scales of a matrix."""
         scale = f"{name.removesuffix('weight')}weight_scale"
         return {
             name: jax.ShapeDtypeStruct(shape, E4M3),
@@ -197,7 +197,7 @@ class StoredFP8Format(WeightFormat):
 
     def tensors(self, name: str, weight: FP8Weight) -> dict[str, np.ndarray]:
         """Return the values of `specs`."""
-        parts = np.asarray(weight.codes), np.asarray(weight.scales)[:, None]
+        parts = np.asarray(weight.values), np.asarray(weight.scales)[:, None]
         return dict(zip(self.specs(name, weight.shape), parts, strict=True))
 
     def find(self, files: TensorReader, name: str, shape: Shape) -> Stored | None:
@@ -256,13 +256,13 @@ def _scale_shapes(shape: Shape) -> list[Shape]:
 
 
 def _read(files: TensorReader, name: str, scale: str) -> FP8Weight:
-    codes, scales = files.read(name), files.read(scale).astype(np.float32)
-    out = len(codes)
+    values, scales = files.read(name), files.read(scale).astype(np.float32)
+    out = len(values)
     if scales.size == 1 or scales.shape in ((out,), (out, 1)):
         rows = np.broadcast_to(scales.reshape(-1), (out,)).copy()
     else:
         rows = np.repeat(scales, BLOCK, axis=0)[:out]
-    return FP8Weight(codes=codes, scales=rows, dtype=jnp.dtype(jnp.bfloat16), expand=True)  # type: ignore[arg-type]
+    return FP8Weight(values=values, scales=rows, dtype=jnp.dtype(jnp.bfloat16), expand=True)  # type: ignore[arg-type]
 
 
 for _made in (FP8Format(), StoredFP8Format(), TrainedFP8Format()):

@@ -16,7 +16,13 @@ from jaxglue.ops.quant.fp8 import E4M3
 from jaxglue.ops.quant.kernels import mxfp4_kernel, mxfp4_transposed_kernel, nf4_kernel
 from jaxglue.ops.quant.mxfp4 import LIFT, MXFP4
 from jaxglue.ops.quant.nf4 import GROUP, NF4, VALUES
-from jaxglue.ops.quant.tiles import MXFP4_BLOCKS, MXFP4_TRANSPOSED_TILE, NF4_BLOCKS
+
+MXFP4_BLOCKS = 128
+"""Blocks of 32 values in a program of 128 threads: each reads 16 bytes and writes 64."""
+NF4_BLOCKS = 64
+"""Blocks of 64 values likewise."""
+MXFP4_TRANSPOSED_TILE = (64, 16)
+"""Rows, and words of eight codes, in a program that writes FP8 transposed."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,7 +76,7 @@ def test_outliers_do_not_drown_other_channels():
 def test_weights_take_a_byte_and_come_back():
     matrix = jax.random.normal(jax.random.key(0), (32, 256)).at[5].set(0).at[6].multiply(1e-4)
     weight = quantize_fp8(matrix.astype(jnp.bfloat16))
-    assert (weight.codes.nbytes, weight.scales.nbytes) == (matrix.size, 4 * 32)
+    assert (weight.values.nbytes, weight.scales.nbytes) == (matrix.size, 4 * 32)
     error = jnp.abs(dequantize_fp8(weight, jnp.float32) - matrix).max(axis=1)
     assert np.all(error <= jnp.abs(matrix).max(axis=1) / 16)
 
@@ -115,7 +115,7 @@ def test_products_compile_to_fp8_matmuls(gpu_target, capability):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     weight = FP8Weight(
-        codes=shaped(512, 256, dtype=jnp.float8_e4m3fn), scales=shaped(512, dtype=jnp.float32), dtype=jnp.bfloat16
+        values=shaped(512, 256, dtype=jnp.float8_e4m3fn), scales=shaped(512, dtype=jnp.float32), dtype=jnp.bfloat16
     )
     x, dy = shaped(1024, 256), shaped(1024, 512)
     forward = jit_step(lambda x, weight: project_fp8(x, [weight]))

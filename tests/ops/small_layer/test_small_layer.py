@@ -10,7 +10,6 @@ from closeness import assert_close
 from flax import nnx
 
 from jaxglue.engine.compiler import STEP_OPTIONS
-from jaxglue.engine.equations import equations
 from jaxglue.engine.layer_forms import run_layer
 from jaxglue.engine.policy import parse_policy
 from jaxglue.models import build_model, config_from_hf
@@ -20,6 +19,7 @@ from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.ops.attention import ATTENTION
 from jaxglue.ops.backend import tracing_for
+from jaxglue.ops.equations import equations
 from jaxglue.ops.projection import Adapter, Projection
 from jaxglue.ops.quant.fp8 import quantize_fp8
 from jaxglue.ops.segments import pack_segments
@@ -64,9 +64,9 @@ def output_and_gradients(layer, arguments):
 
 @pytest.fixture(scope="module")
 def kernels(interpreted):
-    from jaxglue.ops.small_layer.triton import RowTiles, TritonSmallLayer
+    from jaxglue.ops.small_layer.triton import LayerTiles, TritonSmallLayer
 
-    tiles = RowTiles(block_m=16, block_n=32, length=32, num_warps=1, num_stages=1)
+    tiles = LayerTiles(block_m=16, block_n=32, length=32, num_warps=1, num_stages=1)
     names = "extend", "add_norm", "middle", "entered", "swiglu", "swiglu_gradient", "ranks", "gradient", "weight"
     return interpreted(TritonSmallLayer)(compute_capability=90, **{f"{name}_tiles": tiles for name in names})
 

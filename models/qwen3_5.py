@@ -1,0 +1,49 @@
+"""Qwen3.5 (dense, text): three layers of linear attention for each layer of gated attention."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxglue.models.config import DecoderConfig, DeltaConfig, decoder_fields, layer_windows
+from jaxglue.models.family import Family, Parts, register
+from jaxglue.ops.norm_rope import NormStyle
+
+_SIZES = {
+    "num_key_heads": ("linear_num_key_heads", 16),
+    "num_value_heads": ("linear_num_value_heads", 32),
+    "key_dim": ("linear_key_head_dim", 128),
+    "value_dim": ("linear_value_head_dim", 128),
+    "conv_width": ("linear_conv_kernel_dim", 4),
+}
+"""Fields of config.json and their defaults, by those of `DeltaConfig`."""
+_LINEAR, _FULL = "linear_attention", "full_attention"
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Read a `Qwen3_5ForCausalLM` config.json."""
+    types = _layer_types(raw)
+    if unknown := sorted(set(types) - {_LINEAR, _FULL}):
+        raise ValueError(f"layer_types {', '.join(unknown)} are not supported: only {_LINEAR}, {_FULL} are")
+    kinds = [_FULL] * len(types)
+    sizes = {name: default if raw.get(field) is None else raw[field] for name, (field, default) in _SIZES.items()}
+    return DecoderConfig(
+        **decoder_fields({"head_dim": 256, **raw}, max_position_embeddings=32768, partial=0.25),
+        layer_windows=layer_windows({**raw, "layer_types": kinds}, kinds, None),
+        delta=DeltaConfig(**sizes, layers=tuple(name == _LINEAR for name in types)),
+    )
+
+
+def _layer_types(raw: Mapping[str, Any]) -> list[str]:
+    """Return each layer's type: by default the last of each `full_attention_interval` attends to all tokens."""
+    if raw.get("layer_types") is not None:
+        return list(raw["layer_types"])
+    interval = raw.get("full_attention_interval") or 4
+    return [_LINEAR if (index + 1) % interval else _FULL for index in range(raw["num_hidden_layers"])]
+
+
+register(
+    Family(
+        model_type="qwen3_5_text",
+        config_from_hf=config_from_hf,
+        parts=Parts(norm=NormStyle(offset=1.0, rounds_first=False), head_norms="heads", gated_attention=True),
+    )
+)

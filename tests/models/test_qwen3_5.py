@@ -1,0 +1,59 @@
+"""Settings of the family with linear attention; tests/models/test_parity.py compares its outputs."""
+
+import jax.numpy as jnp
+import pytest
+
+from jaxglue.generation.cache import plan_cache
+from jaxglue.models import abstract_model, config_from_hf
+from jaxglue.models.lora import linear_shapes
+from jaxglue.sharding.mesh import MeshShape
+
+
+@pytest.fixture
+def raw(tiny_config):
+    return {**tiny_config, "model_type": "qwen3_5_text", "num_hidden_layers": 8}
+
+
+def test_one_layer_of_four_attends_by_default(raw):
+    config = config_from_hf(raw)
+    assert config.delta.layers == (True, True, True, False) * 2
+    assert config.first_of_kind == (0, 0, 0, 3) * 2
+    assert config_from_hf({**raw, "full_attention_interval": 2}).delta.layers == (True, False) * 4
+    assert (config.delta.channels, config.rope.partial_rotary_factor) == (8192, 0.25)
+    del raw["head_dim"]
+    assert config_from_hf(raw).head_dim == 256
+
+
+def test_adapters_have_the_names_of_peft(raw):
+    shapes = linear_shapes(abstract_model(config_from_hf(raw)))
+    linear = {name.rpartition(".")[2]: shape for name, shape in shapes.items() if ".layers.0.linear_attn." in name}
+    assert linear == {
+        "in_proj_qkv": (8192, 32),
+        "in_proj_z": (4096, 32),
+        "in_proj_b": (32, 32),
+        "in_proj_a": (32, 32),
+        "out_proj": (32, 4096),
+    }
+    assert shapes["model.layers.3.self_attn.q_proj"] == (2 * 4 * 16, 32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_types": ["sliding_attention"] * 8}, "layer_types sliding_attention are not supported"),
+        ({"layer_types": ["linear_attention"]}, "layer_types has 1 entries"),
+        ({"linear_num_value_heads": 24}, "linear_num_value_heads=24 must be a multiple of linear_num_key_heads=16"),
+        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim in config.json"),
+    ],
+)
+def test_wrong_settings_are_named(raw, change, message):
+    with pytest.raises(ValueError, match=message):
+        config_from_hf({**raw, **change})
+
+
+def test_generation_and_tensor_meshes_are_refused(raw):
+    config = config_from_hf(raw)
+    with pytest.raises(ValueError, match="does not generate with linear attention yet, and qwen3_5_text has it"):
+        plan_cache([8], config, jnp.float32)
+    with pytest.raises(ValueError, match="tensor cannot split linear attention"):
+        MeshShape(tensor=2).check(config, batch_size=1, devices=2)
