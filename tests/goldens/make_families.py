@@ -49,7 +49,9 @@ MODELS = {
     "glm4": {"rope_theta": 100.0},
     "phi3": {"partial_rotary_factor": 0.75, "sliding_window": 4, "head_dim": 8},
     "phi3_longrope": {"head_dim": 4, "original_max_position_embeddings": 6, "rope_parameters": LONGROPE},
-    "ministral3": {"rope_parameters": {**YARN_ROPE, "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.3}},
+    "ministral3": {
+        "rope_parameters": {**YARN_ROPE, "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.3}
+    },
 }
 
 

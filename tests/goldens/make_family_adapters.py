@@ -24,7 +24,7 @@ HERE = Path(__file__).parent / "family_adapters"
 
 def make(name: str) -> None:
     """Write one family's adapter and golden."""
-    config, model = build(name, MODELS[name])
+    _, model = build(name, MODELS[name])
     model = get_peft_model(model, LoraConfig(r=2, lora_alpha=3, target_modules="all-linear")).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
