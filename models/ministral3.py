@@ -25,7 +25,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     Raises:
         ValueError: a field missing or not supported, such as rope parameters without `llama_4_scaling_beta`.
     """
-    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or _ROPE
+    rope: Mapping[str, Any] = raw.get("rope_scaling") or raw.get("rope_parameters") or _ROPE
     given = {"head_dim": 128, "num_key_value_heads": 8, **raw, "rope_scaling": None, "rope_parameters": rope}
     fields = decoder_fields(given, max_position_embeddings=262_144, eps=1e-5)
     beta, length = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")

@@ -316,6 +316,7 @@ def rope_tables(
     found, attention_factor = inverse_frequencies(config, head_dim)
     frequencies = jnp.asarray(found, jnp.float32)
     if config.rope_type == "longrope" and lengths is not None:
+        assert config.original_max_position_embeddings
         long = jnp.asarray(inverse_frequencies(config, head_dim, long=True)[0], jnp.float32)
         frequencies = jnp.where((lengths > config.original_max_position_embeddings)[..., None], long, frequencies)
     angles = positions[..., None].astype(jnp.float32) * frequencies
