@@ -464,9 +464,10 @@ def decoder_fields(
 
 _LINEARS = (
     *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    *(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")),
     *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
 )
-"""Linear layers of a decoder layer."""
+"""Linear layers of decoder layers."""
 
 
 def _layer_unquantized(raw: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
