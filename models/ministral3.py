@@ -28,7 +28,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     rope: Mapping[str, Any] = raw.get("rope_scaling") or raw.get("rope_parameters") or _ROPE
     given = {"head_dim": 128, "num_key_value_heads": 8, **raw, "rope_scaling": None, "rope_parameters": rope}
     fields = decoder_fields(given, max_position_embeddings=262_144, eps=1e-5)
-    beta, length = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
+    beta: Any = rope.get("llama_4_scaling_beta")
+    length: Any = rope.get("original_max_position_embeddings")
     if type(beta) not in (int, float) or type(length) is not int or length < 1:
         raise ValueError(
             "ministral3 needs numbers llama_4_scaling_beta and original_max_position_embeddings in config.json's "
