@@ -133,7 +133,7 @@ def test_rotary_embeddings_are_read(model_type, fields, expected):
         ("gemma3", {"text_config": {"model_type": "gemma3_text"}}, "its text model, gemma3_text, is; give a folder"),
         ("gemma3", {"text_config": {}}, "its text model, gemma3_text, is; give a folder"),
         ("mistral3", {"text_config": {"model_type": "ministral3"}}, "its text model, ministral3, is; give a folder"),
-        ("gemma3", {"text_config": 3}, "model_type 'gemma3' is not supported: known are .*; the nearest is gemma3_tex"),
+        ("gemma3", {"text_config": 3}, "model_type 'gemma3' is not supported: known are .*; the nearest is gemma"),
         ("olmo3", {"num_hidden_layers": None}, "config.json lacks num_hidden_layers"),
         ("gemma2", {"hidden_size": None}, "config.json lacks hidden_size"),
     ],
