@@ -26,7 +26,7 @@ def hybrid_folder(model_folder):
 
 
 def test_run_learns_and_saves_adapters_of_both_kinds_of_layers(make_config, hybrid_folder, tmp_path):
-    summary = train(make_config(steps=6))
+    summary = train(make_config(targets=("all-linear",), steps=6))
     assert summary.last_loss < summary.first_loss - 0.1
     tensors = load_adapter(tmp_path / "run/adapter").tensors
     linear = {f"0.linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")}
@@ -34,4 +34,4 @@ def test_run_learns_and_saves_adapters_of_both_kinds_of_layers(make_config, hybr
     mlps = {f"{layer}.mlp.{name}_proj" for layer in (0, 1) for name in ("gate", "up", "down")}
     modules = {name.partition(".lora_")[0].removeprefix("model.layers.") for name in tensors}
     assert modules == linear | attention | mlps
-    assert all(np.abs(tensor).max() > 0 for tensor in tensors.values())
+    assert all(np.any(tensor) for tensor in tensors.values())
