@@ -19,10 +19,10 @@ import numpy as np
 from measure import milliseconds, table, write_results
 
 from jaxglue.ops.backend import compute_capability
-from jaxglue.ops.moe import Adapter, ExpertLora, GroupMetadata, moe_mlp, route
+from jaxglue.ops.moe import ExpertAdapter, ExpertLora, GroupMetadata, moe_mlp, route
 from jaxglue.ops.moe.tiles import GroupedTiles, MatmulTiles, grouped_tiles
 from jaxglue.ops.moe.triton import TritonMoe
-from jaxglue.ops.moe.vjp import Rows, Scales
+from jaxglue.ops.moe.vjp import ExpertRows, Scales
 from jaxglue.ops.projection.fp8 import encode
 from jaxglue.ops.quant import dequantize, mxfp4_to_fp8
 from jaxglue.ops.quant.mxfp4 import MXFP4
@@ -47,8 +47,8 @@ def make_layer(tokens: int):
     """Return (inputs, cotangents) of `layer`."""
     keys = iter(jax.random.split(jax.random.key(0), 12))
     normal = lambda *shape, scale=1.0: scale * jax.random.normal(next(keys), shape)  # noqa: E731
-    gate_up = Adapter(normal(E, R, D, scale=D**-0.5), normal(E, 2 * D, R, scale=0.02))
-    down = Adapter(normal(E, R, D, scale=D**-0.5), normal(E, D, R, scale=0.02))
+    gate_up = ExpertAdapter(normal(E, R, D, scale=D**-0.5), normal(E, 2 * D, R, scale=0.02))
+    down = ExpertAdapter(normal(E, R, D, scale=D**-0.5), normal(E, D, R, scale=0.02))
     x, dout = (normal(tokens, D).astype(jnp.bfloat16) for _ in range(2))
     weights = matrices(next(keys), 2 * D, D), matrices(next(keys), D, D)
     return (x, ExpertLora(gate_up=gate_up, down=down)), (normal(tokens, E), *weights), dout
@@ -117,7 +117,9 @@ def parts(tokens: int, rounds: int) -> list[dict]:
             "expand to e4m3, transposed": partial(jax.jit(partial(mxfp4_to_fp8, transposed=True)), weight),
             "quantize rows": partial(jax.jit(encode), x),
         }
-        plain = jax.jit(lambda x, w, kernels=kernels: kernels.matmul(Rows(x), w, None, groups, transpose_rhs=True))
+        plain = jax.jit(
+            lambda x, w, kernels=kernels: kernels.matmul(ExpertRows(x), w, None, groups, transpose_rhs=True)
+        )
         matmuls = {"bf16 (128 × 256 × 64)": partial(plain, x, dense)}
         for tile in TILES:
             matmuls[f"FP8 {tile}"] = partial(fp8_matmul(kernels, tile, groups), quantized, codes, scales, factors)
@@ -147,7 +149,7 @@ def fp8_matmul(kernels: TritonMoe, tile: tuple[int, int, int, int], groups: Grou
 
     def run(x, w, scales, factors):
         scaled = Scales(scales, factors, jnp.bfloat16)
-        return kernels.matmul(Rows(x), w, None, groups, transpose_rhs=True, scales=scaled)
+        return kernels.matmul(ExpertRows(x), w, None, groups, transpose_rhs=True, scales=scaled)
 
     return jax.jit(run)
 

@@ -233,9 +233,16 @@ class DecoderConfig:
         """Return the rotary embeddings among the layers, each once."""
         return tuple(dict.fromkeys(kind.rotary for kind in self.layer_kinds if kind.rotary))
 
-    def rope_tables(self, positions: Int[Array, "B T"]) -> RopeTables:
-        """Compute a batch's rotary tables, which all layers share."""
-        return RopeTables.at(positions, self.rotaries)
+    def rope_tables(self, positions: Int[Array, "B T"], lengths: Int[Array, "B T"] | None = None) -> RopeTables:
+        """Compute a batch's rotary tables, which all layers share; see `jaxglue.ops.rope.rope_tables`."""
+        return RopeTables.at(positions, self.rotaries, lengths)
+
+    @property
+    def max_generated_positions(self) -> int:
+        """Return the most tokens of a generated text: longrope would turn those before otherwise in longer ones."""
+        ropes = (rotary.config for rotary in self.rotaries if rotary.config.rope_type == "longrope")
+        originals = (rope.original_max_position_embeddings or 0 for rope in ropes)
+        return min((self.max_position_embeddings, *originals))
 
     def with_layers(self, indices: Sequence[int]) -> "DecoderConfig":
         """Return the config of a model that has only these layers."""
@@ -442,11 +449,16 @@ def decoder_fields(
         raise ValueError(f"hidden_act {act!r} is not supported for {raw['model_type']}: only {only} is")
     scores = _scores(raw)
     heads, given = raw["num_attention_heads"], {name: value for name, value in raw.items() if value is not None}
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
+    rope = rope or RopeConfig.from_hf(
+        raw, theta=theta, max_position_embeddings=max_position_embeddings, partial=partial, interleaved=interleaved
+    )
+    rope.check_width(head_dim)
     return {
         **{name: raw[name] for name in needed},
         "model_type": raw["model_type"],
         "num_key_value_heads": raw.get("num_key_value_heads") or heads,
-        "head_dim": raw.get("head_dim") or raw["hidden_size"] // heads,
+        "head_dim": head_dim,
         "max_position_embeddings": raw.get("max_position_embeddings") or max_position_embeddings,
         "rms_norm_eps": given.get("rms_norm_eps", eps),
         "tie_word_embeddings": given.get("tie_word_embeddings", False) and not scores,
@@ -455,14 +467,7 @@ def decoder_fields(
         "mlp_bias": given.get("mlp_bias", False),
         "activation": _ACTIVATIONS[act],
         "initializer_range": given.get("initializer_range", 0.02),
-        "rope": rope
-        or RopeConfig.from_hf(
-            raw,
-            theta=theta,
-            max_position_embeddings=max_position_embeddings,
-            partial=partial,
-            interleaved=interleaved,
-        ),
+        "rope": rope,
         "quantize": "none" if expert_format(raw) != "none" else stored_format(raw.get("quantization_config")),
         "layer_unquantized": _layer_unquantized(raw),
     }
@@ -470,9 +475,10 @@ def decoder_fields(
 
 _LINEARS = (
     *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
-    *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    *(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")),
+    *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.qkv_proj", "mlp.gate_up_proj"),
 )
-"""Linear layers of a decoder layer."""
+"""Linear layers of decoder layers."""
 
 
 def _layer_unquantized(raw: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:

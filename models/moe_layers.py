@@ -11,7 +11,7 @@ from jaxglue.models.family import ExpertParts
 from jaxglue.models.residual import Branch
 from jaxglue.ops.collectives import copy_to, reduce_from
 from jaxglue.ops.moe import (
-    Adapter,
+    ExpertAdapter,
     ExpertProjection,
     Routing,
     auxiliary_loss,
@@ -79,7 +79,7 @@ class ExpertLinear(nnx.Module):
         return ExpertProjection(
             weight=self._matrix,
             bias=None if self.bias is None else self.bias[...],
-            adapter=None if A is None or B is None else Adapter(A[...], B[...]),
+            adapter=None if A is None or B is None else ExpertAdapter(A[...], B[...]),
         )
 
     @property

@@ -8,6 +8,7 @@ jaxglue export --gguf q4_k_m --adapter runs/first/adapter --output first
 jaxglue export --run runs/first --checkpoint best --output best
 """
 
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from jaxglue.hf.gguf.export import export_gguf, export_gguf_lora
 from jaxglue.hf.gguf.importance import measure_importance
 from jaxglue.hf.hub import CURVE, base_reference, model_card, push_folder
 from jaxglue.hf.merge import MergedTensors, export_adapter
-from jaxglue.hf.serving import load_own_tokenizer, stop_tokens
+from jaxglue.hf.serving import has_tokenizer, load_own_tokenizer, render_example, stop_tokens
 from jaxglue.json_file import read_json
 from jaxglue.ops.choices import GgufType
 from jaxglue.ops.quant.formats import FORMATS
@@ -114,6 +115,16 @@ def _write_gguf_lora(config: ExportConfig, output: Path) -> str:
     return f"run it with: llama-server -m BASE.gguf --lora {file}"
 
 
+def _example(config: ExportConfig, source: Path) -> str | None:
+    """Return a chat in the format of the model that is uploaded; None where nothing tells it."""
+    for folder in filter(has_tokenizer, (source, config.base_folder(weights=False))):
+        with suppress(ValueError):
+            tokenizer = load_own_tokenizer(folder, config.adapter)
+            if tokenizer.chat_template:
+                return render_example(tokenizer)
+    return None
+
+
 def _push(config: ExportConfig, name: str) -> str:
     """Upload the written folder, else the adapter, with the card of the adapter's run; return the address."""
     source = config.output or config.adapter
@@ -121,6 +132,8 @@ def _push(config: ExportConfig, name: str) -> str:
     run = (config.adapter or source).resolve().parent
     base = base_reference(config.base_folder(weights=False))
     check = read_json(source / CHECK_FILE) if (source / CHECK_FILE).is_file() else None
-    card = model_card(name, base, run, adapter=config.output is None, check=check)
+    gguf = [path.name for path in sorted(source.glob("*.gguf"))]
+    adapter, prompt = config.output is None or config.gguf_lora, _example(config, source)
+    card = model_card(name, base, run, adapter=adapter, check=check, prompt=prompt, gguf=gguf)
     curve = [run / CURVE] if (run / CURVE).is_file() else []
     return push_folder(source, name, card, extra=curve, private=config.private)

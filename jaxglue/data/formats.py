@@ -59,6 +59,8 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
     "labeled": ("messages", "prompt", "completion", *_CHAT),
 }
 """Keys that a format uses beside its required ones."""
+_TAGGED = ("kto_tag", "conversations", "instruction", "input", "output")
+"""Keys that LLaMA-Factory's rows with `kto_tag` have beside those of rows with a label."""
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 
@@ -167,6 +169,7 @@ def detect_preference(row: Mapping[str, Any]) -> str:
     Raises:
         ValueError: neither two answers nor a label.
     """
+    row = _with_label(row)
     for name, keys in ANSWER_KEYS.items():
         if all(key in row for key in keys):
             return name
@@ -184,10 +187,22 @@ def read_answers(row: Mapping[str, Any], format: str) -> AnswerTexts:
         ValueError: a missing key, a value of the wrong type, answers that are empty or equal, or conversations that do
             not begin alike.
     """
+    row = _with_label(row)
     if missing := [key for key in ANSWER_KEYS[format] if key not in row]:
         raise ValueError(f"a row of format {format!r} needs {listed(missing)}; its keys are {listed(row)}")
     first, second = _pair(row) if format == PAIRS else _labeled_answer(row)
     return first and with_system(first, row), second and with_system(second, row)
+
+
+def _with_label(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a row with LLaMA-Factory's `kto_tag` as one with a label and with messages."""
+    if "kto_tag" not in row or "label" in row:
+        return row
+    if row.get("instruction") is None:
+        return {**row, "label": row["kto_tag"], "messages": row.get("messages", row.get("conversations"))}
+    instruction, given, output = _alpaca(row)
+    chat = _exchange(f"{instruction}\n\n{given}" if given else instruction, output)
+    return {**row, "label": row["kto_tag"], "messages": chat.messages}
 
 
 def read_number(row: Mapping[str, Any], name: str, absent: float) -> float:
@@ -305,4 +320,5 @@ def unused_note(source: object, format: str, columns: list[str]) -> str:
 def _used(row: Mapping[str, Any], format: str) -> Iterable[str]:
     first_turns = format == PAIRS and row.get("prompt") is None and isinstance(row.get("chosen"), Mapping)
     beside = ("conversations", "messages") if first_turns else ()
-    return (*_REQUIRED[format], *_OPTIONAL.get(format, ()), *_TRAINED, *beside)
+    tagged = _TAGGED if format == "labeled" and "kto_tag" in row else ()
+    return (*_REQUIRED[format], *_OPTIONAL.get(format, ()), *_TRAINED, *beside, *tagged)

@@ -39,7 +39,7 @@ _REASONS = {
     "--memory-limit sets how much of the GPU is planned with": ("gpu_memory_limit", "gpu_memory_utilization"),
     "--quantize nf4 and int8 are bitsandbytes' formats, nf4 with nested scales": (
         *("bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "use_bnb_nested_quant", "double_quantization"),
-        *("quantization_method", "bnb_4bit_quant_storage", "bnb_config_kwargs"),
+        *("bnb_4bit_quant_storage", "bnb_config_kwargs"),
     ),
     "MXFP4 experts are read as they are; --expand-experts expands them": (
         *("model_quantization_config", "model_quantization_config_kwargs"),
@@ -70,7 +70,20 @@ _REASONS = {
     ),
     "checkpoints can always be resumed, and results are safetensors": ("save_safetensors", "save_only_model"),
     "this is what training does": ("do_train", "do_eval", "strict"),
-    "jaxglue export --push publishes a result": ("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo"),
+    "jaxglue export --push publishes a result": (
+        *("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo", "push_model", "hub_path", "hub_token"),
+        "export_hub_model_id",
+    ),
+    "training writes the adapter (lora); jaxglue export --adapter DIR --output NEW merges it (merged_16bit), and "
+    "jaxglue export --quantize nf4 --base NEW rounds that (merged_4bit)": (
+        *("save_method", "save_model", "save_path", "merge_lora", "export_device", "export_legacy_format"),
+        *("maximum_memory_usage", "export_quantization_bit"),
+    ),
+    "jaxglue export --gguf q4_k_m --adapter DIR --output NEW writes a file for llama.cpp and Ollama": (
+        *("gguf", "save_gguf", "push_gguf", "quantization", "quantization_method"),
+    ),
+    "jaxglue export --imatrix DATA calibrates K-quants": ("export_quantization_dataset", "imatrix_file"),
+    "jaxglue export --max-shard-bytes limits a file's size": ("export_size", "max_shard_size"),
     "adapters have no biases": ("bias", "lora_bias"),
     "dtypes are bfloat16 and float32: --dtype": ("fp16", "pure_bf16"),
     "no remote code is ever run": ("trust_remote_code",),

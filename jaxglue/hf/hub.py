@@ -243,9 +243,16 @@ _RESULTS = ("steps", "first_loss", "last_loss", "best_eval_loss", "best_eval_ste
 
 
 def model_card(
-    name: str, base: BaseReference | None, run: Path, *, adapter: bool, check: Mapping[str, Any] | None = None
+    name: str,
+    base: BaseReference | None,
+    run: Path,
+    *,
+    adapter: bool,
+    check: Mapping[str, Any] | None = None,
+    prompt: str | None = None,
+    gguf: Sequence[str] = (),
 ) -> str:
-    """Return a README.md with front matter: base, data, settings and losses.
+    """Return a README.md with front matter: base, prompt format, data, settings and losses.
 
     Args:
         name: of the repository, owner/name.
@@ -253,14 +260,22 @@ def model_card(
         run: the run's folder; without its config.toml, the card tells the base only.
         adapter: the repository holds an adapter rather than a whole model.
         check: comparison of the files with the trained model, from `export_check.json`.
+        prompt: a chat in the model's format.
+        gguf: names of the GGUF files that the repository holds instead of safetensors.
     """
     config = _read_toml(run / "config.toml")
     sources = config.get("data", {}).get("data", [])
     data = [str(source) for source in (sources if isinstance(sources, list) else [sources])]
     objective = OBJECTIVES.get(config.get("objective", {}).get("objective"))
     scores = objective is not None and objective.trains_scores
-    front = _front_matter(base, data, adapter=adapter, scores=scores)
-    blocks = [front, f"# {name.partition('/')[2]}\n", _summary(base, adapter)]
+    front = _front_matter(base, data, adapter=adapter, scores=scores, gguf=bool(gguf))
+    blocks = [front, f"# {name.partition('/')[2]}\n", _summary(base, adapter, gguf=bool(gguf))]
+    if gguf:
+        runs = [f"llama-server -hf {name}", f"ollama run hf.co/{name}"]
+        commands = [f"llama-server -m BASE.gguf --lora {gguf[0]}"] if adapter else runs
+        blocks.append("## Run it\n\n" + "".join(f"    {command}\n" for command in commands))
+    if prompt is not None:
+        blocks.append("## Prompt format\n\n" + "".join(f"    {line}\n" for line in prompt.splitlines()))
     if data:
         blocks.append("## Data\n\n" + "".join(f"- `{_public(source)}`\n" for source in data))
     if config:
@@ -276,12 +291,12 @@ def model_card(
     return "\n".join(blocks)
 
 
-def _front_matter(base: BaseReference | None, data: list[str], *, adapter: bool, scores: bool) -> str:
+def _front_matter(base: BaseReference | None, data: list[str], *, adapter: bool, scores: bool, gguf: bool) -> str:
     """Return the YAML that the hub reads; JSON's strings and lists are YAML's."""
     fields: dict[str, Any] = {
-        "library_name": "peft" if adapter else "transformers",
+        **({} if gguf else {"library_name": "peft" if adapter else "transformers"}),
         "pipeline_tag": "text-classification" if scores else "text-generation",
-        "tags": ["jaxglue", *(["lora"] if adapter else [])],
+        "tags": ["jaxglue", *(["lora"] if adapter else []), *(["gguf"] if gguf else [])],
     }
     if base and base.revision:
         fields |= {"base_model": base.name, "base_model_relation": "adapter" if adapter else "finetune"}
@@ -290,8 +305,8 @@ def _front_matter(base: BaseReference | None, data: list[str], *, adapter: bool,
     return "---\n" + "".join(f"{key}: {json.dumps(value)}\n" for key, value in fields.items()) + "---\n"
 
 
-def _summary(base: BaseReference | None, adapter: bool) -> str:
-    what = "A LoRA adapter" if adapter else "A model"
+def _summary(base: BaseReference | None, adapter: bool, *, gguf: bool) -> str:
+    what = ("A LoRA adapter" if adapter else "A model") + (" in GGUF, for llama.cpp and Ollama," if gguf else "")
     if base is None:
         return f"{what} written by jaxglue.\n"
     if base.revision:

@@ -67,6 +67,19 @@ def load_own_tokenizer(base: Path, adapter: Path | None = None) -> PreTrainedTok
     return tokenizer
 
 
+def render_example(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Render a chat of one question by a tokenizer's template.
+
+    Raises:
+        ValueError: the template fails.
+    """
+    messages = [{"role": "user", "content": "What is 3 plus 4?"}, {"role": "assistant", "content": "7"}]
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except Exception as error:  # templates are programs
+        raise ValueError(f"the chat template fails: {error}") from error
+
+
 def write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase, source: Path | None = None) -> None:
     """Make a folder's files describe a tokenizer and its chat template; files that do so already stay as they are.
 

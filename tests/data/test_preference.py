@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from jaxglue.data.config import AnswerTask, DataConfig
+from jaxglue.data.files import Row
+from jaxglue.data.formats import detect_preference, read_answers, unused_columns
 from jaxglue.data.iterator import EvalBatches
 from jaxglue.data.prepare import prepare_data
 
@@ -121,3 +123,20 @@ def test_supervised_rows_are_refused(prepare):
 def test_labels_need_kto(prepare):
     with pytest.raises(ValueError, match=r"rows with a label are for --objective kto"):
         prepare([{"prompt": "a", "completion": "b", "label": True}])
+
+
+@pytest.mark.parametrize("tag", [True, False])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [USER, said("1")]},
+        {"conversations": [{"from": "human", "value": USER["content"]}, {"from": "gpt", "value": "1"}]},
+        {"instruction": USER["content"], "input": "", "output": "1"},
+    ],
+)
+def test_llama_factorys_rows_have_a_tag_for_a_label(row, tag):
+    row = row | {"kto_tag": tag}
+    assert detect_preference(row) == "labeled" and not unused_columns([Row("a", row)], "labeled")
+    answers = read_answers(row, "labeled")
+    same = read_answers({"messages": [USER, said("1")], "label": tag}, "labeled")
+    assert answers == same and (answers[0] is None) == (not tag)

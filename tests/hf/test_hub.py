@@ -13,7 +13,7 @@ from jaxglue.commands import main
 from jaxglue.data import hub_client
 from jaxglue.hf import hub as hub_module
 from jaxglue.hf.adapter import find_base
-from jaxglue.hf.hub import base_reference, model_path, push_folder
+from jaxglue.hf.hub import BaseReference, base_reference, model_card, model_path, push_folder
 from jaxglue.recipe import from_settings
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.train import pinned_model
@@ -143,6 +143,30 @@ def test_adapter_is_pushed_with_a_card_of_its_run(hub, run, monkeypatch, capsys,
     for line in ("- `more.jsonl`", "| rank | 16 |", "| learning rate | 0.0002 |", "| last loss | 1.25 |", "(loss.png)"):
         assert line in card
     assert "secret" not in card
+
+
+def test_the_card_shows_the_prompt_format(hub, run, monkeypatch, make_tokenizer):
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    monkeypatch.setattr(hub_constants, "HF_HUB_DISABLE_XET", True)
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(run / "adapter")
+    main(["export", "--adapter", str(run / "adapter"), "--push", "me/mine"])
+    card = hub.uploads["me/mine"]["README.md"].decode()
+    chat = [{"role": "user", "content": "What is 3 plus 4?"}, {"role": "assistant", "content": "7"}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False)
+    shown = card.partition("## Prompt format\n\n")[2].partition("\n\n")[0]
+    assert shown.splitlines() == [f"    {line}" for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_the_card_of_a_gguf_file_says_so(run, adapter):
+    base = BaseReference("acme/tiny", SHA)
+    card = model_card("me/mine", base, run, adapter=adapter, gguf=["mine-q4_k_m.gguf"])
+    front = yaml.safe_load(card.split("---\n")[1])
+    assert "gguf" in front["tags"] and "library_name" not in front
+    assert "in GGUF, for llama.cpp and Ollama" in card
+    command = "llama-server -m BASE.gguf --lora mine-q4_k_m.gguf" if adapter else "ollama run hf.co/me/mine"
+    assert f"    {command}\n" in card
 
 
 def test_push_to_a_malformed_name_is_refused(hub, run):

@@ -39,5 +39,12 @@ def test_unfitting_mesh_is_refused_with_the_remedy(tiny_config, mesh, batch_size
         MeshShape.parse(mesh).check(config, batch_size=batch_size, devices=8)
 
 
+@pytest.mark.parametrize("model_type", ["phi3", "glm4", "olmo2"])
+def test_tensor_meshes_refuse_what_they_cannot_split(tiny_config, model_type):
+    config = config_from_hf({**tiny_config, "model_type": model_type, "attention_bias": False})
+    with pytest.raises(ValueError, match=f"fused projections, or norms of whole .* as {model_type} has; use data or"):
+        MeshShape.parse("tensor=2").check(config, batch_size=1, devices=2)
+
+
 def test_default_mesh_is_one_device():
     assert make_mesh(MeshShape()).size == 1

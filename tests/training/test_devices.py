@@ -81,3 +81,19 @@ def test_a_mesh_of_two_is_explained_by_those_that_do_not_fit_and_the_next(make_c
         "data=2; bound by preference: copies before parts; runner-up: fsdp=2: dots; to change it: "
         "--mesh, or the memory named"
     )
+
+
+def test_other_processes_plan_for_the_choice_of_process_0(make_config, tiny_config, monkeypatch):
+    planned = []
+
+    def choose_remat(settings, workload):
+        planned.append((settings.remat, settings.weights, workload.attention, workload.tile, str(workload.mesh)))
+        return RematChoice(policies=(), weights=(), remat=settings.remat)
+
+    monkeypatch.setattr(setup, "choose_remat", choose_remat)
+    choice = ["fsdp=2", "full", "device", "reference", 16]
+    processes = SimpleNamespace(is_main=False, all_gather_object=lambda value: [choice, value])
+    model = config_from_hf({**tiny_config, "model_type": "qwen3"})
+    workload, remat = setup.agree_on_mesh(make_config(batch_size=2), model, (32,), processes)
+    assert planned == [("full", "device", "reference", 16, "fsdp=2")]
+    assert (str(workload.mesh), workload.attention, workload.tile, remat.remat) == ("fsdp=2", "auto", None, "full")

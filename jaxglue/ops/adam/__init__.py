@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from jaxglue.ops.adam.reference import MOMENT_BYTES, AdamW, EightBit, StepScalars, is_moment
+from jaxglue.ops.adam.reference import AdamW, EightBit, StepScalars, is_moment
 from jaxglue.ops.backend import Backend, Capability, Operation, check_triton
 
-__all__ = ["ADAM", "MOMENT_BYTES", "AdamW", "EightBit", "StepScalars", "is_moment"]
+__all__ = ["ADAM", "AdamW", "EightBit", "StepScalars", "is_moment"]
 
 
 def _check(capability: Capability | None, adam: AdamW, devices: int) -> None:

@@ -11,8 +11,6 @@ from jaxtyping import Array, Float, UInt8
 from jaxglue.ops.choices import MomentFormat
 from jaxglue.ops.quant.blocks import dynamic_code, nearest
 
-MOMENT_BYTES: dict[MomentFormat, float] = {"float32": 8, "bfloat16": 6, "8bit": 2 + 8 / 256}
-"""Bytes of both moments of a value."""
 BLOCK = 256
 """Values with a common scale in 8 bits."""
 SMALLEST = 4096

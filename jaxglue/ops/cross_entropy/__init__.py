@@ -11,7 +11,7 @@ from jaxglue.ops.cross_entropy.chunks import ChunkSpec
 from jaxglue.ops.cross_entropy.fp8 import fp8_cross_entropy, reference_scaled_cross_entropy
 from jaxglue.ops.cross_entropy.log_probs import chunked_log_probs, chunked_log_sum_squares
 from jaxglue.ops.cross_entropy.reference import CappedCrossEntropy, cap_logits, reference_cross_entropy
-from jaxglue.ops.cross_entropy.scores import chunked_scores as linear_scores
+from jaxglue.ops.cross_entropy.scores import linear_scores
 from jaxglue.ops.cross_entropy.vjp import Rows, chunked_cross_entropy
 
 __all__ = [

@@ -8,7 +8,7 @@ from jaxglue.ops.cross_entropy.chunks import split_chunks
 from jaxglue.ops.cross_entropy.reference import cap_logits, token_losses
 
 
-def chunked_scores(
+def linear_scores(
     x: Float[Array, "M D"],
     weight: Float[Array, "V D"],
     targets: Int[Array, " M"],

@@ -10,7 +10,7 @@ from jaxglue.ops.moe.losses import auxiliary_loss, routing_statistics, z_loss
 from jaxglue.ops.moe.reference import (
     GPT_OSS_LIMIT,
     Activation,
-    Adapter,
+    ExpertAdapter,
     ExpertLora,
     reference_grouped_matmul,
     reference_mlp,
@@ -23,7 +23,7 @@ __all__ = [
     "GPT_OSS_LIMIT",
     "GROUPED_MATMUL",
     "Activation",
-    "Adapter",
+    "ExpertAdapter",
     "ExpertLora",
     "ExpertProjection",
     "GroupMetadata",
@@ -63,7 +63,7 @@ def grouped_matmul(
     group_sizes: Int[Array, " E"] | GroupMetadata,
     *,
     bias: Float[Array, "E N"] | None = None,
-    adapter: Adapter | None = None,
+    adapter: ExpertAdapter | None = None,
     transpose_rhs: bool = False,
     backend: str = "auto",
 ) -> Float[Array, "S N"]:
@@ -150,7 +150,7 @@ class ExpertProjection(NamedTuple):
 
     weight: Float[Array, "E a b"] | Quantized
     bias: Float[Array, "E out"] | None = None
-    adapter: Adapter | None = None
+    adapter: ExpertAdapter | None = None
 
 
 def experts(
@@ -193,7 +193,7 @@ def experts(
 
 
 def _check_operands(
-    name: str, rhs, expected: tuple[int, int], bias, adapter: Adapter | None, transpose_rhs: bool
+    name: str, rhs, expected: tuple[int, int], bias, adapter: ExpertAdapter | None, transpose_rhs: bool
 ) -> int:
     """Return N, after checking that matrices, biases and adapters are of `expected` (E, K).
 

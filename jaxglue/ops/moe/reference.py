@@ -19,7 +19,7 @@ GPT_OSS_ALPHA = 1.702
 GPT_OSS_LIMIT = 7.0
 
 
-class Adapter(NamedTuple):
+class ExpertAdapter(NamedTuple):
     """Low-rank change of each group's matrix: y += (x·Aᵀ)·Bᵀ. A scale belongs into B."""
 
     A: Float[Array, "E R K"]
@@ -31,20 +31,20 @@ class Adapter(NamedTuple):
 class ExpertLora:
     """Adapters of the experts, of rank R each: y += scale · (x·Aᵀ)·Bᵀ."""
 
-    gate_up: Adapter | None = None
+    gate_up: ExpertAdapter | None = None
     """A [E, R, D] and B [E, 2F, R]."""
-    down: Adapter | None = None
+    down: ExpertAdapter | None = None
     """A [E, R, F] and B [E, D, R]."""
     scale: float = 1.0
 
     @property
-    def scaled(self) -> tuple[Adapter | None, Adapter | None]:
+    def scaled(self) -> tuple[ExpertAdapter | None, ExpertAdapter | None]:
         """Return both adapters with the scale in B."""
         return _scaled(self.gate_up, self.scale), _scaled(self.down, self.scale)
 
 
-def _scaled(adapter: Adapter | None, scale: float) -> Adapter | None:
-    return None if adapter is None else Adapter(adapter[0], scale * adapter[1])
+def _scaled(adapter: ExpertAdapter | None, scale: float) -> ExpertAdapter | None:
+    return None if adapter is None else ExpertAdapter(adapter[0], scale * adapter[1])
 
 
 def activate(projected: Float[Array, "S 2F"], activation: Activation) -> Float[Array, "S F"]:
@@ -67,7 +67,7 @@ def reference_grouped_matmul(
     rhs: Float[Array, "E K N"] | Quantized,
     groups: GroupMetadata,
     bias: Float[Array, "E N"] | None,
-    adapter: Adapter | None,
+    adapter: ExpertAdapter | None,
     *,
     transpose_rhs: bool,
 ) -> Float[Array, "S N"]:

@@ -14,7 +14,7 @@ from jaxglue.ops.moe import kernels
 from jaxglue.ops.moe.reference import GPT_OSS_ALPHA, GPT_OSS_LIMIT, Activation
 from jaxglue.ops.moe.routing import GroupMetadata
 from jaxglue.ops.moe.tiles import GroupedTiles, fit, row_block, row_blocks
-from jaxglue.ops.moe.vjp import LowRank, Rows, Scales
+from jaxglue.ops.moe.vjp import ExpertRows, LowRank, Scales
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class TritonMoe(Launcher):
 
     def matmul(
         self,
-        lhs: Rows,
+        lhs: ExpertRows,
         rhs,
         bias,
         groups: GroupMetadata,
@@ -68,7 +68,7 @@ class TritonMoe(Launcher):
         )
         return out
 
-    def outer(self, lhs: Rows, rhs: Rows, groups: GroupMetadata, dtype):
+    def outer(self, lhs: ExpertRows, rhs: ExpertRows, groups: GroupMetadata, dtype):
         """See `MoeBackend`."""
         E, S, K, N = groups.sizes.shape[0], lhs.size, lhs.array.shape[1], rhs.array.shape[1]
         tiles = self.tiles.outer.fitted(m=K, n=N, k=self.tiles.outer.block_k)
@@ -120,7 +120,7 @@ class TritonMoe(Launcher):
         return self.compute_capability >= 90 and aligned
 
 
-def _moved(rows: Sequence[Rows], *others) -> int:
+def _moved(rows: Sequence[ExpertRows], *others) -> int:
     """Return the bytes that a kernel reads and writes; gathered rows are read once for each of their assignments."""
     gathered = sum(x.size * x.array.shape[1] * x.array.dtype.itemsize for x in rows)
     return gathered + sum(math.prod(x.shape) * x.dtype.itemsize for x in others)
@@ -145,7 +145,7 @@ def _activation_constants(F: int, groups: GroupMetadata, activation: Activation)
     }
 
 
-def _rows(rows: Rows, block_s: int, block_k: int, descriptors: bool):
+def _rows(rows: ExpertRows, block_s: int, block_k: int, descriptors: bool):
     """Return the source of a kernel's tiles of rows: a descriptor, or the array where rows are gathered."""
     if not descriptors or rows.tokens is not None:
         return rows.array

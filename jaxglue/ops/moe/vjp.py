@@ -11,7 +11,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
 from jaxglue.ops import names
-from jaxglue.ops.moe.reference import Activation, Adapter
+from jaxglue.ops.moe.reference import Activation, ExpertAdapter
 from jaxglue.ops.moe.routing import GroupMetadata, Routing, weighted_bias_gradients
 from jaxglue.ops.projection.fp8 import encode
 from jaxglue.ops.quant import dequantize, mxfp4_to_fp8
@@ -19,7 +19,7 @@ from jaxglue.ops.quant.formats import Quantized
 from jaxglue.ops.quant.mxfp4 import MXFP4
 
 
-class Rows(NamedTuple):
+class ExpertRows(NamedTuple):
     """Rows in the order of their experts: an array's own, or gathered from an array of tokens by the kernel."""
 
     array: Float[Array, "S K"]
@@ -57,7 +57,7 @@ class MoeBackend(Protocol):
 
     def matmul(
         self,
-        lhs: Rows,
+        lhs: ExpertRows,
         rhs,
         bias,
         groups: GroupMetadata,
@@ -68,7 +68,7 @@ class MoeBackend(Protocol):
     ) -> Float[Array, "S N"]:
         """Compute lhs[s] · rhs[group of s] (· scales) (+ bias[group of s]) (+ the low-rank term), in lhs's dtype."""
 
-    def outer(self, lhs: Rows, rhs: Rows, groups: GroupMetadata, dtype) -> Float[Array, "E K N"]:
+    def outer(self, lhs: ExpertRows, rhs: ExpertRows, groups: GroupMetadata, dtype) -> Float[Array, "E K N"]:
         """Compute Σ lhs[s]ᵀ rhs[s] over the rows of each group, of lhs [S, K] and rhs [S, N]."""
 
     def combine(self, rows: Float[Array, "S D"], inverse: Int[Array, "M k"], weights, expert_ids, bias) -> Array:
@@ -101,7 +101,7 @@ def fused_grouped_matmul(
     lhs: Float[Array, "S K"],
     rhs: Float[Array, "E K N"] | Quantized,
     bias: Float[Array, "E N"] | None,
-    adapter: Adapter | None,
+    adapter: ExpertAdapter | None,
     groups: GroupMetadata,
     routing: Routing | None = None,
     weights: Float[Array, "M k"] | None = None,
@@ -119,7 +119,7 @@ def _dense(rhs: Array | Quantized, dtype) -> Array:
     return dequantize(rhs, dtype) if isinstance(rhs, Quantized) else rhs.astype(dtype)
 
 
-def _multiply(spec, rows: Rows, rhs, bias, groups: GroupMetadata, low_rank, *, transpose_rhs: bool) -> Array:
+def _multiply(spec, rows: ExpertRows, rhs, bias, groups: GroupMetadata, low_rank, *, transpose_rhs: bool) -> Array:
     """Compute the products of rows and matrices, in FP8 if the spec says so."""
     if not (spec.fp8 and isinstance(rhs, MXFP4)):
         matrices = _dense(rhs, rows.array.dtype)
@@ -129,7 +129,7 @@ def _multiply(spec, rows: Rows, rhs, bias, groups: GroupMetadata, low_rank, *, t
     matrices, factors = mxfp4_to_fp8(rhs, transposed=not transpose_rhs)
     scales = Scales(row_scales, factors, rows.array.dtype)
     options: dict[str, Any] = {"transpose_rhs": True, "low_rank": low_rank, "scales": scales}
-    return spec.kernels.matmul(Rows(fp8_values, rows.tokens), matrices, bias, groups, **options)
+    return spec.kernels.matmul(ExpertRows(fp8_values, rows.tokens), matrices, bias, groups, **options)
 
 
 def _adapted(spec, lhs, rhs, bias, adapter, groups, routing, weights):
@@ -147,12 +147,12 @@ def _adapted(spec, lhs, rhs, bias, adapter, groups, routing, weights):
     return spec.kernels.combine(out, routing.inverse, weights, routing.expert_ids, bias), low_rank
 
 
-def _rows(spec: GroupedSpec, exchange: str, array, routing: Routing | None) -> Rows:
+def _rows(spec: GroupedSpec, exchange: str, array, routing: Routing | None) -> ExpertRows:
     """Return the array's rows, gathered if this is the exchange."""
     if spec.exchange != exchange:
-        return Rows(array)
+        return ExpertRows(array)
     assert routing is not None
-    return Rows(array, routing.tokens)
+    return ExpertRows(array, routing.tokens)
 
 
 @partial(
@@ -170,7 +170,7 @@ class _Residuals:
     """lhs · Aᵀ, for the gradient to the adapter."""
     rhs: Array | Quantized
     bias: Array | None
-    adapter: Adapter | None
+    adapter: ExpertAdapter | None
     """Always saved: the gradient to lhs flows through it."""
     groups: GroupMetadata
     routing: Routing | None
@@ -224,7 +224,7 @@ def _bias_backward(spec, r: _Residuals, dout):
     return _group_sums(dout, r.groups).astype(r.bias.dtype), None
 
 
-def _adapter_backward(spec, r: _Residuals, lhs: Rows, drows: Rows):
+def _adapter_backward(spec, r: _Residuals, lhs: ExpertRows, drows: ExpertRows):
     """Return (low-rank term of the gradient to lhs, gradient to the adapter)."""
     if r.adapter is None:
         return None, None
@@ -233,9 +233,9 @@ def _adapter_backward(spec, r: _Residuals, lhs: Rows, drows: Rows):
     term = LowRank(dlow_rank, A, False)
     if r.low_rank is None:
         return term, None
-    dA = spec.kernels.outer(Rows(dlow_rank), lhs, r.groups, r.adapter.A.dtype)
-    dB = spec.kernels.outer(drows, Rows(r.low_rank), r.groups, r.adapter.B.dtype)
-    return term, Adapter(dA, dB)
+    dA = spec.kernels.outer(ExpertRows(dlow_rank), lhs, r.groups, r.adapter.A.dtype)
+    dB = spec.kernels.outer(drows, ExpertRows(r.low_rank), r.groups, r.adapter.B.dtype)
+    return term, ExpertAdapter(dA, dB)
 
 
 fused_grouped_matmul.defvjp(_forward, _backward, symbolic_zeros=True)

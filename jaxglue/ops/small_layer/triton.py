@@ -23,7 +23,7 @@ from jaxglue.ops.small_layer.layer import ExtendedWeights, Pair, Partials, Weigh
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowTiles(LoraTiles):
+class LayerTiles(LoraTiles):
     """SwiGLU's programs cover `length` columns forward; those of ranks add up block_n partial sums at once."""
 
     block_m: int = 64
@@ -33,15 +33,15 @@ class RowTiles(LoraTiles):
     num_stages: int = 3
 
 
-EXTEND_TILES = RowTiles(num_warps=8)
-ADD_NORM_TILES = RowTiles(block_m=16, block_n=256, num_stages=2)
-MIDDLE_TILES = RowTiles(num_warps=8)
-ENTERED_TILES = RowTiles(num_warps=8)
-SWIGLU_TILES = RowTiles(block_n=64)
-SWIGLU_GRADIENT_TILES = RowTiles(block_n=64)
-RANKS_TILES = RowTiles(block_m=32, block_n=4, num_stages=6)
-GRADIENT_TILES = RowTiles(num_stages=6)
-WEIGHT_TILES = RowTiles(block_m=4, block_n=1024, num_warps=2, num_stages=1)
+EXTEND_TILES = LayerTiles(num_warps=8)
+ADD_NORM_TILES = LayerTiles(block_m=16, block_n=256, num_stages=2)
+MIDDLE_TILES = LayerTiles(num_warps=8)
+ENTERED_TILES = LayerTiles(num_warps=8)
+SWIGLU_TILES = LayerTiles(block_n=64)
+SWIGLU_GRADIENT_TILES = LayerTiles(block_n=64)
+RANKS_TILES = LayerTiles(block_m=32, block_n=4, num_stages=6)
+GRADIENT_TILES = LayerTiles(num_stages=6)
+WEIGHT_TILES = LayerTiles(block_m=4, block_n=1024, num_warps=2, num_stages=1)
 
 _PROGRAMS = 264
 """Programs of SwiGLU's backward kernel that an H200 runs at a time."""
@@ -65,15 +65,15 @@ _TYPES = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32}
 class TritonSmallLayer(TritonNormRope):
     """`SmallLayerBackend` by our own kernels."""
 
-    extend_tiles: RowTiles = EXTEND_TILES
-    add_norm_tiles: RowTiles = ADD_NORM_TILES
-    middle_tiles: RowTiles = MIDDLE_TILES
-    entered_tiles: RowTiles = ENTERED_TILES
-    swiglu_tiles: RowTiles = SWIGLU_TILES
-    swiglu_gradient_tiles: RowTiles = SWIGLU_GRADIENT_TILES
-    ranks_tiles: RowTiles = RANKS_TILES
-    gradient_tiles: RowTiles = GRADIENT_TILES
-    weight_tiles: RowTiles = WEIGHT_TILES
+    extend_tiles: LayerTiles = EXTEND_TILES
+    add_norm_tiles: LayerTiles = ADD_NORM_TILES
+    middle_tiles: LayerTiles = MIDDLE_TILES
+    entered_tiles: LayerTiles = ENTERED_TILES
+    swiglu_tiles: LayerTiles = SWIGLU_TILES
+    swiglu_gradient_tiles: LayerTiles = SWIGLU_GRADIENT_TILES
+    ranks_tiles: LayerTiles = RANKS_TILES
+    gradient_tiles: LayerTiles = GRADIENT_TILES
+    weight_tiles: LayerTiles = WEIGHT_TILES
 
     def extend_weights(self, groups: Sequence[WeightGroup]) -> list[ExtendedWeights]:
         """Return the weights and adapters of each group for one matmul."""
@@ -132,7 +132,7 @@ class TritonSmallLayer(TritonNormRope):
         arrays = x, weight, dresidual, dout, None, None, up
         return self._norm_gradient(arrays, 0, up.shape[1], self.middle_tiles, eps)
 
-    def _norm_gradient(self, arrays, lanes: int, rank: int, tiles: RowTiles, eps: float):
+    def _norm_gradient(self, arrays, lanes: int, rank: int, tiles: LayerTiles, eps: float):
         x, _, dresidual, dout, *_ = arrays
         M, D = x.shape
         width = extended_width(D, rank) if rank else D
@@ -212,18 +212,18 @@ class TritonSmallLayer(TritonNormRope):
         self._run(kernels.gradients_kernel, arrays, (), (len(rows),), constants, tiles, cost)
         return [jax.freeze(out) for out in outs]
 
-    def _rows_of(self, kernel, arrays, out_type, tiles: RowTiles, sizes: dict, lanes: int):
+    def _rows_of(self, kernel, arrays, out_type, tiles: LayerTiles, sizes: dict, lanes: int):
         """Launch a program for block_m rows each of the first array."""
         M, D = arrays[0].shape
         constants = {"M": M, "D": D} | sizes | self._constants(tiles, lanes, arrays[0].dtype)
         cost = KernelCost(kind=KernelKind.ROWS, turns=turns(D, tiles.block_n))
         return self._run(kernel, arrays, out_type, (triton.cdiv(M, tiles.block_m),), constants, tiles, cost)
 
-    def _constants(self, tiles: RowTiles, lanes: int, dtype) -> dict:
+    def _constants(self, tiles: LayerTiles, lanes: int, dtype) -> dict:
         blocks = {"BLOCK_R": lanes, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
         return blocks | {"STAGES": tiles.num_stages, "PRECISION": dot_precision(dtype)}
 
-    def _run(self, kernel, arrays, out_type, grid, constants, tiles: RowTiles, cost: KernelCost):
+    def _run(self, kernel, arrays, out_type, grid, constants, tiles: LayerTiles, cost: KernelCost):
         compiled = tiles.num_warps, tiles.num_stages
         return self._launch(kernel, arrays, tuple(out_type), grid, constants, *compiled, cost=cost)
 
@@ -236,8 +236,8 @@ def _index(arrays: Sequence[Array], array: Array) -> int:
     return next(i for i, other in enumerate(arrays) if other is array)
 
 
-def shallow_tiles(kernels: type) -> dict[str, RowTiles]:
+def shallow_tiles(kernels: type) -> dict[str, LayerTiles]:
     """Return the tiles of a class of kernels, by field, for 99 KiB of shared memory."""
-    tiles = {field.name: field.default for field in fields(kernels) if isinstance(field.default, RowTiles)}
-    low = tiles | dict.fromkeys(("middle_tiles", "entered_tiles"), RowTiles(block_m=32))
+    tiles = {field.name: field.default for field in fields(kernels) if isinstance(field.default, LayerTiles)}
+    low = tiles | dict.fromkeys(("middle_tiles", "entered_tiles"), LayerTiles(block_m=32))
     return {name: replace(each, num_stages=min(each.num_stages, 2)) for name, each in low.items()}

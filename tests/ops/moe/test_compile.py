@@ -6,7 +6,7 @@ import pytest
 
 from jaxglue.ops import names
 from jaxglue.ops.backend import HOPPER, tracing_for
-from jaxglue.ops.moe import Adapter, ExpertLora, moe_mlp, route
+from jaxglue.ops.moe import ExpertAdapter, ExpertLora, moe_mlp, route
 from jaxglue.ops.quant.mxfp4 import MXFP4
 
 M, D, F, E, X = 8192, 2880, 2880, 32, 4
@@ -57,8 +57,8 @@ def compile_adapters(h200):
 
         return jax.vjp(layer, x, lora)[1](dout)
 
-    gate_up = Adapter(shaped(E, R, D), shaped(E, 2 * F, R))
-    lora = ExpertLora(gate_up=gate_up, down=Adapter(shaped(E, R, F), shaped(E, D, R)))
+    gate_up = ExpertAdapter(shaped(E, R, D), shaped(E, 2 * F, R))
+    lora = ExpertLora(gate_up=gate_up, down=ExpertAdapter(shaped(E, R, F), shaped(E, D, R)))
     inputs = (shaped(M, D), shaped(M, E), shaped(E, 2 * F, D), shaped(E, D, F), lora, shaped(M, D))
     with tracing_for(HOPPER):
         return jax.jit(step).lower(*inputs).compile()

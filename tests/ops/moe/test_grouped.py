@@ -9,7 +9,7 @@ import pytest
 
 from jaxglue.ops.moe import GROUPED_MATMUL, GroupMetadata, grouped_matmul
 from jaxglue.ops.moe.tiles import GroupedTiles, MatmulTiles, grouped_tiles
-from jaxglue.ops.moe.vjp import LowRank, Rows, Scales
+from jaxglue.ops.moe.vjp import ExpertRows, LowRank, Scales
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.mxfp4 import MXFP4
 
@@ -60,7 +60,7 @@ def test_interpreted_kernel_applies_scales(interpreted_kernels, row_tile):
     hidden, groups = normal(208, 4), GroupMetadata.of(sizes, 208, row_tile=row_tile)
     kernels = interpreted_kernels(tiles=grouped_tiles((8, 9)), compute_capability=80)
     options = {"low_rank": LowRank(hidden, B, True), "scales": Scales(rows, factors, jnp.float32)}
-    got = kernels.matmul(Rows(x, tokens), rhs, bias, groups, transpose_rhs=True, **options)
+    got = kernels.matmul(ExpertRows(x, tokens), rhs, bias, groups, transpose_rhs=True, **options)
     scaled, matrices = (x * rows)[tokens], (rhs * factors[:, None, None])[group]
     expected = jnp.einsum("sk,snk->sn", scaled, matrices) + bias[group] + jnp.einsum("sr,snr->sn", hidden, B[group])
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)

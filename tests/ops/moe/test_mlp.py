@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxglue.ops import names
-from jaxglue.ops.moe import GROUPED_MATMUL, Adapter, ExpertLora, GroupMetadata, moe_mlp, route
+from jaxglue.ops.moe import GROUPED_MATMUL, ExpertAdapter, ExpertLora, GroupMetadata, moe_mlp, route
 from jaxglue.ops.moe.reference import activate
 from jaxglue.ops.moe.tiles import GroupedTiles, MatmulTiles, grouped_tiles
 from jaxglue.ops.moe.vjp import fused_activation
@@ -35,8 +35,8 @@ def random_layer(transpose: bool, M=M, D=D, F=F, R=R):
         "gate_up_bias": normal(E, 2 * F),
         "down_bias": normal(E, D),
         "lora": ExpertLora(
-            gate_up=Adapter(normal(E, R, D, scale=4 * D**-0.5), normal(E, 2 * F, R, scale=0.1)),
-            down=Adapter(normal(E, R, F, scale=4 * F**-0.5), normal(E, D, R, scale=0.1)),
+            gate_up=ExpertAdapter(normal(E, R, D, scale=4 * D**-0.5), normal(E, 2 * F, R, scale=0.1)),
+            down=ExpertAdapter(normal(E, R, F, scale=4 * F**-0.5), normal(E, D, R, scale=0.1)),
             scale=0.5,
         ),
     }

@@ -64,9 +64,9 @@ def output_and_gradients(layer, arguments):
 
 @pytest.fixture(scope="module")
 def kernels(interpreted):
-    from jaxglue.ops.small_layer.triton import RowTiles, TritonSmallLayer
+    from jaxglue.ops.small_layer.triton import LayerTiles, TritonSmallLayer
 
-    tiles = RowTiles(block_m=16, block_n=32, length=32, num_warps=1, num_stages=1)
+    tiles = LayerTiles(block_m=16, block_n=32, length=32, num_warps=1, num_stages=1)
     names = "extend", "add_norm", "middle", "entered", "swiglu", "swiglu_gradient", "ranks", "gradient", "weight"
     return interpreted(TritonSmallLayer)(compute_capability=90, **{f"{name}_tiles": tiles for name in names})
 
