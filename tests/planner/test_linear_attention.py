@@ -19,7 +19,9 @@ def config(tiny_config):
 
 def test_layers_are_computed_again_from_the_outputs_of_both_kinds(config):
     assert [config.attended(index) for index in (0, 3)] == [(2, 12), (4, 16)]
-    programs = Programs(Workload(config=config, batch_size=1, seq_len=128, lora=LoraConfig(targets=("o_proj",))), HOPPER)
+    programs = Programs(
+        Workload(config=config, batch_size=1, seq_len=128, lora=LoraConfig(targets=("o_proj",))), HOPPER
+    )
     for index in (0, 3):
         outputs = programs.replay(index, True).jaxpr.outvars
         assert outputs[0].aval.shape == (1, 128, config.hidden_size)
