@@ -202,6 +202,12 @@ class DecoderConfig:
         """Return the factor of queries that gives attention's scores, over √head_dim, their scale."""
         return 1.0 if self.attention_scale is None else self.attention_scale * math.sqrt(head_dim)
 
+    def attended(self, index: int) -> tuple[int, int]:
+        """Return the heads of a layer's attention, linear or not, and the size of each one's output."""
+        linear = self.layer_kinds[index].linear and self.delta
+        heads = self.num_attention_heads, self.layer_kinds[index].head_dim
+        return (linear.num_value_heads, linear.value_dim) if linear else heads
+
     @property
     def scored(self) -> "DecoderConfig":
         """Return the config of a reward model: one score in place of the output projection."""
