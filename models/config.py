@@ -212,6 +212,12 @@ class DecoderConfig:
         """Return the factor of queries that gives attention's scores, over √head_dim, their scale."""
         return 1.0 if self.attention_scale is None else self.attention_scale * math.sqrt(head_dim)
 
+    def attended(self, index: int) -> tuple[int, int]:
+        """Return the heads of a layer's attention, linear or not, and the size of each one's output."""
+        linear = self.layer_kinds[index].linear and self.delta
+        heads = self.num_attention_heads, self.layer_kinds[index].head_dim
+        return (linear.num_value_heads, linear.value_dim) if linear else heads
+
     @property
     def scored(self) -> "DecoderConfig":
         """Return the config of a reward model: one score in place of the output projection."""
@@ -237,9 +243,16 @@ class DecoderConfig:
         """Return the rotary embeddings among the layers, each once."""
         return tuple(dict.fromkeys(kind.rotary for kind in self.layer_kinds if kind.rotary))
 
-    def rope_tables(self, positions: Int[Array, "B T"]) -> RopeTables:
-        """Compute a batch's rotary tables, which all layers share."""
-        return RopeTables.at(positions, self.rotaries)
+    def rope_tables(self, positions: Int[Array, "B T"], lengths: Int[Array, "B T"] | None = None) -> RopeTables:
+        """Compute a batch's rotary tables, which all layers share; see `jaxglue.ops.rope.rope_tables`."""
+        return RopeTables.at(positions, self.rotaries, lengths)
+
+    @property
+    def max_generated_positions(self) -> int:
+        """Return the most tokens of a generated text: longrope would turn those before otherwise in longer ones."""
+        ropes = (rotary.config for rotary in self.rotaries if rotary.config.rope_type == "longrope")
+        originals = (rope.original_max_position_embeddings or 0 for rope in ropes)
+        return min((self.max_position_embeddings, *originals))
 
     def with_layers(self, indices: Sequence[int]) -> "DecoderConfig":
         """Return the config of a model that has only these layers."""
@@ -446,11 +459,16 @@ def decoder_fields(
         raise ValueError(f"hidden_act {act!r} is not supported for {raw['model_type']}: only {only} is")
     scores = _scores(raw)
     heads, given = raw["num_attention_heads"], {name: value for name, value in raw.items() if value is not None}
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
+    rope = rope or RopeConfig.from_hf(
+        raw, theta=theta, max_position_embeddings=max_position_embeddings, partial=partial, interleaved=interleaved
+    )
+    rope.check_width(head_dim)
     return {
         **{name: raw[name] for name in needed},
         "model_type": raw["model_type"],
         "num_key_value_heads": raw.get("num_key_value_heads") or heads,
-        "head_dim": raw.get("head_dim") or raw["hidden_size"] // heads,
+        "head_dim": head_dim,
         "max_position_embeddings": raw.get("max_position_embeddings") or max_position_embeddings,
         "rms_norm_eps": given.get("rms_norm_eps", eps),
         "tie_word_embeddings": given.get("tie_word_embeddings", False) and not scores,
@@ -459,14 +477,7 @@ def decoder_fields(
         "mlp_bias": given.get("mlp_bias", False),
         "activation": _ACTIVATIONS[act],
         "initializer_range": given.get("initializer_range", 0.02),
-        "rope": rope
-        or RopeConfig.from_hf(
-            raw,
-            theta=theta,
-            max_position_embeddings=max_position_embeddings,
-            partial=partial,
-            interleaved=interleaved,
-        ),
+        "rope": rope,
         "quantize": "none" if expert_format(raw) != "none" else stored_format(raw.get("quantization_config")),
         "layer_unquantized": _layer_unquantized(raw),
     }
@@ -475,7 +486,7 @@ def decoder_fields(
 _LINEARS = (
     *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
     *(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")),
-    *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.qkv_proj", "mlp.gate_up_proj"),
 )
 """Linear layers of decoder layers."""
 

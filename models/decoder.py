@@ -69,4 +69,5 @@ class CausalLM(nnx.Module):
 
 def packed_context(config: DecoderConfig, segments: PackedSegments, *, backend: str = "auto") -> PackedContext:
     """Build the context shared by all layers of a batch."""
-    return PackedContext(segments=segments, rope=config.rope_tables(segments.positions), backend=backend)
+    rope = config.rope_tables(segments.positions, segments.ends - segments.starts)
+    return PackedContext(segments=segments, rope=rope, backend=backend)

@@ -44,6 +44,10 @@ class Parts:
     norm: NormStyle = LLAMA_NORM
     head_norms: Literal["none", "heads", "full"] = "none"
     """Norms of queries and keys: of each head, or of the full width before it is cut into heads."""
+    fused_qkv: bool = False
+    """One projection `qkv_proj` gives queries, keys and values."""
+    fused_gate_up: bool = False
+    """One projection `gate_up_proj` gives gate and up of dense feed-forwards."""
     gated_attention: bool = False
     """The query projection has a gate for each of attention's outputs beside its query."""
     sinks: bool = False

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
@@ -21,7 +22,7 @@ from jaxglue.models.moe_layers import SparseMLP
 from jaxglue.models.residual import Branch, RMSNorm
 from jaxglue.ops import names
 from jaxglue.ops.collectives import copy_to
-from jaxglue.ops.gated_mlp import GatedParts, gated_mlp
+from jaxglue.ops.gated_mlp import ACTIVATIONS, GatedParts, gated_mlp
 from jaxglue.ops.norm_rope import HeadNorms
 from jaxglue.ops.projection import Projection
 from jaxglue.ops.projection.fp8_adapters import FP8Rows
@@ -43,10 +44,13 @@ class Attention(nnx.Module):
         N, K = config.num_attention_heads, config.num_key_value_heads
         linear = partial(layer_linear, config, kind, dtype=dtype, rngs=rngs)
         bias, output_bias = config.attention_bias, config.attention_output_bias
-        self.gated = parts.gated_attention
-        self.q_proj = linear("self_attn.q_proj", D, N * H * (1 + self.gated), bias=bias)
-        self.k_proj = linear("self_attn.k_proj", D, K * H, bias=bias)
-        self.v_proj = linear("self_attn.v_proj", D, K * H, bias=bias)
+        self.fused, self.gated = parts.fused_qkv, parts.gated_attention
+        if self.fused:
+            self.qkv_proj = linear("self_attn.qkv_proj", D, (N + 2 * K) * H, bias=bias)
+        else:
+            self.q_proj = linear("self_attn.q_proj", D, N * H * (1 + self.gated), bias=bias)
+            self.k_proj = linear("self_attn.k_proj", D, K * H, bias=bias)
+            self.v_proj = linear("self_attn.v_proj", D, K * H, bias=bias)
         self.o_proj = linear("self_attn.o_proj", N * H, D, bias=bias if output_bias is None else output_bias)
         norm: dict[str, Any] = {"eps": config.rms_norm_eps, "style": parts.norm, "dtype": dtype}
         widths = {"none": None, "heads": (H, H), "full": (N * H, K * H)}[parts.head_norms]
@@ -55,6 +59,8 @@ class Attention(nnx.Module):
         self.norms_full_width = parts.head_norms == "full"
         std = config.initializer_range
         self.sinks = nnx.Param(jax.random.normal(rngs.params(), (N,), dtype) * std) if parts.sinks else None
+        self.bounds = N * H, (N + K) * H
+        """Of queries, keys and values in a fused projection."""
         self.head_dim, self.window, self.rotary = H, kind.window, kind.rotary
         self.query_factor, self.softcap = config.query_factor(H), config.attention_softcap
 
@@ -65,7 +71,9 @@ class Attention(nnx.Module):
 
     def project(self, normed: Normed, context: LayerContext) -> tuple[tuple[Array, Array, Array], Array | None]:
         """Return rotated queries and keys, and values [B, T, heads, H]; and the output's gate [B, T, N, H], if any."""
-        projected = project_together(self.linears[:3], _copy_to(normed), context)
+        projected = project_together(self.linears[:-1], _copy_to(normed), context)
+        if self.fused:
+            projected = jnp.split(projected[0], self.bounds, axis=-1)
         names_of = zip(projected, self.value_names, strict=True)
         q, k, v = (checkpoint_name(y, name) for y, name in names_of)
         if self.q_norm is not None and self.k_norm is not None and self.norms_full_width:
@@ -96,12 +104,13 @@ class Attention(nnx.Module):
     @property
     def inputs(self) -> list[Projection]:
         """Return all that reads the layer's norm."""
-        return [linear.projection for linear in self.linears[:3]]
+        return [linear.projection for linear in self.linears[:-1]]
 
     @property
-    def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
-        """Return the projections to queries, keys and values, and that of attention's output."""
-        return self.q_proj, self.k_proj, self.v_proj, self.o_proj
+    def linears(self) -> tuple[Linear, ...]:
+        """Return the projections to queries, keys and values, or the one to all, and that of attention's output."""
+        first = (self.qkv_proj,) if self.fused else (self.q_proj, self.k_proj, self.v_proj)
+        return *first, self.o_proj
 
     @property
     def head_norms(self) -> HeadNorms | None:
@@ -143,6 +152,29 @@ class GatedMLP(nnx.Module):
         return self.gate_proj, self.up_proj, self.down_proj
 
 
+class FusedMLP(nnx.Module):
+    """Gated feed-forward with one projection for gate and up, in this order."""
+
+    def __init__(self, config: DecoderConfig, kind: LayerKind, *, dtype, rngs: nnx.Rngs):
+        D, F = config.hidden_size, config.intermediate_size
+        linear = partial(layer_linear, config, kind, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
+        self.gate_up_proj = linear("mlp.gate_up_proj", D, 2 * F)
+        self.down_proj = linear("mlp.down_proj", F, D)
+        self.activation = config.activation
+
+    def __call__(self, normed: Normed, context: LayerContext) -> Branch:
+        """Apply the feed-forward."""
+        gate, up = jnp.split(self.gate_up_proj(_copy_to(normed), context), 2, axis=-1)
+        gate, up = checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP)
+        product = ACTIVATIONS[self.activation](gate) * up
+        return Branch(lambda x: self.down_proj.add_to(x, product, context))
+
+    @property
+    def inputs(self) -> list[Projection]:
+        """Return all that reads the layer's norm."""
+        return [self.gate_up_proj.projection]
+
+
 class DecoderLayer(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
@@ -157,7 +189,8 @@ class DecoderLayer(nnx.Module):
         else:
             self.self_attn = Attention(config, parts, kind, **options)
         self.linear = kind.linear
-        self.mlp = SparseMLP(config, parts.experts, **options) if kind.sparse else GatedMLP(config, kind, **options)
+        dense = FusedMLP if parts.fused_gate_up else GatedMLP
+        self.mlp = SparseMLP(config, parts.experts, **options) if kind.sparse else dense(config, kind, **options)
         self.norms, self.norm_style, self.factor = parts.norms, parts.norm, config.residual_multiplier
         for name in filter(None, vars(parts.norms).values()):
             setattr(self, name, RMSNorm(config.hidden_size, config.rms_norm_eps, style=parts.norm, dtype=dtype))
@@ -198,7 +231,7 @@ class DecoderLayer(nnx.Module):
         return None if name is None else getattr(self, name)
 
     def _fork(
-        self, x, name: str | None, reader: Attention | DeltaNet | GatedMLP | SparseMLP, context
+        self, x, name: str | None, reader: Attention | DeltaNet | GatedMLP | FusedMLP | SparseMLP, context
     ) -> tuple[Array, Normed]:
         """Return x, and norm(x) for this reader."""
         norm = self.norm(name)

@@ -87,7 +87,7 @@ class Linear(nnx.Module):
             salt=self.dropout_salt,
         )
 
-    def __call__(self, x: Float[Array, "B T in"], context: LayerContext) -> Float[Array, "B T out"]:
+    def __call__(self, x: Normed, context: LayerContext) -> Float[Array, "B T out"]:
         """Apply the projection and its adapter."""
         return adapted_projection(x, [self.projection], context)[0]
 

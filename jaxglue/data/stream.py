@@ -16,13 +16,12 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.config import HUB_PREFIX, DataConfig, Source
 from jaxglue.data.dataset import Selection, TokenDataset, join_selections, overlong_error, select_documents
-from jaxglue.data.encode import Encoder
 from jaxglue.data.formats import unused_columns
 from jaxglue.data.iterator import Step, Steps, check_batch, check_run, read_ahead
 from jaxglue.data.mixing import plan_dataset_epoch
 from jaxglue.data.readers import data_files, hub_fingerprint, row_chunks, source_parts
 from jaxglue.data.store import Encoded, TokenStore, content_key, sum_findings
-from jaxglue.data.tokenize import cache_key, check_format, encode_in_processes, find_format
+from jaxglue.data.tokenize import cache_key, check_format, encode_in_processes, find_format, make_encoder
 from jaxglue.ops.segments import segment_bucket
 
 _VERSION = 4
@@ -162,8 +161,7 @@ class _Reader:
         self.format = find_format(head, source)
         self.unused = unused_columns(head, self.format)
         check_format(self.format, source, False)
-        settings: dict[str, Any] = {"format": self.format, "loss_on": source.loss_on, "system": source.system}
-        self._encoder = Encoder(tokenizer, **settings, **config.encoding)
+        self._encoder = make_encoder(source, config, tokenizer, self.format)
 
     def chunks(self, place: Position) -> Generator[_Chunk]:
         """Yield tokenized chunks of rows from a place on."""

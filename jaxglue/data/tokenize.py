@@ -112,13 +112,20 @@ def _write(
     head = list(islice(rows, _WORTH_PROCESSES + 1))
     format = find_format(head, source, detect_preference if preferences else detect_format)
     check_format(format, source, preferences)
-    settings: dict[str, Any] = {"format": format, "loss_on": source.loss_on, "system": source.system}
-    encoder = Encoder(tokenizer, **settings, columns=columns, **config.encoding)
+    encoder = make_encoder(source, config, tokenizer, format, columns)
     workers = config.workers or ((os.cpu_count() or 1) if len(head) > _WORTH_PROCESSES else 1)
     encoded = _encode(encoder, chain(head, rows), workers)
     with progress.stage(f"tokenizing {source}", _size(source)) as advance:
         unused = unused_columns(head, format, columns)
         write_store(folder, _metered(encoded, advance), encoder.columns, format=format, unused=unused)
+
+
+def make_encoder(
+    source: Source, config: DataConfig, tokenizer: PreTrainedTokenizerBase, format: str, columns: Columns = NO_COLUMNS
+) -> Encoder:
+    """Return the encoder of a source's rows, which have this format."""
+    rows: dict[str, Any] = {"format": format, "loss_on": source.loss_on, "system": source.system, "columns": columns}
+    return Encoder(tokenizer, **rows, **config.encoding)
 
 
 class FirstRow(NamedTuple):
@@ -146,8 +153,7 @@ def first_row(config: DataConfig, *, preferences: bool) -> FirstRow:
         chat = chat.with_system(source.system)
 
     def encode(tokenizer: PreTrainedTokenizerBase) -> Encoded:
-        settings: dict[str, Any] = {"format": format, "loss_on": source.loss_on, "system": source.system}
-        return Encoder(tokenizer, **settings, **config.encoding).encode([row])
+        return make_encoder(source, config, tokenizer, format).encode([row])
 
     return FirstRow(row.origin, chat, encode)
 

@@ -173,7 +173,7 @@ class EmbedHead:
 
         def program(weights, tokens, batch, key, scale):
             embed_tokens = merge_module(self._graphdefs.embed_tokens, *gather(layout, weights, stored))
-            rope = self.config.rope_tables(batch.segments.positions)
+            rope = self.config.rope_tables(batch.segments.positions, batch.segments.ends - batch.segments.starts)
             count = len(self._graphdefs.layers)
             keys = [None] * count if key is None else list(jax.random.split(key, count))
             x = embed_tokens(tokens, self._dtype, batch.tokens)

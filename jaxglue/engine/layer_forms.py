@@ -93,8 +93,8 @@ def _check_small(capability: Capability | None, layer: DecoderLayer, x: Array, c
         raise NotImplementedError("the feed-forward is not SwiGLU")
     if attention.sinks is not None or attention.softcap is not None or attention.query_factor != 1.0:
         raise NotImplementedError("attention has sinks, a cap or a scale")
-    if rotary is None or not rotary.turns_whole_halves:
-        raise NotImplementedError("not both halves of each head turn")
+    if rotary is None or not rotary.turns_whole_halves or rotary.config.query_scale is not None:
+        raise NotImplementedError("not both halves of each head turn, or queries are scaled by their positions")
     if layer.norms != _PRE_NORMS or layer.factor != 1.0 or layer.norm_style != LLAMA_NORM or attention.norms_full_width:
         raise NotImplementedError("norms are not Llama's, or outputs are scaled")
     if SMALL_LAYER.load(x, _projections(layer), context) is None:

@@ -332,7 +332,7 @@ class Generator:
 
     def _end(self, request: Request, number: int) -> int:
         """Return the limit of prompt and answer together, after checking the prompt."""
-        limit, vocabulary, count = self.config.max_position_embeddings, self.config.vocab_size, len(request.prompt)
+        limit, vocabulary, count = self.config.max_generated_positions, self.config.vocab_size, len(request.prompt)
         if not 0 < count < limit:
             raise ValueError(f"prompt {number} has {count:,} tokens: expected 1 to {limit - 1:,}, the model's limit")
         require_known(request.prompt, vocabulary, f"prompt {number}")

@@ -11,14 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 _REQUIRED = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
-_LONG_CONTEXT = ("llama3", "yarn")
+_LONG_CONTEXT = ("llama3", "yarn", "longrope")
 _ORIGINAL = "original_max_position_embeddings"
 _TOP_LEVEL = ("rope_theta", "partial_rotary_factor")
 _ABOVE: dict[str, float] = {
@@ -35,6 +36,8 @@ _ABOVE: dict[str, float] = {
     "partial_rotary_factor": 0,
 }
 """Bounds of the numbers; each must be larger, but mscale may be 0, which means none."""
+
+_LISTS = ("short_factor", "long_factor")
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +62,12 @@ class RopeConfig:
     """Share of a head's dimensions that turn, the first ones. Digests of older runs' `repr` have no such field."""
     interleaved: bool = field(default=False, repr=False)
     """Pairs are neighboring dimensions (2i, 2i + 1), not those of two halves (i, i + half)."""
+    short_factor: tuple[float, ...] | None = field(default=None, repr=False)
+    """Divisors of the frequencies in documents within `original_max_position_embeddings`, of longrope."""
+    long_factor: tuple[float, ...] | None = field(default=None, repr=False)
+    """Divisors in longer documents."""
+    query_scale: tuple[float, int] | None = field(default=None, repr=False)
+    """(β, L): rotated queries at position p are scaled by 1 + β·ln(1 + ⌊p / L⌋); None for no scale."""
 
     def __post_init__(self):
         self._check_values()
@@ -100,10 +109,25 @@ class RopeConfig:
             limit = raw.get("max_position_embeddings") or max_position_embeddings
             original = raw.get(_ORIGINAL) or given.get(_ORIGINAL) or limit  # the top level wins, in transformers too
             given[_ORIGINAL] = original
+            if given["rope_type"] == "longrope" and type(limit) is type(original) is int and original > 0:
+                given.setdefault("factor", limit / original)
+        for name in _LISTS:
+            if isinstance(given.get(name), list):
+                given[name] = tuple(given[name])
         if partial is None and given["partial_rotary_factor"] != 1.0:
             raise ValueError(f"partial_rotary_factor={given['partial_rotary_factor']} is not supported: only 1.0 is")
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in given.items() if name in known} | {"interleaved": interleaved})
+
+    def check_width(self, head_dim: int) -> None:
+        """Raise ValueError for lists of factors with other than one entry for each pair of dimensions that turns."""
+        half = Rotary(self, head_dim).dims // 2
+        for name in _LISTS:
+            if (values := getattr(self, name)) is not None and self.rope_type == "longrope" and len(values) != half:
+                raise ValueError(
+                    f"{name} in config.json's rope parameters has {len(values)} entries, expected {half}, half of the "
+                    "dimensions of a head that turn"
+                )
 
     def _check_values(self) -> None:
         """Raise ValueError for values of another type or outside their range."""
@@ -112,6 +136,13 @@ class RopeConfig:
             absent = value is None or (value == 0 and name.startswith("mscale"))
             if not absent and not (type(value) in (int, float) and above < value < float("inf")):
                 raise ValueError(f"{name} in config.json's rope parameters: expected a number > {above}, got {value!r}")
+        for name in _LISTS:
+            values = getattr(self, name)
+            numbers = isinstance(values, tuple) and all(type(x) in (int, float) and 0 < x < math.inf for x in values)
+            if values is not None and not numbers:
+                raise ValueError(
+                    f"{name} in config.json's rope parameters: expected numbers > 0, got {str(values)[:100]}"
+                )
         if self.partial_rotary_factor > 1:
             raise ValueError(f"partial_rotary_factor={self.partial_rotary_factor} in config.json must be at most 1")
         if not isinstance(self.truncate, bool):
@@ -162,21 +193,42 @@ class RopeTables:
 
     rotaries: tuple[Rotary, ...] = field(metadata={"static": True})
     tables: tuple[tuple[Float[Array, "B T half"], Float[Array, "B T half"]], ...]
+    query_scales: tuple[Float[Array, "B T"] | None, ...] = ()
+    """Factors of rotated queries, None for embeddings without."""
 
     @classmethod
-    def at(cls, positions: Int[Array, "B T"], rotaries: Sequence[Rotary]) -> "RopeTables":
-        """Compute the tables of tokens at these positions."""
-        return cls(tuple(rotaries), tuple(rope_tables(positions, *rotary) for rotary in rotaries))
+    def at(
+        cls, positions: Int[Array, "B T"], rotaries: Sequence[Rotary], lengths: Int[Array, "B T"] | None = None
+    ) -> "RopeTables":
+        """Compute the tables of tokens at these positions, in documents of these lengths; None for short ones."""
+        return cls(
+            tuple(rotaries),
+            tuple(rope_tables(positions, *rotary, lengths=lengths) for rotary in rotaries),
+            tuple(query_scales(positions, rotary.config) for rotary in rotaries),
+        )
 
     def of(self, rotary: Rotary) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
         """Return (cosines, sines) of one of the embeddings."""
         return self.tables[self.rotaries.index(rotary)]
 
+    def scale_queries(self, q: Float[Array, "B T N H"], rotary: Rotary) -> Float[Array, "B T N H"]:
+        """Return rotated queries times their factors, in their dtype."""
+        scales = self.query_scales[self.rotaries.index(rotary)] if self.query_scales else None
+        return q if scales is None else q * scales[..., None, None].astype(q.dtype)
 
-def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
+
+def query_scales(positions: Int[Array, "B T"], config: RopeConfig) -> Float[Array, "B T"] | None:
+    """Return the factors of rotated queries at these positions; None for no scale."""
+    if config.query_scale is None:
+        return None
+    beta, length = config.query_scale
+    return 1 + beta * jnp.log1p((positions // length).astype(jnp.float32))
+
+
+def inverse_frequencies(config: RopeConfig, head_dim: int, *, long: bool = False) -> tuple[np.ndarray, float]:
     """Return inverse frequencies [half] in radians per token, float64, and the factor on cos and sin.
 
-    Half of the dimensions that turn, `Rotary.dims`.
+    Half of the dimensions that turn, `Rotary.dims`; `long` for documents beyond the original context of longrope.
     """
     head_dim = Rotary(config, head_dim).dims
     plain = config.rope_theta ** -(np.arange(0, head_dim, 2) / head_dim)
@@ -188,6 +240,8 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, 
             return _llama3_frequencies(plain, config), 1.0
         case "yarn":
             return _yarn_frequencies(plain, config, head_dim), _yarn_attention_factor(config)
+        case "longrope":
+            return plain / np.array(config.long_factor if long else config.short_factor), _longrope_factor(config)
     return plain, 1.0
 
 
@@ -234,12 +288,38 @@ def _yarn_attention_factor(config: RopeConfig) -> float:
     return scale(1.0)
 
 
+def _longrope_factor(config: RopeConfig) -> float:
+    """Return the factor on cos and sin of both kinds of documents (LongRoPE, arXiv 2402.13753)."""
+    factor, original = config.factor, config.original_max_position_embeddings
+    if config.attention_factor is not None:
+        return config.attention_factor
+    assert factor and original
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+
+
 def rope_tables(
-    positions: Int[Array, "B T"], config: RopeConfig, head_dim: int
+    positions: Int[Array, "B T"],
+    config: RopeConfig,
+    head_dim: int,
+    *,
+    lengths: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
-    """Compute cosines and sines in float32 for every token of the batch; see `inverse_frequencies`."""
-    frequencies, attention_factor = inverse_frequencies(config, head_dim)
-    angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
+    """Compute cosines and sines in float32 for every token of the batch; see `inverse_frequencies`.
+
+    Args:
+        positions: of the tokens in their documents.
+        config: the rotary embedding.
+        head_dim: H.
+        lengths: of the tokens' documents, by which longrope chooses its factors, so that packing changes nothing; None
+            where all are within the original context.
+    """
+    found, attention_factor = inverse_frequencies(config, head_dim)
+    frequencies = jnp.asarray(found, jnp.float32)
+    if config.rope_type == "longrope" and lengths is not None:
+        assert config.original_max_position_embeddings
+        long = jnp.asarray(inverse_frequencies(config, head_dim, long=True)[0], jnp.float32)
+        frequencies = jnp.where((lengths > config.original_max_position_embeddings)[..., None], long, frequencies)
+    angles = positions[..., None].astype(jnp.float32) * frequencies
     return jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor
 
 

@@ -13,8 +13,15 @@ def matmul_parameters(config: DecoderConfig) -> int:
     """
     D, H = config.hidden_size, config.head_dim
     attention = D * H * 2 * (config.num_attention_heads + config.num_key_value_heads)
+    mixers = [_linear_attention(config) if kind.linear else attention for kind in config.layer_kinds]
     layers = sum(_feed_forward(config, layer) for layer in range(config.num_hidden_layers))
-    return config.num_hidden_layers * attention + layers + D * (1 if config.scores else config.vocab_size)
+    return sum(mixers) + layers + D * (1 if config.scores else config.vocab_size)
+
+
+def _linear_attention(config: DecoderConfig) -> int:
+    shape = config.delta
+    assert shape is not None
+    return config.hidden_size * (shape.channels + 2 * shape.value_width + 2 * shape.num_value_heads)
 
 
 def _feed_forward(config: DecoderConfig, layer: int) -> int:
@@ -34,7 +41,7 @@ def training_flops_per_token(config: DecoderConfig, *, visible_keys: float, weig
     """
     weights = (6 if weight_gradients else 4) * matmul_parameters(config)
     scores = config.num_attention_heads * config.head_dim * visible_keys
-    return weights + 12 * config.num_hidden_layers * scores
+    return weights + 12 * sum(not kind.linear for kind in config.layer_kinds) * scores
 
 
 def mean_visible_keys(lengths: Int[ndarray, " documents"]) -> float:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
+from math import prod
 from typing import NamedTuple
 
 import jax
@@ -128,9 +129,13 @@ class TracedModel:
 
     @cached_property
     def attention_bytes(self) -> int:
-        """Return the bytes of attention's output."""
+        """Return the bytes of attention's output, the largest of a layer."""
         config, work = self._workload.config, self._workload
-        return work.tokens * config.num_attention_heads * config.head_dim * jnp.dtype(work.dtype).itemsize
+        return (
+            work.tokens
+            * max(prod(config.attended(index)) for index in config.first_of_kind)
+            * jnp.dtype(work.dtype).itemsize
+        )
 
     @cached_property
     def keeps_attention(self) -> bool:

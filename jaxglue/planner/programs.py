@@ -198,12 +198,11 @@ def _bytes_by_name(forward: Jaxpr, residuals: int) -> dict[str | None, int]:
 
 
 def replay_program(
-    graphdef: nnx.GraphDef, workload: Workload, trees: Sequence[Params], *, from_attention: bool
+    graphdef: nnx.GraphDef, workload: Workload, trees: Sequence[Params], *, attended: tuple[int, int] | None
 ) -> ClosedJaxpr:
-    """Trace a layer's second run (`LayerFunctions.replay`) on one device, with attention's output given or not."""
-    config = workload.config
-    shape = workload.batch_size, workload.seq_len, config.num_attention_heads, config.head_dim
-    attention_out = jax.ShapeDtypeStruct(shape, workload.dtype) if from_attention else None
+    """Trace a layer's second run (`LayerFunctions.replay`) on one device, given attention's output of this shape."""
+    shape = workload.batch_size, workload.seq_len
+    attention_out = None if attended is None else jax.ShapeDtypeStruct((*shape, *attended), workload.dtype)
     layer = LayerFunctions(graphdef, PRESETS["full"])
     return layer.replay.trace(attention_out, *trees, *abstract_input(workload)).jaxpr
 
@@ -321,8 +320,9 @@ class Programs:
 
     def _trace_replay(self, index: int, keeps_attention: bool) -> ClosedJaxpr:
         layer = self._graphdefs.layers[index], self.workload, self.parameters(index)
+        attended = self.workload.config.attended(index) if keeps_attention else None
         with tracing_for(self.capability):
-            return replay_program(*layer, from_attention=keeps_attention)
+            return replay_program(*layer, attended=attended)
 
     def _trace_reference(self, index: int) -> ClosedJaxpr:
         trainable, frozen = self.parameters(index)

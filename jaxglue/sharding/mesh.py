@@ -10,6 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxglue.models.config import DecoderConfig
+from jaxglue.models.family import find_family
 from jaxglue.ops.collectives import BATCH_AXES
 from jaxglue.ops.quant.formats import FORMATS
 
@@ -106,6 +107,12 @@ class MeshShape:
             )
         if config.attention_bias or config.mlp_bias:
             raise ValueError(f"--mesh {self}: tensor cannot split projections with biases; {remedy}")
+        parts = find_family(config.model_type).parts
+        if parts.fused_qkv or parts.fused_gate_up or parts.head_norms == "full":
+            raise ValueError(
+                f"--mesh {self}: tensor cannot split fused projections, or norms of whole queries and keys, as "
+                f"{config.model_type} has; {remedy}"
+            )
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
             if (size := getattr(config, name)) % self.tensor:
                 raise ValueError(f"--mesh {self}: {name}={size} does not divide by {self.tensor}; {remedy}")

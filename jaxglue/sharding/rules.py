@@ -24,6 +24,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"experts\.\w+_proj(_[a-z]+)?$",                               P("expert", "fsdp")),  # [E, ·, ·], also parts
     (r"(embed_tokens|lm_head)\.weight$",                            P("fsdp")),  # [V, D]
     (rf"\.(q|k|v|gate|up)_proj\.weight{_ARRAY}$",                   P(("tensor", "fsdp"))),  # [out, in]
+    (rf"\.(qkv|gate_up)_proj\.weight{_ARRAY}$",                    P("fsdp")),
     (rf"\.(o|down)_proj\.weight{_ARRAY}$",                          P("fsdp", "tensor")),
     (rf"\.(in_proj_(qkv|z)|out_proj)\.weight{_ARRAY}$",             P("fsdp")),
     (r"\.(q|k|v|gate|up)_proj\.(bias|lora_B)$|\.sinks$",            P("tensor")),

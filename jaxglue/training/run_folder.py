@@ -165,8 +165,10 @@ def _check_replaceable(path: Path) -> None:
     if others and not (path / MANIFEST).exists():
         raise ValueError(f"--overwrite: {path} has no list of the files that its run wrote: delete it by hand")
     files = RunFiles(path)
-    for entry in (path / name for name in _REPLACED_WHOLE):
-        foreign = [name for name in files.walk(entry) if name not in files and ".orbax-checkpoint-tmp/" not in name]
+    for folder in _REPLACED_WHOLE:
+        if folder in files.unlisted:
+            continue
+        foreign = [name for name in files.walk(folder) if name not in files and ".orbax-checkpoint-tmp/" not in name]
         if foreign:
             raise ValueError(f"--overwrite: {path / min(foreign)} was not written by the run there: move it elsewhere")
 
@@ -266,6 +268,8 @@ class RunFiles:
         self._files: set[str] = set()
         self._trees: set[str] = set()
         self._foreign: dict[str, set[str]] = {}
+        self.unlisted: set[str] = set()
+        """Folders whose list is empty; version 0.1.0 wrote such ones in relative output folders."""
         self._lines = read_json_lines(folder / MANIFEST, _is_entry)
         for line in self._lines.intact:
             self._apply(line)
@@ -274,18 +278,18 @@ class RunFiles:
         """List a path before it is written; all that a folder without files of the user's receives is the run's."""
         name = self._name(path)
         if path.is_dir():
-            self._foreign[name] = {file for file in self.walk(path) if file not in self}
+            self._foreign[name] = {file for file in self.walk(name) if file not in self}
         if not self._foreign.get(name):
             self._append({"path": name})
 
     def seal(self, path: Path) -> None:
         """List the files of a claimed folder that is complete; files that appear in it later are the user's."""
         name = self._name(path)
-        self._append({"path": name, "files": sorted(set(self.walk(path)) - self._foreign.get(name, set()))})
+        self._append({"path": name, "files": sorted(set(self.walk(name)) - self._foreign.get(name, set()))})
 
     def present(self) -> list[str]:
         """Return the existing files of the run, relative to its folder."""
-        claimed = (name for tree in self._trees for name in (tree, *self.walk(Path(tree))))
+        claimed = (name for tree in self._trees for name in (tree, *self.walk(tree)))
         return sorted({name for name in (*self._files, *claimed) if _is_file(self._folder / name, self._folder)})
 
     def __contains__(self, name: str) -> bool:
@@ -294,11 +298,11 @@ class RunFiles:
     def _name(self, path: Path) -> str:
         return path.absolute().relative_to(self._folder.absolute()).as_posix()
 
-    def walk(self, path: Path) -> Iterator[str]:
-        """Return a path that is a file, or all files below it, relative to the run's folder."""
-        if (self._folder / path).is_file():
-            yield self._name(self._folder / path)
-        for parent, _, files in os.walk(self._folder / path):
+    def walk(self, name: str) -> Iterator[str]:
+        """Return a name of the run's folder that is a file, or all files below it, relative to that folder."""
+        if (self._folder / name).is_file():
+            yield name
+        for parent, _, files in os.walk(self._folder / name):
             yield from (self._name(Path(parent) / file) for file in files)
 
     def _append(self, line: dict) -> None:
@@ -317,6 +321,7 @@ class RunFiles:
         self._trees.discard(line["path"])
         if "files" in line:
             self._files.update(line["files"])
+            (self.unlisted.discard if line["files"] else self.unlisted.add)(line["path"])
         else:
             self._trees.add(line["path"])
 

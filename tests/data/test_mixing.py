@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -100,3 +101,12 @@ def test_a_source_may_be_held_out_whole():
     assert passes_per_epoch(sources, [0.0, 8.0], 2.0)[1] == 1.0
     with pytest.raises(ValueError, match="a has a share, but eval_fraction holds out all its documents"):
         passes_per_epoch([replace(source, share=0.5) for source in sources], [0.0, 8.0], 1.0)
+
+
+def test_an_epochs_documents_are_drawn_from_a_shuffled_circle():
+    data = SimpleNamespace(sources=np.repeat([0, 1], [40, 10]), passes=(0.5, 1.0))
+    first, second = (epoch_documents(data, seed=0, epoch=epoch).tolist() for epoch in (0, 1))
+    assert sorted(first[:20] + second[:20]) == list(range(40)) and sorted(first[20:]) == list(range(40, 50))
+    for drawn in (first[:20], second[:20], first[20:]):
+        assert drawn != sorted(drawn)
+    assert epoch_documents(data, seed=1, epoch=0).tolist() != first

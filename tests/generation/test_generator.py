@@ -64,6 +64,30 @@ def test_cache_grows_across_its_smallest_bucket(llama):
     assert tokens == likeliest_next(model, prompt + tokens)[125:-1]
 
 
+PARTS = {
+    "gemma2": {"sliding_window": 70, "attn_logit_softcapping": 3.0},
+    "gemma3_text": {"sliding_window": 5, "sliding_window_pattern": 2},
+    "phi3": {"num_key_value_heads": 2},
+    "ministral3": {"rope_parameters": {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 5}},
+}
+
+
+@pytest.mark.parametrize("model_type", PARTS)
+def test_parts_of_families_decode_beyond_a_page(tiny_model, model_type):
+    model = tiny_model(model_type, **PARTS[model_type])
+    generator, trees = generator_of(model, lora=False)
+    prompt = list(np.random.default_rng(0).integers(0, 97, 61))
+    tokens = list(generator.stream(*trees, prompt, SamplingConfig(temperature=0, max_tokens=8)))
+    assert tokens == likeliest_next(model, prompt + tokens)[60:-1]
+
+
+def test_texts_end_where_longrope_would_turn_them_otherwise(tiny_model):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    model = tiny_model("phi3", head_dim=8, original_max_position_embeddings=12, rope_scaling={"type": "su", **factors})
+    generator, trees = generator_of(model, lora=False)
+    assert len(PROMPT) + len(list(generator.stream(*trees, PROMPT, GREEDY))) == 12
+
+
 def test_stops_at_stop_tokens_and_at_both_limits(tiny_model):
     generator, trees = generator_of(tiny_model("llama", max_position_embeddings=12), lora=False)
     tokens = list(generator.stream(*trees, PROMPT, GREEDY))

@@ -16,12 +16,20 @@ import torch
 from drawn import drawn, probes
 from make_models import SHAPE, YARN_ROPE, documents, golden
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 HERE = Path(__file__).parent / "families"
 KINDS = ["sliding_attention", "full_attention"]
 SLIDING = {"sliding_window": 4, "layer_types": KINDS}
 FULL_YARN = {"full_attention": YARN_ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "short_factor": [1.0, 1.3],
+    "long_factor": [1.0, 3.0],
+}
+OTHER_TYPES = {"phi3_longrope": "phi3"}
+"""Types of goldens that are named otherwise."""
 MODELS = {
     "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "head_dim": 4},
     "mistral": {"sliding_window": 4},
@@ -38,24 +46,41 @@ MODELS = {
     "smollm3": {**SLIDING, "use_sliding_window": True, "no_rope_layers": [0, 1], "rope_theta": 100.0},
     "gemma2": {**SLIDING, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0},
     "gemma3_text": {**SLIDING, "query_pre_attn_scalar": 12, "rope_parameters": FULL_YARN},
+    "glm4": {"rope_theta": 100.0},
+    "phi3": {"partial_rotary_factor": 0.75, "sliding_window": 4, "head_dim": 8},
+    "phi3_longrope": {"head_dim": 4, "original_max_position_embeddings": 6, "rope_parameters": LONGROPE},
+    "ministral3": {
+        "rope_parameters": {**YARN_ROPE, "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.3}
+    },
 }
 
 
-def make(name: str, fields: dict) -> None:
-    """Write one family's golden."""
-    config = AutoConfig.for_model(name, **SHAPE | {"pad_token_id": None} | fields)
+def build(name: str, fields: dict) -> tuple[PreTrainedConfig, torch.nn.Module]:
+    """Return a config and its model with drawn weights."""
+    config = AutoConfig.for_model(OTHER_TYPES.get(name, name), **SHAPE | {"pad_token_id": None} | fields)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             parameter.copy_(torch.from_numpy(drawn(parameter_name, tuple(parameter.shape))))
-    tensors = golden(model, documents(0))
-    for key in [key for key in tensors if key.startswith("grad.")]:
-        gradient, parameter_name = tensors.pop(key).numpy(), key.removeprefix("grad.")
-        tensors[f"norm.{parameter_name}"] = torch.tensor(float((gradient**2).sum() ** 0.5))
-        tensors[f"probes.{parameter_name}"] = torch.from_numpy(probes(parameter_name, gradient))
+    return config, model
+
+
+def probed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a golden's tensors with norms and probes in place of gradients."""
+    kept = {key: tensor for key, tensor in tensors.items() if not key.startswith("grad.")}
+    for key in tensors.keys() - kept.keys():
+        gradient, name = tensors[key].numpy(), key.removeprefix("grad.")
+        kept[f"norm.{name}"] = torch.tensor(float((gradient**2).sum() ** 0.5))
+        kept[f"probes.{name}"] = torch.from_numpy(probes(name, gradient))
+    return kept
+
+
+def make(name: str, fields: dict) -> None:
+    """Write one family's golden."""
+    config, model = build(name, fields)
     HERE.mkdir(exist_ok=True)
     saved = json.dumps(config.to_dict() | {"architectures": [type(model).__name__]})
-    save_file(tensors, HERE / f"{name}.safetensors", metadata={"config": saved})
+    save_file(probed(golden(model, documents(0))), HERE / f"{name}.safetensors", metadata={"config": saved})
 
 
 if __name__ == "__main__":

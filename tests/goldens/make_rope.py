@@ -1,6 +1,6 @@
 """Make rope.json: inverse frequencies and attention factors of transformers' `ROPE_INIT_FUNCTIONS`.
 
-Run with torch and transformers installed (made with torch 2.13 and transformers 5.17):
+Run with torch and transformers installed (made with torch 2.13 and transformers 5.24):
 
     python tests/goldens/make_rope.py
 """
@@ -30,6 +30,14 @@ CASES = [
     {**YARN, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
     {**YARN, "attention_factor": 1.5},
     {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
+    {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "short_factor": [1 + index / 32 for index in range(32)],
+        "long_factor": [1.0 + index for index in range(32)],
+    },
 ]
 
 

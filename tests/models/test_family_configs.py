@@ -48,6 +48,10 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             {"attention_softcap": None, "logit_softcap": None, "layer_windows": (*(8,) * 5, None)},
         ),
         ("gemma3_text", {"sliding_window_pattern": 2}, {"layer_windows": (4096, None) * 3}),
+        ("glm4", {}, {"attention_bias": True, "attention_output_bias": False, "num_key_value_heads": 2}),
+        ("glm4", {"attention_bias": False}, {"attention_bias": False, "head_dim": 128, "rms_norm_eps": 1.5625e-7}),
+        ("phi3", {"attention_bias": True}, {"attention_bias": False, "layer_windows": (None,) * 6, "head_dim": 2}),
+        ("ministral3", {}, {"layer_windows": (None,) * 6, "head_dim": 128, "rms_norm_eps": 1e-5}),
     ],
 )
 def test_defaults_are_those_of_transformers(model_type, fields, expected):
@@ -84,6 +88,26 @@ def test_layers_turn_by_their_type(model_type, fields, thetas, full_type):
 
 
 @pytest.mark.parametrize(
+    ("model_type", "fields", "expected"),
+    [
+        ("glm4", {}, {"partial_rotary_factor": 0.5, "interleaved": True}),
+        ("glm4", {"partial_rotary_factor": 0.25}, {"partial_rotary_factor": 0.25}),
+        ("phi3", {"partial_rotary_factor": 0.75}, {"partial_rotary_factor": 0.75, "interleaved": False}),
+        ("ministral3", {}, {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "query_scale": (0.1, 16_384)}),
+        (
+            "ministral3",
+            {"rope_scaling": {**YARN, "llama_4_scaling_beta": 1}, "rope_parameters": {"rope_theta": 3.0}},
+            {"query_scale": (1.0, 16), "rope_theta": 10_000.0},
+        ),
+        ("llama", {"rope_scaling": {**YARN, "llama_4_scaling_beta": 1}}, {"query_scale": None}),
+    ],
+)
+def test_rotary_embeddings_are_read(model_type, fields, expected):
+    rope = config_from_hf({**RAW, "model_type": model_type, **fields}).rope
+    assert {name: getattr(rope, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
     ("model_type", "fields", "message"),
     [
         ("qwen2", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported for qwen2: only 'silu' is"),
@@ -93,6 +117,23 @@ def test_layers_turn_by_their_type(model_type, fields, thetas, full_type):
         ("granite", {"attention_multiplier": 0}, "attention_multiplier in config.json: expected"),
         ("olmo3", {"layer_types": ["linear_attention"] * 6}, "layer_types linear_attention are not supported"),
         ("gemma3_text", {"rope_parameters": {"full_attention": 3}}, "rope_parameters in config.json: expected an obj"),
+        ("phi3", {"rope_scaling": {"type": "llama3", "factor": 2.0}}, "rope type 'llama3' is not supported for phi3"),
+        ("phi3", {"rope_scaling": {"type": "su", "long_factor": [1.0]}}, "rope type 'longrope' needs short_factor"),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "su", "long_factor": [1.0], "short_factor": [1.0, 2.0]}},
+            "short_factor in config.json's rope parameters has 2 entries, expected 1",
+        ),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "su", "long_factor": [-1], "short_factor": [1.0]}},
+            "long_factor in config.json's rope parameters: expected numbers > 0",
+        ),
+        ("ministral3", {"rope_parameters": YARN}, "ministral3 needs numbers llama_4_scaling_beta"),
+        ("gemma3", {"text_config": {"model_type": "gemma3_text"}}, "its text model, gemma3_text, is; give a folder"),
+        ("gemma3", {"text_config": {}}, "its text model, gemma3_text, is; give a folder"),
+        ("mistral3", {"text_config": {"model_type": "ministral3"}}, "its text model, ministral3, is; give a folder"),
+        ("gemma3", {"text_config": 3}, "model_type 'gemma3' is not supported: known are .*; the nearest is gemma"),
         ("olmo3", {"num_hidden_layers": None}, "config.json lacks num_hidden_layers"),
         ("gemma2", {"hidden_size": None}, "config.json lacks hidden_size"),
     ],

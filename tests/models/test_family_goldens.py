@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors import safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
-from jaxglue.hf.loading import load_model
+from jaxglue.hf.adapter import save_adapter
+from jaxglue.hf.loading import add_adapter, load_model
+from jaxglue.hf.merge import export_adapter
 from jaxglue.models import abstract_model, config_from_hf
 from jaxglue.models.parameters import abstract_parameters, hf_name
 from tests.models.test_parity import PADDING, loss_and_gradients, packed_row
@@ -34,11 +36,8 @@ def write_folder(folder, raw):
     return folder
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_logits_loss_and_gradients_match_transformers(name, tmp_path):
-    raw, golden = read_golden(name)
-    model = load_model(write_folder(tmp_path, raw), dtype=jnp.float32)
-    (loss, logits), state = loss_and_gradients(model, *packed_row(golden), nnx.Param)
+def assert_parity(model, golden, trainable):
+    (loss, logits), state = loss_and_gradients(model, *packed_row(golden), trainable)
     np.testing.assert_allclose(logits[0, :-PADDING], golden["logits"], rtol=0, atol=1e-4)
     np.testing.assert_allclose(loss, golden["loss"], rtol=1e-5)
     gradients = {hf_name(".".join(map(str, path))): np.asarray(g[...]) for path, g in nnx.to_flat_state(state)}
@@ -48,3 +47,27 @@ def test_logits_loss_and_gradients_match_transformers(name, tmp_path):
         distance = np.linalg.norm(probes(parameter, gradient) - golden[f"probes.{parameter}"])
         assert distance <= 1e-3 * norm, f"{parameter}: {distance / norm:.1e}"
         np.testing.assert_allclose(np.linalg.norm(gradient), norm, rtol=1e-3, err_msg=parameter)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_loss_and_gradients_match_transformers(name, tmp_path):
+    raw, golden = read_golden(name)
+    assert_parity(load_model(write_folder(tmp_path, raw), dtype=jnp.float32), golden, nnx.Param)
+
+
+@pytest.mark.parametrize("name", ["phi3"])
+def test_adapters_match_peft_and_are_written_under_its_names(name, tmp_path):
+    folder, (raw, _) = GOLDENS / "family_adapters" / name, read_golden(name)
+    model = load_model(write_folder(tmp_path, raw), dtype=jnp.float32)
+    adapter = add_adapter(model, folder)
+    golden = load_file(folder / "golden.safetensors")
+    assert_parity(model, golden, nnx.LoRAParam)
+    save_adapter(tmp_path / "adapter", adapter.tensors, adapter.config, name)
+    ours, theirs = (load_file(each / "adapter_model.safetensors") for each in (tmp_path / "adapter", folder))
+    assert ours.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        np.testing.assert_array_equal(ours[key], tensor, err_msg=key)
+    export_adapter(tmp_path / "adapter", tmp_path, tmp_path / "merged")
+    merged = load_model(tmp_path / "merged", dtype=jnp.float32)
+    logits = merged(*packed_row(golden))[0, :-PADDING]
+    np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=1e-4)

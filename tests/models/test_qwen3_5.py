@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxglue.generation.cache import plan_cache
+from jaxglue.hf.loading import random_model
 from jaxglue.models import abstract_model, config_from_hf
 from jaxglue.models.lora import linear_shapes
 from jaxglue.sharding.mesh import MeshShape
@@ -57,3 +58,12 @@ def test_generation_and_tensor_meshes_are_refused(raw):
         plan_cache([8], config, jnp.float32)
     with pytest.raises(ValueError, match="tensor cannot split linear attention"):
         MeshShape(tensor=2).check(config, batch_size=1, devices=2)
+
+
+def test_random_states_decay_and_norms_of_their_outputs_have_unit_weights(raw):
+    """The norm of a head's output multiplies by its weight, not by 1 + weight as the family's others."""
+    raw["linear_num_value_heads"] = 64
+    attention = random_model(config_from_hf({**raw, "num_hidden_layers": 1}), dtype=jnp.float32).layers[0].linear_attn
+    decays = jnp.exp(attention.A_log[...])
+    assert 0 < decays.min() < 4 < 12 < decays.max() < 16
+    assert jnp.all(attention.norm.weight[...] == 1) and jnp.all(attention.dt_bias[...] == 1)

@@ -16,7 +16,7 @@ from jaxglue.ops.adam import ADAM, AdamW, EightBit
 from jaxglue.ops.backend import tracing_for
 from jaxglue.training.adamw import AdamWOptimizer
 from jaxglue.training.config import OptimizerConfig
-from jaxglue.training.partwise import learning_rate_schedule, param_keys
+from jaxglue.training.partwise import decays, learning_rate_schedule, param_keys
 
 
 def random_tree(seed, layers=10):
@@ -260,3 +260,9 @@ def test_update_near_one_equals_the_formula():
 def test_a_decay_of_one_is_refused():
     with pytest.raises(ValueError, match=r"beta2: expected float >= 0 and < 1 \| none, got 1\.0"):
         OptimizerConfig(beta2=1.0)
+
+
+def test_matrices_decay_and_norms_and_experts_biases_do_not():
+    leaves = {"down_proj": jnp.ones((2, 3, 4)), "bias": jnp.ones((2, 3))}, {"weight": jnp.ones((3, 4))}, jnp.ones(3)
+    experts, linear, norm = leaves
+    assert decays([{"a_experts": experts, "b_linear": linear, "c_norm": norm}]) == [False, True, True, False]

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -179,10 +180,15 @@ def test_files_behind_a_link_stay(run, tmp_path):
     assert (tmp_path / "elsewhere" / "mine").exists()
 
 
-def test_a_single_file_stays_the_runs_once_it_is_written(tmp_path):
-    with output_folder(tmp_path / "run") as folder, RunFolder(folder).writing("adapter", "rows.npz"):
-        (folder / "rows.npz").write_text("rows")
-    assert "rows.npz" in RunFiles(folder).present()
+@pytest.mark.parametrize("output", ["run", "/run"])
+def test_files_stay_the_runs_once_they_are_written(tmp_path, monkeypatch, output):
+    monkeypatch.chdir(tmp_path)
+    with output_folder(Path(output.replace("/", f"{tmp_path}/"))) as folder:
+        with RunFolder(folder).writing("adapter", "rows.npz"):
+            (folder / "adapter").mkdir()
+            (folder / "adapter" / "weights").write_text("weights")
+            (folder / "rows.npz").write_text("rows")
+        assert RunFiles(folder).present() == ["adapter/weights", "rows.npz"]
 
 
 def test_a_run_that_is_restored_is_named(run, caplog):

@@ -24,13 +24,14 @@ from jaxglue.ops.projection import (
 )
 from jaxglue.ops.projection.fp8_adapters import FP8Rows
 
-__all__ = ["GATED_MLP", "Activation", "GatedParts", "gated_mlp", "gated_mlp_reads_fp8"]
+__all__ = ["ACTIVATIONS", "GATED_MLP", "Activation", "GatedParts", "gated_mlp", "gated_mlp_reads_fp8"]
 
 Activation = Literal["silu", "gelu_tanh"]
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
 }
+"""Of gates, by name."""
 
 
 class GatedParts(NamedTuple):

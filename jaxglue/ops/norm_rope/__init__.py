@@ -138,7 +138,8 @@ def norm_and_rotate(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
     """Do as `rotate_heads` with a batch's tables; without a rotary embedding apply the norms alone."""
     if rotary is not None:
-        return rotate_heads(q, k, *tables.of(rotary), norms=norms, interleaved=rotary.config.interleaved)
+        q, k = rotate_heads(q, k, *tables.of(rotary), norms=norms, interleaved=rotary.config.interleaved)
+        return tables.scale_queries(q, rotary), k
     return (q, k) if norms is None else norms(q, k)
 
 

@@ -1,0 +1,37 @@
+"""Runs of a model with linear attention."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxglue.hf.adapter import load_adapter
+from jaxglue.training.train import train
+
+HYBRID = {
+    "model_type": "qwen3_5_text",
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
+
+@pytest.fixture
+def hybrid_folder(model_folder):
+    path = model_folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | HYBRID))
+    return model_folder
+
+
+def test_run_learns_and_saves_adapters_of_both_kinds_of_layers(make_config, hybrid_folder, tmp_path):
+    summary = train(make_config(targets=("all-linear",), steps=6))
+    assert summary.last_loss < summary.first_loss - 0.1
+    tensors = load_adapter(tmp_path / "run/adapter").tensors
+    linear = {f"0.linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")}
+    attention = {f"1.self_attn.{name}_proj" for name in "qkvo"}
+    mlps = {f"{layer}.mlp.{name}_proj" for layer in (0, 1) for name in ("gate", "up", "down")}
+    modules = {name.partition(".lora_")[0].removeprefix("model.layers.") for name in tensors}
+    assert modules == linear | attention | mlps
+    assert all(np.any(tensor) for tensor in tensors.values())
