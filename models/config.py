@@ -198,6 +198,16 @@ class DecoderConfig:
             )
         return replace(self, quantize=how, layer_unquantized=(), **products)
 
+    def leaving(self, modules: Iterable[str]) -> "DecoderConfig":
+        """Return the config with these modules, and no others, unquantized."""
+        return replace(self, layer_unquantized=_by_layer(modules, self.num_hidden_layers))
+
+    @property
+    def unquantized(self) -> list[str]:
+        """Return the linear layers that are not in the format of the others."""
+        named = enumerate(self.layer_unquantized)
+        return [f"model.layers.{layer}.{linear}" for layer, linears in named for linear in linears]
+
     def query_factor(self, head_dim: int) -> float:
         """Return the factor of queries that gives attention's scores, over √head_dim, their scale."""
         return 1.0 if self.attention_scale is None else self.attention_scale * math.sqrt(head_dim)
@@ -483,10 +493,16 @@ _LINEARS = (
 
 def _layer_unquantized(raw: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
     """Return the linear layers of each layer that a quantized folder holds unquantized; empty where it holds none."""
-    prefixes = [f"model.layers.{layer}." for layer in range(raw["num_hidden_layers"])]
-    modules = [prefix + linear for prefix in prefixes for linear in _LINEARS]
-    skipped = set(skipped_modules(raw.get("quantization_config"), modules))
-    return tuple(tuple(x for x in _LINEARS if prefix + x in skipped) for prefix in prefixes) if skipped else ()
+    layers = raw["num_hidden_layers"]
+    modules = [f"model.layers.{layer}.{linear}" for layer in range(layers) for linear in _LINEARS]
+    return _by_layer(skipped_modules(raw.get("quantization_config"), modules), layers)
+
+
+def _by_layer(modules: Iterable[str], layers: int) -> tuple[tuple[str, ...], ...]:
+    """Return the linear layers of each layer among modules; empty where none has any."""
+    named = set(modules)
+    found = tuple(tuple(x for x in _LINEARS if f"model.layers.{layer}.{x}" in named) for layer in range(layers))
+    return found if any(found) else ()
 
 
 def expert_format(raw: Mapping[str, Any]) -> Storage:

@@ -28,7 +28,19 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
             out of range.
     """
     check_fields(raw)
+    _refuse_images(raw)
     return find_family(raw.get("model_type")).config_from_hf(raw)
+
+
+def _refuse_images(raw: Mapping[str, Any]) -> None:
+    """Raise ValueError for a model around a text model that is supported by itself."""
+    model_type, text = raw.get("model_type"), raw.get("text_config")
+    inner = text.get("model_type", f"{model_type}_text") if isinstance(text, Mapping) else None
+    if model_type not in FAMILIES and inner in FAMILIES:
+        raise ValueError(
+            f"model_type {model_type!r} has parts beside text, such as a vision tower, and is not supported: its text "
+            f"model, {inner}, is; give a folder of that alone"
+        )
 
 
 def build_model(config: DecoderConfig, *, dtype=jnp.bfloat16, rngs: nnx.Rngs) -> CausalLM:

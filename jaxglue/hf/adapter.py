@@ -95,6 +95,11 @@ class Adapter:
         return replace(self, config=config, tensors=tensors)
 
     @property
+    def unquantized(self) -> list[str]:
+        """Return the recorded linear layers that were not in `storage`."""
+        return (self.base or {}).get("unquantized", "").split(",")
+
+    @property
     def storage(self) -> Quantize:
         """Return the format in which the base's linear layers were held in training; none if unrecorded."""
         found = (self.base or {}).get("quantize", "none")

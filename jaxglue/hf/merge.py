@@ -117,6 +117,8 @@ class MergedTensors:
         if how == own.quantize != "none":
             require_stored(base, own)
         self.config: DecoderConfig = own.quantized(how)
+        if loaded and own.quantize == "none" != how:
+            self.config = self.config.leaving(loaded.unquantized)
         model = abstract_model(self.config)
         shapes = base_shapes(model)
         self.adapter = None if loaded is None else check_adapter(loaded, shapes, identify(base), str(base))

@@ -16,7 +16,7 @@ from jaxglue.ops.collectives import BATCH_AXES
 from jaxglue.sharding.mesh import put_on_mesh
 from jaxglue.sharding.specs import Axes, axes_tuple, make_spec, spec_axes, without_axis
 
-_ARRAY = r"(\.codes|\.values|\.scales|\.absmax)?"
+_ARRAY = r"(\.codes|\.values|\.scales|\.absmax|\.divisors)?"
 """An array of a quantized matrix with a row for each of its rows."""
 RULES: tuple[tuple[str, P], ...] = (
     # parameter                                                     axes that split each of its dimensions

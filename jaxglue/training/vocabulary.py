@@ -115,7 +115,10 @@ def base_identity(config: TrainConfig, model: DecoderConfig) -> Identity:
     """Return the identity of a run's base, with the format of its linear layers, which its adapter records."""
     random = config.model.random_weights
     identity = identify_random(model, config.data.seed) if random else identify(config.model.folder)
-    return {**identity, "quantize": model.quantize} if FORMATS[model.quantize].offered else identity
+    if not FORMATS[model.quantize].offered:
+        return identity
+    skipped = {"unquantized": ",".join(model.unquantized)} if model.unquantized else {}
+    return {**identity, "quantize": model.quantize, **skipped}
 
 
 def read_start(config: TrainConfig, model: DecoderConfig) -> Adapter | None:

@@ -1,6 +1,5 @@
 """Split models for the executor, built once per session."""
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -43,8 +42,15 @@ def _randomize_lora_b(model):
 def split_parts(tiny_config):
     """Builds a tiny Qwen3's parts: split_parts(kind, dropout=…, quantize=…, **changes to its config.json)."""
 
-    @cache
+    made: dict[str, Parts] = {}
+
     def make(kind: str = "lora", dropout: float = 0.0, quantize: str = "none", **changes) -> Parts:
+        key = repr((kind, dropout, quantize, changes))
+        if key not in made:
+            made[key] = build(kind, dropout, quantize, changes)
+        return made[key]
+
+    def build(kind: str, dropout: float, quantize: str, changes: dict) -> Parts:
         config = config_from_hf({**tiny_config, "model_type": "qwen3", **changes}).quantized(quantize)
         model = build_model(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
         if kind == "lora":

@@ -18,6 +18,19 @@ FAMILIES = {
         "layer_types": ("sliding_attention",) * 2,  # one type compiles once
         "intermediate_size": 32,
     },
+    "phi3_nf4": {
+        "model_type": "phi3",
+        "quantize": "nf4",
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "head_dim": 16,
+        "original_max_position_embeddings": 6,
+        "rope_scaling": {"type": "su", "short_factor": (1.0,) * 8, "long_factor": (2.0,) * 8},
+    },
+    "ministral3": {
+        "model_type": "ministral3",
+        "rope_parameters": {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 4},
+    },
     "qwen3_5": {
         "model_type": "qwen3_5_text",
         "layer_types": ("linear_attention", "full_attention"),
@@ -43,6 +56,8 @@ def exact_matmuls():
         ("qwen3", "full", "full", 7),
         ("nf4", "lora", "offload:layer_input,query,key,value", 14),
         ("gpt_oss", "lora", "none", 4),
+        ("phi3_nf4", "lora", "offload:layer_input,query,key,value", 7),
+        ("ministral3", "full", "full", 4),
         ("qwen3_5", "lora", "offload:layer_input,output_gate; save:delta_input", 4),
         ("qwen3_5", "lora", "1 x offload:layer_input,attention_out + 1 x drop:layer_input; offload:attention_out", 7),
     ],

@@ -289,9 +289,13 @@ def test_an_adapter_merges_into_a_dynamic_folder(dynamic, original, tmp_path):
     for path in (name, name.replace("1", "0")):
         tensors[f"{path}.lora_A"] = rng.normal(size=(2, shape[1])).astype(np.float32)
         tensors[f"{path}.lora_B"] = rng.normal(size=(shape[0], 2)).astype(np.float32)
-    save_adapter(tmp_path / "adapter", tensors, config, str(dynamic), identify(dynamic))
+    record = {"quantize": "nf4", "unquantized": ",".join(load_model(dynamic).config.unquantized)}
+    save_adapter(tmp_path / "adapter", tensors, config, str(dynamic), identify(dynamic) | record)
     check = export_adapter(tmp_path / "adapter", dynamic, tmp_path / "merged")
-    assert check.kl <= check.limit
+    again = export_adapter(tmp_path / "adapter", original, tmp_path / "original")
+    assert check.kl <= check.limit and again.storage == "nf4"
+    others = load_file(tmp_path / "original/model.safetensors")
+    chex.assert_trees_all_equal(load_file(tmp_path / "merged/model.safetensors"), others)
     merged, plain = (load_file(path / "model.safetensors") for path in (tmp_path / "merged", original))
     assert merged.keys() == plain.keys() and "quantization_config" not in read_config(tmp_path / "merged")
     delta = config.scale * tensors[f"{name}.lora_B"] @ tensors[f"{name}.lora_A"]

@@ -1,9 +1,11 @@
 """Mesh shapes are parsed from text and checked against devices, batch and model."""
 
 import pytest
+from jax.sharding import PartitionSpec
 
 from jaxglue.models import config_from_hf
 from jaxglue.sharding.mesh import MeshShape, make_mesh
+from jaxglue.sharding.rules import Layout
 
 
 @pytest.mark.parametrize(
@@ -44,6 +46,11 @@ def test_tensor_meshes_refuse_what_they_cannot_split(tiny_config, model_type):
     config = config_from_hf({**tiny_config, "model_type": model_type, "attention_bias": False})
     with pytest.raises(ValueError, match=f"fused projections, or norms of whole .* as {model_type} has; use data or"):
         MeshShape.parse("tensor=2").check(config, batch_size=1, devices=2)
+
+
+@pytest.mark.parametrize("name", ["self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight.codes"])
+def test_fused_projections_are_split_between_fsdp_devices(name):
+    assert Layout(None).rule(f"model.layers.0.{name}") == PartitionSpec("fsdp")
 
 
 def test_default_mesh_is_one_device():

@@ -42,7 +42,7 @@ def test_quantized_run_learns(make_config, nf4_folder, tmp_path, how):
     assert all(np.abs(tensor).max() > 0 for tensor in tensors.values())
 
 
-def test_layers_that_a_folder_leaves_unquantized_train_adapters(make_config, nf4_folder):
+def test_layers_that_a_folder_leaves_unquantized_train_adapters(make_config, nf4_folder, tmp_path):
     path = nf4_folder / "config.json"
     entry = {"quantization_config": FORMATS["nf4"].config() | {"llm_int8_skip_modules": ["model.layers.1.mlp"]}}
     path.write_text(json.dumps(json.loads(path.read_text()) | entry))
@@ -52,6 +52,8 @@ def test_layers_that_a_folder_leaves_unquantized_train_adapters(make_config, nf4
     assert _specs(abstract_parts(run.workload)[2]) == _specs(build_parameters(run)[2])
     summary = train(make_config(steps=8))
     assert summary.last_loss < summary.first_loss - 0.2
+    mlp = [f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")]
+    assert load_adapter(tmp_path / "run/adapter").unquantized == mlp
 
 
 @pytest.mark.parametrize(("how", "bytes_each"), [("nf4", 0.516), ("int8", 1.03)])
