@@ -42,7 +42,7 @@ def test_run_learns_and_saves_adapters_of_both_kinds_of_layers(make_config, hybr
 
 def test_samples_are_refused_at_start_and_answers_repeat_their_prompts(make_config, hybrid_folder):
     config = make_config(steps=1, sample_prompt=("Hello",))
-    with pytest.raises(ValueError, match="--sample-prompt: .* has linear attention"):
+    with pytest.raises(ValueError, match=r"--sample-prompt: .* has linear attention"):
         resolve(config)
     model = config_from_hf(json.loads((hybrid_folder / "config.json").read_text()))
     assert refuse_shared_prompt(config, model) == "a state of linear attention follows one continuation"
