@@ -18,6 +18,7 @@ CASES = [
     {"rope_type": "default", "rope_theta": 10000.0},
     {"rope_type": "default", "rope_theta": 1000000.0},
     {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
     {
         "rope_type": "llama3",
         "rope_theta": 500000.0,

@@ -36,8 +36,8 @@ def test_unsupported_activation_is_refused_by_name(model_type):
 @pytest.mark.parametrize("model_type", FAMILIES)
 @pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
 def test_unsupported_rope_type_is_refused_by_name(model_type, field):
-    with pytest.raises(ValueError, match="rope type 'dynamic' is not supported"):
-        config_from_hf({**RAW, "model_type": model_type, field: {"rope_type": "dynamic", "factor": 2.0}})
+    with pytest.raises(ValueError, match="rope type 'mrope' is not supported"):
+        config_from_hf({**RAW, "model_type": model_type, field: {"rope_type": "mrope", "factor": 2.0}})
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

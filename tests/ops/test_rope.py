@@ -51,8 +51,8 @@ def test_scores_depend_on_distance_only():
 
 
 def test_unsupported_type_is_refused():
-    with pytest.raises(ValueError, match="rope type 'dynamic' is not supported: known are default, linear"):
-        RopeConfig.from_hf({"rope_scaling": {"rope_type": "dynamic"}})
+    with pytest.raises(ValueError, match="rope type 'mrope' is not supported: known are default, linear"):
+        RopeConfig.from_hf({"rope_scaling": {"rope_type": "mrope"}})
 
 
 def test_missing_parameter_is_named():
