@@ -33,6 +33,11 @@ def check_model(config: TrainConfig, model: DecoderConfig) -> None:
         )
     if config.model.router_losses and model.moe is None:
         raise ValueError(f"{config.model.model} has no routers: leave out --router-balance-loss and --router-z-loss")
+    if model.delta is not None and config.run.sample_prompt:
+        raise ValueError(
+            f"--sample-prompt: {config.model.model} has linear attention, with which jaxglue does not generate yet: "
+            "leave it out"
+        )
     if config.data.seq_len is not None and config.data.seq_len > model.max_position_embeddings:
         raise ValueError(
             f"--seq-len {config.data.seq_len} is above the model's limit of {model.max_position_embeddings} positions "
@@ -106,7 +111,9 @@ def _check_full_fine_tuning(config: TrainConfig, model: DecoderConfig) -> None:
 
 
 def refuse_shared_prompt(config: TrainConfig, model: DecoderConfig) -> str:
-    """Return why no attention kernel serves forked segments, empty if one does."""
+    """Return why nothing serves forked segments, empty if an attention kernel does."""
+    if model.delta is not None:
+        return "a state of linear attention follows one continuation"
     if jax.default_backend() == "cpu":
         return ""
     dtype, seq_len, kind = config.model.compute_dtype, config.data.row_tokens, BatchKind(long=False, slots=2)

@@ -52,8 +52,9 @@ def test_layers_that_a_folder_leaves_unquantized_train_adapters(make_config, nf4
     assert _specs(abstract_parts(run.workload)[2]) == _specs(build_parameters(run)[2])
     summary = train(make_config(steps=8))
     assert summary.last_loss < summary.first_loss - 0.2
-    mlp = [f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")]
-    assert load_adapter(tmp_path / "run/adapter").unquantized == mlp
+    found = load_adapter(tmp_path / "run/adapter").unquantized
+    assert {f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")} <= set(found)
+    assert all(name.startswith("model.layers.1.mlp.") for name in found)
 
 
 @pytest.mark.parametrize(("how", "bytes_each"), [("nf4", 0.516), ("int8", 1.03)])
