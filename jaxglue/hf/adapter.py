@@ -338,6 +338,8 @@ def check_adapter(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]], base:
         wanted = {path for path, shape in linears.items() if _is_targeted(adapter, path, experts=len(shape) == 3)}
     if missing := sorted(wanted - set(adapter.modules)):
         raise ValueError(f"{refusal}: it lacks {_some(missing)}, which its adapter_config.json targets")
+    if ignored := sorted(linears.keys() & set(adapter.modules) - wanted):
+        raise ValueError(f"{refusal}: it holds {_some(ignored)}, which its adapter_config.json does not target")
     if any(is_target(path, target) for target in adapter.config.targets for path in linears.keys() - adapter.modules):
         # Experts alone, where dense layers' modules have their names.
         adapter = replace(adapter, config=replace(adapter.config, targets=tuple(sorted(adapter.modules))))

@@ -88,7 +88,7 @@ def in_file(layer):
 
 @pytest.mark.parametrize("family", repeats(FAMILIES, "llama", "qwen3_moe"))
 def test_partly_streamed_weights_change_no_bit(split_parts, random_batch, family):
-    parts = split_parts.__wrapped__("lora", num_hidden_layers=4, **FAMILIES[family])
+    parts = split_parts("lora", num_hidden_layers=4, **FAMILIES[family])
     batches = [random_batch([[5, 1, 7], [12]], 14)]
     resident = parts.executor("offload").loss_and_gradients(parts.trainable, parts.frozen, batches, 13.0)
     move = {D: lambda layer: layer, H: transfer.to_host, M: in_file}
