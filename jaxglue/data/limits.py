@@ -14,7 +14,7 @@ SECONDS = 10
 _BYTES = 4 * 2**30
 """Memory that the renderings of a chunk of rows may take."""
 _limited = False
-"""Whether the process's memory is limited."""
+"""The process's memory is limited."""
 
 
 class TemplateTimeoutError(ValueError):

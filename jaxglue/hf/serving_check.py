@@ -123,12 +123,12 @@ def read_by_transformers(folder: Path, chats: Chats) -> tuple[dict[str, Any], fr
 
 
 class Verdict(NamedTuple):
-    """What one of a folder's files would do when it is served."""
+    """Finding on a file of a folder, as it would be served."""
 
     subject: str
     found: str
     remedy: str = ""
-    """What to do; empty where nothing is wrong."""
+    """Remedy; empty where nothing is wrong."""
     breaks: bool = False
     """Answers would be wrong or would not end."""
 

@@ -44,7 +44,7 @@ class Backend:
     advantage: str
     """Reason for preferring it where it can serve."""
     anywhere: bool = False
-    """Whether it serves on any device, since it is a form of the computation and no kernel."""
+    """The backend is a form of the computation without kernels, and serves on any device."""
 
 
 def form(check: Callable[..., None], apply: Callable[..., Any], advantage: str) -> Backend:

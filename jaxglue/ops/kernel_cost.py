@@ -39,7 +39,7 @@ class KernelCost:
 
     kind: KernelKind
     flops: int = 0
-    """Of matmuls, with rows that tiles compute in vain."""
+    """Operations of matmuls, including padded rows of tiles."""
     fp8: bool = False
     """These multiply FP8 values by FP8 values."""
     bytes: int | None = None

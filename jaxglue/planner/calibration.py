@@ -201,6 +201,6 @@ LARGER_TEMPORARY = _grid(0.1, "of a layer's temporary memory")
 PROGRAMS_MEMORY = _grid(int(0.3 * _GIB), "bytes")
 """Loaded programs and workspaces of matmuls, for any model."""
 CUDNN_WORKSPACE = Fitted(8, "bytes", "H200", "compiled programs' temporary memory")
-"""That cuDNN's backward pass reserves for each token, head, head dim and segment slot."""
+"""Bytes of cuDNN's backward pass for each token, head, head dim and segment slot."""
 SCALING_ERROR = Fitted(3e-4, "of the memory", "H200", "plans of scaled and of traced programs")
 """By which scaled programs may differ from traced ones."""

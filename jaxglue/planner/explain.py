@@ -18,11 +18,11 @@ class Reason:
 
     choice: str
     limit: str
-    """What binds it."""
+    """Binding limit."""
     runner_up: str | None = None
     """The alternative, with its predicted time or the bytes that it lacks."""
     change: str | None = None
-    """What would change the choice."""
+    """A change of settings or memory that would change the choice."""
 
     def __str__(self) -> str:
         parts = [self.choice, f"bound by {self.limit}"]

@@ -30,7 +30,7 @@ _HOST_VALUES = 1 << 20
 _DEVICE_BLOCKS = 1 << 14
 """Super-blocks that a GPU quantizes at once."""
 _CPU_BLOCKS = 1 << 12
-"""Those that a CPU does, for its caches."""
+"""Super-blocks that a CPU quantizes at once, so that they stay in its caches."""
 _LEAST_BLOCKS = 64
 """Super-blocks to which fewer are padded, so that few programs are compiled."""
 

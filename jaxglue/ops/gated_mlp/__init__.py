@@ -31,7 +31,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
 }
-"""Of gates, by name."""
+"""Activations of gates, by name."""
 
 
 class GatedParts(NamedTuple):

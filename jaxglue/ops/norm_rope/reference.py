@@ -12,7 +12,7 @@ from jaxglue.ops.rope import apply_rope
 
 
 class NormStyle(NamedTuple):
-    """What an RMS norm multiplies with its weight, and where it rounds."""
+    """Offset of an RMS norm's weight, and the place of its rounding."""
 
     offset: float = 0.0
     """Added to the weight: 1 in families that store weights around 0."""

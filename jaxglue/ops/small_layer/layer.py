@@ -32,7 +32,7 @@ class LayerNorms(NamedTuple):
     feed_forward: Float[Array, " D"]
     """Before the feed-forward."""
     heads: HeadNorms | None
-    """Of queries and keys; None without."""
+    """Norms of queries and keys; None without."""
 
 
 class Weights(NamedTuple):
