@@ -38,7 +38,7 @@ class Explanation:
     runner_up: Plan | None
     """The next plan that fits, by the time of the run; None where no other one does."""
     barred: Plan | None
-    """Of faster plans, none of which fits, the one that lacks least memory; None where nothing faster was found."""
+    """The faster plan that lacks least memory, as no faster one fits; None where nothing faster was found."""
     missing: Memory
     """Bytes that it lacks on the GPU and on the host."""
 

@@ -1,4 +1,4 @@
-"""What stops a run from outside: Ctrl-C, SIGTERM, a closed terminal, and the end of the reader of its output."""
+"""Interruptions of a run: Ctrl-C, SIGTERM, a closed terminal, and the end of the reader of its output."""
 
 import contextlib
 import errno

@@ -1,4 +1,4 @@
-"""What optimizers share that update a model part by part: the learning rate, clipping, and compiled programs."""
+"""Base of optimizers that update a model part by part: the learning rate, clipping, and compiled programs."""
 
 import itertools
 from collections.abc import Callable, Iterable

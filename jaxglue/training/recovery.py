@@ -1,4 +1,4 @@
-"""What a run does about failures: spikes left out, the cause of a divergence, and a line for a device out of memory."""
+"""Recovery from failures: spikes left out, the cause of a divergence, and a line for a device out of memory."""
 
 import contextlib
 import logging

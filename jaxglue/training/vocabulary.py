@@ -1,4 +1,4 @@
-"""What a run begins with beside its base: the tokenizer with new tokens, and the adapter to train on from."""
+"""Start of a run beside its base: the tokenizer with new tokens, and the adapter to train on from."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
