@@ -98,10 +98,8 @@ def _attend(q, sinks, starts, out, lse, queries, keys, values, row, head, first,
     if H > 128:
         fence_async_shared()
     gl.barrier()
-    if H <= 128:
-        held = query.load(gl.DotOperandLayout(0, SCORES, 2))
-    else:  # the sums of wide heads leave no registers for queries
-        held = query
+    # The sums of wide heads leave no registers for queries.
+    held = query.load(gl.DotOperandLayout(0, SCORES, 2)) if H <= 128 else query
     lane = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, SCORES))
     tokens = token + lane // P
     lows = _first_visible(starts + row * T, tokens, T, sizes.WINDOW)
