@@ -40,11 +40,9 @@ def _key_range(starts, first, last, BLOCK_N: gl.constexpr, sizes):
 @gluon.jit
 def _softmax(scores, peak, total, key, tokens, lows, MASK: gl.constexpr, sizes):
     """Return (weights, factor of the sums before, peak, total) after a tile of scores from this key on."""
-    if sizes.SOFTCAP is not None:
+    FACTOR: gl.constexpr = (sizes.SCALE if sizes.SOFTCAP is None else sizes.SOFTCAP) * LOG2_E
+    if sizes.SOFTCAP is not None:  # tanh(scale · score / softcap)
         scores = 1.0 - 2.0 / (1.0 + gl.exp2(scores * (2.0 * sizes.SCALE * LOG2_E / sizes.SOFTCAP)))
-        FACTOR: gl.constexpr = sizes.SOFTCAP * LOG2_E
-    else:
-        FACTOR: gl.constexpr = sizes.SCALE * LOG2_E
     if MASK:
         keys = key + gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
         visible = (keys[None, :] <= tokens[:, None]) & (keys[None, :] >= lows[:, None])
