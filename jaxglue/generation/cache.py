@@ -242,7 +242,5 @@ class DecodeContext(_Inference):
         """Compute attention over each slot's cache, including the new token."""
         cursor, places = self._cursor, self._cursor.places
         new = q[0], k[0], v[0]
-        rotated, _, self.cache = append(
-            *new, self.cache, places.pages, places.offsets, cursor.rope, *self._rotation
-        )
+        rotated, _, self.cache = append(*new, self.cache, places.pages, places.offsets, cursor.rope, *self._rotation)
         return paged_attention(rotated, self.cache, cursor.tables, cursor.positions, **options)[None]

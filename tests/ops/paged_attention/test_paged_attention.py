@@ -1,18 +1,17 @@
 """Attention over pages and writes to them: the references against numpy, the kernels against the references."""
 
-from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from selection import repeat
 
 from jaxglue.ops.backend import tracing_for
 from jaxglue.ops.norm_rope import HeadNorms, norm_and_rotate
 from jaxglue.ops.paged_attention import APPEND, PAGED_ATTENTION, KVPages, append, make_pages, paged_attention
 from jaxglue.ops.rope import RopeConfig, RopeTables, Rotary, rope_tables
-from selection import repeat
 
 PAGE = 16
 FP8 = jnp.float8_e4m3fn
@@ -37,7 +36,9 @@ def attend(case, backend, window=None, has_sinks=False, softcap=None):
     return np.asarray(paged_attention(*operands, **options, backend=backend), np.float32)
 
 
-@pytest.mark.parametrize(("window", "has_sinks", "cache_dtype"), [(None, False, None), (20, True, None), (20, True, FP8)])
+@pytest.mark.parametrize(
+    ("window", "has_sinks", "cache_dtype"), [(None, False, None), (20, True, None), (20, True, FP8)]
+)
 def test_reference_matches_numpy(window, has_sinks, cache_dtype):
     q, cache, tables, positions, sinks = case = random_case(S=3, N=4, K=2, H=8, pages=4, cache_dtype=cache_dtype)
     got, pools = attend(case, "reference", window, has_sinks), cache.read(jnp.arange(13)[None], jnp.float32)
@@ -132,7 +133,7 @@ def test_interpreted_append_matches_the_reference(group, has_norms, rotates, cac
 
 def test_append_rotates_and_writes_to_its_places():
     (q, k, v, cache, pages, offsets, rope), rotary, norms = append_case(5, 4, 2, 16)
-    rotated, keys, cache = append(q, k, v, cache, pages, offsets, rope, rotary, norms, 2.0)
+    rotated, _, cache = append(q, k, v, cache, pages, offsets, rope, rotary, norms, 2.0)
     want = norm_and_rotate(q[None], k[None], rope, rotary, norms=norms)
     np.testing.assert_allclose(rotated, 2 * want[0][0], rtol=1e-6)
     for token in range(5):
