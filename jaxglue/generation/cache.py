@@ -170,9 +170,9 @@ class Places:
     pages: Int[Array, " T"]
     offsets: Int[Array, " T"]
 
-    def write(self, cache: Pages, *new: Float[Array, "T K H"]) -> Pages:
+    def write(self, cache: Pages, k: Float[Array, "T K H"], v: Float[Array, "T K H"]) -> Pages:
         """Return the cache with the tokens' keys and values."""
-        return cache.write(*new, self.pages, self.offsets)
+        return cache.write(k, v, self.pages, self.offsets)
 
 
 @jax.tree_util.register_dataclass
