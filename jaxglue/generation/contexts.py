@@ -6,11 +6,10 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int
 
-from jaxglue.generation.pages import Pages
 from jaxglue.models.context import PackedContext
 from jaxglue.ops.moe import Routing
-from jaxglue.ops.norm_rope import HeadNorms, norm_and_rotate
-from jaxglue.ops.paged_attention import paged_attention
+from jaxglue.ops.norm_rope import HeadNorms
+from jaxglue.ops.paged_attention import KVPages, append, paged_attention
 from jaxglue.ops.rope import RopeTables, Rotary
 
 
@@ -25,11 +24,9 @@ class Places:
     windows: tuple[int | None, ...] = field(metadata={"static": True})
     """Kinds of layers, which have page numbers of their own."""
 
-    def write(self, window: int | None, cache: Pages, *new: Float[Array, "T K H"]) -> Pages:
-        """Return the cache of a layer with this window, with the tokens' keys and values."""
-        pages = self.pages[self.windows.index(window)]
-        keys, values = (stored.at[pages, :, self.offsets].set(x) for stored, x in zip(cache, new, strict=True))
-        return keys, values
+    def of(self, window: int | None) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
+        """Return pages and offsets in layers with this window."""
+        return self.pages[self.windows.index(window)], self.offsets
 
 
 @jax.tree_util.register_dataclass
@@ -65,29 +62,36 @@ class _Inference:
 class PrefillContext(_Inference):
     """Context of packed prompts: attention within each, and their keys and values written to the cache."""
 
-    def __init__(self, packed: PackedContext, cache: Pages, places: Places):
+    def __init__(self, packed: PackedContext, cache: KVPages, places: Places):
         self._packed, self.cache, self._places = packed, cache, places
         self.rotate = packed.rotate
 
     def attend(self, q, k, v, *, window: int | None = None, **options) -> Float[Array, "1 T N H"]:
         """Compute causal attention within each prompt."""
-        self.cache = self._places.write(window, self.cache, k[0], v[0])
+        self.cache = self.cache.write(k[0], v[0], *self._places.of(window))
         return self._packed.attend(q, k, v, window=window, **options)
+
+
+_NO_ROTATION: tuple[Rotary | None, HeadNorms | None, float] = (None, None, 1.0)
 
 
 class DecodeContext(_Inference):
     """Context of one token for each slot: appends its key and value to the cache and attends over it."""
 
-    def __init__(self, cache: Pages, cursor: Cursor):
-        self.cache, self._cursor = cache, cursor
+    def __init__(self, cache: KVPages, cursor: Cursor):
+        self.cache, self._cursor, self._rotation = cache, cursor, _NO_ROTATION
 
-    def rotate(self, q, k, rotary: Rotary | None, norms: HeadNorms | None = None) -> tuple[Array, Array]:
-        """Apply the optional q/k norms and the optional rotary embedding at the tokens' positions."""
-        return norm_and_rotate(q, k, self._cursor.rope, rotary, norms=norms)
+    def rotate(
+        self, q, k, rotary: Rotary | None, norms: HeadNorms | None = None, factor: float = 1.0
+    ) -> tuple[Array, Array]:
+        """Remember what `attend` applies as it writes to the cache: norms, rotary embedding and queries' factor."""
+        self._rotation = rotary, norms, factor
+        return q, k
 
     def attend(self, q, k, v, *, window: int | None = None, **options: Any) -> Float[Array, "1 S N H"]:
         """Compute attention over each slot's cache, including the new token."""
-        cursor = self._cursor
-        self.cache = cursor.places.write(window, self.cache, k[0], v[0])
+        cursor, (pages, offsets) = self._cursor, self._cursor.places.of(window)
+        new = q[0], k[0], v[0]
+        rotated, _, self.cache = append(*new, self.cache, pages, offsets, cursor.rope, *self._rotation)
         tables = cursor.tables[cursor.places.windows.index(window)]
-        return paged_attention(q[0], *self.cache, tables, cursor.positions, window=window, **options)[None]
+        return paged_attention(rotated, self.cache, tables, cursor.positions, window=window, **options)[None]

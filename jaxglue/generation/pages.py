@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import psutil
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jaxglue.models.config import DecoderConfig
+from jaxglue.ops.paged_attention import KVPages, make_pages
 
 PAGE = 64
 """Tokens in a page."""
@@ -26,9 +27,6 @@ _SHARE = 0.9
 """Share of the free memory for the cache."""
 _LOGITS = 4
 """Float32 arrays of a slot's logits in use at once, at most."""
-
-Pages = tuple[Float[Array, "pages K page H"], Float[Array, "pages K page H"]]
-"""A layer's rotated keys, and values; page 0 belongs to no sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,11 +181,7 @@ def ring_table(slots: Int[Array, " S"], ring: int, table: int) -> Int[Array, "S 
     return 1 + slots[:, None] * ring + np.arange(table) % ring
 
 
-def make_caches(plan: CachePlan, config: DecoderConfig, dtype, device=None) -> list[Pages]:
-    """Return the empty caches of all layers, on a device or sharding."""
-
-    def zeros(window: int | None) -> Array:
-        shape = plan.pages_in(window), config.num_key_value_heads, PAGE, config.head_dim
-        return jnp.zeros(shape, dtype, device=device)
-
-    return [(zeros(kind.window), zeros(kind.window)) for kind in config.layer_kinds]
+def make_caches(plan: CachePlan, config: DecoderConfig, dtype, device=None) -> list[KVPages]:
+    """Return the empty caches of all layers, on a device or sharding; page 0 belongs to no sequence."""
+    shape = config.num_key_value_heads, PAGE, config.head_dim
+    return [make_pages(plan.pages_in(kind.window), *shape, dtype, device) for kind in config.layer_kinds]

@@ -11,13 +11,14 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxglue.generation.contexts import Cursor, DecodeContext, Places, PrefillContext
-from jaxglue.generation.pages import PAGE, CachePlan, Pages, ring_table
+from jaxglue.generation.pages import PAGE, CachePlan, ring_table
 from jaxglue.generation.sampling import Controls, Counts, Features, Sampled, sample
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
 from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
 from jaxglue.models.vocabulary import output_matrix
 from jaxglue.ops.cross_entropy import cap_logits
+from jaxglue.ops.paged_attention import KVPages
 from jaxglue.ops.projection import project
 from jaxglue.ops.segments import PackedSegments
 
@@ -72,11 +73,11 @@ class CachedLayer:
         self.prefill = jax.jit(self._prefill, donate_argnames="cache")
         self.decode = jax.jit(self._decode, donate_argnames="cache")
 
-    def _prefill(self, weights: Trees, x, cache: Pages, packed: PackedContext, places: Places):
+    def _prefill(self, weights: Trees, x, cache: KVPages, packed: PackedContext, places: Places):
         context = PrefillContext(packed, cache, places)
         return merge_module(self._graphdef, *weights)(x, context), context.cache
 
-    def _decode(self, weights: Trees, x, cache: Pages, cursor: Cursor):
+    def _decode(self, weights: Trees, x, cache: KVPages, cursor: Cursor):
         context = DecodeContext(cache, cursor)
         return merge_module(self._graphdef, *weights)(x, context), context.cache
 
@@ -110,15 +111,15 @@ class Programs:
         self._note = jax.jit(_count_prompts, donate_argnames="counts")
 
     def prefill(
-        self, trees: Trees, tokens: Int[Array, "1 T"], segments: PackedSegments, places: Places, caches: list[Pages]
-    ) -> list[Pages]:
+        self, trees: Trees, tokens: Int[Array, "1 T"], segments: PackedSegments, places: Places, caches: list[KVPages]
+    ) -> list[KVPages]:
         """Write the keys and values of packed prompts to the caches."""
         x, packed = self._embed_prompts(_part(trees, "embed_tokens"), tokens, segments)
         for i, (layer, weights) in enumerate(self._layer_weights(trees)):
             x, caches[i] = layer.prefill(weights, x, caches[i], packed, places)
         return caches
 
-    def copy(self, caches: list[Pages], copies: Copies) -> list[Pages]:
+    def copy(self, caches: list[KVPages], copies: Copies) -> list[KVPages]:
         """Copy pages within the caches."""
         return self._copy(caches, copies)
 
@@ -130,14 +131,14 @@ class Programs:
         self,
         trees: Trees,
         slots: Sequences,
-        caches: list[Pages],
+        caches: list[KVPages],
         window: Window,
         *,
         plan: CachePlan,
         steps: int,
         features: Features,
         whole: bool,
-    ) -> tuple[Sequences, list[Pages], Sampled]:
+    ) -> tuple[Sequences, list[KVPages], Sampled]:
         """Decode up to `steps` tokens of each of the window's sequences.
 
         Args:
@@ -169,7 +170,9 @@ class Programs:
             functions += [layer.prefill, layer.decode]
         return sum(function._cache_size() for function in functions)
 
-    def _scan(self, trees: Trees, slots: Sequences, caches: list[Pages], window: Window, *, steps: int, **options: Any):
+    def _scan(
+        self, trees: Trees, slots: Sequences, caches: list[KVPages], window: Window, *, steps: int, **options: Any
+    ):
         def body(carry, _):
             # or XLA would expand all quantized weights once, before the loop
             weights, (sequences, caches) = jax.lax.optimization_barrier((trees, carry))
@@ -180,7 +183,7 @@ class Programs:
         carry, sampled = jax.lax.scan(body, (_begin(slots, window), caches), None, length=steps)
         return _finish(slots, window, carry[0]), carry[1], sampled
 
-    def _step(self, trees: Trees, sequences: Sequences, caches: list[Pages], window: Window, *, plan, features):
+    def _step(self, trees: Trees, sequences: Sequences, caches: list[KVPages], window: Window, *, plan, features):
         """Decode a token of each sequence; return (sequences, caches, sampled)."""
         x, cursor = self._embed_slots(_part(trees, "embed_tokens"), sequences, window, plan=plan)
         caches = list(caches)
@@ -239,7 +242,7 @@ class Programs:
         after = replace(sequences, tokens=tokens, positions=jnp.where(live, positions, 0), live=live)
         return after, sampled._replace(tokens=shown)
 
-    def _copy_pages(self, caches: list[Pages], copies: Copies) -> list[Pages]:
+    def _copy_pages(self, caches: list[KVPages], copies: Copies) -> list[KVPages]:
         kinds = [self.windows.index(kind.window) for kind in self._config.layer_kinds]
         return [
             jax.tree.map(lambda stored, kind=kind: stored.at[copies.targets[kind]].set(stored[copies.sources[kind]]), c)
