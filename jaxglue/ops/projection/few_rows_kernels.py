@@ -125,12 +125,9 @@ def few_rows_kernel(
         if program < COUNT * SHRINKS:
             own = program // SHRINKS
             down = downs[0]
-            if COUNT > 1:
-                if own == 1:
-                    down = downs[1]
-            if COUNT > 2:
-                if own == 2:
-                    down = downs[2]
+            for i in tl.static_range(1, COUNT):
+                if own == i:
+                    down = downs[i]
             _shrink(
                 source, down, norm_weight, inverse_rms, low_rank_parts + own * SHRINKS * BLOCK_M * BLOCK_R,
                 low_ranks + own * BLOCK_M * BLOCK_R, counters + TILES + own, counters + TILES + COUNT,
@@ -140,13 +137,11 @@ def few_rows_kernel(
         program -= COUNT * SHRINKS
     tile, split = program // SPLITS, program % SPLITS
     w, column, end = weights[0], tile * BLOCK_N, N_0
-    if COUNT > 1:
-        if not GATED:
-            if tile >= FIRST_1:
-                w, column, end = weights[1], (tile - FIRST_1) * BLOCK_N, N_1
-            if COUNT > 2:
-                if tile >= FIRST_2:
-                    w, column, end = weights[2], (tile - FIRST_2) * BLOCK_N, N_2
+    if not GATED:
+        for i in tl.static_range(1, COUNT):
+            first = FIRST_1 if i == 1 else FIRST_2
+            if tile >= first:
+                w, column, end = weights[i], (tile - first) * BLOCK_N, N_1 if i == 1 else N_2
     n, rows = column + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
     inside = n if WHOLE else tl.minimum(n, end - 1)  # rows beyond a weight are other rows, and not stored
     acc = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
@@ -198,10 +193,15 @@ def few_rows_kernel(
         acc = _finish(acc, 2, x_scales, scales, biases, low_ranks, ups, factors, n, rows, R, N_2, M, BLOCK_M, BLOCK_R)
         _store(acc, None, outs[2], n, rows, N_2, M, BLOCK_M, WHOLE)
     if R > 0:
-        # The last reader leaves zeros for the next launch.
-        if _arrive(counters + TILES + COUNT + 1) == TILES - 1:
-            tl.store(counters + TILES + COUNT, 0)
-            tl.store(counters + TILES + COUNT + 1, 0)
+        _leave(counters + TILES + COUNT, TILES)
+
+
+@triton.jit
+def _leave(finished, READERS: tl.constexpr):
+    """Count the readers of the adapters' inputs at their ranks; the last one leaves zeros for the next launch."""
+    if _arrive(finished + 1) == READERS - 1:
+        tl.store(finished, 0)
+        tl.store(finished + 1, 0)
 
 
 @triton.jit

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from selection import repeat
 
 from jaxglue.ops.backend import tracing_for
 from jaxglue.ops.gated_mlp import GatedParts, gated_mlp
@@ -16,7 +17,6 @@ from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import is_quantized
 from jaxglue.ops.quant.fp8 import quantize_fp8
 from jaxglue.ops.quant.int8 import quantize_int8
-from selection import repeat
 
 
 class Decoding(NamedTuple):
