@@ -223,6 +223,11 @@ class DecoderConfig:
         """Return the config of a reward model: one score in place of the output projection."""
         return replace(self, scores=True, tie_word_embeddings=False)
 
+    @property
+    def untied(self) -> "DecoderConfig":
+        """Return the config of a model whose output projection is apart from the embedding."""
+        return replace(self, tie_word_embeddings=False)
+
     @cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Return the kind of each layer."""
