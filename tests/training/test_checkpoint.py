@@ -94,9 +94,9 @@ def test_states_that_are_not_finite_are_not_saved(tmp_path):
     state = make_state(2)
     moments = state["optimizer"][0]
     bad = moments._replace(nu=moments.nu | {"a": moments.nu["a"].at[3, 1].set(jnp.nan)})
-    with Checkpoints(tmp_path, fingerprint=FINGERPRINT) as checkpoints:
-        with pytest.raises(NonFinite, match=r"1 arrays are not finite, the first of them optimizer\S+nu\S*a"):
-            checkpoints.save(2, state | {"optimizer": (bad, *state["optimizer"][1:])}, {})
+    refusal = pytest.raises(NonFinite, match=r"1 arrays are not finite, the first of them optimizer\S+nu\S*a")
+    with Checkpoints(tmp_path, fingerprint=FINGERPRINT) as checkpoints, refusal:
+        checkpoints.save(2, state | {"optimizer": (bad, *state["optimizer"][1:])}, {})
     assert kept(tmp_path) == [1]
 
 
