@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from jaxglue.planner.device_memory import bound_pool, take_fitting_blocks
 from jaxglue.planner.host_memory import HOST_LIMIT
 from jaxglue.recipe import as_dict, load_config, to_toml
 from jaxglue.sharding.mesh import make_mesh
+from jaxglue.training.callbacks import Callback, Callbacks
 from jaxglue.training.checkpoint import Checkpoints, NonFinite
 from jaxglue.training.config import ModelConfig, TrainConfig
 from jaxglue.training.evaluation import Evaluation, ExpertLoadProbe, Samples, evaluation_lines
@@ -66,6 +67,7 @@ def train(
     timer: StartupTimer | None = None,
     processes: Processes = SINGLE_PROCESS,
     interrupt: Interrupt | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> RunSummary | None:
     """Train as configured and write adapter or model, checkpoints, metrics and curve to the output folder.
 
@@ -75,6 +77,7 @@ def train(
         timer: of a start-up that began before this call.
         processes: all call this; process 0 alone prints and writes, apart from checkpoints.
         interrupt: tells after an interruption which signal it was.
+        callbacks: receive the run's events, in a run of one process.
 
     Returns:
         the results of the run; None after a dry run or an interruption.
@@ -83,7 +86,7 @@ def train(
         ValueError: bad input, before the accelerator is used.
         OSError: a file cannot be written, as on a full disk.
     """
-    interrupt = interrupt or Interrupt()
+    events, interrupt = Callbacks(callbacks), interrupt or Interrupt()
     console = console or Console(file=cast(IO[str], Output(interrupt.output_closed)), quiet=not processes.is_main)
     timer = timer or StartupTimer()
     config = replace(config, model=pinned_model(config))
@@ -112,8 +115,9 @@ def train(
         _explain(run, console, processes)
         files = RunFolder(output, overwrite=settings.overwrite, processes=processes)
         shared: dict[str, Any] = {"identity": identity, "timer": timer, "processes": processes, "interrupt": interrupt}
+        shared |= {"console": console, "output": files, "callbacks": events}
         with closing(run.batches):
-            return _train_as_planned(run, console, files, partial(_attempt, console=console, output=files, **shared))
+            return _train_as_planned(run, console, files, partial(_attempt, **shared))
 
 
 def _train_as_planned(
@@ -180,6 +184,7 @@ class Trainer:
         console, timer, processes, interrupt: of `train`.
         output: the run's folder.
         host_buffers: for offloaded values; None for JAX's pool.
+        callbacks: of the run.
         again: the run is planned for the second time, and began before.
     """
 
@@ -193,6 +198,7 @@ class Trainer:
         interrupt: Interrupt,
         output: RunFolder,
         host_buffers: HostBuffers | None = None,
+        callbacks: Callbacks | None = None,
         *,
         again: bool = False,
     ):
@@ -212,6 +218,7 @@ class Trainer:
         self._samples = Samples(run, self._model.graphdefs, folder if processes.is_main else None, console)
         self._recorder = Recorder(run, timer)
         self._result = ResultWriter(run, self._model, self._output, processes, console)
+        self._callbacks = callbacks or Callbacks(())
         self._last_batch: Batch | None = None
         self._recent: dict[int, Step] = {}
         self._spikes = None if self._settings.on_spike == "nothing" else Spikes(self._settings.spike_sigma)
@@ -241,7 +248,12 @@ class Trainer:
 
     @property
     def _has_ended(self) -> bool:
-        return self._model.step == self._run.total_steps or self._evaluation.is_stale
+        return self._model.step == self._run.total_steps or self._why_stopped is not None
+
+    @property
+    def _why_stopped(self) -> str | None:
+        """Return the reason of an early end for good, in words."""
+        return self._evaluation.why_stale if self._evaluation.is_stale else self._callbacks.why_stopped
 
     def _open_checkpoints(self) -> Checkpoints:
         return Checkpoints(
@@ -261,6 +273,8 @@ class Trainer:
         try:
             with progress, compiling, self._recorder:
                 with self._interrupt:
+                    if not self._again:
+                        self._callbacks.call(Callback.on_start, begun, self._run.total_steps)
                     first = self._first_step(checkpoints, progress)
                 if isinstance(first, Overrun):
                     return first
@@ -329,14 +343,15 @@ class Trainer:
                 profiler.before(self._model.step + 1)
                 in_flight.add(dispatched or self._dispatch_step(checkpoints, progress))
                 dispatched = None
-                stop = self._must_stop() and not self._is_in_spikes
+                stop = (self._must_stop() or self._callbacks.why_stopped is not None) and not self._is_in_spikes
                 look = self._is_due(eval_every)
                 evaluate = self._evaluation.is_needed and look
                 due = due or self._is_due(save_every)
                 save = (stop or due) and not self._is_in_spikes
                 drain = look or save or not self._recorder.has_compiled
                 for result, done in in_flight.take(leave=0 if drain else _STEPS_IN_FLIGHT):
-                    self._recorder.record(result, done, loggers, progress)
+                    values = self._recorder.record(result, done, loggers, progress)
+                    self._callbacks.call(Callback.on_step, result.step, values)
                 with self._recorder.meter.paused():
                     eval_loss = self._evaluate(loggers, progress) if evaluate else None
                     if look and self._model.step < total:
@@ -419,6 +434,7 @@ class Trainer:
         if eval_loss is not None:
             progress.say(f"step {step}: " + "\n".join(evaluation_lines(values)))
             check_finite(step, {"eval_loss": eval_loss})
+        self._callbacks.call(Callback.on_evaluation, step, values)
         return eval_loss
 
     def _answer_samples(self, when: str) -> None:
@@ -437,6 +453,7 @@ class Trainer:
             checkpoints.save(self._model.step, self._model.state(), host, eval_loss=eval_loss)
         except NonFinite as error:
             raise Diverged(self._model.step, f"after its update {error}") from error
+        self._callbacks.call(Callback.on_save, self._model.step, self._folder / "checkpoints")
 
     def _resume(self, checkpoints: Checkpoints) -> None:
         restored = checkpoints.restore_latest(abstract_state(self._model.state()))
@@ -456,8 +473,8 @@ class Trainer:
     def _finish(self, begun: float, checkpoints: Checkpoints) -> RunSummary:
         """Export the result, answer samples and write curve and summary; `begun` is the start, `time.monotonic`."""
         _, best_step = self._evaluation.best or (None, None)
-        if self._evaluation.is_stale:
-            self._console.print(self._evaluation.why_stale)
+        if self._why_stopped:
+            self._console.print(self._why_stopped)
         result = self._result.write(checkpoints, best_step, self._last_batch)
         self._answer_samples("after")
         summary = self._summarize(result, time.monotonic() - begun)
@@ -466,6 +483,7 @@ class Trainer:
             asked = {"keep": self._settings.keep, "early_stopping": self._settings.early_stopping}
             write_json(self._folder / "summary.json", summary_json(summary) | asked | {"fingerprint": self._identity})
         print_panel(self._console, "done", summary_rows(summary))
+        self._callbacks.call(Callback.on_end, summary)
         return summary
 
     def _summarize(self, result: Result, seconds: float) -> RunSummary:
@@ -486,7 +504,7 @@ class Trainer:
             adapter=result.path,
             adapter_step=result.step,
             last_adapter=result.last,
-            stopped_early=self._evaluation.why_stale if self._evaluation.is_stale else None,
+            stopped_early=self._why_stopped,
             checkpoints=self._folder / "checkpoints",
             metrics=self._folder / "metrics.jsonl",
             curve=self._folder / "loss.png",
