@@ -230,7 +230,7 @@ def test_answers_of_one_prompt_share_pages_and_equal_those_alone(llama):
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_answers_that_give_their_pages_up_go_on_unchanged(tiny_model, family):
     engine, trees = engine_of(tiny_model(family, **FAMILIES[family]), lora=False)
-    sampling = replace(SAMPLED, max_tokens=150)
+    sampling = replace(SAMPLED, max_tokens=150, frequency_penalty=0.5, repetition_penalty=1.2)
     requests = [Request(prompt, sampling, i, n=2) for i, prompt in enumerate([PROMPT * 9, PROMPT, PROMPT * 2])]
     plan = engine.plan(requests)
     answers = {(c.number, c.answer): c.tokens.tolist() for c in engine.generate(*trees, requests, plan=plan)}
@@ -242,7 +242,8 @@ def test_answers_that_give_their_pages_up_go_on_unchanged(tiny_model, family):
 def test_log_probabilities_equal_those_of_a_forward_pass(tiny_model, whole):
     model = tiny_model("qwen3", initializer_range=0.3, **FAMILIES["qwen3"])
     engine, trees = engine_of(model, lora=True)
-    request = Request(PROMPT * 8, SAMPLED, top_log_probs=2)  # crosses a page and a window of steps
+    sampling = replace(SAMPLED, max_tokens=60)  # crosses a page; the window of attention begins in the one before
+    request = Request(PROMPT * 9, sampling, top_log_probs=2)
     (found,) = engine.generate(*trees, [request], whole=whole)
     tokens = np.concatenate([request.prompt, found.tokens])[None].astype(np.int32)
     logits = jax.jit(lambda: model(tokens, pack_segments([[tokens.size]], seq_len=tokens.size)))()
@@ -252,7 +253,7 @@ def test_log_probabilities_equal_those_of_a_forward_pass(tiny_model, whole):
     warm = jax.nn.log_softmax(logits / SAMPLED.temperature)
     np.testing.assert_allclose(found.log_probs, warm[rows, found.tokens], atol=1e-5)
     np.testing.assert_allclose(found.top[1], np.sort(wanted)[:, :-3:-1], atol=1e-5)
-    assert found.finish == "length" and len(found.tokens) == SAMPLED.max_tokens
+    assert found.finish == "length" and len(found.tokens) == 60
 
 
 def test_penalties_count_the_prompt_and_earlier_windows(llama):
