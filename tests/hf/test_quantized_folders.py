@@ -312,7 +312,9 @@ def test_a_module_neither_skipped_nor_quantized_is_refused(dynamic, tmp_path):
         load_model(folder)
 
 
-@pytest.mark.parametrize(("name", "how"), [repeat("qwen3_tied", "nf4"), ("qwen3_moe", "fp8"), repeat("gpt_oss", "mxfp4")])
+@pytest.mark.parametrize(
+    ("name", "how"), [repeat("qwen3_tied", "nf4"), ("qwen3_moe", "fp8"), repeat("gpt_oss", "mxfp4")]
+)
 def test_a_quantized_folder_is_read_back_and_fails_where_it_differs(tmp_path, monkeypatch, name, how):
     base, sizes = tmp_path / "base", ("hidden_size", "intermediate_size", "moe_intermediate_size")
     raw = read_config(GOLDENS / name) | dict.fromkeys(sizes, 64) | {"head_dim": 16, "initializer_range": 0.2}
