@@ -43,9 +43,9 @@ class TritonFewRowsExperts(Launcher):
     ) -> Float[Array, "M D"]:
         """Compute `moe_mlp` from (gate_up, down) of matrices and biases."""
         D, F = x.shape[1], (matrices[1].shape[2] if transpose_rhs else matrices[1].shape[1])
-        gated = {"activation": activation, "transpose_rhs": transpose_rhs}
-        hidden = self._multiply(x, routing, matrices[0], biases[0], F, tokens=routing.tokens, **gated)
-        rows = self._multiply(hidden, routing, matrices[1], None, D, activation=None, transpose_rhs=transpose_rhs)
+        options: dict[str, Any] = {"activation": activation, "transpose_rhs": transpose_rhs}
+        hidden = self._multiply(x, routing, matrices[0], biases[0], F, tokens=routing.tokens, **options)
+        rows = self._multiply(hidden, routing, matrices[1], None, D, **options | {"activation": None})
         extra = (None,) * 3 if biases[1] is None else (routing.weights, routing.expert_ids, biases[1])
         arrays, block = (rows, routing.inverse, *extra), row_block(D)
         constants = {"D": D, "X": routing.inverse.shape[1], "BLOCK": block}
