@@ -4,13 +4,14 @@ There are no gradients: the caller's conditions say that none are taken.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxglue.ops.backend import HOPPER, Backend, Capability, Operation, check_capability, check_triton
 from jaxglue.ops.collectives import axis_size
+from jaxglue.ops.projection.few_rows_operands import FewRows, LowRank
 from jaxglue.ops.projection.fp8 import encode
 from jaxglue.ops.projection.fp8_adapters import FP8Rows, NormedRows, QuantizedRows
 from jaxglue.ops.quant.formats import is_quantized
@@ -20,35 +21,6 @@ from jaxglue.ops.quant.int8 import LARGEST, Int8Weight
 MOST_ROWS = 256
 """Rows up to which reading the weights takes longer than multiplying by them."""
 LARGEST_RANK = 64
-
-
-class LowRank(NamedTuple):
-    """Adapters of the weights that share a launch."""
-
-    source: Float[Array, "M K"]
-    """Their input, or that of the norm before them."""
-    norm_weight: Float[Array, " K"] | None
-    inverse_rms: Float[Array, " M"] | None
-    """The norm's, where `source` is its input."""
-    downs: tuple[Float[Array, "R K"], ...]
-    ups: tuple[Float[Array, "N R"], ...]
-    factors: tuple[float, ...]
-
-
-class FewRows(NamedTuple):
-    """Operands of a launch."""
-
-    dtype: Any
-    """Of the products."""
-    x: Float[Array, "M K"]
-    x_scales: Float[Array, " M"] | None
-    """float32, of e4m3 values."""
-    weights: tuple[Array, ...]
-    """[N, K] each, of x's dtype or of one byte."""
-    scales: tuple[Float[Array, " N"], ...] | None
-    """float32 factors of the weights' rows."""
-    biases: tuple[Float[Array, " N"], ...] | None
-    low_rank: LowRank | None
 
 
 def _check(capability: Capability | None, x, projections: Sequence[Any], conditions) -> None:

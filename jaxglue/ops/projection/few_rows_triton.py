@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.projection import few_rows_kernels as kernels
-from jaxglue.ops.projection.few_rows import FewRows
+from jaxglue.ops.projection.few_rows_operands import FewRows
 
 _SHRINK_STEPS = 4
 """Steps of a program that multiplies a part of the adapters' input."""
