@@ -104,7 +104,8 @@ class TrainStep:
         """Begin to trace and lower the step's programs, and return the modules foreseen; None where shapes say less."""
         run, batches = self._run, self._run.batches
         grouped = 1 < run.remat.layers_per_program < run.model.num_hidden_layers
-        others = grouped or run.workload.host_embeddings or run.config.objective.kind.needs_reference
+        kind = run.config.objective.kind
+        others = grouped or run.workload.host_embeddings or kind.needs_reference or kind.needs_rollouts
         if self._mesh is not None or others or isinstance(batches, StreamIterator):
             return None
         graphdefs, trainable, frozen = abstract_parts(run.workload)
@@ -142,7 +143,7 @@ class TrainStep:
         if kinds <= self._compiled and self._compilations() > compilations:
             _log.warning("step %d compiled programs again: its batch has other shapes", self.step)
         self._compiled |= kinds
-        return StepResult(self.step, {"loss": loss, **values}, batch.tokens)
+        return StepResult(self.step, {"loss": loss, **values, **batch.metrics}, batch.tokens)
 
     def check_fp8(self, batch: Batch) -> str | None:
         """Take layers and a head out of FP8 where it is too inaccurate on a batch; return the errors in words.
@@ -308,7 +309,7 @@ class StepResult(NamedTuple):
     """A dispatched step, whose values may still be computing."""
 
     step: int
-    values: dict[str, jax.Array]
+    values: dict[str, jax.Array | float]
     """loss, learning_rate and, unless parameters are updated in the backward pass, grad_norm."""
     tokens: int
 

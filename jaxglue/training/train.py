@@ -18,6 +18,7 @@ from jaxglue.engine.program_cache import keep_programs
 from jaxglue.hf.files import write_json
 from jaxglue.hf.hub import is_hub_id
 from jaxglue.recipe import as_dict, load_config, to_toml
+from jaxglue.rl.loop import RolloutSteps
 from jaxglue.sharding.mesh import make_mesh
 from jaxglue.training.callbacks import Callback, Callbacks
 from jaxglue.training.checkpoint import Checkpoints, NonFinite
@@ -26,6 +27,7 @@ from jaxglue.training.evaluation import Evaluation, ExpertLoadProbe, Samples, ev
 from jaxglue.training.explain import run_reasons
 from jaxglue.training.fingerprint import fingerprint
 from jaxglue.training.interrupt import Interrupt, Output
+from jaxglue.training.policy import TrainedPolicy
 from jaxglue.training.progress import Compiling, StartupTimer, TrainingProgress
 from jaxglue.training.record import Diverged, Recorder, StepProfiler, check_finite, memory_use, save_loss_curve
 from jaxglue.training.recovery import Postmortem, Spikes, beyond_limit, explained_out_of_memory, save_step
@@ -161,6 +163,9 @@ class Trainer:
         self._recorder = Recorder(run, timer)
         self._result = ResultWriter(run, self._model, self._output, processes, console)
         self._callbacks = callbacks or Callbacks(())
+        if isinstance(run.batches, RolloutSteps):
+            run.batches.begin(TrainedPolicy(run, self._model, mesh))
+        self._ahead = 0 if isinstance(run.batches, RolloutSteps) else _STEPS_IN_FLIGHT
         self._last_batch: Batch | None = None
         self._recent: dict[int, Step] = {}
         self._spikes = None if self._settings.on_spike == "nothing" else Spikes(self._settings.spike_sigma)
@@ -248,7 +253,7 @@ class Trainer:
                 due = due or self._is_due(save_every)
                 save = (stop or due) and not self._is_in_spikes
                 drain = look or save or not self._recorder.has_compiled
-                for result, done in in_flight.take(leave=0 if drain else _STEPS_IN_FLIGHT):
+                for result, done in in_flight.take(leave=0 if drain else self._ahead):
                     values = self._recorder.record(result, done, loggers, progress)
                     self._callbacks.call(Callback.on_step, result.step, values)
                 if first and (note := beyond_limit(self._run.config.model.memory_limit)):
@@ -352,6 +357,9 @@ class Trainer:
         }
         try:
             checkpoints.save(self._model.step, self._model.state(), host, eval_loss=eval_loss)
+            if isinstance(self._run.batches, RolloutSteps):
+                checkpoints.wait()
+                self._run.batches.saved()
         except NonFinite as error:
             raise Diverged(self._model.step, f"after its update {error}") from error
         self._callbacks.call(Callback.on_save, self._model.step, self._folder / "checkpoints")
