@@ -1,7 +1,7 @@
 """The loop of reinforcement learning, as an iterator over optimizer steps: prompts, answers, rewards, packed batches.
 
-A step is a function of the seed, the weights and the rewards. Answers stay on disk until a checkpoint holds their steps:
-a run that was killed goes on with the same ones, and with rewards that might differ the next time.
+A step is a function of the seed, the weights and the rewards. Answers stay on disk until a checkpoint holds their
+steps: a run that was killed goes on with the same ones, and with rewards that might differ the next time.
 """
 
 from collections import deque
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from jaxtyping import Float
+from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import Step, check_run
@@ -36,7 +37,7 @@ class Policy(Protocol):
         """Return answers by the present weights, with their texts."""
 
     def log_probs(self, batch: Batch, *, reference: bool = False) -> Float[np.ndarray, "B T"]:
-        """Return the log-probabilities of targets under the present weights, or under those that training began with."""
+        """Return log-probabilities of targets under the present weights, or under those that training began with."""
 
 
 class RolloutSteps(Iterator[Step]):
@@ -85,17 +86,30 @@ class RolloutSteps(Iterator[Step]):
     @property
     def description(self) -> str:
         """Return a line about the answers of a step, for the plan."""
-        config, names = self._config, " + ".join(
-            spec.name if spec.weight == 1 else f"{spec.weight:g} × {spec.name}" for spec in self._judge.specs
+        config, names = (
+            self._config,
+            " + ".join(
+                spec.name if spec.weight == 1 else f"{spec.weight:g} × {spec.name}" for spec in self._judge.specs
+            ),
         )
-        sizes = f"{self._count:,} prompts × {self._answers:,} answers of at most {config.max_completion_length:,} tokens"
+        sizes = (
+            f"{self._count:,} prompts × {self._answers:,} answers of at most {config.max_completion_length:,} tokens"
+        )
         steps = f", {self.window} steps on each" if self.window > 1 else ""
         copied = "" if self._shared else "; each answer has a copy of its prompt"
         return f"{sizes}{steps}; reward: {names}{copied}"
 
-    def begin(self, policy: Policy) -> None:
-        """Take the model that writes the answers."""
+    @property
+    def typical_prompts(self) -> list[list[int]]:
+        """Return as many prompts as a step answers, spread over all by their length, the longest among them."""
+        order = np.argsort(self._dataset.lengths, kind="stable")
+        chosen = order[np.linspace(0, len(order) - 1, self._count).round().astype(int)[::-1]]
+        return [self._dataset.prompts[row].tokens for row in chosen]
+
+    def begin(self, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Take the model that writes the answers, and load those that judge them."""
         self._policy = policy
+        self._judge.load_models(tokenizer)
 
     def __next__(self) -> Step:
         if not self._window:
@@ -106,7 +120,9 @@ class RolloutSteps(Iterator[Step]):
 
     def _steps(self) -> list[Step]:
         """Return the steps on the next answers."""
-        rollouts = self._folder.load(self._step, self._dataset.prompts) or self._keep(self._with_log_probs(self._write()))
+        rollouts = self._folder.load(self._step, self._dataset.prompts) or self._keep(
+            self._with_log_probs(self._write())
+        )
         advantages = self._advantages(rollouts)
         self._folder.record(self._step + 1, rollouts, self._judge.names, advantages.values)
         parts = self._divide(self._groups(rollouts, advantages.values))

@@ -69,7 +69,9 @@ def pack_groups(
         ValueError: a prompt and one of its answers are longer than a row.
     """
     firsts = accumulate((len(group.answers) for group in groups), initial=0)
-    pieces = [piece for group, first in zip(groups, firsts, strict=False) for piece in _pieces(group, first, seq_len, shared)]
+    pieces = [
+        piece for group, first in zip(groups, firsts, strict=False) for piece in _pieces(group, first, seq_len, shared)
+    ]
     plan = plan_packing(np.array([group.length for group, _ in pieces], np.int64), seq_len=seq_len)
     rows = [[pieces[index] for index in plan.row(row)] for row in range(plan.rows)]
     rows += [[]] * (-len(rows) % batch_size)
@@ -105,7 +107,9 @@ def _pieces(group: Group, first: int, seq_len: int, shared: bool) -> Iterator[tu
 
 def _pack(rows: Sequence[Sequence[tuple[Group, range]]], seq_len: int, slots: int, shared: bool) -> Packed:
     forks = [[(len(g.prompt) - 1, *(len(answer.tokens) for answer in g.answers)) for g, _ in row] for row in rows]
-    known = [name for name in _KNOWN if any(getattr(a, name) is not None for row in rows for g, _ in row for a in g.answers)]
+    known = [
+        name for name in _KNOWN if any(getattr(a, name) is not None for row in rows for g, _ in row for a in g.answers)
+    ]
     shape = len(rows), seq_len
     integers = {name: np.zeros(shape, np.int32) for name in ("tokens", "targets")}
     counted, sampler = np.zeros(shape, np.float32), np.full(shape, np.nan, np.float32)

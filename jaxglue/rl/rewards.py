@@ -18,7 +18,10 @@ from urllib.parse import unquote
 
 import numpy as np
 from jaxtyping import Float
+from transformers import PreTrainedTokenizerBase
 
+from jaxglue.generation.config import AssistantConfig
+from jaxglue.generation.scoring import RewardModel
 from jaxglue.rl.config import RolloutConfig
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.sampler import Sample
@@ -93,7 +96,7 @@ def parse_reward(text: str) -> RewardSpec:
 class Scorer(Protocol):
     """A reward model."""
 
-    def score(self, documents: Sequence[Sequence[int]]) -> list[float]:
+    def score(self, documents: Sequence[Sequence[int] | np.ndarray]) -> list[float]:
         """Return each document's score."""
 
 
@@ -102,19 +105,18 @@ class Judge:
 
     Args:
         config: names of the rewards, and limits.
-        models: the reward models of the specs without a file, by their order.
 
     Raises:
-        ValueError: a reward that cannot be imported.
+        ValueError: malformed names, or two rewards of one name.
     """
 
-    def __init__(self, config: RolloutConfig, models: Sequence[Scorer] = ()):
+    def __init__(self, config: RolloutConfig):
         self.specs = [parse_reward(text) for text in config.reward]
         names = [spec.name for spec in self.specs]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"--reward: two are named {twice}, and metrics tell them by name: rename one function")
         self.weights = np.array([spec.weight for spec in self.specs])
-        self._models = dict(zip([spec.name for spec in self.specs if not spec.file], models, strict=True))
+        self._models: dict[str, Scorer] = {}
         self._timeout = config.reward_timeout
         self._free: SimpleQueue[_Process] = SimpleQueue()
         self._processes = [_Process(config.reward_memory) for _ in range(config.reward_workers)]
@@ -133,6 +135,22 @@ class Judge:
             request = {"file": spec.file, "function": spec.name, "check": True}
             if error := self._processes[0].ask(request, _START_SECONDS).get("error"):
                 raise ValueError(f"--reward {spec.file}:{spec.name}: {error}")
+
+    def load_models(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Load the reward models, which read the tokens of answers.
+
+        Raises:
+            ValueError: no reward model, or one with another vocabulary than the tokenizer.
+        """
+        for spec in (spec for spec in self.specs if not spec.file):
+            folder = Path(spec.options["folder"])
+            kind = "adapter" if (folder / "adapter_config.json").is_file() else "model"
+            model = RewardModel(AssistantConfig(**{kind: folder}))
+            if model.tokenizer.get_vocab() != tokenizer.get_vocab():
+                raise ValueError(
+                    f"--reward model: {folder} has another vocabulary than the model in training: train one on its base"
+                )
+            self._models[spec.name] = model
 
     def score(self, written: Sequence[Written]) -> Float[np.ndarray, "prompts answers functions"]:
         """Return the rewards of groups of equal size; NaN where a function leaves an answer out.

@@ -7,7 +7,9 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jaxglue.generation.config import SamplingConfig
-from jaxglue.generation.generator import Generator, Request
+from jaxglue.generation.engine import Engine
+from jaxglue.generation.pages import CachePlan
+from jaxglue.generation.scheduler import Request
 from jaxglue.models.parameters import Params
 
 
@@ -17,7 +19,7 @@ class Sample(NamedTuple):
     tokens: Int[np.ndarray, " L"]
     """With the token that ended it."""
     log_probs: Float[np.ndarray, " L"]
-    """Of the tokens, at the temperature of sampling; NaN where unknown."""
+    """Of the tokens, at the temperature of sampling."""
     ended: bool
     """False for one that reached its longest length."""
     text: str = ""
@@ -32,13 +34,17 @@ class Sampler:
     """Writes answers; one serves a whole run, whatever the weights.
 
     Args:
-        generator: of the model.
+        engine: of the model.
         stops: tokens that end an answer.
         sampling: of every answer; the seed is the run's.
+        typical: prompts of a step as long as any, for which memory is planned once, so that no step compiles again.
     """
 
-    def __init__(self, generator: Generator, stops: Collection[int], sampling: SamplingConfig):
-        self._generator, self._stops, self._sampling = generator, stops, sampling
+    def __init__(
+        self, engine: Engine, stops: Collection[int], sampling: SamplingConfig, typical: Sequence[Sequence[int]]
+    ):
+        self._engine, self._stops, self._sampling, self._typical = engine, stops, sampling, typical
+        self._plan: CachePlan | None = None
 
     def __call__(
         self, trainable: Params, frozen: Params, prompts: Sequence[Sequence[int]], indices: Sequence[int], count: int
@@ -51,15 +57,11 @@ class Sampler:
             indices: of the prompts in the run, which alone decide on random numbers beside the seed.
             count: answers to each.
         """
-        requests = [
-            Request(prompt, self._sampling, index * count + answer)
-            for prompt, index in zip(prompts, indices, strict=True)
-            for answer in range(count)
-        ]
-        found: list[list[Sample]] = [[] for _ in prompts]
-        answers = dict(self._generator.answers(trainable, frozen, requests, self._stops))
-        for number in range(len(requests)):
-            tokens, ended = answers[number], len(answers[number]) < self._sampling.max_tokens
-            whole = np.array([*tokens, *sorted(self._stops)[:1]] if ended else tokens, np.int32)
-            found[number // count].append(Sample(whole, np.full(len(whole), np.nan, np.float32), ended))
-        return found
+        if self._plan is None:
+            self._plan = self._engine.plan([Request(prompt, self._sampling, n=count) for prompt in self._typical])
+        pairs = zip(prompts, indices, strict=True)
+        requests = [Request(prompt, self._sampling, index, n=count) for prompt, index in pairs]
+        found: list[dict[int, Sample]] = [{} for _ in prompts]
+        for done in self._engine.generate(trainable, frozen, requests, self._stops, plan=self._plan):
+            found[done.number][done.answer] = Sample(done.tokens, done.log_probs, done.finish == "stop")
+        return [[group[index] for index in range(count)] for group in found]

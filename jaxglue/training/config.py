@@ -24,8 +24,8 @@ from jaxglue.distributed import DistributedConfig
 from jaxglue.hf.hub import base_reference, is_hub_id, model_path
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.objectives.config import ObjectiveConfig
-from jaxglue.rl.config import RolloutConfig
 from jaxglue.ops.choices import QUANTIZE, Attention, Matmul, MomentFormat, Quantize, Storage, choose_storage
+from jaxglue.rl.config import RolloutConfig
 from jaxglue.training.optimizer import OPTIMIZERS, OptimizerKind
 
 if TYPE_CHECKING:
@@ -402,7 +402,9 @@ class TrainConfig(Config):
         """Refuse settings of rollouts without them, and what does not go with them."""
         name = self.objective.objective
         if not self.objective.kind.needs_rollouts:
-            given = [field.name for field in fields(RolloutConfig) if getattr(self.rollouts, field.name) != field.default]
+            given = [
+                field.name for field in fields(RolloutConfig) if getattr(self.rollouts, field.name) != field.default
+            ]
             if given:
                 flag = given[0].replace("_", "-")
                 raise ValueError(f"--{flag} is for answers written in training, not --objective {name}: leave it out")

@@ -10,7 +10,8 @@ from jaxtyping import Float
 
 from jaxglue.data.batch import Batch
 from jaxglue.generation.config import SamplingConfig
-from jaxglue.generation.generator import Generator
+from jaxglue.generation.engine import Engine
+from jaxglue.rl.loop import RolloutSteps
 from jaxglue.rl.sampler import Sample, Sampler
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.training.setup import Run
@@ -29,16 +30,15 @@ class TrainedPolicy:
     def __init__(self, run: Run, model: TrainStep, mesh: Mesh | None):
         self._model, self._mesh, self._tokenizer = model, mesh, run.tokenizer
         settings, objective = run.config.model, run.workload.objective
-        generator = Generator(
-            model.graphdefs, run.model, dtype=settings.compute_dtype, attention=settings.attention
-        )
+        engine = Engine(model.graphdefs, run.model, dtype=settings.compute_dtype, attention=settings.attention)
         sampling = SamplingConfig(
             max_tokens=run.config.rollouts.max_completion_length,
             temperature=objective.temperature,
             top_p=1.0,
             seed=run.config.data.seed,
         )
-        self._sample = Sampler(generator, run.stops, sampling)
+        assert isinstance(run.batches, RolloutSteps)
+        self._sample = Sampler(engine, run.stops, sampling, run.batches.typical_prompts)
         # Training donates its arrays, so the reference needs its own.
         self._reference = jax.tree.map(jnp.copy, model.trainable) if objective.beta else None
 
@@ -48,7 +48,7 @@ class TrainedPolicy:
         return [[sample._replace(text=self._decode(sample)) for sample in group] for group in found]
 
     def log_probs(self, batch: Batch, *, reference: bool = False) -> Float[np.ndarray, "B T"]:
-        """Return the log-probabilities of targets under the present weights, or under those that training began with."""
+        """Return log-probabilities of targets under the present weights, or under those that training began with."""
         trainable = self._reference if reference else self._model.trainable
         assert trainable is not None
         placed = place_batch(batch, self._mesh)

@@ -153,9 +153,7 @@ def _read_data(
     )
 
 
-def _make_rollouts(
-    config: TrainConfig, model: DecoderConfig, data: PreparedData, processes: Processes
-) -> RolloutSteps:
+def _make_rollouts(config: TrainConfig, model: DecoderConfig, data: PreparedData, processes: Processes) -> RolloutSteps:
     """Return the steps on answers that the model writes; their rewards are imported here, in processes of their own."""
     if processes.count > 1:
         raise ValueError(f"--objective {config.objective.objective} runs in one process yet: start one")

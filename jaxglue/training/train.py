@@ -164,7 +164,7 @@ class Trainer:
         self._result = ResultWriter(run, self._model, self._output, processes, console)
         self._callbacks = callbacks or Callbacks(())
         if isinstance(run.batches, RolloutSteps):
-            run.batches.begin(TrainedPolicy(run, self._model, mesh))
+            run.batches.begin(TrainedPolicy(run, self._model, mesh), run.tokenizer)
         self._ahead = 0 if isinstance(run.batches, RolloutSteps) else _STEPS_IN_FLIGHT
         self._last_batch: Batch | None = None
         self._recent: dict[int, Step] = {}

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from selection import repeat
 
 from jaxglue.rl.rewards import Judge
 from jaxglue.rl.sampler import Sampler
@@ -52,7 +53,7 @@ def rollouts(config) -> list[dict]:
 
 
 def test_a_run_samples_rewards_and_trains(make_run):
-    config = make_run()
+    config = make_run(temperature=0.5)
     summary = train(config)
     assert summary.steps == 3
     metrics, lines = read_metrics(summary.metrics), rollouts(config)
@@ -62,6 +63,8 @@ def test_a_run_samples_rewards_and_trains(make_run):
         total = [line["rewards"]["even"] + 0.5 * line["rewards"]["named"] for line in own]
         assert values["reward"] == pytest.approx(np.mean(total))
         assert values["rewards/even/mean"] == pytest.approx(np.mean([line["rewards"]["even"] for line in own]))
+        # Adapters have values from step 2 on: sampling and training know them, and the temperature, alike.
+        assert values["sampling/sampling_logp_difference/mean"] < 1e-5
         assert values["completions/mean_length"] == pytest.approx(np.mean([line["tokens"] for line in own]))
     assert len({line["answer"] for line in lines}) > 20  # neither groups nor steps are copies
     assert len({line["origin"] for line in lines}) == 6
@@ -75,7 +78,7 @@ PHASES = {
 }
 
 
-class Killed(Exception):
+class KilledError(Exception):
     pass
 
 
@@ -87,7 +90,7 @@ def stop_at(monkeypatch, phase: str) -> None:
     def counted(*args, **options):
         calls.append(name)
         if len(calls) == count:
-            raise Killed
+            raise KilledError
         return original(*args, **options)
 
     monkeypatch.setattr(cls, name, counted)
@@ -97,17 +100,23 @@ def adapter(config) -> bytes:
     return (config.run.output / "adapter" / "adapter_model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("settings", [{"num_iterations": 2}, {"objective": "rloo", "steps_per_generation": 2}])
-def test_a_stopped_run_goes_on_to_the_bit(make_run, tmp_path, monkeypatch, settings):
-    """Steps in pairs on the same answers, each saved: a stop between them, and one in every phase of the second pair."""
+PAIRS = {"num_iterations": 2}
+LEFT_OUT = {"objective": "rloo", "steps_per_generation": 2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "phases"), [(PAIRS, ["training"]), repeat(PAIRS, [*PHASES]), repeat(LEFT_OUT, [*PHASES])]
+)
+def test_a_stopped_run_goes_on_to_the_bit(make_run, tmp_path, monkeypatch, settings, phases):
+    """Steps in pairs on the same answers, each saved: a stop between those of the second pair, or in a phase."""
     settings = {"steps": 5, "save_every": 1, "learning_rate": 3e-2, **settings}
     whole = make_run(**settings, output=tmp_path / "whole")
     train(whole)
-    for phase in PHASES:
+    for phase in phases:
         config = make_run(**settings, output=tmp_path / phase)
         with monkeypatch.context() as patch:
             stop_at(patch, phase)
-            with pytest.raises(Killed):
+            with pytest.raises(KilledError):
                 train(config)
         train(replace(config, run=replace(config.run, resume=True)))
         assert adapter(config) == adapter(whole), phase
@@ -122,7 +131,7 @@ def test_rewards_that_would_differ_are_judged_once(make_run, tmp_path, monkeypat
     with monkeypatch.context() as patch:
         patch.setitem(PHASES, "saving", (Checkpoints, "save", 1))
         stop_at(patch, "saving")
-        with pytest.raises(Killed):
+        with pytest.raises(KilledError):
             train(config)
     before = rollouts(config)
     train(replace(config, run=replace(config.run, resume=True)))
