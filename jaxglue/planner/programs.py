@@ -82,8 +82,8 @@ def abstract_batch(workload: Workload) -> Batch:
     columns: Any = dict.fromkeys(objective.columns, weights if answers is None else units)
     fields: dict[str, Any] = {"segments": segments, "answers": answers, "columns": columns}
     if objective.needs_rollouts:
-        known = {"sampler": weights, "old": weights, "reference": weights}
-        fields["rollouts"] = Rollouts(owners=ids, advantages=units, **known)
+        of_tokens: dict[str, Any] = dict.fromkeys(("sampler", "old", "reference"), weights)
+        fields["rollouts"] = Rollouts(owners=ids, **{"advantages": units, **of_tokens})
     return Batch(tokens=ids, targets=ids, loss_weights=weights, **fields)
 
 

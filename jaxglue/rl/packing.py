@@ -118,9 +118,9 @@ def _pack(rows: Sequence[Sequence[tuple[Group, range]]], seq_len: int, slots: in
     for b, row in enumerate(rows):
         begin = slot = 0
         for (prompt, answers), _ in row:
-            shared = len(prompt) - 1
-            integers["tokens"][b, begin : begin + shared] = prompt[:-1]
-            begin += shared
+            before = len(prompt) - 1
+            integers["tokens"][b, begin : begin + before] = prompt[:-1]
+            begin += before
             for answer in answers:
                 own = slice(begin, begin + len(answer.tokens))
                 integers["tokens"][b, own] = [prompt[-1], *answer.tokens[:-1]]

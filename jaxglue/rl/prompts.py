@@ -88,7 +88,11 @@ def read_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, answ
     info = {"digest": hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest(), "max_token": int(tokens.max())}
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     store = TokenStore(tokens=tokens, mask=np.zeros(len(tokens), np.uint8), offsets=offsets, info=info)
-    documents = {"documents": np.arange(len(prompts)), "lengths": lengths, "targets": np.zeros_like(lengths)}
+    documents: dict[str, Any] = {
+        "documents": np.arange(len(prompts)),
+        "lengths": lengths,
+        "targets": np.zeros_like(lengths),
+    }
     return PromptDataset(store=store, **documents, prompts=tuple(prompts), answer=answer)
 
 

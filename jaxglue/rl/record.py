@@ -45,7 +45,7 @@ class Rollouts:
     def join(self, later: "Rollouts") -> "Rollouts":
         """Return both."""
         lists: dict[str, Any] = {name: [*getattr(self, name), *getattr(later, name)] for name in _BY_PROMPT}
-        both = {"following": later.following, "sampled": self.sampled + later.sampled}
+        both: dict[str, Any] = {"following": later.following, "sampled": self.sampled + later.sampled}
         return Rollouts(**lists, **both, rewards=np.concatenate([self.rewards, later.rewards]))
 
 

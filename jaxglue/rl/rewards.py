@@ -132,7 +132,7 @@ class Judge:
     def check(self) -> None:
         """Import every function once; raise ValueError for one that cannot be."""
         for spec in filter(lambda spec: spec.file, self.specs):
-            request = {"file": spec.file, "function": spec.name, "check": True}
+            request: dict[str, Any] = {"file": spec.file, "function": spec.name, "check": True}
             if error := self._processes[0].ask(request, _START_SECONDS).get("error"):
                 raise ValueError(f"--reward {spec.file}:{spec.name}: {error}")
 
@@ -144,8 +144,8 @@ class Judge:
         """
         for spec in (spec for spec in self.specs if not spec.file):
             folder = Path(spec.options["folder"])
-            kind = "adapter" if (folder / "adapter_config.json").is_file() else "model"
-            model = RewardModel(AssistantConfig(**{kind: folder}))
+            is_adapter = (folder / "adapter_config.json").is_file()
+            model = RewardModel(AssistantConfig(adapter=folder) if is_adapter else AssistantConfig(model=folder))
             if model.tokenizer.get_vocab() != tokenizer.get_vocab():
                 raise ValueError(
                     f"--reward model: {folder} has another vocabulary than the model in training: train one on its base"
@@ -178,7 +178,7 @@ class Judge:
         """Return a function's rewards of the answers to a prompt; None beyond a limit."""
         process = self._free.get()
         try:
-            request = {"file": spec.file, "function": spec.name, "options": dict(spec.options)}
+            request: dict[str, Any] = {"file": spec.file, "function": spec.name, "options": dict(spec.options)}
             request |= {"prompt": group.prompt.content, "columns": dict(group.prompt.columns)}
             request |= {"texts": group.texts, "completions": group.completions, "completion_ids": group.ids}
             reply = process.ask(request, self._timeout)

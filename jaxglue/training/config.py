@@ -423,8 +423,8 @@ class TrainConfig(Config):
             "weights": "each token that is sampled reads them all",
             "embeddings": "each token that is sampled reads them all",
         }
-        for flag, given in refused.items():
-            if given:
+        for flag, is_given in refused.items():
+            if is_given:
                 reason = reasons.get(flag, "held-out prompts are not answered yet")
                 raise ValueError(f"--{flag} is not for --objective {name}: {reason}: leave it out")
         if self.objective.beta and self.model.method == "full":

@@ -55,4 +55,4 @@ class TrainedPolicy:
         return np.asarray(self._model.executor.log_probs(trainable, self._model.frozen, placed))
 
     def _decode(self, sample: Sample) -> str:
-        return self._tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=True)
+        return str(self._tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=True))

@@ -19,8 +19,7 @@ from jax.stages import Traced
 from jaxtyping import Array
 
 from jaxglue.data.batch import Batch
-from jaxglue.data.iterator import Step
-from jaxglue.data.stream import StreamIterator
+from jaxglue.data.iterator import BatchIterator, Step
 from jaxglue.engine.compiler import Lowering, jit_step, on_device
 from jaxglue.engine.executor import Executor, LayerExecutor, Update
 from jaxglue.engine.fp8_errors import FP8Errors, fp8_errors
@@ -104,9 +103,8 @@ class TrainStep:
         """Begin to trace and lower the step's programs, and return the modules foreseen; None where shapes say less."""
         run, batches = self._run, self._run.batches
         grouped = 1 < run.remat.layers_per_program < run.model.num_hidden_layers
-        kind = run.config.objective.kind
-        others = grouped or run.workload.host_embeddings or kind.needs_reference or kind.needs_rollouts
-        if self._mesh is not None or others or isinstance(batches, StreamIterator):
+        others = grouped or run.workload.host_embeddings or run.config.objective.kind.needs_reference
+        if self._mesh is not None or others or not isinstance(batches, BatchIterator):
             return None
         graphdefs, trainable, frozen = abstract_parts(run.workload)
         self.executor, first = self._make_executor(graphdefs), batches.first
