@@ -1,0 +1,106 @@
+"""Launches of the kernels in `kernels.py`."""
+
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+
+from jaxglue.ops.delta_rule import kernels
+from jaxglue.ops.delta_rule.kernels import KernelSpec
+from jaxglue.ops.delta_rule.vjp import Prepared
+from jaxglue.ops.kernel_cost import KernelCost, KernelKind
+from jaxglue.ops.launch import Launcher, dot_precision, shape_dtype_of
+from jaxglue.ops.segments import PackedSegments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """A program's part of a call, and how it is compiled."""
+
+    columns: int = 64
+    """Columns of values at a time."""
+    num_warps: int = 4
+    num_stages: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaTiles:
+    """Tiles of each kernel."""
+
+    prepare: Tiles = field(default_factory=Tiles)
+    state: Tiles = field(default_factory=lambda: Tiles(num_stages=2))
+    output: Tiles = field(default_factory=Tiles)
+    state_gradient: Tiles = field(default_factory=Tiles)
+    gradient: Tiles = field(default_factory=lambda: Tiles(num_warps=8))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TritonDeltaRule(Launcher):
+    """`DeltaBackend` by our own kernels."""
+
+    tiles: DeltaTiles = field(default_factory=DeltaTiles)
+    chunk: int = 64
+
+    def prepare(self, qkv, g, beta, segments: PackedSegments, heads) -> Prepared:
+        """Return what forward and backward pass need of each chunk."""
+        spec, (B, N) = self._spec(qkv, heads), (qkv.shape[0], heads[1])
+        square = jax.ShapeDtypeStruct((B, N, spec.T, spec.chunk), qkv.dtype)
+        types = jax.ShapeDtypeStruct((B, N, kernels.FACTORS.value, spec.T), jnp.float32), square, square
+        arrays = qkv, g, beta, segments.starts
+        flops = 2 * B * spec.T * spec.chunk * (2 * spec.K * spec.H + 4 * N * spec.chunk)
+        tokens = self._run(
+            kernels.prepare_kernel, arrays, types, (spec.K, spec.chunks, B), self.tiles.prepare, spec, flops
+        )
+        factors, inverses, scores = tokens
+        states = self._states(
+            kernels.state_kernel, (qkv, segments.starts, segments.ends, factors, inverses), spec, self.tiles.state, B
+        )
+        return Prepared(factors=factors, inverses=inverses, scores=scores, states=states)
+
+    def forward(self, qkv, prepared: Prepared, segments: PackedSegments, heads) -> jax.Array:
+        """Return the outputs [B, T, N, V]."""
+        spec, B = self._spec(qkv, heads), qkv.shape[0]
+        out = jax.ShapeDtypeStruct((B, spec.T, heads[1], spec.V), qkv.dtype)
+        p, tiles = prepared, self.tiles.output
+        arrays = qkv, segments.starts, p.factors, p.inverses, p.scores, p.states
+        flops = 2 * B * spec.T * heads[1] * spec.V * (2 * spec.H + 2 * spec.chunk)
+        grid = self._parts(spec, tiles, spec.chunks, B)
+        return self._run(kernels.output_kernel, arrays, (out,), grid, tiles, spec, flops)[0]
+
+    def backward(self, qkv, prepared: Prepared, segments: PackedSegments, heads, dout):
+        """Return the gradients (dqkv, dg, dbeta), the last two in float32."""
+        spec, (B, N), p = self._spec(qkv, heads), (qkv.shape[0], heads[1]), prepared
+        arrays = qkv, segments.starts, segments.ends, p.factors, p.inverses, p.scores, dout
+        dstates = self._states(kernels.state_gradient_kernel, arrays, spec, self.tiles.state_gradient, B)
+        gates = jax.ShapeDtypeStruct((B, spec.T, N), jnp.float32)
+        arrays = qkv, segments.starts, p.factors, p.inverses, p.scores, p.states, dstates, dout
+        types = shape_dtype_of(qkv), gates, gates
+        flops = 2 * B * spec.T * N * (5 * spec.H * spec.V + spec.chunk * (5 * spec.V + 3 * spec.H))
+        grid = spec.K, spec.chunks, B
+        return self._run(kernels.gradient_kernel, arrays, types, grid, self.tiles.gradient, spec, flops)
+
+    def _states(self, kernel, arrays, spec: KernelSpec, tiles: Tiles, B: int) -> jax.Array:
+        """Return [B, N, chunks, H, V] from a kernel that follows documents from chunk to chunk."""
+        N = spec.K * spec.G
+        shape = jax.ShapeDtypeStruct((B, N, spec.chunks, spec.H, spec.V), arrays[0].dtype)
+        if spec.chunks == 1:
+            return jnp.zeros(shape.shape, shape.dtype)
+        flops = 2 * B * spec.T * N * spec.V * (2 * spec.H + spec.chunk)
+        grid = self._parts(spec, tiles, spec.chunks - 1, B)
+        return self._run(kernel, arrays, (shape,), grid, tiles, spec, flops)[0]
+
+    def _parts(self, spec: KernelSpec, tiles: Tiles, chunks: int, B: int) -> tuple[int, int, int]:
+        return spec.K * spec.G * spec.V // min(tiles.columns, spec.V), chunks, B
+
+    def _spec(self, qkv, heads) -> KernelSpec:
+        (K, N, H), (_, T, width) = heads, qkv.shape
+        return KernelSpec(
+            T=T, K=K, G=N // K, H=H, V=(width - 2 * K * H) // N, precision=dot_precision(qkv.dtype), chunk=self.chunk
+        )
+
+    def _run(self, kernel, arrays, types, grid, tiles: Tiles, spec: KernelSpec, flops: int):
+        spec = replace(spec, columns=min(tiles.columns, spec.V), stages=tiles.num_stages)
+        cost = KernelCost(kind=KernelKind.ROWS, flops=flops)
+        return self._launch(
+            kernel, arrays, types, grid, {"spec": spec}, tiles.num_warps, tiles.num_stages, cost=cost
+        )
