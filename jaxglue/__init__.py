@@ -18,6 +18,7 @@ if HIDES_TORCH in os.environ:
 
 _MODULES = {
     "api": ("generate", "plan", "score", "train"),
+    "training.callbacks": ("Callback",),
     "training.config": ("TrainConfig",),
     "generation.config": ("GenerateConfig",),
     "engine.layer_stack": ("LayerStack",),

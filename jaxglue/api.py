@@ -1,11 +1,13 @@
 """Functions of the package root that take settings by name, as the command's flags do."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxglue.commands.configs import EstimateConfig
 from jaxglue.commands.estimate import make_planner
+from jaxglue.data.config import DataConfig
+from jaxglue.data.memory import holds_rows, name_sources
 from jaxglue.generation import chat, scoring
 from jaxglue.generation.config import GenerateConfig, ScoreConfig
 from jaxglue.planner import planner
@@ -14,19 +16,27 @@ from jaxglue.planner.plan import Plan
 from jaxglue.planner.workload import Workload
 from jaxglue.recipe import from_settings
 from jaxglue.training import train as training
+from jaxglue.training.callbacks import Callback
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.report import RunSummary
 
 
 def train(
-    config: TrainConfig | Mapping[str, Any] | None = None, *, recipe: str | Path | None = None, **settings: Any
+    config: TrainConfig | Mapping[str, Any] | None = None,
+    *,
+    recipe: str | Path | None = None,
+    callbacks: Sequence[Callback] = (),
+    **settings: Any,
 ) -> RunSummary | None:
     """Train, and write adapter or model, checkpoints, metrics and curve to the output folder.
 
     Args:
         config: the run, as a `TrainConfig` or a dictionary of settings.
         recipe: file or shipped name, as in `--recipe`; settings win over it.
-        settings: by the names of the command's flags: `model`, `data`, `steps`, `lora_r`, …
+        callbacks: receive the run's events.
+        settings: by the names of the command's flags: `model`, `data`, `steps`, `lora_r`, … `data` and `eval_data` may
+            be rows in memory: dictionaries in a list or generator, a table of pandas or pyarrow, a data set of
+            `datasets`.
 
     Returns:
         the results; None after a dry run or an interruption.
@@ -34,7 +44,7 @@ def train(
     Raises:
         ValueError: a bad setting or bad input, before the accelerator is used.
     """
-    return training.train(_configured(TrainConfig, config, settings, recipe))
+    return training.train(_configured(TrainConfig, config, settings, recipe), callbacks=callbacks)
 
 
 def generate(
@@ -59,7 +69,8 @@ def score(
 
     Args:
         config: model and data.
-        settings: instead, by the names of the command's flags: `model`, `adapter`, `data`, …
+        settings: instead, by the names of the command's flags: `model`, `adapter`, `data`, … `data` may be rows in
+            memory, as of `train`.
 
     Raises:
         ValueError: bad settings, folders, tensors, tokenizer or data.
@@ -95,8 +106,19 @@ def _configured[C](cls: type[C], config: Any, settings: Mapping[str, Any], recip
             raise ValueError(f"a configuration is complete, and {names} would be ignored: use dataclasses.replace")
         return config
     if config is None or isinstance(config, Mapping):
-        return from_settings(cls, {**(config or {}), **settings}, recipe)
+        return _from_settings(cls, {**(config or {}), **settings}, recipe)
     raise ValueError(
         f"config: expected a {cls.__name__} or a dictionary of settings, got {config!r:.100}; name each setting, as in "
         "model=…"
     )
+
+
+def _from_settings[C](cls: type[C], settings: dict[str, Any], recipe: str | Path | None) -> C:
+    """Build a configuration; rows in memory are written once all other settings are known to be good."""
+    rows = {name: settings[name] for name in ("data", "eval_data", "eval_dataset") if holds_rows(settings.get(name))}
+    config = from_settings(cls, settings | {name: (f"{name} in memory",) for name in rows}, recipe)
+    if not rows:
+        return config
+    cache = config.data.cache_dir if isinstance(config, TrainConfig) else DataConfig.cache_dir
+    names = {name: name_sources(value, Path(cache) / "rows") for name, value in rows.items()}
+    return from_settings(cls, settings | names, recipe)

@@ -81,8 +81,7 @@ class Attention(nnx.Module):
         q, k, v, gate = self._heads(q), self._heads(k), self._heads(v), None
         if self.gated:  # each head's query, then its gate
             q, gate = q[:, :, ::2], q[:, :, 1::2]
-        q, k = context.rotate(q, k, self.rotary, self.head_norms)
-        q = q if self.query_factor == 1.0 else (q * self.query_factor).astype(q.dtype)
+        q, k = context.rotate(q, k, self.rotary, self.head_norms, self.query_factor)
         return (q, k, v), gate
 
     def attend(self, values: tuple[Array, ...], context: LayerContext) -> Float[Array, "B T N H"]:

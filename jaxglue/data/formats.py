@@ -31,6 +31,8 @@ _UNREAD = {
     "functions": "name them 'tools'",
 }
 """Remedies by keys of other programs' chats that change the conversation, and are not read."""
+_MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+"""Keys of what the chats and answers of other programs' rows speak of."""
 Text = Chat | list[str]
 """A conversation, or the strings of a prompt and its answer."""
 AnswerTexts = tuple[Text | None, Text | None]
@@ -90,7 +92,15 @@ def read_row(row: Mapping[str, Any], format: str) -> Chat | list[str]:
     """
     if missing := [key for key in KEYS[format] if key not in row]:
         raise ValueError(f"a row of format {format!r} needs {listed(missing)}; its keys are {listed(row)}")
+    if format != "text":
+        _refuse_media(row)
     return with_system(_read_content(row, format), row)
+
+
+def _refuse_media(row: Mapping[str, Any]) -> None:
+    """Raise ValueError for a row with images, videos or sounds."""
+    if found := next((key for key in _MEDIA if row.get(key) not in _EMPTY), None):
+        raise ValueError(f"{found!r} is not read, as only text is trained on: leave out such rows, or the key")
 
 
 def with_system(content: Chat | list[str], row: Mapping[str, Any]) -> Chat | list[str]:
@@ -190,6 +200,7 @@ def read_answers(row: Mapping[str, Any], format: str) -> AnswerTexts:
     row = _with_label(row)
     if missing := [key for key in ANSWER_KEYS[format] if key not in row]:
         raise ValueError(f"a row of format {format!r} needs {listed(missing)}; its keys are {listed(row)}")
+    _refuse_media(row)
     first, second = _pair(row) if format == PAIRS else _labeled_answer(row)
     return first and with_system(first, row), second and with_system(second, row)
 

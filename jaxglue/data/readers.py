@@ -170,16 +170,24 @@ def _torch_unnamed() -> Iterator[None]:
 
 
 def _arrow_rows(dataset: Any, name: str, skip: int = 0) -> Iterator[Row]:
-    import datasets
-
-    features = datasets.Features(_undecoded(dict(dataset.features)))
     try:
-        batches = (dataset.skip(skip) if skip else dataset).with_format("arrow").iter(_ARROW_ROWS)
-        values = (value for batch in batches for value in batch.to_pylist())
-        for number, value in enumerate(map(features.decode_example, values), skip + 1):
-            yield Row(f"{name}, row {number}", without_nulls(value))
+        for number, value in enumerate(arrow_values(dataset.skip(skip) if skip else dataset), skip + 1):
+            yield Row(f"{name}, row {number}", value)
     except (OSError, ValueError) as error:
         raise _damaged_folder(name, error) from error
+
+
+def arrow_values(dataset: Any) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a data set of `datasets` without nulls; pictures and sounds stay undecoded."""
+    import datasets
+
+    if dataset.features is None:  # of a stream
+        yield from map(without_nulls, dataset)
+        return
+    features = datasets.Features(_undecoded(dict(dataset.features)))
+    batches = dataset.with_format("arrow").iter(_ARROW_ROWS)
+    values = (value for batch in batches for value in batch.to_pylist())
+    yield from map(without_nulls, map(features.decode_example, values))
 
 
 def _undecoded(feature: Any) -> Any:

@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
 from jaxglue.ops.moe import Routing
-from jaxglue.ops.norm_rope import HeadNorms, norm_and_rotate
-from jaxglue.ops.paged_attention import paged_attention
+from jaxglue.ops.norm_rope import HeadNorms
+from jaxglue.ops.paged_attention import KVPages, append, make_pages, paged_attention
 from jaxglue.ops.rope import RopeTables, Rotary
 
 PAGE = 64
@@ -26,7 +26,7 @@ _RESERVE = 2**30
 _SHARE = 0.9
 """Share of the free memory for the cache."""
 
-Pages = tuple[Float[Array, "pages K page H"], Float[Array, "pages K page H"]]
+Pages = KVPages
 """A layer's rotated keys, and values; page 0 belongs to no sequence."""
 
 
@@ -139,8 +139,7 @@ class PageTable:
 def make_caches(plan: CachePlan, config: DecoderConfig, dtype, device=None) -> list[Pages]:
     """Return the empty caches of all layers, on a device or sharding."""
     shape = plan.pages + 1, config.num_key_value_heads, PAGE, config.head_dim
-    zeros = lambda: jnp.zeros(shape, dtype, device=device)  # noqa: E731
-    return [(zeros(), zeros()) for _ in range(config.num_hidden_layers)]
+    return [make_pages(*shape, dtype, device) for _ in range(config.num_hidden_layers)]
 
 
 @jax.tree_util.register_dataclass
@@ -171,10 +170,9 @@ class Places:
     pages: Int[Array, " T"]
     offsets: Int[Array, " T"]
 
-    def write(self, cache: Pages, *new: Float[Array, "T K H"]) -> Pages:
+    def write(self, cache: Pages, k: Float[Array, "T K H"], v: Float[Array, "T K H"]) -> Pages:
         """Return the cache with the tokens' keys and values."""
-        keys, values = (pages.at[self.pages, :, self.offsets].set(x) for pages, x in zip(cache, new, strict=True))
-        return keys, values
+        return cache.write(k, v, self.pages, self.offsets)
 
 
 @jax.tree_util.register_dataclass
@@ -224,19 +222,25 @@ class PrefillContext(_Inference):
         return self._packed.attend(q, k, v, **options)
 
 
+_NO_ROTATION: tuple[Rotary | None, HeadNorms | None, float] = (None, None, 1.0)
+
+
 class DecodeContext(_Inference):
     """Context of one token for each slot: appends its key and value to the cache and attends over it."""
 
     def __init__(self, cache: Pages, cursor: Cursor):
-        self.cache, self._cursor = cache, cursor
+        self.cache, self._cursor, self._rotation = cache, cursor, _NO_ROTATION
 
-    def rotate(self, q, k, rotary: Rotary | None, norms: HeadNorms | None = None) -> tuple[Array, Array]:
-        """Apply the optional q/k norms and the optional rotary embedding at the tokens' positions."""
-        return norm_and_rotate(q, k, self._cursor.rope, rotary, norms=norms)
+    def rotate(
+        self, q, k, rotary: Rotary | None, norms: HeadNorms | None = None, factor: float = 1.0
+    ) -> tuple[Array, Array]:
+        """Remember what `attend` applies as it writes to the cache: norms, rotary embedding and queries' factor."""
+        self._rotation = rotary, norms, factor
+        return q, k
 
     def attend(self, q, k, v, **options: Any) -> Float[Array, "1 S N H"]:
         """Compute attention over each slot's cache, including the new token."""
-        cursor = self._cursor
-        self.cache = cursor.places.write(self.cache, k[0], v[0])
-        out = paged_attention(q[0], *self.cache, cursor.tables, cursor.positions, **options)
-        return out[None]
+        cursor, places = self._cursor, self._cursor.places
+        new = q[0], k[0], v[0]
+        rotated, _, self.cache = append(*new, self.cache, places.pages, places.offsets, cursor.rope, *self._rotation)
+        return paged_attention(rotated, self.cache, cursor.tables, cursor.positions, **options)[None]

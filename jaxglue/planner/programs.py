@@ -58,11 +58,11 @@ class PlannedContext(PackedContext):
 class _ShapesOnly:
     """An `AttentionBackend` of stand-ins for the kernels, whose time documents' lengths decide."""
 
-    def forward(self, q, k, v, sinks, segments, *, window):
+    def forward(self, q, k, v, sinks, segments, *, window, softcap=None):
         lse = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
         return tuple(stand_in(KernelCost(kind=KernelKind.ATTENTION_FORWARD), (q, k, v), (q, lse)))
 
-    def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window):
+    def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window, softcap=None):
         dsinks = None if sinks is None else jnp.zeros_like(sinks)
         return *stand_in(_BACKWARD, (q, k, v, out, lse, dout), (q, k, v)), dsinks
 

@@ -55,8 +55,8 @@ class Recorder:
     def __exit__(self, *error: object) -> None:
         gc.unfreeze()
 
-    def record(self, result: StepResult, done: float, loggers: Loggers, progress: TrainingProgress) -> None:
-        """Wait for the values of a step, log them, and show them when a line is due.
+    def record(self, result: StepResult, done: float, loggers: Loggers, progress: TrainingProgress) -> dict[str, Any]:
+        """Wait for the values of a step, log them, show them when a line is due, and return them.
 
         Args:
             result: of the step.
@@ -69,7 +69,8 @@ class Recorder:
         values: dict[str, Any] = {name: float(value) for name, value in result.values.items()}
         if "skipped" in values:
             progress.advance(result.step)
-            return loggers.log(result.step, values)
+            loggers.log(result.step, values)
+            return values
         try:
             check_finite(result.step, values)
         except Diverged:
@@ -87,6 +88,7 @@ class Recorder:
                 values = dataclasses.asdict(report)
                 values |= values.pop("metrics")
         loggers.log(result.step, values)
+        return values
 
     def is_log_due(self, step: int) -> bool:
         """Tell whether a step's speed and memory are logged."""

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import IO, Any, cast
@@ -18,6 +19,7 @@ from jaxglue.hf.files import write_json
 from jaxglue.hf.hub import is_hub_id
 from jaxglue.recipe import as_dict, load_config, to_toml
 from jaxglue.sharding.mesh import make_mesh
+from jaxglue.training.callbacks import Callback, Callbacks
 from jaxglue.training.checkpoint import Checkpoints, NonFinite
 from jaxglue.training.config import ModelConfig, TrainConfig
 from jaxglue.training.evaluation import Evaluation, ExpertLoadProbe, Samples, evaluation_lines
@@ -48,6 +50,7 @@ def train(
     timer: StartupTimer | None = None,
     processes: Processes = SINGLE_PROCESS,
     interrupt: Interrupt | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> RunSummary | None:
     """Train as configured and write adapter or model, checkpoints, metrics and curve to the output folder.
 
@@ -57,6 +60,7 @@ def train(
         timer: of a start-up that began before this call.
         processes: all call this; process 0 alone prints and writes, apart from checkpoints.
         interrupt: tells after an interruption which signal it was.
+        callbacks: receive the run's events, in a run of one process.
 
     Returns:
         the results of the run; None after a dry run or an interruption.
@@ -65,7 +69,7 @@ def train(
         ValueError: bad input, before the accelerator is used.
         OSError: a file cannot be written, as on a full disk.
     """
-    interrupt = interrupt or Interrupt()
+    events, interrupt = Callbacks(callbacks), interrupt or Interrupt()
     console = console or Console(file=cast(IO[str], Output(interrupt.output_closed)), quiet=not processes.is_main)
     timer = timer or StartupTimer()
     config = replace(config, model=pinned_model(config))
@@ -93,7 +97,7 @@ def train(
         size_pool(run.workload, run.remat, os.environ)
         buffered = open_buffers(run.workload, run.remat)
         with explained_out_of_memory(run), closing(run.batches), buffered as buffers:
-            return Trainer(run, identity, console, timer, processes, interrupt, buffers).run()
+            return Trainer(run, identity, console, timer, processes, interrupt, buffers, events).run()
 
 
 def _dry_run(config: TrainConfig, console: Console, processes: Processes) -> None:
@@ -138,6 +142,7 @@ class Trainer:
         processes: Processes,
         interrupt: Interrupt,
         host_buffers: HostBuffers | None = None,
+        callbacks: Callbacks | None = None,
     ):
         self._run, self._settings, self._processes, self._identity = run, run.config.run, processes, identity
         self._console, self._timer, self._interrupt = console, timer, interrupt
@@ -155,6 +160,7 @@ class Trainer:
         self._samples = Samples(run, self._model.graphdefs, folder if processes.is_main else None, console)
         self._recorder = Recorder(run, timer)
         self._result = ResultWriter(run, self._model, self._output, processes, console)
+        self._callbacks = callbacks or Callbacks(())
         self._last_batch: Batch | None = None
         self._recent: dict[int, Step] = {}
         self._spikes = None if self._settings.on_spike == "nothing" else Spikes(self._settings.spike_sigma)
@@ -176,6 +182,7 @@ class Trainer:
                 self._open_loggers() as loggers,
                 self._interrupt,
             ):
+                self._callbacks.call(Callback.on_start, self._model.step, self._run.total_steps)
                 self._train(checkpoints, loggers)
             if self._has_ended:
                 return self._finish(begun, checkpoints)
@@ -184,7 +191,12 @@ class Trainer:
 
     @property
     def _has_ended(self) -> bool:
-        return self._model.step == self._run.total_steps or self._evaluation.is_stale
+        return self._model.step == self._run.total_steps or self._why_stopped is not None
+
+    @property
+    def _why_stopped(self) -> str | None:
+        """Return the reason of an early end for good, in words."""
+        return self._evaluation.why_stale if self._evaluation.is_stale else self._callbacks.why_stopped
 
     def _open_checkpoints(self) -> Checkpoints:
         return Checkpoints(
@@ -230,14 +242,15 @@ class Trainer:
             while self._model.step < total and not stop:
                 profiler.before(self._model.step + 1)
                 in_flight.add(self._dispatch_step(checkpoints, progress))
-                stop = self._must_stop() and not self._is_in_spikes
+                stop = (self._must_stop() or self._callbacks.why_stopped is not None) and not self._is_in_spikes
                 look = self._is_due(eval_every)
                 evaluate = self._evaluation.is_needed and look
                 due = due or self._is_due(save_every)
                 save = (stop or due) and not self._is_in_spikes
                 drain = look or save or not self._recorder.has_compiled
                 for result, done in in_flight.take(leave=0 if drain else _STEPS_IN_FLIGHT):
-                    self._recorder.record(result, done, loggers, progress)
+                    values = self._recorder.record(result, done, loggers, progress)
+                    self._callbacks.call(Callback.on_step, result.step, values)
                 if first and (note := beyond_limit(self._run.config.model.memory_limit)):
                     progress.say(note)
                 first = False
@@ -322,6 +335,7 @@ class Trainer:
         if eval_loss is not None:
             progress.say(f"step {step}: " + "\n".join(evaluation_lines(values)))
             check_finite(step, {"eval_loss": eval_loss})
+        self._callbacks.call(Callback.on_evaluation, step, values)
         return eval_loss
 
     def _answer_samples(self, when: str) -> None:
@@ -340,6 +354,7 @@ class Trainer:
             checkpoints.save(self._model.step, self._model.state(), host, eval_loss=eval_loss)
         except NonFinite as error:
             raise Diverged(self._model.step, f"after its update {error}") from error
+        self._callbacks.call(Callback.on_save, self._model.step, self._folder / "checkpoints")
 
     def _resume(self, checkpoints: Checkpoints) -> None:
         restored = checkpoints.restore_latest(abstract_state(self._model.state()))
@@ -359,8 +374,8 @@ class Trainer:
     def _finish(self, begun: float, checkpoints: Checkpoints) -> RunSummary:
         """Export the result, answer samples and write curve and summary; `begun` is the start, `time.monotonic`."""
         _, best_step = self._evaluation.best or (None, None)
-        if self._evaluation.is_stale:
-            self._console.print(self._evaluation.why_stale)
+        if self._why_stopped:
+            self._console.print(self._why_stopped)
         result = self._result.write(checkpoints, best_step, self._last_batch)
         self._answer_samples("after")
         summary = self._summarize(result, time.monotonic() - begun)
@@ -369,6 +384,7 @@ class Trainer:
             asked = {"keep": self._settings.keep, "early_stopping": self._settings.early_stopping}
             write_json(self._folder / "summary.json", summary_json(summary) | asked | {"fingerprint": self._identity})
         print_panel(self._console, "done", summary_rows(summary))
+        self._callbacks.call(Callback.on_end, summary)
         return summary
 
     def _summarize(self, result: Result, seconds: float) -> RunSummary:
@@ -389,7 +405,7 @@ class Trainer:
             adapter=result.path,
             adapter_step=result.step,
             last_adapter=result.last,
-            stopped_early=self._evaluation.why_stale if self._evaluation.is_stale else None,
+            stopped_early=self._why_stopped,
             checkpoints=self._folder / "checkpoints",
             metrics=self._folder / "metrics.jsonl",
             curve=self._folder / "loss.png",

@@ -9,6 +9,7 @@ from jaxglue.hf.checkpoint import read_config
 from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora_config import LoraConfig
+from jaxglue.models.wrapper import text_config
 from jaxglue.planner.workload import Workload, abstract_parts
 from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.training.checks import check_dropout, check_model
@@ -24,7 +25,7 @@ def read_architecture(config: TrainConfig, folder: Path) -> DecoderConfig:
     """Return the architecture of a model folder, as its experts and linear layers are stored in this run."""
     raw = read_config(folder)
     model = config_from_hf(raw)
-    check_dropout(config.model.model, raw)
+    check_dropout(config.model.model, text_config(raw))
     if model.scores and not config.objective.kind.trains_scores:
         raise ValueError(
             f"{config.model.model} is a reward model, which --objective {config.objective.objective} cannot train: use "

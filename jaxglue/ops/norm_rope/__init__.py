@@ -25,6 +25,7 @@ __all__ = [
     "norm_and_rotate",
     "rms_norm",
     "rotate_heads",
+    "scale_queries",
     "stream_norm",
 ]
 
@@ -135,12 +136,22 @@ def norm_and_rotate(
     rotary: Rotary | None,
     *,
     norms: HeadNorms | None = None,
+    factor: float = 1.0,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
-    """Do as `rotate_heads` with a batch's tables; without a rotary embedding apply the norms alone."""
+    """Do as `rotate_heads` with a batch's tables, then multiply queries; no rotary embedding leaves the norms alone."""
     if rotary is not None:
         q, k = rotate_heads(q, k, *tables.of(rotary), norms=norms, interleaved=rotary.config.interleaved)
-        return tables.scale_queries(q, rotary), k
-    return (q, k) if norms is None else norms(q, k)
+    elif norms is not None:
+        q, k = norms(q, k)
+    return scale_queries(q, tables, rotary, factor), k
+
+
+def scale_queries(
+    q: Float[Array, "B T N H"], tables: RopeTables, rotary: Rotary | None, factor: float
+) -> Float[Array, "B T N H"]:
+    """Return rotated queries times the factors of their positions, if any, and the model's."""
+    q = q if rotary is None else tables.scale_queries(q, rotary)
+    return q if factor == 1.0 else (q * factor).astype(q.dtype)
 
 
 def _check(q, k, cos, sin, norms: HeadNorms | None) -> None:

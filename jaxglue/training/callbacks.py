@@ -1,0 +1,59 @@
+"""Events of a run, for functions of the user's; importing it loads no JAX."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Concatenate, Literal
+
+from jaxglue.training.report import RunSummary
+
+Answer = Literal["stop"] | None
+
+
+class Callback:
+    """Receives the events of a run; override those of interest.
+
+    Values are plain floats, by the names of `metrics.jsonl`. A step's arrive while later steps run, so `"stop"` ends
+    the run up to three steps later, as early stopping does: with checkpoint and result. An exception ends the run as
+    any error does; its checkpoints remain.
+    """
+
+    def on_start(self, step: int, total_steps: int) -> Answer:
+        """Receive the steps done before and those of the whole run, once its weights are loaded."""
+
+    def on_step(self, step: int, values: Mapping[str, float]) -> Answer:
+        """Receive loss, gradient norm, learning rate and the objective's metrics of a step."""
+
+    def on_evaluation(self, step: int, values: Mapping[str, float]) -> Answer:
+        """Receive `eval_loss` and further values on held-out data."""
+
+    def on_save(self, step: int, folder: Path) -> Answer:
+        """Receive the folder of the checkpoints, in which the one of this step is being written."""
+
+    def on_end(self, summary: RunSummary) -> Answer:
+        """Receive the results of the run, which are written."""
+
+
+class Callbacks:
+    """The callbacks of a run, in their order."""
+
+    def __init__(self, callbacks: Sequence[Callback]):
+        for each in callbacks:
+            if not isinstance(each, Callback):
+                raise ValueError(f"callbacks: expected objects of jaxglue.Callback, got {each!r:.100}")
+        self._callbacks = callbacks
+        self.why_stopped: str | None = None
+        """The end that a callback asked for, in words."""
+
+    def call[**P](self, event: Callable[Concatenate[Callback, P], Answer], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Pass an event, named by a method of `Callback`, to all.
+
+        Raises:
+            ValueError: an answer other than "stop" and None.
+        """
+        name = event.__name__
+        for each in self._callbacks:
+            answer = getattr(each, name)(*args, **kwargs)
+            if answer == "stop":
+                self.why_stopped = self.why_stopped or f"stopped by {type(each).__name__}.{name}"
+            elif answer is not None:
+                raise ValueError(f'{type(each).__name__}.{name} returned {answer!r:.100}: return "stop" or None')
