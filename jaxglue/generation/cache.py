@@ -204,7 +204,7 @@ class _Inference:
         """Refuse linear attention, as `plan_cache` does."""
         raise NotImplementedError("generation keeps no states of linear attention")
 
-    def delta_rule(self, q, k, v, g, beta) -> Array:
+    def delta_rule(self, qkv, g, beta, heads) -> Array:
         """Refuse linear attention, as `plan_cache` does."""
         raise NotImplementedError("generation keeps no states of linear attention")
 

@@ -1,12 +1,14 @@
-"""Launches of the kernels in `kernels.py`."""
+"""Launches of the kernels in `kernels.py` and `row_kernels.py`."""
 
+import math
 from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
 
-from jaxglue.ops.delta_rule import kernels
+from jaxglue.ops.delta_rule import kernels, row_kernels
 from jaxglue.ops.delta_rule.kernels import KernelSpec
+from jaxglue.ops.delta_rule.reference import DeltaHeads
 from jaxglue.ops.delta_rule.vjp import Prepared
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher, dot_precision, shape_dtype_of
@@ -41,7 +43,7 @@ class TritonDeltaRule(Launcher):
     tiles: DeltaTiles = field(default_factory=DeltaTiles)
     chunk: int = 64
 
-    def prepare(self, qkv, g, beta, segments: PackedSegments, heads) -> Prepared:
+    def prepare(self, qkv, g, beta, segments: PackedSegments, heads: DeltaHeads) -> Prepared:
         """Return what forward and backward pass need of each chunk."""
         spec, (B, N) = self._spec(qkv, heads), (qkv.shape[0], heads[1])
         square = jax.ShapeDtypeStruct((B, N, spec.T, spec.chunk), qkv.dtype)
@@ -57,7 +59,7 @@ class TritonDeltaRule(Launcher):
         )
         return Prepared(factors=factors, inverses=inverses, scores=scores, states=states)
 
-    def forward(self, qkv, prepared: Prepared, segments: PackedSegments, heads) -> jax.Array:
+    def forward(self, qkv, prepared: Prepared, segments: PackedSegments, heads: DeltaHeads) -> jax.Array:
         """Return the outputs [B, T, N, V]."""
         spec, B = self._spec(qkv, heads), qkv.shape[0]
         out = jax.ShapeDtypeStruct((B, spec.T, heads[1], spec.V), qkv.dtype)
@@ -67,7 +69,7 @@ class TritonDeltaRule(Launcher):
         grid = self._parts(spec, tiles, spec.chunks, B)
         return self._run(kernels.output_kernel, arrays, (out,), grid, tiles, spec, flops)[0]
 
-    def backward(self, qkv, prepared: Prepared, segments: PackedSegments, heads, dout):
+    def backward(self, qkv, prepared: Prepared, segments: PackedSegments, heads: DeltaHeads, dout):
         """Return the gradients (dqkv, dg, dbeta), the last two in float32."""
         spec, (B, N), p = self._spec(qkv, heads), (qkv.shape[0], heads[1]), prepared
         arrays = qkv, segments.starts, segments.ends, p.factors, p.inverses, p.scores, dout
@@ -92,11 +94,10 @@ class TritonDeltaRule(Launcher):
     def _parts(self, spec: KernelSpec, tiles: Tiles, chunks: int, B: int) -> tuple[int, int, int]:
         return spec.K * spec.G * spec.V // min(tiles.columns, spec.V), chunks, B
 
-    def _spec(self, qkv, heads) -> KernelSpec:
-        (K, N, H), (_, T, width) = heads, qkv.shape
-        return KernelSpec(
-            T=T, K=K, G=N // K, H=H, V=(width - 2 * K * H) // N, precision=dot_precision(qkv.dtype), chunk=self.chunk
-        )
+    def _spec(self, qkv, heads: DeltaHeads) -> KernelSpec:
+        (K, N, H), (_, T, width), precision = heads, qkv.shape, dot_precision(qkv.dtype)
+        V = DeltaHeads(*heads).value_dim(width)
+        return KernelSpec(T=T, K=K, G=N // K, H=H, V=V, precision=precision, chunk=self.chunk)
 
     def _run(self, kernel, arrays, types, grid, tiles: Tiles, spec: KernelSpec, flops: int):
         spec = replace(spec, columns=min(tiles.columns, spec.V), stages=tiles.num_stages)
@@ -104,3 +105,53 @@ class TritonDeltaRule(Launcher):
         return self._launch(
             kernel, arrays, types, grid, {"spec": spec}, tiles.num_warps, tiles.num_stages, cost=cost
         )
+
+
+_COST = KernelCost(kind=KernelKind.ROWS)
+_CHANNELS, _VALUES = 256, 2048
+"""Channels of a tile of the convolution, and values of a tile of the norm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TritonDeltaRows(Launcher):
+    """`RowsBackend` by our own kernels."""
+
+    tokens: int = 16
+    """Of a tile of the convolution, twice as many in its gradient."""
+    num_warps: int = 4
+
+    def convolve(self, x, taps, starts) -> jax.Array:
+        """See `RowsBackend`."""
+        return self._convolve(row_kernels.convolution_kernel, (x, taps, starts), self.tokens, self.tokens)
+
+    def convolve_gradient(self, x, taps, starts, dy) -> jax.Array:
+        """See `RowsBackend`."""
+        tokens, kernel = 2 * self.tokens, row_kernels.convolution_gradient_kernel
+        return self._convolve(kernel, (x, taps, starts, dy), tokens, tokens - taps.shape[1] + 1)
+
+    def _convolve(self, kernel, arrays, tokens: int, step: int) -> jax.Array:
+        """Launch programs for tiles of so many tokens, a step apart."""
+        x, taps, *_ = arrays
+        (B, T, C), channels = x.shape, math.gcd(x.shape[2], _CHANNELS)
+        sizes = {"T": T, "C": C, "W": taps.shape[1], "BLOCK_T": tokens, "BLOCK_C": channels}
+        grid = C // channels, -(-T // step), B
+        return self._launch(kernel, arrays, (shape_dtype_of(x),), grid, sizes, self.num_warps, cost=_COST)[0]
+
+    def gated_norm(self, x, gate, weight, *, eps: float) -> jax.Array:
+        """See `RowsBackend`."""
+        return self._norm(row_kernels.gated_norm_kernel, (x, gate, weight), eps, 1)[0]
+
+    def gated_norm_gradient(self, x, gate, weight, dout, *, eps: float) -> tuple[jax.Array, ...]:
+        """See `RowsBackend`."""
+        return self._norm(row_kernels.gated_norm_gradient_kernel, (x, gate, weight, dout), eps, 2)
+
+    def _norm(self, kernel, arrays, eps: float, outputs: int) -> tuple[jax.Array, ...]:
+        """Launch programs for tiles of rows of the last axis; results are like the first array."""
+        x, V = arrays[0], arrays[0].shape[-1]
+        rows = [y.reshape(-1, V) if y.ndim > 1 else y for y in arrays]
+        M, block = len(rows[0]), 1 << (V - 1).bit_length()
+        lines = max(_VALUES // block, 1)
+        sizes = {"M": M, "V": V, "EPS": eps, "BLOCK_M": lines, "BLOCK_V": block}
+        types = (shape_dtype_of(rows[0]),) * outputs
+        out = self._launch(kernel, rows, types, (-(-M // lines),), sizes, self.num_warps, cost=_COST)
+        return tuple(y.reshape(x.shape) for y in out)

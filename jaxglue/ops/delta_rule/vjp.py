@@ -8,12 +8,9 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from jaxglue.ops.delta_rule.reference import DeltaHeads
 from jaxglue.ops.names import ATTENTION_OUT
 from jaxglue.ops.segments import PackedSegments
-
-Heads = tuple[int, int, int]
-"""Key heads K, value heads N, and the size H of queries and keys."""
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +26,30 @@ class Prepared:
 class DeltaBackend(Protocol):
     """Kernels of a forward and a backward pass, which both read what a first pass over the chunks prepares."""
 
-    def prepare(self, qkv, g, beta, segments: PackedSegments, heads: Heads) -> Prepared:
+    def prepare(self, qkv, g, beta, segments: PackedSegments, heads: DeltaHeads) -> Prepared:
         """Return the values of chunks that both passes read, states among them."""
 
-    def forward(self, qkv, prepared: Prepared, segments: PackedSegments, heads: Heads) -> Float[Array, "B T N V"]:
+    def forward(self, qkv, prepared: Prepared, segments: PackedSegments, heads: DeltaHeads) -> Float[Array, "B T N V"]:
         """Return the outputs."""
 
-    def backward(self, qkv, prepared: Prepared, segments: PackedSegments, heads: Heads, dout) -> tuple[Array, ...]:
+    def backward(self, qkv, prepared: Prepared, segments: PackedSegments, heads: DeltaHeads, dout) -> tuple[Array, ...]:
         """Return the gradients (dqkv, dg, dbeta)."""
+
+
+class RowsBackend(Protocol):
+    """Kernels around the rule, which read and write every value once."""
+
+    def convolve(self, x, taps: Float[Array, "C W"], starts) -> Float[Array, "B T C"]:
+        """Return `causal_convolution` of x, within documents that begin at `starts` [B, T]."""
+
+    def convolve_gradient(self, x, taps: Float[Array, "C W"], starts, dy) -> Float[Array, "B T C"]:
+        """Return the gradient to x."""
+
+    def gated_norm(self, x, gate, weight, *, eps: float) -> Float[Array, "*B V"]:
+        """Return `gated_rms_norm`."""
+
+    def gated_norm_gradient(self, x, gate, weight, dout, *, eps: float) -> tuple[Array, ...]:
+        """Return (dx, dgate)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +57,7 @@ class DeltaSpec:
     """Static, hashable arguments of `fused_delta_rule`."""
 
     backend: DeltaBackend
-    heads: Heads
+    heads: DeltaHeads
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
