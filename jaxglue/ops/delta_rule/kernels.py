@@ -8,17 +8,17 @@ with A[i, j] = βᵢ γᵢⱼ k̂ᵢ·k̂ⱼ below the diagonal and P[i, j] = γ
 a document, else 0, Γ that from the chunk's beginning where the token's document began before, else 0, Λ that to the
 chunk's end where the document holds the chunk's last token, else 0, and λ the last token's Γ.
 
-- `prepare_kernel`, a program for each chunk and key head: (I + A)⁻¹, P and the factors of each token.
-- `state_kernel`, a program for each *document* that crosses a chunk's end, value head and part of its columns: the
-  state at the beginning of each chunk. Documents run in parallel, since none reads another's state, and a program that
-  would begin where no document does returns at once. `state_gradient_kernel` runs the same chunks backward.
-- `output_kernel` and `gradient_kernel`, a program for each chunk and head. Both compute u again, which costs less than
-  its way through memory, and so need it no less in chunks that no document crosses.
+- `prepare_kernel`, a program for each chunk and value head: (I + A)⁻¹, P and the factors of each token.
+- `state_kernel`, a program for each *document* that crosses a chunk's end, value head and part of its columns: u of its
+  chunks, and the state at the beginning of each. Documents run in parallel, since none reads another's state, and a
+  program at whose chunk none begins returns at once. `state_gradient_kernel` runs the same chunks backward.
+- `output_kernel`, a program for each chunk, value head and part of its columns, and `gradient_kernel`, one for each chunk
+  and key head: all that needs no order.
 
 Queries and keys enter matmuls as they are: their lengths are factors of rows and columns, so q̂ and k̂ are never rounded.
 
 Layout: qkv and its gradient [B, T, W], W = 2·K·H + K·G·V, with queries, keys and values side by side; g, beta, dg, dbeta
-[B, T, N]; out and dout [B, T, N, V]; factors [B, N, 8, T] float32; inverses and scores [B, N, T, C]; states and
+[B, T, N]; out, dout and updates, which are u, [B, T, N, V]; factors [B, N, 8, T] float32; inverses and scores [B, N, T, C]; states and
 dstates [B, N, chunks, H, V], written for chunks that begin, and end, within a document. Offsets of rows and chunks are
 64-bit, offsets within a chunk 32-bit.
 """
@@ -131,49 +131,47 @@ def _decays(totals, start, real, order):
 
 @triton.jit
 def prepare_kernel(qkv, g, beta, starts, factors, inverses, scores, spec: tl.constexpr):
-    """Compute factors, (I + A)⁻¹ and P of one chunk, for the value heads of one key head; grid (K, chunks, B)."""
+    """Compute factors, (I + A)⁻¹ and P of one chunk, for one value head; grid (N, chunks, B)."""
     T: tl.constexpr = spec.T
     C: tl.constexpr = spec.chunk
     N: tl.constexpr = spec.K * spec.G
-    head, chunk, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    n, chunk, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     order, columns = tl.arange(0, C), tl.arange(0, spec.H)
     tokens = chunk * C + order
-    qkv += row * T * spec.width + head * spec.H
-    q = _rows(qkv, tokens, columns, spec.width, T)
-    k = _rows(qkv + spec.K * spec.H, tokens, columns, spec.width, T)
     inside = tokens < T
+    at = (row * N + n) * T
+    squares = (at + tokens)[:, None] * C + order[None, :]
     start = tl.load(starts + row * T + tokens, mask=inside, other=T)
     real = start < T
+    decay = tl.load(g + (row * T + tokens) * N + n, mask=inside, other=0.0).to(tl.float32)
+    step = tl.load(beta + (row * T + tokens) * N + n, mask=inside, other=0.0).to(tl.float32)
+    step = tl.where(real, tl.maximum(step, LEAST_STEP), 0.0)
+    totals = tl.cumsum(decay, 0)
+    between = _decays(totals, start, real, order)
+    rows = qkv + row * T * spec.width + (n // spec.G) * spec.H
+    k = _rows(rows + spec.K * spec.H, tokens, columns, spec.width, T)
+    q = _rows(rows, tokens, columns, spec.width, T)
     q32, k32 = q.to(tl.float32), k.to(tl.float32)
     query_scale = tl.rsqrt(tl.sum(q32 * q32, 1) + EPS) * (spec.H**-0.5)
     key_scale = tl.rsqrt(tl.sum(k32 * k32, 1) + EPS)
-    kk = tl.dot(k, tl.trans(k), input_precision=spec.precision) * key_scale[:, None] * key_scale[None, :]
-    qk = tl.dot(q, tl.trans(k), input_precision=spec.precision) * query_scale[:, None] * key_scale[None, :]
-    below = order[:, None] > order[None, :]
+    between *= key_scale[None, :]
+    seen = between * tl.dot(q, tl.trans(k), input_precision=spec.precision) * query_scale[:, None]
+    tl.store(scores + squares, seen.to(scores.dtype.element_ty), mask=inside[:, None])
     last = tl.sum(tl.where(order == C - 1, start, 0), 0)  # the document of the chunk's last token
-    for member in range(spec.G):
-        n = head * spec.G + member
-        decay = tl.load(g + (row * T + tokens) * N + n, mask=inside, other=0.0).to(tl.float32)
-        step = tl.load(beta + (row * T + tokens) * N + n, mask=inside, other=0.0).to(tl.float32)
-        step = tl.where(real, tl.maximum(step, LEAST_STEP), 0.0)
-        totals = tl.sum(tl.where(order[:, None] >= order[None, :], decay[None, :], 0.0), 1)
-        between = _decays(totals, start, real, order)
-        kept = tl.where(start < chunk * C, tl.exp(totals), 0.0)
-        to_end = tl.where((start == last) & real, tl.exp(tl.sum(decay, 0) - totals), 0.0)
-        inverse = _inverse(tl.where(below, step[:, None] * between * kk, 0.0), spec)
-        at = (row * N + n) * T
-        squares = (at + tokens)[:, None] * C + order[None, :]
-        tl.store(inverses + squares, inverse.to(inverses.dtype.element_ty), mask=inside[:, None])
-        tl.store(scores + squares, (between * qk).to(scores.dtype.element_ty), mask=inside[:, None])
-        place = factors + at * FACTORS + tokens
-        tl.store(place + STEP * T, step, mask=inside)
-        tl.store(place + READ_KEY * T, kept * key_scale, mask=inside)
-        tl.store(place + WRITE_KEY * T, to_end * key_scale, mask=inside)
-        tl.store(place + READ_QUERY * T, kept * query_scale, mask=inside)
-        tl.store(place + DECAY * T, totals, mask=inside)
-        tl.store(place + KEPT * T, kept, mask=inside)
-        tl.store(place + KEY_SCALE * T, key_scale, mask=inside)
-        tl.store(place + QUERY_SCALE * T, query_scale, mask=inside)
+    kept = tl.where(start < chunk * C, tl.exp(totals), 0.0)
+    to_end = tl.where((start == last) & real, tl.exp(tl.sum(decay, 0) - totals), 0.0)
+    place = factors + at * FACTORS + tokens
+    tl.store(place + STEP * T, step, mask=inside)
+    tl.store(place + READ_KEY * T, kept * key_scale, mask=inside)
+    tl.store(place + WRITE_KEY * T, to_end * key_scale, mask=inside)
+    tl.store(place + READ_QUERY * T, kept * query_scale, mask=inside)
+    tl.store(place + DECAY * T, totals, mask=inside)
+    tl.store(place + KEPT * T, kept, mask=inside)
+    tl.store(place + KEY_SCALE * T, key_scale, mask=inside)
+    tl.store(place + QUERY_SCALE * T, query_scale, mask=inside)
+    A = between * tl.dot(k, tl.trans(k), input_precision=spec.precision) * (step * key_scale)[:, None]
+    inverse = _inverse(tl.where(order[:, None] > order[None, :], A, 0.0), spec)
+    tl.store(inverses + squares, inverse.to(inverses.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit
@@ -184,49 +182,65 @@ def _part(spec: tl.constexpr):
 
 
 @triton.jit
-def _updates(v, k, inverse, state, factors, tokens, spec: tl.constexpr):
-    """Return u [C, columns] of a chunk, before it is rounded."""
-    read, step = _factor(factors, READ_KEY, tokens, spec.T), _factor(factors, STEP, tokens, spec.T)
-    seen = tl.dot(k, state, input_precision=spec.precision)
-    wanted = step[:, None] * (v.to(tl.float32) - read[:, None] * seen)
-    return tl.dot(inverse, wanted.to(k.dtype), input_precision=spec.precision)
+def _bounds(starts, row, chunk, spec: tl.constexpr):
+    """Return (first token of the document that crosses the chunk's beginning, of the one that crosses its end).
+
+    Where none does, the chunk's first token, and the next chunk's.
+    """
+    first, after = chunk * spec.chunk, (chunk + 1) * spec.chunk
+    before = tl.load(starts + row * spec.T + first)
+    behind = tl.load(starts + row * spec.T + after, mask=after < spec.T, other=after)
+    return tl.minimum(before, first), tl.minimum(behind, after)
 
 
 @triton.jit
-def state_kernel(qkv, starts, ends, factors, inverses, states, spec: tl.constexpr):
-    """Compute the states of chunks within the document that crosses the end of one chunk, if it began there.
+def state_kernel(qkv, starts, ends, factors, inverses, updates, states, spec: tl.constexpr):
+    """Compute u of chunks, and their states, along the document that crosses a chunk's end, if it began there.
 
-    Grid (N · V / columns, chunks − 1, B).
+    A chunk's u is written along the document that crosses its beginning; where none does, by the chunk's own program.
+    Grid (N · V / columns, chunks, B).
     """
     T: tl.constexpr = spec.T
     C: tl.constexpr = spec.chunk
+    N: tl.constexpr = spec.K * spec.G
     row, n, column = _part(spec)
     chunk = tl.program_id(1)
-    after = (chunk + 1) * C
-    start = tl.load(starts + row * T + after)
-    if (start >= chunk * C) & (start < after):
-        last = (tl.load(ends + row * T + after) - 1) // C
+    before, behind = _bounds(starts, row, chunk, spec)
+    owned = before == chunk * C
+    begins = (behind >= chunk * C) & (behind < (chunk + 1) * C)
+    if owned | begins:
+        last = chunk
+        if begins:
+            last = (tl.load(ends + row * T + (chunk + 1) * C) - 1) // C
         order, keys, values = tl.arange(0, C), tl.arange(0, spec.H), column + tl.arange(0, spec.columns)
         qkv += row * T * spec.width
         k_rows = qkv + (spec.K + n // spec.G) * spec.H
         v_rows = qkv + 2 * spec.K * spec.H + n * spec.V
-        at = row * spec.K * spec.G + n
+        at = row * N + n
         factors += at * FACTORS * T
         inverses += at * T * C
+        updates += row * T * N * spec.V + n * spec.V
         dtype = qkv.dtype.element_ty
         state = tl.full((spec.H, spec.columns), 0.0, tl.float32)
-        # A loop that may be empty would make every matmul wait for the one before.
-        for index in tl.range(chunk, tl.maximum(last, chunk + 1), num_stages=spec.stages):
+        for index in tl.range(chunk, last + 1, num_stages=spec.stages):
             tokens = index * C + order
             k = _rows(k_rows, tokens, keys, spec.width, T)
             v = _rows(v_rows, tokens, values, spec.width, T)
             inverse = _square(inverses, tokens, order, spec)
-            updates = _updates(v, k, inverse, state.to(dtype), factors, tokens, spec)
-            updates = _factor(factors, WRITE_KEY, tokens, T)[:, None] * updates
-            kept = tl.load(factors + KEPT * T + index * C + C - 1)
-            state = tl.dot(tl.trans(k), updates.to(dtype), kept * state, input_precision=spec.precision)
+            read, step = _factor(factors, READ_KEY, tokens, T), _factor(factors, STEP, tokens, T)
+            seen = tl.dot(k, state.to(dtype), input_precision=spec.precision)
+            wanted = step[:, None] * (v.to(tl.float32) - read[:, None] * seen)
+            update = tl.dot(inverse, wanted.to(dtype), input_precision=spec.precision)
+            place = updates + tokens[:, None] * (N * spec.V) + values[None, :]
+            written = (tokens < T) & (owned | (index > chunk))
+            tl.store(place, update.to(dtype), mask=written[:, None])
+            update *= _factor(factors, WRITE_KEY, tokens, T)[:, None]
+            end = index * C + C - 1
+            kept = tl.load(factors + KEPT * T + end, mask=end < T, other=0.0)
+            state = tl.dot(tl.trans(k), update.to(dtype), kept * state, input_precision=spec.precision)
             place = states + (at * spec.chunks + index + 1) * spec.H * spec.V
-            tl.store(place + keys[:, None] * spec.V + values[None, :], state.to(dtype))
+            place += keys[:, None] * spec.V + values[None, :]
+            tl.store(place, state.to(dtype), mask=(keys >= 0)[:, None] & (index < last))
 
 
 @triton.jit
@@ -238,56 +252,48 @@ def _state(states, exists, n, row, index, keys, values, spec: tl.constexpr):
 
 
 @triton.jit
-def output_kernel(qkv, starts, factors, inverses, scores, states, out, spec: tl.constexpr):
+def output_kernel(qkv, starts, factors, scores, updates, states, out, spec: tl.constexpr):
     """Compute one chunk's outputs; grid (N · V / columns, chunks, B)."""
     T: tl.constexpr = spec.T
     C: tl.constexpr = spec.chunk
+    N: tl.constexpr = spec.K * spec.G
     row, n, column = _part(spec)
     chunk = tl.program_id(1)
     order, keys, values = tl.arange(0, C), tl.arange(0, spec.H), column + tl.arange(0, spec.columns)
     tokens = chunk * C + order
-    qkv += row * T * spec.width
-    q_rows = qkv + (n // spec.G) * spec.H
-    at = row * spec.K * spec.G + n
-    carried = tl.load(starts + row * T + chunk * C) < chunk * C
-    state = _state(states, carried, n, row, chunk, keys, values, spec)
-    k = _rows(q_rows + spec.K * spec.H, tokens, keys, spec.width, T)
-    v = _rows(qkv + 2 * spec.K * spec.H + n * spec.V, tokens, values, spec.width, T)
-    inverse = _square(inverses + at * T * C, tokens, order, spec)
-    factors += at * FACTORS * T
-    updates = _updates(v, k, inverse, state, factors, tokens, spec).to(k.dtype)
-    q = _rows(q_rows, tokens, keys, spec.width, T)
-    total = _factor(factors, READ_QUERY, tokens, T)[:, None] * tl.dot(q, state, input_precision=spec.precision)
+    at = row * N + n
+    before, _ = _bounds(starts, row, chunk, spec)
+    state = _state(states, before < chunk * C, n, row, chunk, keys, values, spec)
+    q = _rows(qkv + row * T * spec.width + (n // spec.G) * spec.H, tokens, keys, spec.width, T)
+    total = tl.dot(q, state, input_precision=spec.precision)
+    total *= _factor(factors + at * FACTORS * T, READ_QUERY, tokens, T)[:, None]
     P = _square(scores + at * T * C, tokens, order, spec)
-    total = tl.dot(P, updates, total, input_precision=spec.precision)
-    N: tl.constexpr = spec.K * spec.G
+    update = _rows(updates + row * T * N * spec.V + n * spec.V, tokens, values, N * spec.V, T)
+    total = tl.dot(P, update, total, input_precision=spec.precision)
     _store_rows(out + row * T * N * spec.V + n * spec.V, total, tokens, values, N * spec.V, T)
 
 
 @triton.jit
-def _update_gradients(dout, k, inverse, P, dstate, factors, tokens, spec: tl.constexpr):
-    """Return the gradient to r [C, columns] of a chunk, before it is rounded."""
-    write = _factor(factors, WRITE_KEY, tokens, spec.T)
-    dupdates = write[:, None] * tl.dot(k, dstate, input_precision=spec.precision)
-    dupdates = tl.dot(tl.trans(P), dout, dupdates, input_precision=spec.precision)
-    return tl.dot(tl.trans(inverse), dupdates.to(k.dtype), input_precision=spec.precision)
+def state_gradient_kernel(qkv, starts, ends, factors, inverses, scores, dout, dqkv, dstates, spec: tl.constexpr):
+    """Compute gradients to values, and to the states behind chunks, back along the document that ends in a chunk.
 
-
-@triton.jit
-def state_gradient_kernel(qkv, starts, ends, factors, inverses, scores, dout, dstates, spec: tl.constexpr):
-    """Compute the gradients to the states after chunks within the document that one chunk begins in and ends.
-
-    Grid (N · V / columns, chunks − 1, B), for chunks from the second on.
+    A chunk's are written along the document that crosses its end; where none does, by the chunk's own program. Grid
+    (N · V / columns, chunks, B).
     """
     T: tl.constexpr = spec.T
     C: tl.constexpr = spec.chunk
     N: tl.constexpr = spec.K * spec.G
     row, n, column = _part(spec)
-    chunk = tl.program_id(1) + 1
-    start = tl.load(starts + row * T + chunk * C)
-    end = tl.load(ends + row * T + chunk * C)
-    if (start < chunk * C) & (end <= (chunk + 1) * C):
-        count = chunk - start // C
+    chunk = spec.chunks - 1 - tl.program_id(1)
+    before, behind = _bounds(starts, row, chunk, spec)
+    owned = behind == (chunk + 1) * C
+    finishes = before < chunk * C
+    if finishes:
+        finishes = tl.load(ends + row * T + chunk * C) <= (chunk + 1) * C
+    if owned | finishes:
+        first = chunk
+        if finishes:
+            first = before // C
         order, keys, values = tl.arange(0, C), tl.arange(0, spec.H), column + tl.arange(0, spec.columns)
         q_rows = qkv + row * T * spec.width + (n // spec.G) * spec.H
         k_rows = q_rows + spec.K * spec.H
@@ -296,25 +302,34 @@ def state_gradient_kernel(qkv, starts, ends, factors, inverses, scores, dout, ds
         inverses += at * T * C
         scores += at * T * C
         dout += row * T * N * spec.V + n * spec.V
+        dqkv += row * T * spec.width + 2 * spec.K * spec.H + n * spec.V
         dtype = qkv.dtype.element_ty
         dstate = tl.full((spec.H, spec.columns), 0.0, tl.float32)
-        for back in tl.range(0, tl.maximum(count, 1), num_stages=spec.stages):
+        for back in tl.range(0, chunk - first + 1, num_stages=spec.stages):
             index = chunk - back
             tokens = index * C + order
             k = _rows(k_rows, tokens, keys, spec.width, T)
             douts = _rows(dout, tokens, values, N * spec.V, T)
             inverse = _square(inverses, tokens, order, spec)
             P = _square(scores, tokens, order, spec)
-            dwanted = _update_gradients(douts, k, inverse, P, dstate.to(dtype), factors, tokens, spec)
-            read = _factor(factors, STEP, tokens, T) * _factor(factors, READ_KEY, tokens, T)
-            kept = tl.load(factors + KEPT * T + index * C + C - 1, mask=index * C + C - 1 < T, other=0.0)
+            dupdate = tl.dot(k, dstate.to(dtype), input_precision=spec.precision)
+            dupdate *= _factor(factors, WRITE_KEY, tokens, T)[:, None]
+            dupdate = tl.dot(tl.trans(P), douts, dupdate, input_precision=spec.precision)
+            dvalues = tl.dot(tl.trans(inverse), dupdate.to(dtype), input_precision=spec.precision)
+            dvalues *= _factor(factors, STEP, tokens, T)[:, None]
+            place = dqkv + tokens[:, None] * spec.width + values[None, :]
+            written = (tokens < T) & (owned | (back > 0))
+            tl.store(place, dvalues.to(dtype), mask=written[:, None])
+            end = index * C + C - 1
+            kept = tl.load(factors + KEPT * T + end, mask=end < T, other=0.0)
             q = _rows(q_rows, tokens, keys, spec.width, T)
             answered = _factor(factors, READ_QUERY, tokens, T)[:, None] * douts.to(tl.float32)
             dstate = tl.dot(tl.trans(q), answered.to(dtype), kept * dstate, input_precision=spec.precision)
-            dwanted = (-read[:, None] * dwanted).to(dtype)
-            dstate = tl.dot(tl.trans(k), dwanted, dstate, input_precision=spec.precision)
+            dvalues = (-_factor(factors, READ_KEY, tokens, T)[:, None] * dvalues).to(dtype)
+            dstate = tl.dot(tl.trans(k), dvalues, dstate, input_precision=spec.precision)
             place = dstates + (at * spec.chunks + index - 1) * spec.H * spec.V
-            tl.store(place + keys[:, None] * spec.V + values[None, :], dstate.to(dtype))
+            place += keys[:, None] * spec.V + values[None, :]
+            tl.store(place, dstate.to(dtype), mask=(keys >= 0)[:, None] & (index > first))
 
 
 @triton.jit
@@ -325,9 +340,12 @@ def _sum_so_far(dqkv, tokens, columns, added, spec: tl.constexpr):
 
 @triton.jit
 def gradient_kernel(
-    qkv, starts, factors, inverses, scores, states, dstates, dout, dqkv, dg, dbeta, spec: tl.constexpr
+    qkv, starts, factors, updates, states, dstates, dout, dqkv, dg, dbeta, spec: tl.constexpr
 ):  # fmt: skip
-    """Compute all gradients of one chunk, for one key head and its value heads; grid (K, chunks, B)."""
+    """Compute the gradients to queries, keys and gates of one chunk, for one key head; grid (K, chunks, B).
+
+    dqkv has the gradients to values already.
+    """
     T: tl.constexpr = spec.T
     C: tl.constexpr = spec.chunk
     N: tl.constexpr = spec.K * spec.G
@@ -335,14 +353,11 @@ def gradient_kernel(
     order, keys = tl.arange(0, C), tl.arange(0, spec.H)
     tokens = chunk * C + order
     inside = tokens < T
-    start = tl.load(starts + row * T + tokens, mask=inside, other=T)
-    real = start < T
-    below = order[:, None] > order[None, :]
-    carried = tl.load(starts + row * T + chunk * C) < chunk * C
+    before, behind = _bounds(starts, row, chunk, spec)
     after = (chunk + 1) * C
-    crossed = tl.load(starts + row * T + after, mask=after < T, other=after) < after
     qkv += row * T * spec.width
     dqkv += row * T * spec.width
+    updates += row * T * N * spec.V
     dout += row * T * N * spec.V
     q_columns, k_columns = head * spec.H + keys, (spec.K + head) * spec.H + keys
     q, k = _rows(qkv, tokens, q_columns, spec.width, T), _rows(qkv, tokens, k_columns, spec.width, T)
@@ -350,61 +365,55 @@ def gradient_kernel(
     for member in range(spec.G):
         n = head * spec.G + member
         of_head = factors + (row * N + n) * FACTORS * T
-        step = _factor(of_head, STEP, tokens, T)
-        squares = (row * N + n) * T * C
-        inverse, P = _square(inverses + squares, tokens, order, spec), _square(scores + squares, tokens, order, spec)
-        # Two turns over the columns: registers hold two of the sums [C, H] that the gradients take at a time.
-        dk = tl.full((C, spec.H), 0.0, tl.float32)
+        read_key = _factor(of_head, READ_KEY, tokens, T)
+        # Gradients to queries and keys before the part along them is taken away.
+        dq, dk = tl.full((C, spec.H), 0.0, tl.float32), tl.full((C, spec.H), 0.0, tl.float32)
         dP, dA = tl.full((C, C), 0.0, tl.float32), tl.full((C, C), 0.0, tl.float32)
         dstep, at_end = tl.full((C,), 0.0, tl.float32), 0.0
         for column in range(0, spec.V, spec.columns):
             values = column + tl.arange(0, spec.columns)
-            v_columns = 2 * spec.K * spec.H + n * spec.V + values
-            state = _state(states, carried, n, row, chunk, keys, values, spec)
-            dstate = _state(dstates, crossed, n, row, chunk, keys, values, spec)
-            at_end += tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1), 0)
-            v = _rows(qkv, tokens, v_columns, spec.width, T)
+            dstate = _state(dstates, behind < after, n, row, chunk, keys, values, spec)
+            update = _rows(updates, tokens, n * spec.V + values, N * spec.V, T)
+            written = (_factor(of_head, WRITE_KEY, tokens, T)[:, None] * update.to(tl.float32)).to(dtype)
+            dk = tl.dot(written, tl.trans(dstate), dk, input_precision=spec.precision)
             douts = _rows(dout, tokens, n * spec.V + values, N * spec.V, T)
-            updates = _updates(v, k, inverse, state, of_head, tokens, spec)
-            dwanted = _update_gradients(douts, k, inverse, P, dstate, of_head, tokens, spec)
-            dstep += tl.sum(dwanted * updates, 1)
-            _store_rows(dqkv, step[:, None] * dwanted, tokens, v_columns, spec.width, T)
-            updates = updates.to(dtype)
-            dP = tl.dot(douts, tl.trans(updates), dP, input_precision=spec.precision)
-            dA = tl.dot(dwanted.to(dtype), tl.trans(updates), dA, input_precision=spec.precision)
-            dk = tl.dot(updates, tl.trans(dstate), dk, input_precision=spec.precision)
-        dk *= _factor(of_head, WRITE_KEY, tokens, T)[:, None]
+            dvalue = _rows(dqkv, tokens, 2 * spec.K * spec.H + n * spec.V + values, spec.width, T)
+            dstep += tl.sum(dvalue.to(tl.float32) * update.to(tl.float32), 1)
+            dP = tl.dot(douts, tl.trans(update), dP, input_precision=spec.precision)
+            dA = tl.dot(dvalue, tl.trans(update), dA, input_precision=spec.precision)
+            state = _state(states, before < chunk * C, n, row, chunk, keys, values, spec)
+            dq = tl.dot(douts, tl.trans(state), dq, input_precision=spec.precision)
+            at_end += tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1), 0)
         # The decay to the chunk's end is in all that the chunk writes, and in what it keeps.
+        k32 = _rows(qkv, tokens, k_columns, spec.width, T).to(tl.float32)
         at_end *= tl.load(of_head + KEPT * T + after - 1, mask=after <= T, other=0.0)
-        at_end += tl.sum(tl.sum(_rows(qkv, tokens, k_columns, spec.width, T).to(tl.float32) * dk, 1), 0)
+        at_end += tl.sum(tl.sum(k32 * dk, 1), 0)
+        start = tl.load(starts + row * T + tokens, mask=inside, other=T)
+        real = start < T
         key_scale, query_scale = _factor(of_head, KEY_SCALE, tokens, T), _factor(of_head, QUERY_SCALE, tokens, T)
         between = _decays(_factor(of_head, DECAY, tokens, T), start, real, order) * key_scale[None, :]
-        dA = tl.where(below, -dA * between * (step * key_scale)[:, None], 0.0).to(dtype)
+        below = order[:, None] > order[None, :]
+        dA = tl.where(below, -dA * between * key_scale[:, None], 0.0).to(dtype)
         dP = (dP * between * query_scale[:, None]).to(dtype)
         dk = tl.dot(tl.trans(dA), k, dk, input_precision=spec.precision)
         dk = tl.dot(tl.trans(dP), q, dk, input_precision=spec.precision)
-        along_write = tl.sum(_rows(qkv, tokens, k_columns, spec.width, T).to(tl.float32) * dk, 1)
-        tl.debug_barrier()  # the gradient to values is read where another thread wrote it
-        dq, read_key = tl.full((C, spec.H), 0.0, tl.float32), _factor(of_head, READ_KEY, tokens, T)
+        along_write = tl.sum(k32 * dk, 1)
         for column in range(0, spec.V, spec.columns):
             values = column + tl.arange(0, spec.columns)
-            state = tl.trans(_state(states, carried, n, row, chunk, keys, values, spec))
-            douts = _rows(dout, tokens, n * spec.V + values, N * spec.V, T)
-            dvalues = _rows(dqkv, tokens, 2 * spec.K * spec.H + n * spec.V + values, spec.width, T)
-            dq = tl.dot(douts, state, dq, input_precision=spec.precision)
-            dvalues = (-read_key[:, None] * dvalues.to(tl.float32)).to(dtype)
-            dk = tl.dot(dvalues, state, dk, input_precision=spec.precision)
+            state = _state(states, before < chunk * C, n, row, chunk, keys, values, spec)
+            dvalue = _rows(dqkv, tokens, 2 * spec.K * spec.H + n * spec.V + values, spec.width, T)
+            dvalue = (-read_key[:, None] * dvalue.to(tl.float32)).to(dtype)
+            dk = tl.dot(dvalue, tl.trans(state), dk, input_precision=spec.precision)
+        dk = tl.dot(dA, k, dk, input_precision=spec.precision)
         dq *= _factor(of_head, READ_QUERY, tokens, T)[:, None]
         dq = tl.dot(dP, k, dq, input_precision=spec.precision)
-        dk = tl.dot(dA, k, dk, input_precision=spec.precision)
         # The sums over the value heads are this program's own, kept in memory to spare registers. What is along a query
         # or key is taken away, as their norms do.
-        added = (tokens < T) & (member > 0)
+        added = inside & (member > 0)
         q32 = _rows(qkv, tokens, q_columns, spec.width, T).to(tl.float32)
         along_query = tl.sum(q32 * dq, 1)
         dq -= q32 * (query_scale * query_scale * spec.H * along_query)[:, None]
         dq += _sum_so_far(dqkv, tokens, q_columns, added, spec)
-        k32 = _rows(qkv, tokens, k_columns, spec.width, T).to(tl.float32)
         along_key = tl.sum(k32 * dk, 1)
         dk -= k32 * (key_scale * key_scale * along_key)[:, None]
         dk += _sum_so_far(dqkv, tokens, k_columns, added, spec)
@@ -414,9 +423,10 @@ def gradient_kernel(
         # A decay's logarithm is in the sums of all tokens from it on, which scale what they read, and one over them what
         # is written. A document's first token decays nothing.
         dtotals = along_query + (along_key - along_write) - along_write
-        dtotals = tl.sum(tl.where(order[:, None] <= order[None, :], dtotals[None, :], 0.0), 1) + at_end
+        dtotals = tl.cumsum(dtotals, 0, reverse=True) + at_end
         dtotals = tl.where(start < tokens, dtotals, 0.0)
-        dstep = tl.where(real, dstep / tl.where(real, step, 1.0), 0.0)
+        step = _factor(of_head, STEP, tokens, T)
+        dstep = tl.where(real, dstep / tl.where(real, step * step, 1.0), 0.0)
         tl.store(dg + (row * T + tokens) * N + n, dtotals, mask=inside)
         tl.store(dbeta + (row * T + tokens) * N + n, dstep, mask=inside)
         tl.debug_barrier()

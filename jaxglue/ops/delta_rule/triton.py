@@ -44,55 +44,48 @@ class TritonDeltaRule(Launcher):
     chunk: int = 64
 
     def prepare(self, qkv, g, beta, segments: PackedSegments, heads: DeltaHeads) -> Prepared:
-        """Return what forward and backward pass need of each chunk."""
+        """See `DeltaBackend`."""
         spec, (B, N) = self._spec(qkv, heads), (qkv.shape[0], heads[1])
         square = jax.ShapeDtypeStruct((B, N, spec.T, spec.chunk), qkv.dtype)
         types = jax.ShapeDtypeStruct((B, N, kernels.FACTORS.value, spec.T), jnp.float32), square, square
         arrays = qkv, g, beta, segments.starts
-        flops = 2 * B * spec.T * spec.chunk * (2 * spec.K * spec.H + 4 * N * spec.chunk)
-        tokens = self._run(
-            kernels.prepare_kernel, arrays, types, (spec.K, spec.chunks, B), self.tiles.prepare, spec, flops
-        )
-        factors, inverses, scores = tokens
-        states = self._states(
-            kernels.state_kernel, (qkv, segments.starts, segments.ends, factors, inverses), spec, self.tiles.state, B
-        )
-        return Prepared(factors=factors, inverses=inverses, scores=scores, states=states)
+        flops = 2 * B * spec.T * N * spec.chunk * (2 * spec.H + 4 * spec.chunk)
+        tiles, grid = self.tiles.prepare, (N, spec.chunks, B)
+        factors, inverses, scores = self._run(kernels.prepare_kernel, arrays, types, grid, tiles, spec, flops)
+        types = jax.ShapeDtypeStruct((B, spec.T, N, spec.V), qkv.dtype), self._states(qkv, spec)
+        arrays, tiles = (qkv, segments.starts, segments.ends, factors, inverses), self.tiles.state
+        flops = 2 * B * spec.T * N * spec.V * (2 * spec.H + spec.chunk)
+        updates, states = self._run(kernels.state_kernel, arrays, types, self._parts(spec, tiles, B), tiles, spec, flops)
+        return Prepared(factors=factors, inverses=inverses, scores=scores, updates=updates, states=states)
 
     def forward(self, qkv, prepared: Prepared, segments: PackedSegments, heads: DeltaHeads) -> jax.Array:
-        """Return the outputs [B, T, N, V]."""
-        spec, B = self._spec(qkv, heads), qkv.shape[0]
-        out = jax.ShapeDtypeStruct((B, spec.T, heads[1], spec.V), qkv.dtype)
-        p, tiles = prepared, self.tiles.output
-        arrays = qkv, segments.starts, p.factors, p.inverses, p.scores, p.states
-        flops = 2 * B * spec.T * heads[1] * spec.V * (2 * spec.H + 2 * spec.chunk)
-        grid = self._parts(spec, tiles, spec.chunks, B)
-        return self._run(kernels.output_kernel, arrays, (out,), grid, tiles, spec, flops)[0]
+        """See `DeltaBackend`."""
+        spec, B, p = self._spec(qkv, heads), qkv.shape[0], prepared
+        arrays, tiles = (qkv, segments.starts, p.factors, p.scores, p.updates, p.states), self.tiles.output
+        flops = 2 * B * spec.T * heads[1] * spec.V * (spec.H + spec.chunk)
+        types = (shape_dtype_of(p.updates),)
+        return self._run(kernels.output_kernel, arrays, types, self._parts(spec, tiles, B), tiles, spec, flops)[0]
 
     def backward(self, qkv, prepared: Prepared, segments: PackedSegments, heads: DeltaHeads, dout):
-        """Return the gradients (dqkv, dg, dbeta), the last two in float32."""
-        spec, (B, N), p = self._spec(qkv, heads), (qkv.shape[0], heads[1]), prepared
+        """See `DeltaBackend`; the gradients to g and β are in float32."""
+        spec, (B, N), p, tiles = self._spec(qkv, heads), (qkv.shape[0], heads[1]), prepared, self.tiles.state_gradient
         arrays = qkv, segments.starts, segments.ends, p.factors, p.inverses, p.scores, dout
-        dstates = self._states(kernels.state_gradient_kernel, arrays, spec, self.tiles.state_gradient, B)
-        gates = jax.ShapeDtypeStruct((B, spec.T, N), jnp.float32)
-        arrays = qkv, segments.starts, p.factors, p.inverses, p.scores, p.states, dstates, dout
-        types = shape_dtype_of(qkv), gates, gates
-        flops = 2 * B * spec.T * N * (5 * spec.H * spec.V + spec.chunk * (5 * spec.V + 3 * spec.H))
-        grid = spec.K, spec.chunks, B
-        return self._run(kernels.gradient_kernel, arrays, types, grid, self.tiles.gradient, spec, flops)
+        types, grid = (shape_dtype_of(qkv), self._states(qkv, spec)), self._parts(spec, tiles, B)
+        flops = 2 * B * spec.T * N * spec.V * (3 * spec.H + 2 * spec.chunk)
+        dqkv, dstates = self._run(kernels.state_gradient_kernel, arrays, types, grid, tiles, spec, flops)
+        written = [jax.new_ref(x) for x in (dqkv, *(jax.lax.empty((B, spec.T, N), jnp.float32) for _ in range(2)))]
+        arrays = qkv, segments.starts, p.factors, p.updates, p.states, dstates, dout, *written
+        flops = 2 * B * spec.T * N * (3 * spec.H * spec.V + spec.chunk * (2 * spec.V + 4 * spec.H))
+        grid, tiles = (spec.K, spec.chunks, B), self.tiles.gradient
+        self._run(kernels.gradient_kernel, arrays, (), grid, tiles, spec, flops)
+        return tuple(map(jax.freeze, written))
 
-    def _states(self, kernel, arrays, spec: KernelSpec, tiles: Tiles, B: int) -> jax.Array:
-        """Return [B, N, chunks, H, V] from a kernel that follows documents from chunk to chunk."""
+    def _states(self, qkv, spec: KernelSpec) -> jax.ShapeDtypeStruct:
         N = spec.K * spec.G
-        shape = jax.ShapeDtypeStruct((B, N, spec.chunks, spec.H, spec.V), arrays[0].dtype)
-        if spec.chunks == 1:
-            return jnp.zeros(shape.shape, shape.dtype)
-        flops = 2 * B * spec.T * N * spec.V * (2 * spec.H + spec.chunk)
-        grid = self._parts(spec, tiles, spec.chunks - 1, B)
-        return self._run(kernel, arrays, (shape,), grid, tiles, spec, flops)[0]
+        return jax.ShapeDtypeStruct((qkv.shape[0], N, spec.chunks, spec.H, spec.V), qkv.dtype)
 
-    def _parts(self, spec: KernelSpec, tiles: Tiles, chunks: int, B: int) -> tuple[int, int, int]:
-        return spec.K * spec.G * spec.V // min(tiles.columns, spec.V), chunks, B
+    def _parts(self, spec: KernelSpec, tiles: Tiles, B: int) -> tuple[int, int, int]:
+        return spec.K * spec.G * spec.V // min(tiles.columns, spec.V), spec.chunks, B
 
     def _spec(self, qkv, heads: DeltaHeads) -> KernelSpec:
         (K, N, H), (_, T, width), precision = heads, qkv.shape, dot_precision(qkv.dtype)

@@ -20,6 +20,7 @@ class Prepared:
     factors: Float[Array, "B N 8 T"]
     inverses: Float[Array, "B N T C"]
     scores: Float[Array, "B N T C"]
+    updates: Float[Array, "B T N V"]
     states: Float[Array, "B N chunks H V"]
 
 
