@@ -31,8 +31,8 @@ import triton.language as tl
 EPS = tl.constexpr(1e-6)
 # β of real tokens at least: its gradient is that of u over it. No output changes by it.
 LEAST_STEP = tl.constexpr(1e-12)
-# Rows of `factors`: β; Γ over |k|, Λ over |k| and Γ over |q|; logarithms of decays from the chunk's beginning; Γ; 1 / |k|
-# and 1 / |q|.
+# Rows of `factors`: β; Γ over |k|, Λ over |k| and Γ over |q|; logarithms of decays from the chunk's beginning; Γ;
+# 1 / |k| and 1 / |q|.
 STEP, READ_KEY, WRITE_KEY, READ_QUERY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 DECAY, KEPT, KEY_SCALE, QUERY_SCALE = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
 FACTORS = tl.constexpr(8)
@@ -96,7 +96,7 @@ def _inverse(A, spec: tl.constexpr):
     """Return (I + A)⁻¹ of A [C, C], strictly lower triangular.
 
     Blocks of 16 on the diagonal by substitution, all at once; with their inverses D and L the rest of A, N = D·L is
-    nilpotent by blocks, N⁴ = 0, so (I + A)⁻¹ = (I − N)(I + N²) D. Powers of A itself would overflow where keys are alike.
+    nilpotent by blocks, N⁴ = 0, so (I + A)⁻¹ = (I − N)(I + N²) D. Powers of A would overflow where keys are alike.
     """
     C: tl.constexpr = spec.chunk
     BLOCKS: tl.constexpr = C // 16
@@ -104,7 +104,7 @@ def _inverse(A, spec: tl.constexpr):
     own = (tl.arange(0, C) // 16)[:, None, None] == tl.arange(0, BLOCKS)[None, :, None]
     blocks = tl.reshape(A, (C, BLOCKS, 16))
     diagonal = tl.reshape(tl.sum(tl.where(own, blocks, 0.0), 1), (BLOCKS, 16, 16))
-    # Transposed, a row's coefficients lie along the axis over which they are summed: no turn moves them between threads.
+    # Transposed, a row's coefficients lie along the axis over which they are summed, and stay in their threads.
     diagonal = tl.permute(diagonal, (0, 2, 1))
     order = tl.arange(0, 16)
     rows, columns = order[None, :, None], order[None, None, :]
@@ -420,8 +420,8 @@ def gradient_kernel(
         tl.debug_barrier()
         _store_rows(dqkv, dq, tokens, q_columns, spec.width, T)
         _store_rows(dqkv, dk, tokens, k_columns, spec.width, T)
-        # A decay's logarithm is in the sums of all tokens from it on, which scale what they read, and one over them what
-        # is written. A document's first token decays nothing.
+        # A decay's logarithm is in the sums of all tokens from it on: these scale what they read, and divide what they
+        # write. A document's first token decays nothing.
         dtotals = along_query + (along_key - along_write) - along_write
         dtotals = tl.cumsum(dtotals, 0, reverse=True) + at_end
         dtotals = tl.where(start < tokens, dtotals, 0.0)

@@ -55,7 +55,9 @@ class TritonDeltaRule(Launcher):
         types = jax.ShapeDtypeStruct((B, spec.T, N, spec.V), qkv.dtype), self._states(qkv, spec)
         arrays, tiles = (qkv, segments.starts, segments.ends, factors, inverses), self.tiles.state
         flops = 2 * B * spec.T * N * spec.V * (2 * spec.H + spec.chunk)
-        updates, states = self._run(kernels.state_kernel, arrays, types, self._parts(spec, tiles, B), tiles, spec, flops)
+        updates, states = self._run(
+            kernels.state_kernel, arrays, types, self._parts(spec, tiles, B), tiles, spec, flops
+        )
         return Prepared(factors=factors, inverses=inverses, scores=scores, updates=updates, states=states)
 
     def forward(self, qkv, prepared: Prepared, segments: PackedSegments, heads: DeltaHeads) -> jax.Array:
@@ -95,9 +97,7 @@ class TritonDeltaRule(Launcher):
     def _run(self, kernel, arrays, types, grid, tiles: Tiles, spec: KernelSpec, flops: int):
         spec = replace(spec, columns=min(tiles.columns, spec.V), stages=tiles.num_stages)
         cost = KernelCost(kind=KernelKind.ROWS, flops=flops)
-        return self._launch(
-            kernel, arrays, types, grid, {"spec": spec}, tiles.num_warps, tiles.num_stages, cost=cost
-        )
+        return self._launch(kernel, arrays, types, grid, {"spec": spec}, tiles.num_warps, tiles.num_stages, cost=cost)
 
 
 _COST = KernelCost(kind=KernelKind.ROWS)

@@ -12,6 +12,7 @@ from jaxglue.ops.delta_rule.reference import DeltaHeads
 from jaxglue.ops.names import ATTENTION_OUT
 from jaxglue.ops.segments import PackedSegments
 
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
