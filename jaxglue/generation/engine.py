@@ -22,6 +22,7 @@ from jaxglue.generation.sampling import Controls, Features, Sampled, answer_keys
 from jaxglue.generation.scheduler import Answer, Finish, Prompt, Request, Scheduler, Tokens, Work
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.parameters import ModelGraphDefs, Params
+from jaxglue.ops.choices import KVCache
 from jaxglue.ops.segments import pack_segments, segment_bucket
 
 STEPS = 8
@@ -75,14 +76,22 @@ class Engine:
     Args:
         graphdefs: the modules.
         config: the model's shape.
-        dtype: the dtype of activations, matmuls and cache.
+        dtype: the dtype of activations, matmuls and, by default, the cache.
         attention: the attention backend for prompts.
+        kv_cache: format of keys and values.
     """
 
     def __init__(
-        self, graphdefs: ModelGraphDefs, config: DecoderConfig, *, dtype=jnp.bfloat16, attention: str = "auto"
+        self,
+        graphdefs: ModelGraphDefs,
+        config: DecoderConfig,
+        *,
+        dtype=jnp.bfloat16,
+        attention: str = "auto",
+        kv_cache: KVCache = "auto",
     ):
         self.config, self._dtype = config, dtype
+        self._cache_dtype = jnp.float8_e4m3fn if kv_cache == "fp8" else dtype
         self._programs = Programs(graphdefs, config, dtype, attention)
         self._compiled = set[Any]()
         self.compilations = self._programs.compilations
@@ -149,15 +158,17 @@ class Engine:
         stop: Collection[int] = (),
         *,
         index: int = 0,
+        memory: float | None = None,
     ) -> Iterator[int]:
         """Yield the tokens of one answer up to a stop token (excluded); errors as of `generate`."""
-        for piece in self.pieces(trainable, frozen, [Request(prompt, sampling, index)], stop):
+        for piece in self.pieces(trainable, frozen, [Request(prompt, sampling, index)], stop, memory=memory):
             yield from (token for token in piece.tokens if token not in stop)
 
     def plan(self, requests: Sequence[Request], *, memory: float | None = None, slots: int | None = None) -> CachePlan:
         """Plan the cache for requests; arguments and errors as of `generate`."""
         lengths = [(len(r.prompt), self._end(r, number)) for number, r in enumerate(requests, 1) for _ in range(r.n)]
-        return plan_cache(lengths, self.config, self._dtype, batch_size=slots, free=memory)
+        options: dict[str, Any] = {"cache_dtype": self._cache_dtype, "batch_size": slots, "free": memory}
+        return plan_cache(lengths, self.config, self._dtype, **options)
 
     def _run(self, trainable, frozen, requests, stop, memory, slots, plan, until, whole):
         """Yield (answer, new tokens, reason if it ended)."""
@@ -172,7 +183,9 @@ class Engine:
         if whole is None:
             whole = sum(answer.end - answer.length for answer in answers) >= _MANY_STEPS * plan.slots
         whole = whole and sharding_of(trees) is None
-        batch = _Batch(self._programs, self._compiled, trees, answers, plan, stop, self.config, self._dtype, whole)
+        batch = _Batch(
+            self._programs, self._compiled, trees, answers, plan, stop, self.config, self._cache_dtype, whole
+        )
         for answer, tokens, finish in batch.run():
             if not finish and until and until(answer.number, answer.answer, answer.new):
                 batch.scheduler.end(answer)
@@ -213,11 +226,13 @@ def _completion(answer: Answer, finish: Finish) -> Completion:
 class _Batch:
     """Answers of one call, with the state of the device."""
 
-    def __init__(self, programs: Programs, compiled, trees: Trees, answers, plan, stop, config, dtype, whole: bool):
+    def __init__(
+        self, programs: Programs, compiled, trees: Trees, answers, plan, stop, config, cache_dtype, whole: bool
+    ):
         self._programs, self._compiled, self._trees, self._plan, self._whole = programs, compiled, trees, plan, whole
         self._requests = _Requests(answers, stop, config.vocab_size)
         place = sharding_of(trees)
-        self._caches = make_caches(plan, config, dtype, place)
+        self._caches = make_caches(plan, config, cache_dtype, place)
         self._slots = make_sequences(plan, config.vocab_size, self._requests.features, place)
         self.scheduler = Scheduler(answers, plan, STEPS)
 

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxglue.engine.layer_forms import by_tiles
 from jaxglue.generation.contexts import Cursor, DecodeContext, Places, PrefillContext
-from jaxglue.generation.pages import PAGE, CachePlan, ring_table
+from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, CachePlan, ring_table
 from jaxglue.generation.sampling import Controls, Counts, Features, Sampled, sample
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
@@ -74,8 +75,9 @@ class CachedLayer:
         self.decode = jax.jit(self._decode, donate_argnames="cache")
 
     def _prefill(self, weights: Trees, x, cache: KVPages, packed: PackedContext, places: Places):
-        context = PrefillContext(packed, cache, places)
-        return merge_module(self._graphdef, *weights)(x, context), context.cache
+        layer, context = merge_module(self._graphdef, *weights), PrefillContext(packed, cache, places)
+        x = layer(x, context) if packed.tile is None else by_tiles(layer, x, packed, context)
+        return x, context.cache
 
     def _decode(self, weights: Trees, x, cache: KVPages, cursor: Cursor):
         context = DecodeContext(cache, cursor)
@@ -198,7 +200,8 @@ class Programs:
 
     def _embed_packed(self, weights: Trees, tokens, segments: PackedSegments):
         x, rope = self._embed(weights, tokens, segments.positions)
-        return x, PackedContext(segments=segments, rope=rope, backend=self._attention)
+        tile = PREFILL_TOKENS if tokens.shape[1] > PREFILL_TOKENS else None
+        return x, PackedContext(segments=segments, rope=rope, backend=self._attention, tile=tile)
 
     def _embed_last(self, weights: Trees, sequences: Sequences, window: Window, *, plan: CachePlan):
         """Return (hidden states [1, B, D], cursor)."""

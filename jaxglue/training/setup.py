@@ -98,6 +98,7 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Run:
     folder = config.model.folder
     base = read_architecture(config, folder)
     adapter = read_start(config, base)
+    base = adapter.adapted(base) if adapter else base
     if not config.model.random_weights:
         check_weights(folder, base)
     vocabulary = read_vocabulary(folder, config.model.new_tokens, base, adapter)
