@@ -19,7 +19,7 @@ Queries and keys enter matmuls as they are: their lengths are factors of rows an
 
 Layout: qkv and its gradient [B, T, W], W = 2·K·H + K·G·V, with queries, keys and values side by side; g, beta, dg, dbeta
 [B, T, N]; out, dout and updates, which are u, [B, T, N, V]; factors [B, N, 8, T] float32; inverses and scores
-[B, N, T, C]; states and dstates [B, N, chunks, H, V], written for chunks that begin, and end, within a document. Offsets
+[B, N, T, C]; states and dstates [B, N, chunks, H, V], for chunks that begin, or end, within a document. Offsets
 of rows and chunks are 64-bit, offsets within a chunk 32-bit.
 """
 
