@@ -17,7 +17,7 @@ chunk's end where the document holds the chunk's last token, else 0, and λ the 
 
 Queries and keys enter matmuls as they are: their lengths are factors of rows and columns, so q̂ and k̂ are never rounded.
 
-Layout: qkv and its gradient [B, T, W], W = 2·K·H + K·G·V, with queries, keys and values side by side; g, beta, dg, dbeta
+Layout: qkv and its gradient [B, T, W], W = 2·K·H + K·G·V, queries, keys and values side by side; g, beta, dg, dbeta
 [B, T, N]; out, dout and updates, which are u, [B, T, N, V]; factors [B, N, 8, T] float32; inverses and scores
 [B, N, T, C]; states and dstates [B, N, chunks, H, V], for chunks that begin, or end, within a document. Offsets
 of rows and chunks are 64-bit, offsets within a chunk 32-bit.
