@@ -4,18 +4,18 @@ The equations are those of `chunks.py`. A chunk is C consecutive tokens of a row
 
     r = β (v − Γ k̂ S)    u = (I + A)⁻¹ r    o = Γ q̂ S + P u    S' = λ S + (Λ k̂)ᵀ u
 
-with A[i, j] = βᵢ γᵢⱼ k̂ᵢ·k̂ⱼ below the diagonal and P[i, j] = γᵢⱼ q̂ᵢ·k̂ⱼ on and below it, γ the decay between two tokens of
-a document, else 0, Γ that from the chunk's beginning where the token's document began before, else 0, Λ that to the
+with A[i, j] = βᵢ γᵢⱼ k̂ᵢ·k̂ⱼ below the diagonal and P[i, j] = γᵢⱼ q̂ᵢ·k̂ⱼ on and below it, γ the decay between two
+tokens of a document, else 0, Γ that from the chunk's beginning where the token's document began before, else 0, Λ that to the
 chunk's end where the document holds the chunk's last token, else 0, and λ the last token's Γ.
 
 - `prepare_kernel`, a program for each chunk and value head: (I + A)⁻¹, P and the factors of each token.
 - `state_kernel`, a program for each *document* that crosses a chunk's end, value head and part of its columns: u of its
   chunks, and the state at the beginning of each. Documents run in parallel, since none reads another's state, and a
   program at whose chunk none begins returns at once. `state_gradient_kernel` runs the same chunks backward.
-- `output_kernel`, a program for each chunk, value head and part of its columns, and `gradient_kernel`, one for each chunk
-  and key head: all that needs no order.
+- `output_kernel`, a program for each chunk, value head and part of its columns, and `gradient_kernel`, one for each
+  chunk and key head: all that needs no order.
 
-Queries and keys enter matmuls as they are: their lengths are factors of rows and columns, so q̂ and k̂ are never rounded.
+Queries and keys enter matmuls as they are: their lengths are factors of rows and columns, and q̂, k̂ never rounded.
 
 Layout: qkv and its gradient [B, T, W], W = 2·K·H + K·G·V, queries, keys and values side by side; g, beta, dg, dbeta
 [B, T, N]; out, dout and updates, which are u, [B, T, N, V]; factors [B, N, 8, T] float32; inverses and scores
