@@ -4,9 +4,8 @@ The equations are those of `chunks.py`. A chunk is C consecutive tokens of a row
 
     r = β (v − Γ k̂ S)    u = (I + A)⁻¹ r    o = Γ q̂ S + P u    S' = λ S + (Λ k̂)ᵀ u
 
-with A[i, j] = βᵢ γᵢⱼ k̂ᵢ·k̂ⱼ below the diagonal and P[i, j] = γᵢⱼ q̂ᵢ·k̂ⱼ on and below it, γ the decay between two
-tokens of a document, else 0, Γ that from the chunk's beginning where the token's document began before, else 0, Λ that to
-the chunk's end where the document holds the chunk's last token, else 0, and λ the last token's Γ.
+with A[i, j] = βᵢ γᵢⱼ k̂ᵢ·k̂ⱼ below the diagonal and P[i, j] = γᵢⱼ q̂ᵢ·k̂ⱼ on and below it. Decays, 0 where another
+document lies between: γ from token to token, Γ from the chunk's beginning, Λ to its end, and λ the last token's Γ.
 
 - `prepare_kernel`, a program for each chunk and value head: (I + A)⁻¹, P and the factors of each token.
 - `state_kernel`, a program for each *document* that crosses a chunk's end, value head and part of its columns: u of its
