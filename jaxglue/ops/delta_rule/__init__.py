@@ -62,7 +62,13 @@ def _load_triton(capability: Capability, shape: DeltaShape) -> Any:
     return TritonDeltaRule.of(capability)
 
 
-def _load_rows(capability: Capability, dtype) -> Any:
+def _check_rows(capability: Capability | None, dtype, taps: int = 4) -> None:
+    _check_hopper(capability, dtype)
+    if taps != 4:
+        raise NotImplementedError(f"convolutions must have 4 taps, got {taps}")
+
+
+def _load_rows(capability: Capability, *call: Any) -> Any:
     from jaxglue.ops.delta_rule.triton import TritonDeltaRows
 
     return TritonDeltaRows.of(capability)
@@ -86,7 +92,7 @@ DELTA_RULE = Operation(
 )
 DELTA_ROWS = Operation(
     name="convolution and gated norm",
-    backends={"triton": Backend(check=_check_hopper, load=_load_rows, advantage="values are read and written once")},
+    backends={"triton": Backend(check=_check_rows, load=_load_rows, advantage="values are read and written once")},
 )
 
 
@@ -119,7 +125,7 @@ def gated_delta_rule(
     """
     _check(qkv, g, beta, segments, heads)
     shape = DeltaShape(dtype=qkv.dtype, key_dim=heads.key_dim, value_dim=heads.value_dim(qkv.shape[-1]))
-    rule = DELTA_RULE.load(shape, backend=backend) or reference_delta_rule
+    rule: Any = DELTA_RULE.load(shape, backend=backend) or reference_delta_rule
     if hasattr(rule, "prepare"):
         return fused_delta_rule(DeltaSpec(backend=rule, heads=heads), qkv, g, beta, segments)
     return checkpoint_name(rule(*heads.split(qkv), g, beta, segments), ATTENTION_OUT)
@@ -146,7 +152,7 @@ def causal_convolution(
         raise ValueError(f"weight must be [C, 1, W] with C = {x.shape[-1]} channels of x, got shape {weight.shape}")
     if x.ndim != 3 or segments.segment_ids.shape != x.shape[:2]:
         raise ValueError(f"x must be [B, T, C] with rows {segments.segment_ids.shape}, got shape {x.shape}")
-    kernels = DELTA_ROWS.load(x.dtype, backend=backend)
+    kernels = DELTA_ROWS.load(x.dtype, weight.shape[2], backend=backend)
     if kernels is None:
         return reference_convolution(x, weight, segments)
     return fused_convolution(kernels, x, weight, segments)

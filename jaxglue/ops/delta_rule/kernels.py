@@ -144,12 +144,12 @@ def prepare_kernel(qkv, g, beta, starts, factors, inverses, scores, spec: tl.con
     real = start < T
     decay = tl.load(g + (row * T + tokens) * N + n, mask=inside, other=0.0).to(tl.float32)
     step = tl.load(beta + (row * T + tokens) * N + n, mask=inside, other=0.0).to(tl.float32)
-    step = tl.where(real, tl.maximum(step, LEAST_STEP), 0.0)
-    totals = tl.cumsum(decay, 0)
-    between = _decays(totals, start, real, order)
     rows = qkv + row * T * spec.width + (n // spec.G) * spec.H
     k = _rows(rows + spec.K * spec.H, tokens, columns, spec.width, T)
     q = _rows(rows, tokens, columns, spec.width, T)
+    step = tl.where(real, tl.maximum(step, LEAST_STEP), 0.0)
+    totals = tl.cumsum(decay, 0)
+    between = _decays(totals, start, real, order)
     q32, k32 = q.to(tl.float32), k.to(tl.float32)
     query_scale = tl.rsqrt(tl.sum(q32 * q32, 1) + EPS) * (spec.H**-0.5)
     key_scale = tl.rsqrt(tl.sum(k32 * k32, 1) + EPS)
@@ -227,15 +227,15 @@ def state_kernel(qkv, starts, ends, factors, inverses, updates, states, spec: tl
             v = _rows(v_rows, tokens, values, spec.width, T)
             inverse = _square(inverses, tokens, order, spec)
             read, step = _factor(factors, READ_KEY, tokens, T), _factor(factors, STEP, tokens, T)
+            write, end = _factor(factors, WRITE_KEY, tokens, T), index * C + C - 1
+            kept = tl.load(factors + KEPT * T + end, mask=end < T, other=0.0)
             seen = tl.dot(k, state.to(dtype), input_precision=spec.precision)
             wanted = step[:, None] * (v.to(tl.float32) - read[:, None] * seen)
             update = tl.dot(inverse, wanted.to(dtype), input_precision=spec.precision)
             place = updates + tokens[:, None] * (N * spec.V) + values[None, :]
             written = (tokens < T) & (owned | (index > chunk))
             tl.store(place, update.to(dtype), mask=written[:, None])
-            update *= _factor(factors, WRITE_KEY, tokens, T)[:, None]
-            end = index * C + C - 1
-            kept = tl.load(factors + KEPT * T + end, mask=end < T, other=0.0)
+            update *= write[:, None]
             state = tl.dot(tl.trans(k), update.to(dtype), kept * state, input_precision=spec.precision)
             place = states + (at * spec.chunks + index + 1) * spec.H * spec.V
             place += keys[:, None] * spec.V + values[None, :]
@@ -264,10 +264,10 @@ def output_kernel(qkv, starts, factors, scores, updates, states, out, spec: tl.c
     before, _ = _bounds(starts, row, chunk, spec)
     state = _state(states, before < chunk * C, n, row, chunk, keys, values, spec)
     q = _rows(qkv + row * T * spec.width + (n // spec.G) * spec.H, tokens, keys, spec.width, T)
-    total = tl.dot(q, state, input_precision=spec.precision)
-    total *= _factor(factors + at * FACTORS * T, READ_QUERY, tokens, T)[:, None]
     P = _square(scores + at * T * C, tokens, order, spec)
     update = _rows(updates + row * T * N * spec.V + n * spec.V, tokens, values, N * spec.V, T)
+    read = _factor(factors + at * FACTORS * T, READ_QUERY, tokens, T)
+    total = read[:, None] * tl.dot(q, state, input_precision=spec.precision)
     total = tl.dot(P, update, total, input_precision=spec.precision)
     _store_rows(out + row * T * N * spec.V + n * spec.V, total, tokens, values, N * spec.V, T)
 
@@ -311,20 +311,22 @@ def state_gradient_kernel(qkv, starts, ends, factors, inverses, scores, dout, dq
             douts = _rows(dout, tokens, values, N * spec.V, T)
             inverse = _square(inverses, tokens, order, spec)
             P = _square(scores, tokens, order, spec)
-            dupdate = tl.dot(k, dstate.to(dtype), input_precision=spec.precision)
-            dupdate *= _factor(factors, WRITE_KEY, tokens, T)[:, None]
+            q = _rows(q_rows, tokens, keys, spec.width, T)
+            # All that a turn loads is under way before it waits for the first matmul.
+            write, step = _factor(factors, WRITE_KEY, tokens, T), _factor(factors, STEP, tokens, T)
+            read_query, read_key = _factor(factors, READ_QUERY, tokens, T), _factor(factors, READ_KEY, tokens, T)
+            end = index * C + C - 1
+            kept = tl.load(factors + KEPT * T + end, mask=end < T, other=0.0)
+            dupdate = write[:, None] * tl.dot(k, dstate.to(dtype), input_precision=spec.precision)
             dupdate = tl.dot(tl.trans(P), douts, dupdate, input_precision=spec.precision)
             dvalues = tl.dot(tl.trans(inverse), dupdate.to(dtype), input_precision=spec.precision)
-            dvalues *= _factor(factors, STEP, tokens, T)[:, None]
+            dvalues *= step[:, None]
             place = dqkv + tokens[:, None] * spec.width + values[None, :]
             written = (tokens < T) & (owned | (back > 0))
             tl.store(place, dvalues.to(dtype), mask=written[:, None])
-            end = index * C + C - 1
-            kept = tl.load(factors + KEPT * T + end, mask=end < T, other=0.0)
-            q = _rows(q_rows, tokens, keys, spec.width, T)
-            answered = _factor(factors, READ_QUERY, tokens, T)[:, None] * douts.to(tl.float32)
+            answered = read_query[:, None] * douts.to(tl.float32)
             dstate = tl.dot(tl.trans(q), answered.to(dtype), kept * dstate, input_precision=spec.precision)
-            dvalues = (-_factor(factors, READ_KEY, tokens, T)[:, None] * dvalues).to(dtype)
+            dvalues = (-read_key[:, None] * dvalues).to(dtype)
             dstate = tl.dot(tl.trans(k), dvalues, dstate, input_precision=spec.precision)
             place = dstates + (at * spec.chunks + index - 1) * spec.H * spec.V
             place += keys[:, None] * spec.V + values[None, :]
@@ -360,11 +362,18 @@ def gradient_kernel(
     dout += row * T * N * spec.V
     q_columns, k_columns = head * spec.H + keys, (spec.K + head) * spec.H + keys
     q, k = _rows(qkv, tokens, q_columns, spec.width, T), _rows(qkv, tokens, k_columns, spec.width, T)
+    start = tl.load(starts + row * T + tokens, mask=inside, other=T)
+    real = start < T
     dtype = k.dtype
     for member in range(spec.G):
         n = head * spec.G + member
         of_head = factors + (row * N + n) * FACTORS * T
-        read_key = _factor(of_head, READ_KEY, tokens, T)
+        # A load that waits behind a barrier takes as long as several matmuls: factors are loaded at once.
+        step, totals = _factor(of_head, STEP, tokens, T), _factor(of_head, DECAY, tokens, T)
+        read_key, write_key = _factor(of_head, READ_KEY, tokens, T), _factor(of_head, WRITE_KEY, tokens, T)
+        read_query = _factor(of_head, READ_QUERY, tokens, T)
+        key_scale, query_scale = _factor(of_head, KEY_SCALE, tokens, T), _factor(of_head, QUERY_SCALE, tokens, T)
+        kept = tl.load(of_head + KEPT * T + after - 1, mask=after <= T, other=0.0)
         # Gradients to queries and keys before the part along them is taken away.
         dq, dk = tl.full((C, spec.H), 0.0, tl.float32), tl.full((C, spec.H), 0.0, tl.float32)
         dP, dA = tl.full((C, C), 0.0, tl.float32), tl.full((C, C), 0.0, tl.float32)
@@ -372,25 +381,22 @@ def gradient_kernel(
         for column in range(0, spec.V, spec.columns):
             values = column + tl.arange(0, spec.columns)
             dstate = _state(dstates, behind < after, n, row, chunk, keys, values, spec)
+            state = _state(states, before < chunk * C, n, row, chunk, keys, values, spec)
             update = _rows(updates, tokens, n * spec.V + values, N * spec.V, T)
-            written = (_factor(of_head, WRITE_KEY, tokens, T)[:, None] * update.to(tl.float32)).to(dtype)
-            dk = tl.dot(written, tl.trans(dstate), dk, input_precision=spec.precision)
             douts = _rows(dout, tokens, n * spec.V + values, N * spec.V, T)
             dvalue = _rows(dqkv, tokens, 2 * spec.K * spec.H + n * spec.V + values, spec.width, T)
+            written = (write_key[:, None] * update.to(tl.float32)).to(dtype)
+            dk = tl.dot(written, tl.trans(dstate), dk, input_precision=spec.precision)
             dstep += tl.sum(dvalue.to(tl.float32) * update.to(tl.float32), 1)
             dP = tl.dot(douts, tl.trans(update), dP, input_precision=spec.precision)
             dA = tl.dot(dvalue, tl.trans(update), dA, input_precision=spec.precision)
-            state = _state(states, before < chunk * C, n, row, chunk, keys, values, spec)
-            dq = tl.dot(douts, tl.trans(state), dq, input_precision=spec.precision)
+            answered = (read_query[:, None] * douts.to(tl.float32)).to(dtype)
+            dq = tl.dot(answered, tl.trans(state), dq, input_precision=spec.precision)
             at_end += tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1), 0)
         # The decay to the chunk's end is in all that the chunk writes, and in what it keeps.
         k32 = _rows(qkv, tokens, k_columns, spec.width, T).to(tl.float32)
-        at_end *= tl.load(of_head + KEPT * T + after - 1, mask=after <= T, other=0.0)
-        at_end += tl.sum(tl.sum(k32 * dk, 1), 0)
-        start = tl.load(starts + row * T + tokens, mask=inside, other=T)
-        real = start < T
-        key_scale, query_scale = _factor(of_head, KEY_SCALE, tokens, T), _factor(of_head, QUERY_SCALE, tokens, T)
-        between = _decays(_factor(of_head, DECAY, tokens, T), start, real, order) * key_scale[None, :]
+        at_end = kept * at_end + tl.sum(tl.sum(k32 * dk, 1), 0)
+        between = _decays(totals, start, real, order) * key_scale[None, :]
         below = order[:, None] > order[None, :]
         dA = tl.where(below, -dA * between * key_scale[:, None], 0.0).to(dtype)
         dP = (dP * between * query_scale[:, None]).to(dtype)
@@ -404,7 +410,6 @@ def gradient_kernel(
             dvalue = (-read_key[:, None] * dvalue.to(tl.float32)).to(dtype)
             dk = tl.dot(dvalue, tl.trans(state), dk, input_precision=spec.precision)
         dk = tl.dot(dA, k, dk, input_precision=spec.precision)
-        dq *= _factor(of_head, READ_QUERY, tokens, T)[:, None]
         dq = tl.dot(dP, k, dq, input_precision=spec.precision)
         # The sums over the value heads are this program's own, kept in memory to spare registers. What is along a query
         # or key is taken away, as their norms do.
@@ -424,7 +429,6 @@ def gradient_kernel(
         dtotals = along_query + (along_key - along_write) - along_write
         dtotals = tl.cumsum(dtotals, 0, reverse=True) + at_end
         dtotals = tl.where(start < tokens, dtotals, 0.0)
-        step = _factor(of_head, STEP, tokens, T)
         dstep = tl.where(real, dstep / tl.where(real, step * step, 1.0), 0.0)
         tl.store(dg + (row * T + tokens) * N + n, dtotals, mask=inside)
         tl.store(dbeta + (row * T + tokens) * N + n, dstep, mask=inside)

@@ -1,6 +1,6 @@
 """Triton kernels around the delta rule, which read and write every value once: convolution with silu, and gated norm.
 
-Layout: x, y and their gradients [B, T, C], taps [C, W] with a token's own last; heads and gates [M, V].
+Layout: x, y and their gradients [B, T, C], taps [C, 4] with a token's own last; heads and gates [M, V].
 """
 
 import triton
@@ -15,64 +15,86 @@ def _silu(x):
 
 
 @triton.jit
-def _tap(taps, channels, back: tl.constexpr, W: tl.constexpr):
-    """Load the weight of the token so many before, for each channel."""
-    return tl.load(taps + channels * W + (W - 1 - back)).to(tl.float32)[None, :]
+def _row(x, token, least, channels, C: tl.constexpr, T: tl.constexpr):
+    """Load a token's channels in float32; zeros for tokens before `least` or past the row."""
+    return tl.load(x + token * C + channels, mask=(channels >= 0) & (token >= least) & (token < T), other=0.0).to(
+        tl.float32
+    )
 
 
 @triton.jit
-def _sums(x, taps, tokens, start, channels, C: tl.constexpr, W: tl.constexpr):
-    """Return a tile's sums over the last W tokens of each token's document; 0 where `start` is past the token."""
-    total = tl.full((tokens.shape[0], channels.shape[0]), 0.0, tl.float32)
-    for back in tl.static_range(W):
-        inside = tokens - back >= start
-        values = tl.load(x + (tokens - back)[:, None] * C + channels[None, :], mask=inside[:, None], other=0.0)
-        total += values.to(tl.float32) * _tap(taps, channels, back, W)
-    return total
+def _begin(starts, token, T: tl.constexpr):
+    """Return the first token of a token's document; T for padding, 2T past the row: no token sees them."""
+    return tl.load(starts + token, mask=token < T, other=2 * T)
+
+
+@triton.jit
+def _taps(taps, channels):
+    """Return the weights of a token and of the three before it, for each channel."""
+    own, first = tl.load(taps + channels * 4 + 3).to(tl.float32), tl.load(taps + channels * 4 + 2).to(tl.float32)
+    return own, first, tl.load(taps + channels * 4 + 1).to(tl.float32), tl.load(taps + channels * 4).to(tl.float32)
+
+
+@triton.jit
+def _sum(start, token, taps, x0, x1, x2, x3):
+    """Return the sum of a token and the three before it, those of its document."""
+    total = tl.where(start <= token, x0 * taps[0], 0.0) + tl.where(start < token, x1 * taps[1], 0.0)
+    return total + tl.where(start + 1 < token, x2 * taps[2], 0.0) + tl.where(start + 2 < token, x3 * taps[3], 0.0)
 
 
 @triton.jit
 def convolution_kernel(
-    x, taps, starts, y,
-    T: tl.constexpr, C: tl.constexpr, W: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """Convolve one tile of tokens and channels within each document; grid (C / BLOCK_C, tiles of T, B)."""
-    row = tl.program_id(2).to(tl.int64) * T
-    tokens = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    x, taps, starts, y, T: tl.constexpr, C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """Convolve some tokens of some channels within each document; grid (C / BLOCK_C, tiles of T, B).
+
+    Threads hold channels and go from token to token, so that every row is loaded once, and no value moves.
+    """
+    row, first = tl.program_id(2).to(tl.int64) * T, tl.program_id(1) * BLOCK_T
     channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    start = tl.load(starts + row + tokens, mask=tokens < T, other=T + BLOCK_T)
-    total = _sums(x + row * C, taps, tokens, start, channels, C, W)
-    place = y + row * C + tokens[:, None] * C + channels[None, :]
-    tl.store(place, _silu(total).to(y.dtype.element_ty), mask=(tokens < T)[:, None])
+    weights = _taps(taps, channels)
+    x, y, starts = x + row * C, y + row * C, starts + row
+    x1, x2 = _row(x, first - 1, 0, channels, C, T), _row(x, first - 2, 0, channels, C, T)
+    x3 = _row(x, first - 3, 0, channels, C, T)
+    for step in tl.static_range(BLOCK_T):
+        token = first + step
+        x0 = _row(x, token, 0, channels, C, T)
+        total = _sum(_begin(starts, token, T), token, weights, x0, x1, x2, x3)
+        tl.store(y + token * C + channels, _silu(total).to(y.dtype.element_ty), mask=(channels >= 0) & (token < T))
+        x1, x2, x3 = x0, x1, x2
 
 
 @triton.jit
 def convolution_gradient_kernel(
-    x, taps, starts, dy, dx,
-    T: tl.constexpr, C: tl.constexpr, W: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """Compute one tile of dx; grid (C / BLOCK_C, tiles of T, B).
+    x, taps, starts, dy, dx, T: tl.constexpr, C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """Compute dx of some tokens and channels, from the gradients to their sums and the next three tokens'.
 
-    A tile's last W − 1 tokens belong to the next tile: their gradients are computed for the tokens that they read.
+    Grid (C / BLOCK_C, tiles of T, B).
     """
-    row = tl.program_id(2).to(tl.int64) * T
-    order = tl.arange(0, BLOCK_T)
-    tokens = tl.program_id(1) * (BLOCK_T - W + 1) + order
+    row, first = tl.program_id(2).to(tl.int64) * T, tl.program_id(1) * BLOCK_T
     channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    start = tl.load(starts + row + tokens, mask=tokens < T, other=T + BLOCK_T)
-    total = _sums(x + row * C, taps, tokens, start, channels, C, W)
-    places = tokens[:, None] * C + channels[None, :]
-    gate = 1.0 / (1.0 + tl.exp(-total))
-    given = tl.load(dy + row * C + places, mask=(tokens < T)[:, None], other=0.0).to(tl.float32)
-    dtotal = given * gate * (1.0 + total * (1.0 - gate))
-    gradient = tl.where((start <= tokens)[:, None], dtotal, 0.0) * _tap(taps, channels, 0, W)
-    for ahead in tl.static_range(1, W):
-        later = tl.minimum(order + ahead, BLOCK_T - 1)
-        reads = tl.load(starts + row + tokens + ahead, mask=tokens + ahead < T, other=T + BLOCK_T) <= tokens
-        shifted = tl.gather(dtotal, tl.broadcast_to(later[:, None], (BLOCK_T, BLOCK_C)), 0)
-        gradient += tl.where(reads[:, None], shifted, 0.0) * _tap(taps, channels, ahead, W)
-    mine = (order < BLOCK_T - W + 1) & (tokens < T)
-    tl.store(dx + row * C + places, gradient.to(dx.dtype.element_ty), mask=mine[:, None])
+    weights = _taps(taps, channels)
+    x, dy, dx, starts = x + row * C, dy + row * C, dx + row * C, starts + row
+    x1, x2 = _row(x, first - 1, 0, channels, C, T), _row(x, first - 2, 0, channels, C, T)
+    x3 = _row(x, first - 3, 0, channels, C, T)
+    d1, d2, d3 = x1 * 0.0, x1 * 0.0, x1 * 0.0
+    s1, s2, s3 = 2 * T, 2 * T, 2 * T
+    for step in tl.static_range(BLOCK_T + 3):
+        token = first + step
+        s0, x0 = _begin(starts, token, T), _row(x, token, 0, channels, C, T)
+        total = _sum(s0, token, weights, x0, x1, x2, x3)
+        gate = 1.0 / (1.0 + tl.exp(-total))
+        d0 = _row(dy, token, 0, channels, C, T) * gate * (1.0 + total * (1.0 - gate))
+        if step >= 3:
+            own = token - 3
+            gradient = tl.where(s3 <= own, d3 * weights[0], 0.0) + tl.where(s2 <= own, d2 * weights[1], 0.0)
+            gradient += tl.where(s1 <= own, d1 * weights[2], 0.0) + tl.where(s0 <= own, d0 * weights[3], 0.0)
+            place = dx + own * C + channels
+            tl.store(place, gradient.to(dx.dtype.element_ty), mask=(channels >= 0) & (own < T))
+        x1, x2, x3 = x0, x1, x2
+        d1, d2, d3 = d0, d1, d2
+        s1, s2, s3 = s0, s1, s2
 
 
 @triton.jit

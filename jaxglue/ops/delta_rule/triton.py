@@ -30,8 +30,8 @@ class DeltaTiles:
     """Tiles of each kernel."""
 
     prepare: Tiles = field(default_factory=Tiles)
-    state: Tiles = field(default_factory=lambda: Tiles(num_stages=2))
-    output: Tiles = field(default_factory=Tiles)
+    state: Tiles = field(default_factory=lambda: Tiles(num_stages=3))
+    output: Tiles = field(default_factory=lambda: Tiles(columns=128))
     state_gradient: Tiles = field(default_factory=Tiles)
     gradient: Tiles = field(default_factory=lambda: Tiles(num_warps=8))
 
@@ -47,16 +47,18 @@ class TritonDeltaRule(Launcher):
         """See `DeltaBackend`."""
         spec, (B, N) = self._spec(qkv, heads), (qkv.shape[0], heads[1])
         square = jax.ShapeDtypeStruct((B, N, spec.T, spec.chunk), qkv.dtype)
-        types = jax.ShapeDtypeStruct((B, N, kernels.FACTORS.value, spec.T), jnp.float32), square, square
+        factor = jax.ShapeDtypeStruct((B, N, kernels.FACTORS.value, spec.T), jnp.float32)
         arrays = qkv, g, beta, segments.starts
         flops = 2 * B * spec.T * N * spec.chunk * (2 * spec.H + 4 * spec.chunk)
         tiles, grid = self.tiles.prepare, (N, spec.chunks, B)
-        factors, inverses, scores = self._run(kernels.prepare_kernel, arrays, types, grid, tiles, spec, flops)
+        factors, inverses, scores = self._run(
+            kernels.prepare_kernel, arrays, (factor, square, square), grid, tiles, spec, flops
+        )
         types = jax.ShapeDtypeStruct((B, spec.T, N, spec.V), qkv.dtype), self._states(qkv, spec)
-        arrays, tiles = (qkv, segments.starts, segments.ends, factors, inverses), self.tiles.state
+        given, tiles = (qkv, segments.starts, segments.ends, factors, inverses), self.tiles.state
         flops = 2 * B * spec.T * N * spec.V * (2 * spec.H + spec.chunk)
         updates, states = self._run(
-            kernels.state_kernel, arrays, types, self._parts(spec, tiles, B), tiles, spec, flops
+            kernels.state_kernel, given, types, self._parts(spec, tiles, B), tiles, spec, flops
         )
         return Prepared(factors=factors, inverses=inverses, scores=scores, updates=updates, states=states)
 
@@ -101,7 +103,7 @@ class TritonDeltaRule(Launcher):
 
 
 _COST = KernelCost(kind=KernelKind.ROWS)
-_CHANNELS, _VALUES = 256, 2048
+_CHANNELS, _VALUES = 1024, 2048
 """Channels of a tile of the convolution, and values of a tile of the norm."""
 
 
@@ -110,25 +112,22 @@ class TritonDeltaRows(Launcher):
     """`RowsBackend` by our own kernels."""
 
     tokens: int = 16
-    """Of a tile of the convolution, twice as many in its gradient."""
+    """Of a tile of the convolution."""
     num_warps: int = 4
 
     def convolve(self, x, taps, starts) -> jax.Array:
         """See `RowsBackend`."""
-        return self._convolve(row_kernels.convolution_kernel, (x, taps, starts), self.tokens, self.tokens)
+        return self._convolve(row_kernels.convolution_kernel, x, taps, starts)
 
     def convolve_gradient(self, x, taps, starts, dy) -> jax.Array:
         """See `RowsBackend`."""
-        tokens, kernel = 2 * self.tokens, row_kernels.convolution_gradient_kernel
-        return self._convolve(kernel, (x, taps, starts, dy), tokens, tokens - taps.shape[1] + 1)
+        return self._convolve(row_kernels.convolution_gradient_kernel, x, taps, starts, dy)
 
-    def _convolve(self, kernel, arrays, tokens: int, step: int) -> jax.Array:
-        """Launch programs for tiles of so many tokens, a step apart."""
-        x, taps, *_ = arrays
+    def _convolve(self, kernel, x, *others) -> jax.Array:
         (B, T, C), channels = x.shape, math.gcd(x.shape[2], _CHANNELS)
-        sizes = {"T": T, "C": C, "W": taps.shape[1], "BLOCK_T": tokens, "BLOCK_C": channels}
-        grid = C // channels, -(-T // step), B
-        return self._launch(kernel, arrays, (shape_dtype_of(x),), grid, sizes, self.num_warps, cost=_COST)[0]
+        sizes = {"T": T, "C": C, "BLOCK_T": self.tokens, "BLOCK_C": channels}
+        grid = C // channels, -(-T // self.tokens), B
+        return self._launch(kernel, (x, *others), (shape_dtype_of(x),), grid, sizes, self.num_warps, cost=_COST)[0]
 
     def gated_norm(self, x, gate, weight, *, eps: float) -> jax.Array:
         """See `RowsBackend`."""
