@@ -239,6 +239,11 @@ class DecoderConfig:
             )
         return replace(self, scores=True, tie_word_embeddings=False)
 
+    @property
+    def untied(self) -> "DecoderConfig":
+        """Return the config of a model whose output projection is apart from the embedding."""
+        return replace(self, tie_word_embeddings=False)
+
     @cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Return the kind of each layer."""

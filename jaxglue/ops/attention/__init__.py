@@ -51,7 +51,7 @@ class AttentionShape:
     """Most visible pairs are in long documents (`PackedSegments.long`)."""
     window: int | None = None
     forked: bool = False
-    """Segments have two continuations of one beginning (`pack_forks`)."""
+    """Segments have several continuations of one beginning (`pack_forks`)."""
     softcap: float | None = None
     """Bound of the scores (Gemma 2)."""
 
