@@ -74,7 +74,7 @@ def attention_choice(
     long, model = long_slots is not None, workload.config
     windows, kind = model.layer_windows, BatchKind(long, min(slots, long_slots or slots))
     window = None if long and None in windows else next(filter(None, windows), None)
-    forked = workload.objective.answers is not None and not refuse_shared_prompt(config, model)
+    forked = workload.objective.forks and not refuse_shared_prompt(config, model)
     shape = attention_shape(model, workload.dtype, workload.seq_len, kind, window=window, forked=forked)
     return ATTENTION.choose(compute_capability(), shape, backend=attention)
 
