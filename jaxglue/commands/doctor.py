@@ -225,7 +225,9 @@ def check_speed(name: str, what: str, seconds: float, load: float) -> Check:
     if seconds <= _SLOW:
         return Check(name=name, verdict="ok", found=found)
     busy = f"{load:.0f} processes share {cores} cores: end some; " if load > cores else ""
-    remedy = f"{busy}leave --compilation-cache on a local disk: what it keeps is compiled once, by whichever run is first"
+    remedy = (
+        f"{busy}leave --compilation-cache on a local disk: what it keeps is compiled once, by whichever run is first"
+    )
     return Check(name=name, verdict="warn", found=found, remedy=remedy)
 
 

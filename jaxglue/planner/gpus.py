@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxglue.planner import calibration as fitted
 
@@ -91,7 +91,7 @@ def _gpu(
 
 
 _PCIE_4, _PCIE_5, _C2C = 25.0, 55.0, 390.0
-_H100 = {"share": fitted.H100_MATMUL_SHARE, "copy_share": fitted.H100_COPY_SHARE}
+_H100: dict[str, Any] = {"share": fitted.H100_MATMUL_SHARE, "copy_share": fitted.H100_COPY_SHARE}
 _TABLE = (
     #    name           capability TFLOP/s  GiB  GB/s  link
     _gpu("GB300", (10, 3), 2500, 277, 8000, _C2C, nvlink=900),
