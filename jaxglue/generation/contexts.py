@@ -45,7 +45,7 @@ class _Inference:
     """Context fields used only in training."""
 
     dropout_key = router_losses = token_mask = None
-    fp8 = True
+    fp8 = inference = True
 
     def observe_routing(self, routing: Routing) -> None:
         """Ignore the routing: generation keeps no statistics."""
