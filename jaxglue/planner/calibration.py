@@ -128,6 +128,9 @@ ATTENTION = {
     ("short", 128): AttentionRates(_rate(0.66, 150), _rate(0.60, 140)),
     ("long", 128): AttentionRates(_rate(0.70, 400), _rate(0.57, 250)),
     ("cudnn", 128): AttentionRates(_rate(0.82, 490), _rate(0.76, 400)),
+    ("short", 256): AttentionRates(_rate(0.55, 150), _rate(0.42, 140)),
+    ("long", 256): AttentionRates(_rate(0.60, 200), _rate(0.42, 140)),
+    ("cudnn", 256): AttentionRates(_rate(0.80, 490), _rate(0.60, 400)),
 }
 """By kernel and largest head dim: Triton kernels with tiles for short and long documents, and cuDNN's. In whole steps,
 where power limits long passes to nine tenths of their rate alone."""
@@ -137,7 +140,7 @@ KEYS_TURN = _lengths(0.65e-6 / 32, "s")
 """Its time for a key of its queries, with a head dim of 128."""
 ROWS_TURN = _lengths(1.15e-6 / 64, "s")
 """Its time for a query row of its keys, with a head dim of 128."""
-HOPPER_FORWARD = {64: _tiles(0.68, 4e-6), 128: _tiles(0.94, 3e-6)}
+HOPPER_FORWARD = {64: _tiles(0.68, 4e-6), 128: _tiles(0.94, 3e-6), 256: _tiles(0.90, 4e-6)}
 HOPPER_BACKWARD = {64: _tiles(0.62, 6e-6, 8), 128: _tiles(0.83, 4e-6, 12)}
 """By head dim."""
 HOPPER_PARTED = _long(0.94, "of the backward pass's rate")
