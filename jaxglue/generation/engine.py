@@ -4,10 +4,11 @@ While a window runs, the host receives the results of the one before, refills th
 the next. So an answer that ends at a token is noticed one window late, and one that ends at its limit at once.
 """
 
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,8 +36,10 @@ STEPS = 8
 _SMALLEST_ROW = 128
 _MANY_STEPS = 1024
 """Decode steps from which a program of all layers, whose compile time grows with depth, is worth compiling."""
-_SMALLEST_SIZE = 8
-"""Sequences below which a window takes hardly less time."""
+_SMALLEST_SIZE, _FLAT = 8, 256
+"""Sequences below which a window takes hardly less time, and up to which reading the weights decides it."""
+_COMPILERS = 3
+"""Threads that compile."""
 _REUSED = 0.7
 """Share of the memory, and of an earlier plan, up to and from which that plan serves again."""
 _PADDED = 8
@@ -100,10 +103,10 @@ class Engine:
         kv_cache: KVCache = "auto",
     ):
         self.config, self._dtype = config, dtype
-        self._cache_dtype = jnp.float8_e4m3fn if kv_cache == "fp8" else dtype
+        self.cache_dtype = jnp.float8_e4m3fn if kv_cache == "fp8" else dtype
         self._programs = Programs(graphdefs, config, dtype, attention)
         self._sizes = dict[Any, _Sizes]()
-        self._compiler = ThreadPoolExecutor(1, "windows")
+        self._compiler = ThreadPoolExecutor(_COMPILERS, "windows")
         self._plan: CachePlan | None = None
         self.compilations = self._programs.compilations
 
@@ -178,12 +181,13 @@ class Engine:
     def plan(self, requests: Sequence[Request], *, memory: float | None = None, slots: int | None = None) -> CachePlan:
         """Plan the cache for requests; arguments and errors as of `generate`."""
         lengths = [(len(r.prompt), self._end(r, number)) for number, r in enumerate(requests, 1) for _ in range(r.n)]
-        options: dict[str, Any] = {"cache_dtype": self._cache_dtype, "batch_size": slots, "free": memory}
+        options: dict[str, Any] = {"cache_dtype": self.cache_dtype, "batch_size": slots, "free": memory}
         return plan_cache(lengths, self.config, self._dtype, **options)
 
     def wait(self) -> None:
         """Wait for programs that are compiled beside the answers, as measurements do."""
-        self._compiler.submit(int).result()
+        for sizes in self._sizes.values():
+            sizes.wait()
 
     def _run(self, trainable, frozen, requests, stop, memory, slots, plan, until, whole):
         """Yield (answer, new tokens, reason if it ended)."""
@@ -217,7 +221,7 @@ class Engine:
         leaves = tuple((x.shape, str(x.dtype), _placed(x)) for x in jax.tree.leaves(trees))
         sizes = self._sizes.setdefault((plan, kind, whole, leaves), _Sizes(plan.slots))
         compiler = self._compiler if whole else None
-        caches = make_caches(plan, self.config, self._cache_dtype, place_of(trees))
+        caches = make_caches(plan, self.config, self.cache_dtype, place_of(trees))
         return Batch(self._programs, trees, caches, plan, kind, sizes, compiler, self.config.vocab_size)
 
     def _earlier(self, plan: CachePlan, memory: float | None) -> CachePlan:
@@ -268,9 +272,9 @@ def _completion(answer: Answer, finish: Finish) -> Completion:
 
 
 class _Sizes:
-    """Numbers of sequences for which windows of one kind are compiled: the slots, and halves of these.
+    """Numbers of sequences for which windows of one kind are compiled: the slots, and fewer.
 
-    The last of many answers are decoded by a smaller program, which a thread compiles meanwhile.
+    The last of many answers are decoded by smaller programs, which threads compile meanwhile.
     """
 
     def __init__(self, slots: int):
@@ -290,10 +294,13 @@ class _Sizes:
         """Let a thread compile the sizes that are missing, once."""
         if self._waiting is not None:
             return
-        self._waiting, size = [], max(self._ready) // 2
-        while size >= _SMALLEST_SIZE:
-            self._waiting.append(compiler.submit(copy_context().run, self._compile, compile_size, size))
-            size //= 2
+        sizes = _fewer(max(self._ready))
+        self._waiting = [compiler.submit(copy_context().run, self._compile, compile_size, size) for size in sizes]
+
+    def wait(self) -> None:
+        """Wait for the threads."""
+        for future in self._waiting or ():
+            future.result()
 
     def give_up(self) -> None:
         """Leave out the sizes whose compilation has not begun; the next call asks for them again."""
@@ -303,7 +310,8 @@ class _Sizes:
 
     def _compile(self, compile_size: Callable[[int], Any], size: int) -> None:
         if size not in self._ready:
-            self._ready[size] = compile_size(size)
+            with _switching_often():
+                self._ready[size] = compile_size(size)
 
 
 class Kind(NamedTuple):
@@ -555,6 +563,24 @@ _SETTINGS = {
     "frequency": ("frequency_penalty", np.float32),
 }
 """Settings of `SamplingConfig` and their dtypes, by the names of `Controls`."""
+
+
+def _fewer(slots: int) -> list[int]:
+    """Return smaller numbers of sequences: halves, and first three quarters where matmuls take longer than weights."""
+    sizes = [slots * 3 // 4] if slots > _FLAT else []
+    while slots // 2 >= _SMALLEST_SIZE:
+        sizes.append(slots := slots // 2)
+    return sizes
+
+
+@contextmanager
+def _switching_often() -> Iterator[None]:
+    """Let Python's threads take turns every 0.2 ms: by default one that traces a program holds up dispatch for 5."""
+    sys.setswitchinterval(2e-4)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(5e-3)
 
 
 def _quartered(slots: int, count: int) -> int:
