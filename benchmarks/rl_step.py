@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,7 @@ class Benchmark:
         values = self.model.dispatch(step).values
         return {name: float(value) for name, value in values.items()}
 
-    def mismatch(self, groups: list[Group], most: int) -> dict[str, float]:
+    def mismatch(self, most: int) -> dict[str, float]:
         """Compare log-probabilities of sampling and training, in nats, on micro-batches with about `most` tokens."""
         some = self.packed[: max(1, most // self._args.row)]
         batches = [batch for batch, _ in some]
@@ -185,28 +186,26 @@ def main() -> None:
     parser.add_argument("--quantize", default="none")
     parser.add_argument("--matmul", default="bf16")
     parser.add_argument("--norm", type=float, default=3.5, help="scale of the final norm")
-    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results: dict[str, Any] = {"settings": {name: str(value) for name, value in vars(args).items()}}
     with tempfile.TemporaryDirectory() as folder:
-        bench = timed(results, "load", lambda: Benchmark(args, Path(folder)))
+        bench = timed(results, "load", partial(Benchmark, args, Path(folder)))
         print(f"device {jax.devices()[0].device_kind}; remat {bench.remat}", flush=True)
-        timed(results, "compile sampling", lambda: bench.sample(longest=17))
-        for _ in range(args.repeats):
-            groups = timed(results, "sampling", bench.sample)
-            step = timed(results, "packing", lambda: bench.pack(groups))
-            few = replace(step, micro_batches=step.micro_batches[:2])
-            timed(results, "compile training", lambda: bench.train(few))
-            results["values"] = timed(results, "training", lambda: bench.train(step))
-            results["memory_gb"] = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9
+        timed(results, "compile sampling", partial(bench.sample, longest=17))
+        groups = timed(results, "sampling", bench.sample)
+        step = timed(results, "packing", partial(bench.pack, groups))
+        few = replace(step, micro_batches=step.micro_batches[:2])
+        timed(results, "compile training", partial(bench.train, few))
+        results["values"] = timed(results, "training", partial(bench.train, step))
+        results["memory_gb"] = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9
         answers = [answer for group in groups for answer in group.answers]
         results |= {"answer_tokens": sum(len(answer.tokens) for answer in answers), "rows": len(step.micro_batches)}
         results["row_fill"] = round(step.tokens / (len(step.micro_batches) * args.row), 3)
         # Training has changed the adapters since sampling: compare on fresh answers, of a few tokens.
-        groups = timed(results, "sampling for the comparison", lambda: bench.sample(longest=min(256, args.longest)))
-        bench.pack(groups)
-        results["mismatch"] = timed(results, "comparison", lambda: bench.mismatch(groups, most=10**5))
+        few_tokens = partial(bench.sample, longest=min(256, args.longest))
+        bench.pack(timed(results, "sampling for the comparison", few_tokens))
+        results["mismatch"] = timed(results, "comparison", partial(bench.mismatch, 10**5))
     results["step"] = round(sum(results.get(name, 0) for name in ("sampling", "packing", "training")), 2)
     results["sampled_tokens_per_second"] = round(results["answer_tokens"] / results.get("sampling", np.inf))
     print(json.dumps(results, indent=1), flush=True)

@@ -30,7 +30,8 @@ def write_page(folder: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     count = 0
     if (folder / LINES).is_file():
         with (folder / LINES).open(encoding="utf-8") as file:
-            for count, line in enumerate(file, 1):
+            for line in file:
+                count += 1
                 rollouts.append({key: value for key, value in json.loads(line).items() if key != "log_probs"})
     data = {"metrics": _charts(list(lines)), "rollouts": list(rollouts), "left": count - len(rollouts)}
     # "<" would end the script that holds the data, as "</script>" of an answer.

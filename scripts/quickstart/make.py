@@ -1,7 +1,8 @@
 """Write the quickstart's chats, pairs and small model's tokenizer: `python scripts/quickstart/make.py`.
 
-Digits are for reinforcement learning. The chats are short questions with patterned answers, some with a system message that changes the answer's form. The
-pairs prefer the short form without being told. Seeded, so the files are reproducible.
+The chats are short questions with patterned answers, some with a system message that changes the answer's form. The
+pairs prefer the short form without being told. Digits are for reinforcement learning. Seeded, so the files are
+reproducible.
 """
 
 import json
