@@ -23,7 +23,7 @@ from jaxglue.sharding.mesh import AUTO
 from jaxglue.sharding.plan import plan_sharding
 from jaxglue.sharding.rules import Layout
 from jaxglue.training.checks import refuse_shared_prompt
-from jaxglue.training.config import warmup_steps
+from jaxglue.training.config import RunConfig, warmup_steps
 from jaxglue.training.explain import attention_choice, layer_forms, long_attention_choices, rotation_choice
 from jaxglue.training.progress import format_duration
 from jaxglue.training.setup import Run
@@ -134,7 +134,7 @@ def plan_rows(run: Run) -> dict[str, object]:
         "method": f"{model.method}, {trained:,} parameters train ({trained / total:.2%})",
         "objective": _objective(run),
         "data": run.data.report,
-        "batch": f"{settings.gradient_accumulation_steps} × {settings.batch_size} rows of {rows}",
+        "batch": f"{_micro_batches(settings)} × {settings.batch_size} rows of {rows}",
         "optimizer": _optimizer(run),
         "steps": _steps(run),
         "dtype": f"{model.compute_dtype}{_stored(run)}{_HEAD * run.model.fp8_head}",
@@ -147,6 +147,12 @@ def plan_rows(run: Run) -> dict[str, object]:
         "memory": _memory(run),
         "output": settings.output,
     }
+
+
+def _micro_batches(run: RunConfig) -> str:
+    if run.documents_per_step is None:
+        return str(run.gradient_accumulation_steps)
+    return f"{run.documents_per_step:,} documents in as many as they need"
 
 
 def _steps(run: Run) -> str:

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -23,7 +23,7 @@ from jaxglue.planner.rates import device_gpu
 from jaxglue.planner.workload import Workload, sample_lengths
 from jaxglue.sharding.mesh import AUTO, MeshShape, make_mesh, process_batch_shard
 from jaxglue.training.checks import refuse_shared_prompt, warn_of_peft
-from jaxglue.training.config import TrainConfig
+from jaxglue.training.config import RunConfig, TrainConfig
 from jaxglue.training.remat import RematChoice, choose_remat
 from jaxglue.training.trackers import check_trackers
 from jaxglue.training.vocabulary import Vocabulary, read_start, read_vocabulary, run_stops
@@ -112,7 +112,8 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Run:
         columns = config.objective.kind.columns
         data = prepare_data(config.data, vocabulary.tokenizer, model.vocab_size, progress, task, columns)
     lengths = sample_lengths(data.train.document_lengths)
-    workload, remat = agree_on_mesh(config, model, lengths, processes, _expected_steps(config, data))
+    planned = replace(config, run=_with_micro_batches(config, data))
+    workload, remat = agree_on_mesh(planned, model, lengths, processes, _expected_steps(planned, data))
     batches, eval_batches = _make_batches(config, data, workload.mesh)
     total_steps = config.run.steps or batches.total_steps
     assert total_steps is not None
@@ -141,6 +142,15 @@ def _expected_steps(config: TrainConfig, data: PreparedData) -> int:
     return run.steps or max(1, -(-run.epochs * tokens // row))
 
 
+def _with_micro_batches(config: TrainConfig, data: PreparedData) -> RunConfig:
+    """Return the run's settings with the micro-batches of a step of documents, about, and at least two: most have."""
+    run, count = config.run, config.run.documents_per_step
+    if count is None:
+        return run
+    rows = count * float(data.train.document_lengths.mean()) / config.data.row_tokens
+    return replace(run, gradient_accumulation_steps=max(2, math.ceil(rows / run.batch_size)))
+
+
 def _make_batches(
     config: TrainConfig, data: PreparedData, mesh: MeshShape
 ) -> tuple[BatchIterator | StreamIterator, EvalBatches | None]:
@@ -158,9 +168,14 @@ def _training_batches(config: TrainConfig, data: PreparedData, sizes: dict[str, 
     run, sizes = config.run, {**sizes, "gradient_accumulation_steps": config.run.gradient_accumulation_steps}
     if data.stream:
         assert data.window is not None and run.steps is not None
+        if run.documents_per_step:
+            raise ValueError(
+                "--documents-per-step: a stream's steps are of full rows: leave out one of it and --streaming"
+            )
         return StreamIterator(data.stream, data.window, steps=run.steps, **sizes)
     epochs = None if run.steps else run.epochs
-    return BatchIterator(data.train, seq_len=config.data.row_tokens, seed=config.data.seed, epochs=epochs, **sizes)
+    order: dict[str, Any] = {"seed": config.data.seed, "epochs": epochs, "documents_per_step": run.documents_per_step}
+    return BatchIterator(data.train, seq_len=config.data.row_tokens, **order, **sizes)
 
 
 def choose_mesh(
