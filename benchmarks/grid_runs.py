@@ -19,8 +19,8 @@ import jax
 import numpy as np
 import step
 
-from jaxglue.commands.devices import take_fitting_blocks
 from jaxglue.engine.residency import DEVICE
+from jaxglue.planner.device_memory import take_fitting_blocks
 from jaxglue.planner.gpus import Gpu, find_gpu
 from jaxglue.planner.plan import MARGIN
 from jaxglue.planner.rates import host_dispatch, measure_dispatch
@@ -131,7 +131,7 @@ def arguments(setting: dict):
         "layers-per-program": setting.get("layers_per_program", 1),
         "steps": int(np.clip(_TIMED_MS / expected, 2, 60)),
         "expected-ms": expected,
-        **{name: setting[name] for name in ("tile", "embeddings") if name in setting},
+        **{name: setting[name] for name in ("tile", "embeddings", "log-normal") if name in setting},
     }
     texts = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
     return step.arguments().parse_args([*texts, "--trace", "--kernels", "--documents", *map(str, setting["documents"])])

@@ -86,9 +86,9 @@ class RebuiltContext(PackedContext):
 
     config: DecoderConfig = field(metadata={"static": True})
 
-    def rotate(self, q, k, rotary, norms=None):
+    def rotate(self, q, k, rotary, norms=None, factor=1.0):
         tables = self.config.rope_tables(bounds_from_ids(self.segments).positions)
-        return norm_and_rotate(q, k, tables, rotary, norms=norms)
+        return norm_and_rotate(q, k, tables, rotary, norms=norms, factor=factor)
 
     def attend(self, q, k, v, *, window=None, sinks=None, softcap=None):
         return packed_attention(q, k, v, bounds_from_ids(self.segments), window=window, sinks=sinks)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, NamedTuple
 from jaxtyping import Array, Int
 
 from jaxglue.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, Range, plain_fields
+from jaxglue.models.wrapper import TEXT_PATH, WRAPPERS
 from jaxglue.ops.choices import Storage
 from jaxglue.ops.gated_mlp import Activation
 from jaxglue.ops.quant.formats import FORMATS, find_format, skipped_modules, stored_format
@@ -142,6 +143,8 @@ class DecoderConfig:
     """Bound c of the logits, c·tanh(logit / c)."""
     delta: DeltaConfig | None = field(default=None, repr=False)
     """None without layers of linear attention."""
+    wrapper: str | None = field(default=None, repr=False)
+    """Model type around it, such as one with a vision tower; see `jaxglue.models.wrapper`."""
     scores: bool = False
     """Score every token in place of projecting it to the vocabulary, as reward models do."""
     fp8_head: bool = False
@@ -219,9 +222,27 @@ class DecoderConfig:
         return (linear.num_value_heads, linear.value_dim) if linear else heads
 
     @property
+    def text_path(self) -> str:
+        """Return the path of the decoder among the modules that PEFT adapts."""
+        return WRAPPERS[self.wrapper].text_path if self.wrapper else TEXT_PATH
+
+    @property
     def scored(self) -> "DecoderConfig":
-        """Return the config of a reward model: one score in place of the output projection."""
+        """Return the config of a reward model: one score in place of the output projection.
+
+        Raises:
+            ValueError: a text model inside another model.
+        """
+        if self.wrapper:
+            raise ValueError(
+                f"reward models of {self.wrapper} are not supported: use a folder of {self.model_type}, its text model"
+            )
         return replace(self, scores=True, tie_word_embeddings=False)
+
+    @property
+    def untied(self) -> "DecoderConfig":
+        """Return the config of a model whose output projection is apart from the embedding."""
+        return replace(self, tie_word_embeddings=False)
 
     @cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:

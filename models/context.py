@@ -51,8 +51,9 @@ class LayerContext(Protocol):
         k: Float[Array, "B T K H"],
         rotary: Rotary | None,
         norms: HeadNorms | None = None,
+        factor: float = 1.0,
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
-        """Apply the optional q/k norms and the optional rotary embedding at the tokens' positions."""
+        """Apply the optional q/k norms, the optional rotary embedding at the tokens' positions, and queries' factor."""
 
     def attend(
         self,
@@ -105,9 +106,11 @@ class PackedContext:
     def observe_routing(self, routing: Routing) -> None:
         """Ignore the routing: training keeps no statistics."""
 
-    def rotate(self, q, k, rotary: Rotary | None, norms: HeadNorms | None = None) -> tuple[Array, Array]:
-        """Apply the optional q/k norms and the optional rotary embedding at the tokens' positions."""
-        return norm_and_rotate(q, k, self.rope, rotary, norms=norms)
+    def rotate(
+        self, q, k, rotary: Rotary | None, norms: HeadNorms | None = None, factor: float = 1.0
+    ) -> tuple[Array, Array]:
+        """Apply the optional q/k norms, the optional rotary embedding at the tokens' positions, and queries' factor."""
+        return norm_and_rotate(q, k, self.rope, rotary, norms=norms, factor=factor)
 
     def attend(self, q, k, v, *, window=None, sinks=None, softcap=None) -> Float[Array, "B T N H"]:
         """Compute causal attention within each segment."""

@@ -1,6 +1,7 @@
 """The library's families, and models built from their tables."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
@@ -13,6 +14,7 @@ from jaxglue.models.config import DecoderConfig, check_fields
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.family import FAMILIES, Family, find_family, register
 from jaxglue.models.layers import DecoderLayer
+from jaxglue.models.wrapper import WRAPPERS, find_wrapper, text_config
 
 __all__ = ["FAMILIES", "Family", "abstract_model", "build_model", "config_from_hf", "register"]
 
@@ -27,19 +29,22 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         ValueError: the model type, rope type or activation is not supported, or a field is missing, of another type or
             out of range.
     """
-    check_fields(raw)
     _refuse_images(raw)
-    return find_family(raw.get("model_type")).config_from_hf(raw)
+    text = text_config(raw)
+    check_fields(text)
+    config = find_family(text.get("model_type")).config_from_hf(text)
+    wrapper = find_wrapper(raw)
+    return config if wrapper is None else replace(config, wrapper=wrapper.model_type)
 
 
 def _refuse_images(raw: Mapping[str, Any]) -> None:
-    """Raise ValueError for a model around a text model that is supported by itself."""
+    """Raise ValueError for an unknown model around a text model that is supported by itself."""
     model_type, text = raw.get("model_type"), raw.get("text_config")
     inner = text.get("model_type", f"{model_type}_text") if isinstance(text, Mapping) else None
-    if model_type not in FAMILIES and inner in FAMILIES:
+    if model_type not in FAMILIES and find_wrapper(raw) is None and inner in FAMILIES:
         raise ValueError(
             f"model_type {model_type!r} has parts beside text, such as a vision tower, and is not supported: its text "
-            f"model, {inner}, is; give a folder of that alone"
+            f"model, {inner}, is; give a folder of that alone, or of one of {', '.join(WRAPPERS)}"
         )
 
 

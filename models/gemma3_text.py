@@ -1,4 +1,4 @@
-"""Gemma 3's text model: norms of heads, and windows in five layers of six, with a rotary embedding of their own."""
+"""Gemma 3: norms of heads, and windows in five layers of six, with a rotary embedding of their own."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from jaxglue.models.config import DecoderConfig, layer_types, layer_windows, ropes_by_type
 from jaxglue.models.family import Family, Parts, register
 from jaxglue.models.gemma2 import NORMS, gemma_fields
+from jaxglue.models.wrapper import Wrapper, wrap
 
 _POSITIONS = 131_072
 
@@ -34,3 +35,18 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 register(Family(model_type="gemma3_text", config_from_hf=config_from_hf, parts=Parts(**NORMS, head_norms="heads")))
+wrap(
+    Wrapper(
+        model_type="gemma3",
+        text_types=("gemma3_text",),
+        others=("vision_tower.", "multi_modal_projector."),
+        tied=True,
+        defaults={
+            "vocab_size": 262_208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+        },
+    )
+)

@@ -77,12 +77,11 @@ class Attention(nnx.Module):
         names_of = zip(projected, self.value_names, strict=True)
         q, k, v = (checkpoint_name(y, name) for y, name in names_of)
         if self.q_norm is not None and self.k_norm is not None and self.norms_full_width:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self.q_norm.of(q), self.k_norm.of(k)
         q, k, v, gate = self._heads(q), self._heads(k), self._heads(v), None
         if self.gated:  # each head's query, then its gate
             q, gate = q[:, :, ::2], q[:, :, 1::2]
-        q, k = context.rotate(q, k, self.rotary, self.head_norms)
-        q = q if self.query_factor == 1.0 else (q * self.query_factor).astype(q.dtype)
+        q, k = context.rotate(q, k, self.rotary, self.head_norms, self.query_factor)
         return (q, k, v), gate
 
     def attend(self, values: tuple[Array, ...], context: LayerContext) -> Float[Array, "B T N H"]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxglue.models.config import DecoderConfig, DeltaConfig, decoder_fields, layer_windows
 from jaxglue.models.family import Family, Parts, register
+from jaxglue.models.wrapper import TEXT_PATH, Wrapper, wrap
 from jaxglue.ops.norm_rope import NormStyle
 
 _SIZES = {
@@ -45,5 +46,14 @@ register(
         model_type="qwen3_5_text",
         config_from_hf=config_from_hf,
         parts=Parts(norm=NormStyle(offset=1.0, rounds_first=False), head_norms="heads", gated_attention=True),
+    )
+)
+wrap(
+    Wrapper(
+        model_type="qwen3_5",
+        text_types=("qwen3_5_text",),
+        others=("visual.", "mtp."),
+        text_path=TEXT_PATH,  # AutoModelForCausalLM loads the text model alone
+        tied=False,
     )
 )

@@ -197,6 +197,7 @@ class _Buffer:
         "float8_e4m3fn": "fp8e4nv",
         "int32": "i32",
         "uint8": "u8",
+        "int8": "i8",
     }
 
     def __init__(self, array: np.ndarray):

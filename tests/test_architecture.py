@@ -12,6 +12,7 @@ FLOORS = (
     {"__main__", "api"},
     {"commands"},
     {"training"},
+    {"rl"},
     {"generation", "planner"},
     {"hf", "engine"},
     {"sharding"},

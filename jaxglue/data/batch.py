@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxglue.ops.segments import PackedSegments
 
@@ -39,6 +39,36 @@ def sum_parts(values: Float[Array, "B T"], answers: Answers) -> Float[Array, "B 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
+class Rollouts:
+    """Answers in packed rows that the model wrote; A answer slots in a row. Log-probabilities are of the targets."""
+
+    owners: Int32[Array, "B T"]
+    """Answer slot of an answer's targets; A for others."""
+    advantages: Float32[Array, "B A"]
+    """0 for unused slots."""
+    old: Float32[Array, "B T"] | None = None
+    """Log-probabilities under the weights that wrote the answers; None where these are the present ones."""
+    sampler: Float32[Array, "B T"] | None = None
+    """The same as sampling computed them; NaN where it did not. None without any."""
+    reference: Float32[Array, "B T"] | None = None
+    """Log-probabilities under the reference; None for objectives without one."""
+
+    def sums(self, values: Float[Array, "B T"]) -> Float[Array, "B A"]:
+        """Sum values of tokens over each answer, without a scatter, whose atomics add in any order."""
+        return jnp.where(self._owned, values[:, :, None], 0).sum(1)
+
+    def spread(self, values: Float[Array, "B A"]) -> Float[Array, "B T"]:
+        """Return each token's value of its answer, 0 for other tokens; its gradient is `sums`."""
+        return jnp.where(self._owned, values[:, None, :], 0).sum(2)
+
+    @property
+    def _owned(self) -> Bool[Array, "B T A"]:
+        slots = jnp.arange(self.advantages.shape[1], dtype=jnp.int32)
+        return self.owners[:, :, None] == slots
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Batch:
     """B packed rows of T tokens."""
 
@@ -50,6 +80,8 @@ class Batch:
     segments: PackedSegments
     answers: Answers | None = None
     """Units of answers that an objective compares; None in supervised training."""
+    rollouts: Rollouts | None = None
+    """Answers of the model and their advantages, where an objective needs them."""
     columns: dict[str, Float32[Array, "B ..."]] = field(default_factory=dict)
     """Columns of rows that an objective reads: for each token of texts and chats [B, T], for each unit of answers
     [B, U]."""

@@ -32,6 +32,8 @@ _UNREAD = {
     "functions": "name them 'tools'",
 }
 """Remedies by keys of other programs' chats that change the conversation, and are not read."""
+_MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+"""Keys of what the chats and answers of other programs' rows speak of."""
 
 
 class Segments(NamedTuple):
@@ -100,6 +102,8 @@ def read_row(row: Mapping[str, Any], format: str) -> Text | Segments:
     """
     if missing := [key for key in KEYS[format] if key not in row]:
         raise ValueError(f"a row of format {format!r} needs {listed(missing)}; its keys are {listed(row)}")
+    if format != "text":
+        _refuse_media(row)
     return _segments(row["segments"]) if format == "segments" else with_system(_read_content(row, format), row)
 
 
@@ -112,6 +116,12 @@ def _segments(value: Any) -> Segments:
     for each in value:
         _strings(each, "text")
     return Segments([each["text"] for each in value], [read_flag(each["label"], "label") for each in value])
+
+
+def _refuse_media(row: Mapping[str, Any]) -> None:
+    """Raise ValueError for a row with images, videos or sounds."""
+    if found := next((key for key in _MEDIA if row.get(key) not in _EMPTY), None):
+        raise ValueError(f"{found!r} is not read, as only text is trained on: leave out such rows, or the key")
 
 
 def with_system(content: Chat | list[str], row: Mapping[str, Any]) -> Chat | list[str]:
@@ -211,6 +221,7 @@ def read_answers(row: Mapping[str, Any], format: str) -> AnswerTexts:
     row = _with_label(row)
     if missing := [key for key in ANSWER_KEYS[format] if key not in row]:
         raise ValueError(f"a row of format {format!r} needs {listed(missing)}; its keys are {listed(row)}")
+    _refuse_media(row)
     first, second = _pair(row) if format == PAIRS else _labeled_answer(row)
     return first and with_system(first, row), second and with_system(second, row)
 

@@ -23,7 +23,14 @@ from jaxglue.models.vocabulary import output_matrix, replaced_rows
 from jaxglue.objectives.config import SUPERVISED
 from jaxglue.objectives.objective import Objective
 from jaxglue.ops.collectives import BATCH_AXES, divide_equally, per_device, psum
-from jaxglue.ops.cross_entropy import chunk_size, linear_cross_entropy, linear_log_probs, linear_scores, log_sum_squares
+from jaxglue.ops.cross_entropy import (
+    chunk_size,
+    linear_cross_entropy,
+    linear_entropies,
+    linear_log_probs,
+    linear_scores,
+    log_sum_squares,
+)
 from jaxglue.ops.rope import RopeTables
 from jaxglue.sharding.gather import gather, reduce_scatter_grads, stack
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
@@ -61,6 +68,7 @@ class EmbedHead:
         self._embed_backward_program = jit_step(self._embed_backward, donate_argnames="accumulated")
         self._loss_program = jit_step(self._loss, static_argnames="fp8")
         self._log_probs_program = jit_step(self._log_probs)
+        self._token_log_probs_program = jit_step(self._token_log_probs)
         donated: dict[str, Any] = {"donate_argnames": ("x", "accumulated")}
         self._head_backward_program = jit_step(self._head_backward, **donated, static_argnames="fp8")
         self.programs = (
@@ -68,6 +76,7 @@ class EmbedHead:
             self._embed_backward_program,
             self._loss_program,
             self._log_probs_program,
+            self._token_log_probs_program,
             self._head_backward_program,
         )
 
@@ -129,6 +138,13 @@ class EmbedHead:
     ) -> Float[Array, "B U 2"]:
         """Return the log-probabilities, or scores, of a batch's answers from the last layer's output."""
         return self._log_probs_program(self.parts(trainable), self.parts_on_device(frozen), x, batch.without_lengths())
+
+    def log_probs(
+        self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch
+    ) -> Float[Array, "B T"]:
+        """Return the log-probabilities of a batch's targets, at the objective's temperature; 0 where they count not."""
+        parts = self.parts(trainable), self.parts_on_device(frozen)
+        return self._token_log_probs_program(*parts, x, batch.targets, batch.loss_weights)
 
     def with_reference(self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch) -> Batch:
         """Return the batch with the answers' log-probabilities under a reference model, from its last output."""
@@ -255,6 +271,20 @@ class EmbedHead:
         specs = (stored, layout.batch_spec, layout.batch_spec)
         return per_device(program, layout.mesh, specs, layout.batch_spec)((trainable, frozen), x, batch)
 
+    def _token_log_probs(self, trainable: Params, frozen: Params, x, targets, counted):
+        layout, stored = self._layout, self._layout.param_specs((trainable, frozen))
+        shape: dict[str, Any] = {"softcap": self.config.logit_softcap, "temperature": self._objective.temperature}
+
+        def program(weights, x, targets, counted):
+            trainable, frozen = gather(layout, weights, stored)
+            hidden, output = self.normed_output(trainable, frozen, x)
+            tokens = hidden, output_matrix(output), targets.ravel(), counted.ravel()
+            return linear_log_probs(*tokens, **shape).reshape(targets.shape)
+
+        rows = layout.batch_spec
+        specs = (stored, rows, rows, rows)
+        return per_device(program, layout.mesh, specs, rows)((trainable, frozen), x, targets, counted)
+
     def normed_output(self, trainable: Params, frozen: Params, x) -> tuple[Float[Array, "M D"], Any]:
         """Return the normed hidden states of all tokens, and the output projection's module."""
         graphdefs = {"norm": self._graphdefs.norm, self._head_parts[1]: self._graphdefs.output}
@@ -265,7 +295,8 @@ class EmbedHead:
         """Return scale · Σ loss of this device's rows, and the same followed by the objective's further sums."""
         hidden, output = self.normed_output(trainable, frozen, x)
         softcap = self.config.logit_softcap
-        values = self._objective(HeadValues(hidden, output, batch, fp8=fp8, softcap=softcap), batch) * scale
+        options: dict[str, Any] = {"fp8": fp8, "softcap": softcap, "temperature": self._objective.temperature}
+        values = self._objective(HeadValues(hidden, output, batch, **options), batch) * scale
         return self._objective.loss(values), values
 
 
@@ -273,10 +304,18 @@ class HeadValues:
     """Values of a batch's targets from the normed hidden states of its tokens, computed when they are asked for."""
 
     def __init__(
-        self, hidden: Float[Array, "M D"], output: Any, batch: Batch, *, fp8: bool = False, softcap: float | None
+        self,
+        hidden: Float[Array, "M D"],
+        output: Any,
+        batch: Batch,
+        *,
+        fp8: bool = False,
+        softcap: float | None,
+        temperature: float = 1.0,
     ):
         self._hidden, self._output, self._batch, self._fp8 = hidden, output, batch, fp8
         self._softcap = softcap
+        self._shape: dict[str, Any] = {"softcap": softcap, "temperature": temperature}
         self._targets, self._weights = batch.targets.ravel(), batch.loss_weights.ravel()
 
     @property
@@ -290,7 +329,12 @@ class HeadValues:
     def log_probs(self) -> Float[Array, "B T"]:
         """Log-probabilities of the targets; 0 where the loss weight is."""
         tokens = self._hidden, self._matrix, self._targets, self._weights
-        return self._rows(linear_log_probs(*tokens, softcap=self._softcap))
+        return self._rows(linear_log_probs(*tokens, **self._shape))
+
+    @property
+    def entropies(self) -> Float[Array, "B T"]:
+        """Entropies over the vocabulary, without a gradient; 0 where the loss weight is."""
+        return self._rows(linear_entropies(self._hidden, self._matrix, self._weights, **self._shape))
 
     @property
     def alignment(self) -> Float[Array, "B T"]:

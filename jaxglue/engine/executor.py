@@ -440,6 +440,12 @@ class Executor(LayerExecutor):
         x = self.last_output(trainable, frozen, batch)
         return self.embed_head.answer_log_probs(trainable, frozen, x, batch)
 
+    def log_probs(self, trainable: Params, frozen: Params, batch: Batch) -> Float[Array, "B T"]:
+        """Return the log-probabilities of a batch's targets, at the objective's temperature; 0 where they count not."""
+        trainable, frozen = transfer.commit((trainable, frozen))
+        x = self.last_output(trainable, frozen, batch)
+        return self.embed_head.log_probs(trainable, frozen, x, batch)
+
     def evaluate(self, trainable: Params, frozen: Params, batch: Batch, sources: int = 1) -> Float[Array, "3 sources"]:
         """Return a batch's Σ weight · loss, Σ weight · hit and Σ weight by source.
 

@@ -30,6 +30,7 @@ from jaxglue.hf.adapter_tensors import (
     from_key,
     is_adapter,
     join_rows,
+    split_others,
     target_parameters,
     to_keys,
 )
@@ -38,9 +39,11 @@ from jaxglue.hf.hub import base_reference, is_hub_id, model_path
 from jaxglue.hf.identity import Identity, changed_settings, difference
 from jaxglue.hf.tensor_files import TensorFiles, write_file
 from jaxglue.json_file import parse_json, read_json
+from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora import is_target
 from jaxglue.models.lora_config import ALL_LINEAR, LoraConfig, VocabularyModule
 from jaxglue.models.vocabulary import ROWS
+from jaxglue.models.wrapper import TEXT_PATH, from_text_name, to_text_name
 from jaxglue.ops.choices import QUANTIZE, Quantize
 
 CONFIG = "adapter_config.json"
@@ -64,6 +67,8 @@ class Adapter:
     """adapter_config.json."""
     base: Identity | None
     """Identity of the base that it was trained on; None if unrecorded."""
+    text_path: str = TEXT_PATH
+    """Path of the decoder among the base's modules, as the adapter names them."""
 
     @property
     def modules(self) -> list[str]:
@@ -86,6 +91,24 @@ class Adapter:
     def scores(self) -> bool:
         """Tell whether it makes its base a reward model."""
         return SCORE in self.tensors
+
+    def adapted(self, base: DecoderConfig) -> DecoderConfig:
+        """Return the architecture of a base with this adapter, which may untie embedding and output projection."""
+        return base.untied if base.tie_word_embeddings and self._unties else base
+
+    @property
+    def _unties(self) -> bool:
+        """Tell whether PEFT would have the tied matrices of a base apart.
+
+        A module that it saves is a copy of its own, unless it is told to tie the copies.
+        """
+        embedding, head = (self.tensors.get(f"{path}.weight") for path in PATHS.values())
+        if self.peft.get("ensure_weight_tying"):
+            return False
+        if embedding is None or head is None:
+            # A matrix that was only resized is saved without being named.
+            return head is not None or (embedding is not None and "embed_tokens" in saved_modules(self.peft))
+        return not np.array_equal(embedding, head)
 
     @property
     def linears(self) -> "Adapter":
@@ -114,6 +137,7 @@ def save_adapter(
     base: Identity | None = None,
     *,
     tied: bool = False,
+    text_path: str = TEXT_PATH,
 ) -> None:
     """Write an adapter for `peft.PeftModel.from_pretrained`.
 
@@ -127,6 +151,7 @@ def save_adapter(
         base_model: folder or hub name of the base model; recorded as absolute path, or as hub name and commit.
         base: identity of the base, to be recorded.
         tied: the base's output projection is its embedding.
+        text_path: of the decoder among the base's modules, such as `model.language_model` beside a vision tower.
 
     Raises:
         ValueError: a tensor with values that are not finite.
@@ -134,14 +159,15 @@ def save_adapter(
     """
     folder = Path(folder)
     experts = target_parameters(tensors)
-    by_key = to_keys(tensors, experts, tied=tied)
+    by_key = to_keys(tensors, experts, tied=tied, text_path=text_path)
     _require_finite(folder / TENSORS, by_key)
     metadata = {_DIGEST: _digest(by_key)} | ({} if base is None else {_BASE: json.dumps(base)})
     specs = {key: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for key, tensor in by_key.items()}
     with atomic_file(folder / TENSORS) as temporary:
         write_file(temporary, specs, by_key.__getitem__, metadata)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    write_json(folder / CONFIG, config_to_peft(config, shapes, base_reference(base_model), tied=tied))
+    described = config_to_peft(config, shapes, base_reference(base_model), tied=tied, text_path=text_path)
+    write_json(folder / CONFIG, described)
 
 
 def load_adapter(folder: str | Path) -> Adapter:
@@ -166,15 +192,15 @@ def load_adapter(folder: str | Path) -> Adapter:
         raise ValueError(
             f"{folder / TENSORS} is damaged: its tensors differ from their digest: copy or export it again"
         )
-    tensors = dict(
-        from_key(folder / TENSORS, key, _as_float(files, key, stored.pop(key)), raw) for key in files.tensors
-    )
+    stored, text_path = split_others(folder / TENSORS, stored)
+    tensors = dict(from_key(folder / TENSORS, key, _as_float(files, key, stored.pop(key)), raw) for key in list(stored))
     _require_finite(folder / TENSORS, tensors)
     tensors = join_rows(folder / TENSORS, tensors, _row_order(folder / CONFIG, tensors, raw))
     with matching(folder):
         config = config_from_peft(folder / CONFIG, raw, tensors)
         check_shapes(folder / TENSORS, tensors, config)
-    return Adapter(folder=folder, config=config, tensors=tensors, peft=raw, base=_recorded_base(folder, files))
+    base = _recorded_base(folder, files)
+    return Adapter(folder=folder, config=config, tensors=tensors, peft=raw, base=base, text_path=text_path)
 
 
 def _row_order(path: Path, tensors: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[VocabularyModule, list[int]]:
@@ -355,20 +381,12 @@ def fit_tied(adapter: Adapter) -> Adapter:
         ValueError: the output projection differs from the embedding.
     """
     tensors = dict(adapter.tensors)
-    ties = adapter.peft.get("ensure_weight_tying") or f"{PATHS['lm_head']}.weight" in tensors
-    if "embed_tokens" in saved_modules(adapter.peft) and not ties:
-        raise ValueError(
-            f"{adapter.folder} trains the embedding apart from the output projection to which its base ties it "
-            "(modules_to_save without ensure_weight_tying), which is not supported. Train it again with "
-            "ensure_weight_tying, or use a copy of the base with an lm_head.weight of its own and "
-            "tie_word_embeddings false in config.json"
-        )
     for last in ("weight", ROWS):
         embedding, head = (tensors.get(f"{path}.{last}") for path in PATHS.values())
         if head is not None and (embedding is None or not np.array_equal(embedding, head)):
             raise ValueError(
-                f"{adapter.folder} trains lm_head apart from the embedding to which its base ties it, which is not "
-                "supported: set ensure_weight_tying in PEFT's configuration and train again"
+                f"{adapter.folder} trains rows of lm_head apart from the embedding to which its base ties it, which is "
+                "not supported: train the same rows of embed_tokens, or whole matrices (modules_to_save)"
             )
         tensors.pop(f"{PATHS['lm_head']}.{last}", None)
     modules = tuple(module for module in adapter.config.modules_to_save if module != "lm_head")
@@ -394,21 +412,26 @@ def _check_family(adapter: Adapter, model_type: str, refusal: str) -> None:
     """Compare PEFT's `auto_mapping`, where it names a class such as `Qwen3ForCausalLM`, with the base's family."""
     mapping = adapter.peft.get("auto_mapping")
     name = mapping.get("base_model_class") if isinstance(mapping, dict) else None
-    expected = "".join(part.capitalize() for part in model_type.split("_")) + _CLASS
-    if isinstance(name, str) and name.endswith(_CLASS) and name != expected:
+    expected = model_type.removesuffix("_text").replace("_", "")
+    if not isinstance(name, str) or not name.endswith(_CLASS):
+        return
+    if name.removesuffix(_CLASS).replace("_", "").lower() != expected:
         raise ValueError(f"{refusal}: it adapts a {name}, the base is of {model_type}")
 
 
 def _is_targeted(adapter: Adapter, path: str, *, experts: bool) -> bool:
     """Tell whether PEFT would adapt the module of this path."""
+    path = from_text_name(path, adapter.text_path)
     if experts:
         return _names(adapter.peft.get("target_parameters") or [], path)
     excluded = adapter.peft.get("exclude_modules")
     if excluded and _names(excluded, path):
         return False
-    named = adapter.peft.get("target_modules") or ()
-    targets = named or (() if adapter.peft.get("target_parameters") else adapter.config.targets)
-    return targets == ALL_LINEAR or _names(targets, path)
+    targets, compared = adapter.peft.get("target_modules"), path
+    if targets is None:  # PEFT's own names of the family's modules
+        targets, compared = adapter.config.targets, to_text_name(path)[0]
+        targets = () if adapter.peft.get("target_parameters") else targets
+    return targets == ALL_LINEAR or _names(targets, compared)
 
 
 def _names(targets: Any, path: str) -> bool:

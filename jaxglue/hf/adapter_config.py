@@ -1,5 +1,6 @@
 """adapter_config.json: PEFT's settings of an adapter, read and written."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from jaxglue.hf.adapter_tensors import PATHS, SCORE, is_adapter, target_paramete
 from jaxglue.hf.hub import BaseReference
 from jaxglue.models.lora_config import MODULES, LoraConfig, VocabularyModule, match_pattern, parse_patterns
 from jaxglue.models.vocabulary import ROWS
+from jaxglue.models.wrapper import TEXT_PATH, from_text_name, to_text_name
 
 _READ = {
     "alpha_pattern",
@@ -62,16 +64,25 @@ def _kinds(names: Iterable[str]) -> list[str]:
     return sorted({name.split(".")[-2] for name in names})
 
 
-def _target_modules(names: Iterable[str], config: LoraConfig) -> list[str]:
-    """Return PEFT's `target_modules`: last components of paths, or whole paths where the config has those."""
+def _target_modules(names: Iterable[str], config: LoraConfig, text_path: str) -> list[str] | str:
+    """Return PEFT's `target_modules`: last components of paths, or whole paths where the config has those.
+
+    Beside other parts, whose modules may have the same last components, a regular expression names those in layers.
+    """
     if any("." in target for target in config.targets):
-        return sorted({name.rpartition(".")[0] for name in names})
-    return _kinds(names)
+        return sorted({from_text_name(name.rpartition(".")[0], text_path) for name in names})
+    kinds = _kinds(names)
+    if text_path == TEXT_PATH or not kinds:
+        return kinds
+    return rf"{re.escape(text_path)}\.layers\.\d+\..*\.({'|'.join(kinds)})"
 
 
-def _patterns(config: LoraConfig) -> dict[str, dict[str, float]]:
+def _patterns(config: LoraConfig, text_path: str) -> dict[str, dict[str, float]]:
     fields = {name: parse_patterns(name, getattr(config, name)) for name in ("rank_pattern", "alpha_pattern")}
-    numbers = {name: {key: _short(value) for key, value in field.items()} for name, field in fields.items()}
+    numbers = {
+        name: {from_text_name(key, text_path): _short(value) for key, value in field.items()}
+        for name, field in fields.items()
+    }
     return {name: field for name, field in numbers.items() if field}
 
 
@@ -80,7 +91,12 @@ def _short(number: float) -> float:
 
 
 def config_to_peft(
-    config: LoraConfig, names: Mapping[str, tuple[int, ...]], base: BaseReference, *, tied: bool
+    config: LoraConfig,
+    names: Mapping[str, tuple[int, ...]],
+    base: BaseReference,
+    *,
+    tied: bool,
+    text_path: str = TEXT_PATH,
 ) -> dict[str, Any]:
     """Return adapter_config.json.
 
@@ -89,6 +105,7 @@ def config_to_peft(
         names: shapes of the tensors by name.
         base: of the adapter.
         tied: the base's output projection is its embedding, which PEFT keeps so where it is told to.
+        text_path: of the decoder among the base's modules.
     """
     experts = target_parameters(names)
     linears = [name for name, shape in names.items() if is_adapter(name) and len(shape) == 2]
@@ -100,16 +117,16 @@ def config_to_peft(
         "inference_mode": True,
         "init_lora_weights": True,
         "lora_alpha": _short(config.alpha),
-        "lora_dropout": config.dropout,
+        "lora_dropout": config.dropout or 0.0,
         "peft_type": "LORA",
         "r": config.rank,
         **_vocabulary(config, names, tied=tied),
-        "target_modules": _target_modules(linears, config),
+        "target_modules": _target_modules(linears, config, text_path),
         **({"target_parameters": experts} if experts else {}),
         "task_type": SEQUENCE_CLASSIFIER if SCORE in names else "CAUSAL_LM",
         "use_dora": config.dora,
         "use_rslora": config.rslora,
-        **_patterns(config),
+        **_patterns(config, text_path),
     }
 
 
@@ -188,7 +205,8 @@ def config_from_peft(path: Path, raw: Mapping[str, Any], tensors: Iterable[str])
         adapted = [name for name in tensors if is_adapter(name)]
         modules, named = {name.rpartition(".")[0] for name in adapted}, raw.get("target_modules")
         paths = isinstance(named, str) or raw.get("exclude_modules") or any("." in name for name in named or ())
-        given = {name: raw[key] for name, key in _SETTINGS.items() if raw.get(key) is not None}
+        given: dict[str, Any] = {"dropout": 0.0}
+        given |= {name: raw[key] for name, key in _SETTINGS.items() if raw.get(key) is not None}
         return LoraConfig(
             rank=raw["r"],
             alpha=raw["lora_alpha"],
@@ -209,7 +227,7 @@ def _entries(field: str, raw: Mapping[str, Any], modules: Iterable[str]) -> tupl
     given = {} if raw.get(field) is None else raw[field]
     if not isinstance(given, dict) or not all(type(value) in (int, float) for value in given.values()):
         raise ValueError(f"{field}: expected numbers by pattern, got {given!r:.100}")
-    entries = [f"{pattern}={value}" for pattern, value in given.items()]
+    entries = [f"{to_text_name(pattern)[0]}={value}" for pattern, value in given.items()]
     return tuple(e for e in entries if any(match_pattern(parse_patterns(field, [e]), m) is not None for m in modules))
 
 

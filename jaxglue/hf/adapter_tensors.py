@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxglue.models.lora_config import LoraConfig, VocabularyModule
 from jaxglue.models.vocabulary import ROWS
+from jaxglue.models.wrapper import TEXT_PATH, from_text_name, is_beside_text, to_text_name
 
 PATHS: dict[VocabularyModule, str] = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head"}
 """Paths of the modules with a row for each token."""
@@ -34,16 +35,38 @@ def is_adapter(name: str) -> bool:
     return name.rpartition(".")[2] in (*_MATRICES, MAGNITUDE)
 
 
-def to_keys(tensors: Mapping[str, Any], experts: list[str], *, tied: bool) -> dict[str, np.ndarray]:
+def split_others(path: Path, tensors: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], str]:
+    """Return an adapter's tensors without those around the text model, and the path of the decoder in their keys.
+
+    PEFT adapts every module of a target's name, such as a vision tower's; without images these learn nothing.
+
+    Raises:
+        ValueError: a part around the text model was trained.
+    """
+    names = {key: key.removeprefix(_PREFIX) for key in tensors}
+    others = {key for key, name in names.items() if is_beside_text(name)}
+    for key in others:
+        if ".lora_B" in key and tensors[key].any():
+            raise ValueError(f"{path}: {key} is of a part beside the text model, which is not supported")
+    kept = {key: tensor for key, tensor in tensors.items() if key not in others}
+    paths = {text_path for key in kept if (text_path := to_text_name(names[key])[1]) != TEXT_PATH}
+    return kept, min(paths, default=TEXT_PATH)
+
+
+def to_keys(
+    tensors: Mapping[str, Any], experts: list[str], *, tied: bool, text_path: str = TEXT_PATH
+) -> dict[str, np.ndarray]:
     """Return an adapter's tensors by PEFT's keys; PEFT also stores the copy of a tied embedding.
 
     Args:
         tensors: by our names.
         experts: `target_parameters` of the adapter.
         tied: the output projection is the embedding.
+        text_path: of the decoder among the base's modules.
     """
-    by_key = dict(_to_key(*to_peft(*item, experts)) for item in tensors.items())
-    embedding = by_key.get(f"{_PREFIX}{PATHS['embed_tokens']}.weight")
+    named = dict(to_peft(*item, experts) for item in tensors.items())
+    by_key = dict(_to_key(from_text_name(name, text_path), array) for name, array in named.items())
+    embedding = by_key.get(f"{_PREFIX}{from_text_name(PATHS['embed_tokens'], text_path)}.weight")
     return by_key | ({f"{_PREFIX}{PATHS['lm_head']}.weight": embedding} if tied and embedding is not None else {})
 
 
@@ -60,7 +83,7 @@ def from_key(path: Path, key: str, array: np.ndarray, raw: Mapping[str, Any]) ->
     Raises:
         ValueError: a tensor of no supported feature, or of another shape.
     """
-    name = key.removeprefix(_PREFIX)
+    name, _ = to_text_name(key.removeprefix(_PREFIX))
     if vocabulary := _VOCABULARY.fullmatch(name):
         name, axes = f"{vocabulary[1]}.{vocabulary[4]}", 2
     elif name == SCORE:

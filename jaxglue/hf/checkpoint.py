@@ -20,7 +20,9 @@ from jaxglue.hf.experts import Source, find_source
 from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder
 from jaxglue.hf.tensor_files import INDEX, SINGLE, TensorFiles, write_shards
 from jaxglue.json_file import read_json
+from jaxglue.models import config_from_hf
 from jaxglue.models.file_param import FileParam
+from jaxglue.models.wrapper import Wrapper, find_wrapper, ties, with_text
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.quant.formats import Quantized, is_unneeded
 
@@ -31,7 +33,7 @@ _READERS = min(8, os.cpu_count() or 1)
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """Read the folder's `config.json`.
+    """Read the folder's `config.json`; a wrapper's says whether the files tie the output projection.
 
     Raises:
         ValueError: no such folder, no config.json in it, or not a JSON object.
@@ -43,7 +45,17 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         )
     if not path.is_file():
         raise ValueError(f"{path} does not exist: {folder} is not a Hugging Face model folder")
-    return read_json(path)
+    raw = read_json(path)
+    if find_wrapper(raw) is None or not isinstance(raw.get("text_config"), Mapping) or not has_weights(path.parent):
+        return raw
+    tied = ties(raw)
+    tied = HEAD not in open_checkpoint(folder).tensors if tied is None else tied
+    return {**with_text(raw, tie_word_embeddings=tied), "tie_word_embeddings": tied}
+
+
+def has_weights(folder: Path) -> bool:
+    """Tell whether a folder has safetensors of a model."""
+    return (folder / SINGLE).exists() or (folder / INDEX).exists()
 
 
 def model_folder(folder: str | Path) -> Path:
@@ -57,12 +69,15 @@ def model_folder(folder: str | Path) -> Path:
 def open_checkpoint(folder: str | Path) -> TensorFiles:
     """Open `model.safetensors`, or every shard of the index, and check the headers; load nothing.
 
+    Tensors have the names of the text model, also in the folder of a wrapper around it.
+
     Raises:
         ValueError: no safetensors, a missing, truncated or corrupt shard, or an index that disagrees with its shards.
     """
     folder = model_folder(folder)
+    wrapper = _read_wrapper(folder)
     if (folder / SINGLE).exists():
-        return TensorFiles([folder / SINGLE])
+        return TensorFiles([folder / SINGLE], wrapper)
     if not (folder / INDEX).exists():
         raise ValueError(_no_safetensors(folder))
     weight_map = read_json(folder / INDEX).get("weight_map")
@@ -70,10 +85,36 @@ def open_checkpoint(folder: str | Path) -> TensorFiles:
         raise ValueError(f"{folder / INDEX} has no weight_map")
     if not all(isinstance(file, str) for file in weight_map.values()):
         raise ValueError(f"{folder / INDEX}: weight_map should map tensor names to file names")
-    files = TensorFiles([_shard(folder, file) for file in sorted(set(weight_map.values()))])
-    if absent := [name for name in weight_map if name not in files.tensors]:
+    files = TensorFiles([_shard(folder, file) for file in sorted(set(weight_map.values()))], wrapper)
+    if absent := [name for name in weight_map if name not in files]:
         raise ValueError(f"{folder / INDEX} lists tensors absent from all shards: {_some(absent)}")
     return files
+
+
+def _read_wrapper(folder: Path) -> Wrapper | None:
+    return find_wrapper(read_json(folder / "config.json")) if (folder / "config.json").is_file() else None
+
+
+def stored_form(
+    base: str | Path, specs: Mapping[str, jax.ShapeDtypeStruct], read: Callable[[str], np.ndarray]
+) -> tuple[dict[str, jax.ShapeDtypeStruct], Callable[[str], np.ndarray]]:
+    """Return specs and reader of a folder's tensors as a base's files name them, with the parts around its text model.
+
+    Args:
+        base: the folder.
+        specs: of the text model's tensors.
+        read: reads them.
+    """
+    base = model_folder(base)
+    wrapper = _read_wrapper(base)
+    if wrapper is None:
+        return dict(specs), read
+    files = open_checkpoint(base) if has_weights(base) else TensorFiles([], wrapper)
+    assert files.names is not None
+    ours = {files.names.stored(name): name for name in specs}
+    others = {name: jax.ShapeDtypeStruct(info.shape, info.dtype) for name, info in files.others.items()}
+    named = {stored: specs[name] for stored, name in ours.items()}
+    return named | others, lambda name: read(ours[name]) if name in ours else files.read(name)
 
 
 def _shard(folder: Path, file: str) -> Path:
@@ -168,10 +209,20 @@ def find_tensors(
         ValueError: as `open_checkpoint`; or missing, extra or misshaped tensors.
     """
     files = open_checkpoint(folder)
+    if HEAD in wanted:
+        untie_files(folder, files)
     sources = {name: find_source(files, name, spec.shape) for name, spec in wanted.items()}
     shapes = {name: shape for source in sources.values() for name, shape in source.shapes.items()}
     _check_tensors(folder, files, shapes, complete=complete, ignored=ignored)
     return files, sources
+
+
+def untie_files(folder: str | Path, files: TensorFiles) -> None:
+    """Have the embedding of a folder that ties them found as its output projection too."""
+    if (Path(folder) / "config.json").is_file() and config_from_hf(read_config(folder)).tie_word_embeddings:
+        if HEAD in files.tensors:
+            _check_tied(files)
+        files.tensors[HEAD] = files.tensors[_EMBEDDING]
 
 
 def _cast(array: Any, dtype: Any) -> Any:

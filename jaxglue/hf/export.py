@@ -16,14 +16,16 @@ from transformers import PreTrainedTokenizerBase
 from jaxglue.data.progress import DataProgress
 from jaxglue.data.tokenizer import padding_token
 from jaxglue.hf.adapter import warn_of_adapter_inside
-from jaxglue.hf.checkpoint import open_checkpoint, read_config
+from jaxglue.hf.checkpoint import open_checkpoint, read_config, stored_form
 from jaxglue.hf.experts import checkpoint_layout, expert_parts, part_shape
+from jaxglue.hf.export_check import ExportCheck, check_quantized
 from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder, refuse_link_out, write_json
 from jaxglue.hf.hub import TEXTS
 from jaxglue.hf.tensor_files import write_shards
 from jaxglue.models import abstract_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.parameters import abstract_parameters, quantized_names
+from jaxglue.models.wrapper import WRAPPERS, find_wrapper, text_config
 from jaxglue.ops.choices import Storage
 from jaxglue.ops.quant.formats import FORMATS, Shape, WeightFormat, experts_format
 
@@ -80,7 +82,7 @@ def save_model(
             write_json(temporary / "config.json", described | {name: str(jnp.dtype(dtype))})
         if finish is not None:
             finish(temporary)
-        write_shards(temporary, specs, read, max_shard_bytes, progress)
+        write_shards(temporary, *stored_form(base, specs, read), max_shard_bytes, progress)
 
 
 def quantize_folder(
@@ -90,8 +92,10 @@ def quantize_folder(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     *,
     progress: DataProgress | None = None,
-) -> None:
-    """Write a model folder with linear layers or experts in a format.
+) -> tuple[ExportCheck, float]:
+    """Write a model folder with linear layers or experts in a format, and read it back before it appears.
+
+    It must predict as the base quantized in memory, on random tokens.
 
     Args:
         base: the model folder.
@@ -101,8 +105,12 @@ def quantize_folder(
         max_shard_bytes: shard limit in bytes, which also bounds memory.
         progress: shows the bytes written; by default nothing does.
 
+    Returns:
+        the comparison, and the KL between base and folder, nats per token.
+
     Raises:
-        ValueError: an already quantized base, weights not finite, sizes the format cannot hold, or a bad folder.
+        ValueError: an already quantized base, weights not finite, sizes the format cannot hold, a bad folder, or other
+            predictions.
         OSError: a failed write, such as on a full disk.
     """
     warn_of_adapter_inside(Path(base))
@@ -126,9 +134,16 @@ def quantize_folder(
     specs, read_quantized = quantized_tensors(plain, read, made, matrices)
     with atomic_folder(Path(output)) as temporary:
         copy_texts(base, temporary, specs)
-        described = read_config(temporary) | {"quantization_config": made.config(scores=config.scores)}
+        described = read_config(temporary) | {"quantization_config": made.config(_unquantized(config))}
         write_json(temporary / "config.json", described)
-        write_shards(temporary, specs, read_quantized, max_shard_bytes, progress)
+        write_shards(temporary, *stored_form(base, specs, read_quantized), max_shard_bytes, progress)
+        return check_quantized(base, temporary, made, matrices)
+
+
+def _unquantized(config: DecoderConfig) -> list[str]:
+    """Return the modules beside the decoder layers that stay as they are."""
+    around = WRAPPERS[config.wrapper].unquantized if config.wrapper else []
+    return ["score" if config.scores else "lm_head", *around]
 
 
 def _linear_matrices(
@@ -243,9 +258,11 @@ def copy_texts(base: str | Path, output: Path, names: Collection[str]) -> None:
             refuse_link_out(path, Path(base))
             shutil.copyfile(path, output / path.name)
     config = read_config(output)
-    if config.pop("quantization_config", None) and not any(
-        experts_format(names, name.rpartition("_")[0]) for name in names
-    ):
+    quantized = text_config(config).get("quantization_config")
+    if quantized and not any(experts_format(names, name.rpartition("_")[0]) for name in names):
+        config.pop("quantization_config", None)
+        if find_wrapper(config):
+            config["text_config"].pop("quantization_config", None)
         write_json(output / "config.json", config)
 
 

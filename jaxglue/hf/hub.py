@@ -28,6 +28,7 @@ TEXTS = (
     "vocab.*",
     "merges.txt",
     "chat_template*",
+    "*processor_config.json",
     "LICENSE*",
     "NOTICE*",
 )

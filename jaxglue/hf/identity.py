@@ -18,6 +18,7 @@ from jaxglue.hf.checkpoint import open_checkpoint, read_config
 from jaxglue.hf.tensor_files import TensorFiles
 from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig, describe_as_earlier
+from jaxglue.models.wrapper import text_config
 
 _WHOLE = 4096
 """Elements of a tensor that is read whole."""
@@ -92,13 +93,13 @@ def identify(folder: str | Path) -> Identity:
         ValueError: a bad folder.
     """
     raw, files = read_config(folder), open_checkpoint(folder)
-    tied = {_COPY_OF_TIED} if raw.get("tie_word_embeddings") else set()
+    tied = {_COPY_OF_TIED} if text_config(raw).get("tie_word_embeddings") else set()
     names = files.tensors.keys() - tied
     experts = {name for name in names if _EXPERTS in name}
     kept = {name for name in names - experts if name.endswith(_UNQUANTIZED)}
     linears = names - experts - kept
     identity = {
-        "model_type": str(raw.get("model_type")),
+        "model_type": str(text_config(raw).get("model_type")),
         "settings": _settings(config_from_hf(raw)),
         "weights": digest_tensors(files, kept, any_float=True),
         "linears": digest_tensors(files, linears, any_float=True),

@@ -16,6 +16,7 @@ import numpy as np
 from jaxglue.hf.checkpoint import open_checkpoint, read_config
 from jaxglue.hf.tensor_files import TensorFiles
 from jaxglue.json_file import read_json
+from jaxglue.models.wrapper import TEXT_PATH, from_text_name, text_config, to_text_name
 
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 _MAGNITUDES = (".lora_magnitude_vector", ".lora_magnitude_vector.weight")
@@ -65,7 +66,11 @@ class _Expected:
     def __init__(self, base: TensorFiles, adapter: Path, *, tied: bool):
         self._base, self._tied, self._raw = base, tied, read_json(adapter / "adapter_config.json")
         files = TensorFiles([adapter / "adapter_model.safetensors"])
-        self._adapter = {key.removeprefix(_PREFIX): files.read(key).astype(np.float32) for key in files.tensors}
+        self._adapter, self._path = {}, TEXT_PATH
+        for key in files.tensors:
+            name, path = to_text_name(key.removeprefix(_PREFIX))
+            self._adapter[name] = files.read(key).astype(np.float32)
+            self._path = path if _A in key else self._path
 
     def row(self, name: str, row: int) -> np.ndarray | None:
         """Return a matrix's row; None where these rules do not tell."""
@@ -86,6 +91,7 @@ class _Expected:
 
     def _scale(self, module: str, rank: int) -> float:
         patterns: Mapping[str, Any] = self._raw.get("alpha_pattern") or {}
+        module = from_text_name(module, self._path)
         fits = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
         alpha = next(fits, self._raw["lora_alpha"])
         return alpha / (math.sqrt(rank) if self._raw.get("use_rslora") else rank)
@@ -111,4 +117,4 @@ class _Expected:
 
 
 def _is_tied(folder: str | Path) -> bool:
-    return bool(read_config(folder).get("tie_word_embeddings"))
+    return bool(text_config(read_config(folder)).get("tie_word_embeddings"))

@@ -13,7 +13,7 @@ import numpy as np
 from jaxglue.data.progress import DataProgress
 from jaxglue.hf.adapter import Adapter, check_adapter, load_adapter, vocabulary_matrix, warn_of_adapter_inside
 from jaxglue.hf.adapter_tensors import MAGNITUDE, PATHS, SCORE
-from jaxglue.hf.checkpoint import HEAD, open_checkpoint, read_config
+from jaxglue.hf.checkpoint import HEAD, open_checkpoint, read_config, stored_form, untie_files
 from jaxglue.hf.experts import expert_parts, find_source, part_shape, read_expanded
 from jaxglue.hf.export import copy_texts, describe_reward_model, expert_matrices, quantized_tensors
 from jaxglue.hf.export_check import ROWS_FILE, ExportCheck, check_merge, load_rows
@@ -36,6 +36,7 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.lora import base_shapes
 from jaxglue.models.parameters import abstract_parameters, quantized_names
+from jaxglue.models.wrapper import text_config, with_text
 from jaxglue.ops.choices import Quantize, Storage
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import FORMATS, Shape, Stored, experts_format, find_stored, is_unneeded
@@ -77,6 +78,7 @@ def export_adapter(
     require_empty(Path(output))
     rows = load_rows(Path(adapter).resolve().parent / ROWS_FILE)
     merge = MergedTensors(Path(base), Path(adapter), storage)
+    _refuse_quantized_others(open_checkpoint(base).others)
     assert merge.adapter is not None
     specs, made = merge.specs, FORMATS[experts]
     read: Callable[[str], np.ndarray] = merge.read
@@ -87,12 +89,22 @@ def export_adapter(
         if matrices:
             write_json(temporary / "config.json", read_config(temporary) | {"quantization_config": made.config()})
         _describe(merge, merge.adapter, Path(base), temporary)
-        write_shards(temporary, specs, read, max_shard_bytes, progress)
+        write_shards(temporary, *stored_form(base, specs, read), max_shard_bytes, progress)
         dtypes = merge.dtypes | ({np.dtype(jnp.float4_e2m1fn)} if matrices else set())
         check = check_merge(base, merge.config, merge.adapter, temporary, dtypes, rows)
         if merge.config.quantize == "none":
             check_input(base, adapter, temporary)
         return check
+
+
+def _refuse_quantized_others(others: Mapping[str, TensorInfo]) -> None:
+    """Raise ValueError for quantized parts around a text model, which is not quantized after the merge."""
+    for name, info in others.items():
+        if info.dtype.itemsize == 1 and info.dtype.kind != "b":
+            raise ValueError(
+                f"{name} in {info.file} is quantized ({info.dtype}), the merged text model is not: use the "
+                "unquantized original"
+            )
 
 
 class MergedTensors:
@@ -113,6 +125,9 @@ class MergedTensors:
         own = config_from_hf(read_config(base))
         loaded = None if folder is None else load_adapter(folder)
         own = own.scored if loaded and loaded.scores else own
+        own = loaded.adapted(own) if loaded else own
+        if not own.tie_word_embeddings and not own.scores:
+            untie_files(base, files)
         how: Storage = storage or (loaded.storage if loaded and own.quantize == "none" else own.quantize)
         if how == own.quantize != "none":
             require_stored(base, own)
@@ -186,9 +201,13 @@ class MergedTensors:
 
 def _describe(merge: "MergedTensors", adapter: Adapter, base: Path, output: Path) -> None:
     """Enter tokenizer, chat template, stop tokens and number of tokens of an adapter into a merged folder."""
-    raw = read_config(output)
-    if adapter.vocab_size > raw["vocab_size"]:
-        write_json(output / "config.json", raw | {"vocab_size": adapter.vocab_size})
+    raw = copied = read_config(output)
+    if adapter.vocab_size > text_config(raw)["vocab_size"]:
+        raw = with_text(raw, vocab_size=adapter.vocab_size)
+    if config_from_hf(raw).tie_word_embeddings and not merge.config.tie_word_embeddings and not adapter.scores:
+        raw = with_text(raw, tie_word_embeddings=False) | {"tie_word_embeddings": False}
+    if raw != copied:
+        write_json(output / "config.json", raw)
     own = has_tokenizer(adapter.folder)
     if adapter.trains_vocabulary and not own:
         _log.warning("%s has no tokenizer.json: the merged folder has the base's tokenizer", adapter.folder)

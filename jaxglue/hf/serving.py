@@ -31,11 +31,17 @@ def served_stops(folder: Path) -> frozenset[int]:
 
 
 def _listed(path: Path) -> list[int]:
-    stops = read_json(path).get("eos_token_id") if path.is_file() else None
+    stops = _read_settings(path).get("eos_token_id")
     tokens = stops if isinstance(stops, list) else [] if stops is None else [stops]
     if wrong := [token for token in tokens if type(token) is not int or abs(token) >= 2**31]:
         raise ValueError(f"{path}: eos_token_id: expected token ids, got {wrong[0]!r:.100}")
     return tokens
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """Return a file's settings, above those of the text model in a wrapper's; empty without the file."""
+    raw = read_json(path) if path.is_file() else {}
+    return {**text, **raw} if isinstance(text := raw.get("text_config"), dict) else raw
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, *folders: Path | None) -> frozenset[int]:
@@ -150,9 +156,9 @@ def write_stops(folder: Path, stops: Collection[int], base: Path | None = None) 
         base: folder of an adapter's base, whose end tokens are listed too.
     """
     path = folder / CONFIG
-    settings = read_json(path) if path.is_file() else {}
+    settings = _read_settings(path)
     if settings:
-        _enter(path, settings, settings.get("eos_token_id"), stops)
+        _enter(path, read_json(path), settings.get("eos_token_id"), stops)
     path = folder / GENERATION
     raw = read_json(path) if path.is_file() else _first_settings(settings, base)
     _enter(path, raw, raw.get("eos_token_id", settings.get("eos_token_id")), stops)
@@ -162,7 +168,7 @@ def _first_settings(settings: dict[str, Any], base: Path | None) -> dict[str, An
     """Return what a folder's first generation_config.json begins with."""
     if base is not None and (base / GENERATION).is_file():
         return read_json(base / GENERATION)
-    settings = read_json(base / CONFIG) if base is not None and (base / CONFIG).is_file() else settings
+    settings = _read_settings(base / CONFIG) if base is not None and (base / CONFIG).is_file() else settings
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {name: settings[name] for name in names if settings.get(name) is not None}
 

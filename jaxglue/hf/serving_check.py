@@ -24,6 +24,7 @@ from jaxglue.hf.serving import (
     token_names,
 )
 from jaxglue.json_file import parse_json, read_json
+from jaxglue.models.wrapper import text_config
 
 Chats = Sequence[Mapping[str, Any]]
 """Conversations, each of `messages` and `tools`."""
@@ -163,7 +164,7 @@ def inspect(folder: Path, base: Path | None = None) -> Iterator[Verdict]:
 
 
 def _inspect_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Verdict:
-    rows = (read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}).get("vocab_size")
+    rows = (text_config(read_json(folder / CONFIG)) if (folder / CONFIG).is_file() else {}).get("vocab_size")
     most = max(tokenizer.get_vocab().values())
     if isinstance(rows, int) and most >= rows:
         found = f"token {most}, but the model has {rows} rows"

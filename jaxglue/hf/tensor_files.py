@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from jaxglue.data.progress import DataProgress, NoProgress
 from jaxglue.data.store import UnchangedFile
+from jaxglue.models.wrapper import TensorNames, Wrapper
 from jaxglue.regular_file import open_regular
 
 INDEX = "model.safetensors.index.json"
@@ -54,12 +55,19 @@ class TensorInfo:
 class TensorFiles:
     """Safetensors files with checked headers; data are read on request, by several threads at once.
 
+    In a wrapper's folder, `tensors` are the text model's, under its names, and `others` those of the parts around it.
+
+    Args:
+        paths: of the files.
+        wrapper: around the text model.
+
     Raises:
         ValueError: a missing, truncated or corrupt file, an unsupported dtype, or a tensor in two files.
     """
 
-    def __init__(self, paths: Iterable[Path]):
+    def __init__(self, paths: Iterable[Path], wrapper: Wrapper | None = None):
         self.tensors: dict[str, TensorInfo] = {}
+        self.others: dict[str, TensorInfo] = {}
         self._metadata: dict[str, str] = {}
         for path in paths:
             tensors, metadata = _read_header(path)
@@ -67,10 +75,32 @@ class TensorFiles:
                 raise ValueError(f"tensor {name} is both in {self.tensors[name].file} and in {path}")
             self.tensors |= tensors
             self._metadata |= metadata
+        self.names = None if wrapper is None else TensorNames.of(wrapper, self.tensors)
+        if self.names is not None:
+            self._split(self.names)
+
+    def _split(self, names: TensorNames) -> None:
+        """Set the parts around the text model apart, and name its tensors as it does alone."""
+        stored, self.tensors = self.tensors, {}
+        for name, info in stored.items():
+            ours = names.ours(name)
+            if ours is None:
+                self.others[name] = info
+            elif ours in self.tensors:
+                raise ValueError(f"tensor {ours} has two names in {info.file}, of which one is {name}: remove one")
+            else:
+                self.tensors[ours] = info
+
+    def __contains__(self, stored: str) -> bool:
+        """Tell whether the files hold a tensor of this name."""
+        return stored in self.others or (stored if self.names is None else self.names.ours(stored)) in self.tensors
 
     def read(self, name: str) -> np.ndarray:
         """Read a tensor into its own memory."""
-        return self._read(name, 0, self.tensors[name].shape)
+        return self._read(name, 0, self._info(name).shape)
+
+    def _info(self, name: str) -> TensorInfo:
+        return self.tensors[name] if name in self.tensors else self.others[name]
 
     def metadata(self) -> dict[str, str]:
         """Return the texts that the files hold beside their tensors."""
@@ -88,7 +118,7 @@ class TensorFiles:
 
     def _read(self, name: str, first: int, shape: tuple[int, ...], buffer: np.ndarray | None = None) -> np.ndarray:
         """Read an array that begins at the tensor's element `first`; other threads run meanwhile."""
-        info = self.tensors[name]
+        info = self._info(name)
         size = math.prod(shape) * info.dtype.itemsize
         data = np.empty(size, np.uint8) if buffer is None else buffer[:size]
         _read_into(data, info.file, info.start + first * info.dtype.itemsize)
@@ -96,7 +126,8 @@ class TensorFiles:
 
     def mapped(self) -> "MappedFiles":
         """Return the same files, mapped into memory."""
-        return MappedFiles({info.file for info in self.tensors.values()})
+        wrapper = None if self.names is None else self.names.wrapper
+        return MappedFiles({info.file for info in (*self.tensors.values(), *self.others.values())}, wrapper)
 
 
 class MappedFiles(TensorFiles):
@@ -105,14 +136,15 @@ class MappedFiles(TensorFiles):
     A file that is replaced stays readable; one that is changed in place is refused.
     """
 
-    def __init__(self, paths: Iterable[Path]):
-        super().__init__(paths)
-        self._opened = {file: UnchangedFile(file) for file in {info.file for info in self.tensors.values()}}
+    def __init__(self, paths: Iterable[Path], wrapper: Wrapper | None = None):
+        super().__init__(paths, wrapper)
+        infos = (*self.tensors.values(), *self.others.values())
+        self._opened = {file: UnchangedFile(file) for file in {info.file for info in infos}}
         self._bytes = {file: opened.map(np.uint8).view(np.ndarray) for file, opened in self._opened.items()}
 
     def _read(self, name: str, first: int, shape: tuple[int, ...], buffer: np.ndarray | None = None) -> np.ndarray:
         assert buffer is None, "a view needs none"
-        info = self.tensors[name]
+        info = self._info(name)
         self._opened[info.file].check()
         start, size = info.start + first * info.dtype.itemsize, math.prod(shape) * info.dtype.itemsize
         return self._bytes[info.file][start : start + size].view(info.dtype).reshape(shape)

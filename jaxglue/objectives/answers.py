@@ -95,7 +95,7 @@ class PairObjective(AnswerObjective):
     @property
     def title(self) -> str:
         """Return the name with β."""
-        return f"{self.config.objective}, beta {self.config.beta:g}"
+        return f"{self.config.objective}, beta {self.beta:g}"
 
     def units(self, values: TargetValues, batch: Batch, answers: Answers) -> tuple[Values, list[Values]]:
         """Return the losses of pairs, and their metrics."""
@@ -127,7 +127,7 @@ class PairObjective(AnswerObjective):
         """Return the metrics of pairs by name."""
         scores = (pairs.chosen_mean, pairs.rejected_mean)
         scores = scores if self.by_token else (pairs.chosen_ratio, pairs.rejected_ratio)
-        chosen, rejected = (self.config.beta * score for score in scores)
+        chosen, rejected = (self.beta * score for score in scores)
         shown = scores if self.by_token else (pairs.chosen, pairs.rejected)
         return dict(zip(_PAIRS, (chosen, rejected, (chosen > rejected) * 1.0, chosen - rejected, *shown), strict=True))
 

@@ -22,7 +22,7 @@ class DPO(PairObjective):
 
     def losses(self, pairs: Pairs) -> Values:
         """Return the pairs' losses."""
-        beta, smoothing = self.config.beta, self.config.label_smoothing
+        beta, smoothing = self.beta, self.config.label_smoothing
         logits = beta * (pairs.chosen_ratio - pairs.rejected_ratio)
         chosen, rejected = beta * pairs.chosen_ratio, beta * pairs.rejected_ratio
         match self.config.loss_type:

@@ -11,4 +11,4 @@ class IPO(PairObjective):
 
     def losses(self, pairs: Pairs) -> Values:
         """Return the pairs' losses."""
-        return (pairs.mean_difference - 1 / (2 * self.config.beta)) ** 2
+        return (pairs.mean_difference - 1 / (2 * self.beta)) ** 2

@@ -32,7 +32,7 @@ class KTO(AnswerObjective):
     @property
     def title(self) -> str:
         """Return the name with β."""
-        return f"{self.config.objective}, beta {self.config.beta:g}"
+        return f"{self.config.objective}, beta {self.beta:g}"
 
     def units(self, values: TargetValues, batch: Batch, answers: Answers) -> tuple[Values, list[Values]]:
         """Return the losses of labeled answers, and their metrics' parts."""
@@ -42,14 +42,14 @@ class KTO(AnswerObjective):
         total, count = (psum(value.sum(), *BATCH_AXES) for value in (unrelated, answers.used))
         kl = jnp.maximum(total / jnp.maximum(count, 1), 0)
         ratio = sums[..., CHOSEN] - reference[..., CHOSEN]
-        rewards = self.config.beta * ratio
+        rewards = self.beta * ratio
         good = [rewards * desirable, sums[..., CHOSEN] * desirable, desirable]
         bad = [rewards * (1 - desirable), sums[..., CHOSEN] * (1 - desirable)]
         return self.losses(ratio, desirable, kl), [*good, *bad, jnp.broadcast_to(kl, ratio.shape)]
 
     def losses(self, ratio: Values, desirable: Values, kl: Float[Array, ""]) -> Values:
         """Return the losses of answers by log π/π_ref."""
-        beta = self.config.beta
+        beta = self.beta
         good = self.config.desirable_weight * (1 - sigmoid(beta * (ratio - kl)))
         bad = self.config.undesirable_weight * (1 - sigmoid(beta * (kl - ratio)))
         return jnp.where(desirable > 0, good, bad)

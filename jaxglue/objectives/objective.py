@@ -30,6 +30,10 @@ class TargetValues(Protocol):
         """Log-probabilities less log Σ p² over the vocabulary."""
 
     @property
+    def entropies(self) -> "Float[Array, 'B T']":
+        """Entropies of the distributions over the vocabulary, without a gradient; 0 where the loss weight is."""
+
+    @property
     def scores(self) -> "Float[Array, 'B T']":
         """Scores of the tokens under a reward model; 0 where the loss weight is."""
 
@@ -59,10 +63,27 @@ class Objective:
     """A reward model is trained: a score takes the place of the output projection."""
     learning_rates: ClassVar[Mapping[str, float]] = {"lora": 2e-4, "full": 2e-5}
     """Peak learning rates by training method."""
+    default_beta: ClassVar[float] = 0.1
+    """Strength of the tie to the reference where none is given."""
 
     @classmethod
     def check(cls, config: "ObjectiveConfig") -> None:
         """Refuse settings that contradict each other; override it to raise ValueError."""
+
+    @property
+    def beta(self) -> float:
+        """Return the strength of the tie to the reference."""
+        return self.default_beta if self.config.beta is None else self.config.beta
+
+    @property
+    def forks(self) -> bool:
+        """Tell whether segments of its batches have several continuations of one beginning."""
+        return self.answers is not None or self.needs_rollouts
+
+    @property
+    def temperature(self) -> float:
+        """Return the divisor of the logits of `TargetValues`, but for those of `cross_entropy`."""
+        return 1.0
 
     @property
     def sums(self) -> tuple[str, ...]:
@@ -147,6 +168,13 @@ OBJECTIVES = Registry(
         "orpo": "orpo:ORPO",
         "simpo": "simpo:SimPO",
         "reward": "reward:RewardModel",
+        "grpo": "policy:GRPO",
+        "dr_grpo": "policy:DrGRPO",
+        "dapo": "policy:DAPO",
+        "bnpo": "policy:BNPO",
+        "gspo": "policy:GSPO",
+        "cispo": "policy:CISPO",
+        "rloo": "policy:RLOO",
     }
 )
 """Every objective, in the order of `--help`."""

@@ -27,7 +27,7 @@ class ORPO(PairObjective):
 
     def losses(self, pairs: Pairs) -> Values:
         """Return the pairs' losses without the supervised part."""
-        return -self.config.beta * log_sigmoid(_log_odds(pairs))
+        return -self.beta * log_sigmoid(_log_odds(pairs))
 
     def measures(self, pairs: Pairs) -> dict[str, Values]:
         """Return the metrics of pairs by name."""

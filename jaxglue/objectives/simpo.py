@@ -11,5 +11,5 @@ class SimPO(PairObjective):
 
     def losses(self, pairs: Pairs) -> Values:
         """Return the pairs' losses."""
-        logits = self.config.beta * (pairs.chosen_mean - pairs.rejected_mean) - self.config.simpo_gamma
+        logits = self.beta * (pairs.chosen_mean - pairs.rejected_mean) - self.config.simpo_gamma
         return smoothed(logits, self.config.label_smoothing)

@@ -155,18 +155,18 @@ def _units(bounds: Int[np.ndarray, "S+1"], sizes: Int[np.ndarray, "S+1"], T: int
     return units
 
 
-Fork = tuple[int, int, int]
-"""Tokens of a common beginning, of a first and of a second continuation."""
+Fork = Sequence[int]
+"""Tokens of a common beginning, and of each of its continuations."""
 
 
 def pack_forks(rows: Sequence[Sequence[Fork]], *, seq_len: int, max_segments: int | None = None) -> PackedSegments:
-    """Build the metadata, in numpy, of rows whose segments have two continuations of one beginning.
+    """Build the metadata, in numpy, of rows whose segments have several continuations of one beginning.
 
-    Both continuations see the beginning, at the same positions after it, and not each other. A beginning's `ends` are
-    the segment's, a continuation's its own.
+    Continuations see the beginning, at the same positions after it, and not each other. A beginning's `ends` are the
+    segment's, a continuation's its own.
 
     Args:
-        rows: segments of each row, in order, laid out as beginning, first, second; a part may have no token.
+        rows: segments of each row, in order, laid out as beginning, first, second, …; a part may have no token.
         seq_len, max_segments: of `pack_segments`.
 
     Raises:
@@ -178,12 +178,15 @@ def pack_forks(rows: Sequence[Sequence[Fork]], *, seq_len: int, max_segments: in
     ends, positions = np.array(whole.ends), np.array(whole.positions)
     gap_starts, gap_ends = np.zeros((2, *ends.shape), np.int32)
     for b, row in enumerate(rows):
-        for start, (shared, first, second) in zip(np.asarray(whole.cu_seqlens)[b], row, strict=False):
-            fork = start + shared
-            middle, stop = fork + first, fork + first + second
-            ends[b, fork:middle] = middle
-            positions[b, middle:stop] -= first
-            gap_starts[b, middle:stop], gap_ends[b, middle:stop] = fork, middle
+        for start, (shared, *continuations) in zip(np.asarray(whole.cu_seqlens)[b], row, strict=False):
+            fork = begin = start + shared
+            for size in continuations:
+                own = slice(begin, begin + size)
+                ends[b, own] = begin + size
+                positions[b, own] -= begin - fork
+                if begin > fork:
+                    gap_starts[b, own], gap_ends[b, own] = fork, begin
+                begin += size
     gap_ends[np.asarray(whole.segment_ids) == 0] = seq_len
     fields: dict[str, Any] = {"ends": ends, "positions": positions, "gap_starts": gap_starts, "gap_ends": gap_ends}
     return replace(whole, **fields)

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jaxglue.engine.layer_forms import explain_forms
-from jaxglue.models.families import find_family
 from jaxglue.ops.attention import ATTENTION
 from jaxglue.ops.backend import BackendChoice, compute_capability
 from jaxglue.ops.cross_entropy import CROSS_ENTROPY
@@ -65,9 +64,7 @@ def layer_forms(workload: Workload) -> dict[str, BackendChoice]:
 
 def rotation_choice(workload: Workload) -> BackendChoice:
     """Return the backend of rotary embeddings and norms of heads."""
-    halves = all(rotary.turns_whole_halves for rotary in workload.config.rotaries)
-    style = find_family(workload.config.model_type).parts.norm
-    return NORM_ROPE.choose(compute_capability(), workload.dtype, halves, style)
+    return NORM_ROPE.choose(compute_capability(), workload.dtype)
 
 
 def attention_choice(
@@ -77,7 +74,7 @@ def attention_choice(
     long, model = long_slots is not None, workload.config
     windows, kind = model.layer_windows, BatchKind(long, min(slots, long_slots or slots))
     window = None if long and None in windows else next(filter(None, windows), None)
-    forked = workload.objective.answers is not None and not refuse_shared_prompt(config, model)
+    forked = workload.objective.forks and not refuse_shared_prompt(config, model)
     shape = attention_shape(model, workload.dtype, workload.seq_len, kind, window=window, forked=forked)
     return ATTENTION.choose(compute_capability(), shape, backend=attention)
 

@@ -40,6 +40,7 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.file_param import FileParam
 from jaxglue.models.lora import LoraConfig
 from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params, flatten_names, hf_name
+from jaxglue.models.wrapper import with_text
 from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.ops.quant.fp8 import E4M3
 from jaxglue.training.checkpoint import Checkpoints
@@ -299,7 +300,8 @@ def export_result(
     if write:
         identity = identify(kept_base) if kept_base else base_identity(config, run.base)
         tied = run.base.tie_word_embeddings
-        save_adapter(output, adapter, config.lora, kept_base or base, identity, tied=tied)
+        path = run.base.text_path
+        save_adapter(output, adapter, config.lora, kept_base or base, identity, tied=tied, text_path=path)
         run.vocabulary.tokenizer.save_pretrained(output)
         if not config.objective.kind.trains_scores:
             write_stops(output, run.stops, Path(base))
@@ -336,7 +338,7 @@ def _finish_folder(run: Exportable, folder: Path) -> None:
     """Describe the trained model in a folder: number of tokens, tokenizer, chat template, and stop tokens or score."""
     vocabulary = run.vocabulary
     if vocabulary.changes:
-        write_json(folder / "config.json", read_config(folder) | {"vocab_size": vocabulary.size})
+        write_json(folder / "config.json", with_text(read_config(folder), vocab_size=vocabulary.size))
     write_tokenizer(folder, vocabulary.tokenizer)
     if run.config.objective.kind.trains_scores:
         describe_reward_model(folder, vocabulary.tokenizer)

@@ -27,6 +27,7 @@ _LOCK = ".jaxglue-run.lock"
 """Locked while that process lives; the system frees it after a crash."""
 _WRITTEN = (
     *("config.toml", "metrics.jsonl", "samples.jsonl", "summary.json", "trackers.json", "loss.png"),
+    *("rollouts.jsonl", "rollouts.html", "rollouts"),
     *("adapter", "adapter-last", "base", "model", "model-last", "checkpoints", "profile"),
     *("tensorboard", "wandb", "trackio", "mlflow"),
     *(_OWNER, _LOCK, MANIFEST),
@@ -36,7 +37,10 @@ _REPLACED_WHOLE = ("base", "checkpoints", "model", "model-last")
 """Folders in which a run deletes and replaces folders."""
 _SHARED_SECONDS = 15
 """Time for another host to see a file of process 0."""
-_FILES = ("config.toml", "metrics.jsonl", "samples.jsonl", "summary.json", "trackers.json", "loss.png")
+_FILES = (
+    *("config.toml", "metrics.jsonl", "samples.jsonl", "summary.json", "trackers.json", "loss.png"),
+    *("rollouts.jsonl", "rollouts.html"),
+)
 _LINES = ("metrics.jsonl", "samples.jsonl", MANIFEST)
 _LONGEST = 4096
 """Characters of a path."""
@@ -193,18 +197,24 @@ class RunFolder:
 
     def __init__(self, path: Path, *, overwrite: bool = False, processes: Processes = SINGLE_PROCESS):
         self.path, self._overwrite, self._processes = path, overwrite, processes
+        self._is_aside = False
+        """The run before was moved."""
         self._files = RunFiles(path, write=processes.is_main)
 
     @contextlib.contextmanager
     def replacing(self) -> Iterator[None]:
-        """Move the run before aside; it comes back if an error ends the context before the first checkpoint."""
+        """Move the run before aside; it comes back if an error ends the context before the first checkpoint.
+
+        A second context of the same run goes on with the first one's files.
+        """
         if not self._overwrite:
             yield
             return
-        with self._processes.main_process_first():
-            if self._processes.is_main:
-                set_aside(self.path)
-        self._files = RunFiles(self.path, write=self._processes.is_main)
+        if not self._is_aside:
+            with self._processes.main_process_first():
+                if self._processes.is_main:
+                    set_aside(self.path)
+            self._files, self._is_aside = RunFiles(self.path, write=self._processes.is_main), True
         try:
             yield
         except BaseException:

@@ -9,6 +9,7 @@ from jaxglue.hf.checkpoint import read_config
 from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora_config import LoraConfig
+from jaxglue.models.wrapper import text_config
 from jaxglue.planner.workload import Workload, abstract_parts
 from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.training.checks import check_dropout, check_model
@@ -24,7 +25,7 @@ def read_architecture(config: TrainConfig, folder: Path) -> DecoderConfig:
     """Return the architecture of a model folder, as its experts and linear layers are stored in this run."""
     raw = read_config(folder)
     model = config_from_hf(raw)
-    check_dropout(config.model.model, raw)
+    check_dropout(config.model.model, text_config(raw))
     if model.scores and not config.objective.kind.trains_scores:
         raise ValueError(
             f"{config.model.model} is a reward model, which --objective {config.objective.objective} cannot train: use "
@@ -57,13 +58,14 @@ def settle[C: TrainConfig](
         run = replace(run, batch_size=run.per_device_batch_size * shards, per_device_batch_size=None)
     if vocabulary is not None:
         lora = _trained_parts(lora, adapter, vocabulary, full=config.model.method == "full")
+    lora = replace(lora, dropout=lora.dropout or 0.0)
     return replace(config, run=run, lora=lora, data=config.data.within(model.max_position_embeddings))
 
 
 def _trained_parts(lora: LoraConfig, adapter: "Adapter | None", vocabulary: "Vocabulary", *, full: bool) -> LoraConfig:
     """Return the settings of a run's adapters: those of the one it trains on from, and with the rows of new tokens."""
     if adapter is not None:
-        lora = replace(adapter.config, dropout=lora.dropout or adapter.config.dropout)
+        lora = replace(adapter.config, dropout=adapter.config.dropout if lora.dropout is None else lora.dropout)
     if full or not vocabulary.new_rows:
         return lora
     rows = {*lora.trainable_token_indices, *vocabulary.new_rows}

@@ -110,6 +110,7 @@ def test_chat_template_file_replaces_the_tokenizers(tmp_path, prepare, write_jso
 
 
 USER = {"role": "user", "content": "What is 1?"}
+QA = {"question": "What is 1?", "answer": "1"}
 
 
 @pytest.mark.parametrize(
@@ -138,6 +139,7 @@ USER = {"role": "user", "content": "What is 1?"}
             {},
             r"data.jsonl:1: message 2: arguments of a tool call: malformed JSON",
         ),
+        ([{**QA, "image": None}, {**QA, "image": "b.png"}], {}, r"data.jsonl:2: 'image' is not read, as only text is"),
         ([{"messages": [USER]}], {}, r"data.jsonl:1: no assistant turn to train on, only of user: remove"),
         ([{"text": ""}], {}, "the loss mask leaves no token to train on in any row"),
         ([{"text": "What"}], {"vocab_size": 5}, r"token id \d+, but the model's vocabulary has 5 entries"),

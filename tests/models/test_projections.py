@@ -106,7 +106,7 @@ class _Neighbor:
     dropout_key = router_losses = None
     fp8 = False
 
-    def rotate(self, q, k, rotary, norms):
+    def rotate(self, q, k, rotary, norms, factor):
         return q, k
 
     def attend(self, q, k, v, *, window, sinks, softcap):

@@ -25,8 +25,7 @@ from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT, PackedSegments
 
 __all__ = ["ATTENTION", "AttentionShape", "Rotation", "packed_attention", "rotated_attention"]
 
-_TRITON_HEAD_DIMS = (64, 96, 128, 256)
-_HOPPER_HEAD_DIMS = (64, 128)
+_HOPPER_HEAD_DIMS = (64, 128, 256)
 _ROTATED_HEAD_DIMS = (128, 256)
 """Head dims whose gradients go through rotation; ptxas serializes the matmuls of narrower ones in the keys' kernel."""
 _HOPPER_WINDOW = 1024
@@ -52,7 +51,7 @@ class AttentionShape:
     """Most visible pairs are in long documents (`PackedSegments.long`)."""
     window: int | None = None
     forked: bool = False
-    """Segments have two continuations of one beginning (`pack_forks`)."""
+    """Segments have several continuations of one beginning (`pack_forks`)."""
     softcap: float | None = None
     """Bound of the scores (Gemma 2)."""
 
@@ -63,6 +62,11 @@ class AttentionShape:
             )
 
 
+def _check_head_dim(shape: AttentionShape) -> None:
+    if shape.head_dim > 256 or shape.head_dim % 8:
+        raise NotImplementedError(f"head dim must be a multiple of 8 up to 256, got {shape.head_dim}")
+
+
 def _check_uncapped(shape: AttentionShape) -> None:
     if shape.softcap is not None:
         raise NotImplementedError("scores are capped")
@@ -71,8 +75,7 @@ def _check_uncapped(shape: AttentionShape) -> None:
 def _check_cudnn(capability: Capability | None, shape: AttentionShape) -> None:
     check_capability(capability, HOPPER)
     _check_uncapped(shape)
-    if shape.head_dim > 256 or shape.head_dim % 8:
-        raise NotImplementedError(f"head dim must be a multiple of 8 up to 256, got {shape.head_dim}")
+    _check_head_dim(shape)
     check_half(shape.dtype)
     if shape.forked:
         raise NotImplementedError("forked segments need another mask than causal")
@@ -86,7 +89,6 @@ def _load_cudnn(_: Capability, shape: AttentionShape) -> AttentionBackend:
 
 def _check_hopper(capability: Capability | None, shape: AttentionShape) -> None:
     check_triton(capability, shape.dtype)
-    _check_uncapped(shape)
     if capability is None or capability != HOPPER:
         got = ".".join(map(str, capability or ()))
         raise NotImplementedError(f"its instructions need compute capability 9.0, got {got}")
@@ -104,9 +106,7 @@ def _load_hopper(capability: Capability, shape: AttentionShape) -> AttentionBack
 
 def _check_triton(capability: Capability | None, shape: AttentionShape) -> None:
     check_triton(capability, shape.dtype)
-    _check_uncapped(shape)
-    if shape.head_dim not in _TRITON_HEAD_DIMS:
-        raise NotImplementedError(f"head dim must be one of {_TRITON_HEAD_DIMS}, got {shape.head_dim}")
+    _check_head_dim(shape)
 
 
 def _load_triton(capability: Capability, shape: AttentionShape) -> AttentionBackend:
@@ -124,6 +124,8 @@ def _order(shape: AttentionShape) -> tuple[str, ...]:
     if not (shape.long and suits):
         return "triton", "cudnn", "hopper"
     few = wide and unbounded and shape.segment_slots <= FEW_DOCUMENTS
+    if shape.head_dim > 128:
+        return ("cudnn", "triton", "hopper") if few else ("triton", "cudnn", "hopper")
     return ("hopper", "cudnn", "triton") if few else ("hopper", "triton", "cudnn")
 
 
@@ -209,7 +211,7 @@ def _attend(
     if kernels is None:
         out = reference_attention(q, k, v, segments, window=window, sinks=sinks, softcap=softcap)
         return checkpoint_name(out, ATTENTION_OUT)
-    return flash_attention(FlashSpec(backend=kernels, window=window), q, k, v, sinks, segments)
+    return flash_attention(FlashSpec(backend=kernels, window=window, softcap=softcap), q, k, v, sinks, segments)
 
 
 def _shape(

@@ -6,6 +6,7 @@ import triton.language as tl
 from jaxglue.ops.attention.kernels import (
     LOG2_E,
     MASKED,
+    capped,
     gaps,
     jump,
     key_tile,
@@ -50,7 +51,7 @@ def query_gradient(q, k, v, starts, out, lse, dout, delta, row, first, end, pack
             j, before = tl.where(i < bend, i, i + shift), tl.where(before < bend, before, before + shift)
         k_tile = load_tile(k, row, j, kv_head, spec.K, spec.block_n, 1, spec.descriptors, spec)
         v_tile = load_tile(v, row, j, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, spec.descriptors, spec)
-        scores = tl.dot(q_tile, tl.trans(k_tile))
+        scores = capped(tl.dot(q_tile, tl.trans(k_tile)), spec)
         dweights = tl.dot(dout_tile, tl.trans(v_tile))
         if spec.late:
             before_tile = load_tile(k, row, before, kv_head, spec.K, spec.block_n, 1, spec.descriptors, spec)
@@ -65,8 +66,10 @@ def query_gradient(q, k, v, starts, out, lse, dout, delta, row, first, end, pack
                 visible &= (keys[None, :] < gap_starts[:, None]) | (keys[None, :] >= gap_ends[:, None])
                 visible &= (keys[None, :] < skipped) | (i >= bend)
             scores = tl.where(visible, scores, MASKED)
-        weights = tl.exp2(scores * (spec.scale * LOG2_E) - row_lse[:, None])
+        weights = tl.exp2(scores * (spec.factor * LOG2_E) - row_lse[:, None])
         dscores = weights * (dweights - row_delta[:, None])
+        if spec.softcap is not None:
+            dscores *= 1.0 - scores * scores
         if not spec.late:
             acc = tl.dot(dscores.to(k_tile.dtype), k_tile, acc)
     if spec.late:
@@ -124,7 +127,7 @@ def key_value_gradients(q, k, v, ends, lse, delta, dout, row, first, end, kv_hea
             dout_tile = load_tile(dout, row, i, pack * spec.P, N, TOKENS, spec.P, spec.descriptors, spec)
             row_lse = tl.load(lse + stats, mask=tokens < spec.T, other=0.0) * LOG2_E
             row_delta = tl.load(delta + stats, mask=tokens < spec.T, other=0.0)
-            scores = tl.dot(k_tile, tl.trans(q_tile))
+            scores = capped(tl.dot(k_tile, tl.trans(q_tile)), spec)
             dweights = tl.dot(v_tile, tl.trans(dout_tile))
             cut = (i < last) | (i + TOKENS > all_stop)
             if FAR:
@@ -135,9 +138,11 @@ def key_value_gradients(q, k, v, ends, lse, delta, dout, row, first, end, kv_hea
                     reached = tl.load(ends + spec.T + tokens, mask=tokens < spec.T, other=0)
                     visible &= reached[None, :] < positions[:, None] + spec.window
                 scores = tl.where(visible, scores, MASKED)
-            weights = tl.exp2(scores * (spec.scale * LOG2_E) - row_lse[None, :])
+            weights = tl.exp2(scores * (spec.factor * LOG2_E) - row_lse[None, :])
             dv_acc = tl.dot(weights.to(dout_tile.dtype), dout_tile, dv_acc)
             dscores = weights * (dweights - row_delta[None, :])
+            if spec.softcap is not None:
+                dscores *= 1.0 - scores * scores
             dk_acc = tl.dot(dscores.to(q_tile.dtype), q_tile, dk_acc)
     return dk_acc * spec.scale, dv_acc
 

@@ -16,8 +16,9 @@ _LAYOUT = "BTNH"
 class CudnnAttention:
     """`AttentionBackend` by cuDNN ≥ 9 on Hopper and newer; lse is [B·S, N, T], T tokens for each segment slot."""
 
-    def forward(self, q, k, v, sinks, segments, *, window):
+    def forward(self, q, k, v, sinks, segments, *, window, softcap=None):
         """Return (out, lse)."""
+        assert softcap is None
         lengths, offsets = _ragged(segments)
         out, lse = fused.dot_product_attention(
             q, k, v, q_seqlen=lengths, kv_seqlen=lengths, q_offsets=offsets, kv_offsets=offsets,
@@ -28,7 +29,7 @@ class CudnnAttention:
             out, lse = _add_sinks(out, lse, sinks, segments)
         return _without_padding(out, segments), lse
 
-    def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window) -> Gradients:
+    def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window, softcap=None) -> Gradients:
         """Return (dq, dk, dv, dsinks); cuDNN needs no sinks, for `out` and `lse` include them."""
         lengths, offsets = _ragged(segments)
         unused = jnp.zeros(0, q.dtype)

@@ -29,8 +29,8 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Finite: a row's sums before its first visible key are wiped without NaNs when that key comes. A power of two: scaling
-# it is exact, where a fused multiply-add could leave a rounding error of 1e22 as exponent.
-MASKED = tl.constexpr(-(2.0**100))
+# it is exact, where a fused multiply-add could leave a large rounding error as exponent. Its square is finite, too.
+MASKED = tl.constexpr(-(2.0**60))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +44,12 @@ class KernelSpec:
     P: int
     H: int
     width: int
-    """Columns of a tile: H, or the next power of two."""
+    """Columns of a tile: H, or the next power of two that matmuls can read."""
     scale: float
     window: int
     """0 for none."""
     forks: bool
+    softcap: float | None = None
     has_sinks: bool = False
     norm_eps: float | None = None
     """Added to a mean square by the norms before rotation; None where there are none."""
@@ -63,6 +64,11 @@ class KernelSpec:
     """Lines of a tile of queries: tokens times P."""
     block_n: int = 0
     """Keys of a tile."""
+
+    @property
+    def factor(self) -> float:
+        """Return what turns `capped` values into scores."""
+        return self.scale if self.softcap is None else self.softcap
 
 
 @triton.jit
@@ -180,6 +186,15 @@ def store_tile(target, value, row, token, end, head, HEADS: tl.constexpr, TOKENS
 
 
 @triton.jit
+def capped(products, spec: tl.constexpr):
+    """Return the products of queries and keys, or with a softcap tanh(scale · product / softcap)."""
+    if spec.softcap is not None:
+        return 1.0 - 2.0 / (1.0 + tl.exp2(products * (2.0 * spec.scale * LOG2_E / spec.softcap)))
+    else:
+        return products
+
+
+@triton.jit
 def last_tile(low, stop, BLOCK_N: tl.constexpr):
     """Return the first key of the last of the tiles from `low` to `stop`; `low` if there are none."""
     return low + tl.maximum(tl.cdiv(stop - low, BLOCK_N) - 1, 0) * BLOCK_N
@@ -218,7 +233,7 @@ def forward_kernel(q, k, v, sinks, starts, units, out, lse, spec: tl.constexpr):
         if spec.forks:
             j, before = tl.where(i < bend, i, i + shift), tl.where(before < bend, before, before + shift)
         k_tile = load_tile(k, row, j, kv_head, spec.K, spec.block_n, 1, spec.descriptors, spec)
-        scores = tl.dot(q_tile, tl.trans(k_tile))
+        scores = capped(tl.dot(q_tile, tl.trans(k_tile)), spec)
         if spec.late:
             v_tile = load_tile(
                 v, row, before, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, spec.descriptors, spec
@@ -234,8 +249,8 @@ def forward_kernel(q, k, v, sinks, starts, units, out, lse, spec: tl.constexpr):
                 visible &= (keys[None, :] < gap_starts[:, None]) | (keys[None, :] >= gap_ends[:, None])
                 visible &= (keys[None, :] < skipped) | (i >= bend)
             scores = tl.where(visible, scores, MASKED)
-        new_peak = tl.maximum(peak, tl.max(scores, 1) * (spec.scale * LOG2_E))
-        weights = tl.exp2(scores * (spec.scale * LOG2_E) - new_peak[:, None])
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * (spec.factor * LOG2_E))
+        weights = tl.exp2(scores * (spec.factor * LOG2_E) - new_peak[:, None])
         alpha = tl.exp2(peak - new_peak)
         total = total * alpha + tl.sum(weights, 1)
         if not spec.late:

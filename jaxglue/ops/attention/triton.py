@@ -36,24 +36,25 @@ class TritonAttention(Launcher):
         """Return whether tiles are loaded through the tensor memory accelerator."""
         return self.compute_capability >= 90
 
-    def forward(self, q, k, v, sinks, segments, *, window):
+    def forward(self, q, k, v, sinks, segments, *, window, softcap=None):
         """Return (out, lse)."""
         sizes, tiles = KernelSizes.of(q, k), self.tiles.forward
         count, units, unit = _tiles_in_order(segments, tiles.block_m // sizes.P)
         q_tile, by_descriptor = self._query_tile(q, tiles, sizes)
+        spec = _spec(sizes, v, window, segments, softcap)
         return self._launch_tiles(
             kernels.forward_kernel,
             (q_tile, *self._tiled((k, v), tiles.block_n, 1), q if sinks is None else sinks, _starts(segments), units),
             (shape_dtype_of(q), sizes.statistics()),
             (count * sizes.packs, sizes.B),
             tiles,
-            replace(_spec(sizes, v, window, segments), has_sinks=sinks is not None, q_descriptor=by_descriptor, **unit),
+            replace(spec, has_sinks=sinks is not None, q_descriptor=by_descriptor, **unit),
             KernelKind.ATTENTION_FORWARD,
         )
 
-    def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window) -> Gradients:
+    def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window, softcap=None) -> Gradients:
         """Return (dq, dk, dv, dsinks)."""
-        spec, given = _spec(KernelSizes.of(q, k), v, window, segments), (out, lse, dout)
+        spec, given = _spec(KernelSizes.of(q, k), v, window, segments, softcap), (out, lse, dout)
         dq, delta = self._query_gradient(backward_kernels.dq_kernel, q, (q, k, v), segments, given, spec)
         types = shape_dtype_of(k), shape_dtype_of(v)
         arrays = (q, k, v), segments, (lse, delta, dout)
@@ -112,7 +113,7 @@ class TritonAttention(Launcher):
         A tile loaded by descriptor lies in registers, which pays for small tiles of wide heads. Triton 3.7.1 multiplies
         it wrongly where a tile has as many keys as a head has columns.
         """
-        width = triton.next_power_of_2(sizes.H)
+        width = _width(sizes.H)
         by_descriptor = self.descriptors and width >= 128 and tiles.block_m <= 64 and tiles.block_n < width
         tile = _descriptor(q, tiles.block_m // sizes.P, sizes.P) if by_descriptor else q
         return tile, by_descriptor
@@ -163,7 +164,9 @@ class KernelSizes:
         return sizes | {"WINDOW": window or 0, "SCALE": self.H**-0.5}
 
 
-def _spec(sizes: KernelSizes, v, window: int | None, segments: PackedSegments) -> KernelSpec:
+def _spec(
+    sizes: KernelSizes, v, window: int | None, segments: PackedSegments, softcap: float | None = None
+) -> KernelSpec:
     """Return the constants of a call, but not its tiles'."""
     return KernelSpec(
         T=sizes.T,
@@ -172,11 +175,17 @@ def _spec(sizes: KernelSizes, v, window: int | None, segments: PackedSegments) -
         G=sizes.G,
         P=sizes.P,
         H=sizes.H,
-        width=triton.next_power_of_2(sizes.H),
+        width=_width(sizes.H),
         scale=sizes.H**-0.5,
         window=window or 0,
         forks=segments.gap_starts is not None,
+        softcap=softcap,
     )
+
+
+def _width(H: int) -> int:
+    """Return the columns of a tile: a power of two that matmuls can read."""
+    return max(triton.next_power_of_2(H), 16)
 
 
 def _tiles_in_order(segments: PackedSegments, tokens: int) -> tuple[int, Int[Array, "..."], dict]:
@@ -212,7 +221,7 @@ def _ends(segments: PackedSegments, window: int) -> Int[Array, "B *bounds T"]:
 
 def _descriptor(x: Float[Array, "B T N H"], tokens: int, heads: int) -> TensorDescriptor:
     B, T, N, H = x.shape
-    return TensorDescriptor.from_array(x.reshape(B * T, N, H), (tokens, heads, triton.next_power_of_2(H)))
+    return TensorDescriptor.from_array(x.reshape(B * T, N, H), (tokens, heads, _width(H)))
 
 
 def sink_gradient(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -17,10 +17,14 @@ Gradients = tuple[Array, Array, Array, Array | None]
 class AttentionBackend(Protocol):
     """Kernels of a forward and backward pass; `lse` is float32, includes the sinks, and each backend has its layout."""
 
-    def forward(self, q, k, v, sinks, segments, *, window: int | None) -> tuple[Array, Array]:
+    def forward(
+        self, q, k, v, sinks, segments, *, window: int | None, softcap: float | None = None
+    ) -> tuple[Array, Array]:
         """Return (out, lse)."""
 
-    def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window: int | None) -> Gradients:
+    def backward(
+        self, q, k, v, sinks, segments, out, lse, dout, *, window: int | None, softcap: float | None = None
+    ) -> Gradients:
         """Return (dq, dk, dv, dsinks); dsinks is None without sinks."""
 
 
@@ -30,6 +34,12 @@ class FlashSpec:
 
     backend: AttentionBackend
     window: int | None
+    softcap: float | None = None
+
+    @property
+    def scores(self) -> dict[str, Any]:
+        """Return the keywords of a backend's passes."""
+        return {"window": self.window, "softcap": self.softcap}
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -42,17 +52,17 @@ def flash_attention(
     segments: PackedSegments,
 ) -> Float[Array, "B T N H"]:
     """Compute packed attention by a fused backend."""
-    return spec.backend.forward(q, k, v, sinks, segments, window=spec.window)[0]
+    return spec.backend.forward(q, k, v, sinks, segments, **spec.scores)[0]
 
 
 def _flash_forward(spec, q, k, v, sinks, segments):
-    out, lse = spec.backend.forward(q, k, v, sinks, segments, window=spec.window)
+    out, lse = spec.backend.forward(q, k, v, sinks, segments, **spec.scores)
     out, lse = checkpoint_name(out, ATTENTION_OUT), checkpoint_name(lse, ATTENTION_LSE)
     return out, (q, k, v, sinks, segments, out, lse)
 
 
 def _flash_backward(spec, residuals, dout):
-    gradients = spec.backend.backward(*residuals, dout, window=spec.window)
+    gradients = spec.backend.backward(*residuals, dout, **spec.scores)
     return *gradients, None
 
 

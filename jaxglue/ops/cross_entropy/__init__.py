@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from jaxglue.ops.backend import Backend, Capability, Operation, check_triton
 from jaxglue.ops.cross_entropy.chunks import ChunkSpec
 from jaxglue.ops.cross_entropy.fp8 import fp8_cross_entropy, reference_scaled_cross_entropy
-from jaxglue.ops.cross_entropy.log_probs import chunked_log_probs, chunked_log_sum_squares
+from jaxglue.ops.cross_entropy.log_probs import chunked_entropies, chunked_log_probs, chunked_log_sum_squares
 from jaxglue.ops.cross_entropy.reference import CappedCrossEntropy, cap_logits, reference_cross_entropy
 from jaxglue.ops.cross_entropy.scores import linear_scores
 from jaxglue.ops.cross_entropy.vjp import Rows, chunked_cross_entropy
@@ -20,6 +20,7 @@ __all__ = [
     "cap_logits",
     "chunk_size",
     "linear_cross_entropy",
+    "linear_entropies",
     "linear_log_probs",
     "linear_scores",
     "log_sum_squares",
@@ -30,10 +31,12 @@ LOGITS_BYTES = 2**30
 """Memory for the float32 logits of a chunk."""
 
 
-def _check_call(capability: Capability | None, dtype, softcap: float | None = None) -> None:
+def _check_call(capability: Capability | None, dtype, softcap: float | None = None, temperature: float = 1.0) -> None:
     check_triton(capability, dtype)
     if softcap is not None:
         raise NotImplementedError("logits are capped")
+    if temperature != 1:
+        raise NotImplementedError("logits are divided by a temperature")
 
 
 def _load(capability: Capability, *call: Any) -> Any:
@@ -99,6 +102,7 @@ def linear_log_probs(
     chunk: int | None = None,
     *,
     softcap: float | None = None,
+    temperature: float = 1.0,
     backend: str = "auto",
 ) -> Float[Array, " M"]:
     """Return each token's counted · log softmax(x·Wᵀ)[target], float32.
@@ -113,12 +117,31 @@ def linear_log_probs(
         counted: 1, or 0 for positions without a prediction. Not differentiated.
         chunk: tokens whose logits exist at a time; `chunk_size` by default.
         softcap: c of logits c·tanh(logit / c) (Gemma 2); None for none.
+        temperature: divides the logits, within their cap; kernels serve 1 alone.
         backend: `auto`, `reference` or `triton`; see `CROSS_ENTROPY.choose`.
 
     Raises:
         ValueError: a named backend that cannot serve.
     """
-    return chunked_log_probs(_spec(x, weight, chunk, backend, softcap=softcap), x, weight, targets, counted)
+    spec = _spec(x, weight, chunk, backend, softcap=softcap, temperature=temperature)
+    return chunked_log_probs(spec, x, weight, targets, counted)
+
+
+def linear_entropies(
+    x: Float[Array, "M D"],
+    weight: Float[Array, "V D"],
+    counted: Float[Array, " M"],
+    chunk: int | None = None,
+    *,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+) -> Float[Array, " M"]:
+    """Return each token's counted · entropy of softmax(x·Wᵀ) in nats, float32, without a gradient.
+
+    The arguments are those of `linear_log_probs`.
+    """
+    spec = _spec(x, weight, chunk, "reference", softcap=softcap, temperature=temperature)
+    return chunked_entropies(spec, x, lax.stop_gradient(weight), counted)
 
 
 def log_sum_squares(
@@ -145,15 +168,23 @@ def _check(x: Array, weight: Array, targets: Array, loss_weights: Array) -> None
 
 
 def _spec(
-    x: Array, weight: Array, chunk: int | None, backend: str, *, fp8: bool = False, softcap: float | None = None
+    x: Array,
+    weight: Array,
+    chunk: int | None,
+    backend: str,
+    *,
+    fp8: bool = False,
+    softcap: float | None = None,
+    temperature: float = 1.0,
 ) -> ChunkSpec:
-    kernels = CROSS_ENTROPY.load(x.dtype, softcap, backend=backend)
+    kernels = CROSS_ENTROPY.load(x.dtype, softcap, temperature, backend=backend)
     chunk = chunk or chunk_size(len(weight))
     if fp8:
         scaled = kernels.scaled if kernels else reference_scaled_cross_entropy
         return ChunkSpec(cross_entropy=scaled, chunk=chunk)
-    if softcap is not None:
-        return ChunkSpec(cross_entropy=CappedCrossEntropy(softcap), chunk=chunk, softcap=softcap)
+    if softcap is not None or temperature != 1:
+        shaped: dict[str, Any] = {"softcap": softcap, "temperature": temperature}
+        return ChunkSpec(cross_entropy=CappedCrossEntropy(**shaped), chunk=chunk, **shaped)
     wide = x.dtype != jnp.float16  # whose exponents are too few for numerators
     return ChunkSpec(
         cross_entropy=kernels or reference_cross_entropy,

@@ -32,6 +32,8 @@ class ChunkSpec:
     product_gradient: ProductGradient | None = None
     softcap: float | None = None
     """Bound of the logits, to which `cross_entropy` takes the gradient back."""
+    temperature: float = 1.0
+    """Divides them, and the gradient."""
 
     def loss_and_input_gradient(
         self, x: Float[Array, "M D"], w: Float[Array, "V D"], targets, weights
@@ -49,8 +51,8 @@ class ChunkSpec:
         return losses, (products * factors[:, None]).astype(x.dtype)
 
     def capped_logits(self, x: Float[Array, "M D"], w: Float[Array, "V D"]) -> Float[Array, "M V"]:
-        """Return the logits x·wᵀ of losses, within their bound."""
-        return cap_logits(times_transposed(x, w), self.softcap)
+        """Return the logits x·wᵀ of losses, within their bound and over the temperature."""
+        return cap_logits(times_transposed(x, w), self.softcap, self.temperature)
 
 
 def times_transposed(x: Float[Array, "M D"], w: Float[Array, "V D"]) -> Float[Array, "M V"]:

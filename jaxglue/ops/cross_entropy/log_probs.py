@@ -55,12 +55,30 @@ def _weight_gradient(spec: ChunkSpec, x, weight, targets, factors) -> Float[Arra
 
 def chunked_log_sum_squares(spec: ChunkSpec, x, weight, counted) -> Float[Array, " M"]:
     """See `log_sum_squares`."""
+
+    def of_logits(logits):
+        return jax.nn.logsumexp(2 * logits, -1) - 2 * jax.nn.logsumexp(logits, -1)
+
+    return _of_chunks(spec, of_logits, x, weight, counted)
+
+
+def chunked_entropies(spec: ChunkSpec, x, weight, counted) -> Float[Array, " M"]:
+    """See `linear_entropies`."""
+
+    def of_logits(logits):
+        total = jax.nn.logsumexp(logits, -1)
+        return total - jnp.sum(jnp.exp(logits - total[:, None]) * logits, -1)
+
+    return _of_chunks(spec, of_logits, x, weight, counted)
+
+
+def _of_chunks(spec: ChunkSpec, of_logits, x, weight, counted) -> Float[Array, " M"]:
+    """Return counted · a value of each token's logits, without a gradient."""
     w = weight.astype(x.dtype)
 
     def step(_, inputs):
         x_chunk, count = inputs
-        logits = spec.capped_logits(x_chunk, w)
-        return None, count * (jax.nn.logsumexp(2 * logits, -1) - 2 * jax.nn.logsumexp(logits, -1))
+        return None, count * of_logits(spec.capped_logits(x_chunk, w))
 
     return lax.scan(step, None, split_chunks(spec.chunk, lax.stop_gradient(x), counted))[1].ravel()[: len(x)]
 

@@ -16,22 +16,27 @@ def token_losses(
     return lse - jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0], lse
 
 
-def cap_logits(logits: Float[Array, "*B V"], softcap: float | None) -> Float[Array, "*B V"]:
-    """Return c·tanh(logits / c); the logits where there is no cap."""
-    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+def cap_logits(logits: Float[Array, "*B V"], softcap: float | None, temperature: float = 1.0) -> Float[Array, "*B V"]:
+    """Return c·tanh(logits / c), or the logits where there is no cap, over the temperature."""
+    capped = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+    return capped if temperature == 1 else capped / temperature
 
 
 @dataclass(frozen=True)
 class CappedCrossEntropy:
-    """`reference_cross_entropy` of logits that `cap_logits` bounds."""
+    """`reference_cross_entropy` of logits that `cap_logits` bounds and divides."""
 
-    softcap: float
+    softcap: float | None
+    temperature: float = 1.0
 
     def __call__(self, logits, targets, weights, dtype) -> tuple[Float[Array, " M"], Float[Array, "M V"]]:
-        """Return each token's weighted loss and the gradient to the logits before their cap, in `dtype`."""
+        """Return each token's weighted loss and the gradient to the logits as they were given, in `dtype`."""
         capped = cap_logits(logits, self.softcap)
-        losses, gradient = reference_cross_entropy(capped, targets, weights, jnp.float32)
-        return losses, (gradient * (1 - jnp.square(capped / self.softcap))).astype(dtype)
+        losses, gradient = reference_cross_entropy(capped / self.temperature, targets, weights, jnp.float32)
+        gradient /= self.temperature
+        if self.softcap is not None:
+            gradient *= 1 - jnp.square(capped / self.softcap)
+        return losses, gradient.astype(dtype)
 
 
 def reference_cross_entropy(logits, targets, weights, dtype) -> tuple[Float[Array, " M"], Float[Array, "M V"]]:

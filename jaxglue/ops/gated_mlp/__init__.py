@@ -1,17 +1,14 @@
 """Gated feed-forwards, down(activation(gate(x)) · up(x)), and the forms in which adapters cost few passes."""
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxglue.ops import names
 from jaxglue.ops.backend import Capability, Operation, form
 from jaxglue.ops.gated_mlp.fp8 import swiglu_fp8
-from jaxglue.ops.gated_mlp.swiglu import lora_swiglu
+from jaxglue.ops.gated_mlp.swiglu import ACTIVATIONS, Activation, lora_swiglu
 from jaxglue.ops.projection import (
     Conditions,
     Projection,
@@ -22,16 +19,10 @@ from jaxglue.ops.projection import (
     multiply,
     shared_down,
 )
+from jaxglue.ops.projection.few_rows import gate_few_rows, load_few_rows
 from jaxglue.ops.projection.fp8_adapters import FP8Rows
 
 __all__ = ["ACTIVATIONS", "GATED_MLP", "Activation", "GatedParts", "gated_mlp", "gated_mlp_reads_fp8"]
-
-Activation = Literal["silu", "gelu_tanh"]
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
-    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
-}
-"""Activations of gates, by name."""
 
 
 class GatedParts(NamedTuple):
@@ -59,6 +50,9 @@ def gated_mlp(
         stream: the residual stream.
         activation: of the gate.
     """
+    if (kernels := load_few_rows(x, parts[:2], conditions)) is not None:
+        y = gate_few_rows(kernels, x, parts[:2], conditions, activation)
+        return adapted_projection(y, parts[2:], conditions, stream=stream)[0]
     apply = GATED_MLP.load(parts, conditions, activation) or _apply_separately
     return apply(x, parts, conditions, stream, activation)
 
@@ -71,9 +65,7 @@ def gated_mlp_reads_fp8(parts: GatedParts, conditions: Conditions, activation: A
 def _check_swiglu(
     capability: Capability | None, parts: GatedParts, conditions: Conditions, activation: Activation
 ) -> None:
-    """Raise NotImplementedError where SwiGLU's kernels cannot form the products of adapters."""
-    if activation != "silu":
-        raise NotImplementedError(f"kernels know silu, not {activation}")
+    """Raise NotImplementedError where the activation's kernels cannot form the products of adapters."""
     if any(part.adapter is None for part in parts):
         raise NotImplementedError("a projection has no adapter")
     if parts.gate.bias is not None or parts.up.bias is not None:
@@ -99,7 +91,7 @@ def _check_fp8(
 
 
 def _matrices(parts: GatedParts) -> tuple[Array, Array, Array]:
-    """Return the matrices that SwiGLU's kernels read: the second ones of gate and up, and the first one of down."""
+    """Return the matrices that kernels read: the second ones of gate and up, and the first one of down."""
     gate, up, down = (part.adapter for part in parts)
     assert gate is not None and up is not None and down is not None
     return gate.up, up.up, down.A
@@ -108,16 +100,17 @@ def _matrices(parts: GatedParts) -> tuple[Array, Array, Array]:
 def _apply_in_fp8(x, parts: GatedParts, conditions: Conditions, stream, activation: Activation) -> Array:
     assert parts.down.adapter is not None
     weights: Any = tuple(part.weight for part in parts)
-    return swiglu_fp8(stream, x, weights, shared_down(parts[:2]), _matrices(parts), parts.down.adapter.up)
+    return swiglu_fp8(stream, x, weights, shared_down(parts[:2]), _matrices(parts), parts.down.adapter.up, activation)
 
 
 def _apply_lora_swiglu(x, parts: GatedParts, conditions: Conditions, stream, activation: Activation) -> Array:
-    """Let SwiGLU's kernels form the adapters' products where they read the projections."""
+    """Let the activation's kernels form the adapters' products where they read the projections."""
     assert not isinstance(x, FP8Rows)
     matrices = _matrices(parts)
     (gate, up), low_rank = base_products(x, parts[:2], conditions)
     assert low_rank is not None
-    y, low_rank = lora_swiglu(checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP), low_rank, matrices)
+    gate, up = checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP)
+    y, low_rank = lora_swiglu(gate, up, low_rank, matrices, activation=activation)
     (product,) = multiply(y, parts[2:], conditions)
     return add_to_stream(stream, parts.down, product, checkpoint_name(low_rank, names.LOW_RANK))
 
@@ -135,7 +128,9 @@ GATED_MLP = Operation(
             _check_fp8, _apply_in_fp8, "scales are applied, and outputs quantized, where kernels read and write"
         ),
         "lora_swiglu": form(
-            _check_swiglu, _apply_lora_swiglu, "SwiGLU forms the products of adapters where it reads the projections"
+            _check_swiglu,
+            _apply_lora_swiglu,
+            "the activation forms the products of adapters where it reads the projections",
         ),
     },
 )

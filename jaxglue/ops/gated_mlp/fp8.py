@@ -1,4 +1,4 @@
-"""A SwiGLU feed-forward on frozen FP8 weights between adapters; scales are applied where products are read.
+"""A SwiGLU or GeGLU feed-forward on frozen FP8 weights between adapters; scales are applied where products are read.
 
 gate and up are e4m3 without their scales: the kernels multiply them on reading, and return each row's largest
 magnitude, by which their outputs are quantized for the next matmul without another pass.
@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxglue.ops import names
-from jaxglue.ops.gated_mlp.swiglu import LORA_SWIGLU, Matrices, ScaledProducts, reference_lora_swiglu
+from jaxglue.ops.gated_mlp.swiglu import LORA_SWIGLU, Activation, Matrices, ScaledProducts, reference_lora_swiglu
 from jaxglue.ops.projection.fp8 import dot, dot_to_e4m3, encode, rescale
 from jaxglue.ops.projection.fp8_adapters import (
     FP8Rows,
@@ -34,7 +34,9 @@ Weights = tuple[FP8Weight, FP8Weight, FP8Weight]
 class ScaledSwigluBackend(Protocol):
     """Kernels of a forward and backward pass over rows of unscaled products; hashable."""
 
-    def scaled_forward(self, products: ScaledProducts, low_rank, matrices: Matrices) -> tuple[Array, Array, Array]:
+    def scaled_forward(
+        self, products: ScaledProducts, low_rank, matrices: Matrices, activation: Activation
+    ) -> tuple[Array, Array, Array]:
         """Return y and y·downᵀ of `lora_swiglu`, and each row's largest |y|, float32 [M, 1]."""
 
     def scaled_backward(
@@ -45,6 +47,7 @@ class ScaledSwigluBackend(Protocol):
         dout,
         dout_scales: Float[Array, "M 1"],
         ddown_low_rank,
+        activation: Activation,
     ) -> tuple[Array, Array, Array, Array]:
         """Return the gradients to scaled gate and up and to down, from dout without its scales.
 
@@ -55,14 +58,15 @@ class ScaledSwigluBackend(Protocol):
 class ReferenceScaledSwiglu:
     """`ScaledSwigluBackend` by XLA."""
 
-    def scaled_forward(self, products, low_rank, matrices):
+    def scaled_forward(self, products, low_rank, matrices, activation):
         """See `ScaledSwigluBackend`."""
-        y, down_low_rank = reference_lora_swiglu(*_scaled(products, low_rank.dtype), low_rank, matrices)
+        y, down_low_rank = reference_lora_swiglu(*_scaled(products, low_rank.dtype), low_rank, matrices, activation)
         return y, down_low_rank, _absmax(y)
 
-    def scaled_backward(self, products, low_rank, matrices, dout, dout_scales, ddown_low_rank):
+    def scaled_backward(self, products, low_rank, matrices, dout, dout_scales, ddown_low_rank, activation):
         """See `ScaledSwigluBackend`."""
-        _, vjp = jax.vjp(reference_lora_swiglu, *_scaled(products, low_rank.dtype), low_rank, matrices)
+        reference = partial(reference_lora_swiglu, activation=activation)
+        _, vjp = jax.vjp(reference, *_scaled(products, low_rank.dtype), low_rank, matrices)
         dgate, dup, _, (_, _, ddown) = vjp((rescale(dout, dout_scales), ddown_low_rank))
         absmax = jnp.maximum(_absmax(dgate * products.gate_scales), _absmax(dup * products.up_scales))
         return dgate, dup, ddown, absmax
@@ -86,6 +90,7 @@ def swiglu_fp8(
     first: Float[Array, "ranks D"],
     matrices: Matrices,
     last: Float[Array, "D R"],
+    activation: Activation = "silu",
 ) -> Float[Array, "*B D"]:
     """Compute stream + y·Wᵀ + y·downᵀ·lastᵀ of y = `lora_swiglu` of x's FP8 products with gate and up.
 
@@ -96,23 +101,33 @@ def swiglu_fp8(
         first: the first matrices of gate's and up's adapters, one below the other, float32.
         matrices: see `lora_swiglu`.
         last: the second matrix of down's adapter, scaled, float32.
+        activation: of the gate.
     """
     backend: Any = LORA_SWIGLU.load(stream.dtype, matrices[0].shape[1]) or _REFERENCE
     rows = stream.reshape(-1, stream.shape[-1]), as_matrix(quantized(x))
-    return _feed_forward(backend, *rows, weights, first, matrices, last).reshape(stream.shape)
+    return _feed_forward(backend, activation, *rows, weights, first, matrices, last).reshape(stream.shape)
 
 
 _REFERENCE = ReferenceScaledSwiglu()
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _feed_forward(
-    backend: ScaledSwigluBackend, stream, rows: FP8Rows, weights: Weights, first, matrices: Matrices, last
+    backend: ScaledSwigluBackend,
+    activation: Activation,
+    stream,
+    rows: FP8Rows,
+    weights: Weights,
+    first,
+    matrices: Matrices,
+    last,
 ) -> Array:
-    return _forward(backend, stream, rows, weights, first, matrices, last)[0]
+    return _forward(backend, activation, stream, rows, weights, first, matrices, last)[0]
 
 
-def _forward(backend: ScaledSwigluBackend, stream, rows: FP8Rows, weights: Weights, first, matrices: Matrices, last):
+def _forward(
+    backend: ScaledSwigluBackend, activation, stream, rows: FP8Rows, weights: Weights, first, matrices: Matrices, last
+):
     gate, up, down = weights
     low_rank = checkpoint_name(rows.shrink(first), names.LOW_RANK)
     (gated, factor), (raised, _) = (dot_to_e4m3(rows.fp8_values, weight.values) for weight in (gate, up))
@@ -123,7 +138,7 @@ def _forward(backend: ScaledSwigluBackend, stream, rows: FP8Rows, weights: Weigh
         gate_scales=gate.scales,
         up_scales=up.scales,
     )
-    y, down_low_rank, absmax = backend.scaled_forward(products, low_rank, matrices)
+    y, down_low_rank, absmax = backend.scaled_forward(products, low_rank, matrices, activation)
     down_low_rank = checkpoint_name(down_low_rank, names.LOW_RANK)
     out = add_product(stream, *encode(y, scales=row_scales(absmax)), down, down_low_rank, last)
     return out, (products, without_fp8_values(rows), low_rank, down_low_rank, weights, first, matrices, last)
@@ -135,12 +150,14 @@ def _named(fp8_values: Float[Array, "M F"], name: str) -> Float[Array, "M F"]:
     return jax.lax.bitcast_convert_type(named, fp8_values.dtype)
 
 
-def _backward(backend: ScaledSwigluBackend, residuals, dout):
+def _backward(backend: ScaledSwigluBackend, activation, residuals, dout):
     products, rows, low_rank, down_low_rank, (gate, up, down), first, matrices, last = residuals
     fp8_cotangent, scales = encode(dout, down.scales)
     ddown_low_rank, (dlast,) = lora_expand_gradients(down_low_rank, (last,), (dout,))
     dy = dot(fp8_cotangent, down.values, 0, dout.dtype)
-    dgate, dup, ddown, absmax = backend.scaled_backward(products, low_rank, matrices, dy, scales, ddown_low_rank)
+    dgate, dup, ddown, absmax = backend.scaled_backward(
+        products, low_rank, matrices, dy, scales, ddown_low_rank, activation
+    )
     shared = row_scales(absmax)
     quantizers = [Quantizer(weight.scales, shared) for weight in (gate, up)]
     dlow_rank, dsecond, fp8_cotangents = lora_expand_gradients_in_fp8(low_rank, matrices[:2], (dgate, dup), quantizers)

@@ -1,4 +1,4 @@
-"""Triton kernels of SwiGLU between adapters: the wide arrays are read and written once each way.
+"""Triton kernels of SwiGLU or GeGLU between adapters: the wide arrays are read and written once each way.
 
 gate, up [M, F] are the projections without their adapters, whose products are formed here: low_rank [M, 2R] has gate's
 ranks, then up's; gate_b, up_b [F, R] and down_a [R, F] are float32. A program covers COLUMNS of its rows forward and
@@ -19,6 +19,21 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def _sigmoid(x):
     return 1.0 / (1.0 + tl.exp2(x * -LOG2_E))
+
+
+@triton.jit
+def _activate(g, ACTIVATION: tl.constexpr):
+    """Return the activation of g, and its derivative there; both are g · sigmoid(polynomial)."""
+    if ACTIVATION == "gelu_tanh":  # (1 + tanh(z)) / 2 = sigmoid(2z), of z = sqrt(2 / pi) · (g + 0.044715 · g³)
+        square = g * g
+        sigmoid = _sigmoid(g * (1.5957691216057308 + 0.07135481627260024 * square))
+        value = g * sigmoid
+        slope = 1.5957691216057308 + 0.21406444881780073 * square
+        return value, sigmoid + value * (1.0 - sigmoid) * slope
+    else:
+        sigmoid = _sigmoid(g)
+        value = g * sigmoid
+        return value, sigmoid + value * (1.0 - sigmoid)
 
 
 @triton.jit
@@ -52,7 +67,7 @@ def swiglu_kernel(
     gate, up, low_rank, gate_b, up_b, down_a, row_scales, gate_scales, up_scales, out, down_ranks, absmax,
     M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr, OUT: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Compute out [M, F] and partial sums down_ranks [F / COLUMNS, M, R] of out·down_aᵀ; grid (rows, columns).
 
@@ -85,7 +100,7 @@ def swiglu_kernel(
         # Products of adapters accumulate onto the projections in float32, which are never rounded in between.
         g = tl.dot(gate_ranks, tl.trans(_outer(gate_b, columns, lanes, F, R, dtype)), g, input_precision=PRECISION)
         u = tl.dot(up_ranks, tl.trans(_outer(up_b, columns, lanes, F, R, dtype)), u, input_precision=PRECISION)
-        y = (g * _sigmoid(g) * u).to(dtype)
+        y = (_activate(g, ACTIVATION)[0] * u).to(dtype)
         tl.store(out + start + to, y, mask=mask)
         if SCALED:
             largest = tl.maximum(largest, tl.max(tl.abs(y.to(tl.float32)), 1))
@@ -109,6 +124,7 @@ def joined_swiglu_kernel(
         row_scales=None, gate_scales=None, up_scales=None, out=out, down_ranks=down_ranks, absmax=None,
         M=M, F=F, R=R, WIDTH=WIDTH, RANKS=WIDTH, OUT=OUT,
         BLOCK_R=BLOCK_R, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, COLUMNS=COLUMNS, STAGES=STAGES, PRECISION=PRECISION,
+        ACTIVATION="silu",
     )  # fmt: skip
 
 
@@ -118,7 +134,7 @@ def swiglu_gradient_kernel(
     dgate, dup, ddown_a, absmax, dlow_rank, dgate_b, dup_b,
     M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr, OUT: tl.constexpr,
     OUT_RANKS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Compute dgate, dup [M, F] from dout [M, F] and ddown_ranks [M, R], and partial sums of ddown_aᵀ.
 
@@ -164,9 +180,8 @@ def swiglu_gradient_kernel(
         g = tl.dot(gate_ranks, tl.trans(b_gate), g, input_precision=PRECISION)
         u = tl.dot(up_ranks, tl.trans(b_up), u, input_precision=PRECISION)
         d = tl.dot(down_row_ranks, a, d, input_precision=PRECISION)
-        sigmoid = _sigmoid(g)
-        silu = g * sigmoid
-        du, dg = (d * silu).to(dtype), (d * u * (sigmoid + silu * (1.0 - sigmoid))).to(dtype)
+        activated, slope = _activate(g, ACTIVATION)
+        du, dg = (d * activated).to(dtype), (d * u * slope).to(dtype)
         tl.store(dup + at + offsets, du, mask=mask)
         tl.store(dgate + at + offsets, dg, mask=mask)
         if SCALED:
@@ -180,7 +195,7 @@ def swiglu_gradient_kernel(
             tl.store(to + R, tl.dot(du, b_up, input_precision=PRECISION), mask=inside)
             gate_total = tl.dot(tl.trans(dg), gate_ranks, gate_total, input_precision=PRECISION)
             up_total = tl.dot(tl.trans(du), up_ranks, up_total, input_precision=PRECISION)
-        total = tl.dot(tl.trans((silu * u).to(dtype)), down_row_ranks, total, input_precision=PRECISION)
+        total = tl.dot(tl.trans((activated * u).to(dtype)), down_row_ranks, total, input_precision=PRECISION)
     to = tl.program_id(1).to(tl.int64) * F * R + columns[:, None] * R + lanes[None, :]
     inside = (columns < F)[:, None] & (lanes < R)[None, :]
     tl.store(ddown_a + to, total, mask=inside)
@@ -206,4 +221,5 @@ def joined_swiglu_gradient_kernel(
         absmax=None, dlow_rank=dlow_rank, dgate_b=dgate_b, dup_b=dup_b,
         M=M, F=F, R=R, WIDTH=WIDTH, RANKS=WIDTH, OUT=OUT, OUT_RANKS=OUT,
         BLOCK_R=BLOCK_R, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, ROWS=ROWS, STAGES=STAGES, PRECISION=PRECISION,
+        ACTIVATION="silu",
     )  # fmt: skip

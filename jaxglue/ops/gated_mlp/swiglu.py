@@ -1,8 +1,9 @@
-"""SwiGLU between LoRA adapters, whose products are formed inside its kernels and not in passes of their own."""
+"""SwiGLU or GeGLU between LoRA adapters, whose products are formed inside its kernels, not in passes of their own."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol
 
 import jax
 from jaxtyping import Array, Float
@@ -12,6 +13,12 @@ from jaxglue.ops.projection.lora import lora_expand, lora_expand_gradients, lora
 
 Matrices = tuple[Float[Array, "F R"], Float[Array, "F R"], Float[Array, "R F"]]
 """float32: the second matrices of gate's and up's adapters, times their scale, and the first one of down's."""
+Activation = Literal["silu", "gelu_tanh"]
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
+"""Activations of gates, by name."""
 
 
 @jax.tree_util.register_dataclass
@@ -34,10 +41,14 @@ class ScaledProducts:
 class LoraSwigluBackend(Protocol):
     """Kernels of a forward and backward pass over rows; hashable."""
 
-    def forward(self, gate, up, low_rank, matrices: Matrices) -> tuple[Float[Array, "M F"], Float[Array, "M R"]]:
+    def forward(
+        self, gate, up, low_rank, matrices: Matrices, activation: Activation
+    ) -> tuple[Float[Array, "M F"], Float[Array, "M R"]]:
         """See `lora_swiglu`."""
 
-    def backward(self, gate, up, low_rank, matrices: Matrices, dout, dlow_rank) -> tuple[Array, Array, Array]:
+    def backward(
+        self, gate, up, low_rank, matrices: Matrices, dout, dlow_rank, activation: Activation
+    ) -> tuple[Array, Array, Array]:
         """Return the gradients to gate and up in their dtype, and to down in float32."""
 
 
@@ -65,14 +76,16 @@ def lora_swiglu(
     low_rank: Float[Array, "*B ranks"],
     matrices: Matrices,
     *,
+    activation: Activation = "silu",
     backend: str = "auto",
 ) -> tuple[Float[Array, "*B F"], Float[Array, "*B R"]]:
-    """Compute (y, y·downᵀ) of y = silu(gate + h₁·B₁ᵀ)·(up + h₂·B₂ᵀ), where low_rank is h₁ and h₂ side by side.
+    """Compute (y, y·downᵀ) of y = activation(gate + h₁·B₁ᵀ)·(up + h₂·B₂ᵀ), where low_rank is h₁ and h₂ side by side.
 
     Args:
         gate, up: the projections without their adapters.
         low_rank: the input projected to the ranks of both.
         matrices: B₁, B₂ and down, of one rank, in float32 as are their gradients.
+        activation: of the gate.
         backend: `auto`, `reference` or `triton`; see `LORA_SWIGLU.choose`.
 
     Raises:
@@ -84,40 +97,45 @@ def lora_swiglu(
         raise ValueError(f"three adapters must have one rank R, and low_rank 2R columns, got {got}")
     kernels = LORA_SWIGLU.load(gate.dtype, min(ranks), backend=backend)
     if kernels is None:
-        return reference_lora_swiglu(gate, up, low_rank, matrices)
+        return reference_lora_swiglu(gate, up, low_rank, matrices, activation)
     rows = (x.reshape(-1, x.shape[-1]) for x in (gate, up, low_rank))
-    out, down_low_rank = _fused(kernels, *rows, matrices)
+    out, down_low_rank = _fused(kernels, activation, *rows, matrices)
     return out.reshape(gate.shape), down_low_rank.reshape(*gate.shape[:-1], -1)
 
 
 def reference_lora_swiglu(
-    gate: Float[Array, "*B F"], up: Float[Array, "*B F"], low_rank: Float[Array, "*B ranks"], matrices: Matrices
+    gate: Float[Array, "*B F"],
+    up: Float[Array, "*B F"],
+    low_rank: Float[Array, "*B ranks"],
+    matrices: Matrices,
+    activation: Activation = "silu",
 ) -> tuple[Float[Array, "*B F"], Float[Array, "*B R"]]:
     """Compute `lora_swiglu` by XLA, which differentiates it."""
     *second, down = matrices
     gate_adapter, up_adapter = lora_expand(low_rank, second)
-    out = jax.nn.silu(gate + gate_adapter) * (up + up_adapter)
+    out = ACTIVATIONS[activation](gate + gate_adapter) * (up + up_adapter)
     return out, lora_shrink(out, down)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _fused(
     backend: LoraSwigluBackend,
+    activation: Activation,
     gate: Float[Array, "M F"],
     up: Float[Array, "M F"],
     low_rank: Float[Array, "M ranks"],
     matrices: Matrices,
 ) -> tuple[Float[Array, "M F"], Float[Array, "M R"]]:
-    return backend.forward(gate, up, low_rank, matrices)
+    return backend.forward(gate, up, low_rank, matrices, activation)
 
 
-def _forward(backend, *arguments):
-    return backend.forward(*arguments), arguments
+def _forward(backend, activation, *arguments):
+    return backend.forward(*arguments, activation), arguments
 
 
-def _backward(backend, arguments, cotangents):
+def _backward(backend, activation, arguments, cotangents):
     _, _, low_rank, (*second, _) = arguments
-    dgate, dup, ddown = backend.backward(*arguments, *cotangents)
+    dgate, dup, ddown = backend.backward(*arguments, *cotangents, activation)
     dlow_rank, dsecond = lora_expand_gradients(low_rank, second, (dgate, dup))
     return dgate, dup, dlow_rank, (*dsecond, ddown)
 

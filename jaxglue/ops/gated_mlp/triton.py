@@ -37,43 +37,45 @@ class TritonLoraSwiglu(Launcher):
     scaled_forward_tiles: LoraSwigluTiles = SCALED_FORWARD_TILES
     backward_tiles: LoraSwigluTiles = BACKWARD_TILES
 
-    def forward(self, gate, up, low_rank, matrices):
+    def forward(self, gate, up, low_rank, matrices, activation):
         """See `LoraSwigluBackend`."""
-        out, down_ranks = self._forward(gate, up, low_rank, matrices, (None, None, None), self.forward_tiles)
+        scales, tiles = (None, None, None), self.forward_tiles
+        out, down_ranks = self._forward(gate, up, low_rank, matrices, scales, activation, tiles)
         return out, down_ranks.sum(axis=0).astype(out.dtype)
 
-    def scaled_forward(self, products, low_rank, matrices):
+    def scaled_forward(self, products, low_rank, matrices, activation):
         """See `ScaledSwigluBackend`."""
         arrays, tiles = (products.gate, products.up, low_rank), self.scaled_forward_tiles
-        out, down_ranks, absmax = self._forward(*arrays, matrices, products.scales, tiles)
+        out, down_ranks, absmax = self._forward(*arrays, matrices, products.scales, activation, tiles)
         return out, down_ranks.sum(axis=0).astype(out.dtype), absmax.max(axis=0)[:, None]
 
-    def _forward(self, gate, up, low_rank, matrices, scales, tiles: LoraSwigluTiles):
+    def _forward(self, gate, up, low_rank, matrices, scales, activation, tiles: LoraSwigluTiles):
         (M, F), R = gate.shape, matrices[0].shape[1]
         parts, scaled = triton.cdiv(F, tiles.length), scales[0] is not None
         out_type = [jax.ShapeDtypeStruct((M, F), low_rank.dtype), jax.ShapeDtypeStruct((parts, M, R), jnp.float32)]
         if scaled:
             out_type.append(jax.ShapeDtypeStruct((parts, M), jnp.float32))
-        constants = _constants(gate, low_rank, R, tiles) | {"COLUMNS": tiles.length} | _absent(absmax=scaled)
+        constants = _constants(gate, low_rank, R, tiles) | {"COLUMNS": tiles.length, "ACTIVATION": activation}
+        constants |= _absent(absmax=scaled)
         passed = turns(min(tiles.length, F), tiles.block_n)
         cost = KernelCost(kind=KernelKind.ROWS, flops=6 * M * F * R, turns=passed)
         arrays, grid = (gate, up, low_rank, *matrices, *scales), (triton.cdiv(M, tiles.block_m), parts)
         compiled = tiles.num_warps, tiles.num_stages
         return self._launch(kernels.swiglu_kernel, arrays, tuple(out_type), grid, constants, *compiled, cost=cost)
 
-    def backward(self, gate, up, low_rank, matrices, dout, ddown_ranks):
+    def backward(self, gate, up, low_rank, matrices, dout, ddown_ranks, activation):
         """See `LoraSwigluBackend`."""
         scales = None, None, None, None
-        dgate, dup, ddown = self._backward(gate, up, low_rank, matrices, dout, ddown_ranks, scales)
+        dgate, dup, ddown = self._backward(gate, up, low_rank, matrices, dout, ddown_ranks, scales, activation)
         return dgate, dup, ddown.sum(axis=0).T
 
-    def scaled_backward(self, products, low_rank, matrices, dout, dout_scales, ddown_ranks):
+    def scaled_backward(self, products, low_rank, matrices, dout, dout_scales, ddown_ranks, activation):
         """See `ScaledSwigluBackend`."""
         arrays, scales = (products.gate, products.up, low_rank), (*products.scales, dout_scales)
-        dgate, dup, ddown, absmax = self._backward(*arrays, matrices, dout, ddown_ranks, scales)
+        dgate, dup, ddown, absmax = self._backward(*arrays, matrices, dout, ddown_ranks, scales, activation)
         return dgate, dup, ddown.sum(axis=0).T, absmax.max(axis=0)[:, None]
 
-    def _backward(self, gate, up, low_rank, matrices, dout, ddown_ranks, scales):
+    def _backward(self, gate, up, low_rank, matrices, dout, ddown_ranks, scales, activation):
         (M, F), R, tiles = gate.shape, matrices[0].shape[1], self.backward_tiles
         parts, blocks, scaled = triton.cdiv(M, tiles.length), triton.cdiv(F, tiles.block_n), scales[0] is not None
         wide, sums = jax.ShapeDtypeStruct((M, F), low_rank.dtype), jax.ShapeDtypeStruct((parts, F, R), jnp.float32)
@@ -81,7 +83,7 @@ class TritonLoraSwiglu(Launcher):
         if scaled:
             out_type.append(jax.ShapeDtypeStruct((blocks, M), jnp.float32))
         constants = _constants(gate, low_rank, R, tiles) | {"OUT_RANKS": R, "ROWS": tiles.length}
-        constants |= _absent(absmax=scaled, dlow_rank=False, dgate_b=False, dup_b=False)
+        constants |= {"ACTIVATION": activation} | _absent(absmax=scaled, dlow_rank=False, dgate_b=False, dup_b=False)
         passed = turns(min(tiles.length, M), tiles.block_m)
         cost = KernelCost(kind=KernelKind.ROWS, flops=8 * M * F * R, turns=passed)
         arrays, grid = (gate, up, low_rank, *matrices, dout, ddown_ranks, *scales), (blocks, parts)

@@ -1,20 +1,37 @@
-"""Attention of one query for each sequence over a key/value cache in pages."""
+"""Attention of one query for each sequence over a key/value cache in pages, and writes of new tokens to it."""
+
+from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from jaxglue.ops.backend import Backend, Capability, Operation, check_triton
+from jaxglue.ops.backend import Backend, Capability, Operation, check_capability, check_triton
+from jaxglue.ops.norm_rope import LLAMA_NORM, HeadNorms, norm_and_rotate, scale_queries
+from jaxglue.ops.paged_attention.pages import KVPages, make_pages
 from jaxglue.ops.paged_attention.reference import reference_paged_attention
+from jaxglue.ops.rope import RopeTables, Rotary
 
-__all__ = ["PAGED_ATTENTION", "paged_attention"]
+__all__ = ["APPEND", "PAGED_ATTENTION", "KVPages", "append", "make_pages", "paged_attention"]
+
+_FP8 = (8, 9)
 
 
-def _check(capability: Capability | None, dtype, softcap: float | None = None) -> None:
+def _check(capability: Capability | None, dtype, cache: KVPages) -> None:
     check_triton(capability, dtype)
-    if softcap is not None:
-        raise NotImplementedError("scores are capped")
+    if cache.key_scales is not None:
+        check_capability(capability, _FP8)
 
 
-def _load(capability: Capability, *call):
+def _check_append(
+    capability: Capability | None, dtype, cache: KVPages, rotary: Rotary | None, norms: HeadNorms | None
+) -> None:
+    _check(capability, dtype, cache)
+    if rotary is not None and not rotary.turns_whole_halves:
+        raise NotImplementedError("only a part of each head turns, or neighboring dimensions")
+    if norms is not None and norms.style != LLAMA_NORM:
+        raise NotImplementedError("its norms round before the product with their weights, to which they add nothing")
+
+
+def _load(capability: Capability, *call: Any):
     from jaxglue.ops.paged_attention.triton import TritonPagedAttention
 
     return TritonPagedAttention.of(capability)
@@ -24,13 +41,17 @@ PAGED_ATTENTION = Operation(
     name="paged attention",
     backends={"triton": Backend(check=_check, load=_load, advantage="reads visible pages only")},
 )
-"""Backends of `paged_attention`; a call is described by the dtype and the cap of scores."""
+"""Backends of `paged_attention`; a call is described by the dtype of queries and the cache."""
+APPEND = Operation(
+    name="write to the cache",
+    backends={"triton": Backend(check=_check_append, load=_load, advantage="norms, rotation and writes are one pass")},
+)
+"""Backends of `append`; a call is described by the dtype of queries, the cache, rotation and norms."""
 
 
 def paged_attention(
     q: Float[Array, "S N H"],
-    keys: Float[Array, "pages K page H"],
-    values: Float[Array, "pages K page H"],
+    cache: KVPages,
     tables: Int[Array, "S P"],
     positions: Int[Array, " S"],
     *,
@@ -43,7 +64,7 @@ def paged_attention(
 
     Args:
         q: rotated queries at `positions`; N query heads share K key/value heads.
-        keys, values: rotated keys, and values, of all sequences in pages.
+        cache: rotated keys, and values, of all sequences.
         tables: each sequence's pages in order; the token at position p is in page p // page, at p % page.
         positions: of the queries; they see the keys up to and including their own.
         window: tokens visible to a query, itself included; None for all.
@@ -54,11 +75,63 @@ def paged_attention(
     Raises:
         ValueError: shapes that do not fit, or a named backend that cannot serve.
     """
-    (S, N, H), K = q.shape, keys.shape[1]
-    if keys.shape != values.shape or keys.shape[3] != H or N % K:
-        raise ValueError(f"keys and values must be [pages, K, page, {H}] to fit q, got {keys.shape} and {values.shape}")
+    S, N, H = q.shape
+    _check_shapes(cache, N, H)
     if tables.shape[:1] != (S,) or positions.shape != (S,):
         raise ValueError(f"tables and positions must be for {S} sequences, got {tables.shape} and {positions.shape}")
-    if (kernels := PAGED_ATTENTION.load(q.dtype, softcap, backend=backend)) is not None:
-        return kernels(q, keys, values, tables, positions, window=window, sinks=sinks)
-    return reference_paged_attention(q, keys, values, tables, positions, window=window, sinks=sinks, softcap=softcap)
+    options: dict[str, Any] = {"window": window, "sinks": sinks, "softcap": softcap}
+    if (kernels := PAGED_ATTENTION.load(q.dtype, cache, backend=backend)) is not None:
+        return kernels.attend(q, cache, tables, positions, **options)
+    return reference_paged_attention(q, cache, tables, positions, **options)
+
+
+def append(
+    q: Float[Array, "T N H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    cache: KVPages,
+    pages: Int[Array, " T"],
+    offsets: Int[Array, " T"],
+    rope: RopeTables,
+    rotary: Rotary | None,
+    norms: HeadNorms | None = None,
+    factor: float = 1.0,
+    *,
+    backend: str = "auto",
+) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"], KVPages]:
+    """Norm and rotate queries and keys as `norm_and_rotate`, and write keys and values to the cache.
+
+    Args:
+        q, k, v: projections of T tokens, in one dtype.
+        cache: donate it, or it is copied.
+        pages, offsets: each token's place in the cache; tokens of page 0 may share one.
+        rope: tables of the T tokens, in one row.
+        rotary: the rotary embedding; None for none.
+        norms: of queries and keys; None for none.
+        factor: of rotated queries.
+        backend: one of `APPEND.names`.
+
+    Returns:
+        rotated queries and keys, and the cache.
+
+    Raises:
+        ValueError: shapes that do not fit, or a named backend that cannot serve.
+    """
+    T, N, H = q.shape
+    _check_shapes(cache, N, H)
+    if k.shape != (T, cache.keys.shape[1], H) or v.shape != k.shape:
+        raise ValueError(f"k and v must be [{T}, {cache.keys.shape[1]}, {H}], got {k.shape} and {v.shape}")
+    if (kernels := APPEND.load(q.dtype, cache, rotary, norms, backend=backend)) is None:
+        rotated, keys = norm_and_rotate(q[None], k[None], rope, rotary, norms=norms, factor=factor)
+        return rotated[0], keys[0], cache.write(keys[0], v, pages, offsets)
+    turns = None if rotary is None else rope.of(rotary)
+    q, k, cache = kernels.append(q, k, v, cache, pages, offsets, turns, norms)
+    return scale_queries(q[None], rope, rotary, factor)[0], k, cache
+
+
+def _check_shapes(cache: KVPages, N: int, H: int) -> None:
+    keys = cache.keys.shape
+    if keys != cache.values.shape or keys[3] != H or N % keys[1]:
+        raise ValueError(f"pages must be [pages, K, page, {H}] to fit q, got {keys} and {cache.values.shape}")
+    if (cache.key_scales is None) != (cache.keys.dtype.itemsize > 1):
+        raise ValueError(f"pages of {cache.keys.dtype} have scales where they are float8, and else none")

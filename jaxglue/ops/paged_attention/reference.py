@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxglue.ops.paged_attention.pages import KVPages
+
 
 def reference_paged_attention(
     q: Float[Array, "S N H"],
-    keys: Float[Array, "pages K page H"],
-    values: Float[Array, "pages K page H"],
+    cache: KVPages,
     tables: Int[Array, "S P"],
     positions: Int[Array, " S"],
     *,
@@ -17,9 +18,10 @@ def reference_paged_attention(
     softcap: float | None = None,
 ) -> Float[Array, "S N H"]:
     """See `paged_attention`; softmax in float32."""
-    (S, N, H), (_, K, page, _) = q.shape, keys.shape
+    (S, N, H), (_, K, page, _) = q.shape, cache.keys.shape
     grouped = q.reshape(S, K, N // K, H)
-    scores = jnp.einsum("skgh,spkch->skgpc", grouped, keys[tables], preferred_element_type=jnp.float32)
+    keys, values = cache.read(tables, q.dtype)
+    scores = jnp.einsum("skgh,spkch->skgpc", grouped, keys, preferred_element_type=jnp.float32)
     index = jnp.arange(tables.shape[1] * page)
     visible = index <= positions[:, None]
     if window is not None:
@@ -31,7 +33,8 @@ def reference_paged_attention(
     if sinks is not None:
         sink = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(K, N // K, 1), (*scores.shape[:3], 1))
         scores = jnp.concatenate([scores, sink], axis=-1)
-    weights = jax.nn.softmax(scores, axis=-1)[..., : len(index)].astype(values.dtype)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : len(index)].astype(q.dtype)
     weights = weights.reshape(*grouped.shape[:3], -1, page)
-    out = jnp.einsum("skgpc,spkch->skgh", weights, values[tables], preferred_element_type=jnp.float32)
+    values = jnp.where(visible.reshape(S, -1, 1, page, 1), values, 0)  # 0 · NaN of a page's last owner is NaN
+    out = jnp.einsum("skgpc,spkch->skgh", weights, values, preferred_element_type=jnp.float32)
     return out.reshape(S, N, H).astype(q.dtype)

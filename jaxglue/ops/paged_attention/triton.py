@@ -1,6 +1,5 @@
-"""Launch of the Triton kernel, and the sum of its shares."""
+"""Launches of the Triton kernels, and their tiles."""
 
-import math
 from dataclasses import dataclass
 
 import jax
@@ -9,43 +8,91 @@ import triton
 from jaxtyping import Array, Float
 
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
-from jaxglue.ops.launch import Launcher
-from jaxglue.ops.paged_attention.kernels import paged_kernel
+from jaxglue.ops.launch import Launcher, shape_dtype_of
+from jaxglue.ops.norm_rope import HeadNorms
+from jaxglue.ops.paged_attention import kernels
+from jaxglue.ops.paged_attention.pages import KVPages
 
-_PROGRAMS = 512
-"""Programs that fill a GPU; few sequences are split among that many."""
+_PROGRAMS = 264
+"""Programs that fill a GPU: few sequences are split among that many."""
+_LONGEST = 4096
+"""Tokens from which a share is split, so that one long sequence does not keep the others waiting."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedTiles:
+    """How a program reads pages."""
+
+    tokens: int = 64
+    """Keys in a step, at most a page's."""
+    num_warps: int = 2
+    num_stages: int = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class TritonPagedAttention(Launcher):
-    """`paged_attention` by our own kernel."""
+    """`paged_attention` and `append` by our own kernels."""
 
-    def __call__(self, q, keys, values, tables, positions, *, window: int | None, sinks) -> Float[Array, "S N H"]:
+    tiles: PagedTiles = PagedTiles()
+
+    def attend(self, q, cache: KVPages, tables, positions, *, window: int | None, sinks, softcap: float | None):
         """See `paged_attention`."""
-        (S, N, H), (_, K, page, _), P = q.shape, keys.shape, tables.shape[1]
-        G, splits = N // K, _splits(S * K, P)
-        sizes = {"P": P, "K": K, "G": G, "H": H, "PAGE": page, "WINDOW": window or 0, "SPLITS": splits}
+        (S, N, H), (_, K, page, _), P = q.shape, cache.keys.shape, tables.shape[1]
+        G, tiles = N // K, self.tiles
+        splits, least = _splits(S * K, P, page)
+        sizes = {"P": P, "K": K, "G": G, "H": H, "PAGE": page, "WINDOW": window or 0, "SPLITS": splits, "LEAST": least}
         blocks = {"BLOCK_G": max(16, triton.next_power_of_2(G)), "BLOCK_H": triton.next_power_of_2(H)}
-        types = (jax.ShapeDtypeStruct((S, K, splits, G, *last), jnp.float32) for last in ((H,), ()))
-        arrays, constants = (q, keys, values, tables, positions), sizes | blocks | {"SCALE": H**-0.5}
+        constants = sizes | blocks | {"SCALE": H**-0.5, "CAP": softcap or 0.0, "BLOCK_T": min(tiles.tokens, page)}
+        shape = (S, N, H) if splits == 1 else (S, K, splits, G, H)
+        out_type = jax.ShapeDtypeStruct(shape, q.dtype if splits == 1 else jnp.float32)
+        lse_type = jax.ShapeDtypeStruct((1,) if splits == 1 else (S, K, splits, G), jnp.float32)
+        arrays = q, cache.keys, cache.values, cache.key_scales, cache.value_scales, tables, positions
         cost = KernelCost(kind=KernelKind.ATTENTION_FORWARD)
-        out, lse = self._launch(paged_kernel, arrays, tuple(types), (S * K, splits), constants, 4, 3, cost=cost)
-        return _sum_shares(out, lse, sinks).reshape(S, N, H).astype(q.dtype)
+        out, lse = self._launch(
+            kernels.paged_kernel,
+            (*arrays, sinks),
+            (out_type, lse_type),
+            (S * K, splits),
+            constants,
+            tiles.num_warps,
+            tiles.num_stages,
+            cost=cost,
+        )
+        return out if splits == 1 else self._combine(out, lse, sinks, q)
+
+    def _combine(self, parts, lse, sinks, q) -> Float[Array, "S N H"]:
+        S, K, splits, G, H = parts.shape
+        constants = {"K": K, "G": G, "H": H, "SPLITS": splits}
+        constants |= {"BLOCK_S": triton.next_power_of_2(splits), "BLOCK_H": triton.next_power_of_2(H)}
+        out_type, cost = shape_dtype_of(q), KernelCost(kind=KernelKind.ROWS)
+        arrays = parts, lse, sinks
+        return self._launch(kernels.combine_kernel, arrays, (out_type,), (S * K, G), constants, cost=cost)[0]
+
+    def append(self, q, k, v, cache: KVPages, pages, offsets, turns, norms: HeadNorms | None):
+        """See `append`; `turns` are cosines and sines, or None for no rotation."""
+        (T, N, H), K = q.shape, k.shape[1]
+        G, (cos, sin) = N // K, turns or (None, None)
+        weights = (None, None) if norms is None else norms.weights
+        constants = {"K": K, "G": G, "H": H, "PAGE": cache.page, "EPS": 0.0 if norms is None else norms.eps}
+        constants |= {"HAS_NORM": norms is not None, "ROTATES": turns is not None}
+        constants |= {"BLOCK_G": triton.next_power_of_2(G), "BLOCK_H": triton.next_power_of_2(H // 2)}
+        written = [x for x in (cache.key_scales, cache.value_scales) if x is not None] + [cache.keys, cache.values]
+        refs = [jax.new_ref(x) for x in (*written, *(jax.lax.empty(x.shape, x.dtype) for x in (q, k)))]
+        arrays = q, k, v, *weights, cos, sin, pages, offsets, *([] if len(written) == 4 else [None, None]), *refs
+        cost = KernelCost(kind=KernelKind.ROWS, bytes=2 * sum(x.size * x.dtype.itemsize for x in (q, k, v)))
+        self._launch(kernels.append_kernel, arrays, (), (T, K), constants, 1, cost=cost)
+        *scales, keys, values, q, k = map(jax.freeze, refs)
+        key_scales, value_scales = scales or (None, None)
+        return q, k, KVPages(keys=keys, values=values, key_scales=key_scales, value_scales=value_scales)
 
 
-def _splits(programs: int, pages: int) -> int:
-    """Return the shares of a sequence's pages, a power of two."""
-    return min(1 << max(_PROGRAMS // programs, 1).bit_length() - 1, pages)
+def _splits(programs: int, pages: int, page: int) -> tuple[int, int]:
+    """Return the shares of a sequence's pages, and the fewest pages of a share.
 
-
-def _sum_shares(out: Float[Array, "S K P G H"], lse: Float[Array, "S K P G"], sinks) -> Float[Array, "S K G H"]:
-    """Sum the shares' outputs, weighted by their parts of the softmax's denominator, of which sinks have one too."""
-    highest = lse.max(2, keepdims=True)
-    if sinks is not None:
-        sink = sinks.astype(jnp.float32).reshape(1, lse.shape[1], 1, lse.shape[3]) / math.log(2)
-        highest = jnp.maximum(highest, sink)
-    weights = jnp.exp2(lse - highest)
-    total = weights.sum(2)
-    if sinks is not None:
-        total += jnp.exp2(sink - highest)[:, :, 0]
-    return (out * weights[..., None]).sum(2) / total[..., None]
+    Few sequences are split to fill the GPU; otherwise shares are long, as each takes another program to sum them.
+    """
+    long = -(-_LONGEST // page)
+    filling = -(-_PROGRAMS // programs)
+    if filling > 1:
+        return min(pages, max(filling, -(-pages // long))), 1
+    return -(-pages // long), long

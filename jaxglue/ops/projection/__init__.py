@@ -18,6 +18,7 @@ from jaxglue.ops import names
 from jaxglue.ops.backend import Capability, Operation, form
 from jaxglue.ops.collectives import axis_size, reduce_from
 from jaxglue.ops.projection.dora import magnitude_gain
+from jaxglue.ops.projection.few_rows import load_few_rows, project_few_rows
 from jaxglue.ops.projection.fp8 import project_fp8
 from jaxglue.ops.projection.fp8_adapters import FP8Rows, add_adapted_fp8, project_adapted_fp8
 from jaxglue.ops.projection.lora import lora_add, lora_expand, lora_shrink
@@ -97,6 +98,8 @@ class Conditions(Protocol):
     def fp8(self) -> bool:
         """Return whether weights for FP8 are multiplied so; otherwise in the activations' dtype."""
 
+    # `inference`, if there is one and it is true, says that no gradients are taken: few rows have kernels of their own.
+
 
 def adapted_projection(
     x: Float[Array, "*B in"] | FP8Rows,
@@ -113,6 +116,8 @@ def adapted_projection(
         conditions: of the layer.
         stream: the residual stream; devices along the axis `tensor` that split the projection's input sum their parts.
     """
+    if (kernels := load_few_rows(x, projections, conditions)) is not None:
+        return project_few_rows(kernels, x, projections, conditions, stream)
     apply = PROJECTION.load(projections, conditions, stream is not None) or _apply_separately
     return apply(x, projections, conditions, stream)
 

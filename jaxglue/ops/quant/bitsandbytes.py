@@ -3,7 +3,7 @@
 Folders may leave modules of decoder layers unquantized, as those of Unsloth's dynamic quantization do.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,13 +27,13 @@ class BitsAndBytesFormat(WeightFormat):
         return names_in(config, "llm_int8_skip_modules")
 
 
-def shared_config(*, bits: int, scores: bool) -> dict[str, Any]:
+def shared_config(*, bits: int, unquantized: Sequence[str]) -> dict[str, Any]:
     """Return the entries of `quantization_config` that both formats have."""
     return {
         "quant_method": "bitsandbytes",
         "load_in_4bit": bits == 4,
         "load_in_8bit": bits == 8,
-        "llm_int8_skip_modules": ["score" if scores else "lm_head"],
+        "llm_int8_skip_modules": list(unquantized),
     }
 
 

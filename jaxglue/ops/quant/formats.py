@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -152,8 +152,8 @@ class WeightFormat:
         """Return the tensors of a quantized matrix, as `specs` describes them."""
         raise NotImplementedError
 
-    def config(self, *, scores: bool = False) -> dict[str, Any]:
-        """Return the `quantization_config` of a folder, of a reward model where it `scores`."""
+    def config(self, unquantized: Sequence[str] = ("lm_head",)) -> dict[str, Any]:
+        """Return the `quantization_config` of a folder, with these modules beside decoder layers left as they are."""
         raise NotImplementedError
 
     def part_specs(self, shape: Shape) -> Specs:

@@ -7,7 +7,7 @@ quantized by token, and those of a key/value cache.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -138,7 +138,7 @@ class FP8Format(WeightFormat):
         """Return a matrix for FP8 products."""
         return multiplied_in_fp8(matrix) if isinstance(matrix, FP8Weight) else super().hold(matrix)
 
-    def config(self, *, scores: bool = False) -> dict[str, Any]:
+    def config(self, unquantized: Sequence[str] = ("lm_head",)) -> dict[str, Any]:
         """Return the entry that all tools read."""
         return {"quant_method": "fp8"}
 
@@ -173,7 +173,7 @@ class StoredFP8Format(WeightFormat):
         """Return the modules that stay unquantized."""
         return names_in(config, "ignore") + names_in(config, "modules_to_not_convert")
 
-    def config(self, *, scores: bool = False) -> dict[str, Any]:
+    def config(self, unquantized: Sequence[str] = ("lm_head",)) -> dict[str, Any]:
         """Return compressed-tensors' entries: scales of output channels, and of each token's activations."""
         eight = {"num_bits": 8, "type": "float", "symmetric": True}
         activations = eight | {"strategy": "token", "dynamic": True}
@@ -184,7 +184,7 @@ class StoredFP8Format(WeightFormat):
             "format": "float-quantized",
             "quantization_status": "compressed",
             "config_groups": {"group_0": group},
-            "ignore": ["score" if scores else "lm_head", r"re:.*mlp\.(gate|router)$"],
+            "ignore": [*unquantized, r"re:.*mlp\.(gate|router)$"],
         }
 
     def specs(self, name: str, shape: Shape) -> Specs:

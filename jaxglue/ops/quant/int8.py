@@ -4,7 +4,7 @@ In bitsandbytes' folders a matrix is `weight`, `SCB` (largest magnitude per row)
 Source: bitsandbytes' `Linear8bitLt`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -75,9 +75,12 @@ class Int8Format(BitsAndBytesFormat):
         """Return whether it is bitsandbytes' with 8 bits."""
         return names_bitsandbytes(config, bits=8)
 
-    def config(self, *, scores: bool = False) -> dict[str, Any]:
+    def config(self, unquantized: Sequence[str] = ("lm_head",)) -> dict[str, Any]:
         """Return bitsandbytes' entries."""
-        return shared_config(bits=8, scores=scores) | {"llm_int8_threshold": 6.0, "llm_int8_has_fp16_weight": False}
+        return shared_config(bits=8, unquantized=unquantized) | {
+            "llm_int8_threshold": 6.0,
+            "llm_int8_has_fp16_weight": False,
+        }
 
     def specs(self, name: str, shape: Shape) -> Specs:
         """Return the three tensors of a matrix."""

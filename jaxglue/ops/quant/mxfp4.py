@@ -1,7 +1,7 @@
 """MXFP4: blocks of 32 four-bit floats that share a power of two (OCP Microscaling Formats 1.0), as in GPT-OSS."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -174,7 +174,7 @@ class MXFP4Format(WeightFormat):
         """Convert matrices."""
         return quantize_mxfp4(matrix)
 
-    def config(self, *, scores: bool = False) -> dict[str, Any]:
+    def config(self, unquantized: Sequence[str] = ("lm_head",)) -> dict[str, Any]:
         """Return the entries of GPT-OSS's folders."""
         others = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
         return {"quant_method": "mxfp4", "modules_to_not_convert": others}

@@ -5,7 +5,7 @@ JSON text with sizes and the scales' mean, as bytes. Source: bitsandbytes' `Quan
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -167,9 +167,9 @@ class NF4Format(BitsAndBytesFormat):
             raise ValueError(f"config.json says {found}; only nf4, True is read: {REMEDY}")
         return True
 
-    def config(self, *, scores: bool = False) -> dict[str, Any]:
+    def config(self, unquantized: Sequence[str] = ("lm_head",)) -> dict[str, Any]:
         """Return bitsandbytes' entries."""
-        return shared_config(bits=4, scores=scores) | {
+        return shared_config(bits=4, unquantized=unquantized) | {
             "bnb_4bit_quant_type": "nf4",
             "bnb_4bit_use_double_quant": True,
             "bnb_4bit_compute_dtype": "bfloat16",

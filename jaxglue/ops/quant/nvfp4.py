@@ -4,7 +4,7 @@ In compressed-tensors' folders (`nvfp4-pack-quantized`) a matrix is `weight_pack
 `weight_global_scale`, which divides the others. Scales of activations are ignored: these are not quantized.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -90,7 +90,7 @@ class NVFP4Format(WeightFormat):
         """Return the modules that stay unquantized."""
         return names_in(config, "ignore")
 
-    def config(self, *, scores: bool = False) -> dict[str, Any]:
+    def config(self, unquantized: Sequence[str] = ("lm_head",)) -> dict[str, Any]:
         """Return the entries by which it is known."""
         return {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
 

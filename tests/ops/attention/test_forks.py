@@ -1,4 +1,4 @@
-"""Forked segments: two continuations of one beginning equal two documents that repeat it."""
+"""Forked segments: continuations of one beginning equal documents that repeat it."""
 
 from functools import partial
 
@@ -17,19 +17,22 @@ ROWS = {
     "long and short parts": ([(18, 3, 21), (1, 1, 1), (0, 9, 5)],),
     "parts on tile boundaries": ([(16, 16, 16), (16, 0, 0)], []),
     "a gap of several tiles": ([(5, 40, 15)],),
+    "many continuations": ([(6, 7, 1, 20, 0, 11), (3, 2, 2, 2)], [(0, 30, 4, 25)]),
 }
 T, N, K, H = 64, 2, 1, 16
 
 
 def copies(rows, x):
-    """Return rows of two documents for each fork, from the forks' tokens [B, T, …]."""
-    index = np.zeros((len(rows), 2 * T), np.int32)
+    """Return rows of a document for each continuation, from the forks' tokens [B, T, …]."""
+    index = np.zeros((len(rows), 4 * T), np.int32)
     for b, row in enumerate(rows):
         start, taken = 0, []
-        for shared, first, second in row:
-            beginning, middle = np.arange(start, start + shared), start + shared + first
-            taken += [beginning, np.arange(start + shared, middle), beginning, np.arange(middle, middle + second)]
-            start = middle + second
+        for shared, *continuations in row:
+            beginning, begin = np.arange(start, start + shared), start + shared
+            for size in continuations:
+                taken += [beginning, np.arange(begin, begin + size)]
+                begin += size
+            start = begin
         taken = np.concatenate([*taken, np.zeros(0, np.int64)])
         index[b, : len(taken)] = taken
     return jnp.take_along_axis(x, jnp.asarray(index)[:, :, None, None], axis=1)
@@ -37,8 +40,8 @@ def copies(rows, x):
 
 def forks_by_copies(rows, q, k, v, dout, window=None):
     """Return output and gradients by attention over the copies; a beginning's dout acts on its first copy alone."""
-    lengths = [[n for s, a, b in row for n in (s + a, s + b) if n] for row in rows]
-    segments = pack_segments(lengths, seq_len=2 * T)
+    lengths = [[s + size for s, *sizes in row for size in sizes if s + size] for row in rows]
+    segments = pack_segments(lengths, seq_len=4 * T)
 
     def run(q, k, v):
         out = reference_attention(*(copies(rows, x) for x in (q, k, v)), segments, window=window, sinks=None)
@@ -69,7 +72,9 @@ def assert_close(got, expected, tolerance=2e-6):
         assert np.abs(np.asarray(a) - np.asarray(b)).max() <= tolerance * max(np.abs(np.asarray(b)).max(), 1)
 
 
-@pytest.mark.parametrize(("name", "window"), [*((name, None) for name in ROWS), ("long and short parts", 6)])
+@pytest.mark.parametrize(
+    ("name", "window"), [*((name, None) for name in ROWS), ("long and short parts", 6), ("many continuations", 6)]
+)
 def test_reference_equals_two_documents(name, window):
     rows = ROWS[name]
     q, k, v, dout = inputs(rows)
@@ -80,7 +85,10 @@ def test_reference_equals_two_documents(name, window):
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("window", [None, 6, 24])
-@pytest.mark.parametrize(("name", "sizes"), [("a gap of several tiles", (32, 16)), ("long and short parts", (16, 32))])
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("a gap of several tiles", (32, 16)), ("long and short parts", (16, 32)), ("many continuations", (16, 16))],
+)
 def test_kernels_equal_the_reference(interpreted_backend, name, sizes, window, late):
     rows = ROWS[name]
     q, k, v, dout = inputs(rows)
@@ -99,7 +107,7 @@ def test_kernels_equal_the_reference(interpreted_backend, name, sizes, window, l
 @pytest.mark.parametrize(("head_dim", "window"), [(64, None), (128, None), (256, None), (64, 128), (128, 100)])
 def test_kernels_equal_the_reference_on_a_gpu(head_dim, window):
     rng = np.random.default_rng(0)
-    forks = [(int(a), int(b), int(c)) for a, b, c in rng.integers(1, 400, (4, 3))]
+    forks = rng.integers(1, 400, (4, 3)).tolist()
     segments = jax.device_put(pack_forks([forks], seq_len=2560))
     keys = jax.random.split(jax.random.key(0), 4)
     q, k, v, dout = (
@@ -120,5 +128,5 @@ def test_kernels_equal_the_reference_on_a_gpu(head_dim, window):
 
 
 def test_positions_go_on_from_the_beginning():
-    segments = pack_forks([[(2, 3, 2)]], seq_len=8)
-    assert segments.positions.tolist() == [[0, 1, 2, 3, 4, 2, 3, 0]]
+    segments = pack_forks([[(2, 3, 2, 2)]], seq_len=10)
+    assert segments.positions.tolist() == [[0, 1, 2, 3, 4, 2, 3, 2, 3, 0]]

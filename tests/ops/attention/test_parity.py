@@ -23,6 +23,7 @@ class Case:
     H: int
     window: int | None = None
     sinks: bool = False
+    softcap: float | None = None
 
     def inputs(self, dtype):
         """Return (q, k, v, sinks), segments, dout."""
@@ -47,6 +48,7 @@ SMALL = {
     "two tiles of heads in a group": Case(lengths=((9, 4),), T=16, N=6, K=1, H=16, sinks=True),
     "a row of padding": Case(lengths=((18,), ()), T=20, N=2, K=1, H=16, sinks=True),
     "documents of one token": Case(lengths=((1,) * 17,), T=20, N=2, K=1, H=16),
+    "capped scores": Case(lengths=((1, 17, 9), ()), T=31, N=4, K=2, H=24, window=11, softcap=0.7),
 }
 
 
@@ -65,6 +67,8 @@ LARGE = {
     "window longer than segments": Case(lengths=(random_lengths(1000, 5),), T=1001, N=8, K=2, H=128, window=700),
     "head dim 96": Case(lengths=(random_lengths(900, 5),), T=960, N=8, K=8, H=96, window=100),
     "head dim 256": Case(lengths=(random_lengths(1000, 5),), T=1024, N=8, K=2, H=256),
+    "head dim 256, capped scores": Case(lengths=(random_lengths(1000, 5),), T=1024, N=8, K=4, H=256, softcap=2.0),
+    "head dim 256, window": Case(lengths=(random_lengths(1000, 5),), T=1024, N=4, K=2, H=256, window=200),
     "hundreds of documents": Case(lengths=(random_lengths(1024, 300),), T=1024, N=8, K=4, H=64),
     "one segment": Case(lengths=((4096,),), T=4096, N=8, K=2, H=128),
     "one segment and padding": Case(lengths=((1000,), (300,)), T=1100, N=8, K=2, H=128, sinks=True),
@@ -101,7 +105,9 @@ def expected_of(case, inputs, segments, dout):
     exact = (*(x.astype(jnp.float32) for x in (q, k, v)), sinks)
     with jax.default_matmul_precision("highest"):
         return output_and_gradients(
-            lambda q, k, v, sinks: reference_attention(q, k, v, segments, window=case.window, sinks=sinks),
+            lambda q, k, v, sinks: reference_attention(
+                q, k, v, segments, window=case.window, sinks=sinks, softcap=case.softcap
+            ),
             exact,
             dout,
         )
@@ -129,7 +135,7 @@ def assert_interpreted(case, segments, inputs, dout, interpreted_backend, late=F
     backend = interpreted_backend(
         tiles=AttentionKernelTiles(forward=tiles, dq=tiles, dkdv=tiles), compute_capability=80
     )
-    spec = FlashSpec(backend=backend, window=case.window)
+    spec = FlashSpec(backend=backend, window=case.window, softcap=case.softcap)
     got = output_and_gradients(lambda *x: flash_attention(spec, *x, segments), inputs, dout)
     assert_close(got, expected_of(case, inputs, segments, dout), dout, 1e-5)
 
@@ -154,10 +160,13 @@ def test_backends_match_the_reference_on_a_gpu(name, dtype, backend):
     case = LARGE[name]
     if backend == "hopper" and name not in HOPPER:
         pytest.skip("other cases show the same of these kernels, which compile slowly")
+    if backend == "cudnn" and case.softcap is not None:
+        pytest.skip("cuDNN does not cap scores")
     inputs, segments, dout = case.inputs(dtype)
 
     def attention(q, k, v, sinks):
-        return packed_attention(q, k, v, segments, window=case.window, sinks=sinks, backend=backend)
+        options = {"window": case.window, "sinks": sinks, "softcap": case.softcap}
+        return packed_attention(q, k, v, segments, **options, backend=backend)
 
     got = output_and_gradients(attention, inputs, dout)
     assert_close(got, expected_of(case, inputs, segments, dout), dout, 1e-2)

@@ -1,6 +1,7 @@
 """The FP8 feed-forward: reference and kernels against float32, and its programs for GPUs."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -35,13 +36,14 @@ def random_case(M, F, R, dtype=jnp.float32):
     return (normal(1, M, D, scale=0.1), x, first, weights, matrices, last), normal(1, M, D)
 
 
-def in_fp8(stream, x, first, weights, matrices, last):
-    return swiglu_fp8(stream, x, tuple(map(quantize_fp8, weights)), first, matrices, last)
+def in_fp8(stream, x, first, weights, matrices, last, activation="silu"):
+    return swiglu_fp8(stream, x, tuple(map(quantize_fp8, weights)), first, matrices, last, activation)
 
 
-def by_definition(stream, x, first, weights, matrices, last):
+def by_definition(stream, x, first, weights, matrices, last, activation="silu"):
     gate, up, down = weights
-    y, low = lora_swiglu(x @ gate.T, x @ up.T, x @ first.T, matrices, backend="reference")
+    products = x @ gate.T, x @ up.T, x @ first.T
+    y, low = lora_swiglu(*products, matrices, activation=activation, backend="reference")
     return stream + y @ down.T + low @ last.T
 
 
@@ -72,12 +74,12 @@ def assert_same_direction(got, expected, least):
         np.testing.assert_allclose(np.linalg.norm(left), np.linalg.norm(right), rtol=0.04)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_outputs_and_gradients_are_close_to_float32(backend, case):
+@pytest.mark.parametrize(("case", "activation"), [*((case, "silu") for case in CASES), (CASES[0], "gelu_tanh")])
+def test_outputs_and_gradients_are_close_to_float32(backend, case, activation):
     case = random_case(*case)
     with LORA_SWIGLU.using(backend):
-        got = all_results(in_fp8, *case)
-    assert_same_direction(got, all_results(by_definition, *case), 0.995)
+        got = all_results(partial(in_fp8, activation=activation), *case)
+    assert_same_direction(got, all_results(partial(by_definition, activation=activation), *case), 0.995)
 
 
 def test_kernels_match_the_reference(interpreted):

@@ -69,7 +69,6 @@ def changed(name, **changes):
 
 KEY = jax.random.key(0)
 OBSTACLES = {
-    "kernels know silu, not gelu_tanh": (random_parts(), Conditions(), "gelu_tanh"),
     "one rank, got 3, 2, 3": (random_parts((3, 2, 3)), Conditions(), "silu"),
     "biases are added before": (changed("gate", bias=jnp.zeros(F)), Conditions(), "silu"),
     "magnitudes (DoRA)": (changed("gate", magnitude=jnp.ones(F)), Conditions(), "silu"),

@@ -1,6 +1,7 @@
-"""SwiGLU between adapters: kernels and reference against the definition."""
+"""SwiGLU and GeGLU between adapters: kernels and reference against the definition."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import pytest
 from closeness import assert_close, outputs_and_gradients
 
 from jaxglue.ops.backend import tracing_for
-from jaxglue.ops.gated_mlp.swiglu import LORA_SWIGLU, lora_swiglu
+from jaxglue.ops.gated_mlp.swiglu import ACTIVATIONS, LORA_SWIGLU, lora_swiglu
 
 # rows, columns, rank; no tile divides the first two
 CASES = [(37, 72, 16), (40, 24, 4), (5, 100, 20)]
@@ -26,9 +27,9 @@ def random_case(M, F, R, dtype=jnp.float32):
     return (*wide, tuple(matrices)), (normal(1, M, F), normal(1, M, R))
 
 
-def by_definition(gate, up, hidden, matrices):
+def by_definition(gate, up, hidden, matrices, activation="silu"):
     first, second = jnp.split(hidden, 2, axis=-1)
-    y = jax.nn.silu(gate + first @ matrices[0].T) * (up + second @ matrices[1].T)
+    y = ACTIVATIONS[activation](gate + first @ matrices[0].T) * (up + second @ matrices[1].T)
     return y, y @ matrices[2].T
 
 
@@ -44,21 +45,24 @@ def backend(request):
     return interpreted(TritonLoraSwiglu)(compute_capability=90, forward_tiles=tiles, backward_tiles=tiles)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_outputs_and_gradients_match_the_definition(backend, case):
+@pytest.mark.parametrize(("case", "activation"), [*((case, "silu") for case in CASES), (CASES[0], "gelu_tanh")])
+def test_outputs_and_gradients_match_the_definition(backend, case, activation):
     case = random_case(*case)
     with LORA_SWIGLU.using(backend):
-        got = outputs_and_gradients(lora_swiglu, *case)
-    assert_close(got, outputs_and_gradients(by_definition, *case), 1e-5)
+        got = outputs_and_gradients(partial(lora_swiglu, activation=activation), *case)
+    assert_close(got, outputs_and_gradients(partial(by_definition, activation=activation), *case), 1e-5)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("case", [*CASES, (1000, 3072, 16), (300, 1000, 32)])
-def test_bf16_matches_float32_on_a_gpu(case):
+def test_bf16_matches_float32_on_a_gpu(case, activation):
     case = random_case(*case, jnp.bfloat16)
     with jax.default_matmul_precision("highest"):
-        expected = outputs_and_gradients(by_definition, *jax.tree.map(lambda x: x.astype(jnp.float32), case))
-    assert_close(outputs_and_gradients(lora_swiglu, *case), expected, 1e-2)
+        definition = partial(by_definition, activation=activation)
+        expected = outputs_and_gradients(definition, *jax.tree.map(lambda x: x.astype(jnp.float32), case))
+    got = outputs_and_gradients(partial(lora_swiglu, activation=activation), *case)
+    assert_close(got, expected, 1e-2)
 
 
 def test_only_kernels_write_wide_arrays(h200):

@@ -13,8 +13,8 @@ from jaxglue.ops.attention.hopper.backward import backward_kernel
 from jaxglue.ops.attention.hopper.forward import forward_kernel
 from jaxglue.ops.attention.hopper.visits import tiles_in_chunk
 from jaxglue.ops.attention.kernels import LOG2_E
-from jaxglue.ops.attention.tiles import heads_summed_at_once
-from jaxglue.ops.attention.triton import KernelSizes, sink_gradient
+from jaxglue.ops.attention.tiles import heads_summed_at_once, kernel_tiles
+from jaxglue.ops.attention.triton import KernelSizes, TritonAttention, sink_gradient
 from jaxglue.ops.attention.vjp import Gradients
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher, shape_dtype_of
@@ -31,21 +31,30 @@ _SPAN = 4
 
 @dataclass(frozen=True, kw_only=True)
 class HopperAttention(Launcher):
-    """`AttentionBackend` for long documents; lse is [B, N/P, T, P], as that of `TritonAttention`."""
+    """`AttentionBackend` for long documents; lse is [B, N/P, T, P], as that of `TritonAttention`.
 
-    def forward(self, q, k, v, sinks, segments, *, window):
+    That computes the gradients of heads wider than 128, whose sums leave no registers, and of capped scores.
+    """
+
+    def forward(self, q, k, v, sinks, segments, *, window, softcap=None):
         """Return (out, lse)."""
         sizes = KernelSizes.of(q, k)
-        arrays = q, _rows(k), _rows(v), q if sinks is None else sinks, segments.starts
+        keys = _ROWS if sizes.H <= 128 else _ROWS // 2  # of a tile: wide heads fill shared memory
+        arrays = q, _rows(k, keys), _rows(v, keys), q if sinks is None else sinks, segments.starts
         outputs = shape_dtype_of(q), sizes.statistics()
         grid = triton.cdiv(sizes.T, _ROWS // sizes.P) * sizes.packs, sizes.B
-        constants = sizes.constants(window) | {"STAGES": _STAGES, "HAS_SINKS": sinks is not None}
+        constants = sizes.constants(window) | {"SOFTCAP": softcap, "STAGES": _STAGES, "HAS_SINKS": sinks is not None}
         cost = KernelCost(kind=KernelKind.ATTENTION_FORWARD)
         return self._launch(forward_kernel, arrays, outputs, grid, constants, cost=cost)
 
-    def backward(self, q, k, v, sinks, segments: PackedSegments, out, lse, dout, *, window) -> Gradients:
+    def backward(self, q, k, v, sinks, segments: PackedSegments, out, lse, dout, *, window, softcap=None) -> Gradients:
         """Return (dq, dk, dv, dsinks); dq is summed in float32, of as many heads at once as take 1 GiB."""
         sizes = KernelSizes.of(q, k)
+        if sizes.H > 128 or softcap is not None:
+            tiles = kernel_tiles((9, 0), sizes.H, window=window, long=True)
+            kernels = TritonAttention(compute_capability=self.compute_capability, tiles=tiles)
+            arrays = q, k, v, sinks, segments, out, lse, dout
+            return kernels.backward(*arrays, window=window, softcap=softcap)
         chunk = tiles_in_chunk(sizes.T // segments.slots, window)
         if chunk > 1:  # tiles of one head
             lse = lse.transpose(0, 1, 3, 2).reshape(sizes.B, -1, sizes.T, 1)
@@ -102,10 +111,10 @@ def _descriptor(x: jax.Array, block: tuple[int, ...], swizzle: int = 128) -> Ten
     return TensorDescriptor.from_array(x, block, layout)
 
 
-def _rows(x: Float[Array, "B T K H"]) -> TensorDescriptor:
+def _rows(x: Float[Array, "B T K H"], count: int = _ROWS) -> TensorDescriptor:
     """Describe tiles of one head's keys or values."""
     B, T, K, H = x.shape
-    return _descriptor(x.reshape(B * T, K * H), (_ROWS, H))
+    return _descriptor(x.reshape(B * T, K * H), (count, H))
 
 
 def _cube(x: Float[Array, "B T N H"], heads: int) -> TensorDescriptor:

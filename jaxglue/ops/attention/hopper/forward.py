@@ -38,8 +38,11 @@ def _key_range(starts, first, last, BLOCK_N: gl.constexpr, sizes):
 
 
 @gluon.jit
-def _softmax(scores, peak, total, key, tokens, lows, MASK: gl.constexpr, FACTOR: gl.constexpr):
+def _softmax(scores, peak, total, key, tokens, lows, MASK: gl.constexpr, sizes):
     """Return (weights, factor of the sums before, peak, total) after a tile of scores from this key on."""
+    FACTOR: gl.constexpr = (sizes.SCALE if sizes.SOFTCAP is None else sizes.SOFTCAP) * LOG2_E
+    if sizes.SOFTCAP is not None:  # tanh(scale · score / softcap)
+        scores = 1.0 - 2.0 / (1.0 + gl.exp2(scores * (2.0 * sizes.SCALE * LOG2_E / sizes.SOFTCAP)))
     if MASK:
         keys = key + gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
         visible = (keys[None, :] <= tokens[:, None]) & (keys[None, :] >= lows[:, None])
@@ -51,7 +54,7 @@ def _softmax(scores, peak, total, key, tokens, lows, MASK: gl.constexpr, FACTOR:
 
 
 @gluon.jit
-def _tiles(begin, end, MASK: gl.constexpr, operands, state, FACTOR: gl.constexpr):
+def _tiles(begin, end, MASK: gl.constexpr, operands, state, sizes):
     """Compute the tiles from `begin` to `end`; the values of a tile are multiplied one tile late."""
     low, query, keys, values, tokens, lows = operands
     weights, acc, peak, total = state
@@ -64,7 +67,7 @@ def _tiles(begin, end, MASK: gl.constexpr, operands, state, FACTOR: gl.constexpr
         acc = warpgroup_mma(weights, await_tile(values, i - 1), acc, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
         release(keys, i)
-        new_weights, alpha, peak, total = _softmax(scores, peak, total, low + i * BLOCK_N, tokens, lows, MASK, FACTOR)
+        new_weights, alpha, peak, total = _softmax(scores, peak, total, low + i * BLOCK_N, tokens, lows, MASK, sizes)
         new_weights = gl.convert_layout(new_weights.to(weights.dtype), weights.type.layout)
         # The tile came long ago: the assembler would wait for the matmul before the exponentials without this branch.
         await_tile(values, i - 1)
@@ -84,15 +87,17 @@ def _attend(q, sinks, starts, out, lse, queries, keys, values, row, head, first,
     H: gl.constexpr = sizes.H
     N: gl.constexpr = sizes.K * sizes.G
     BLOCK_N: gl.constexpr = keys.tiles.shape[1]
-    FACTOR: gl.constexpr = sizes.SCALE * LOG2_E
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, H, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     token = first + GROUP * (GROUP_ROWS // P)
     query = queries.index(GROUP)
     load_rows(q, query, row, token, head, T, N, H, P)
+    if H > 128:
+        fence_async_shared()
     gl.barrier()
-    held = query.load(gl.DotOperandLayout(0, SCORES, 2))
+    # The sums of wide heads leave no registers for queries.
+    held = query.load(gl.DotOperandLayout(0, SCORES, 2)) if H <= 128 else query
     lane = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, SCORES))
     tokens = token + lane // P
     lows = _first_visible(starts + row * T, tokens, T, sizes.WINDOW)
@@ -105,12 +110,12 @@ def _attend(q, sinks, starts, out, lse, queries, keys, values, row, head, first,
     none = gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, layout=SCORES)
     scores = warpgroup_mma(held, await_tile(keys, 0).permute((1, 0)), none, use_acc=False)
     release(keys, 0)
-    weights, _, peak, total = _softmax(scores, peak, total, bounds.first, tokens, lows, True, FACTOR)
+    weights, _, peak, total = _softmax(scores, peak, total, bounds.first, tokens, lows, True, sizes)
     weights = gl.convert_layout(weights.to(q.dtype.element_ty), WEIGHTS)
     operands = bounds.first, held, keys, values, tokens, lows
-    state = _tiles(1, bounds.full, True, operands, (weights, acc, peak, total), FACTOR)
-    state = _tiles(bounds.full, bounds.cut, False, operands, state, FACTOR)
-    weights, acc, peak, total = _tiles(bounds.cut, bounds.count, True, operands, state, FACTOR)
+    state = _tiles(1, bounds.full, True, operands, (weights, acc, peak, total), sizes)
+    state = _tiles(bounds.full, bounds.cut, False, operands, state, sizes)
+    weights, acc, peak, total = _tiles(bounds.cut, bounds.count, True, operands, state, sizes)
     acc = warpgroup_mma(weights, await_tile(values, bounds.count - 1), acc)
     seen = (lows <= tokens) & (tokens < T)
     share = gl.convert_layout(gl.where(seen, 1.0 / gl.where(seen, total, 1.0), 0.0), gl.SliceLayout(1, OUT))[:, None]
@@ -131,13 +136,14 @@ def _load_tiles(k, v, keys, values, token, column, count):
 @gluon.jit
 def forward_kernel(
     q, k, v, sinks, starts, out, lse, T: gl.constexpr, K: gl.constexpr, G: gl.constexpr, P: gl.constexpr,
-    H: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr, HAS_SINKS: gl.constexpr, STAGES: gl.constexpr,
+    H: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr, SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Compute output and log-sum-exp of one tile of queries; grid (query tiles · N // P, B).
 
     Programs that run together share a key/value head, whose keys and values then come from the L2 cache.
     """
-    sizes = Sizes(T, K, G, P, H, WINDOW, SCALE)
+    sizes = Sizes(T, K, G, P, H, WINDOW, SCALE, SOFTCAP=SOFTCAP)
     PARTS: gl.constexpr = G // P
     TOKENS: gl.constexpr = 2 * GROUP_ROWS // P
     TILES: gl.constexpr = (T + TOKENS - 1) // TOKENS

@@ -11,7 +11,7 @@ from jaxglue.ops.tile_ring import GROUP_ROWS
 class Sizes:
     """Constants of a call: T tokens, K key/value heads with G query heads each, P of them in a tile, head dim H.
 
-    CHUNK is of the backward pass (see `visits`).
+    CHUNK is of the backward pass (see `visits`), SOFTCAP, or None, of the forward pass.
     """
 
     T: gl.constexpr
@@ -22,13 +22,14 @@ class Sizes:
     WINDOW: gl.constexpr
     SCALE: gl.constexpr
     CHUNK: gl.constexpr
+    SOFTCAP: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, T, K, G, P, H, WINDOW, SCALE, CHUNK=1):
+    def __init__(self, T, K, G, P, H, WINDOW, SCALE, CHUNK=1, SOFTCAP=None):
         """Bundle the constants."""
         self.T, self.K, self.G, self.P = gl.constexpr(T), gl.constexpr(K), gl.constexpr(G), gl.constexpr(P)
         self.H, self.WINDOW, self.SCALE = gl.constexpr(H), gl.constexpr(WINDOW), gl.constexpr(SCALE)
-        self.CHUNK = gl.constexpr(CHUNK)
+        self.CHUNK, self.SOFTCAP = gl.constexpr(CHUNK), gl.constexpr(SOFTCAP)
 
 
 @aggregate

@@ -1,0 +1,280 @@
+"""Policy gradients of answers that the model wrote: GRPO and its kin, in TRL's forms and under its names."""
+
+from typing import ClassVar, NamedTuple
+
+import jax.numpy as jnp
+from jax.lax import stop_gradient
+from jaxtyping import Array, Float
+
+from jaxglue.data.batch import Batch, Rollouts
+from jaxglue.objectives.config import ObjectiveConfig
+from jaxglue.objectives.objective import Objective, TargetValues
+from jaxglue.ops.collectives import BATCH_AXES, psum
+
+Tokens = Float[Array, "B T"]
+"""A value for each token."""
+_COUNTS = ("tokens", "answers", "sampled")
+"""Sums by which the others are divided."""
+_BY_TOKEN = ("entropy", "kl")
+_CLIPPED = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
+_SAMPLING = (
+    *("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/signed_mean"),
+    "sampling/importance_sampling_ratio/mean",
+)
+
+
+class StepCounts(NamedTuple):
+    """Sizes of an optimizer step, over all devices."""
+
+    answers: int
+    tokens: float
+    """Counted tokens of the answers."""
+    micro_batches: int
+    longest: int
+    """The most tokens of an answer."""
+
+
+class PolicyGradient(Objective):
+    """Clipped ratios of probabilities, times advantages."""
+
+    needs_rollouts = True
+    settings: ClassVar[tuple[str, ...]] = (
+        *("beta", "temperature", "epsilon_low", "epsilon_high", "delta", "use_bias_correction_kl", "scale_rewards"),
+        *("multi_objective_aggregation", "mask_truncated_completions", "top_entropy_quantile"),
+        *("off_policy_mask_threshold", "importance_sampling_mode", "importance_sampling_max"),
+        "importance_sampling_min",
+    )
+    learning_rates = {"lora": 1e-5, "full": 1e-6}  # noqa: RUF012 - with all weights TRL's
+    default_beta = 0.0
+    generations = 8
+    """Answers to each prompt where no number is given, as in TRL."""
+    by_answer = False
+    """Ratios are of whole answers."""
+    leaves_one_out = False
+    """An answer's baseline is the mean of the others, and the divergence is a part of the reward."""
+
+    @classmethod
+    def check(cls, config: ObjectiveConfig) -> None:
+        """Refuse bounds in the wrong order."""
+        if config.importance_sampling_min >= config.importance_sampling_max:
+            raise ValueError("--importance-sampling-min is not below --importance-sampling-max: lower it")
+
+    @property
+    def temperature(self) -> float:
+        """Return the divisor of the logits."""
+        return self.config.temperature
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """Return the names of the sums behind the metrics."""
+        return (*_COUNTS, *_BY_TOKEN, *_CLIPPED, *_SAMPLING)
+
+    @property
+    def title(self) -> str:
+        """Return the name with β."""
+        return f"{self.config.objective}, beta {self.beta:g}"
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Return the ratios from which on, and up to which, the loss has a gradient."""
+        low, high = self.config.epsilon_low, self.config.epsilon_high
+        return 1 - low, 1 + (low if high is None else high)
+
+    def normalizer(self, counts: StepCounts) -> float:
+        """Return the number by which a step divides the sum of its losses."""
+        raise NotImplementedError
+
+    def token_weights(self, counted: Tokens, lengths: Tokens) -> Tokens:
+        """Return each token's weight in the sum of losses.
+
+        Args:
+            counted: 1 for tokens of answers, 0 for others.
+            lengths: counted tokens of each token's answer, at least 1.
+        """
+        return counted
+
+    def log_ratio(self, difference: Tokens, rollouts: Rollouts, lengths: Tokens) -> Tokens:
+        """Return the logarithm of each token's ratio from the differences of log-probabilities."""
+        return difference
+
+    def policy_losses(self, ratio: Tokens, advantages: Tokens, log_probs: Tokens) -> Tokens:
+        """Return the losses of tokens without the divergence."""
+        clipped = jnp.clip(ratio, *self.bounds)
+        if self.config.delta is not None:
+            ratio = jnp.minimum(ratio, self.config.delta)
+        return -jnp.minimum(ratio * advantages, clipped * advantages)
+
+    def clipped(self, ratio: Tokens, advantages: Tokens) -> tuple[Tokens, Tokens]:
+        """Tell where the ratio is below its range in a bad answer, and above it in a good one."""
+        low, high = self.bounds
+        return (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
+
+    def __call__(self, values: TargetValues, batch: Batch) -> Float[Array, " sums"]:
+        """Return [Σ loss, Σ of each of `sums`] over the answers in this device's rows."""
+        assert batch.rollouts is not None
+        rollouts, counted, log_probs = batch.rollouts, batch.loss_weights, values.log_probs
+        now = stop_gradient(log_probs)
+        old = now if rollouts.old is None else rollouts.old
+        lengths = jnp.maximum(rollouts.spread(rollouts.sums(counted)), 1)
+        advantages = rollouts.spread(rollouts.advantages)
+
+        ratio = jnp.exp(self.log_ratio(_where(counted, log_probs - old), rollouts, lengths))
+        correction, sampled, sampling = self._correct(old, rollouts, counted)
+        losses = self.policy_losses(ratio, advantages, log_probs)
+        losses *= correction * self._kept(values, now, old, rollouts, batch, lengths)
+        divergence = jnp.zeros_like(ratio)
+        if self.beta and not self.leaves_one_out:
+            assert rollouts.reference is not None
+            divergence = k3(_where(counted, rollouts.reference - log_probs))
+            if self.config.use_bias_correction_kl:
+                divergence *= ratio
+            losses += self.beta * divergence
+
+        loss = jnp.sum(self.token_weights(counted, lengths) * _where(counted, losses))
+        shares = counted / lengths
+        low, high = self.clipped(ratio, advantages)
+        metrics = [counted, shares, sampled, counted * values.entropies, counted * divergence]
+        metrics += [(shares if self.by_answer else counted) * clipped for clipped in (low, high, low | high)]
+        return jnp.stack([loss, *(stop_gradient(jnp.sum(value)) for value in (*metrics, *sampling))])
+
+    def _kept(
+        self, values: TargetValues, now: Tokens, old: Tokens, rollouts: Rollouts, batch: Batch, lengths: Tokens
+    ) -> Tokens:
+        """Return 0 for tokens that leave the loss by their entropy, or with their answer, and 1 for others."""
+        counted, kept = batch.loss_weights, jnp.ones_like(batch.loss_weights)
+        if self.config.top_entropy_quantile < 1:
+            entropies = jnp.where(counted > 0, values.entropies, jnp.nan)
+            kept *= entropies >= jnp.nanquantile(entropies, 1 - self.config.top_entropy_quantile)
+        if (threshold := self.config.off_policy_mask_threshold) is not None:
+            before = old if rollouts.sampler is None else rollouts.sampler
+            moved = rollouts.spread(rollouts.sums(_where(counted, jnp.nan_to_num(before - now)))) / lengths
+            kept *= (rollouts.spread(rollouts.advantages) >= 0) | (moved <= threshold)
+        return kept
+
+    def _correct(self, old: Tokens, rollouts: Rollouts, counted: Tokens) -> tuple[Tokens, Tokens, list[Tokens]]:
+        """Return the weights that correct for sampling's log-probabilities, the tokens that have one, and statistics.
+
+        A token without one has the ratio 1.
+        """
+        if rollouts.sampler is None:
+            return jnp.ones_like(counted), jnp.zeros_like(counted), [jnp.zeros_like(counted)] * len(_SAMPLING)
+        sampled = counted * jnp.isfinite(rollouts.sampler)
+        shares = counted / jnp.maximum(rollouts.spread(rollouts.sums(counted)), 1)
+        difference = stop_gradient(_where(sampled, old - rollouts.sampler))
+        level, _, bound = self.config.importance_sampling_mode.partition("_")
+        log_ratio = rollouts.spread(rollouts.sums(difference)) if level == "sequence" else difference
+        low, high = self.config.importance_sampling_min, self.config.importance_sampling_max
+        ratio = jnp.exp(log_ratio)
+        if bound == "mask":
+            ratio *= (ratio >= low) & (ratio <= high)
+        elif bound == "truncate":
+            ratio = jnp.clip(ratio, low, high)
+        statistics = [jnp.abs(difference), -difference, (shares if level == "sequence" else sampled) * ratio]
+        return jnp.ones_like(counted) if level == "none" else ratio, sampled, statistics
+
+    def metrics(self, values: Float[Array, " sums"]) -> dict[str, Array]:
+        """Return the metrics by TRL's names: means over tokens, or over answers."""
+        named = dict(zip(self.sums, values[1:], strict=True))
+        tokens, answers, sampled = (named.pop(name) for name in _COUNTS)
+        if not self.beta or self.leaves_one_out:
+            del named["kl"]
+        divisors = dict.fromkeys(_BY_TOKEN, tokens) | dict.fromkeys(_SAMPLING, sampled)
+        divisors |= dict.fromkeys(_CLIPPED, answers if self.by_answer else tokens)
+        if self.config.importance_sampling_mode.startswith("sequence"):
+            divisors["sampling/importance_sampling_ratio/mean"] = answers
+        return {name: value / jnp.maximum(divisors[name], 1e-30) for name, value in named.items()}
+
+
+def _where(counted: Tokens, values: Tokens) -> Tokens:
+    """Return the values of counted tokens, and 0 for others, whose values may be anything."""
+    return jnp.where(counted > 0, values, 0)
+
+
+def k3(difference: Tokens) -> Tokens:
+    """Estimate the divergence from the reference by d = log π_ref − log π: exp(d) − d − 1, never negative."""
+    return jnp.exp(difference) - difference - 1
+
+
+class GRPO(PolicyGradient):
+    """Means over each answer's tokens, then over answers (arXiv 2402.03300)."""
+
+    def normalizer(self, counts: StepCounts) -> float:
+        """Return the number of answers."""
+        return counts.answers
+
+    def token_weights(self, counted: Tokens, lengths: Tokens) -> Tokens:
+        """Return 1 over the answer's length."""
+        return counted / lengths
+
+
+class DrGRPO(PolicyGradient):
+    """Sums over tokens, divided by a constant, so that length has no weight (arXiv 2503.20783)."""
+
+    def normalizer(self, counts: StepCounts) -> float:
+        """Return the tokens of as many answers of the greatest length."""
+        return counts.answers * counts.longest
+
+
+class DAPO(PolicyGradient):
+    """The mean over all tokens of a step (arXiv 2503.14476)."""
+
+    def normalizer(self, counts: StepCounts) -> float:
+        """Return the number of tokens."""
+        return max(counts.tokens, 1)
+
+
+class BNPO(PolicyGradient):
+    """Means over the tokens of each micro-batch, on all devices, then over micro-batches."""
+
+    def normalizer(self, counts: StepCounts) -> float:
+        """Return the number of micro-batches."""
+        return counts.micro_batches
+
+    def token_weights(self, counted: Tokens, lengths: Tokens) -> Tokens:
+        """Return 1 over the tokens of the micro-batch."""
+        return counted / jnp.maximum(psum(counted.sum(), *BATCH_AXES), 1)
+
+
+class GSPO(GRPO):
+    """GRPO with the ratio of an answer, the geometric mean of its tokens' ratios (arXiv 2507.18071)."""
+
+    by_answer = True
+
+    def log_ratio(self, difference: Tokens, rollouts: Rollouts, lengths: Tokens) -> Tokens:
+        """Return the mean over the answer's tokens."""
+        return rollouts.spread(rollouts.sums(difference)) / lengths
+
+
+class CISPO(DAPO):
+    """Log-probabilities weighted by capped ratios without a gradient, so that no token is left out (2506.13585)."""
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Return 0 and the cap of the ratios."""
+        return 0.0, 5.0 if self.config.epsilon_high is None else self.config.epsilon_high
+
+    def policy_losses(self, ratio: Tokens, advantages: Tokens, log_probs: Tokens) -> Tokens:
+        """Return the losses of tokens without the divergence."""
+        return -stop_gradient(jnp.minimum(ratio, self.bounds[1])) * advantages * log_probs
+
+    def metrics(self, values: Float[Array, " sums"]) -> dict[str, Array]:
+        """Return the metrics, with the share of capped ratios in place of the clipped ones."""
+        named = super().metrics(values)
+        capped = named["clip_ratio/high_mean"]
+        return {name: value for name, value in named.items() if name not in _CLIPPED} | {"cispo_clip_ratio": capped}
+
+
+class RLOO(GRPO):
+    """REINFORCE with the mean of the other answers as the baseline (arXiv 2402.14740); ratios are of whole answers."""
+
+    settings = (
+        *("beta", "temperature", "epsilon_low", "epsilon_high", "normalize_advantages", "mask_truncated_completions"),
+        *("importance_sampling_mode", "importance_sampling_max", "importance_sampling_min"),
+    )
+    default_beta = 0.05
+    generations = 2
+    by_answer = leaves_one_out = True
+
+    def log_ratio(self, difference: Tokens, rollouts: Rollouts, lengths: Tokens) -> Tokens:
+        """Return the sum over the answer's tokens."""
+        return rollouts.spread(rollouts.sums(difference))

@@ -1,0 +1,1 @@
+"""Reinforcement learning: prompts are answered by the model in training, answers rewarded, and packed into batches."""

@@ -1,0 +1,179 @@
+"""Wrappers: models around a text model, such as one with a vision tower, as rows of a table.
+
+A wrapper's folder trains its text model: config.json holds its settings as `text_config`, and the tensors of the other
+parts pass through exports.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+TEXT_PATH = "model"
+"""Path of the decoder among a text model's modules."""
+_SPELLINGS = ("model.language_model.", "language_model.model.")
+"""Beginnings of a decoder's names in a wrapper: today's, and the one before transformers 4.52."""
+_OLD_HEAD = "language_model."
+"""Before the output projection's name in the older spelling."""
+_LISTS = ("ignore", "modules_to_not_convert", "llm_int8_skip_modules")
+"""Entries of `quantization_config` that name modules."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wrapper:
+    """A model type around a text model."""
+
+    model_type: str
+    text_types: tuple[str, ...]
+    """Model types that its text model may have; the first is the one without `model_type` in `text_config`."""
+    others: tuple[str, ...]
+    """Beginnings of the names of its other tensors, without a leading `model.`."""
+    text_path: str = "model.language_model"
+    """Path of the decoder among the modules that PEFT adapts."""
+    tied: bool | None = None
+    """Whether the output projection is the embedding where config.json says nothing; None: where files lack it."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that its `text_config` may lack."""
+
+    def owns(self, name: str) -> bool:
+        """Tell whether a tensor belongs to a part beside the text model."""
+        return name.removeprefix("model.").startswith(self.others)
+
+    @property
+    def unquantized(self) -> list[str]:
+        """Return the modules that quantized folders leave as they are, as tools that compare beginnings name them."""
+        modules = [name.rstrip(".") for name in self.others]
+        return [*modules, *(f"model.{module}" for module in modules)]
+
+
+WRAPPERS: dict[str, Wrapper] = {}
+"""By `model_type`."""
+
+
+def wrap(wrapper: Wrapper) -> Wrapper:
+    """Let folders of this model type be read, in place of an earlier wrapper of that type."""
+    WRAPPERS[wrapper.model_type] = wrapper
+    return wrapper
+
+
+def find_wrapper(raw: Mapping[str, Any]) -> Wrapper | None:
+    """Return the wrapper of a parsed config.json; None for a text model's."""
+    model_type = raw.get("model_type")
+    return WRAPPERS.get(model_type) if isinstance(model_type, str) else None
+
+
+def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a parsed config.json as that of its text model.
+
+    Raises:
+        ValueError: a wrapper without an object `text_config`, or around a text model that it may not have.
+    """
+    wrapper = find_wrapper(raw)
+    if wrapper is None:
+        return raw
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ValueError(f"text_config in config.json: {wrapper.model_type} needs an object, got {text!r:.100}")
+    defaults = {"model_type": wrapper.text_types[0], **wrapper.defaults}
+    fields = {**text, **{name: value for name, value in defaults.items() if text.get(name) is None}}
+    if fields["model_type"] not in wrapper.text_types:
+        raise ValueError(
+            f"text_config in config.json: model_type {fields['model_type']!r:.100} is not supported inside "
+            f"{wrapper.model_type}: known are {', '.join(wrapper.text_types)}"
+        )
+    fields["tie_word_embeddings"] = ties(raw) or False
+    if isinstance(quantization := raw.get("quantization_config", text.get("quantization_config")), Mapping):
+        fields["quantization_config"] = _by_text_names(quantization)
+    return fields
+
+
+def ties(raw: Mapping[str, Any]) -> bool | None:
+    """Return whether a wrapper's config.json ties the output projection to the embedding.
+
+    None where its two levels differ or say nothing: transformers then ties it unless the files hold one.
+    """
+    wrapper, text = find_wrapper(raw), raw.get("text_config")
+    assert wrapper is not None
+    levels = (raw.get("tie_word_embeddings"), text.get("tie_word_embeddings") if isinstance(text, Mapping) else None)
+    said = {level for level in levels if level is not None}
+    return wrapper.tied if not said else said.pop() if len(said) == 1 else None
+
+
+def with_text(raw: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+    """Return a parsed config.json with other settings of its text model."""
+    if find_wrapper(raw) is None:
+        return {**raw, **changes}
+    text: Any = raw["text_config"]
+    return {**raw, "text_config": {**text, **changes}}
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """Names of a text model's tensors in the files of a wrapper's folder."""
+
+    wrapper: Wrapper
+    decoder: str = _SPELLINGS[0]
+    """In place of `model.`."""
+    head: str = ""
+    """Before `lm_head.`."""
+
+    @classmethod
+    def of(cls, wrapper: Wrapper, names: Iterable[str]) -> "TensorNames":
+        """Find the spelling of a folder's tensors."""
+        names = list(names)
+        decoder = next((start for start in _SPELLINGS if _any(names, start)), None)
+        head = _OLD_HEAD if decoder == _SPELLINGS[1] and not _any(names, "lm_head.") else ""
+        return cls(wrapper, decoder or _SPELLINGS[0], head)
+
+    def ours(self, stored: str) -> str | None:
+        """Return a tensor's name as the text model's; None for the parts around it."""
+        if stored.startswith(self.decoder):
+            return f"{TEXT_PATH}.{stored.removeprefix(self.decoder)}"
+        if self.head and stored.startswith(f"{self.head}lm_head."):
+            return stored.removeprefix(self.head)
+        return None if self.wrapper.owns(stored) else stored
+
+    def stored(self, name: str) -> str:
+        """Invert `ours`."""
+        if name.startswith(f"{TEXT_PATH}."):
+            return self.decoder + name.removeprefix(f"{TEXT_PATH}.")
+        return self.head + name if name.startswith("lm_head.") else name
+
+
+def _any(names: Iterable[str], start: str) -> bool:
+    return any(name.startswith(start) for name in names)
+
+
+def to_text_name(name: str) -> tuple[str, str]:
+    """Return a module's or tensor's name as the text model's, and the path of its decoder in that spelling."""
+    for start in _SPELLINGS:
+        if name.startswith(start):
+            return f"{TEXT_PATH}.{name.removeprefix(start)}", start.rstrip(".")
+    return name.removeprefix(_OLD_HEAD), TEXT_PATH
+
+
+def from_text_name(name: str, path: str) -> str:
+    """Return a text model's name with the decoder at another path."""
+    return f"{path}.{name.removeprefix(f'{TEXT_PATH}.')}" if name.startswith(f"{TEXT_PATH}.") else name
+
+
+def is_beside_text(name: str) -> bool:
+    """Tell whether a module or tensor belongs to a part around the text model in any wrapper."""
+    return any(wrapper.owns(name) for wrapper in WRAPPERS.values())
+
+
+_ESCAPED = [(start, re.escape(start)) for start in _SPELLINGS]
+
+
+def _by_text_names(quantization: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a `quantization_config` whose lists name modules as the text model does."""
+
+    def renamed(entry: Any) -> Any:
+        if not isinstance(entry, str):
+            return entry
+        for start, escaped in _ESCAPED:
+            entry = entry.replace(start, f"{TEXT_PATH}.").replace(escaped, rf"{TEXT_PATH}\.")
+        return entry
+
+    lists = {name: quantization[name] for name in _LISTS if isinstance(quantization.get(name), list)}
+    return {**quantization, **{name: list(map(renamed, entries)) for name, entries in lists.items()}}
