@@ -236,7 +236,12 @@ def test_the_last_turn_alone_by_other_names(tmp_path, line):
     assert parse_config(TrainConfig, flags).data.loss_on == "last-turn"
 
 
-UNPACKED = "model_name_or_path: m\ncutoff_len: 2048\nfinetuning_type: lora\nper_device_train_batch_size: 2\ngradient_accumulation_steps: 8\n"
+UNPACKED = """model_name_or_path: m
+cutoff_len: 2048
+finetuning_type: lora
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 8
+"""
 
 
 def test_recipes_that_do_not_pack_keep_their_documents_per_step(write, caplog):

@@ -334,7 +334,7 @@ class RunConfig(Config):
     none keeps none."""
 
     def validate(self) -> None:
-        """Refuse a malformed mesh and two batch sizes."""
+        """Refuse a malformed mesh, two batch sizes, and two sizes of a step."""
         if self.per_device_batch_size and self.batch_size > 1:
             raise ValueError("--batch-size and --per-device-batch-size are both given: leave one out")
         if self.documents_per_step and self.gradient_accumulation_steps > 1:

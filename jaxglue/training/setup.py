@@ -1,5 +1,6 @@
 """Set-up of a run: everything that is read, checked and decided before weights are loaded."""
 
+import logging
 import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from jaxglue.rl.prompts import PromptDataset, PromptReport, read_prompts
 from jaxglue.rl.rewards import Judge
 from jaxglue.sharding.mesh import AUTO, MeshShape, make_mesh, process_batch_shard
 from jaxglue.training.checks import refuse_shared_prompt, warn_of_peft
-from jaxglue.training.config import RunConfig, TrainConfig
+from jaxglue.training.config import RunConfig, TrainConfig, warmup_steps
 from jaxglue.training.remat import RematChoice, choose_remat
 from jaxglue.training.trackers import check_trackers
 from jaxglue.training.vocabulary import Vocabulary, read_start, read_vocabulary, run_stops
@@ -35,6 +36,9 @@ from jaxglue.training.workload import make_workload, read_architecture, settle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +127,12 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Run:
     else:
         batches, eval_batches = _make_batches(config, data, workload.mesh)
         total_steps = config.run.steps or batches.total_steps or 0
+    if processes.is_main and 0 < total_steps <= (rise := warmup_steps(config.optimizer, total_steps)):
+        _log.warning(
+            "the learning rate rises over %d warm-up steps, and the run has %d: it never reaches %g; lower "
+            "--warmup-steps, or train longer",
+            *(rise, total_steps, config.optimizer.learning_rate),
+        )
     if config.objective.kind.needs_reference:
         frozen, epochs = config.model.method == "lora" and adapter is None, total_steps / batches.steps_per_epoch
         in_steps = runs_reference_in_steps(config, workload, remat, epochs=epochs, frozen=frozen, processes=processes)
@@ -190,7 +200,8 @@ def _with_micro_batches(config: TrainConfig, data: PreparedData) -> RunConfig:
     if count is None:
         return run
     rows = count * float(data.train.document_lengths.mean()) / config.data.row_tokens
-    return replace(run, gradient_accumulation_steps=max(2, math.ceil(rows / run.batch_size)))
+    count = max(2, math.ceil(rows / run.batch_size))
+    return replace(run, gradient_accumulation_steps=count, documents_per_step=None)
 
 
 def _make_batches(
