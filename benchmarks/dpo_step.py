@@ -12,6 +12,7 @@ trainer's, executor and AdamW, dispatched one ahead.
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,6 +34,7 @@ from jaxglue.engine.residency import DEVICE, is_streamed, parse_weights
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora import without_adapters
 from jaxglue.objectives.config import ObjectiveConfig
+from jaxglue.planner.device_memory import take_fitting_blocks
 from jaxglue.planner.flops import matmul_parameters
 from jaxglue.planner.gpus import GIB, peak_flops
 from jaxglue.planner.planner import Planner
@@ -169,6 +171,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
+    take_fitting_blocks(os.environ)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--layers", type=int, default=None)

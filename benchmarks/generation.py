@@ -1,16 +1,17 @@
-"""Time generation: one prompt at a time against many decoded together, on random weights of a published shape.
+"""Time generation on random weights of a published shape: decode steps of some streams, and a batch of uneven answers.
 
-    python benchmarks/generation.py --shape qwen3-8b --prompts 64 --json benchmarks/results/generation.json
+    python benchmarks/generation.py --shape qwen3-8b --streams 1 64 256 --requests 512 --json benchmarks/results/x.json
 
-Prompts have 20 to 500 tokens and 128 new ones each. Tokens/s include the prompts' forward passes; a decode step's time
-excludes them. Its limit is the time to read the weights and the visible keys and values from memory. Answers are
-compared with those one by one: in float32 on a few layers of the shape, and in bfloat16 up to their first difference.
+A decode step's time is the difference of two runs, so it excludes prompts. Its limit is the time to read the weights
+and the visible keys and values at this GPU's rate of reading, measured in the same process. The batch has prompts of
+200 tokens and answers of forced, log-normal lengths (mean 512, σ 0.7, at most 1,024). Its limit adds to each step of an
+ideal schedule, all answers at once, the prompts' matmuls at the measured rate; a step takes the longer of reading the
+weights and multiplying them.
 """
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -18,139 +19,169 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from inputs import SHAPES
-from measure import table, write_results
+from measure import milliseconds, table, write_results
 
-from jaxglue.generation.cache import CachePlan, token_bytes
 from jaxglue.generation.config import SamplingConfig
-from jaxglue.generation.generator import Generator, Request
+from jaxglue.generation.engine import Completion, Engine
+from jaxglue.generation.pages import token_bytes
+from jaxglue.generation.scheduler import Request
 from jaxglue.hf.loading import random_model
 from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
+from jaxglue.models.lora import add_lora
+from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import split_model
-from jaxglue.planner.gpus import lookup_gpu
 
-SHORTEST, LONGEST, NEW = 20, 500, 128
+PROMPT, MEAN, SIGMA, LONGEST = 200, 512, 0.7, 1024
+STEPS = 128
+"""Decode steps that are timed."""
 
 
 class Model:
-    """A generator with its weights."""
+    """An engine with its weights."""
 
-    def __init__(self, config: DecoderConfig, dtype):
+    def __init__(self, config: DecoderConfig, dtype, lora: int = 0):
         model = random_model(config, dtype=dtype)
+        if lora:
+            add_lora(model, LoraConfig(rank=lora, alpha=2 * lora), rngs=nnx.Rngs(0))
         graphdefs, *self.trees = split_model(model, nnx.LoRAParam)
-        self.config, self.dtype, self.generator = config, dtype, Generator(graphdefs, config, dtype=dtype)
+        self.config, self.dtype, self.engine = config, dtype, Engine(graphdefs, config, dtype=dtype)
         embedding = 0 if graphdefs.lm_head is None else model.embed_tokens.weight[...].nbytes
         self.read_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self.trees)) - embedding
+        self.matmul_parameters = self.read_bytes / jnp.dtype(dtype).itemsize  # of a dense model in `dtype`
 
-    def one_by_one(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Return the answers, each decoded alone, as in a chat."""
-        return [list(self.generator.stream(*self.trees, r.prompt, r.sampling, index=r.index)) for r in requests]
-
-    def together(self, requests: Sequence[Request], plan: CachePlan, whole: bool) -> list[list[int]]:
-        """Return the answers decoded together."""
-        found = dict(self.generator.answers(*self.trees, requests, plan=plan, whole=whole))
-        return [found[number] for number in range(len(requests))]
+    def answer(self, requests: Sequence[Request], **options) -> tuple[float, list[Completion]]:
+        """Return the seconds of all answers, and these."""
+        begun = time.perf_counter()
+        found = list(self.engine.generate(*self.trees, requests, **options))
+        return time.perf_counter() - begun, found
 
 
-def draw_requests(count: int, vocabulary: int, new: int) -> list[Request]:
-    """Return prompts of random tokens and uneven lengths."""
+def draw_requests(count: int, prompt: int, new: Sequence[int], vocabulary: int, temperature: float) -> list[Request]:
+    """Return prompts of random tokens whose answers have these lengths."""
     rng = np.random.default_rng(0)
-    sampling = SamplingConfig(temperature=0.0, max_tokens=new)
-    lengths = rng.integers(SHORTEST, LONGEST + 1, count)
-    return [Request(rng.integers(0, vocabulary, n).tolist(), sampling, i) for i, n in enumerate(lengths)]
+    prompts = rng.integers(0, vocabulary, (count, prompt))
+    sampling = [SamplingConfig(temperature=temperature, top_p=1.0, max_tokens=int(n)) for n in new]
+    return [Request(p.tolist(), s, i) for i, (p, s) in enumerate(zip(prompts, sampling, strict=True))]
 
 
-def seconds(function: Callable, *arguments) -> tuple[float, float, list[list[int]]]:
-    """Return the time of a first call, of a second one, and the result."""
+def read_rate() -> float:
+    """Return the bytes that this GPU reads in a second, summing 4 GiB."""
+    x = jnp.ones((1 << 15, 1 << 16), jnp.bfloat16)
+    total = jax.jit(lambda x, axis: x.sum(axis, dtype=jnp.float32), static_argnums=1)
+    spent = min(milliseconds(total, x, axis) for axis in (0, 1))
+    return x.nbytes / spent * 1e3
+
+
+def matmul_rate() -> float:
+    """Return this GPU's FLOP/s in a matmul of 16-bit numbers under sustained load."""
+    x, w = jnp.ones((4096, 4096), jnp.bfloat16), jnp.ones((12288, 4096), jnp.bfloat16)
+    product = jax.jit(lambda x, w: jax.lax.dot_general(x, w, (((1,), (1,)), ((), ()))))
+    return 2 * x.size * len(w) / milliseconds(product, x, w, budget=300) * 1e3
+
+
+def time_steps(model: Model, streams: int, context: int, rate: float) -> dict:
+    """Time decode steps of some streams, whose contexts have `context` tokens on average."""
+    vocabulary, prompt = model.config.vocab_size, context - STEPS // 2 - 32
+
+    def spent(new: int) -> float:
+        return model.answer(draw_requests(streams, prompt, [new] * streams, vocabulary, 1.0), plan=plan, whole=True)[0]
+
+    plan = model.engine.plan(draw_requests(streams, prompt, [STEPS + 64] * streams, vocabulary, 1.0))
     begun = time.perf_counter()
-    function(*arguments)
-    compiled = time.perf_counter()
-    result = function(*arguments)
-    return compiled - begun, time.perf_counter() - compiled, result
-
-
-def with_limit(requests: Sequence[Request], new: int) -> list[Request]:
-    return [replace(r, sampling=replace(r.sampling, max_tokens=new)) for r in requests]
-
-
-def time_alone(model: Model, requests: Sequence[Request]) -> tuple[dict, list[list[int]]]:
-    """Time a few prompts one after another."""
-    first, whole, answers = seconds(model.one_by_one, requests)
-    prefill = seconds(model.one_by_one, with_limit(requests, 1))[1]
-    step = (whole - prefill) / sum(len(answer) - 1 for answer in answers)
-    return row(model, "one at a time", requests, (first, whole, step), answers, 1), answers
-
-
-def time_together(model: Model, requests: Sequence[Request], whole: bool) -> tuple[dict, list[list[int]]]:
-    """Time all prompts decoded together."""
-    plan = model.generator.plan(requests)
-    print(f"{len(requests)} prompts, {plan}", flush=True)
-    first, spent, answers = seconds(model.together, requests, plan, whole)
-    prefill = seconds(model.together, with_limit(requests, 1), plan, whole)[1]
-    step = (spent - prefill) / (NEW - 1)
-    name = f"{len(requests)} together, {'one program' if whole else 'layer by layer'}"
-    return row(model, name, requests, (first, spent, step), answers, len(requests)), answers
-
-
-def row(model: Model, name: str, requests, times: tuple[float, float, float], answers, at_once: int) -> dict:
-    """Return a line of the table."""
-    (first, spent, step), gpu = times, lookup_gpu(jax.devices()[0].device_kind)
-    visible = float(np.mean([len(r.prompt) + NEW / 2 for r in requests])) * at_once
-    bytes_read = model.read_bytes + visible * token_bytes(model.config, model.dtype)
-    limit = bytes_read / gpu.copy * 1e3 if gpu else float("nan")
-    return {
-        "": name,
-        "prompts": len(requests),
-        "tokens/s": round(sum(map(len, answers)) / spent),
-        "ms a decode step": round(step * 1e3, 2),
-        "limit ms": round(limit, 2),
+    spent(32)
+    first = time.perf_counter() - begun
+    short, long = (min(spent(new) for _ in range(3)) for new in (32, 32 + STEPS))
+    step = (long - short) / STEPS
+    limit = (model.read_bytes + streams * context * token_bytes(model.config, model.dtype)) / rate
+    shown = {
+        "streams": streams,
+        "context": context,
+        "ms a step": round(step * 1e3, 2),
+        "limit ms": round(limit * 1e3, 2),
+    }
+    return shown | {
+        "share of limit": f"{limit / step:.0%}",
+        "tokens/s": round(streams / step),
         "first call s": round(first, 1),
     }
 
 
-def agreement(alone: Sequence[list[int]], together: Sequence[list[int]]) -> str:
-    """Return how many answers are equal, and how many tokens are up to the first difference."""
-    pairs = list(zip(alone, together, strict=False))
-    equal = sum(a == b for a, b in pairs)
-    before = [next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a)) for a, b in pairs]
-    share = sum(before) / sum(len(a) for a, _ in pairs)
-    return f"{equal} of {len(pairs)} answers equal, {share:.0%} of tokens before a difference"
+def forced_lengths(count: int) -> np.ndarray:
+    """Return log-normal lengths of answers."""
+    drawn = np.random.default_rng(0).lognormal(np.log(MEAN) - SIGMA**2 / 2, SIGMA, count)
+    return np.clip(drawn.astype(int), 1, LONGEST)
 
 
-def compare_in_float32(config: DecoderConfig, layers: int, count: int) -> str:
-    """Compare greedy answers of a few layers of the shape in float32."""
-    with jax.default_matmul_precision("highest"):
-        model = Model(config.with_layers(range(min(layers, config.num_hidden_layers))), jnp.float32)
-        requests = draw_requests(count, config.vocab_size, 32)
-        return agreement(model.one_by_one(requests), model.together(requests, model.generator.plan(requests, 4), False))
+def time_batch(model: Model, count: int, rate: float, flops: float) -> dict:
+    """Time a batch of uneven answers, all given at once."""
+    lengths = forced_lengths(count)
+    requests = draw_requests(count, PROMPT, lengths, model.config.vocab_size, 1.0)
+    plan = model.engine.plan(requests)
+    print(f"{count} requests, {plan}", flush=True)
+    first, (spent, found) = (
+        model.answer(requests, plan=plan, whole=True)[0],
+        model.answer(requests, plan=plan, whole=True),
+    )
+    tokens = sum(len(completion.tokens) for completion in found)
+    assert tokens == lengths.sum()
+    per_token = 2 * model.matmul_parameters / flops
+    live = (lengths[None] > np.arange(LONGEST)[:, None]).sum(1)
+    live = live[live > 0]
+    products = np.maximum(model.read_bytes / rate, live * per_token).sum()
+    keys = (PROMPT * lengths + lengths * (lengths + 1.0) / 2).sum() * token_bytes(model.config, model.dtype) / rate
+    prefill = count * PROMPT * per_token
+    limit = products + keys + prefill
+    parts = {"products": products, "keys": keys, "prompts": prefill}
+    shown = {"requests": count, "tokens": tokens, "seconds": round(spent, 2), "tokens/s": round(tokens / spent)}
+    shown |= {"limit tokens/s": round(tokens / limit), "share of limit": f"{limit / spent:.0%}"}
+    return shown | {f"limit of {k} s": round(float(v), 2) for k, v in parts.items()} | {"first call s": round(first, 1)}
+
+
+def time_prefill(model: Model, count: int, prompt: int, flops: float) -> dict:
+    """Time the prompts alone, and one window of steps."""
+    requests = draw_requests(count, prompt, [1] * count, model.config.vocab_size, 0.0)
+    plan = model.engine.plan(requests)
+    model.answer(requests, plan=plan)
+    spent = min(model.answer(requests, plan=plan)[0] for _ in range(2))
+    rate = 2 * count * prompt * model.matmul_parameters / spent
+    return {
+        "prompts": f"{count} of {prompt}",
+        "seconds": round(spent, 2),
+        "share of matmul rate": f"{rate / flops:.0%}",
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--alone", type=int, default=4, help="prompts to answer one by one")
+    parser.add_argument("--quantize", default="none", help="format of the decoder layers' linear layers")
+    parser.add_argument("--lora", type=int, default=0, help="rank of a live adapter on all linear layers")
+    parser.add_argument("--streams", type=int, nargs="*", default=[1, 64, 256])
+    parser.add_argument("--context", type=int, default=388, help="mean tokens that a stream sees")
+    parser.add_argument("--prompts", type=int, default=0, help="prompts of 500 tokens to prefill")
+    parser.add_argument("--requests", type=int, default=512, help="uneven answers; 0 for none")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    config = config_from_hf(SHAPES[args.shape])
-    model = Model(config, jnp.bfloat16)
-    requests = draw_requests(args.prompts, config.vocab_size, NEW)
-    line, alone = time_alone(model, requests[: args.alone])
-    rows, notes = [line], {}
-    for whole in (False, True):
-        line, answers = time_together(model, requests, whole)
-        rows.append(line | {"× one at a time": round(line["tokens/s"] / rows[0]["tokens/s"], 1)})
-        notes["bfloat16"] = agreement(alone, answers)
-        print(rows[-1], notes["bfloat16"], flush=True)
-    rows[0]["× one at a time"] = 1.0
-    print(table(rows), flush=True)
+    config = config_from_hf(SHAPES[args.shape]).quantized(args.quantize)
+    model, rate, flops = Model(config, jnp.bfloat16, args.lora), read_rate(), matmul_rate()
+    limits = {"weights GiB": round(model.read_bytes / 2**30, 2), "read TB/s": round(rate / 1e12, 2)}
+    limits |= {"matmul TFLOP/s": round(flops / 1e12)}
+    print(jax.devices()[0].device_kind, limits, flush=True)
+    results: dict = {"shape": args.shape, "quantize": args.quantize, "lora": args.lora, "limits": limits}
+
+    def show(name: str, row: dict) -> None:
+        results.setdefault(name, []).append(row)
+        print(table([row]), flush=True)
+
+    for streams in args.streams:
+        show("steps", time_steps(model, streams, args.context, rate))
+    if args.prompts:
+        show("prefill", time_prefill(model, args.prompts, 500, flops))
+    if args.requests:
+        show("batch", time_batch(model, args.requests, rate, flops))
     if args.json:
-        write_results(args.json, {"shape": args.shape, "times": rows, "agreement": notes})
-    del model
-    notes["float32, 4 layers"] = compare_in_float32(config, 4, 12)
-    print(notes)
-    if args.json:
-        write_results(args.json, {"shape": args.shape, "times": rows, "agreement": notes})
+        write_results(args.json, results)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ import jax
 import numpy as np
 import step
 
-from jaxglue.commands.devices import take_fitting_blocks
 from jaxglue.engine.residency import DEVICE
+from jaxglue.planner.device_memory import take_fitting_blocks
 from jaxglue.planner.gpus import Gpu, find_gpu
 from jaxglue.planner.plan import MARGIN
 from jaxglue.planner.rates import host_dispatch, measure_dispatch

@@ -7,6 +7,7 @@ Each case runs in its own process, to measure its own peak memory; 8,192 tokens 
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -31,6 +32,7 @@ from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import split_model
 from jaxglue.ops.segments import pack_segments
+from jaxglue.planner.device_memory import take_fitting_blocks
 from jaxglue.planner.flops import mean_visible_keys, training_flops_per_token
 from jaxglue.training.adamw import AdamWOptimizer
 from jaxglue.training.config import OptimizerConfig
@@ -156,6 +158,7 @@ def run_case(name: str, steps: int) -> dict:
 
 
 def main() -> None:
+    take_fitting_blocks(os.environ)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES, help="measure one case in this process and print JSON")
     parser.add_argument(

@@ -21,7 +21,6 @@ from measure import uniform_lengths
 from step import LENGTHS_SEED, memory, parameters, workload
 from traces import collective_overlap
 
-from jaxglue.commands.devices import take_fitting_blocks
 from jaxglue.data.batch import Batch
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import AUTO, RematPolicy, format_policies, parse_policies
@@ -29,6 +28,7 @@ from jaxglue.engine.residency import DEVICE
 from jaxglue.models.parameters import Params
 from jaxglue.ops.segments import pack_segments
 from jaxglue.planner.candidates import most
+from jaxglue.planner.device_memory import take_fitting_blocks
 from jaxglue.planner.flops import training_flops_per_token
 from jaxglue.planner.gpus import peak_flops
 from jaxglue.planner.planner import Planner

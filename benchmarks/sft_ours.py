@@ -8,6 +8,7 @@ Steps are the trainer's, executor and AdamW, dispatched one ahead of the awaited
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -36,6 +37,7 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import Params, split_model
 from jaxglue.ops.segments import pack_segments, segment_bucket
+from jaxglue.planner.device_memory import take_fitting_blocks
 from jaxglue.planner.flops import mean_visible_keys
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.plan import Plan
@@ -257,6 +259,7 @@ def parse(flags: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
+    take_fitting_blocks(os.environ)
     for result in measure(parse()):
         print(json.dumps(result), flush=True)
 

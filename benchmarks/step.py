@@ -47,6 +47,7 @@ from jaxglue.ops.quant.fp8 import FP8Weight
 from jaxglue.ops.quant.mxfp4 import BLOCK, mxfp4_scale
 from jaxglue.ops.quant.nf4 import NF4
 from jaxglue.ops.segments import pack_segments
+from jaxglue.planner.device_memory import take_fitting_blocks
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.planner import Planner
 from jaxglue.planner.rates import device_gpu
@@ -489,4 +490,5 @@ def run_case(environment: dict[str, str] | None = None, **options) -> dict:
 
 
 if __name__ == "__main__":
+    take_fitting_blocks(os.environ)
     print(json.dumps(measure(arguments().parse_args())))

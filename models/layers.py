@@ -78,7 +78,7 @@ class Attention(nnx.Module):
         names_of = zip(projected, self.value_names, strict=True)
         q, k, v = (checkpoint_name(y, name) for y, name in names_of)
         if self.q_norm is not None and self.k_norm is not None and self.norms_full_width:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self.q_norm.of(q), self.k_norm.of(k)
         q, k, v, gate = self._heads(q), self._heads(k), self._heads(v), None
         if self.gated:  # each head's query, then its gate
             q, gate = q[:, :, ::2], q[:, :, 1::2]

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxglue.models.context import LayerContext
-from jaxglue.ops.norm_rope import LLAMA_NORM, NormStyle, rms_norm
+from jaxglue.ops.norm_rope import LLAMA_NORM, NormStyle, norm, rms_norm
 from jaxglue.ops.residual_norm import Normed, Reader, residual_norm
 
 
@@ -23,6 +23,10 @@ class RMSNorm(nnx.Module):
         """Normalize x, in x's dtype; of a residual stream with further columns, the first ones."""
         normed = rms_norm(x[..., : self.weight.shape[0]], self.weight[...], self.eps, self.style)
         return normed if self.factor == 1.0 else (normed * self.factor).astype(x.dtype)
+
+    def of(self, x: Float[Array, "*B D"], stream: Float[Array, "*B D"] | None = None) -> Float[Array, "*B D"]:
+        """Return the norm of x in one pass, plus a residual stream if there is one."""
+        return norm(x, self.weight[...], self.eps, self.style, stream=stream)
 
     def fork(self, x: Float[Array, "B T D"], reader: Reader, context: LayerContext) -> tuple[Array, Normed]:
         """Return a residual stream x, and its norm in the form that its reader multiplies."""
@@ -45,5 +49,7 @@ class Branch:
         if self.norm is None and self.factor == 1.0:
             return self.add_to(x)
         y = self.add_to(jnp.zeros_like(x))
+        if self.norm is not None and self.factor == 1.0:
+            return self.norm.of(y, x)
         y = y if self.norm is None else self.norm(y)
-        return x + (y if self.factor == 1.0 else (y * self.factor).astype(x.dtype))
+        return x + (y * self.factor).astype(x.dtype)

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import threading
-from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from jaxglue.distributed import find_process_info, visible_gpus
@@ -11,31 +10,21 @@ from jaxglue.distributed import find_process_info, visible_gpus
 if TYPE_CHECKING:
     from jaxglue.training.config import TrainConfig
 
-_LOWEST_BLOCKS = "xla_gpu_enable_allocator_spatial_partitioning"
-
 
 def start_devices(config: "TrainConfig") -> None:
     """Open this machine's devices in the background; a run of several processes opens them later, together."""
     import jax
 
+    from jaxglue.planner.device_memory import bound_pool, take_fitting_blocks
     from jaxglue.planner.host_memory import raise_pinned_limit
 
     # JAX reserves only three quarters of the GPU by default; NCCL needs some. Read at JAX's first device query.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9" if len(visible_gpus()) < 2 else "0.8")
+    bound_pool(config.model.memory_limit, os.environ)
     take_fitting_blocks(os.environ)
     if find_process_info(config.distributed, os.environ) is None:
         raise_pinned_limit(os.environ)
         threading.Thread(target=_open, args=(jax,), daemon=True).start()
-
-
-def take_fitting_blocks(environ: MutableMapping[str, str]) -> None:
-    """Let XLA, before it starts, place each array in the smallest free block of its pool that holds it.
-
-    By default jaxlib 0.11.2 takes the lowest, so that small arrays break up those of programs' temporary memory.
-    """
-    flags = environ.get("XLA_FLAGS", "")
-    if _LOWEST_BLOCKS not in flags:
-        environ["XLA_FLAGS"] = f"{flags} --{_LOWEST_BLOCKS}=false".strip()
 
 
 def _open(jax: Any) -> None:

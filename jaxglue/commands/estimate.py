@@ -21,6 +21,7 @@ from jaxglue.ops.backend import tracing_for
 from jaxglue.ops.projection.fp8 import check_fp8
 from jaxglue.planner.calibration import FILES_RATE
 from jaxglue.planner.collection import without_collection
+from jaxglue.planner.device_memory import pool_gib
 from jaxglue.planner.explain import Reason
 from jaxglue.planner.gpus import GIB, find_gpu
 from jaxglue.planner.plan import MARGIN, DoesNotFit, Plan
@@ -51,7 +52,7 @@ def make_planner(config: EstimateConfig) -> Planner:
     documents = (config.document_tokens,) if config.document_tokens else ()
     workload = make_workload(config, model, documents, mesh)
     files = 0.0 if refuse_mapped(config.model, mesh) else FILES_RATE
-    gpu = replace(gpu, files=files).limited(config.model.memory_limit)
+    gpu = replace(gpu, files=files).limited(pool_gib(config.model.memory_limit))
     return Planner(workload, gpu, steps=config.run.steps, layers_per_program=config.model.layers_per_program)
 
 

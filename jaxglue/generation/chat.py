@@ -1,6 +1,6 @@
 """Chat with a model: templates, end-of-turn tokens, streamed decoding, and a conversation in the terminal."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.progress import DataProgress
 from jaxglue.generation.config import AssistantConfig, GenerateConfig, SamplingConfig
-from jaxglue.generation.generator import Generator, Request
+from jaxglue.generation.engine import Engine
 from jaxglue.generation.prompts import encode_messages, encode_rows, prompt_of, read_prompts, system_message
+from jaxglue.generation.scheduler import Request
 from jaxglue.hf.adapter import is_reward_adapter, warn_of_adapter_inside
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.identity import identify, identify_random
@@ -47,11 +48,11 @@ class Assistant:
         self.config = model.config
         self._stops = stop_tokens(self.tokenizer, folder, config.adapter)
         self.graphdefs, self.adapter, self.frozen = split_model(model, nnx.LoRAParam)
-        self._generator = Generator(self.graphdefs, self.config, dtype=self.dtype)
+        self._engine = Engine(self.graphdefs, self.config, dtype=self.dtype)
 
     def answer(self, tokens: list[int], sampling: SamplingConfig, index: int = 0) -> Iterator[str]:
-        """Yield the answer to an encoded prompt in pieces; `index` and errors as in `Generator.stream`."""
-        new = self._generator.stream(self.adapter, self.frozen, tokens, sampling, self._stops, index=index)
+        """Yield the answer to an encoded prompt in pieces; `index` and errors as of `Engine.stream`."""
+        new = self._engine.stream(self.adapter, self.frozen, tokens, sampling, self._stops, index=index)
         return stream_text(self.tokenizer, new)
 
     def answers(
@@ -65,29 +66,35 @@ class Assistant:
         """Yield the answers to requests in their order, decoded together, each as soon as those before it are.
 
         Args:
-            requests: encoded prompts with their sampling.
+            requests: encoded prompts with their sampling, for one answer each.
             until: for each request the texts before the first of which its answer ends.
             batch_size: the most requests at a time; by default as many as memory holds.
             say: receives a line about batch and cache before the first answer.
 
         Raises:
-            ValueError: as `Generator.stream`, before the first answer, or too little memory for the cache.
+            ValueError: as `Engine.generate`.
         """
         if not requests:
             return
-        plan = self._generator.plan(requests, batch_size)
+        plan = self._engine.plan(requests, slots=batch_size)
         if say:
             say(f"{len(requests)} prompts, {plan}")
         ends = until or [()] * len(requests)
 
-        def ended(number: int, tokens: list[int]) -> bool:
+        def ended(number: int, _: int, tokens: list[int]) -> bool:
             text = decode(self.tokenizer, tokens) if ends[number] else ""
             return any(end in text for end in ends[number])
 
         weights = self.adapter, self.frozen
-        found = self._generator.answers(*weights, requests, self._stops, plan=plan, until=ended)
-        for text, own in zip(in_order(self.tokenizer, found), ends, strict=True):
+        found = self._engine.generate(*weights, requests, self._stops, plan=plan, until=ended)
+        numbered = ((completion.number, without(completion.tokens, self._stops)) for completion in found)
+        for text, own in zip(in_order(self.tokenizer, numbered), ends, strict=True):
             yield text[: min((text.find(end) for end in own if end in text), default=None)]
+
+
+def without(tokens: Iterable[int], stops: Collection[int]) -> list[int]:
+    """Return an answer's tokens without those that end it."""
+    return [int(token) for token in tokens if token not in stops]
 
 
 def in_order(tokenizer: PreTrainedTokenizerBase, answers: Iterable[tuple[int, list[int]]]) -> Iterator[str]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from jaxglue.config import Alias, Config, NonNegativeFloat, NonNegativeInt, PositiveInt, Range
+from jaxglue.config import Alias, Config, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
 from jaxglue.hf.hub import model_path
 from jaxglue.ops.choices import Matmul, Quantize, Storage, choose_storage
 
@@ -23,8 +23,23 @@ class SamplingConfig(Config):
     top_p: Annotated[float, Range(gt=0, le=1)] = 0.95
     """Sample from the fewest most likely tokens whose probabilities reach this sum (nucleus, arXiv 1904.09751); 1
     samples from all."""
+    top_k: NonNegativeInt = 0
+    """Sample from this many most likely tokens; 0 samples from all."""
+    min_p: Annotated[float, Range(ge=0, le=1)] = 0.0
+    """Sample from tokens at least this share as likely as the likeliest one (arXiv 2407.01082); 0 samples from all."""
+    repetition_penalty: PositiveFloat = 1.0
+    """Divides positive logits of tokens in prompt and answer, and multiplies negative ones (arXiv 1909.05858)."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens in the answer."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logits of tokens in the answer, as often as these are in it."""
     seed: int = 0
     """Seed of the sampling."""
+
+    @property
+    def has_penalties(self) -> bool:
+        """Return whether earlier tokens change the distribution."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
 GREEDY = SamplingConfig(temperature=0.0)

@@ -8,7 +8,7 @@ from typing import Any
 from jaxglue.data.template import ChatTemplate
 from jaxglue.generation.chat import Assistant
 from jaxglue.generation.config import EvaluateConfig, SamplingConfig
-from jaxglue.generation.generator import Request
+from jaxglue.generation.scheduler import Request
 from jaxglue.generation.scoring import Scorer
 
 _NEW_TOKENS = 256

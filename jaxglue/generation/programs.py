@@ -1,82 +1,68 @@
-"""Compiled programs of generation: layers over a paged cache, sampling of the next tokens, steps of all layers."""
+"""Compiled programs of generation: prompts into pages, and windows of steps, as one program or layer by layer."""
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxglue.generation.cache import Cursor, DecodeContext, Pages, Places, PrefillContext, Slots, places_of
+from jaxglue.generation.contexts import Cursor, DecodeContext, Places, PrefillContext
+from jaxglue.generation.pages import PAGE, CachePlan, ring_table
+from jaxglue.generation.sampling import Controls, Counts, Features, Sampled, sample
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
 from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
 from jaxglue.models.vocabulary import output_matrix
 from jaxglue.ops.cross_entropy import cap_logits
+from jaxglue.ops.paged_attention import KVPages
 from jaxglue.ops.projection import project
 from jaxglue.ops.segments import PackedSegments
 
+IDLE = -1
+"""In place of the token of a sequence that has ended."""
 NOT_FINITE = -2
 """In place of a token whose logits are infinite or NaN."""
 Trees = tuple[Params, ...]
 """Trainable and frozen parameters of the model or a part of it."""
 
 
-def request_key(seed: int, index: int) -> UInt32[Array, " words"]:
-    """Return the data of the random key of the prompt at this index; what else is answered does not change it."""
-    return jax.random.key_data(jax.random.fold_in(jax.random.key(seed), index))
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Sequences:
+    """Sequences as the device knows them, between windows of all slots and one more, which is nobody's."""
+
+    tokens: Int[Array, " S"]
+    """The last token of each, not yet in the cache."""
+    positions: Int[Array, " S"]
+    """Its position."""
+    live: Bool[Array, " S"]
+    """True for sequences that go on."""
+    counts: Counts | None
+    """Of all slots; None without penalties."""
 
 
-@jax.jit
-def sample_tokens(
-    logits: Float[Array, "S V"],
-    keys: UInt32[Array, "S words"],
-    positions: Int[Array, " S"],
-    temperatures: Float[Array, " S"],
-    top_ps: Float[Array, " S"],
-) -> Int[Array, " S"]:
-    """Sample the token at each row's position from float32 logits.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """What the host says about the B sequences of a window."""
 
-    Args:
-        logits: of S prompts.
-        keys: of the prompts, from `request_key`.
-        positions: of the tokens to sample.
-        temperatures, top_ps: of the prompts, as in `SamplingConfig`.
-    """
-    likeliest = jnp.argmax(logits, axis=-1)
-
-    def draw():
-        at_position = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys), positions)
-        return jnp.where(temperatures > 0, jax.vmap(sample_token)(logits, at_position, temperatures, top_ps), likeliest)
-
-    return jax.lax.cond((temperatures > 0).any(), draw, lambda: likeliest)
-
-
-def sample_token(logits: Float[Array, " V"], key: PRNGKeyArray, temperature, top_p) -> Int[Array, ""]:
-    """Sample a token from float32 logits at a temperature above 0."""
-    logits = logits / jnp.where(temperature > 0, temperature, 1.0)
-    kept = _in_nucleus(jax.nn.softmax(logits), top_p) | (top_p >= 1)  # rounding would drop the least likely tokens
-    return jax.random.categorical(key, jnp.where(kept, logits, -jnp.inf))
-
-
-def _in_nucleus(probabilities: Float[Array, " V"], top_p) -> Bool[Array, " V"]:
-    """Return a mask of the most likely tokens until they reach `top_p`, at least one; ties are all in or out.
-
-    Bisect the bits of the least probability whose more likely tokens do not reach `top_p`: sorting takes much longer.
-    """
-
-    def halve(_, bounds):
-        low, high = bounds
-        middle = low + (high - low) // 2
-        threshold = jax.lax.bitcast_convert_type(middle, jnp.float32)
-        falls_short = jnp.where(probabilities > threshold, probabilities, 0.0).sum() < top_p
-        return jnp.where(falls_short, low, middle), jnp.where(falls_short, middle, high)
-
-    one = jax.lax.bitcast_convert_type(jnp.float32(1.0), jnp.int32)
-    _, bits = jax.lax.fori_loop(0, 31, halve, (jnp.int32(-1), one))
-    return probabilities >= jax.lax.bitcast_convert_type(bits, jnp.float32)
+    slots: Int[Array, " B"]
+    """The slot that is nobody's where there are fewer sequences."""
+    fresh: Bool[Array, " B"]
+    """Those that begin here, with these `tokens` and `positions`; others go on from the last window."""
+    tokens: Int[Array, " B"]
+    positions: Int[Array, " B"]
+    ends: Int[Array, " B"]
+    """Limit of the sequence's length."""
+    tables: Int[Array, "B P"]
+    """Numbered pages; 0 beyond those that it has."""
+    stops: Int[Array, "B n"]
+    """Tokens that end it; -1 beyond those that it has."""
+    controls: Controls
 
 
 class CachedLayer:
@@ -87,112 +73,224 @@ class CachedLayer:
         self.prefill = jax.jit(self._prefill, donate_argnames="cache")
         self.decode = jax.jit(self._decode, donate_argnames="cache")
 
-    def _prefill(self, weights: Trees, x, cache: Pages, packed: PackedContext, places: Places):
+    def _prefill(self, weights: Trees, x, cache: KVPages, packed: PackedContext, places: Places):
         context = PrefillContext(packed, cache, places)
         return merge_module(self._graphdef, *weights)(x, context), context.cache
 
-    def _decode(self, weights: Trees, x, cache: Pages, cursor: Cursor):
+    def _decode(self, weights: Trees, x, cache: KVPages, cursor: Cursor):
         context = DecodeContext(cache, cursor)
         return merge_module(self._graphdef, *weights)(x, context), context.cache
 
 
+class Copies(NamedTuple):
+    """Pages to copy, from and to, for each kind of layers; page 0 onto itself where there are fewer."""
+
+    sources: tuple[Int[Array, " n"], ...]
+    targets: tuple[Int[Array, " n"], ...]
+
+
 class Programs:
-    """The programs of a model; arguments as in `Generator`."""
+    """The programs of a model; arguments as in `Engine`."""
 
     def __init__(self, graphdefs: ModelGraphDefs, config: DecoderConfig, dtype, attention: str):
         self._graphdefs, self._config, self._dtype, self._attention = graphdefs, config, dtype, attention
         layer_types = {graphdef: CachedLayer(graphdef) for graphdef in graphdefs.layers}
         self._layers = [layer_types[graphdef] for graphdef in graphdefs.layers]
         self._output_name = graphdefs.output_name
+        self.windows = tuple(dict.fromkeys(kind.window for kind in config.layer_kinds))
+        """Windows of attention, None for all tokens: layers with one number their pages alike."""
+        static: dict[str, Any] = {"static_argnames": ("plan", "features")}
         self._embed_prompts = jax.jit(self._embed_packed)
-        self._embed_slots = jax.jit(self._embed_last)
-        self._advance = jax.jit(self._sample_next)
-        self._take = jax.jit(lambda x, index: x[:, index])
-        self._run = jax.jit(self._while_live, static_argnames="steps", donate_argnames="caches")
+        self._copy = jax.jit(self._copy_pages, donate_argnames="caches")
+        self._begin = jax.jit(_begin)
+        self._embed_slots = jax.jit(self._embed_last, static_argnames="plan")
+        self._advance = jax.jit(self._sample_next, static_argnames="features", donate_argnames="sequences")
+        self._finish = jax.jit(_finish, donate_argnames="slots")
+        donated = "slots", "caches"
+        self._run = jax.jit(self._scan, static_argnames=(*static["static_argnames"], "steps"), donate_argnames=donated)
+        self._note = jax.jit(_count_prompts, donate_argnames="counts")
 
     def prefill(
-        self, trees: Trees, tokens: Int[Array, "1 T"], segments: PackedSegments, places: Places, caches: list[Pages]
-    ) -> Float[Array, "1 T D"]:
-        """Return the last hidden states of packed prompts, whose keys and values are written to the caches."""
+        self, trees: Trees, tokens: Int[Array, "1 T"], segments: PackedSegments, places: Places, caches: list[KVPages]
+    ) -> list[KVPages]:
+        """Write the keys and values of packed prompts to the caches."""
         x, packed = self._embed_prompts(_part(trees, "embed_tokens"), tokens, segments)
         for i, (layer, weights) in enumerate(self._layer_weights(trees)):
             x, caches[i] = layer.prefill(weights, x, caches[i], packed, places)
-        return x
+        return caches
 
-    def first(
-        self, trees: Trees, x: Float[Array, "1 T D"], index: Int[Array, " S"], slots: Slots, stops: Int[Array, " n"]
-    ) -> Int[Array, " S"]:
-        """Return the first new token of each live slot, whose prompt's last token is at `index`; -1 for the others."""
-        return self._advance(*self._output(trees), self._take(x, index), slots, stops)[1]
+    def copy(self, caches: list[KVPages], copies: Copies) -> list[KVPages]:
+        """Copy pages within the caches."""
+        return self._copy(caches, copies)
 
-    def step(
-        self, trees: Trees, slots: Slots, caches: Sequence[Pages], stops: Int[Array, " n"]
-    ) -> tuple[Slots, list[Pages], Int[Array, " S"]]:
-        """Decode one token of every slot, layer by layer; return (slots, caches, new tokens, -1 in idle slots)."""
-        x, cursor = self._embed_slots(_part(trees, "embed_tokens"), slots)
-        caches = list(caches)
-        for i, (layer, weights) in enumerate(self._layer_weights(trees)):
-            x, caches[i] = layer.decode(weights, x, caches[i], cursor)
-        slots, tokens = self._advance(*self._output(trees), x, slots, stops)
-        return slots, caches, tokens
+    def note(self, counts: Counts, slots: Int[Array, " n"], tokens: Int[Array, "n L"], new: Bool[Array, "n L"]):
+        """Return the counts in which these slots have these tokens, padded with -1, of which answers have the `new`."""
+        return self._note(counts, slots, tokens, new)
 
-    def run(
-        self, trees: Trees, slots: Slots, caches: Sequence[Pages], stops: Int[Array, " n"], *, steps: int
-    ) -> tuple[Slots, list[Pages], Int[Array, "S steps"]]:
-        """Decode up to `steps` tokens of every slot in one program; see `step`."""
-        return self._run(trees, slots, list(caches), stops, steps=steps)
+    def window(
+        self,
+        trees: Trees,
+        slots: Sequences,
+        caches: list[KVPages],
+        window: Window,
+        *,
+        plan: CachePlan,
+        steps: int,
+        features: Features,
+        whole: bool,
+    ) -> tuple[Sequences, list[KVPages], Sampled]:
+        """Decode up to `steps` tokens of each of the window's sequences.
+
+        Args:
+            trees: parameters.
+            slots, caches: state of all slots, updated in place.
+            window: sequences that decode.
+            plan: of the cache.
+            steps: tokens of each.
+            features: of their sampling.
+            whole: as one program, whose compile time grows with depth; otherwise layer by layer.
+
+        Returns:
+            state, and what each step sampled (a leading axis; a list if not `whole`), with `IDLE` and `NOT_FINITE`.
+        """
+        options: dict[str, Any] = {"plan": plan, "features": features}
+        if whole:
+            return self._run(trees, slots, list(caches), window, steps=steps, **options)
+        sequences, caches, out = self._begin(slots, window), list(caches), []
+        for _ in range(steps):
+            sequences, caches, sampled = self._step(trees, sequences, caches, window, **options)
+            out.append(sampled)
+        return self._finish(slots, window, sequences), caches, out  # type: ignore[return-value]
 
     def compilations(self) -> int:
         """Return the number of compiled programs."""
-        functions: list[Any] = [self._embed_prompts, self._embed_slots, self._advance, self._take, self._run]
+        functions: list[Any] = [self._embed_prompts, self._embed_slots, self._advance, self._run, self._begin]
+        functions += [self._copy, self._finish, self._note]
         for layer in set(self._layers):
             functions += [layer.prefill, layer.decode]
         return sum(function._cache_size() for function in functions)
 
-    def _while_live(self, trees: Trees, slots: Slots, caches: list[Pages], stops, *, steps: int):
-        def goes_on(carry):
-            return (carry[0] < steps) & carry[1].live.any()
-
-        def body(carry):
-            i, slots, caches, out = carry
+    def _scan(
+        self, trees: Trees, slots: Sequences, caches: list[KVPages], window: Window, *, steps: int, **options: Any
+    ):
+        def body(carry, _):
             # or XLA would expand all quantized weights once, before the loop
-            weights, i = jax.lax.optimization_barrier((trees, i))
-            slots, caches, tokens = self.step(weights, slots, caches, stops)
-            return i + 1, slots, caches, out.at[:, i].set(tokens)
+            weights, (sequences, caches) = jax.lax.optimization_barrier((trees, carry))
+            sequences, caches, sampled = self._step(weights, sequences, caches, window, **options)
+            return (sequences, caches), sampled
 
-        out = jnp.full((slots.tokens.shape[0], steps), -1)
-        return jax.lax.while_loop(goes_on, body, (jnp.int32(0), slots, caches, out))[1:]
+        # a known number of steps: with an end that depends on values, the host would wait for each
+        carry, sampled = jax.lax.scan(body, (_begin(slots, window), caches), None, length=steps)
+        return _finish(slots, window, carry[0]), carry[1], sampled
 
-    def _layer_weights(self, trees: Trees):
+    def _step(self, trees: Trees, sequences: Sequences, caches: list[KVPages], window: Window, *, plan, features):
+        """Decode a token of each sequence; return (sequences, caches, sampled)."""
+        x, cursor = self._embed_slots(_part(trees, "embed_tokens"), sequences, window, plan=plan)
+        caches = list(caches)
+        for i, (layer, weights) in enumerate(self._layer_weights(trees)):
+            x, caches[i] = layer.decode(weights, x, caches[i], cursor)
+        output = _part(trees, "norm"), _part(trees, self._output_name)
+        sequences, sampled = self._advance(*output, x, sequences, window, features=features)
+        return sequences, caches, sampled
+
+    def _layer_weights(self, trees: Trees) -> Iterator[tuple[CachedLayer, Any]]:
         return zip(self._layers, zip(*_part(trees, "layers"), strict=True), strict=True)
-
-    def _output(self, trees: Trees) -> tuple[Trees, Trees]:
-        return _part(trees, "norm"), _part(trees, self._output_name)
 
     def _embed_packed(self, weights: Trees, tokens, segments: PackedSegments):
         x, rope = self._embed(weights, tokens, segments.positions)
         return x, PackedContext(segments=segments, rope=rope, backend=self._attention)
 
-    def _embed_last(self, weights: Trees, slots: Slots) -> tuple[Float[Array, "1 S D"], Cursor]:
-        x, rope = self._embed(weights, slots.tokens[None], slots.positions[None])
-        places = places_of(slots.tables, jnp.arange(len(slots.positions)), slots.positions)
-        return x, Cursor(places=places, tables=slots.tables, positions=slots.positions, rope=rope)
+    def _embed_last(self, weights: Trees, sequences: Sequences, window: Window, *, plan: CachePlan):
+        """Return (hidden states [1, B, D], cursor)."""
+        positions, live = sequences.positions, sequences.live
+        x, rope = self._embed(weights, sequences.tokens[None], positions[None])
+        tables = tuple(
+            jnp.where(live[:, None], window.tables if w is None else _ring(window, plan, w), 0) for w in self.windows
+        )
+        rows = jnp.arange(len(positions))
+        pages = tuple(table[rows, positions // PAGE] for table in tables)
+        places = Places(pages=pages, offsets=positions % PAGE, windows=self.windows)
+        return x, Cursor(places=places, tables=tables, positions=positions, rope=rope)
 
     def _embed(self, weights: Trees, tokens: Int[Array, "1 T"], positions: Int[Array, "1 T"]):
         x = merge_module(self._graphdefs.embed_tokens, *weights)(tokens, self._dtype)
         return x, self._config.rope_tables(positions)
 
-    def _sample_next(self, norm_weights: Trees, output_weights: Trees, x: Float[Array, "1 S D"], slots: Slots, stops):
-        """Return (slots after their next tokens, these tokens)."""
+    def _sample_next(
+        self,
+        norm_weights: Trees,
+        output_weights: Trees,
+        x: Float[Array, "1 B D"],
+        sequences: Sequences,
+        window: Window,
+        *,
+        features: Features,
+    ) -> tuple[Sequences, Sampled]:
+        """Return the sequences after their next tokens, and what was sampled."""
         norm = merge_module(self._graphdefs.norm, *norm_weights)
         output = merge_module(self._graphdefs.output, *output_weights)
         logits = project(norm(x[0]), output_matrix(output), jnp.float32)
-        logits, positions = cap_logits(logits, self._config.logit_softcap), slots.positions + 1
-        tokens = sample_tokens(logits, slots.keys, positions, slots.temperatures, slots.top_ps).astype(jnp.int32)
-        finite = jnp.isfinite(logits).all(-1)
-        live = slots.live & finite & ~jnp.isin(tokens, stops) & (positions + 1 < slots.ends)
-        after = replace(slots, tokens=tokens, positions=jnp.where(live, positions, slots.positions), live=live)
-        return after, jnp.where(slots.live, jnp.where(finite, tokens, NOT_FINITE), -1)
+        logits, positions = cap_logits(logits, self._config.logit_softcap), sequences.positions + 1
+        counts = sequences.counts and jax.tree.map(lambda rows: rows[window.slots], sequences.counts)
+        sampled = sample(logits, window.controls, positions, counts, features)
+        tokens, was_live = sampled.tokens, sequences.live
+        live = was_live & sampled.finite & (tokens[:, None] != window.stops).all(-1) & (positions + 1 < window.ends)
+        shown = jnp.where(was_live, jnp.where(sampled.finite, tokens, NOT_FINITE), IDLE)
+        if sequences.counts is not None:
+            counted = jnp.where(was_live, window.slots, len(sequences.counts.seen) - 1)
+            sequences = replace(sequences, counts=_count(sequences.counts, counted, tokens))
+        after = replace(sequences, tokens=tokens, positions=jnp.where(live, positions, 0), live=live)
+        return after, sampled._replace(tokens=shown)
+
+    def _copy_pages(self, caches: list[KVPages], copies: Copies) -> list[KVPages]:
+        kinds = [self.windows.index(kind.window) for kind in self._config.layer_kinds]
+        return [
+            jax.tree.map(lambda stored, kind=kind: stored.at[copies.targets[kind]].set(stored[copies.sources[kind]]), c)
+            for kind, c in zip(kinds, caches, strict=True)
+        ]
+
+
+def make_sequences(plan: CachePlan, vocabulary: int, features: Features, device=None) -> Sequences:
+    """Return the state of slots without sequences, and of one more."""
+    zeros = partial(jnp.zeros, device=device)
+    S, counts = plan.slots + 1, None
+    if features.penalties:
+        counts = Counts(seen=zeros((S, vocabulary), bool), answered=zeros((S, vocabulary), jnp.int32))
+    return Sequences(tokens=zeros(S, jnp.int32), positions=zeros(S, jnp.int32), live=zeros(S, bool), counts=counts)
+
+
+def _begin(slots: Sequences, window: Window) -> Sequences:
+    """Return the window's sequences; their counts remain those of all slots."""
+    old = jax.tree.map(lambda rows: rows[window.slots], replace(slots, counts=None))
+    nobody = window.slots == len(slots.live) - 1
+    live = (window.fresh | old.live) & ~nobody
+    positions = jnp.where(window.fresh, window.positions, old.positions)
+    tokens = jnp.where(window.fresh, window.tokens, old.tokens)
+    return Sequences(tokens=tokens, positions=jnp.where(live, positions, 0), live=live, counts=slots.counts)
+
+
+def _finish(slots: Sequences, window: Window, sequences: Sequences) -> Sequences:
+    """Return the state of all slots after a window of these sequences."""
+    new = replace(sequences, counts=None)
+    after = jax.tree.map(lambda rows, own: rows.at[window.slots].set(own), replace(slots, counts=None), new)
+    return replace(after, counts=sequences.counts)
+
+
+def _ring(window: Window, plan: CachePlan, size: int) -> Int[Array, "B P"]:
+    return ring_table(window.slots, plan.ring(size), plan.table)
+
+
+def _count(counts: Counts, slots: Int[Array, " B"], tokens: Int[Array, " B"]) -> Counts:
+    return Counts(seen=counts.seen.at[slots, tokens].set(True), answered=counts.answered.at[slots, tokens].add(1))
+
+
+def _count_prompts(counts: Counts, slots, tokens, new) -> Counts:
+    V = counts.seen.shape[1]
+    known = jnp.where(tokens >= 0, tokens, V)  # one beyond the vocabulary is dropped
+    rows = slots[:, None]
+    seen = counts.seen.at[slots].set(False).at[rows, known].set(True, mode="drop")
+    answered = counts.answered.at[slots].set(0).at[rows, known].add(new.astype(jnp.int32), mode="drop")
+    return Counts(seen=seen, answered=answered)
 
 
 def _part(trees: Trees, name: str) -> Any:

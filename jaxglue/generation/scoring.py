@@ -22,7 +22,7 @@ from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import PRESETS
 from jaxglue.generation.chat import Assistant, is_reward_model, load_parts
 from jaxglue.generation.config import AssistantConfig, ScoreConfig
-from jaxglue.generation.generator import require_known
+from jaxglue.generation.engine import require_known
 from jaxglue.models.parameters import split_model
 from jaxglue.ops.segments import pack_segments, segment_bucket
 

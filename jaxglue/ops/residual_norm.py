@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 from jaxglue.ops.backend import Capability, Operation, form
 from jaxglue.ops.gated_mlp import Activation, GatedParts, gated_mlp_reads_fp8
-from jaxglue.ops.norm_rope import LLAMA_NORM, NormStyle, stream_norm
+from jaxglue.ops.norm_rope import NormStyle, stream_norm
 from jaxglue.ops.projection import Conditions, Projection, projections_read_fp8
 from jaxglue.ops.projection.fp8_adapters import FP8Rows, residual_norm_fp8
 
@@ -37,17 +37,15 @@ def residual_norm(
     context: Conditions,
 ) -> tuple[Float[Array, "*B D"], Normed]:
     """Return a residual stream x and its `rms_norm` for this reader, whose gradients are added in one pass."""
-    norm = RESIDUAL_NORM.load(style, reader, context)
-    return stream_norm(x, weight, eps, style) if norm is None else norm(x, weight, eps)
+    norm = RESIDUAL_NORM.load(reader, context)
+    return (norm or stream_norm)(x, weight, eps, style)
 
 
-def _check_fp8(capability: Capability | None, style: NormStyle, reader: Reader, context: Conditions) -> None:
+def _check_fp8(capability: Capability | None, reader: Reader, context: Conditions) -> None:
     if not reader:
         raise NotImplementedError("not only projections read it")
     if not _reads_fp8(reader, context):
         raise NotImplementedError("a projection multiplies in another format, or its adapter reads more")
-    if style != LLAMA_NORM:
-        raise NotImplementedError("its kernels round before the product with the norm's weight")
 
 
 def _reads_fp8(reader: Reader, context: Conditions) -> bool:
@@ -60,4 +58,4 @@ RESIDUAL_NORM = Operation(
     name="norm of the residual stream",
     backends={"fp8": form(_check_fp8, residual_norm_fp8, "e4m3 values and their scales are all that is written")},
 )
-"""Forms of `residual_norm`; a call is described by style, reader and context."""
+"""Forms of `residual_norm`; a call is described by reader and context."""

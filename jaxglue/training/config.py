@@ -85,7 +85,7 @@ class ModelConfig(Config):
     """Consecutive layers dispatched as one program, which with all of them has embedding and head too; by default one,
     or all where dispatch takes longer than a small model's layers and everything stays on one GPU."""
     memory_limit: PositiveFloat | None = None
-    """GPU memory for auto to plan with, GiB; by default all of JAX's share."""
+    """GPU memory that the run may take, GiB, and auto plans with; by default all of JAX's share."""
     weights: str = "device"
     """Place of the layers' frozen weights: device; host, streamed layer by layer from its memory; mapped, read from
     their files; or several, such as "20 x device & 12 x host". auto streams as few layers as memory allows."""

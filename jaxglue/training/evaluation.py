@@ -18,10 +18,11 @@ from jaxglue.data.iterator import EvalBatches
 from jaxglue.engine import transfer
 from jaxglue.engine.embed_head import EmbedHead
 from jaxglue.engine.executor import Executor
-from jaxglue.generation.chat import in_order
+from jaxglue.generation.chat import in_order, without
 from jaxglue.generation.config import SamplingConfig
-from jaxglue.generation.generator import Generator, Request
+from jaxglue.generation.engine import Engine
 from jaxglue.generation.prompts import encode_prompt
+from jaxglue.generation.scheduler import Request
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
 from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
@@ -243,7 +244,7 @@ class Samples:
         self._tokenizer, self._console, self._path = run.tokenizer, console, folder and folder / "samples.jsonl"
         self._prompts = {prompt: encode_prompt(run.tokenizer, prompt) for prompt in settings.sample_prompt}
         self._stops = run.stops
-        self._generator = Generator(graphdefs, run.model, dtype=model.compute_dtype, attention=model.attention)
+        self._engine = Engine(graphdefs, run.model, dtype=model.compute_dtype, attention=model.attention)
         self._sampling = SamplingConfig(max_tokens=settings.sample_tokens, temperature=0.0)
 
     def answer(self, when: str, step: int, trainable: Params, frozen: Params) -> None:
@@ -251,8 +252,8 @@ class Samples:
         lines, requests = [], [Request(tokens, self._sampling) for tokens in self._prompts.values()]
         if not requests:
             return
-        plan = self._generator.plan(requests, _AT_ONCE)
-        answers = self._generator.answers(trainable, frozen, requests, self._stops, plan=plan)
+        found = self._engine.generate(trainable, frozen, requests, self._stops, slots=_AT_ONCE)
+        answers = ((completion.number, without(completion.tokens, self._stops)) for completion in found)
         for prompt, answer in zip(self._prompts, in_order(self._tokenizer, answers), strict=True):
             self._console.print(f"{when} training: {prompt} → {answer}")
             lines.append({"step": step, "prompt": prompt, "answer": answer})

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jaxglue.engine.layer_forms import explain_forms
-from jaxglue.models.families import find_family
 from jaxglue.ops.attention import ATTENTION
 from jaxglue.ops.backend import BackendChoice, compute_capability
 from jaxglue.ops.cross_entropy import CROSS_ENTROPY
@@ -65,9 +64,7 @@ def layer_forms(workload: Workload) -> dict[str, BackendChoice]:
 
 def rotation_choice(workload: Workload) -> BackendChoice:
     """Return the backend of rotary embeddings and norms of heads."""
-    halves = all(rotary.turns_whole_halves for rotary in workload.config.rotaries)
-    style = find_family(workload.config.model_type).parts.norm
-    return NORM_ROPE.choose(compute_capability(), workload.dtype, halves, style)
+    return NORM_ROPE.choose(compute_capability(), workload.dtype)
 
 
 def attention_choice(

@@ -1,12 +1,14 @@
-"""Recovery from failures: spikes left out, the cause of a divergence, and a line for a device out of memory."""
+"""Recovery from failures: spikes left out, the cause of a divergence, and steps that take more memory than there is."""
 
 import contextlib
 import logging
 import math
+import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +20,17 @@ from jaxglue.data.iterator import Step
 from jaxglue.engine.policy import AUTO
 from jaxglue.models.parameters import ParamKey, Params
 from jaxglue.ops.segments import PackedSegments
+from jaxglue.planner import calibration as fitted
+from jaxglue.planner.device_memory import pool_gib
 from jaxglue.planner.gpus import GIB, RECORDED
-from jaxglue.planner.plan import DoesNotFit
+from jaxglue.planner.plan import MARGIN, DoesNotFit
 from jaxglue.planner.planner import Planner
 from jaxglue.planner.rates import device_gpu
 from jaxglue.regular_file import open_regular
 from jaxglue.training.array_checks import check_parameters, non_finite
 from jaxglue.training.checkpoint import Checkpoints
 from jaxglue.training.record import Diverged, memory_use
-from jaxglue.training.remat import host_memory
+from jaxglue.training.remat import choose_remat, host_memory
 from jaxglue.training.result import abstract_state
 from jaxglue.training.setup import Run
 from jaxglue.training.step import TrainStep
@@ -267,20 +271,92 @@ def explained_out_of_memory(run: Run) -> Iterator[None]:
     try:
         yield
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
-        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+        if is_out_of_memory(error):
             raise OutOfMemory(_explanation(run)) from error
         raise
 
 
-def beyond_limit(limit: float | None) -> str | None:
-    """Return a line where more memory is in use than `--memory-limit`, GiB; None within it, or without one."""
+def is_out_of_memory(error: Exception) -> bool:
+    """Tell whether an error is of memory."""
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+
+
+class Overrun(NamedTuple):
+    """Memory of a GPU that the first step of a process took, or asked for, beyond what there is, bytes."""
+
+    taken: float
+    pool: float
+    """JAX's pool, or what `--memory-limit` leaves it."""
+    exhausted: bool
+    """An allocation failed."""
+
+
+_ASKED = re.compile(r"allocat\w* ([\d.]+) ?(B|bytes|KiB|MiB|GiB|TiB)\b")
+_UNITS = {"B": 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def failed_allocation(run: Run, message: str) -> Overrun:
+    """Return the overrun of a step in which an allocation failed with XLA's message."""
+    found, devices = _ASKED.search(message), jax.local_devices()
+    asked = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    limits = (stats["bytes_limit"] for device in devices if (stats := device.memory_stats()) and "bytes_limit" in stats)
+    pool = min([*limits, *_pool_within(run)], default=0.0)
+    return Overrun(max(memory_use(devices).peak + asked, pool), pool, exhausted=True)
+
+
+def memory_beyond_limit(run: Run, before: int) -> Overrun | None:
+    """Return the overrun of a step that took more than `--memory-limit` leaves JAX's pool; None within it.
+
+    Args:
+        run: of the step.
+        before: peak of the memory in use before it, bytes, which does not count.
+    """
     use = memory_use(jax.local_devices())
-    if limit is None or use.kind != "device" or use.peak <= limit * GIB:
-        return None
-    return (
-        f"{use.peak / GIB:.1f} GiB of the GPU were in use, above --memory-limit {limit:g}: "
-        f"where no more is free, start again with {limit - (use.peak / GIB - limit):.1f}"
-    )
+    over = (pool for pool in _pool_within(run) if use.kind == "device" and use.peak > max(pool, before))
+    return next((Overrun(use.peak, pool, exhausted=False) for pool in over), None)
+
+
+def _pool_within(run: Run) -> list[float]:
+    """Return the bytes that `--memory-limit` leaves JAX's pool, if it is given."""
+    pool = pool_gib(run.config.model.memory_limit)
+    return [] if pool is None else [pool * GIB]
+
+
+def plan_again(run: Run, overrun: Overrun) -> Run:
+    """Return a run planned with as much less memory as it took more than was planned.
+
+    Raises:
+        OutOfMemory: nothing fits.
+    """
+    pool = _less(run, overrun) * overrun.pool / GIB
+    settings, host = run.config.model, run.config.model.embeddings == "host"
+    try:
+        workload = replace(run.workload, host_embeddings=host)
+        remat = choose_remat(settings, workload, run.total_steps, pool=pool)
+    except DoesNotFit as error:
+        raise OutOfMemory(f"{describe(run, overrun)}, and nothing else fits in {pool:.1f} GiB: {error}") from error
+    return replace(run, remat=remat, workload=replace(workload, host_embeddings=remat.host_embeddings))
+
+
+def describe(run: Run, overrun: Overrun) -> str:
+    """Describe what a step took, beside its limit and its plan."""
+    limit, planned = run.config.model.memory_limit, run.remat.device_bytes
+    took, pool = "asked for" if overrun.exhausted else "took", f"{overrun.pool / GIB:.1f}"
+    pool = f"the {pool} that --memory-limit {limit:g} leaves" if limit else f"the {pool} of JAX's pool"
+    note = f" ({planned / GIB:.1f} planned)" if planned else ""
+    return f"the first step {took} {overrun.taken / GIB:.1f} GiB of the GPU, above {pool}{note}"
+
+
+def smaller_limit(run: Run, overrun: Overrun) -> str:
+    """Return the flag with which a new run would be planned within its limit, as far as this one tells."""
+    limit = (_less(run, overrun) * overrun.pool + fitted.OUTSIDE_POOL) / GIB
+    return f"--memory-limit {limit:.1f}"
+
+
+def _less(run: Run, overrun: Overrun) -> float:
+    """Return the share of the pool to plan with: what was planned of what was taken, if the whole step is known."""
+    planned = run.remat.device_bytes / overrun.taken if run.remat.device_bytes else _LESS
+    return min(planned, _LESS) if overrun.exhausted else min(planned, 1 - MARGIN)
 
 
 def _explanation(run: Run) -> str:

@@ -20,6 +20,7 @@ from jaxglue.engine.residency import DEVICE, HOST, MAPPED, is_streamed, parse_we
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.projection.fp8 import check_fp8
 from jaxglue.planner.collection import without_collection
+from jaxglue.planner.device_memory import pool_gib
 from jaxglue.planner.explain import Reason, plan_reasons
 from jaxglue.planner.gpus import GIB, RECORDED, Dispatch, Gpu
 from jaxglue.planner.host_memory import DEFAULT_PINNED_GIB, HOST_LIMIT, available_memory, pinned_memory
@@ -60,6 +61,8 @@ class RematChoice:
     """Consecutive layers dispatched as one program."""
     host_embeddings: bool = False
     """Frozen embedding table and output projection are in host memory."""
+    device_bytes: int = 0
+    """Bytes of GPU memory that are predicted; 0 without a plan."""
     host_bytes: int = 0
     """Bytes of pinned host memory that are predicted."""
     offloaded_bytes: int = 0
@@ -84,7 +87,12 @@ class RematChoice:
 
 @without_collection()
 def choose_remat(
-    settings: ModelConfig, workload: Workload, steps: int | None = None, *, explain: bool = False
+    settings: ModelConfig,
+    workload: Workload,
+    steps: int | None = None,
+    *,
+    explain: bool = False,
+    pool: float | None = None,
 ) -> RematChoice:
     """Return the run's remat policy, checked against the GPU's memory, or the fastest that fits.
 
@@ -93,6 +101,7 @@ def choose_remat(
         workload: of the run on its mesh.
         steps: of the run, about; None for many.
         explain: give reasons, which takes seconds.
+        pool: GiB of JAX's pool to plan with; by default what `--memory-limit` leaves it.
 
     Raises:
         DoesNotFit: it needs more memory than there is; names the nearest setting that fits.
@@ -102,7 +111,7 @@ def choose_remat(
         return _choose_on_cpu(settings, workload, explain=explain)
     if settings.matmul == "fp8":
         check_fp8(compute_capability())
-    planner, plan = _fastest(settings, workload, steps)
+    planner, plan = _fastest(settings, workload, steps, pool=pool)
     note = f"{_chosen(settings.remat, plan, steps)}, "
     note += _predicted(plan, host_embeddings=planner.workload.host_embeddings)
     if planner.gpu.dispatch != RECORDED:
@@ -115,6 +124,7 @@ def choose_remat(
         tile=plan.tile,
         layers_per_program=plan.layers_per_program,
         host_embeddings=planner.workload.host_embeddings,
+        device_bytes=plan.device_bytes,
         host_bytes=plan.host_bytes,
         offloaded_bytes=plan.offloaded_bytes,
         compile_seconds=plan.compile_seconds,
@@ -135,7 +145,9 @@ def host_memory() -> float:
     return pinned_memory(available_memory(), os.environ.get(HOST_LIMIT))
 
 
-def _fastest(settings: ModelConfig, workload: Workload, steps: int | None = None) -> tuple[Planner, Plan]:
+def _fastest(
+    settings: ModelConfig, workload: Workload, steps: int | None = None, *, pool: float | None = None
+) -> tuple[Planner, Plan]:
     """Return the fastest plan over the embeddings' places.
 
     The host's dispatch and link are measured where plans are compared by time, or where the predicted time depends on
@@ -146,7 +158,7 @@ def _fastest(settings: ModelConfig, workload: Workload, steps: int | None = None
     places = embedding_places(workload, settings.embeddings)
 
     def find(gpu: Gpu) -> tuple[Planner, Plan]:
-        limited = gpu.limited(settings.memory_limit)
+        limited = gpu.limited(pool or pool_gib(settings.memory_limit))
         return fastest_place(places, lambda placed: _resolve(settings, placed, limited, files, steps))
 
     if AUTO not in (settings.remat, settings.weights, settings.embeddings):
@@ -263,13 +275,28 @@ def size_pool(workload: Workload, remat: RematChoice, environ: MutableMapping[st
     gc.collect()
     if jax.live_arrays():
         return 0
-    size = pool_gib(workload, remat, float(environ.get(HOST_LIMIT, DEFAULT_PINNED_GIB)))
+    size = pinned_gib(workload, remat, float(environ.get(HOST_LIMIT, DEFAULT_PINNED_GIB)))
     environ[HOST_LIMIT] = str(size)
     _renew_client()
     return size
 
 
-def pool_gib(workload: Workload, remat: RematChoice, limit: float) -> int:
+def restore_pool(environ: MutableMapping[str, str], limit: str | None) -> None:
+    """Renew JAX's client with the limit of pinned memory before `size_pool`, where that set another.
+
+    Where arrays exist, which would not survive, the client and its limit stay.
+    """
+    gc.collect()
+    if environ.get(HOST_LIMIT) == limit or jax.live_arrays():
+        return
+    if limit is None:
+        del environ[HOST_LIMIT]
+    else:
+        environ[HOST_LIMIT] = limit
+    _renew_client()
+
+
+def pinned_gib(workload: Workload, remat: RematChoice, limit: float) -> int:
     """Return the whole GiB to pin: the plan's and one of the largest arrays more, or the plan's within a limit."""
     frozen = abstract_parts(workload)[2]
     largest = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(frozen))

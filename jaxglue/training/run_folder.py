@@ -193,18 +193,24 @@ class RunFolder:
 
     def __init__(self, path: Path, *, overwrite: bool = False, processes: Processes = SINGLE_PROCESS):
         self.path, self._overwrite, self._processes = path, overwrite, processes
+        self._is_aside = False
+        """The run before was moved."""
         self._files = RunFiles(path, write=processes.is_main)
 
     @contextlib.contextmanager
     def replacing(self) -> Iterator[None]:
-        """Move the run before aside; it comes back if an error ends the context before the first checkpoint."""
+        """Move the run before aside; it comes back if an error ends the context before the first checkpoint.
+
+        A second context of the same run goes on with the first one's files.
+        """
         if not self._overwrite:
             yield
             return
-        with self._processes.main_process_first():
-            if self._processes.is_main:
-                set_aside(self.path)
-        self._files = RunFiles(self.path, write=self._processes.is_main)
+        if not self._is_aside:
+            with self._processes.main_process_first():
+                if self._processes.is_main:
+                    set_aside(self.path)
+            self._files, self._is_aside = RunFiles(self.path, write=self._processes.is_main), True
         try:
             yield
         except BaseException:

@@ -2,9 +2,10 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import IO, Any, cast
 
 import jax
@@ -14,9 +15,12 @@ from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import Step
 from jaxglue.distributed import SINGLE_PROCESS, Processes
 from jaxglue.engine.host_buffers import HostBuffers
+from jaxglue.engine.policy import AUTO
 from jaxglue.engine.program_cache import keep_programs
 from jaxglue.hf.files import write_json
 from jaxglue.hf.hub import is_hub_id
+from jaxglue.planner.device_memory import bound_pool, take_fitting_blocks
+from jaxglue.planner.host_memory import HOST_LIMIT
 from jaxglue.recipe import as_dict, load_config, to_toml
 from jaxglue.sharding.mesh import make_mesh
 from jaxglue.training.callbacks import Callback, Callbacks
@@ -28,9 +32,22 @@ from jaxglue.training.fingerprint import fingerprint
 from jaxglue.training.interrupt import Interrupt, Output
 from jaxglue.training.progress import Compiling, StartupTimer, TrainingProgress
 from jaxglue.training.record import Diverged, Recorder, StepProfiler, check_finite, memory_use, save_loss_curve
-from jaxglue.training.recovery import Postmortem, Spikes, beyond_limit, explained_out_of_memory, save_step
+from jaxglue.training.recovery import (
+    OutOfMemory,
+    Overrun,
+    Postmortem,
+    Spikes,
+    describe,
+    explained_out_of_memory,
+    failed_allocation,
+    is_out_of_memory,
+    memory_beyond_limit,
+    plan_again,
+    save_step,
+    smaller_limit,
+)
 from jaxglue.training.reference_cache import add_reference
-from jaxglue.training.remat import open_buffers, size_pool
+from jaxglue.training.remat import open_buffers, restore_pool, size_pool
 from jaxglue.training.report import RunSummary, plan_rows, print_panel, summary_json, summary_rows
 from jaxglue.training.result import Result, ResultWriter, abstract_state
 from jaxglue.training.resuming import check_resumable, finished_run, resume_notes
@@ -76,6 +93,8 @@ def train(
     processes.agree("configuration", {**as_dict(config.shared), "jax": jax.__version__})
     if config.run.compilation_cache:
         keep_programs(config.run.compilation_cache, take_turns=processes.count == 1)
+    bound_pool(config.model.memory_limit, os.environ)
+    take_fitting_blocks(os.environ)
     settings = config.run
     if settings.dry_run:
         _dry_run(config, console, processes)
@@ -94,10 +113,36 @@ def train(
         timer.stage("data")
         print_panel(console, "plan", plan_rows(run))
         _explain(run, console, processes)
-        size_pool(run.workload, run.remat, os.environ)
-        buffered = open_buffers(run.workload, run.remat)
-        with explained_out_of_memory(run), closing(run.batches), buffered as buffers:
-            return Trainer(run, identity, console, timer, processes, interrupt, buffers, events).run()
+        files = RunFolder(output, overwrite=settings.overwrite, processes=processes)
+        shared: dict[str, Any] = {"identity": identity, "timer": timer, "processes": processes, "interrupt": interrupt}
+        shared |= {"console": console, "output": files, "callbacks": events}
+        with closing(run.batches):
+            return _train_as_planned(run, console, files, partial(_attempt, **shared))
+
+
+def _train_as_planned(
+    run: Run, console: Console, output: RunFolder, attempt: Callable[..., RunSummary | Overrun | None]
+) -> RunSummary | None:
+    """Train; where the first step takes more memory than there is, plan with less and start again, once."""
+    start, pinned = run.batches.get_state(), os.environ.get(HOST_LIMIT)
+    result = attempt(run)
+    if not isinstance(result, Overrun):
+        return result
+    with output.replacing():  # the run before comes back if nothing else fits
+        restore_pool(os.environ, pinned)
+        again = plan_again(run, result)
+        console.print(f"{describe(run, result)}: planned again and started again, with --remat {again.remat}")
+        again.batches.set_state(start)
+        result = attempt(again, again=True)
+    assert not isinstance(result, Overrun)
+    return result
+
+
+def _attempt(run: Run, *, again: bool = False, **shared: Any) -> RunSummary | Overrun | None:
+    """Train as a run is planned, with the memory of the host that this needs."""
+    size_pool(run.workload, run.remat, os.environ)
+    with explained_out_of_memory(run), open_buffers(run.workload, run.remat) as buffers:
+        return Trainer(run, **shared, host_buffers=buffers, again=again).run()
 
 
 def _dry_run(config: TrainConfig, console: Console, processes: Processes) -> None:
@@ -131,7 +176,17 @@ def pinned_model(config: TrainConfig) -> ModelConfig:
 
 
 class Trainer:
-    """One run, from its loaded weights to the exported result."""
+    """One run, from its loaded weights to the exported result.
+
+    Args:
+        run: the run.
+        identity: its fingerprint.
+        console, timer, processes, interrupt: of `train`.
+        output: the run's folder.
+        host_buffers: for offloaded values; None for JAX's pool.
+        callbacks: of the run.
+        again: the run is planned for the second time, and began before.
+    """
 
     def __init__(
         self,
@@ -141,13 +196,16 @@ class Trainer:
         timer: StartupTimer,
         processes: Processes,
         interrupt: Interrupt,
+        output: RunFolder,
         host_buffers: HostBuffers | None = None,
         callbacks: Callbacks | None = None,
+        *,
+        again: bool = False,
     ):
         self._run, self._settings, self._processes, self._identity = run, run.config.run, processes, identity
         self._console, self._timer, self._interrupt = console, timer, interrupt
-        self._output = RunFolder(self._settings.output, overwrite=self._settings.overwrite, processes=processes)
-        self._folder = folder = self._settings.output
+        self._output, self._again, self._folder = output, again, output.path
+        folder = output.path
         mesh = make_mesh(run.mesh) if run.mesh.devices > 1 else None
         self._model = TrainStep(run, mesh, host_buffers)
         timer.stage("weights")
@@ -165,8 +223,12 @@ class Trainer:
         self._recent: dict[int, Step] = {}
         self._spikes = None if self._settings.on_spike == "nothing" else Spikes(self._settings.spike_sigma)
 
-    def run(self) -> RunSummary | None:
-        """Train to the end, or until an interruption, after which the run can be resumed."""
+    def run(self) -> RunSummary | Overrun | None:
+        """Train to the end, or until an interruption, after which the run can be resumed.
+
+        Return early where the first step takes more memory than there is and the run can be planned again: then nothing
+        is written that another attempt would not write over.
+        """
         begun = time.monotonic()
         with self._output.replacing(), self._open_checkpoints() as checkpoints:
             if self._settings.resume:
@@ -175,15 +237,10 @@ class Trainer:
                 return self._finish(begun, checkpoints)
             if self._processes.is_main:
                 self._output.begin(masked(to_toml(self._run.config.shared), os.environ))
-            if self._model.step == 0:
+            if self._model.step == 0 and not self._again:
                 self._answer_samples("before")
-            with (
-                self._output.writing(*self._settings.trackers, *(["profile"] if self._settings.profile else [])),
-                self._open_loggers() as loggers,
-                self._interrupt,
-            ):
-                self._callbacks.call(Callback.on_start, self._model.step, self._run.total_steps)
-                self._train(checkpoints, loggers)
+            if (overrun := self._train(checkpoints)) is not None:
+                return overrun
             if self._has_ended:
                 return self._finish(begun, checkpoints)
         self._console.print(f"saved at step {self._model.step}: continue with --resume")
@@ -208,18 +265,60 @@ class Trainer:
             saved=self._output.checkpoint_saved,
         )
 
-    def _train(self, checkpoints: Checkpoints, loggers: Loggers) -> None:
-        """Train to the end or an interruption; explain a divergence."""
-        start = self._run.batches.get_state() if self._model.step == 0 else {}
+    def _train(self, checkpoints: Checkpoints) -> Overrun | None:
+        """Train to the end or an interruption; explain a divergence; return where the first step is an overrun."""
+        begun, start = self._model.step, self._run.batches.get_state() if self._model.step == 0 else {}
+        progress = TrainingProgress(self._run.total_steps, first_step=begun, console=self._console)
+        compiling = Compiling(progress, self._run.remat.compile_seconds, lambda: self._recorder.has_compiled)
         try:
-            self._run_steps(checkpoints, loggers)
+            with progress, compiling, self._recorder:
+                with self._interrupt:
+                    if not self._again:
+                        self._callbacks.call(Callback.on_start, begun, self._run.total_steps)
+                    first = self._first_step(checkpoints, progress)
+                if isinstance(first, Overrun):
+                    return first
+                with (
+                    self._output.writing(*self._settings.trackers, *(["profile"] if self._settings.profile else [])),
+                    self._open_loggers(begun) as loggers,
+                    self._interrupt,
+                ):
+                    self._run_steps(checkpoints, loggers, progress, first)
         except Diverged as error:
             rows = self._save_rows(error.step)
             self._console.print(f"step {error.step} diverged: looking for the cause")
             postmortem = Postmortem(self._run, self._model, checkpoints, start)
             alone = self._processes.count == 1 and self._spikes is None and "eval_loss" not in error.found
-            first = self._spikes.first_in_a_row(error.step) if self._spikes else error.step
-            raise ValueError(f"{error}.{rows} {postmortem.explain(error, first=first, replay=alone)}.") from error
+            failed = self._spikes.first_in_a_row(error.step) if self._spikes else error.step
+            with self._interrupt:
+                cause = postmortem.explain(error, first=failed, replay=alone)
+            raise ValueError(f"{error}.{rows} {cause}.") from error
+        return None
+
+    def _first_step(self, checkpoints: Checkpoints, progress: TrainingProgress) -> StepResult | Overrun:
+        """Run this process's first step; return by how much it takes more memory than there is, to plan again.
+
+        Raises:
+            OutOfMemory: it was planned again before.
+        """
+        before = memory_use(jax.local_devices()).peak
+        may_plan = self._run.config.model.remat == AUTO and self._processes.count == 1
+        try:
+            result = self._dispatch_step(checkpoints, progress)
+            jax.block_until_ready(result.values)
+        except jax.errors.JaxRuntimeError as error:
+            if not is_out_of_memory(error) or not may_plan or self._again:
+                raise
+            return failed_allocation(self._run, str(error))
+        if (overrun := memory_beyond_limit(self._run, before)) is None:
+            return result
+        if may_plan and not self._again:
+            return overrun
+        remedy = f"start again with {smaller_limit(self._run, overrun)}, or lower --batch-size or --seq-len"
+        if may_plan:
+            raise OutOfMemory(f"{describe(self._run, overrun)}, though planned for the second time: {remedy}")
+        progress.say(f"{describe(self._run, overrun)}: where no more is free, {remedy}, or change --remat")
+        return result
 
     def _save_rows(self, step: int) -> str:
         """Write the rows of a recent step for a replay; return a sentence that names the file."""
@@ -229,19 +328,21 @@ class Trainer:
         save_step(path, self._recent[step])
         return f" Its rows are in {path}."
 
-    def _run_steps(self, checkpoints: Checkpoints, loggers: Loggers) -> None:
-        """Dispatch step after step, reading a step's loss while later ones run."""
+    def _run_steps(
+        self, checkpoints: Checkpoints, loggers: Loggers, progress: TrainingProgress, first: StepResult
+    ) -> None:
+        """Dispatch step after step after the first one, reading a step's loss while later ones run."""
         eval_every = self._settings.eval_every or self._run.batches.steps_per_epoch
         save_every = self._settings.save_every or eval_every
         profiled = self._settings.profile if self._processes.is_main else 0
-        profiler = StepProfiler(self._folder / "profile", first=self._model.step + 4, count=profiled)
-        total, stop, due, first, in_flight = self._run.total_steps, False, False, True, StepsInFlight()
-        progress = TrainingProgress(total, first_step=self._model.step, console=self._console)
-        compiling = Compiling(progress, self._run.remat.compile_seconds, lambda: self._recorder.has_compiled)
-        with progress, compiling, profiler, self._recorder:
-            while self._model.step < total and not stop:
+        profiler = StepProfiler(self._folder / "profile", first=self._model.step + 3, count=profiled)
+        total, stop, due, in_flight = self._run.total_steps, False, False, StepsInFlight()
+        dispatched: StepResult | None = first
+        with profiler:
+            while dispatched or (self._model.step < total and not stop):
                 profiler.before(self._model.step + 1)
-                in_flight.add(self._dispatch_step(checkpoints, progress))
+                in_flight.add(dispatched or self._dispatch_step(checkpoints, progress))
+                dispatched = None
                 stop = (self._must_stop() or self._callbacks.why_stopped is not None) and not self._is_in_spikes
                 look = self._is_due(eval_every)
                 evaluate = self._evaluation.is_needed and look
@@ -251,9 +352,6 @@ class Trainer:
                 for result, done in in_flight.take(leave=0 if drain else _STEPS_IN_FLIGHT):
                     values = self._recorder.record(result, done, loggers, progress)
                     self._callbacks.call(Callback.on_step, result.step, values)
-                if first and (note := beyond_limit(self._run.config.model.memory_limit)):
-                    progress.say(note)
-                first = False
                 with self._recorder.meter.paused():
                     eval_loss = self._evaluate(loggers, progress) if evaluate else None
                     if look and self._model.step < total:
@@ -264,12 +362,13 @@ class Trainer:
                         due = False
                 stop = stop or self._evaluation.is_stale
 
-    def _open_loggers(self) -> Loggers:
+    def _open_loggers(self, step: int) -> Loggers:
+        """Open the receivers of metrics, which go on after a step."""
         if not self._processes.is_main:
             return Loggers()
         settings = masked(as_dict(self._run.config.shared), os.environ)
         trackers = self._settings.trackers
-        return open_loggers(self._folder, resume_step=self._model.step, trackers=trackers, settings=settings)
+        return open_loggers(self._folder, resume_step=step, trackers=trackers, settings=settings)
 
     def _dispatch_step(self, checkpoints: Checkpoints, progress: TrainingProgress) -> StepResult:
         with self._recorder.meter.waiting():

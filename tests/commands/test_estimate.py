@@ -101,11 +101,11 @@ _PLAN = {"mesh", "remat", "weights", "tile", "layers per program", "dtype", "att
             },
         ),
         (
-            ("--hidden", "--memory-limit", "1.9"),
+            ("--hidden", "--memory-limit", "2.6"),
             {"remat": "bound by the GPU's memory; .*to change it: .* GiB on the GPU more, for --remat"},
         ),
         (
-            ("--hidden", "--memory-limit", "1.5", "--embeddings", "auto"),
+            ("--hidden", "--memory-limit", "2.2", "--embeddings", "auto"),
             {
                 "weights": "host.*bound by the GPU's memory; runner-up: device, .*, lacks .* GiB on the GPU",
                 "layers per program": "1; bound by an obstacle: weights are streamed from host memory",

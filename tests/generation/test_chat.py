@@ -13,7 +13,7 @@ import pytest
 from jaxglue.commands import main
 from jaxglue.generation.chat import Session, converse, generate, stream_text
 from jaxglue.generation.config import GREEDY, AssistantConfig, GenerateConfig, SamplingConfig
-from jaxglue.generation.generator import Generator
+from jaxglue.generation.engine import Engine
 from jaxglue.generation.prompts import encode_prompt, encode_rows, read_prompts
 from jaxglue.hf.loading import add_adapter, random_model
 from jaxglue.hf.serving import stop_tokens
@@ -51,10 +51,10 @@ def test_streamed_pieces_hold_whole_characters(tokenizer):
 
 def test_model_folder_answers_match_its_parameters(tokenizer, folders, base, adapted):
     graphdefs, adapter, frozen = adapted
-    generator = Generator(graphdefs, base[1].config, dtype=jnp.float32)
+    engine = Engine(graphdefs, base[1].config, dtype=jnp.float32)
 
     def expected(prompt, adapter):
-        tokens = generator.stream(adapter, frozen, encode_prompt(tokenizer, prompt), SHORT, stop_tokens(tokenizer))
+        tokens = engine.stream(adapter, frozen, encode_prompt(tokenizer, prompt), SHORT, stop_tokens(tokenizer))
         return "".join(stream_text(tokenizer, tokens))
 
     prompts = ("What is 1 plus 2?", "Hello")
@@ -118,13 +118,6 @@ def test_an_unfinished_character_is_shown_at_the_end(tokenizer):
     texts = ["".join(stream_text(tokenizer, tokens[:count])) for count in range(1, len(tokens) + 1)]
     assert texts == [tokenizer.decode(tokens[:count]) for count in range(1, len(tokens) + 1)]
     assert len(tokens) > 2 and texts[-2].endswith("\ufffd")
-
-
-def test_top_p_of_one_keeps_every_token():
-    from jaxglue.generation.programs import sample_token
-
-    key, logits = jax.random.key(3), jax.random.normal(jax.random.key(0), (4096,))
-    assert sample_token(logits, key, 1.0, 1.0) == jax.random.categorical(key, logits)
 
 
 @pytest.fixture

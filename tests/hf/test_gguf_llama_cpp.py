@@ -15,7 +15,7 @@ from jaxglue.commands import main
 from jaxglue.data.template import ChatTemplate
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.generation.config import SamplingConfig
-from jaxglue.generation.generator import Generator
+from jaxglue.generation.engine import Engine
 from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.checkpoint import open_checkpoint, save_tensors
 from jaxglue.hf.experts import checkpoint_layout
@@ -100,14 +100,14 @@ def make_folder(tmp_path_factory, make_tokenizer):
 def parts(folder):
     model = load_model(folder, dtype=jnp.float32)
     graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)
-    return Generator(graphdefs, model.config, dtype=jnp.float32), trainable, frozen, model.config
+    return Engine(graphdefs, model.config, dtype=jnp.float32), trainable, frozen, model.config
 
 
 def generate(folder, prompts, stops=(), tokens=12):
     """Return our greedy tokens after each prompt."""
-    generator, trainable, frozen, _ = parts(folder)
+    engine, trainable, frozen, _ = parts(folder)
     sampling = SamplingConfig(temperature=0, max_tokens=tokens)
-    return [list(generator.stream(trainable, frozen, prompt, sampling, stops)) for prompt in prompts]
+    return [list(engine.stream(trainable, frozen, prompt, sampling, stops)) for prompt in prompts]
 
 
 def export(folder, kind, output, tokenizer, stops):

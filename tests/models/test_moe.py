@@ -9,7 +9,7 @@ from flax import nnx
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import parse_policy
 from jaxglue.generation.config import SamplingConfig
-from jaxglue.generation.generator import Generator
+from jaxglue.generation.engine import Engine
 from jaxglue.models import build_model
 from jaxglue.models.context import RouterLosses
 from jaxglue.models.decoder import packed_context
@@ -144,9 +144,9 @@ def test_adapters_train_alike_on_blocks_and_expanded_weights(moe_model, random_b
 def test_generation_matches_full_forward_passes(moe_model, family):
     model = moe_model(family)
     graphdefs, *trees = split_model(model, nnx.LoRAParam)
-    generator = Generator(graphdefs, model.config, dtype=jnp.float32)
+    engine = Engine(graphdefs, model.config, dtype=jnp.float32)
     prompt = [3, 14, 15, 92, 65]
-    tokens = list(generator.stream(*trees, prompt, SamplingConfig(max_tokens=6, temperature=0.0)))
+    tokens = list(engine.stream(*trees, prompt, SamplingConfig(max_tokens=6, temperature=0.0)))
     text = np.array([prompt + tokens])
     logits = nnx.jit(lambda model, *batch: model(*batch))(model, text, pack_segments([[text.size]], seq_len=text.size))
     assert tokens == jnp.argmax(logits[0, len(prompt) - 1 : -1], axis=-1).tolist()

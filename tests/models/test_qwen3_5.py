@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from jaxglue.generation.cache import plan_cache
+from jaxglue.generation.pages import plan_cache
 from jaxglue.hf.loading import random_model
 from jaxglue.models import abstract_model, config_from_hf
 from jaxglue.models.lora import linear_shapes
@@ -55,7 +55,7 @@ def test_wrong_settings_are_named(raw, change, message):
 def test_generation_and_tensor_meshes_are_refused(raw):
     config = config_from_hf(raw)
     with pytest.raises(ValueError, match="does not generate with linear attention yet, and qwen3_5_text has it"):
-        plan_cache([8], config, jnp.float32)
+        plan_cache([(4, 8)], config, jnp.float32)
     with pytest.raises(ValueError, match="tensor cannot split linear attention"):
         MeshShape(tensor=2).check(config, batch_size=1, devices=2)
 

@@ -35,10 +35,10 @@ def test_gpu_out_of_memory_names_a_plan_that_fits(make_config, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("limit", "kind", "said"), [(15.0, "device", True), (16.0, "device", False), (15.0, "host", False)]
+    ("limit", "kind", "said"), [(15.0, "device", True), (17.0, "device", False), (15.0, "host", False)]
 )
 def test_memory_beyond_the_limit_is_said_after_the_first_step(make_config, monkeypatch, capsys, limit, kind, said):
     monkeypatch.setattr(recovery, "memory_use", lambda devices: Memory(0, 2**34, kind))
-    train(make_config(steps=1, memory_limit=limit))
-    line = "16.0 GiB of the GPU were in use, above --memory-limit 15: where no more is free, start again with 14.0"
+    train(make_config(steps=1, memory_limit=limit, remat="dots"))
+    line = "took 16.0 GiB of the GPU, above the 14.3 that --memory-limit 15 leaves: where no more is free, start again"
     assert (line in " ".join(capsys.readouterr().out.split())) == said

@@ -13,7 +13,7 @@ from jaxglue.ops.norm_rope.reference import (
     reference_rotate,
     rms_norm,
 )
-from jaxglue.ops.norm_rope.vjp import NormSpec, RotateSpec, fused_rotate, fused_stream_norm
+from jaxglue.ops.norm_rope.vjp import NormSpec, RotateSpec, fused_norm, fused_rotate, fused_stream_norm
 from jaxglue.ops.rope import RopeTables, Rotary
 
 __all__ = [
@@ -22,20 +22,13 @@ __all__ = [
     "HeadNorms",
     "NormStyle",
     "fp8_stream_norm",
+    "norm",
     "norm_and_rotate",
     "rms_norm",
     "rotate_heads",
     "scale_queries",
     "stream_norm",
 ]
-
-
-def _check_call(capability: Capability | None, dtype, whole_halves: bool = True, style: NormStyle = LLAMA_NORM) -> None:
-    check_triton(capability, dtype)
-    if not whole_halves:
-        raise NotImplementedError("only a part of each head turns, or neighboring dimensions")
-    if style != LLAMA_NORM:
-        raise NotImplementedError("its norms round before the product with their weights, to which they add nothing")
 
 
 def _load(capability: Capability, *call: Any) -> Any:
@@ -46,7 +39,9 @@ def _load(capability: Capability, *call: Any) -> Any:
 
 NORM_ROPE = Operation(
     name="norm and rotation",
-    backends={"triton": Backend(check=_check_call, load=_load, advantage="queries and keys are read and written once")},
+    backends={
+        "triton": Backend(check=check_triton, load=_load, advantage="queries and keys are read and written once")
+    },
 )
 
 
@@ -64,15 +59,37 @@ def stream_norm(
         ValueError: a weight that does not fit, or a named backend that cannot serve.
     """
     _check_norm(x, weight)
-    kernels = NORM_ROPE.load(x.dtype, True, style, backend=backend)
+    kernels = NORM_ROPE.load(x.dtype, backend=backend)
     if kernels is None:
         return x, rms_norm(x, weight, eps, style)
-    stream, normed = fused_stream_norm(NormSpec(backend=kernels, eps=eps), x, weight)
+    stream, normed = fused_stream_norm(NormSpec(backend=kernels, eps=eps, style=style), x, weight)
     return stream, normed
 
 
+def norm(
+    x: Float[Array, "*B D"],
+    weight: Float[Array, " D"],
+    eps: float,
+    style: NormStyle = LLAMA_NORM,
+    *,
+    stream: Float[Array, "*B D"] | None = None,
+    backend: str = "auto",
+) -> Float[Array, "*B D"]:
+    """Return `rms_norm` of x, plus a residual stream if there is one.
+
+    Raises:
+        ValueError: a weight that does not fit, or a named backend that cannot serve.
+    """
+    _check_norm(x, weight)
+    kernels = NORM_ROPE.load(x.dtype, backend=backend)
+    if kernels is None:
+        normed = rms_norm(x, weight, eps, style)
+        return normed if stream is None else stream + normed
+    return fused_norm(NormSpec(backend=kernels, eps=eps, style=style), x, weight, stream)
+
+
 def fp8_stream_norm(
-    x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float
+    x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float, style: NormStyle = LLAMA_NORM
 ) -> tuple[
     Float[Array, "*B D"], Float[Array, "*B D"], Float[Array, "*B D"], Float[Array, "*B 1"], Float[Array, "*B 1"]
 ]:
@@ -85,7 +102,7 @@ def fp8_stream_norm(
     """
     _check_norm(x, weight)
     stream, again, values, scales, inverse = fused_stream_norm(
-        NormSpec(backend=NORM_ROPE.load(x.dtype) or ReferenceNorm(), eps=eps, fp8=True), x, weight
+        NormSpec(backend=NORM_ROPE.load(x.dtype) or ReferenceNorm(), eps=eps, style=style, fp8=True), x, weight
     )
     return stream, again, values, scales, inverse
 
@@ -120,13 +137,13 @@ def rotate_heads(
         ValueError: shapes that do not fit, or a named backend that cannot serve.
     """
     _check(q, k, cos, sin, norms)
-    whole_halves = 2 * cos.shape[-1] == q.shape[-1] and not interleaved
-    style = LLAMA_NORM if norms is None else norms.style
-    kernels = NORM_ROPE.load(q.dtype, whole_halves, style, backend=backend)
+    kernels = NORM_ROPE.load(q.dtype, backend=backend)
     if kernels is None:
         return reference_rotate(q, k, cos, sin, norms, interleaved=interleaved)
-    spec = RotateSpec(backend=kernels, eps=0.0 if norms is None else norms.eps)
-    return fused_rotate(spec, (q, k), None if norms is None else norms.weights, cos, sin)
+    if norms is None:
+        return fused_rotate(RotateSpec(backend=kernels, eps=None, interleaved=interleaved), (q, k), None, cos, sin)
+    spec = RotateSpec(backend=kernels, eps=norms.eps, style=norms.style, interleaved=interleaved)
+    return fused_rotate(spec, (q, k), norms.weights, cos, sin)
 
 
 def norm_and_rotate(

@@ -1,9 +1,30 @@
 """Triton kernels over tokens that read and write every value once."""
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
 from jaxglue.ops.quant.fp8_kernels import clip_e4m3, e4m3_scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSpec:
+    """Constants of heads: sizes, the dimensions that turn, and the norms before that."""
+
+    H: int
+    block: int
+    """Pairs of dimensions in a tile: H / 2, or the next power of two."""
+    turning: int
+    """Dimensions that turn, the first of a head."""
+    interleaved: bool = False
+    """Neighboring dimensions turn together, not those of two halves."""
+    eps: float | None = None
+    """Added to a mean square by the norms; None where there are none."""
+    offset: float = 0.0
+    """Added to the norms' weights."""
+    rounds_first: bool = True
+    """See `NormStyle`."""
 
 
 @triton.jit
@@ -18,30 +39,44 @@ def rms_scale(squares, D: tl.constexpr, EPS: tl.constexpr):
 
 
 @triton.jit
-def normed(x, scale, weight, dtype: tl.constexpr):
-    """Return x · scale · weight, rounded where the reference rounds."""
-    return ((x * scale).to(dtype).to(tl.float32) * weight.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+def normed(x, scale, weight, dtype: tl.constexpr, OFFSET: tl.constexpr = 0.0, ROUNDS_FIRST: tl.constexpr = True):
+    """Return x · scale · (OFFSET + weight), rounded where the reference rounds."""
+    if ROUNDS_FIRST and OFFSET == 0.0:
+        return ((x * scale).to(dtype).to(tl.float32) * weight.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+    value = x * scale
+    if ROUNDS_FIRST:
+        value = value.to(dtype).to(tl.float32)
+    return (value * (OFFSET + weight)).to(dtype).to(tl.float32)
 
 
 @triton.jit
-def norm_kernel(x, weight, out, D: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Norm one row to out [M, D], rounded to its dtype before and after the weight; grid (M)."""
+def norm_kernel(
+    x, weight, stream, out, D: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr, OFFSET: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Norm one row to out [M, D], rounded to its dtype, and add it to that of a stream, if there is one; grid (M)."""
     start, columns = tl.program_id(0).to(tl.int64) * D, tl.arange(0, BLOCK)
     mask = columns < D
     dtype = out.dtype.element_ty
     row = _load(x + start, columns, mask)
     scale = rms_scale(tl.sum(row * row, 0), D, EPS)
-    tl.store(out + start + columns, normed(row, scale, _load(weight, columns, mask), dtype).to(dtype), mask=mask)
+    row = normed(row, scale, _load(weight, columns, mask), dtype, OFFSET, ROUNDS_FIRST)
+    if stream is not None:
+        row += _load(stream + start, columns, mask)
+    tl.store(out + start + columns, row.to(dtype), mask=mask)
 
 
 @triton.jit
-def fp8_norm_kernel(x, weight, values, scales, inverse_rms, D: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr):
+def fp8_norm_kernel(
+    x, weight, values, scales, inverse_rms, D: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr,
+    OFFSET: tl.constexpr, ROUNDS_FIRST: tl.constexpr,
+):  # fmt: skip
     """Quantize the norm of one row to e4m3 values [M, D] times its own of scales [M]; grid (M)."""
     start, columns = tl.program_id(0).to(tl.int64) * D, tl.arange(0, BLOCK)
     mask = columns < D
     row = _load(x + start, columns, mask)
     inverse = rms_scale(tl.sum(row * row, 0), D, EPS)
-    row = normed(row, inverse, _load(weight, columns, mask), x.dtype.element_ty)
+    row = normed(row, inverse, _load(weight, columns, mask), x.dtype.element_ty, OFFSET, ROUNDS_FIRST)
     scale = e4m3_scale(tl.max(tl.abs(row), 0))
     row = clip_e4m3(row / scale)
     tl.store(values + start + columns, row.to(values.dtype.element_ty), mask=mask)
@@ -50,58 +85,87 @@ def fp8_norm_kernel(x, weight, values, scales, inverse_rms, D: tl.constexpr, EPS
 
 
 @triton.jit
-def norm_gradient_kernel(x, weight, dresidual, dout, dx, D: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add the norm's gradient to the residual stream's in one row of dx [M, D]; grid (M)."""
+def norm_gradient_kernel(
+    x, weight, dstream, dout, dx, D: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr, OFFSET: tl.constexpr
+):
+    """Compute the norm's gradient in one row of dx [M, D], plus that of a stream, if there is one; grid (M)."""
     start, columns = tl.program_id(0).to(tl.int64) * D, tl.arange(0, BLOCK)
     mask = columns < D
-    row, grad = _load(x + start, columns, mask), _load(dout + start, columns, mask) * _load(weight, columns, mask)
+    row, grad = _load(x + start, columns, mask), _load(dout + start, columns, mask)
+    grad *= OFFSET + _load(weight, columns, mask)
     scale = rms_scale(tl.sum(row * row, 0), D, EPS)
     along = tl.sum(grad * row, 0) * scale * scale / D
-    total = _load(dresidual + start, columns, mask) + (grad - row * along) * scale
+    total = (grad - row * along) * scale
+    if dstream is not None:
+        total = _load(dstream + start, columns, mask) + total
     tl.store(dx + start + columns, total.to(dx.dtype.element_ty), mask=mask)
 
 
 @triton.jit
+def _pairs(spec: tl.constexpr):
+    """Return (dimensions that turn together, left and right, which are in a head, numbers of their angles).
+
+    Dimensions that do not turn are pairs, too, past the angles.
+    """
+    HALF: tl.constexpr = spec.turning // 2
+    pair = tl.arange(0, spec.block)
+    if spec.interleaved:
+        left, right = 2 * pair, 2 * pair + 1
+    elif spec.turning == spec.H:
+        left, right = pair, pair + HALF
+    else:
+        left, right = tl.where(pair < HALF, pair, pair + HALF), pair + tl.where(pair < HALF, HALF, spec.H // 2)
+    return left, right, pair < spec.H // 2, pair
+
+
+@triton.jit
+def _angles(cos, sin, pair, spec: tl.constexpr):
+    """Return the cosines and sines of a token's pairs."""
+    turns = pair < spec.turning // 2
+    c, s = tl.load(cos + pair, mask=turns, other=1.0), tl.load(sin + pair, mask=turns, other=0.0)
+    return c.to(tl.float32)[None, :], s.to(tl.float32)[None, :]
+
+
+@triton.jit
 def _rotate(
-    x, weight, cos, sin, out,
-    N: tl.constexpr, H: tl.constexpr, EPS: tl.constexpr, HAS_NORM: tl.constexpr, INVERSE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """Norm and rotate all N heads of one token."""
-    HALF: tl.constexpr = H // 2
+    x, weight, cos, sin, out, N: tl.constexpr, INVERSE: tl.constexpr, BLOCK_N: tl.constexpr, spec: tl.constexpr
+):
+    """Norm and rotate all N heads of one token, or rotate them back."""
     dtype = out.dtype.element_ty
-    columns = tl.arange(0, BLOCK_H)
-    inside = columns < HALF
-    c, s = _load(cos, columns, inside)[None, :], _load(sin, columns, inside)[None, :]
+    left_at, right_at, inside, pair = _pairs(spec)
+    c, s = _angles(cos, sin, pair, spec)
     if INVERSE:
         s = -s
+    HAS_NORM: tl.constexpr = spec.eps is not None and not INVERSE
     if HAS_NORM:
-        left_weight = _load(weight, columns, inside)[None, :]
-        right_weight = _load(weight + HALF, columns, inside)[None, :]
+        left_weight = _load(weight, left_at, inside)[None, :]
+        right_weight = _load(weight, right_at, inside)[None, :]
     for start in tl.static_range(0, N, BLOCK_N):
         heads = start + tl.arange(0, BLOCK_N)
-        at, mask = heads[:, None] * H + columns[None, :], (heads < N)[:, None] & inside[None, :]
-        left, right = _load(x, at, mask), _load(x + HALF, at, mask)
+        mask = (heads < N)[:, None] & inside[None, :]
+        at_left, at_right = heads[:, None] * spec.H + left_at[None, :], heads[:, None] * spec.H + right_at[None, :]
+        left, right = _load(x, at_left, mask), _load(x, at_right, mask)
         if HAS_NORM:
-            scale = rms_scale(tl.sum(left * left + right * right, 1), H, EPS)[:, None]
-            left = normed(left, scale, left_weight, dtype)
-            right = normed(right, scale, right_weight, dtype)
-        tl.store(out + at, (left * c - right * s).to(dtype), mask=mask)
-        tl.store(out + HALF + at, (right * c + left * s).to(dtype), mask=mask)
+            scale = rms_scale(tl.sum(left * left + right * right, 1), spec.H, spec.eps)[:, None]
+            left = normed(left, scale, left_weight, dtype, spec.offset, spec.rounds_first)
+            right = normed(right, scale, right_weight, dtype, spec.offset, spec.rounds_first)
+        tl.store(out + at_left, (left * c - right * s).to(dtype), mask=mask)
+        tl.store(out + at_right, (right * c + left * s).to(dtype), mask=mask)
 
 
 @triton.jit
 def rotate_kernel(
     q, k, q_weight, k_weight, cos, sin, q_out, k_out,
-    N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, EPS: tl.constexpr,
-    HAS_NORM: tl.constexpr, INVERSE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, INVERSE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    spec: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate one token of q [M, N·H] and k [M, K·H]; grid (M)."""
+    """Norm and rotate one token of q [M, N·H] and k [M, K·H], or rotate it back; grid (M)."""
+    H: tl.constexpr = spec.H
     token = tl.program_id(0).to(tl.int64)
-    cos, sin = cos + token * (H // 2), sin + token * (H // 2)
+    cos, sin = cos + token * (spec.turning // 2), sin + token * (spec.turning // 2)
     q, q_out, k, k_out = q + token * N * H, q_out + token * N * H, k + token * K * H, k_out + token * K * H
-    _rotate(q, q_weight, cos, sin, q_out, N, H, EPS, HAS_NORM, INVERSE, BLOCK_N, BLOCK_H)
-    _rotate(k, k_weight, cos, sin, k_out, K, H, EPS, HAS_NORM, INVERSE, BLOCK_K, BLOCK_H)
+    _rotate(q, q_weight, cos, sin, q_out, N, INVERSE, BLOCK_N, spec)
+    _rotate(k, k_weight, cos, sin, k_out, K, INVERSE, BLOCK_K, spec)
 
 
 @triton.jit
@@ -113,71 +177,70 @@ def head_norm_gradient(left, right, dleft, dright, H: tl.constexpr, EPS: tl.cons
 
 
 @triton.jit
-def _rotate_gradient(
-    x, weight, cos, sin, dout, dx,
-    N: tl.constexpr, H: tl.constexpr, EPS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+def _rotate_gradient(x, weight, cos, sin, dout, dx, N: tl.constexpr, BLOCK_N: tl.constexpr, spec: tl.constexpr):
     """Take the gradient of all N heads of one token back through rotation and norm."""
-    HALF: tl.constexpr = H // 2
     dtype = dx.dtype.element_ty
-    columns = tl.arange(0, BLOCK_H)
-    inside = columns < HALF
-    c, s = _load(cos, columns, inside)[None, :], _load(sin, columns, inside)[None, :]
-    left_weight = _load(weight, columns, inside)[None, :]
-    right_weight = _load(weight + HALF, columns, inside)[None, :]
+    left_at, right_at, inside, pair = _pairs(spec)
+    c, s = _angles(cos, sin, pair, spec)
+    left_weight = spec.offset + _load(weight, left_at, inside)[None, :]
+    right_weight = spec.offset + _load(weight, right_at, inside)[None, :]
     for start in tl.static_range(0, N, BLOCK_N):
         heads = start + tl.arange(0, BLOCK_N)
-        at, mask = heads[:, None] * H + columns[None, :], (heads < N)[:, None] & inside[None, :]
-        left, right = _load(x, at, mask), _load(x + HALF, at, mask)
-        dleft, dright = _load(dout, at, mask), _load(dout + HALF, at, mask)
+        mask = (heads < N)[:, None] & inside[None, :]
+        at_left, at_right = heads[:, None] * spec.H + left_at[None, :], heads[:, None] * spec.H + right_at[None, :]
+        left, right = _load(x, at_left, mask), _load(x, at_right, mask)
+        dleft, dright = _load(dout, at_left, mask), _load(dout, at_right, mask)
         dleft, dright = (dleft * c + dright * s) * left_weight, (dright * c - dleft * s) * right_weight
-        dleft, dright = head_norm_gradient(left, right, dleft, dright, H, EPS)
-        tl.store(dx + at, dleft.to(dtype), mask=mask)
-        tl.store(dx + HALF + at, dright.to(dtype), mask=mask)
+        dleft, dright = head_norm_gradient(left, right, dleft, dright, spec.H, spec.eps)
+        tl.store(dx + at_left, dleft.to(dtype), mask=mask)
+        tl.store(dx + at_right, dright.to(dtype), mask=mask)
 
 
 @triton.jit
 def rotate_gradient_kernel(
     q, k, q_weight, k_weight, cos, sin, dq_out, dk_out, dq, dk,
-    N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, EPS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, spec: tl.constexpr,
 ):  # fmt: skip
     """Compute one token of dq [M, N·H] and dk [M, K·H] of normed and rotated heads; grid (M)."""
+    H: tl.constexpr = spec.H
     token = tl.program_id(0).to(tl.int64)
-    cos, sin = cos + token * (H // 2), sin + token * (H // 2)
+    cos, sin = cos + token * (spec.turning // 2), sin + token * (spec.turning // 2)
     q, dq_out, dq = q + token * N * H, dq_out + token * N * H, dq + token * N * H
     k, dk_out, dk = k + token * K * H, dk_out + token * K * H, dk + token * K * H
-    _rotate_gradient(q, q_weight, cos, sin, dq_out, dq, N, H, EPS, BLOCK_N, BLOCK_H)
-    _rotate_gradient(k, k_weight, cos, sin, dk_out, dk, K, H, EPS, BLOCK_K, BLOCK_H)
+    _rotate_gradient(q, q_weight, cos, sin, dq_out, dq, N, BLOCK_N, spec)
+    _rotate_gradient(k, k_weight, cos, sin, dk_out, dk, K, BLOCK_K, spec)
 
 
 @triton.jit
 def split_rotate_kernel(
     z, q_weight, k_weight, cos, sin, q_out, k_out,
-    N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, EPS: tl.constexpr, HAS_NORM: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    spec: tl.constexpr,
 ):  # fmt: skip
     """Do as `rotate_kernel` for one token of z [M, WIDTH], which begins with q and k side by side; grid (M)."""
+    H: tl.constexpr = spec.H
     token = tl.program_id(0).to(tl.int64)
-    cos, sin, z = cos + token * (H // 2), sin + token * (H // 2), z + token * WIDTH
-    q_out, k_out = q_out + token * N * H, k_out + token * K * H
-    _rotate(z, q_weight, cos, sin, q_out, N, H, EPS, HAS_NORM, False, BLOCK_N, BLOCK_H)
-    _rotate(z + N * H, k_weight, cos, sin, k_out, K, H, EPS, HAS_NORM, False, BLOCK_K, BLOCK_H)
+    cos, sin = cos + token * (spec.turning // 2), sin + token * (spec.turning // 2)
+    z, q_out, k_out = z + token * WIDTH, q_out + token * N * H, k_out + token * K * H
+    _rotate(z, q_weight, cos, sin, q_out, N, False, BLOCK_N, spec)
+    _rotate(z + N * H, k_weight, cos, sin, k_out, K, False, BLOCK_K, spec)
 
 
 @triton.jit
 def split_rotate_gradient_kernel(
     z, q_weight, k_weight, cos, sin, dq_out, dk_out, dz,
-    N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, EPS: tl.constexpr, HAS_NORM: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    spec: tl.constexpr,
 ):  # fmt: skip
     """Write one token of q's and k's gradients to dz [M, WIDTH], from those of rotated heads; grid (M)."""
+    H: tl.constexpr = spec.H
     token = tl.program_id(0).to(tl.int64)
-    cos, sin, z, dz = cos + token * (H // 2), sin + token * (H // 2), z + token * WIDTH, dz + token * WIDTH
+    cos, sin = cos + token * (spec.turning // 2), sin + token * (spec.turning // 2)
+    z, dz = z + token * WIDTH, dz + token * WIDTH
     dq_out, dk_out = dq_out + token * N * H, dk_out + token * K * H
-    if HAS_NORM:
-        _rotate_gradient(z, q_weight, cos, sin, dq_out, dz, N, H, EPS, BLOCK_N, BLOCK_H)
-        _rotate_gradient(z + N * H, k_weight, cos, sin, dk_out, dz + N * H, K, H, EPS, BLOCK_K, BLOCK_H)
+    if spec.eps is not None:
+        _rotate_gradient(z, q_weight, cos, sin, dq_out, dz, N, BLOCK_N, spec)
+        _rotate_gradient(z + N * H, k_weight, cos, sin, dk_out, dz + N * H, K, BLOCK_K, spec)
     else:
-        _rotate(dq_out, q_weight, cos, sin, dz, N, H, EPS, False, True, BLOCK_N, BLOCK_H)
-        _rotate(dk_out, k_weight, cos, sin, dz + N * H, K, H, EPS, False, True, BLOCK_K, BLOCK_H)
+        _rotate(dq_out, q_weight, cos, sin, dz, N, True, BLOCK_N, spec)
+        _rotate(dk_out, k_weight, cos, sin, dz + N * H, K, True, BLOCK_K, spec)

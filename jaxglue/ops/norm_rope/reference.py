@@ -65,18 +65,19 @@ def inverse_rms(x: Float[Array, "*B D"], eps: float) -> Float[Array, "*B 1"]:
 class ReferenceNorm:
     """`NormBackend` by XLA."""
 
-    def norm(self, x, weight, *, eps: float):
+    def norm(self, x, weight, stream=None, *, eps: float, style: NormStyle):
         """See `NormBackend`."""
-        return rms_norm(x, weight, eps)
+        normed = rms_norm(x, weight, eps, style)
+        return normed if stream is None else stream + normed
 
-    def fp8_norm(self, x, weight, *, eps: float):
+    def fp8_norm(self, x, weight, *, eps: float, style: NormStyle):
         """See `NormBackend`."""
-        return *quantize_rows(rms_norm(x, weight, eps)), inverse_rms(x, eps)
+        return *quantize_rows(rms_norm(x, weight, eps, style)), inverse_rms(x, eps)
 
-    def norm_gradient(self, x, weight, dresidual, dout, *, eps: float):
+    def norm_gradient(self, x, weight, dstream, dout, *, eps: float, style: NormStyle):
         """See `NormBackend`."""
-        (dx,) = jax.vjp(lambda x: rms_norm(x, weight, eps), x)[1](dout)
-        return dresidual + dx
+        (dx,) = jax.vjp(lambda x: rms_norm(x, weight, eps, style), x)[1](dout)
+        return dx if dstream is None else dstream + dx
 
 
 def reference_rotate(q, k, cos, sin, norms: HeadNorms | None, *, interleaved: bool = False) -> tuple[Array, Array]:

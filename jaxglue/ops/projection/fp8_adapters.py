@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxglue.ops import names
-from jaxglue.ops.norm_rope import fp8_stream_norm
+from jaxglue.ops.norm_rope import LLAMA_NORM, NormStyle, fp8_stream_norm
 from jaxglue.ops.projection.fp8 import dot, encode, input_products, shared_scales
 from jaxglue.ops.projection.lora import (
     first_ranks,
@@ -77,14 +77,13 @@ def quantized(x: Float[Array, "*B n"] | FP8Rows) -> FP8Rows:
 
 
 def residual_norm_fp8(
-    x: Float[Array, "*B n"], weight: Float[Array, " n"], eps: float
+    x: Float[Array, "*B n"], weight: Float[Array, " n"], eps: float, style: NormStyle = LLAMA_NORM
 ) -> tuple[Float[Array, "*B n"], NormedRows]:
     """Return a residual stream x and its `rms_norm` for FP8 products; see `stream_norm`."""
-    stream, values, fp8_values, scales, inverse_rms = fp8_stream_norm(x, weight, eps)
+    stream, values, fp8_values, scales, inverse_rms = fp8_stream_norm(x, weight, eps, style)
     inverse_rms = checkpoint_name(inverse_rms, names.LOW_RANK)  # kept, the pass is not run again for it
-    return stream, NormedRows(
-        values, fp8_values, scales, inverse_rms, jax.lax.stop_gradient(weight).astype(jnp.float32)
-    )
+    factors = style.offset + jax.lax.stop_gradient(weight).astype(jnp.float32)
+    return stream, NormedRows(values, fp8_values, scales, inverse_rms, factors)
 
 
 def as_matrix(rows: FP8Rows) -> FP8Rows:

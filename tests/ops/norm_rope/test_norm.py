@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from jaxglue.ops.backend import tracing_for
-from jaxglue.ops.norm_rope import NORM_ROPE, fp8_stream_norm, rms_norm, stream_norm
+from jaxglue.ops.norm_rope import LLAMA_NORM, NORM_ROPE, NormStyle, fp8_stream_norm, norm, rms_norm, stream_norm
 from jaxglue.ops.norm_rope.reference import inverse_rms
 from jaxglue.ops.quant.fp8 import quantize_rows
 
 EPS = 1e-3
+GEMMA = NormStyle(offset=1.0, rounds_first=False)
 
 
 def random_case(shape, dtype=jnp.float32):
@@ -20,12 +21,12 @@ def random_case(shape, dtype=jnp.float32):
     return (normal(*shape), 1 + normal(shape[-1]) / 4), (normal(*shape), normal(*shape))
 
 
-def output_and_gradients(backend, inputs, douts):
+def output_and_gradients(backend, inputs, douts, style=LLAMA_NORM):
     """Return ((x, normed), (dx, dweight)) in float32."""
 
     @jax.jit
     def compute(inputs, douts):
-        out, pull = jax.vjp(lambda x, weight: stream_norm(x, weight, EPS, backend=backend), *inputs)
+        out, pull = jax.vjp(lambda x, weight: stream_norm(x, weight, EPS, style, backend=backend), *inputs)
         return out, pull(douts)
 
     return jax.tree.map(lambda x: np.asarray(x, np.float32), compute(inputs, douts))
@@ -43,21 +44,48 @@ def test_reference_matches_numpy():
     np.testing.assert_allclose(normed, x / np.sqrt(np.mean(np.square(x), -1, keepdims=True) + EPS) * weight, rtol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [(2, 5, 64), (3, 1, 45)])
-def test_interpreted_kernels_match_the_reference(shape, interpreted_backend):
+@pytest.mark.parametrize(("shape", "style"), [((2, 5, 64), LLAMA_NORM), ((3, 1, 45), GEMMA)])
+def test_interpreted_kernels_match_the_reference(shape, style, interpreted_backend):
     case = random_case(shape)
-    expected = output_and_gradients("reference", *case)
+    expected = output_and_gradients("reference", *case, style)
     with NORM_ROPE.using(interpreted_backend):
-        assert_close(output_and_gradients("auto", *case), expected, 1e-6)
+        assert_close(output_and_gradients("auto", *case, style), expected, 1e-6)
 
 
-def fp8_results(inputs, douts):
+def added_norm(backend, stream, style, inputs, dout):
+    """Return the norm of x, plus a stream if there is one, and all gradients."""
+
+    @jax.jit
+    def compute(inputs, stream, dout):
+        def function(x, weight, stream):
+            return norm(x, weight, EPS, style, stream=stream, backend=backend)
+
+        out, pull = jax.vjp(function, *inputs, stream)
+        return out, pull(dout)
+
+    return jax.tree.map(lambda x: np.asarray(x, np.float32), compute(inputs, stream, dout))
+
+
+@pytest.mark.parametrize("style", [LLAMA_NORM, GEMMA])
+@pytest.mark.parametrize("has_stream", [False, True])
+def test_norms_of_what_is_added_match_the_definition(style, has_stream, interpreted_backend):
+    inputs, (stream, dout) = random_case((2, 5, 45))
+    stream = stream if has_stream else None
+    expected = added_norm("reference", stream, style, inputs, dout)
+    wide = style.offset + inputs[1]
+    definition = inputs[0] / np.sqrt(np.mean(np.square(inputs[0]), -1, keepdims=True) + EPS) * wide
+    np.testing.assert_allclose(expected[0], definition + (0 if stream is None else stream), rtol=1e-4, atol=1e-5)
+    with NORM_ROPE.using(interpreted_backend):
+        assert_close(added_norm("auto", stream, style, inputs, dout), expected, 1e-6)
+
+
+def fp8_results(inputs, douts, style=LLAMA_NORM):
     """Return (dx, dweight) of `fp8_stream_norm`; and e4m3 values, their scales and 1 / x's root mean square."""
 
     @jax.jit
     def compute(inputs, douts):
         def values(x, weight):
-            stream, values, *rows = fp8_stream_norm(x, weight, EPS)
+            stream, values, *rows = fp8_stream_norm(x, weight, EPS, style)
             return (stream, values), rows
 
         _, pull, rows = jax.vjp(values, *inputs, has_aux=True)
@@ -66,10 +94,10 @@ def fp8_results(inputs, douts):
     return compute(inputs, douts)
 
 
-def assert_values_are_those_of_the_norm(rows, case):
+def assert_values_are_those_of_the_norm(rows, case, style=LLAMA_NORM):
     values, scales, inverse = rows
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), case[0])
-    normed = rms_norm(*case[0], EPS)
+    normed = rms_norm(*case[0], EPS, style)
     expected, expected_scales = quantize_rows(normed)
     np.testing.assert_allclose(inverse, inverse_rms(wide[0], EPS), rtol=1e-5)
     np.testing.assert_allclose(scales, expected_scales, rtol=0.01)
@@ -79,13 +107,14 @@ def assert_values_are_those_of_the_norm(rows, case):
     assert np.mean(got != expected) <= 0.02  # ties, after a quotient's last bit
 
 
+@pytest.mark.parametrize("style", [LLAMA_NORM, GEMMA])
 @pytest.mark.parametrize("kernels", [False, True], ids=["reference", "kernels"])
-def test_a_norm_is_written_as_codes(kernels, interpreted_backend):
+def test_a_norm_is_written_as_codes(kernels, style, interpreted_backend):
     case = random_case((2, 5, 64))
     with NORM_ROPE.using(interpreted_backend if kernels else None):
-        gradients, rows = fp8_results(*case)
-    assert_close(gradients, output_and_gradients("reference", *case)[1], 1e-6)
-    assert_values_are_those_of_the_norm(rows, case)
+        gradients, rows = fp8_results(*case, style)
+    assert_close(gradients, output_and_gradients("reference", *case, style)[1], 1e-6)
+    assert_values_are_those_of_the_norm(rows, case, style)
 
 
 @pytest.mark.gpu
@@ -99,12 +128,17 @@ def test_a_norm_is_written_as_codes_on_a_gpu(shape):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("style", [LLAMA_NORM, GEMMA])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("shape", [(2, 37, 1024), (1, 50, 2880), (1, 9, 8192)])
-def test_kernels_match_the_reference_on_a_gpu(shape, dtype):
+def test_kernels_match_the_reference_on_a_gpu(shape, dtype, style):
     half = random_case(shape, dtype)
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), half)
-    assert_close(output_and_gradients("triton", *half), output_and_gradients("reference", *exact), 1e-2)
+    expected = output_and_gradients("reference", *exact, style)
+    assert_close(output_and_gradients("triton", *half, style), expected, 1e-2)
+    inputs, (stream, dout) = half
+    got, (inputs, (exact_stream, exact_dout)) = added_norm("triton", stream, style, inputs, dout), exact
+    assert_close(got, added_norm("reference", exact_stream, style, inputs, exact_dout), 1e-2)
 
 
 def test_frozen_norm_is_one_kernel_each_way(h200):

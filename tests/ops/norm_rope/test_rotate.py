@@ -6,39 +6,46 @@ import numpy as np
 import pytest
 
 from jaxglue.ops.backend import tracing_for
-from jaxglue.ops.norm_rope import NORM_ROPE, HeadNorms, rotate_heads
+from jaxglue.ops.norm_rope import LLAMA_NORM, NORM_ROPE, HeadNorms, NormStyle, rotate_heads
 from jaxglue.ops.rope import RopeConfig, rope_tables
 from jaxglue.ops.segments import pack_segments
 
 EPS = 1e-3
 YARN = RopeConfig(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)
-# name: (N, K, H, norms, rope)
+GEMMA = NormStyle(offset=1.0, rounds_first=False)
+# name: (N, K, H, norms' style, rope)
 CASES = {
-    "normed": (4, 2, 16, True, RopeConfig()),
-    "not normed": (4, 2, 16, False, RopeConfig()),
-    "odd numbers": (6, 3, 24, True, RopeConfig()),
-    "more heads than a program holds": (40, 20, 8, True, RopeConfig()),
-    "scaled tables": (2, 1, 32, False, YARN),
+    "normed": (4, 2, 16, LLAMA_NORM, RopeConfig()),
+    "not normed": (4, 2, 16, None, RopeConfig()),
+    "odd numbers": (6, 3, 24, LLAMA_NORM, RopeConfig()),
+    "more heads than a program holds": (40, 20, 8, LLAMA_NORM, RopeConfig()),
+    "scaled tables": (2, 1, 32, None, YARN),
+    "weights around 0, a part turns": (4, 2, 24, GEMMA, RopeConfig(partial_rotary_factor=0.5)),
+    "neighbors turn": (2, 1, 16, None, RopeConfig(partial_rotary_factor=0.5, interleaved=True)),
+    "normed neighbors turn": (3, 1, 24, NormStyle(1.0, True), RopeConfig(interleaved=True)),
 }
 
 
 def random_case(name, dtype=jnp.float32):
     """Return ((q, k, norms), tables, (dq, dk)) over uneven segments."""
-    N, K, H, normed, rope = CASES[name]
+    N, K, H, style, rope = CASES[name]
     segments = pack_segments([[5, 2, 4], [9]], seq_len=12)
     rng, shape = np.random.default_rng(0), segments.positions.shape
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)  # noqa: E731
     q, k, dq, dk = (normal(*shape, heads, H) for heads in (N, K, N, K))
-    norms = HeadNorms(1 + normal(H) / 4, 1 + normal(H) / 4, EPS) if normed else None
-    return (q, k, norms), rope_tables(segments.positions, rope, H), (dq, dk)
+    norms = HeadNorms(1 + normal(H) / 4, 1 + normal(H) / 4, EPS, style) if style else None
+    return (q, k, norms), (*rope_tables(segments.positions, rope, H), rope.interleaved), (dq, dk)
 
 
 def output_and_gradients(backend, inputs, tables, douts):
     """Return ((q, k), (dq, dk, the norms' gradients)) in float32."""
 
+    cos, sin, interleaved = tables
+    options = {"interleaved": interleaved, "backend": backend}
+
     @jax.jit
     def compute(inputs, douts):
-        out, pull = jax.vjp(lambda q, k, norms: rotate_heads(q, k, *tables, norms=norms, backend=backend), *inputs)
+        out, pull = jax.vjp(lambda q, k, norms: rotate_heads(q, k, cos, sin, norms=norms, **options), *inputs)
         return out, pull(douts)
 
     return jax.tree.map(lambda x: np.asarray(x, np.float32), compute(inputs, douts))
@@ -51,7 +58,7 @@ def assert_close(got, expected, tolerance):
 
 
 def test_reference_matches_numpy():
-    (q, k, norms), (cos, sin), _ = random_case("odd numbers")
+    (q, k, norms), (cos, sin, _), _ = random_case("odd numbers")
     turns = np.asarray(cos + 1j * sin)[:, :, None]
     for got, x, weight in zip(
         rotate_heads(q, k, cos, sin, norms=norms, backend="reference"), (q, k), norms.weights, strict=True
@@ -80,7 +87,7 @@ def test_kernels_match_the_reference_on_a_gpu(name, dtype):
 
 @pytest.mark.parametrize(("name", "heads"), [("normed", 2), ("not normed", 0)])
 def test_residuals_hold_heads_only_for_norms(name, heads, interpreted_backend):
-    (q, k, norms), tables, _ = random_case(name)
+    (q, k, norms), (*tables, _), _ = random_case(name)
     with NORM_ROPE.using(interpreted_backend):
         _, pull = jax.vjp(lambda q, k: rotate_heads(q, k, *tables, norms=norms), q, k)
     assert sum(x.shape in (q.shape, k.shape) for x in jax.tree.leaves(pull)) == heads

@@ -1,0 +1,97 @@
+"""How layers see the pages of keys and values: packed prompts write to them, and decoding reads them."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from jaxglue.models.context import PackedContext
+from jaxglue.ops.moe import Routing
+from jaxglue.ops.norm_rope import HeadNorms
+from jaxglue.ops.paged_attention import KVPages, append, paged_attention
+from jaxglue.ops.rope import RopeTables, Rotary
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Pages and offsets of tokens in the cache."""
+
+    pages: tuple[Int[Array, " T"], ...]
+    """For each of the `windows`."""
+    offsets: Int[Array, " T"]
+    windows: tuple[int | None, ...] = field(metadata={"static": True})
+    """Kinds of layers, which have page numbers of their own."""
+
+    def of(self, window: int | None) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
+        """Return pages and offsets in layers with this window."""
+        return self.pages[self.windows.index(window)], self.offsets
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Cursor:
+    """Inputs of a decode step shared by all layers."""
+
+    places: Places
+    tables: tuple[Int[Array, "S P"], ...]
+    """For each of the places' windows."""
+    positions: Int[Array, " S"]
+    rope: RopeTables
+
+
+class _Inference:
+    """Context fields used only in training."""
+
+    dropout_key = router_losses = token_mask = None
+    fp8 = True
+
+    def observe_routing(self, routing: Routing) -> None:
+        """Ignore the routing: generation keeps no statistics."""
+
+    def convolve(self, x, weight) -> Array:
+        """Refuse linear attention, as `plan_cache` does."""
+        raise NotImplementedError("generation keeps no states of linear attention")
+
+    def delta_rule(self, q, k, v, g, beta) -> Array:
+        """Refuse linear attention, as `plan_cache` does."""
+        raise NotImplementedError("generation keeps no states of linear attention")
+
+
+class PrefillContext(_Inference):
+    """Context of packed prompts: attention within each, and their keys and values written to the cache."""
+
+    def __init__(self, packed: PackedContext, cache: KVPages, places: Places):
+        self._packed, self.cache, self._places = packed, cache, places
+        self.rotate = packed.rotate
+
+    def attend(self, q, k, v, *, window: int | None = None, **options) -> Float[Array, "1 T N H"]:
+        """Compute causal attention within each prompt."""
+        self.cache = self.cache.write(k[0], v[0], *self._places.of(window))
+        return self._packed.attend(q, k, v, window=window, **options)
+
+
+_NO_ROTATION: tuple[Rotary | None, HeadNorms | None, float] = (None, None, 1.0)
+
+
+class DecodeContext(_Inference):
+    """Context of one token for each slot: appends its key and value to the cache and attends over it."""
+
+    def __init__(self, cache: KVPages, cursor: Cursor):
+        self.cache, self._cursor, self._rotation = cache, cursor, _NO_ROTATION
+
+    def rotate(
+        self, q, k, rotary: Rotary | None, norms: HeadNorms | None = None, factor: float = 1.0
+    ) -> tuple[Array, Array]:
+        """Remember what `attend` applies as it writes to the cache: norms, rotary embedding and queries' factor."""
+        self._rotation = rotary, norms, factor
+        return q, k
+
+    def attend(self, q, k, v, *, window: int | None = None, **options: Any) -> Float[Array, "1 S N H"]:
+        """Compute attention over each slot's cache, including the new token."""
+        cursor, (pages, offsets) = self._cursor, self._cursor.places.of(window)
+        new = q[0], k[0], v[0]
+        rotated, _, self.cache = append(*new, self.cache, pages, offsets, cursor.rope, *self._rotation)
+        tables = cursor.tables[cursor.places.windows.index(window)]
+        return paged_attention(rotated, self.cache, tables, cursor.positions, window=window, **options)[None]

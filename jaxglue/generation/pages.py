@@ -1,0 +1,187 @@
+"""Memory of keys and values: its plan, and who holds which page.
+
+Layers that see all tokens share one numbering of pages, which sequences take as they grow; answers of one prompt hold
+its full pages together. Layers with a window have a ring of pages for each slot, where new tokens replace old ones.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+from jaxtyping import Array, Int
+
+from jaxglue.models.config import DecoderConfig
+from jaxglue.ops.paged_attention import KVPages, make_pages
+
+PAGE = 64
+"""Tokens in a page."""
+MOST_SLOTS = 512
+"""Sequences that decode at once where memory has room for more."""
+PREFILL_TOKENS = 4096
+"""Prompt tokens that share a forward pass; longer prompts have one of their own."""
+_RESERVE = 2**30
+_SHARE = 0.9
+"""Share of the free memory for the cache."""
+_LOGITS = 4
+"""Float32 arrays of a slot's logits in use at once, at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachePlan:
+    """Size of the cache, and how many sequences share it."""
+
+    slots: int
+    """S, sequences that decode at once."""
+    pages: int
+    """Of layers that see all tokens, without page 0."""
+    table: int
+    """P, the most pages of a sequence."""
+    bytes: int
+    """Memory of all layers' pages."""
+
+    def __str__(self) -> str:
+        return f"{self.slots} at a time, key/value cache {self.bytes / 2**20:,.0f} MiB"
+
+    def ring(self, window: int) -> int:
+        """Return a slot's pages in a layer with this window: enough for its tokens wherever the first page begins."""
+        return min(-(-(window - 1) // PAGE) + 1, self.table)
+
+    def pages_in(self, window: int | None) -> int:
+        """Return the pages of a layer with this window, page 0 included."""
+        return 1 + (self.pages if window is None else self.slots * self.ring(window))
+
+
+def plan_cache(
+    lengths: Sequence[tuple[int, int]],
+    config: DecoderConfig,
+    dtype,
+    *,
+    batch_size: int | None = None,
+    free: float | None = None,
+    prefill: int = PREFILL_TOKENS,
+) -> CachePlan:
+    """Plan the cache for answers.
+
+    Args:
+        lengths: tokens of each answer's prompt, and of prompt and answer together at most; at least one.
+        config: the model's shape.
+        dtype: of the cache.
+        batch_size: the most sequences at once; by default as many as memory holds, up to `MOST_SLOTS`.
+        free: bytes for cache and activations; by default the device's.
+        prefill: prompt tokens that share a forward pass.
+
+    Raises:
+        ValueError: linear attention, or too little memory for the longest sequence.
+    """
+    if config.delta is not None:
+        raise ValueError(
+            f"jaxglue does not generate with linear attention yet, and {config.model_type} has it: export the model "
+            "(jaxglue export) and generate with transformers"
+        )
+    prompts, ends = np.array(lengths).T
+    longest, table = int(ends.max()), _bucket(pages_of(int(ends.max())))
+    free = free_bytes() if free is None else free
+    spare = _SHARE * free - activation_bytes(config, dtype, int(max(prompts.max(), min(prefill, prompts.sum()))))
+    page, rings = _page_bytes(config, dtype, CachePlan(slots=1, pages=1, table=table, bytes=0))
+    slot = rings + _LOGITS * 4 * config.vocab_size
+    expected = -(-((prompts + ends) / 2).mean() // PAGE) * page  # many answers end early; the last to come waits
+    most = min(len(lengths), batch_size or MOST_SLOTS)
+    slots = max(1, min(most, int(spare / (slot + expected))))
+    needs = np.sort(-(-ends // PAGE))[-slots:]
+    needed = _bucket(int(needs.sum()))
+    room = int((spare - slots * slot) / page) - 1 if page else needed
+    pages = min(needed, max(room, int(needs[-1])))  # the estimate of activations refuses no single sequence
+    size = (pages + 1) * page + slots * rings
+    if size > free:
+        alone = (int(needs[-1]) + 1) * page + rings
+        raise ValueError(
+            f"a sequence of {longest:,} tokens needs {alone / 2**30:.1f} GiB of cache, but {free / 2**30:.1f} GiB of "
+            "memory are free: lower --max-tokens, shorten the prompt, or hold the weights with --quantize nf4"
+        )
+    return CachePlan(slots=slots, pages=pages, table=table, bytes=size)
+
+
+def _page_bytes(config: DecoderConfig, dtype, plan: CachePlan) -> tuple[int, int]:
+    """Return the bytes of a page of all layers that see all tokens, and of a slot's rings in the others."""
+    windows = [kind.window for kind in config.layer_kinds]
+    page = PAGE * token_bytes(config, dtype) // len(windows)
+    return windows.count(None) * page, sum(plan.ring(window) for window in windows if window is not None) * page
+
+
+def _bucket(pages: int) -> int:
+    """Return `pages` rounded up to an eighth of a power of two, so that few programs are compiled."""
+    step = max(2, 1 << (pages - 1).bit_length() - 3) if pages > 8 else 1 << (pages - 1).bit_length()
+    return max(2, -(-pages // step) * step)
+
+
+def pages_of(length: int) -> int:
+    """Return the pages that hold a sequence of this length."""
+    return -(-length // PAGE)
+
+
+def token_bytes(config: DecoderConfig, dtype) -> int:
+    """Return a token's bytes in the cache of all layers."""
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * jnp.dtype(dtype).itemsize
+
+
+def activation_bytes(config: DecoderConfig, dtype, tokens: int) -> float:
+    """Return an upper estimate of a prefill's activations, logits and expanded weights of a layer."""
+    D, heads = config.hidden_size, config.num_attention_heads + 2 * config.num_key_value_heads
+    moe = config.moe
+    hidden = config.intermediate_size if moe is None else moe.num_experts_per_tok * (moe.intermediate_size + D)
+    matrices = 3 * D * (config.intermediate_size if moe is None else moe.num_experts * moe.intermediate_size)
+    token = 6 * D + 2 * heads * config.head_dim + 3 * hidden
+    elements = tokens * token + 2 * matrices
+    return _RESERVE * (jax.default_backend() != "cpu") + elements * jnp.dtype(dtype).itemsize
+
+
+def free_bytes() -> float:
+    """Return the free memory of the first device, on CPUs half of the host's."""
+    if stats := jax.local_devices()[0].memory_stats():
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    return psutil.virtual_memory().available / 2
+
+
+class PagePool:
+    """Pages with the number of their holders; page 0 is nobody's."""
+
+    def __init__(self, pages: int):
+        self._free = list(range(pages, 0, -1))
+        self._holders = [0] * (pages + 1)
+
+    def __len__(self) -> int:
+        """Return the number of free pages."""
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """Return free pages, with one holder each."""
+        assert count <= len(self._free)
+        taken = [self._free.pop() for _ in range(count)]
+        self.share(taken)
+        return taken
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Add a holder of these pages."""
+        for page in pages:
+            self._holders[page] += 1
+
+    def give_back(self, pages: Iterable[int]) -> None:
+        """Remove a holder of these pages; those without any are free."""
+        for page in pages:
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self._free.append(page)
+
+
+def ring_table(slots: Int[Array, " S"], ring: int, table: int) -> Int[Array, "S P"]:
+    """Return the pages of these slots in the rings of a layer with a window, of numpy or jax arrays."""
+    return 1 + slots[:, None] * ring + np.arange(table) % ring
+
+
+def make_caches(plan: CachePlan, config: DecoderConfig, dtype, device=None) -> list[KVPages]:
+    """Return the empty caches of all layers, on a device or sharding; page 0 belongs to no sequence."""
+    shape = config.num_key_value_heads, PAGE, config.head_dim
+    return [make_pages(plan.pages_in(kind.window), *shape, dtype, device) for kind in config.layer_kinds]

@@ -1,0 +1,224 @@
+"""Choice of the next tokens on the device: penalties, temperature, top-k, top-p and min-p, and log-probabilities.
+
+A token is drawn by one random number: the first whose cumulated probability exceeds it, found in blocks of the
+vocabulary. Probabilities below a threshold are left out, and the threshold of top-k or top-p is found by search, so the
+vocabulary is never sorted, and no bound on k or on the nucleus is needed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+_BLOCK = 1024
+"""Tokens whose probabilities are summed before the draw chooses among them."""
+_DIGIT = 3
+"""Bits of a threshold that a pass over the vocabulary decides: more passes read, larger ones compare, longer."""
+
+
+class Features(NamedTuple):
+    """Parts of sampling that some request of a batch uses; programs are compiled for them."""
+
+    draws: bool = False
+    """Some temperature is above 0."""
+    top_k: bool = False
+    top_p: bool = False
+    min_p: bool = False
+    penalties: bool = False
+    """Tokens are counted."""
+    biases: bool = False
+    """Some tokens' logits are raised or lowered."""
+    top: int = 0
+    """Most likely tokens that are reported."""
+
+    @property
+    def truncates(self) -> bool:
+        """Return whether unlikely tokens are left out."""
+        return self.top_k or self.top_p or self.min_p
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Controls:
+    """Sampling of B sequences, as in `SamplingConfig`; unused parts are not read."""
+
+    keys: UInt32[Array, "B words"]
+    """Data of random keys, from `answer_keys`."""
+    temperature: Float[Array, " B"]
+    top_k: Int[Array, " B"]
+    top_p: Float[Array, " B"]
+    min_p: Float[Array, " B"]
+    repetition: Float[Array, " B"]
+    presence: Float[Array, " B"]
+    frequency: Float[Array, " B"]
+    bias_tokens: Int[Array, "B n"]
+    """Tokens with a bias; the vocabulary's size where there are fewer."""
+    biases: Float[Array, "B n"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Tokens of S sequences, for penalties."""
+
+    seen: Bool[Array, "S V"]
+    """Tokens of prompt or answer."""
+    answered: Int[Array, "S V"]
+    """How often the answer has each token."""
+
+
+class Sampled(NamedTuple):
+    """Next tokens of B sequences."""
+
+    tokens: Int[Array, " B"]
+    log_probs: Float[Array, " B"]
+    """At the temperature, with penalties and biases, before unlikely tokens are left out."""
+    model_log_probs: Float[Array, " B"]
+    """Of the model alone, at temperature 1."""
+    top_tokens: Int[Array, "B top"]
+    top_log_probs: Float[Array, "B top"]
+    """Of the model alone."""
+    finite: Bool[Array, " B"]
+    """False where logits are infinite or NaN."""
+
+
+def answer_keys(names: Sequence[tuple[int, int, int]]) -> UInt32[np.ndarray, "n words"]:
+    """Return the data of answers' random keys, from their seed, their request's index and their own.
+
+    What else is answered changes none of them.
+    """
+    bases = {seed: jax.random.key_data(jax.random.key(seed)) for seed, _, _ in names}
+    indices: Any = np.array([name[1:] for name in names], np.uint32)
+    return np.asarray(_fold(jnp.stack([bases[seed] for seed, _, _ in names]), indices))
+
+
+@jax.jit
+def _fold(bases: UInt32[Array, "n words"], indices: UInt32[Array, "n 2"]) -> UInt32[Array, "n words"]:
+    keys = jax.random.wrap_key_data(bases)
+    for column in indices.T:
+        keys = jax.vmap(jax.random.fold_in)(keys, column)
+    return jax.random.key_data(keys)
+
+
+def sample(
+    logits: Float[Array, "B V"],
+    controls: Controls,
+    positions: Int[Array, " B"],
+    counts: Counts | None,
+    features: Features,
+) -> Sampled:
+    """Choose the token at each sequence's position from float32 logits.
+
+    Args:
+        logits: of the model.
+        controls: of the sequences.
+        positions: of the tokens to choose; with the keys, they decide the random numbers.
+        counts: of the same sequences; None without penalties.
+        features: what some sequence uses.
+    """
+    model_normalizer = jax.nn.logsumexp(logits, axis=-1)
+    adjusted = _adjust(logits, controls, counts, features)
+    best = jnp.argmax(adjusted, axis=-1).astype(jnp.int32)
+    divisor = jnp.where(controls.temperature > 0, controls.temperature, 1.0)
+    if features.draws:
+        highest = _at(adjusted, best)
+        weights = jnp.exp((adjusted - highest[:, None]) / divisor[:, None])  # 1 for the most likely token
+        drawn = _draw(_truncate(weights, controls, features), controls.keys, positions)
+        tokens = jnp.where(controls.temperature > 0, drawn, best)
+        normalizer = highest / divisor + jnp.log(weights.sum(-1))
+    else:
+        tokens, changed = best, features.penalties or features.biases
+        normalizer = jax.nn.logsumexp(adjusted, axis=-1) if changed else model_normalizer
+    top_values, top_tokens = jax.lax.top_k(logits, features.top)
+    return Sampled(
+        tokens=tokens,
+        log_probs=_at(adjusted, tokens) / divisor - normalizer,
+        model_log_probs=_at(logits, tokens) - model_normalizer,
+        top_tokens=top_tokens,
+        top_log_probs=top_values - model_normalizer[:, None],
+        finite=jnp.isfinite(model_normalizer),
+    )
+
+
+def _at(values: Float[Array, "B V"], tokens: Int[Array, " B"]) -> Float[Array, " B"]:
+    return jnp.take_along_axis(values, tokens[:, None], axis=-1)[:, 0]
+
+
+def _adjust(logits, controls: Controls, counts: Counts | None, features: Features) -> Float[Array, "B V"]:
+    """Return logits with penalties (of repetition as in CTRL, arXiv 1909.05858; the others as OpenAI's) and biases."""
+    if features.penalties:
+        assert counts is not None
+        factor = jnp.where(counts.seen, controls.repetition[:, None], 1.0)
+        logits = jnp.where(logits > 0, logits / factor, logits * factor)
+        answered = counts.answered.astype(jnp.float32)
+        logits -= controls.frequency[:, None] * answered + controls.presence[:, None] * (answered > 0)
+    if features.biases:
+        rows = jnp.arange(len(logits))[:, None]
+        logits = logits.at[rows, controls.bias_tokens].add(controls.biases, mode="drop")
+    return logits
+
+
+def _truncate(weights: Float[Array, "B V"], controls: Controls, features: Features) -> Float[Array, "B V"]:
+    """Set weights, relative to the largest, to 0 below the thresholds of top-k, top-p and min-p, in this order.
+
+    Equal weights are all in or all out.
+    """
+    if not features.truncates:
+        return weights
+    threshold = controls.min_p if features.min_p else jnp.zeros(len(weights))
+    if features.top_k:
+        wanted = jnp.where(controls.top_k > 0, controls.top_k, weights.shape[1]).astype(jnp.float32)
+        threshold = jnp.maximum(threshold, _search(weights, jnp.ones_like, wanted))
+    if features.top_p:
+        kept = jnp.where(weights >= threshold[:, None], weights, 0.0) if features.top_k else weights
+        nucleus = _search(weights, lambda kept: kept, controls.top_p * kept.sum(-1))
+        threshold = jnp.where(controls.top_p < 1, jnp.maximum(threshold, nucleus), threshold)
+    return jnp.where(weights >= threshold[:, None], weights, 0.0)
+
+
+def _search(weights: Float[Array, "B V"], measure: Any, wanted: Float[Array, " B"]) -> Float[Array, " B"]:
+    """Return the largest threshold at which the measure of the weights at or above it sums to `wanted`; else 0.
+
+    Bits of positive floats are in their order. Each pass decides a digit of them from the sums at all its values.
+    """
+
+    def sums(thresholds: list[Array]) -> tuple[Array, ...]:
+        parts = [jnp.where(weights >= value[:, None], measure(weights), 0.0) for value in thresholds]
+        zeros = (jnp.float32(0),) * len(parts)
+        return jax.lax.reduce(tuple(parts), zeros, lambda a, b: tuple(map(jnp.add, a, b)), (1,))
+
+    found = jnp.zeros(len(weights), jnp.int32)
+    for shift in range(30 - _DIGIT, -1, -_DIGIT):  # no weight is above 1, whose bits are below 2³⁰
+        digits = range(1, 1 << _DIGIT)
+        values = [jax.lax.bitcast_convert_type(found + (digit << shift), jnp.float32) for digit in digits]
+        enough = [(total >= wanted).astype(jnp.int32) for total in sums(values)]
+        found += sum(enough) << shift
+    return jax.lax.bitcast_convert_type(found, jnp.float32)
+
+
+def _draw(weights: Float[Array, "B V"], keys: UInt32[Array, "B words"], positions) -> Int[Array, " B"]:
+    """Draw a token from each row, in proportion to the weights."""
+    at_position = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys), positions)
+    uniform = jax.vmap(jax.random.uniform)(at_position)
+    B, V = weights.shape
+    blocks = jnp.pad(weights, ((0, 0), (0, -V % _BLOCK))).reshape(B, -1, _BLOCK)
+    sums = blocks.sum(-1)
+    block, left = _first_above(sums, uniform * sums.sum(-1))
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    return (block * _BLOCK + _first_above(inside, left)[0]).astype(jnp.int32)
+
+
+def _first_above(weights: Float[Array, "B n"], target: Float[Array, " B"]) -> tuple[Int[Array, " B"], Array]:
+    """Return the first index whose cumulated weight exceeds the target, and what the target exceeds those before by.
+
+    The weight there is above 0, whatever the rounding of the sums.
+    """
+    until = jnp.cumsum(weights, axis=-1)
+    fits = (until > target[:, None]) & (weights > 0)
+    index = jnp.where(fits.any(-1), jnp.argmax(fits, axis=-1), jnp.argmax(weights, axis=-1))
+    before = _at(until, index) - _at(weights, index)
+    return index, target - before

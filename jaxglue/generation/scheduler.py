@@ -1,0 +1,252 @@
+"""Which answers decode next, in which slots and pages: host work alone, between two windows of steps.
+
+Answers wait in order, get a slot and the pages of their prompt, take further pages as they grow, and leave at their
+stop token or limit. Where pages run out, the answer that came last gives its own up and waits again, with its tokens.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from jaxglue.generation.config import SamplingConfig
+from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, CachePlan, PagePool, pages_of
+
+Finish = Literal["stop", "length", "until"]
+"""Why an answer ended: a stop token, its limit or the model's, or the caller."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to answer."""
+
+    prompt: Sequence[int] | Int[np.ndarray, " n"]
+    """Its tokens."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    index: int = 0
+    """Distinguishes the random numbers of prompts with one seed."""
+    n: int = 1
+    """Answers, whose random numbers differ."""
+    stop: Collection[int] = ()
+    """Further tokens that end its answers."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to these tokens' logits."""
+    top_log_probs: int = 0
+    """Most likely tokens to report with each of its answers'."""
+
+
+class Tokens(NamedTuple):
+    """New tokens of an answer, with what `Completion` says of them."""
+
+    ids: Int[np.ndarray, " L"]
+    log_probs: Float[np.ndarray, " L"]
+    model_log_probs: Float[np.ndarray, " L"]
+    top_ids: Int[np.ndarray, "L top"]
+    top_log_probs: Float[np.ndarray, "L top"]
+
+
+@dataclass(eq=False)
+class Answer:
+    """An answer that waits or grows."""
+
+    number: int
+    """Index of its request."""
+    answer: int
+    """Index among the answers of its request."""
+    request: Request
+    end: int
+    """Limit of prompt and answer together."""
+    received: list[Tokens] = field(default_factory=list)
+    length: int = 0
+    """Tokens of prompt and answer that are known."""
+    reach: int = 0
+    """Tokens of both after all windows that were given out."""
+    windows: int = 0
+    """Given out and not received yet."""
+    slot: int | None = None
+    pages: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.length = self.reach = len(self.request.prompt)
+
+    @property
+    def new(self) -> list[int]:
+        """Return its tokens so far."""
+        return [token for part in self.received for token in part.ids.tolist()]
+
+    @property
+    def tokens(self) -> Int[np.ndarray, " n"]:
+        """Return the tokens of prompt and answer so far."""
+        parts = [np.asarray(self.request.prompt, np.int32), *(part.ids for part in self.received)]
+        return np.concatenate(parts)
+
+
+class Prompt(NamedTuple):
+    """Tokens whose keys and values are to be written to a slot's pages."""
+
+    tokens: Int[np.ndarray, " n"]
+    slot: int
+    pages: list[int]
+
+
+@dataclass
+class Work:
+    """Prompts to prefill, pages to copy, and then a window of steps."""
+
+    prompts: list[Prompt] = field(default_factory=list)
+    page_copies: list[tuple[int, int]] = field(default_factory=list)
+    """From and to, after the prefill."""
+    slot_copies: list[tuple[int, int]] = field(default_factory=list)
+    """From slots and to slots, of all that a slot has besides numbered pages."""
+    fresh: list[Answer] = field(default_factory=list)
+    """Answers that begin, or go on after they waited."""
+    answers: list[Answer] = field(default_factory=list)
+    """Of the window."""
+
+    @property
+    def rows(self) -> Iterator[list[Prompt]]:
+        """Yield prompts that share a row of `PREFILL_TOKENS`, or one that is longer."""
+        row, used = list[Prompt](), 0
+        for prompt in self.prompts:
+            if row and used + len(prompt.tokens) > PREFILL_TOKENS:
+                yield row
+                row, used = [], 0
+            row.append(prompt)
+            used += len(prompt.tokens)
+        if row:
+            yield row
+
+
+class Scheduler:
+    """Slots and pages of answers.
+
+    Args:
+        answers: in order.
+        plan: of the cache.
+        steps: of a window.
+    """
+
+    def __init__(self, answers: Sequence[Answer], plan: CachePlan, steps: int):
+        self._waiting, self._steps = deque(answers), steps
+        self._pool, self._slots = PagePool(plan.pages), list(range(plan.slots - 1, -1, -1))
+        self._running: list[Answer] = []
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether all answers have ended, or will in windows under way."""
+        return not self._waiting and all(answer.reach >= answer.end for answer in self._running)
+
+    def next(self) -> Work | None:
+        """Return the next window and what precedes it; None while results of windows under way decide."""
+        for answer in [answer for answer in self._running if answer.reach >= answer.end]:
+            self._leave(answer)  # it ends in a window under way, so its slot is free after that
+        work = Work()
+        if not self._grow():
+            return None
+        while self._waiting and self._slots and self._admit(work):
+            pass
+        work.answers = sorted(self._running, key=lambda answer: answer.slot or 0)
+        for answer in work.answers:
+            answer.reach = min(answer.reach + self._steps, answer.end)
+            answer.windows += 1
+        return work if work.answers else None
+
+    def receive(self, answer: Answer, tokens: Tokens, ends: bool) -> None:
+        """Note an answer's new tokens, and whether it ended before its limit."""
+        answer.received.append(tokens)
+        answer.length += len(tokens.ids)
+        if ends:
+            self.end(answer)
+
+    def end(self, answer: Answer) -> None:
+        """End an answer early."""
+        answer.end = answer.length
+        if answer in self._running:
+            self._leave(answer)
+        elif answer in self._waiting:
+            self._waiting.remove(answer)
+
+    def _leave(self, answer: Answer) -> None:
+        assert answer.slot is not None
+        self._running.remove(answer)
+        self._pool.give_back(answer.pages)
+        self._slots.append(answer.slot)
+        answer.slot, answer.pages = None, []
+
+    def _grow(self) -> bool:
+        """Take the pages that the window fills, from the answers that came last where none are free.
+
+        Returns:
+            False if it must be known first how far these came.
+        """
+        for answer in list(self._running):
+            while answer.slot is not None and (lack := self._lack(answer)) > len(self._pool):
+                last = self._running[-1]
+                if last.windows:
+                    return False
+                self._leave(last)
+                last.reach = last.length
+                self._waiting.appendleft(last)
+            if answer.slot is not None:
+                answer.pages += self._pool.take(lack)
+        return True
+
+    def _lack(self, answer: Answer) -> int:
+        return pages_of(min(answer.reach + self._steps, answer.end)) - len(answer.pages)
+
+    def _admit(self, work: Work) -> bool:
+        """Give slots to the next answer, and to those after it that continue the same prompt; False without pages."""
+        first = self._waiting[0]
+        known = first.length - 1  # the window begins with the last known token
+        shared, all_pages = known // PAGE, pages_of(min(first.length + self._steps, first.end))
+        group = self._siblings(first)
+        spare = len(self._pool) - self._promised() - shared
+        fits = min(len(group), len(self._slots), max(spare, 0) // max(self._expected(first) - shared, 1))
+        if not self._running and not work.fresh:
+            fits = max(fits, 1)  # the pool holds the longest sequence
+        if fits < 1 or shared + fits * (all_pages - shared) > len(self._pool):
+            return False
+        prefix = self._pool.take(shared)
+        for index, answer in enumerate(group[:fits]):
+            self._waiting.popleft()
+            answer.slot, answer.pages = self._slots.pop(), prefix + self._pool.take(all_pages - shared)
+            if index:
+                self._pool.share(prefix)
+            self._running.append(answer)
+            work.fresh.append(answer)
+        if known:
+            self._prefill(work, group[:fits], first.tokens[:known])
+        return True
+
+    def _siblings(self, first: Answer) -> list[Answer]:
+        """Return the answers at the front that begin with the same prompt."""
+        if first.received:
+            return [first]
+        group = list[Answer]()
+        for answer in self._waiting:
+            if answer.number != first.number or answer.received:
+                break
+            group.append(answer)
+        return group
+
+    def _prefill(self, work: Work, group: Sequence[Answer], tokens: Int[np.ndarray, " n"]) -> None:
+        first, *others = group
+        assert first.slot is not None
+        work.prompts.append(Prompt(tokens, first.slot, first.pages))
+        full, partial = divmod(len(tokens), PAGE)
+        for answer in others:
+            assert answer.slot is not None
+            work.slot_copies.append((first.slot, answer.slot))
+            if partial:
+                work.page_copies.append((first.pages[full], answer.pages[full]))
+
+    def _expected(self, answer: Answer) -> int:
+        """Return the pages that an answer is likely to need: half of those that it may still take."""
+        return pages_of((answer.reach + answer.end + 1) // 2)
+
+    def _promised(self) -> int:
+        """Return the pages that the running answers are likely to take yet."""
+        return sum(max(self._expected(answer) - len(answer.pages), 0) for answer in self._running)

@@ -1,0 +1,59 @@
+"""JAX's pool of a GPU's memory: its end, within a limit of the process, and its blocks."""
+
+import contextlib
+import ctypes
+from collections.abc import MutableMapping
+
+import jax
+
+from jaxglue.planner import calibration as fitted
+from jaxglue.planner.gpus import GIB
+
+POOL_SHARE = "XLA_CLIENT_MEM_FRACTION"
+"""Environment variable with the share of a GPU's memory that JAX's pool takes."""
+_OLD_NAME = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+"""Its name in older versions of JAX, which still counts."""
+_DEFAULT_SHARE = 0.75
+_LOWEST_BLOCKS = "xla_gpu_enable_allocator_spatial_partitioning"
+
+
+def pool_gib(limit: float | None) -> float | None:
+    """Return the GiB of JAX's pool within a limit of the process, GiB, of which CUDA takes a part; None without one."""
+    return None if limit is None else max(limit - fitted.OUTSIDE_POOL / GIB, limit / 2)
+
+
+def bound_pool(limit: float | None, environ: MutableMapping[str, str]) -> None:
+    """Let JAX, before it starts, end its pool where the process reaches a limit, GiB: allocations beyond it fail."""
+    pool, total = pool_gib(limit), total_memory() if limit else None
+    if pool is None or not total:
+        return
+    name = POOL_SHARE if POOL_SHARE in environ else _OLD_NAME
+    share = float(environ.get(name, _DEFAULT_SHARE))
+    environ[name] = f"{min(share, pool * GIB / total):.6f}"
+
+
+def take_fitting_blocks(environ: MutableMapping[str, str]) -> None:
+    """Let XLA, before it starts, place each array in the smallest free block of its pool that holds it.
+
+    By default jaxlib 0.11.2 takes the lowest, so that small arrays break up those of programs' temporary memory.
+    """
+    flags = environ.get("XLA_FLAGS", "")
+    if _LOWEST_BLOCKS not in flags:
+        environ["XLA_FLAGS"] = f"{flags} --{_LOWEST_BLOCKS}=false".strip()
+
+
+def total_memory() -> int | None:
+    """Return the bytes of this process's largest GPU, from CUDA's driver; None on CPUs, or without the driver."""
+    if jax.config.jax_platforms == "cpu":
+        return None
+    with contextlib.suppress(OSError):
+        cuda, count, device, size = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t()
+        if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+            return None
+        sizes = []
+        for ordinal in range(count.value):
+            cuda.cuDeviceGet(ctypes.byref(device), ordinal)
+            cuda.cuDeviceTotalMem_v2(ctypes.byref(size), device)
+            sizes.append(size.value)
+        return max(sizes, default=None)
+    return None

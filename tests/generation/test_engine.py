@@ -1,0 +1,278 @@
+from dataclasses import replace
+from itertools import islice
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from selection import repeat, repeats
+
+from jaxglue.generation.config import GREEDY, SamplingConfig
+from jaxglue.generation.engine import Engine
+from jaxglue.generation.pages import plan_cache
+from jaxglue.generation.scheduler import Request
+from jaxglue.models.lora import add_lora
+from jaxglue.models.lora_config import LoraConfig
+from jaxglue.models.parameters import split_model
+from jaxglue.ops.segments import pack_segments
+
+CASES = {
+    "qwen3_window": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    "llama_tied": {"tie_word_embeddings": True},
+}
+PROMPT = [5, 3, 60, 17, 17, 2, 90, 41]
+
+
+def engine_of(model, lora: bool):
+    if lora:
+        add_lora(model, LoraConfig(rank=2, alpha=8), rngs=nnx.Rngs(1))
+        for layer in model.layers:
+            b = layer.self_attn.q_proj.lora_B
+            b[...] = jax.random.normal(jax.random.key(2), b.shape)
+    graphdefs, *trees = split_model(model, nnx.LoRAParam)
+    return Engine(graphdefs, model.config, dtype=jnp.float32), trees
+
+
+def likeliest_next(model, tokens):
+    """Return every token's most likely successor, from one uncached forward pass."""
+    tokens = np.array(tokens, np.int32)[None]
+    segments = pack_segments([[tokens.shape[1]]], seq_len=tokens.shape[1])
+    return jax.jit(lambda: model(tokens, segments)[0].argmax(-1))().tolist()
+
+
+@pytest.fixture
+def llama(tiny_model):
+    model = tiny_model("llama")
+    return engine_of(model, lora=False), model
+
+
+@pytest.mark.parametrize("lora", [repeat(False), True])
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_decoding_equals_full_forward_passes(tiny_model, case, lora):
+    model = tiny_model(case.split("_")[0], **CASES[case])
+    engine, trees = engine_of(model, lora)
+    tokens = list(islice(engine.stream(*trees, PROMPT, GREEDY), 10))
+    assert tokens == likeliest_next(model, PROMPT + tokens)[len(PROMPT) - 1 : -1]
+    assert len(set(tokens)) > 3, "repetition would hide a mistake in the positions"
+
+
+def test_cache_grows_across_its_smallest_bucket(llama):
+    (engine, trees), model = llama
+    prompt = list(np.random.default_rng(0).integers(0, 97, 126))
+    tokens = list(engine.stream(*trees, prompt, SamplingConfig(temperature=0, max_tokens=5)))
+    assert tokens == likeliest_next(model, prompt + tokens)[125:-1]
+
+
+PARTS = {
+    "gemma2": {"sliding_window": 70, "attn_logit_softcapping": 3.0},
+    "gemma3_text": {"sliding_window": 5, "sliding_window_pattern": 2},
+    "phi3": {"num_key_value_heads": 2},
+    "ministral3": {"rope_parameters": {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 5}},
+}
+
+
+@pytest.mark.parametrize("model_type", PARTS)
+def test_parts_of_families_decode_beyond_a_page(tiny_model, model_type):
+    model = tiny_model(model_type, **PARTS[model_type])
+    engine, trees = engine_of(model, lora=False)
+    prompt = list(np.random.default_rng(0).integers(0, 97, 61))
+    tokens = list(engine.stream(*trees, prompt, SamplingConfig(temperature=0, max_tokens=8)))
+    assert tokens == likeliest_next(model, prompt + tokens)[60:-1]
+
+
+def test_texts_end_where_longrope_would_turn_them_otherwise(tiny_model):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    model = tiny_model("phi3", head_dim=8, original_max_position_embeddings=12, rope_scaling={"type": "su", **factors})
+    engine, trees = engine_of(model, lora=False)
+    assert len(PROMPT) + len(list(engine.stream(*trees, PROMPT, GREEDY))) == 12
+
+
+def test_stops_at_stop_tokens_and_at_both_limits(tiny_model):
+    engine, trees = engine_of(tiny_model("llama", max_position_embeddings=12), lora=False)
+    tokens = list(engine.stream(*trees, PROMPT, GREEDY))
+    assert len(PROMPT) + len(tokens) == 12
+    assert list(engine.stream(*trees, PROMPT, GREEDY, stop={tokens[2]})) == tokens[: tokens.index(tokens[2])]
+    assert list(engine.stream(*trees, PROMPT, SamplingConfig(temperature=0, max_tokens=2))) == tokens[:2]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "prompt 1 has 0 tokens"),
+        ([1] * 2048, "1 to 2,047"),
+        ([1, 97], "token id 97, but the model's .* has 97"),
+    ],
+)
+def test_unfit_prompts_are_refused(llama, prompt, message):
+    (engine, trees), _ = llama
+    with pytest.raises(ValueError, match=message):
+        next(engine.stream(*trees, prompt, GREEDY))
+
+
+def test_sampling_is_seeded(llama):
+    (engine, trees), _ = llama
+    drawn = [
+        list(engine.stream(*trees, PROMPT, SamplingConfig(max_tokens=12, temperature=1.5, top_p=1.0, seed=seed)))
+        for seed in (0, 0, 1)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_a_second_prompt_of_the_same_bucket_compiles_nothing(llama):
+    (engine, trees), _ = llama
+    sampling = SamplingConfig(temperature=0, max_tokens=3)
+    list(engine.stream(*trees, PROMPT, sampling))
+    before = engine.compilations()
+    list(engine.stream(*trees, PROMPT * 3, sampling))
+    assert engine.compilations() == before
+
+
+LENGTHS = [3, 62, 9, 1, 33]
+"""Of prompts, in a cache of pages of 64 tokens."""
+
+
+def requests_of(temperature: float, **options) -> list[Request]:
+    rng = np.random.default_rng(3)
+    sampling = [SamplingConfig(temperature=temperature, max_tokens=4 + 5 * (i % 3), **options) for i in range(5)]
+    return [Request(rng.integers(0, 97, n).tolist(), sampling[i], i) for i, n in enumerate(LENGTHS)]
+
+
+def answers_of(engine, trees, requests, stop=(), **options) -> dict[int, list[int]]:
+    """Return the only answer to each request, without stop tokens."""
+    found = engine.generate(*trees, requests, stop, **options)
+    return {c.number: [token for token in c.tokens.tolist() if token not in stop] for c in found}
+
+
+def one_by_one(engine, trees, requests, plan):
+    return {i: answers_of(engine, trees, [r], plan=plan)[0] for i, r in enumerate(requests)}
+
+
+FAMILIES = {
+    "llama": {},
+    "qwen3": {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16, "sliding_window": 20},
+}
+
+
+@pytest.mark.parametrize("family", repeats(FAMILIES, "llama", "qwen3_moe"))
+def test_batched_greedy_answers_equal_those_one_by_one(tiny_model, family):
+    engine, trees = engine_of(tiny_model(family, initializer_range=0.3, **FAMILIES[family]), lora=True)
+    requests = requests_of(0.0)
+    plan = engine.plan(requests, slots=2)  # fewer slots than requests: freed ones are filled again
+    answers = answers_of(engine, trees, requests, plan=plan, whole=True)
+    assert answers == one_by_one(engine, trees, requests, plan)
+    assert len({tuple(answer[:4]) for answer in answers.values()}) > 3
+
+
+def test_sampled_answers_depend_on_neither_neighbors_nor_order(llama):
+    (engine, trees), _ = llama
+    requests = requests_of(1.5, seed=4)
+    answers = answers_of(engine, trees, requests, slots=2)
+    backwards = answers_of(engine, trees, requests[::-1], slots=3)
+    assert answers == {4 - number: answer for number, answer in backwards.items()}
+    last = requests[2]
+    assert answers[2] == list(engine.stream(*trees, last.prompt, last.sampling, index=2))
+    assert answers[2] != list(engine.stream(*trees, last.prompt, last.sampling, index=3))
+
+
+def test_batched_answers_end_at_stop_tokens_and_limits(tiny_model):
+    engine, trees = engine_of(tiny_model("llama", max_position_embeddings=65), lora=False)
+    requests = requests_of(0.0)
+    answers = answers_of(engine, trees, requests, slots=2)
+    assert len(answers[1]) == 3 and len(answers[2]) == 14
+    stop = {answers[2][2], answers[4][0]}
+    stopped = answers_of(engine, trees, requests, stop, slots=2)
+    cut = {i: next((answer[:j] for j, t in enumerate(answer) if t in stop), answer) for i, answer in answers.items()}
+    assert stopped == cut and stopped[4] == []
+
+
+def test_requests_wait_for_pages(llama):
+    (engine, trees), _ = llama
+    requests = requests_of(0.0)
+    plan = engine.plan(requests, slots=2)
+    answers = answers_of(engine, trees, requests, plan=plan)
+    assert answers == answers_of(engine, trees, requests, plan=replace(plan, pages=2))
+    with pytest.raises(ValueError, match=r"needs .* GiB of cache, but 0\.0 GiB of memory are free"):
+        plan_cache([(50, 100)], engine.config, jnp.float32, free=1e4)
+
+
+@pytest.mark.parametrize(("field", "value"), [("max_tokens", 0), ("temperature", -1.0), ("top_p", 0.0), ("top_p", 1.1)])
+def test_invalid_sampling_is_refused(field, value):
+    with pytest.raises(ValueError, match=f"{field}: expected .*, got {value}"):
+        SamplingConfig(**{field: value})
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_logits_that_are_not_finite_are_refused(llama, whole):
+    (engine, (trainable, frozen)), _ = llama
+    frozen = {**frozen, "norm": jax.tree.map(lambda weight: weight * jnp.nan, frozen["norm"])}
+    with pytest.raises(ValueError, match="logits are not finite"):
+        list(engine.generate(trainable, frozen, [Request(PROMPT, GREEDY)], whole=whole))
+
+
+SAMPLED = SamplingConfig(temperature=1.3, top_p=1.0, max_tokens=20, seed=5)
+
+
+def test_answers_of_one_prompt_share_pages_and_equal_those_alone(llama):
+    (engine, trees), _ = llama
+    prompt = list(np.random.default_rng(1).integers(0, 97, 130))  # two full pages, and a part of a third
+    requests = [Request(prompt, SAMPLED, 0, n=3), Request(PROMPT, SAMPLED, 1, n=2)]
+    together = {(c.number, c.answer): c.tokens.tolist() for c in engine.generate(*trees, requests)}
+    plan = engine.plan(requests, slots=1)
+    alone = {(c.number, c.answer): c.tokens.tolist() for c in engine.generate(*trees, requests, plan=plan)}
+    assert together == alone and len(together) == 5
+    assert len({tuple(tokens) for tokens in together.values()}) == 5
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_answers_that_give_their_pages_up_go_on_unchanged(tiny_model, family):
+    engine, trees = engine_of(tiny_model(family, **FAMILIES[family]), lora=False)
+    sampling = replace(SAMPLED, max_tokens=150)
+    requests = [Request(prompt, sampling, i, n=2) for i, prompt in enumerate([PROMPT * 9, PROMPT, PROMPT * 2])]
+    plan = engine.plan(requests)
+    answers = {(c.number, c.answer): c.tokens.tolist() for c in engine.generate(*trees, requests, plan=plan)}
+    few = replace(plan, pages=8)
+    assert answers == {(c.number, c.answer): c.tokens.tolist() for c in engine.generate(*trees, requests, plan=few)}
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_log_probabilities_equal_those_of_a_forward_pass(tiny_model, whole):
+    model = tiny_model("qwen3", initializer_range=0.3, **FAMILIES["qwen3"])
+    engine, trees = engine_of(model, lora=True)
+    request = Request(PROMPT * 8, SAMPLED, top_log_probs=2)  # crosses a page and a window of steps
+    (found,) = engine.generate(*trees, [request], whole=whole)
+    tokens = np.concatenate([request.prompt, found.tokens])[None].astype(np.int32)
+    logits = jax.jit(lambda: model(tokens, pack_segments([[tokens.size]], seq_len=tokens.size)))()
+    logits = logits[0, len(request.prompt) - 1 : -1]
+    rows, wanted = np.arange(len(logits)), jax.nn.log_softmax(logits)
+    np.testing.assert_allclose(found.model_log_probs, wanted[rows, found.tokens], atol=1e-5)
+    warm = jax.nn.log_softmax(logits / SAMPLED.temperature)
+    np.testing.assert_allclose(found.log_probs, warm[rows, found.tokens], atol=1e-5)
+    np.testing.assert_allclose(found.top[1], np.sort(wanted)[:, :-3:-1], atol=1e-5)
+    assert found.finish == "length" and len(found.tokens) == SAMPLED.max_tokens
+
+
+def test_penalties_count_the_prompt_and_earlier_windows(llama):
+    (engine, trees), _ = llama
+    sampling = SamplingConfig(temperature=0, max_tokens=20, repetition_penalty=1e9, frequency_penalty=0.1)
+    requests = [Request(PROMPT, sampling, n=2), Request(PROMPT[:3], sampling)]
+    for plan in (engine.plan(requests), replace(engine.plan(requests, slots=2), pages=2)):
+        for found in engine.generate(*trees, requests, plan=plan):
+            text = [*requests[found.number].prompt, *found.tokens.tolist()]
+            assert len(set(text)) == len(set(requests[found.number].prompt)) + 20  # nothing is said twice
+
+
+def test_requests_have_own_stop_tokens_biases_and_ends(llama):
+    (engine, trees), _ = llama
+    plain = answers_of(engine, trees, [Request(PROMPT, GREEDY)])[0][:12]
+    requests = [
+        Request(PROMPT, GREEDY, stop={plain[3]}),
+        Request(PROMPT, replace(GREEDY, max_tokens=3), logit_bias={11: 1e9}),
+        Request(PROMPT, GREEDY),
+    ]
+    found = {c.number: c for c in engine.generate(*trees, requests, until=lambda number, _, tokens: len(tokens) > 9)}
+    assert found[0].tokens.tolist() == plain[: plain.index(plain[3]) + 1] and found[0].finish == "stop"
+    assert found[1].tokens.tolist() == [11] * 3 and found[1].finish == "length"
+    assert found[2].tokens.tolist()[:10] == plain[:10] and found[2].finish == "until"

@@ -1,0 +1,99 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxglue.generation import sampling
+from jaxglue.generation.sampling import Controls, Counts, Features, answer_keys
+
+PROBABILITIES = np.array([0.05, 0.4, 0.15, 0.3, 0.1], np.float32)
+LOGITS = np.log(PROBABILITIES)
+DRAWS = 2000
+
+
+sample = jax.jit(sampling.sample, static_argnames="features")
+
+
+def controls(count: int, **changed) -> Controls:
+    """Return settings of `count` sequences that differ in their answers' indices alone."""
+    values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    values |= {"repetition": 1.0, "presence": 0.0, "frequency": 0.0} | changed
+    columns = {
+        name: jnp.full(count, value, jnp.int32 if name == "top_k" else jnp.float32) for name, value in values.items()
+    }
+    keys = answer_keys([(7, 0, index) for index in range(count)])
+    bias = {"bias_tokens": jnp.full((count, 1), 1), "biases": jnp.full((count, 1), 2.0)}
+    return Controls(keys=keys, **columns, **bias)
+
+
+def frequencies(features: Features, logits=LOGITS, **changed) -> np.ndarray:
+    rows = jnp.tile(jnp.asarray(logits, jnp.float32), (DRAWS, 1))
+    tokens = sample(rows, controls(DRAWS, **changed), jnp.arange(DRAWS), None, features=features).tokens
+    return np.bincount(tokens, minlength=len(logits)) / DRAWS
+
+
+def assert_drawn_from(found: np.ndarray, probabilities: np.ndarray) -> None:
+    """Check frequencies within 4 standard deviations of their own."""
+    p = np.asarray(probabilities, np.float64) / np.sum(probabilities)
+    assert (np.abs(found - p) <= 4 * np.sqrt(p * (1 - p) / DRAWS)).all()
+
+
+@pytest.mark.parametrize(
+    ("features", "changed", "kept"),
+    [
+        (Features(draws=True), {}, [1, 1, 1, 1, 1]),
+        (Features(draws=True, top_p=True), {"top_p": 0.7}, [0, 1, 0, 1, 0]),
+        (Features(draws=True, top_p=True), {"top_p": 0.71}, [0, 1, 1, 1, 0]),
+        (Features(draws=True, top_p=True), {"top_p": 1e-6}, [0, 1, 0, 0, 0]),
+        (Features(draws=True, top_p=True), {"top_p": 1.0}, [1, 1, 1, 1, 1]),
+        (Features(draws=True, top_k=True), {"top_k": 3}, [0, 1, 1, 1, 0]),
+        (Features(draws=True, top_k=True), {"top_k": 0}, [1, 1, 1, 1, 1]),
+        (Features(draws=True, top_k=True, top_p=True), {"top_k": 3, "top_p": 0.8}, [0, 1, 0, 1, 0]),
+        (Features(draws=True, min_p=True), {"min_p": 0.3}, [0, 1, 1, 1, 0]),
+    ],
+)
+def test_draws_follow_the_probabilities_of_kept_tokens(features, changed, kept):
+    assert_drawn_from(frequencies(features, **changed), PROBABILITIES * kept)
+
+
+def test_temperature_flattens_and_equal_logits_stay_together():
+    assert_drawn_from(frequencies(Features(draws=True), temperature=2.0), np.sqrt(PROBABILITIES))
+    even = frequencies(Features(draws=True, top_k=True), np.zeros(4), top_k=1)
+    assert_drawn_from(even, np.ones(4))
+
+
+def test_vocabularies_of_several_blocks_are_drawn_whole():
+    logits = np.full(3000, -50.0)
+    logits[[5, 1023, 1024, 2999]] = np.log([0.1, 0.2, 0.3, 0.4])
+    found = frequencies(Features(draws=True), logits)
+    assert_drawn_from(found[[5, 1023, 1024, 2999]], np.array([0.1, 0.2, 0.3, 0.4]))
+
+
+def test_penalties_and_biases_change_logits_as_documented():
+    features = Features(penalties=True, biases=True)
+    logits = jnp.asarray([[3.0, 2.5, -1.0, 2.0]])
+    seen, answered = jnp.asarray([[True, False, True, False]]), jnp.asarray([[2, 0, 0, 0]])
+    settings = controls(1, temperature=0.0, repetition=1.5, presence=0.25, frequency=0.5)
+    found = sample(logits, settings, jnp.zeros(1, jnp.int32), Counts(seen=seen, answered=answered), features=features)
+    adjusted = np.array([3.0 / 1.5 - 2 * 0.5 - 0.25, 2.5 + 2.0, -1.0 * 1.5, 2.0])
+    assert found.tokens.tolist() == [adjusted.argmax()]
+    np.testing.assert_allclose(found.log_probs, jax.nn.log_softmax(adjusted)[1:2], rtol=1e-6)
+    np.testing.assert_allclose(found.model_log_probs, jax.nn.log_softmax(logits)[0, 1:2], rtol=1e-6)
+
+
+def test_log_probabilities_are_reported_before_truncation():
+    logits = jnp.log(jnp.asarray(PROBABILITIES))[None]
+    features = Features(draws=True, top_p=True, top=2)
+    found = sample(logits, controls(1, temperature=0.5, top_p=0.1), jnp.zeros(1, jnp.int32), None, features=features)
+    sharp = PROBABILITIES**2 / (PROBABILITIES**2).sum()
+    np.testing.assert_allclose(found.log_probs, np.log(sharp[1:2]), rtol=1e-5)
+    np.testing.assert_allclose(found.model_log_probs, np.log(PROBABILITIES[1:2]), rtol=1e-5)
+    assert found.top_tokens.tolist() == [[1, 3]]
+    np.testing.assert_allclose(found.top_log_probs, np.log(PROBABILITIES[[1, 3]])[None], rtol=1e-5)
+
+
+def test_keys_depend_on_seed_request_and_answer_alone():
+    names = [(0, 3, 1), (0, 3, 0), (1, 3, 0), (0, 4, 0)]
+    keys = answer_keys(names)
+    assert len({tuple(key) for key in keys.tolist()}) == 4
+    np.testing.assert_array_equal(keys[::-1], answer_keys(names[::-1]))
