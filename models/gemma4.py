@@ -21,6 +21,7 @@ from jaxglue.models.family import Family, Parts, register
 from jaxglue.models.gemma2 import NORMS, gemma_fields
 from jaxglue.models.layers import DecoderLayer
 from jaxglue.models.linear import layer_linear
+from jaxglue.models.parameters import Buffer
 from jaxglue.models.residual import Branch, RMSNorm
 from jaxglue.models.shared_kv import KeysValues, SharedAttention
 from jaxglue.models.wrapper import Wrapper, wrap
@@ -33,10 +34,6 @@ _THETAS = {_FULL: 1_000_000.0, _SLIDING: 10_000.0}
 _ROPES = {_FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25}, _SLIDING: {}}
 """Where config.json has no `rope_parameters`."""
 _NORM = NormStyle(rounds_first=False)
-
-
-class Buffer(nnx.Variable):
-    """A value that is stored and does not train."""
 
 
 class Gemma4Layer(DecoderLayer):

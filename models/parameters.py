@@ -144,5 +144,15 @@ def abstract_parameters(model: CausalLM) -> dict[str, jax.ShapeDtypeStruct]:
     return {_dotted(path): jax.ShapeDtypeStruct(v.shape, v.dtype) for path, v in flat}
 
 
+class Buffer(nnx.Variable):
+    """A value that is stored and does not train."""
+
+
+def buffers(model: CausalLM) -> dict[str, jax.ShapeDtypeStruct]:
+    """Map Hugging Face's names of the model's buffers to shapes and dtypes; the model may be abstract."""
+    flat = nnx.to_flat_state(nnx.state(model, Buffer))
+    return {_dotted(path): jax.ShapeDtypeStruct(v.shape, v.dtype) for path, v in flat}
+
+
 def _dotted(path: tuple) -> str:
     return hf_name(".".join(map(str, path)))

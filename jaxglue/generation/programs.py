@@ -114,9 +114,10 @@ class Programs:
         self, trees: Trees, tokens: Int[Array, "1 T"], segments: PackedSegments, places: Places, caches: list[KVPages]
     ) -> list[KVPages]:
         """Write the keys and values of packed prompts to the caches."""
-        x, packed = self._embed_prompts(_part(trees, "embed_tokens"), tokens, segments)
+        x, packed, own = self._embed_prompts(_part(trees, "embed_tokens"), tokens, segments)
+        contexts = packed.each(own, len(self._layers))
         for i, (layer, weights) in enumerate(self._layer_weights(trees)):
-            x, caches[i] = layer.prefill(weights, x, caches[i], packed, places)
+            x, caches[i] = layer.prefill(weights, x, caches[i], contexts[i], places)
         return caches
 
     def copy(self, caches: list[KVPages], copies: Copies) -> list[KVPages]:
@@ -185,9 +186,10 @@ class Programs:
 
     def _step(self, trees: Trees, sequences: Sequences, caches: list[KVPages], window: Window, *, plan, features):
         """Decode a token of each sequence; return (sequences, caches, sampled)."""
-        x, cursor = self._embed_slots(_part(trees, "embed_tokens"), sequences, window, plan=plan)
+        x, cursor, own = self._embed_slots(_part(trees, "embed_tokens"), sequences, window, plan=plan)
         caches = list(caches)
         for i, (layer, weights) in enumerate(self._layer_weights(trees)):
+            cursor = cursor if own is None else replace(cursor, layer_input=own[i])
             x, caches[i] = layer.decode(weights, x, caches[i], cursor)
         output = _part(trees, "norm"), _part(trees, self._output_name)
         sequences, sampled = self._advance(*output, x, sequences, window, features=features)
@@ -197,24 +199,25 @@ class Programs:
         return zip(self._layers, zip(*_part(trees, "layers"), strict=True), strict=True)
 
     def _embed_packed(self, weights: Trees, tokens, segments: PackedSegments):
-        x, rope = self._embed(weights, tokens, segments.positions)
-        return x, PackedContext(segments=segments, rope=rope, backend=self._attention)
+        x, rope, own = self._embed(weights, tokens, segments.positions)
+        return x, PackedContext(segments=segments, rope=rope, backend=self._attention), own
 
     def _embed_last(self, weights: Trees, sequences: Sequences, window: Window, *, plan: CachePlan):
-        """Return (hidden states [1, B, D], cursor)."""
+        """Return (hidden states [1, B, D], cursor, the layers' own embeddings, if any)."""
         positions, live = sequences.positions, sequences.live
-        x, rope = self._embed(weights, sequences.tokens[None], positions[None])
+        x, rope, own = self._embed(weights, sequences.tokens[None], positions[None])
         tables = tuple(
             jnp.where(live[:, None], window.tables if w is None else _ring(window, plan, w), 0) for w in self.windows
         )
         rows = jnp.arange(len(positions))
         pages = tuple(table[rows, positions // PAGE] for table in tables)
         places = Places(pages=pages, offsets=positions % PAGE, windows=self.windows)
-        return x, Cursor(places=places, tables=tables, positions=positions, rope=rope)
+        return x, Cursor(places=places, tables=tables, positions=positions, rope=rope), own
 
     def _embed(self, weights: Trees, tokens: Int[Array, "1 T"], positions: Int[Array, "1 T"]):
-        x = merge_module(self._graphdefs.embed_tokens, *weights)(tokens, self._dtype)
-        return x, self._config.rope_tables(positions)
+        embed_tokens = merge_module(self._graphdefs.embed_tokens, *weights)
+        x = embed_tokens(tokens, self._dtype)
+        return x, self._config.rope_tables(positions), embed_tokens.layer_inputs(tokens, x)
 
     def _sample_next(
         self,
