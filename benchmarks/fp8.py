@@ -36,7 +36,7 @@ class Model:
         before = memory(jax.devices()[0], "bytes_in_use")
         graphdefs, self.trainable, self.frozen = jax.block_until_ready(parameters(work))
         self.gib = memory(jax.devices()[0], "bytes_in_use") - before
-        self._batch = jax.device_put(random_batch(args.tokens, work.config.vocab_size))
+        self._batch = jax.device_put(random_batch(args.tokens, work.config.vocab_size, work.document_lengths))
         policies = parse_policies(args.remat, len(graphdefs.layers))
         self.executor = Executor(graphdefs, config, policy=policies, dtype=work.dtype)
 

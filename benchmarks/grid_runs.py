@@ -131,7 +131,7 @@ def arguments(setting: dict):
         "layers-per-program": setting.get("layers_per_program", 1),
         "steps": int(np.clip(_TIMED_MS / expected, 2, 60)),
         "expected-ms": expected,
-        **{name: setting[name] for name in ("tile", "embeddings") if name in setting},
+        **{name: setting[name] for name in ("tile", "embeddings", "log-normal") if name in setting},
     }
     texts = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
     return step.arguments().parse_args([*texts, "--trace", "--kernels", "--documents", *map(str, setting["documents"])])

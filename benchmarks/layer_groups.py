@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     work = workload(args.shape, None, args.tokens, "lora")
-    parts, batch = parameters(work), random_batch(args.tokens, work.config.vocab_size)
+    parts, batch = parameters(work), random_batch(args.tokens, work.config.vocab_size, work.document_lengths)
     variants, profile = [], {}
     for size in args.sizes:
         for whole in [True, False] if size >= work.config.num_hidden_layers else [False]:

@@ -56,6 +56,9 @@ def main() -> None:
     parser.add_argument("--grid", action="store_true", help="settings drawn at random")
     parser.add_argument("--part", default="1/1", help="i/n: every n-th setting, from the i-th on")
     parser.add_argument("--seed", type=int, default=planner_grid.HELD_OUT, help="of the grid's settings")
+    parser.add_argument(
+        "--streamed", action="store_const", const=None, dest="seed", help="whole models in little memory"
+    )
     parser.add_argument("--minutes", type=float, default=7, help="begin no setting after this time")
     parser.add_argument("--plan-for", metavar="GPU", help="only plan")
     parser.add_argument("--plans", type=Path, help="planned settings, to measure a part of")

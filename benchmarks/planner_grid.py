@@ -45,23 +45,38 @@ TILED = ("full", "offload", "offload:layer_input,attention_out,attention_lse")
 """Policies of rows by tiles, which half of the long rows of models with experts are."""
 LIMITS = (0.02, 0.15, 0.4, 0.8)
 """Memory of `auto`, between the needs of the leanest and of the fastest preset."""
+_WHOLE = {
+    "tokens": 16_384,
+    "documents": (64, 1024),
+    "method": "lora",
+    "remat": "auto",
+    "limit": 0.0,
+    "embeddings": "host",
+}
+_LLAMA, _QWEN = {"shape": "llama-3.1-8b", "layers": 32}, {"shape": "qwen3-8b", "layers": 36}
 STREAMED = [
-    {
-        **{"shape": "llama-3.1-8b", "layers": 32, "tokens": 16_384, "documents": documents, "method": "lora"},
-        **{"quantize": quantize, "remat": "auto", "limit": 0.0, "gib": 18.5, "embeddings": "host"},
-    }
+    {**_WHOLE, **model, "quantize": quantize, "gib": gib, **lengths}
     for quantize in ("none", "fp8")
-    for documents in ((300, 3000), (64, 16_384))
+    for model, gib, lengths in (
+        (_LLAMA, 18.5, {"documents": (300, 3000)}),
+        (_LLAMA, 18.5, {"documents": (64, 16_384)}),
+        (_LLAMA, 12.0, {"log-normal": 24}),
+        (_QWEN, 18.8, {}),
+        (_QWEN, 18.8, {"log-normal": 24}),
+        (_QWEN, 14.0, {"log-normal": 6}),
+    )
 ]
 """Whole models within less memory than their weights take: mixes of policies, streamed weights, embeddings on the host.
 
-They are measured with each fresh seed.
+They are measured with each fresh seed, in pools that end at the limit.
 """
 _CPU_PROCESSES = 6
 
 
-def settings(seed: int) -> list[dict]:
-    """Draw the settings of a seed, every shape equally often."""
+def settings(seed: int | None) -> list[dict]:
+    """Draw the settings of a seed, every shape equally often; without one, return `STREAMED` alone."""
+    if seed is None:
+        return STREAMED
     rng, shapes = np.random.default_rng(seed), list(LAYERS)
     order = ((index + index // len(shapes)) % len(shapes) for index in range(COUNT))  # every part has all shapes
     drawn = [_draw(rng, shapes[shape], listed=bool(index % 3)) for index, shape in enumerate(order)]
@@ -126,7 +141,7 @@ def prediction(planner: Planner, plan) -> dict:
     }
 
 
-def plans(seed: int, part: int, parts: int, gpu: Gpu) -> Iterator[dict]:
+def plans(seed: int | None, part: int, parts: int, gpu: Gpu) -> Iterator[dict]:
     """Yield the planned settings of a part."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(_CPU_PROCESSES, os.cpu_count() or 1), mp_context=context) as pool:
@@ -198,7 +213,7 @@ def line(row: dict) -> dict:
     names = {
         "model": f"{row['shape']}, {row['layers']} layers",
         "tokens": row["tokens"],
-        "documents": "{}–{}".format(*row["documents"]),
+        "documents": f"{row['log-normal']}, log-normal" if "log-normal" in row else "{}–{}".format(*row["documents"]),
         "method": row["method"] if row["quantize"] == "none" else row["quantize"],
         "remat": row["remat"] + (f" within {row['gib']} GiB" if "gib" in row else ""),
     }

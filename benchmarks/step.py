@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,7 +26,7 @@ import numpy as np
 import psutil
 from idle_layers import IdleLayers, idle_layers
 from inputs import SHAPES
-from measure import uniform_lengths
+from measure import log_normal_lengths, uniform_lengths
 from traces import copy_overlap, kernel_milliseconds
 
 from jaxglue.data.batch import Batch
@@ -72,7 +72,6 @@ def workload(
     tokens: int,
     method: str,
     quantize: str = "none",
-    documents: tuple[int, int] = DOCUMENTS,
 ) -> Workload:
     """Return LoRA (rank 16, all linear layers) or full fine-tuning of one packed row of uniform document lengths."""
     raw = {**SHAPES[shape], **({"num_hidden_layers": layers} if layers else {})}
@@ -81,14 +80,15 @@ def workload(
         batch_size=1,
         seq_len=tokens,
         lora=LoraConfig() if method == "lora" else None,
-        document_lengths=tuple(uniform_lengths(tokens, *documents, seed=LENGTHS_SEED)),
+        document_lengths=tuple(uniform_lengths(tokens, *DOCUMENTS, seed=LENGTHS_SEED)),
     )
 
 
-def random_batch(tokens: int, vocab_size: int, documents: tuple[int, int] = DOCUMENTS) -> Batch:
+def random_batch(tokens: int, vocab_size: int, lengths: Sequence[int]) -> Batch:
+    """Return a packed row of documents of these lengths."""
     rng = np.random.default_rng(0)
     shape = (1, tokens)
-    segments = pack_segments([uniform_lengths(tokens, *documents, seed=LENGTHS_SEED)], seq_len=tokens)
+    segments = pack_segments([list(lengths)], seq_len=tokens)
     ids, targets = (rng.integers(0, vocab_size, shape, dtype=np.int32) for _ in range(2))
     return Batch(tokens=ids, targets=targets, loss_weights=np.ones(shape, np.float32), segments=segments)
 
@@ -164,15 +164,19 @@ def _matrix(key, leaf):
     return (jax.random.normal(key, leaf.shape, jnp.bfloat16) * 0.02).astype(leaf.dtype)
 
 
-def document_range(args) -> tuple[int, int]:
-    """Return the least and most tokens of a document by the flags."""
-    return (args.document_tokens,) * 2 if args.document_tokens else tuple(args.documents)
+def document_lengths(args) -> tuple[int, ...]:
+    """Return the lengths of the row's documents by the flags."""
+    if args.log_normal:
+        return tuple(log_normal_lengths(args.tokens, args.log_normal, seed=LENGTHS_SEED))
+    least, most = (args.document_tokens,) * 2 if args.document_tokens else args.documents
+    return tuple(uniform_lengths(args.tokens, least, most, seed=LENGTHS_SEED))
 
 
 def args_workload(args, layers: int | None = None) -> Workload:
     """Return the workload of the flags, with other layers if given."""
-    work = workload(args.shape, layers or args.layers, args.tokens, args.method, args.quantize, document_range(args))
-    return replace(work, host_embeddings=args.embeddings == "host", tile=args.tile)
+    work = workload(args.shape, layers or args.layers, args.tokens, args.method, args.quantize)
+    options: dict[str, Any] = {"host_embeddings": args.embeddings == "host", "tile": args.tile}
+    return replace(work, document_lengths=document_lengths(args), **options)
 
 
 def choose(args, planner: Planner) -> dict:
@@ -321,7 +325,7 @@ def measure(args, ready: Callable[[], None] = lambda: None) -> dict:
     chosen = {}
     if args.remat == AUTO:
         chosen = choose(args, Planner(work, device_gpu(jax.devices()[0]).limited(args.memory_limit)))
-    batch = jax.device_put(random_batch(args.tokens, work.config.vocab_size, document_range(args)))
+    batch = jax.device_put(random_batch(args.tokens, work.config.vocab_size, work.document_lengths))
     build = executor_step(args, work, batch) if args.executor == "layers" else partial(whole_step, args, work, batch)
     report("weights")
     begun = time.perf_counter()
@@ -442,6 +446,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--documents", type=int, nargs=2, default=DOCUMENTS, help="least and most tokens of one")
     parser.add_argument("--document-tokens", type=int, help="length of all documents, in place of --documents")
+    parser.add_argument("--log-normal", type=int, metavar="N", help="N documents of log-normal lengths in their place")
     parser.add_argument("--tile", type=int, help="tokens that pass through a layer at a time")
     parser.add_argument("--attention", default="auto", help="as of scripts/train.py")
     parser.add_argument("--layers-per-program", type=int, default=1, help="as of scripts/train.py; auto chooses it")

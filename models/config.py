@@ -292,6 +292,11 @@ class DecoderConfig:
         alike = LayerShape(self.head_dim, self.num_key_value_heads, self.intermediate_size)
         return self.layer_shapes or (alike,) * self.num_hidden_layers
 
+    @property
+    def untied(self) -> "DecoderConfig":
+        """Return the config of a model whose output projection is apart from the embedding."""
+        return replace(self, tie_word_embeddings=False)
+
     @cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Return the kind of each layer."""

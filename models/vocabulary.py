@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxglue.models.config import DecoderConfig
+from jaxglue.models.linear import Linear
 from jaxglue.models.lora_config import VocabularyModule
 from jaxglue.models.per_layer import PerLayerEmbedding
 from jaxglue.ops.norm_rope import LLAMA_NORM, NormStyle
@@ -77,6 +78,17 @@ def vocabulary_modules(model: Any) -> Iterator[tuple[VocabularyModule, Any]]:
     yield EMBEDDING, model.embed_tokens
     if model.lm_head is not None:
         yield HEAD, model.lm_head
+
+
+def untie(model: Any) -> None:
+    """Give a tied model an output projection of its own, with the embedding's values, in place."""
+    if model.lm_head is None:
+        weight = model.embed_tokens.weight.get_value()
+        V, D = weight.shape
+        head = nnx.eval_shape(lambda: Linear(D, V, bias=False, std=0.0, dtype=weight.dtype, rngs=nnx.Rngs(0)))
+        head.weight = nnx.Param(weight)
+        model.lm_head = nnx.data(head)
+        model.config = model.config.untied
 
 
 def train_modules(model: Any, names: Sequence[str]) -> None:

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxglue.engine.layer_forms import by_tiles
 from jaxglue.generation.contexts import Cursor, DecodeContext, Places, PrefillContext
-from jaxglue.generation.pages import PAGE, CachePlan, ring_table
+from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, CachePlan, ring_table
 from jaxglue.generation.sampling import Controls, Counts, Features, Sampled, sample
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
@@ -74,8 +75,10 @@ class CachedLayer:
         self.decode = jax.jit(self._decode, donate_argnames="cache")
 
     def _prefill(self, weights: Trees, x, cache: KVPages, packed: PackedContext, places: Places):
-        context = PrefillContext(packed, cache, places)
-        return merge_module(self._graphdef, *weights)(x, context), context.cache
+        layer, context = merge_module(self._graphdef, *weights), PrefillContext(packed, cache, places)
+        whole = packed.tile is None or not layer.in_stages
+        x = layer(x, context) if whole else by_tiles(layer, x, packed, context)
+        return x, context.cache
 
     def _decode(self, weights: Trees, x, cache: KVPages, cursor: Cursor):
         context = DecodeContext(cache, cursor)
@@ -156,12 +159,24 @@ class Programs:
         """
         options: dict[str, Any] = {"plan": plan, "features": features}
         if whole:
-            return self._run(trees, slots, list(caches), window, steps=steps, **options)
+            return self._run(trees, slots, caches, window, steps=steps, **options)
         sequences, caches, out = self._begin(slots, window), list(caches), []
         for _ in range(steps):
             sequences, caches, sampled = self._step(trees, sequences, caches, window, **options)
             out.append(sampled)
         return self._finish(slots, window, sequences), caches, out  # type: ignore[return-value]
+
+    def compile_window(self, *arguments: Any, size: int, **options: Any) -> Any:
+        """Compile `window` as one program for `size` sequences; return what takes the same arrays.
+
+        Args:
+            arguments: `window`'s arrays, or their shapes.
+            size: sequences of its last argument.
+            options: `window`'s static ones.
+        """
+        *others, window = arguments
+        window = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), window)
+        return self._run.lower(*others, window, **options).compile()
 
     def compilations(self) -> int:
         """Return the number of compiled programs."""
@@ -200,7 +215,8 @@ class Programs:
 
     def _embed_packed(self, weights: Trees, tokens, segments: PackedSegments):
         x, rope, own = self._embed(weights, tokens, segments.positions)
-        return x, PackedContext(segments=segments, rope=rope, backend=self._attention), own
+        tile = PREFILL_TOKENS if tokens.shape[1] > PREFILL_TOKENS else None
+        return x, PackedContext(segments=segments, rope=rope, backend=self._attention, tile=tile), own
 
     def _embed_last(self, weights: Trees, sequences: Sequences, window: Window, *, plan: CachePlan):
         """Return (hidden states [1, B, D], cursor, the layers' own embeddings, if any)."""

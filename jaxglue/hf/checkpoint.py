@@ -21,7 +21,7 @@ from jaxglue.hf.experts import Source, find_source
 from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder
 from jaxglue.hf.tensor_files import INDEX, SINGLE, TensorFiles, write_shards
 from jaxglue.json_file import read_json
-from jaxglue.models import families as _families  # noqa: F401 - their wrappers
+from jaxglue.models import config_from_hf
 from jaxglue.models.file_param import FileParam
 from jaxglue.models.wrapper import Wrapper, find_wrapper, ties, with_text
 from jaxglue.ops.backend import compute_capability
@@ -211,10 +211,20 @@ def find_tensors(
         ValueError: as `open_checkpoint`; or missing, extra or misshaped tensors.
     """
     files = open_checkpoint(folder)
+    if HEAD in wanted:
+        untie_files(folder, files)
     sources = {name: find_source(files, name, spec.shape) for name, spec in wanted.items()}
     shapes = {name: shape for source in sources.values() for name, shape in source.shapes.items()}
     _check_tensors(folder, files, shapes, complete=complete, ignored=ignored)
     return files, sources
+
+
+def untie_files(folder: str | Path, files: TensorFiles) -> None:
+    """Have the embedding of a folder that ties them found as its output projection too."""
+    if (Path(folder) / "config.json").is_file() and config_from_hf(read_config(folder)).tie_word_embeddings:
+        if HEAD in files.tensors:
+            _check_tied(files)
+        files.tensors[HEAD] = files.tensors[_EMBEDDING]
 
 
 def _cast(array: Any, dtype: Any) -> Any:

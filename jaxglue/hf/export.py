@@ -18,6 +18,7 @@ from jaxglue.data.tokenizer import padding_token
 from jaxglue.hf.adapter import warn_of_adapter_inside
 from jaxglue.hf.checkpoint import has_weights, open_checkpoint, read_config, stored_form
 from jaxglue.hf.experts import checkpoint_layout, expert_parts, part_shape
+from jaxglue.hf.export_check import ExportCheck, check_quantized
 from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder, refuse_link_out, write_json
 from jaxglue.hf.hub import TEXTS
 from jaxglue.hf.tensor_files import write_shards
@@ -101,8 +102,10 @@ def quantize_folder(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     *,
     progress: DataProgress | None = None,
-) -> None:
-    """Write a model folder with linear layers or experts in a format.
+) -> tuple[ExportCheck, float]:
+    """Write a model folder with linear layers or experts in a format, and read it back before it appears.
+
+    It must predict as the base quantized in memory, on random tokens.
 
     Args:
         base: the model folder.
@@ -112,8 +115,12 @@ def quantize_folder(
         max_shard_bytes: shard limit in bytes, which also bounds memory.
         progress: shows the bytes written; by default nothing does.
 
+    Returns:
+        the comparison, and the KL between base and folder, nats per token.
+
     Raises:
-        ValueError: an already quantized base, weights not finite, sizes the format cannot hold, or a bad folder.
+        ValueError: an already quantized base, weights not finite, sizes the format cannot hold, a bad folder, or other
+            predictions.
         OSError: a failed write, such as on a full disk.
     """
     warn_of_adapter_inside(Path(base))
@@ -140,6 +147,7 @@ def quantize_folder(
         described = read_config(temporary) | {"quantization_config": made.config(_unquantized(config))}
         write_json(temporary / "config.json", described)
         write_shards(temporary, *stored_form(base, specs, read_quantized), max_shard_bytes, progress)
+        return check_quantized(base, temporary, made, matrices)
 
 
 def _unquantized(config: DecoderConfig) -> list[str]:

@@ -9,10 +9,11 @@ import triton
 import triton.language as tl
 
 from jaxglue.ops.norm_rope.kernels import normed, rms_scale
-from jaxglue.ops.quant.fp8_kernels import clip_e4m3, e4m3_scale
+from jaxglue.ops.quant.fp8_kernels import LARGEST, clip_e4m3, e4m3_scale
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MASKED = tl.constexpr(-(2.0**100))
+LARGEST_HALF = tl.constexpr(65504.0)
 
 
 @triton.jit
@@ -61,6 +62,8 @@ def paged_kernel(
         last = tl.minimum(first + share, last)
 
     query = tl.load(q + (slot * K + head) * G * H + tile, mask=heads, other=0.0)
+    if key_scales is not None:
+        query = query.to(tl.float16)  # float8 becomes float16 in one instruction, and bfloat16 in several
     highest = tl.full([BLOCK_G], MASKED, tl.float32)
     total = tl.full([BLOCK_G], 0.0, tl.float32)
     acc = tl.full([BLOCK_G, BLOCK_H], 0.0, tl.float32)
@@ -89,9 +92,13 @@ def paged_kernel(
         weights, rescale = tl.exp2(scores - higher[:, None]), tl.exp2(highest - higher)
         total, highest = total * rescale + tl.sum(weights, 1), higher
         if value_scales is not None:
-            weights *= tl.load(value_scales + row + token, mask=visible, other=0.0)[None, :]
+            # A scale is a head's largest value / 448: times 448, its product with a weight is no tiny float16.
+            scale = tl.load(value_scales + row + token, mask=visible, other=0.0) * LARGEST
+            weights *= tl.minimum(scale, LARGEST_HALF)[None, :]
         acc = acc * rescale[:, None] + tl.dot(weights.to(query.dtype), value.to(query.dtype))
 
+    if value_scales is not None:
+        acc /= LARGEST
     if SPLITS == 1:
         acc = _finish(acc, highest, total, sinks, head, lane, G)
         tl.store(out + (slot * K + head) * G * H + tile, acc.to(out.dtype.element_ty), mask=heads)

@@ -25,7 +25,7 @@ class PagedTiles:
 
     tokens: int = 64
     """Keys in a step, at most a page's."""
-    num_warps: int = 4
+    num_warps: int = 2
     num_stages: int = 3
 
 

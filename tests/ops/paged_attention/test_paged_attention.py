@@ -88,7 +88,7 @@ def test_interpreted_attention_reads_float8_pages(interpreted):
     case = random_case(3, 8, 2, 16, 4, cache_dtype=FP8)
     with PAGED_ATTENTION.using(kernels(interpreted)):
         got = attend(case, "auto", 20, True)
-    np.testing.assert_allclose(got, attend(case, "reference", 20, True), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(got, attend(case, "reference", 20, True), rtol=2e-3, atol=2e-3)  # float16 products
 
 
 @pytest.mark.parametrize("interprets", [False, True])

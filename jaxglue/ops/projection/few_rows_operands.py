@@ -1,0 +1,34 @@
+"""Operands of a projection of few rows, for its kernels."""
+
+from typing import Any, NamedTuple
+
+from jaxtyping import Array, Float
+
+
+class LowRank(NamedTuple):
+    """Adapters of the weights that share a launch."""
+
+    source: Float[Array, "M K"]
+    """Their input, or that of the norm before them."""
+    norm_weight: Float[Array, " K"] | None
+    inverse_rms: Float[Array, " M"] | None
+    """The norm's, where `source` is its input."""
+    downs: tuple[Float[Array, "R K"], ...]
+    ups: tuple[Float[Array, "N R"], ...]
+    factors: tuple[float, ...]
+
+
+class FewRows(NamedTuple):
+    """Operands of a launch."""
+
+    dtype: Any
+    """Of the products."""
+    x: Float[Array, "M K"]
+    x_scales: Float[Array, " M"] | None
+    """float32, of e4m3 values."""
+    weights: tuple[Array, ...]
+    """[N, K] each, of x's dtype or of one byte."""
+    scales: tuple[Float[Array, " N"], ...] | None
+    """float32 factors of the weights' rows."""
+    biases: tuple[Float[Array, " N"], ...] | None
+    low_rank: LowRank | None
