@@ -17,6 +17,7 @@ from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import is_quantized
 from jaxglue.ops.quant.fp8 import quantize_fp8
 from jaxglue.ops.quant.int8 import quantize_int8
+from jaxglue.ops.quant.nf4 import quantize_nf4
 
 
 class Decoding(NamedTuple):
@@ -51,7 +52,7 @@ def kernels(interpreted):
     from jaxglue.ops.projection.few_rows_triton import FewRowsTiles, TritonFewRows
 
     tiles = FewRowsTiles(block_n=16, block_k=16, num_warps=4, num_stages=1, programs=20)
-    return interpreted(TritonFewRows)(compute_capability=90, tiles=tiles)
+    return interpreted(TritonFewRows)(compute_capability=90, tiles=tiles, plain=True)
 
 
 def close(got, want):
@@ -66,6 +67,7 @@ def close(got, want):
         repeat(16, (40, 24), 72, {"rank": 16}),
         repeat(1, (24,), 40, {"bias": True, "rank": 2}),
         (3, (32, 16), 64, {"quantize": quantize_int8, "rank": 4}),
+        (3, (32, 16), 192, {"quantize": quantize_nf4, "rank": 4}),
         (3, (24,), 64, {"quantize": lambda matrix: replace(quantize_fp8(matrix), expand=True)}),
     ],
 )
