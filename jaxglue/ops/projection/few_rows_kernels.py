@@ -26,7 +26,8 @@ def _nf4_assembly() -> str:
     bytes are four tables, for codes below 8 and from 8 on, between which the codes' last bits choose.
     """
     bits = (np.array(VALUES, np.float32).view(np.uint32) + 0x8000 >> 16).astype(np.uint16)  # no value is a tie
-    words = {f"{part}{i}": bits[4 * i : 4 * i + 4] >> shift & 255 for part, shift in (("l", 0), ("h", 8)) for i in range(4)}
+    parts = (("l", bits & 255), ("h", bits >> 8))
+    words = {f"{part}{i}": found[4 * i : 4 * i + 4] for part, found in parts for i in range(4)}
     tables = "".join(f"mov.b32 {name}, 0x{bytes(map(int, four))[::-1].hex()};\n" for name, four in words.items())
     lines = f"{{.reg .b32 {', '.join(words)}, a, b, c, d, i, s, z;\n{tables}mov.b32 z, 0x80808080;\n"
     for half in (0, 1):
@@ -162,8 +163,8 @@ def _expand(acc, low_rank, up, rows, scale, R: tl.constexpr, N: tl.constexpr, BL
 
 @triton.jit
 def few_rows_kernel(
-    x, x_scales, weights, scales, blocks, groups, offsets, codes, lookup, biases, source, downs, ups, factors, norm_weight, inverse_rms, stream, counters,
-    parts, low_ranks, low_rank_parts, outs,
+    x, x_scales, weights, scales, blocks, groups, offsets, codes, lookup, biases, source, downs, ups, factors,
+    norm_weight, inverse_rms, stream, counters, parts, low_ranks, low_rank_parts, outs,
     M: tl.constexpr, K: tl.constexpr, N_0: tl.constexpr, N_1: tl.constexpr, N_2: tl.constexpr, COUNT: tl.constexpr,
     FIRST_1: tl.constexpr, FIRST_2: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr,
     WHOLE: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, R: tl.constexpr, SHRINKS: tl.constexpr,
