@@ -17,16 +17,16 @@ from jaxglue.models.config import DecoderConfig, LayerKind
 from jaxglue.models.context import LayerContext
 from jaxglue.models.delta_net import DeltaNet
 from jaxglue.models.family import Parts
-from jaxglue.models.linear import Linear, layer_linear, project_together
+from jaxglue.models.linear import Linear, layer_linear
 from jaxglue.models.moe_layers import SparseMLP
 from jaxglue.models.residual import Branch, RMSNorm
 from jaxglue.ops import names
 from jaxglue.ops.collectives import copy_to
 from jaxglue.ops.gated_mlp import ACTIVATIONS, GatedParts, gated_mlp
 from jaxglue.ops.norm_rope import HeadNorms
-from jaxglue.ops.projection import Projection
+from jaxglue.ops.projection import Projection, adapted_projection
 from jaxglue.ops.projection.fp8_adapters import FP8Rows
-from jaxglue.ops.residual_norm import GatedInput, Normed
+from jaxglue.ops.residual_norm import GatedInput, Normed, Reader
 
 
 def _copy_to(normed: Normed) -> Normed:
@@ -71,8 +71,8 @@ class Attention(nnx.Module):
 
     def project(self, normed: Normed, context: LayerContext) -> tuple[tuple[Array, Array, Array], Array | None]:
         """Return rotated queries and keys, and values [B, T, heads, H]; and the output's gate [B, T, N, H], if any."""
-        projected = project_together(self.linears[:-1], _copy_to(normed), context)
-        if self.fused:
+        projected = adapted_projection(_copy_to(normed), self.inputs, context)
+        if len(projected) == 1:
             projected = jnp.split(projected[0], self.bounds, axis=-1)
         names_of = zip(projected, self.value_names, strict=True)
         q, k, v = (checkpoint_name(y, name) for y, name in names_of)
@@ -102,7 +102,9 @@ class Attention(nnx.Module):
 
     @property
     def inputs(self) -> list[Projection]:
-        """Return all that reads the layer's norm."""
+        """Return all that reads the layer's norm: the projections to queries, keys and values, or one to all."""
+        if self.fused:
+            return self.qkv_proj.projection.split(*self.bounds)
         return [linear.projection for linear in self.linears[:-1]]
 
     @property
@@ -163,15 +165,27 @@ class FusedMLP(nnx.Module):
 
     def __call__(self, normed: Normed, context: LayerContext) -> Branch:
         """Apply the feed-forward."""
-        gate, up = jnp.split(self.gate_up_proj(_copy_to(normed), context), 2, axis=-1)
+        copied, parts = _copy_to(normed), self.parts
+        if parts is not None:
+            return Branch(lambda x: gated_mlp(copied, parts, context, stream=x, activation=self.activation))
+        (joined,) = adapted_projection(copied, [self.gate_up_proj.projection], context)
+        gate, up = jnp.split(joined, 2, axis=-1)
         gate, up = checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP)
         product = ACTIVATIONS[self.activation](gate) * up
         return Branch(lambda x: self.down_proj.add_to(x, product, context))
 
     @property
-    def inputs(self) -> list[Projection]:
+    def inputs(self) -> Reader:
         """Return all that reads the layer's norm."""
-        return [self.gate_up_proj.projection]
+        parts = self.parts
+        return [self.gate_up_proj.projection] if parts is None else GatedInput(parts, self.activation)
+
+    @property
+    def parts(self) -> GatedParts | None:
+        """Return the parameters of gate, up and down; None where gate and up are multiplied as one."""
+        projection = self.gate_up_proj.projection
+        parts = projection.split(projection.weight.shape[0] // 2)
+        return None if len(parts) == 1 else GatedParts(parts[0], parts[1], self.down_proj.projection)
 
 
 class DecoderLayer(nnx.Module):

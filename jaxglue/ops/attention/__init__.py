@@ -26,8 +26,11 @@ from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT, PackedSegments
 __all__ = ["ATTENTION", "AttentionShape", "Rotation", "packed_attention", "rotated_attention"]
 
 _HOPPER_HEAD_DIMS = (64, 128, 256)
-_ROTATED_HEAD_DIMS = (128, 256)
-"""Head dims whose gradients go through rotation; ptxas serializes the matmuls of narrower ones in the keys' kernel."""
+_ROTATED_HEAD_DIM = 128
+"""Head dim whose gradients go through rotation.
+
+ptxas serializes the matmuls of narrower ones in the keys' kernel, and the gradients of wider ones are in two kernels.
+"""
 _HOPPER_WINDOW = 1024
 """Least window on which Hopper's kernels are the fastest."""
 _NARROW_ROW = 65_536
@@ -191,7 +194,7 @@ def rotated_attention(
     q, k = (jax.ShapeDtypeStruct((B, T, heads, H), z.dtype) for heads in rotation.heads)
     _check(q, k, k, segments, window, None)
     kernels = ATTENTION.load(_shape(q, k, segments, window), backend=backend)
-    if kernels is not None and hasattr(kernels, "rotated_backward") and H in _ROTATED_HEAD_DIMS:
+    if kernels is not None and hasattr(kernels, "rotated_backward") and H == _ROTATED_HEAD_DIM:
         return rotated_flash_attention(FlashSpec(backend=kernels, window=window), rotation, z, segments)
     queries, keys, z = rotated_heads(rotation, z)
     values = z if getattr(kernels, "reads_joined_values", False) else z[:, :, -rotation.heads[1] :]

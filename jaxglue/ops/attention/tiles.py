@@ -21,27 +21,30 @@ class AttentionTiles:
     registers: int | None = None
     """Limit for a thread, where it makes room for one more program on a multiprocessor; None for no limit."""
     late: bool = False
-    """Run a loop's last matmul one tile late, under the next tile's exponentials; not for dkdv."""
+    """Run a loop's last matmul one tile late, under the next tile's exponentials; not for dkdv and dv."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionKernelTiles:
-    """Launch configurations of the three kernels."""
+    """Launch configurations of the kernels."""
 
     forward: AttentionTiles
     dq: AttentionTiles
     dkdv: AttentionTiles
+    """Of dk alone, if dv has a kernel of its own."""
+    dv: AttentionTiles | None = None
+    """Of dv where both sums leave no registers; scores are then multiplied once more."""
 
 
 def _tiles(*sizes: tuple[int, ...]) -> AttentionKernelTiles:
     names = "block_m", "block_n", "num_warps", "num_stages", "registers"
     fields: list[dict[str, Any]] = [dict(zip(names, size, strict=False)) for size in sizes]
-    forward, dq, dkdv = (AttentionTiles(**field) for field in fields)
-    return AttentionKernelTiles(forward=forward, dq=dq, dkdv=dkdv)
+    forward, dq, dkdv, *dv = (AttentionTiles(**field) for field in fields)
+    return AttentionKernelTiles(forward=forward, dq=dq, dkdv=dkdv, dv=dv[0] if dv else None)
 
 
 Table = dict[int, AttentionKernelTiles]
-"""By largest head dim: (block_m, block_n, warps, stages, registers) of forward, dq, dkdv."""
+"""By largest head dim: (block_m, block_n, warps, stages, registers) of forward, dq, dkdv and dv."""
 
 # Several small programs on a multiprocessor hide their start, most of the time of a short loop.
 _HOPPER: Table = {

@@ -129,12 +129,17 @@ def test_interpreted_kernels_match_the_reference(name, late, interpreted_backend
     assert_interpreted(case, segments, inputs, dout, interpreted_backend, late=late)
 
 
-def assert_interpreted(case, segments, inputs, dout, interpreted_backend, late=False):
+def test_gradients_of_values_in_a_kernel_of_their_own_match_the_reference(interpreted_backend):
+    case = SMALL["capped scores"]
+    inputs, segments, dout = case.inputs(jnp.float32)
+    assert_interpreted(case, segments, inputs, dout, interpreted_backend, apart=True)
+
+
+def assert_interpreted(case, segments, inputs, dout, interpreted_backend, late=False, apart=False):
     """Assert that interpreted kernels compute a case."""
     tiles = AttentionTiles(block_m=16, block_n=16, num_warps=4, num_stages=1, late=late)
-    backend = interpreted_backend(
-        tiles=AttentionKernelTiles(forward=tiles, dq=tiles, dkdv=tiles), compute_capability=80
-    )
+    tiles = AttentionKernelTiles(forward=tiles, dq=tiles, dkdv=tiles, dv=tiles if apart else None)
+    backend = interpreted_backend(tiles=tiles, compute_capability=80)
     spec = FlashSpec(backend=backend, window=case.window, softcap=case.softcap)
     got = output_and_gradients(lambda *x: flash_attention(spec, *x, segments), inputs, dout)
     assert_close(got, expected_of(case, inputs, segments, dout), dout, 1e-5)
