@@ -104,6 +104,11 @@ def load_few_rows(x, projections: Sequence[Any], conditions) -> Any | None:
     return FEW_ROWS.load(x, projections, conditions) if getattr(conditions, "inference", False) else None
 
 
+def few_rows_read_fp8(x, projections: Sequence[Any], conditions) -> bool:
+    """Return whether kernels of few rows multiply e4m3 values of x, so that a norm need write nothing else."""
+    return load_few_rows(x, projections, conditions) is not None and _kind(projections[0], conditions) == "fp8"
+
+
 def project_few_rows(kernels: Any, x, projections: Sequence[Any], conditions, stream) -> list[Array]:
     """Do as `adapted_projection` by the kernels of `FEW_ROWS`."""
     operands, leading = _operands(x, projections, conditions)
@@ -133,6 +138,7 @@ def _operands(x, projections: Sequence[Any], conditions) -> tuple[FewRows, tuple
         x_scales=x.scales.reshape(-1) if isinstance(x, FP8Rows) else None,
         weights=weights,
         scales=scales,
+        factor=1.0 / LARGEST if kind == "int8" else 1.0,
         nf4=nf4,
         biases=biases,
         low_rank=_low_rank(x, rows, [projection.adapter for projection in projections]),
@@ -145,8 +151,7 @@ def _stored(weights: Sequence[Any], kind: str, dtype) -> tuple[tuple, tuple | No
     if kind == "16 bits":
         return tuple(weight.astype(dtype) for weight in weights), None, None
     if kind == "int8":
-        scales = tuple(weight.absmax * (1.0 / LARGEST) for weight in weights)
-        return tuple(weight.codes for weight in weights), scales, None
+        return tuple(weight.codes for weight in weights), tuple(weight.absmax for weight in weights), None
     if kind == "nf4":
         names = "scales", "scale_absmax", "scale_offset"
         return tuple(w.codes for w in weights), None, NF4Scales(*(tuple(getattr(w, n) for w in weights) for n in names))

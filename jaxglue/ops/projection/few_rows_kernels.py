@@ -169,13 +169,13 @@ def few_rows_kernel(
     FIRST_1: tl.constexpr, FIRST_2: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr,
     WHOLE: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, R: tl.constexpr, SHRINKS: tl.constexpr,
     SHRINK_STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr, NF4: tl.constexpr,
+    BLOCK_R: tl.constexpr, NF4: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     """Compute x·Wᵀ of COUNT weights (+ adapters' products) (+ biases) (+ stream), or activation(gate)·up of two.
 
     x [M, K], M at most BLOCK_M; weights [N_i, K]; outs [M, N_i]. Grid (COUNT · SHRINKS + TILES · SPLITS): the first
     programs multiply `source`, the adapters' input, by their first matrices, and the others wait for these at the end.
-    Values of one byte times x's dtype have scales [N_i]; e4m3 values of x have scales [M]. NF4 has codes [N_i, K / 2],
+    Values of one byte times x's dtype have scales [N_i] · FACTOR; e4m3 values of x have scales [M]. NF4 has codes [N_i, K / 2],
     and codes of scales in `blocks` [N_i, K / 64], whose values are those of the table `codes` times one of `groups` for
     each 256, plus one of `offsets`.
     counters: a count for each tile, then one for each adapter's parts, one for finished adapters, and for readers.
@@ -262,20 +262,26 @@ def few_rows_kernel(
             pass
         tl.debug_barrier()
     if GATED:
-        acc = _finish(acc, 0, x_scales, scales, biases, low_ranks, ups, factors, n, rows, R, N_0, M, BLOCK_M, BLOCK_R)
-        up = _finish(up, 1, x_scales, scales, biases, low_ranks, ups, factors, n, rows, R, N_0, M, BLOCK_M, BLOCK_R)
+        acc = _finish(acc, 0, x_scales, scales, FACTOR, biases, low_ranks, ups, factors, n, rows, R,
+                      N_0, M, BLOCK_M, BLOCK_R)  # fmt: skip
+        up = _finish(up, 1, x_scales, scales, FACTOR, biases, low_ranks, ups, factors, n, rows, R,
+                      N_0, M, BLOCK_M, BLOCK_R)  # fmt: skip
         _store(_activate(acc, GELU) * up, None, outs[0], n, rows, N_0, M, BLOCK_M, WHOLE)
     elif COUNT == 1:
-        acc = _finish(acc, 0, x_scales, scales, biases, low_ranks, ups, factors, n, rows, R, N_0, M, BLOCK_M, BLOCK_R)
+        acc = _finish(acc, 0, x_scales, scales, FACTOR, biases, low_ranks, ups, factors, n, rows, R,
+                      N_0, M, BLOCK_M, BLOCK_R)  # fmt: skip
         _store(acc, stream, outs[0], n, rows, N_0, M, BLOCK_M, WHOLE)
     elif tile < FIRST_1:
-        acc = _finish(acc, 0, x_scales, scales, biases, low_ranks, ups, factors, n, rows, R, N_0, M, BLOCK_M, BLOCK_R)
+        acc = _finish(acc, 0, x_scales, scales, FACTOR, biases, low_ranks, ups, factors, n, rows, R,
+                      N_0, M, BLOCK_M, BLOCK_R)  # fmt: skip
         _store(acc, None, outs[0], n, rows, N_0, M, BLOCK_M, WHOLE)
     elif tile < FIRST_2:
-        acc = _finish(acc, 1, x_scales, scales, biases, low_ranks, ups, factors, n, rows, R, N_1, M, BLOCK_M, BLOCK_R)
+        acc = _finish(acc, 1, x_scales, scales, FACTOR, biases, low_ranks, ups, factors, n, rows, R,
+                      N_1, M, BLOCK_M, BLOCK_R)  # fmt: skip
         _store(acc, None, outs[1], n, rows, N_1, M, BLOCK_M, WHOLE)
     elif COUNT > 2:
-        acc = _finish(acc, 2, x_scales, scales, biases, low_ranks, ups, factors, n, rows, R, N_2, M, BLOCK_M, BLOCK_R)
+        acc = _finish(acc, 2, x_scales, scales, FACTOR, biases, low_ranks, ups, factors, n, rows, R,
+                      N_2, M, BLOCK_M, BLOCK_R)  # fmt: skip
         _store(acc, None, outs[2], n, rows, N_2, M, BLOCK_M, WHOLE)
     if R > 0:
         _leave(counters + TILES + COUNT, TILES)
@@ -290,11 +296,11 @@ def _leave(finished, READERS: tl.constexpr):
 
 
 @triton.jit
-def _finish(acc, WHICH: tl.constexpr, x_scales, scales, biases, low_ranks, ups, factors, n, rows, R: tl.constexpr,
-            N: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
+def _finish(acc, WHICH: tl.constexpr, x_scales, scales, FACTOR: tl.constexpr, biases, low_ranks, ups, factors, n, rows,
+            R: tl.constexpr, N: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
     """Apply scales, and add the adapter's product and the bias of one of the weights."""
     if scales is not None:
-        acc *= tl.load(scales[WHICH] + n, mask=n < N, other=0.0)[:, None]
+        acc *= (tl.load(scales[WHICH] + n, mask=n < N, other=0.0) * FACTOR)[:, None]
     if x_scales is not None:
         acc *= tl.load(x_scales + rows, mask=rows < M, other=0.0)[None, :]
     if R > 0:

@@ -37,7 +37,8 @@ class FewRows(NamedTuple):
     weights: tuple[Array, ...]
     """[N, K] each, of x's dtype or of one byte."""
     scales: tuple[Float[Array, " N"], ...] | None
-    """float32 factors of the weights' rows."""
+    """float32 factors of the weights' rows, times `factor`."""
+    factor: float
     nf4: NF4Scales | None
     biases: tuple[Float[Array, " N"], ...] | None
     low_rank: LowRank | None

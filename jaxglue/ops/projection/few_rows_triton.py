@@ -86,6 +86,7 @@ class TritonFewRows(Launcher):
             "BLOCK_K": tiles.block_k,
             "BLOCK_R": max(16, triton.next_power_of_2(rank)),
             "NF4": operands.nf4 is not None,
+            "FACTOR": operands.factor,
         }
         return self._run(operands, stream, constants, tiles)
 

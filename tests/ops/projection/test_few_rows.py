@@ -11,13 +11,16 @@ from selection import repeat
 
 from jaxglue.ops.backend import tracing_for
 from jaxglue.ops.gated_mlp import GatedParts, gated_mlp
+from jaxglue.ops.norm_rope import LLAMA_NORM, rms_norm
 from jaxglue.ops.projection import Adapter, Projection, adapted_projection
 from jaxglue.ops.projection.few_rows import FEW_ROWS
+from jaxglue.ops.projection.fp8_adapters import NormedRows
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import is_quantized
 from jaxglue.ops.quant.fp8 import quantize_fp8
 from jaxglue.ops.quant.int8 import quantize_int8
 from jaxglue.ops.quant.nf4 import quantize_nf4
+from jaxglue.ops.residual_norm import residual_norm
 
 
 class Decoding(NamedTuple):
@@ -97,6 +100,19 @@ def test_interpreted_feed_forward_matches_its_formula(activation, rank, kernels)
         got = gated_mlp(x, parts, Decoding(), stream=stream, activation=activation)
     activate = jax.nn.silu if activation == "silu" else lambda gate: jax.nn.gelu(gate, approximate=True)
     close(got, stream + product(activate(product(x, parts.gate)) * product(x, parts.up), parts.down))
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_norms_write_e4m3_values_for_interpreted_kernels(rank, kernels):
+    parts = [projection(10 * i, N, 64, rank=rank, quantize=quantize_fp8) for i, N in enumerate((32, 16))]
+    x, weight = draw(99, 1, 3, 64), draw(98, 64)
+    with FEW_ROWS.using(kernels):
+        stream, rows = residual_norm(x, weight, 1e-6, LLAMA_NORM, parts, Decoding(fp8=True))
+        got = adapted_projection(rows, parts, Decoding(fp8=True))
+    assert isinstance(rows, NormedRows) and stream is x
+    for y, part in zip(got, parts, strict=True):
+        want = product(rms_norm(x, weight, 1e-6), part)
+        assert np.linalg.norm(y - want) < 0.06 * np.linalg.norm(want)
 
 
 def test_training_takes_other_forms():
