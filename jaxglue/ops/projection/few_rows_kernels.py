@@ -175,9 +175,9 @@ def few_rows_kernel(
 
     x [M, K], M at most BLOCK_M; weights [N_i, K]; outs [M, N_i]. Grid (COUNT · SHRINKS + TILES · SPLITS): the first
     programs multiply `source`, the adapters' input, by their first matrices, and the others wait for these at the end.
-    Values of one byte times x's dtype have scales [N_i] · FACTOR; e4m3 values of x have scales [M]. NF4 has codes [N_i, K / 2],
-    and codes of scales in `blocks` [N_i, K / 64], whose values are those of the table `codes` times one of `groups` for
-    each 256, plus one of `offsets`.
+    Values of one byte times x's dtype have scales [N_i] · FACTOR; e4m3 values of x have scales [M]. NF4 has codes
+    [N_i, K / 2], and codes of scales in `blocks` [N_i, K / 64], whose values are those of the table `codes` times one of
+    `groups` for each 256, plus one of `offsets`.
     counters: a count for each tile, then one for each adapter's parts, one for finished adapters, and for readers.
     """
     program = tl.program_id(0)
@@ -296,8 +296,10 @@ def _leave(finished, READERS: tl.constexpr):
 
 
 @triton.jit
-def _finish(acc, WHICH: tl.constexpr, x_scales, scales, FACTOR: tl.constexpr, biases, low_ranks, ups, factors, n, rows,
-            R: tl.constexpr, N: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
+def _finish(
+    acc, WHICH: tl.constexpr, x_scales, scales, FACTOR: tl.constexpr, biases, low_ranks, ups, factors, n, rows,
+    R: tl.constexpr, N: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
     """Apply scales, and add the adapter's product and the bias of one of the weights."""
     if scales is not None:
         acc *= (tl.load(scales[WHICH] + n, mask=n < N, other=0.0) * FACTOR)[:, None]
