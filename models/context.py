@@ -4,13 +4,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from jaxglue.ops.attention import packed_attention, rotated_attention
-from jaxglue.ops.delta_rule import causal_convolution, gated_delta_rule
+from jaxglue.ops.delta_rule import DeltaHeads, causal_convolution, gated_delta_rule
 from jaxglue.ops.moe import Routing
-from jaxglue.ops.names import ATTENTION_OUT
 from jaxglue.ops.norm_rope import HeadNorms, norm_and_rotate
 from jaxglue.ops.rope import RopeTables, Rotary
 from jaxglue.ops.segments import PackedSegments
@@ -71,12 +69,7 @@ class LayerContext(Protocol):
         """Apply a causal convolution and silu to each channel."""
 
     def delta_rule(
-        self,
-        q: Float[Array, "B T K H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T N V"],
-        g: Float[Array, "B T N"],
-        beta: Float[Array, "B T N"],
+        self, qkv: Float[Array, "B T W"], g: Float[Array, "B T N"], beta: Float[Array, "B T N"], heads: DeltaHeads
     ) -> Float[Array, "B T N V"]:
         """Compute linear attention by the gated delta rule."""
 
@@ -123,11 +116,11 @@ class PackedContext:
         """Apply a causal convolution and silu to each channel within each segment."""
         return causal_convolution(x, weight, self.segments)
 
-    def delta_rule(self, q, k, v, g, beta) -> Float[Array, "B T N V"]:
+    def delta_rule(self, qkv, g, beta, heads: DeltaHeads) -> Float[Array, "B T N V"]:
         """Compute linear attention by the gated delta rule within each segment."""
         if self.attention_out is not None:
-            return self.attention_out.reshape(v.shape)
-        return checkpoint_name(gated_delta_rule(q, k, v, g, beta, self.segments), ATTENTION_OUT)
+            return self.attention_out.reshape(*g.shape, -1)
+        return gated_delta_rule(qkv, g, beta, self.segments, heads)
 
     def attend_rotated(self, rotation, z, *, window=None) -> Float[Array, "B T N H"]:
         """Compute `attend` of the heads of z, queries and keys once rotated."""

@@ -45,7 +45,7 @@ class _Inference:
     """Context fields used only in training."""
 
     dropout_key = router_losses = token_mask = None
-    fp8 = True
+    fp8 = inference = True
 
     def observe_routing(self, routing: Routing) -> None:
         """Ignore the routing: generation keeps no statistics."""
@@ -54,7 +54,7 @@ class _Inference:
         """Refuse linear attention, as `plan_cache` does."""
         raise NotImplementedError("generation keeps no states of linear attention")
 
-    def delta_rule(self, q, k, v, g, beta) -> Array:
+    def delta_rule(self, qkv, g, beta, heads) -> Array:
         """Refuse linear attention, as `plan_cache` does."""
         raise NotImplementedError("generation keeps no states of linear attention")
 

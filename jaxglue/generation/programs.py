@@ -157,12 +157,24 @@ class Programs:
         """
         options: dict[str, Any] = {"plan": plan, "features": features}
         if whole:
-            return self._run(trees, slots, list(caches), window, steps=steps, **options)
+            return self._run(trees, slots, caches, window, steps=steps, **options)
         sequences, caches, out = self._begin(slots, window), list(caches), []
         for _ in range(steps):
             sequences, caches, sampled = self._step(trees, sequences, caches, window, **options)
             out.append(sampled)
         return self._finish(slots, window, sequences), caches, out  # type: ignore[return-value]
+
+    def compile_window(self, *arguments: Any, size: int, **options: Any) -> Any:
+        """Compile `window` as one program for `size` sequences; return what takes the same arrays.
+
+        Args:
+            arguments: `window`'s arrays, or their shapes.
+            size: sequences of its last argument.
+            options: `window`'s static ones.
+        """
+        *others, window = arguments
+        window = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), window)
+        return self._run.lower(*others, window, **options).compile()
 
     def compilations(self) -> int:
         """Return the number of compiled programs."""

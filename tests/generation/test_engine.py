@@ -302,3 +302,16 @@ def test_a_cache_in_float8_changes_log_probabilities_little(tiny_model):
     assert (exact.model_log_probs != rounded.model_log_probs).any()
     plans = [engine.plan([Request(PROMPT, replace(GREEDY, max_tokens=1000))]) for engine in engines]
     assert plans[1].pages == plans[0].pages and plans[1].bytes < 0.6 * plans[0].bytes
+
+
+def test_the_last_of_many_answers_are_decoded_by_a_smaller_program(llama):
+    (engine, trees), _ = llama
+    requests = [Request(PROMPT, replace(SAMPLED, max_tokens=4 + 30 * (i % 3 == 0)), i) for i in range(16)]
+    first = answers_of(engine, trees, requests, whole=True)
+    engine.wait()
+    sizes = []
+    (windows,) = engine._sizes.values()
+    take = windows.take
+    windows.take = lambda count: sizes.append(take(count)) or sizes[-1]
+    assert answers_of(engine, trees, requests, whole=True) == first
+    assert [size for size, _ in sizes] == [16] + [8] * 4
