@@ -176,7 +176,7 @@ def few_rows_kernel(
     x [M, K], M at most BLOCK_M; weights [N_i, K]; outs [M, N_i]. Grid (COUNT · SHRINKS + TILES · SPLITS): the first
     programs multiply `source`, the adapters' input, by their first matrices, and the others wait for these at the end.
     Values of one byte times x's dtype have scales [N_i] · FACTOR; e4m3 values of x have scales [M]. NF4 has codes
-    [N_i, K / 2], and codes of scales in `blocks` [N_i, K / 64], whose values are those of the table `codes` times one of
+    [N_i, K / 2], and codes of scales in `blocks` [N_i, K / 64]: these are values of the table `codes`, times one of
     `groups` for each 256, plus one of `offsets`.
     counters: a count for each tile, then one for each adapter's parts, one for finished adapters, and for readers.
     """
