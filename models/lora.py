@@ -37,7 +37,13 @@ def add_lora(model: CausalLM, config: LoraConfig, *, rngs: nnx.Rngs) -> None:
         rank, scale, kind = config.rank_of(path), config.scale_of(path), path.rpartition(".")[-1]
         if isinstance(linear, ExpertLinear) and (rank, scale) != (config.rank, config.scale):
             raise ValueError(f"rank_pattern and alpha_pattern on experts ({path}) are not supported: leave them out")
-        options: dict[str, Any] = {"rank": rank, "scale": scale, "dropout": config.dropout, "name": kind, "rngs": rngs}
+        options: dict[str, Any] = {
+            "rank": rank,
+            "scale": scale,
+            "dropout": config.dropout or 0.0,
+            "name": kind,
+            "rngs": rngs,
+        }
         if not config.dora:
             linear.add_lora(**options)
         elif isinstance(linear, ExpertLinear):

@@ -23,8 +23,8 @@ class LoraConfig(Config):
     """Rank R of each adapter."""
     alpha: Annotated[float, Alias("lora_alpha")] = 16.0
     """Scale adapter outputs by alpha / rank."""
-    dropout: Annotated[float, Range(ge=0, lt=1), Alias("lora_dropout")] = 0.0
-    """Dropout probability on adapter inputs during training."""
+    dropout: Annotated[float | None, Range(ge=0, lt=1), Alias("lora_dropout")] = None
+    """Dropout probability on adapter inputs during training; by default that of --adapter, else 0."""
     rslora: Annotated[bool, Alias("use_rslora", "lora_use_rslora", "peft_use_rslora")] = False
     """Scale by alpha / √rank instead (rsLoRA, arXiv 2312.03732)."""
     targets: Annotated[

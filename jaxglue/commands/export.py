@@ -59,7 +59,14 @@ def _write(config: ExportConfig, output: Path) -> None:
     elif config.adapter is not None:
         echo(_merge(config, config.adapter, output))
     else:
-        quantize_folder(config.base_folder(), output, config.quantize, config.max_shard_bytes, progress=DataProgress())
+        echo(_quantize(config, output))
+
+
+def _quantize(config: ExportConfig, output: Path) -> str:
+    """Write the quantized folder; describe its comparison with the base."""
+    base, most = config.base_folder(), config.max_shard_bytes
+    check, distance = quantize_folder(base, output, config.quantize, most, progress=DataProgress())
+    return f"{check}; its KL to {base} is {distance:.1e}"
 
 
 def _merge(config: ExportConfig, adapter: Path, output: Path) -> str:

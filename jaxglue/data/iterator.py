@@ -1,8 +1,8 @@
 """Prefetching iterators of training and evaluation batches, with a checkpointable state."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -27,8 +27,10 @@ class Step:
     """This process's rows of every micro-batch."""
     tokens: int
     """Tokens in the rows of all processes, excluding padding."""
-    targets: int
-    """Target tokens in the rows of all processes."""
+    targets: float
+    """Target tokens in the rows of all processes, or another number by which the objective divides losses."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further values of the step to log, such as rewards."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -32,7 +33,8 @@ class PreparedData:
 
     train: TokenDataset
     eval: TokenDataset | None
-    report: DataReport
+    report: Any
+    """A `DataReport`, or another text."""
     eval_sources: tuple[str, ...] = ()
     """Names of the held-out documents' sources."""
     stream: TokenStream | None = None

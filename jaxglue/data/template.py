@@ -34,9 +34,17 @@ _AGREEMENTS = 4
 """Conversations of a shape whose spans are derived, at two renderings a turn, before tokens alone tell them."""
 _NEVER = -(10**9)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_PERCENT = "\U000f0001"
 _TODAY = date(2024, 7, 26)
 """Date given to templates that print today's (Llama 3.1's default), so that data do not change overnight."""
-_DATE = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<format>.*?)(?P=quote)\s*\)""")
+_CLOCK = "strftime_now"
+"""Function of templates that formats the time; transformers passes them no other function."""
+_CODES = ("%%", *(f"%{flag}{code}" for flag in ("-", "") for code in "aAwdbBmyYHIMSfzZjUWcxXpGuVDFTR"))
+_FORMATTED = "".join(f".replace({code!r}, {_TODAY.strftime(code).replace('%', _PERCENT)!r})" for code in _CODES)
+_FIXED_CLOCK = (
+    f"{{% macro {_CLOCK}(format) %}}{{{{ format{_FORMATTED}.replace({_PERCENT!r}, '%') }}}}{{% endmacro %}}\n"
+)
+"""Line to precede a template; blocks take the line's end with them."""
 Message = dict[str, Any]
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _FIRST_ROWS = 64
@@ -157,11 +165,11 @@ class ChatTemplate:
         return text, self._find_spans(messages, tools, text)
 
     def _source(self, tools: Tools) -> str:
-        """Return the template with the fixed date substituted for today's."""
+        """Return the template with a clock that stands still; some tokenizers have another one for tools."""
         with_tools = tools is not None
         if with_tools not in self._sources:
             source = self._tokenizer.get_chat_template(tools=tools)
-            self._sources[with_tools] = _DATE.sub(lambda call: repr(_TODAY.strftime(call["format"])), source)
+            self._sources[with_tools] = _FIXED_CLOCK * (_CLOCK in source) + source
         return self._sources[with_tools]
 
     def _render(self, messages: Messages, tools: Tools, **options: Any) -> tuple[str, list[Span]]:

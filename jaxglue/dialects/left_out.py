@@ -48,7 +48,7 @@ _REASONS = {
         *("dataset_shuffle", "shuffle_dataset", "shuffle_merged_datasets", "shuffle_before_merging_datasets"),
         "data_seed",
     ),
-    "--seq-len bounds prompt and answer together": ("max_prompt_length", "max_completion_length", "truncation_mode"),
+    "--seq-len bounds prompt and answer together": ("max_prompt_length", "truncation_mode"),
     "--on-spike skip leaves out steps whose loss is a spike": ("loss_watchdog_threshold", "loss_watchdog_patience"),
     "metrics.jsonl is always written; --log-to names trackers, their own variables (WANDB_PROJECT) the rest": (
         *("logging_dir", "plot_loss", "run_name", "logging_first_step", "use_tensorboard"),

@@ -14,9 +14,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxglue.models.context import PackedContext, RouterLosses
+from jaxglue.models.context import LayerContext, PackedContext, RouterLosses
 from jaxglue.models.family import NormNames
-from jaxglue.models.layers import Attention, DecoderLayer, GatedMLP
+from jaxglue.models.layers import Attention, DecoderLayer, FusedMLP, GatedMLP
 from jaxglue.models.parameters import Params, merge_module
 from jaxglue.ops import names
 from jaxglue.ops.backend import BackendChoice, Capability, Operation, compute_capability, form
@@ -48,8 +48,8 @@ def explain_forms(
         context, capability = replace(context, dropout_key=jax.random.key(0)), compute_capability()
         found["layers"] = LAYER_FORM.choose(capability, layer, x, context)
         found["projections"] = PROJECTION.choose(capability, layer.mixer.inputs, context, False)
-        if isinstance(layer.mlp, GatedMLP):
-            found["feed-forward"] = GATED_MLP.choose(capability, layer.mlp.parts, context, layer.mlp.activation)
+        if isinstance(layer.mlp, GatedMLP | FusedMLP) and (parts := layer.mlp.parts) is not None:
+            found["feed-forward"] = GATED_MLP.choose(capability, parts, context, layer.mlp.activation)
 
     jax.eval_shape(look, trainable, frozen, x, context)
     if found["layers"].name == "reference":
@@ -57,13 +57,17 @@ def explain_forms(
     return found
 
 
-def _check_tiles(_capability: Capability | None, _layer: DecoderLayer, _x: Array, context: PackedContext) -> None:
+def _check_tiles(_capability: Capability | None, layer: DecoderLayer, _x: Array, context: PackedContext) -> None:
     if context.tile is None:
         raise NotImplementedError("rows pass whole (--tile)")
+    if not layer.in_stages:
+        raise NotImplementedError("layers share keys and values, or have embeddings of their own")
 
 
-def _by_tiles(layer: DecoderLayer, x: Float[Array, "B T D"], context: PackedContext) -> Float[Array, "B T D"]:
-    """Apply the layer with only attention on whole rows."""
+def by_tiles(
+    layer: DecoderLayer, x: Float[Array, "B T D"], context: PackedContext, rows: LayerContext | None = None
+) -> Float[Array, "B T D"]:
+    """Apply the layer with only attention on whole rows, in the context `rows` if it is another."""
 
     def before(context, x):
         return layer.before_attention(x, context)
@@ -76,7 +80,7 @@ def _by_tiles(layer: DecoderLayer, x: Float[Array, "B T D"], context: PackedCont
         return map_tiles(after, context, x, known)
     values, gate = map_tiles(before, context, x)
     values = tuple(map(checkpoint_name, values, layer.mixer.value_names))
-    attended = layer.mixer.attend(values, context) if known is None else known
+    attended = layer.mixer.attend(values, rows or context) if known is None else known
     # In the shape of q XLA would make the gradients' zeros for both loops at once, and hold them from the first on.
     return map_tiles(after, context, x, attended.reshape(*x.shape[:2], -1), *(() if gate is None else (gate,)))
 
@@ -121,7 +125,7 @@ def _projections(layer: DecoderLayer) -> list[Projection]:
 LAYER_FORM = Operation(
     name="layer",
     backends={
-        "tiles": form(_check_tiles, _by_tiles, "temporary values are a tile's"),
+        "tiles": form(_check_tiles, by_tiles, "temporary values are a tile's"),
         "small": form(_check_small, _as_small, SMALL_LAYER.backends["triton"].advantage),
     },
 )

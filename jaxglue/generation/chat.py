@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.progress import DataProgress
 from jaxglue.generation.config import AssistantConfig, GenerateConfig, SamplingConfig
-from jaxglue.generation.engine import Engine
+from jaxglue.generation.engine import STEPS, Engine
+from jaxglue.generation.pages import free_bytes
 from jaxglue.generation.prompts import encode_messages, encode_rows, prompt_of, read_prompts, system_message
 from jaxglue.generation.scheduler import Request
 from jaxglue.hf.adapter import is_reward_adapter, warn_of_adapter_inside
@@ -48,18 +49,20 @@ class Assistant:
         self.config = model.config
         self._stops = stop_tokens(self.tokenizer, folder, config.adapter)
         self.graphdefs, self.adapter, self.frozen = split_model(model, nnx.LoRAParam)
-        self._engine = Engine(self.graphdefs, self.config, dtype=self.dtype)
+        self._engine = Engine(self.graphdefs, self.config, dtype=self.dtype, kv_cache=config.kv_cache)
+        self._memory = None if config.memory_limit is None else free_bytes(config.memory_limit * 2**30)
 
     def answer(self, tokens: list[int], sampling: SamplingConfig, index: int = 0) -> Iterator[str]:
         """Yield the answer to an encoded prompt in pieces; `index` and errors as of `Engine.stream`."""
-        new = self._engine.stream(self.adapter, self.frozen, tokens, sampling, self._stops, index=index)
-        return stream_text(self.tokenizer, new)
+        new = self._engine.stream(
+            self.adapter, self.frozen, tokens, sampling, self._stops, index=index, memory=self._memory
+        )
+        return before(stream_text(self.tokenizer, new), sampling.stop)
 
     def answers(
         self,
         requests: Sequence[Request],
         *,
-        until: Sequence[Sequence[str]] | None = None,
         batch_size: int | None = None,
         say: Callable[[str], None] | None = None,
     ) -> Iterator[str]:
@@ -67,7 +70,6 @@ class Assistant:
 
         Args:
             requests: encoded prompts with their sampling, for one answer each.
-            until: for each request the texts before the first of which its answer ends.
             batch_size: the most requests at a time; by default as many as memory holds.
             say: receives a line about batch and cache before the first answer.
 
@@ -76,20 +78,38 @@ class Assistant:
         """
         if not requests:
             return
-        plan = self._engine.plan(requests, slots=batch_size)
+        plan = self._engine.plan(requests, slots=batch_size, memory=self._memory)
         if say:
             say(f"{len(requests)} prompts, {plan}")
-        ends = until or [()] * len(requests)
+        ends = [request.sampling.stop for request in requests]
 
         def ended(number: int, _: int, tokens: list[int]) -> bool:
-            text = decode(self.tokenizer, tokens) if ends[number] else ""
+            recent = STEPS + max(map(len, ends[number]), default=0)  # a token may be less than a character
+            text = decode(self.tokenizer, tokens[-2 * recent :]) if ends[number] else ""
             return any(end in text for end in ends[number])
 
         weights = self.adapter, self.frozen
-        found = self._engine.generate(*weights, requests, self._stops, plan=plan, until=ended)
+        found = self._engine.generate(*weights, requests, self._stops, plan=plan, until=ended if any(ends) else None)
         numbered = ((completion.number, without(completion.tokens, self._stops)) for completion in found)
         for text, own in zip(in_order(self.tokenizer, numbered), ends, strict=True):
-            yield text[: min((text.find(end) for end in own if end in text), default=None)]
+            yield "".join(before([text], own))
+
+
+def before(pieces: Iterable[str], ends: Sequence[str]) -> Iterator[str]:
+    """Yield a text in pieces up to the first of `ends`; what may begin one of these waits for the next piece."""
+    held = ""
+    for piece in pieces:
+        held += piece
+        if found := [held.find(end) for end in ends if end in held]:
+            if min(found):
+                yield held[: min(found)]
+            return
+        kept = max((n for end in ends for n in range(1, len(end)) if held.endswith(end[:n])), default=0)
+        if len(held) > kept:
+            yield held[: len(held) - kept]
+            held = held[len(held) - kept :]
+    if held:
+        yield held
 
 
 def without(tokens: Iterable[int], stops: Collection[int]) -> list[int]:

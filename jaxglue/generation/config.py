@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from jaxglue.config import Alias, Config, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
 from jaxglue.hf.hub import model_path
-from jaxglue.ops.choices import Matmul, Quantize, Storage, choose_storage
+from jaxglue.ops.choices import KVCache, Matmul, Quantize, Storage, choose_storage
 
 STDIN = Path("-")
 """Names standard input as a file of prompts, and standard output as a file of answers."""
@@ -33,6 +33,8 @@ class SamplingConfig(Config):
     """Subtracted from the logits of tokens in the answer."""
     frequency_penalty: float = 0.0
     """Subtracted from the logits of tokens in the answer, as often as these are in it."""
+    stop: tuple[str, ...] = ()
+    """Text before which an answer ends; repeatable."""
     seed: int = 0
     """Seed of the sampling."""
 
@@ -71,6 +73,10 @@ class AssistantConfig(Config):
     """Hold the decoder layers' linear layers in NF4 or int8, as in training with this flag."""
     matmul: Matmul = "bf16"
     """Multiply the decoder layers' linear layers in FP8, as in training with this flag."""
+    kv_cache: Annotated[KVCache, Alias("kv_cache_dtype")] = "auto"
+    """Format of the cache of keys and values; fp8 takes half the memory, with a scale for each token and head."""
+    memory_limit: PositiveFloat | None = None
+    """GPU memory for weights, cache and activations, GiB; by default all of JAX's share."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
     def validate(self) -> None:
@@ -149,7 +155,7 @@ class ScoreConfig(AssistantConfig):
         """Refuse sampling."""
         super().validate()
         if self.sampling != SamplingConfig():
-            raise ValueError("nothing is sampled: leave out --max-tokens, --temperature, --top-p, --seed")
+            raise ValueError("nothing is sampled: leave out --max-tokens, --temperature and other such flags")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +184,7 @@ class EvaluateConfig(AssistantConfig):
             raise ValueError("no task: name some with --tasks")
         if self.sampling != SamplingConfig():
             raise ValueError(
-                "tasks set how answers are sampled: leave out --max-tokens, --temperature, --top-p, --seed"
+                "tasks set how answers are sampled: leave out --max-tokens, --temperature and other such flags"
             )
         if self.system is not None and not self.chat_template:
             raise ValueError("--system needs the chat template: add --chat-template")

@@ -71,10 +71,10 @@ class HarnessModel:
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return the answer to each prompt, up to the first of its stop texts."""
         prompts, options = [request.args[0] for request in requests], [request.args[1] for request in requests]
-        samplings, until = zip(*map(_sampling, options), strict=True) if options else ((), ())
+        samplings = list(map(_sampling, options))
         rooms = [max(self._scorer.limit - sampling.max_tokens, 1) for sampling in samplings]
         tokens = [self.tok_encode(prompt)[-room:] for prompt, room in zip(prompts, rooms, strict=True)]
-        return list(self._assistant.answers(list(map(Request, tokens, samplings, count())), until=until))
+        return list(self._assistant.answers(list(map(Request, tokens, samplings, count()))))
 
 
 def harness_model(assistant: Assistant) -> Any:
@@ -103,13 +103,13 @@ def run_tasks(config: EvaluateConfig) -> dict[str, Any]:
     return simple_evaluate(model, tasks=list(config.tasks), task_manager=manager, **options, **chat, log_samples=False)
 
 
-def _sampling(options: dict[str, Any]) -> tuple[SamplingConfig, list[str]]:
-    """Return a task's sampling and its stop texts."""
+def _sampling(options: dict[str, Any]) -> SamplingConfig:
+    """Return a task's sampling with its stop texts."""
     options = {name: value for name, value in options.items() if value is not None}
     until = options.get("until", [])
-    sampling = SamplingConfig(
+    return SamplingConfig(
         max_tokens=int(options.get("max_gen_toks", options.get("max_new_tokens", _NEW_TOKENS))),
         temperature=float(options.get("temperature", 0.0)) if options.get("do_sample") else 0.0,
         top_p=float(options.get("top_p", 1.0)),
+        stop=tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop),
     )
-    return sampling, [stop for stop in ([until] if isinstance(until, str) else until) if stop]

@@ -4,6 +4,7 @@ Layers that see all tokens share one numbering of pages, which sequences take as
 its full pages together. Layers with a window have a ring of pages for each slot, where new tokens replace old ones.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ import numpy as np
 import psutil
 from jaxtyping import Array, Int
 
-from jaxglue.models.config import DecoderConfig
+from jaxglue.models.config import DecoderConfig, LayerKind
 from jaxglue.ops.paged_attention import KVPages, make_pages
 
 PAGE = 64
@@ -59,19 +60,19 @@ def plan_cache(
     config: DecoderConfig,
     dtype,
     *,
+    cache_dtype=None,
     batch_size: int | None = None,
     free: float | None = None,
-    prefill: int = PREFILL_TOKENS,
 ) -> CachePlan:
     """Plan the cache for answers.
 
     Args:
         lengths: tokens of each answer's prompt, and of prompt and answer together at most; at least one.
         config: the model's shape.
-        dtype: of the cache.
+        dtype: of activations.
+        cache_dtype: of keys and values; by default that of activations.
         batch_size: the most sequences at once; by default as many as memory holds, up to `MOST_SLOTS`.
         free: bytes for cache and activations; by default the device's.
-        prefill: prompt tokens that share a forward pass.
 
     Raises:
         ValueError: linear attention, or too little memory for the longest sequence.
@@ -84,8 +85,10 @@ def plan_cache(
     prompts, ends = np.array(lengths).T
     longest, table = int(ends.max()), _bucket(pages_of(int(ends.max())))
     free = free_bytes() if free is None else free
-    spare = _SHARE * free - activation_bytes(config, dtype, int(max(prompts.max(), min(prefill, prompts.sum()))))
-    page, rings = _page_bytes(config, dtype, CachePlan(slots=1, pages=1, table=table, bytes=0))
+    cache_dtype = dtype if cache_dtype is None else cache_dtype
+    row = int(max(prompts.max(), min(PREFILL_TOKENS, prompts.sum())))
+    spare = _SHARE * free - activation_bytes(config, dtype, row)
+    page, rings = _page_bytes(config, cache_dtype, CachePlan(slots=1, pages=1, table=table, bytes=0))
     slot = rings + _LOGITS * 4 * config.vocab_size
     expected = -(-((prompts + ends) / 2).mean() // PAGE) * page  # many answers end early; the last to come waits
     most = min(len(lengths), batch_size or MOST_SLOTS)
@@ -106,9 +109,9 @@ def plan_cache(
 
 def _page_bytes(config: DecoderConfig, dtype, plan: CachePlan) -> tuple[int, int]:
     """Return the bytes of a page of all layers that see all tokens, and of a slot's rings in the others."""
-    windows = [kind.window for kind in config.layer_kinds]
-    page = PAGE * token_bytes(config, dtype) // len(windows)
-    return windows.count(None) * page, sum(plan.ring(window) for window in windows if window is not None) * page
+    pages = [(kind.window, PAGE * _layer_token_bytes(kind, dtype)) for kind in config.layer_kinds]
+    rings = sum(plan.ring(window) * page for window, page in pages if window is not None)
+    return sum(page for window, page in pages if window is None), rings
 
 
 def _bucket(pages: int) -> int:
@@ -123,26 +126,36 @@ def pages_of(length: int) -> int:
 
 
 def token_bytes(config: DecoderConfig, dtype) -> int:
-    """Return a token's bytes in the cache of all layers."""
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * jnp.dtype(dtype).itemsize
+    """Return a token's bytes in the cache of all layers, whose float8 values have scales."""
+    return sum(_layer_token_bytes(kind, dtype) for kind in config.layer_kinds)
+
+
+def _layer_token_bytes(kind: LayerKind, dtype) -> int:
+    dtype = jnp.dtype(dtype)
+    head = kind.head_dim * dtype.itemsize + (4 if dtype == jnp.float8_e4m3fn else 0)
+    return 2 * kind.shape.kv_heads * head
 
 
 def activation_bytes(config: DecoderConfig, dtype, tokens: int) -> float:
-    """Return an upper estimate of a prefill's activations, logits and expanded weights of a layer."""
-    D, heads = config.hidden_size, config.num_attention_heads + 2 * config.num_key_value_heads
-    moe = config.moe
-    hidden = config.intermediate_size if moe is None else moe.num_experts_per_tok * (moe.intermediate_size + D)
-    matrices = 3 * D * (config.intermediate_size if moe is None else moe.num_experts * moe.intermediate_size)
-    token = 6 * D + 2 * heads * config.head_dim + 3 * hidden
-    elements = tokens * token + 2 * matrices
+    """Return an upper estimate of a prefill's activations, and of expanded weights of a layer.
+
+    Rows above `PREFILL_TOKENS` pass in pieces, apart from attention.
+    """
+    D, shapes, moe = config.stream_width, config.shapes, config.moe
+    heads = max((config.num_attention_heads + 2 * shape.kv_heads) * shape.head_dim for shape in shapes)
+    F = max(shape.intermediate_size for shape in shapes)
+    hidden = F if moe is None else moe.num_experts_per_tok * (moe.intermediate_size + D)
+    matrices = 3 * D * (F if moe is None else moe.num_experts * moe.intermediate_size)
+    whole, piece = 6 * D + 2 * heads, 3 * hidden
+    elements = tokens * whole + min(tokens, PREFILL_TOKENS) * piece + 2 * matrices
     return _RESERVE * (jax.default_backend() != "cpu") + elements * jnp.dtype(dtype).itemsize
 
 
-def free_bytes() -> float:
-    """Return the free memory of the first device, on CPUs half of the host's."""
+def free_bytes(limit: float = math.inf) -> float:
+    """Return the free memory of the first device within a limit of its use; on CPUs, half of the host's."""
     if stats := jax.local_devices()[0].memory_stats():
-        return stats["bytes_limit"] - stats["bytes_in_use"]
-    return psutil.virtual_memory().available / 2
+        return min(limit, stats["bytes_limit"]) - stats["bytes_in_use"]
+    return min(limit, psutil.virtual_memory().available / 2)
 
 
 class PagePool:
@@ -183,5 +196,7 @@ def ring_table(slots: Int[Array, " S"], ring: int, table: int) -> Int[Array, "S 
 
 def make_caches(plan: CachePlan, config: DecoderConfig, dtype, device=None) -> list[KVPages]:
     """Return the empty caches of all layers, on a device or sharding; page 0 belongs to no sequence."""
-    shape = config.num_key_value_heads, PAGE, config.head_dim
-    return [make_pages(plan.pages_in(kind.window), *shape, dtype, device) for kind in config.layer_kinds]
+    return [
+        make_pages(plan.pages_in(kind.window), kind.shape.kv_heads, PAGE, kind.head_dim, dtype, device)
+        for kind in config.layer_kinds
+    ]

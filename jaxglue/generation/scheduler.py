@@ -188,7 +188,6 @@ class Scheduler:
                 if last.windows:
                     return False
                 self._leave(last)
-                last.reach = last.length
                 self._waiting.appendleft(last)
             if answer.slot is not None:
                 answer.pages += self._pool.take(lack)

@@ -39,6 +39,7 @@ from jaxglue.hf.hub import base_reference, is_hub_id, model_path
 from jaxglue.hf.identity import Identity, changed_settings, difference
 from jaxglue.hf.tensor_files import TensorFiles, write_file
 from jaxglue.json_file import parse_json, read_json
+from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora import is_target
 from jaxglue.models.lora_config import ALL_LINEAR, LoraConfig, VocabularyModule
 from jaxglue.models.vocabulary import ROWS
@@ -90,6 +91,24 @@ class Adapter:
     def scores(self) -> bool:
         """Tell whether it makes its base a reward model."""
         return SCORE in self.tensors
+
+    def adapted(self, base: DecoderConfig) -> DecoderConfig:
+        """Return the architecture of a base with this adapter, which may untie embedding and output projection."""
+        return base.untied if base.tie_word_embeddings and self._unties else base
+
+    @property
+    def _unties(self) -> bool:
+        """Tell whether PEFT would have the tied matrices of a base apart.
+
+        A module that it saves is a copy of its own, unless it is told to tie the copies.
+        """
+        embedding, head = (self.tensors.get(f"{path}.weight") for path in PATHS.values())
+        if self.peft.get("ensure_weight_tying"):
+            return False
+        if embedding is None or head is None:
+            # A matrix that was only resized is saved without being named.
+            return head is not None or (embedding is not None and "embed_tokens" in saved_modules(self.peft))
+        return not np.array_equal(embedding, head)
 
     @property
     def linears(self) -> "Adapter":
@@ -362,20 +381,12 @@ def fit_tied(adapter: Adapter) -> Adapter:
         ValueError: the output projection differs from the embedding.
     """
     tensors = dict(adapter.tensors)
-    ties = adapter.peft.get("ensure_weight_tying") or f"{PATHS['lm_head']}.weight" in tensors
-    if "embed_tokens" in saved_modules(adapter.peft) and not ties:
-        raise ValueError(
-            f"{adapter.folder} trains the embedding apart from the output projection to which its base ties it "
-            "(modules_to_save without ensure_weight_tying), which is not supported. Train it again with "
-            "ensure_weight_tying, or use a copy of the base with an lm_head.weight of its own and "
-            "tie_word_embeddings false in config.json"
-        )
     for last in ("weight", ROWS):
         embedding, head = (tensors.get(f"{path}.{last}") for path in PATHS.values())
         if head is not None and (embedding is None or not np.array_equal(embedding, head)):
             raise ValueError(
-                f"{adapter.folder} trains lm_head apart from the embedding to which its base ties it, which is not "
-                "supported: set ensure_weight_tying in PEFT's configuration and train again"
+                f"{adapter.folder} trains rows of lm_head apart from the embedding to which its base ties it, which is "
+                "not supported: train the same rows of embed_tokens, or whole matrices (modules_to_save)"
             )
         tensors.pop(f"{PATHS['lm_head']}.{last}", None)
     modules = tuple(module for module in adapter.config.modules_to_save if module != "lm_head")
@@ -416,10 +427,11 @@ def _is_targeted(adapter: Adapter, path: str, *, experts: bool) -> bool:
     excluded = adapter.peft.get("exclude_modules")
     if excluded and _names(excluded, path):
         return False
-    named = adapter.peft.get("target_modules") or ()
-    targets = named or (() if adapter.peft.get("target_parameters") else adapter.config.targets)
-    ours, _ = to_text_name(path)
-    return targets == ALL_LINEAR or _names(targets, path if named else ours)
+    targets, compared = adapter.peft.get("target_modules"), path
+    if targets is None:  # PEFT's own names of the family's modules
+        targets, compared = adapter.config.targets, to_text_name(path)[0]
+        targets = () if adapter.peft.get("target_parameters") else targets
+    return targets == ALL_LINEAR or _names(targets, compared)
 
 
 def _names(targets: Any, path: str) -> bool:

@@ -74,7 +74,7 @@ def _target_modules(names: Iterable[str], config: LoraConfig, text_path: str) ->
     kinds = _kinds(names)
     if text_path == TEXT_PATH or not kinds:
         return kinds
-    return rf"{re.escape(text_path)}\.layers\.\d+\..*\.({'|'.join(kinds)})"
+    return rf"{re.escape(text_path)}\.layers\.\d+\.(.+\.)?({'|'.join(kinds)})"
 
 
 def _patterns(config: LoraConfig, text_path: str) -> dict[str, dict[str, float]]:
@@ -117,7 +117,7 @@ def config_to_peft(
         "inference_mode": True,
         "init_lora_weights": True,
         "lora_alpha": _short(config.alpha),
-        "lora_dropout": config.dropout,
+        "lora_dropout": config.dropout or 0.0,
         "peft_type": "LORA",
         "r": config.rank,
         **_vocabulary(config, names, tied=tied),
@@ -205,7 +205,8 @@ def config_from_peft(path: Path, raw: Mapping[str, Any], tensors: Iterable[str])
         adapted = [name for name in tensors if is_adapter(name)]
         modules, named = {name.rpartition(".")[0] for name in adapted}, raw.get("target_modules")
         paths = isinstance(named, str) or raw.get("exclude_modules") or any("." in name for name in named or ())
-        given = {name: raw[key] for name, key in _SETTINGS.items() if raw.get(key) is not None}
+        given: dict[str, Any] = {"dropout": 0.0}
+        given |= {name: raw[key] for name, key in _SETTINGS.items() if raw.get(key) is not None}
         return LoraConfig(
             rank=raw["r"],
             alpha=raw["lora_alpha"],

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -20,13 +21,14 @@ from jaxglue.hf.experts import Source, find_source
 from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder
 from jaxglue.hf.tensor_files import INDEX, SINGLE, TensorFiles, write_shards
 from jaxglue.json_file import read_json
-from jaxglue.models import families as _families  # noqa: F401 - their wrappers
+from jaxglue.models import config_from_hf
 from jaxglue.models.file_param import FileParam
 from jaxglue.models.wrapper import Wrapper, find_wrapper, ties, with_text
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.quant.formats import Quantized, is_unneeded
 
 HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_KEYS_VALUES = re.compile(r"(.+\.self_attn\.)[kv]_(proj|norm)\.(weight|bias)")
 _SHOWN = 5
 _READERS = min(8, os.cpu_count() or 1)
 """Tensors read concurrently."""
@@ -209,10 +211,20 @@ def find_tensors(
         ValueError: as `open_checkpoint`; or missing, extra or misshaped tensors.
     """
     files = open_checkpoint(folder)
+    if HEAD in wanted:
+        untie_files(folder, files)
     sources = {name: find_source(files, name, spec.shape) for name, spec in wanted.items()}
     shapes = {name: shape for source in sources.values() for name, shape in source.shapes.items()}
     _check_tensors(folder, files, shapes, complete=complete, ignored=ignored)
     return files, sources
+
+
+def untie_files(folder: str | Path, files: TensorFiles) -> None:
+    """Have the embedding of a folder that ties them found as its output projection too."""
+    if (Path(folder) / "config.json").is_file() and config_from_hf(read_config(folder)).tie_word_embeddings:
+        if HEAD in files.tensors:
+            _check_tied(files)
+        files.tensors[HEAD] = files.tensors[_EMBEDDING]
 
 
 def _cast(array: Any, dtype: Any) -> Any:
@@ -273,7 +285,13 @@ def _check_tensors(
 
 
 def _ignored(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Return whether a tensor is a legacy rotary buffer, a cache's scale or a tied embedding's copy (`_check_tied`)."""
+    """Return whether a tensor is not needed.
+
+    It is a legacy rotary buffer, a cache's scale, a tied embedding's copy (`_check_tied`), or of keys and values that
+    the layer takes from another one.
+    """
+    if (unread := _KEYS_VALUES.fullmatch(name)) and f"{unread[1]}k_proj.weight" not in shapes:
+        return f"{unread[1]}q_proj.weight" in shapes
     return name.endswith(".rotary_emb.inv_freq") or is_unneeded(name) or (name == HEAD and _EMBEDDING in shapes)
 
 

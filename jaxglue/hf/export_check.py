@@ -1,6 +1,6 @@
 """Proof of an export: files, read back layer by layer, must predict as the model that they were written from."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from jaxglue.atomic import atomic_file
 from jaxglue.hf.adapter import Adapter, vocabulary_matrix
 from jaxglue.hf.adapter_tensors import PATHS
 from jaxglue.hf.checkpoint import load_tensors, read_config
+from jaxglue.hf.experts import expert_parts
 from jaxglue.hf.files import write_json
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
@@ -24,7 +25,8 @@ from jaxglue.models.lora import add_lora
 from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params, get_part, hf_name, merge_module
 from jaxglue.models.vocabulary import output_matrix
 from jaxglue.ops.projection import project
-from jaxglue.ops.quant.formats import FORMATS, is_quantized
+from jaxglue.ops.quant import dequantize
+from jaxglue.ops.quant.formats import FORMATS, WeightFormat, is_quantized
 from jaxglue.ops.segments import PackedSegments, pack_segments
 from jaxglue.regular_file import open_regular
 
@@ -193,10 +195,10 @@ def _trained_vocabulary(adapter: Adapter, path: str, values: Mapping[str, Any]) 
 
 def predict(config: DecoderConfig, parts: Parts, rows: Rows, dtype) -> Float[Array, "B T V"]:
     """Compute float32 logits, one layer's parameters at a time, with activations in `dtype`."""
-    context = packed_context(config, rows.segments)
-    x = embed_rows(parts, rows, dtype)
-    for index in range(config.num_hidden_layers):
-        x = _layer(*parts(index), x, context)
+    context, x = packed_context(config, rows.segments), embed_rows(parts, rows, dtype)
+    own = _layer_inputs(*parts("embed_tokens"), rows.tokens, x) if config.per_layer else None
+    for index, layer_context in enumerate(context.each(own, config.num_hidden_layers)):
+        x = _layer(*parts(index), x, layer_context)
     x = _norm(*parts("norm"), x)
     head = "score" if config.scores else "embed_tokens" if config.tie_word_embeddings else "lm_head"
     return _project(*parts(head), x)
@@ -210,6 +212,11 @@ def embed_rows(parts: Parts, rows: Rows, dtype) -> Float[Array, "B T D"]:
 @partial(jax.jit, static_argnums=(0, 3))
 def _embed(graphdef, trees, tokens, dtype):
     return merge_module(graphdef, *trees)(tokens, dtype)
+
+
+@partial(jax.jit, static_argnums=0)
+def _layer_inputs(graphdef, trees, tokens, x):
+    return merge_module(graphdef, *trees).layer_inputs(tokens, x)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -289,3 +296,53 @@ def check_merge(
     check.require(merged)
     check.save(merged)
     return check
+
+
+def check_quantized(
+    base: str | Path, quantized: Path, made: WeightFormat, names: Collection[str]
+) -> tuple[ExportCheck, float]:
+    """Compare a quantized folder with its base, whose matrices are rounded in memory; write the result into the folder.
+
+    Args:
+        base: the model folder.
+        quantized: the folder to compare.
+        made: its format.
+        names: of the base's tensors that are in it.
+
+    Returns:
+        the comparison, and the KL between the base as it is and the folder, nats per token.
+
+    Raises:
+        ValueError: they differ by more than rounding explains.
+    """
+    before, after = (config_from_hf(read_config(folder)) for folder in (base, quantized))
+    rows, dtype = random_rows(after.vocab_size), jnp.dtype(jnp.float32)
+    plain = folder_parts(base, before, dtype=dtype)
+    origin = predict(before, _rounded_parts(plain, made, names), rows, dtype)
+    files = predict(after, folder_parts(quantized, after, dtype=dtype), rows, dtype)
+    limit = rounding_limit(origin, [jnp.bfloat16])  # to which experts are expanded
+    check = replace(compare(origin, files, rows, limit), storage=made.name)
+    check.require(quantized)
+    check.save(quantized)
+    return check, compare(predict(before, plain, rows, dtype), files, rows, 0.0).kl
+
+
+def _rounded_parts(parts: Parts, made: WeightFormat, names: Collection[str]) -> Parts:
+    """Return parts whose named matrices, also of single experts, have the values that a format holds."""
+
+    def rounded(matrix: Array) -> Array:
+        return dequantize(made.quantize(matrix), matrix.dtype)
+
+    def part(key: ParamKey) -> Part:
+        def value(path: Any, leaf: Any) -> Any:
+            name = hf_name(f"layers.{key}.{jax.tree_util.keystr(path, simple=True, separator='.')}")
+            if name in names:
+                return rounded(leaf.mT).mT if made.parts else rounded(leaf)
+            for tensor, index in expert_parts(name, leaf.shape).items():
+                leaf = leaf.at[index].set(rounded(leaf[index])) if tensor in names else leaf
+            return leaf
+
+        graphdef, (tree,) = parts(key)
+        return graphdef, (jax.tree_util.tree_map_with_path(value, tree) if isinstance(key, int) else tree,)
+
+    return part

@@ -22,7 +22,7 @@ from jaxglue.models.decoder import CausalLM
 from jaxglue.models.family import find_family
 from jaxglue.models.lora import add_lora, base_shapes
 from jaxglue.models.parameters import abstract_parameters, hf_name, quantized_names, set_parameters
-from jaxglue.models.vocabulary import vocabulary_modules
+from jaxglue.models.vocabulary import untie, vocabulary_modules
 from jaxglue.ops.choices import Storage
 from jaxglue.ops.quant.formats import FORMATS, Quantized, format_of
 from jaxglue.sharding.mesh import put_on_mesh
@@ -44,6 +44,7 @@ def load_model(
     scores: bool = False,
     seed: int = 0,
     mapped: Callable[[str], bool] = lambda name: False,
+    untied: bool = False,
     progress: DataProgress | None = None,
 ) -> CausalLM:
     """Load a model from a local Hugging Face folder, streaming weights to their devices in `dtype`.
@@ -60,6 +61,7 @@ def load_model(
         scores: load a reward model; a folder without a score gets a random one.
         seed: of that.
         mapped: whether the named parameter stays in the folder's files, to be read for each use (`FileParam`).
+        untied: also give a tied folder's embedding to an output projection of its own.
         progress: shows the bytes read; by default nothing does.
 
     Raises:
@@ -71,6 +73,8 @@ def load_model(
         config = config.expanded
     if scores:
         config = config.scored
+    if untied:
+        config = config.untied
 
     def load(specs: dict[str, jax.ShapeDtypeStruct], put: Put) -> dict[str, Any]:
         others = {name: specs[name].update(dtype=other) for name, other in (dtypes or {}).items() if name in specs}
@@ -223,8 +227,10 @@ def add_adapter(model: CausalLM, folder: str | Path, base: Identity | None = Non
     Raises:
         ValueError: not an adapter folder, or an adapter that does not fit (`check_adapter`).
     """
-    identity = base or {"model_type": model.config.model_type}
-    adapter = check_adapter(load_adapter(folder), base_shapes(model), identity, name)
+    identity, adapter = base or {"model_type": model.config.model_type}, load_adapter(folder)
+    if adapter.adapted(model.config) != model.config:
+        untie(model)
+    adapter = check_adapter(adapter, base_shapes(model), identity, name)
     if adapter.scores and not model.config.scores:
         raise ValueError(f"{folder} is the adapter of a reward model, which scores texts and writes none")
     add_lora(model, adapter.linears.config, rngs=nnx.Rngs(0))

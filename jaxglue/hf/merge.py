@@ -13,7 +13,7 @@ import numpy as np
 from jaxglue.data.progress import DataProgress
 from jaxglue.hf.adapter import Adapter, check_adapter, load_adapter, vocabulary_matrix, warn_of_adapter_inside
 from jaxglue.hf.adapter_tensors import MAGNITUDE, PATHS, SCORE
-from jaxglue.hf.checkpoint import HEAD, open_checkpoint, read_config, stored_form
+from jaxglue.hf.checkpoint import HEAD, open_checkpoint, read_config, stored_form, untie_files
 from jaxglue.hf.experts import expert_parts, find_source, part_shape, read_expanded
 from jaxglue.hf.export import copy_texts, describe_reward_model, expert_matrices, quantized_tensors
 from jaxglue.hf.export_check import ROWS_FILE, ExportCheck, check_merge, load_rows
@@ -125,6 +125,9 @@ class MergedTensors:
         own = config_from_hf(read_config(base))
         loaded = None if folder is None else load_adapter(folder)
         own = own.scored if loaded and loaded.scores else own
+        own = loaded.adapted(own) if loaded else own
+        if not own.tie_word_embeddings and not own.scores:
+            untie_files(base, files)
         how: Storage = storage or (loaded.storage if loaded and own.quantize == "none" else own.quantize)
         if how == own.quantize != "none":
             require_stored(base, own)
@@ -198,9 +201,13 @@ class MergedTensors:
 
 def _describe(merge: "MergedTensors", adapter: Adapter, base: Path, output: Path) -> None:
     """Enter tokenizer, chat template, stop tokens and number of tokens of an adapter into a merged folder."""
-    raw = read_config(output)
+    raw = copied = read_config(output)
     if adapter.vocab_size > text_config(raw)["vocab_size"]:
-        write_json(output / "config.json", with_text(raw, vocab_size=adapter.vocab_size))
+        raw = with_text(raw, vocab_size=adapter.vocab_size)
+    if config_from_hf(raw).tie_word_embeddings and not merge.config.tie_word_embeddings and not adapter.scores:
+        raw = with_text(raw, tie_word_embeddings=False) | {"tie_word_embeddings": False}
+    if raw != copied:
+        write_json(output / "config.json", raw)
     own = has_tokenizer(adapter.folder)
     if adapter.trains_vocabulary and not own:
         _log.warning("%s has no tokenizer.json: the merged folder has the base's tokenizer", adapter.folder)

@@ -76,6 +76,11 @@ class Objective:
         return self.default_beta if self.config.beta is None else self.config.beta
 
     @property
+    def forks(self) -> bool:
+        """Tell whether segments of its batches have several continuations of one beginning."""
+        return self.answers is not None or self.needs_rollouts
+
+    @property
     def temperature(self) -> float:
         """Return the divisor of the logits of `TargetValues`, but for those of `cross_entropy`."""
         return 1.0

@@ -12,6 +12,8 @@ Quantize = Annotated[str, Choices(QUANTIZE)]
 """Storage of the decoder layers' linear layers, expanded for each product: the model's dtype, NF4, int8, …"""
 Matmul = Literal["bf16", "fp8"]
 """Products of the decoder layers' linear layers: in the activations' dtype, or in FP8."""
+KVCache = Literal["auto", "fp8"]
+"""Format of a cache of keys and values: the activations' dtype, or e4m3 with a scale for each token and head."""
 Storage = str
 """Name of a format of the decoder layers' linear layers in `ops.quant.formats.FORMATS`. `--quantize` names most; fp8 is
 multiplied as it is, a folder's fp8_stored expanded for each product, and fp8_trained, in the model's dtype, rounded for

@@ -99,7 +99,7 @@ def attention_shape(
         dtype, seq_len: of the rows.
         kind: of the rows.
         window: of the layer.
-        forked: segments have two continuations of one beginning.
+        forked: segments have several continuations of one beginning.
     """
     return AttentionShape(
         dtype=jnp.dtype(dtype),
@@ -119,7 +119,7 @@ def attention_backend(workload: Workload, gpu: Gpu, kind: BatchKind, window: int
     """Return the kernels of a layer; triton where auto has no kernels here."""
     if workload.attention != "auto":
         return workload.attention
-    forked = workload.objective.answers is not None
+    forked = workload.objective.forks
     shape = attention_shape(workload.config, workload.dtype, workload.seq_len, kind, window=window, forked=forked)
     name = ATTENTION.choose(gpu.capability, shape).name
     return name if name in ("cudnn", "hopper") else "triton"

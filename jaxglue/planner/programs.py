@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
-from jaxglue.data.batch import Answers, Batch
+from jaxglue.data.batch import Answers, Batch, Rollouts
 from jaxglue.engine.embed_head import EmbedHead
 from jaxglue.engine.layer import LayerFunctions, layer_function
 from jaxglue.engine.policy import PRESETS, RematPolicy
@@ -80,7 +80,11 @@ def abstract_batch(workload: Workload) -> Batch:
     objective, units = workload.objective, jax.ShapeDtypeStruct((shape[0], 1), jnp.float32)
     answers = None if objective.answers is None else _abstract_answers(ids, units)
     columns: Any = dict.fromkeys(objective.columns, weights if answers is None else units)
-    return Batch(tokens=ids, targets=ids, loss_weights=weights, segments=segments, answers=answers, columns=columns)
+    fields: dict[str, Any] = {"segments": segments, "answers": answers, "columns": columns}
+    if objective.needs_rollouts:
+        of_tokens: dict[str, Any] = dict.fromkeys(("sampler", "old", "reference"), weights)
+        fields["rollouts"] = Rollouts(owners=ids, **{"advantages": units, **of_tokens})
+    return Batch(tokens=ids, targets=ids, loss_weights=weights, **fields)
 
 
 def _abstract_answers(owners: Any, units: Any) -> Answers:
@@ -92,9 +96,12 @@ def _abstract_answers(owners: Any, units: Any) -> Answers:
 def abstract_input(workload: Workload) -> tuple[jax.ShapeDtypeStruct, PlannedContext]:
     """Return the shapes of a layer's input [B, T, D] and its context."""
     config, segments = workload.config, abstract_batch(workload).segments
-    x = jax.ShapeDtypeStruct((workload.batch_size, workload.seq_len, config.hidden_size), workload.dtype)
+    x = jax.ShapeDtypeStruct((workload.batch_size, workload.seq_len, config.stream_width), workload.dtype)
     rope = _rope_shapes(segments.positions.shape, config)
-    return x, PlannedContext(segments=segments, rope=rope, tile=workload.tile)
+    own: Any = None
+    if config.per_layer is not None:
+        own = jax.ShapeDtypeStruct((*x.shape[:2], config.per_layer.size), workload.dtype)
+    return x, PlannedContext(segments=segments, rope=rope, tile=workload.tile, layer_input=own)
 
 
 @lru_cache(maxsize=64)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, batched
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +10,10 @@ from jaxtyping import Bool, Float, Int
 
 from jaxglue.data.batch import Batch, Rollouts
 from jaxglue.data.packing import plan_packing
-from jaxglue.ops.segments import pack_forks, segment_bucket
+from jaxglue.ops.segments import BatchKind, pack_forks, pack_segments, segment_bucket
+
+_KNOWN = ("old", "reference")
+"""Log-probabilities of answers, where they are known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +27,18 @@ class Answer:
     counted: Bool[np.ndarray, " L"]
     """False for tokens that the model did not write, such as results of tools, and those left out of the loss."""
     advantage: float = 0.0
+    old: Float[np.ndarray, " L"] | None = None
+    """Of its tokens under the weights that wrote it, where these are not the present ones; of all answers or none."""
+    reference: Float[np.ndarray, " L"] | None = None
+    """Of its tokens under the reference, where an objective has one; of all answers or none."""
+
+
+class Packed(NamedTuple):
+    """A micro-batch, and where its answers come from."""
+
+    batch: Batch
+    numbers: list[list[int]]
+    """Numbers of each row's answers, in the order of their slots, among all answers of the groups in their order."""
 
 
 class Group(NamedTuple):
@@ -37,7 +53,9 @@ class Group(NamedTuple):
         return len(self.prompt) - 1 + sum(len(answer.tokens) for answer in self.answers)
 
 
-def pack_groups(groups: Sequence[Group], *, seq_len: int, batch_size: int, slots: int) -> tuple[Batch, ...]:
+def pack_groups(
+    groups: Sequence[Group], *, seq_len: int, batch_size: int, slots: int, shared: bool = True
+) -> list[Packed]:
     """Pack groups into micro-batches of one shape; a group longer than a row repeats its prompt in further ones.
 
     Args:
@@ -45,53 +63,79 @@ def pack_groups(groups: Sequence[Group], *, seq_len: int, batch_size: int, slots
         seq_len: T, tokens of a row.
         batch_size: B, rows of a micro-batch; empty rows complete the last.
         slots: the most answers of all groups; batches with equal slots share programs.
+        shared: a row holds a prompt once; else each answer has a copy.
 
     Raises:
         ValueError: a prompt and one of its answers are longer than a row.
     """
-    pieces = [piece for group in groups for piece in _pieces(group, seq_len)]
-    plan = plan_packing(np.array([piece.length for piece in pieces], np.int64), seq_len=seq_len)
+    firsts = accumulate((len(group.answers) for group in groups), initial=0)
+    pieces = [
+        piece for group, first in zip(groups, firsts, strict=False) for piece in _pieces(group, first, seq_len, shared)
+    ]
+    plan = plan_packing(np.array([group.length for group, _ in pieces], np.int64), seq_len=seq_len)
     rows = [[pieces[index] for index in plan.row(row)] for row in range(plan.rows)]
     rows += [[]] * (-len(rows) % batch_size)
-    starts = range(0, len(rows), batch_size)
-    return tuple(_batch(rows[start : start + batch_size], seq_len, segment_bucket(slots)) for start in starts)
+    return [_pack(part, seq_len, segment_bucket(slots), shared) for part in batched(rows, batch_size)]
 
 
-def _pieces(group: Group, seq_len: int) -> Iterator[Group]:
-    """Yield the group, or parts of it that fit a row."""
+def unpack(packed: Sequence[Packed], values: Sequence[Float[np.ndarray, "B T"]]) -> list[Float[np.ndarray, " L"]]:
+    """Return the values of each answer's tokens from those of the micro-batches, in the order of the answers."""
+    found: dict[int, np.ndarray] = {}
+    for (batch, numbers), own in zip(packed, values, strict=True):
+        assert batch.rollouts is not None
+        for owners, row, answers in zip(np.asarray(batch.rollouts.owners), np.asarray(own), numbers, strict=True):
+            found |= {number: row[owners == slot] for slot, number in enumerate(answers)}
+    return [found[number] for number in range(len(found))]
+
+
+def _pieces(group: Group, first: int, seq_len: int, shared: bool) -> Iterator[tuple[Group, range]]:
+    """Yield the group, or parts of it that fit a row, with the numbers of their answers from `first` on."""
     taken: list[Answer] = []
-    for answer in group.answers:
+    for number, answer in enumerate(group.answers, first):
         if Group(group.prompt, [answer]).length > seq_len:
             raise ValueError(
                 f"a prompt of {len(group.prompt):,} tokens and its answer of {len(answer.tokens):,} are longer than a "
                 f"row of {seq_len:,}: raise --seq-len, or lower --max-completion-length"
             )
-        if Group(group.prompt, [*taken, answer]).length > seq_len:
-            yield Group(group.prompt, taken)
+        if taken and (not shared or Group(group.prompt, [*taken, answer]).length > seq_len):
+            yield Group(group.prompt, taken), range(number - len(taken), number)
             taken = []
         taken.append(answer)
-    yield Group(group.prompt, taken)
+    last = first + len(group.answers)
+    yield Group(group.prompt, taken), range(last - len(taken), last)
 
 
-def _batch(rows: Sequence[Sequence[Group]], seq_len: int, slots: int) -> Batch:
-    forks = [[(len(g.prompt) - 1, *(len(answer.tokens) for answer in g.answers)) for g in row] for row in rows]
+def _pack(rows: Sequence[Sequence[tuple[Group, range]]], seq_len: int, slots: int, shared: bool) -> Packed:
+    forks = [[(len(g.prompt) - 1, *(len(answer.tokens) for answer in g.answers)) for g, _ in row] for row in rows]
+    known = [
+        name for name in _KNOWN if any(getattr(a, name) is not None for row in rows for g, _ in row for a in g.answers)
+    ]
     shape = len(rows), seq_len
     integers = {name: np.zeros(shape, np.int32) for name in ("tokens", "targets")}
     counted, sampler = np.zeros(shape, np.float32), np.full(shape, np.nan, np.float32)
+    others = {name: np.zeros(shape, np.float32) for name in known}
     owners, advantages = np.full(shape, slots, np.int32), np.zeros((len(rows), slots), np.float32)
     for b, row in enumerate(rows):
         begin = slot = 0
-        for prompt, answers in row:
-            shared = len(prompt) - 1
-            integers["tokens"][b, begin : begin + shared] = prompt[:-1]
-            begin += shared
+        for (prompt, answers), _ in row:
+            before = len(prompt) - 1
+            integers["tokens"][b, begin : begin + before] = prompt[:-1]
+            begin += before
             for answer in answers:
                 own = slice(begin, begin + len(answer.tokens))
                 integers["tokens"][b, own] = [prompt[-1], *answer.tokens[:-1]]
                 integers["targets"][b, own] = answer.tokens
                 counted[b, own], sampler[b, own] = answer.counted, answer.log_probs
+                for name, values in others.items():
+                    values[b, own] = getattr(answer, name)
                 owners[b, own], advantages[b, slot] = slot, answer.advantage
                 begin, slot = begin + len(answer.tokens), slot + 1
-    rollouts: dict[str, Any] = {"owners": owners, "advantages": advantages, "sampler": sampler}
+    rollouts: dict[str, Any] = {"owners": owners, "advantages": advantages, "sampler": sampler, **others}
     fields: dict[str, Any] = {**integers, "loss_weights": counted, "rollouts": Rollouts(**rollouts)}
-    return Batch(**fields, segments=pack_forks(forks, seq_len=seq_len, max_segments=slots))
+    if shared:
+        segments = pack_forks(forks, seq_len=seq_len, max_segments=slots)
+    else:
+        kind = BatchKind(long=False, slots=slots)
+        segments = pack_segments([list(map(sum, row)) for row in forks], seq_len=seq_len, kind=kind)
+    batch = Batch(**fields, segments=segments)
+    return Packed(batch, [[number for _, numbers in row for number in numbers] for row in rows])

@@ -143,8 +143,9 @@ def _eval_loss(folder: Path) -> float | None:
 
 def _read_run(config: TrainConfig) -> FinishedRun:
     folder = config.model.folder
-    base = read_architecture(config, folder)
-    vocabulary = read_vocabulary(folder, config.model.new_tokens, base, _start(config))
+    base, start = read_architecture(config, folder), _start(config)
+    base = start.adapted(base) if start else base
+    vocabulary = read_vocabulary(folder, config.model.new_tokens, base, start)
     adopt(vocabulary.tokenizer, config.data)
     stops = run_stops(config, vocabulary.tokenizer)
     return FinishedRun(config=config, base=base, vocabulary=vocabulary, stops=stops)

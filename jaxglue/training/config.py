@@ -1,6 +1,6 @@
 """Configuration of a training run: every field is a flag and a key of a recipe."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -25,6 +25,7 @@ from jaxglue.hf.hub import base_reference, is_hub_id, model_path
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.ops.choices import QUANTIZE, Attention, Matmul, MomentFormat, Quantize, Storage, choose_storage
+from jaxglue.rl.config import RolloutConfig
 from jaxglue.training.optimizer import OPTIMIZERS, OptimizerKind
 
 if TYPE_CHECKING:
@@ -364,6 +365,7 @@ class TrainConfig(Config):
     model: ModelConfig
     data: DataConfig
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    rollouts: RolloutConfig = field(default_factory=RolloutConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     run: RunConfig = field(default_factory=RunConfig)
@@ -382,10 +384,7 @@ class TrainConfig(Config):
         for flag, is_given in (("fp8-head", self.model.fp8_head), ("streaming", self.data.streaming)):
             if is_given and not self.objective.kind.supervised:
                 raise ValueError(f"--{flag} is for --objective sft, not {self.objective.objective}: leave it out")
-        if self.objective.kind.needs_rollouts:
-            raise ValueError(
-                f"--objective {self.objective.objective} is of answers that no run writes yet: use another"
-            )
+        self._check_rollouts()
         if not (self.data.eval_data or self.data.eval_fraction):
             for flag, given in (("--early-stopping", self.run.early_stopping), ("--keep", self.run.keep != "last")):
                 if given:
@@ -398,6 +397,41 @@ class TrainConfig(Config):
         for name in ("weights", "embeddings"):
             if self.run.sample_prompt and getattr(self.model, name) != "device":
                 raise ValueError(f"--sample-prompt needs --{name} device: each generated token reads them all")
+
+    def _check_rollouts(self) -> None:
+        """Refuse settings of rollouts without them, and what does not go with them."""
+        name = self.objective.objective
+        if not self.objective.kind.needs_rollouts:
+            given = [
+                field.name for field in fields(RolloutConfig) if getattr(self.rollouts, field.name) != field.default
+            ]
+            if given:
+                flag = given[0].replace("_", "-")
+                raise ValueError(f"--{flag} is for answers written in training, not --objective {name}: leave it out")
+            return
+        if not self.rollouts.reward:
+            raise ValueError(f"--objective {name} needs a --reward, such as rewards.py:exact_match, or exact")
+        refused = {
+            "eval-data": bool(self.data.eval_data),
+            "eval-fraction": bool(self.data.eval_fraction),
+            "gradient-accumulation-steps": self.run.gradient_accumulation_steps > 1,
+            "weights": self.model.weights != "device",
+            "embeddings": self.model.embeddings != "device",
+        }
+        reasons = {
+            "gradient-accumulation-steps": "a step has as many micro-batches as its answers fill",
+            "weights": "each token that is sampled reads them all",
+            "embeddings": "each token that is sampled reads them all",
+        }
+        for flag, is_given in refused.items():
+            if is_given:
+                reason = reasons.get(flag, "held-out prompts are not answered yet")
+                raise ValueError(f"--{flag} is not for --objective {name}: {reason}: leave it out")
+        if self.objective.beta and self.model.method == "full":
+            raise ValueError(
+                f"--beta {self.objective.beta:g} compares with the weights as training begins, of which --method full "
+                "would need a copy: use --method lora, or --beta 0"
+            )
 
     def _check_trainables(self) -> None:
         """Refuse a trained embedding in host memory, settings of adapters where all train, and DoRA on split rows."""

@@ -48,6 +48,8 @@ def fingerprint(run: Run) -> dict[str, Any]:
         groups["lora"] = config.lora
     if not config.objective.kind.supervised:
         groups["objective"] = config.objective
+    if config.objective.kind.needs_rollouts:
+        groups["rollouts"] = config.rollouts
     return {
         "weights": "random" if config.model.random_weights else weights_digest(config.model.folder),
         "data": run.data.fingerprint,
@@ -59,6 +61,7 @@ def fingerprint(run: Run) -> dict[str, Any]:
         "adapter": config.model.adapter and str(config.model.adapter),
         "lora": None,
         "objective": None,
+        "rollouts": None,
         "steps": run.total_steps,
         "batch": {
             "gradient_accumulation_steps": config.run.gradient_accumulation_steps,

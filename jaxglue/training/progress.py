@@ -14,6 +14,7 @@ from jaxglue.console import Console
 from jaxglue.engine.program_cache import COMPILED
 
 SHOWN = {
+    "reward": "reward",
     "rewards/accuracies": "accuracy",
     "rewards/margins": "margin",
     "kl": "KL",

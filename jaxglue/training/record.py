@@ -24,6 +24,7 @@ from jaxglue.training.trackers import Loggers
 _REPORTED = {"loss", "learning_rate", "grad_norm"}
 """Values of every step; others are an objective's metrics."""
 _REWARDS = (
+    *("reward", "reward_std"),
     *("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "kl"),
     *("mean_reward", "margin", "accuracy"),
 )

@@ -380,7 +380,8 @@ def _remedy(run: Run) -> str:
     failed = planner.plan(run.remat.policies, weights=run.remat.weights)
     limit = _LESS * min(failed.device_bytes, planner.gpu.memory) / GIB
     try:
-        plan = Planner(run.workload, planner.gpu.limited(limit)).choose(host_memory=host_memory(), weights=AUTO)
+        pinned = planner.gpu.host_memory(host_memory())
+        plan = Planner(run.workload, planner.gpu.limited(limit)).choose(host_memory=pinned, weights=AUTO)
     except DoesNotFit as error:
         return f"With {limit:.1f} GiB, {error}"
     return f"{plan} is predicted to need {plan.device_bytes / GIB:.1f} GiB; or lower --batch-size or --seq-len"

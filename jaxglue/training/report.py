@@ -19,12 +19,19 @@ from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.memory import resident_bytes
 from jaxglue.planner.workload import abstract_parts, parameter_counts
+from jaxglue.rl.loop import RolloutSteps
 from jaxglue.sharding.mesh import AUTO
 from jaxglue.sharding.plan import plan_sharding
 from jaxglue.sharding.rules import Layout
 from jaxglue.training.checks import refuse_shared_prompt
 from jaxglue.training.config import warmup_steps
-from jaxglue.training.explain import attention_choice, layer_forms, long_attention_choices, rotation_choice
+from jaxglue.training.explain import (
+    attention_choice,
+    layer_forms,
+    linear_attention_choice,
+    long_attention_choices,
+    rotation_choice,
+)
 from jaxglue.training.progress import format_duration
 from jaxglue.training.setup import Run
 from jaxglue.training.workload import row_text
@@ -125,16 +132,16 @@ def read_summary(values: Mapping[str, Any]) -> RunSummary:
 
 def plan_rows(run: Run) -> dict[str, object]:
     """Return the panel's rows, title → content."""
-    model, data = run.config.model, run.config.data
+    model, settings = run.config.model, run.config.run
     total, trained = parameter_counts(run.workload)
-    settings, rows = run.config.run, row_text(data.row_tokens, run.model)
     rotation = rotation_choice(run.workload)
     return {
         "model": f"{model.model} ({run.model.model_type}, {total:,} parameters)",
         "method": f"{model.method}, {trained:,} parameters train ({trained / total:.2%})",
         "objective": _objective(run),
         "data": run.data.report,
-        "batch": f"{settings.gradient_accumulation_steps} × {settings.batch_size} rows of {rows}",
+        **({"answers": run.batches.description} if isinstance(run.batches, RolloutSteps) else {}),
+        "batch": _batch(run),
         "optimizer": _optimizer(run),
         "steps": _steps(run),
         "dtype": f"{model.compute_dtype}{_stored(run)}{_HEAD * run.model.fp8_head}",
@@ -147,6 +154,13 @@ def plan_rows(run: Run) -> dict[str, object]:
         "memory": _memory(run),
         "output": settings.output,
     }
+
+
+def _batch(run: Run) -> str:
+    settings, rows = run.config.run, row_text(run.config.data.row_tokens, run.model)
+    if isinstance(run.batches, RolloutSteps):
+        return f"as many × {settings.batch_size} rows of {rows} as the answers fill"
+    return f"{settings.gradient_accumulation_steps} × {settings.batch_size} rows of {rows}"
 
 
 def _steps(run: Run) -> str:
@@ -199,8 +213,9 @@ def _memory(run: Run) -> str:
 
 
 def _forms(run: Run) -> dict[str, object]:
-    """Describe how the first layer and its projections are computed, and why."""
-    return {title: f"{choice.name}: {choice.reason}" for title, choice in layer_forms(run.workload).items()}
+    """Describe how the first layer, its projections and linear attention are computed, and why."""
+    choices = layer_forms(run.workload) | linear_attention_choice(run.workload)
+    return {title: f"{choice.name}: {choice.reason}" for title, choice in choices.items()}
 
 
 def _experts(run: Run) -> dict[str, object]:

@@ -27,6 +27,7 @@ _LOCK = ".jaxglue-run.lock"
 """Locked while that process lives; the system frees it after a crash."""
 _WRITTEN = (
     *("config.toml", "metrics.jsonl", "samples.jsonl", "summary.json", "trackers.json", "loss.png"),
+    *("rollouts.jsonl", "rollouts.html", "rollouts"),
     *("adapter", "adapter-last", "base", "model", "model-last", "checkpoints", "profile"),
     *("tensorboard", "wandb", "trackio", "mlflow"),
     *(_OWNER, _LOCK, MANIFEST),
@@ -36,7 +37,10 @@ _REPLACED_WHOLE = ("base", "checkpoints", "model", "model-last")
 """Folders in which a run deletes and replaces folders."""
 _SHARED_SECONDS = 15
 """Time for another host to see a file of process 0."""
-_FILES = ("config.toml", "metrics.jsonl", "samples.jsonl", "summary.json", "trackers.json", "loss.png")
+_FILES = (
+    *("config.toml", "metrics.jsonl", "samples.jsonl", "summary.json", "trackers.json", "loss.png"),
+    *("rollouts.jsonl", "rollouts.html"),
+)
 _LINES = ("metrics.jsonl", "samples.jsonl", MANIFEST)
 _LONGEST = 4096
 """Characters of a path."""

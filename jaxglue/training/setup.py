@@ -15,12 +15,16 @@ from jaxglue.engine.residency import format_weights
 from jaxglue.hf.adapter import Adapter, warn_of_adapter_inside
 from jaxglue.hf.loading import check_weights
 from jaxglue.models.config import DecoderConfig
+from jaxglue.objectives.policy import PolicyGradient
 from jaxglue.planner.explain import Reason
 from jaxglue.planner.flops import mean_visible_keys, training_flops_per_token
 from jaxglue.planner.plan import DoesNotFit
 from jaxglue.planner.planner import Planner
 from jaxglue.planner.rates import device_gpu
 from jaxglue.planner.workload import Workload, sample_lengths
+from jaxglue.rl.loop import RolloutSteps
+from jaxglue.rl.prompts import PromptDataset, PromptReport, read_prompts
+from jaxglue.rl.rewards import Judge
 from jaxglue.sharding.mesh import AUTO, MeshShape, make_mesh, process_batch_shard
 from jaxglue.training.checks import refuse_shared_prompt, warn_of_peft
 from jaxglue.training.config import TrainConfig
@@ -45,7 +49,7 @@ class Run:
     data: PreparedData
     workload: Workload
     remat: RematChoice
-    batches: BatchIterator | StreamIterator
+    batches: BatchIterator | StreamIterator | RolloutSteps
     eval_batches: EvalBatches | None
     total_steps: int
     adapter: Adapter | None = None
@@ -98,6 +102,7 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Run:
     folder = config.model.folder
     base = read_architecture(config, folder)
     adapter = read_start(config, base)
+    base = adapter.adapted(base) if adapter else base
     if not config.model.random_weights:
         check_weights(folder, base)
     vocabulary = read_vocabulary(folder, config.model.new_tokens, base, adapter)
@@ -107,15 +112,16 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Run:
         warn_of_adapter_inside(folder, config.model.adapter)
     model = replace(base, vocab_size=vocabulary.size)
     with processes.main_process_first():
-        progress = DataProgress() if processes.is_main else None
-        task = config.objective.task(shared_prompt=not refuse_shared_prompt(config, model))
-        columns = config.objective.kind.columns
-        data = prepare_data(config.data, vocabulary.tokenizer, model.vocab_size, progress, task, columns)
+        data = _read_data(config, model, vocabulary, DataProgress() if processes.is_main else None)
     lengths = sample_lengths(data.train.document_lengths)
     workload, remat = agree_on_mesh(config, model, lengths, processes, _expected_steps(config, data))
-    batches, eval_batches = _make_batches(config, data, workload.mesh)
-    total_steps = config.run.steps or batches.total_steps
-    assert total_steps is not None
+    batches: BatchIterator | StreamIterator | RolloutSteps
+    if config.objective.kind.needs_rollouts:
+        batches, eval_batches = _make_rollouts(config, model, data, processes), None
+        total_steps = config.run.steps or config.run.epochs * batches.steps_per_epoch
+    else:
+        batches, eval_batches = _make_batches(config, data, workload.mesh)
+        total_steps = config.run.steps or batches.total_steps or 0
     if config.objective.kind.needs_reference:
         frozen, epochs = config.model.method == "lora" and adapter is None, total_steps / batches.steps_per_epoch
         in_steps = runs_reference_in_steps(config, workload, remat, epochs=epochs, frozen=frozen, processes=processes)
@@ -132,6 +138,42 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Run:
         total_steps=total_steps,
         adapter=adapter,
     )
+
+
+def _read_data(
+    config: TrainConfig, model: DecoderConfig, vocabulary: Vocabulary, progress: DataProgress | None
+) -> PreparedData:
+    """Read and tokenize the data, or the prompts that are answered in training."""
+    if config.objective.kind.needs_rollouts:
+        answer, limit = config.rollouts.max_completion_length, config.data.row_tokens
+        prompts = read_prompts(config.data, vocabulary.tokenizer, answer=answer, limit=limit)
+        return PreparedData(train=prompts, eval=None, report=PromptReport(prompts))
+    task = config.objective.task(shared_prompt=not refuse_shared_prompt(config, model))
+    return prepare_data(
+        config.data, vocabulary.tokenizer, model.vocab_size, progress, task, config.objective.kind.columns
+    )
+
+
+def _make_rollouts(config: TrainConfig, model: DecoderConfig, data: PreparedData, processes: Processes) -> RolloutSteps:
+    """Return the steps on answers that the model writes; their rewards are imported here, in processes of their own."""
+    if processes.count > 1:
+        raise ValueError(f"--objective {config.objective.objective} runs in one process yet: start one")
+    objective, dataset = config.objective.make(), data.train
+    assert isinstance(objective, PolicyGradient) and isinstance(dataset, PromptDataset)
+    judge = Judge(config.rollouts)
+    steps = RolloutSteps(
+        dataset,
+        objective,
+        config.rollouts,
+        judge,
+        seq_len=config.data.row_tokens,
+        batch_size=config.run.batch_size,
+        seed=config.data.seed,
+        folder=config.run.output,
+        shared=not refuse_shared_prompt(config, model),
+    )
+    judge.check()
+    return steps
 
 
 def _expected_steps(config: TrainConfig, data: PreparedData) -> int:

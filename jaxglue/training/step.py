@@ -19,8 +19,7 @@ from jax.stages import Traced
 from jaxtyping import Array
 
 from jaxglue.data.batch import Batch
-from jaxglue.data.iterator import Step
-from jaxglue.data.stream import StreamIterator
+from jaxglue.data.iterator import BatchIterator, Step
 from jaxglue.engine.compiler import Lowering, jit_step, on_device
 from jaxglue.engine.executor import Executor, LayerExecutor, Update
 from jaxglue.engine.fp8_errors import FP8Errors, fp8_errors
@@ -105,7 +104,7 @@ class TrainStep:
         run, batches = self._run, self._run.batches
         grouped = 1 < run.remat.layers_per_program < run.model.num_hidden_layers
         others = grouped or run.workload.host_embeddings or run.config.objective.kind.needs_reference
-        if self._mesh is not None or others or isinstance(batches, StreamIterator):
+        if self._mesh is not None or others or not isinstance(batches, BatchIterator):
             return None
         graphdefs, trainable, frozen = abstract_parts(run.workload)
         self.executor, first = self._make_executor(graphdefs), batches.first
@@ -142,7 +141,7 @@ class TrainStep:
         if kinds <= self._compiled and self._compilations() > compilations:
             _log.warning("step %d compiled programs again: its batch has other shapes", self.step)
         self._compiled |= kinds
-        return StepResult(self.step, {"loss": loss, **values}, batch.tokens)
+        return StepResult(self.step, {"loss": loss, **values, **batch.metrics}, batch.tokens)
 
     def check_fp8(self, batch: Batch) -> str | None:
         """Take layers and a head out of FP8 where it is too inaccurate on a batch; return the errors in words.
@@ -308,7 +307,7 @@ class StepResult(NamedTuple):
     """A dispatched step, whose values may still be computing."""
 
     step: int
-    values: dict[str, jax.Array]
+    values: dict[str, jax.Array | float]
     """loss, learning_rate and, unless parameters are updated in the backward pass, grad_norm."""
     tokens: int
 

@@ -22,6 +22,7 @@ from jaxglue.hf.hub import is_hub_id
 from jaxglue.planner.device_memory import bound_pool, take_fitting_blocks
 from jaxglue.planner.host_memory import HOST_LIMIT
 from jaxglue.recipe import as_dict, load_config, to_toml
+from jaxglue.rl.loop import RolloutSteps
 from jaxglue.sharding.mesh import make_mesh
 from jaxglue.training.callbacks import Callback, Callbacks
 from jaxglue.training.checkpoint import Checkpoints, NonFinite
@@ -30,6 +31,7 @@ from jaxglue.training.evaluation import Evaluation, ExpertLoadProbe, Samples, ev
 from jaxglue.training.explain import run_reasons
 from jaxglue.training.fingerprint import fingerprint
 from jaxglue.training.interrupt import Interrupt, Output
+from jaxglue.training.policy import TrainedPolicy
 from jaxglue.training.progress import Compiling, StartupTimer, TrainingProgress
 from jaxglue.training.record import Diverged, Recorder, StepProfiler, check_finite, memory_use, save_loss_curve
 from jaxglue.training.recovery import (
@@ -219,6 +221,9 @@ class Trainer:
         self._recorder = Recorder(run, timer)
         self._result = ResultWriter(run, self._model, self._output, processes, console)
         self._callbacks = callbacks or Callbacks(())
+        if isinstance(run.batches, RolloutSteps):
+            run.batches.begin(TrainedPolicy(run, self._model, mesh), run.tokenizer)
+        self._ahead = 0 if isinstance(run.batches, RolloutSteps) else _STEPS_IN_FLIGHT
         self._last_batch: Batch | None = None
         self._recent: dict[int, Step] = {}
         self._spikes = None if self._settings.on_spike == "nothing" else Spikes(self._settings.spike_sigma)
@@ -349,7 +354,7 @@ class Trainer:
                 due = due or self._is_due(save_every)
                 save = (stop or due) and not self._is_in_spikes
                 drain = look or save or not self._recorder.has_compiled
-                for result, done in in_flight.take(leave=0 if drain else _STEPS_IN_FLIGHT):
+                for result, done in in_flight.take(leave=0 if drain else self._ahead):
                     values = self._recorder.record(result, done, loggers, progress)
                     self._callbacks.call(Callback.on_step, result.step, values)
                 with self._recorder.meter.paused():
@@ -451,6 +456,9 @@ class Trainer:
         }
         try:
             checkpoints.save(self._model.step, self._model.state(), host, eval_loss=eval_loss)
+            if isinstance(self._run.batches, RolloutSteps):
+                checkpoints.wait()
+                self._run.batches.saved()
         except NonFinite as error:
             raise Diverged(self._model.step, f"after its update {error}") from error
         self._callbacks.call(Callback.on_save, self._model.step, self._folder / "checkpoints")

@@ -130,14 +130,22 @@ def read_start(config: TrainConfig, model: DecoderConfig) -> Adapter | None:
     folder = config.model.adapter
     if folder is None:
         return None
-    shapes = base_shapes(abstract_model(model))
-    adapter = check_adapter(load_adapter(folder), shapes, base_identity(config, model), config.model.model)
+    adapter, tied = load_adapter(folder), model
+    model = adapter.adapted(tied)
+    if model != tied and config.model.random_weights:
+        raise ValueError(
+            f"--adapter {folder} has embedding and output projection apart, which --random-weights draws as one: "
+            "leave one of them out"
+        )
+    adapter = check_adapter(
+        adapter, base_shapes(abstract_model(model)), base_identity(config, model), config.model.model
+    )
     if adapter.scores != model.scores:
         what = "a reward model's" if adapter.scores else "not a reward model's"
         objective = config.objective.objective
         raise ValueError(f"--adapter {folder} is {what}, so --objective {objective} cannot train it on")
-    lora, given = adapter.config, replace(config.lora, dropout=0.0)
-    if given not in (LoraConfig(), replace(lora, dropout=0.0)):
+    lora, given = adapter.config, replace(config.lora, dropout=None)
+    if given not in (LoraConfig(), replace(lora, dropout=None)):
         raise ValueError(
             f"--adapter {folder} brings its own rank {lora.rank}, alpha {lora.alpha:g} and targets "
             f"{', '.join(lora.targets[:8])}: leave out the other settings of adapters than --dropout"

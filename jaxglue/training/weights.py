@@ -42,6 +42,7 @@ def build_parameters(run: Run, layout: Layout = SINGLE_DEVICE) -> tuple[ModelGra
         options["fp8_experts"] = config.model.fp8_experts
         trained = [SCORE, *(f"{PATHS[module]}.weight" for module in whole)]
         options |= {"dtypes": dict.fromkeys(trained, jnp.float32), "scores": run.model.scores, "seed": seed}
+        options["untied"] = not run.model.tie_word_embeddings
         options["progress"] = DataProgress() if jax.process_index() == 0 else None
         options["mapped"] = lambda name: place_of(run.remat.weights, name) == MAPPED
         model = load_model(config.model.folder, dtype=dtype, place=place, **options)

@@ -58,13 +58,14 @@ def settle[C: TrainConfig](
         run = replace(run, batch_size=run.per_device_batch_size * shards, per_device_batch_size=None)
     if vocabulary is not None:
         lora = _trained_parts(lora, adapter, vocabulary, full=config.model.method == "full")
+    lora = replace(lora, dropout=lora.dropout or 0.0)
     return replace(config, run=run, lora=lora, data=config.data.within(model.max_position_embeddings))
 
 
 def _trained_parts(lora: LoraConfig, adapter: "Adapter | None", vocabulary: "Vocabulary", *, full: bool) -> LoraConfig:
     """Return the settings of a run's adapters: those of the one it trains on from, and with the rows of new tokens."""
     if adapter is not None:
-        lora = replace(adapter.config, dropout=lora.dropout or adapter.config.dropout)
+        lora = replace(adapter.config, dropout=adapter.config.dropout if lora.dropout is None else lora.dropout)
     if full or not vocabulary.new_rows:
         return lora
     rows = {*lora.trainable_token_indices, *vocabulary.new_rows}

@@ -89,6 +89,18 @@ def test_files_that_pages_name_exist():
     assert not missing
 
 
+def test_promises_name_tests_that_exist():
+    rows = re.findall(r"^\| .* \| .* \| (.*) \|$", (DOCS / "reliability.md").read_text(encoding="utf-8"), re.M)
+    named = [spec for row in rows for spec in re.findall(r"`([^`]*test_\w+\.py[^`]*)`", row)]
+    assert len(named) > 30
+    for spec in named:
+        name, _, words = spec.partition(" -k ")
+        files = [path for path in (ROOT / "tests").rglob("test_*.py") if str(path).endswith(f"/{name}")]
+        tests = re.findall(r"^def (test_\w+)", "\n".join(path.read_text(encoding="utf-8") for path in files), re.M)
+        for word in words.strip('"').split(" or "):
+            assert any(word in test for test in tests), spec
+
+
 def test_every_page_and_picture_is_linked():
     index = (DOCS / "index.md").read_text(encoding="utf-8")
     missing = [page.name for page in DOCS.glob("*.md") if page.name != "index.md" and page.name not in index]

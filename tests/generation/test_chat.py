@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxglue.commands import main
-from jaxglue.generation.chat import Session, converse, generate, stream_text
+from jaxglue.generation.chat import Session, before, converse, generate, stream_text
 from jaxglue.generation.config import GREEDY, AssistantConfig, GenerateConfig, SamplingConfig
 from jaxglue.generation.engine import Engine
 from jaxglue.generation.prompts import encode_prompt, encode_rows, read_prompts
@@ -248,3 +248,23 @@ def test_rows_of_a_file_are_answered_as_json_lines(folders, tmp_path):
     main(["generate", "--adapter", str(folders[1]), *flags])
     written = [json.loads(line) for line in answers.read_text().splitlines()]
     assert [{**row, "answer": written[0]["answer"]} for row in rows] == written
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 20])
+def test_texts_end_before_the_first_stop_text(size):
+    text = "one END two STOP three"
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    assert "".join(before(pieces, ["STOP", "END"])) == "one "
+    assert list(before(pieces, [])) == pieces
+    assert "".join(before(pieces, ["threes", "three!"])) == text
+    assert list(before(["STO", "P", "x"], ["STOP"])) == []
+
+
+def test_stop_texts_end_streamed_and_batched_answers(folders):
+    (plain,) = answer(model=folders[0], prompt=("Hello",)).values()
+    stop = plain[len(plain) // 2 :][:3]
+    sampling = SamplingConfig(temperature=0, max_tokens=8, stop=(stop,))
+    for prompt in (("Hello",), ("Hello", "Other")):
+        config = GenerateConfig(model=folders[0], prompt=prompt, sampling=sampling)
+        found = {prompt: "".join(pieces) for prompt, pieces in generate(config)}
+        assert found["Hello"] == plain[: plain.index(stop)] != plain

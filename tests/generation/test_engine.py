@@ -8,9 +8,10 @@ import pytest
 from flax import nnx
 from selection import repeat, repeats
 
+from jaxglue.generation import programs
 from jaxglue.generation.config import GREEDY, SamplingConfig
 from jaxglue.generation.engine import Engine
-from jaxglue.generation.pages import plan_cache
+from jaxglue.generation.pages import PREFILL_TOKENS, plan_cache
 from jaxglue.generation.scheduler import Request
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
@@ -67,6 +68,11 @@ def test_cache_grows_across_its_smallest_bucket(llama):
 PARTS = {
     "gemma2": {"sliding_window": 70, "attn_logit_softcapping": 3.0},
     "gemma3_text": {"sliding_window": 5, "sliding_window_pattern": 2},
+    "gemma4_text": {
+        **{"num_hidden_layers": 4, "global_head_dim": 24, "num_kv_shared_layers": 2, "sliding_window": 5},
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97},
+    },
     "phi3": {"num_key_value_heads": 2},
     "ministral3": {"rope_parameters": {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 5}},
 }
@@ -229,7 +235,7 @@ def test_answers_of_one_prompt_share_pages_and_equal_those_alone(llama):
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_answers_that_give_their_pages_up_go_on_unchanged(tiny_model, family):
     engine, trees = engine_of(tiny_model(family, **FAMILIES[family]), lora=False)
-    sampling = replace(SAMPLED, max_tokens=150)
+    sampling = replace(SAMPLED, max_tokens=150, frequency_penalty=0.5, repetition_penalty=1.2)
     requests = [Request(prompt, sampling, i, n=2) for i, prompt in enumerate([PROMPT * 9, PROMPT, PROMPT * 2])]
     plan = engine.plan(requests)
     answers = {(c.number, c.answer): c.tokens.tolist() for c in engine.generate(*trees, requests, plan=plan)}
@@ -241,7 +247,8 @@ def test_answers_that_give_their_pages_up_go_on_unchanged(tiny_model, family):
 def test_log_probabilities_equal_those_of_a_forward_pass(tiny_model, whole):
     model = tiny_model("qwen3", initializer_range=0.3, **FAMILIES["qwen3"])
     engine, trees = engine_of(model, lora=True)
-    request = Request(PROMPT * 8, SAMPLED, top_log_probs=2)  # crosses a page and a window of steps
+    sampling = replace(SAMPLED, max_tokens=60)  # crosses a page; the window of attention begins in the one before
+    request = Request(PROMPT * 9, sampling, top_log_probs=2)
     (found,) = engine.generate(*trees, [request], whole=whole)
     tokens = np.concatenate([request.prompt, found.tokens])[None].astype(np.int32)
     logits = jax.jit(lambda: model(tokens, pack_segments([[tokens.size]], seq_len=tokens.size)))()
@@ -251,7 +258,7 @@ def test_log_probabilities_equal_those_of_a_forward_pass(tiny_model, whole):
     warm = jax.nn.log_softmax(logits / SAMPLED.temperature)
     np.testing.assert_allclose(found.log_probs, warm[rows, found.tokens], atol=1e-5)
     np.testing.assert_allclose(found.top[1], np.sort(wanted)[:, :-3:-1], atol=1e-5)
-    assert found.finish == "length" and len(found.tokens) == SAMPLED.max_tokens
+    assert found.finish == "length" and len(found.tokens) == 60
 
 
 def test_penalties_count_the_prompt_and_earlier_windows(llama):
@@ -276,3 +283,40 @@ def test_requests_have_own_stop_tokens_biases_and_ends(llama):
     assert found[0].tokens.tolist() == plain[: plain.index(plain[3]) + 1] and found[0].finish == "stop"
     assert found[1].tokens.tolist() == [11] * 3 and found[1].finish == "length"
     assert found[2].tokens.tolist()[:10] == plain[:10] and found[2].finish == "until"
+
+
+@pytest.mark.parametrize("family", repeats(FAMILIES, "llama", "qwen3_moe"))
+def test_long_prompts_pass_in_pieces(tiny_model, family, monkeypatch):
+    model = tiny_model(family, initializer_range=0.3, **FAMILIES[family])
+    prompt = np.random.default_rng(2).integers(0, 97, 200).tolist()
+    request, answers = Request(prompt, replace(SAMPLED, max_tokens=9)), []
+    for piece in (PREFILL_TOKENS, 64):
+        monkeypatch.setattr(programs, "PREFILL_TOKENS", piece)
+        engine, trees = engine_of(model, lora=False)
+        answers.append(answers_of(engine, trees, [request])[0])
+    assert answers[0] == answers[1] and len(set(answers[0])) > 3
+
+
+def test_a_cache_in_float8_changes_log_probabilities_little(tiny_model):
+    model = tiny_model("qwen3", initializer_range=0.1)
+    graphdefs, *trees = split_model(model, nnx.LoRAParam)
+    request = Request(PROMPT * 9, SamplingConfig(temperature=0, max_tokens=20))
+    engines = [Engine(graphdefs, model.config, dtype=jnp.float32, kv_cache=kind) for kind in ("auto", "fp8")]
+    (exact,), (rounded,) = (list(engine.generate(*trees, [request])) for engine in engines)
+    np.testing.assert_allclose(exact.model_log_probs, rounded.model_log_probs, atol=0.05)
+    assert (exact.model_log_probs != rounded.model_log_probs).any()
+    plans = [engine.plan([Request(PROMPT, replace(GREEDY, max_tokens=1000))]) for engine in engines]
+    assert plans[1].pages == plans[0].pages and plans[1].bytes < 0.6 * plans[0].bytes
+
+
+def test_the_last_of_many_answers_are_decoded_by_a_smaller_program(llama):
+    (engine, trees), _ = llama
+    requests = [Request(PROMPT, replace(SAMPLED, max_tokens=4 + 30 * (i % 3 == 0)), i) for i in range(16)]
+    first = answers_of(engine, trees, requests, whole=True)
+    engine.wait()
+    sizes = []
+    (windows,) = engine._sizes.values()
+    take = windows.take
+    windows.take = lambda count: sizes.append(take(count)) or sizes[-1]
+    assert answers_of(engine, trees, requests, whole=True) == first
+    assert [size for size, _ in sizes] == [16] + [8] * 4

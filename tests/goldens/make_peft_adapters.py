@@ -51,6 +51,33 @@ CASES = {
             ensure_weight_tying=True,
         ),
     ),
+    "untied": (
+        "qwen3_tied",
+        LoraConfig(
+            r=1,
+            lora_alpha=2,
+            target_modules="model.layers.0.mlp.up_proj",
+            modules_to_save=["embed_tokens"],
+        ),
+    ),
+    "untied_both": (
+        "qwen3_tied",
+        LoraConfig(
+            r=1,
+            lora_alpha=2,
+            target_modules="model.layers.0.mlp.up_proj",
+            modules_to_save=["embed_tokens", "lm_head"],
+        ),
+    ),
+    "untied_head": (
+        "qwen3_tied",
+        LoraConfig(
+            r=1,
+            lora_alpha=2,
+            target_modules="model.layers.0.mlp.up_proj",
+            modules_to_save=["lm_head"],
+        ),
+    ),
 }
 
 

@@ -215,9 +215,10 @@ def test_adapter_lacking_a_layer_is_refused(tmp_path, base, adapter):
         export_adapter(adapter, base, tmp_path / "merged")
 
 
-def test_adapter_of_modules_that_its_config_does_not_target_is_refused(tmp_path, base, adapter):
+@pytest.mark.parametrize("targets", [["nothing_here"], "", []])
+def test_adapter_of_modules_that_its_config_does_not_target_is_refused(tmp_path, base, adapter, targets):
     path = adapter / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"target_modules": ["nothing_here"]}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"target_modules": targets}))
     with pytest.raises(ValueError, match=r"it holds model\.layers\.0\.self_attn\.q_proj.*does not target"):
         export_adapter(adapter, base, tmp_path / "merged")
 

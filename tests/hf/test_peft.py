@@ -14,6 +14,7 @@ from jaxglue.hf.adapter import fit_tied, load_adapter, save_adapter
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.loading import load_model
 from jaxglue.hf.merge import export_adapter
+from jaxglue.models import config_from_hf
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.ops.segments import pack_segments
 from tests.models.test_parity import PEFT
@@ -88,7 +89,7 @@ def rewrite(tmp_path):
 
     def write(name: str) -> tuple[Path, Path]:
         base, adapter = GOLDENS / PEFT[name], load_adapter(GOLDENS / "peft" / name)
-        tied = read_config(base)["tie_word_embeddings"]
+        tied = adapter.adapted(config_from_hf(read_config(base))).tie_word_embeddings
         adapter = fit_tied(adapter) if tied else adapter
         save_adapter(tmp_path / name, adapter.tensors, adapter.config, str(base), tied=tied)
         return base, tmp_path / name
@@ -134,19 +135,13 @@ def test_live_peft_loads_written_features(rewrite, name):
     np.testing.assert_allclose(logits, golden["logits"][: len(logits)], rtol=0, atol=1e-4)
 
 
-def test_an_embedding_that_peft_unties_from_the_head_is_refused(tmp_path):
-    """PEFT trains a copy for the embedding alone, and the base's matrix stays the output projection."""
-    folder = shutil.copytree(GOLDENS / "peft/whole_tied", tmp_path / "untied")
-    raw = json.loads((folder / "adapter_config.json").read_text()) | {"modules_to_save": ["embed_tokens"]}
-    tensors = load_file(folder / "adapter_model.safetensors")
-    save_file({name: x for name, x in tensors.items() if "lm_head" not in name}, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps(raw))
-    export_adapter(folder, GOLDENS / "qwen3_tied", tmp_path / "merged")
-    (folder / "adapter_config.json").write_text(json.dumps(raw | {"ensure_weight_tying": False}))
-    with pytest.raises(
-        ValueError, match=r"trains the embedding apart from the output projection .* Train it again with"
-    ):
-        export_adapter(folder, GOLDENS / "qwen3_tied", tmp_path / "other")
+def test_merged_folders_of_untied_adapters_say_so(tmp_path):
+    """PEFT saves a copy of the embedding alone, and the base's matrix stays the output projection."""
+    export_adapter(GOLDENS / "peft/untied", GOLDENS / "qwen3_tied", tmp_path / "merged")
+    assert read_config(tmp_path / "merged")["tie_word_embeddings"] is False
+    merged, base = load_file(tmp_path / "merged/model.safetensors"), load_file(GOLDENS / "qwen3_tied/model.safetensors")
+    np.testing.assert_array_equal(merged["lm_head.weight"], base["model.embed_tokens.weight"])
+    assert not np.array_equal(merged["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
 
 
 def test_an_export_is_checked_against_its_input_by_peft_s_rules(tmp_path, monkeypatch):
@@ -156,16 +151,18 @@ def test_an_export_is_checked_against_its_input_by_peft_s_rules(tmp_path, monkey
         patch.setattr(LoraConfig, "scale_of", lambda config, path: 1.5 * scale_of(config, path))
         with pytest.raises(ValueError, match=r"row \d+ of model\.layers\S+ is not that of .* by PEFT's rules"):
             export_adapter(ADAPTER, BASE, tmp_path / "scaled")
-    folder = shutil.copytree(GOLDENS / "peft/whole_tied", tmp_path / "untied")
-    raw = json.loads((folder / "adapter_config.json").read_text()) | {"ensure_weight_tying": False}
-    (folder / "adapter_config.json").write_text(json.dumps(raw | {"modules_to_save": ["embed_tokens"]}))
-    tensors = load_file(folder / "adapter_model.safetensors")
-    save_file({name: x for name, x in tensors.items() if "lm_head" not in name}, folder / "adapter_model.safetensors")
     monkeypatch.setattr("jaxglue.hf.adapter.saved_modules", lambda raw: set())
     with pytest.raises(ValueError, match=r"of lm_head.weight is not that of .* by PEFT's rules"):
+        export_adapter(GOLDENS / "peft/untied", GOLDENS / "qwen3_tied", tmp_path / "merged")
+
+
+def test_rows_of_an_untied_head_are_refused(tmp_path):
+    folder = shutil.copytree(GOLDENS / "peft/untied_head", tmp_path / "rows")
+    raw = json.loads((folder / "adapter_config.json").read_text())
+    rows = {"modules_to_save": None, "trainable_token_indices": {"lm_head": [1]}}
+    (folder / "adapter_config.json").write_text(json.dumps(raw | rows))
+    tensors, prefix = load_file(folder / "adapter_model.safetensors"), "base_model.model.lm_head"
+    tensors[f"{prefix}.token_adapter.trainable_tokens_delta"] = tensors.pop(f"{prefix}.weight")[:1].copy()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"trains rows of lm_head apart .* train the same rows of embed_tokens"):
         export_adapter(folder, GOLDENS / "qwen3_tied", tmp_path / "merged")
-
-
-def test_an_adapter_that_unties_the_head_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="trains lm_head apart from the embedding to which its base ties it"):
-        export_adapter(GOLDENS / "peft/whole", GOLDENS / "qwen3_tied", tmp_path / "merged")

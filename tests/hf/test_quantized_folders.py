@@ -13,16 +13,19 @@ from safetensors.numpy import load_file, save_file
 
 from jaxglue.hf.adapter import save_adapter, warn_of_adapter_inside
 from jaxglue.hf.checkpoint import read_config, save_tensors
-from jaxglue.hf.export import quantize_folder
+from jaxglue.hf.export import quantize_folder, save_model
+from jaxglue.hf.export_check import CHECK_FILE
 from jaxglue.hf.identity import identify
 from jaxglue.hf.loading import load_model, random_model
 from jaxglue.hf.merge import export_adapter
+from jaxglue.hf.tensor_files import write_shards
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import abstract_parameters, flatten_names, quantized_names, set_parameters, split_model
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import FORMATS, is_quantized, quantize_matrix
 from jaxglue.ops.segments import pack_segments
+from tests.selection import repeat
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 MATRIX = "model.layers.1.mlp.down_proj.weight"
@@ -307,3 +310,29 @@ def test_a_module_neither_skipped_nor_quantized_is_refused(dynamic, tmp_path):
     reconfigure(folder := shutil.copytree(dynamic, tmp_path / "less"), llm_int8_skip_modules=["model.layers.1"])
     with pytest.raises(ValueError, match=r"q_proj.weight in .* is bfloat16, and the folder's other linear layers"):
         load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), [repeat("qwen3_tied", "nf4"), ("qwen3_moe", "fp8"), repeat("gpt_oss", "mxfp4")]
+)
+def test_a_quantized_folder_is_read_back_and_fails_where_it_differs(tmp_path, monkeypatch, name, how):
+    base, sizes = tmp_path / "base", ("hidden_size", "intermediate_size", "moe_intermediate_size")
+    raw = read_config(GOLDENS / name) | dict.fromkeys(sizes, 64) | {"head_dim": 16, "initializer_range": 0.2}
+    model = random_model(config_from_hf(raw), dtype=jnp.float32)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    save_model(base, flatten_names(split_model(model, nnx.Param)[1]), tmp_path)
+    check, distance = quantize_folder(base, tmp_path / "good", how)
+    assert check.kl <= check.limit and distance > 10 * check.kl
+    assert json.loads((tmp_path / "good" / CHECK_FILE).read_text())["kl"] == check.kl
+
+    def damage(folder, specs, read, *options):
+        def reads(tensor):
+            matrix = specs[tensor].dtype.itemsize == 1 and len(specs[tensor].shape) > 1
+            return np.flip(read(tensor)) if matrix else read(tensor)
+
+        write_shards(folder, specs, reads, *options)
+
+    monkeypatch.setattr("jaxglue.hf.export.write_shards", damage)
+    with pytest.raises(ValueError, match=r"does not predict as its origin: .*; the export failed"):
+        quantize_folder(base, tmp_path / "bad", how)
+    assert not (tmp_path / "bad").exists()

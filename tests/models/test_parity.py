@@ -45,7 +45,10 @@ def loss_and_gradients(model, tokens, segments, trainable):
     return nnx.value_and_grad(mean_loss, argnums=nnx.DiffState(0, trainable), has_aux=True)(model)
 
 
-PEFT = {"dora_rows": "qwen3_window_bias", "whole": "qwen3_window_bias", "whole_tied": "qwen3_tied"}
+PEFT = {
+    **{"dora_rows": "qwen3_window_bias", "whole": "qwen3_window_bias", "whole_tied": "qwen3_tied"},
+    **dict.fromkeys(("untied", "untied_both", "untied_head"), "qwen3_tied"),
+}
 """Base of each adapter in goldens/peft."""
 
 
@@ -57,7 +60,7 @@ def test_adapters_saved_by_peft_give_its_logits_and_gradients(name):
     np.testing.assert_allclose(
         forward(inferring, *packed_row(golden))[0, :-PADDING], golden["logits"], rtol=0, atol=1e-4
     )
-    training = load_model(base, dtype=jnp.float32)
+    training = load_model(base, dtype=jnp.float32, untied=not inferring.config.tie_word_embeddings)
     add_lora(training, adapter.config, rngs=nnx.Rngs(0))
     set_adapter(training, adapter)
     assert_parity(training, golden, nnx.LoRAParam)

@@ -82,7 +82,7 @@ def with_log_probs(executor: Executor, batch: Batch, config: ObjectiveConfig) ->
 def advantages_of(config: ObjectiveConfig, executor: Executor):
     if config.objective != "rloo":
         return group_advantages(rewards(), WEIGHTS, config)
-    (batch,) = pack_groups(groups_of(config, np.zeros((3, 4))), seq_len=96, batch_size=1, slots=16)
+    ((batch, _),) = pack_groups(groups_of(config, np.zeros((3, 4))), seq_len=96, batch_size=1, slots=16)
     batch = with_log_probs(executor, batch, config)
     divergence = np.zeros((3, 4))
     if config.beta:
@@ -107,7 +107,7 @@ def test_advantages_losses_metrics_and_gradients_equal_trl(name):
     advantages = advantages_of(config, executor)
     np.testing.assert_allclose(advantages.values.ravel(), golden["advantages"], atol=1e-5)
     groups = groups_of(config, advantages.values)
-    (batch,) = pack_groups(groups, seq_len=96, batch_size=1, slots=16)
+    ((batch, _),) = pack_groups(groups, seq_len=96, batch_size=1, slots=16)
     on_policy = golden["settings"].get("on_policy", False)
     if not on_policy:
         batch = with_log_probs(executor, batch, config)
@@ -134,7 +134,7 @@ def test_fifteen_updates_on_given_answers_follow_trl(name):
     config, (_, frozen, _, writer, _) = config_of(name), models()
     executor = make_executor(config)
     groups = groups_of(config, advantages_of(config, executor).values)
-    (batch,) = pack_groups(groups, seq_len=96, batch_size=1, slots=16)
+    ((batch, _),) = pack_groups(groups, seq_len=96, batch_size=1, slots=16)
     batch, total = with_log_probs(executor, batch, config), config.make().normalizer(counts_of(groups))
     optimizer, trainable, losses = optax.adamw(1e-3, weight_decay=0.0), writer, []
     state, update = optimizer.init(trainable), jax.jit(optimizer.update)
@@ -175,7 +175,7 @@ def test_packed_groups_equal_answers_one_by_one_in_any_micro_batches(settings):
     groups = groups_of(config, group_advantages(rewards(), WEIGHTS, config).values)
     groups[0].answers[0].counted[1:3] = False  # as of a tool
     total, results = config.make().normalizer(counts_of(groups)), []
-    packed = pack_groups(groups, seq_len=24, batch_size=2, slots=16)
+    packed = [batch for batch, _ in pack_groups(groups, seq_len=24, batch_size=2, slots=16)]
     assert len(packed) > 1
     for batches in (packed, [one_by_one(groups, 24)]):
         batches = [with_log_probs(executor, batch, config) for batch in batches]
@@ -189,7 +189,7 @@ def test_log_probabilities_of_uncounted_tokens_change_nothing():
     executor = make_executor(config)
     groups = groups_of(config, group_advantages(rewards(), WEIGHTS, config).values)
     groups[0].answers[0].counted[1:3] = False
-    (batch,) = pack_groups(groups, seq_len=96, batch_size=1, slots=16)
+    ((batch, _),) = pack_groups(groups, seq_len=96, batch_size=1, slots=16)
     batch = with_log_probs(executor, batch, config)
     uncounted = batch.loss_weights == 0
 

@@ -9,6 +9,8 @@ import pytest
 
 from jaxglue.data.config import DataConfig
 from jaxglue.models.lora_config import LoraConfig
+from jaxglue.objectives.config import ObjectiveConfig
+from jaxglue.rl.config import RolloutConfig
 from jaxglue.training.config import ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 
 SHAPE = {
@@ -68,6 +70,8 @@ def make_config(tmp_path, model_folder, write_jsonl, chat_rows):
         groups = {
             "model": (ModelConfig, {"model": str(model_folder), "random_weights": True}),
             "data": (DataConfig, {"data": (data,), "seq_len": 96, "cache_dir": str(tmp_path / "cache"), "workers": 1}),
+            "objective": (ObjectiveConfig, {}),
+            "rollouts": (RolloutConfig, {}),
             "lora": (LoraConfig, {"rank": 4}),
             "optimizer": (OptimizerConfig, {"learning_rate": 1e-2}),
             "run": (RunConfig, {"output": tmp_path / "run", "compilation_cache": None, "log_every": 1}),

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from jaxglue.training import checkpoint as checkpoint_module
-from jaxglue.training.checkpoint import Checkpoints, reason_of
+from jaxglue.training.checkpoint import Checkpoints, NonFinite, reason_of
 from jaxglue.training.checkpoint_export import choose_step
 
 FINGERPRINT = {"model": "tiny", "data": "0a1b", "seed": 0}
@@ -87,6 +87,17 @@ def test_position_may_change_during_a_save(tmp_path):
         checkpoints.save(1, state, host)
         host["spikes"]["steps"] += range(100_000)
     assert restore(tmp_path).host == {"spikes": {"steps": [1]}}
+
+
+def test_states_that_are_not_finite_are_not_saved(tmp_path):
+    save_all(tmp_path, {1: None})
+    state = make_state(2)
+    moments = state["optimizer"][0]
+    bad = moments._replace(nu=moments.nu | {"a": moments.nu["a"].at[3, 1].set(jnp.nan)})
+    refusal = pytest.raises(NonFinite, match=r"1 arrays are not finite, the first of them optimizer\S+nu\S*a")
+    with Checkpoints(tmp_path, fingerprint=FINGERPRINT) as checkpoints, refusal:
+        checkpoints.save(2, state | {"optimizer": (bad, *state["optimizer"][1:])}, {})
+    assert kept(tmp_path) == [1]
 
 
 @pytest.fixture

@@ -16,12 +16,15 @@ from jaxglue.hf.export_check import CHECK_FILE
 from jaxglue.hf.loading import random_model
 from jaxglue.hf.merge import export_adapter
 from jaxglue.models import config_from_hf
+from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.training import result as result_module
 from jaxglue.training.checkpoint_export import export_checkpoint
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.result import export_result
 from jaxglue.training.train import train
+from jaxglue.training.vocabulary import Vocabulary
+from jaxglue.training.workload import settle
 
 
 @pytest.fixture
@@ -59,8 +62,41 @@ def test_an_adapter_is_read_back_trained_on_and_merged(with_weights, model_folde
     check = export_adapter(second.adapter, model_folder, tmp_path / "merged")
     assert check.kl <= check.limit
 
+    dropouts = [None, 0.0, 0.25]
+    for given, taken in zip(dropouts, [0.5, 0.0, 0.25], strict=True):
+        lora, dropping = replace(config.lora, dropout=given), replace(start, config=replace(start.config, dropout=0.5))
+        vocabulary = Vocabulary(tokenizer=None, base_size=1, size=1)
+        model = config_from_hf(read_config(model_folder))
+        settled = settle(replace(config, lora=lora), model, devices=1, adapter=dropping, vocabulary=vocabulary)
+        assert settled.lora == replace(start.config, dropout=taken)
     with pytest.raises(ValueError, match="brings its own rank 4"):
         train(replace(config, lora=replace(config.lora, rank=3), run=replace(config.run, output=tmp_path / "third")))
+
+
+def test_an_adapter_that_unties_the_head_is_trained_on(with_weights, model_folder, tmp_path):
+    """As PEFT's are without ensure_weight_tying: the base's matrix stays the output projection."""
+    first = train(with_weights(output=tmp_path / "first", steps=2, modules_to_save=("embed_tokens",))).adapter
+    raw = json.loads((first / "adapter_config.json").read_text())
+    raw |= {"ensure_weight_tying": False, "modules_to_save": ["embed_tokens"]}
+    (first / "adapter_config.json").write_text(json.dumps(raw))
+    tensors = load_file(first / TENSORS)
+    save_file({name: tensor for name, tensor in tensors.items() if "lm_head" not in name}, first / TENSORS)
+
+    config = with_weights(steps=2)
+    config = replace(config, lora=LoraConfig(), model=replace(config.model, adapter=first))
+    second = train(config).adapter  # predicts as the folder
+    assert export_checkpoint(tmp_path / "run", "2", tmp_path / "exported") == 2
+    for folder in (second, tmp_path / "exported"):
+        written = json.loads((folder / "adapter_config.json").read_text())
+        assert (written["ensure_weight_tying"], written["modules_to_save"]) == (False, ["embed_tokens"])
+        assert load_adapter(folder).tensors.keys() == load_adapter(first).tensors.keys()
+    export_adapter(second, model_folder, tmp_path / "merged")
+    base, merged = (load_file(folder / "model.safetensors") for folder in (model_folder, tmp_path / "merged"))
+    np.testing.assert_array_equal(merged["lm_head.weight"], base["model.embed_tokens.weight"])
+    assert not np.array_equal(merged["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
+    with pytest.raises(ValueError, match=r"embedding and output projection apart, which --random-weights draws as one"):
+        random = replace(config.model, random_weights=True)
+        train(replace(config, model=random, run=replace(config.run, output=tmp_path / "random")))
 
 
 @pytest.mark.parametrize("options", [{"new_tokens": "<|tool|>\n"}, {"modules_to_save": ("embed_tokens",)}])

@@ -31,6 +31,11 @@ def weights(folder):
     return load_adapter(folder).tensors
 
 
+def snapshot(run):
+    """Return content and time of every file."""
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.rglob("*") if path.is_file()}
+
+
 def equal(one, other):
     return all(np.array_equal(one[name], other[name]) for name in one)
 
@@ -56,8 +61,9 @@ def test_best_and_last_weights_are_kept_at_an_early_end(make_config, scripted_lo
     with pytest.raises(ValueError, match="has 1, 2, 4; give one of these, best or last"):
         choose_step(run / "checkpoints", "3")
 
-    resumed = replace(config, run=replace(config.run, resume=True))
+    resumed, before = replace(config, run=replace(config.run, resume=True)), snapshot(run)
     assert train(resumed) == summary
+    assert snapshot(run) == before
     assert "done before" in capsys.readouterr().out
     (run / ".jaxglue-old-a.moving").mkdir()  # a killed --overwrite
     (run / "checkpoints").rename(run / ".jaxglue-old-a.moving/checkpoints")

@@ -112,5 +112,5 @@ def test_a_name_is_registered_once():
 
 
 def test_a_loss_of_sampled_answers_is_refused(make_config):
-    with pytest.raises(ValueError, match="--objective sampled is of answers that no run writes yet"):
+    with pytest.raises(ValueError, match="--objective sampled needs a --reward"):
         dataclasses.replace(make_config(), objective=ObjectiveConfig(objective="sampled"))

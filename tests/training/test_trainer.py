@@ -212,7 +212,7 @@ def test_resumed_run_keeps_its_row_length(make_config, model_folder, tmp_path, s
         assert train(make_config(seq_len=None, steps=3, resume=True)).steps == 3
 
 
-def test_resume_needs_same_configuration_model_and_data(make_config, model_folder, write_jsonl, chat_rows):
+def test_resume_needs_same_configuration_model_and_data(make_config, model_folder, write_jsonl, chat_rows, tmp_path):
     train(make_config(steps=2))
     other_data = (write_jsonl(chat_rows(20, seed=5), "other.jsonl"),)
     different = {
@@ -222,6 +222,12 @@ def test_resume_needs_same_configuration_model_and_data(make_config, model_folde
         "batch.seq_len": {"seq_len": 64},
         "data": {"data": other_data},
     }
+
+    def written():
+        files = (path for path in (tmp_path / "run").rglob("*") if path.is_file() and path.name != ".jaxglue-run")
+        return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+    before = written()
     for entry, changes in different.items():
         with pytest.raises(ValueError, match=rf"cannot resume, this run differs[\s\S]*{re.escape(entry)}: saved"):
             train(make_config(**{"steps": 2, **changes}, resume=True))
@@ -229,6 +235,7 @@ def test_resume_needs_same_configuration_model_and_data(make_config, model_folde
     (model_folder / "config.json").write_text(json.dumps(config | {"rope_theta": 5e5}))
     with pytest.raises(ValueError, match=r"cannot resume[\s\S]*model.rope.rope_theta: saved 10000.0, now 500000.0"):
         train(make_config(steps=2, resume=True))
+    assert written() == before
 
 
 def test_streams_are_closed_with_their_run(make_config, monkeypatch):

@@ -1,0 +1,54 @@
+"""Settings of answers that the model writes in training, and of their rewards, under TRL's names."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from jaxglue.config import Alias, Config, PositiveFloat, PositiveInt, Range
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig(Config):
+    """Answers that the model writes in training, and their rewards."""
+
+    reward: Annotated[tuple[str, ...], Alias("reward_funcs", "reward_functions")] = ()
+    """Judges of answers: functions of Python files, `rewards.py:exact_match`; exact, math, regex, json_schema, length;
+    or model, of `jaxglue train --objective reward`. Settings follow, such as `length?soft=400&hard=512&weight=0.5`."""
+    num_generations: (
+        Annotated[int, Range(ge=2), Alias("group_size", "rollout_n", "n_samples_per_prompt", "num_rollouts")] | None
+    ) = None
+    """G: answers to each prompt; by default 8, of RLOO 2."""
+    generation_batch_size: PositiveInt = 64
+    """Answers that are sampled together; a multiple of num_generations."""
+    max_completion_length: Annotated[PositiveInt, Alias("max_response_length")] = 512
+    """The most tokens of an answer."""
+    steps_per_generation: PositiveInt = 1
+    """Optimizer steps among which the answers that were sampled together are divided."""
+    num_iterations: PositiveInt = 1
+    """Times that they are trained on."""
+    dynamic_sampling: bool = False
+    """Replace prompts whose answers all have the same reward by further ones (DAPO, arXiv 2503.14476)."""
+    reward_timeout: PositiveFloat = 60.0
+    """Seconds in which a function must judge the answers to a prompt; those of later ones have no reward."""
+    reward_memory: PositiveFloat = 8.0
+    """GiB of address space of a process that judges answers."""
+    reward_workers: PositiveInt = 2
+    """Processes that judge answers."""
+
+    def answers_to_each(self, default: int) -> int:
+        """Return G.
+
+        Raises:
+            ValueError: the answers sampled together are no multiple of it, or fewer prompts than steps.
+        """
+        count = default if self.num_generations is None else self.num_generations
+        if self.generation_batch_size % count:
+            raise ValueError(
+                f"--generation-batch-size {self.generation_batch_size} is no multiple of the {count} answers to each "
+                "prompt: change it, or --num-generations"
+            )
+        if (prompts := self.generation_batch_size // count) % self.steps_per_generation:
+            raise ValueError(
+                f"--steps-per-generation {self.steps_per_generation} does not divide the {prompts} prompts of "
+                "--generation-batch-size: change one"
+            )
+        return count

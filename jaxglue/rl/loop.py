@@ -1,0 +1,274 @@
+"""The loop of reinforcement learning, as an iterator over optimizer steps: prompts, answers, rewards, packed batches.
+
+A step is a function of the seed, the weights and the rewards. Answers stay on disk until a checkpoint holds their
+steps: a run that was killed goes on with the same ones, and with rewards that might differ the next time.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from jaxtyping import Float
+from transformers import PreTrainedTokenizerBase
+
+from jaxglue.data.batch import Batch
+from jaxglue.data.iterator import Step, check_run
+from jaxglue.objectives.policy import PolicyGradient, StepCounts
+from jaxglue.rl.advantages import Advantages, group_advantages, left_one_out, reward_metrics
+from jaxglue.rl.config import RolloutConfig
+from jaxglue.rl.packing import Answer, Group, Packed, pack_groups, unpack
+from jaxglue.rl.prompts import PromptDataset, positions
+from jaxglue.rl.record import RolloutFolder, Rollouts
+from jaxglue.rl.rewards import Judge, Written
+from jaxglue.rl.sampler import Sample
+
+_MOST_ROUNDS = 10
+"""Rounds of dynamic sampling, after which groups of equal rewards complete a step."""
+
+
+class Policy(Protocol):
+    """The model in training."""
+
+    def sample(self, prompts: Sequence[Sequence[int]], indices: Sequence[int], count: int) -> list[list[Sample]]:
+        """Return answers by the present weights, with their texts."""
+
+    def log_probs(self, batch: Batch, *, reference: bool = False) -> Float[np.ndarray, "B T"]:
+        """Return log-probabilities of targets under the present weights, or under those that training began with."""
+
+
+class RolloutSteps(Iterator[Step]):
+    """Iterator over optimizer steps on answers that the model writes in between; see `BatchIterator`.
+
+    Args:
+        dataset: the prompts.
+        objective: what its losses need.
+        config: sizes.
+        judge: the rewards.
+        seq_len, batch_size: of packed rows, over all devices.
+        seed: of the order of prompts.
+        folder: of the run.
+        shared: a row holds a prompt once; else each answer has a copy.
+    """
+
+    def __init__(
+        self,
+        dataset: PromptDataset,
+        objective: PolicyGradient,
+        config: RolloutConfig,
+        judge: Judge,
+        *,
+        seq_len: int,
+        batch_size: int,
+        seed: int,
+        folder: Path,
+        shared: bool = True,
+    ):
+        self._dataset, self._objective, self._config, self._judge = dataset, objective, config, judge
+        self._shape: dict[str, int] = {"seq_len": seq_len, "batch_size": batch_size}
+        self._shared, self._seed, self._answers = shared, seed, config.answers_to_each(objective.generations)
+        self._count = config.generation_batch_size // self._answers
+        self._policy: Policy | None = None
+        self._window: deque[Step] = deque()
+        self._position = self._step = 0
+        self._began = {"position": 0, "step": 0}
+        self.window = config.steps_per_generation * config.num_iterations
+        """Optimizer steps on the same answers."""
+        self.steps_per_epoch = max(1, len(dataset) * self.window // self._count)
+        """Optimizer steps in which as many prompts are answered as there are."""
+        self.max_segments = config.generation_batch_size
+        """Segment slots of every batch."""
+        self._folder = RolloutFolder(folder, self._run())
+
+    @property
+    def description(self) -> str:
+        """Return a line about the answers of a step, for the plan."""
+        config, names = (
+            self._config,
+            " + ".join(
+                spec.name if spec.weight == 1 else f"{spec.weight:g} × {spec.name}" for spec in self._judge.specs
+            ),
+        )
+        sizes = (
+            f"{self._count:,} prompts × {self._answers:,} answers of at most {config.max_completion_length:,} tokens"
+        )
+        steps = f", {self.window} steps on each" if self.window > 1 else ""
+        copied = "" if self._shared else "; each answer has a copy of its prompt"
+        return f"{sizes}{steps}; reward: {names}{copied}"
+
+    @property
+    def typical_prompts(self) -> list[list[int]]:
+        """Return as many prompts as a step answers, spread over all by their length, the longest among them."""
+        order = np.argsort(self._dataset.lengths, kind="stable")
+        chosen = order[np.linspace(0, len(order) - 1, self._count).round().astype(int)[::-1]]
+        return [self._dataset.prompts[row].tokens for row in chosen]
+
+    def begin(self, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Take the model that writes the answers, and load those that judge them."""
+        self._policy = policy
+        self._judge.load_models(tokenizer)
+
+    def __next__(self) -> Step:
+        if not self._window:
+            self._began = {"position": self._position, "step": self._step}
+            self._window.extend(self._steps())
+        self._step += 1
+        return self._window.popleft()
+
+    def _steps(self) -> list[Step]:
+        """Return the steps on the next answers."""
+        rollouts = self._folder.load(self._step, self._dataset.prompts) or self._keep(
+            self._with_log_probs(self._write())
+        )
+        advantages = self._advantages(rollouts)
+        self._folder.record(self._step + 1, rollouts, self._judge.names, advantages.values)
+        parts = self._divide(self._groups(rollouts, advantages.values))
+        steps = [self._as_step(part) for part in parts] * self._config.num_iterations
+        self._position = rollouts.following
+        return [replace(steps[0], metrics=self._measures(rollouts, advantages)), *steps[1:]]
+
+    def _write(self) -> Rollouts:
+        """Return answers to the next prompts, and their rewards; with dynamic sampling, where these differ."""
+        rollouts = self._answered(self._position)
+        for _ in range(_MOST_ROUNDS if self._config.dynamic_sampling else 0):
+            differ = np.flatnonzero(~self._advantages(rollouts).is_equal)
+            if len(differ) >= self._count:
+                break
+            rollouts = rollouts.join(self._answered(rollouts.following))
+        differ = ~self._advantages(rollouts).is_equal
+        first = np.argsort(~differ, kind="stable")[: self._count]
+        return rollouts.select(np.sort(first).tolist())
+
+    def _answered(self, position: int) -> Rollouts:
+        """Return answers to as many prompts as a generation has, and their rewards."""
+        assert self._policy is not None
+        numbers = list(range(position, position + self._count))
+        rows = islice(positions(len(self._dataset), self._seed, position), self._count)
+        prompts = [self._dataset.prompts[row] for row in rows]
+        samples = self._policy.sample([prompt.tokens for prompt in prompts], numbers, self._answers)
+        written = [Written(prompt, group) for prompt, group in zip(prompts, samples, strict=True)]
+        rewards, following = self._judge.score(written), position + self._count
+        fields: dict[str, Any] = {"numbers": numbers, "following": following, "sampled": self._count}
+        return Rollouts(**fields, prompts=prompts, samples=samples, rewards=rewards)
+
+    def _with_log_probs(self, rollouts: Rollouts) -> Rollouts:
+        """Return the rollouts with the log-probabilities that later steps, the reference or rewards need."""
+        assert self._policy is not None
+        if not (self.window > 1 or self._objective.beta or self._objective.leaves_one_out):
+            return rollouts
+        packed = self._pack(self._groups(rollouts, np.zeros(rollouts.rewards.shape[:2])))
+        fields: dict[str, list] = {}
+        if self.window > 1 or self._objective.leaves_one_out:
+            fields["old"] = unpack(packed, [self._policy.log_probs(batch) for batch, _ in packed])
+        if self._objective.beta:
+            fields["reference"] = unpack(packed, [self._policy.log_probs(batch, reference=True) for batch, _ in packed])
+        known = [dict(zip(fields, values, strict=True)) for values in zip(*fields.values(), strict=True)]
+        samples = [sample._replace(**own) for sample, own in zip(rollouts.all_samples, known, strict=True)]
+        return replace(rollouts, samples=[list(group) for group in zip(*[iter(samples)] * self._answers, strict=True)])
+
+    def _keep(self, rollouts: Rollouts) -> Rollouts:
+        rows = [next(positions(len(self._dataset), self._seed, number)) for number in rollouts.numbers]
+        return self._folder.save(self._step, rollouts, rows)
+
+    def _advantages(self, rollouts: Rollouts) -> Advantages:
+        if not self._objective.leaves_one_out:
+            return group_advantages(rollouts.rewards, self._judge.weights, self._objective.config)
+        divergence = [[_divergence(sample) for sample in group] for group in rollouts.samples]
+        return left_one_out(rollouts.rewards, self._judge.weights, np.array(divergence), self._objective.config)
+
+    def _groups(self, rollouts: Rollouts, advantages: Float[np.ndarray, "prompts answers"]) -> list[Group]:
+        def answer(sample: Sample, advantage: float) -> Answer:
+            counts = sample.ended or not self._objective.config.mask_truncated_completions
+            known: dict[str, Any] = {"log_probs": sample.log_probs, "old": sample.old, "reference": sample.reference}
+            counted = np.full(len(sample.tokens), counts)
+            return Answer(tokens=sample.tokens, **known, counted=counted, advantage=float(advantage))
+
+        return [
+            Group(prompt.tokens, [answer(*pair) for pair in zip(samples, values, strict=True)])
+            for prompt, samples, values in zip(rollouts.prompts, rollouts.samples, advantages, strict=True)
+        ]
+
+    def _divide(self, groups: list[Group]) -> list[list[Group]]:
+        """Divide groups among the steps of a generation."""
+        size = len(groups) // self._config.steps_per_generation
+        return [groups[start : start + size] for start in range(0, len(groups), size)]
+
+    def _as_step(self, groups: list[Group]) -> Step:
+        packed = self._pack(groups)
+        answers = [answer for group in groups for answer in group.answers]
+        counted = float(sum(answer.counted.sum() for answer in answers))
+        counts = StepCounts(len(answers), counted, len(packed), self._config.max_completion_length)
+        tokens = sum(group.length for group in groups)
+        micro_batches = tuple(batch for batch, _ in packed)
+        return Step(micro_batches=micro_batches, tokens=tokens, targets=self._objective.normalizer(counts))
+
+    def _pack(self, groups: list[Group]) -> list[Packed]:
+        slots = self._config.generation_batch_size
+        return pack_groups(groups, **self._shape, slots=slots, shared=self._shared)
+
+    def _measures(self, rollouts: Rollouts, advantages: Advantages) -> dict[str, float]:
+        """Return the metrics of answers and rewards, by TRL's names."""
+        samples = rollouts.all_samples
+        metrics = reward_metrics(rollouts.rewards, self._judge.names, advantages) | length_metrics(samples)
+        if self._objective.leaves_one_out and self._objective.beta:
+            tokens = sum(len(sample.tokens) for sample in samples)
+            metrics["kl"] = sum(_divergence(sample) for sample in samples) / tokens
+        if self._config.dynamic_sampling:
+            metrics["sampled_prompts"] = rollouts.sampled
+        return metrics
+
+    def get_state(self) -> dict[str, Any]:
+        """Return a JSON-able state: where the answers in use began, and how many of their steps were taken."""
+        began = self._began if self._window else {"position": self._position, "step": self._step}
+        return {**began, "taken": self._step - began["step"], "run": self._run()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continue from a state of `get_state`; between steps on the same answers, from those on disk.
+
+        Raises:
+            ValueError: data, seed or sizes differ from the state's, by name; or the answers are not there.
+        """
+        check_run(state["run"], self._run())
+        self._window.clear()
+        self._position, self._step = state["position"], state["step"]
+        self._folder.rewind()
+        if state["taken"] and self._folder.load(self._step, self._dataset.prompts) is None:
+            raise ValueError(
+                f"the answers that steps from {self._step + 1} on train on are gone from the output folder's rollouts: "
+                "resume from an earlier checkpoint, or start a new run"
+            )
+        for _ in range(state["taken"]):
+            next(self)
+
+    def saved(self) -> None:
+        """Delete answers that no step after the last checkpoint needs."""
+        self._folder.drop_before(self._began["step"] if self._window else self._step)
+
+    def close(self) -> None:
+        """End the processes of rewards."""
+        self._judge.close()
+
+    def _run(self) -> dict[str, Any]:
+        sizes = {"answers": self._answers, "prompts": self._count, "window": self.window}
+        return {"data": self._dataset.fingerprint, "seed": self._seed, **self._shape, **sizes}
+
+
+def _divergence(sample: Sample) -> float:
+    """Return Σ log π − log π_ref of an answer's tokens; 0 without a reference."""
+    if sample.old is None or sample.reference is None:
+        return 0.0
+    return float(np.sum(sample.old - sample.reference, dtype=np.float64))
+
+
+def length_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the metrics of lengths by TRL's names; those of ended answers are 0 where there is none."""
+    lengths = np.array([len(sample.tokens) for sample in samples])
+    ended = np.array([sample.ended for sample in samples])
+    metrics = {"completions/clipped_ratio": float(1 - ended.mean())}
+    for name, values in (("length", lengths), ("terminated_length", lengths[ended] if ended.any() else np.zeros(1))):
+        parts = {"mean": values.mean(), "min": values.min(), "max": values.max()}
+        metrics |= {f"completions/{part}_{name}": float(value) for part, value in parts.items()}
+    return metrics

@@ -1,0 +1,155 @@
+"""Answers on disk: those that no checkpoint holds yet, whole, and a line for each in `rollouts.jsonl`."""
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from jaxglue.atomic import atomic_file
+from jaxglue.rl.prompts import Prompt
+from jaxglue.rl.sampler import Sample
+
+KEPT, LINES = "rollouts", "rollouts.jsonl"
+_ARRAYS = ("tokens", "log_probs", "old", "reference")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollouts:
+    """Answers to some prompts, and their rewards."""
+
+    numbers: list[int]
+    """Positions of the prompts in the run's order."""
+    following: int
+    """Position of the next prompt."""
+    prompts: list[Prompt]
+    samples: list[list[Sample]]
+    rewards: Float[np.ndarray, "prompts answers functions"]
+    sampled: int = field(default=0)
+    """Prompts that were answered, with those that dynamic sampling left out."""
+
+    @property
+    def all_samples(self) -> list[Sample]:
+        """Return all answers in their order."""
+        return [sample for group in self.samples for sample in group]
+
+    def select(self, chosen: Sequence[int]) -> "Rollouts":
+        """Return those of some prompts."""
+        lists: dict[str, Any] = {name: [getattr(self, name)[i] for i in chosen] for name in _BY_PROMPT}
+        return Rollouts(**lists, following=self.following, rewards=self.rewards[list(chosen)], sampled=self.sampled)
+
+    def join(self, later: "Rollouts") -> "Rollouts":
+        """Return both."""
+        lists: dict[str, Any] = {name: [*getattr(self, name), *getattr(later, name)] for name in _BY_PROMPT}
+        both: dict[str, Any] = {"following": later.following, "sampled": self.sampled + later.sampled}
+        return Rollouts(**lists, **both, rewards=np.concatenate([self.rewards, later.rewards]))
+
+
+_BY_PROMPT = ("numbers", "prompts", "samples")
+
+
+class RolloutFolder:
+    """The rollouts of a run in its folder.
+
+    Args:
+        path: of the run.
+        run: settings that answers depend on; those of others are not loaded.
+    """
+
+    def __init__(self, path: Path, run: dict[str, Any]):
+        self._path, self._run = path, run
+        self._is_cut = False
+
+    def load(self, step: int, dataset: Sequence[Prompt]) -> Rollouts | None:
+        """Return the rollouts after `step` optimizer steps; None where they are not kept."""
+        file = self._file(step)
+        if not file.is_file():
+            return None
+        with np.load(file, allow_pickle=False) as arrays:
+            values = {name: arrays[name] for name in arrays.files}
+        meta = json.loads(values["meta"].tobytes())
+        if meta["run"] != self._run:
+            return None
+        bounds = np.cumsum(values["lengths"])[:-1]
+        parts = {name: np.split(values[name], bounds) for name in _ARRAYS if name in values}
+        samples = [
+            Sample(**{name: part[index] for name, part in parts.items()}, ended=ended, text=text)
+            for index, (ended, text) in enumerate(zip(meta["ended"], meta["texts"], strict=True))
+        ]
+        count = len(samples) // len(meta["numbers"])
+        return Rollouts(
+            numbers=meta["numbers"],
+            following=meta["following"],
+            prompts=[dataset[row] for row in meta["rows"]],
+            samples=[samples[start : start + count] for start in range(0, len(samples), count)],
+            rewards=values["rewards"],
+            sampled=meta["sampled"],
+        )
+
+    def save(self, step: int, rollouts: Rollouts, rows: Sequence[int]) -> Rollouts:
+        """Keep rollouts, whose prompts are these rows of the data, and return them."""
+        samples = rollouts.all_samples
+        meta = {"run": self._run, "numbers": rollouts.numbers, "following": rollouts.following, "rows": list(rows)}
+        meta |= {"ended": [sample.ended for sample in samples], "texts": [sample.text for sample in samples]}
+        meta["sampled"] = rollouts.sampled
+        arrays: dict[str, Any] = {
+            name: np.concatenate([getattr(sample, name) for sample in samples])
+            for name in _ARRAYS
+            if getattr(samples[0], name) is not None
+        }
+        arrays |= {"lengths": np.array([len(sample.tokens) for sample in samples]), "rewards": rollouts.rewards}
+        arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
+        buffer = io.BytesIO()
+        np.savez(buffer, **arrays)
+        (self._path / KEPT).mkdir(exist_ok=True)
+        with atomic_file(self._file(step)) as temporary:
+            temporary.write_bytes(buffer.getvalue())
+        return rollouts
+
+    def record(
+        self, step: int, rollouts: Rollouts, names: Sequence[str], advantages: Float[np.ndarray, "prompts answers"]
+    ) -> None:
+        """Append a line for each answer that optimizer step `step` is the first to train on."""
+        if not self._is_cut:
+            self._cut(step)
+        lines = []
+        for index, (prompt, group) in enumerate(zip(rollouts.prompts, rollouts.samples, strict=True)):
+            for sample, rewards, advantage in zip(group, rollouts.rewards[index], advantages[index], strict=True):
+                judged = [None if np.isnan(value) else float(value) for value in rewards]
+                line = {"step": step, "origin": prompt.origin, "prompt": prompt.content, "answer": sample.text}
+                line |= {"rewards": dict(zip(names, judged, strict=True)), "advantage": round(float(advantage), 4)}
+                line |= {"tokens": len(sample.tokens), "ended": sample.ended}
+                line["log_probs"] = [None if np.isnan(x) else round(float(x), 4) for x in sample.log_probs]
+                lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+        with (self._path / LINES).open("a", encoding="utf-8") as file:
+            file.writelines(lines)
+
+    def rewind(self) -> None:
+        """Let the lines of the next step and later ones be written again."""
+        self._is_cut = False
+
+    def _cut(self, step: int) -> None:
+        """Cut lines from `step` on, and a last line that a crash cut short."""
+        self._is_cut, path = True, self._path / LINES
+        if not path.is_file():
+            return
+        with path.open("r+b") as file:
+            place = 0
+            for line in file:
+                if not line.endswith(b"\n") or json.loads(line)["step"] >= step:
+                    break
+                place += len(line)
+            file.truncate(place)
+
+    def drop_before(self, step: int) -> None:
+        """Delete the rollouts kept for steps before the one after `step`."""
+        for file in (self._path / KEPT).glob("step-*.npz"):
+            if int(file.stem.partition("-")[2]) < step:
+                file.unlink()
+
+    def _file(self, step: int) -> Path:
+        return self._path / KEPT / f"step-{step}.npz"

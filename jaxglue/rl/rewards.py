@@ -1,0 +1,268 @@
+"""Rewards of answers: functions in processes of their own, with limits of time and memory, and reward models."""
+
+import json
+import logging
+import math
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, NamedTuple, Protocol, Self
+from urllib.parse import unquote
+
+import numpy as np
+from jaxtyping import Float
+from transformers import PreTrainedTokenizerBase
+
+from jaxglue.generation.config import AssistantConfig
+from jaxglue.generation.scoring import RewardModel
+from jaxglue.rl.config import RolloutConfig
+from jaxglue.rl.prompts import Prompt
+from jaxglue.rl.sampler import Sample
+
+_CHECKS = Path(__file__).parent / "checks.py"
+_SHIPPED = ("exact", "math", "regex", "json_schema", "length")
+_START_SECONDS = 120.0
+"""Time for a process to import a file."""
+_log = logging.getLogger(__name__)
+
+
+class Written(NamedTuple):
+    """Answers to a prompt."""
+
+    prompt: Prompt
+    samples: Sequence[Sample]
+
+    @property
+    def ids(self) -> list[list[int]]:
+        """Return the tokens of each answer, with the one that ended it."""
+        return [sample.tokens.tolist() for sample in self.samples]
+
+    @property
+    def texts(self) -> list[str]:
+        """Return the answers without special tokens."""
+        return [sample.text for sample in self.samples]
+
+    @property
+    def completions(self) -> list[Any]:
+        """Return the answers to a text as texts, those to a conversation as conversations of one message."""
+        if isinstance(self.prompt.content, str):
+            return self.texts
+        return [[{"role": "assistant", "content": text}] for text in self.texts]
+
+
+class RewardSpec(NamedTuple):
+    """A reward as `--reward` names it."""
+
+    name: str
+    """In metrics."""
+    file: str
+    """A Python file; empty for a reward model."""
+    options: Mapping[str, str]
+    weight: float = 1.0
+
+
+def parse_reward(text: str) -> RewardSpec:
+    """Read `rewards.py:function?weight=0.5`, or the name of a shipped reward with its settings.
+
+    Raises:
+        ValueError: an unknown name, or a weight that is no number.
+    """
+    place, _, query = text.partition("?")
+    options = {key: unquote(value) for key, _, value in (item.partition("=") for item in query.split("&") if item)}
+    try:
+        weight = float(options.pop("weight", 1.0))
+    except ValueError:
+        raise ValueError(f"--reward {text}: weight: expected a number") from None
+    file, colon, name = place.rpartition(":")
+    if colon:
+        return RewardSpec(name, file, options, weight)
+    if place == "model":
+        if not options.get("folder"):
+            raise ValueError(f"--reward {text}: name the reward model's folder, as in model?folder=runs/reward/adapter")
+        return RewardSpec("model", "", options, weight)
+    if place not in _SHIPPED:
+        known = ", ".join((*_SHIPPED, "model"))
+        raise ValueError(f"--reward {text}: expected a function of a file, as in rewards.py:{place}, or one of {known}")
+    return RewardSpec(place, str(_CHECKS), options, weight)
+
+
+class Scorer(Protocol):
+    """A reward model."""
+
+    def score(self, documents: Sequence[Sequence[int] | np.ndarray]) -> list[float]:
+        """Return each document's score."""
+
+
+class Judge:
+    """All rewards of a run; a context that ends its processes.
+
+    Args:
+        config: names of the rewards, and limits.
+
+    Raises:
+        ValueError: malformed names, or two rewards of one name.
+    """
+
+    def __init__(self, config: RolloutConfig):
+        self.specs = [parse_reward(text) for text in config.reward]
+        names = [spec.name for spec in self.specs]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"--reward: two are named {twice}, and metrics tell them by name: rename one function")
+        self.weights = np.array([spec.weight for spec in self.specs])
+        self._models: dict[str, Scorer] = {}
+        self._timeout = config.reward_timeout
+        self._free: SimpleQueue[_Process] = SimpleQueue()
+        self._processes = [_Process(config.reward_memory) for _ in range(config.reward_workers)]
+        for process in self._processes:
+            self._free.put(process)
+        self._threads = ThreadPoolExecutor(config.reward_workers, thread_name_prefix="rewards")
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of the rewards in metrics."""
+        return [spec.name for spec in self.specs]
+
+    def check(self) -> None:
+        """Import every function once; raise ValueError for one that cannot be."""
+        for spec in filter(lambda spec: spec.file, self.specs):
+            request: dict[str, Any] = {"file": spec.file, "function": spec.name, "check": True}
+            if error := self._processes[0].ask(request, _START_SECONDS).get("error"):
+                raise ValueError(f"--reward {spec.file}:{spec.name}: {error}")
+
+    def load_models(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Load the reward models, which read the tokens of answers.
+
+        Raises:
+            ValueError: no reward model, or one with another vocabulary than the tokenizer.
+        """
+        for spec in (spec for spec in self.specs if not spec.file):
+            folder = Path(spec.options["folder"])
+            is_adapter = (folder / "adapter_config.json").is_file()
+            model = RewardModel(AssistantConfig(adapter=folder) if is_adapter else AssistantConfig(model=folder))
+            if model.tokenizer.get_vocab() != tokenizer.get_vocab():
+                raise ValueError(
+                    f"--reward model: {folder} has another vocabulary than the model in training: train one on its base"
+                )
+            self._models[spec.name] = model
+
+    def score(self, written: Sequence[Written]) -> Float[np.ndarray, "prompts answers functions"]:
+        """Return the rewards of groups of equal size; NaN where a function leaves an answer out.
+
+        Raises:
+            ValueError: a function fails, or returns a wrong number of rewards or one that is not finite, by its row.
+        """
+        found = np.full((len(written), len(written[0].samples), len(self.specs)), np.nan)
+        tasks = {
+            (row, column): self._threads.submit(self._ask, spec, group)
+            for row, group in enumerate(written)
+            for column, spec in enumerate(self.specs)
+            if spec.file
+        }
+        for column, spec in enumerate(self.specs):
+            if not spec.file:
+                documents = [[*group.prompt.tokens, *ids] for group in written for ids in group.ids]
+                found[:, :, column] = np.reshape(self._models[spec.name].score(documents), found.shape[:2])
+        for (row, column), task in tasks.items():
+            if (rewards := task.result()) is not None:
+                found[row, :, column] = rewards
+        return found
+
+    def _ask(self, spec: RewardSpec, group: Written) -> list[float] | None:
+        """Return a function's rewards of the answers to a prompt; None beyond a limit."""
+        process = self._free.get()
+        try:
+            request: dict[str, Any] = {"file": spec.file, "function": spec.name, "options": dict(spec.options)}
+            request |= {"prompt": group.prompt.content, "columns": dict(group.prompt.columns)}
+            request |= {"texts": group.texts, "completions": group.completions, "completion_ids": group.ids}
+            reply = process.ask(request, self._timeout)
+        finally:
+            self._free.put(process)
+        where = f"reward {spec.name} of {group.prompt.origin}"
+        if limit := reply.get("limit"):
+            _log.warning("%s reached %s; these answers have none", where, limit)
+            return None
+        if error := reply.get("error"):
+            raise ValueError(f"{where}: {error}")
+        return _checked(reply["rewards"], len(group.samples), where)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._threads.shutdown(cancel_futures=True)
+        for process in self._processes:
+            process.end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _checked(rewards: Sequence[float | None], count: int, where: str) -> list[float]:
+    if len(rewards) != count:
+        raise ValueError(f"{where}: expected a reward for each of {count} answers, got {len(rewards)}")
+    if wrong := next((value for value in rewards if value is not None and not math.isfinite(value)), None):
+        raise ValueError(f"{where}: expected finite numbers or None, got {wrong}")
+    return [math.nan if value is None else value for value in rewards]
+
+
+class _Process:
+    """A process that judges answers, started when it is asked and again after it was ended."""
+
+    def __init__(self, memory: float):
+        self._memory, self._process, self._read = memory, None, b""  # type: tuple[float, subprocess.Popen | None, bytes]
+
+    def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Return the reply; beyond the time, or where the process has died, end it and return the `limit`."""
+        started = self._process is None
+        process = self._process = self._process or self._start()
+        assert process.stdin is not None
+        try:
+            process.stdin.write(json.dumps(request, default=str).encode() + b"\n")
+            process.stdin.flush()
+            line = self._line(process, seconds + (_START_SECONDS if started else 0))
+        except (BrokenPipeError, EOFError):
+            self.end()
+            return {"limit": "its limit of memory, or ended its process"}
+        if line is None:
+            self.end()
+            return {"limit": f"its limit of {seconds:g} s"}
+        return json.loads(line)
+
+    def _start(self) -> subprocess.Popen:
+        # The file is run by its path, as importing the package takes time; -P keeps its neighbors out of the imports.
+        command = [sys.executable, "-P", str(Path(__file__).parent / "worker.py"), str(self._memory)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+
+    def _line(self, process: subprocess.Popen, seconds: float) -> bytes | None:
+        """Return a line of the process; None where it takes too long."""
+        assert process.stdout is not None
+        end = time.monotonic() + seconds
+        while b"\n" not in self._read:
+            left = end - time.monotonic()
+            if left <= 0 or not select.select([process.stdout], [], [], left)[0]:
+                return None
+            if not (part := os.read(process.stdout.fileno(), 65536)):
+                raise EOFError
+            self._read += part
+        line, _, self._read = self._read.partition(b"\n")
+        return line
+
+    def end(self) -> None:
+        """Kill the process, if there is one."""
+        if self._process is None:
+            return
+        self._process.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):  # of unwritten requests
+                pipe and pipe.close()
+        self._process.wait()
+        self._process, self._read = None, b""

@@ -1,0 +1,67 @@
+"""Answers of the model in training, by the weights that it has now."""
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from jaxglue.generation.config import SamplingConfig
+from jaxglue.generation.engine import Engine
+from jaxglue.generation.pages import CachePlan
+from jaxglue.generation.scheduler import Request
+from jaxglue.models.parameters import Params
+
+
+class Sample(NamedTuple):
+    """An answer."""
+
+    tokens: Int[np.ndarray, " L"]
+    """With the token that ended it."""
+    log_probs: Float[np.ndarray, " L"]
+    """Of the tokens, at the temperature of sampling."""
+    ended: bool
+    """False for one that reached its longest length."""
+    text: str = ""
+    """Without special tokens."""
+    old: Float[np.ndarray, " L"] | None = None
+    """Log-probabilities by training's programs, where several steps are made on the answer."""
+    reference: Float[np.ndarray, " L"] | None = None
+    """Those of the reference, where the objective has one."""
+
+
+class Sampler:
+    """Writes answers; one serves a whole run, whatever the weights.
+
+    Args:
+        engine: of the model.
+        stops: tokens that end an answer.
+        sampling: of every answer; the seed is the run's.
+        typical: prompts of a step as long as any, for which memory is planned once, so that no step compiles again.
+    """
+
+    def __init__(
+        self, engine: Engine, stops: Collection[int], sampling: SamplingConfig, typical: Sequence[Sequence[int]]
+    ):
+        self._engine, self._stops, self._sampling, self._typical = engine, stops, sampling, typical
+        self._plan: CachePlan | None = None
+
+    def __call__(
+        self, trainable: Params, frozen: Params, prompts: Sequence[Sequence[int]], indices: Sequence[int], count: int
+    ) -> list[list[Sample]]:
+        """Return `count` answers to each prompt.
+
+        Args:
+            trainable, frozen: parameters, as they are in training.
+            prompts: tokens.
+            indices: of the prompts in the run, which alone decide on random numbers beside the seed.
+            count: answers to each.
+        """
+        if self._plan is None:
+            self._plan = self._engine.plan([Request(prompt, self._sampling, n=count) for prompt in self._typical])
+        pairs = zip(prompts, indices, strict=True)
+        requests = [Request(prompt, self._sampling, index, n=count) for prompt, index in pairs]
+        found: list[dict[int, Sample]] = [{} for _ in prompts]
+        for done in self._engine.generate(trainable, frozen, requests, self._stops, plan=self._plan):
+            found[done.number][done.answer] = Sample(done.tokens, done.log_probs, done.finish == "stop")
+        return [[group[index] for index in range(count)] for group in found]

@@ -1,0 +1,117 @@
+"""A process that judges answers: it imports functions by their file's path and talks JSON lines.
+
+It reads requests from standard input and writes replies to its first standard output; what the functions print goes to
+standard error. No code travels through the pipe.
+"""
+
+import asyncio
+import contextlib
+import importlib.util
+import inspect
+import json
+import os
+import resource
+import sys
+import traceback
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_SINGULAR = {"prompt": "prompts", "completion": "texts", "completion_ids": "completion_ids"}
+"""Parameters of functions that judge one answer, by those of functions that judge all answers to a prompt."""
+
+
+@cache
+def load(file: str, name: str) -> Callable[..., Any]:
+    """Return a function of a file.
+
+    Raises:
+        ValueError: no such file, or no such function in it.
+    """
+    path = Path(file)
+    if not path.is_file():
+        raise ValueError(f"no such file: {file}")
+    specification = importlib.util.spec_from_file_location(f"rewards_{path.stem}", path)
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[module.__name__] = module  # dataclasses look their module up
+    sys.path.insert(0, str(path.parent.resolve()))  # its neighbors can be imported
+    specification.loader.exec_module(module)
+    found = getattr(module, name, None)
+    if not callable(found):
+        known = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        raise ValueError(f"{file} has no function {name!r}; it has {', '.join(known) or 'none'}")
+    return found
+
+
+def judge(function: Callable[..., Any], request: dict[str, Any]) -> list[Any]:
+    """Return the function's rewards of the answers to a prompt.
+
+    A function with a parameter `completions` gets lists and returns one, as in TRL; another gets one `completion`, a
+    text, at a time. Both may be async.
+    """
+    given = {**request["columns"], **request["options"]}
+    names = inspect.signature(function).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values())
+    count = len(request["completions"])
+
+    def chosen(values: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if takes_all or name in names}
+
+    if "completions" in names:
+        lists = {"prompts": [request["prompt"]] * count, "completions": request["completions"]}
+        lists |= {"completion_ids": request["completion_ids"], "texts": request["texts"]}
+        columns = {name: [value] * count for name, value in request["columns"].items()}
+        found = function(**chosen(columns | request["options"] | lists))
+        return list(asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found)
+    plural = {"prompts": [request["prompt"]] * count, **request}
+    calls = [
+        function(**chosen(given | {name: plural[many][index] for name, many in _SINGULAR.items()}))
+        for index in range(count)
+    ]
+    if calls and inspect.isawaitable(calls[0]):
+        return asyncio.run(_gathered(calls))
+    return calls
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+async def _gathered(calls: list[Any]) -> list[Any]:
+    return list(await asyncio.gather(*calls))
+
+
+def reply(line: str) -> dict[str, Any]:
+    """Return the reply to a request: its rewards, or the error."""
+    request = json.loads(line)
+    try:
+        function = load(request["file"], request["function"])
+        rewards = [] if request.get("check") else judge(function, request)
+        return {"rewards": [value if value is None else float(value) for value in rewards]}
+    except MemoryError:
+        return {"limit": "its limit of memory"}
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f" ({Path(last.filename).name}:{last.lineno})" if last.filename != __file__ else ""
+        return {"error": f"{type(error).__name__}: {error}{where}"}
+
+
+def main() -> None:
+    """Answer requests until standard input ends."""
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    bytes_ = int(float(sys.argv[1]) * 2**30)
+    with contextlib.suppress(ValueError, OSError):  # a lower limit is in force
+        resource.setrlimit(resource.RLIMIT_AS, (bytes_, bytes_))
+    with contextlib.suppress(KeyboardInterrupt):
+        for line in sys.stdin:
+            replies.write(json.dumps(reply(line)) + "\n")
+            replies.flush()
+
+
+if __name__ == "__main__":
+    main()

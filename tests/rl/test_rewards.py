@@ -1,0 +1,125 @@
+"""Rewards: functions of files in processes with limits, named with their rows where they fail, and shipped ones."""
+
+import json
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from jaxglue.rl import checks
+from jaxglue.rl.config import RolloutConfig
+from jaxglue.rl.prompts import Prompt
+from jaxglue.rl.rewards import Judge, Written, parse_reward
+from jaxglue.rl.sampler import Sample
+
+FILE = """
+import asyncio
+import time
+
+print("printed while it is imported")
+
+
+def single(prompt, completion, wanted, scale="1"):
+    print("printed while it judges")
+    return None if completion == "skip" else float(scale) * (completion == wanted)
+
+
+def trl(prompts, completions, completion_ids, wanted, **columns):
+    assert [p[0]["content"] for p in prompts] == ["say a"] * 3 and columns["number"] == [7] * 3
+    return [len(ids) + (c[0]["content"] == w) for c, ids, w in zip(completions, completion_ids, wanted)]
+
+
+async def later(completion):
+    await asyncio.sleep(0.01)
+    return 1.5
+
+
+async def all_later(completions, **columns):
+    return [2.5] * len(completions)
+
+
+def few(completions, **columns):
+    return [1.0]
+
+
+def nan(completion):
+    return float("nan")
+
+
+def wrong(completion):
+    return {}["key"]
+
+
+def slow(completion):
+    time.sleep(30)
+
+
+def large(completion):
+    return len(bytes(2**33))
+"""
+
+
+def group(*texts: str) -> Written:
+    prompt = Prompt("prompts.jsonl:4", [{"role": "user", "content": "say a"}], [5, 6], {"wanted": "a", "number": 7})
+    samples = [Sample(np.arange(n, dtype=np.int32), np.zeros(n), True, text) for n, text in enumerate(texts, 1)]
+    return Written(prompt, samples)
+
+
+@pytest.fixture
+def score(tmp_path):
+    """Score answers a, b and skip by functions of a file."""
+    file = tmp_path / "rewards.py"
+    file.write_text(FILE)
+
+    def run(*names: str, **limits):
+        config = RolloutConfig(reward=tuple(f"{file}:{name}" for name in names), reward_workers=1, **limits)
+        with closing(Judge(config)) as judge:
+            judge.check()
+            return judge.score([group("a", "b", "skip")]).tolist()
+
+    return run
+
+
+def test_functions_judge_one_answer_or_all_at_once_or_none(score):
+    found = score("single?scale=2", "trl", "later", "all_later")
+    assert np.array_equal(found, [[[2, 2, 1.5, 2.5], [0, 2, 1.5, 2.5], [np.nan, 3, 1.5, 2.5]]], equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("few", "few of prompts.jsonl:4: expected a reward for each of 3 answers, got 1"),
+        ("nan", "nan of prompts.jsonl:4: expected finite numbers or None, got nan"),
+        ("wrong", r"wrong of prompts.jsonl:4: KeyError: 'key' \(rewards.py:\d+\)"),
+        ("absent", "has no function 'absent'; it has .*single"),
+    ],
+)
+def test_a_failing_function_is_named_with_its_row(score, name, text):
+    with pytest.raises(ValueError, match=text):
+        score(name)
+
+
+@pytest.mark.parametrize(("name", "limits"), [("slow", {"reward_timeout": 0.5}), ("large", {"reward_memory": 1.0})])
+def test_answers_beyond_a_limit_have_no_reward(score, name, limits, caplog):
+    assert np.array_equal(score(name, "later", **limits), [[[np.nan, 1.5]] * 3], equal_nan=True)
+    assert f"reward {name} of prompts.jsonl:4 reached its limit" in caplog.text
+
+
+def test_shipped_rewards(tmp_path):
+    (tmp_path / "schema.json").write_text(json.dumps({"type": "object", "required": ["a"]}))
+    assert checks.exact(" 7\n", 7) == 1 and checks.exact("The sum is 7", 7) == 0
+    assert checks.regex("<think>\n1</think>2", "^<think>.*</think>.+$") == 1 and checks.regex("2", "^a") == 0
+    assert [checks.length([0] * n, "4", "8") for n in (3, 4, 6, 8, 20)] == [0, 0, -0.5, -1, -1]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("exat", "expected a function of a file, as in rewards.py:exat, or one of exact, math"),
+        ("exact?weight=much", "weight: expected a number"),
+        ("model", "name the reward model's folder"),
+    ],
+)
+def test_malformed_names_are_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_reward(text)

@@ -1,0 +1,138 @@
+"""Runs on answers that the model writes: what a step trains on, and runs that go on after they were stopped."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from selection import repeat
+
+from jaxglue.rl.rewards import Judge
+from jaxglue.rl.sampler import Sampler
+from jaxglue.training.checkpoint import Checkpoints
+from jaxglue.training.record import read_metrics
+from jaxglue.training.step import TrainStep
+from jaxglue.training.train import train
+
+REWARDS = """
+def even(completion_ids):
+    return sum(token % 2 == 0 for token in completion_ids) / len(completion_ids)
+
+
+def named(prompts, completions, wanted, **columns):
+    return [float(w in c[0]["content"]) for c, w in zip(completions, wanted)]
+"""
+
+
+@pytest.fixture
+def make_run(tmp_path, make_config, write_jsonl):
+    """Build a run of GRPO with two prompts of four answers a step."""
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(REWARDS)
+    rows = [{"question": f"What is {a} plus {b}?", "wanted": str(a + b)} for a in range(3) for b in range(2)]
+    data = write_jsonl(rows, "prompts.jsonl")
+
+    def make(**changes):
+        given = {
+            "data": (data,),
+            "seq_len": 128,
+            "objective": "grpo",
+            "reward": (f"{rewards}:even", f"{rewards}:named?weight=0.5"),
+            "num_generations": 4,
+            "generation_batch_size": 8,
+            "max_completion_length": 12,
+            "steps": 3,
+        }
+        return make_config(**given | changes)
+
+    return make
+
+
+def rollouts(config) -> list[dict]:
+    return [json.loads(line) for line in (config.run.output / "rollouts.jsonl").read_text().splitlines()]
+
+
+def test_a_run_samples_rewards_and_trains(make_run):
+    config = make_run(temperature=0.5)
+    summary = train(config)
+    assert summary.steps == 3
+    metrics, lines = read_metrics(summary.metrics), rollouts(config)
+    assert [line["step"] for line in lines] == [step for step in (1, 2, 3) for _ in range(8)]
+    for step, values in enumerate(metrics, 1):
+        own = [line for line in lines if line["step"] == step]
+        total = [line["rewards"]["even"] + 0.5 * line["rewards"]["named"] for line in own]
+        assert values["reward"] == pytest.approx(np.mean(total))
+        assert values["rewards/even/mean"] == pytest.approx(np.mean([line["rewards"]["even"] for line in own]))
+        # Adapters have values from step 2 on: sampling and training know them, and the temperature, alike.
+        assert values["sampling/sampling_logp_difference/mean"] < 1e-5
+        assert values["completions/mean_length"] == pytest.approx(np.mean([line["tokens"] for line in own]))
+    assert len({line["answer"] for line in lines}) > 20  # neither groups nor steps are copies
+    assert len({line["origin"] for line in lines}) == 6
+
+
+PHASES = {
+    "sampling": (Sampler, "__call__", 2),
+    "scoring": (Judge, "score", 2),
+    "training": (TrainStep, "dispatch", 4),
+    "saving": (Checkpoints, "save", 3),
+}
+
+
+class KilledError(Exception):
+    pass
+
+
+def stop_at(monkeypatch, phase: str) -> None:
+    """Raise in place of the n-th call of a phase."""
+    cls, name, count = PHASES[phase]
+    original, calls = getattr(cls, name), []
+
+    def counted(*args, **options):
+        calls.append(name)
+        if len(calls) == count:
+            raise KilledError
+        return original(*args, **options)
+
+    monkeypatch.setattr(cls, name, counted)
+
+
+def adapter(config) -> bytes:
+    return (config.run.output / "adapter" / "adapter_model.safetensors").read_bytes()
+
+
+PAIRS = {"num_iterations": 2}
+LEFT_OUT = {"objective": "rloo", "steps_per_generation": 2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "phases"), [(PAIRS, ["training"]), repeat(PAIRS, [*PHASES]), repeat(LEFT_OUT, [*PHASES])]
+)
+def test_a_stopped_run_goes_on_to_the_bit(make_run, tmp_path, monkeypatch, settings, phases):
+    """Steps in pairs on the same answers, each saved: a stop between those of the second pair, or in a phase."""
+    settings = {"steps": 5, "save_every": 1, "learning_rate": 3e-2, **settings}
+    whole = make_run(**settings, output=tmp_path / "whole")
+    train(whole)
+    for phase in phases:
+        config = make_run(**settings, output=tmp_path / phase)
+        with monkeypatch.context() as patch:
+            stop_at(patch, phase)
+            with pytest.raises(KilledError):
+                train(config)
+        train(replace(config, run=replace(config.run, resume=True)))
+        assert adapter(config) == adapter(whole), phase
+        assert rollouts(config) == rollouts(whole), phase
+        assert not list((config.run.output / "rollouts").glob("*.npz"))[1:]  # those of finished steps are deleted
+
+
+def test_rewards_that_would_differ_are_judged_once(make_run, tmp_path, monkeypatch):
+    rewards = tmp_path / "chance.py"
+    rewards.write_text("import random\n\ndef chance(completion):\n    return random.random()\n")
+    config = make_run(reward=(f"{rewards}:chance",), steps=3, save_every=3)
+    with monkeypatch.context() as patch:
+        patch.setitem(PHASES, "saving", (Checkpoints, "save", 1))
+        stop_at(patch, "saving")
+        with pytest.raises(KilledError):
+            train(config)
+    before = rollouts(config)
+    train(replace(config, run=replace(config.run, resume=True)))
+    assert rollouts(config) == before
