@@ -4,8 +4,9 @@ Adding an adapter's product by itself would read and round the wide output once 
 product with the weight accumulates onto it; on the residual stream and in FP8 one pass adds all terms.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -85,6 +86,25 @@ class Projection:
     def is_for_fp8(self) -> bool:
         """Return whether the weight is multiplied in FP8, unless conditions say otherwise."""
         return self.trains_in_fp8 or is_multiplied_in_fp8(self.weight)
+
+    def split(self, *bounds: int) -> list["Projection"]:
+        """Return a projection for each range of outputs between the bounds; itself alone where the parts cost copies.
+
+        Rows of a frozen matrix are read where they lie, and an adapter's first matrix is shared. The gradients to the
+        rows of a matrix that trains would be joined again, and other formats have no rows.
+        """
+        rows, arrays = self.weight.shape[0], jax.tree.leaves(self.weight)
+        if self.adapter is None or any(array.ndim == 0 or len(array) != rows for array in arrays):
+            return [self]
+        return [self._rows(slice(*ends)) for ends in itertools.pairwise((0, *bounds, rows))]
+
+    def _rows(self, rows: slice) -> "Projection":
+        assert self.adapter is not None
+        weight = jax.tree.map(lambda array: array[rows], self.weight)
+        bias = None if self.bias is None else self.bias[rows]
+        magnitude = None if self.adapter.magnitude is None else self.adapter.magnitude[rows]
+        adapter = replace(self.adapter, B=self.adapter.B[rows], magnitude=magnitude)
+        return replace(self, weight=weight, bias=bias, adapter=adapter)
 
 
 class Conditions(Protocol):
