@@ -19,6 +19,7 @@ from jaxglue.hf.experts import checkpoint_layout, part_shape
 from jaxglue.hf.files import atomic_folder
 from jaxglue.hf.tensor_files import write_shards
 from jaxglue.models import build_model, config_from_hf
+from jaxglue.models.family import find_family
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import abstract_parameters, hf_name
@@ -86,6 +87,50 @@ _QWEN3_MOE = {
     "moe_intermediate_size": 768,
     "norm_topk_prob": True,
 }
+_MISTRAL = {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "vocab_size": 32768,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1_000_000.0,
+    "sliding_window": None,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
+_QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "use_sliding_window": False,
+    "sliding_window": 131072,
+    "max_window_layers": 28,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
+_GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "vocab_size": 262208,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "sliding_window": 1024,
+    "sliding_window_pattern": 6,
+    "query_pre_attn_scalar": 256,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+}
 
 
 def _shape(base: dict, hidden: int, intermediate: int, layers: int, heads: int, **more) -> dict:
@@ -106,6 +151,10 @@ SHAPES = {
     "llama-3.1-8b": _shape(_LLAMA, 4096, 14336, 32, 32, head_dim=128, rope_scaling={**_LLAMA3_ROPE, "factor": 8.0}),
     "tiny-llama": _shape(_LLAMA, 128, 256, 4, 8, head_dim=16, vocab_size=2048, rope_scaling=None),
     "llama-3.3-70b": _shape(_LLAMA, 8192, 28672, 80, 64, head_dim=128, rope_scaling={**_LLAMA3_ROPE, "factor": 8.0}),
+    "mistral-7b": _shape(_MISTRAL, 4096, 14336, 32, 32),
+    "qwen2.5-7b": _shape(_QWEN2, 3584, 18944, 28, 28, num_key_value_heads=4),
+    "gemma-3-12b": _shape(_GEMMA3, 3840, 15360, 48, 16, num_key_value_heads=8),
+    "tiny-gemma-3": _shape(_GEMMA3, 128, 256, 4, 4, head_dim=32, num_key_value_heads=2, vocab_size=2048),
     "tiny-moe": _shape(_GPT_OSS, 64, 64, 4, 8, head_dim=16, vocab_size=2048, num_local_experts=8),
     "gpt-oss-20b": _shape(_GPT_OSS, 2880, 2880, 24, 64, num_local_experts=32),
     "gpt-oss-120b": _shape(_GPT_OSS, 2880, 2880, 36, 64, num_local_experts=128),
@@ -125,6 +174,7 @@ _COMMON = "the a one of to in is it that this for with on as by from at an be ar
 
 def make_model(folder: Path, config: dict) -> None:
     """Write config.json, bf16 weights (normal, σ = 0.02, unit norms) or MXFP4, and a byte-level BPE tokenizer."""
+    unit = 1 - find_family(config["model_type"]).parts.norm.offset
     abstract = nnx.eval_shape(lambda: build_model(config_from_hf(config), rngs=nnx.Rngs(0)))
     parameters = abstract_parameters(abstract)
     layout = checkpoint_layout({name: spec.shape for name, spec in parameters.items()}, config)
@@ -145,7 +195,7 @@ def make_model(folder: Path, config: dict) -> None:
         if name.endswith("_scales"):
             return np.full(spec.shape, mxfp4_scale(0.02), spec.dtype)
         if len(spec.shape) == 1:
-            return np.ones(spec.shape, spec.dtype)
+            return np.full(spec.shape, unit, spec.dtype)
         start = zlib.crc32(name.encode()) % 4096  # a different offset per matrix
         return pool[start:].view(spec.dtype)[: math.prod(spec.shape)].reshape(spec.shape)
 

@@ -51,6 +51,8 @@ class Row:
     """Multiply the output projection in FP8 too."""
     memory_limit: float | None = None
     """Memory limit of ours in GiB, equal to Unsloth's use."""
+    peer_memory: bool = False
+    """The limit is what Unsloth uses in the same run, before ours."""
     checkpointing: str = "offload"
     """Peers' checkpointing: none, device or offload (Unsloth's; on the device for transformers)."""
     engines: tuple[str, ...] = ("ours", "unsloth")
@@ -70,6 +72,10 @@ ROWS = {
     "qwen3-14b FP8": Row(shape="qwen3-14b", matmul="fp8", memory_limit=21.5, engines=("ours",)),
     "llama-3.1-8b": Row(shape="llama-3.1-8b", memory_limit=18.5),
     "llama-3.1-8b FP8": Row(shape="llama-3.1-8b", matmul="fp8", memory_limit=18.5, engines=("ours",)),
+    "mistral-7b": Row(shape="mistral-7b", peer_memory=True),
+    "qwen2.5-7b": Row(shape="qwen2.5-7b", peer_memory=True),
+    "gemma-3-12b": Row(shape="gemma-3-12b", peer_memory=True),
+    "tiny Gemma 3": Row(shape="tiny-gemma-3", tokens=1024, checkpointing="none", engines=("ours", "peft")),
     "tiny NF4": Row(shape="tiny", tokens=1024, quantize="nf4", checkpointing="none", engines=("ours", "peft")),
     "tiny FP8": Row(shape="tiny", tokens=1024, matmul="fp8", checkpointing="none", engines=("ours",)),
     "tiny": Row(shape="tiny", tokens=1024, checkpointing="none", engines=ENGINES),
@@ -126,9 +132,11 @@ class Inputs:
                 shutil.rmtree(self._scratch / shape)
 
 
-def run(engine: str, name: str, files: dict[str, Path], gpu: dict[str, str], args: argparse.Namespace) -> dict:
+def run(
+    engine: str, name: str, row: Row, files: dict[str, Path], gpu: dict[str, str], args: argparse.Namespace
+) -> dict:
     """Run an engine in its own process and return its result or error."""
-    row, further, environment = ROWS[name], [], os.environ | gpu
+    further, environment = [], os.environ | gpu
     flags = {**files, "quantize": row.quantize, "warm-up": args.warm_up, "learning-rate": args.learning_rate}
     if engine == "ours":
         command, further = (
@@ -136,7 +144,9 @@ def run(engine: str, name: str, files: dict[str, Path], gpu: dict[str, str], arg
             [*["--fp8-head"] * row.fp8_head, *args.ours_flags],
         )
         flags["matmul"] = row.matmul
-        flags |= {"memory-limit": row.memory_limit, "embeddings": "host"} if row.memory_limit else {}
+        if row.memory_limit:
+            tied = SHAPES[row.shape].get("tie_word_embeddings", False)
+            flags |= {"memory-limit": row.memory_limit, "embeddings": "device" if tied else "host"}
         flags |= {"trace": args.traces / name.replace(" ", "-").replace(",", "")} if args.traces else {}
         environment = {
             "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9",
@@ -189,9 +199,12 @@ class Measurements:
             files, lengths = self._inputs.prepare(name)
             visible = mean_visible_keys(np.array(lengths))
             flops = row.tokens * training_flops_per_token(config, visible_keys=visible, weight_gradients=False)
-            for engine in (engine for engine in row.engines if engine in self._args.engines):
-                result = run(engine, name, files, gpu, self._args)
+            engines = [engine for engine in row.engines if engine in self._args.engines]
+            for engine in reversed(engines) if row.peer_memory else engines:
+                result = run(engine, name, row, files, gpu, self._args)
                 self._add({"row": name, "engine": engine, **asdict(row), "flops": flops, **result})
+                if row.peer_memory and engine == "unsloth" and "peak_gib" in result:
+                    row = replace(row, memory_limit=round(result["peak_gib"], 2))
             self._inputs.done(name)
 
     def _add(self, result: dict) -> None:

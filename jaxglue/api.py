@@ -95,8 +95,9 @@ def plan(model: str | Path | Workload, gpu: str, *, recipe: str | Path | None = 
     if isinstance(model, Workload):
         return planner.plan(model, gpu, **settings)
     config = from_settings(EstimateConfig, {"model": str(model), "gpu": gpu, **settings}, recipe)
-    host_memory, weights = config.host_memory_gib * GIB, config.model.weights
-    return make_planner(config).resolve(config.model.remat, weights=weights, host_memory=host_memory)
+    planned, weights = make_planner(config), config.model.weights
+    host_memory = planned.gpu.host_memory(config.host_memory_gib * GIB)
+    return planned.resolve(config.model.remat, weights=weights, host_memory=host_memory)
 
 
 def _configured[C](cls: type[C], config: Any, settings: Mapping[str, Any], recipe: str | Path | None = None) -> C:

@@ -112,6 +112,7 @@ class Experts(nnx.Module):
             transpose_rhs=gate_up.transposed,
             lora_scale=gate_up.lora_scale or down.lora_scale,  # either may have no adapter, and both have one scale
             fp8=gate_up.fp8 and context.fp8,
+            inference=getattr(context, "inference", False),
         )
 
 

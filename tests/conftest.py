@@ -197,6 +197,7 @@ class _Buffer:
         "float8_e4m3fn": "fp8e4nv",
         "int32": "i32",
         "uint8": "u8",
+        "int8": "i8",
     }
 
     def __init__(self, array: np.ndarray):
@@ -231,7 +232,9 @@ def _interpreting():
         patch_lang = interpreter._patch_lang
         options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
         before, triton.knobs.runtime.interpret = triton.knobs.runtime.interpret, True
-        library = {name: interpreter.InterpretedFunction(getattr(tl, name).fn) for name in ("cdiv", "max", "sum")}
+        library = {
+            name: interpreter.InterpretedFunction(getattr(tl, name).fn) for name in ("cdiv", "cumsum", "max", "sum")
+        }
         try:
             with (
                 mock.patch.multiple(tl, **library),

@@ -4,6 +4,7 @@
 Exits with status 1 if one of them is missing.
 """
 
+import contextlib
 import csv
 import importlib.metadata
 import os
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +33,8 @@ _INSTALL = "pip install --upgrade '.[cuda13]' in the clone of jaxglue"
 _LEAST_FREE = 0.8
 """Share of a GPU's memory below which another program is likely to hold some."""
 _LEAST_HOST = 8 * GIB
+_SLOW = 10.0
+"""Seconds for a small program that only a busy or odd machine takes; usual ones take under two."""
 _FIELDS = ("driver_version", "name", "compute_cap", "memory.total", "memory.free")
 
 
@@ -100,6 +104,7 @@ def checks(gpus: list[Gpu]) -> Iterator[Check]:
     yield check_cuda()
     yield from map(check_gpu, gpus)
     yield _guarded("JAX", check_jax, bool(gpus))
+    yield _guarded("XLA", check_xla, bool(gpus))
     yield _guarded("Triton", check_triton, bool(gpus))
     yield from (check_gpu_memory(gpu) for gpu in gpus if gpu.total)
     yield check_host_memory(psutil.virtual_memory().available, psutil.virtual_memory().total)
@@ -178,8 +183,56 @@ def check_jax(expect_gpu: bool) -> Check:
     return Check(name="JAX", verdict="ok", found=found)
 
 
+def check_xla(_: bool, clock: Callable[[], float] = time.perf_counter) -> Check:
+    """Time the compilation of a small program, which nothing keeps."""
+    import jax
+    import jax.numpy as jnp
+
+    def step(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.nn.softmax(jnp.tanh(x @ w) @ w.T).sum()
+
+    x = jnp.ones((64, 256), jnp.bfloat16)
+    traced = jax.jit(jax.grad(step, argnums=1)).trace(x, jnp.ones((256, 256), jnp.bfloat16))
+    with _without_cache():
+        begun = clock()
+        traced.lower().compile()
+        return check_speed("XLA", "a small program compiles", clock() - begun, os.getloadavg()[0])
+
+
+@contextlib.contextmanager
+def _without_cache() -> Iterator[None]:
+    """Have JAX compile what an earlier process may have kept."""
+    import jax
+
+    kept = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", kept)
+
+
+def check_speed(name: str, what: str, seconds: float, load: float) -> Check:
+    """Judge the time of a compilation.
+
+    Args:
+        name: of the check.
+        what: was compiled, and how else it went.
+        seconds: that it took.
+        load: processes that wanted to run at the time, on average.
+    """
+    found, cores = f"{what} in {seconds:.1f} s", len(os.sched_getaffinity(0))
+    if seconds <= _SLOW:
+        return Check(name=name, verdict="ok", found=found)
+    busy = f"{load:.0f} processes share {cores} cores: end some; " if load > cores else ""
+    remedy = (
+        f"{busy}leave --compilation-cache on a local disk: what it keeps is compiled once, by whichever run is first"
+    )
+    return Check(name=name, verdict="warn", found=found, remedy=remedy)
+
+
 def check_triton(expect_gpu: bool) -> Check:
-    """Check that a Triton kernel of ours runs and is right."""
+    """Check that a Triton kernel of ours is right, and time its compilation with the first run."""
     versions = [f"{name} {version}" for name in ("triton", "jax-triton") if (version := _installed(name))]
     if len(versions) < 2:
         found = f"{' and '.join(versions) or 'neither triton nor jax-triton'} installed"
@@ -193,9 +246,14 @@ def check_triton(expect_gpu: bool) -> Check:
     from jaxglue.ops.norm_rope import rms_norm, stream_norm
 
     x, weight = jax.random.normal(jax.random.key(0), (64, 256), jnp.bfloat16), jnp.ones(256)
-    difference = abs(stream_norm(x, weight, 1e-6, backend="triton")[1] - rms_norm(x, weight, 1e-6)).max()
-    assert float(difference) < 0.1, f"a kernel's result differs by {float(difference)}"
-    return Check(name="Triton", verdict="ok", found=f"{', '.join(versions)}; a kernel runs")
+    expected = jax.block_until_ready(rms_norm(x, weight, 1e-6))
+    with _without_cache():
+        begun = time.perf_counter()
+        found = jax.block_until_ready(stream_norm(x, weight, 1e-6, backend="triton")[1])
+        seconds = time.perf_counter() - begun
+    difference = float(abs(found - expected).max())
+    assert difference < 0.1, f"a kernel's result differs by {difference}"
+    return check_speed("Triton", f"{', '.join(versions)}; a kernel is right, compiled", seconds, os.getloadavg()[0])
 
 
 def check_gpu_memory(gpu: Gpu) -> Check:

@@ -51,7 +51,7 @@ def make_planner(config: EstimateConfig) -> Planner:
     mesh.check(model, batch_size=config.run.batch_size, devices=mesh.devices)
     documents = (config.document_tokens,) if config.document_tokens else ()
     workload = make_workload(config, model, documents, mesh)
-    files = 0.0 if refuse_mapped(config.model, mesh) else FILES_RATE
+    files = 0.0 if gpu.unified or refuse_mapped(config.model, mesh) else FILES_RATE
     gpu = replace(gpu, files=files).limited(pool_gib(config.model.memory_limit))
     return Planner(workload, gpu, steps=config.run.steps, layers_per_program=config.model.layers_per_program)
 
@@ -59,7 +59,8 @@ def make_planner(config: EstimateConfig) -> Planner:
 @without_collection()
 def print_estimate(config: EstimateConfig) -> bool:
     """Print a verdict and the plans behind it; return whether the run fits."""
-    planner, host_memory, weights = make_planner(config), config.host_memory_gib * GIB, config.model.weights
+    planner, weights = make_planner(config), config.model.weights
+    host_memory = planner.gpu.host_memory(config.host_memory_gib * GIB)
     placed = embedding_places(planner.workload, config.model.embeddings)
     planners = [planner, *map(planner.on, placed[1:])]
     rows = (each.longest_row(host_memory=host_memory, weights=weights) for each in planners)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from jaxglue.models.context import LayerContext, PackedContext, RouterLosses
 from jaxglue.models.family import NormNames
-from jaxglue.models.layers import Attention, DecoderLayer, GatedMLP
+from jaxglue.models.layers import Attention, DecoderLayer, FusedMLP, GatedMLP
 from jaxglue.models.parameters import Params, merge_module
 from jaxglue.ops import names
 from jaxglue.ops.backend import BackendChoice, Capability, Operation, compute_capability, form
@@ -48,8 +48,8 @@ def explain_forms(
         context, capability = replace(context, dropout_key=jax.random.key(0)), compute_capability()
         found["layers"] = LAYER_FORM.choose(capability, layer, x, context)
         found["projections"] = PROJECTION.choose(capability, layer.mixer.inputs, context, False)
-        if isinstance(layer.mlp, GatedMLP):
-            found["feed-forward"] = GATED_MLP.choose(capability, layer.mlp.parts, context, layer.mlp.activation)
+        if isinstance(layer.mlp, GatedMLP | FusedMLP) and (parts := layer.mlp.parts) is not None:
+            found["feed-forward"] = GATED_MLP.choose(capability, parts, context, layer.mlp.activation)
 
     jax.eval_shape(look, trainable, frozen, x, context)
     if found["layers"].name == "reference":
@@ -57,9 +57,11 @@ def explain_forms(
     return found
 
 
-def _check_tiles(_capability: Capability | None, _layer: DecoderLayer, _x: Array, context: PackedContext) -> None:
+def _check_tiles(_capability: Capability | None, layer: DecoderLayer, _x: Array, context: PackedContext) -> None:
     if context.tile is None:
         raise NotImplementedError("rows pass whole (--tile)")
+    if not layer.in_stages:
+        raise NotImplementedError("layers share keys and values, or have embeddings of their own")
 
 
 def by_tiles(

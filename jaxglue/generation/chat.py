@@ -89,7 +89,7 @@ class Assistant:
             return any(end in text for end in ends[number])
 
         weights = self.adapter, self.frozen
-        found = self._engine.generate(*weights, requests, self._stops, plan=plan, until=ended)
+        found = self._engine.generate(*weights, requests, self._stops, plan=plan, until=ended if any(ends) else None)
         numbered = ((completion.number, without(completion.tokens, self._stops)) for completion in found)
         for text, own in zip(in_order(self.tokenizer, numbered), ends, strict=True):
             yield "".join(before([text], own))

@@ -6,7 +6,11 @@ the next. So an answer that ends at a token is noticed one window late, and one 
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from contextvars import copy_context
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +34,8 @@ STEPS = 8
 _SMALLEST_ROW = 128
 _MANY_STEPS = 1024
 """Decode steps from which a program of all layers, whose compile time grows with depth, is worth compiling."""
+_SMALLEST_SIZE = 8
+"""Sequences below which a window takes hardly less time."""
 _PADDED = 8
 """Lists of stop tokens and biases are padded to multiples of this, so that few programs are compiled."""
 
@@ -93,7 +99,8 @@ class Engine:
         self.config, self._dtype = config, dtype
         self._cache_dtype = jnp.float8_e4m3fn if kv_cache == "fp8" else dtype
         self._programs = Programs(graphdefs, config, dtype, attention)
-        self._compiled = set[Any]()
+        self._sizes = dict[Any, _Sizes]()
+        self._compiler = ThreadPoolExecutor(1, "windows")
         self.compilations = self._programs.compilations
 
     def generate(
@@ -170,6 +177,10 @@ class Engine:
         options: dict[str, Any] = {"cache_dtype": self._cache_dtype, "batch_size": slots, "free": memory}
         return plan_cache(lengths, self.config, self._dtype, **options)
 
+    def wait(self) -> None:
+        """Wait for programs that are compiled beside the answers, as measurements do."""
+        self._compiler.submit(int).result()
+
     def _run(self, trainable, frozen, requests, stop, memory, slots, plan, until, whole):
         """Yield (answer, new tokens, reason if it ended)."""
         if not requests:
@@ -183,14 +194,17 @@ class Engine:
         if whole is None:
             whole = sum(answer.end - answer.length for answer in answers) >= _MANY_STEPS * plan.slots
         whole = whole and sharding_of(trees) is None
-        batch = _Batch(
-            self._programs, self._compiled, trees, answers, plan, stop, self.config, self._cache_dtype, whole
-        )
-        for answer, tokens, finish in batch.run():
-            if not finish and until and until(answer.number, answer.answer, answer.new):
-                batch.scheduler.end(answer)
-                finish = "until"
-            yield answer, tokens, finish
+        batch = _Batch(self._programs, trees, answers, plan, stop, self.config, self._cache_dtype, whole)
+        batch.sizes = self._sizes.setdefault(batch.kind, _Sizes(plan.slots))
+        batch.compiler = self._compiler if whole else None
+        try:
+            for answer, tokens, finish in batch.run():
+                if not finish and until and until(answer.number, answer.answer, answer.new):
+                    batch.scheduler.end(answer)
+                    finish = "until"
+                yield answer, tokens, finish
+        finally:
+            batch.sizes.give_up()
 
     def _end(self, request: Request, number: int) -> int:
         """Return the limit of prompt and answer together, after checking the prompt."""
@@ -205,6 +219,14 @@ def require_known(tokens: Sequence[int] | np.ndarray, vocabulary: int, name: str
     """Raise ValueError for a token outside the vocabulary, whose embedding would be NaN or another token's."""
     if wrong := next((token for token in (min(tokens), max(tokens)) if not 0 <= token < vocabulary), None):
         raise ValueError(f"{name} holds token id {wrong}, but the model's vocabulary has {vocabulary}")
+
+
+def place_of(trees: Trees) -> jax.sharding.Sharding | None:
+    """Return where state beside the weights belongs: on all their devices, the one they are bound to, or anywhere."""
+    first = next((leaf for leaf in jax.tree.leaves(trees) if isinstance(leaf, jax.Array)), None)
+    if (sharding := sharding_of(trees)) is not None or first is None or not first.committed:
+        return sharding
+    return jax.sharding.SingleDeviceSharding(next(iter(first.sharding.device_set)))
 
 
 def sharding_of(trees: Trees) -> jax.sharding.Sharding | None:
@@ -223,18 +245,64 @@ def _completion(answer: Answer, finish: Finish) -> Completion:
     return Completion(answer.number, answer.answer, ids, log_probs, model_log_probs, most_likely, finish)
 
 
+class _Sizes:
+    """Numbers of sequences for which windows of one kind are compiled: the slots, and halves of these.
+
+    The last of many answers are decoded by a smaller program, which a thread compiles meanwhile.
+    """
+
+    def __init__(self, slots: int):
+        self._ready: dict[int, Any] = {slots: None}
+        self._waiting: list[Future] | None = None
+
+    def take(self, count: int) -> tuple[int, Any]:
+        """Return the smallest size for `count` answers, and its program; None for that which JAX's call compiles."""
+        size = min(size for size in list(self._ready) if size >= count)
+        return size, self._ready[size]
+
+    def add(self, size: int) -> None:
+        """Add a size whose programs compile fast."""
+        self._ready.setdefault(size, None)
+
+    def compile(self, compiler: ThreadPoolExecutor, compile_size: Callable[[int], Any]) -> None:
+        """Let a thread compile the sizes that are missing, once."""
+        if self._waiting is not None:
+            return
+        self._waiting, size = [], max(self._ready) // 2
+        while size >= _SMALLEST_SIZE:
+            self._waiting.append(compiler.submit(copy_context().run, self._compile, compile_size, size))
+            size //= 2
+
+    def give_up(self) -> None:
+        """Leave out the sizes whose compilation has not begun; the next call asks for them again."""
+        cancelled = [future.cancel() for future in self._waiting or ()]
+        if any(cancelled):
+            self._waiting = None
+
+    def _compile(self, compile_size: Callable[[int], Any], size: int) -> None:
+        if size not in self._ready:
+            self._ready[size] = compile_size(size)
+
+
 class _Batch:
     """Answers of one call, with the state of the device."""
 
-    def __init__(
-        self, programs: Programs, compiled, trees: Trees, answers, plan, stop, config, cache_dtype, whole: bool
-    ):
-        self._programs, self._compiled, self._trees, self._plan, self._whole = programs, compiled, trees, plan, whole
-        self._requests = _Requests(answers, stop, config.vocab_size)
-        place = sharding_of(trees)
+    sizes: _Sizes
+    compiler: ThreadPoolExecutor | None = None
+
+    def __init__(self, programs: Programs, trees: Trees, answers, plan, stop, config, cache_dtype, whole: bool):
+        self._programs, self._trees, self._plan, self._whole = programs, trees, plan, whole
+        self._table = _SlotTable(answers, stop, plan, config.vocab_size)
+        place = place_of(trees)
         self._caches = make_caches(plan, config, cache_dtype, place)
-        self._slots = make_sequences(plan, config.vocab_size, self._requests.features, place)
+        self._slots = make_sequences(plan, config.vocab_size, self._table.features, place)
         self.scheduler = Scheduler(answers, plan, STEPS)
+
+    @property
+    def kind(self) -> Any:
+        """Return all that decides the programs of windows but for their number of sequences."""
+        static = self._plan, self._table.features, self._table.widths, self._whole
+        return static, tuple((x.shape, str(x.dtype), _placed(x)) for x in jax.tree.leaves(self._trees))
 
     def run(self) -> Iterator[tuple[Answer, Int[np.ndarray, " n"], Finish | None]]:
         """Yield answers with their new tokens, and why they ended."""
@@ -253,35 +321,18 @@ class _Batch:
         self._copy_pages(work)
         if self._slots.counts is not None and work.fresh:
             self._count(work.fresh)
-        steps_left = max(answer.end - answer.reach for answer in work.answers)
-        window = self._requests.window(work, self._plan, self._size(len(work.answers), steps_left))
-        self._slots, self._caches, sampled = self._programs.window(
-            self._trees,
-            self._slots,
-            self._caches,
-            window,
-            plan=self._plan,
-            steps=STEPS,
-            features=self._requests.features,
-            whole=self._whole,
-        )
+        if not self._whole:
+            self.sizes.add(_quartered(self._plan.slots, len(work.answers)))
+        size, run = self.sizes.take(len(work.answers))
+        arguments = self._trees, self._slots, self._caches, self._table.window(work, size)
+        options: dict[str, Any] = {"plan": self._plan, "steps": STEPS, "features": self._table.features}
+        if self.compiler:
+            shapes, precision = jax.tree.map(_shape, arguments), jax.config.jax_default_matmul_precision
+            self.sizes.compile(self.compiler, partial(_compile, self._programs, shapes, options, precision))
+        results = run(*arguments) if run else self._programs.window(*arguments, **options, whole=self._whole)
+        self._slots, self._caches, sampled = results
         jax.tree.map(lambda x: x.copy_to_host_async(), sampled)
         return sampled
-
-    def _size(self, count: int, steps_left: int) -> int:
-        """Return the sequences of a window with `count` answers: the slots, or a half, quarter, … of these.
-
-        A program for fewer is compiled only if many steps are left.
-        """
-        kind = self._plan, self._requests.features, self._requests.stops, self._whole
-        smallest = self._plan.slots
-        while smallest // 2 >= count:
-            smallest //= 2
-        ready = [size for size in range(smallest, self._plan.slots + 1) if (*kind, size) in self._compiled]
-        if not ready or (ready[0] > smallest and steps_left >= (_MANY_STEPS if self._whole else _MANY_STEPS // 8)):
-            ready = [smallest if ready else self._plan.slots]
-            self._compiled.add((*kind, ready[0]))
-        return ready[0]
 
     def _prefill(self, row: Sequence[Prompt]) -> None:
         """Run prompts in one packed row."""
@@ -345,92 +396,129 @@ class _Batch:
             steps = Sampled(*map(np.stack, zip(*steps, strict=True)))  # type: ignore[arg-type]
         if (steps.tokens == NOT_FINITE).any():
             raise ValueError("the model's logits are not finite (NaN or infinity): check its weights and the adapter")
-        for column, answer in enumerate(work.answers):
+        counts = (steps.tokens != IDLE).sum(0).tolist()
+        for column, (answer, count) in enumerate(zip(work.answers, counts, strict=False)):
             answer.windows -= 1
-            ids = steps.tokens[:, column]
-            count = int((ids != IDLE).sum())
             if not count or answer.length >= answer.end:
                 continue  # it ended in the last window, or the caller ended it
             parts = steps.log_probs, steps.model_log_probs, steps.top_tokens, steps.top_log_probs
-            tokens = Tokens(ids[:count], *(part[:count, column] for part in parts))
-            stopped = int(ids[count - 1]) in self._requests.stop_tokens(answer)
+            tokens = Tokens(*(part[:count, column] for part in (steps.tokens, *parts)))
+            stopped = int(tokens.ids[-1]) in self._table.stop_tokens(answer)
             self.scheduler.receive(answer, tokens, stopped)
             ended = "stop" if stopped else "length" if answer.length >= answer.end else None
             yield answer, tokens.ids, ended  # type: ignore[misc]
 
 
-class _Requests:
-    """Numbers of the answers' requests, as the device reads them."""
+class _SlotTable:
+    """What the device reads of each slot's answer, in numpy; a further row stands for no answer.
 
-    def __init__(self, answers: Sequence[Answer], stop: Collection[int], vocabulary: int):
-        self._stop, self._vocabulary = frozenset(stop), vocabulary
+    Args:
+        answers: all of a call.
+        stop: tokens that end each of them.
+        plan: of the cache.
+        vocabulary: of the model.
+    """
+
+    def __init__(self, answers: Sequence[Answer], stop: Collection[int], plan: CachePlan, vocabulary: int):
+        self._stop, self._nobody, self._vocabulary = frozenset(stop), plan.slots, vocabulary
         requests = list({id(answer.request): answer.request for answer in answers}.values())
-        sampled = [r.sampling for r in requests if r.sampling.temperature > 0]
-        self.features = Features(
-            draws=bool(sampled),
-            top_k=any(s.top_k for s in sampled),
-            top_p=any(s.top_p < 1 for s in sampled),
-            min_p=any(s.min_p for s in sampled),
-            penalties=any(r.sampling.has_penalties for r in requests),
-            biases=any(r.logit_bias for r in requests),
-            top=max(r.top_log_probs for r in requests),
-        )
-        self.stops = _padded(max(len(self._stop | set(r.stop)) for r in requests))
-        self._biases = _padded(max(len(r.logit_bias) for r in requests))
+        self.features = _features(requests)
+        stops, biases = (_padded(max(map(len, sets))) for sets in zip(*map(self._sets, requests), strict=True))
+        self.widths = stops, biases
+        """Padded numbers of stop tokens and of tokens with a bias."""
         keys = answer_keys([(a.request.sampling.seed, a.request.index, a.answer) for a in answers])
         self._keys = dict(zip(map(id, answers), keys, strict=True))
+        rows = plan.slots + 1
+        self._tables: Any = np.zeros((rows, plan.table), np.int32)
+        self._filled = [0] * rows
+        zeros: dict[str, Any] = {name: np.zeros(rows, np.int32) for name in ("ends", "tokens", "positions")}
+        self._fields = zeros | {"stops": np.full((rows, stops), -1, np.int32)}
+        self._controls: dict[str, Any] = {name: np.zeros(rows, kind) for name, (_, kind) in _SETTINGS.items()}
+        self._controls["keys"] = np.zeros((rows, *keys.shape[1:]), np.uint32)
+        self._controls["bias_tokens"] = np.full((rows, biases), vocabulary, np.int32)
+        self._controls["biases"] = np.zeros((rows, biases), np.float32)
 
-    def stop_tokens(self, answer: Answer) -> frozenset[int]:
+    def stop_tokens(self, answer: Answer) -> Collection[int]:
         """Return the tokens that end an answer."""
-        return self._stop.union(answer.request.stop)
+        return self._sets(answer.request)[0]
 
-    def window(self, work: Work, plan: CachePlan, size: int) -> Window:
-        """Return the window of the work's answers, padded to `size` sequences, in numpy."""
-        fields: dict[str, Any] = {
-            "slots": np.full(size, plan.slots, np.int32),
-            "fresh": np.zeros(size, bool),
-            "tokens": np.zeros(size, np.int32),
-            "positions": np.zeros(size, np.int32),
-            "ends": np.zeros(size, np.int32),
-            "tables": np.zeros((size, plan.table), np.int32),
-            "stops": np.full((size, self.stops), -1, np.int32),
-        }
-        fresh = set(map(id, work.fresh))
-        for i, answer in enumerate(work.answers):
-            fields["slots"][i], fields["ends"][i] = answer.slot, answer.end
-            fields["tables"][i, : len(answer.pages)] = answer.pages
-            stops = sorted(self.stop_tokens(answer))
-            fields["stops"][i, : len(stops)] = stops
-            if id(answer) in fresh:
-                last = answer.received[-1].ids[-1] if answer.received else answer.request.prompt[-1]
-                fields["fresh"][i], fields["tokens"][i], fields["positions"][i] = True, last, answer.length - 1
-        return Window(**fields, controls=self._controls(work.answers, size))
+    def _sets(self, request: Request) -> tuple[Collection[int], Collection[int]]:
+        return self._stop.union(request.stop), request.logit_bias
 
-    def _controls(self, answers: Sequence[Answer], size: int) -> Controls:
-        settings = [answer.request.sampling for answer in answers]
+    def window(self, work: Work, size: int) -> Window:
+        """Return the window of the work's answers, padded to `size` sequences."""
+        for answer in work.fresh:
+            self._begin(answer)
+        slots: Any = np.full(size, self._nobody, np.int32)
+        slots[: len(work.answers)] = [answer.slot for answer in work.answers]
+        for answer in work.answers:
+            slot, count = answer.slot or 0, len(answer.pages)
+            if count > (filled := self._filled[slot]):
+                self._tables[slot, filled:count] = answer.pages[filled:]
+                self._filled[slot] = count
+        fresh: Any = np.isin(slots, np.array([answer.slot for answer in work.fresh], np.int32))
+        fields = {name: rows[slots] for name, rows in self._fields.items()}
+        controls = Controls(**{name: rows[slots] for name, rows in self._controls.items()})
+        return Window(slots=slots, fresh=fresh, tables=self._tables[slots], controls=controls, **fields)
 
-        def column(name: str, kind: type, idle: float) -> Any:
-            return np.array([getattr(s, name) for s in settings] + [idle] * (size - len(settings)), kind)
+    def _begin(self, answer: Answer) -> None:
+        slot, request, stops = answer.slot or 0, answer.request, sorted(self.stop_tokens(answer))
+        self._tables[slot], self._filled[slot] = 0, 0
+        last = answer.received[-1].ids[-1] if answer.received else request.prompt[-1]
+        fields, controls = self._fields, self._controls
+        fields["ends"][slot], fields["tokens"][slot], fields["positions"][slot] = answer.end, last, answer.length - 1
+        fields["stops"][slot], fields["stops"][slot, : len(stops)] = -1, stops
+        for name, (setting, _) in _SETTINGS.items():
+            controls[name][slot] = getattr(request.sampling, setting)
+        controls["keys"][slot] = self._keys[id(answer)]
+        controls["bias_tokens"][slot], count = self._vocabulary, len(request.logit_bias)
+        controls["bias_tokens"][slot, :count] = list(request.logit_bias)
+        controls["biases"][slot, :count] = list(request.logit_bias.values())
 
-        keys: Any = np.zeros((size, *next(iter(self._keys.values())).shape), np.uint32)
-        bias_tokens: Any = np.full((size, self._biases), self._vocabulary, np.int32)
-        biases: Any = np.zeros((size, self._biases), np.float32)
-        for i, answer in enumerate(answers):
-            keys[i] = self._keys[id(answer)]
-            if bias := answer.request.logit_bias:
-                bias_tokens[i, : len(bias)], biases[i, : len(bias)] = list(bias), list(bias.values())
-        return Controls(
-            keys=keys,
-            temperature=column("temperature", np.float32, 0.0),
-            top_k=column("top_k", np.int32, 0),
-            top_p=column("top_p", np.float32, 1.0),
-            min_p=column("min_p", np.float32, 0.0),
-            repetition=column("repetition_penalty", np.float32, 1.0),
-            presence=column("presence_penalty", np.float32, 0.0),
-            frequency=column("frequency_penalty", np.float32, 0.0),
-            bias_tokens=bias_tokens,
-            biases=biases,
-        )
+
+_SETTINGS = {
+    "temperature": ("temperature", np.float32),
+    "top_k": ("top_k", np.int32),
+    "top_p": ("top_p", np.float32),
+    "min_p": ("min_p", np.float32),
+    "repetition": ("repetition_penalty", np.float32),
+    "presence": ("presence_penalty", np.float32),
+    "frequency": ("frequency_penalty", np.float32),
+}
+"""Settings of `SamplingConfig` and their dtypes, by the names of `Controls`."""
+
+
+def _features(requests: Sequence[Request]) -> Features:
+    sampled = [request.sampling for request in requests if request.sampling.temperature > 0]
+    return Features(
+        draws=bool(sampled),
+        top_k=any(sampling.top_k for sampling in sampled),
+        top_p=any(sampling.top_p < 1 for sampling in sampled),
+        min_p=any(sampling.min_p for sampling in sampled),
+        penalties=any(request.sampling.has_penalties for request in requests),
+        biases=any(request.logit_bias for request in requests),
+        top=max(request.top_log_probs for request in requests),
+    )
+
+
+def _quartered(slots: int, count: int) -> int:
+    """Return a fourth of the slots, of that, …, as long as it holds `count`."""
+    while slots // 4 >= count:
+        slots //= 4
+    return slots
+
+
+def _placed(x: Any) -> Any:
+    return x.sharding if isinstance(x, jax.Array) and x.committed else None
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_placed(x), weak_type=getattr(x, "weak_type", False))
+
+
+def _compile(programs: Programs, shapes: Any, options: dict[str, Any], precision: Any, size: int) -> Any:
+    with jax.default_matmul_precision(precision) if precision else nullcontext():
+        return programs.compile_window(*shapes, size=size, **options)
 
 
 def _padded(count: int) -> int:

@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxglue.planner import calibration as fitted
 
@@ -51,10 +51,16 @@ class Gpu:
     """By the host."""
     peak: float | None = None
     """Dense bf16 matmuls with float32 accumulation by the data sheet, FLOP/s; None where it is not known."""
+    unified: bool = False
+    """The host's memory is the GPU's own, so that moving values there frees nothing."""
 
     def limited(self, gib: float | None) -> "Gpu":
         """Return the same GPU with at most `gib` GiB of its memory to plan with; None for all of it."""
         return self if gib is None else replace(self, memory=min(self.memory, gib * GIB))
+
+    def host_memory(self, available: float) -> float:
+        """Return the bytes of host memory that plans may pin, of those that are available."""
+        return 0.0 if self.unified else available
 
 
 def _gpu(
@@ -68,6 +74,7 @@ def _gpu(
     nvlink: float = 0,
     share: float = fitted.MATMUL_SHARE,
     copy_share: float = fitted.COPY_SHARE,
+    unified: bool = False,
 ) -> Gpu:
     """Return a GPU by its data sheet: dense bf16 TFLOP/s, GiB, GB/s of memory, and GB/s each way of links."""
     return Gpu(
@@ -79,17 +86,19 @@ def _gpu(
         link=link * 1e9,
         peers=fitted.PEER_SHARE * (nvlink or link) * 1e9,
         peak=tflops * 1e12,
+        unified=unified,
     )
 
 
 _PCIE_4, _PCIE_5, _C2C = 25.0, 55.0, 390.0
-_H100 = {"share": fitted.H100_MATMUL_SHARE, "copy_share": fitted.H100_COPY_SHARE}
+_H100: dict[str, Any] = {"share": fitted.H100_MATMUL_SHARE, "copy_share": fitted.H100_COPY_SHARE}
 _TABLE = (
     #    name           capability TFLOP/s  GiB  GB/s  link
     _gpu("GB300", (10, 3), 2500, 277, 8000, _C2C, nvlink=900),
     _gpu("B300", (10, 3), 2250, 268, 8000, _PCIE_5, nvlink=900),
     _gpu("B200", (10, 0), 2250, 180, 8000, _PCIE_5, nvlink=900),
     _gpu("GB200", (10, 0), 2500, 185, 8000, _C2C, nvlink=900),
+    _gpu("GB10", (12, 1), 125, 119.2, 273, 136, unified=True),  # 1 PFLOP/s of sparse FP4 is 125 TFLOP/s of dense bf16
     _gpu("B100", (10, 0), 1750, 180, 8000, _PCIE_5, nvlink=900),
     _gpu("H200 NVL", (9, 0), 835, 140, 4800, _PCIE_5, nvlink=450),
     _gpu("H200", (9, 0), 989, 140, 4800, _PCIE_5, nvlink=450),
@@ -148,6 +157,8 @@ _TABLE = (
 """NVIDIA's data sheets and architecture white papers, memory as nvidia-smi shows it, times the shares measured on an
 H200: 680 of 989 TFLOP/s in a step's matmuls (790 in a single large one), 4.2 of 4.8 TB/s, 55 of 63 GB/s over PCIe 5.
 Narrower names first."""
+_CHIPS = {"SPARK": "GB10"}
+"""Chips of machines that are named."""
 _VARIANTS = {"LAPTOP", "D", "MAX", "MIG", "SUPER", "TI"}
 """Words in the names of variants, slower or faster than the chips without them."""
 _BEFORE_BFLOAT16 = {"T4": "7.5", "RTX 2080 Ti": "7.5", "RTX 2080": "7.5", "RTX 2060": "7.5", "TITAN RTX": "7.5"}
@@ -181,7 +192,8 @@ def find_gpu(name: str) -> Gpu:
 def _words(name: str) -> set[str]:
     """Return the words of a GPU's name, memory sizes as plain numbers, RTX and Ti apart: rtx4070ti, A100-40GB."""
     apart = re.sub(r"^(RTX|GTX)(?=\d)|(?<=\d)(?=TI\b|SUPER\b)", r"\1 ", name.strip().upper())
-    return {re.sub(r"^(\d+)GB$", r"\1", word) for word in re.split(r"[\s_-]+", apart)}
+    words = (re.sub(r"^(\d+)GB$", r"\1", word) for word in re.split(r"[\s_-]+", apart))
+    return {_CHIPS.get(word, word) for word in words}
 
 
 def _is_chip(chip: set[str], words: set[str]) -> bool:

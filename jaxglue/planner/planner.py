@@ -240,6 +240,8 @@ class Planner:
     def _why_not(self, plan: Plan, host_memory: float) -> str:
         if plan.device_bytes > self.candidates.room:
             need = f"{gib(plan.device_bytes)} on the GPU, of which {gib(self.candidates.room)} may be used"
+        elif self.gpu.unified:
+            need = f"{gib(plan.host_bytes)} of pinned host memory, which is the memory of {self.gpu.name} itself"
         else:
             may = f"{gib(host_memory)} may be used (the least of what is free and {HOST_LIMIT}, 64 if it is not set)"
             need = f"{gib(plan.host_bytes)} of pinned host memory, of which {may}"
@@ -282,7 +284,7 @@ def plan(
         ValueError: an unknown GPU or policy, or nothing fits.
     """
     planner = Planner(workload, find_gpu(gpu).limited(memory_limit))
-    return planner.resolve(remat, weights=weights, host_memory=host_memory * GIB)
+    return planner.resolve(remat, weights=weights, host_memory=planner.gpu.host_memory(host_memory * GIB))
 
 
 _ROW_STEP = 128

@@ -130,7 +130,7 @@ def choose_remat(
         compile_seconds=plan.compile_seconds,
         files=planner.gpu.files,
         note=note,
-        reasons=explain_plan(settings, planner, plan, host_memory()) if explain else {},
+        reasons=explain_plan(settings, planner, plan, planner.gpu.host_memory(host_memory())) if explain else {},
     )
 
 
@@ -175,7 +175,7 @@ def _resolve(
 
     `files` measures the rate of these.
     """
-    pinned = host_memory()
+    pinned = gpu.host_memory(host_memory())
     options: dict[str, Any] = {"steps": steps, "layers_per_program": settings.layers_per_program}
     refused = refuse_mapped(settings, workload.mesh)
     if MAPPED in settings.weights and refused:
@@ -186,7 +186,7 @@ def _resolve(
     try:
         return planner, planner.resolve(settings.remat, weights=settings.weights, host_memory=pinned)
     except DoesNotFit:
-        if refused or gpu.files or settings.weights != AUTO:
+        if refused or gpu.files or gpu.unified or settings.weights != AUTO:
             raise
     planner = Planner(workload, replace(gpu, files=files()), **options)
     return planner, planner.resolve(settings.remat, weights=settings.weights, host_memory=pinned)

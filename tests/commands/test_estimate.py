@@ -44,6 +44,13 @@ def test_values_that_stay_on_the_gpu_are_named(estimate):
     assert fits and "full in place of offload: up to 4 MiB of a layer stay on the GPU" in " ".join(printed.split())
 
 
+def test_nothing_is_moved_to_the_host_where_memory_is_one(estimate):
+    printed, fits = estimate("--gpu", "spark", "--weights", "host")
+    assert not fits and "of pinned host memory, which is the memory of GB10 itself" in " ".join(printed.split())
+    printed, fits = estimate("--gpu", "gb200", "--weights", "host")
+    assert fits and "GB200" in printed
+
+
 def test_a_run_that_does_not_fit_says_so_with_a_failing_status(estimate):
     printed, fits = estimate("--gpu", "3060", "--memory-limit", "0.3")
     assert not fits

@@ -68,6 +68,11 @@ def test_cache_grows_across_its_smallest_bucket(llama):
 PARTS = {
     "gemma2": {"sliding_window": 70, "attn_logit_softcapping": 3.0},
     "gemma3_text": {"sliding_window": 5, "sliding_window_pattern": 2},
+    "gemma4_text": {
+        **{"num_hidden_layers": 4, "global_head_dim": 24, "num_kv_shared_layers": 2, "sliding_window": 5},
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97},
+    },
     "phi3": {"num_key_value_heads": 2},
     "ministral3": {"rope_parameters": {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 5}},
 }
@@ -302,3 +307,16 @@ def test_a_cache_in_float8_changes_log_probabilities_little(tiny_model):
     assert (exact.model_log_probs != rounded.model_log_probs).any()
     plans = [engine.plan([Request(PROMPT, replace(GREEDY, max_tokens=1000))]) for engine in engines]
     assert plans[1].pages == plans[0].pages and plans[1].bytes < 0.6 * plans[0].bytes
+
+
+def test_the_last_of_many_answers_are_decoded_by_a_smaller_program(llama):
+    (engine, trees), _ = llama
+    requests = [Request(PROMPT, replace(SAMPLED, max_tokens=4 + 30 * (i % 3 == 0)), i) for i in range(16)]
+    first = answers_of(engine, trees, requests, whole=True)
+    engine.wait()
+    sizes = []
+    (windows,) = engine._sizes.values()
+    take = windows.take
+    windows.take = lambda count: sizes.append(take(count)) or sizes[-1]
+    assert answers_of(engine, trees, requests, whole=True) == first
+    assert [size for size, _ in sizes] == [16] + [8] * 4

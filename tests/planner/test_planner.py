@@ -16,7 +16,7 @@ from jaxglue.planner.cost import received_bytes
 from jaxglue.planner.gpus import GIB, RECORDED, find_gpu
 from jaxglue.planner.host_memory import HOST_LIMIT, pinned_memory, raise_pinned_limit
 from jaxglue.planner.plan import MARGIN, DoesNotFit
-from jaxglue.planner.planner import Planner
+from jaxglue.planner.planner import Planner, plan
 from jaxglue.planner.programs import abstract_input, can_scale, layer_programs
 from jaxglue.planner.rates import device_gpu, measure_gpu
 from jaxglue.planner.workload import Workload, abstract_parts
@@ -48,6 +48,15 @@ def test_saving_more_takes_memory_and_saves_time(planner):
     assert dots.seconds < full.seconds < offload.seconds
     assert offload.host_bytes == 4 * TOKENS * 2048 * 2  # all layer inputs but the last two
     assert full.host_bytes == dots.host_bytes == 0
+
+
+def test_nothing_leaves_a_gpu_whose_memory_is_the_hosts(workload):
+    full = Planner(workload, find_gpu("spark")).plan(parse_policy("full")).device_bytes / GIB
+    assert plan(workload, "gb200", memory_limit=1.15 * full).host_bytes > 0
+    assert plan(workload, "spark", memory_limit=1.15 * full).host_bytes == 0
+    assert plan(workload, "gb200", memory_limit=1.02 * full).host_bytes > 0
+    with pytest.raises(DoesNotFit, match=r"of pinned host memory, which is the memory of GB10 itself"):
+        plan(workload, "spark", memory_limit=1.02 * full)
 
 
 def test_streamed_weights_leave_the_device(planner):

@@ -93,7 +93,7 @@ def dq_kernel(q, k, v, starts, units, out, lse, dout, dq, delta, spec: tl.conste
 
 @triton.jit
 def key_value_gradients(q, k, v, ends, lse, delta, dout, row, first, end, kv_head, spec: tl.constexpr):
-    """Return (dk, dv) of one tile, summed over the group of query heads.
+    """Return (dk, dv) of one tile, summed over the group of query heads; one of them without `spec.dkeys` or dvalues.
 
     Scores are transposed, [keys, queries], so that no accumulator needs to be.
     """
@@ -114,10 +114,11 @@ def key_value_gradients(q, k, v, ends, lse, delta, dout, row, first, end, kv_hea
     if spec.forks:  # a beginning's keys are seen further on than its first continuation's
         stop, all_stop = tl.max(stops, 0), -tl.max(-stops, 0)
     k_tile = load_tile(k, row, first, kv_head, spec.K, spec.block_n, 1, False, spec)
-    v_tile = load_tile(v, row, first, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, False, spec)
+    if spec.dkeys:
+        v_tile = load_tile(v, row, first, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, False, spec)
 
-    dk_acc = tl.full((spec.block_n, spec.width), 0.0, tl.float32)
-    dv_acc = tl.full((spec.block_n, spec.width), 0.0, tl.float32)
+    dk_acc = tl.full((spec.block_n, spec.width if spec.dkeys else 1), 0.0, tl.float32)
+    dv_acc = tl.full((spec.block_n, spec.width if spec.dvalues else 1), 0.0, tl.float32)
     for part in range(0, spec.G // spec.P):
         pack = kv_head * (spec.G // spec.P) + part
         for i in range(first, stop, TOKENS):
@@ -126,9 +127,11 @@ def key_value_gradients(q, k, v, ends, lse, delta, dout, row, first, end, kv_hea
             q_tile = load_tile(q, row, i, pack * spec.P, N, TOKENS, spec.P, spec.descriptors, spec)
             dout_tile = load_tile(dout, row, i, pack * spec.P, N, TOKENS, spec.P, spec.descriptors, spec)
             row_lse = tl.load(lse + stats, mask=tokens < spec.T, other=0.0) * LOG2_E
-            row_delta = tl.load(delta + stats, mask=tokens < spec.T, other=0.0)
+            if spec.dkeys:
+                row_delta = tl.load(delta + stats, mask=tokens < spec.T, other=0.0)
             scores = capped(tl.dot(k_tile, tl.trans(q_tile)), spec)
-            dweights = tl.dot(v_tile, tl.trans(dout_tile))
+            if spec.dkeys:
+                dweights = tl.dot(v_tile, tl.trans(dout_tile))
             cut = (i < last) | (i + TOKENS > all_stop)
             if FAR:
                 cut = i >= first
@@ -139,11 +142,13 @@ def key_value_gradients(q, k, v, ends, lse, delta, dout, row, first, end, kv_hea
                     visible &= reached[None, :] < positions[:, None] + spec.window
                 scores = tl.where(visible, scores, MASKED)
             weights = tl.exp2(scores * (spec.factor * LOG2_E) - row_lse[None, :])
-            dv_acc = tl.dot(weights.to(dout_tile.dtype), dout_tile, dv_acc)
-            dscores = weights * (dweights - row_delta[None, :])
-            if spec.softcap is not None:
-                dscores *= 1.0 - scores * scores
-            dk_acc = tl.dot(dscores.to(q_tile.dtype), q_tile, dk_acc)
+            if spec.dvalues:
+                dv_acc = tl.dot(weights.to(dout_tile.dtype), dout_tile, dv_acc)
+            if spec.dkeys:
+                dscores = weights * (dweights - row_delta[None, :])
+                if spec.softcap is not None:
+                    dscores *= 1.0 - scores * scores
+                dk_acc = tl.dot(dscores.to(q_tile.dtype), q_tile, dk_acc)
     return dk_acc * spec.scale, dv_acc
 
 
@@ -155,4 +160,24 @@ def dkdv_kernel(q, k, v, ends, units, lse, delta, dout, dk, dv, spec: tl.constex
         return
     dkeys, dvalues = key_value_gradients(q, k, v, ends, lse, delta, dout, row, first, end, head, spec)
     store_tile(dk, dkeys, row, first, end, head, spec.K, spec.block_n, 1, spec)
+    store_tile(dv, dvalues, row, first, end, spec.V - spec.K + head, spec.V, spec.block_n, 1, spec)
+
+
+@triton.jit
+def dk_kernel(q, k, v, ends, units, lse, delta, dout, dk, spec: tl.constexpr):
+    """Do as `dkdv_kernel` for dk alone."""
+    row, first, end, head = key_tile(units, spec)
+    if first >= end:
+        return
+    dkeys, _ = key_value_gradients(q, k, v, ends, lse, delta, dout, row, first, end, head, spec)
+    store_tile(dk, dkeys, row, first, end, head, spec.K, spec.block_n, 1, spec)
+
+
+@triton.jit
+def dv_kernel(q, k, v, ends, units, lse, delta, dout, dv, spec: tl.constexpr):
+    """Do as `dkdv_kernel` for dv alone."""
+    row, first, end, head = key_tile(units, spec)
+    if first >= end:
+        return
+    _, dvalues = key_value_gradients(q, k, v, ends, lse, delta, dout, row, first, end, head, spec)
     store_tile(dv, dvalues, row, first, end, spec.V - spec.K + head, spec.V, spec.block_n, 1, spec)

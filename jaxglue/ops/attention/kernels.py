@@ -60,6 +60,10 @@ class KernelSpec:
     q_descriptor: bool = False
     """Queries, which are loaded once, come through TMA, too."""
     late: bool = False
+    dkeys: bool = True
+    """Sum the gradients of keys."""
+    dvalues: bool = True
+    """Sum the gradients of values."""
     block_m: int = 0
     """Lines of a tile of queries: tokens times P."""
     block_n: int = 0

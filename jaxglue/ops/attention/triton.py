@@ -58,7 +58,12 @@ class TritonAttention(Launcher):
         dq, delta = self._query_gradient(backward_kernels.dq_kernel, q, (q, k, v), segments, given, spec)
         types = shape_dtype_of(k), shape_dtype_of(v)
         arrays = (q, k, v), segments, (lse, delta, dout)
-        dk, dv = self._key_value_gradients(backward_kernels.dkdv_kernel, types, *arrays, spec)
+        if self.tiles.dv is None:
+            dk, dv = self._key_value_gradients(backward_kernels.dkdv_kernel, types, *arrays, spec)
+        else:
+            alone = replace(spec, dvalues=False), replace(spec, dkeys=False)
+            (dk,) = self._key_value_gradients(backward_kernels.dk_kernel, types[:1], *arrays, alone[0])
+            (dv,) = self._key_value_gradients(backward_kernels.dv_kernel, types[1:], *arrays, alone[1])
         return dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, delta)
 
     def rotated_backward(self, q, k, z, segments, out, lse, dout, rotation: Rotation, *, window) -> jax.Array:
@@ -93,7 +98,8 @@ class TritonAttention(Launcher):
     def _key_value_gradients(self, kernel, out_type, arrays, segments, given, spec: KernelSpec):
         q, k, v = arrays
         lse, delta, dout, *others = given
-        sizes, tiles = KernelSizes.of(q, k), self.tiles.dkdv
+        sizes, tiles = KernelSizes.of(q, k), self.tiles.dkdv if spec.dkeys else self.tiles.dv
+        assert tiles is not None
         count, units, unit = _tiles_in_order(segments, tiles.block_n)
         q, dout = self._tiled((q, dout), tiles.block_m // sizes.P, sizes.P)
         ends = _ends(segments, spec.window)

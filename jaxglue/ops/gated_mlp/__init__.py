@@ -19,6 +19,7 @@ from jaxglue.ops.projection import (
     multiply,
     shared_down,
 )
+from jaxglue.ops.projection.few_rows import gate_few_rows, load_few_rows
 from jaxglue.ops.projection.fp8_adapters import FP8Rows
 
 __all__ = ["ACTIVATIONS", "GATED_MLP", "Activation", "GatedParts", "gated_mlp", "gated_mlp_reads_fp8"]
@@ -49,6 +50,9 @@ def gated_mlp(
         stream: the residual stream.
         activation: of the gate.
     """
+    if (kernels := load_few_rows(x, parts[:2], conditions)) is not None:
+        y = gate_few_rows(kernels, x, parts[:2], conditions, activation)
+        return adapted_projection(y, parts[2:], conditions, stream=stream)[0]
     apply = GATED_MLP.load(parts, conditions, activation) or _apply_separately
     return apply(x, parts, conditions, stream, activation)
 

@@ -4,7 +4,7 @@ from typing import NamedTuple, get_args
 
 from jaxtyping import Array, Float, Int
 
-from jaxglue.ops.backend import Backend, Capability, Operation, check_triton
+from jaxglue.ops.backend import HOPPER, Backend, Capability, Operation, check_capability, check_triton
 from jaxglue.ops.moe.expert_parallel import expert_parallel
 from jaxglue.ops.moe.losses import auxiliary_loss, routing_statistics, z_loss
 from jaxglue.ops.moe.reference import (
@@ -18,8 +18,10 @@ from jaxglue.ops.moe.reference import (
 from jaxglue.ops.moe.routing import GroupMetadata, Routing, make_routing, route
 from jaxglue.ops.moe.vjp import GroupedSpec, MoeBackend, fused_grouped_matmul, fused_mlp
 from jaxglue.ops.quant.formats import Quantized
+from jaxglue.ops.quant.mxfp4 import MXFP4
 
 __all__ = [
+    "FEW_ROWS_EXPERTS",
     "GPT_OSS_LIMIT",
     "GROUPED_MATMUL",
     "Activation",
@@ -55,6 +57,41 @@ GROUPED_MATMUL = Operation(
     },
 )
 """Backends of `grouped_matmul` and `moe_mlp`; a call is described by the dtype of its rows."""
+
+
+MOST_ROWS = 32
+"""Mean rows of an expert up to which reading its matrices takes longer than multiplying by them."""
+
+
+def _check_few(
+    capability: Capability | None, x, routing: Routing, matrices, adapters, activation, transpose_rhs
+) -> None:
+    check_triton(capability, x.dtype)
+    check_capability(capability, HOPPER)
+    if routing.permutation.size > MOST_ROWS * routing.group_sizes.shape[0]:
+        raise NotImplementedError(f"experts have more than {MOST_ROWS} rows each")
+    if any(adapter is not None for adapter in adapters):
+        raise NotImplementedError("experts have adapters")
+    for matrix in matrices:
+        if isinstance(matrix, Quantized) and not isinstance(matrix, MXFP4):
+            raise NotImplementedError(f"{type(matrix).__name__} has no kernel for few rows")
+        if not isinstance(matrix, Quantized) and matrix.dtype != x.dtype:
+            raise NotImplementedError("matrices are stored in another dtype")
+    if not transpose_rhs and activation == "swiglu":
+        raise NotImplementedError("gate and up are not in rows")
+
+
+def _load_few(capability: Capability, *call):
+    from jaxglue.ops.moe.few_rows import TritonFewRowsExperts
+
+    return TritonFewRowsExperts.of(capability)
+
+
+FEW_ROWS_EXPERTS = Operation(
+    name="experts with few rows",
+    backends={"triton": Backend(check=_check_few, load=_load_few, advantage="matrices are read once, as stored")},
+)
+"""Backends of `moe_mlp` without gradients; a call is described by x, routing, matrices, adapters and options."""
 
 
 def grouped_matmul(
@@ -108,6 +145,7 @@ def moe_mlp(
     transpose_rhs: bool = False,
     lora: ExpertLora | None = None,
     fp8: bool = False,
+    inference: bool = False,
     backend: str = "auto",
 ) -> Float[Array, "M D"]:
     """Compute Σ weight · down(activation(gate_up(x))) over each token's experts, in x's dtype.
@@ -126,6 +164,7 @@ def moe_mlp(
         lora: adapters of the experts.
         fp8: multiply `MXFP4` matrices, whose values FP8 can hold, in FP8: x and gradients are quantized by row. Only
             kernels do; the reference dequantizes.
+        inference: no gradients are taken: few rows have kernels of their own.
         backend: as in `grouped_matmul`.
 
     Raises:
@@ -139,6 +178,9 @@ def moe_mlp(
     F = _check_operands("gate_up", gate_up, (E, x.shape[1]), gate_up_bias, adapters[0], transpose_rhs) // 2
     _check_operands("down", down, (E, F), down_bias, adapters[1], transpose_rhs)
     operands = x, routing, (gate_up, down), (gate_up_bias, down_bias), adapters
+    options = {"activation": activation, "transpose_rhs": transpose_rhs}
+    if inference and (few := FEW_ROWS_EXPERTS.load(x, routing, operands[2], adapters, *options.values())) is not None:
+        return few.mlp(*operands[:4], **options)
     kernels = GROUPED_MATMUL.load(x.dtype, backend=backend)
     if kernels is None:
         return reference_mlp(*operands, activation=activation, transpose_rhs=transpose_rhs)
@@ -163,6 +205,7 @@ def experts(
     transpose_rhs: bool,
     lora_scale: float = 1.0,
     fp8: bool = False,
+    inference: bool = False,
 ) -> Float[Array, "M D"]:
     """Compute `moe_mlp` of this device's tokens, with an equal share of the experts on each device along `expert`.
 
@@ -170,7 +213,7 @@ def experts(
         x: this device's tokens.
         routing: of these tokens to all experts.
         gate_up, down: of this device's experts.
-        activation, transpose_rhs, fp8: see `moe_mlp`.
+        activation, transpose_rhs, fp8, inference: see `moe_mlp`.
         lora_scale: of both adapters.
     """
 
@@ -186,6 +229,7 @@ def experts(
             transpose_rhs=transpose_rhs,
             lora=adapters,
             fp8=fp8,
+            inference=inference,
         )
 
     adapters = ExpertLora(gate_up=gate_up.adapter, down=down.adapter, scale=lora_scale)

@@ -9,10 +9,11 @@ import triton
 import triton.language as tl
 
 from jaxglue.ops.norm_rope.kernels import normed, rms_scale
-from jaxglue.ops.quant.fp8_kernels import clip_e4m3, e4m3_scale
+from jaxglue.ops.quant.fp8_kernels import LARGEST, clip_e4m3, e4m3_scale
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MASKED = tl.constexpr(-(2.0**100))
+LARGEST_HALF = tl.constexpr(65504.0)
 
 
 @triton.jit
@@ -61,6 +62,8 @@ def paged_kernel(
         last = tl.minimum(first + share, last)
 
     query = tl.load(q + (slot * K + head) * G * H + tile, mask=heads, other=0.0)
+    if key_scales is not None:
+        query = query.to(tl.float16)  # float8 becomes float16 in one instruction, and bfloat16 in several
     highest = tl.full([BLOCK_G], MASKED, tl.float32)
     total = tl.full([BLOCK_G], 0.0, tl.float32)
     acc = tl.full([BLOCK_G, BLOCK_H], 0.0, tl.float32)
@@ -89,9 +92,13 @@ def paged_kernel(
         weights, rescale = tl.exp2(scores - higher[:, None]), tl.exp2(highest - higher)
         total, highest = total * rescale + tl.sum(weights, 1), higher
         if value_scales is not None:
-            weights *= tl.load(value_scales + row + token, mask=visible, other=0.0)[None, :]
+            # A scale is a head's largest value / 448: times 448, its product with a weight is no tiny float16.
+            scale = tl.load(value_scales + row + token, mask=visible, other=0.0) * LARGEST
+            weights *= tl.minimum(scale, LARGEST_HALF)[None, :]
         acc = acc * rescale[:, None] + tl.dot(weights.to(query.dtype), value.to(query.dtype))
 
+    if value_scales is not None:
+        acc /= LARGEST
     if SPLITS == 1:
         acc = _finish(acc, highest, total, sinks, head, lane, G)
         tl.store(out + (slot * K + head) * G * H + tile, acc.to(out.dtype.element_ty), mask=heads)
@@ -130,18 +137,19 @@ def combine_kernel(
 
 
 @triton.jit
-def _rotated(x, weight, column, mask, c, s, H: tl.constexpr, EPS: tl.constexpr, HAS_NORM: tl.constexpr,
-             ROTATES: tl.constexpr, dtype: tl.constexpr):  # fmt: skip
+def _rotated(x, weight, column, mask, c, s, H: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr,
+             ROUNDS_FIRST: tl.constexpr, ROTATES: tl.constexpr, dtype: tl.constexpr):  # fmt: skip
     """Return the halves of heads after their norm, if any, and rotation, rounded to `dtype`."""
     HALF: tl.constexpr = H // 2
     left = tl.load(x, mask=mask, other=0.0).to(tl.float32)
     right = tl.load(x + HALF, mask=mask, other=0.0).to(tl.float32)
-    if HAS_NORM:
+    if weight is not None:
         scale = rms_scale(tl.sum(left * left + right * right, 1), H, EPS)[:, None]
         inside = column < HALF
-        left = normed(left, scale, tl.load(weight + column, mask=inside, other=0.0)[None, :].to(tl.float32), dtype)
-        more = tl.load(weight + HALF + column, mask=inside, other=0.0)[None, :].to(tl.float32)
-        right = normed(right, scale, more, dtype)
+        own = tl.load(weight + column, mask=inside, other=0.0)[None, :].to(tl.float32)
+        left = normed(left, scale, own, dtype, OFFSET, ROUNDS_FIRST)
+        own = tl.load(weight + HALF + column, mask=inside, other=0.0)[None, :].to(tl.float32)
+        right = normed(right, scale, own, dtype, OFFSET, ROUNDS_FIRST)
     if ROTATES:
         left, right = left * c - right * s, right * c + left * s
     return left.to(dtype), right.to(dtype)
@@ -165,8 +173,8 @@ def _write(left, right, array, scales, row, column, H: tl.constexpr):
 @triton.jit
 def append_kernel(
     q, k, v, q_weight, k_weight, cos, sin, pages, offsets, key_scales, value_scales, keys, values, q_out, k_out,
-    K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, EPS: tl.constexpr, HAS_NORM: tl.constexpr,
-    ROTATES: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr,
+    K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr, ROTATES: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate a token's heads of one key/value head, and write key and value to the cache; grid (T, K)."""
     HALF: tl.constexpr = H // 2
@@ -180,12 +188,12 @@ def append_kernel(
         s = tl.load(sin + turns, mask=column < HALF, other=0.0).to(tl.float32)[None, :]
     first = (token * K + head) * G * H
     at, mask = first + lane[:, None] * H + column[None, :], (lane < G)[:, None] & (column < HALF)[None, :]
-    left, right = _rotated(q + at, q_weight, column, mask, c, s, H, EPS, HAS_NORM, ROTATES, dtype)
+    left, right = _rotated(q + at, q_weight, column, mask, c, s, H, EPS, OFFSET, ROUNDS_FIRST, ROTATES, dtype)
     tl.store(q_out + at, left, mask=mask)
     tl.store(q_out + at + HALF, right, mask=mask)
 
     at, mask = (token * K + head) * H + one[:, None] + column[None, :], (column < HALF)[None, :]
-    left, right = _rotated(k + at, k_weight, column, mask, c, s, H, EPS, HAS_NORM, ROTATES, dtype)
+    left, right = _rotated(k + at, k_weight, column, mask, c, s, H, EPS, OFFSET, ROUNDS_FIRST, ROTATES, dtype)
     tl.store(k_out + at, left, mask=mask)
     tl.store(k_out + at + HALF, right, mask=mask)
     row = (tl.load(pages + token).to(tl.int64) * K + head) * PAGE + tl.load(offsets + token)

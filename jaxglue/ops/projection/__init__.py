@@ -4,8 +4,9 @@ Adding an adapter's product by itself would read and round the wide output once 
 product with the weight accumulates onto it; on the residual stream and in FP8 one pass adds all terms.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from jaxglue.ops import names
 from jaxglue.ops.backend import Capability, Operation, form
 from jaxglue.ops.collectives import axis_size, reduce_from
 from jaxglue.ops.projection.dora import magnitude_gain
+from jaxglue.ops.projection.few_rows import load_few_rows, project_few_rows
 from jaxglue.ops.projection.fp8 import project_fp8
 from jaxglue.ops.projection.fp8_adapters import FP8Rows, add_adapted_fp8, project_adapted_fp8
 from jaxglue.ops.projection.lora import lora_add, lora_expand, lora_shrink
@@ -85,6 +87,25 @@ class Projection:
         """Return whether the weight is multiplied in FP8, unless conditions say otherwise."""
         return self.trains_in_fp8 or is_multiplied_in_fp8(self.weight)
 
+    def split(self, *bounds: int) -> list["Projection"]:
+        """Return a projection for each range of outputs between the bounds; itself alone where the parts cost copies.
+
+        Rows of a frozen matrix are read where they lie, and an adapter's first matrix is shared. The gradients to the
+        rows of a matrix that trains would be joined again, and other formats have no rows.
+        """
+        rows, arrays = self.weight.shape[0], jax.tree.leaves(self.weight)
+        if self.adapter is None or any(array.ndim == 0 or len(array) != rows for array in arrays):
+            return [self]
+        return [self._rows(slice(*ends)) for ends in itertools.pairwise((0, *bounds, rows))]
+
+    def _rows(self, rows: slice) -> "Projection":
+        assert self.adapter is not None
+        weight = jax.tree.map(lambda array: array[rows], self.weight)
+        bias = None if self.bias is None else self.bias[rows]
+        magnitude = None if self.adapter.magnitude is None else self.adapter.magnitude[rows]
+        adapter = replace(self.adapter, B=self.adapter.B[rows], magnitude=magnitude)
+        return replace(self, weight=weight, bias=bias, adapter=adapter)
+
 
 class Conditions(Protocol):
     """Conditions of the products of a layer."""
@@ -96,6 +117,8 @@ class Conditions(Protocol):
     @property
     def fp8(self) -> bool:
         """Return whether weights for FP8 are multiplied so; otherwise in the activations' dtype."""
+
+    # `inference`, if there is one and it is true, says that no gradients are taken: few rows have kernels of their own.
 
 
 def adapted_projection(
@@ -113,6 +136,8 @@ def adapted_projection(
         conditions: of the layer.
         stream: the residual stream; devices along the axis `tensor` that split the projection's input sum their parts.
     """
+    if (kernels := load_few_rows(x, projections, conditions)) is not None:
+        return project_few_rows(kernels, x, projections, conditions, stream)
     apply = PROJECTION.load(projections, conditions, stream is not None) or _apply_separately
     return apply(x, projections, conditions, stream)
 

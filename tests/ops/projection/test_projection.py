@@ -1,16 +1,18 @@
 """The form that a projection takes, and its sum with the residual stream."""
 
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from closeness import assert_close
+from closeness import assert_close, outputs_and_gradients
 
 from jaxglue.ops.projection import PROJECTION, RESIDUAL_SUM, Adapter, Projection, adapted_projection
 from jaxglue.ops.quant.fp8 import quantize_fp8
+from jaxglue.ops.quant.nf4 import quantize_nf4
 
 KEY = jax.random.key(0)
 
@@ -96,3 +98,29 @@ def test_dropout_keeps_a_share_of_the_input_and_its_mean():
     np.testing.assert_allclose(dropped[kept], x[kept] / 0.75, rtol=1e-6)
     assert (replace(DROPPING.adapter, dropout=0.25, salt=1).drop(x, KEY) != dropped).any()
     assert DROPPING.adapter.drop(x, None) is x
+
+
+@pytest.mark.parametrize(
+    ("projection", "conditions"),
+    [(PLAIN, Conditions()), (BIASED, Conditions()), (DROPPING, Conditions(KEY)), (DORA, Conditions())],
+)
+def test_parts_of_a_projection_give_its_outputs_and_gradients(projection, conditions):
+    def apply(split, x, A, B):
+        whole = replace(projection, adapter=replace(projection.adapter, A=A, B=B))
+        projections = whole.split(10, 15) if split else [whole]
+        assert len(projections) == (3 if split else 1)
+        return jnp.concatenate(adapted_projection(x, projections, conditions), axis=-1)
+
+    inputs = jax.random.normal(KEY, (2, 7, 16)), projection.adapter.A, projection.adapter.B
+    cotangent = jax.random.normal(KEY, (2, 7, 24))
+    got, expected = (outputs_and_gradients(partial(apply, split), inputs, cotangent) for split in (True, False))
+    assert_close(got, expected, 1e-5)
+
+
+def test_rows_of_fp8_weights_are_split_and_those_of_others_are_not():
+    whole = FP8.weight.dequantize(jnp.float32)
+    parts = [part.weight.dequantize(jnp.float32) for part in FP8.split(10, 15)]
+    np.testing.assert_array_equal(jnp.concatenate(parts), whole)
+    for weight, adapter in ((quantize_nf4(jnp.ones((24, 64))), PLAIN.adapter), (PLAIN.weight, None)):
+        alone = Projection(weight=weight, adapter=adapter)
+        assert alone.split(10) == [alone]

@@ -1,0 +1,163 @@
+"""Triton kernel of experts with few tokens each, as in decoding: every expert's matrix is read once, as it is stored.
+
+As in `projection.few_rows_kernels`, matrices are the first operand of the matmul, whose instructions have 64 rows, and
+the few tokens its second. Rows of x are those of one expert each, as `RowTiles` tabulates them.
+"""
+
+import triton
+import triton.language as tl
+
+NAN = tl.constexpr(0x7FC0)
+"""Of bfloat16."""
+
+
+@triton.jit
+def _activate(gate, up, GPT_OSS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    if GPT_OSS:
+        gate, up = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
+        return gate / (1.0 + tl.exp(gate * (-1.0 * ALPHA))) * up
+    else:
+        return gate / (1.0 + tl.exp(gate * -1.0)) * up
+
+
+@triton.jit
+def _decode(codes, exponents, PLAIN: tl.constexpr):
+    """Return the low and the high halves' values of bytes of e2m1 codes, times 2^(exponent − 127), in bfloat16.
+
+    Exponent and mantissa of a code, in the place of bfloat16's, are its value times 2⁻¹²⁶, zeros and 0.5 included. The
+    power of two is applied in two factors, as each alone would leave bfloat16's range.
+    """
+    if PLAIN:  # for the interpreter, which knows neither bfloat16 nor instructions
+        low, high = (codes & 15).to(tl.int32), (codes >> 4).to(tl.int32)
+        power = tl.where(exponents == 0, 1 << 22, exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        return _decode_plain(low) * power, _decode_plain(high) * power
+    else:
+        shifted = exponents.to(tl.int32) + 62
+        factors = tl.where(shifted < 255, shifted << 7, NAN).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c, d, e;
+            mov.b32 e, 0x5F805F80;
+            prmt.b32 a, $4, 0, 0x4140;
+            prmt.b32 b, $4, 0, 0x4342;
+            shl.b32 c, a, 6;  and.b32 c, c, 0x01C001C0;  shl.b32 d, a, 12;  lop3.b32 c, d, 0x80008000, c, 0xEA;
+            mul.rn.bf16x2 c, c, e;  mul.rn.bf16x2 $0, c, $5;
+            shl.b32 c, b, 6;  and.b32 c, c, 0x01C001C0;  shl.b32 d, b, 12;  lop3.b32 c, d, 0x80008000, c, 0xEA;
+            mul.rn.bf16x2 c, c, e;  mul.rn.bf16x2 $1, c, $6;
+            shl.b32 c, a, 2;  and.b32 c, c, 0x01C001C0;  shl.b32 d, a, 8;  lop3.b32 c, d, 0x80008000, c, 0xEA;
+            mul.rn.bf16x2 c, c, e;  mul.rn.bf16x2 $2, c, $5;
+            shl.b32 c, b, 2;  and.b32 c, c, 0x01C001C0;  shl.b32 d, b, 8;  lop3.b32 c, d, 0x80008000, c, 0xEA;
+            mul.rn.bf16x2 c, c, e;  mul.rn.bf16x2 $3, c, $6;
+            }""",
+            "=r,=r,=r,=r,r,r,r",
+            [codes, factors],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+
+
+@triton.jit
+def _decode_plain(code):
+    exponent, mantissa = (code >> 1) & 3, code & 1
+    magnitude = tl.where(exponent > 0, (exponent + 126) << 23 | mantissa << 22, mantissa * (126 << 23))
+    return (magnitude | (code >> 3) << 31).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _exponents(scales, rows, step, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Load the exponents of BLOCK_K columns of some rows."""
+    block = step * (BLOCK_K // 32) + tl.arange(0, BLOCK_K // 32)
+    return tl.load(scales + rows[:, None] * (K // 32) + block[None, :], mask=(block < K // 32)[None, :], other=127)
+
+
+@triton.jit
+def _mxfp4_tile(blocks, rows, exponents, step, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+                PLAIN: tl.constexpr):  # fmt: skip
+    """Return BLOCK_K columns of some rows of matrices in MXFP4."""
+    HALF: tl.constexpr = BLOCK_K // 2
+    byte = step * HALF + tl.arange(0, HALF)
+    at = blocks + rows[:, None] * (K // 2) + byte[None, :]
+    if K % BLOCK_K != 0:
+        codes = tl.load(at, mask=(byte < K // 2)[None, :], other=0, eviction_policy="evict_first")
+    else:
+        codes = tl.load(at, eviction_policy="evict_first")
+    shared = tl.broadcast_to(exponents[:, :, None], (ROWS, BLOCK_K // 32, 16))
+    low, high = _decode(codes, tl.reshape(shared, (ROWS, HALF)), PLAIN)
+    return tl.reshape(tl.join(low, high), (ROWS, BLOCK_K))
+
+
+@triton.jit
+def experts_kernel(
+    x, tokens, matrices, scales, bias, row_weights, table, out,
+    E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TILES: tl.constexpr, TRANSPOSED: tl.constexpr,
+    MXFP4: tl.constexpr, PLAIN: tl.constexpr, GATED: tl.constexpr, GPT_OSS: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Multiply a tile of rows by BLOCK_N columns of their expert's matrix; grid (TILES, ⌈N / BLOCK_N⌉).
+
+    x [S, K], or with `tokens` [S] x [M, K], of which these are the rows; matrices [E, N, K], or [E, K, N] where they
+    are not TRANSPOSED. GATED, there are 2N columns, alternately gate and up for GPT-OSS, else in two halves; out [S, N]
+    is the activation times the rows' weights.
+    """
+    table += tl.program_id(0)
+    group, start = tl.load(table), tl.load(table + TILES)
+    end, before = tl.load(table + 2 * TILES), tl.load(table + 3 * TILES)
+    if group == E:  # the grid has room for the most tiles that groups of any sizes could need
+        return
+    ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    ALL: tl.constexpr = 2 * N if GATED else N
+    column, lane = tl.program_id(1) * BLOCK_N, tl.arange(0, ROWS)
+    if not GATED:
+        n = column + lane
+        inside = n < N
+    elif GPT_OSS:
+        n = 2 * column + lane
+        inside = n < ALL
+    else:
+        n = lane % 2 * N + column + lane // 2
+        inside = column + lane // 2 < N
+    if N % BLOCK_N != 0:
+        n = tl.where(inside, n, 0)  # columns beyond the matrix are others, and not stored
+    row = start + (tl.program_id(0) - before) * BLOCK_M + tl.arange(0, BLOCK_M)
+    ours = row < end
+    source = row
+    if tokens is not None:
+        source = tl.load(tokens + row, mask=ours, other=0)
+    matrix = group.to(tl.int64) * ALL
+    x += source.to(tl.int64)[:, None] * K
+    acc = tl.full((ROWS, BLOCK_M), 0.0, tl.float32)
+    if MXFP4:
+        exponents = _exponents(scales, matrix + n, 0, K, BLOCK_K)
+    for step in range(0, tl.cdiv(K, BLOCK_K)):
+        k = step * BLOCK_K
+        columns = k + tl.arange(0, BLOCK_K)
+        if K % BLOCK_K != 0:
+            values = tl.load(x + columns[None, :], mask=ours[:, None] & (columns < K)[None, :], other=0.0)
+        else:
+            values = tl.load(x + columns[None, :], mask=ours[:, None], other=0.0)
+        if MXFP4:
+            # Single bytes are not loaded ahead by the compiler.
+            following = _exponents(scales, matrix + n, step + 1, K, BLOCK_K)
+            w = _mxfp4_tile(matrices, matrix + n, exponents, step, K, ROWS, BLOCK_K, PLAIN).to(values.dtype)
+            exponents = following
+        elif TRANSPOSED:
+            at = matrices + (matrix + n)[:, None] * K + columns[None, :]
+            if K % BLOCK_K != 0:
+                w = tl.load(at, mask=(columns < K)[None, :], other=0.0, eviction_policy="evict_first")
+            else:
+                w = tl.load(at, eviction_policy="evict_first")
+        else:
+            at = matrices + (group.to(tl.int64) * K + columns)[:, None] * ALL + n[None, :]
+            w = tl.trans(tl.load(at, mask=(columns < K)[:, None], other=0.0, eviction_policy="evict_first"))
+        acc = tl.dot(w, tl.trans(values), acc)
+
+    if bias is not None:
+        acc += tl.load(bias + group * ALL + n).to(tl.float32)[:, None]
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N, 2, BLOCK_M)), (0, 2, 1)))
+        weights = tl.load(row_weights + row, mask=ours, other=0.0)
+        acc = _activate(gate, up, GPT_OSS, ALPHA, LIMIT) * weights[None, :]
+    columns = column + tl.arange(0, BLOCK_N)
+    mask = (columns < N)[:, None] & ours[None, :]
+    tl.store(out + row.to(tl.int64)[None, :] * N + columns[:, None], acc.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,172 @@
+"""Projections of few rows, as in decoding: weights are read once, in their stored form, in one launch an input.
+
+There are no gradients: the caller's conditions say that none are taken.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxglue.ops.backend import HOPPER, Backend, Capability, Operation, check_capability, check_triton
+from jaxglue.ops.collectives import axis_size
+from jaxglue.ops.projection.few_rows_operands import FewRows, LowRank, NF4Scales
+from jaxglue.ops.projection.fp8 import encode
+from jaxglue.ops.projection.fp8_adapters import FP8Rows, NormedRows, QuantizedRows
+from jaxglue.ops.quant.formats import is_quantized
+from jaxglue.ops.quant.fp8 import FP8Weight
+from jaxglue.ops.quant.int8 import LARGEST, Int8Weight
+from jaxglue.ops.quant.nf4 import NF4
+
+MOST_ROWS = 256
+"""Rows up to which reading the weights takes longer than multiplying by them."""
+LARGEST_RANK = 64
+
+
+def _check(capability: Capability | None, x, projections: Sequence[Any], conditions) -> None:
+    values = x.values if isinstance(x, FP8Rows) else x
+    check_triton(capability, values.dtype)
+    check_capability(capability, HOPPER)
+    if values.size // values.shape[-1] > MOST_ROWS:
+        raise NotImplementedError(f"more than {MOST_ROWS} rows")
+    if len(projections) > 3:
+        raise NotImplementedError("more than three weights")
+    if axis_size("tensor") > 1:
+        raise NotImplementedError("devices along the axis tensor sum their parts")
+    _check_weights(x, projections, conditions)
+    _check_parts(projections, conditions)
+
+
+def _check_weights(x, projections: Sequence[Any], conditions) -> None:
+    kinds = {_kind(projection, conditions) for projection in projections}
+    if len(kinds) > 1:
+        raise NotImplementedError(f"weights in several formats: {', '.join(sorted(kinds))}")
+    if isinstance(x, FP8Rows) and kinds != {"fp8"}:
+        raise NotImplementedError("only FP8 products read e4m3 values")
+
+
+def _kind(projection, conditions) -> str:
+    """Return the way in which a weight is multiplied."""
+    weight = projection.weight
+    if projection.trains_in_fp8:
+        raise NotImplementedError("a trained weight is rounded to e4m3 for each product")
+    if not is_quantized(weight):
+        return "16 bits"
+    if isinstance(weight, Int8Weight):
+        return "int8"
+    if isinstance(weight, NF4):
+        return "nf4"
+    if not isinstance(weight, FP8Weight):
+        raise NotImplementedError(f"{type(weight).__name__} has no kernel for few rows")
+    if weight.scales.ndim > 1:
+        raise NotImplementedError("rows of e4m3 values have several scales")
+    return "fp8" if conditions.fp8 and projection.is_for_fp8 else "e4m3"
+
+
+def _check_parts(projections: Sequence[Any], conditions) -> None:
+    with_bias = [projection.bias is not None for projection in projections]
+    if any(with_bias) and not all(with_bias):
+        raise NotImplementedError("only some projections have biases")
+    adapters = [projection.adapter for projection in projections]
+    found = [adapter for adapter in adapters if adapter is not None]
+    if found and len(found) < len(adapters):
+        raise NotImplementedError("only some projections have adapters")
+    if any(adapter.magnitude is not None for adapter in found):
+        raise NotImplementedError("magnitudes (DoRA) scale the sum of product and adapter")
+    if any(adapter.dropout > 0.0 and conditions.dropout_key is not None for adapter in found):
+        raise NotImplementedError("dropout gives each adapter an input of its own")
+    if len(ranks := {adapter.A.shape[0] for adapter in found}) > 1:
+        raise NotImplementedError("adapters have several ranks")
+    if ranks and max(ranks) > LARGEST_RANK:
+        raise NotImplementedError(f"rank must be at most {LARGEST_RANK}, got {max(ranks)}")
+
+
+def _load(capability: Capability, *call: Any):
+    from jaxglue.ops.projection.few_rows_triton import TritonFewRows
+
+    return TritonFewRows.of(capability)
+
+
+FEW_ROWS = Operation(
+    name="projection of few rows",
+    backends={
+        "triton": Backend(
+            check=_check, load=_load, advantage="weights are read once, as they are stored, by one kernel"
+        )
+    },
+)
+"""Backends of projections without gradients; a call is described by x, projections and conditions."""
+
+
+def load_few_rows(x, projections: Sequence[Any], conditions) -> Any | None:
+    """Return the kernels that serve a call; None for none, as where gradients may be taken."""
+    return FEW_ROWS.load(x, projections, conditions) if getattr(conditions, "inference", False) else None
+
+
+def few_rows_read_fp8(x, projections: Sequence[Any], conditions) -> bool:
+    """Return whether kernels of few rows multiply e4m3 values of x, so that a norm need write nothing else."""
+    return load_few_rows(x, projections, conditions) is not None and _kind(projections[0], conditions) == "fp8"
+
+
+def project_few_rows(kernels: Any, x, projections: Sequence[Any], conditions, stream) -> list[Array]:
+    """Do as `adapted_projection` by the kernels of `FEW_ROWS`."""
+    operands, leading = _operands(x, projections, conditions)
+    flat = None if stream is None else stream.reshape(-1, stream.shape[-1])
+    outputs = kernels.project(operands, flat)
+    return [y.reshape(*leading, -1) for y in outputs]
+
+
+def gate_few_rows(kernels: Any, x, projections: Sequence[Any], conditions, activation: str) -> Float[Array, "*B F"]:
+    """Compute activation(gate(x)) · up(x) by the kernels of `FEW_ROWS`."""
+    operands, leading = _operands(x, projections, conditions)
+    return kernels.gate(operands, activation).reshape(*leading, -1)
+
+
+def _operands(x, projections: Sequence[Any], conditions) -> tuple[FewRows, tuple[int, ...]]:
+    """Return the operands of a launch, and the leading axes of x."""
+    kind = _kind(projections[0], conditions)
+    if kind == "fp8" and not isinstance(x, FP8Rows):
+        x = QuantizedRows(x, *encode(x))
+    values = x.values if isinstance(x, FP8Rows) else x
+    rows = values.reshape(-1, values.shape[-1])
+    weights, scales, nf4 = _stored([projection.weight for projection in projections], kind, rows.dtype)
+    biases = None if projections[0].bias is None else tuple(projection.bias for projection in projections)
+    operands = FewRows(
+        dtype=rows.dtype,
+        x=x.fp8_values.reshape(rows.shape) if isinstance(x, FP8Rows) else rows,
+        x_scales=x.scales.reshape(-1) if isinstance(x, FP8Rows) else None,
+        weights=weights,
+        scales=scales,
+        factor=1.0 / LARGEST if kind == "int8" else 1.0,
+        nf4=nf4,
+        biases=biases,
+        low_rank=_low_rank(x, rows, [projection.adapter for projection in projections]),
+    )
+    return operands, values.shape[:-1]
+
+
+def _stored(weights: Sequence[Any], kind: str, dtype) -> tuple[tuple, tuple | None, NF4Scales | None]:
+    """Return the weights' values as they are stored, the factors of their rows, and NF4's scales."""
+    if kind == "16 bits":
+        return tuple(weight.astype(dtype) for weight in weights), None, None
+    if kind == "int8":
+        return tuple(weight.codes for weight in weights), tuple(weight.absmax for weight in weights), None
+    if kind == "nf4":
+        names = "scales", "scale_absmax", "scale_offset"
+        return tuple(w.codes for w in weights), None, NF4Scales(*(tuple(getattr(w, n) for w in weights) for n in names))
+    return tuple(weight.values for weight in weights), tuple(weight.scales for weight in weights), None
+
+
+def _low_rank(x, rows: Float[Array, "M K"], adapters: Sequence[Any]) -> LowRank | None:
+    if adapters[0] is None:
+        return None
+    normed = isinstance(x, NormedRows)
+    return LowRank(
+        source=rows,
+        norm_weight=x.weight.astype(jnp.float32) if normed else None,
+        inverse_rms=x.inverse_rms.reshape(-1) if normed else None,
+        downs=tuple(adapter.A for adapter in adapters),
+        ups=tuple(adapter.B for adapter in adapters),
+        factors=tuple(adapter.scale for adapter in adapters),
+    )

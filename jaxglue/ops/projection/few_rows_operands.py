@@ -1,0 +1,44 @@
+"""Operands of a projection of few rows, for its kernels."""
+
+from typing import Any, NamedTuple
+
+from jaxtyping import Array, Float, UInt8
+
+
+class LowRank(NamedTuple):
+    """Adapters of the weights that share a launch."""
+
+    source: Float[Array, "M K"]
+    """Their input, or that of the norm before them."""
+    norm_weight: Float[Array, " K"] | None
+    inverse_rms: Float[Array, " M"] | None
+    """The norm's, where `source` is its input."""
+    downs: tuple[Float[Array, "R K"], ...]
+    ups: tuple[Float[Array, "N R"], ...]
+    factors: tuple[float, ...]
+
+
+class NF4Scales(NamedTuple):
+    """Scales of weights in NF4, whose codes are the weights."""
+
+    blocks: tuple[UInt8[Array, "N K/64"], ...]
+    groups: tuple[Float[Array, " groups"], ...]
+    offsets: tuple[Float[Array, ""], ...]
+
+
+class FewRows(NamedTuple):
+    """Operands of a launch."""
+
+    dtype: Any
+    """Of the products."""
+    x: Float[Array, "M K"]
+    x_scales: Float[Array, " M"] | None
+    """float32, of e4m3 values."""
+    weights: tuple[Array, ...]
+    """[N, K] each, of x's dtype or of one byte."""
+    scales: tuple[Float[Array, " N"], ...] | None
+    """float32 factors of the weights' rows, times `factor`."""
+    factor: float
+    nf4: NF4Scales | None
+    biases: tuple[Float[Array, " N"], ...] | None
+    low_rank: LowRank | None

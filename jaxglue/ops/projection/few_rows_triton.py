@@ -1,0 +1,143 @@
+"""Launches of the kernel of few rows, and its tiles."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import triton
+from jaxtyping import Array, Float
+
+from jaxglue.ops.kernel_cost import KernelCost, KernelKind
+from jaxglue.ops.launch import Launcher
+from jaxglue.ops.projection import few_rows_kernels as kernels
+from jaxglue.ops.projection.few_rows_operands import FewRows
+from jaxglue.ops.quant.blocks import dynamic_code
+from jaxglue.ops.quant.nf4 import BLOCK, VALUES
+
+_SHRINK_STEPS = 4
+"""Steps of a program that multiplies a part of the adapters' input."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FewRowsTiles:
+    """Rows of a weight in a program, columns in a step, and how it is compiled."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    programs: int
+    """Programs to reach by splitting sums."""
+
+
+_TILES = (
+    (64, FewRowsTiles(block_n=128, block_k=128, num_warps=4, num_stages=4, programs=264)),
+    (256, FewRowsTiles(block_n=128, block_k=64, num_warps=8, num_stages=4, programs=128)),
+)
+"""By the most rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TritonFewRows(Launcher):
+    """Projections of few rows by our own kernel."""
+
+    tiles: FewRowsTiles | None = None
+    """Tiles; None takes those measured."""
+    plain: bool = False
+    """Decode NF4 without instructions that Triton's interpreter lacks."""
+
+    def project(self, operands: FewRows, stream: Float[Array, "M N"] | None) -> list[Float[Array, "M N"]]:
+        """Return the products, adapters' and biases included, of one weight with the stream added."""
+        return self._multiply(operands, stream, activation=None)
+
+    def gate(self, operands: FewRows, activation: str) -> Float[Array, "M N"]:
+        """Return activation(gate) · up of two weights."""
+        return self._multiply(operands, None, activation=activation)[0]
+
+    def _multiply(self, operands: FewRows, stream, *, activation: str | None) -> list[Float[Array, "M N"]]:
+        (M, K), gated = operands.x.shape, activation is not None
+        sizes = [len(weight) for weight in operands.weights]
+        block_m = max(16, triton.next_power_of_2(M))
+        tiles = self._tiles(block_m, operands, gated)
+        counts = [triton.cdiv(size, tiles.block_n) for size in sizes[: 1 if gated else None]]
+        steps = triton.cdiv(K, tiles.block_k)
+        splits = _splits(sum(counts), steps, tiles.programs)
+        rank = 0 if operands.low_rank is None else operands.low_rank.downs[0].shape[0]
+        shrink_steps = min(_SHRINK_STEPS, steps)
+        constants = {
+            "M": M,
+            "K": K,
+            **{f"N_{i}": sizes[i] if i < len(sizes) else 0 for i in range(3)},
+            "COUNT": len(sizes),
+            "FIRST_1": counts[0],
+            "FIRST_2": sum(counts[:2]),
+            "TILES": sum(counts),
+            "SPLITS": splits,
+            "STEPS": steps // splits,
+            "WHOLE": all(size % tiles.block_n == 0 for size in sizes),
+            "GATED": gated,
+            "GELU": activation == "gelu_tanh",
+            "R": rank,
+            "SHRINKS": triton.cdiv(steps, shrink_steps) if rank else 0,
+            "SHRINK_STEPS": shrink_steps,
+            "BLOCK_M": block_m,
+            "BLOCK_N": tiles.block_n,
+            "BLOCK_K": tiles.block_k,
+            "BLOCK_R": max(16, triton.next_power_of_2(rank)),
+            "NF4": operands.nf4 is not None,
+            "FACTOR": operands.factor,
+        }
+        return self._run(operands, stream, constants, tiles)
+
+    def _run(self, operands: FewRows, stream, constants: dict, tiles: FewRowsTiles) -> list[Array]:
+        dtype = operands.dtype
+        count, shrinks, low_rank = constants["COUNT"], constants["SHRINKS"], operands.low_rank
+        M, block_m, block_r = constants["M"], constants["BLOCK_M"], constants["BLOCK_R"]
+        parts = constants["TILES"] * constants["SPLITS"] * tiles.block_n * block_m * (2 if constants["GATED"] else 1)
+        empty = lambda *shape, dtype=jnp.float32: jax.new_ref(jax.lax.empty(shape, dtype))  # noqa: E731
+        sizes = [len(weight) for weight in operands.weights][: 1 if constants["GATED"] else None]
+        outs = tuple(empty(M, size, dtype=dtype) for size in sizes)
+        arrays = (
+            operands.x,
+            operands.x_scales,
+            operands.weights,
+            operands.scales,
+            *((None,) * 3 if operands.nf4 is None else operands.nf4),
+            None if operands.nf4 is None else jnp.asarray(dynamic_code()),
+            jnp.asarray(np.array(VALUES, np.float32)) if self.plain and operands.nf4 else None,
+            operands.biases,
+            *((None,) * 3 if low_rank is None else (low_rank.source, low_rank.downs, low_rank.ups)),
+            None if low_rank is None else jnp.asarray(low_rank.factors, jnp.float32),
+            *((None,) * 2 if low_rank is None else (low_rank.norm_weight, low_rank.inverse_rms)),
+            stream,
+            jnp.zeros(constants["TILES"] + count + 2, jnp.int32),
+            empty(parts if constants["SPLITS"] > 1 else 1),
+            empty(count * block_m * block_r if low_rank else 1, dtype=dtype),
+            empty(count * shrinks * block_m * block_r if low_rank else 1),
+            outs,
+        )
+        K, size = constants["K"], sum(len(weight) for weight in operands.weights)
+        moved = sum(weight.size * weight.dtype.itemsize for weight in operands.weights)
+        moved += M * (K * operands.x.dtype.itemsize + sum(sizes) * jnp.dtype(dtype).itemsize)
+        cost = KernelCost(kind=KernelKind.ROWS, flops=2 * block_m * K * size, bytes=moved)
+        grid = (count * shrinks + constants["TILES"] * constants["SPLITS"],)
+        self._launch(kernels.few_rows_kernel, arrays, (), grid, constants, tiles.num_warps, tiles.num_stages, cost=cost)
+        return [jax.freeze(out) for out in outs]
+
+    def _tiles(self, block_m: int, operands: FewRows, gated: bool) -> FewRowsTiles:
+        K, itemsize, least = operands.x.shape[1], operands.x.dtype.itemsize, 16 if operands.nf4 is None else BLOCK
+        tiles = self.tiles or next(tiles for rows, tiles in _TILES if block_m <= rows)
+        if gated and self.tiles is None:
+            tiles = replace(tiles, block_n=tiles.block_n // 2)
+        block_k = max(min(tiles.block_k * (2 // itemsize or 1), triton.next_power_of_2(K)), least)
+        while K % block_k and block_k > 64:
+            block_k //= 2
+        narrowest = min(len(weight) for weight in operands.weights)
+        return replace(tiles, block_n=min(tiles.block_n, max(16, triton.next_power_of_2(narrowest))), block_k=block_k)
+
+
+def _splits(tiles: int, steps: int, programs: int) -> int:
+    """Return into how many equal parts of the sum to split each tile."""
+    wanted = min(max(programs // tiles, 1), steps)
+    return next(splits for splits in range(wanted, 0, -1) if steps % splits == 0)

@@ -1,0 +1,90 @@
+"""Experts with few tokens: the interpreted kernel against the reference, and what it compiles to."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from selection import repeat
+
+from jaxglue.ops.backend import tracing_for
+from jaxglue.ops.moe import FEW_ROWS_EXPERTS, moe_mlp, route
+from jaxglue.ops.quant.mxfp4 import MXFP4, quantize_mxfp4
+
+
+def draw(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def case(M, E, k, D, F, *, transposed=True, quantized=False, bias=False, activation="swiglu"):
+    """Return the arguments of `moe_mlp`; some experts get no token."""
+    logits = draw(0, M, E).at[:, 0].set(-100.0)
+    gate_up, down = (
+        (draw(1, E, 2 * F, D) / 4, draw(2, E, D, F)) if transposed else (draw(1, E, D, 2 * F) / 4, draw(2, E, F, D))
+    )
+    if quantized:
+        gate_up, down = quantize_mxfp4(gate_up), quantize_mxfp4(down)
+    options = {"activation": activation, "transpose_rhs": transposed}
+    if bias:
+        options |= {"gate_up_bias": draw(3, E, 2 * F), "down_bias": draw(4, E, D)}
+    return (draw(5, M, D), route(logits, k, normalize=True), gate_up, down), options
+
+
+@pytest.fixture(scope="module")
+def kernels(interpreted):
+    from jaxglue.ops.moe.few_rows import ExpertsTiles, TritonFewRowsExperts
+
+    tiles = ExpertsTiles(block_n=32, block_k=32, num_warps=4, num_stages=1)
+    return interpreted(TritonFewRowsExperts)(compute_capability=90, tiles=tiles, plain=True)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((5, 8, 2, 48, 40), {}),
+        ((40, 4, 2, 64, 32), {"quantized": True, "activation": "gpt_oss", "bias": True}),  # tiles of several experts
+        repeat((1, 8, 2, 96, 32), {"quantized": True}),
+        ((3, 6, 2, 32, 48), {"transposed": False, "activation": "gpt_oss", "bias": True}),
+    ],
+)
+def test_interpreted_kernels_match_the_reference(sizes, options, kernels):
+    arrays, options = case(*sizes, **options)
+    want = moe_mlp(*arrays, **options, backend="reference")
+    with FEW_ROWS_EXPERTS.using(kernels):
+        got = moe_mlp(*arrays, **options, inference=True)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * float(jnp.abs(want).max()))
+
+
+def test_training_takes_other_kernels():
+    arrays, options = case(3, 4, 2, 32, 16)
+    with FEW_ROWS_EXPERTS.using("not called"):
+        moe_mlp(*arrays, **options)
+
+
+def test_obstacles_are_named():
+    def reason(M, adapter=None, **options):
+        (x, routing, *matrices), options = case(M, 4, 2, 32, 32, **options)
+        call = x.astype(jnp.bfloat16), routing, matrices, (adapter, None), *options.values()
+        return FEW_ROWS_EXPERTS.choose((9, 0), *call).reason
+
+    assert "more than 32 rows each" in reason(65, quantized=True)
+    assert "experts have adapters" in reason(3, adapter="some", quantized=True)
+    assert "another dtype" in reason(3)
+
+
+@pytest.mark.parametrize("quantized", [True, repeat(False)])
+def test_kernels_compile_for_a_gpu(quantized, h200):
+    half = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype, sharding=h200)  # noqa: E731
+    E, D, F = 8, 256, 192
+
+    def matrix(rows, columns):
+        if not quantized:
+            return half(E, rows, columns)
+        blocks = half(E, rows, columns // 32, 16, dtype=jnp.uint8)
+        return MXFP4(blocks=blocks, scales=half(E, rows, columns // 32, dtype=jnp.uint8))
+
+    def mlp(x, logits, gate_up, down):
+        return moe_mlp(x, route(logits, 2), gate_up, down, transpose_rhs=True, inference=True)
+
+    with tracing_for((9, 0)):
+        program = jax.jit(mlp).lower(half(32, D), half(32, E), matrix(2 * F, D), matrix(D, F)).compile()
+    assert program.as_text().count("triton_kernel_call_ffi") == 3

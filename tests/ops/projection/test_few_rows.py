@@ -1,0 +1,154 @@
+"""Projections of few rows: the interpreted kernel against products in float32, and what it compiles to."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from selection import repeat
+
+from jaxglue.ops.backend import tracing_for
+from jaxglue.ops.gated_mlp import GatedParts, gated_mlp
+from jaxglue.ops.norm_rope import LLAMA_NORM, rms_norm
+from jaxglue.ops.projection import Adapter, Projection, adapted_projection
+from jaxglue.ops.projection.few_rows import FEW_ROWS
+from jaxglue.ops.projection.fp8_adapters import NormedRows
+from jaxglue.ops.quant import dequantize
+from jaxglue.ops.quant.formats import is_quantized
+from jaxglue.ops.quant.fp8 import quantize_fp8
+from jaxglue.ops.quant.int8 import quantize_int8
+from jaxglue.ops.quant.nf4 import quantize_nf4
+from jaxglue.ops.residual_norm import residual_norm
+
+
+class Decoding(NamedTuple):
+    """Conditions of decoding."""
+
+    dropout_key: jax.Array | None = None
+    fp8: bool = False
+    inference: bool = True
+
+
+def draw(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def projection(seed, N, K, *, rank=0, bias=False, quantize=lambda matrix: matrix):
+    adapter = Adapter(A=draw(seed + 1, rank, K), B=draw(seed + 2, N, rank), scale=0.5 + seed) if rank else None
+    weight = quantize(draw(seed, N, K))
+    return Projection(weight=weight, bias=draw(seed + 3, N) if bias else None, adapter=adapter)
+
+
+def product(x, part):
+    """Return the product in float32."""
+    weight = dequantize(part.weight, jnp.float32) if is_quantized(part.weight) else part.weight
+    y = x @ weight.T
+    if part.adapter is not None:
+        y += part.adapter.scale * (x @ part.adapter.A.T) @ part.adapter.B.T
+    return y if part.bias is None else y + part.bias
+
+
+@pytest.fixture(scope="module")
+def kernels(interpreted):
+    from jaxglue.ops.projection.few_rows_triton import FewRowsTiles, TritonFewRows
+
+    tiles = FewRowsTiles(block_n=16, block_k=16, num_warps=4, num_stages=1, programs=20)
+    return interpreted(TritonFewRows)(compute_capability=90, tiles=tiles, plain=True)
+
+
+def close(got, want):
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * float(jnp.abs(want).max()))
+
+
+@pytest.mark.parametrize(
+    ("M", "sizes", "K", "options"),
+    [
+        (5, (32,), 64, {}),
+        (5, (32, 16, 16), 80, {"rank": 3, "bias": True}),
+        repeat(16, (40, 24), 72, {"rank": 16}),
+        repeat(1, (24,), 40, {"bias": True, "rank": 2}),
+        (3, (32, 16), 64, {"quantize": quantize_int8, "rank": 4}),
+        (3, (32, 16), 192, {"quantize": quantize_nf4, "rank": 4}),
+        (3, (24,), 64, {"quantize": lambda matrix: replace(quantize_fp8(matrix), expand=True)}),
+    ],
+)
+def test_interpreted_kernel_matches_products(M, sizes, K, options, kernels):
+    parts, x = [projection(10 * i, N, K, **options) for i, N in enumerate(sizes)], draw(99, 1, M, K)
+    with FEW_ROWS.using(kernels):
+        got = adapted_projection(x, parts, Decoding())
+    assert [y.shape for y in got] == [(1, M, N) for N in sizes]
+    for y, part in zip(got, parts, strict=True):
+        close(y, product(x, part))
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_interpreted_product_is_added_to_the_stream(rank, kernels):
+    part, x, stream = projection(0, 32, 96, rank=rank), draw(99, 1, 4, 96), draw(98, 1, 4, 32)
+    with FEW_ROWS.using(kernels):
+        (got,) = adapted_projection(x, [part], Decoding(), stream=stream)
+    close(got, stream + product(x, part))
+
+
+@pytest.mark.parametrize(("activation", "rank"), [("silu", 3), repeat("gelu_tanh", 0)])
+def test_interpreted_feed_forward_matches_its_formula(activation, rank, kernels):
+    F, D = 40, 48
+    parts = GatedParts(*(projection(10 * i, N, K, rank=rank) for i, (N, K) in enumerate([(F, D), (F, D), (D, F)])))
+    x, stream = draw(99, 1, 5, D) / 8, draw(98, 1, 5, D)
+    with FEW_ROWS.using(kernels):
+        got = gated_mlp(x, parts, Decoding(), stream=stream, activation=activation)
+    activate = jax.nn.silu if activation == "silu" else lambda gate: jax.nn.gelu(gate, approximate=True)
+    close(got, stream + product(activate(product(x, parts.gate)) * product(x, parts.up), parts.down))
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_norms_write_e4m3_values_for_interpreted_kernels(rank, kernels):
+    parts = [projection(10 * i, N, 64, rank=rank, quantize=quantize_fp8) for i, N in enumerate((32, 16))]
+    x, weight = draw(99, 1, 3, 64), draw(98, 64)
+    with FEW_ROWS.using(kernels):
+        stream, rows = residual_norm(x, weight, 1e-6, LLAMA_NORM, parts, Decoding(fp8=True))
+        got = adapted_projection(rows, parts, Decoding(fp8=True))
+    assert isinstance(rows, NormedRows) and stream is x
+    for y, part in zip(got, parts, strict=True):
+        want = product(rms_norm(x, weight, 1e-6), part)
+        assert np.linalg.norm(y - want) < 0.06 * np.linalg.norm(want)
+
+
+def test_training_takes_other_forms():
+    part, x = projection(0, 32, 64), draw(99, 4, 64)
+    with FEW_ROWS.using("not called"):
+        (got,) = adapted_projection(x, [part], Decoding(inference=False))
+    close(got, product(x, part))
+
+
+OBSTACLES = {
+    "more than 256 rows": (257, (0,)),
+    "more than three weights": (4, (0, 0, 0, 0)),
+    "only some projections have adapters": (4, (4, 0)),
+    "adapters have several ranks": (4, (4, 5)),
+    "rank must be at most 64": (4, (65, 65)),
+}
+
+
+@pytest.mark.parametrize("reason", OBSTACLES)
+def test_obstacles_are_named(reason):
+    M, ranks = OBSTACLES[reason]
+    parts = [projection(10 * i, 32, 64, rank=rank) for i, rank in enumerate(ranks)]
+    choice = FEW_ROWS.choose((9, 0), jnp.zeros((M, 64), jnp.bfloat16), parts, Decoding())
+    assert reason in choice.reason
+
+
+def test_kernel_compiles_for_a_gpu(h200):
+    half = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=h200)  # noqa: E731
+    exact = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=h200)  # noqa: E731
+
+    def project(x, weights, downs, ups):
+        parts = [Projection(weight=W, adapter=Adapter(A=A, B=B)) for W, A, B in zip(weights, downs, ups, strict=True)]
+        return adapted_projection(x, parts, Decoding())
+
+    M, D, sizes = 64, 1024, (1024, 256, 256)
+    weights, downs, ups = [half(N, D) for N in sizes], [exact(16, D)] * 3, [exact(N, 16) for N in sizes]
+    with tracing_for((9, 0)):
+        program = jax.jit(project).lower(half(1, M, D), weights, downs, ups).compile()
+    assert program.as_text().count("triton_kernel_call_ffi") == 1
