@@ -1,16 +1,15 @@
 """Layer contexts: rotation, attention and dropout, supplied to decoder layers by training or generation."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from jaxglue.ops.attention import packed_attention, rotated_attention
-from jaxglue.ops.delta_rule import causal_convolution, gated_delta_rule
+from jaxglue.ops.delta_rule import DeltaHeads, causal_convolution, gated_delta_rule
 from jaxglue.ops.moe import Routing
-from jaxglue.ops.names import ATTENTION_OUT
 from jaxglue.ops.norm_rope import HeadNorms, norm_and_rotate
 from jaxglue.ops.rope import RopeTables, Rotary
 from jaxglue.ops.segments import PackedSegments
@@ -37,6 +36,10 @@ class LayerContext(Protocol):
     @property
     def fp8(self) -> bool:
         """Return whether matrices for FP8 products are multiplied so; otherwise in the activations' dtype."""
+
+    @property
+    def layer_input(self) -> Float[Array, "B T P"] | None:
+        """Return the layer's own embeddings of the tokens; None where a model has none."""
 
     @property
     def token_mask(self) -> Bool[Array, " B*T"] | None:
@@ -71,12 +74,7 @@ class LayerContext(Protocol):
         """Apply a causal convolution and silu to each channel."""
 
     def delta_rule(
-        self,
-        q: Float[Array, "B T K H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T N V"],
-        g: Float[Array, "B T N"],
-        beta: Float[Array, "B T N"],
+        self, qkv: Float[Array, "B T W"], g: Float[Array, "B T N"], beta: Float[Array, "B T N"], heads: DeltaHeads
     ) -> Float[Array, "B T N V"]:
         """Compute linear attention by the gated delta rule."""
 
@@ -95,8 +93,14 @@ class PackedContext:
     """Attention's output, where it is known; it has no gradient."""
     tile: int | None = field(default=None, metadata={"static": True})
     """Tokens that pass through a layer at a time, apart from attention; None for all."""
+    layer_input: Float[Array, "B T P"] | None = None
+    """The layer's own embeddings of the tokens, where a model has such."""
     fp8: bool = field(default=True, metadata={"static": True})
     """Multiply matrices for FP8 products so; otherwise in the activations' dtype."""
+
+    def each(self, layer_inputs: Sequence[Array] | None, layers: int) -> "list[PackedContext]":
+        """Return the contexts of layers with these embeddings of their own."""
+        return [self] * layers if layer_inputs is None else [replace(self, layer_input=own) for own in layer_inputs]
 
     @property
     def token_mask(self) -> Bool[Array, " B*T"]:
@@ -123,11 +127,11 @@ class PackedContext:
         """Apply a causal convolution and silu to each channel within each segment."""
         return causal_convolution(x, weight, self.segments)
 
-    def delta_rule(self, q, k, v, g, beta) -> Float[Array, "B T N V"]:
+    def delta_rule(self, qkv, g, beta, heads: DeltaHeads) -> Float[Array, "B T N V"]:
         """Compute linear attention by the gated delta rule within each segment."""
         if self.attention_out is not None:
-            return self.attention_out.reshape(v.shape)
-        return checkpoint_name(gated_delta_rule(q, k, v, g, beta, self.segments), ATTENTION_OUT)
+            return self.attention_out.reshape(*g.shape, -1)
+        return gated_delta_rule(qkv, g, beta, self.segments, heads)
 
     def attend_rotated(self, rotation, z, *, window=None) -> Float[Array, "B T N H"]:
         """Compute `attend` of the heads of z, queries and keys once rotated."""

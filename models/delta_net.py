@@ -13,7 +13,7 @@ from jaxglue.models.context import LayerContext
 from jaxglue.models.linear import Linear, layer_linear, project_together
 from jaxglue.models.residual import Branch, RMSNorm
 from jaxglue.ops import names
-from jaxglue.ops.delta_rule import gated_rms_norm, gates
+from jaxglue.ops.delta_rule import DeltaHeads, gated_rms_norm, gates
 from jaxglue.ops.projection import Projection
 from jaxglue.ops.residual_norm import Normed
 
@@ -61,14 +61,10 @@ class DeltaNet(nnx.Module):
     def attend(self, values: tuple[Array, ...], context: LayerContext) -> Float[Array, "B T N V"]:
         """Convolve, and apply the delta rule within the context."""
         qkv, b, a = values
-        shape, lead = self.shape, qkv.shape[:2]
         mixed = context.convolve(qkv, self.conv1d.weight[...])
-        widths = (shape.key_width, 2 * shape.key_width)
-        q, k, v = jnp.split(mixed, widths, axis=-1)
-        q, k = (x.reshape(*lead, shape.num_key_heads, shape.key_dim) for x in (q, k))
-        v = v.reshape(*lead, shape.num_value_heads, shape.value_dim)
         g, beta = gates(a, b, self.A_log[...], self.dt_bias[...])
-        return context.delta_rule(q, k, v, g, beta)
+        heads = DeltaHeads(self.shape.num_key_heads, self.shape.num_value_heads, self.shape.key_dim)
+        return context.delta_rule(mixed, g, beta, heads)
 
     def output(self, attended: Array, gate: Array, context: LayerContext) -> Branch:
         """Norm the rule's output, gate it and project it back."""

@@ -232,7 +232,9 @@ def _interpreting():
         patch_lang = interpreter._patch_lang
         options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
         before, triton.knobs.runtime.interpret = triton.knobs.runtime.interpret, True
-        library = {name: interpreter.InterpretedFunction(getattr(tl, name).fn) for name in ("cdiv", "max", "sum")}
+        library = {
+            name: interpreter.InterpretedFunction(getattr(tl, name).fn) for name in ("cdiv", "cumsum", "max", "sum")
+        }
         try:
             with (
                 mock.patch.multiple(tl, **library),

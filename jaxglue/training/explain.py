@@ -7,6 +7,7 @@ from jaxglue.engine.layer_forms import explain_forms
 from jaxglue.ops.attention import ATTENTION
 from jaxglue.ops.backend import BackendChoice, compute_capability
 from jaxglue.ops.cross_entropy import CROSS_ENTROPY
+from jaxglue.ops.delta_rule import DELTA_RULE, DeltaShape
 from jaxglue.ops.moe import GROUPED_MATMUL
 from jaxglue.ops.norm_rope import NORM_ROPE
 from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT, BatchKind
@@ -44,7 +45,7 @@ def kernel_reasons(config: TrainConfig, workload: Workload, *, attention: str, s
     if config.objective.kind.answers is not None:
         reasons["prompts"] = _of_prompts(refuse_shared_prompt(config, model))
     reasons |= dict(_of_attention(config, workload, attention, slots))
-    choices = {"rotation": rotation_choice(workload), **layer_forms(workload)}
+    choices = {"rotation": rotation_choice(workload), **layer_forms(workload), **linear_attention_choice(workload)}
     if model.moe is not None:
         choices["experts"] = GROUPED_MATMUL.choose(capability, dtype)
     choices["loss"] = CROSS_ENTROPY.choose(capability, dtype, model.logit_softcap)
@@ -65,6 +66,14 @@ def layer_forms(workload: Workload) -> dict[str, BackendChoice]:
 def rotation_choice(workload: Workload) -> BackendChoice:
     """Return the backend of rotary embeddings and norms of heads."""
     return NORM_ROPE.choose(compute_capability(), workload.dtype)
+
+
+def linear_attention_choice(workload: Workload) -> dict[str, BackendChoice]:
+    """Return the delta rule's backend by title, where layers have linear attention."""
+    if (delta := workload.config.delta) is None:
+        return {}
+    shape = DeltaShape(dtype=workload.dtype, key_dim=delta.key_dim, value_dim=delta.value_dim)
+    return {"linear attention": DELTA_RULE.choose(compute_capability(), shape)}
 
 
 def attention_choice(

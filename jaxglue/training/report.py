@@ -25,7 +25,13 @@ from jaxglue.sharding.plan import plan_sharding
 from jaxglue.sharding.rules import Layout
 from jaxglue.training.checks import refuse_shared_prompt
 from jaxglue.training.config import warmup_steps
-from jaxglue.training.explain import attention_choice, layer_forms, long_attention_choices, rotation_choice
+from jaxglue.training.explain import (
+    attention_choice,
+    layer_forms,
+    linear_attention_choice,
+    long_attention_choices,
+    rotation_choice,
+)
 from jaxglue.training.progress import format_duration
 from jaxglue.training.setup import Run
 from jaxglue.training.workload import row_text
@@ -154,7 +160,10 @@ def _batch(run: Run) -> str:
     settings, rows = run.config.run, row_text(run.config.data.row_tokens, run.model)
     if isinstance(run.batches, RolloutSteps):
         return f"as many × {settings.batch_size} rows of {rows} as the answers fill"
-    return f"{settings.gradient_accumulation_steps} × {settings.batch_size} rows of {rows}"
+    count = str(settings.gradient_accumulation_steps)
+    if settings.documents_per_step is not None:
+        count = f"{settings.documents_per_step:,} documents in as many as they need,"
+    return f"{count} × {settings.batch_size} rows of {rows}"
 
 
 def _steps(run: Run) -> str:
@@ -207,8 +216,9 @@ def _memory(run: Run) -> str:
 
 
 def _forms(run: Run) -> dict[str, object]:
-    """Describe how the first layer and its projections are computed, and why."""
-    return {title: f"{choice.name}: {choice.reason}" for title, choice in layer_forms(run.workload).items()}
+    """Describe how the first layer, its projections and linear attention are computed, and why."""
+    choices = layer_forms(run.workload) | linear_attention_choice(run.workload)
+    return {title: f"{choice.name}: {choice.reason}" for title, choice in choices.items()}
 
 
 def _experts(run: Run) -> dict[str, object]:

@@ -3,26 +3,75 @@
 Every state begins empty at a document's first token, so a document's outputs do not depend on its neighbors.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxglue.ops.backend import Backend, Capability, Operation
+from jaxglue.ops.backend import HOPPER, Backend, Capability, Operation, check_triton
 from jaxglue.ops.delta_rule.chunks import ChunkedDeltaRule
-from jaxglue.ops.delta_rule.convolution import causal_convolution
-from jaxglue.ops.delta_rule.gated_norm import gated_rms_norm
-from jaxglue.ops.delta_rule.reference import gates, reference_delta_rule
+from jaxglue.ops.delta_rule.convolution import fused_convolution, reference_convolution
+from jaxglue.ops.delta_rule.gated_norm import fused_gated_norm, reference_gated_norm
+from jaxglue.ops.delta_rule.reference import DeltaHeads, gates, reference_delta_rule
+from jaxglue.ops.delta_rule.vjp import DeltaSpec, fused_delta_rule
+from jaxglue.ops.names import ATTENTION_OUT
 from jaxglue.ops.segments import PackedSegments
 
 __all__ = [
+    "DELTA_ROWS",
     "DELTA_RULE",
+    "DeltaHeads",
+    "DeltaShape",
     "causal_convolution",
     "gated_delta_rule",
     "gated_rms_norm",
     "gates",
     "reference_delta_rule",
 ]
+
+_HEAD_DIMS = (64, 128)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaShape:
+    """The static properties of a call on which the choice of a backend depends."""
+
+    dtype: jnp.dtype
+    key_dim: int
+    value_dim: int
+
+
+def _check_hopper(capability: Capability | None, dtype) -> None:
+    check_triton(capability, dtype)
+    if capability != HOPPER:
+        got = ".".join(map(str, capability or ()))
+        raise NotImplementedError(f"its kernels are checked on compute capability 9.0 alone, got {got}")
+
+
+def _check_triton(capability: Capability | None, shape: DeltaShape) -> None:
+    _check_hopper(capability, shape.dtype)
+    if not {shape.key_dim, shape.value_dim} <= set(_HEAD_DIMS):
+        raise NotImplementedError(f"head dims must be of {_HEAD_DIMS}, got {shape.key_dim} and {shape.value_dim}")
+
+
+def _load_triton(capability: Capability, shape: DeltaShape) -> Any:
+    from jaxglue.ops.delta_rule.triton import TritonDeltaRule
+
+    return TritonDeltaRule.of(capability)
+
+
+def _check_rows(capability: Capability | None, dtype, taps: int = 4) -> None:
+    _check_hopper(capability, dtype)
+    if taps != 4:
+        raise NotImplementedError(f"convolutions must have 4 taps, got {taps}")
+
+
+def _load_rows(capability: Capability, *call: Any) -> Any:
+    from jaxglue.ops.delta_rule.triton import TritonDeltaRows
+
+    return TritonDeltaRows.of(capability)
 
 
 def _serves_anywhere(capability: Capability | None, *call: Any) -> None:
@@ -32,23 +81,27 @@ def _serves_anywhere(capability: Capability | None, *call: Any) -> None:
 DELTA_RULE = Operation(
     name="delta rule",
     backends={
+        "triton": Backend(check=_check_triton, load=_load_triton, advantage="documents run in parallel"),
         "chunked": Backend(
             check=_serves_anywhere,
             load=lambda capability, *call: ChunkedDeltaRule(),
             advantage="tokens of a chunk are multiplied together",
             anywhere=True,
-        )
+        ),
     },
+)
+DELTA_ROWS = Operation(
+    name="convolution and gated norm",
+    backends={"triton": Backend(check=_check_rows, load=_load_rows, advantage="values are read and written once")},
 )
 
 
 def gated_delta_rule(
-    q: Float[Array, "B T K H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T N V"],
+    qkv: Float[Array, "B T W"],
     g: Float[Array, "B T N"],
     beta: Float[Array, "B T N"],
     segments: PackedSegments,
+    heads: DeltaHeads,
     *,
     backend: str = "auto",
 ) -> Float[Array, "B T N V"]:
@@ -57,35 +110,85 @@ def gated_delta_rule(
     With q and k of unit length, q also over √H: S ← exp(g)·S; S ← S + k ⊗ β(v − Sᵀk); out = Sᵀq. S is float32 and 0 at
     each document's first token. Padding's outputs are 0. Value head n uses queries and keys of head ⌊n·K/N⌋.
 
+    Under `jax.checkpoint`, a policy that saves `ATTENTION_OUT` computes the outputs once.
+
     Args:
-        q, k: queries and keys of any length, in one dtype.
-        v: values.
+        qkv: queries and keys [K, H] of any length, and values [N, V], side by side for each token.
         g: logarithm of each token's decay, at most 0; float32, see `gates`.
         beta: step size of each token's update.
         segments: the rows' documents.
-        backend: `auto`, `reference` or `chunked`; see `DELTA_RULE.choose`.
+        heads: of qkv.
+        backend: `auto`, `reference`, `chunked` or `triton`; see `DELTA_RULE.choose`.
 
     Raises:
         ValueError: shapes or dtypes that do not fit, forked segments, or a named backend that cannot serve.
     """
-    _check(q, k, v, g, beta, segments)
-    rule = DELTA_RULE.load(v.dtype, backend=backend) or reference_delta_rule
-    return rule(q, k, v, g, beta, segments)
+    _check(qkv, g, beta, segments, heads)
+    shape = DeltaShape(dtype=qkv.dtype, key_dim=heads.key_dim, value_dim=heads.value_dim(qkv.shape[-1]))
+    rule: Any = DELTA_RULE.load(shape, backend=backend) or reference_delta_rule
+    if hasattr(rule, "prepare"):
+        return fused_delta_rule(DeltaSpec(backend=rule, heads=heads), qkv, g, beta, segments)
+    return checkpoint_name(rule(*heads.split(qkv), g, beta, segments), ATTENTION_OUT)
 
 
-def _check(q, k, v, g, beta, segments: PackedSegments) -> None:
-    if q.ndim != 4 or k.shape != q.shape or not q.dtype == k.dtype == v.dtype:
-        raise ValueError(
-            f"q and k must be [B, T, K, H] in v's dtype, got {q.shape} {q.dtype}, {k.shape} {k.dtype} and {v.dtype}"
-        )
-    B, T, K, _ = q.shape
-    if v.ndim != 4 or v.shape[:2] != (B, T) or v.shape[2] % K:
-        raise ValueError(f"v must be [{B}, {T}, N, V], N a multiple of {K}, to fit q, got shape {v.shape}")
-    if not g.shape == beta.shape == v.shape[:3] or g.dtype != jnp.float32:
-        raise ValueError(
-            f"g and beta must be {v.shape[:3]} to fit v, g float32, got {g.shape} {g.dtype} and {beta.shape}"
-        )
-    if segments.segment_ids.shape != (B, T):
-        raise ValueError(f"segments are of rows {segments.segment_ids.shape}, and q of {(B, T)}")
+def causal_convolution(
+    x: Float[Array, "B T C"], weight: Float[Array, "C 1 W"], segments: PackedSegments, *, backend: str = "auto"
+) -> Float[Array, "B T C"]:
+    """Return silu of the sum over the last W tokens of a document, each channel by its weights, in x's dtype.
+
+    Sums are in float32; tokens before a document's first are zeros, and so is padding's result. The backward pass
+    computes the sums again.
+
+    Args:
+        x: packed rows.
+        weight: the last of a channel's is the token's own, as torch's `Conv1d` with groups of one channel stores them.
+        segments: the rows' documents.
+        backend: `auto`, `reference` or `triton`; see `DELTA_ROWS.choose`.
+
+    Raises:
+        ValueError: shapes that do not fit, or a named backend that cannot serve.
+    """
+    if weight.ndim != 3 or weight.shape[:2] != (x.shape[-1], 1):
+        raise ValueError(f"weight must be [C, 1, W] with C = {x.shape[-1]} channels of x, got shape {weight.shape}")
+    if x.ndim != 3 or segments.segment_ids.shape != x.shape[:2]:
+        raise ValueError(f"x must be [B, T, C] with rows {segments.segment_ids.shape}, got shape {x.shape}")
+    kernels = DELTA_ROWS.load(x.dtype, weight.shape[2], backend=backend)
+    if kernels is None:
+        return reference_convolution(x, weight, segments)
+    return fused_convolution(kernels, x, weight, segments)
+
+
+def gated_rms_norm(
+    x: Float[Array, "*B V"],
+    gate: Float[Array, "*B V"],
+    weight: Float[Array, " V"],
+    eps: float,
+    *,
+    backend: str = "auto",
+) -> Float[Array, "*B V"]:
+    """Return silu(gate) · `rms_norm`(x) in x's dtype, the gate's product in float32.
+
+    Raises:
+        ValueError: shapes that do not fit, or a named backend that cannot serve.
+    """
+    if gate.shape != x.shape or weight.shape != x.shape[-1:]:
+        raise ValueError(f"gate must be {x.shape} and weight {x.shape[-1:]} as x, got {gate.shape} and {weight.shape}")
+    kernels = DELTA_ROWS.load(x.dtype, backend=backend)
+    if kernels is None:
+        return reference_gated_norm(x, gate, weight, eps)
+    return fused_gated_norm(kernels, eps, x, gate, weight)
+
+
+def _check(qkv, g, beta, segments: PackedSegments, heads: DeltaHeads) -> None:
+    if heads.values % heads.keys:
+        raise ValueError(f"value heads must be a multiple of key heads, got {heads.values} and {heads.keys}")
+    rest = qkv.shape[-1] - 2 * heads.keys * heads.key_dim
+    if qkv.ndim != 3 or rest <= 0 or rest % heads.values:
+        raise ValueError(f"qkv must be [B, T, 2·K·H + N·V] with {heads}, got shape {qkv.shape}")
+    gates = *qkv.shape[:2], heads.values
+    if not g.shape == beta.shape == gates or g.dtype != jnp.float32:
+        raise ValueError(f"g and beta must be {gates} to fit qkv, g float32, got {g.shape} {g.dtype} and {beta.shape}")
+    if segments.segment_ids.shape != qkv.shape[:2]:
+        raise ValueError(f"segments are of rows {segments.segment_ids.shape}, and qkv of {qkv.shape[:2]}")
     if segments.gap_starts is not None:
         raise ValueError("segments fork, and a state follows one continuation: pack the answers as documents")

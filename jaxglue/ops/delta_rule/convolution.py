@@ -1,5 +1,8 @@
 """The causal convolution of each channel within its document, and silu."""
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -7,26 +10,10 @@ from jaxtyping import Array, Float
 from jaxglue.ops.segments import PackedSegments
 
 
-def causal_convolution(
+def reference_convolution(
     x: Float[Array, "B T C"], weight: Float[Array, "C 1 W"], segments: PackedSegments
 ) -> Float[Array, "B T C"]:
-    """Return silu of the sum over the last W tokens of a document, each channel by its weights, in x's dtype.
-
-    Sums are in float32; tokens before a document's first are zeros, and so is padding's result. The backward pass
-    computes the sums again.
-
-    Args:
-        x: packed rows.
-        weight: the last of a channel's is the token's own, as torch's `Conv1d` with groups of one channel stores them.
-        segments: the rows' documents.
-
-    Raises:
-        ValueError: shapes that do not fit.
-    """
-    if weight.ndim != 3 or weight.shape[:2] != (x.shape[-1], 1):
-        raise ValueError(f"weight must be [C, 1, W] with C = {x.shape[-1]} channels of x, got shape {weight.shape}")
-    if x.ndim != 3 or segments.segment_ids.shape != x.shape[:2]:
-        raise ValueError(f"x must be [B, T, C] with rows {segments.segment_ids.shape}, got shape {x.shape}")
+    """Compute `causal_convolution` in plain JAX; the backward pass computes the sums again."""
     return jax.checkpoint(_convolve)(x, weight, segments)
 
 
@@ -38,3 +25,28 @@ def _convolve(x, weight, segments: PackedSegments):
         earlier = jnp.pad(x, ((0, 0), (back, 0), (0, 0)))[:, : x.shape[1]]
         total += jnp.where((places >= back)[..., None], earlier.astype(jnp.float32) * tap, 0.0)
     return jax.nn.silu(total).astype(x.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def fused_convolution(
+    kernels: Any, x: Float[Array, "B T C"], weight: Float[Array, "C 1 W"], segments: PackedSegments
+) -> Float[Array, "B T C"]:
+    """Compute `causal_convolution` by kernels (`RowsBackend`); the weight gets a gradient only where it trains."""
+    return kernels.convolve(x, weight[:, 0], segments.starts)
+
+
+def _forward(kernels, x, weight, segments):
+    values = jax.tree.map(lambda primal: primal.value, (x, weight, segments))
+    return fused_convolution(kernels, *values), (*values, () if weight.perturbed else None)
+
+
+def _backward(kernels, residuals, dy):
+    x, weight, segments, trained = residuals
+    dx = kernels.convolve_gradient(x, weight[:, 0], segments.starts, dy)
+    if trained is None:
+        return dx, None, None
+    # By XLA: only full fine-tuning trains convolutions.
+    return dx, *jax.vjp(lambda weight: _convolve(x, weight, segments), weight)[1](dy), None
+
+
+fused_convolution.defvjp(_forward, _backward, symbolic_zeros=True)

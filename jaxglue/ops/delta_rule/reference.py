@@ -1,5 +1,7 @@
 """The gated delta rule token by token, in float32: the definition."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -15,6 +17,30 @@ def normalize(q: Float[Array, "*B K"], k: Float[Array, "*B K"]) -> tuple[Float[A
     q, k = (x.astype(jnp.float32) for x in (q, k))
     q, k = (x * lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _EPS) for x in (q, k))
     return q * q.shape[-1] ** -0.5, k
+
+
+class DeltaHeads(NamedTuple):
+    """Heads of queries, keys and values that lie side by side in qkv [B, T, 2·K·H + N·V]."""
+
+    keys: int
+    """K, of queries too."""
+    values: int
+    """N, a multiple of K."""
+    key_dim: int
+    """H."""
+
+    def value_dim(self, width: int) -> int:
+        """Return V, for a token's `width` values in qkv."""
+        return (width - 2 * self.keys * self.key_dim) // self.values
+
+    def split(
+        self, qkv: Float[Array, "B T W"]
+    ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"], Float[Array, "B T N V"]]:
+        """Return queries, keys and values."""
+        key_width = self.keys * self.key_dim
+        q, k, v = jnp.split(qkv, (key_width, 2 * key_width), axis=-1)
+        keys = *qkv.shape[:2], self.keys, self.key_dim
+        return q.reshape(keys), k.reshape(keys), v.reshape(*qkv.shape[:2], self.values, -1)
 
 
 def gates(

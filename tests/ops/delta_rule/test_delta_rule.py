@@ -3,12 +3,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxglue.ops.delta_rule import DELTA_RULE, gated_delta_rule, gates, reference_delta_rule
+from jaxglue.ops.delta_rule import DELTA_RULE, DeltaHeads, DeltaShape, gated_delta_rule, gates, reference_delta_rule
 from jaxglue.ops.delta_rule.chunks import ChunkedDeltaRule
 from jaxglue.ops.segments import pack_forks, pack_segments
 from tests.closeness import assert_close, outputs_and_gradients
 
 K, N, H, V = 2, 4, 8, 6
+HEADS = DeltaHeads(K, N, H)
 SMALL = ChunkedDeltaRule(chunk=16, group=2)
 ROWS = {
     "uneven": [[5, 1, 1, 23, 40, 2, 17, 1, 16, 3], [1, 15, 16, 64]],
@@ -26,6 +27,11 @@ def arguments(B, T, seed=0, dtype=jnp.float32):
     v = jax.random.normal(keys[2], (B, T, N, V), dtype)
     g = -jnp.exp(jax.random.uniform(keys[3], (B, T, N), minval=-7.0, maxval=3.0))
     return q, k, v, g, jax.nn.sigmoid(jax.random.normal(keys[4], (B, T, N)))
+
+
+def joined(q, k, v):
+    """Return queries, keys and values side by side."""
+    return jnp.concatenate([x.reshape(*x.shape[:2], -1) for x in (q, k, v)], axis=-1)
 
 
 def loop(q, k, v, g, beta, lengths):
@@ -119,7 +125,8 @@ def test_equal_keys_and_strong_decays_stay_exact():
 def test_half_precision_follows_float32():
     T, lengths = 90, [[5, 60, 1, 20]]
     values, segments = arguments(1, T, dtype=jnp.bfloat16), pack_segments(lengths, seq_len=T)
-    got, exact = (gated_delta_rule(*values, segments, backend=name) for name in ("auto", "reference"))
+    call = joined(*values[:3]), *values[3:], segments, HEADS
+    got, exact = (gated_delta_rule(*call, backend=name) for name in ("auto", "reference"))
     assert got.dtype == jnp.bfloat16
     assert_close([got.astype(jnp.float32)], [exact.astype(jnp.float32)], 4e-3)
 
@@ -132,22 +139,35 @@ def test_gates_are_those_of_the_layer():
     np.testing.assert_allclose(beta[0, 0].astype(np.float32), [0.6225, 0.0474], rtol=4e-3)
 
 
-def test_chunks_serve_every_device():
-    assert DELTA_RULE.choose(None, jnp.float32).name == "chunked"
-    assert DELTA_RULE.choose((9, 0), jnp.bfloat16).name == "chunked"
+@pytest.mark.parametrize(
+    ("capability", "dtype", "dim", "name", "reason"),
+    [
+        ((9, 0), jnp.bfloat16, 128, "triton", "documents run in parallel"),
+        (None, jnp.bfloat16, 128, "chunked", "no NVIDIA GPU"),
+        ((10, 0), jnp.bfloat16, 128, "chunked", "checked on compute capability 9.0 alone, got 10.0"),
+        ((9, 0), jnp.float32, 128, "chunked", "dtype must be bfloat16 or float16"),
+        ((9, 0), jnp.bfloat16, 256, "chunked", "head dims must be of"),
+    ],
+)
+def test_kernels_serve_hopper_and_chunks_every_device(capability, dtype, dim, name, reason):
+    pytest.importorskip("jax_triton")
+    choice = DELTA_RULE.choose(capability, DeltaShape(dtype=jnp.dtype(dtype), key_dim=dim, value_dim=128))
+    assert choice.name == name
+    assert reason in choice.reason
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"k": jnp.zeros((1, 8, K, H + 1))}, "q and k must be"),
-        ({"v": jnp.zeros((1, 8, 3, V))}, "N a multiple of 2"),
+        ({"qkv": jnp.zeros((1, 8, 2 * K * H + N * V + 1))}, "qkv must be"),
+        ({"heads": DeltaHeads(K, 3, H)}, "value heads must be a multiple of key heads, got 3 and 2"),
         ({"g": jnp.zeros((1, 8, N), jnp.bfloat16)}, "g float32"),
         ({"segments": pack_segments([[9]], seq_len=9)}, "segments are of rows"),
         ({"segments": pack_forks([[(4, 2, 2)]], seq_len=8)}, "segments fork"),
     ],
 )
 def test_wrong_arguments_are_refused(change, message):
-    call = dict(zip(("q", "k", "v", "g", "beta"), arguments(1, 8), strict=True))
+    *values, g, beta = arguments(1, 8)
+    call = {"qkv": joined(*values), "g": g, "beta": beta, "heads": HEADS}
     with pytest.raises(ValueError, match=message):
         gated_delta_rule(**{**call, "segments": pack_segments([[8]], seq_len=8), **change})

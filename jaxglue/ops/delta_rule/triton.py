@@ -1,0 +1,147 @@
+"""Launches of the kernels in `kernels.py` and `row_kernels.py`."""
+
+import math
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+
+from jaxglue.ops.delta_rule import kernels, row_kernels
+from jaxglue.ops.delta_rule.kernels import KernelSpec
+from jaxglue.ops.delta_rule.reference import DeltaHeads
+from jaxglue.ops.delta_rule.vjp import Prepared
+from jaxglue.ops.kernel_cost import KernelCost, KernelKind
+from jaxglue.ops.launch import Launcher, dot_precision, shape_dtype_of
+from jaxglue.ops.segments import PackedSegments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """A program's part of a call, and how it is compiled."""
+
+    columns: int = 64
+    """Columns of values at a time."""
+    num_warps: int = 4
+    num_stages: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaTiles:
+    """Tiles of each kernel."""
+
+    prepare: Tiles = field(default_factory=Tiles)
+    state: Tiles = field(default_factory=lambda: Tiles(num_stages=3))
+    output: Tiles = field(default_factory=lambda: Tiles(columns=128))
+    state_gradient: Tiles = field(default_factory=Tiles)
+    gradient: Tiles = field(default_factory=lambda: Tiles(num_warps=8))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TritonDeltaRule(Launcher):
+    """`DeltaBackend` by our own kernels."""
+
+    tiles: DeltaTiles = field(default_factory=DeltaTiles)
+    chunk: int = 64
+
+    def prepare(self, qkv, g, beta, segments: PackedSegments, heads: DeltaHeads) -> Prepared:
+        """See `DeltaBackend`."""
+        spec, (B, N) = self._spec(qkv, heads), (qkv.shape[0], heads[1])
+        square = jax.ShapeDtypeStruct((B, N, spec.T, spec.chunk), qkv.dtype)
+        factor = jax.ShapeDtypeStruct((B, N, kernels.FACTORS.value, spec.T), jnp.float32)
+        arrays = qkv, g, beta, segments.starts
+        flops = 2 * B * spec.T * N * spec.chunk * (2 * spec.H + 4 * spec.chunk)
+        tiles, grid = self.tiles.prepare, (N, spec.chunks, B)
+        factors, inverses, scores = self._run(
+            kernels.prepare_kernel, arrays, (factor, square, square), grid, tiles, spec, flops
+        )
+        types = jax.ShapeDtypeStruct((B, spec.T, N, spec.V), qkv.dtype), self._states(qkv, spec)
+        given, tiles = (qkv, segments.starts, segments.ends, factors, inverses), self.tiles.state
+        flops = 2 * B * spec.T * N * spec.V * (2 * spec.H + spec.chunk)
+        updates, states = self._run(kernels.state_kernel, given, types, self._parts(spec, tiles, B), tiles, spec, flops)
+        return Prepared(factors=factors, inverses=inverses, scores=scores, updates=updates, states=states)
+
+    def forward(self, qkv, prepared: Prepared, segments: PackedSegments, heads: DeltaHeads) -> jax.Array:
+        """See `DeltaBackend`."""
+        spec, B, p = self._spec(qkv, heads), qkv.shape[0], prepared
+        arrays, tiles = (qkv, segments.starts, p.factors, p.scores, p.updates, p.states), self.tiles.output
+        flops = 2 * B * spec.T * heads[1] * spec.V * (spec.H + spec.chunk)
+        types = (shape_dtype_of(p.updates),)
+        return self._run(kernels.output_kernel, arrays, types, self._parts(spec, tiles, B), tiles, spec, flops)[0]
+
+    def backward(self, qkv, prepared: Prepared, segments: PackedSegments, heads: DeltaHeads, dout):
+        """See `DeltaBackend`; the gradients to g and β are in float32."""
+        spec, (B, N), p, tiles = self._spec(qkv, heads), (qkv.shape[0], heads[1]), prepared, self.tiles.state_gradient
+        arrays = qkv, segments.starts, segments.ends, p.factors, p.inverses, p.scores, dout
+        types, grid = (shape_dtype_of(qkv), self._states(qkv, spec)), self._parts(spec, tiles, B)
+        flops = 2 * B * spec.T * N * spec.V * (3 * spec.H + 2 * spec.chunk)
+        dqkv, dstates = self._run(kernels.state_gradient_kernel, arrays, types, grid, tiles, spec, flops)
+        written = [jax.new_ref(x) for x in (dqkv, *(jax.lax.empty((B, spec.T, N), jnp.float32) for _ in range(2)))]
+        arrays = qkv, segments.starts, p.factors, p.updates, p.states, dstates, dout, *written
+        flops = 2 * B * spec.T * N * (3 * spec.H * spec.V + spec.chunk * (2 * spec.V + 4 * spec.H))
+        grid, tiles = (spec.K, spec.chunks, B), self.tiles.gradient
+        self._run(kernels.gradient_kernel, arrays, (), grid, tiles, spec, flops)
+        return tuple(map(jax.freeze, written))
+
+    def _states(self, qkv, spec: KernelSpec) -> jax.ShapeDtypeStruct:
+        N = spec.K * spec.G
+        return jax.ShapeDtypeStruct((qkv.shape[0], N, spec.chunks, spec.H, spec.V), qkv.dtype)
+
+    def _parts(self, spec: KernelSpec, tiles: Tiles, B: int) -> tuple[int, int, int]:
+        return spec.K * spec.G * spec.V // min(tiles.columns, spec.V), spec.chunks, B
+
+    def _spec(self, qkv, heads: DeltaHeads) -> KernelSpec:
+        (K, N, H), (_, T, width), precision = heads, qkv.shape, dot_precision(qkv.dtype)
+        V = DeltaHeads(*heads).value_dim(width)
+        return KernelSpec(T=T, K=K, G=N // K, H=H, V=V, precision=precision, chunk=self.chunk)
+
+    def _run(self, kernel, arrays, types, grid, tiles: Tiles, spec: KernelSpec, flops: int):
+        spec = replace(spec, columns=min(tiles.columns, spec.V), stages=tiles.num_stages)
+        cost = KernelCost(kind=KernelKind.ROWS, flops=flops)
+        return self._launch(kernel, arrays, types, grid, {"spec": spec}, tiles.num_warps, tiles.num_stages, cost=cost)
+
+
+_COST = KernelCost(kind=KernelKind.ROWS)
+_CHANNELS, _VALUES = 1024, 2048
+"""Channels of a tile of the convolution, and values of a tile of the norm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TritonDeltaRows(Launcher):
+    """`RowsBackend` by our own kernels."""
+
+    tokens: int = 16
+    """Of a tile of the convolution."""
+    num_warps: int = 4
+
+    def convolve(self, x, taps, starts) -> jax.Array:
+        """See `RowsBackend`."""
+        return self._convolve(row_kernels.convolution_kernel, x, taps, starts)
+
+    def convolve_gradient(self, x, taps, starts, dy) -> jax.Array:
+        """See `RowsBackend`."""
+        return self._convolve(row_kernels.convolution_gradient_kernel, x, taps, starts, dy)
+
+    def _convolve(self, kernel, x, *others) -> jax.Array:
+        (B, T, C), channels = x.shape, math.gcd(x.shape[2], _CHANNELS)
+        sizes = {"T": T, "C": C, "BLOCK_T": self.tokens, "BLOCK_C": channels}
+        grid = C // channels, -(-T // self.tokens), B
+        return self._launch(kernel, (x, *others), (shape_dtype_of(x),), grid, sizes, self.num_warps, cost=_COST)[0]
+
+    def gated_norm(self, x, gate, weight, *, eps: float) -> jax.Array:
+        """See `RowsBackend`."""
+        return self._norm(row_kernels.gated_norm_kernel, (x, gate, weight), eps, 1)[0]
+
+    def gated_norm_gradient(self, x, gate, weight, dout, *, eps: float) -> tuple[jax.Array, ...]:
+        """See `RowsBackend`."""
+        return self._norm(row_kernels.gated_norm_gradient_kernel, (x, gate, weight, dout), eps, 2)
+
+    def _norm(self, kernel, arrays, eps: float, outputs: int) -> tuple[jax.Array, ...]:
+        """Launch programs for tiles of rows of the last axis; results are like the first array."""
+        x, V = arrays[0], arrays[0].shape[-1]
+        rows = [y.reshape(-1, V) if y.ndim > 1 else y for y in arrays]
+        M, block = len(rows[0]), 1 << (V - 1).bit_length()
+        lines = max(_VALUES // block, 1)
+        sizes = {"M": M, "V": V, "EPS": eps, "BLOCK_M": lines, "BLOCK_V": block}
+        types = (shape_dtype_of(rows[0]),) * outputs
+        out = self._launch(kernel, rows, types, (-(-M // lines),), sizes, self.num_warps, cost=_COST)
+        return tuple(y.reshape(x.shape) for y in out)

@@ -1,0 +1,111 @@
+"""The delta rule's kernels, and those around it, against the reference in float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxglue.ops.backend import tracing_for
+from jaxglue.ops.delta_rule import (
+    DELTA_ROWS,
+    DELTA_RULE,
+    DeltaHeads,
+    causal_convolution,
+    gated_delta_rule,
+    gated_rms_norm,
+    reference_delta_rule,
+)
+from jaxglue.ops.names import ATTENTION_OUT
+from jaxglue.ops.segments import pack_segments
+from tests.closeness import assert_close, outputs_and_gradients
+
+HEADS, V = DeltaHeads(1, 2, 16), 32
+ROWS = {
+    "uneven": [[5, 1, 1, 23, 90, 2, 17, 1], [1, 15, 16, 32, 64]],
+    "one token each": [[1] * 70],
+    "boundaries at chunks": [[32, 64, 32]],
+}
+
+
+def arguments(B, T, heads, V, dtype=jnp.float32):
+    """qkv, g, β with decays from 1 to e⁻³."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    qkv = 2 * jax.random.normal(keys[0], (B, T, 2 * heads.keys * heads.key_dim + heads.values * V), dtype)
+    g = -jnp.exp(jax.random.uniform(keys[1], (B, T, heads.values), minval=-7.0, maxval=1.0))
+    return qkv, g, jax.nn.sigmoid(jax.random.normal(keys[2], g.shape))
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
+def test_interpreted_kernels_equal_the_scan(rows, interpreted):
+    from jaxglue.ops.delta_rule.triton import DeltaTiles, Tiles, TritonDeltaRule
+
+    T = max(map(sum, rows)) + 3
+    segments, values = pack_segments(rows, seq_len=T), arguments(len(rows), T, HEADS, V)
+    tile = Tiles(columns=16)
+    tiles = DeltaTiles(state=tile, output=tile, state_gradient=tile, gradient=tile)
+    backend = interpreted(TritonDeltaRule)(compute_capability=90, tiles=tiles, chunk=32)
+    cotangent = jax.random.normal(jax.random.key(9), (len(rows), T, HEADS.values, V))
+
+    def kernels(qkv, g, beta):
+        with DELTA_RULE.using(backend):
+            return gated_delta_rule(qkv, g, beta, segments, HEADS)
+
+    def scan(qkv, g, beta):
+        return reference_delta_rule(*HEADS.split(qkv), g, beta, segments)
+
+    got = outputs_and_gradients(kernels, values, cotangent)
+    expected = outputs_and_gradients(scan, values, cotangent)
+    assert_close(got[:1], expected[:1], 1e-5)
+    assert_close(got[1:], expected[1:], 1e-5)
+    padding = segments.segment_ids == 0
+    assert not any(np.any(x[padding]) for x in got)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_interpreted_convolution_equals_the_reference(trained, interpreted):
+    from jaxglue.ops.delta_rule.triton import TritonDeltaRows
+
+    rows = [[1, 2, 9, 3, 1, 1, 40], [64]]
+    segments, C = pack_segments(rows, seq_len=64), 24
+    x, weight = jax.random.normal(jax.random.key(0), (2, 64, C)), jax.random.normal(jax.random.key(1), (C, 1, 4))
+    cotangent = jax.random.normal(jax.random.key(2), x.shape)
+    arguments = (x, weight) if trained else (x,)
+
+    def compute(kernels):
+        with DELTA_ROWS.using(kernels):
+            convolve = lambda x, weight=weight: causal_convolution(x, weight, segments)  # noqa: E731
+            return outputs_and_gradients(convolve, arguments, cotangent)
+
+    assert_close(compute(interpreted(TritonDeltaRows)(compute_capability=90, tokens=8)), compute(None), 1e-6)
+
+
+def test_interpreted_gated_norm_equals_the_reference(interpreted):
+    from jaxglue.ops.delta_rule.triton import TritonDeltaRows
+
+    x, gate, cotangent = jax.random.normal(jax.random.key(0), (3, 2, 35, 3, 24))
+    weight = jnp.linspace(0.5, 2.0, 24)
+
+    def compute(kernels):
+        with DELTA_ROWS.using(kernels):
+            norm = lambda *values: gated_rms_norm(*values, 1e-6)  # noqa: E731
+            return outputs_and_gradients(norm, (x, gate, weight), cotangent)
+
+    assert_close(compute(interpreted(TritonDeltaRows)(compute_capability=90)), compute(None), 1e-6)
+
+
+@pytest.mark.parametrize(("saved", "count"), [(True, 7), (False, 8)])
+def test_saved_outputs_spare_a_kernel_on_a_gpu(saved, count, h200):
+    """Both passes read inverses and states, which are computed again."""
+    heads, T = DeltaHeads(2, 4, 128), 512
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=h200) for x in arguments(1, T, heads, 128, jnp.bfloat16)]
+    segments = pack_segments([[100, 300]], seq_len=T)
+    policies = jax.checkpoint_policies
+    policy = policies.save_only_these_names(ATTENTION_OUT) if saved else policies.nothing_saveable
+
+    def loss(qkv, g, beta):
+        rule = lambda *values: jnp.sin(gated_delta_rule(*values, segments, heads).astype(jnp.float32))  # noqa: E731
+        return jax.checkpoint(rule, policy=policy)(qkv, g, beta).sum()
+
+    with tracing_for((9, 0)):
+        program = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(*types).compile()
+    assert program.as_text().count('custom_call_target="triton_kernel_call_ffi"') == count
