@@ -22,6 +22,8 @@ from jaxglue.ops.quant.nf4 import NF4
 MOST_ROWS = 256
 """Rows up to which reading the weights takes longer than multiplying by them."""
 LARGEST_RANK = 64
+PERMUTED = ("int8", "e4m3", "nf4")
+"""Ways of multiplication that convert weights to x's dtype."""
 
 
 def _check(capability: Capability | None, x, projections: Sequence[Any], conditions) -> None:
@@ -44,6 +46,8 @@ def _check_weights(x, projections: Sequence[Any], conditions) -> None:
         raise NotImplementedError(f"weights in several formats: {', '.join(sorted(kinds))}")
     if isinstance(x, FP8Rows) and kinds != {"fp8"}:
         raise NotImplementedError("only FP8 products read e4m3 values")
+    if kinds <= set(PERMUTED) and projections[0].weight.shape[1] % 32:
+        raise NotImplementedError("32 does not divide the columns")
 
 
 def _kind(projection, conditions) -> str:
@@ -134,7 +138,7 @@ def _operands(x, projections: Sequence[Any], conditions) -> tuple[FewRows, tuple
     biases = None if projections[0].bias is None else tuple(projection.bias for projection in projections)
     operands = FewRows(
         dtype=rows.dtype,
-        x=x.fp8_values.reshape(rows.shape) if isinstance(x, FP8Rows) else rows,
+        x=_permuted(rows) if kind in PERMUTED else x.fp8_values.reshape(rows.shape) if isinstance(x, FP8Rows) else rows,
         x_scales=x.scales.reshape(-1) if isinstance(x, FP8Rows) else None,
         weights=weights,
         scales=scales,
@@ -144,6 +148,15 @@ def _operands(x, projections: Sequence[Any], conditions) -> tuple[FewRows, tuple
         low_rank=_low_rank(x, rows, [projection.adapter for projection in projections]),
     )
     return operands, values.shape[:-1]
+
+
+def _permuted(x: Float[Array, "M K"]) -> Float[Array, "M K"]:
+    """Return x with its columns in the order in which kernels multiply values of fewer than 16 bits.
+
+    A thread's operands are neighboring pairs 0, 4, 8 and 12 of each 16. These are made its pairs 0 to 3, which it reads
+    at once.
+    """
+    return x.reshape(len(x), -1, 4, 4, 2).swapaxes(2, 3).reshape(x.shape)
 
 
 def _stored(weights: Sequence[Any], kind: str, dtype) -> tuple[tuple, tuple | None, NF4Scales | None]:

@@ -126,7 +126,8 @@ class TritonFewRows(Launcher):
         return [jax.freeze(out) for out in outs]
 
     def _tiles(self, block_m: int, operands: FewRows, gated: bool) -> FewRowsTiles:
-        K, itemsize, least = operands.x.shape[1], operands.x.dtype.itemsize, 16 if operands.nf4 is None else BLOCK
+        K, itemsize = operands.x.shape[1], operands.x.dtype.itemsize
+        least = 32 if operands.nf4 is None else BLOCK
         tiles = self.tiles or next(tiles for rows, tiles in _TILES if block_m <= rows)
         if gated and self.tiles is None:
             tiles = replace(tiles, block_n=tiles.block_n // 2)
