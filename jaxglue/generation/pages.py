@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 from jaxtyping import Array, Int
 
-from jaxglue.models.config import DecoderConfig
+from jaxglue.models.config import DecoderConfig, LayerKind
 from jaxglue.ops.paged_attention import KVPages, make_pages
 
 PAGE = 64
@@ -109,9 +109,9 @@ def plan_cache(
 
 def _page_bytes(config: DecoderConfig, dtype, plan: CachePlan) -> tuple[int, int]:
     """Return the bytes of a page of all layers that see all tokens, and of a slot's rings in the others."""
-    windows = [kind.window for kind in config.layer_kinds]
-    page = PAGE * token_bytes(config, dtype) // len(windows)
-    return windows.count(None) * page, sum(plan.ring(window) for window in windows if window is not None) * page
+    pages = [(kind.window, PAGE * _layer_token_bytes(kind, dtype)) for kind in config.layer_kinds]
+    rings = sum(plan.ring(window) * page for window, page in pages if window is not None)
+    return sum(page for window, page in pages if window is None), rings
 
 
 def _bucket(pages: int) -> int:
@@ -127,9 +127,13 @@ def pages_of(length: int) -> int:
 
 def token_bytes(config: DecoderConfig, dtype) -> int:
     """Return a token's bytes in the cache of all layers, whose float8 values have scales."""
+    return sum(_layer_token_bytes(kind, dtype) for kind in config.layer_kinds)
+
+
+def _layer_token_bytes(kind: LayerKind, dtype) -> int:
     dtype = jnp.dtype(dtype)
-    head = config.head_dim * dtype.itemsize + (4 if dtype == jnp.float8_e4m3fn else 0)
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * head
+    head = kind.head_dim * dtype.itemsize + (4 if dtype == jnp.float8_e4m3fn else 0)
+    return 2 * kind.shape.kv_heads * head
 
 
 def activation_bytes(config: DecoderConfig, dtype, tokens: int) -> float:
@@ -137,11 +141,12 @@ def activation_bytes(config: DecoderConfig, dtype, tokens: int) -> float:
 
     Rows above `PREFILL_TOKENS` pass in pieces, apart from attention.
     """
-    D, heads = config.hidden_size, config.num_attention_heads + 2 * config.num_key_value_heads
-    moe = config.moe
-    hidden = config.intermediate_size if moe is None else moe.num_experts_per_tok * (moe.intermediate_size + D)
-    matrices = 3 * D * (config.intermediate_size if moe is None else moe.num_experts * moe.intermediate_size)
-    whole, piece = 6 * D + 2 * heads * config.head_dim, 3 * hidden
+    D, shapes, moe = config.stream_width, config.shapes, config.moe
+    heads = max((config.num_attention_heads + 2 * shape.kv_heads) * shape.head_dim for shape in shapes)
+    F = max(shape.intermediate_size for shape in shapes)
+    hidden = F if moe is None else moe.num_experts_per_tok * (moe.intermediate_size + D)
+    matrices = 3 * D * (F if moe is None else moe.num_experts * moe.intermediate_size)
+    whole, piece = 6 * D + 2 * heads, 3 * hidden
     elements = tokens * whole + min(tokens, PREFILL_TOKENS) * piece + 2 * matrices
     return _RESERVE * (jax.default_backend() != "cpu") + elements * jnp.dtype(dtype).itemsize
 
@@ -191,5 +196,7 @@ def ring_table(slots: Int[Array, " S"], ring: int, table: int) -> Int[Array, "S 
 
 def make_caches(plan: CachePlan, config: DecoderConfig, dtype, device=None) -> list[KVPages]:
     """Return the empty caches of all layers, on a device or sharding; page 0 belongs to no sequence."""
-    shape = config.num_key_value_heads, PAGE, config.head_dim
-    return [make_pages(plan.pages_in(kind.window), *shape, dtype, device) for kind in config.layer_kinds]
+    return [
+        make_pages(plan.pages_in(kind.window), kind.shape.kv_heads, PAGE, kind.head_dim, dtype, device)
+        for kind in config.layer_kinds
+    ]
