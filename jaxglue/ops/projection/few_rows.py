@@ -9,8 +9,15 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxglue.ops.backend import HOPPER, Backend, Capability, Operation, check_capability, check_triton
-from jaxglue.ops.collectives import axis_size
+from jaxglue.ops.backend import (
+    HOPPER,
+    Backend,
+    Capability,
+    Operation,
+    check_capability,
+    check_one_device,
+    check_triton,
+)
 from jaxglue.ops.projection.few_rows_operands import FewRows, LowRank, NF4Scales
 from jaxglue.ops.projection.fp8 import encode
 from jaxglue.ops.projection.fp8_adapters import FP8Rows, NormedRows, QuantizedRows
@@ -32,12 +39,11 @@ def _check(capability: Capability | None, x, projections: Sequence[Any], conditi
     values = x.values if isinstance(x, FP8Rows) else x
     check_triton(capability, values.dtype)
     check_capability(capability, HOPPER)
+    check_one_device()
     if (rows := values.size // values.shape[-1]) > MOST_ROWS:
         raise NotImplementedError(f"more than {MOST_ROWS} rows")
     if len(projections) > 3:
         raise NotImplementedError("more than three weights")
-    if axis_size("tensor") > 1:
-        raise NotImplementedError("devices along the axis tensor sum their parts")
     _check_weights(x, projections, conditions)
     _check_parts(projections, conditions)
     _check_speed(rows, projections)
