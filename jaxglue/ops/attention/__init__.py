@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from jaxglue.ops.attention.reference import reference_attention
 from jaxglue.ops.attention.rotation import Rotation, rotated_flash_attention, rotated_heads
+from jaxglue.ops.attention.tiles import kernel_tiles, largest_head_dim
 from jaxglue.ops.attention.vjp import AttentionBackend, FlashSpec, flash_attention
 from jaxglue.ops.backend import (
     HOPPER,
@@ -65,9 +66,9 @@ class AttentionShape:
             )
 
 
-def _check_head_dim(shape: AttentionShape) -> None:
-    if shape.head_dim > 256 or shape.head_dim % 8:
-        raise NotImplementedError(f"head dim must be a multiple of 8 up to 256, got {shape.head_dim}")
+def _check_head_dim(shape: AttentionShape, largest: int) -> None:
+    if shape.head_dim > largest or shape.head_dim % 8:
+        raise NotImplementedError(f"head dim must be a multiple of 8 up to {largest}, got {shape.head_dim}")
 
 
 def _check_uncapped(shape: AttentionShape) -> None:
@@ -78,7 +79,7 @@ def _check_uncapped(shape: AttentionShape) -> None:
 def _check_cudnn(capability: Capability | None, shape: AttentionShape) -> None:
     check_capability(capability, HOPPER)
     _check_uncapped(shape)
-    _check_head_dim(shape)
+    _check_head_dim(shape, 256)
     check_half(shape.dtype)
     if shape.forked:
         raise NotImplementedError("forked segments need another mask than causal")
@@ -109,11 +110,11 @@ def _load_hopper(capability: Capability, shape: AttentionShape) -> AttentionBack
 
 def _check_triton(capability: Capability | None, shape: AttentionShape) -> None:
     check_triton(capability, shape.dtype)
-    _check_head_dim(shape)
+    assert capability is not None
+    _check_head_dim(shape, largest_head_dim(capability))
 
 
 def _load_triton(capability: Capability, shape: AttentionShape) -> AttentionBackend:
-    from jaxglue.ops.attention.tiles import kernel_tiles
     from jaxglue.ops.attention.triton import TritonAttention
 
     tiles = kernel_tiles(capability, shape.head_dim, window=shape.window, long=shape.long)

@@ -46,21 +46,26 @@ def _tiles(*sizes: tuple[int, ...]) -> AttentionKernelTiles:
 Table = dict[int, AttentionKernelTiles]
 """By largest head dim: (block_m, block_n, warps, stages, registers) of forward, dq, dkdv and dv."""
 
+_WIDEST = _tiles((64, 16, 8, 2), (64, 16, 8, 2), (32, 64, 8, 1), (32, 64, 8, 1))
+"""Of heads of 512, whose sums leave few registers (Gemma 4)."""
 # Several small programs on a multiprocessor hide their start, most of the time of a short loop.
 _HOPPER: Table = {
     64: _tiles((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3)),
     128: _tiles((64, 32, 4, 4), (64, 32, 4, 3, 168), (64, 64, 4, 2)),
     256: _tiles((64, 64, 8, 2), (64, 32, 8, 2), (32, 64, 8, 2)),
+    512: _WIDEST,
 }
 _HOPPER_WINDOW: Table = {
     64: _tiles((64, 32, 4, 3), (64, 32, 4, 3), (64, 64, 4, 3)),
     128: _tiles((64, 32, 4, 3), (64, 32, 4, 3, 168), (32, 64, 4, 3)),
     256: _HOPPER[256],
+    512: _WIDEST,
 }
 _HOPPER_LONG: Table = {
     64: _HOPPER[64],
     128: _tiles((128, 128, 8, 3), (128, 64, 8, 3), (64, 128, 8, 3)),
     256: _HOPPER[256],
+    512: _WIDEST,
 }
 _AMPERE: Table = {  # 164 KiB of shared memory in a block
     64: _tiles((128, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3)),
@@ -78,7 +83,7 @@ _SHORT_WINDOW = 512
 def kernel_tiles(
     compute_capability: tuple[int, int], head_dim: int, *, window: int | None = None, long: bool = False
 ) -> AttentionKernelTiles:
-    """Return the launch configurations for a GPU and a head dim up to 256.
+    """Return the launch configurations for a GPU and a head dim up to `largest_head_dim`.
 
     Args:
         compute_capability: of the GPU, as (major, minor).
@@ -88,6 +93,11 @@ def kernel_tiles(
     """
     table = _table(compute_capability, window is not None and window <= _SHORT_WINDOW, long)
     return next(tiles for size, tiles in table.items() if head_dim <= size)
+
+
+def largest_head_dim(compute_capability: tuple[int, int]) -> int:
+    """Return the largest head dim of which tiles fit the GPU."""
+    return max(_table(compute_capability, False, False))
 
 
 def _table(compute_capability: tuple[int, int], short_window: bool, long: bool) -> Table:

@@ -11,12 +11,13 @@ from jaxtyping import Array, Float
 
 from jaxglue.ops.backend import HOPPER, Backend, Capability, Operation, check_capability, check_triton
 from jaxglue.ops.collectives import axis_size
-from jaxglue.ops.projection.few_rows_operands import FewRows, LowRank
+from jaxglue.ops.projection.few_rows_operands import FewRows, LowRank, NF4Scales
 from jaxglue.ops.projection.fp8 import encode
 from jaxglue.ops.projection.fp8_adapters import FP8Rows, NormedRows, QuantizedRows
 from jaxglue.ops.quant.formats import is_quantized
 from jaxglue.ops.quant.fp8 import FP8Weight
 from jaxglue.ops.quant.int8 import LARGEST, Int8Weight
+from jaxglue.ops.quant.nf4 import NF4
 
 MOST_ROWS = 256
 """Rows up to which reading the weights takes longer than multiplying by them."""
@@ -54,6 +55,8 @@ def _kind(projection, conditions) -> str:
         return "16 bits"
     if isinstance(weight, Int8Weight):
         return "int8"
+    if isinstance(weight, NF4):
+        return "nf4"
     if not isinstance(weight, FP8Weight):
         raise NotImplementedError(f"{type(weight).__name__} has no kernel for few rows")
     if weight.scales.ndim > 1:
@@ -101,6 +104,11 @@ def load_few_rows(x, projections: Sequence[Any], conditions) -> Any | None:
     return FEW_ROWS.load(x, projections, conditions) if getattr(conditions, "inference", False) else None
 
 
+def few_rows_read_fp8(x, projections: Sequence[Any], conditions) -> bool:
+    """Return whether kernels of few rows multiply e4m3 values of x, so that a norm need write nothing else."""
+    return load_few_rows(x, projections, conditions) is not None and _kind(projections[0], conditions) == "fp8"
+
+
 def project_few_rows(kernels: Any, x, projections: Sequence[Any], conditions, stream) -> list[Array]:
     """Do as `adapted_projection` by the kernels of `FEW_ROWS`."""
     operands, leading = _operands(x, projections, conditions)
@@ -122,13 +130,7 @@ def _operands(x, projections: Sequence[Any], conditions) -> tuple[FewRows, tuple
         x = QuantizedRows(x, *encode(x))
     values = x.values if isinstance(x, FP8Rows) else x
     rows = values.reshape(-1, values.shape[-1])
-    weights = tuple(projection.weight for projection in projections)
-    scales = None
-    if kind != "16 bits":
-        scales = tuple(weight.absmax * (1.0 / LARGEST) if kind == "int8" else weight.scales for weight in weights)
-        weights = tuple(weight.codes if kind == "int8" else weight.values for weight in weights)
-    else:
-        weights = tuple(weight.astype(rows.dtype) for weight in weights)
+    weights, scales, nf4 = _stored([projection.weight for projection in projections], kind, rows.dtype)
     biases = None if projections[0].bias is None else tuple(projection.bias for projection in projections)
     operands = FewRows(
         dtype=rows.dtype,
@@ -136,10 +138,24 @@ def _operands(x, projections: Sequence[Any], conditions) -> tuple[FewRows, tuple
         x_scales=x.scales.reshape(-1) if isinstance(x, FP8Rows) else None,
         weights=weights,
         scales=scales,
+        factor=1.0 / LARGEST if kind == "int8" else 1.0,
+        nf4=nf4,
         biases=biases,
         low_rank=_low_rank(x, rows, [projection.adapter for projection in projections]),
     )
     return operands, values.shape[:-1]
+
+
+def _stored(weights: Sequence[Any], kind: str, dtype) -> tuple[tuple, tuple | None, NF4Scales | None]:
+    """Return the weights' values as they are stored, the factors of their rows, and NF4's scales."""
+    if kind == "16 bits":
+        return tuple(weight.astype(dtype) for weight in weights), None, None
+    if kind == "int8":
+        return tuple(weight.codes for weight in weights), tuple(weight.absmax for weight in weights), None
+    if kind == "nf4":
+        names = "scales", "scale_absmax", "scale_offset"
+        return tuple(w.codes for w in weights), None, NF4Scales(*(tuple(getattr(w, n) for w in weights) for n in names))
+    return tuple(weight.values for weight in weights), tuple(weight.scales for weight in weights), None
 
 
 def _low_rank(x, rows: Float[Array, "M K"], adapters: Sequence[Any]) -> LowRank | None:

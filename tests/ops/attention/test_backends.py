@@ -44,6 +44,8 @@ LLAMA = AttentionShape(dtype=jnp.bfloat16, head_dim=128, query_heads=32, kv_head
         ({"head_dim": 80}, (9, 0), "triton"),
         ({"head_dim": 256, "softcap": 50.0}, (9, 0), "triton"),
         ({"head_dim": 84}, (9, 0), "reference"),
+        ({"head_dim": 512}, (9, 0), "triton"),
+        ({"head_dim": 512}, (8, 0), "reference"),
         ({"dtype": jnp.float32}, (9, 0), "reference"),
     ],
 )

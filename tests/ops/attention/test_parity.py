@@ -68,6 +68,7 @@ LARGE = {
     "head dim 96": Case(lengths=(random_lengths(900, 5),), T=960, N=8, K=8, H=96, window=100),
     "head dim 256": Case(lengths=(random_lengths(1000, 5),), T=1024, N=8, K=2, H=256),
     "head dim 256, capped scores": Case(lengths=(random_lengths(1000, 5),), T=1024, N=8, K=4, H=256, softcap=2.0),
+    "head dim 512": Case(lengths=(random_lengths(1000, 5),), T=1024, N=8, K=1, H=512),
     "head dim 256, window": Case(lengths=(random_lengths(1000, 5),), T=1024, N=4, K=2, H=256, window=200),
     "hundreds of documents": Case(lengths=(random_lengths(1024, 300),), T=1024, N=8, K=4, H=64),
     "one segment": Case(lengths=((4096,),), T=4096, N=8, K=2, H=128),
@@ -165,8 +166,8 @@ def test_backends_match_the_reference_on_a_gpu(name, dtype, backend):
     case = LARGE[name]
     if backend == "hopper" and name not in HOPPER:
         pytest.skip("other cases show the same of these kernels, which compile slowly")
-    if backend == "cudnn" and case.softcap is not None:
-        pytest.skip("cuDNN does not cap scores")
+    if backend == "cudnn" and (case.softcap is not None or case.H > 256):
+        pytest.skip("cuDNN does not cap scores, nor know wider heads")
     inputs, segments, dout = case.inputs(dtype)
 
     def attention(q, k, v, sinks):
