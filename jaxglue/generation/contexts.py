@@ -50,6 +50,8 @@ class Cursor:
     slots: Int[Array, " S"]
     positions: Int[Array, " S"]
     rope: RopeTables
+    layer_input: Float[Array, "1 S P"] | None = None
+    """The layer's own embeddings of the tokens, where a model has such."""
 
 
 class _Inference:
@@ -70,7 +72,7 @@ class PrefillContext(_Inference):
 
     def __init__(self, packed: PackedContext, cache: KVPages | DeltaStates, places: Places):
         self._packed, self.cache, self._places = packed, cache, places
-        self.rotate = packed.rotate
+        self.rotate, self.layer_input = packed.rotate, packed.layer_input
 
     def attend(self, q, k, v, *, window: int | None = None, **options) -> Float[Array, "1 T N H"]:
         """Compute causal attention within each prompt."""
@@ -101,6 +103,7 @@ class DecodeContext(_Inference):
 
     def __init__(self, cache: KVPages | DeltaStates, cursor: Cursor):
         self.cache, self._cursor, self._rotation = cache, cursor, _NO_ROTATION
+        self.layer_input = cursor.layer_input
 
     def rotate(
         self, q, k, rotary: Rotary | None, norms: HeadNorms | None = None, factor: float = 1.0

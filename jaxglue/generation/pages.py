@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 from jaxtyping import Array, Int
 
-from jaxglue.models.config import DecoderConfig
+from jaxglue.models.config import DecoderConfig, LayerKind
 from jaxglue.ops.delta_rule import DeltaHeads, DeltaStates, make_states
 from jaxglue.ops.paged_attention import KVPages, make_pages
 
@@ -107,9 +107,9 @@ def plan_cache(
 
 def _page_bytes(config: DecoderConfig, dtype, plan: CachePlan) -> tuple[int, int]:
     """Return the bytes of a page of all layers that see all tokens, and of a slot's rings in the others."""
-    windows = [kind.window for kind in config.layer_kinds if not kind.linear]
-    page = PAGE * token_bytes(config, dtype) // max(len(windows), 1)
-    return windows.count(None) * page, sum(plan.ring(window) for window in windows if window is not None) * page
+    pages = [(kind.window, PAGE * _layer_token_bytes(kind, dtype)) for kind in config.layer_kinds]
+    rings = sum(plan.ring(window) * page for window, page in pages if window is not None)
+    return sum(page for window, page in pages if window is None), rings
 
 
 def _bucket(pages: int) -> int:
@@ -125,10 +125,15 @@ def pages_of(length: int) -> int:
 
 def token_bytes(config: DecoderConfig, dtype) -> int:
     """Return a token's bytes in the cache of all layers, whose float8 values have scales."""
+    return sum(_layer_token_bytes(kind, dtype) for kind in config.layer_kinds)
+
+
+def _layer_token_bytes(kind: LayerKind, dtype) -> int:
+    if kind.linear:
+        return 0
     dtype = jnp.dtype(dtype)
-    head = config.head_dim * dtype.itemsize + (4 if dtype == jnp.float8_e4m3fn else 0)
-    layers = sum(not kind.linear for kind in config.layer_kinds)
-    return 2 * layers * config.num_key_value_heads * head
+    head = kind.head_dim * dtype.itemsize + (4 if dtype == jnp.float8_e4m3fn else 0)
+    return 2 * kind.shape.kv_heads * head
 
 
 def state_bytes(config: DecoderConfig, dtype) -> int:
@@ -144,11 +149,12 @@ def activation_bytes(config: DecoderConfig, dtype, tokens: int) -> float:
 
     Rows above `PREFILL_TOKENS` pass in pieces, apart from attention.
     """
-    D, heads = config.hidden_size, config.num_attention_heads + 2 * config.num_key_value_heads
-    moe = config.moe
-    hidden = config.intermediate_size if moe is None else moe.num_experts_per_tok * (moe.intermediate_size + D)
-    matrices = 3 * D * (config.intermediate_size if moe is None else moe.num_experts * moe.intermediate_size)
-    whole, piece = 6 * D + 2 * heads * config.head_dim, 3 * hidden
+    D, shapes, moe = config.stream_width, config.shapes, config.moe
+    heads = max((config.num_attention_heads + 2 * shape.kv_heads) * shape.head_dim for shape in shapes)
+    F = max(shape.intermediate_size for shape in shapes)
+    hidden = F if moe is None else moe.num_experts_per_tok * (moe.intermediate_size + D)
+    matrices = 3 * D * (F if moe is None else moe.num_experts * moe.intermediate_size)
+    whole, piece = 6 * D + 2 * heads, 3 * hidden
     elements = tokens * whole + min(tokens, PREFILL_TOKENS) * piece + 2 * matrices
     return _RESERVE * (jax.default_backend() != "cpu") + elements * jnp.dtype(dtype).itemsize
 
@@ -206,8 +212,6 @@ def make_caches(plan: CachePlan, config: DecoderConfig, dtype, activations, devi
         activations: dtype of activations.
         device: device or sharding.
     """
-    shape = config.num_key_value_heads, PAGE, config.head_dim
-
     def states() -> DeltaStates:
         delta = config.delta
         assert delta is not None
@@ -215,6 +219,8 @@ def make_caches(plan: CachePlan, config: DecoderConfig, dtype, activations, devi
         return make_states(plan.slots + 1, heads, delta.value_dim, delta.conv_width, activations, device)
 
     return [
-        states() if kind.linear else make_pages(plan.pages_in(kind.window), *shape, dtype, device)
+        states()
+        if kind.linear
+        else make_pages(plan.pages_in(kind.window), kind.shape.kv_heads, PAGE, kind.head_dim, dtype, device)
         for kind in config.layer_kinds
     ]

@@ -79,7 +79,8 @@ class CachedLayer:
 
     def _prefill(self, weights: Trees, x, cache: Cache, packed: PackedContext, places: Places):
         layer, context = merge_module(self._graphdef, *weights), PrefillContext(packed, cache, places)
-        x = layer(x, context) if packed.tile is None else by_tiles(layer, x, packed, context)
+        whole = packed.tile is None or not layer.in_stages
+        x = layer(x, context) if whole else by_tiles(layer, x, packed, context)
         return x, context.cache
 
     def _decode(self, weights: Trees, x, cache: Cache, cursor: Cursor):
@@ -121,9 +122,10 @@ class Programs:
         self, trees: Trees, tokens: Int[Array, "1 T"], segments: PackedSegments, places: Places, caches: list[Cache]
     ) -> list[Cache]:
         """Write the keys and values of packed prompts to the caches."""
-        x, packed = self._embed_prompts(_part(trees, "embed_tokens"), tokens, segments)
+        x, packed, own = self._embed_prompts(_part(trees, "embed_tokens"), tokens, segments)
+        contexts = packed.each(own, len(self._layers))
         for i, (layer, weights) in enumerate(self._layer_weights(trees)):
-            x, caches[i] = layer.prefill(weights, x, caches[i], packed, places)
+            x, caches[i] = layer.prefill(weights, x, caches[i], contexts[i], places)
         return caches
 
     def copy(self, caches: list[Cache], copies: Copies) -> list[Cache]:
@@ -202,9 +204,10 @@ class Programs:
 
     def _step(self, trees: Trees, sequences: Sequences, caches: list[Cache], window: Window, *, plan, features):
         """Decode a token of each sequence; return (sequences, caches, sampled)."""
-        x, cursor = self._embed_slots(_part(trees, "embed_tokens"), sequences, window, plan=plan)
+        x, cursor, own = self._embed_slots(_part(trees, "embed_tokens"), sequences, window, plan=plan)
         caches = list(caches)
         for i, (layer, weights) in enumerate(self._layer_weights(trees)):
+            cursor = cursor if own is None else replace(cursor, layer_input=own[i])
             x, caches[i] = layer.decode(weights, x, caches[i], cursor)
         output = _part(trees, "norm"), _part(trees, self._output_name)
         sequences, sampled = self._advance(*output, x, sequences, window, features=features)
@@ -214,25 +217,27 @@ class Programs:
         return zip(self._layers, zip(*_part(trees, "layers"), strict=True), strict=True)
 
     def _embed_packed(self, weights: Trees, tokens, segments: PackedSegments):
-        x, rope = self._embed(weights, tokens, segments.positions)
+        x, rope, own = self._embed(weights, tokens, segments.positions)
         tile = PREFILL_TOKENS if tokens.shape[1] > PREFILL_TOKENS else None
-        return x, PackedContext(segments=segments, rope=rope, backend=self._attention, tile=tile)
+        return x, PackedContext(segments=segments, rope=rope, backend=self._attention, tile=tile), own
 
     def _embed_last(self, weights: Trees, sequences: Sequences, window: Window, *, plan: CachePlan):
-        """Return (hidden states [1, B, D], cursor)."""
+        """Return (hidden states [1, B, D], cursor, the layers' own embeddings, if any)."""
         positions, live = sequences.positions, sequences.live
-        x, rope = self._embed(weights, sequences.tokens[None], positions[None])
+        x, rope, own = self._embed(weights, sequences.tokens[None], positions[None])
         tables = tuple(
             jnp.where(live[:, None], window.tables if w is None else _ring(window, plan, w), 0) for w in self.windows
         )
         rows = jnp.arange(len(positions))
         pages = tuple(table[rows, positions // PAGE] for table in tables)
         places = Places(pages=pages, offsets=positions % PAGE, slots=window.slots, windows=self.windows)
-        return x, Cursor(places=places, tables=tables, slots=window.slots, positions=positions, rope=rope)
+        cursor = Cursor(places=places, tables=tables, slots=window.slots, positions=positions, rope=rope)
+        return x, cursor, own
 
     def _embed(self, weights: Trees, tokens: Int[Array, "1 T"], positions: Int[Array, "1 T"]):
-        x = merge_module(self._graphdefs.embed_tokens, *weights)(tokens, self._dtype)
-        return x, self._config.rope_tables(positions)
+        embed_tokens = merge_module(self._graphdefs.embed_tokens, *weights)
+        x = embed_tokens(tokens, self._dtype)
+        return x, self._config.rope_tables(positions), embed_tokens.layer_inputs(tokens, x)
 
     def _sample_next(
         self,

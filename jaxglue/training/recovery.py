@@ -60,6 +60,8 @@ _ROW_FIELDS = ("tokens", "targets", "loss_weights")
 _SEGMENT_FIELDS = ("segment_ids", "positions", "starts", "ends", "long")
 _LESS = 0.85
 """Share of the planned memory that the next plan may use."""
+_AFTER_FAILURE = 0.8
+"""Share of the pool that the next plan may use where a step failed, whose rest may need more than it asked for."""
 
 
 class Spikes:
@@ -355,8 +357,8 @@ def smaller_limit(run: Run, overrun: Overrun) -> str:
 
 def _less(run: Run, overrun: Overrun) -> float:
     """Return the share of the pool to plan with: what was planned of what was taken, if the whole step is known."""
-    planned = run.remat.device_bytes / overrun.taken if run.remat.device_bytes else _LESS
-    return min(planned, _LESS) if overrun.exhausted else min(planned, 1 - MARGIN)
+    planned = run.remat.device_bytes / overrun.taken if run.remat.device_bytes else 1.0
+    return min(planned, _AFTER_FAILURE if overrun.exhausted else 1 - MARGIN)
 
 
 def _explanation(run: Run) -> str:

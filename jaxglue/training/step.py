@@ -70,7 +70,7 @@ class TrainStep:
         self._norm = jit_step(optax.tree.norm)
         self._spent: Params | None = None
         """Gradients of the last step, for the next step to overwrite."""
-        self._compiled: set[bool] = set()
+        self._compiled: set[tuple[bool, bool]] = set()
         self._fp8: dict[str, Any] | None = None
 
     def _make_executor(self, graphdefs: ModelGraphDefs, reference: list[nnx.GraphDef] | None = None) -> Executor:
@@ -96,7 +96,8 @@ class TrainStep:
         """Return the step's only program, where it can be one."""
         alone = self.executor.reuses_gradients and not self._run.workload.host_embeddings
         decided = self._config.run.on_spike == "nothing" and not self._config.optimizer.update_in_backward
-        fits = alone and decided and self._optimizer.fits_programs
+        one_batch = self._config.run.documents_per_step is None
+        fits = alone and decided and one_batch and self._optimizer.fits_programs
         return WholeStep(self.executor, self._optimizer) if fits else None
 
     def _lower_ahead(self) -> ModelGraphDefs | None:
@@ -137,7 +138,7 @@ class TrainStep:
         else:
             loss, values = self._update(batch, accepts)
         self.step += 1
-        kinds = {micro_batch.segments.long for micro_batch in batch.micro_batches}
+        kinds = {(micro_batch.segments.long, len(batch.micro_batches) > 1) for micro_batch in batch.micro_batches}
         if kinds <= self._compiled and self._compilations() > compilations:
             _log.warning("step %d compiled programs again: its batch has other shapes", self.step)
         self._compiled |= kinds

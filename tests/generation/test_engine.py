@@ -68,6 +68,11 @@ def test_cache_grows_across_its_smallest_bucket(llama):
 PARTS = {
     "gemma2": {"sliding_window": 70, "attn_logit_softcapping": 3.0},
     "gemma3_text": {"sliding_window": 5, "sliding_window_pattern": 2},
+    "gemma4_text": {
+        **{"num_hidden_layers": 4, "global_head_dim": 24, "num_kv_shared_layers": 2, "sliding_window": 5},
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97},
+    },
     "phi3": {"num_key_value_heads": 2},
     "ministral3": {"rope_parameters": {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 5}},
     "qwen3_5_text": {
