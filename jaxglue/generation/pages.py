@@ -212,6 +212,7 @@ def make_caches(plan: CachePlan, config: DecoderConfig, dtype, activations, devi
         activations: dtype of activations.
         device: device or sharding.
     """
+
     def states() -> DeltaStates:
         delta = config.delta
         assert delta is not None
