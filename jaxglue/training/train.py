@@ -23,6 +23,7 @@ from jaxglue.planner.device_memory import bound_pool, take_fitting_blocks
 from jaxglue.planner.host_memory import HOST_LIMIT
 from jaxglue.recipe import as_dict, load_config, to_toml
 from jaxglue.rl.loop import RolloutSteps
+from jaxglue.rl.page import write_page
 from jaxglue.sharding.mesh import make_mesh
 from jaxglue.training.callbacks import Callback, Callbacks
 from jaxglue.training.checkpoint import Checkpoints, NonFinite
@@ -33,7 +34,15 @@ from jaxglue.training.fingerprint import fingerprint
 from jaxglue.training.interrupt import Interrupt, Output
 from jaxglue.training.policy import TrainedPolicy
 from jaxglue.training.progress import Compiling, StartupTimer, TrainingProgress
-from jaxglue.training.record import Diverged, Recorder, StepProfiler, check_finite, memory_use, save_loss_curve
+from jaxglue.training.record import (
+    Diverged,
+    Recorder,
+    StepProfiler,
+    check_finite,
+    memory_use,
+    read_metrics,
+    save_loss_curve,
+)
 from jaxglue.training.recovery import (
     OutOfMemory,
     Overrun,
@@ -459,6 +468,7 @@ class Trainer:
             if isinstance(self._run.batches, RolloutSteps):
                 checkpoints.wait()
                 self._run.batches.saved()
+                self._write_page()
         except NonFinite as error:
             raise Diverged(self._model.step, f"after its update {error}") from error
         self._callbacks.call(Callback.on_save, self._model.step, self._folder / "checkpoints")
@@ -488,11 +498,17 @@ class Trainer:
         summary = self._summarize(result, time.monotonic() - begun)
         if self._processes.is_main:
             save_loss_curve(summary.metrics, summary.curve)
+            self._write_page()
             asked = {"keep": self._settings.keep, "early_stopping": self._settings.early_stopping}
             write_json(self._folder / "summary.json", summary_json(summary) | asked | {"fingerprint": self._identity})
         print_panel(self._console, "done", summary_rows(summary))
         self._callbacks.call(Callback.on_end, summary)
         return summary
+
+    def _write_page(self) -> None:
+        """Write the page about rollouts, where there are some."""
+        if isinstance(self._run.batches, RolloutSteps):
+            write_page(self._folder, read_metrics(self._folder / "metrics.jsonl"))
 
     def _summarize(self, result: Result, seconds: float) -> RunSummary:
         recorder, speed = self._recorder, self._recorder.meter.total()
