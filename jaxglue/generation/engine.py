@@ -22,13 +22,12 @@ from jaxtyping import Float, Int
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.contexts import Places
 from jaxglue.generation.pages import PAGE, CachePlan, free_bytes, make_caches, plan_cache, ring_table
-from jaxglue.generation.programs import IDLE, NOT_FINITE, Copies, Programs, Trees, Window, make_sequences
+from jaxglue.generation.programs import IDLE, NOT_FINITE, Cache, Copies, Programs, Trees, Window, make_sequences
 from jaxglue.generation.sampling import Controls, Features, Sampled, answer_keys
 from jaxglue.generation.scheduler import Answer, Finish, Prompt, Request, Scheduler, Tokens, Work
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.parameters import ModelGraphDefs, Params
 from jaxglue.ops.choices import KVCache
-from jaxglue.ops.paged_attention import KVPages
 from jaxglue.ops.segments import pack_segments, segment_bucket
 
 STEPS = 8
@@ -221,7 +220,7 @@ class Engine:
         leaves = tuple((x.shape, str(x.dtype), _placed(x)) for x in jax.tree.leaves(trees))
         sizes = self._sizes.setdefault((plan, kind, whole, leaves), _Sizes(plan.slots))
         compiler = self._compiler if whole else None
-        caches = make_caches(plan, self.config, self.cache_dtype, place_of(trees))
+        caches = make_caches(plan, self.config, self.cache_dtype, self._dtype, place_of(trees))
         return Batch(self._programs, trees, caches, plan, kind, sizes, compiler, self.config.vocab_size)
 
     def _earlier(self, plan: CachePlan, memory: float | None) -> CachePlan:
@@ -347,7 +346,7 @@ class Batch:
         self,
         programs: Programs,
         trees: Trees,
-        caches: list[KVPages],
+        caches: list[Cache],
         plan: CachePlan,
         kind: Kind,
         sizes: _Sizes,
@@ -422,7 +421,9 @@ class Batch:
         for kind, window in zip(pages, self._programs.windows, strict=True):
             kind[:used] = np.concatenate([self._places(prompt, window) for prompt in row])
         offsets: Any = segments.positions[0] % PAGE
-        places: Any = Places(pages=pages, offsets=offsets, windows=self._programs.windows)
+        slots: Any = np.full(segments.slots, self._plan.slots, np.int32)
+        slots[: len(row)] = [prompt.slot for prompt in row]
+        places: Any = Places(pages=pages, offsets=offsets, slots=slots, windows=self._programs.windows)
         self._caches = self._programs.prefill(self._trees, tokens, segments, places, self._caches)
 
     def _places(self, prompt: Prompt, window: int | None) -> Int[np.ndarray, " n"]:
@@ -435,19 +436,21 @@ class Batch:
         return np.where(page > page[-1] - ring, table[0, page], 0)
 
     def _copy_pages(self, work: Work) -> None:
-        """Copy the pages of prompts that answers of their own continue, for each kind of layers."""
+        """Copy the pages and states of prompts that answers of their own continue."""
         if not work.slot_copies:
             return
+        slots: Any = np.array(work.slot_copies, np.int32)
         copies = []
         for window in self._programs.windows:
             pairs = np.array(work.page_copies, np.int32).reshape(-1, 2)
             if window is not None:
-                slots: Any = np.array(work.slot_copies)
                 ring = self._plan.ring(window)
                 pairs = np.stack([ring_table(slots[:, i], ring, ring).ravel() for i in range(2)], axis=1)
             copies.append(np.pad(pairs, ((0, _power_of_two(len(pairs)) - len(pairs)), (0, 0))).astype(np.int32))
         sources, targets = (tuple(pairs[:, i] for pairs in copies) for i in range(2))
-        self._caches = self._programs.copy(self._caches, Copies(sources, targets))  # type: ignore[arg-type]
+        pad = (0, _power_of_two(len(slots)) - len(slots)), (0, 0)
+        states = np.pad(slots, pad, constant_values=self._plan.slots).T
+        self._caches = self._programs.copy(self._caches, Copies(sources, targets, tuple(states)))  # type: ignore[arg-type]
 
     def _count(self, fresh: Sequence[Answer]) -> None:
         """Count the tokens of answers that begin."""
