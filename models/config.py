@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from jaxtyping import Array, Int
 
@@ -76,10 +76,40 @@ class DeltaConfig:
         return 2 * self.key_width + self.value_width
 
 
+@dataclass(frozen=True, kw_only=True)
+class PerLayerConfig:
+    """Shape of the embeddings that each layer has of its own."""
+
+    size: int
+    """P, width of one layer's."""
+    vocab_size: int
+    layers: int
+    """L, of the whole model."""
+
+
+class LayerShape(NamedTuple):
+    """Sizes of a layer's attention and dense feed-forward, and where its keys and values come from."""
+
+    head_dim: int
+    kv_heads: int
+    intermediate_size: int
+    keys_as_values: bool = False
+    """One projection gives keys and values."""
+    shares: Literal["gives", "takes"] | None = None
+    """Keys and values go to later layers, or come from an earlier one."""
+    place: int = 0
+    """First column of these in the residual stream, after the model's width."""
+
+    @property
+    def shared_width(self) -> int:
+        """Return the width of keys and values in the residual stream."""
+        return 2 * self.kv_heads * self.head_dim
+
+
 class LayerKind(NamedTuple):
     """Differences between the layers of one model; those of one kind share compiled programs."""
 
-    head_dim: int
+    shape: LayerShape
     window: int | None
     """Tokens visible to a query, itself included; None for all."""
     rope: RopeConfig | None
@@ -90,6 +120,11 @@ class LayerKind(NamedTuple):
     """Linear layers in the model's dtype, where the others are quantized."""
     linear: bool = False
     """Linear attention by the gated delta rule."""
+
+    @property
+    def head_dim(self) -> int:
+        """Return the size of a head."""
+        return self.shape.head_dim
 
     @property
     def rotary(self) -> Rotary | None:
@@ -141,6 +176,12 @@ class DecoderConfig:
     logit_divisor: float = field(default=1.0, repr=False)
     logit_softcap: float | None = field(default=None, repr=False)
     """Bound c of the logits, c·tanh(logit / c)."""
+    layer_shapes: tuple[LayerShape, ...] = field(default=(), repr=False)
+    """Sizes of each layer; empty where all have those above."""
+    shared_width: int = field(default=0, repr=False)
+    """Columns of the residual stream that hold keys and values of some layers for later ones."""
+    per_layer: PerLayerConfig | None = field(default=None, repr=False)
+    """None without embeddings for each layer."""
     delta: DeltaConfig | None = field(default=None, repr=False)
     """None without layers of linear attention."""
     wrapper: str | None = field(default=None, repr=False)
@@ -164,6 +205,7 @@ class DecoderConfig:
             )
         assert len(self.layer_windows) == self.num_hidden_layers
         assert not self.layer_ropes or len(self.layer_ropes) == self.num_hidden_layers
+        assert not self.layer_shapes or len(self.layer_shapes) == self.num_hidden_layers
         assert not self.layer_unquantized or len(self.layer_unquantized) == self.num_hidden_layers
         assert self.moe is None or len(self.moe.sparse_layers) == self.num_hidden_layers
         assert self.delta is None or len(self.delta.layers) == self.num_hidden_layers
@@ -240,6 +282,17 @@ class DecoderConfig:
         return replace(self, scores=True, tie_word_embeddings=False)
 
     @property
+    def stream_width(self) -> int:
+        """Return the width of the residual stream between layers, with keys and values that these share."""
+        return self.hidden_size + self.shared_width
+
+    @property
+    def shapes(self) -> tuple[LayerShape, ...]:
+        """Return the sizes of each layer."""
+        alike = LayerShape(self.head_dim, self.num_key_value_heads, self.intermediate_size)
+        return self.layer_shapes or (alike,) * self.num_hidden_layers
+
+    @property
     def untied(self) -> "DecoderConfig":
         """Return the config of a model whose output projection is apart from the embedding."""
         return replace(self, tie_word_embeddings=False)
@@ -251,8 +304,8 @@ class DecoderConfig:
         ropes = self.layer_ropes or (self.rope,) * self.num_hidden_layers
         unquantized = self.layer_unquantized or ((),) * self.num_hidden_layers
         linear = self.delta.layers if self.delta else (False,) * self.num_hidden_layers
-        kinds = zip(self.layer_windows, ropes, sparse, unquantized, linear, strict=True)
-        return tuple(LayerKind(self.head_dim, *kind) for kind in kinds)
+        kinds = zip(self.shapes, self.layer_windows, ropes, sparse, unquantized, linear, strict=True)
+        return tuple(LayerKind(*kind) for kind in kinds)
 
     @cached_property
     def first_of_kind(self) -> tuple[int, ...]:
@@ -281,8 +334,10 @@ class DecoderConfig:
         windows = tuple(self.layer_windows[index] for index in indices)
         ropes = tuple(self.layer_ropes[index] for index in indices if self.layer_ropes)
         skips = tuple(self.layer_unquantized[index] for index in indices if self.layer_unquantized)
+        shapes = tuple(self.layer_shapes[index] for index in indices if self.layer_shapes)
         delta = self.delta and replace(self.delta, layers=tuple(self.delta.layers[index] for index in indices))
         layers: dict[str, Any] = {"layer_windows": windows, "layer_ropes": ropes, "layer_unquantized": skips}
+        layers["layer_shapes"] = shapes
         return replace(self, num_hidden_layers=len(indices), moe=moe, delta=delta, **layers)
 
     @property
@@ -344,11 +399,19 @@ class HfFields:
     linear_key_head_dim: _Size
     linear_value_head_dim: _Size
     linear_conv_kernel_dim: _Size
+    global_head_dim: _Size
+    num_global_key_value_heads: _Size
+    num_kv_shared_layers: NonNegativeInt
+    hidden_size_per_layer_input: NonNegativeInt
+    vocab_size_per_layer_input: _Size
+    attention_k_eq_v: bool
+    use_double_wide_mlp: bool
+    enable_moe_block: bool
     no_rope_layers: tuple[int, ...]
     mlp_only_layers: tuple[int, ...]
 
 
-_OBJECTS = ("rope_scaling", "rope_parameters", "quantization_config")
+_OBJECTS = ("rope_scaling", "rope_parameters", "quantization_config", "per_layer_config")
 
 
 def check_fields(raw: Mapping[str, Any]) -> None:
@@ -508,6 +571,7 @@ _LINEARS = (
     *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
     *(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")),
     *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.qkv_proj", "mlp.gate_up_proj"),
+    *("per_layer_input_gate", "per_layer_projection"),
 )
 """Linear layers of decoder layers."""
 

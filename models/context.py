@@ -1,6 +1,7 @@
 """Layer contexts: rotation, attention and dropout, supplied to decoder layers by training or generation."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -35,6 +36,10 @@ class LayerContext(Protocol):
     @property
     def fp8(self) -> bool:
         """Return whether matrices for FP8 products are multiplied so; otherwise in the activations' dtype."""
+
+    @property
+    def layer_input(self) -> Float[Array, "B T P"] | None:
+        """Return the layer's own embeddings of the tokens; None where a model has none."""
 
     @property
     def token_mask(self) -> Bool[Array, " B*T"] | None:
@@ -88,8 +93,14 @@ class PackedContext:
     """Attention's output, where it is known; it has no gradient."""
     tile: int | None = field(default=None, metadata={"static": True})
     """Tokens that pass through a layer at a time, apart from attention; None for all."""
+    layer_input: Float[Array, "B T P"] | None = None
+    """The layer's own embeddings of the tokens, where a model has such."""
     fp8: bool = field(default=True, metadata={"static": True})
     """Multiply matrices for FP8 products so; otherwise in the activations' dtype."""
+
+    def each(self, layer_inputs: Sequence[Array] | None, layers: int) -> "list[PackedContext]":
+        """Return the contexts of layers with these embeddings of their own."""
+        return [self] * layers if layer_inputs is None else [replace(self, layer_input=own) for own in layer_inputs]
 
     @property
     def token_mask(self) -> Bool[Array, " B*T"]:

@@ -25,7 +25,7 @@ class CausalLM(nnx.Module):
 
     def __init__(self, config: DecoderConfig, norm: NormStyle, make_layer: Callable[[int], nnx.Module], *, dtype, rngs):
         self.config = config
-        self.embed_tokens = Embedding(config, dtype=dtype, rngs=rngs)
+        self.embed_tokens = Embedding(config, norm, dtype=dtype, rngs=rngs)
         self.layers = nnx.List([make_layer(index) for index in range(config.num_hidden_layers)])
         factor = 1.0 if config.scores else 1.0 / config.logit_divisor
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, style=norm, factor=factor, dtype=dtype)
@@ -56,8 +56,9 @@ class CausalLM(nnx.Module):
             segments = pack_segments([[tokens.shape[1]]] * tokens.shape[0], seq_len=tokens.shape[1])
         context = packed_context(self.config, segments, backend=backend)
         x = self.embed_tokens(tokens, dtype)
-        for layer in self.layers:
-            x = layer(x, context)
+        contexts = context.each(self.embed_tokens.layer_inputs(tokens, x), len(self.layers))
+        for layer, own in zip(self.layers, contexts, strict=True):
+            x = layer(x, own)
         return cap_logits(project(self.norm(x), self.output_weight, jnp.float32), self.config.logit_softcap)
 
     @property

@@ -50,10 +50,11 @@ def _refuse_images(raw: Mapping[str, Any]) -> None:
 
 def build_model(config: DecoderConfig, *, dtype=jnp.bfloat16, rngs: nnx.Rngs) -> CausalLM:
     """Build a model with random weights in `dtype`; `abstract_model` has shapes only."""
-    parts = find_family(config.model_type).parts
+    family = find_family(config.model_type)
+    parts, layer = family.parts, family.layer or DecoderLayer
 
     def make_layer(index: int) -> DecoderLayer:
-        return DecoderLayer(config, parts, config.layer_kinds[index], dtype=dtype, rngs=rngs)
+        return layer(config, parts, config.layer_kinds[index], dtype=dtype, rngs=rngs)
 
     return CausalLM(config, parts.norm, make_layer, dtype=dtype, rngs=rngs)
 

@@ -63,6 +63,8 @@ class Family:
     config_from_hf: Callable[[Mapping[str, Any]], DecoderConfig]
     """Read a parsed config.json; raise ValueError for missing fields and values that are not supported."""
     parts: Parts = Parts()
+    layer: type | None = None
+    """Its `DecoderLayer`, where it has one of its own."""
 
 
 FAMILIES: dict[str, Family] = {}

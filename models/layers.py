@@ -29,7 +29,8 @@ from jaxglue.ops.projection.fp8_adapters import FP8Rows
 from jaxglue.ops.residual_norm import GatedInput, Normed, Reader
 
 
-def _copy_to(normed: Normed) -> Normed:
+def copied(normed: Normed) -> Normed:
+    """Return what the devices that split a layer multiply; its gradient is their sum."""
     return normed if isinstance(normed, FP8Rows) else copy_to(normed)
 
 
@@ -41,7 +42,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: DecoderConfig, parts: Parts, kind: LayerKind, *, dtype, rngs: nnx.Rngs):
         D, H = config.hidden_size, kind.head_dim
-        N, K = config.num_attention_heads, config.num_key_value_heads
+        N, K = config.num_attention_heads, kind.shape.kv_heads
         linear = partial(layer_linear, config, kind, dtype=dtype, rngs=rngs)
         bias, output_bias = config.attention_bias, config.attention_output_bias
         self.fused, self.gated = parts.fused_qkv, parts.gated_attention
@@ -71,7 +72,7 @@ class Attention(nnx.Module):
 
     def project(self, normed: Normed, context: LayerContext) -> tuple[tuple[Array, Array, Array], Array | None]:
         """Return rotated queries and keys, and values [B, T, heads, H]; and the output's gate [B, T, N, H], if any."""
-        projected = adapted_projection(_copy_to(normed), self.inputs, context)
+        projected = adapted_projection(copied(normed), self.inputs, context)
         if len(projected) == 1:
             projected = jnp.split(projected[0], self.bounds, axis=-1)
         names_of = zip(projected, self.value_names, strict=True)
@@ -125,7 +126,7 @@ class GatedMLP(nnx.Module):
     """Gated feed-forward: down(activation(gate(x)) · up(x))."""
 
     def __init__(self, config: DecoderConfig, kind: LayerKind, *, dtype, rngs: nnx.Rngs):
-        D, F = config.hidden_size, config.intermediate_size
+        D, F = config.hidden_size, kind.shape.intermediate_size
         linear = partial(layer_linear, config, kind, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
         self.gate_proj = linear("mlp.gate_proj", D, F)
         self.up_proj = linear("mlp.up_proj", D, F)
@@ -134,8 +135,8 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, normed: Normed, context: LayerContext) -> Branch:
         """Apply the feed-forward."""
-        copied = _copy_to(normed)
-        return Branch(lambda x: gated_mlp(copied, self.parts, context, stream=x, activation=self.activation))
+        shared = copied(normed)
+        return Branch(lambda x: gated_mlp(shared, self.parts, context, stream=x, activation=self.activation))
 
     @property
     def inputs(self) -> GatedInput:
@@ -157,7 +158,7 @@ class FusedMLP(nnx.Module):
     """Gated feed-forward with one projection for gate and up, in this order."""
 
     def __init__(self, config: DecoderConfig, kind: LayerKind, *, dtype, rngs: nnx.Rngs):
-        D, F = config.hidden_size, config.intermediate_size
+        D, F = config.hidden_size, kind.shape.intermediate_size
         linear = partial(layer_linear, config, kind, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
         self.gate_up_proj = linear("mlp.gate_up_proj", D, 2 * F)
         self.down_proj = linear("mlp.down_proj", F, D)
@@ -165,10 +166,10 @@ class FusedMLP(nnx.Module):
 
     def __call__(self, normed: Normed, context: LayerContext) -> Branch:
         """Apply the feed-forward."""
-        copied, parts = _copy_to(normed), self.parts
+        shared, parts = copied(normed), self.parts
         if parts is not None:
-            return Branch(lambda x: gated_mlp(copied, parts, context, stream=x, activation=self.activation))
-        (joined,) = adapted_projection(copied, [self.gate_up_proj.projection], context)
+            return Branch(lambda x: gated_mlp(shared, parts, context, stream=x, activation=self.activation))
+        (joined,) = adapted_projection(shared, [self.gate_up_proj.projection], context)
         gate, up = jnp.split(joined, 2, axis=-1)
         gate, up = checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP)
         product = ACTIVATIONS[self.activation](gate) * up
@@ -189,18 +190,22 @@ class FusedMLP(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)).
+    """x + attention(norm(x)), then x + mlp(norm(x)), and whatever a family adds at the end.
 
     A family may lack these norms and have others, of what is added, and a model may scale that. The stages before and
     after attention treat each token by itself.
     """
+
+    attention: type[Attention] = Attention
+    in_stages = True
+    """What precedes and what follows attention treat each token by itself, given the residual stream alone."""
 
     def __init__(self, config: DecoderConfig, parts: Parts, kind: LayerKind, *, dtype, rngs: nnx.Rngs):
         options: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
         if kind.linear:
             self.linear_attn = DeltaNet(config, kind, **options)
         else:
-            self.self_attn = Attention(config, parts, kind, **options)
+            self.self_attn = self.attention(config, parts, kind, **options)
         self.linear = kind.linear
         dense = FusedMLP if parts.fused_gate_up else GatedMLP
         self.mlp = SparseMLP(config, parts.experts, **options) if kind.sparse else dense(config, kind, **options)
@@ -237,7 +242,11 @@ class DecoderLayer(nnx.Module):
     def _add_mlp(self, x, context: LayerContext) -> Float[Array, "B T D"]:
         x = checkpoint_name(x, names.ATTENTION_RESIDUAL)
         x, normed = self._fork(x, self.norms.before_mlp, self.mlp, context)
-        return x + self._branch(self.mlp(normed, context), self.norms.after_mlp)
+        return self._finish(x + self._branch(self.mlp(normed, context), self.norms.after_mlp), context)
+
+    def _finish(self, x, context: LayerContext) -> Float[Array, "B T D"]:
+        """Return the layer's output from the sum with its feed-forward."""
+        return x
 
     def norm(self, name: str | None) -> RMSNorm | None:
         """Return the norm of this name; None for none."""

@@ -45,6 +45,13 @@ class ModelGraphDefs:
         return getattr(self, self.output_name)
 
 
+_PER_LAYER = "embed_tokens.per_layer."
+_PER_LAYER_NAMES = {
+    "embedding.weight": "embed_tokens_per_layer.weight",
+    "projection.weight": "per_layer_model_projection.weight",
+    "norm.weight": "per_layer_projection_norm.weight",
+}
+"""Names of what is in the embedding's module here, and beside it there."""
 _EXPERT_PARAMETER = re.compile(r"(\.experts\.\w+)\.(?!lora_)(\w+)$")
 
 
@@ -109,6 +116,8 @@ def hf_name(name: str) -> str:
     Experts' projections are parameters there, not modules: `experts.down_proj.weight` is `experts.down_proj`, and
     `experts.down_proj.bias` is `experts.down_proj_bias`.
     """
+    if name.startswith(_PER_LAYER):
+        name = _PER_LAYER_NAMES[name.removeprefix(_PER_LAYER)]
     name = _EXPERT_PARAMETER.sub(lambda match: match[1] + ("" if match[2] == "weight" else f"_{match[2]}"), name)
     return name if name.startswith(HEADS) else f"model.{name}"
 
@@ -132,6 +141,16 @@ def abstract_parameters(model: CausalLM) -> dict[str, jax.ShapeDtypeStruct]:
     The model may be abstract.
     """
     flat = nnx.to_flat_state(nnx.state(model))
+    return {_dotted(path): jax.ShapeDtypeStruct(v.shape, v.dtype) for path, v in flat}
+
+
+class Buffer(nnx.Variable):
+    """A value that is stored and does not train."""
+
+
+def buffers(model: CausalLM) -> dict[str, jax.ShapeDtypeStruct]:
+    """Map Hugging Face's names of the model's buffers to shapes and dtypes; the model may be abstract."""
+    flat = nnx.to_flat_state(nnx.state(model, Buffer))
     return {_dotted(path): jax.ShapeDtypeStruct(v.shape, v.dtype) for path, v in flat}
 
 

@@ -20,8 +20,8 @@ class RMSNorm(nnx.Module):
         self.eps, self.style, self.factor = eps, style, factor
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """Normalize x, in x's dtype."""
-        normed = rms_norm(x, self.weight[...], self.eps, self.style)
+        """Normalize x, in x's dtype; of a residual stream with further columns, the first ones."""
+        normed = rms_norm(x[..., : self.weight.shape[0]], self.weight[...], self.eps, self.style)
         return normed if self.factor == 1.0 else (normed * self.factor).astype(x.dtype)
 
     def of(self, x: Float[Array, "*B D"], stream: Float[Array, "*B D"] | None = None) -> Float[Array, "*B D"]:

@@ -14,6 +14,8 @@ from jaxtyping import Array, Float, Int
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.linear import Linear
 from jaxglue.models.lora_config import VocabularyModule
+from jaxglue.models.per_layer import PerLayerEmbedding
+from jaxglue.ops.norm_rope import LLAMA_NORM, NormStyle
 from jaxglue.ops.rows import take_rows
 
 EMBEDDING: VocabularyModule = "embed_tokens"
@@ -27,13 +29,15 @@ Rows = tuple[Float[Array, "n D"], Int[Array, " n"]]
 class Embedding(nnx.Module):
     """Token embeddings, weight [V, D], times a multiplier."""
 
-    def __init__(self, config: DecoderConfig, *, dtype, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, norm: NormStyle = LLAMA_NORM, *, dtype, rngs: nnx.Rngs):
         shape = (config.vocab_size, config.hidden_size)
         self.weight = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * config.initializer_range)
-        self.multiplier = config.embedding_multiplier
+        self.multiplier, self.shared_width = config.embedding_multiplier, config.shared_width
+        makes = {"dtype": dtype, "rngs": rngs}
+        self.per_layer = None if config.per_layer is None else PerLayerEmbedding(config, norm, **makes)
 
-    def __call__(self, tokens: Int[Array, "B T"], dtype, ids: Int[Array, "B T"] | None = None) -> Float[Array, "B T D"]:
-        """Look up the tokens' embeddings in `dtype`.
+    def __call__(self, tokens: Int[Array, "B T"], dtype, ids: Int[Array, "B T"] | None = None) -> Float[Array, "B T W"]:
+        """Look up the tokens' embeddings in `dtype`, with zeros in columns that layers share.
 
         Args:
             tokens: rows of the table.
@@ -46,7 +50,12 @@ class Embedding(nnx.Module):
             ids = tokens if ids is None else ids
             slots = jnp.minimum(jnp.searchsorted(indices, ids), len(indices) - 1)
             x = jnp.where((indices[slots] == ids)[..., None], take_rows(values, slots).astype(dtype), x)
-        return x if self.multiplier == 1.0 else x * jnp.asarray(self.multiplier, dtype)
+        x = x if self.multiplier == 1.0 else x * jnp.asarray(self.multiplier, dtype)
+        return jnp.pad(x, ((0, 0), (0, 0), (0, self.shared_width))) if self.shared_width else x
+
+    def layer_inputs(self, tokens: Int[Array, "B T"], x: Float[Array, "B T W"]) -> list[Float[Array, "B T P"]] | None:
+        """Return each layer's own embeddings of the tokens, whose embeddings are x; None in models without."""
+        return None if self.per_layer is None else self.per_layer(tokens, x[..., : self.weight.shape[1]])
 
 
 def replaced_rows(module: Any) -> Rows | None:

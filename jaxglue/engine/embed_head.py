@@ -106,13 +106,16 @@ class EmbedHead:
         return traced, x, self._contexts(batch, *shared)
 
     def _contexts(
-        self, batch: Batch, rope: RopeTables, keys: list, router_losses: RouterLosses | None
+        self, batch: Batch, rope: RopeTables, keys: list, router_losses: RouterLosses | None, own: list
     ) -> list[PackedContext]:
-        """Return every layer's context; they differ in their dropout key, and where FP8 is used."""
+        """Return every layer's context; they differ in dropout key, own embeddings, and where FP8 is used."""
         shared: dict[str, Any] = {"segments": batch.segments, "rope": rope, "router_losses": router_losses}
         shared |= {"backend": self._attention, "tile": self._tile}
-        layers = zip(keys, self.fp8_layers, strict=True)
-        return [PackedContext(**shared, dropout_key=layer_key, fp8=fp8) for layer_key, fp8 in layers]
+        layers = zip(keys, self.fp8_layers, own, strict=True)
+        return [
+            PackedContext(**shared, dropout_key=layer_key, fp8=fp8, layer_input=layer_input)
+            for layer_key, fp8, layer_input in layers
+        ]
 
     def embed_backward(
         self,
@@ -194,11 +197,14 @@ class EmbedHead:
             keys = [None] * count if key is None else list(jax.random.split(key, count))
             x = embed_tokens(tokens, self._dtype, batch.tokens)
             if key is not None and self._neftune_alpha:
-                x = add_noise(x, batch.segments, self._neftune_alpha, key)
-            return x, rope, keys, self._scaled_router_losses(batch, scale)
+                D = self.config.hidden_size
+                noisy = add_noise(x[..., :D], batch.segments, self._neftune_alpha, key)
+                x = jnp.concatenate([noisy, x[..., D:]], axis=-1) if x.shape[-1] > D else noisy
+            own = embed_tokens.layer_inputs(batch.tokens, x) or [None] * count
+            return x, rope, keys, self._scaled_router_losses(batch, scale), own
 
         rows, whole = layout.batch_spec, PartitionSpec()
-        specs, results = (stored, rows, rows, whole, whole), (rows, rows, whole, whole)
+        specs, results = (stored, rows, rows, whole, whole), (rows, rows, whole, whole, rows)
         return per_device(program, layout.mesh, specs, results)((trainable, frozen), tokens, batch, key, scale)
 
     def _scaled_router_losses(self, batch: Batch, scale) -> RouterLosses | None:
@@ -289,7 +295,7 @@ class EmbedHead:
         """Return the normed hidden states of all tokens, and the output projection's module."""
         graphdefs = {"norm": self._graphdefs.norm, self._head_parts[1]: self._graphdefs.output}
         norm, output = (merge_module(graphdefs[name], trainable[name], frozen[name]) for name in self._head_parts)
-        return norm(x).reshape(-1, x.shape[-1]), output
+        return norm(x).reshape(-1, self.config.hidden_size), output
 
     def local_loss(self, trainable: Params, frozen: Params, x, batch: Batch, scale, fp8: bool) -> tuple[Array, Array]:
         """Return scale · Σ loss of this device's rows, and the same followed by the objective's further sums."""

@@ -48,11 +48,11 @@ def needed_rows(table: Params, tokens: Any) -> tuple[Params, Any]:
     weight = table.get("weight")
     if isinstance(weight, np.ndarray):
         indices = np.arange(tokens.size, dtype=np.int32).reshape(tokens.shape)
-        return {"weight": _take(weight, np.asarray(tokens))}, indices
+        return {**table, "weight": _take(weight, np.asarray(tokens))}, indices
     if weight is None or not transfer.is_on_host(weight):
         return table, tokens
     rows, indices = _read(_address(weight), tokens, width=weight.shape[1], dtype=weight.dtype)
-    return {"weight": rows}, indices
+    return {**table, "weight": rows}, indices
 
 
 def _take(weight: np.ndarray, tokens: np.ndarray) -> np.ndarray:

@@ -57,9 +57,11 @@ def explain_forms(
     return found
 
 
-def _check_tiles(_capability: Capability | None, _layer: DecoderLayer, _x: Array, context: PackedContext) -> None:
+def _check_tiles(_capability: Capability | None, layer: DecoderLayer, _x: Array, context: PackedContext) -> None:
     if context.tile is None:
         raise NotImplementedError("rows pass whole (--tile)")
+    if not layer.in_stages:
+        raise NotImplementedError("layers share keys and values, or have embeddings of their own")
 
 
 def by_tiles(

@@ -74,7 +74,7 @@ def _target_modules(names: Iterable[str], config: LoraConfig, text_path: str) ->
     kinds = _kinds(names)
     if text_path == TEXT_PATH or not kinds:
         return kinds
-    return rf"{re.escape(text_path)}\.layers\.\d+\..*\.({'|'.join(kinds)})"
+    return rf"{re.escape(text_path)}\.layers\.\d+\.(.+\.)?({'|'.join(kinds)})"
 
 
 def _patterns(config: LoraConfig, text_path: str) -> dict[str, dict[str, float]]:

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -27,6 +28,7 @@ from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.quant.formats import Quantized, is_unneeded
 
 HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_KEYS_VALUES = re.compile(r"(.+\.self_attn\.)[kv]_(proj|norm)\.(weight|bias)")
 _SHOWN = 5
 _READERS = min(8, os.cpu_count() or 1)
 """Tensors read concurrently."""
@@ -283,7 +285,13 @@ def _check_tensors(
 
 
 def _ignored(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Return whether a tensor is a legacy rotary buffer, a cache's scale or a tied embedding's copy (`_check_tied`)."""
+    """Return whether a tensor is not needed.
+
+    It is a legacy rotary buffer, a cache's scale, a tied embedding's copy (`_check_tied`), or of keys and values that
+    the layer takes from another one.
+    """
+    if (unread := _KEYS_VALUES.fullmatch(name)) and f"{unread[1]}k_proj.weight" not in shapes:
+        return f"{unread[1]}q_proj.weight" in shapes
     return name.endswith(".rotary_emb.inv_freq") or is_unneeded(name) or (name == HEAD and _EMBEDDING in shapes)
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxglue.data.progress import DataProgress
 from jaxglue.data.tokenizer import padding_token
 from jaxglue.hf.adapter import warn_of_adapter_inside
-from jaxglue.hf.checkpoint import open_checkpoint, read_config, stored_form
+from jaxglue.hf.checkpoint import has_weights, open_checkpoint, read_config, stored_form
 from jaxglue.hf.experts import checkpoint_layout, expert_parts, part_shape
 from jaxglue.hf.export_check import ExportCheck, check_quantized
 from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder, refuse_link_out, write_json
@@ -24,7 +24,7 @@ from jaxglue.hf.hub import TEXTS
 from jaxglue.hf.tensor_files import write_shards
 from jaxglue.models import abstract_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
-from jaxglue.models.parameters import abstract_parameters, quantized_names
+from jaxglue.models.parameters import abstract_parameters, buffers, quantized_names
 from jaxglue.models.wrapper import WRAPPERS, find_wrapper, text_config
 from jaxglue.ops.choices import Storage
 from jaxglue.ops.quant.formats import FORMATS, Shape, WeightFormat, experts_format
@@ -56,6 +56,7 @@ def save_model(
     Raises:
         OSError: a failed write, such as on a full disk.
     """
+    tensors = {**_read_buffers(base, dtype), **tensors}
     layout = checkpoint_layout({name: tensor.shape for name, tensor in tensors.items()}, read_config(base))
     specs = {
         name: jax.ShapeDtypeStruct(part_shape(tensors[parameter].shape, index), dtype or tensors[parameter].dtype)
@@ -83,6 +84,15 @@ def save_model(
         if finish is not None:
             finish(temporary)
         write_shards(temporary, *stored_form(base, specs, read), max_shard_bytes, progress)
+
+
+def _read_buffers(base: str | Path, dtype: DTypeLike | None) -> dict[str, jax.Array]:
+    """Return the values of a base that no method trains, in a dtype or their own; ones where it has no weights."""
+    wanted = buffers(abstract_model(config_from_hf(read_config(base))))
+    if not wanted or not has_weights(Path(base)):
+        return {name: jnp.ones(spec.shape, dtype or spec.dtype) for name, spec in wanted.items()}
+    files = open_checkpoint(base)
+    return {name: jnp.asarray(files.read(name)) for name in wanted}
 
 
 def quantize_folder(

@@ -195,10 +195,10 @@ def _trained_vocabulary(adapter: Adapter, path: str, values: Mapping[str, Any]) 
 
 def predict(config: DecoderConfig, parts: Parts, rows: Rows, dtype) -> Float[Array, "B T V"]:
     """Compute float32 logits, one layer's parameters at a time, with activations in `dtype`."""
-    context = packed_context(config, rows.segments)
-    x = embed_rows(parts, rows, dtype)
-    for index in range(config.num_hidden_layers):
-        x = _layer(*parts(index), x, context)
+    context, x = packed_context(config, rows.segments), embed_rows(parts, rows, dtype)
+    own = _layer_inputs(*parts("embed_tokens"), rows.tokens, x) if config.per_layer else None
+    for index, layer_context in enumerate(context.each(own, config.num_hidden_layers)):
+        x = _layer(*parts(index), x, layer_context)
     x = _norm(*parts("norm"), x)
     head = "score" if config.scores else "embed_tokens" if config.tie_word_embeddings else "lm_head"
     return _project(*parts(head), x)
@@ -212,6 +212,11 @@ def embed_rows(parts: Parts, rows: Rows, dtype) -> Float[Array, "B T D"]:
 @partial(jax.jit, static_argnums=(0, 3))
 def _embed(graphdef, trees, tokens, dtype):
     return merge_module(graphdef, *trees)(tokens, dtype)
+
+
+@partial(jax.jit, static_argnums=0)
+def _layer_inputs(graphdef, trees, tokens, x):
+    return merge_module(graphdef, *trees).layer_inputs(tokens, x)
 
 
 @partial(jax.jit, static_argnums=0)

@@ -24,7 +24,7 @@ _WHOLE = 4096
 """Elements of a tensor that is read whole."""
 _CHANGING = (
     *("layer_ropes", "activation", "attention_scale", "attention_softcap", "embedding_multiplier"),
-    *("residual_multiplier", "logit_divisor", "logit_softcap", "delta"),
+    *("residual_multiplier", "logit_divisor", "logit_softcap", "delta", "layer_shapes"),
 )
 """Further settings of a `DecoderConfig` that change its outputs; recorded where they are not the defaults."""
 _PLACES, _ELEMENTS = 4, 256

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 _REQUIRED = {
     "default": (),
     "linear": ("factor",),
@@ -19,6 +19,7 @@ _REQUIRED = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
+    "proportional": (),
 }
 _LONG_CONTEXT = ("llama3", "yarn", "longrope")
 _ORIGINAL = "original_max_position_embeddings"
@@ -115,7 +116,7 @@ class RopeConfig:
         for name in _LISTS:
             if isinstance(given.get(name), list):
                 given[name] = tuple(given[name])
-        if partial is None and given["partial_rotary_factor"] != 1.0:
+        if partial is None and given["partial_rotary_factor"] != 1.0 and given["rope_type"] != "proportional":
             raise ValueError(f"partial_rotary_factor={given['partial_rotary_factor']} is not supported: only 1.0 is")
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in given.items() if name in known} | {"interleaved": interleaved})
@@ -178,7 +179,9 @@ class Rotary(NamedTuple):
 
     @property
     def dims(self) -> int:
-        """Return the number of a head's dimensions that turn."""
+        """Return the number of a head's dimensions that turn, if only by angle 0."""
+        if self.config.rope_type == "proportional":
+            return self.head_dim
         return int(self.head_dim * self.config.partial_rotary_factor)
 
     @property
@@ -241,6 +244,9 @@ def inverse_frequencies(config: RopeConfig, head_dim: int, *, long: bool = False
             return _llama3_frequencies(plain, config), 1.0
         case "yarn":
             return _yarn_frequencies(plain, config, head_dim), _yarn_attention_factor(config)
+        case "proportional":  # the later ones' frequencies are 0
+            turning = int(config.partial_rotary_factor * head_dim // 2)
+            return plain * (np.arange(head_dim // 2) < turning) / (config.factor or 1.0), 1.0
         case "longrope":
             return plain / np.array(config.long_factor if long else config.short_factor), _longrope_factor(config)
     return plain, 1.0

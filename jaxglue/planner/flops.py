@@ -3,7 +3,7 @@
 from jaxtyping import Int
 from numpy import ndarray
 
-from jaxglue.models.config import DecoderConfig
+from jaxglue.models.config import DecoderConfig, LayerKind
 
 
 def matmul_parameters(config: DecoderConfig) -> int:
@@ -11,11 +11,17 @@ def matmul_parameters(config: DecoderConfig) -> int:
 
     In a mixture of experts, only as many experts as serve one token count.
     """
-    D, H = config.hidden_size, config.head_dim
-    attention = D * H * 2 * (config.num_attention_heads + config.num_key_value_heads)
-    mixers = [_linear_attention(config) if kind.linear else attention for kind in config.layer_kinds]
+    D = config.hidden_size
+    mixers = [_linear_attention(config) if kind.linear else _attention(config, kind) for kind in config.layer_kinds]
     layers = sum(_feed_forward(config, layer) for layer in range(config.num_hidden_layers))
     return sum(mixers) + layers + D * (1 if config.scores else config.vocab_size)
+
+
+def _attention(config: DecoderConfig, kind: LayerKind) -> int:
+    N, shape = config.num_attention_heads, kind.shape
+    made = 0 if shape.shares == "takes" else shape.kv_heads * (1 if shape.keys_as_values else 2)
+    own = 2 * config.hidden_size * config.per_layer.size if config.per_layer else 0
+    return config.hidden_size * shape.head_dim * (2 * N + made) + own
 
 
 def _linear_attention(config: DecoderConfig) -> int:
@@ -27,7 +33,7 @@ def _linear_attention(config: DecoderConfig) -> int:
 def _feed_forward(config: DecoderConfig, layer: int) -> int:
     D, moe = config.hidden_size, config.moe
     if moe is None or not moe.sparse_layers[layer]:
-        return 3 * D * config.intermediate_size
+        return 3 * D * config.shapes[layer].intermediate_size
     return D * moe.num_experts + moe.num_experts_per_tok * 3 * D * moe.intermediate_size
 
 
@@ -40,8 +46,8 @@ def training_flops_per_token(config: DecoderConfig, *, visible_keys: float, weig
         weight_gradients: all weights train; frozen ones need no gradient, which leaves two thirds of the work.
     """
     weights = (6 if weight_gradients else 4) * matmul_parameters(config)
-    scores = config.num_attention_heads * config.head_dim * visible_keys
-    return weights + 12 * sum(not kind.linear for kind in config.layer_kinds) * scores
+    heads = sum(kind.head_dim for kind in config.layer_kinds if not kind.linear)
+    return weights + 12 * config.num_attention_heads * heads * visible_keys
 
 
 def mean_visible_keys(lengths: Int[ndarray, " documents"]) -> float:

@@ -96,9 +96,12 @@ def _abstract_answers(owners: Any, units: Any) -> Answers:
 def abstract_input(workload: Workload) -> tuple[jax.ShapeDtypeStruct, PlannedContext]:
     """Return the shapes of a layer's input [B, T, D] and its context."""
     config, segments = workload.config, abstract_batch(workload).segments
-    x = jax.ShapeDtypeStruct((workload.batch_size, workload.seq_len, config.hidden_size), workload.dtype)
+    x = jax.ShapeDtypeStruct((workload.batch_size, workload.seq_len, config.stream_width), workload.dtype)
     rope = _rope_shapes(segments.positions.shape, config)
-    return x, PlannedContext(segments=segments, rope=rope, tile=workload.tile)
+    own: Any = None
+    if config.per_layer is not None:
+        own = jax.ShapeDtypeStruct((*x.shape[:2], config.per_layer.size), workload.dtype)
+    return x, PlannedContext(segments=segments, rope=rope, tile=workload.tile, layer_input=own)
 
 
 @lru_cache(maxsize=64)

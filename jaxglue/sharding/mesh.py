@@ -113,6 +113,8 @@ class MeshShape:
                 f"--mesh {self}: tensor cannot split fused projections, or norms of whole queries and keys, as "
                 f"{config.model_type} has; {remedy}"
             )
+        if config.layer_shapes:
+            raise ValueError(f"--mesh {self}: tensor cannot split layers of several sizes; {remedy}")
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
             if (size := getattr(config, name)) % self.tensor:
                 raise ValueError(f"--mesh {self}: {name}={size} does not divide by {self.tensor}; {remedy}")

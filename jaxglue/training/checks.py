@@ -25,6 +25,7 @@ def check_model(config: TrainConfig, model: DecoderConfig) -> None:
     if model.quantize != "none" == config.model.storage and not config.model.random_weights:
         require_stored(config.model.folder, model)
     _check_full_fine_tuning(config, model)
+    _check_per_layer(config, model)
     check_muon(config, model)
     if config.model.embeddings == "host" and model.tie_word_embeddings:
         raise ValueError(
@@ -33,11 +34,6 @@ def check_model(config: TrainConfig, model: DecoderConfig) -> None:
         )
     if config.model.router_losses and model.moe is None:
         raise ValueError(f"{config.model.model} has no routers: leave out --router-balance-loss and --router-z-loss")
-    if model.delta is not None and config.run.sample_prompt:
-        raise ValueError(
-            f"--sample-prompt: {config.model.model} has linear attention, with which jaxglue does not generate yet: "
-            "leave it out"
-        )
     if config.data.seq_len is not None and config.data.seq_len > model.max_position_embeddings:
         raise ValueError(
             f"--seq-len {config.data.seq_len} is above the model's limit of {model.max_position_embeddings} positions "
@@ -96,6 +92,17 @@ def check_dropout(folder: str, raw: Mapping[str, Any]) -> None:
             f"attention_dropout={raw['attention_dropout']} in {folder}/config.json is not supported: set it to 0 to "
             "train without"
         )
+
+
+def _check_per_layer(config: TrainConfig, model: DecoderConfig) -> None:
+    """Raise ValueError for training what a model's embeddings for each layer depend on: they take no gradient."""
+    whole = "embed_tokens" in config.lora.modules_to_save or config.lora.trainable_token_indices
+    if model.per_layer is None or not (config.model.method == "full" or config.model.new_tokens or whole):
+        return
+    raise ValueError(
+        f"{config.model.model} has embeddings for each layer, which are frozen, so the tokens' must be, too: use "
+        "--method lora without --new-tokens and without --modules-to-save embed_tokens or --trainable-token-indices"
+    )
 
 
 def _check_full_fine_tuning(config: TrainConfig, model: DecoderConfig) -> None:

@@ -26,8 +26,9 @@ def whole_model_loss(graphdefs, config, trainable, frozen, batches):
 
     def one(batch):
         x, context = module("embed_tokens")(batch.tokens, jnp.float32), packed_context(config, batch.segments)
+        contexts = context.each(module("embed_tokens").layer_inputs(batch.tokens, x), len(graphdefs.layers))
         for i, graph in enumerate(graphdefs.layers):
-            x = merge_module(graph, trainable["layers"][i], frozen["layers"][i])(x, context)
+            x = merge_module(graph, trainable["layers"][i], frozen["layers"][i])(x, contexts[i])
         output = module("embed_tokens" if graphdefs.lm_head is None else "lm_head").weight[...]
         log_probs = jax.nn.log_softmax(project(module("norm")(x), output))
         picked = jnp.take_along_axis(log_probs, batch.targets[..., None], axis=-1)[..., 0]
@@ -40,9 +41,22 @@ def total_weight(batches):
     return float(sum(batch.loss_weights.sum() for batch in batches))
 
 
+GEMMA4 = {
+    **{"model_type": "gemma4_text", "global_head_dim": 8, "num_kv_shared_layers": 1, "sliding_window": 4},
+    "layer_types": ["full_attention"] * 2,
+    **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97},
+}
+"""Keys and values that layers share, and embeddings for each layer."""
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "policy"),
-    [("lora", {}, "none"), ("full", {"tie_word_embeddings": True}, "dots")],
+    [
+        ("lora", {}, "none"),
+        ("full", {"tie_word_embeddings": True}, "dots"),
+        ("lora", GEMMA4, "full"),
+        ("full", {**GEMMA4, "hidden_size_per_layer_input": 0}, "dots"),
+    ],
 )
 def test_loss_and_gradients_match_the_whole_model(split_parts, random_batch, kind, changes, policy):
     parts = split_parts(kind, num_hidden_layers=2, **changes)

@@ -8,7 +8,7 @@ import numpy as np
 def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Draw the named parameter in float32: non-uniform attention, and non-trivial norms and biases."""
     noise = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape).astype(np.float32)
-    return 1 + 0.2 * noise if name.endswith("norm.weight") else 0.3 * noise
+    return 1 + 0.2 * noise if name.endswith(("norm.weight", "layer_scalar")) else 0.3 * noise
 
 
 def probes(name: str, gradient: np.ndarray) -> np.ndarray:

@@ -22,13 +22,17 @@ HERE = Path(__file__).parent / "families"
 KINDS = ["sliding_attention", "full_attention"]
 SLIDING = {"sliding_window": 4, "layer_types": KINDS}
 FULL_YARN = {"full_attention": YARN_ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}
+GEMMA4_ROPES = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 50.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 100.0,
     "short_factor": [1.0, 1.3],
     "long_factor": [1.0, 3.0],
 }
-OTHER_TYPES = {"phi3_longrope": "phi3"}
+OTHER_TYPES = {"phi3_longrope": "phi3", "gemma4_text_joined": "gemma4_text"}
 """Types of goldens that are named otherwise."""
 MODELS = {
     "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "head_dim": 4},
@@ -49,6 +53,18 @@ MODELS = {
     "glm4": {"rope_theta": 100.0},
     "phi3": {"partial_rotary_factor": 0.75, "sliding_window": 4, "head_dim": 8},
     "phi3_longrope": {"head_dim": 4, "original_max_position_embeddings": 6, "rope_parameters": LONGROPE},
+    "gemma4_text": {
+        **{"sliding_window": 4, "num_hidden_layers": 4, "global_head_dim": 16},
+        "rope_parameters": GEMMA4_ROPES,
+        "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+        **{"num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+        **{"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 24},
+    },
+    "gemma4_text_joined": {
+        **SLIDING,
+        **{"global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+        **{"hidden_size_per_layer_input": 0, "final_logit_softcapping": 2.0, "rope_parameters": GEMMA4_ROPES},
+    },
     "ministral3": {
         "rope_parameters": {**YARN_ROPE, "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.3}
     },
@@ -60,7 +76,8 @@ def build(name: str, fields: dict) -> tuple[PreTrainedConfig, torch.nn.Module]:
     config = AutoConfig.for_model(OTHER_TYPES.get(name, name), **SHAPE | {"pad_token_id": None} | fields)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
+        stored = [item for item in model.named_buffers() if item[0].endswith("layer_scalar")]
+        for parameter_name, parameter in [*model.named_parameters(), *stored]:
             parameter.copy_(torch.from_numpy(drawn(parameter_name, tuple(parameter.shape))))
     return config, model
 

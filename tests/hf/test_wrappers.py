@@ -115,7 +115,7 @@ def test_adapters_have_pefts_names_of_the_wrapper_and_adapt_text_alone(make_fold
     start = "base_model.model.model.language_model.layers.0.self_attn.q_proj"
     assert {name for name in written if ".0.self_attn" in name} == {f"{start}.lora_A.weight", f"{start}.lora_B.weight"}
     described = json.loads((folder / "adapter_config.json").read_text())
-    assert described["target_modules"] == r"model\.language_model\.layers\.\d+\..*\.(down_proj|q_proj)"
+    assert described["target_modules"] == r"model\.language_model\.layers\.\d+\.(.+\.)?(down_proj|q_proj)"
     assert described["alpha_pattern"] == {"model.language_model.layers.1.mlp.down_proj": 3}
     read = add_adapter(load_model(base, dtype=jnp.float32), folder)
     assert read.text_path == "model.language_model" and read.config.scale_of("model.layers.1.mlp.down_proj") == 1.5

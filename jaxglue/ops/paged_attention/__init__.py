@@ -5,7 +5,7 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from jaxglue.ops.backend import Backend, Capability, Operation, check_capability, check_triton
-from jaxglue.ops.norm_rope import LLAMA_NORM, HeadNorms, norm_and_rotate, scale_queries
+from jaxglue.ops.norm_rope import HeadNorms, norm_and_rotate, scale_queries
 from jaxglue.ops.paged_attention.pages import KVPages, make_pages
 from jaxglue.ops.paged_attention.reference import reference_paged_attention
 from jaxglue.ops.rope import RopeTables, Rotary
@@ -21,14 +21,10 @@ def _check(capability: Capability | None, dtype, cache: KVPages) -> None:
         check_capability(capability, _FP8)
 
 
-def _check_append(
-    capability: Capability | None, dtype, cache: KVPages, rotary: Rotary | None, norms: HeadNorms | None
-) -> None:
+def _check_append(capability: Capability | None, dtype, cache: KVPages, rotary: Rotary | None) -> None:
     _check(capability, dtype, cache)
     if rotary is not None and not rotary.turns_whole_halves:
         raise NotImplementedError("only a part of each head turns, or neighboring dimensions")
-    if norms is not None and norms.style != LLAMA_NORM:
-        raise NotImplementedError("its norms round before the product with their weights, to which they add nothing")
 
 
 def _load(capability: Capability, *call: Any):
@@ -46,7 +42,7 @@ APPEND = Operation(
     name="write to the cache",
     backends={"triton": Backend(check=_check_append, load=_load, advantage="norms, rotation and writes are one pass")},
 )
-"""Backends of `append`; a call is described by the dtype of queries, the cache, rotation and norms."""
+"""Backends of `append`; a call is described by the dtype of queries, the cache and rotation."""
 
 
 def paged_attention(
@@ -121,7 +117,7 @@ def append(
     _check_shapes(cache, N, H)
     if k.shape != (T, cache.keys.shape[1], H) or v.shape != k.shape:
         raise ValueError(f"k and v must be [{T}, {cache.keys.shape[1]}, {H}], got {k.shape} and {v.shape}")
-    if (kernels := APPEND.load(q.dtype, cache, rotary, norms, backend=backend)) is None:
+    if (kernels := APPEND.load(q.dtype, cache, rotary, backend=backend)) is None:
         rotated, keys = norm_and_rotate(q[None], k[None], rope, rotary, norms=norms, factor=factor)
         return rotated[0], keys[0], cache.write(keys[0], v, pages, offsets)
     turns = None if rotary is None else rope.of(rotary)

@@ -137,18 +137,19 @@ def combine_kernel(
 
 
 @triton.jit
-def _rotated(x, weight, column, mask, c, s, H: tl.constexpr, EPS: tl.constexpr, HAS_NORM: tl.constexpr,
-             ROTATES: tl.constexpr, dtype: tl.constexpr):  # fmt: skip
+def _rotated(x, weight, column, mask, c, s, H: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr,
+             ROUNDS_FIRST: tl.constexpr, ROTATES: tl.constexpr, dtype: tl.constexpr):  # fmt: skip
     """Return the halves of heads after their norm, if any, and rotation, rounded to `dtype`."""
     HALF: tl.constexpr = H // 2
     left = tl.load(x, mask=mask, other=0.0).to(tl.float32)
     right = tl.load(x + HALF, mask=mask, other=0.0).to(tl.float32)
-    if HAS_NORM:
+    if weight is not None:
         scale = rms_scale(tl.sum(left * left + right * right, 1), H, EPS)[:, None]
         inside = column < HALF
-        left = normed(left, scale, tl.load(weight + column, mask=inside, other=0.0)[None, :].to(tl.float32), dtype)
-        more = tl.load(weight + HALF + column, mask=inside, other=0.0)[None, :].to(tl.float32)
-        right = normed(right, scale, more, dtype)
+        own = tl.load(weight + column, mask=inside, other=0.0)[None, :].to(tl.float32)
+        left = normed(left, scale, own, dtype, OFFSET, ROUNDS_FIRST)
+        own = tl.load(weight + HALF + column, mask=inside, other=0.0)[None, :].to(tl.float32)
+        right = normed(right, scale, own, dtype, OFFSET, ROUNDS_FIRST)
     if ROTATES:
         left, right = left * c - right * s, right * c + left * s
     return left.to(dtype), right.to(dtype)
@@ -172,8 +173,8 @@ def _write(left, right, array, scales, row, column, H: tl.constexpr):
 @triton.jit
 def append_kernel(
     q, k, v, q_weight, k_weight, cos, sin, pages, offsets, key_scales, value_scales, keys, values, q_out, k_out,
-    K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, EPS: tl.constexpr, HAS_NORM: tl.constexpr,
-    ROTATES: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr,
+    K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr, ROTATES: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate a token's heads of one key/value head, and write key and value to the cache; grid (T, K)."""
     HALF: tl.constexpr = H // 2
@@ -187,12 +188,12 @@ def append_kernel(
         s = tl.load(sin + turns, mask=column < HALF, other=0.0).to(tl.float32)[None, :]
     first = (token * K + head) * G * H
     at, mask = first + lane[:, None] * H + column[None, :], (lane < G)[:, None] & (column < HALF)[None, :]
-    left, right = _rotated(q + at, q_weight, column, mask, c, s, H, EPS, HAS_NORM, ROTATES, dtype)
+    left, right = _rotated(q + at, q_weight, column, mask, c, s, H, EPS, OFFSET, ROUNDS_FIRST, ROTATES, dtype)
     tl.store(q_out + at, left, mask=mask)
     tl.store(q_out + at + HALF, right, mask=mask)
 
     at, mask = (token * K + head) * H + one[:, None] + column[None, :], (column < HALF)[None, :]
-    left, right = _rotated(k + at, k_weight, column, mask, c, s, H, EPS, HAS_NORM, ROTATES, dtype)
+    left, right = _rotated(k + at, k_weight, column, mask, c, s, H, EPS, OFFSET, ROUNDS_FIRST, ROTATES, dtype)
     tl.store(k_out + at, left, mask=mask)
     tl.store(k_out + at + HALF, right, mask=mask)
     row = (tl.load(pages + token).to(tl.int64) * K + head) * PAGE + tl.load(offsets + token)

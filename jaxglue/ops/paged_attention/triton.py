@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher, shape_dtype_of
-from jaxglue.ops.norm_rope import HeadNorms
+from jaxglue.ops.norm_rope import LLAMA_NORM, HeadNorms
 from jaxglue.ops.paged_attention import kernels
 from jaxglue.ops.paged_attention.pages import KVPages
 
@@ -74,7 +74,8 @@ class TritonPagedAttention(Launcher):
         G, (cos, sin) = N // K, turns or (None, None)
         weights = (None, None) if norms is None else norms.weights
         constants = {"K": K, "G": G, "H": H, "PAGE": cache.page, "EPS": 0.0 if norms is None else norms.eps}
-        constants |= {"HAS_NORM": norms is not None, "ROTATES": turns is not None}
+        offset, rounds_first = LLAMA_NORM if norms is None else norms.style
+        constants |= {"OFFSET": offset, "ROUNDS_FIRST": rounds_first, "ROTATES": turns is not None}
         constants |= {"BLOCK_G": triton.next_power_of_2(G), "BLOCK_H": triton.next_power_of_2(H // 2)}
         written = [x for x in (cache.key_scales, cache.value_scales) if x is not None] + [cache.keys, cache.values]
         refs = [jax.new_ref(x) for x in (*written, *(jax.lax.empty(x.shape, x.dtype) for x in (q, k)))]

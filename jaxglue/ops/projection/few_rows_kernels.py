@@ -10,10 +10,38 @@ Programs of one launch wait for each other through `counters`, which are zeros b
 clears them. Launches of a program run one after another, so all share them.
 """
 
+import numpy as np
 import triton
 import triton.language as tl
 
+from jaxglue.ops.quant.nf4 import VALUES
+
 LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+def _nf4_assembly() -> str:
+    """Return instructions that look up eight NF4 codes, in four bytes, in bfloat16, and multiply by the bytes' scales.
+
+    A permutation of bytes looks up four of eight bytes at a time, by three bits of each code: the values' low and high
+    bytes are four tables, for codes below 8 and from 8 on, between which the codes' last bits choose.
+    """
+    bits = (np.array(VALUES, np.float32).view(np.uint32) + 0x8000 >> 16).astype(np.uint16)  # no value is a tie
+    parts = (("l", bits & 255), ("h", bits >> 8))
+    words = {f"{part}{i}": found[4 * i : 4 * i + 4] for part, found in parts for i in range(4)}
+    tables = "".join(f"mov.b32 {name}, 0x{bytes(map(int, four))[::-1].hex()};\n" for name, four in words.items())
+    lines = f"{{.reg .b32 {', '.join(words)}, a, b, c, d, i, s, z;\n{tables}mov.b32 z, 0x80808080;\n"
+    for half in (0, 1):
+        lines += f"""shr.b32 s, $4, {16 * half};  and.b32 i, s, 0x7777;
+        prmt.b32 a, l0, l1, i;  prmt.b32 b, l2, l3, i;  prmt.b32 c, h0, h1, i;  prmt.b32 d, h2, h3, i;
+        prmt.b32 i, z, z, s;  shl.b32 s, i, 1;  or.b32 s, s, 1;  and.b32 i, i, s;
+        lop3.b32 a, a, b, i, 0xD8;  lop3.b32 c, c, d, i, 0xD8;
+        prmt.b32 b, a, c, 0x7351;  mul.rn.bf16x2 ${half}, b, ${5 + half};
+        prmt.b32 d, a, c, 0x6240;  mul.rn.bf16x2 ${2 + half}, d, ${5 + half};
+        """
+    return lines + "}"
+
+
+NF4_ASSEMBLY = tl.constexpr(_nf4_assembly())
 
 
 @triton.jit
@@ -54,6 +82,50 @@ def _load_weight(w, rows, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
         return tl.load(at, mask=(columns < K)[None, :], other=0.0, eviction_policy="evict_first")
     else:
         return tl.load(at, eviction_policy="evict_first")
+
+
+@triton.jit
+def _matrix(w, rows, k, dtype: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return BLOCK_K columns of rows of w in x's dtype, those of another dtype as `few_rows.permuted` orders them."""
+    loaded = _load_weight(w, rows, k, K, BLOCK_K)
+    if loaded.dtype != dtype:
+        loaded = tl.permute(tl.reshape(loaded, (ROWS, BLOCK_K // 32, 4, 4, 2)), (0, 1, 3, 2, 4))
+        return tl.reshape(loaded, (ROWS, BLOCK_K)).to(dtype)
+    else:
+        return loaded
+
+
+@triton.jit
+def _nf4_scales(blocks, groups, rows, step, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Load the scales' codes, and their groups' factors, of BLOCK_K columns of some rows."""
+    COLUMNS: tl.constexpr = K // 64
+    block = step * (BLOCK_K // 64) + tl.arange(0, BLOCK_K // 64)
+    at, inside = rows.to(tl.int64)[:, None] * COLUMNS + block[None, :], (block < COLUMNS)[None, :]
+    return tl.load(blocks + at, mask=inside, other=0), tl.load(groups + at // 256, mask=inside, other=0.0)
+
+
+@triton.jit
+def _nf4_tile(codes, rows, step, scales, lookup, dtype: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+              BLOCK_K: tl.constexpr):  # fmt: skip
+    """Return BLOCK_K columns of some rows of a weight in NF4."""
+    HALF: tl.constexpr = BLOCK_K // 2
+    byte = step * HALF + tl.arange(0, HALF)
+    at = codes + rows.to(tl.int64)[:, None] * (K // 2) + byte[None, :]
+    if K % BLOCK_K != 0:
+        code = tl.load(at, mask=(byte < K // 2)[None, :], other=0, eviction_policy="evict_first")
+    else:
+        code = tl.load(at, eviction_policy="evict_first")
+    code = tl.reshape(tl.permute(tl.reshape(code, (ROWS, HALF // 16, 4, 4)), (0, 1, 3, 2)), (ROWS, HALF))
+    scale = tl.reshape(tl.broadcast_to(scales[:, :, None], (ROWS, BLOCK_K // 64, 32)), (ROWS, HALF))
+    if lookup is not None:  # for the interpreter, which knows no instructions
+        even = tl.load(lookup + (code >> 4).to(tl.int32)) * scale
+        odd = tl.load(lookup + (code & 15).to(tl.int32)) * scale
+    else:
+        both: tl.constexpr = (tl.bfloat16, tl.bfloat16)
+        even, odd = tl.inline_asm_elementwise(
+            NF4_ASSEMBLY, "=r,=r,=r,=r,r,r,r", [code, scale.to(tl.bfloat16)], dtype=both, is_pure=True, pack=4
+        )
+    return tl.reshape(tl.join(even.to(dtype), odd.to(dtype)), (ROWS, BLOCK_K))
 
 
 @triton.jit
@@ -105,19 +177,21 @@ def _expand(acc, low_rank, up, rows, scale, R: tl.constexpr, N: tl.constexpr, BL
 
 @triton.jit
 def few_rows_kernel(
-    x, x_scales, weights, scales, biases, source, downs, ups, factors, norm_weight, inverse_rms, stream, counters,
-    parts, low_ranks, low_rank_parts, outs,
+    x, x_scales, weights, scales, blocks, groups, offsets, codes, lookup, biases, source, downs, ups, factors,
+    norm_weight, inverse_rms, stream, counters, parts, low_ranks, low_rank_parts, outs,
     M: tl.constexpr, K: tl.constexpr, N_0: tl.constexpr, N_1: tl.constexpr, N_2: tl.constexpr, COUNT: tl.constexpr,
     FIRST_1: tl.constexpr, FIRST_2: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr,
     WHOLE: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, R: tl.constexpr, SHRINKS: tl.constexpr,
     SHRINK_STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    BLOCK_R: tl.constexpr, NF4: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     """Compute x·Wᵀ of COUNT weights (+ adapters' products) (+ biases) (+ stream), or activation(gate)·up of two.
 
     x [M, K], M at most BLOCK_M; weights [N_i, K]; outs [M, N_i]. Grid (COUNT · SHRINKS + TILES · SPLITS): the first
     programs multiply `source`, the adapters' input, by their first matrices, and the others wait for these at the end.
-    Values of one byte times x's dtype have scales [N_i]; e4m3 values of x have scales [M].
+    Values of one byte times x's dtype have scales [N_i] · FACTOR; e4m3 values of x have scales [M]. NF4 has codes
+    [N_i, K / 2], and codes of scales in `blocks` [N_i, K / 64]: these are values of the table `codes`, times one of
+    `groups` for each 256, plus one of `offsets`.
     counters: a count for each tile, then one for each adapter's parts, one for finished adapters, and for readers.
     """
     program = tl.program_id(0)
@@ -137,21 +211,46 @@ def few_rows_kernel(
         program -= COUNT * SHRINKS
     tile, split = program // SPLITS, program % SPLITS
     w, column, end = weights[0], tile * BLOCK_N, N_0
+    if NF4:
+        block, group, offset = blocks[0], groups[0], tl.load(offsets[0])
     if not GATED:
         for i in tl.static_range(1, COUNT):
             first = FIRST_1 if i == 1 else FIRST_2
             if tile >= first:
                 w, column, end = weights[i], (tile - first) * BLOCK_N, N_1 if i == 1 else N_2
+                if NF4:
+                    block, group, offset = blocks[i], groups[i], tl.load(offsets[i])
     n, rows = column + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
     inside = n if WHOLE else tl.minimum(n, end - 1)  # rows beyond a weight are other rows, and not stored
     acc = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
     up = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
-    for step in range(0, STEPS):
-        k = (split * STEPS + step) * BLOCK_K
-        values = _load_rows(x, rows, k, M, K, BLOCK_M, BLOCK_K)
-        acc = tl.dot(_load_weight(w, inside, k, K, BLOCK_K).to(values.dtype), tl.trans(values), acc)
+    if NF4:
+        scale, factor = _nf4_scales(block, group, inside, split * STEPS, K, BLOCK_K)
         if GATED:
-            up = tl.dot(_load_weight(weights[1], inside, k, K, BLOCK_K).to(values.dtype), tl.trans(values), up)
+            up_offset = tl.load(offsets[1])
+            up_scale, up_factor = _nf4_scales(blocks[1], groups[1], inside, split * STEPS, K, BLOCK_K)
+    for index in range(0, STEPS):
+        step = split * STEPS + index
+        k = step * BLOCK_K
+        values = _load_rows(x, rows, k, M, K, BLOCK_M, BLOCK_K)
+        if NF4:
+            # Single bytes are not loaded ahead by the compiler.
+            next_scale, next_factor = _nf4_scales(block, group, inside, step + 1, K, BLOCK_K)
+            found = tl.load(codes + scale.to(tl.int32)) * factor + offset
+            scale, factor = next_scale, next_factor
+            matrix = _nf4_tile(w, inside, step, found, lookup, values.dtype, K, BLOCK_N, BLOCK_K)
+        else:
+            matrix = _matrix(w, inside, k, values.dtype, K, BLOCK_N, BLOCK_K)
+        acc = tl.dot(matrix, tl.trans(values), acc)
+        if GATED:
+            if NF4:
+                next_scale, next_factor = _nf4_scales(blocks[1], groups[1], inside, step + 1, K, BLOCK_K)
+                found = tl.load(codes + up_scale.to(tl.int32)) * up_factor + up_offset
+                up_scale, up_factor = next_scale, next_factor
+                matrix = _nf4_tile(weights[1], inside, step, found, lookup, values.dtype, K, BLOCK_N, BLOCK_K)
+            else:
+                matrix = _matrix(weights[1], inside, k, values.dtype, K, BLOCK_N, BLOCK_K)
+            up = tl.dot(matrix, tl.trans(values), up)
 
     if SPLITS > 1:
         SIZE: tl.constexpr = BLOCK_N * BLOCK_M
@@ -177,20 +276,26 @@ def few_rows_kernel(
             pass
         tl.debug_barrier()
     if GATED:
-        acc = _finish(acc, 0, x_scales, scales, biases, low_ranks, ups, factors, n, rows, R, N_0, M, BLOCK_M, BLOCK_R)
-        up = _finish(up, 1, x_scales, scales, biases, low_ranks, ups, factors, n, rows, R, N_0, M, BLOCK_M, BLOCK_R)
+        acc = _finish(acc, 0, x_scales, scales, FACTOR, biases, low_ranks, ups, factors, n, rows, R,
+                      N_0, M, BLOCK_M, BLOCK_R)  # fmt: skip
+        up = _finish(up, 1, x_scales, scales, FACTOR, biases, low_ranks, ups, factors, n, rows, R,
+                      N_0, M, BLOCK_M, BLOCK_R)  # fmt: skip
         _store(_activate(acc, GELU) * up, None, outs[0], n, rows, N_0, M, BLOCK_M, WHOLE)
     elif COUNT == 1:
-        acc = _finish(acc, 0, x_scales, scales, biases, low_ranks, ups, factors, n, rows, R, N_0, M, BLOCK_M, BLOCK_R)
+        acc = _finish(acc, 0, x_scales, scales, FACTOR, biases, low_ranks, ups, factors, n, rows, R,
+                      N_0, M, BLOCK_M, BLOCK_R)  # fmt: skip
         _store(acc, stream, outs[0], n, rows, N_0, M, BLOCK_M, WHOLE)
     elif tile < FIRST_1:
-        acc = _finish(acc, 0, x_scales, scales, biases, low_ranks, ups, factors, n, rows, R, N_0, M, BLOCK_M, BLOCK_R)
+        acc = _finish(acc, 0, x_scales, scales, FACTOR, biases, low_ranks, ups, factors, n, rows, R,
+                      N_0, M, BLOCK_M, BLOCK_R)  # fmt: skip
         _store(acc, None, outs[0], n, rows, N_0, M, BLOCK_M, WHOLE)
     elif tile < FIRST_2:
-        acc = _finish(acc, 1, x_scales, scales, biases, low_ranks, ups, factors, n, rows, R, N_1, M, BLOCK_M, BLOCK_R)
+        acc = _finish(acc, 1, x_scales, scales, FACTOR, biases, low_ranks, ups, factors, n, rows, R,
+                      N_1, M, BLOCK_M, BLOCK_R)  # fmt: skip
         _store(acc, None, outs[1], n, rows, N_1, M, BLOCK_M, WHOLE)
     elif COUNT > 2:
-        acc = _finish(acc, 2, x_scales, scales, biases, low_ranks, ups, factors, n, rows, R, N_2, M, BLOCK_M, BLOCK_R)
+        acc = _finish(acc, 2, x_scales, scales, FACTOR, biases, low_ranks, ups, factors, n, rows, R,
+                      N_2, M, BLOCK_M, BLOCK_R)  # fmt: skip
         _store(acc, None, outs[2], n, rows, N_2, M, BLOCK_M, WHOLE)
     if R > 0:
         _leave(counters + TILES + COUNT, TILES)
@@ -205,11 +310,13 @@ def _leave(finished, READERS: tl.constexpr):
 
 
 @triton.jit
-def _finish(acc, WHICH: tl.constexpr, x_scales, scales, biases, low_ranks, ups, factors, n, rows, R: tl.constexpr,
-            N: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
+def _finish(
+    acc, WHICH: tl.constexpr, x_scales, scales, FACTOR: tl.constexpr, biases, low_ranks, ups, factors, n, rows,
+    R: tl.constexpr, N: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
     """Apply scales, and add the adapter's product and the bias of one of the weights."""
     if scales is not None:
-        acc *= tl.load(scales[WHICH] + n, mask=n < N, other=0.0)[:, None]
+        acc *= (tl.load(scales[WHICH] + n, mask=n < N, other=0.0) * FACTOR)[:, None]
     if x_scales is not None:
         acc *= tl.load(x_scales + rows, mask=rows < M, other=0.0)[None, :]
     if R > 0:

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt8
 
 
 class LowRank(NamedTuple):
@@ -18,6 +18,14 @@ class LowRank(NamedTuple):
     factors: tuple[float, ...]
 
 
+class NF4Scales(NamedTuple):
+    """Scales of weights in NF4, whose codes are the weights."""
+
+    blocks: tuple[UInt8[Array, "N K/64"], ...]
+    groups: tuple[Float[Array, " groups"], ...]
+    offsets: tuple[Float[Array, ""], ...]
+
+
 class FewRows(NamedTuple):
     """Operands of a launch."""
 
@@ -29,6 +37,8 @@ class FewRows(NamedTuple):
     weights: tuple[Array, ...]
     """[N, K] each, of x's dtype or of one byte."""
     scales: tuple[Float[Array, " N"], ...] | None
-    """float32 factors of the weights' rows."""
+    """float32 factors of the weights' rows, times `factor`."""
+    factor: float
+    nf4: NF4Scales | None
     biases: tuple[Float[Array, " N"], ...] | None
     low_rank: LowRank | None

@@ -9,7 +9,7 @@ import pytest
 from selection import repeat
 
 from jaxglue.ops.backend import tracing_for
-from jaxglue.ops.norm_rope import HeadNorms, norm_and_rotate
+from jaxglue.ops.norm_rope import LLAMA_NORM, HeadNorms, NormStyle, norm_and_rotate
 from jaxglue.ops.paged_attention import APPEND, PAGED_ATTENTION, KVPages, append, make_pages, paged_attention
 from jaxglue.ops.rope import RopeConfig, RopeTables, Rotary, rope_tables
 
@@ -100,10 +100,10 @@ def test_garbage_of_a_pages_last_owner_is_not_seen(interpreted, interprets):
         np.testing.assert_allclose(got, attend(case, "auto"), rtol=1e-6)
 
 
-def append_case(T, N, K, H, cache_dtype=jnp.float32):
+def append_case(T, N, K, H, cache_dtype=jnp.float32, style=LLAMA_NORM):
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((T, heads, H)), jnp.float32) for heads in (N, K, K))
-    norms = HeadNorms(*jnp.asarray(rng.standard_normal((2, H)), jnp.float32), 1e-6)
+    norms = HeadNorms(*jnp.asarray(rng.standard_normal((2, H)), jnp.float32), 1e-6, style)
     rotary, positions = Rotary(RopeConfig(rope_theta=100.0), H), jnp.asarray(rng.integers(0, 60, (1, T)), jnp.int32)
     rope = RopeTables((rotary,), (rope_tables(positions, rotary.config, H),))
     pages, offsets = jnp.asarray(1 + rng.permutation(T), jnp.int32), jnp.asarray(rng.integers(0, PAGE, T), jnp.int32)
@@ -117,7 +117,8 @@ def mostly_close(got, want):
 @pytest.mark.parametrize("cache_dtype", [jnp.float32, FP8])
 @pytest.mark.parametrize(("group", "has_norms", "rotates"), [(4, True, True), repeat(5, False, True), (1, True, False)])
 def test_interpreted_append_matches_the_reference(group, has_norms, rotates, cache_dtype, interpreted):
-    arrays, rotary, norms = append_case(5, 2 * group, 2, 24 if group == 5 else 16, cache_dtype)
+    style = LLAMA_NORM if group == 4 else NormStyle(1.0, False)
+    arrays, rotary, norms = append_case(5, 2 * group, 2, 24 if group == 5 else 16, cache_dtype, style)
     call = partial(append, *arrays, rotary if rotates else None, norms if has_norms else None, 0.5)
     want = call(backend="reference")
     with APPEND.using(kernels(interpreted)):

@@ -11,12 +11,16 @@ from selection import repeat
 
 from jaxglue.ops.backend import tracing_for
 from jaxglue.ops.gated_mlp import GatedParts, gated_mlp
+from jaxglue.ops.norm_rope import LLAMA_NORM, rms_norm
 from jaxglue.ops.projection import Adapter, Projection, adapted_projection
 from jaxglue.ops.projection.few_rows import FEW_ROWS
+from jaxglue.ops.projection.fp8_adapters import NormedRows
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import is_quantized
 from jaxglue.ops.quant.fp8 import quantize_fp8
 from jaxglue.ops.quant.int8 import quantize_int8
+from jaxglue.ops.quant.nf4 import quantize_nf4
+from jaxglue.ops.residual_norm import residual_norm
 
 
 class Decoding(NamedTuple):
@@ -51,7 +55,7 @@ def kernels(interpreted):
     from jaxglue.ops.projection.few_rows_triton import FewRowsTiles, TritonFewRows
 
     tiles = FewRowsTiles(block_n=16, block_k=16, num_warps=4, num_stages=1, programs=20)
-    return interpreted(TritonFewRows)(compute_capability=90, tiles=tiles)
+    return interpreted(TritonFewRows)(compute_capability=90, tiles=tiles, plain=True)
 
 
 def close(got, want):
@@ -66,6 +70,7 @@ def close(got, want):
         repeat(16, (40, 24), 72, {"rank": 16}),
         repeat(1, (24,), 40, {"bias": True, "rank": 2}),
         (3, (32, 16), 64, {"quantize": quantize_int8, "rank": 4}),
+        (3, (32, 16), 192, {"quantize": quantize_nf4, "rank": 4}),
         (3, (24,), 64, {"quantize": lambda matrix: replace(quantize_fp8(matrix), expand=True)}),
     ],
 )
@@ -97,6 +102,19 @@ def test_interpreted_feed_forward_matches_its_formula(activation, rank, kernels)
     close(got, stream + product(activate(product(x, parts.gate)) * product(x, parts.up), parts.down))
 
 
+@pytest.mark.parametrize("rank", [0, 4])
+def test_norms_write_e4m3_values_for_interpreted_kernels(rank, kernels):
+    parts = [projection(10 * i, N, 64, rank=rank, quantize=quantize_fp8) for i, N in enumerate((32, 16))]
+    x, weight = draw(99, 1, 3, 64), draw(98, 64)
+    with FEW_ROWS.using(kernels):
+        stream, rows = residual_norm(x, weight, 1e-6, LLAMA_NORM, parts, Decoding(fp8=True))
+        got = adapted_projection(rows, parts, Decoding(fp8=True))
+    assert isinstance(rows, NormedRows) and stream is x
+    for y, part in zip(got, parts, strict=True):
+        want = product(rms_norm(x, weight, 1e-6), part)
+        assert np.linalg.norm(y - want) < 0.06 * np.linalg.norm(want)
+
+
 def test_training_takes_other_forms():
     part, x = projection(0, 32, 64), draw(99, 4, 64)
     with FEW_ROWS.using("not called"):
@@ -110,7 +128,17 @@ OBSTACLES = {
     "only some projections have adapters": (4, (4, 0)),
     "adapters have several ranks": (4, (4, 5)),
     "rank must be at most 64": (4, (65, 65)),
+    "as fast for one row": (1, (0,)),
+    "as fast for more than 128 rows": (200, (4, 4)),
 }
+
+
+def test_narrow_projections_and_quantized_ones_of_more_rows_are_served():
+    def choose(parts):
+        return FEW_ROWS.choose((9, 0), jnp.zeros((200, 64), jnp.bfloat16), parts, Decoding(fp8=True)).name
+
+    assert choose([projection(i, 32, 64) for i in range(3)]) == "triton"
+    assert choose([projection(0, 32, 64, quantize=quantize_fp8)]) == "triton"
 
 
 @pytest.mark.parametrize("reason", OBSTACLES)
