@@ -61,28 +61,13 @@ class _Inference:
         raise NotImplementedError("generation keeps no states of linear attention")
 
 
-class PrefillContext(_Inference):
-    """Context of packed prompts: attention within each, and their keys and values written to the cache."""
-
-    def __init__(self, packed: PackedContext, cache: KVPages, places: Places):
-        self._packed, self.cache, self._places = packed, cache, places
-        self.rotate, self.layer_input = packed.rotate, packed.layer_input
-
-    def attend(self, q, k, v, *, window: int | None = None, **options) -> Float[Array, "1 T N H"]:
-        """Compute causal attention within each prompt."""
-        self.cache = self.cache.write(k[0], v[0], *self._places.of(window))
-        return self._packed.attend(q, k, v, window=window, **options)
-
-
 _NO_ROTATION: tuple[Rotary | None, HeadNorms | None, float] = (None, None, 1.0)
 
 
-class DecodeContext(_Inference):
-    """Context of one token for each slot: appends its key and value to the cache and attends over it."""
+class _Appending(_Inference):
+    """Context that norms, rotates and writes tokens to the cache in one pass, when it attends."""
 
-    def __init__(self, cache: KVPages, cursor: Cursor):
-        self.cache, self._cursor, self._rotation = cache, cursor, _NO_ROTATION
-        self.layer_input = cursor.layer_input
+    _rotation = _NO_ROTATION
 
     def rotate(
         self, q, k, rotary: Rotary | None, norms: HeadNorms | None = None, factor: float = 1.0
@@ -90,6 +75,28 @@ class DecodeContext(_Inference):
         """Remember what `attend` applies as it writes to the cache: norms, rotary embedding and queries' factor."""
         self._rotation = rotary, norms, factor
         return q, k
+
+
+class PrefillContext(_Appending):
+    """Context of packed prompts: attention within each, and their keys and values written to the cache."""
+
+    def __init__(self, packed: PackedContext, cache: KVPages, places: Places):
+        self._packed, self.cache, self._places = packed, cache, places
+        self.layer_input = packed.layer_input
+
+    def attend(self, q, k, v, *, window: int | None = None, **options) -> Float[Array, "1 T N H"]:
+        """Compute causal attention within each prompt."""
+        new, places = (q[0], k[0], v[0]), self._places.of(window)
+        q, k, self.cache = append(*new, self.cache, *places, self._packed.rope, *self._rotation)
+        return self._packed.attend(q[None], k[None], v, window=window, **options)
+
+
+class DecodeContext(_Appending):
+    """Context of one token for each slot: appends its key and value to the cache and attends over it."""
+
+    def __init__(self, cache: KVPages, cursor: Cursor):
+        self.cache, self._cursor = cache, cursor
+        self.layer_input = cursor.layer_input
 
     def attend(self, q, k, v, *, window: int | None = None, **options: Any) -> Float[Array, "1 S N H"]:
         """Compute attention over each slot's cache, including the new token."""
