@@ -194,7 +194,8 @@ class Engine:
         if whole is None:
             whole = sum(answer.end - answer.length for answer in answers) >= _MANY_STEPS * plan.slots
         whole = whole and sharding_of(trees) is None
-        batch = _Batch(self._programs, trees, answers, plan, stop, self.config, self._cache_dtype, whole)
+        dtypes = self._cache_dtype, self._dtype
+        batch = _Batch(self._programs, trees, answers, plan, stop, self.config, dtypes, whole)
         batch.sizes = self._sizes.setdefault(batch.kind, _Sizes(plan.slots))
         batch.compiler = self._compiler if whole else None
         try:
@@ -290,11 +291,11 @@ class _Batch:
     sizes: _Sizes
     compiler: ThreadPoolExecutor | None = None
 
-    def __init__(self, programs: Programs, trees: Trees, answers, plan, stop, config, cache_dtype, whole: bool):
+    def __init__(self, programs: Programs, trees: Trees, answers, plan, stop, config, dtypes, whole: bool):
         self._programs, self._trees, self._plan, self._whole = programs, trees, plan, whole
         self._table = _SlotTable(answers, stop, plan, config.vocab_size)
         place = place_of(trees)
-        self._caches = make_caches(plan, config, cache_dtype, place)
+        self._caches = make_caches(plan, config, dtypes[0], dtypes[1], place)
         self._slots = make_sequences(plan, config.vocab_size, self._table.features, place)
         self.scheduler = Scheduler(answers, plan, STEPS)
 
@@ -346,7 +347,9 @@ class _Batch:
         for kind, window in zip(pages, self._programs.windows, strict=True):
             kind[:used] = np.concatenate([self._places(prompt, window) for prompt in row])
         offsets: Any = segments.positions[0] % PAGE
-        places: Any = Places(pages=pages, offsets=offsets, windows=self._programs.windows)
+        slots: Any = np.full(segments.slots, self._plan.slots, np.int32)
+        slots[: len(row)] = [prompt.slot for prompt in row]
+        places: Any = Places(pages=pages, offsets=offsets, slots=slots, windows=self._programs.windows)
         self._caches = self._programs.prefill(self._trees, tokens, segments, places, self._caches)
 
     def _places(self, prompt: Prompt, window: int | None) -> Int[np.ndarray, " n"]:
@@ -359,19 +362,21 @@ class _Batch:
         return np.where(page > page[-1] - ring, table[0, page], 0)
 
     def _copy_pages(self, work: Work) -> None:
-        """Copy the pages of prompts that answers of their own continue, for each kind of layers."""
+        """Copy the pages and states of prompts that answers of their own continue."""
         if not work.slot_copies:
             return
+        slots: Any = np.array(work.slot_copies, np.int32)
         copies = []
         for window in self._programs.windows:
             pairs = np.array(work.page_copies, np.int32).reshape(-1, 2)
             if window is not None:
-                slots: Any = np.array(work.slot_copies)
                 ring = self._plan.ring(window)
                 pairs = np.stack([ring_table(slots[:, i], ring, ring).ravel() for i in range(2)], axis=1)
             copies.append(np.pad(pairs, ((0, _power_of_two(len(pairs)) - len(pairs)), (0, 0))).astype(np.int32))
         sources, targets = (tuple(pairs[:, i] for pairs in copies) for i in range(2))
-        self._caches = self._programs.copy(self._caches, Copies(sources, targets))  # type: ignore[arg-type]
+        pad = (0, _power_of_two(len(slots)) - len(slots)), (0, 0)
+        states = np.pad(slots, pad, constant_values=self._plan.slots).T
+        self._caches = self._programs.copy(self._caches, Copies(sources, targets, tuple(states)))  # type: ignore[arg-type]
 
     def _count(self, fresh: Sequence[Answer]) -> None:
         """Count the tokens of answers that begin."""
