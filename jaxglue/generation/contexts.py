@@ -92,8 +92,8 @@ class PrefillContext(_Appending):
 
     def attend(self, q, k, v, *, window: int | None = None, **options) -> Float[Array, "1 T N H"]:
         """Compute causal attention within each prompt."""
-        new, places = (q[0], k[0], v[0]), self._places.of(window)
-        q, k, self.cache = append(*new, self.cache, *places, self._packed.rope, *self._rotation)
+        new, (pages, offsets) = (q[0], k[0], v[0]), self._places.of(window)
+        q, k, self.cache = append(*new, self.cache, pages, offsets, self._packed.rope, *self._rotation)
         return self._packed.attend(q[None], k[None], v, window=window, **options)
 
     def convolve(self, x, weight) -> Float[Array, "1 T C"]:
