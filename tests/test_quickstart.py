@@ -2,14 +2,17 @@ import dataclasses
 import importlib.util
 import json
 
+import numpy as np
 import pytest
 
 from jaxglue.data.prepare import prepare_data
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.models import config_from_hf
-from jaxglue.recipe import load_config
+from jaxglue.recipe import find_recipe, load_config
 from jaxglue.training.config import TrainConfig
+from jaxglue.training.record import read_metrics
+from jaxglue.training.train import train
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +37,12 @@ def made(folder, tmp_path_factory):
 
 
 def test_script_reproduces_the_shipped_files(folder, made):
-    for name in ("chats.jsonl", "pairs.jsonl"):
+    for name in ("chats.jsonl", "pairs.jsonl", "digits.jsonl"):
         assert (made / name).read_bytes() == (folder / name).read_bytes()
-    shipped, fresh = (load_tokenizer(root / "model") for root in (folder, made))
-    assert fresh.get_vocab() == shipped.get_vocab()
-    assert fresh.chat_template == shipped.chat_template
+    for name in ("model", "digits"):
+        shipped, fresh = (load_tokenizer(root / name) for root in (folder, made))
+        assert fresh.get_vocab() == shipped.get_vocab()
+        assert fresh.chat_template == shipped.chat_template
 
 
 def test_recipe_fits_model_and_data(folder, recipe, tmp_path, monkeypatch):
@@ -57,3 +61,12 @@ def test_sample_prompts_are_not_trained_on(folder, recipe):
     asked = {message["content"] for chat in chats for message in chat if message["role"] == "user"}
     assert recipe.run.sample_prompt
     assert not asked & set(recipe.run.sample_prompt)
+
+
+@pytest.mark.slow
+def test_a_random_model_learns_from_a_reward_alone(tmp_path):
+    recipe = load_config(TrainConfig, find_recipe("quickstart-grpo"))
+    config = dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, output=tmp_path / "run", steps=45))
+    rewards = [line["reward"] for line in read_metrics(train(config).metrics)]
+    assert np.mean(rewards[:3]) < 0.1
+    assert np.mean(rewards[-5:]) > 0.7

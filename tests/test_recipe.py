@@ -1,8 +1,11 @@
 """Recipes: shipped ones, YAML, misplaced keys, and those of other programs."""
 
+import json
+
 import pytest
 
 from jaxglue.cli import parse_config
+from jaxglue.data.readers import read_rows
 from jaxglue.recipe import find_recipe, from_settings, load_config, shipped_recipes
 from jaxglue.training.config import TrainConfig
 
@@ -231,3 +234,149 @@ def test_the_last_turn_alone_by_other_names(tmp_path, line):
     assert load_config(TrainConfig, tmp_path / "recipe.yaml").data.loss_on == "last-turn"
     flags = ["--data", "x", "--model", "m", "--train-on", "last-turn"]
     assert parse_config(TrainConfig, flags).data.loss_on == "last-turn"
+
+
+UNPACKED = """model_name_or_path: m
+cutoff_len: 2048
+finetuning_type: lora
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 8
+"""
+
+
+def test_recipes_that_do_not_pack_keep_their_documents_per_step(write, caplog):
+    run = load_config(TrainConfig, write(f"{UNPACKED}dataset_dir: none\ndata: x\n")).run
+    assert (run.documents_per_step, run.batch_size, run.gradient_accumulation_steps) == (16, 1, 1)
+    assert "a step has the 16 documents" in caplog.text
+    for packing in ("packing: true", "neat_packing: true", "stage: pt"):
+        run = load_config(TrainConfig, write(f"{UNPACKED}data: x\n{packing}\n")).run
+        assert (run.documents_per_step, run.per_device_batch_size, run.gradient_accumulation_steps) == (None, 2, 8)
+    axolotl = "base_model: m\ndatasets: [{path: a.jsonl}]\ngradient_accumulation_steps: 4\n"
+    assert load_config(TrainConfig, write(axolotl)).run.documents_per_step == 4
+    assert (
+        load_config(
+            TrainConfig, write("model_name_or_path: m\ndata: x\ngradient_accumulation_steps: 2\n")
+        ).run.documents_per_step
+        == 16
+    )
+
+
+def test_alpaca_rows_of_llama_factory_are_chats(write, caplog):
+    assert load_config(TrainConfig, write(f"{UNPACKED}data: x\n")).data.format == "auto_chat"
+    assert "rendered with the chat template" in caplog.text
+    assert load_config(TrainConfig, write("base_model: m\ndatasets: [{path: a.jsonl}]\n")).data.format == "auto"
+
+
+DATASET_INFO = {
+    "chats": {"file_name": "chats.json", "formatting": "sharegpt", "columns": {"messages": "turns", "system": "rules"}},
+    "plain": {"file_name": "plain.json", "columns": {"prompt": "ask", "response": "say"}},
+    "pairs": {"hf_hub_url": "o/pairs", "subset": "fine", "split": "held", "ranking": True},
+    "judged": {
+        "file_name": "judged.json",
+        "formatting": "sharegpt",
+        "columns": {"messages": "messages", "kto_tag": "ok"},
+    },
+    "seen": {"file_name": "seen.json", "columns": {"images": "images"}},
+    "far": {"ms_hub_url": "o/far"},
+    "roles": {"file_name": "r.json", "formatting": "sharegpt", "tags": {"role_tag": "role", "user_tag": "asker"}},
+}
+
+
+def test_named_data_sets_of_llama_factory_are_found(write, tmp_path):
+    (tmp_path / "dataset_info.json").write_text(json.dumps(DATASET_INFO))
+    head = f"{UNPACKED}dataset_dir: {tmp_path}\n"
+    config = load_config(TrainConfig, write(f"{head}dataset: chats, plain\neval_dataset: judged\nmax_samples: 9\n"))
+    chats, plain = config.data.sources
+    assert (chats.name, chats.columns, chats.format) == (
+        f"{tmp_path}/chats.json",
+        {"messages": "turns", "system": "rules"},
+        "auto_chat",
+    )
+    assert (plain.columns, plain.format, plain.rows) == ({"instruction": "ask", "output": "say"}, "alpaca_chat", 9)
+    assert config.data.eval_sources[0].columns == {"kto_tag": "ok"}
+    (pairs,) = load_config(TrainConfig, write(f"{head}dataset: [pairs]\nstage: dpo\n")).data.sources
+    assert (pairs.name, pairs.split, pairs.format, pairs.rows) == ("hf:o/pairs:fine", "held", "auto_chat", None)
+    for name, message in (
+        ("none", r"dataset: none: .*dataset_info.json does not describe it; it has chats, plain"),
+        ("seen", "dataset: seen: columns: images is not read: only text is trained on"),
+        ("far", "dataset: far: ms_hub_url: only files and the Hugging Face hub are read"),
+        ("roles", r"dataset: roles: tags: user_tag: expected human \| user, got 'asker'"),
+    ):
+        with pytest.raises(ValueError, match=message + r"(.|\n)*learning_rate: .*does not know: shrink"):
+            load_config(TrainConfig, write(f"{head}dataset: {name}\nlearning_rate: fast\nshrink: 1\n"))
+
+
+def test_wandb_project_switches_the_tracker_on(write):
+    run = load_config(TrainConfig, write("base_model: m\ndatasets: [{path: a}]\nwandb_project: p\nwandb_name: n\n")).run
+    assert (run.log_to, run.log_project, run.log_name) == (("tensorboard", "wandb"), "p", "n")
+    run = load_config(TrainConfig, write("base_model: m\ndatasets: [{path: a}]\nwandb_project: ''\nwandb_name:\n")).run
+    assert (run.log_to, run.log_project, run.log_name) == (("tensorboard",), None, None)
+
+
+def test_what_changes_the_result_is_listed_first(write, caplog):
+    load_config(
+        TrainConfig,
+        write("base_model: m\ndatasets: [{path: a}]\ntf32: true\nsample_packing: true\nchat_template: llama3\n"),
+    )
+    first, *others = caplog.text.partition("\n  - ")[2].split("\n  - ")
+    assert first.startswith("left out, and the result may differ: template (the tokenizer's own") and len(others) == 2
+
+
+AXOLOTL_ROWS = {
+    "context_qa.load_v2": ({"context": "C", "question": "Q", "answer": "A"}, "Context: C\nQuestion: Q\n", "Answer: A"),
+    "alpaca_w_system.load_open_orca": (
+        {"system_prompt": "S", "question": "Q", "response": "A"},
+        "### System:\nS\n### Human:\nQ\n### Assistant:\n",
+        "A",
+    ),
+    "alpaca_w_system.load_instruct": (
+        {"system": "S", "instruction": "I", "input": "X", "output": "A"},
+        "### System:\nS\n\n### Instruction:\nI\n\n### Input:\nX\n\n### Response:\n",
+        "A",
+    ),
+    "alpaca_w_system": ({"system": "", "instruction": "I", "input": "", "output": "A"}, "USER: I\nASSISTANT:", "A"),
+}
+OWN = {
+    "field_instruction": "my q",
+    "field_output": "a",
+    "field_input": "x",
+    "format": "[{instruction}|{input}]",
+    "no_input_format": "[{instruction}] {{",
+    "system_prompt": "S",
+}
+
+
+@pytest.mark.parametrize("kind", AXOLOTL_ROWS)
+def test_prompts_of_axolotl_types_are_made_of_columns(write, tmp_path, kind):
+    row, prompt, completion = AXOLOTL_ROWS[kind]
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    (source,) = load_config(
+        TrainConfig, write(f"base_model: m\ndatasets: [{{path: {tmp_path}/a.jsonl, type: {kind}}}]\n")
+    ).data.sources
+    assert [found.value for found in read_rows(source)] == [{"prompt": prompt, "completion": completion}]
+
+
+def test_an_own_type_of_axolotl_names_fields_and_formats(write, tmp_path):
+    rows = [
+        {"my q": "Q", "x": "X", "a": "A"},
+        {"my q": "Q", "x": "", "a": "A"},
+        {"my q": "{{ a }}", "a": "A"},
+        {"a": "A"},
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = {"base_model": "m", "datasets": [{"path": str(tmp_path / "a.jsonl"), "type": OWN}]}
+    (source,) = load_config(TrainConfig, write(json.dumps(recipe))).data.sources
+    found = read_rows(source)
+    assert [next(found).value["prompt"] for _ in range(3)] == ["S[Q|X]", "S[Q] {", "S[{{ a }}] {"]
+    with pytest.raises(
+        ValueError, match=r"a.jsonl:4: its prompt or completion cannot be made: .*my q.*; its columns are 'a'"
+    ):
+        next(found)
+    for key, value, message in (
+        ("format", "{name}", "a format may name instruction, input, got {name}"),
+        ("shape", "x", "type: unknown shape"),
+        ("field_output", None, "type: field_output is missing"),
+    ):
+        wrong = {**recipe, "datasets": [{"path": "a.jsonl", "type": {**OWN, key: value}}]}
+        with pytest.raises(ValueError, match=message):
+            load_config(TrainConfig, write(json.dumps(wrong)))

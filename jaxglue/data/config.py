@@ -14,12 +14,14 @@ from jaxglue.spelling import nearest
 HUB_PREFIX = "hf:"
 Format = Literal[
     "auto",
+    "auto_chat",
     "messages",
     "conversations",
     "prompt_completion",
     "alpaca",
     "alpaca_chat",
     "question_answer",
+    "segments",
     "text",
     "preference",
     "labeled",
@@ -55,10 +57,19 @@ class Source(Config):
     """Passes over the source in an epoch."""
     share: Annotated[float, Range(ge=0, lt=1)] = 0.0
     """Share of an epoch's tokens; 0 leaves the choice to `weight`."""
+    rows: PositiveInt | None = None
+    """First rows to read, and no others."""
+    prompt: str = ""
+    """Jinja text over a row's columns, by name or as `row["name"]`, that makes its prompt; the row then is of format
+    prompt_completion."""
+    completion: str = ""
+    """Jinja text that makes its completion."""
 
     def validate(self) -> None:
         """Refuse malformed columns, and two kinds of weight."""
         _ = self.columns
+        if bool(self.prompt) != bool(self.completion):
+            raise ValueError(f"{self.name}: give both prompt and completion, or neither")
         if self.share and self.weight != 1:
             raise ValueError(f"{self.name}: weight and share are both given: leave one out")
 
@@ -155,7 +166,8 @@ class DataConfig(Config):
     split: Annotated[str, Alias("dataset_train_split", "dataset_split")] = "train"
     """Split of a `datasets` folder or hub data set."""
     format: Format = "auto"
-    """Row format; `auto` detects it from the first row's keys and reports it."""
+    """Row format; `auto` detects it from the first row's keys and reports it; `auto_chat` takes Alpaca's rows for
+    chats, too, as LLaMA-Factory does."""
     columns: str = ""
     """New and old names of columns to rename, such as prompt=question,completion=answer."""
     system: Annotated[str, Alias("default_system", "default_system_message")] = ""
@@ -225,6 +237,8 @@ class DataConfig(Config):
             raise ValueError("streaming: nothing can be sampled from a stream: use eval_data in place of eval_fraction")
         if any(source.weight != 1 for source in self.sources) or self.mix_temperature != 1:
             raise ValueError("streaming: a stream's size is unknown: give its sources shares, not weights")
+        if any(source.rows for source in self.sources):
+            raise ValueError("streaming: a stream has no first rows: end it with --steps, and leave out rows=")
         if len(self.sources) > 1 and not all(source.share for source in self.sources):
             raise ValueError("streaming: several sources need a share each, such as chats.jsonl?share=0.7")
 

@@ -11,7 +11,17 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.config import NO_COLUMNS, Columns
 from jaxglue.data.files import Row
-from jaxglue.data.formats import ANSWER_KEYS, CHATS, PAIR_COLUMNS, PAIRS, read_answers, read_number, read_row
+from jaxglue.data.formats import (
+    ANSWER_KEYS,
+    CHATS,
+    PAIR_COLUMNS,
+    PAIRS,
+    Segments,
+    Text,
+    read_answers,
+    read_number,
+    read_row,
+)
 from jaxglue.data.limits import memory_limit, template_time_limit
 from jaxglue.data.messages import Chat, Messages, Tools, read_weight
 from jaxglue.data.store import TOKEN_BYTES, Encoded
@@ -169,11 +179,13 @@ class Encoder:
         self._findings.update(found)
         return documents
 
-    def _pieces(self, content: Chat | list[str], row_trained: bool, found: set[str]) -> Pieces:
+    def _pieces(self, content: Text | Segments, row_trained: bool, found: set[str]) -> Pieces:
         """Return a document's pieces; add to the findings of its row."""
         if isinstance(content, Chat):
             pieces = self._chat_pieces(content)
             found |= self._template.split if self._template else set()
+        elif isinstance(content, Segments):
+            pieces = [*zip(content.texts, [self._all or trained for trained in content.trained], strict=True)]
         else:
             pieces = self._text_pieces(content)
             if self._bos and "".join(content).startswith(self._ends[0]):

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxglue.data.config import NO_COLUMNS, Columns
 from jaxglue.data.files import Row
@@ -16,6 +16,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "alpaca": ("instruction", "output"),
     "alpaca_chat": ("instruction", "output"),
     "question_answer": ("question", "answer"),
+    "segments": ("segments",),
     "text": ("text",),
 }
 """Required keys by format, in order of detection."""
@@ -33,6 +34,15 @@ _UNREAD = {
 """Remedies by keys of other programs' chats that change the conversation, and are not read."""
 _MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 """Keys of what the chats and answers of other programs' rows speak of."""
+
+
+class Segments(NamedTuple):
+    """Texts that follow each other as they are, each trained on or not."""
+
+    texts: list[str]
+    trained: list[bool]
+
+
 Text = Chat | list[str]
 """A conversation, or the strings of a prompt and its answer."""
 AnswerTexts = tuple[Text | None, Text | None]
@@ -57,7 +67,7 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
     "alpaca": ("input", "history", "system"),
     "alpaca_chat": ("input", "history", "system"),
     "question_answer": ("system",),
-    PAIRS: ("prompt", "margin", *_CHAT),
+    PAIRS: ("prompt", "margin", "instruction", "input", *_CHAT),
     "labeled": ("messages", "prompt", "completion", *_CHAT),
 }
 """Keys that a format uses beside its required ones."""
@@ -84,8 +94,8 @@ def detect_format(row: Mapping[str, Any]) -> str:
     )
 
 
-def read_row(row: Mapping[str, Any], format: str) -> Chat | list[str]:
-    """Return the chat of a row, or its strings: a prompt, if any, and a text to train on.
+def read_row(row: Mapping[str, Any], format: str) -> Text | Segments:
+    """Return the chat of a row, its segments, or its strings: a prompt, if any, and a text to train on.
 
     Raises:
         ValueError: a missing key, a value of the wrong type, or a setting that is not read.
@@ -94,7 +104,18 @@ def read_row(row: Mapping[str, Any], format: str) -> Chat | list[str]:
         raise ValueError(f"a row of format {format!r} needs {listed(missing)}; its keys are {listed(row)}")
     if format != "text":
         _refuse_media(row)
-    return with_system(_read_content(row, format), row)
+    return _segments(row["segments"]) if format == "segments" else with_system(_read_content(row, format), row)
+
+
+def _segments(value: Any) -> Segments:
+    """Read axolotl's `input_output`: a list of {"text": …, "label": true where it is trained on}."""
+    if not isinstance(value, list) or not all(
+        isinstance(each, Mapping) and {"text", "label"} <= each.keys() for each in value
+    ):
+        raise ValueError('\'segments\' must be a list of {"text": …, "label": …}')
+    for each in value:
+        _strings(each, "text")
+    return Segments([each["text"] for each in value], [read_flag(each["label"], "label") for each in value])
 
 
 def _refuse_media(row: Mapping[str, Any]) -> None:
@@ -231,6 +252,13 @@ def _pair(row: Mapping[str, Any]) -> AnswerTexts:
     if row["chosen"] == row["rejected"]:
         raise ValueError("'chosen' and 'rejected' are equal, so the row says nothing: remove it")
     prompt, chosen, rejected = row.get("prompt"), _conversation(row["chosen"]), _conversation(row["rejected"])
+    if prompt is None and isinstance(row.get("instruction"), str):  # LLaMA-Factory's rows in Alpaca's form
+        instruction, given, _ = _alpaca({**row, "output": ""})
+        prompt = [{"role": "user", "content": f"{instruction}\n\n{given}" if given else instruction}]
+        chosen, rejected = (
+            [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+            for answer in (chosen, rejected)
+        )
     if prompt is None and isinstance(row["chosen"], Mapping):  # LLaMA-Factory's and axolotl's rows
         prompt = row.get("conversations", row.get("messages"))
     if isinstance(chosen, str) and isinstance(rejected, str):

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypedDict
 
 import grain
 import numpy as np
@@ -49,14 +49,21 @@ class Steps:
     """Batches name the source of each token."""
 
     def __len__(self) -> int:
-        return _steps(self.plan, self.batch_size * self.gradient_accumulation_steps)
+        return len(self._first_rows) - 1
+
+    @cached_property
+    def _first_rows(self) -> Int[np.ndarray, "steps+1"]:
+        return self.plan.step_rows(self.batch_size * self.gradient_accumulation_steps)
 
     def __getitem__(self, step: int) -> Step:
         self.dataset.store.check()
-        rows_per_step = self.batch_size * self.gradient_accumulation_steps
-        rows = np.arange(rows_per_step) + step * rows_per_step
-        micro_batches = rows.reshape(self.gradient_accumulation_steps, self.process_count, -1)
-        documents = self.plan.documents[slice(*self.plan.bounds[np.minimum(rows[[0, -1]] + [0, 1], self.plan.rows)])]
+        first, end = self._first_rows[[step, step + 1]]
+        count = -(-(end - first) // self.batch_size)
+        # Empty rows complete the last micro-batch.
+        rows = np.arange(first, first + count * self.batch_size)
+        rows[rows >= end] = self.plan.rows
+        micro_batches = rows.reshape(count, self.process_count, -1)
+        documents = self.plan.documents[slice(*self.plan.bounds[np.minimum([first, end], self.plan.rows)])]
         batches = tuple(self._own_rows(rows, documents) for rows in micro_batches)
         self.dataset.store.release()
         return Step(
@@ -84,6 +91,15 @@ class Steps:
         return replace(batch, sources=sources)
 
 
+class BatchState(TypedDict):
+    """Position of the next step, and the settings that the order of data depends on, as JSON."""
+
+    epoch: int
+    steps: dict[str, Any]
+    """Grain's position in the epoch."""
+    run: dict[str, Any]
+
+
 class BatchIterator(Iterator[Step]):
     """Iterator over optimizer steps that visits every document once per epoch, or as often as its source's weight says.
 
@@ -97,6 +113,8 @@ class BatchIterator(Iterator[Step]):
         gradient_accumulation_steps: micro-batches in a step.
         seed: of shuffling.
         epochs: number of epochs; None for endless.
+        documents_per_step: documents in a step, in as many micro-batches as their rows take; None for steps of
+            `gradient_accumulation_steps` micro-batches of full rows.
         max_segments: maximum documents per row, rounded up to a power of two; by default the first epoch's maximum.
         process_index, process_count: select this process's `B / process_count` rows of every micro-batch; batches and
             state do not depend on the number of processes.
@@ -114,11 +132,13 @@ class BatchIterator(Iterator[Step]):
         gradient_accumulation_steps: int = 1,
         seed: int = 0,
         epochs: int | None = None,
+        documents_per_step: int | None = None,
         max_segments: int | None = None,
         process_index: int = 0,
         process_count: int = 1,
     ):
-        _check_sizes(epochs=1 if epochs is None else epochs)
+        _check_sizes(epochs=1 if epochs is None else epochs, documents_per_step=documents_per_step or 1)
+        self._documents_per_step = documents_per_step
         self._dataset, self._seq_len, self._seed, self._epochs = dataset, seq_len, seed, epochs
         self._sizes: dict[str, Any] = {
             "batch_size": batch_size,
@@ -129,7 +149,7 @@ class BatchIterator(Iterator[Step]):
         first = self._plan(0, segment_bucket(max_segments) if max_segments else None)
         self.max_segments = segment_bucket(max_segments or first.max_segments)
         """Segment slots S of every batch."""
-        self.steps_per_epoch = _steps(first, batch_size * gradient_accumulation_steps)
+        self.steps_per_epoch = self._count_steps(first)
         """Optimizer steps in the first epoch; other epochs may differ by a few."""
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="packing")
         self._start(0, first)
@@ -144,8 +164,7 @@ class BatchIterator(Iterator[Step]):
         """Count the optimizer steps of all epochs; None if endless."""
         if self._epochs is None:
             return None
-        rows_per_step = self._sizes["batch_size"] * self._sizes["gradient_accumulation_steps"]
-        later = (_steps(self._plan(epoch, self.max_segments), rows_per_step) for epoch in range(1, self._epochs))
+        later = (self._count_steps(self._plan(epoch, self.max_segments)) for epoch in range(1, self._epochs))
         return self.steps_per_epoch + sum(later)
 
     def __iter__(self) -> "BatchIterator":
@@ -176,11 +195,11 @@ class BatchIterator(Iterator[Step]):
         state, self._dataset = self.get_state(), dataset
         self.set_state(state)
 
-    def get_state(self) -> dict[str, Any]:
-        """Return a JSON-able state: the next step's position and the settings behind it."""
+    def get_state(self) -> BatchState:
+        """Return a JSON-able state."""
         return {"epoch": self._epoch, "steps": self._steps.get_state(), "run": self._run()}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: BatchState) -> None:
         """Continue from a state of `get_state`.
 
         Raises:
@@ -198,11 +217,17 @@ class BatchIterator(Iterator[Step]):
 
     def _run(self) -> dict[str, Any]:
         fixed = {"data": self._dataset.fingerprint, "seed": self._seed, "seq_len": self._seq_len}
+        if self._documents_per_step is not None:
+            fixed["documents_per_step"] = self._documents_per_step
         return {**fixed, **self._sizes, "max_segments": self.max_segments}
 
     def _plan(self, epoch: int, max_segments: int | None) -> PackPlan:
         run: dict[str, Any] = {"seq_len": self._seq_len, "seed": self._seed}
+        run["documents_per_step"] = self._documents_per_step
         return plan_dataset_epoch(self._dataset, epoch=epoch, max_segments=max_segments, **run)
+
+    def _count_steps(self, plan: PackPlan) -> int:
+        return len(plan.step_rows(self._sizes["batch_size"] * self._sizes["gradient_accumulation_steps"])) - 1
 
     def _start(self, epoch: int, plan: PackPlan) -> None:
         """Begin an epoch and plan the next in the background."""
@@ -255,10 +280,6 @@ class EvalBatches:
 def read_ahead(steps: Steps) -> grain.DatasetIterator:
     """Return a prefetching iterator over the steps, with a JSON-able state."""
     return iter(grain.MapDataset.source(steps).to_iter_dataset(_READ_AHEAD))
-
-
-def _steps(plan: PackPlan, rows_per_step: int) -> int:
-    return -(-plan.rows // rows_per_step)
 
 
 def check_run(saved: dict[str, Any], now: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Mixing of sources: the documents of an epoch, by passes over each source."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -49,15 +50,17 @@ def plan_dataset_epoch(
     seed: int,
     epoch: int,
     max_segments: int | None = None,
+    documents_per_step: int | None = None,
     advance: Advance = ignore,
 ) -> PackPlan:
     """Pack the documents of an epoch as a function of these arguments alone."""
     run: dict[str, Any] = {"seq_len": seq_len, "seed": seed, "epoch": epoch, "advance": advance}
+    run |= {"max_segments": max_segments, "documents_per_step": documents_per_step}
     if dataset.sources is None or set(dataset.passes) == {1.0}:
-        return plan_epoch(dataset.lengths, **run, max_segments=max_segments)
+        return plan_epoch(dataset.lengths, **run)
     chosen = epoch_documents(dataset, seed, epoch)
-    plan = plan_epoch(dataset.lengths[chosen], **run, max_segments=max_segments)
-    return PackPlan(documents=chosen[plan.documents], bounds=plan.bounds)
+    plan = plan_epoch(dataset.lengths[chosen], **run)
+    return replace(plan, documents=chosen[plan.documents])
 
 
 def epoch_documents(dataset: TokenDataset, seed: int, epoch: int) -> Int[np.ndarray, "documents"]:

@@ -4,6 +4,7 @@ from array import array
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -21,6 +22,9 @@ class PackPlan:
 
     documents: Int[np.ndarray, "documents"]
     bounds: Int[np.ndarray, "rows+1"]
+    steps: Int[np.ndarray, "steps+1"] | None = None
+    """First row of each step, and the number of rows, where steps have a number of documents; else steps have a number
+    of rows."""
 
     @property
     def rows(self) -> int:
@@ -36,6 +40,12 @@ class PackPlan:
         """Return the maximum number of documents in a row."""
         return int(np.diff(self.bounds).max(initial=0))
 
+    def step_rows(self, rows_per_step: int) -> Int[np.ndarray, "steps+1"]:
+        """Return the first row of each step, and the end of the last one, which may lie past the last row."""
+        if self.steps is not None:
+            return self.steps
+        return np.arange(0, self.rows + rows_per_step, rows_per_step)
+
 
 def plan_packing(
     lengths: Int[np.ndarray, "documents"],
@@ -43,12 +53,13 @@ def plan_packing(
     seq_len: int,
     max_segments: int | None = None,
     rng: np.random.Generator | None = None,
+    documents_per_step: int | None = None,
     advance: Advance = ignore,
 ) -> PackPlan:
     """Pack every document once into rows of `seq_len` tokens with at most `max_segments` documents.
 
-    With `rng`, documents are shuffled before packing and rows afterwards. `advance` is called with the bytes of the
-    tokens packed so far.
+    With `rng`, documents are shuffled before packing and rows afterwards. With `documents_per_step`, the documents of
+    each step are packed by themselves. `advance` is called with the bytes of the tokens packed so far.
 
     Raises:
         ValueError: a document is longer than a row.
@@ -58,11 +69,35 @@ def plan_packing(
             f"a document has {longest} tokens, but seq_len={seq_len}: prepare the data with the same seq_len"
         )
     order = np.arange(len(lengths)) if rng is None else rng.permutation(len(lengths))
+    if documents_per_step is not None:
+        return _plan_steps(lengths, order, documents_per_step, seq_len, max_segments, advance)
     rows, count = best_fit(lengths[order], seq_len=seq_len, max_segments=max_segments, advance=advance)
     if rng is not None:
         rows = rng.permutation(count)[rows]
     bounds = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=count))])
     return PackPlan(documents=order[np.argsort(rows, kind="stable")], bounds=bounds)
+
+
+def _plan_steps(
+    lengths: Int[np.ndarray, "documents"],
+    order: Int[np.ndarray, "documents"],
+    documents_per_step: int,
+    seq_len: int,
+    max_segments: int | None,
+    advance: Advance,
+) -> PackPlan:
+    """Pack each step's documents, which follow each other in `order`, into rows of their own."""
+    steps, counts, rows = [0], [], []
+    for first in range(0, len(order), documents_per_step):
+        step = lengths[order[first : first + documents_per_step]]
+        own, count = best_fit(step, seq_len=seq_len, max_segments=max_segments)
+        advance(TOKEN_BYTES * int(step.sum()))
+        rows.append(own + steps[-1])
+        counts.append(np.bincount(own, minlength=count))
+        steps.append(steps[-1] + count)
+    bounds = np.concatenate([[0], np.cumsum(np.concatenate([*counts, np.zeros(0, np.int64)]))])
+    packed = np.argsort(np.concatenate([*rows, np.zeros(0, np.int64)]), kind="stable")
+    return PackPlan(documents=order[packed], bounds=bounds.astype(np.int64), steps=np.array(steps))
 
 
 def plan_epoch(
@@ -72,11 +107,12 @@ def plan_epoch(
     seed: int,
     epoch: int,
     max_segments: int | None = None,
+    documents_per_step: int | None = None,
     advance: Advance = ignore,
 ) -> PackPlan:
     """Pack an epoch as a function of these arguments alone."""
-    rng = np.random.default_rng([seed, epoch])
-    return plan_packing(lengths, seq_len=seq_len, max_segments=max_segments, rng=rng, advance=advance)
+    sizes: dict[str, Any] = {"max_segments": max_segments, "documents_per_step": documents_per_step}
+    return plan_packing(lengths, seq_len=seq_len, rng=np.random.default_rng([seed, epoch]), advance=advance, **sizes)
 
 
 def best_fit(

@@ -14,11 +14,12 @@ from jaxglue.data.answers import AnswerDataset, select_answers
 from jaxglue.data.config import NO_COLUMNS, AnswerTask, Columns, DataConfig, Source, short_names
 from jaxglue.data.dataset import Selection, TokenDataset, hold_out, join_selections, select_documents
 from jaxglue.data.encode import DOUBLED_BOS
-from jaxglue.data.formats import unused_note
+from jaxglue.data.formats import read_row, unused_note
+from jaxglue.data.messages import Chat
 from jaxglue.data.mixing import check_epoch, passes_per_epoch, plan_dataset_epoch
 from jaxglue.data.packing import PackPlan
 from jaxglue.data.progress import DataProgress, NoProgress
-from jaxglue.data.readers import SAVED_INFO
+from jaxglue.data.readers import SAVED_INFO, read_rows
 from jaxglue.data.report import DataReport, SourceReport, split_report
 from jaxglue.data.store import TOKEN_BYTES, TokenStore
 from jaxglue.data.stream import TokenStream, Window
@@ -97,6 +98,7 @@ def prepare_data(
         sources=tuple(_source_reports([one for one, _ in groups[0]], train, plans[0])),
         notes=(
             *_notes([[one for one, _ in group] for group in groups]),
+            *_template_notes(tokenized, tokenizer),
             *_row_notes(train.store, config, tokenizer, ends=task is None or not task.scored),
             *_label_notes(train),
         ),
@@ -224,6 +226,21 @@ def _label_notes(train: TokenDataset) -> Iterator[str]:
     if isinstance(train, AnswerDataset) and train.task.labeled and len({*train.desirable.tolist()}) == 1:
         label = "true" if train.desirable[0] else "false"
         yield f"all answers have the label {label}: nothing is learned about the other kind; add rows with it"
+
+
+def _template_notes(sources: Iterable[Tokenized], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Yield one line for each source of prompts and answers that go past the tokenizer's chat template."""
+    remedies = {
+        "alpaca": "--format alpaca_chat renders them as chats",
+        "prompt_completion": "write prompt and completion as lists of messages to render them as chats",
+    }
+    for one in sources if tokenizer.chat_template else ():
+        head = next(read_rows(one.source)) if one.format in remedies else None
+        if head and not isinstance(read_row(head.value, one.format), Chat):
+            yield (
+                f"{one.source}: rows of format {one.format} are plain text, without the tokenizer's chat template: "
+                f"{remedies[one.format]}"
+            )
 
 
 _CHECKED = 256

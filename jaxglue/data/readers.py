@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from jaxglue.data.config import HUB_PREFIX, Source
 from jaxglue.data.files import SUFFIXES, Row, expected_files, file_rows, file_type
 from jaxglue.data.hub_client import checked_answers
 from jaxglue.data.messages import listed
+from jaxglue.data.patterns import pair_renderer
 from jaxglue.json_file import without_nulls
 
 SAVED_INFO = ("state.json", "dataset_dict.json", "dataset_info.json")
@@ -34,7 +35,7 @@ def read_rows(source: Source) -> Iterator[Row]:
         ValueError: a missing source, an unknown file type, malformed content (with file and line), a row that is not an
             object, or one without a column to rename.
     """
-    return chain.from_iterable(part() for part in source_parts(source))
+    return islice(chain.from_iterable(part() for part in source_parts(source)), source.rows)
 
 
 def source_parts(source: Source) -> "list[Callable[..., Iterator[Row]]]":
@@ -43,13 +44,19 @@ def source_parts(source: Source) -> "list[Callable[..., Iterator[Row]]]":
     Raises:
         ValueError: a missing source, or no data file in it.
     """
+    parts: list[Callable[..., Iterator[Row]]]
     if source.name.startswith(HUB_PREFIX):
         parts = [partial(_arrow_rows, _load_from_hub(source), source.name)]
     elif _is_saved_dataset(Path(source.name)):
         parts = [partial(_arrow_rows, _load_saved(source), source.name)]
     else:
         parts = [partial(file_rows, path) for path in data_files(source.name)]
-    return [partial(_renamed_rows, part, source.columns) for part in parts] if source.columns else [*parts]
+    if source.columns:
+        parts = [partial(_changed_rows, part, partial(_renamed, columns=source.columns)) for part in parts]
+    if source.prompt:
+        render = pair_renderer(source.prompt, source.completion)
+        parts = [partial(_changed_rows, part, partial(_rendered, render=render)) for part in parts]
+    return [*parts]
 
 
 def row_chunks(rows: Iterable[Row], most: int) -> Iterator[tuple[Row, ...]]:
@@ -116,8 +123,16 @@ def hub_fingerprint(source: Source) -> str:
     return _load_from_hub(source)._fingerprint
 
 
-def _renamed_rows(part: Callable[..., Iterator[Row]], columns: dict[str, str], skip: int = 0) -> Iterator[Row]:
-    return (_renamed(row, columns) for row in part(skip))
+def _changed_rows(part: Callable[..., Iterator[Row]], change: Callable[[Row], Row], skip: int = 0) -> Iterator[Row]:
+    return map(change, part(skip))
+
+
+def _rendered(row: Row, render: Callable[[dict[str, Any]], dict[str, str]]) -> Row:
+    """Return a row of prompt and completion, made of another's columns."""
+    try:
+        return Row(row.origin, render(row.value), row.size)
+    except ValueError as error:
+        raise ValueError(f"{row.origin}: {error}") from error
 
 
 def _renamed(row: Row, columns: dict[str, str]) -> Row:

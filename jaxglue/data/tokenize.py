@@ -177,12 +177,13 @@ def find_format(head: Sequence[Row], source: Source, detect: Callable[[Any], str
     """
     if not head:
         raise ValueError(f"the data set is empty: no rows in {source}")
-    if source.format != "auto":
+    if source.format not in ("auto", "auto_chat"):
         return source.format
     try:
-        return detect(head[0].value)
+        found = detect(head[0].value)
     except ValueError as error:
         raise ValueError(f"{head[0].origin}: {error}") from error
+    return "alpaca_chat" if (found, source.format) == ("alpaca", "auto_chat") else found
 
 
 def _encode(encoder: Encoder, rows: Iterable[Row], workers: int) -> Iterator[tuple[Encoded, float]]:
@@ -213,7 +214,8 @@ def cache_key(
     settings = [source.split, source.format, source.loss_on, source.system, source.columns]
     model = [tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, tokenizer.special_tokens_map]
     further = {**columns}.items() - (PAIR_COLUMNS.items() if preferences else {}.items())
-    rows = [*(["preferences 2"] if preferences else []), *([sorted(further)] if further else [])]
+    rows: list[Any] = [*(["preferences 2"] if preferences else []), *([sorted(further)] if further else [])]
+    rows += [source.rows, source.prompt, source.completion] if source.rows or source.prompt else []
     rows += [sorted(encoding.items())] if encoding else []
     return content_key(version, files, *settings, *model, *rows)
 

@@ -9,7 +9,9 @@ from typing import Any
 
 from jaxglue.config import KEEP, Kind, groups, plain_fields
 from jaxglue.dialects.data_sets import with_our_data
-from jaxglue.dialects.left_out import NOTES, REFUSED
+from jaxglue.dialects.dataset_info import described_sources
+from jaxglue.dialects.left_out import CHANGES, NOTES, REFUSED
+from jaxglue.dialects.meaning import use_chats, use_documents, use_wandb
 from jaxglue.dialects.values import CONVERTERS, Nested, with_objective
 from jaxglue.spelling import nearest
 
@@ -19,16 +21,22 @@ _logger = logging.getLogger(__name__)
 def translate(recipe: Mapping[str, Any], cls: type, where: str) -> Nested:
     """Return the values of another program's flat recipe by our groups and fields, those of groups one level down.
 
-    Settings in `NOTES` are named in a warning and left out.
+    What the program does where its recipe says nothing is translated, too: all weights are trained, documents are not
+    packed. Settings in `NOTES` are left out, and listed in a warning.
 
     Raises:
         ValueError: names all the settings that are not known, or whose values are not.
     """
     places = dict(_places(cls))
     values: Nested = {}
-    unknown, wrong = [], []
-    left_out: dict[str, list[str]] = {}
-    for key, value in {**_method(recipe), **with_objective(with_our_data(recipe, where), where)}.items():
+    unknown, wrong, left_out = [], list[str](), dict[str, list[str]]()
+    ours: dict[str, Any] = dict(recipe)
+    for step in (described_sources, with_our_data, with_objective):
+        try:
+            ours = step(ours, where)
+        except ValueError as error:
+            wrong.append(str(error).removeprefix(where))
+    for key, value in {**_method(recipe), **ours}.items():
         try:
             if key in CONVERTERS:
                 _merge(values, CONVERTERS[key](value))
@@ -52,10 +60,18 @@ def translate(recipe: Mapping[str, Any], cls: type, where: str) -> Nested:
         wrong.append(f"settings that jaxglue does not know: {', '.join(unknown)}. Remove them to go on")
     if wrong:
         raise ValueError(where + "; ".join(wrong))
-    if left_out:
-        notes = (f"{', '.join(names)} ({reason})" for reason, names in left_out.items())
-        _logger.warning("%sleft out: %s", where, "; ".join(notes))
+    use_wandb(recipe, values)
+    notes = [note for note in (use_documents(recipe, values), use_chats(recipe, values)) if note]
+    if lines := [*notes, *_left_out(left_out)]:
+        _logger.warning("%s%s", where, "".join(f"\n  - {line}" for line in lines))
     return values
+
+
+def _left_out(reasons: Mapping[str, list[str]]) -> Iterator[str]:
+    """Yield a line for each reason with its settings, those that change the result first."""
+    for reason in sorted(reasons, key=lambda reason: (reason not in CHANGES, reason == "off")):
+        change = "left out, and the result may differ" if reason in CHANGES else "left out"
+        yield f"{change}: {', '.join(reasons[reason])} ({reason})"
 
 
 def _places(cls: type) -> Iterator[tuple[str, tuple[str, str, Kind]]]:

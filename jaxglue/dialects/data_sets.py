@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from string import Formatter
 from typing import Any
 from urllib.parse import quote
 
@@ -10,8 +11,37 @@ _FORMATS = {
     **dict.fromkeys(("chat_template", "sharegpt", "chat", "chat_template.default", "chat_template.argilla"), "auto"),
     "bradley_terry.chat_template": "auto",
     **{"alpaca": "alpaca", "alpaca_chat.load_qa": "question_answer", "completion": "text", "pretrain": "text"},
+    "input_output": "segments",
 }
 """Row formats by axolotl's types."""
+_SYSTEM = "{% if system %}### System:\n{{ system }}\n\n{% endif %}"
+_ORCA = (
+    "{% if system_prompt %}### System:\n{{ system_prompt }}\n{% endif %}### Human:\n{{ question }}\n### Assistant:\n"
+)
+_INSTRUCT = (
+    "{% if input %}### Instruction:\n{{ instruction }}\n\n### Input:\n{{ input }}\n\n### Response:\n"
+    "{% else %}### Instruction:\n{{ instruction }}\n\n### Response:\n{% endif %}"
+)
+_CHAT = "USER: {{ instruction }}\n{% if input %}{{ input }}\n{% endif %}ASSISTANT:"
+_CONTEXT = "Use the following contextual information to concisely answer the question.\n"
+_PATTERNS: dict[str, tuple[str, str]] = {
+    "alpaca_w_system.load_open_orca": (_ORCA, "{{ response }}"),
+    "alpaca_w_system.load_instruct": (_SYSTEM + _INSTRUCT, "{{ output }}"),
+    **dict.fromkeys(("alpaca_w_system", "alpaca_w_system.load_chat"), (_SYSTEM + _CHAT, "{{ output }}")),
+    "context_qa": (_CONTEXT + "USER: {{ article }}\n===\n{{ question }}\nASSISTANT:", "{{ answer }}"),
+    "context_qa.load_v2": ("Context: {{ context }}\nQuestion: {{ question }}\n", "Answer: {{ answer }}"),
+}
+"""Prompts and completions by axolotl's further types."""
+_CUSTOM = (
+    "system_prompt",
+    "system_format",
+    "field_system",
+    "field_instruction",
+    "field_input",
+    "field_output",
+    "format",
+)
+"""Keys of a type of one's own in axolotl; `no_input_format` may be absent."""
 _THINKING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning that templates read."""
 _ROWS = {"role": ("role", "from"), "content": ("content", "value")}
@@ -68,9 +98,15 @@ def _sources(item: dict[str, Any]) -> list[str]:
 def _row_options(path: str, item: dict[str, Any]) -> dict[str, str]:
     """Return the settings of a data set's rows that differ from the defaults; takes them out of `item`."""
     options: dict[str, str] = {}
-    if not isinstance(kind := item.pop("type", "chat_template"), str) or kind not in _FORMATS:
-        raise ValueError(f"{path}: type: expected {' | '.join(_FORMATS)}, got {kind!r:.100}")
-    if _FORMATS[kind] != "auto":
+    kind = item.pop("type", "chat_template")
+    pattern = _own_pattern(path, kind) if isinstance(kind, dict) else None
+    if isinstance(kind, str):
+        pattern = _PATTERNS.get(kind)
+    if pattern:
+        options["prompt"], options["completion"] = pattern
+    elif not isinstance(kind, str) or kind not in _FORMATS:
+        raise ValueError(f"{path}: type: expected {' | '.join([*_FORMATS, *_PATTERNS])}, got {kind!r:.100}")
+    elif _FORMATS[kind] != "auto":
         options["format"] = _FORMATS[kind]
     if (split := item.pop("split", "train")) != "train":
         options["split"] = str(split)
@@ -99,6 +135,44 @@ def _row_options(path: str, item: dict[str, Any]) -> dict[str, str]:
     if unknown := [*item, *mapping]:
         raise ValueError(f"{path}: settings that jaxglue does not know: {', '.join(unknown)}. Remove them to go on")
     return options
+
+
+def _own_pattern(path: str, kind: dict[str, Any]) -> tuple[str, str]:
+    """Return prompt and completion of a type of one's own in axolotl, with its fields and formats."""
+    kind = {key: value for key, value in kind.items() if value is not None}
+    if unknown := kind.keys() - {*_CUSTOM, "no_input_format"}:
+        raise ValueError(f"{path}: type: unknown {', '.join(sorted(unknown))}: expected {', '.join(_CUSTOM)}")
+    if wrong := [key for key, value in kind.items() if not isinstance(value, str)]:
+        raise ValueError(f"{path}: type: {wrong[0]}: expected a text, got {kind[wrong[0]]!r:.100}")
+    if missing := [key for key in ("field_instruction", "field_output", "format") if key not in kind]:
+        raise ValueError(f"{path}: type: {', '.join(missing)} is missing")
+    given, system = kind.get("field_input"), kind.get("field_system")
+    names = {"instruction": _column(kind["field_instruction"]), "input": _column(given, "") if given else "''"}
+    turn = _as_jinja(kind["format"], names)
+    if given and kind.get("no_input_format") is not None:
+        short = _as_jinja(kind["no_input_format"], names)
+        turn = f"{{% if {names['input']} %}}{turn}{{% else %}}{short}{{% endif %}}"
+    shown = _column(system, kind.get("system_prompt", "")) if system else repr(kind.get("system_prompt", ""))
+    head = _as_jinja(kind.get("system_format", "{system}"), {"system": shown})
+    return f"{{% if {shown} %}}{head}{{% endif %}}{turn}", f"{{{{ {_column(kind['field_output'])} }}}}"
+
+
+def _column(name: str, absent: str | None = None) -> str:
+    """Return a Jinja expression of a row's column, whatever its name."""
+    row = f"row[{name!r}]"
+    return row if absent is None else f"(row[{name!r}] or {absent!r} if {name!r} in row else {absent!r})"
+
+
+def _as_jinja(text: str, names: Mapping[str, str]) -> str:
+    """Return a text of Python's format, with names in braces, as Jinja."""
+    parts = []
+    for literal, name, *_ in Formatter().parse(text):
+        parts.append("{{ " + repr(literal) + " }}" if literal else "")
+        if name is not None:
+            if name not in names:
+                raise ValueError(f"a format may name {', '.join(names)}, got {{{name}}}")
+            parts.append("{{ " + names[name] + " }}")
+    return "".join(parts)
 
 
 def _check_roles(path: str, roles: Any) -> None:

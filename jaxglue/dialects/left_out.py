@@ -36,7 +36,7 @@ _REASONS = {
     "--weights and --embeddings say where weights are": (
         *("device_map", "low_cpu_mem_usage", "lora_on_cpu", "experimental_skip_move_to_device"),
     ),
-    "--memory-limit sets how much of the GPU is planned with": ("gpu_memory_limit", "gpu_memory_utilization"),
+    "--memory-limit sets how much of the GPU the run takes": ("gpu_memory_limit", "gpu_memory_utilization"),
     "--quantize nf4 and int8 are bitsandbytes' formats, nf4 with nested scales": (
         *("bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "use_bnb_nested_quant", "double_quantization"),
         *("bnb_4bit_quant_storage", "bnb_config_kwargs"),
@@ -51,9 +51,8 @@ _REASONS = {
     "--seq-len bounds prompt and answer together": ("max_prompt_length", "truncation_mode"),
     "--on-spike skip leaves out steps whose loss is a spike": ("loss_watchdog_threshold", "loss_watchdog_patience"),
     "metrics.jsonl is always written; --log-to names trackers, their own variables (WANDB_PROJECT) the rest": (
-        *("logging_dir", "plot_loss", "run_name", "logging_first_step", "use_tensorboard"),
-        *("wandb_project", "wandb_entity", "wandb_watch", "wandb_name", "wandb_run_id", "wandb_log_model"),
-        *("mlflow_experiment_name", "comet_project_name", "project", "wandb_mode", "trackio_space_id"),
+        *("logging_dir", "plot_loss", "logging_first_step", "use_tensorboard", "wandb_entity", "wandb_watch"),
+        *("wandb_run_id", "wandb_log_model", "comet_project_name", "wandb_mode", "trackio_space_id"),
     ),
     "--sample-prompt shows answers before and after training": ("eval_table_size", "eval_max_new_tokens"),
     "the tokenizer's own chat template is used, or the Jinja file of --chat-template": ("template", "chat_template"),
@@ -100,6 +99,19 @@ _REASONS = {
 }
 NOTES = {name: reason for reason, names in _REASONS.items() for name in names}
 """Remedies for settings of other programs, by name."""
+CHANGES = {
+    NOTES[name]
+    for name in (
+        "template",
+        "dataset",
+        "max_prompt_length",
+        "dataset_shuffle",
+        "bias",
+        "fp16",
+        "per_device_eval_batch_size",
+    )
+}
+"""Reasons beside which the result may differ."""
 REFUSED = {
     **dict.fromkeys(("tokens", "add_tokens", "new_special_tokens"), "--new-tokens reads them from a file, one a line"),
     **dict.fromkeys(("betas", "adam_betas"), "--beta1 and --beta2 are AdamW's"),

@@ -73,6 +73,15 @@ def _warmup(value: Any) -> Nested:
     return {"optimizer": {"warmup_ratio" if is_share else "warmup_steps": value}}
 
 
+def _wandb(value: Any) -> Nested:
+    """Return the project; an empty one is none."""
+    if value in (None, ""):
+        return {}
+    if not isinstance(value, str):
+        raise ValueError(f"expected a name, got {value!r:.100}")
+    return {"run": {"log_project": value}}
+
+
 def _reward_model(value: Any) -> Nested:
     if not isinstance(value, bool):
         raise ValueError(f"expected true | false, got {value!r:.100}")
@@ -97,6 +106,7 @@ CONVERTERS: dict[str, Callable[[Any], Nested]] = {
     "max_steps": _steps,
     "warmup_steps": _warmup,
     "reward_model": _reward_model,
+    "wandb_project": _wandb,
     "num_labels": _only(1),
     "metric_for_best_model": _only("eval_loss", "loss", None),
     "greater_is_better": _only(False, None),

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from jaxglue.engine.compiler import jit_exchanging, jit_step
 from jaxglue.engine.layer_forms import run_layer
 from jaxglue.engine.policy import RematPolicy
-from jaxglue.engine.residuals import Layer, Residuals, differentiate
+from jaxglue.engine.residuals import Layer, Residuals, VjpForm, differentiate
 from jaxglue.models.context import PackedContext
 from jaxglue.models.parameters import Params, merge_module
 from jaxglue.ops.collectives import device_key, per_device
@@ -45,6 +45,8 @@ class LayerFunctions:
     ):
         self._layer, self._layout = layer_function(layer), layout
         self.policy, self._replayed = policy, replayed
+        self._forms: list[VjpForm] = []
+        """Of the residuals."""
         jit = jit_exchanging if layout.gathers else jit_step
         self.forward = jit(self._forward, static_argnames="constant")
         # dy is not donated: dx would take its place, and XLA copy dy for matmuls that it schedules after dx.
@@ -81,7 +83,7 @@ class LayerFunctions:
         def program(ahead, *inputs):
             gathered = gather(layout, ahead, ahead_specs)
             find_attention = self._replayed and isinstance(context, PackedContext)
-            y, residuals = differentiate(layer, self.policy, inputs, find_attention=find_attention)
+            y, residuals = differentiate(layer, self.policy, inputs, self._forms, find_attention=find_attention)
             return y, stack(layout, residuals), gathered
 
         specs = (ahead_specs, *self._input_specs(trainable, frozen, context))
@@ -126,7 +128,7 @@ class LayerFunctions:
 
     def _restore(self, trainable: Params, frozen: Params, x: Hidden, context: PackedContext):
         """Return y again, and residuals with the values that the policy drops; on one device."""
-        return differentiate(self._layer, self.policy.restored(), (trainable, frozen, x, context))
+        return differentiate(self._layer, self.policy.restored(), (trainable, frozen, x, context), self._forms)
 
     def _input_specs(self, trainable: Params, frozen: Params, context: PackedContext) -> tuple:
         layout = self._layout

@@ -1,5 +1,6 @@
 """Differentiate a layer inside one program and apply its gradient in another: the residuals between them."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +21,17 @@ LayerInputs = tuple[Params, Params, Float[Array, "B T D"], PackedContext]
 Layer = Callable[[Params, Params, Float[Array, "B T D"], PackedContext], Float[Array, "B T D"]]
 
 
+@dataclass(frozen=True, eq=False)
+class VjpForm:
+    """How a layer's vjp function is made of arrays."""
+
+    treedef: Any
+    sources: tuple[tuple[int, int, tuple[int, ...]], ...]
+    """For every leaf of the vjp function: (input, saved or offloaded; index there; shape)."""
+    attention: int | None = None
+    """The leaf that is attention's output, where it was looked for."""
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Residuals:
@@ -29,18 +41,22 @@ class Residuals:
     """Kept on the device."""
     offloaded: list[Array]
     """Sent to the host by the policy."""
-    treedef: Any = field(metadata={"static": True})
-    sources: tuple[tuple[int, int, tuple[int, ...]], ...] = field(metadata={"static": True})
-    """For every leaf of the vjp function: (input, saved or offloaded; index there; shape)."""
-    attention: int | None = field(default=None, metadata={"static": True})
-    """The leaf that is attention's output, where it was looked for."""
+    form: "weakref.ref[VjpForm]" = field(metadata={"static": True})
+    """JAX's caches, which outlive a run, hold the types of a program's arguments, and should not hold its traces."""
+
+    @property
+    def _form(self) -> VjpForm:
+        form = self.form()
+        assert form is not None, "residuals outlive the programs that made them"
+        return form
 
     @property
     def attention_out(self) -> Array | None:
         """Return attention's output, None where it is not kept; of any shape."""
-        if self.attention is None:
+        form = self._form
+        if form.attention is None:
             return None
-        kind, index, _ = self.sources[self.attention]
+        kind, index, _ = form.sources[form.attention]
         return (self.saved if kind == _SAVED else self.offloaded)[index]
 
     def with_offloaded(self, offloaded: list[Array]) -> "Residuals":
@@ -50,17 +66,17 @@ class Residuals:
     def vjp(self, inputs: LayerInputs) -> Callable:
         """Rebuild the vjp function from the forward pass's inputs: dy → (dtrainable, dx)."""
         arrays = (jax.tree.leaves(inputs), self.saved, self.offloaded)
-        leaves = [arrays[kind][index].reshape(shape) for kind, index, shape in self.sources]
-        return jax.tree.unflatten(self.treedef, leaves)
+        leaves = [arrays[kind][index].reshape(shape) for kind, index, shape in self._form.sources]
+        return jax.tree.unflatten(self._form.treedef, leaves)
 
 
 def differentiate(
-    layer: Layer, policy: RematPolicy, inputs: LayerInputs, *, find_attention: bool = False
+    layer: Layer, policy: RematPolicy, inputs: LayerInputs, forms: list[VjpForm], *, find_attention: bool = False
 ) -> tuple[Float[Array, "B T D"], Residuals]:
     """Run a layer under a policy; return its output and the residuals of its gradient to parameters and x.
 
     Inputs are never copied into the residuals: the backward pass gets them again. With `find_attention` the residuals
-    know attention's output.
+    know attention's output. They are good for as long as `forms`, to which their form is added.
     """
     y, vjp = _vjp(policy.wrap(layer), inputs)
     leaves, treedef = jax.tree.flatten(vjp)
@@ -78,7 +94,8 @@ def differentiate(
             kept[kind].append(leaf)
         sources.append((*known[value], leaf.shape))
     attention = names.index(ATTENTION_OUT) if find_attention and ATTENTION_OUT in names else None
-    return y, Residuals(kept[_SAVED], kept[_OFFLOADED], treedef, tuple(sources), attention)
+    forms.append(VjpForm(treedef, tuple(sources), attention))
+    return y, Residuals(kept[_SAVED], kept[_OFFLOADED], weakref.ref(forms[-1]))
 
 
 def _vjp(layer: Layer, inputs: LayerInputs) -> tuple[Array, Callable]:

@@ -236,7 +236,7 @@ _SETTINGS = (
     ("lora", ("rank", "alpha", "dropout", "targets")),
     ("data", ("seq_len", "loss_on", "seed")),
     ("optimizer", ("learning_rate", "schedule", "weight_decay")),
-    ("run", ("batch_size", "gradient_accumulation_steps", "epochs", "steps")),
+    ("run", ("batch_size", "gradient_accumulation_steps", "documents_per_step", "epochs", "steps")),
     ("objective", ()),
 )
 """Keys of a run's configuration that the card shows, by table."""

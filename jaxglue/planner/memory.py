@@ -241,8 +241,12 @@ class PeakMemory:
         return (values + weights)[::-1]
 
     def _leaving(self) -> int:
-        """Return the bytes still on their way to the host when the backward pass begins."""
-        return max(self.run_ahead - 1, 0) * max(self._offloaded[: -1 - self.depth], default=0)
+        """Return the bytes on their way to the host when the backward pass begins: the host waited for those before.
+
+        With the default depths there are none, as the last layers' values stay.
+        """
+        layers = len(self.costs)
+        return self._offloaded[max(layers - self.run_ahead, 0) : max(layers - 1 - self.depth, 0)].sum()
 
 
 def _moving(sizes: Sequence[int]) -> tuple[bool, ...]:

@@ -22,7 +22,7 @@ def math(completion: str, answer: Any = None, solution: Any = None) -> float | N
     try:
         from math_verify import parse, verify
     except ImportError as error:
-        raise ImportError("--reward math needs math-verify: pip install 'jaxglue[rl]'") from error
+        raise ImportError("--reward math needs math-verify: pip install '.[rl]' in the clone of jaxglue") from error
     gold = parse(str(solution if answer is None else answer))
     return float(verify(gold, parse(completion))) if gold else None
 
@@ -37,7 +37,9 @@ def json_schema(completion: str, schema: str) -> float:
     try:
         import jsonschema
     except ImportError as error:
-        raise ImportError("--reward json_schema needs jsonschema: pip install 'jaxglue[rl]'") from error
+        raise ImportError(
+            "--reward json_schema needs jsonschema: pip install '.[rl]' in the clone of jaxglue"
+        ) from error
     fenced = re.fullmatch(r"\s*```(?:json)?\s*(.*?)```\s*", completion, re.DOTALL)
     try:
         value = json.loads(fenced[1] if fenced else completion)

@@ -280,6 +280,9 @@ class RunConfig(Config):
     """Packed rows on each GPU instead; those of a tensor axis share theirs."""
     gradient_accumulation_steps: Annotated[PositiveInt, Alias("accumulation")] = 1
     """Micro-batches in an optimizer step."""
+    documents_per_step: PositiveInt | None = None
+    """Documents in an optimizer step instead, or pairs of answers, over all GPUs: packed by themselves into as many
+    micro-batches as they need, as for recipes of programs that do not pack."""
     mesh: str = "auto"
     """How GPUs share the work: sizes of the axes data, fsdp, tensor and expert, such as data=2,fsdp=4; auto takes data
     for adapters on weights that fit each GPU, else fsdp, or expert for mixtures of experts (see docs/sharding.md)."""
@@ -292,6 +295,10 @@ class RunConfig(Config):
     log_to: Annotated[tuple[str, ...], Alias("report_to"), CommaSeparated()] = ("tensorboard",)
     """Trackers of the metrics beside metrics.jsonl, separated by commas: tensorboard, wandb, trackio, mlflow; or
     none."""
+    log_project: Annotated[str, Alias("wandb_project", "project", "mlflow_experiment_name")] | None = None
+    """Project, or experiment, of the run in the trackers; by default their own variables (WANDB_PROJECT) or jaxglue."""
+    log_name: Annotated[str, Alias("wandb_name", "run_name")] | None = None
+    """Name of the run in the trackers; by default that of the output folder."""
     eval_every: Annotated[PositiveInt, Alias("eval_steps")] | None = None
     """Optimizer steps between evaluations, and between readings of expert load; by default one epoch."""
     save_every: Annotated[PositiveInt, Alias("save_steps")] | None = None
@@ -327,9 +334,14 @@ class RunConfig(Config):
     none keeps none."""
 
     def validate(self) -> None:
-        """Refuse a malformed mesh and two batch sizes."""
+        """Refuse a malformed mesh, two batch sizes, and two sizes of a step."""
         if self.per_device_batch_size and self.batch_size > 1:
             raise ValueError("--batch-size and --per-device-batch-size are both given: leave one out")
+        if self.documents_per_step and self.gradient_accumulation_steps > 1:
+            raise ValueError(
+                "--documents-per-step and --gradient-accumulation-steps are both given: a step takes the micro-batches "
+                "that its documents need, so leave one out"
+            )
         from jaxglue.sharding.mesh import AUTO, MeshShape
 
         if self.mesh != AUTO:

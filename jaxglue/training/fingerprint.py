@@ -67,6 +67,7 @@ def fingerprint(run: Run) -> dict[str, Any]:
             "gradient_accumulation_steps": config.run.gradient_accumulation_steps,
             "batch_size": config.run.batch_size,
             "seq_len": config.data.row_tokens,
+            **({"documents_per_step": config.run.documents_per_step} if config.run.documents_per_step else {}),
         },
         **{name: as_dict(group) for name, group in groups.items()},
         "defaults": {name: defaults_of(group) for name, group in groups.items()},

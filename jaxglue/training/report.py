@@ -160,7 +160,10 @@ def _batch(run: Run) -> str:
     settings, rows = run.config.run, row_text(run.config.data.row_tokens, run.model)
     if isinstance(run.batches, RolloutSteps):
         return f"as many × {settings.batch_size} rows of {rows} as the answers fill"
-    return f"{settings.gradient_accumulation_steps} × {settings.batch_size} rows of {rows}"
+    count = str(settings.gradient_accumulation_steps)
+    if settings.documents_per_step is not None:
+        count = f"{settings.documents_per_step:,} documents in as many as they need,"
+    return f"{count} × {settings.batch_size} rows of {rows}"
 
 
 def _steps(run: Run) -> str:

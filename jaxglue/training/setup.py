@@ -1,8 +1,9 @@
 """Set-up of a run: everything that is read, checked and decided before weights are loaded."""
 
+import logging
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -27,7 +28,7 @@ from jaxglue.rl.prompts import PromptDataset, PromptReport, read_prompts
 from jaxglue.rl.rewards import Judge
 from jaxglue.sharding.mesh import AUTO, MeshShape, make_mesh, process_batch_shard
 from jaxglue.training.checks import refuse_shared_prompt, warn_of_peft
-from jaxglue.training.config import TrainConfig
+from jaxglue.training.config import RunConfig, TrainConfig, warmup_steps
 from jaxglue.training.remat import RematChoice, choose_remat
 from jaxglue.training.trackers import check_trackers
 from jaxglue.training.vocabulary import Vocabulary, read_start, read_vocabulary, run_stops
@@ -35,6 +36,9 @@ from jaxglue.training.workload import make_workload, read_architecture, settle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +118,8 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Run:
     with processes.main_process_first():
         data = _read_data(config, model, vocabulary, DataProgress() if processes.is_main else None)
     lengths = sample_lengths(data.train.document_lengths)
-    workload, remat = agree_on_mesh(config, model, lengths, processes, _expected_steps(config, data))
+    planned = replace(config, run=_with_micro_batches(config, data))
+    workload, remat = agree_on_mesh(planned, model, lengths, processes, _expected_steps(planned, data))
     batches: BatchIterator | StreamIterator | RolloutSteps
     if config.objective.kind.needs_rollouts:
         batches, eval_batches = _make_rollouts(config, model, data, processes), None
@@ -122,6 +127,12 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Run:
     else:
         batches, eval_batches = _make_batches(config, data, workload.mesh)
         total_steps = config.run.steps or batches.total_steps or 0
+    if processes.is_main and 0 < total_steps <= (rise := warmup_steps(config.optimizer, total_steps)):
+        _log.warning(
+            "the learning rate rises over %d warm-up steps, and the run has %d: it never reaches %g; lower "
+            "--warmup-steps, or train longer",
+            *(rise, total_steps, config.optimizer.learning_rate),
+        )
     if config.objective.kind.needs_reference:
         frozen, epochs = config.model.method == "lora" and adapter is None, total_steps / batches.steps_per_epoch
         in_steps = runs_reference_in_steps(config, workload, remat, epochs=epochs, frozen=frozen, processes=processes)
@@ -183,6 +194,16 @@ def _expected_steps(config: TrainConfig, data: PreparedData) -> int:
     return run.steps or max(1, -(-run.epochs * tokens // row))
 
 
+def _with_micro_batches(config: TrainConfig, data: PreparedData) -> RunConfig:
+    """Return the run's settings with the micro-batches of a step of documents, about, and at least two: most have."""
+    run, count = config.run, config.run.documents_per_step
+    if count is None:
+        return run
+    rows = count * float(data.train.document_lengths.mean()) / config.data.row_tokens
+    count = max(2, math.ceil(rows / run.batch_size))
+    return replace(run, gradient_accumulation_steps=count, documents_per_step=None)
+
+
 def _make_batches(
     config: TrainConfig, data: PreparedData, mesh: MeshShape
 ) -> tuple[BatchIterator | StreamIterator, EvalBatches | None]:
@@ -200,9 +221,14 @@ def _training_batches(config: TrainConfig, data: PreparedData, sizes: dict[str, 
     run, sizes = config.run, {**sizes, "gradient_accumulation_steps": config.run.gradient_accumulation_steps}
     if data.stream:
         assert data.window is not None and run.steps is not None
+        if run.documents_per_step:
+            raise ValueError(
+                "--documents-per-step: a stream's steps are of full rows: leave out one of it and --streaming"
+            )
         return StreamIterator(data.stream, data.window, steps=run.steps, **sizes)
     epochs = None if run.steps else run.epochs
-    return BatchIterator(data.train, seq_len=config.data.row_tokens, seed=config.data.seed, epochs=epochs, **sizes)
+    order: dict[str, Any] = {"seed": config.data.seed, "epochs": epochs, "documents_per_step": run.documents_per_step}
+    return BatchIterator(data.train, seq_len=config.data.row_tokens, **order, **sizes)
 
 
 def choose_mesh(

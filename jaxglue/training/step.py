@@ -3,11 +3,11 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,20 @@ Accepts = Callable[[int, Mapping[str, float]], bool]
 _log = logging.getLogger(__name__)
 
 
+class FP8Parts(TypedDict):
+    """Which layers, and whether the head, are multiplied in FP8, as JSON, with the error that was allowed."""
+
+    max_error: float
+    layers: Sequence[bool]
+    head: bool
+
+
+class StepState(TypedDict):
+    """What a checkpoint holds of a step beside its arrays, as JSON."""
+
+    fp8: NotRequired[FP8Parts | None]
+
+
 class TrainStep:
     """A model and its optimizer; `dispatch` advances them by one optimizer step.
 
@@ -70,8 +84,8 @@ class TrainStep:
         self._norm = jit_step(optax.tree.norm)
         self._spent: Params | None = None
         """Gradients of the last step, for the next step to overwrite."""
-        self._compiled: set[bool] = set()
-        self._fp8: dict[str, Any] | None = None
+        self._compiled: set[tuple[bool, bool]] = set()
+        self._fp8: FP8Parts | None = None
 
     def _make_executor(self, graphdefs: ModelGraphDefs, reference: list[nnx.GraphDef] | None = None) -> Executor:
         run = self._run
@@ -96,7 +110,8 @@ class TrainStep:
         """Return the step's only program, where it can be one."""
         alone = self.executor.reuses_gradients and not self._run.workload.host_embeddings
         decided = self._config.run.on_spike == "nothing" and not self._config.optimizer.update_in_backward
-        fits = alone and decided and self._optimizer.fits_programs
+        one_batch = self._config.run.documents_per_step is None
+        fits = alone and decided and one_batch and self._optimizer.fits_programs
         return WholeStep(self.executor, self._optimizer) if fits else None
 
     def _lower_ahead(self) -> ModelGraphDefs | None:
@@ -137,7 +152,7 @@ class TrainStep:
         else:
             loss, values = self._update(batch, accepts)
         self.step += 1
-        kinds = {micro_batch.segments.long for micro_batch in batch.micro_batches}
+        kinds = {(micro_batch.segments.long, len(batch.micro_batches) > 1) for micro_batch in batch.micro_batches}
         if kinds <= self._compiled and self._compilations() > compilations:
             _log.warning("step %d compiled programs again: its batch has other shapes", self.step)
         self._compiled |= kinds
@@ -155,11 +170,11 @@ class TrainStep:
         self.set_state({"fp8": {"max_error": largest, "layers": choice.layers, "head": choice.head}})
         return choice.note
 
-    def get_state(self) -> dict[str, Any]:
-        """Return JSON values that a checkpoint holds beside the arrays: the parts multiplied in FP8."""
+    def get_state(self) -> StepState:
+        """Return the JSON values that a checkpoint holds beside the arrays."""
         return {"fp8": self._fp8}
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: StepState) -> None:
         """Multiply the parts in FP8 that `get_state` returned, unless another error is allowed now."""
         fp8 = state.get("fp8")
         if fp8 and fp8["max_error"] == self._config.model.fp8_max_error:

@@ -16,6 +16,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import scalar
 
+from jaxglue.config import NONE
 from jaxglue.hf.files import named_errors, write_json
 from jaxglue.json_file import read_json
 from jaxglue.spelling import nearest
@@ -229,8 +230,8 @@ class Wandb:
         # Console, command line and code are not recorded: they may hold secrets.
         quiet: dict[str, Any] = {"console": "off", "silent": True, "save_code": False, "disable_git": True}
         options = wandb.Settings(**quiet, x_disable_meta=True, x_save_requirements=False)
-        project = os.environ.get("WANDB_PROJECT", _PROJECT)
-        run = {"id": identity, "resume": "allow", "name": folder.name, "project": project, "dir": str(folder)}
+        project, name = _project(settings, "WANDB_PROJECT"), _name(settings, folder)
+        run = {"id": identity, "resume": "allow", "name": name, "project": project, "dir": str(folder)}
         self._run = wandb.init(**run, config=dict(settings), settings=options)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -249,7 +250,7 @@ class Trackio:
         import trackio
 
         self.identity = identity
-        project, name = os.environ.get("TRACKIO_PROJECT", _PROJECT), f"{folder.name}-{identity}"
+        project, name = _project(settings, "TRACKIO_PROJECT"), f"{_name(settings, folder)}-{identity}"
         plain: dict[str, Any] = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
         self._run = trackio.init(project=project, name=name, resume="allow", config=dict(settings), **plain)
 
@@ -288,10 +289,10 @@ class Mlflow:
     def _start(self, folder: Path, settings: Mapping[str, Any], artifacts: str | None) -> str:
         from mlflow.entities import Param
 
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
+        name = _project(settings, "MLFLOW_EXPERIMENT_NAME")
         known = self._client.get_experiment_by_name(name)
         experiment = known.experiment_id if known else self._client.create_experiment(name, artifacts)
-        run = self._client.create_run(experiment, run_name=folder.name).info.run_id
+        run = self._client.create_run(experiment, run_name=_name(settings, folder)).info.run_id
         params = [Param(key, str(value)[:_LONGEST]) for key, value in _flat(settings)]
         self._client.log_batch(run, params=params[:_MOST_BUFFERED])
         return run
@@ -316,6 +317,18 @@ class Mlflow:
 
 
 _SERVICES: dict[str, Any] = {"wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow}
+
+
+def _project(settings: Mapping[str, Any], variable: str) -> str:
+    """Return the run's project: its setting, else the tracker's variable, else the library's name."""
+    given = settings.get("run", {}).get("log_project", NONE)
+    return os.environ.get(variable, _PROJECT) if given == NONE else given
+
+
+def _name(settings: Mapping[str, Any], folder: Path) -> str:
+    """Return the run's name: its setting, else that of its folder."""
+    given = settings.get("run", {}).get("log_name", NONE)
+    return folder.name if given == NONE else given
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,7 +1,8 @@
 """Write the quickstart's chats, pairs and small model's tokenizer: `python scripts/quickstart/make.py`.
 
 The chats are short questions with patterned answers, some with a system message that changes the answer's form. The
-pairs prefer the short form without being told. Seeded, so the files are reproducible.
+pairs prefer the short form without being told. Digits are for reinforcement learning. Seeded, so the files are
+reproducible.
 """
 
 import json
@@ -147,14 +148,28 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def write_digits(folder: Path) -> None:
+    """Write digits.jsonl, prompts with the answers that a reward compares, and digits/'s tokenizer of 16 words."""
+    digits = [str(digit) for digit in range(10)]
+    rows = [(a, b, word) for a in digits for b in digits for word in ("first", "second")]
+    lines = [json.dumps({"prompt": f"{a} {b} {w} =", "answer": a if w == "first" else b}) + "\n" for a, b, w in rows]
+    (folder / "digits.jsonl").write_text("".join(lines), encoding="utf-8")
+    words = ["<eos>", "=", *digits, "first", "second", "<pad>", "<unk>"]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    named = {"eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named).save_pretrained(folder / "digits")
+
+
 def main(folder: Path = Path(__file__).parent) -> None:
-    """Write chats.jsonl, pairs.jsonl and model/'s tokenizer into the folder."""
+    """Write chats.jsonl, pairs.jsonl, digits.jsonl and the tokenizers of model/ and digits/ into the folder."""
     rng = random.Random(0)
     chats = [make_chat(rng) for _ in range(CHATS)]
     lines = [json.dumps({"messages": chat}, ensure_ascii=False) + "\n" for chat in chats]
     (folder / "chats.jsonl").write_text("".join(lines), encoding="utf-8")
     pairs = [json.dumps(make_pair(rng)) + "\n" for _ in range(PAIRS)]
     (folder / "pairs.jsonl").write_text("".join(pairs), encoding="utf-8")
+    write_digits(folder)
     texts = [message["content"] for chat in chats for message in chat]
     train_tokenizer([*texts, "user\nassistant\nsystem\n"]).save_pretrained(folder / "model")
     path = folder / "model/tokenizer.json"

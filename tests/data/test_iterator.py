@@ -167,3 +167,41 @@ def test_evaluation_visits_everything_in_the_same_order(dataset):
     assert token_counts(first) == Counter(dataset.store.tokens.tolist())
     assert_same(first, second)
     assert first[-1].segments.cu_seqlens.shape == (4, 9)
+
+
+def test_steps_of_documents_hold_that_many_each(dataset, iterate):
+    iterator = iterate(documents_per_step=7, gradient_accumulation_steps=1, batch_size=2, epochs=2)
+    steps = list(iterator)
+    assert iterator.steps_per_epoch == 9 and len(steps) == iterator.total_steps == 18
+    for epoch in (steps[:9], steps[9:]):
+        counts = [token_counts(step.micro_batches) for step in epoch]
+        assert [len(count) for count in counts] == [7] * 8 + [4]
+        assert sum(counts, Counter()) == Counter({d + 1: int(dataset.lengths[d]) for d in range(60)})
+        for step, count in zip(epoch, counts, strict=True):
+            assert step.tokens == sum(count.values()) and step.targets == step.tokens - len(count)
+            rows = [batch.segments.segment_ids.any(1) for batch in step.micro_batches]
+            assert all(rows[0]) or len(count) == 4
+            assert len(rows) == -(-int(np.concatenate(rows).sum()) // 2)
+    orders = [[sorted(token_counts(step.micro_batches)) for step in epoch] for epoch in (steps[:9], steps[9:])]
+    assert orders[0] != orders[1]
+    assert {len(step.micro_batches) for step in steps} != {1}
+
+
+def test_steps_of_documents_resume_and_divide_among_processes(iterate):
+    sizes = {"documents_per_step": 7, "gradient_accumulation_steps": 1, "batch_size": 2, "epochs": 1}
+    whole = iterate(**sizes)
+    next(whole), next(whole)
+    state = json.loads(json.dumps(whole.get_state()))
+    rest = list(whole)
+    resumed = iterate(**sizes)
+    resumed.set_state(state)
+    assert_same([step.micro_batches for step in resumed], [step.micro_batches for step in rest])
+    with pytest.raises(ValueError, match="documents_per_step: 7 then, 8 now"):
+        iterate(**sizes | {"documents_per_step": 8}).set_state(state)
+    parts = [list(iterate(**sizes, process_index=index, process_count=2)) for index in range(2)]
+    for step, own in zip(list(iterate(**sizes)), zip(*parts, strict=True), strict=True):
+        assert len({len(part.micro_batches) for part in own} | {len(step.micro_batches)}) == 1
+        for batch, pair in zip(
+            step.micro_batches, zip(*(part.micro_batches for part in own), strict=True), strict=True
+        ):
+            np.testing.assert_array_equal(batch.tokens, np.concatenate([part.tokens for part in pair]))

@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 
+import numpy as np
 import pytest
 
 from jaxglue.console import Console
@@ -201,3 +202,62 @@ def test_missing_tokenizer_is_refused(tmp_path):
         load_tokenizer(tmp_path)
     with pytest.raises(ValueError, match=r"tokenizer: no such folder: .*missing"):
         load_tokenizer(tmp_path / "missing")
+
+
+def test_segments_are_trained_by_their_labels_without_template_or_ends(prepare, write_jsonl, make_tokenizer):
+    texts = ["<|im_start|>user\nHi<|im_end|>\n", "It is 3.", " no loss", "<|im_end|>"]
+    rows = [{"segments": [{"text": text, "label": text in texts[1::2]} for text in texts]}]
+    prepared = prepare(write_jsonl(rows))
+    assert prepared.report.format == "segments"
+    tokenizer, store = make_tokenizer(), prepared.train.store
+    pieces = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    assert store.tokens[np.arange(store.offsets[-1])].tolist() == [token for piece in pieces for token in piece]
+    assert store.mask[np.arange(store.offsets[-1])].tolist() == [
+        int(i % 2) for i, piece in enumerate(pieces) for _ in piece
+    ]
+    for bad in ("text", [{"text": "a"}], [{"text": 1, "label": True}]):
+        with pytest.raises(ValueError, match=r"data.jsonl:1: '(segments|text)' must be"):
+            prepare(write_jsonl([{"segments": bad}]))
+
+
+def test_prompts_made_of_columns_and_first_rows_are_read_anew_when_they_change(prepare, write_jsonl):
+    path = write_jsonl([{"q": f"Q{n}", "a": "A", "text": "x"} for n in range(5)])
+    made = prepare(f"{path}?prompt=Ask%20{{{{ q }}}}&completion={{{{ a }}}}&rows=3")
+    other = prepare(f"{path}?prompt=Say%20{{{{ q }}}}&completion={{{{ a }}}}&rows=3")
+    fewer = prepare(f"{path}?prompt=Say%20{{{{ q }}}}&completion={{{{ a }}}}&rows=2")
+    assert (made.report.format, made.report.rows, other.report.rows, fewer.report.rows) == (
+        "prompt_completion",
+        3,
+        3,
+        2,
+    )
+    assert not other.report.cached and not fewer.report.cached and made.fingerprint != other.fingerprint
+    assert prepare(f"{path}?prompt=Say%20{{{{ q }}}}&completion={{{{ a }}}}&rows=2").report.cached
+    with pytest.raises(ValueError, match=r"data.jsonl:1: its prompt or completion cannot be made: 'z' is undefined"):
+        prepare(f"{path}?prompt={{{{ z }}}}&completion=b")
+    for options, message in (
+        ("prompt=a", "give both prompt and completion"),
+        ("prompt={% if %}&completion=a", "no Jinja"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prepare(f"{path}?{options}")
+
+
+@pytest.mark.parametrize(
+    ("row", "format", "found", "note"),
+    [
+        ({"instruction": "I", "output": "O"}, "auto", "alpaca", "--format alpaca_chat renders them as chats"),
+        ({"instruction": "I", "output": "O"}, "auto_chat", "alpaca_chat", ""),
+        ({"prompt": "P", "completion": "C"}, "auto_chat", "prompt_completion", "as lists of messages"),
+        (
+            {"prompt": [{"role": "user", "content": "P"}], "completion": [{"role": "assistant", "content": "C"}]},
+            "auto",
+            "prompt_completion",
+            "",
+        ),
+    ],
+)
+def test_plain_text_beside_a_chat_template_is_said(prepare, write_jsonl, make_tokenizer, row, format, found, note):
+    report = prepare(write_jsonl([row]), format=format, tokenizer=make_tokenizer("plain")).report
+    said = [line for line in report.notes if "without the tokenizer's chat template" in line]
+    assert report.format == found and len(said) == bool(note) and note in "".join(said)

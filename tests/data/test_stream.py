@@ -99,6 +99,25 @@ def test_sources_have_their_shares_in_every_window(open_stream, write_jsonl):
     assert end[0].passes > 10 > end[1].passes
 
 
+def test_a_source_of_a_small_share_is_in_some_windows_alone(open_stream, write_jsonl):
+    """A window then holds no row of it; shares hold to within the 64 rows that are tokenized together."""
+    few = write_jsonl([{"text": "a b c"}] * 200, "few.jsonl")
+    many = write_jsonl([{"text": "d e f g h"}] * 5000, "many.jsonl")
+    for shares in ((0.02, 0.98), (0.98, 0.02)):
+        stream = open_stream(*(f"{name}?share={share}" for name, share in zip((few, many), shares, strict=True)))
+        windows = list(islice(stream.windows(), 8))
+        assert any(old == new for window in windows for old, new in zip(window.start, window.end, strict=True))
+        for window in windows:
+            done = [place.tokens / share for place, share in zip(window.end, shares, strict=True)]
+            assert abs(done[0] - done[1]) <= 64 * 20 / min(shares)
+
+
+def test_a_stream_of_pairs_is_refused(open_stream, write_jsonl):
+    path = write_jsonl([{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    with pytest.raises(ValueError, match=r"does not fit the objective: choose an --objective such as dpo"):
+        open_stream(f"{path}?format=preference")
+
+
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet", "rows.jsonl.gz"])
 @pytest.mark.parametrize("skip", [0, 1, 7, 20, 30])
 def test_rows_are_read_on_from_a_place(tmp_path, name, skip):

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from jaxglue.data.encode import Encoder
 from jaxglue.data.files import Row
@@ -211,6 +212,16 @@ def test_dates_in_templates_are_fixed(make_tokenizer, template, text):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
     assert ChatTemplate(tokenizer).render(HELLO) == text
+
+
+def test_renderings_get_no_second_beginning_of_text(make_tokenizer):
+    tokenizer = make_tokenizer("plain", bos_token="<|im_start|>")
+    text = ChatTemplate(tokenizer).render([{"role": "user", "content": "a b"}])
+    plain = ChatTemplate(tokenizer).encode(text)
+    special = [("<|im_start|>", tokenizer.bos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=special)
+    assert tokenizer.encode(text) == [tokenizer.bos_token_id, *plain]
+    assert ChatTemplate(tokenizer).encode(text) == plain
 
 
 def test_text_without_end_token_is_refused(make_tokenizer):

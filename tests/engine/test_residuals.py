@@ -1,5 +1,6 @@
 """Residuals of a layer's forward pass."""
 
+import gc
 from itertools import combinations
 
 import jax
@@ -35,3 +36,18 @@ def test_values_are_kept_where_the_policy_names_them(split_parts, random_batch):
     wide, (saved, offloaded) = parts.config.intermediate_size, (residuals.saved, residuals.offloaded)
     assert [value.shape[-1] for value in saved].count(wide) == [value.shape[-1] for value in offloaded].count(wide) == 1
     assert all(value.shape[-1] == wide or value.shape[-1] < 16 for value in offloaded)
+
+
+def test_caches_that_outlive_a_layers_programs_do_not_hold_its_trace(split_parts, random_batch):
+    parts = split_parts("lora")
+    x = jax.random.normal(jax.random.key(0), (1, 14, parts.config.hidden_size))
+    context = packed_context(parts.config, random_batch([[5, 1, 7]], 14).segments)
+    layer = LayerFunctions(parts.graphdefs.layers[0], parse_policy("full"))
+    arguments = parts.trainable["layers"][0], parts.frozen["layers"][0], x, context
+    y, residuals, _ = layer.forward(*arguments)
+    layer.backward(residuals, *arguments, y, None)
+    form = residuals.form
+    assert form() is not None
+    del layer, residuals
+    gc.collect()
+    assert form() is None

@@ -75,6 +75,13 @@ PARTS = {
     },
     "phi3": {"num_key_value_heads": 2},
     "ministral3": {"rope_parameters": {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 5}},
+    "qwen3_5_text": {
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
 }
 
 
@@ -85,6 +92,20 @@ def test_parts_of_families_decode_beyond_a_page(tiny_model, model_type):
     prompt = list(np.random.default_rng(0).integers(0, 97, 61))
     tokens = list(engine.stream(*trees, prompt, SamplingConfig(temperature=0, max_tokens=8)))
     assert tokens == likeliest_next(model, prompt + tokens)[60:-1]
+
+
+def test_states_belong_to_answers_and_not_to_slots(tiny_model):
+    """More answers than slots: some share a prompt, some begin with their first token."""
+    model = tiny_model("qwen3_5_text", **PARTS["qwen3_5_text"])
+    engine, trees = engine_of(model, lora=False)
+    rng = np.random.default_rng(1)
+    prompts = [list(rng.integers(0, 97, length)) for length in (9, 1, 70, 1, 2)]
+    requests = [Request(prompt, replace(GREEDY, max_tokens=6 + 3 * i), n=2 - i % 2) for i, prompt in enumerate(prompts)]
+    answers = list(engine.generate(*trees, requests, slots=3))
+    assert len(answers) == 8
+    for answer in answers:
+        prompt, tokens = prompts[answer.number], answer.tokens.tolist()
+        assert tokens == likeliest_next(model, prompt + tokens)[len(prompt) - 1 : -1]
 
 
 def test_texts_end_where_longrope_would_turn_them_otherwise(tiny_model):

@@ -17,7 +17,7 @@ from jaxglue.atomic import temporary_prefix
 from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.checkpoint import save_tensors
 from jaxglue.hf.export import quantize_folder, save_model
-from jaxglue.hf.export_check import CHECK_FILE
+from jaxglue.hf.export_check import CHECK_FILE, compare, random_rows
 from jaxglue.hf.files import atomic_folder
 from jaxglue.hf.identity import identify
 from jaxglue.hf.loading import add_adapter, load_model, random_model
@@ -308,3 +308,12 @@ def test_a_grown_vocabulary_is_merged(tmp_path, base, lora, whole):
     np.testing.assert_array_equal(after, expected)
     assert json.loads((tmp_path / "merged/config.json").read_text())["vocab_size"] == 18
     assert load_model(tmp_path / "merged").embed_tokens.weight.shape == (18, 8)
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_scores_are_compared_as_means_of_normal_distributions(sign):
+    rows, origin = random_rows(8), jnp.zeros((2, 64, 1))
+    check = compare(origin, origin + 2.0 * sign, rows, 0.1)
+    assert check.kl == pytest.approx(2.0)
+    with pytest.raises(ValueError, match="does not predict as its origin"):
+        check.require("folder")

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -60,8 +61,8 @@ def documents(labeled: bool) -> list[tuple[list[int], list[int]]]:
     return rows
 
 
-def make_batches(config: ObjectiveConfig, *, shared: bool, seq_len: int = 64) -> EvalBatches:
-    rows = documents(config.objective == "kto")
+def make_batches(config: ObjectiveConfig, *, shared: bool, seq_len: int = 64, rows=None) -> EvalBatches:
+    rows = documents(config.objective == "kto") if rows is None else rows
     store = TokenStore(
         tokens=np.array([token for prompt, answer in rows for token in prompt + answer], np.int32),
         mask=np.array([flag for prompt, answer in rows for flag in [0] * len(prompt) + [1] * len(answer)], np.uint8),
@@ -140,6 +141,21 @@ def test_loss_metrics_and_gradients_equal_trl(name, shared):
         gradient = np.asarray(flat[key], np.float64).ravel()
         close(np.linalg.norm(gradient), norm)
         assert abs(gradient @ np.cos(np.arange(gradient.size) / 10) - projection) <= 1e-5 * max(norm, 0.1)
+
+
+def test_weights_of_pairs_are_the_mean_alignments_of_their_answers():
+    """Also of answers of one token."""
+    config, rows = config_of("wpo"), [([1, 2], [3]), ([1, 2], [4]), ([1], [5, 6, 7]), ([1], [8])]
+    (batch,) = make_batches(config, shared=True, rows=rows)
+    objective = config.make()
+    shape = np.asarray(batch.tokens).shape
+    values = [SimpleNamespace(log_probs=jnp.full(shape, -1.0), alignment=jnp.full(shape, x)) for x in (0.0, -0.3)]
+    sums = np.zeros((*batch.answers.used.shape, 2), np.float32)
+    batch = replace(batch, answers=replace(batch.answers, reference=sums))
+    plain, weighed = (objective.units(value, batch, batch.answers)[0] for value in values)
+    used = batch.answers.used > 0
+    np.testing.assert_allclose((weighed / plain)[used], np.exp(-0.6), rtol=1e-6)
+    assert used.sum() == 2
 
 
 @pytest.mark.parametrize("name", ["rpo", "orpo"])

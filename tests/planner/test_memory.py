@@ -31,6 +31,7 @@ def peak_memory(
     steps: int = 1,
     streamed: float = 0,
     replayed: float = 0,
+    run_ahead: int = 1,
 ) -> PeakMemory:
     """Return the memory of layers, each with some GiB of streamed weights, the last after others that run again."""
     layers, ends = len(costs), [int(table * GIB)] * (1 if tied else 2)
@@ -46,7 +47,7 @@ def peak_memory(
         costs=costs,
         streamed=[int(streamed * GIB)] * layers,
         depth=1,
-        run_ahead=1,
+        run_ahead=run_ahead,
         restored=[0] * layers,
         replayed=[*[0] * (layers - 1), int(replayed * GIB)],
         whole=whole,
@@ -88,3 +89,10 @@ def test_layers_that_run_again_take_memory_before_a_backward_pass():
     layers = [layer(1, 1)] * 3
     assert peak_gib(*layers, replayed=0.5) == peak_gib(*layers)
     assert peak_gib(*layers, replayed=4) - peak_gib(*layers) == pytest.approx(3, abs=0.2)
+
+
+@pytest.mark.parametrize(("run_ahead", "leaving"), [(1, 0), (2, 0), (3, 1), (4, 2)])
+def test_values_leave_under_the_head_of_layers_that_neither_stay_nor_were_waited_for(run_ahead, leaving):
+    """With a depth of 1 the last two layers' values stay on the device."""
+    layers = [replace(layer(0, 0), offloaded=GIB)] * 6
+    assert peak_memory(*layers, run_ahead=run_ahead)._leaving() == leaving * GIB

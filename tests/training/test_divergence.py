@@ -38,6 +38,15 @@ def test_any_flipped_bit_changes_the_digest():
             assert check_arrays([jnp.asarray(flipped)])["0"].digest != digest
 
 
+def test_digests_are_those_of_earlier_versions():
+    """Checkpoints hold them: with others every earlier checkpoint would count as damaged."""
+    tree = {"a": jnp.arange(6, dtype=jnp.float32).reshape(2, 3), "b": jnp.arange(5, dtype=jnp.uint8)}
+    assert {name: check.digest for name, check in check_arrays(tree).items()} == {
+        "a": "8844354f0c34071e",
+        "b": "9afd8705676c250c",
+    }
+
+
 def test_arrays_that_are_not_finite_are_named():
     tree = {"good": jnp.ones(3), "bad": {"w": jnp.array([1.0, jnp.inf])}, "codes": jnp.full(3, 255, jnp.uint8)}
     assert non_finite(tree) == ["bad.w"]

@@ -256,3 +256,14 @@ def test_streams_are_closed_with_their_run(make_config, monkeypatch):
     assert len(opened) == len(ended) > 0
     train(make_config(steps=2, resume=True, **settings))
     assert len(opened) == len(ended)
+
+
+def test_steps_of_documents_equal_those_of_full_rows_with_the_same_documents(make_config, tmp_path, caplog):
+    """One step over all documents is the same gradient, however they are packed into micro-batches."""
+    settings = {"steps": 2, "learning_rate": 1e-3, "dtype": "float32", "warmup_steps": 2, "warmup_ratio": 0.0}
+    losses = []
+    for name, options in (("rows", {"gradient_accumulation_steps": 100}), ("documents", {"documents_per_step": 24})):
+        train(make_config(output=tmp_path / name, **settings, **options))
+        losses.append([(line["loss"], line["grad_norm"]) for line in read_metrics(tmp_path / name / "metrics.jsonl")])
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+    assert "rises over 2 warm-up steps, and the run has 2" in caplog.text

@@ -14,7 +14,15 @@ from jaxglue.ops.backend import HOPPER, Backend, Capability, Operation, check_tr
 from jaxglue.ops.delta_rule.chunks import ChunkedDeltaRule
 from jaxglue.ops.delta_rule.convolution import fused_convolution, reference_convolution
 from jaxglue.ops.delta_rule.gated_norm import fused_gated_norm, reference_gated_norm
-from jaxglue.ops.delta_rule.reference import DeltaHeads, gates, reference_delta_rule
+from jaxglue.ops.delta_rule.reference import DeltaHeads, gates, normalize, reference_delta_rule
+from jaxglue.ops.delta_rule.states import (
+    DeltaStates,
+    convolution_step,
+    delta_step,
+    last_inputs,
+    last_states,
+    make_states,
+)
 from jaxglue.ops.delta_rule.vjp import DeltaSpec, fused_delta_rule
 from jaxglue.ops.names import ATTENTION_OUT
 from jaxglue.ops.segments import PackedSegments
@@ -24,10 +32,16 @@ __all__ = [
     "DELTA_RULE",
     "DeltaHeads",
     "DeltaShape",
+    "DeltaStates",
     "causal_convolution",
+    "convolution_step",
+    "delta_rule_and_states",
+    "delta_step",
     "gated_delta_rule",
     "gated_rms_norm",
     "gates",
+    "last_inputs",
+    "make_states",
     "reference_delta_rule",
 ]
 
@@ -129,6 +143,32 @@ def gated_delta_rule(
     if hasattr(rule, "prepare"):
         return fused_delta_rule(DeltaSpec(backend=rule, heads=heads), qkv, g, beta, segments)
     return checkpoint_name(rule(*heads.split(qkv), g, beta, segments), ATTENTION_OUT)
+
+
+def delta_rule_and_states(
+    qkv: Float[Array, "B T W"],
+    g: Float[Array, "B T N"],
+    beta: Float[Array, "B T N"],
+    segments: PackedSegments,
+    heads: DeltaHeads,
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B S N H V"]]:
+    """Return `gated_delta_rule` and the state behind each document in float32, without gradients.
+
+    Raises:
+        ValueError: as `gated_delta_rule`.
+    """
+    _check(qkv, g, beta, segments, heads)
+    q, k, v = heads.split(qkv)
+    keys = normalize(q, k)[1]
+    shape = DeltaShape(dtype=qkv.dtype, key_dim=heads.key_dim, value_dim=v.shape[-1])
+    rule: Any = DELTA_RULE.load(shape) or ChunkedDeltaRule()
+    if hasattr(rule, "prepare"):
+        prepared = rule.prepare(qkv, g, beta, segments, heads, dtype=jnp.float32)
+        out, updates, states = rule.forward(qkv, prepared, segments, heads), prepared.updates, prepared.states
+        states = states.swapaxes(1, 2)
+    else:
+        out, updates, states = rule.with_states(q, k, v, g, beta, segments)
+    return out, last_states(keys, g, updates, states, segments, rule.chunk)
 
 
 def causal_convolution(

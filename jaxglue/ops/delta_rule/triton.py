@@ -43,7 +43,7 @@ class TritonDeltaRule(Launcher):
     tiles: DeltaTiles = field(default_factory=DeltaTiles)
     chunk: int = 64
 
-    def prepare(self, qkv, g, beta, segments: PackedSegments, heads: DeltaHeads) -> Prepared:
+    def prepare(self, qkv, g, beta, segments: PackedSegments, heads: DeltaHeads, *, dtype=None) -> Prepared:
         """See `DeltaBackend`."""
         spec, (B, N) = self._spec(qkv, heads), (qkv.shape[0], heads[1])
         square = jax.ShapeDtypeStruct((B, N, spec.T, spec.chunk), qkv.dtype)
@@ -54,7 +54,7 @@ class TritonDeltaRule(Launcher):
         factors, inverses, scores = self._run(
             kernels.prepare_kernel, arrays, (factor, square, square), grid, tiles, spec, flops
         )
-        types = jax.ShapeDtypeStruct((B, spec.T, N, spec.V), qkv.dtype), self._states(qkv, spec)
+        types = jax.ShapeDtypeStruct((B, spec.T, N, spec.V), qkv.dtype), self._states(qkv, spec, dtype)
         given, tiles = (qkv, segments.starts, segments.ends, factors, inverses), self.tiles.state
         flops = 2 * B * spec.T * N * spec.V * (2 * spec.H + spec.chunk)
         updates, states = self._run(kernels.state_kernel, given, types, self._parts(spec, tiles, B), tiles, spec, flops)
@@ -82,9 +82,9 @@ class TritonDeltaRule(Launcher):
         self._run(kernels.gradient_kernel, arrays, (), grid, tiles, spec, flops)
         return tuple(map(jax.freeze, written))
 
-    def _states(self, qkv, spec: KernelSpec) -> jax.ShapeDtypeStruct:
+    def _states(self, qkv, spec: KernelSpec, dtype=None) -> jax.ShapeDtypeStruct:
         N = spec.K * spec.G
-        return jax.ShapeDtypeStruct((qkv.shape[0], N, spec.chunks, spec.H, spec.V), qkv.dtype)
+        return jax.ShapeDtypeStruct((qkv.shape[0], N, spec.chunks, spec.H, spec.V), dtype or qkv.dtype)
 
     def _parts(self, spec: KernelSpec, tiles: Tiles, B: int) -> tuple[int, int, int]:
         return spec.K * spec.G * spec.V // min(tiles.columns, spec.V), spec.chunks, B

@@ -1,0 +1,217 @@
+"""Time a whole step of reinforcement learning on random weights of a published shape, and compare log-probabilities.
+
+    python benchmarks/rl_step.py --shape qwen3-8b --prompts 64 --answers 8 --json benchmarks/results/x.json
+
+Prompts have 200 tokens, answers forced, log-normal lengths (mean 512, σ 0.7, at most 1,024). The step has the phases of
+`jaxglue train --objective grpo` with adapters: sampling by the live weights, packing, and forward, backward and update.
+Log-probabilities of sampling and of training's programs are compared on these answers; the final norm is scaled until
+distributions have about two nats, as those of trained models, and adapters are random, since fresh ones add nothing.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from inputs import SHAPES
+from measure import write_results
+
+from jaxglue.data.config import DataConfig
+from jaxglue.data.iterator import Step
+from jaxglue.data.tokenizer import load_tokenizer
+from jaxglue.generation.config import SamplingConfig
+from jaxglue.generation.engine import Engine
+from jaxglue.generation.scheduler import Request
+from jaxglue.models.lora_config import LoraConfig
+from jaxglue.objectives.config import ObjectiveConfig
+from jaxglue.objectives.policy import StepCounts
+from jaxglue.rl.config import RolloutConfig
+from jaxglue.rl.packing import Answer, Group, pack_groups
+from jaxglue.training.config import ModelConfig, RunConfig, TrainConfig
+from jaxglue.training.policy import TrainedPolicy
+from jaxglue.training.setup import Run, resolve
+from jaxglue.training.step import TrainStep
+
+PROMPT, MEAN, SIGMA, LONGEST = 200, 512, 0.7, 1024
+
+
+def forced_lengths(count: int, longest: int) -> np.ndarray:
+    """Return log-normal lengths, at most the longest."""
+    mu = np.log(MEAN) - SIGMA**2 / 2
+    drawn = np.random.default_rng(0).lognormal(mu, SIGMA, count) * longest / LONGEST
+    return np.clip(drawn.round().astype(int), 1, longest)
+
+
+def make_run(args: argparse.Namespace, folder: Path) -> Run:
+    """Return a run of GRPO on random prompts."""
+    shape = SHAPES[args.shape] | ({"num_hidden_layers": args.layers} if args.layers else {})
+    tokenizer = load_tokenizer(Path(__file__).parents[1] / "jaxglue" / "recipes" / "quickstart" / "model")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "model" / "config.json").write_text(json.dumps(shape))
+    (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n' * args.prompts)
+    config = TrainConfig(
+        model=ModelConfig(
+            model=str(folder / "model"),
+            random_weights=True,
+            dtype=args.dtype,
+            quantize=args.quantize,
+            matmul=args.matmul,
+        ),
+        data=DataConfig(data=(str(folder / "prompts.jsonl"),), seq_len=args.row),
+        objective=ObjectiveConfig(objective="grpo"),
+        rollouts=RolloutConfig(
+            reward=("exact",),
+            num_generations=args.answers,
+            generation_batch_size=args.prompts * args.answers,
+            max_completion_length=args.longest,
+        ),
+        lora=LoraConfig(rank=16, alpha=32),
+        run=RunConfig(output=folder / "run", steps=4, compilation_cache=None),
+    )
+    return resolve(config)
+
+
+class Benchmark:
+    """A model, and the phases of a step."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path):
+        self._args, self._run = args, make_run(args, folder)
+        self.model = TrainStep(self._run, None)
+        self._spread()
+        settings = self._run.config.model
+        self._engine = Engine(self.model.graphdefs, self._run.model, dtype=settings.compute_dtype)
+        self._policy = TrainedPolicy(self._run, self.model, None)
+        rng = np.random.default_rng(1)
+        self._prompts = rng.integers(0, self._run.model.vocab_size, (args.prompts, PROMPT)).tolist()
+        self._lengths = forced_lengths(args.prompts * args.answers, args.longest).reshape(args.prompts, args.answers)
+        self.remat = str(self._run.remat)
+
+    def _spread(self) -> None:
+        """Give adapters random values, and distributions about two nats."""
+        key = jax.random.key(3)
+        self.model.trainable = jax.tree.map(
+            lambda x: x + 0.01 * jax.random.normal(key, x.shape, x.dtype), self.model.trainable
+        )
+        self.model.frozen["norm"] = jax.tree.map(lambda x: x * self._args.norm, self.model.frozen["norm"])
+
+    def sample(self, longest: int | None = None) -> list[Group]:
+        """Return answers of the forced lengths, or of a shorter one."""
+        sampling = SamplingConfig(max_tokens=self._args.longest, temperature=1.0, top_p=1.0)
+        count = self._args.answers
+        requests = [Request(prompt, sampling, index, n=count) for index, prompt in enumerate(self._prompts)]
+        ends = np.minimum(self._lengths, longest or self._args.longest)
+        plan = self._engine.plan(requests)
+
+        def until(number: int, answer: int, tokens: list[int]) -> bool:
+            return len(tokens) >= ends[number, answer]
+
+        groups = [Group(prompt, [None] * count) for prompt in self._prompts]  # type: ignore[list-item]
+        trees = self.model.trainable, self.model.frozen
+        for done in self._engine.generate(*trees, requests, plan=plan, until=until, whole=True):
+            own = slice(0, ends[done.number, done.answer])
+            answer = Answer(
+                tokens=done.tokens[own],
+                log_probs=done.log_probs[own],
+                counted=np.ones(len(done.tokens[own]), bool),
+                advantage=float(np.random.default_rng([done.number, done.answer]).normal()),
+            )
+            groups[done.number].answers[done.answer] = answer  # type: ignore[index]
+        return groups
+
+    def pack(self, groups: list[Group]) -> Step:
+        """Return the step's micro-batches."""
+        slots = self._args.prompts * self._args.answers
+        self.packed = pack_groups(groups, seq_len=self._args.row, batch_size=1, slots=slots)
+        tokens = sum(len(answer.tokens) for group in groups for answer in group.answers)
+        counts = StepCounts(slots, tokens, len(self.packed), self._args.longest)
+        objective: Any = self._run.workload.objective
+        batches = tuple(batch for batch, _ in self.packed)
+        return Step(micro_batches=batches, tokens=tokens, targets=objective.normalizer(counts))
+
+    def train(self, step: Step) -> dict[str, float]:
+        """Run the optimizer step, and return its values."""
+        values = self.model.dispatch(step).values
+        return {name: float(value) for name, value in values.items()}
+
+    def mismatch(self, most: int) -> dict[str, float]:
+        """Compare log-probabilities of sampling and training, in nats, on micro-batches with about `most` tokens."""
+        some = self.packed[: max(1, most // self._args.row)]
+        batches = [batch for batch, _ in some]
+        own = [self._policy.log_probs(batch) for batch in batches]
+        kept = [np.asarray(batch.loss_weights) > 0 for batch in batches]
+        trained = np.concatenate([values[mask] for values, mask in zip(own, kept, strict=True)])
+        sampled = np.concatenate(
+            [np.asarray(batch.rollouts.sampler)[mask] for batch, mask in zip(batches, kept, strict=True)]  # type: ignore
+        )
+        difference = sampled.astype(np.float64) - trained
+        return {
+            "tokens": len(difference),
+            "mean_log_prob": float(trained.mean()),
+            "mean_absolute": float(np.abs(difference).mean()),
+            "percentile_99.9": float(np.percentile(np.abs(difference), 99.9)),
+            "largest": float(np.abs(difference).max()),
+            "mean_signed": float(difference.mean()),
+        }
+
+
+def timed(results: dict[str, Any], name: str, call: Callable[[], Any]) -> Any:
+    """Call a phase and note its seconds; a failure is printed, and ends the phase alone."""
+    begun = time.perf_counter()
+    try:
+        found = call()
+    except Exception as error:  # the other phases still say something
+        print(f"{name} FAILED: {type(error).__name__}: {str(error)[:600]}", flush=True)
+        return None
+    results[name] = round(time.perf_counter() - begun, 3)
+    print(f"{name}: {results[name]} s", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen3-8b", choices=SHAPES)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--answers", type=int, default=8)
+    parser.add_argument("--longest", type=int, default=LONGEST)
+    parser.add_argument("--row", type=int, default=16384)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantize", default="none")
+    parser.add_argument("--matmul", default="bf16")
+    parser.add_argument("--norm", type=float, default=3.5, help="scale of the final norm")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    results: dict[str, Any] = {"settings": {name: str(value) for name, value in vars(args).items()}}
+    with tempfile.TemporaryDirectory() as folder:
+        bench = timed(results, "load", partial(Benchmark, args, Path(folder)))
+        print(f"device {jax.devices()[0].device_kind}; remat {bench.remat}", flush=True)
+        timed(results, "compile sampling", partial(bench.sample, longest=17))
+        groups = timed(results, "sampling", bench.sample)
+        step = timed(results, "packing", partial(bench.pack, groups))
+        few = replace(step, micro_batches=step.micro_batches[:2])
+        timed(results, "compile training", partial(bench.train, few))
+        results["values"] = timed(results, "training", partial(bench.train, step))
+        results["memory_gb"] = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9
+        answers = [answer for group in groups for answer in group.answers]
+        results |= {"answer_tokens": sum(len(answer.tokens) for answer in answers), "rows": len(step.micro_batches)}
+        results["row_fill"] = round(step.tokens / (len(step.micro_batches) * args.row), 3)
+        # Training has changed the adapters since sampling: compare on fresh answers, of a few tokens.
+        few_tokens = partial(bench.sample, longest=min(256, args.longest))
+        bench.pack(timed(results, "sampling for the comparison", few_tokens))
+        results["mismatch"] = timed(results, "comparison", partial(bench.mismatch, 10**5))
+    results["step"] = round(sum(results.get(name, 0) for name in ("sampling", "packing", "training")), 2)
+    results["sampled_tokens_per_second"] = round(results["answer_tokens"] / results.get("sampling", np.inf))
+    print(json.dumps(results, indent=1), flush=True)
+    if args.json:
+        write_results(args.json, [results])
+
+
+if __name__ == "__main__":
+    main()
