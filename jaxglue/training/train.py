@@ -278,6 +278,8 @@ class Trainer:
             if self._model.step == 0 and not self._again:
                 self._answer_samples("before")
             if (overrun := self._train(checkpoints)) is not None:
+                if isinstance(self._run.batches, RolloutSteps):
+                    self._run.batches.release()
                 return overrun
             if self._has_ended:
                 return self._finish(begun, checkpoints)

@@ -1,6 +1,7 @@
 """A first step that takes more memory than there is: planned again once, with nothing lost."""
 
 import json
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -25,8 +26,14 @@ PLANNED = int(0.9 * POOL * GIB)
 
 
 @pytest.fixture
-def planned(monkeypatch) -> list[float]:
-    """Plan `dots` at first, and `full` afterwards; list the GiB of the pool of later plans."""
+def models() -> list[weakref.ref]:
+    """References to the models of the steps that ran."""
+    return []
+
+
+@pytest.fixture
+def planned(monkeypatch, models) -> list[float]:
+    """Plan `dots` at first, and `full` afterwards, without the first model; list the GiB of the pool of later plans."""
     pools: list[float] = []
     choose = setup.choose_remat
 
@@ -35,6 +42,7 @@ def planned(monkeypatch) -> list[float]:
 
     def chosen_again(settings, workload, steps, *, pool):
         pools.append(pool)
+        assert [model() for model in models] == [None]
         layers = workload.config.num_hidden_layers
         return replace(choose(settings, workload, steps), remat="full", policies=parse_policies("full", layers))
 
@@ -44,13 +52,14 @@ def planned(monkeypatch) -> list[float]:
 
 
 @pytest.fixture
-def overrun(monkeypatch) -> Callable[[str, int], None]:
+def overrun(monkeypatch, models) -> Callable[[str, int], None]:
     """Make the first steps of some processes overrun: an allocation fails in their midst, or the peak is too high."""
     dispatch, steps = TrainStep.dispatch, [0]
 
     def make(kind: str, times: int) -> None:
         def dispatched(self, *args):
             result = dispatch(self, *args)
+            models.append(weakref.ref(self))
             steps[0] += 1
             if kind == "exhausted" and steps[0] <= times:
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2.00GiB.")
@@ -60,6 +69,7 @@ def overrun(monkeypatch) -> Callable[[str, int], None]:
             return Memory(0, int((POOL * 1.25 if steps[0] <= times else 1) * GIB), "device")
 
         steps[0] = 0
+        models.clear()
         monkeypatch.setattr(TrainStep, "dispatch", dispatched)
         monkeypatch.setattr(recovery, "memory_use", memory_use if kind == "peak" else recovery.memory_use)
 
