@@ -253,7 +253,7 @@ def test_answers_of_one_prompt_share_pages_and_equal_those_alone(llama):
     assert len({tuple(tokens) for tokens in together.values()}) == 5
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", [repeat("llama"), "qwen3"])
 def test_answers_that_give_their_pages_up_go_on_unchanged(tiny_model, family):
     engine, trees = engine_of(tiny_model(family, **FAMILIES[family]), lora=False)
     sampling = replace(SAMPLED, max_tokens=150, frequency_penalty=0.5, repetition_penalty=1.2)
@@ -306,7 +306,7 @@ def test_requests_have_own_stop_tokens_biases_and_ends(llama):
     assert found[2].tokens.tolist()[:10] == plain[:10] and found[2].finish == "until"
 
 
-@pytest.mark.parametrize("family", repeats(FAMILIES, "llama", "qwen3_moe"))
+@pytest.mark.parametrize("family", repeats(FAMILIES, "llama", "qwen3_moe", "gpt_oss"))
 def test_long_prompts_pass_in_pieces(tiny_model, family, monkeypatch):
     model = tiny_model(family, initializer_range=0.3, **FAMILIES[family])
     prompt = np.random.default_rng(2).integers(0, 97, 200).tolist()
