@@ -1,6 +1,7 @@
 """Triton kernel of a token's step: the state of a slot, read and written once, in place.
 
-Layout: qkv [S, W], queries, keys and values side by side; g, beta [S, N]; out [S, N, V]; states [slots, N, H, V] float32.
+Layout: qkv [S, W], queries, keys and values side by side; g, beta [S, N]; out [S, N, V]; states
+[slots, N, H, V] float32.
 """
 
 import triton

@@ -96,7 +96,7 @@ class TritonDeltaRule(Launcher):
 
     def _run(self, kernel, arrays, types, grid, tiles: Tiles, spec: KernelSpec, flops: int):
         spec = replace(spec, columns=min(tiles.columns, spec.V), stages=tiles.num_stages)
-        cost = KernelCost(kind=KernelKind.ROWS, flops=flops)
+        cost = KernelCost(kind=KernelKind.DELTA_RULE, flops=flops)
         return self._launch(kernel, arrays, types, grid, {"spec": spec}, tiles.num_warps, tiles.num_stages, cost=cost)
 
 
@@ -109,7 +109,7 @@ _CHANNELS, _VALUES = 1024, 2048
 class TritonDeltaRows(Launcher):
     """`RowsBackend` by our own kernels."""
 
-    tokens: int = 16
+    tokens: int = 8
     """Of a tile of the convolution."""
     num_warps: int = 4
 
