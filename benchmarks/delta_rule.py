@@ -1,4 +1,4 @@
-"""The gated delta rule at the heads of Qwen3.5-9B: errors, and times of both passes beside the chunked form and fla-core.
+"""The gated delta rule at the heads of Qwen3.5-9B: errors, and times beside the chunked form and fla-core.
 
     python benchmarks/delta_rule.py --json benchmarks/results/delta_rule.json --fla FOLDER
 
