@@ -19,7 +19,7 @@ from jaxglue.engine.policy import AUTO
 from jaxglue.engine.program_cache import keep_programs
 from jaxglue.hf.files import write_json
 from jaxglue.hf.hub import is_hub_id
-from jaxglue.planner.device_memory import bound_pool, take_fitting_blocks
+from jaxglue.planner.device_memory import bounded_pool, take_fitting_blocks
 from jaxglue.planner.host_memory import HOST_LIMIT
 from jaxglue.recipe import as_dict, load_config, to_toml
 from jaxglue.rl.loop import RolloutSteps
@@ -105,12 +105,24 @@ def train(
     processes.agree("configuration", {**as_dict(config.shared), "jax": jax.__version__})
     if config.run.compilation_cache:
         keep_programs(config.run.compilation_cache, take_turns=processes.count == 1)
-    bound_pool(config.model.memory_limit, os.environ)
     take_fitting_blocks(os.environ)
+    with bounded_pool(config.model.memory_limit, os.environ):
+        if config.run.dry_run:
+            _dry_run(config, console, processes)
+            return None
+        return _train(config, console, timer, processes, interrupt, events)
+
+
+def _train(
+    config: TrainConfig,
+    console: Console,
+    timer: StartupTimer,
+    processes: Processes,
+    interrupt: Interrupt,
+    callbacks: Callbacks,
+) -> RunSummary | None:
+    """Settle the run, hold its folder and train."""
     settings = config.run
-    if settings.dry_run:
-        _dry_run(config, console, processes)
-        return None
     run = resolve(config, processes) if settings.resume else None
     if run and (summary := finished_run(run, processes)):
         print_panel(console, "done before: no step is left to train", summary_rows(summary))
@@ -127,7 +139,7 @@ def train(
         _explain(run, console, processes)
         files = RunFolder(output, overwrite=settings.overwrite, processes=processes)
         shared: dict[str, Any] = {"identity": identity, "timer": timer, "processes": processes, "interrupt": interrupt}
-        shared |= {"console": console, "output": files, "callbacks": events}
+        shared |= {"console": console, "output": files, "callbacks": callbacks}
         with closing(run.batches):
             return _train_as_planned(run, console, files, partial(_attempt, **shared))
 
