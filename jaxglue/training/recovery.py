@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +64,14 @@ _AFTER_FAILURE = 0.8
 """Share of the pool that the next plan may use where a step failed, whose rest may need more than it asked for."""
 
 
+class SpikeState(TypedDict):
+    """The latest good steps' values by name, and the spikes among all steps, as JSON."""
+
+    values: dict[str, list[float]]
+    steps: list[int]
+    in_a_row: int
+
+
 class Spikes:
     """Decides step by step whether loss or gradient norm is beyond `sigma` deviations above its mean."""
 
@@ -96,7 +104,7 @@ class Spikes:
         """Return the first of the spikes in a row that end with a step; the step itself where it is none."""
         return step - max(self.in_a_row - 1, 0)
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> SpikeState:
         """Return a JSON-able state."""
         return {
             "values": {name: list(window) for name, window in self._values.items()},
@@ -104,7 +112,7 @@ class Spikes:
             "in_a_row": self.in_a_row,
         }
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: SpikeState) -> None:
         """Continue from a state of `get_state`."""
         self._values = {name: deque(window, maxlen=_WINDOW) for name, window in state["values"].items()}
         self.steps, self.in_a_row = list(state["steps"]), state["in_a_row"]
@@ -128,7 +136,7 @@ class Postmortem:
         start: state of the batches before step 1.
     """
 
-    def __init__(self, run: Run, model: TrainStep, checkpoints: Checkpoints, start: dict[str, Any]):
+    def __init__(self, run: Run, model: TrainStep, checkpoints: Checkpoints, start: Any):
         self._run, self._model, self._checkpoints, self._start = run, model, checkpoints, start
 
     def explain(self, error: Diverged, *, first: int, replay: bool) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import IO, Any, cast
+from typing import IO, Any, NotRequired, cast
 
 import jax
 
@@ -19,7 +19,7 @@ from jaxglue.engine.policy import AUTO
 from jaxglue.engine.program_cache import keep_programs
 from jaxglue.hf.files import write_json
 from jaxglue.hf.hub import is_hub_id
-from jaxglue.planner.device_memory import bound_pool, take_fitting_blocks
+from jaxglue.planner.device_memory import bounded_pool, take_fitting_blocks
 from jaxglue.planner.host_memory import HOST_LIMIT
 from jaxglue.recipe import as_dict, load_config, to_toml
 from jaxglue.rl.loop import RolloutSteps
@@ -28,7 +28,7 @@ from jaxglue.sharding.mesh import make_mesh
 from jaxglue.training.callbacks import Callback, Callbacks
 from jaxglue.training.checkpoint import Checkpoints, NonFinite
 from jaxglue.training.config import ModelConfig, TrainConfig
-from jaxglue.training.evaluation import Evaluation, ExpertLoadProbe, Samples, evaluation_lines
+from jaxglue.training.evaluation import BestState, Evaluation, ExpertLoadProbe, Samples, evaluation_lines
 from jaxglue.training.explain import run_reasons
 from jaxglue.training.fingerprint import fingerprint
 from jaxglue.training.interrupt import Interrupt, Output
@@ -48,6 +48,7 @@ from jaxglue.training.recovery import (
     Overrun,
     Postmortem,
     Spikes,
+    SpikeState,
     describe,
     explained_out_of_memory,
     failed_allocation,
@@ -65,7 +66,7 @@ from jaxglue.training.resuming import check_resumable, finished_run, resume_note
 from jaxglue.training.run_folder import RunFolder, check_inputs, check_output, shared_output_folder
 from jaxglue.training.secrets import masked
 from jaxglue.training.setup import Run, resolve
-from jaxglue.training.step import StepResult, StepsInFlight, TrainStep
+from jaxglue.training.step import StepResult, StepsInFlight, StepState, TrainStep
 from jaxglue.training.trackers import Loggers, open_loggers
 
 _STEPS_IN_FLIGHT = 2
@@ -104,12 +105,24 @@ def train(
     processes.agree("configuration", {**as_dict(config.shared), "jax": jax.__version__})
     if config.run.compilation_cache:
         keep_programs(config.run.compilation_cache, take_turns=processes.count == 1)
-    bound_pool(config.model.memory_limit, os.environ)
     take_fitting_blocks(os.environ)
+    with bounded_pool(config.model.memory_limit, os.environ):
+        if config.run.dry_run:
+            _dry_run(config, console, processes)
+            return None
+        return _train(config, console, timer, processes, interrupt, events)
+
+
+def _train(
+    config: TrainConfig,
+    console: Console,
+    timer: StartupTimer,
+    processes: Processes,
+    interrupt: Interrupt,
+    callbacks: Callbacks,
+) -> RunSummary | None:
+    """Settle the run, hold its folder and train."""
     settings = config.run
-    if settings.dry_run:
-        _dry_run(config, console, processes)
-        return None
     run = resolve(config, processes) if settings.resume else None
     if run and (summary := finished_run(run, processes)):
         print_panel(console, "done before: no step is left to train", summary_rows(summary))
@@ -126,7 +139,7 @@ def train(
         _explain(run, console, processes)
         files = RunFolder(output, overwrite=settings.overwrite, processes=processes)
         shared: dict[str, Any] = {"identity": identity, "timer": timer, "processes": processes, "interrupt": interrupt}
-        shared |= {"console": console, "output": files, "callbacks": events}
+        shared |= {"console": console, "output": files, "callbacks": callbacks}
         with closing(run.batches):
             return _train_as_planned(run, console, files, partial(_attempt, **shared))
 
@@ -135,7 +148,8 @@ def _train_as_planned(
     run: Run, console: Console, output: RunFolder, attempt: Callable[..., RunSummary | Overrun | None]
 ) -> RunSummary | None:
     """Train; where the first step takes more memory than there is, plan with less and start again, once."""
-    start, pinned = run.batches.get_state(), os.environ.get(HOST_LIMIT)
+    start: Any = run.batches.get_state()
+    pinned = os.environ.get(HOST_LIMIT)
     result = attempt(run)
     if not isinstance(result, Overrun):
         return result
@@ -184,6 +198,16 @@ def pinned_model(config: TrainConfig) -> ModelConfig:
         if recorded.model == model.model:
             model = replace(model, revision=recorded.revision)
     return model.pinned
+
+
+class RunState(BestState, StepState):
+    """What a checkpoint holds of a run beside its arrays, as JSON."""
+
+    batches: Any
+    """State of the run's iterator, `BatchState` or another's."""
+    first_loss: float | None
+    last_loss: float | None
+    spikes: NotRequired[SpikeState | None]
 
 
 class Trainer:
@@ -455,13 +479,13 @@ class Trainer:
         self._samples.answer(when, self._model.step, self._model.trainable, self._model.frozen)
 
     def _save(self, checkpoints: Checkpoints, eval_loss: float | None) -> None:
-        host = {
+        host: RunState = {
             "batches": self._run.batches.get_state(),
             **self._evaluation.get_state(),
             **self._model.get_state(),
             "first_loss": self._recorder.first_loss,
             "last_loss": self._recorder.last_loss,
-            "spikes": self._spikes and self._spikes.get_state(),
+            "spikes": self._spikes.get_state() if self._spikes else None,
         }
         try:
             checkpoints.save(self._model.step, self._model.state(), host, eval_loss=eval_loss)
@@ -478,14 +502,14 @@ class Trainer:
         if restored is None:
             self._console.print("no checkpoint yet: starting from step 0")
             return
-        host, notes = restored.host, list(resume_notes(self._run, restored))
+        host, notes = cast(RunState, restored.host), list(resume_notes(self._run, restored))
         self._model.restore(restored.state, restored.step)
         self._run.batches.set_state(host["batches"])
         self._evaluation.set_state(host)
         self._model.set_state(host)
         self._recorder.first_loss, self._recorder.last_loss = host["first_loss"], host["last_loss"]
-        if self._spikes and host.get("spikes"):
-            self._spikes.set_state(host["spikes"])
+        if self._spikes and (spikes := host.get("spikes")):
+            self._spikes.set_state(spikes)
         self._console.print("\n".join(notes))
 
     def _finish(self, begun: float, checkpoints: Checkpoints) -> RunSummary:
