@@ -90,10 +90,10 @@ def plan_cache(
     slot = rings + state + _LOGITS * 4 * config.vocab_size
     expected = -(-((prompts + ends) / 2).mean() // PAGE) * page  # many answers end early; the last to come waits
     most = min(len(lengths), batch_size or MOST_SLOTS)
-    slots = max(1, min(most, int(spare / (slot + expected))))
+    slots = max(1, min(most, _rounded_down(int(spare / (slot + expected)))))
     needs = np.sort(-(-ends // PAGE))[-slots:]
     needed = _bucket(int(needs.sum()))
-    room = int((spare - slots * slot) / page) - 1 if page else needed
+    room = _rounded_down(int((spare - slots * slot) / page) - 1) if page else needed
     pages = min(needed, max(room, int(needs[-1])))  # the estimate of activations refuses no single sequence
     size = (pages + 1) * page + slots * rings + (slots + 1) * state
     if size > free:
@@ -116,6 +116,12 @@ def _bucket(pages: int) -> int:
     """Return `pages` rounded up to an eighth of a power of two, so that few programs are compiled."""
     step = max(2, 1 << (pages - 1).bit_length() - 3) if pages > 8 else 1 << (pages - 1).bit_length()
     return max(2, -(-pages // step) * step)
+
+
+def _rounded_down(count: int) -> int:
+    """Return a count of at least 0 rounded down to an eighth of a power of two."""
+    step = 1 << max(count.bit_length() - 4, 0)
+    return max(count, 0) // step * step
 
 
 def pages_of(length: int) -> int:
