@@ -36,6 +36,8 @@ OTHERS = (
     Heads(N=32, K=4, H=128),
     *(Heads(N=32, K=8, H=128, window=window) for window in (1024, 2048, 4096, 8192, 16_384)),
     Heads(N=32, K=8, H=128, sinks=True),
+    Heads(N=16, K=8, H=256),
+    Heads(N=16, K=8, H=256, window=1024),
 )
 COLUMNS = (
     "heads (N, K, H, window, sinks)",
@@ -94,7 +96,7 @@ def kernels(heads: Heads) -> dict:
         tiles = kernel_tiles((9, 0), heads.H, window=heads.window, long=long)
         return TritonAttention(tiles=tiles, compute_capability=90)
 
-    hopper = {"hopper": HopperAttention(compute_capability=90)} if heads.H in (64, 128) else {}
+    hopper = {"hopper": HopperAttention(compute_capability=90)} if heads.H in (64, 128, 256) else {}
     return {"short": ours(False), "long": ours(True), **hopper, "cudnn": CudnnAttention()}
 
 

@@ -10,6 +10,8 @@ weights that do not fit into the L2 cache together. `error` is the relative diff
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,9 +30,17 @@ from jaxglue.ops.quant.mxfp4 import quantize_mxfp4
 
 RATE = {"none": 700e12, "fp8": 1400e12}
 """FLOP/s of long matmuls on an H100 or H200, by the weights' format; others multiply in bfloat16."""
-PAGE, RANK = 64, 16
+PAGE, RANK, LARGE = 64, 16, 4e8
+"""The last: values of the weights in a program, many times what the L2 cache holds."""
 TURNS = 10
 """Calls in a program, whose start takes longer than a kernel."""
+SETTINGS = (
+    *((rows, quantize, False) for rows in (1, 64, 256) for quantize in ("none", "fp8")),
+    (64, "none", True),
+    (64, "int8", False),
+    (64, "nf4", False),
+)
+"""Rows, weights' format, and whether there are live adapters."""
 QWEN3_8B = {"q, k, v": (4096, (4096, 1024, 1024)), "o": (4096, (4096,)), "feed-forward": (4096, (12288, 12288))}
 """Inputs, and outputs of the projections that share them; `feed-forward` includes the projection back."""
 EXPERTS = {"qwen3-30b-a3b": (128, 8, 2048, 768, "swiglu", False), "gpt-oss-20b": (32, 4, 2880, 2880, "gpt_oss", True)}
@@ -55,6 +65,32 @@ def seconds(function: Callable, *arguments, repeats: int = 5) -> float:
         jax.block_until_ready(function(*arguments))
         times.append(time.perf_counter() - begun)
     return min(times)
+
+
+class Case(NamedTuple):
+    """A kernel at a shape, compiled."""
+
+    name: str
+    shape: str
+    program: Callable
+    arguments: tuple
+    calls: int
+    """Of the kernel, in a run of the program."""
+    limit: float
+    """Seconds of a call at the memory's or the tensor cores' rate."""
+    error: float
+
+    def row(self) -> dict[str, Any]:
+        """Time the case."""
+        taken = seconds(self.program, *self.arguments) / self.calls
+        return {
+            "kernel": self.name,
+            "shape": self.shape,
+            "us": round(taken * 1e6, 1),
+            "limit us": round(self.limit * 1e6, 1),
+            "of the limit": f"{self.limit / taken:.0%}",
+            "error": f"{self.error:.4f}",
+        }
 
 
 def looped(function: Callable, *arguments) -> Callable:
@@ -94,19 +130,8 @@ def error(got: jax.Array, want: jax.Array) -> float:
     return float(jnp.linalg.norm(got.astype(jnp.float32) - want) / jnp.linalg.norm(want))
 
 
-def row(name: str, shape: str, taken: float, limit: float, difference: float) -> dict[str, Any]:
-    return {
-        "kernel": name,
-        "shape": shape,
-        "us": round(taken * 1e6, 1),
-        "limit us": round(limit * 1e6, 1),
-        "of the limit": f"{limit / taken:.0%}",
-        "error": f"{difference:.4f}",
-    }
-
-
-def attention_row(streams: int, tokens: int, heads: tuple[int, int, int], dtype, rate: float) -> dict[str, Any]:
-    """Time attention of streams with this many tokens each; heads are (N, K, H)."""
+def attention(streams: int, tokens: int, heads: tuple[int, int, int], dtype, rate: float) -> Case:
+    """Compile attention of streams with this many tokens each; heads are (N, K, H)."""
     (N, K, H), P = heads, -(-tokens // PAGE)
     tables = jnp.asarray(1 + np.random.default_rng(0).permutation(streams * P).reshape(streams, P), jnp.int32)
     cache = make_pages(streams * P + 1, K, PAGE, H, dtype)
@@ -125,7 +150,7 @@ def attention_row(streams: int, tokens: int, heads: tuple[int, int, int], dtype,
     difference = error(paged_attention(q, cache, tables, positions)[few], want)
     limit = streams * tokens * 2 * K * (H * keys.dtype.itemsize + (0 if scales[0] is None else 4)) / rate
     shape = f"{streams} × {tokens:,} tokens, {N}/{K} heads of {H}, {jnp.dtype(dtype).name}"
-    return row("attention", shape, seconds(looped(chain, q, cache), q, cache) / layers / TURNS, limit, difference)
+    return Case("attention", shape, looped(chain, q, cache), (q, cache), layers * TURNS, limit, difference)
 
 
 def projections(seed: int, K: int, sizes: Sequence[int], quantize: str, adapted: bool) -> list[Projection]:
@@ -140,6 +165,16 @@ def projections(seed: int, K: int, sizes: Sequence[int], quantize: str, adapted:
     return [Projection(weight=made(draw(i, N, K, scale=K**-0.5)), adapter=adapter(i, N)) for i, N in parts]
 
 
+def arrays_of(part: Projection) -> tuple[Any, tuple[jax.Array, jax.Array] | None]:
+    return part.weight, None if part.adapter is None else (part.adapter.A, part.adapter.B)
+
+
+def rebuilt(weight: Any, matrices: tuple[jax.Array, jax.Array] | None) -> Projection:
+    """Return a projection from `arrays_of` it."""
+    adapter = None if matrices is None else Adapter(A=matrices[0], B=matrices[1], scale=2.0)
+    return Projection(weight=weight, adapter=adapter)
+
+
 def multiply(x, part: Projection) -> jax.Array:
     """Return a projection's product in float32."""
     weight = dequantize(part.weight, jnp.float32) if is_quantized(part.weight) else part.weight.astype(jnp.float32)
@@ -147,12 +182,12 @@ def multiply(x, part: Projection) -> jax.Array:
     return y if part.adapter is None else y + part.adapter.scale * (x @ part.adapter.A.T) @ part.adapter.B.T
 
 
-def projection_row(name: str, rows: int, quantize: str, adapted: bool, rate: float) -> dict[str, Any]:
-    """Time the projections of one input, or a whole feed-forward, of Qwen3-8B."""
+def projection(name: str, rows: int, quantize: str, adapted: bool, rate: float) -> Case:
+    """Compile the projections of one input, or a whole feed-forward, of Qwen3-8B."""
     (K, sizes), gated = QWEN3_8B[name], name == "feed-forward"
     x, stream = draw(1, 1, rows, K), draw(2, 1, rows, 4096)
     values = sum(sizes) * K * (1.5 if gated else 1)
-    copies = max(3, int(4e8 // values))
+    copies = max(3, int(LARGE // values))
     weights = []
     for copy in range(copies):
         parts = projections(1000 * copy, K, sizes, quantize, adapted)
@@ -163,22 +198,26 @@ def projection_row(name: str, rows: int, quantize: str, adapted: bool, rate: flo
             return [gated_mlp(x, GatedParts(*parts), Decoding(), stream=stream)]
         return adapted_projection(x, parts, Decoding(), stream=stream if name == "o" else None)
 
-    chain = looped(lambda x: [apply(x, parts) for parts in weights], x)
+    def chain(x, copies):
+        return [apply(x, [rebuilt(*arrays) for arrays in each]) for each in copies]
+
+    arguments = x, [[arrays_of(part) for part in parts] for parts in weights]
+    program = looped(chain, *arguments)
     with jax.default_matmul_precision("highest"):
         wide, parts = x.astype(jnp.float32), weights[0]
         want = multiply(wide, parts[0])
         if gated:
             want = multiply(jax.nn.silu(want) * multiply(wide, parts[1]), parts[2])
         want = want + stream if gated or name == "o" else want
-    difference = error(chain(x)[0][0], want)
+    difference = error(program(*arguments)[0][0], want)
     size = {"none": 2, "fp8": 1, "int8": 1, "nf4": 0.516}[quantize]
     limit = max(values * size / rate, 2 * rows * values / RATE.get(quantize, RATE["none"]))
     shape = f"{rows} rows, {quantize.replace('none', 'bf16')}{', live adapters' if adapted else ''}"
-    return row(name, shape, seconds(chain, x) / copies / TURNS, limit, difference)
+    return Case(name, shape, program, arguments, copies * TURNS, limit, difference)
 
 
-def experts_row(name: str, rows: int, rate: float) -> dict[str, Any]:
-    """Time a feed-forward of experts."""
+def experts(name: str, rows: int, rate: float) -> Case:
+    """Compile a feed-forward of experts."""
     E, k, D, F, activation, packed = EXPERTS[name]
     x, logits, copies = draw(1, rows, D), jax.random.normal(jax.random.key(3), (rows, E)), 2
 
@@ -204,7 +243,7 @@ def experts_row(name: str, rows: int, rate: float) -> dict[str, Any]:
     limit = touched * 3 * D * F * (0.5 + 1 / 32 if packed else 2) / rate
     shape = f"{rows} rows, {touched} of {E} experts, {'MXFP4' if packed else 'bf16'}"
     difference = error(jitted(x, logits, weights)[0][few], want)
-    return row(name, shape, seconds(jitted, x, logits, weights) / copies / TURNS, limit, difference)
+    return Case(name, shape, jitted, (x, logits, weights), copies * TURNS, limit, difference)
 
 
 def main() -> None:
@@ -213,29 +252,21 @@ def main() -> None:
     args = parser.parse_args()
     rate, heads, fp8 = read_rate(), (32, 8, 128), jnp.float8_e4m3fn
     print(f"{jax.devices()[0].device_kind}: reads {rate / 1e12:.2f} TB/s", flush=True)
-    cases: list[Callable[[], dict[str, Any]]] = []
+    made: list[Callable[[], Case]] = []
     for streams, tokens, dtype in (
         (256, 1000, jnp.bfloat16),
         (256, 1000, fp8),
         (64, 1000, jnp.bfloat16),
         (1, 16000, fp8),
     ):
-        cases.append(lambda s=streams, t=tokens, d=dtype: attention_row(s, t, heads, d, rate))
+        made.append(partial(attention, streams, tokens, heads, dtype, rate))
     for name in QWEN3_8B:
-        for rows, quantize, adapted in (
-            *((rows, quantize, False) for rows in (1, 64, 256) for quantize in ("none", "fp8")),
-            (64, "none", True),
-            (256, "none", True),
-            (64, "int8", False),
-            (64, "nf4", False),
-        ):
-            cases.append(lambda n=name, r=rows, q=quantize, a=adapted: projection_row(n, r, q, a, rate))
-    for name in EXPERTS:
-        cases += [lambda n=name, r=rows: experts_row(n, r, rate) for rows in (1, 64, 256)]
-    results = []
-    for case in cases:
-        results.append(case())
-        print(table(results[-1:]).splitlines()[-1], flush=True)
+        for rows, quantize, adapted in SETTINGS:
+            made.append(partial(projection, name, rows, quantize, adapted, rate))
+    made += [partial(experts, name, rows, rate) for name in EXPERTS for rows in (1, 64, 256)]
+    with ThreadPoolExecutor(8) as pool:  # Triton compiles a kernel in seconds
+        cases = [pool.submit(make) for make in made]
+    results = [case.result().row() for case in cases]
     print(table(results))
     if args.json:
         write_results(args.json, {"read TB/s": round(rate / 1e12, 3), "rows": results})

@@ -10,6 +10,7 @@ weights and multiplying them.
 """
 
 import argparse
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,14 +25,16 @@ from measure import milliseconds, table, write_results
 
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.engine import Completion, Engine
-from jaxglue.generation.pages import token_bytes
+from jaxglue.generation.pages import PAGE, CachePlan, token_bytes
 from jaxglue.generation.scheduler import Request
 from jaxglue.hf.loading import random_model
 from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
+from jaxglue.models.decoder import CausalLM
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
-from jaxglue.models.parameters import split_model
+from jaxglue.models.parameters import abstract_parameters, split_model
+from jaxglue.ops.choices import KVCache
 
 PROMPT, MEAN, SIGMA, LONGEST = 200, 512, 0.7, 1024
 STEPS = 128
@@ -41,15 +44,33 @@ STEPS = 128
 class Model:
     """An engine with its weights."""
 
-    def __init__(self, config: DecoderConfig, dtype, lora: int = 0):
-        model = random_model(config, dtype=dtype)
-        if lora:
-            add_lora(model, LoraConfig(rank=lora, alpha=2 * lora), rngs=nnx.Rngs(0))
-        graphdefs, *self.trees = split_model(model, nnx.LoRAParam)
-        self.config, self.dtype, self.engine = config, dtype, Engine(graphdefs, config, dtype=dtype)
-        embedding = 0 if graphdefs.lm_head is None else model.embed_tokens.weight[...].nbytes
+    def __init__(self, config: DecoderConfig, dtype, kv_cache: KVCache = "auto", model: CausalLM | None = None):
+        self.model = random_model(config, dtype=dtype) if model is None else model
+        graphdefs, *self.trees = split_model(self.model, nnx.LoRAParam)
+        self.config, self.dtype = config, dtype
+        self.engine = Engine(graphdefs, config, dtype=dtype, kv_cache=kv_cache)
+        embedding = 0 if graphdefs.lm_head is None else self.model.embed_tokens.weight[...].nbytes
         self.read_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self.trees)) - embedding
-        self.matmul_parameters = self.read_bytes / jnp.dtype(dtype).itemsize  # of a dense model in `dtype`
+        shapes = abstract_parameters(self.model)
+        self.parameters = (
+            sum(math.prod(spec.shape) for spec in shapes.values()) - config.vocab_size * config.hidden_size
+        )
+        self.token_bytes = token_bytes(config, self.engine.cache_dtype)
+
+    def with_lora(self, rank: int) -> "Model":
+        """Return the model with a live adapter on all linear layers."""
+        add_lora(self.model, LoraConfig(rank=rank, alpha=2 * rank), rngs=nnx.Rngs(0))
+        return Model(self.config, self.dtype, model=self.model)
+
+    def compile(self, requests: Sequence[Request], plan: CachePlan) -> float:
+        """Compile all programs for requests of this kind; return the seconds."""
+        begun = time.perf_counter()
+        short = [replace(r, sampling=replace(r.sampling, max_tokens=8)) for r in requests]
+        answers = self.engine.generate(*self.trees, short, plan=plan, whole=True)
+        next(answers)
+        self.engine.wait()  # for the programs of fewer answers
+        answers.close()
+        return time.perf_counter() - begun
 
     def answer(self, requests: Sequence[Request], **options) -> tuple[float, list[Completion]]:
         """Return the seconds of all answers, and these."""
@@ -81,31 +102,29 @@ def matmul_rate() -> float:
     return 2 * x.size * len(w) / milliseconds(product, x, w, budget=300) * 1e3
 
 
-def time_steps(model: Model, streams: int, context: int, rate: float) -> dict:
+def time_steps(model: Model, streams: int, context: int, rate: float, plan: CachePlan | None = None) -> dict:
     """Time decode steps of some streams, whose contexts have `context` tokens on average."""
     vocabulary, prompt = model.config.vocab_size, context - STEPS // 2 - 32
 
-    def spent(new: int) -> float:
-        return model.answer(draw_requests(streams, prompt, [new] * streams, vocabulary, 1.0), plan=plan, whole=True)[0]
+    def requests(new: int) -> list[Request]:
+        return draw_requests(streams, prompt, [new] * streams, vocabulary, 1.0)
 
-    plan = model.engine.plan(draw_requests(streams, prompt, [STEPS + 64] * streams, vocabulary, 1.0))
-    begun = time.perf_counter()
-    spent(32)
-    first = time.perf_counter() - begun
+    def spent(new: int) -> float:
+        return model.answer(requests(new), plan=plan, whole=True)[0]
+
+    if plan is None:
+        plan = model.engine.plan(requests(STEPS + 64))
+        spent(32)
     short, long = (min(spent(new) for _ in range(2)) for new in (32, 32 + STEPS))
     step = (long - short) / STEPS
-    limit = (model.read_bytes + streams * context * token_bytes(model.config, model.dtype)) / rate
+    limit = (model.read_bytes + streams * context * model.token_bytes) / rate
     shown = {
         "streams": streams,
         "context": context,
         "ms a step": round(step * 1e3, 2),
         "limit ms": round(limit * 1e3, 2),
     }
-    return shown | {
-        "share of limit": f"{limit / step:.0%}",
-        "tokens/s": round(streams / step),
-        "first call s": round(first, 1),
-    }
+    return shown | {"share of limit": f"{limit / step:.0%}", "tokens/s": round(streams / step)}
 
 
 def forced_lengths(count: int) -> np.ndarray:
@@ -114,35 +133,28 @@ def forced_lengths(count: int) -> np.ndarray:
     return np.clip(drawn.astype(int), 1, LONGEST)
 
 
-def time_batch(model: Model, count: int, rate: float, flops: float) -> dict:
+def batch_requests(model: Model, count: int) -> list[Request]:
+    """Return requests for uneven answers."""
+    return draw_requests(count, PROMPT, forced_lengths(count), model.config.vocab_size, 1.0)
+
+
+def time_batch(model: Model, count: int, rate: float, flops: float, plan: CachePlan) -> dict:
     """Time a batch of uneven answers, all given at once."""
-    lengths = forced_lengths(count)
-    requests = draw_requests(count, PROMPT, lengths, model.config.vocab_size, 1.0)
-    plan = model.engine.plan(requests)
-    print(f"{count} requests, {plan}", flush=True)
-    begun = time.perf_counter()
-    short = [replace(r, sampling=replace(r.sampling, max_tokens=8)) for r in requests]
-    answers = model.engine.generate(*model.trees, short, plan=plan, whole=True)
-    next(answers)
-    model.engine.wait()  # for the programs of fewer answers
-    answers.close()
-    first = time.perf_counter() - begun
+    requests, lengths = batch_requests(model, count), forced_lengths(count)
     spent, found = model.answer(requests, plan=plan, whole=True)
     tokens = sum(len(completion.tokens) for completion in found)
     assert tokens == lengths.sum()
-    per_token = 2 * model.matmul_parameters / flops
+    per_token = 2 * model.parameters / flops
     live = (lengths[None] > np.arange(LONGEST)[:, None]).sum(1)
     live = live[live > 0]
     products = np.maximum(model.read_bytes / rate, live * per_token).sum()
-    keys = (PROMPT * lengths + lengths * (lengths + 1.0) / 2).sum() * token_bytes(model.config, model.dtype) / rate
+    keys = (PROMPT * lengths + lengths * (lengths + 1.0) / 2).sum() * model.token_bytes / rate
     prefill = count * PROMPT * per_token
     limit = products + keys + prefill
     parts = {"products": products, "keys": keys, "prompts": prefill}
     shown = {"requests": count, "tokens": tokens, "seconds": round(spent, 2), "tokens/s": round(tokens / spent)}
     shown |= {"limit tokens/s": round(tokens / limit), "share of limit": f"{limit / spent:.0%}"}
-    return (
-        shown | {f"limit of {k} s": round(float(v), 2) for k, v in parts.items()} | {"compilation s": round(first, 1)}
-    )
+    return shown | {f"limit of {k} s": round(float(v), 2) for k, v in parts.items()}
 
 
 def time_prefill(model: Model, count: int, prompt: int, flops: float) -> dict:
@@ -151,7 +163,7 @@ def time_prefill(model: Model, count: int, prompt: int, flops: float) -> dict:
     plan = model.engine.plan(requests)
     model.answer(requests, plan=plan)
     spent = min(model.answer(requests, plan=plan)[0] for _ in range(2))
-    rate = 2 * count * prompt * model.matmul_parameters / spent
+    rate = 2 * count * prompt * model.parameters / spent
     return {
         "prompts": f"{count} of {prompt}",
         "seconds": round(spent, 2),
@@ -163,6 +175,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
     parser.add_argument("--quantize", default="none", help="format of the decoder layers' linear layers")
+    parser.add_argument("--kv-cache", choices=["auto", "fp8"], default="auto")
     parser.add_argument("--lora", type=int, default=0, help="rank of a live adapter on all linear layers")
     parser.add_argument("--streams", type=int, nargs="*", default=[1, 64, 256])
     parser.add_argument("--context", type=int, default=388, help="mean tokens that a stream sees")
@@ -171,22 +184,28 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     config = config_from_hf(SHAPES[args.shape]).quantized(args.quantize)
-    model, rate, flops = Model(config, jnp.bfloat16, args.lora), read_rate(), matmul_rate()
+    model, rate, flops = Model(config, jnp.bfloat16, args.kv_cache), read_rate(), matmul_rate()
+    model = model.with_lora(args.lora) if args.lora else model
     limits = {"weights GiB": round(model.read_bytes / 2**30, 2), "read TB/s": round(rate / 1e12, 2)}
     limits |= {"matmul TFLOP/s": round(flops / 1e12)}
     print(jax.devices()[0].device_kind, limits, flush=True)
-    results: dict = {"shape": args.shape, "quantize": args.quantize, "lora": args.lora, "limits": limits}
+    results: dict = {"settings": vars(args) | {"json": None}, "limits": limits}
 
     def show(name: str, row: dict) -> None:
         results.setdefault(name, []).append(row)
         print(table([row]), flush=True)
 
+    plan = None
+    if args.requests:
+        requests = batch_requests(model, args.requests)
+        plan = model.engine.plan(requests)
+        print(f"{args.requests} requests, {plan}, compiled in {model.compile(requests, plan):.0f} s", flush=True)
+        show("batch", time_batch(model, args.requests, rate, flops, plan))
     for streams in args.streams:
-        show("steps", time_steps(model, streams, args.context, rate))
+        shared = plan if plan and streams >= 8 and args.context + STEPS <= plan.table * PAGE else None
+        show("steps", time_steps(model, streams, args.context, rate, shared))
     if args.prompts:
         show("prefill", time_prefill(model, args.prompts, 500, flops))
-    if args.requests:
-        show("batch", time_batch(model, args.requests, rate, flops))
     if args.json:
         write_results(args.json, results)
 

@@ -133,6 +133,22 @@ _GEMMA3 = {
 }
 
 
+_QWEN3_5 = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248320,
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "linear_num_key_heads": 16,
+    "full_attention_interval": 4,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000, "partial_rotary_factor": 0.25},
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": False,
+}
+
+
 def _shape(base: dict, hidden: int, intermediate: int, layers: int, heads: int, **more) -> dict:
     sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
     return {**base, **sizes, "num_attention_heads": heads, **more}
@@ -155,6 +171,19 @@ SHAPES = {
     "qwen2.5-7b": _shape(_QWEN2, 3584, 18944, 28, 28, num_key_value_heads=4),
     "gemma-3-12b": _shape(_GEMMA3, 3840, 15360, 48, 16, num_key_value_heads=8),
     "tiny-gemma-3": _shape(_GEMMA3, 128, 256, 4, 4, head_dim=32, num_key_value_heads=2, vocab_size=2048),
+    "qwen3.5-9b": _shape(_QWEN3_5, 4096, 12288, 32, 16, linear_num_value_heads=32),
+    "qwen3.5-27b": _shape(_QWEN3_5, 5120, 17408, 64, 24, linear_num_value_heads=48),
+    "tiny-qwen3.5": _shape(
+        _QWEN3_5,
+        *(128, 256, 4, 4),
+        head_dim=32,
+        num_key_value_heads=2,
+        vocab_size=2048,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+    ),
     "tiny-moe": _shape(_GPT_OSS, 64, 64, 4, 8, head_dim=16, vocab_size=2048, num_local_experts=8),
     "gpt-oss-20b": _shape(_GPT_OSS, 2880, 2880, 24, 64, num_local_experts=32),
     "gpt-oss-120b": _shape(_GPT_OSS, 2880, 2880, 36, 64, num_local_experts=128),
@@ -190,6 +219,8 @@ def make_model(folder: Path, config: dict) -> None:
 
     def weight(name: str) -> np.ndarray:
         spec = specs[name]
+        if name.endswith(("linear_attn.norm.weight", "linear_attn.dt_bias")):
+            return np.ones(spec.shape, spec.dtype)
         if name.endswith("bias"):
             return np.zeros(spec.shape, spec.dtype)
         if name.endswith("_scales"):

@@ -63,6 +63,11 @@ COMMANDS = {
         early=_CACHED,
         hides_torch=False,
     ),
+    "serve": Command(
+        summary="serve a model over OpenAI's HTTP interface",
+        config="jaxglue.generation.config:ServeConfig",
+        early=_CACHED,
+    ),
     "export": Command(
         summary="merge an adapter, quantize a model, write a checkpoint, or upload",
         config=f"{_CONFIGS}:ExportConfig",

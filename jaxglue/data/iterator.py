@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypedDict
 
 import grain
 import numpy as np
@@ -89,6 +89,15 @@ class Steps:
         owners = [np.repeat(self.dataset.sources[self.plan.row(row)], copies) for row in own]
         sources: Any = token_values(np.asarray(batch.segments.segment_ids), owners).astype(np.int32)
         return replace(batch, sources=sources)
+
+
+class BatchState(TypedDict):
+    """Position of the next step, and the settings that the order of data depends on, as JSON."""
+
+    epoch: int
+    steps: dict[str, Any]
+    """Grain's position in the epoch."""
+    run: dict[str, Any]
 
 
 class BatchIterator(Iterator[Step]):
@@ -186,11 +195,11 @@ class BatchIterator(Iterator[Step]):
         state, self._dataset = self.get_state(), dataset
         self.set_state(state)
 
-    def get_state(self) -> dict[str, Any]:
-        """Return a JSON-able state: the next step's position and the settings behind it."""
+    def get_state(self) -> BatchState:
+        """Return a JSON-able state."""
         return {"epoch": self._epoch, "steps": self._steps.get_state(), "run": self._run()}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: BatchState) -> None:
         """Continue from a state of `get_state`.
 
         Raises:

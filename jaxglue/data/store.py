@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
 import numpy as np
 from jaxtyping import Float32, Int, Int32, Int64, Shaped, UInt8
@@ -72,6 +72,22 @@ class Encoded(NamedTuple):
     """Rows by what was found in them: special tokens that are read as text, and further ones of `Encoder`."""
 
 
+class StoreInfo(TypedDict):
+    """Facts about a store's documents, as JSON."""
+
+    digest: str
+    """Of the content."""
+    max_token: int
+    findings: NotRequired[dict[str, int]]
+    """As in `Encoded`."""
+    files: NotRequired[dict[str, str]]
+    """Digests of the files by name."""
+    format: NotRequired[str]
+    """Of the rows."""
+    unused: NotRequired[list[str]]
+    """Columns of the rows that the format does not use."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokenStore:
     """Concatenated documents: document `d` is `tokens[offsets[d] : offsets[d + 1]]`."""
@@ -80,8 +96,7 @@ class TokenStore:
     mask: UInt8[np.ndarray, "N"]
     """1 for tokens to predict."""
     offsets: Int64[np.ndarray, "documents+1"]
-    info: dict[str, Any]
-    """`digest` of the content, `max_token`, `findings` as in `Encoded`, and the writer's fields."""
+    info: StoreInfo
     columns: Mapping[str, Float32[np.ndarray, "rows"]] = field(default_factory=dict)
     """Values of the rows by column, NaN for anything but a number; without columns that no row gives."""
     files: tuple[UnchangedFile, ...] = ()
@@ -139,7 +154,7 @@ def join_stores(stores: Sequence[TokenStore]) -> TokenStore:
     starts = np.cumsum([0, *(len(store.tokens) for store in stores)])
     offsets = [store.offsets[:-1] + start for store, start in zip(stores, starts[:-1], strict=True)]
     digest = hashlib.sha256("".join(store.info["digest"] for store in stores).encode()).hexdigest()
-    info = {
+    info: StoreInfo = {
         "digest": digest,
         "max_token": max(store.info["max_token"] for store in stores),
         "findings": sum_findings(store.info.get("findings", {}) for store in stores),
@@ -203,7 +218,9 @@ def open_store(folder: Path) -> TokenStore:
     files = {name: UnchangedFile(folder / file) for name, (file, _) in _FILES.items()}
     arrays = {name: files[name].map(dtype) for name, (_, dtype) in _FILES.items()}
     arrays["offsets"], mapped = np.array(arrays["offsets"]), (files["tokens"], files["mask"])
-    store = TokenStore(**arrays, columns=dict(_read_columns(folder, info["files"])), info=info, files=mapped)
+    store = TokenStore(
+        **arrays, columns=dict(_read_columns(folder, info["files"])), info=cast(StoreInfo, info), files=mapped
+    )
     _check_bounds(store, ranges, folder)
     return store
 

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -234,6 +234,22 @@ def _digest_ends(path: Path) -> str:
         return hashlib.sha256(b"%d:%b%b" % (size, head, file.read())).hexdigest()
 
 
+class WindowPlace(TypedDict):
+    """A window's number, and the positions of the sources before it, as JSON."""
+
+    index: int
+    start: list[list[int]]
+
+
+class StreamState(TypedDict):
+    """The window, the next step in it, and the settings that the order of data depends on, as JSON."""
+
+    window: WindowPlace
+    steps: dict[str, Any]
+    """Grain's position in the window."""
+    run: dict[str, Any]
+
+
 class StreamIterator(Iterator[Step]):
     """Endless iterator over optimizer steps of a stream; each window is shuffled and packed by itself.
 
@@ -296,12 +312,12 @@ class StreamIterator(Iterator[Step]):
             self._start(self._next.result())
             return next(self)
 
-    def get_state(self) -> dict[str, Any]:
-        """Return a JSON-able state: the window's number and places, the next step in it, and the settings behind it."""
-        window = {"index": self._window.index, "start": [list(place) for place in self._window.start]}
+    def get_state(self) -> StreamState:
+        """Return a JSON-able state."""
+        window: WindowPlace = {"index": self._window.index, "start": [list(place) for place in self._window.start]}
         return {"window": window, "steps": self._steps.get_state(), "run": self._run()}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: StreamState) -> None:
         """Continue from a state of `get_state`; its window is read and tokenized again.
 
         Raises:

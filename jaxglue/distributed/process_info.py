@@ -4,7 +4,7 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, NamedTuple
 
 from jaxglue.config import Config, NonNegativeInt, Range
 from jaxglue.distributed.token import TOKEN, find_token
@@ -65,21 +65,23 @@ def find_process_info(config: DistributedConfig, environ: Mapping[str, str]) -> 
     Raises:
         ValueError: some but not all values are given, or no token.
     """
-    launcher, job, told = _launcher(environ)
+    launcher = _find_launcher(environ)
+    told = {name: value for name in _NUMBERS if (value := getattr(launcher, name)) is not None}
     flags = {name: value for name, value in asdict(config).items() if value is not None and name != "token"}
     values = {**told, **flags}
     if values.get("num_processes", 0 if flags else 1) == 1:
         return None
     if missing := [f"--{name.replace('_', '-')}" for name in _NUMBERS if name not in values]:
-        source = f" by flags or {launcher}" if launcher else ", and neither srun nor mpirun started this process"
+        source = (
+            f" by flags or {launcher.name}" if launcher.name else ", and neither srun nor mpirun started this process"
+        )
         raise ValueError(
             f"{' and '.join(missing)}: not given{source}; give --coordinator, --num-processes and "
             "--process-id together, only the last differing between processes (see docs/multi_node.md)"
         )
     host, _ = _split(values["coordinator"])
-    return ProcessInfo(
-        **values, token=find_token(config.token or environ.get(TOKEN), f"{launcher} {job}" if job else None, host)
-    )
+    job = f"{launcher.name} {launcher.job}" if launcher.job else None
+    return ProcessInfo(**values, token=find_token(config.token or environ.get(TOKEN), job, host))
 
 
 def _split(address: str) -> tuple[str, int]:
@@ -91,23 +93,33 @@ def _is_address(text: str) -> bool:
     return bool(re.fullmatch(r"([^:\s]+|\[[^\s\]]+\]):[0-9]{1,5}", text)) and 1 <= _split(text)[1] < 2**16
 
 
-def _launcher(environ: Mapping[str, str]) -> tuple[str | None, str, dict[str, Any]]:
-    """Return the launcher's name, its job, and its values; None and nothing for a single process."""
+class _Launcher(NamedTuple):
+    """What started this process among others, and what it says of them; all absent for a single process."""
+
+    name: str | None = None
+    job: str = ""
+    coordinator: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+
+
+def _find_launcher(environ: Mapping[str, str]) -> _Launcher:
+    """Read the environment that srun and mpirun give."""
     # Before SLURM: under SLURM, Open MPI's daemons are themselves a job step.
     if (size := _number(environ, "OMPI_COMM_WORLD_SIZE", "1")) > 1:
-        told: dict[str, Any] = {"num_processes": size, "process_id": _number(environ, "OMPI_COMM_WORLD_RANK")}
+        index = _number(environ, "OMPI_COMM_WORLD_RANK")
         job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_orte_hnp_uri", "")
         # On several hosts it does not tell which of them has process 0.
-        if environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(size):
-            told |= {"coordinator": f"127.0.0.1:{_port(job)}"}
-        return "Open MPI", job + environ.get("OMPI_MCA_orte_precondition_transports", ""), told
+        alone = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(size)
+        coordinator = f"127.0.0.1:{_port(job)}" if alone else None
+        job += environ.get("OMPI_MCA_orte_precondition_transports", "")
+        return _Launcher("Open MPI", job, coordinator, size, index)
     # Variables of the job step: the job's own script is one process, whatever the job's size.
     if (size := _number(environ, "SLURM_STEP_NUM_TASKS", "1")) > 1:
         job = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
         coordinator = f"{_first_host(environ.get('SLURM_STEP_NODELIST', ''))}:{_port(job)}"
-        index = _number(environ, "SLURM_PROCID")
-        return "SLURM", job, {"coordinator": coordinator, "num_processes": size, "process_id": index}
-    return None, "", {}
+        return _Launcher("SLURM", job, coordinator, size, _number(environ, "SLURM_PROCID"))
+    return _Launcher()
 
 
 def _number(environ: Mapping[str, str], name: str, default: str = "") -> int:

@@ -37,25 +37,30 @@ _FINAL = "<|channel|>final<|message|>"
 class Assistant:
     """A loaded model that answers conversations.
 
+    Args:
+        config: of the model.
+        stays: the process answers more than once, so programs for long answers are worth compiling.
+
     Raises:
         ValueError: bad folders, tensors or tokenizer.
     """
 
-    def __init__(self, config: AssistantConfig):
+    def __init__(self, config: AssistantConfig, *, stays: bool = False):
         folder = config.folder
         if is_reward_model(config):
             raise ValueError(f"{config.adapter or folder} is a reward model, which writes no text: use jaxglue score")
         self.tokenizer, model, self.dtype = load_parts(config)
         self.config = model.config
-        self._stops = stop_tokens(self.tokenizer, folder, config.adapter)
+        self.stops = stop_tokens(self.tokenizer, folder, config.adapter)
         self.graphdefs, self.adapter, self.frozen = split_model(model, nnx.LoRAParam)
-        self._engine = Engine(self.graphdefs, self.config, dtype=self.dtype, kv_cache=config.kv_cache)
-        self._memory = None if config.memory_limit is None else free_bytes(config.memory_limit * 2**30)
+        ahead = stays and jax.default_backend() != "cpu"
+        self.engine = Engine(self.graphdefs, self.config, dtype=self.dtype, kv_cache=config.kv_cache, ahead=ahead)
+        self.memory = None if config.memory_limit is None else free_bytes(config.memory_limit * 2**30)
 
     def answer(self, tokens: list[int], sampling: SamplingConfig, index: int = 0) -> Iterator[str]:
         """Yield the answer to an encoded prompt in pieces; `index` and errors as of `Engine.stream`."""
-        new = self._engine.stream(
-            self.adapter, self.frozen, tokens, sampling, self._stops, index=index, memory=self._memory
+        new = self.engine.stream(
+            self.adapter, self.frozen, tokens, sampling, self.stops, index=index, memory=self.memory
         )
         return before(stream_text(self.tokenizer, new), sampling.stop)
 
@@ -78,7 +83,7 @@ class Assistant:
         """
         if not requests:
             return
-        plan = self._engine.plan(requests, slots=batch_size, memory=self._memory)
+        plan = self.engine.plan(requests, slots=batch_size, memory=self.memory)
         if say:
             say(f"{len(requests)} prompts, {plan}")
         ends = [request.sampling.stop for request in requests]
@@ -89,8 +94,8 @@ class Assistant:
             return any(end in text for end in ends[number])
 
         weights = self.adapter, self.frozen
-        found = self._engine.generate(*weights, requests, self._stops, plan=plan, until=ended if any(ends) else None)
-        numbered = ((completion.number, without(completion.tokens, self._stops)) for completion in found)
+        found = self.engine.generate(*weights, requests, self.stops, plan=plan, until=ended if any(ends) else None)
+        numbered = ((completion.number, without(completion.tokens, self.stops)) for completion in found)
         for text, own in zip(in_order(self.tokenizer, numbered), ends, strict=True):
             yield "".join(before([text], own))
 
@@ -99,17 +104,21 @@ def before(pieces: Iterable[str], ends: Sequence[str]) -> Iterator[str]:
     """Yield a text in pieces up to the first of `ends`; what may begin one of these waits for the next piece."""
     held = ""
     for piece in pieces:
-        held += piece
-        if found := [held.find(end) for end in ends if end in held]:
-            if min(found):
-                yield held[: min(found)]
+        shown, held, stopped = cut(held + piece, ends)
+        if shown:
+            yield shown
+        if stopped:
             return
-        kept = max((n for end in ends for n in range(1, len(end)) if held.endswith(end[:n])), default=0)
-        if len(held) > kept:
-            yield held[: len(held) - kept]
-            held = held[len(held) - kept :]
     if held:
         yield held
+
+
+def cut(text: str, ends: Sequence[str]) -> tuple[str, str, bool]:
+    """Return a text before the first of `ends`, what after it may begin one of these, and whether one was in it."""
+    if found := [text.find(end) for end in ends if end in text]:
+        return text[: min(found)], "", True
+    kept = max((n for end in ends for n in range(1, len(end)) if text.endswith(end[:n])), default=0)
+    return text[: len(text) - kept], text[len(text) - kept :], False
 
 
 def without(tokens: Iterable[int], stops: Collection[int]) -> list[int]:
@@ -196,15 +205,55 @@ def stream_text(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> It
 
     Special tokens are skipped, except with channels (GPT-OSS), where they separate reasoning from the answer.
     """
-    skips = _CHANNEL not in tokenizer.get_added_vocab()
-    stream, seen, shown = DecodeStream(skip_special_tokens=skips), list[int](), 0
+    stream = _Decoder(tokenizer)
     for token in tokens:
-        seen.append(token)
-        if piece := stream.step(tokenizer.backend_tokenizer, token):
-            shown += len(piece)
+        if piece := stream.add(token):
             yield piece
-    if rest := tokenizer.backend_tokenizer.decode(seen, skip_special_tokens=skips)[shown:]:
+    if rest := stream.rest():
         yield rest
+
+
+class _Decoder:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self._skips = _CHANNEL not in tokenizer.get_added_vocab()
+        self._tokenizer, self._seen, self._shown = tokenizer.backend_tokenizer, list[int](), 0
+        self._stream = DecodeStream(skip_special_tokens=self._skips)
+
+    def add(self, token: int) -> str:
+        self._seen.append(token)
+        piece = self._stream.step(self._tokenizer, token) or ""
+        self._shown += len(piece)
+        return piece
+
+    def rest(self) -> str:
+        return self._tokenizer.decode(self._seen, skip_special_tokens=self._skips)[self._shown :]
+
+
+class TextStream:
+    """Text of an answer whose tokens come one by one, up to the first of some texts."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Sequence[str]):
+        self._decoder, self._ends, self._held = _Decoder(tokenizer), ends, ""
+        self.text = ""
+        """What is certain to be shown."""
+        self.stopped = False
+        """One of the texts came."""
+
+    def add(self, token: int) -> None:
+        """Add a token's text."""
+        if not self.stopped:
+            self._take(self._decoder.add(token))
+
+    def end(self) -> None:
+        """Add what waited for further tokens."""
+        if not self.stopped:
+            self._take(self._decoder.rest())
+        if not self.stopped:
+            self.text, self._held = self.text + self._held, ""
+
+    def _take(self, piece: str) -> None:
+        shown, self._held, self.stopped = cut(self._held + piece, self._ends)
+        self.text += shown
 
 
 class Session:

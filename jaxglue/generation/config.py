@@ -158,6 +158,40 @@ class ScoreConfig(AssistantConfig):
             raise ValueError("nothing is sampled: leave out --max-tokens, --temperature and other such flags")
 
 
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(AssistantConfig):
+    """Serve a model with an optional adapter over OpenAI's HTTP interface."""
+
+    host: str = "127.0.0.1"
+    """Address to listen at; others than this machine's own need --api-key."""
+    port: Annotated[int, Range(ge=0, le=65535)] = 8000
+    """Port to listen at."""
+    api_key: str | None = None
+    """Token that clients must send; by default none, for clients on this machine."""
+    name: str | None = None
+    """Name of the model for clients; by default the folder's."""
+    batch_size: PositiveInt = 64
+    """The most answers at a time."""
+    max_length: PositiveInt = 8192
+    """The most tokens of prompt and answer together, within the model's limit."""
+    max_requests: PositiveInt = 256
+    """Requests being answered or waiting, beyond which further ones are refused."""
+
+    def validate(self) -> None:
+        """Refuse to serve other machines without a token."""
+        super().validate()
+        if self.host not in _LOOPBACK and not self.api_key:
+            raise ValueError(f"--host {self.host} lets other machines in: give --api-key, which clients must send")
+
+    @property
+    def served_name(self) -> str:
+        """Return the model's name for clients."""
+        return self.name or (self.adapter or self.folder).resolve().name
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(AssistantConfig):
     """Run tasks of lm-evaluation-harness on a model with an optional adapter."""

@@ -1,12 +1,21 @@
-"""How layers see the pages of keys and values: packed prompts write to them, and decoding reads them."""
+"""How layers see pages of keys and values, and states: packed prompts write to them, and decoding reads them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxglue.models.context import PackedContext
+from jaxglue.ops.delta_rule import (
+    DeltaHeads,
+    DeltaStates,
+    advance_states,
+    convolution_step,
+    delta_rule_and_states,
+    last_inputs,
+)
 from jaxglue.ops.moe import Routing
 from jaxglue.ops.norm_rope import HeadNorms
 from jaxglue.ops.paged_attention import KVPages, append, paged_attention
@@ -21,6 +30,8 @@ class Places:
     pages: tuple[Int[Array, " T"], ...]
     """For each of the `windows`."""
     offsets: Int[Array, " T"]
+    slots: Int[Array, " S"]
+    """The slot of each document; nobody's for those that are none."""
     windows: tuple[int | None, ...] = field(metadata={"static": True})
     """Kinds of layers, which have page numbers of their own."""
 
@@ -37,6 +48,7 @@ class Cursor:
     places: Places
     tables: tuple[Int[Array, "S P"], ...]
     """For each of the places' windows."""
+    slots: Int[Array, " S"]
     positions: Int[Array, " S"]
     rope: RopeTables
     layer_input: Float[Array, "1 S P"] | None = None
@@ -52,37 +64,14 @@ class _Inference:
     def observe_routing(self, routing: Routing) -> None:
         """Ignore the routing: generation keeps no statistics."""
 
-    def convolve(self, x, weight) -> Array:
-        """Refuse linear attention, as `plan_cache` does."""
-        raise NotImplementedError("generation keeps no states of linear attention")
-
-    def delta_rule(self, qkv, g, beta, heads) -> Array:
-        """Refuse linear attention, as `plan_cache` does."""
-        raise NotImplementedError("generation keeps no states of linear attention")
-
-
-class PrefillContext(_Inference):
-    """Context of packed prompts: attention within each, and their keys and values written to the cache."""
-
-    def __init__(self, packed: PackedContext, cache: KVPages, places: Places):
-        self._packed, self.cache, self._places = packed, cache, places
-        self.rotate, self.layer_input = packed.rotate, packed.layer_input
-
-    def attend(self, q, k, v, *, window: int | None = None, **options) -> Float[Array, "1 T N H"]:
-        """Compute causal attention within each prompt."""
-        self.cache = self.cache.write(k[0], v[0], *self._places.of(window))
-        return self._packed.attend(q, k, v, window=window, **options)
-
 
 _NO_ROTATION: tuple[Rotary | None, HeadNorms | None, float] = (None, None, 1.0)
 
 
-class DecodeContext(_Inference):
-    """Context of one token for each slot: appends its key and value to the cache and attends over it."""
+class _Appending(_Inference):
+    """Context that norms, rotates and writes tokens to the cache in one pass, when it attends."""
 
-    def __init__(self, cache: KVPages, cursor: Cursor):
-        self.cache, self._cursor, self._rotation = cache, cursor, _NO_ROTATION
-        self.layer_input = cursor.layer_input
+    _rotation = _NO_ROTATION
 
     def rotate(
         self, q, k, rotary: Rotary | None, norms: HeadNorms | None = None, factor: float = 1.0
@@ -91,6 +80,46 @@ class DecodeContext(_Inference):
         self._rotation = rotary, norms, factor
         return q, k
 
+
+class PrefillContext(_Appending):
+    """Context of packed prompts: attention within each, and their keys and values, or states, written to the cache."""
+
+    cache: Any
+    """`KVPages`, in a layer of linear attention `DeltaStates`."""
+
+    def __init__(self, packed: PackedContext, cache: KVPages | DeltaStates, places: Places):
+        self._packed, self.cache, self._places = packed, cache, places
+        self.layer_input = packed.layer_input
+
+    def attend(self, q, k, v, *, window: int | None = None, **options) -> Float[Array, "1 T N H"]:
+        """Compute causal attention within each prompt."""
+        new, (pages, offsets) = (q[0], k[0], v[0]), self._places.of(window)
+        q, k, self.cache = append(*new, self.cache, pages, offsets, self._packed.rope, *self._rotation)
+        return self._packed.attend(q[None], k[None], v, window=window, **options)
+
+    def convolve(self, x, weight) -> Float[Array, "1 T C"]:
+        """Convolve each prompt, and keep its last inputs."""
+        inputs = last_inputs(x, self._packed.segments, weight.shape[2] - 1)
+        self.cache = self.cache.write(self._places.slots, inputs=inputs[0])
+        return self._packed.convolve(x, weight)
+
+    def delta_rule(self, qkv, g, beta, heads: DeltaHeads) -> Float[Array, "1 T N V"]:
+        """Compute linear attention within each prompt, and keep its last state."""
+        out, states = delta_rule_and_states(qkv, g, beta, self._packed.segments, heads)
+        self.cache = self.cache.write(self._places.slots, states=states[0])
+        return out
+
+
+class DecodeContext(_Appending):
+    """Context of one token for each slot: writes to the cache and attends over it, or updates states."""
+
+    cache: Any
+    """`KVPages`, in a layer of linear attention `DeltaStates`."""
+
+    def __init__(self, cache: KVPages | DeltaStates, cursor: Cursor):
+        self.cache, self._cursor = cache, cursor
+        self.layer_input = cursor.layer_input
+
     def attend(self, q, k, v, *, window: int | None = None, **options: Any) -> Float[Array, "1 S N H"]:
         """Compute attention over each slot's cache, including the new token."""
         cursor, (pages, offsets) = self._cursor, self._cursor.places.of(window)
@@ -98,3 +127,18 @@ class DecodeContext(_Inference):
         rotated, _, self.cache = append(*new, self.cache, pages, offsets, cursor.rope, *self._rotation)
         tables = cursor.tables[cursor.places.windows.index(window)]
         return paged_attention(rotated, self.cache, tables, cursor.positions, window=window, **options)[None]
+
+    def convolve(self, x, weight) -> Float[Array, "1 S C"]:
+        """Convolve each slot's token with those before it."""
+        slots, begun = self._cursor.slots, self._cursor.positions > 0
+        inputs = jnp.where(begun[:, None, None], self.cache.inputs[slots], 0)
+        y, inputs = convolution_step(x[0], inputs, weight)
+        self.cache = self.cache.write(slots, inputs=inputs)
+        return y[None]
+
+    def delta_rule(self, qkv, g, beta, heads: DeltaHeads) -> Float[Array, "1 S N V"]:
+        """Compute each slot's output, and the state behind its token."""
+        slots, begun = self._cursor.slots, self._cursor.positions > 0
+        out, states = advance_states(self.cache.states, slots, begun, qkv[0], g[0], beta[0], heads)
+        self.cache = replace(self.cache, states=states)
+        return out[None]

@@ -4,10 +4,11 @@ While a window runs, the host receives the results of the one before, refills th
 the next. So an answer that ends at a token is noticed one window late, and one that ends at its limit at once.
 """
 
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,8 +21,8 @@ from jaxtyping import Float, Int
 
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.contexts import Places
-from jaxglue.generation.pages import PAGE, CachePlan, make_caches, plan_cache, ring_table
-from jaxglue.generation.programs import IDLE, NOT_FINITE, Copies, Programs, Trees, Window, make_sequences
+from jaxglue.generation.pages import PAGE, CachePlan, free_bytes, make_caches, plan_cache, ring_table
+from jaxglue.generation.programs import IDLE, NOT_FINITE, Cache, Copies, Programs, Trees, Window, make_sequences
 from jaxglue.generation.sampling import Controls, Features, Sampled, answer_keys
 from jaxglue.generation.scheduler import Answer, Finish, Prompt, Request, Scheduler, Tokens, Work
 from jaxglue.models.config import DecoderConfig
@@ -31,11 +32,17 @@ from jaxglue.ops.segments import pack_segments, segment_bucket
 
 STEPS = 8
 """Tokens of a window: ended answers idle for half of it, and one window more if a stop token ended them."""
-_SMALLEST_ROW = 128
+_SMALLEST_ROW, _SMALLEST_TEXT = 128, 1024
 _MANY_STEPS = 1024
 """Decode steps from which a program of all layers, whose compile time grows with depth, is worth compiling."""
-_SMALLEST_SIZE = 8
-"""Sequences below which a window takes hardly less time."""
+_SMALLEST_SIZE, _FLAT = 8, 256
+"""Sequences below which a window takes hardly less time, and up to which reading the weights decides it."""
+_HALVES = 3
+"""Of the slots, of that, …, for which windows are compiled."""
+_COMPILERS = 3
+"""Threads that compile."""
+_REUSED = 0.7
+"""Share of the memory, and of an earlier plan, up to and from which that plan serves again."""
 _PADDED = 8
 """Lists of stop tokens and biases are padded to multiples of this, so that few programs are compiled."""
 
@@ -85,6 +92,8 @@ class Engine:
         dtype: the dtype of activations, matmuls and, by default, the cache.
         attention: the attention backend for prompts.
         kv_cache: format of keys and values.
+        ahead: let a thread compile windows as one program also while few steps run layer by layer: for a process that
+            stays. Its end waits for the thread.
     """
 
     def __init__(
@@ -95,12 +104,14 @@ class Engine:
         dtype=jnp.bfloat16,
         attention: str = "auto",
         kv_cache: KVCache = "auto",
+        ahead: bool = False,
     ):
-        self.config, self._dtype = config, dtype
-        self._cache_dtype = jnp.float8_e4m3fn if kv_cache == "fp8" else dtype
+        self.config, self._dtype, self._ahead = config, dtype, ahead
+        self.cache_dtype = jnp.float8_e4m3fn if kv_cache == "fp8" else dtype
         self._programs = Programs(graphdefs, config, dtype, attention)
         self._sizes = dict[Any, _Sizes]()
-        self._compiler = ThreadPoolExecutor(1, "windows")
+        self._compiler = ThreadPoolExecutor(_COMPILERS, "windows")
+        self._plan: CachePlan | None = None
         self.compilations = self._programs.compilations
 
     def generate(
@@ -168,43 +179,74 @@ class Engine:
         memory: float | None = None,
     ) -> Iterator[int]:
         """Yield the tokens of one answer up to a stop token (excluded); errors as of `generate`."""
-        for piece in self.pieces(trainable, frozen, [Request(prompt, sampling, index)], stop, memory=memory):
+        request = Request(prompt, sampling, index)
+        plan = self._plan_roomy(request, memory)
+        for piece in self.pieces(trainable, frozen, [request], stop, plan=plan):
             yield from (token for token in piece.tokens if token not in stop)
 
     def plan(self, requests: Sequence[Request], *, memory: float | None = None, slots: int | None = None) -> CachePlan:
         """Plan the cache for requests; arguments and errors as of `generate`."""
         lengths = [(len(r.prompt), self._end(r, number)) for number, r in enumerate(requests, 1) for _ in range(r.n)]
-        options: dict[str, Any] = {"cache_dtype": self._cache_dtype, "batch_size": slots, "free": memory}
+        options: dict[str, Any] = {"cache_dtype": self.cache_dtype, "batch_size": slots, "free": memory}
         return plan_cache(lengths, self.config, self._dtype, **options)
+
+    def _plan_roomy(self, request: Request, memory: float | None) -> CachePlan:
+        """Plan the cache for an answer and longer ones, which then need no other programs, if there is memory."""
+        end = self._end(request, 1)
+        roomy = max(_SMALLEST_TEXT, 1 << (end - 1).bit_length())
+        if roomy <= self.config.max_generated_positions:
+            with suppress(ValueError):
+                options: dict[str, Any] = {"cache_dtype": self.cache_dtype, "batch_size": 1, "free": memory}
+                return plan_cache([(len(request.prompt), roomy)], self.config, self._dtype, **options)
+        return self.plan([request], memory=memory)
 
     def wait(self) -> None:
         """Wait for programs that are compiled beside the answers, as measurements do."""
-        self._compiler.submit(int).result()
+        for sizes in self._sizes.values():
+            sizes.wait()
 
     def _run(self, trainable, frozen, requests, stop, memory, slots, plan, until, whole):
         """Yield (answer, new tokens, reason if it ended)."""
         if not requests:
             return
-        trees, plan = (trainable, frozen), plan or self.plan(requests, memory=memory, slots=slots)
-        answers = [
-            Answer(number, index, request, self._end(request, number + 1))
-            for number, request in enumerate(requests)
-            for index in range(request.n)
-        ]
+        plan = plan or self._earlier(self.plan(requests, memory=memory, slots=slots), memory)
+        answers = [answer for number, request in enumerate(requests) for answer in self.answers(request, number)]
         if whole is None:
             whole = sum(answer.end - answer.length for answer in answers) >= _MANY_STEPS * plan.slots
-        whole = whole and sharding_of(trees) is None
-        batch = _Batch(self._programs, trees, answers, plan, stop, self.config, self._cache_dtype, whole)
-        batch.sizes = self._sizes.setdefault(batch.kind, _Sizes(plan.slots))
-        batch.compiler = self._compiler if whole else None
+        batch = self.open(trainable, frozen, plan, Kind.of(requests, stop), whole=whole)
+        batch.add(answers, stop)
         try:
-            for answer, tokens, finish in batch.run():
-                if not finish and until and until(answer.number, answer.answer, answer.new):
-                    batch.scheduler.end(answer)
-                    finish = "until"
-                yield answer, tokens, finish
+            while batch.is_busy:
+                for answer, tokens, finish in batch.advance():
+                    if not finish and until and until(answer.number, answer.answer, answer.new):
+                        batch.end(answer)
+                        finish = "until"
+                    yield answer, tokens, finish
         finally:
-            batch.sizes.give_up()
+            batch.close()
+
+    def answers(self, request: Request, number: int) -> list[Answer]:
+        """Return the answers of a request, numbered, that a batch takes; errors as of `generate`."""
+        end = self._end(request, number + 1)
+        return [Answer(number, index, request, end) for index in range(request.n)]
+
+    def open(self, trainable: Params, frozen: Params, plan: CachePlan, kind: "Kind", *, whole: bool) -> "Batch":
+        """Return a batch without answers; `kind` has all that they use, other arguments are as of `generate`."""
+        trees = trainable, frozen
+        whole = whole and sharding_of(trees) is None
+        leaves = tuple((x.shape, str(x.dtype), _placed(x)) for x in jax.tree.leaves(trees))
+        sizes = self._sizes.setdefault((plan, kind, whole, leaves), _Sizes(plan.slots))
+        compiler = self._compiler if whole or (self._ahead and sharding_of(trees) is None) else None
+        caches = make_caches(plan, self.config, self.cache_dtype, self._dtype, place_of(trees))
+        return Batch(self._programs, trees, caches, plan, kind, sizes, compiler, self.config.vocab_size, whole=whole)
+
+    def _earlier(self, plan: CachePlan, memory: float | None) -> CachePlan:
+        """Return the last call's plan where it serves this one's, since others need programs of their own."""
+        old, free = self._plan, free_bytes() if memory is None else memory
+        serves = old is not None and old.slots == plan.slots and old.table >= plan.table and old.pages >= plan.pages
+        if old is None or not serves or old.bytes > _REUSED * free or plan.bytes < _REUSED * old.bytes:
+            self._plan = plan
+        return self._plan or plan
 
     def _end(self, request: Request, number: int) -> int:
         """Return the limit of prompt and answer together, after checking the prompt."""
@@ -246,32 +288,43 @@ def _completion(answer: Answer, finish: Finish) -> Completion:
 
 
 class _Sizes:
-    """Numbers of sequences for which windows of one kind are compiled: the slots, and halves of these.
+    """Numbers of sequences for which windows of one kind are compiled: the slots, and fewer.
 
-    The last of many answers are decoded by a smaller program, which a thread compiles meanwhile.
+    The last of many answers are decoded by smaller programs, which threads compile meanwhile.
     """
 
     def __init__(self, slots: int):
-        self._ready: dict[int, Any] = {slots: None}
+        self._slots, self._ready = slots, dict[int, Any]()
         self._waiting: list[Future] | None = None
 
-    def take(self, count: int) -> tuple[int, Any]:
-        """Return the smallest size for `count` answers, and its program; None for that which JAX's call compiles."""
-        size = min(size for size in list(self._ready) if size >= count)
-        return size, self._ready[size]
+    def take(self, count: int, whole: bool) -> tuple[int, Any]:
+        """Return the smallest size for `count` answers that is compiled, and its program.
 
-    def add(self, size: int) -> None:
-        """Add a size whose programs compile fast."""
-        self._ready.setdefault(size, None)
+        Without any, return None as the program, and all slots if those of a window are `whole`; windows by layers,
+        which compile fast, are for a fourth of the slots, of that, …
+        """
+        if ready := [size for size in list(self._ready) if size >= count]:
+            return min(ready), self._ready[min(ready)]
+        size = self._slots
+        while not whole and size // 4 >= count:
+            size //= 4
+        return size, None
+
+    def put(self, run: Any) -> None:
+        """Add the program for all slots."""
+        self._ready.setdefault(self._slots, run)
 
     def compile(self, compiler: ThreadPoolExecutor, compile_size: Callable[[int], Any]) -> None:
-        """Let a thread compile the sizes that are missing, once."""
+        """Let threads compile the sizes that are missing, once."""
         if self._waiting is not None:
             return
-        self._waiting, size = [], max(self._ready) // 2
-        while size >= _SMALLEST_SIZE:
-            self._waiting.append(compiler.submit(copy_context().run, self._compile, compile_size, size))
-            size //= 2
+        sizes = _fewer(self._slots) if self._slots in self._ready else [self._slots]
+        self._waiting = [compiler.submit(copy_context().run, self._compile, compile_size, size) for size in sizes]
+
+    def wait(self) -> None:
+        """Wait for the threads."""
+        for future in self._waiting or ():
+            future.result()
 
     def give_up(self) -> None:
         """Leave out the sizes whose compilation has not begun; the next call asks for them again."""
@@ -281,38 +334,85 @@ class _Sizes:
 
     def _compile(self, compile_size: Callable[[int], Any], size: int) -> None:
         if size not in self._ready:
-            self._ready[size] = compile_size(size)
+            with _switching_often():
+                self._ready[size] = compile_size(size)
 
 
-class _Batch:
-    """Answers of one call, with the state of the device."""
+class Kind(NamedTuple):
+    """What the answers of a batch use; programs are compiled for it."""
 
-    sizes: _Sizes
-    compiler: ThreadPoolExecutor | None = None
+    features: Features
+    stops: int
+    """Stop tokens of an answer, at most."""
+    biases: int
+    """Tokens of an answer that have a bias, at most."""
 
-    def __init__(self, programs: Programs, trees: Trees, answers, plan, stop, config, cache_dtype, whole: bool):
-        self._programs, self._trees, self._plan, self._whole = programs, trees, plan, whole
-        self._table = _SlotTable(answers, stop, plan, config.vocab_size)
-        place = place_of(trees)
-        self._caches = make_caches(plan, config, cache_dtype, place)
-        self._slots = make_sequences(plan, config.vocab_size, self._table.features, place)
-        self.scheduler = Scheduler(answers, plan, STEPS)
+    @classmethod
+    def of(cls, requests: Sequence[Request], stop: Collection[int]) -> "Kind":
+        """Return the kind of these requests."""
+        sampled = [request.sampling for request in requests if request.sampling.temperature > 0]
+        features = Features(
+            draws=bool(sampled),
+            top_k=any(sampling.top_k for sampling in sampled),
+            top_p=any(sampling.top_p < 1 for sampling in sampled),
+            min_p=any(sampling.min_p for sampling in sampled),
+            penalties=any(request.sampling.has_penalties for request in requests),
+            biases=any(request.logit_bias for request in requests),
+            top=max(request.top_log_probs for request in requests),
+        )
+        stops = max(len(set(stop).union(request.stop)) for request in requests)
+        return cls(features, _padded(stops), _padded(max(len(request.logit_bias) for request in requests)))
+
+
+class Batch:
+    """Answers in progress, with the state of the device; made by `Engine.open`."""
+
+    def __init__(
+        self,
+        programs: Programs,
+        trees: Trees,
+        caches: list[Cache],
+        plan: CachePlan,
+        kind: Kind,
+        sizes: _Sizes,
+        compiler: ThreadPoolExecutor | None,
+        vocabulary: int,
+        *,
+        whole: bool,
+    ):
+        self._programs, self._trees, self._caches, self._plan = programs, trees, caches, plan
+        self._features, self._sizes, self._compiler, self._whole = kind.features, sizes, compiler, whole
+        self._table = _SlotTable(plan, kind, vocabulary)
+        self._slots = make_sequences(plan, vocabulary, kind.features, place_of(trees))
+        self._scheduler = Scheduler(plan, STEPS)
+        self._under_way = deque[tuple[Work, Any]]()
 
     @property
-    def kind(self) -> Any:
-        """Return all that decides the programs of windows but for their number of sequences."""
-        static = self._plan, self._table.features, self._table.widths, self._whole
-        return static, tuple((x.shape, str(x.dtype), _placed(x)) for x in jax.tree.leaves(self._trees))
+    def is_busy(self) -> bool:
+        """Return whether answers have not ended."""
+        return bool(self._under_way) or not self._scheduler.is_done
 
-    def run(self) -> Iterator[tuple[Answer, Int[np.ndarray, " n"], Finish | None]]:
-        """Yield answers with their new tokens, and why they ended."""
-        under_way = deque[tuple[Work, Any]]()
-        while not self.scheduler.is_done or under_way:
-            work = None if self.scheduler.is_done else self.scheduler.next()
-            if work:
-                under_way.append((work, self._dispatch(work)))
-            if under_way and (not work or len(under_way) > 1):
-                yield from self._receive(*under_way.popleft())
+    def add(self, answers: Sequence[Answer], stop: Collection[int]) -> None:
+        """Add answers, which end at these tokens and those of their requests, to the end of the queue."""
+        self._table.add(answers, stop)
+        self._scheduler.add(answers)
+
+    def end(self, answer: Answer) -> None:
+        """End an answer early."""
+        self._scheduler.end(answer)
+        self._table.remove(answer)
+
+    def close(self) -> None:
+        """Leave out what a thread would compile for the answers to come."""
+        self._sizes.give_up()
+
+    def advance(self) -> Iterator[tuple[Answer, Int[np.ndarray, " n"], Finish | None]]:
+        """Start a window, and yield the answers of the one before with their new tokens, and why they ended."""
+        work = None if self._scheduler.is_done else self._scheduler.next()
+        if work:
+            self._under_way.append((work, self._dispatch(work)))
+        if self._under_way and (not work or len(self._under_way) > 1):
+            yield from self._receive(*self._under_way.popleft())
 
     def _dispatch(self, work: Work) -> Sampled:
         """Start the prefill and the window; return its results to come."""
@@ -321,16 +421,17 @@ class _Batch:
         self._copy_pages(work)
         if self._slots.counts is not None and work.fresh:
             self._count(work.fresh)
-        if not self._whole:
-            self.sizes.add(_quartered(self._plan.slots, len(work.answers)))
-        size, run = self.sizes.take(len(work.answers))
+        size, run = self._sizes.take(len(work.answers), self._whole)
         arguments = self._trees, self._slots, self._caches, self._table.window(work, size)
-        options: dict[str, Any] = {"plan": self._plan, "steps": STEPS, "features": self._table.features}
-        if self.compiler:
+        options: dict[str, Any] = {"plan": self._plan, "steps": STEPS, "features": self._features}
+        if run is None:
+            run = partial(self._programs.window if self._whole else self._programs.window_by_layers, **options)
+            if self._whole:
+                self._sizes.put(run)
+        if self._compiler:
             shapes, precision = jax.tree.map(_shape, arguments), jax.config.jax_default_matmul_precision
-            self.sizes.compile(self.compiler, partial(_compile, self._programs, shapes, options, precision))
-        results = run(*arguments) if run else self._programs.window(*arguments, **options, whole=self._whole)
-        self._slots, self._caches, sampled = results
+            self._sizes.compile(self._compiler, partial(_compile, self._programs, shapes, options, precision))
+        self._slots, self._caches, sampled = run(*arguments)
         jax.tree.map(lambda x: x.copy_to_host_async(), sampled)
         return sampled
 
@@ -346,7 +447,9 @@ class _Batch:
         for kind, window in zip(pages, self._programs.windows, strict=True):
             kind[:used] = np.concatenate([self._places(prompt, window) for prompt in row])
         offsets: Any = segments.positions[0] % PAGE
-        places: Any = Places(pages=pages, offsets=offsets, windows=self._programs.windows)
+        slots: Any = np.full(segments.slots, self._plan.slots, np.int32)
+        slots[: len(row)] = [prompt.slot for prompt in row]
+        places: Any = Places(pages=pages, offsets=offsets, slots=slots, windows=self._programs.windows)
         self._caches = self._programs.prefill(self._trees, tokens, segments, places, self._caches)
 
     def _places(self, prompt: Prompt, window: int | None) -> Int[np.ndarray, " n"]:
@@ -359,19 +462,21 @@ class _Batch:
         return np.where(page > page[-1] - ring, table[0, page], 0)
 
     def _copy_pages(self, work: Work) -> None:
-        """Copy the pages of prompts that answers of their own continue, for each kind of layers."""
+        """Copy the pages and states of prompts that answers of their own continue."""
         if not work.slot_copies:
             return
+        slots: Any = np.array(work.slot_copies, np.int32)
         copies = []
         for window in self._programs.windows:
             pairs = np.array(work.page_copies, np.int32).reshape(-1, 2)
             if window is not None:
-                slots: Any = np.array(work.slot_copies)
                 ring = self._plan.ring(window)
                 pairs = np.stack([ring_table(slots[:, i], ring, ring).ravel() for i in range(2)], axis=1)
             copies.append(np.pad(pairs, ((0, _power_of_two(len(pairs)) - len(pairs)), (0, 0))).astype(np.int32))
         sources, targets = (tuple(pairs[:, i] for pairs in copies) for i in range(2))
-        self._caches = self._programs.copy(self._caches, Copies(sources, targets))  # type: ignore[arg-type]
+        pad = (0, _power_of_two(len(slots)) - len(slots)), (0, 0)
+        states = np.pad(slots, pad, constant_values=self._plan.slots).T
+        self._caches = self._programs.copy(self._caches, Copies(sources, targets, tuple(states)))  # type: ignore[arg-type]
 
     def _count(self, fresh: Sequence[Answer]) -> None:
         """Count the tokens of answers that begin."""
@@ -404,8 +509,10 @@ class _Batch:
             parts = steps.log_probs, steps.model_log_probs, steps.top_tokens, steps.top_log_probs
             tokens = Tokens(*(part[:count, column] for part in (steps.tokens, *parts)))
             stopped = int(tokens.ids[-1]) in self._table.stop_tokens(answer)
-            self.scheduler.receive(answer, tokens, stopped)
+            self._scheduler.receive(answer, tokens, stopped)
             ended = "stop" if stopped else "length" if answer.length >= answer.end else None
+            if ended:
+                self._table.remove(answer)
             yield answer, tokens.ids, ended  # type: ignore[misc]
 
 
@@ -413,37 +520,36 @@ class _SlotTable:
     """What the device reads of each slot's answer, in numpy; a further row stands for no answer.
 
     Args:
-        answers: all of a call.
-        stop: tokens that end each of them.
         plan: of the cache.
+        kind: of the answers.
         vocabulary: of the model.
     """
 
-    def __init__(self, answers: Sequence[Answer], stop: Collection[int], plan: CachePlan, vocabulary: int):
-        self._stop, self._nobody, self._vocabulary = frozenset(stop), plan.slots, vocabulary
-        requests = list({id(answer.request): answer.request for answer in answers}.values())
-        self.features = _features(requests)
-        stops, biases = (_padded(max(map(len, sets))) for sets in zip(*map(self._sets, requests), strict=True))
-        self.widths = stops, biases
-        """Padded numbers of stop tokens and of tokens with a bias."""
-        keys = answer_keys([(a.request.sampling.seed, a.request.index, a.answer) for a in answers])
-        self._keys = dict(zip(map(id, answers), keys, strict=True))
-        rows = plan.slots + 1
+    def __init__(self, plan: CachePlan, kind: Kind, vocabulary: int):
+        self._nobody, self._vocabulary, rows = plan.slots, vocabulary, plan.slots + 1
+        self._answers = dict[int, tuple[Any, frozenset[int]]]()
         self._tables: Any = np.zeros((rows, plan.table), np.int32)
         self._filled = [0] * rows
         zeros: dict[str, Any] = {name: np.zeros(rows, np.int32) for name in ("ends", "tokens", "positions")}
-        self._fields = zeros | {"stops": np.full((rows, stops), -1, np.int32)}
+        self._fields = zeros | {"stops": np.full((rows, kind.stops), -1, np.int32)}
         self._controls: dict[str, Any] = {name: np.zeros(rows, kind) for name, (_, kind) in _SETTINGS.items()}
-        self._controls["keys"] = np.zeros((rows, *keys.shape[1:]), np.uint32)
-        self._controls["bias_tokens"] = np.full((rows, biases), vocabulary, np.int32)
-        self._controls["biases"] = np.zeros((rows, biases), np.float32)
+        self._controls["keys"] = np.zeros((rows, *answer_keys([(0, 0, 0)]).shape[1:]), np.uint32)
+        self._controls["bias_tokens"] = np.full((rows, kind.biases), vocabulary, np.int32)
+        self._controls["biases"] = np.zeros((rows, kind.biases), np.float32)
 
-    def stop_tokens(self, answer: Answer) -> Collection[int]:
+    def add(self, answers: Sequence[Answer], stop: Collection[int]) -> None:
+        """Add answers that wait, and end at these tokens or those of their requests."""
+        keys = answer_keys([(a.request.sampling.seed, a.request.index, a.answer) for a in answers])
+        for answer, key in zip(answers, keys, strict=True):
+            self._answers[id(answer)] = key, frozenset(stop).union(answer.request.stop)
+
+    def remove(self, answer: Answer) -> None:
+        """Remove an answer that has ended."""
+        self._answers.pop(id(answer), None)
+
+    def stop_tokens(self, answer: Answer) -> frozenset[int]:
         """Return the tokens that end an answer."""
-        return self._sets(answer.request)[0]
-
-    def _sets(self, request: Request) -> tuple[Collection[int], Collection[int]]:
-        return self._stop.union(request.stop), request.logit_bias
+        return self._answers[id(answer)][1]
 
     def window(self, work: Work, size: int) -> Window:
         """Return the window of the work's answers, padded to `size` sequences."""
@@ -462,15 +568,15 @@ class _SlotTable:
         return Window(slots=slots, fresh=fresh, tables=self._tables[slots], controls=controls, **fields)
 
     def _begin(self, answer: Answer) -> None:
-        slot, request, stops = answer.slot or 0, answer.request, sorted(self.stop_tokens(answer))
+        slot, request, (key, stop) = answer.slot or 0, answer.request, self._answers[id(answer)]
         self._tables[slot], self._filled[slot] = 0, 0
         last = answer.received[-1].ids[-1] if answer.received else request.prompt[-1]
         fields, controls = self._fields, self._controls
         fields["ends"][slot], fields["tokens"][slot], fields["positions"][slot] = answer.end, last, answer.length - 1
-        fields["stops"][slot], fields["stops"][slot, : len(stops)] = -1, stops
+        fields["stops"][slot], fields["stops"][slot, : len(stop)] = -1, sorted(stop)
         for name, (setting, _) in _SETTINGS.items():
             controls[name][slot] = getattr(request.sampling, setting)
-        controls["keys"][slot] = self._keys[id(answer)]
+        controls["keys"][slot] = key
         controls["bias_tokens"][slot], count = self._vocabulary, len(request.logit_bias)
         controls["bias_tokens"][slot, :count] = list(request.logit_bias)
         controls["biases"][slot, :count] = list(request.logit_bias.values())
@@ -488,24 +594,20 @@ _SETTINGS = {
 """Settings of `SamplingConfig` and their dtypes, by the names of `Controls`."""
 
 
-def _features(requests: Sequence[Request]) -> Features:
-    sampled = [request.sampling for request in requests if request.sampling.temperature > 0]
-    return Features(
-        draws=bool(sampled),
-        top_k=any(sampling.top_k for sampling in sampled),
-        top_p=any(sampling.top_p < 1 for sampling in sampled),
-        min_p=any(sampling.min_p for sampling in sampled),
-        penalties=any(request.sampling.has_penalties for request in requests),
-        biases=any(request.logit_bias for request in requests),
-        top=max(request.top_log_probs for request in requests),
-    )
+def _fewer(slots: int) -> list[int]:
+    """Return smaller numbers of sequences: halves, and first three quarters where matmuls take longer than weights."""
+    sizes = [slots * 3 // 4] if slots > _FLAT else []
+    return sizes + [slots >> i for i in range(1, _HALVES + 1) if slots >> i >= _SMALLEST_SIZE]
 
 
-def _quartered(slots: int, count: int) -> int:
-    """Return a fourth of the slots, of that, …, as long as it holds `count`."""
-    while slots // 4 >= count:
-        slots //= 4
-    return slots
+@contextmanager
+def _switching_often() -> Iterator[None]:
+    """Let Python's threads take turns every 0.2 ms: by default one that traces a program holds up dispatch for 5."""
+    sys.setswitchinterval(2e-4)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(5e-3)
 
 
 def _placed(x: Any) -> Any:

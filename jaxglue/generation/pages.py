@@ -1,7 +1,8 @@
 """Memory of keys and values: its plan, and who holds which page.
 
 Layers that see all tokens share one numbering of pages, which sequences take as they grow; answers of one prompt hold
-its full pages together. Layers with a window have a ring of pages for each slot, where new tokens replace old ones.
+its full pages together. Layers with a window have a ring of pages for each slot, where new tokens replace old ones, and
+those of linear attention a state for each slot.
 """
 
 import math
@@ -15,6 +16,7 @@ import psutil
 from jaxtyping import Array, Int
 
 from jaxglue.models.config import DecoderConfig, LayerKind
+from jaxglue.ops.delta_rule import DeltaHeads, DeltaStates, make_states
 from jaxglue.ops.paged_attention import KVPages, make_pages
 
 PAGE = 64
@@ -75,13 +77,8 @@ def plan_cache(
         free: bytes for cache and activations; by default the device's.
 
     Raises:
-        ValueError: linear attention, or too little memory for the longest sequence.
+        ValueError: too little memory for the longest sequence.
     """
-    if config.delta is not None:
-        raise ValueError(
-            f"jaxglue does not generate with linear attention yet, and {config.model_type} has it: export the model "
-            "(jaxglue export) and generate with transformers"
-        )
     prompts, ends = np.array(lengths).T
     longest, table = int(ends.max()), _bucket(pages_of(int(ends.max())))
     free = free_bytes() if free is None else free
@@ -89,17 +86,18 @@ def plan_cache(
     row = int(max(prompts.max(), min(PREFILL_TOKENS, prompts.sum())))
     spare = _SHARE * free - activation_bytes(config, dtype, row)
     page, rings = _page_bytes(config, cache_dtype, CachePlan(slots=1, pages=1, table=table, bytes=0))
-    slot = rings + _LOGITS * 4 * config.vocab_size
+    state = state_bytes(config, dtype)
+    slot = rings + state + _LOGITS * 4 * config.vocab_size
     expected = -(-((prompts + ends) / 2).mean() // PAGE) * page  # many answers end early; the last to come waits
     most = min(len(lengths), batch_size or MOST_SLOTS)
-    slots = max(1, min(most, int(spare / (slot + expected))))
+    slots = max(1, min(most, _rounded_down(int(spare / (slot + expected)))))
     needs = np.sort(-(-ends // PAGE))[-slots:]
     needed = _bucket(int(needs.sum()))
-    room = int((spare - slots * slot) / page) - 1 if page else needed
+    room = _rounded_down(int((spare - slots * slot) / page) - 1) if page else needed
     pages = min(needed, max(room, int(needs[-1])))  # the estimate of activations refuses no single sequence
-    size = (pages + 1) * page + slots * rings
+    size = (pages + 1) * page + slots * rings + (slots + 1) * state
     if size > free:
-        alone = (int(needs[-1]) + 1) * page + rings
+        alone = (int(needs[-1]) + 1) * page + rings + 2 * state
         raise ValueError(
             f"a sequence of {longest:,} tokens needs {alone / 2**30:.1f} GiB of cache, but {free / 2**30:.1f} GiB of "
             "memory are free: lower --max-tokens, shorten the prompt, or hold the weights with --quantize nf4"
@@ -120,6 +118,12 @@ def _bucket(pages: int) -> int:
     return max(2, -(-pages // step) * step)
 
 
+def _rounded_down(count: int) -> int:
+    """Return a count of at least 0 rounded down to an eighth of a power of two."""
+    step = 1 << max(count.bit_length() - 4, 0)
+    return max(count, 0) // step * step
+
+
 def pages_of(length: int) -> int:
     """Return the pages that hold a sequence of this length."""
     return -(-length // PAGE)
@@ -131,9 +135,19 @@ def token_bytes(config: DecoderConfig, dtype) -> int:
 
 
 def _layer_token_bytes(kind: LayerKind, dtype) -> int:
+    if kind.linear:
+        return 0
     dtype = jnp.dtype(dtype)
     head = kind.head_dim * dtype.itemsize + (4 if dtype == jnp.float8_e4m3fn else 0)
     return 2 * kind.shape.kv_heads * head
+
+
+def state_bytes(config: DecoderConfig, dtype) -> int:
+    """Return a sequence's bytes in the layers of linear attention, however long it is."""
+    if (delta := config.delta) is None:
+        return 0
+    state = 4 * delta.num_value_heads * delta.key_dim * delta.value_dim
+    return sum(delta.layers) * (state + (delta.conv_width - 1) * delta.channels * jnp.dtype(dtype).itemsize)
 
 
 def activation_bytes(config: DecoderConfig, dtype, tokens: int) -> float:
@@ -194,9 +208,26 @@ def ring_table(slots: Int[Array, " S"], ring: int, table: int) -> Int[Array, "S 
     return 1 + slots[:, None] * ring + np.arange(table) % ring
 
 
-def make_caches(plan: CachePlan, config: DecoderConfig, dtype, device=None) -> list[KVPages]:
-    """Return the empty caches of all layers, on a device or sharding; page 0 belongs to no sequence."""
+def make_caches(plan: CachePlan, config: DecoderConfig, dtype, activations, device=None) -> list[KVPages | DeltaStates]:
+    """Return the empty caches of all layers; page 0, and a slot more than the plan's, belong to no sequence.
+
+    Args:
+        plan: of the cache.
+        config: the model's shape.
+        dtype: of keys and values.
+        activations: dtype of activations.
+        device: device or sharding.
+    """
+
+    def states() -> DeltaStates:
+        delta = config.delta
+        assert delta is not None
+        heads = DeltaHeads(delta.num_key_heads, delta.num_value_heads, delta.key_dim)
+        return make_states(plan.slots + 1, heads, delta.value_dim, delta.conv_width, activations, device)
+
     return [
-        make_pages(plan.pages_in(kind.window), kind.shape.kv_heads, PAGE, kind.head_dim, dtype, device)
+        states()
+        if kind.linear
+        else make_pages(plan.pages_in(kind.window), kind.shape.kv_heads, PAGE, kind.head_dim, dtype, device)
         for kind in config.layer_kinds
     ]

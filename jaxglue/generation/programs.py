@@ -14,11 +14,12 @@ from jaxglue.engine.layer_forms import by_tiles
 from jaxglue.generation.contexts import Cursor, DecodeContext, Places, PrefillContext
 from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, CachePlan, ring_table
 from jaxglue.generation.sampling import Controls, Counts, Features, Sampled, sample
-from jaxglue.models.config import DecoderConfig
+from jaxglue.models.config import DecoderConfig, LayerKind
 from jaxglue.models.context import PackedContext
 from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
 from jaxglue.models.vocabulary import output_matrix
 from jaxglue.ops.cross_entropy import cap_logits
+from jaxglue.ops.delta_rule import DeltaStates
 from jaxglue.ops.paged_attention import KVPages
 from jaxglue.ops.projection import project
 from jaxglue.ops.segments import PackedSegments
@@ -27,6 +28,8 @@ IDLE = -1
 """In place of the token of a sequence that has ended."""
 NOT_FINITE = -2
 """In place of a token whose logits are infinite or NaN."""
+Cache = KVPages | DeltaStates
+"""Of a layer."""
 Trees = tuple[Params, ...]
 """Trainable and frozen parameters of the model or a part of it."""
 
@@ -74,22 +77,24 @@ class CachedLayer:
         self.prefill = jax.jit(self._prefill, donate_argnames="cache")
         self.decode = jax.jit(self._decode, donate_argnames="cache")
 
-    def _prefill(self, weights: Trees, x, cache: KVPages, packed: PackedContext, places: Places):
+    def _prefill(self, weights: Trees, x, cache: Cache, packed: PackedContext, places: Places):
         layer, context = merge_module(self._graphdef, *weights), PrefillContext(packed, cache, places)
         whole = packed.tile is None or not layer.in_stages
         x = layer(x, context) if whole else by_tiles(layer, x, packed, context)
         return x, context.cache
 
-    def _decode(self, weights: Trees, x, cache: KVPages, cursor: Cursor):
+    def _decode(self, weights: Trees, x, cache: Cache, cursor: Cursor):
         context = DecodeContext(cache, cursor)
         return merge_module(self._graphdef, *weights)(x, context), context.cache
 
 
 class Copies(NamedTuple):
-    """Pages to copy, from and to, for each kind of layers; page 0 onto itself where there are fewer."""
+    """Pages to copy, from and to, for each kind of layers, and slots; nobody's onto itself where there are fewer."""
 
     sources: tuple[Int[Array, " n"], ...]
     targets: tuple[Int[Array, " n"], ...]
+    slots: tuple[Int[Array, " n"], Int[Array, " n"]]
+    """From and to, of states."""
 
 
 class Programs:
@@ -114,8 +119,8 @@ class Programs:
         self._note = jax.jit(_count_prompts, donate_argnames="counts")
 
     def prefill(
-        self, trees: Trees, tokens: Int[Array, "1 T"], segments: PackedSegments, places: Places, caches: list[KVPages]
-    ) -> list[KVPages]:
+        self, trees: Trees, tokens: Int[Array, "1 T"], segments: PackedSegments, places: Places, caches: list[Cache]
+    ) -> list[Cache]:
         """Write the keys and values of packed prompts to the caches."""
         x, packed, own = self._embed_prompts(_part(trees, "embed_tokens"), tokens, segments)
         contexts = packed.each(own, len(self._layers))
@@ -123,7 +128,7 @@ class Programs:
             x, caches[i] = layer.prefill(weights, x, caches[i], contexts[i], places)
         return caches
 
-    def copy(self, caches: list[KVPages], copies: Copies) -> list[KVPages]:
+    def copy(self, caches: list[Cache], copies: Copies) -> list[Cache]:
         """Copy pages within the caches."""
         return self._copy(caches, copies)
 
@@ -132,39 +137,33 @@ class Programs:
         return self._note(counts, slots, tokens, new)
 
     def window(
-        self,
-        trees: Trees,
-        slots: Sequences,
-        caches: list[KVPages],
-        window: Window,
-        *,
-        plan: CachePlan,
-        steps: int,
-        features: Features,
-        whole: bool,
-    ) -> tuple[Sequences, list[KVPages], Sampled]:
-        """Decode up to `steps` tokens of each of the window's sequences.
+        self, trees: Trees, slots: Sequences, caches: list[Cache], window: Window, *, steps: int, **static: Any
+    ) -> tuple[Sequences, list[Cache], Sampled]:
+        """Decode up to `steps` tokens of each of the window's sequences by one program.
+
+        Its compile time grows with depth.
 
         Args:
             trees: parameters.
             slots, caches: state of all slots, updated in place.
             window: sequences that decode.
-            plan: of the cache.
             steps: tokens of each.
-            features: of their sampling.
-            whole: as one program, whose compile time grows with depth; otherwise layer by layer.
+            static: `plan` of the cache and `features` of the sampling.
 
         Returns:
-            state, and what each step sampled (a leading axis; a list if not `whole`), with `IDLE` and `NOT_FINITE`.
+            state, and what each step sampled (leading axis), with `IDLE` and `NOT_FINITE`.
         """
-        options: dict[str, Any] = {"plan": plan, "features": features}
-        if whole:
-            return self._run(trees, slots, caches, window, steps=steps, **options)
+        return self._run(trees, slots, caches, window, steps=steps, **static)
+
+    def window_by_layers(
+        self, trees: Trees, slots: Sequences, caches: list[Cache], window: Window, *, steps: int, **static: Any
+    ) -> tuple[Sequences, list[Cache], list[Sampled]]:
+        """Compute `window` layer by layer and step by step; return a list of what the steps sampled."""
         sequences, caches, out = self._begin(slots, window), list(caches), []
         for _ in range(steps):
-            sequences, caches, sampled = self._step(trees, sequences, caches, window, **options)
+            sequences, caches, sampled = self._step(trees, sequences, caches, window, **static)
             out.append(sampled)
-        return self._finish(slots, window, sequences), caches, out  # type: ignore[return-value]
+        return self._finish(slots, window, sequences), caches, out
 
     def compile_window(self, *arguments: Any, size: int, **options: Any) -> Any:
         """Compile `window` as one program for `size` sequences; return what takes the same arrays.
@@ -186,9 +185,7 @@ class Programs:
             functions += [layer.prefill, layer.decode]
         return sum(function._cache_size() for function in functions)
 
-    def _scan(
-        self, trees: Trees, slots: Sequences, caches: list[KVPages], window: Window, *, steps: int, **options: Any
-    ):
+    def _scan(self, trees: Trees, slots: Sequences, caches: list[Cache], window: Window, *, steps: int, **options: Any):
         def body(carry, _):
             # or XLA would expand all quantized weights once, before the loop
             weights, (sequences, caches) = jax.lax.optimization_barrier((trees, carry))
@@ -199,7 +196,7 @@ class Programs:
         carry, sampled = jax.lax.scan(body, (_begin(slots, window), caches), None, length=steps)
         return _finish(slots, window, carry[0]), carry[1], sampled
 
-    def _step(self, trees: Trees, sequences: Sequences, caches: list[KVPages], window: Window, *, plan, features):
+    def _step(self, trees: Trees, sequences: Sequences, caches: list[Cache], window: Window, *, plan, features):
         """Decode a token of each sequence; return (sequences, caches, sampled)."""
         x, cursor, own = self._embed_slots(_part(trees, "embed_tokens"), sequences, window, plan=plan)
         caches = list(caches)
@@ -227,8 +224,9 @@ class Programs:
         )
         rows = jnp.arange(len(positions))
         pages = tuple(table[rows, positions // PAGE] for table in tables)
-        places = Places(pages=pages, offsets=positions % PAGE, windows=self.windows)
-        return x, Cursor(places=places, tables=tables, positions=positions, rope=rope), own
+        places = Places(pages=pages, offsets=positions % PAGE, slots=window.slots, windows=self.windows)
+        cursor = Cursor(places=places, tables=tables, slots=window.slots, positions=positions, rope=rope)
+        return x, cursor, own
 
     def _embed(self, weights: Trees, tokens: Int[Array, "1 T"], positions: Int[Array, "1 T"]):
         embed_tokens = merge_module(self._graphdefs.embed_tokens, *weights)
@@ -261,12 +259,14 @@ class Programs:
         after = replace(sequences, tokens=tokens, positions=jnp.where(live, positions, 0), live=live)
         return after, sampled._replace(tokens=shown)
 
-    def _copy_pages(self, caches: list[KVPages], copies: Copies) -> list[KVPages]:
-        kinds = [self.windows.index(kind.window) for kind in self._config.layer_kinds]
-        return [
-            jax.tree.map(lambda stored, kind=kind: stored.at[copies.targets[kind]].set(stored[copies.sources[kind]]), c)
-            for kind, c in zip(kinds, caches, strict=True)
-        ]
+    def _copy_pages(self, caches: list[Cache], copies: Copies) -> list[Cache]:
+        def copied(kind: LayerKind, cache):
+            index = self.windows.index(kind.window)
+            pages = copies.sources[index], copies.targets[index]
+            sources, targets = copies.slots if kind.linear else pages
+            return jax.tree.map(lambda stored: stored.at[targets].set(stored[sources]), cache)
+
+        return list(map(copied, self._config.layer_kinds, caches))
 
 
 def make_sequences(plan: CachePlan, vocabulary: int, features: Features, device=None) -> Sequences:

@@ -5,7 +5,7 @@ stop token or limit. Where pages run out, the answer that came last gives its ow
 """
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -124,15 +124,18 @@ class Scheduler:
     """Slots and pages of answers.
 
     Args:
-        answers: in order.
         plan: of the cache.
         steps: of a window.
     """
 
-    def __init__(self, answers: Sequence[Answer], plan: CachePlan, steps: int):
-        self._waiting, self._steps = deque(answers), steps
+    def __init__(self, plan: CachePlan, steps: int):
+        self._waiting, self._steps = deque[Answer](), steps
         self._pool, self._slots = PagePool(plan.pages), list(range(plan.slots - 1, -1, -1))
         self._running: list[Answer] = []
+
+    def add(self, answers: Iterable[Answer]) -> None:
+        """Let further answers wait, in order."""
+        self._waiting.extend(answers)
 
     @property
     def is_done(self) -> bool:

@@ -193,6 +193,12 @@ def check_capability(capability: Capability | None, least: Capability) -> None:
         raise NotImplementedError(f"compute capability must be {needed} or newer, got {got}")
 
 
+def check_one_device() -> None:
+    """Raise NotImplementedError where arrays may lie on several devices, as kernels are not partitioned."""
+    if jax.device_count() > 1:
+        raise NotImplementedError("arrays may lie on several devices")
+
+
 def check_half(dtype) -> None:
     """Raise NotImplementedError unless the dtype is a 16-bit float."""
     if jnp.dtype(dtype) not in _HALF:

@@ -42,11 +42,22 @@ def attention_costs(workload: Workload, gpu: Gpu, window: int | None) -> dict[Ke
         if backend == "cudnn":
             backward += batches.share * reserved / gpu.copy  # written before it is used
         workspace = max(workspace, reserved)
-        in_place = in_place and backend == "hopper" and _heads_at_once(workload) < workload.config.num_key_value_heads
+        in_place = in_place and _sums_queries(workload, backend)
+        in_place = in_place and _heads_at_once(workload) < workload.config.num_key_value_heads
     return {
         KernelKind.ATTENTION_FORWARD: AttentionCost(seconds=forward),
         KernelKind.ATTENTION_BACKWARD: AttentionCost(seconds=backward, workspace=workspace, in_place=in_place),
     }
+
+
+def layer_attention_costs(workload: Workload, gpu: Gpu, index: int) -> dict[KernelKind, AttentionCost]:
+    """Return the costs of attention in the layer of this index, whose heads may have sizes of their own."""
+    config = workload.config
+    shape = config.shapes[index]
+    if (shape.head_dim, shape.kv_heads) != (config.head_dim, config.num_key_value_heads):
+        own = replace(config, head_dim=shape.head_dim, num_key_value_heads=shape.kv_heads)
+        workload = replace(workload, config=own)
+    return attention_costs(workload, gpu, config.layer_windows[index])
 
 
 def _passes(
@@ -60,12 +71,20 @@ def _passes(
         times = [hopper_seconds(each, heads, window, matmul=gpu.matmul, copy=gpu.copy) for each in some]
         pairs = visible_pairs(batches.lengths, window) / visible_pairs(itertools.chain(*some), window)
         forward, backward = (pairs * sum(each) / batches.batches for each in zip(*times, strict=True))
-        return forward, backward
+        if _sums_queries(workload, backend):
+            return forward, backward
+        return forward, _passes(workload, gpu, batches, window, "triton")[1]
     rates = _rates(workload, backend, batches.kind)
     longest = _longest_programs(workload, batches, window) if backend == "triton" else (0.0, 0.0)
     forward = max(_seconds(workload, gpu, batches, window, rates.forward), longest[0])
     both = 2.5 * _seconds(workload, gpu, batches, window, rates.backward)
     return forward, sum(map(max, (_DQ * both, (1 - _DQ) * both), longest))
+
+
+def _sums_queries(workload: Workload, backend: str) -> bool:
+    """Return whether a backward pass sums the gradients of queries in memory: Hopper's own one does."""
+    config = workload.config
+    return backend == "hopper" and config.head_dim <= 128 and config.attention_softcap is None
 
 
 def with_fitting_attention(workload: Workload, gpu: Gpu) -> Workload:
@@ -138,8 +157,13 @@ def _seconds(
     """Return the seconds of a forward pass at a rate."""
     config = workload.config
     pairs = visible_pairs(batches.lengths, window) + rate.waste * sum(batches.lengths)
-    flops = 4 * config.num_attention_heads * config.head_dim * pairs / batches.batches
+    flops = 4 * config.num_attention_heads * _columns(config.head_dim) * pairs / batches.batches
     return flops / (rate.share * gpu.matmul)
+
+
+def _columns(head_dim: int) -> int:
+    """Return the columns of a kernel's tiles, a power of two."""
+    return 1 << (head_dim - 1).bit_length()
 
 
 def _longest_programs(workload: Workload, batches: MicroBatches, window: int | None) -> tuple[float, float]:
@@ -150,21 +174,23 @@ def _longest_programs(workload: Workload, batches: MicroBatches, window: int | N
     config, longest = workload.config, max(batches.lengths, default=0)
     span = longest if window is None else min(longest, window)
     rows = span * config.num_attention_heads // config.num_key_value_heads
-    turns = min(0.4 + 0.6 * config.head_dim / 128, 1.0)
+    columns = _columns(config.head_dim) / 128
+    turns = max(min(0.4 + 0.6 * columns, 1.0), columns)
     seconds = turns * fitted.KEYS_TURN * span, turns * fitted.ROWS_TURN * rows
     return fitted.ATTENTION_START + seconds[0], fitted.ATTENTION_START + seconds[1]
 
 
 def _rates(workload: Workload, backend: str, kind: BatchKind) -> fitted.AttentionRates:
     kernel = backend if backend == "cudnn" else "long" if kind.long else "short"
-    if workload.config.head_dim > 64:
-        return fitted.ATTENTION[kernel, 128]
+    head_dim = workload.config.head_dim
+    if head_dim > 64:
+        return fitted.ATTENTION[kernel, 128 if head_dim <= 128 else 256]
     return fitted.ATTENTION.get((kernel, 64), fitted.ATTENTION["short", 64])
 
 
 def _workspace(workload: Workload, backend: str, kind: BatchKind) -> int:
     config = workload.config
-    if backend == "hopper":
+    if _sums_queries(workload, backend):
         return _head_bytes(workload) * _heads_at_once(workload)
     heads = config.num_attention_heads
     slots = kind.slots if backend == "cudnn" else 0
@@ -222,10 +248,11 @@ def hopper_seconds(
         matmul: FLOP/s of the GPU.
         copy: bytes/s of its memory.
     """
-    size = 64 if heads.dim <= 64 else 128
+    size = next(size for size in fitted.HOPPER_FORWARD if heads.dim <= size)
+    backward_rates = fitted.HOPPER_BACKWARD[min(size, max(fitted.HOPPER_BACKWARD))]
     passes = (
         (forward_tiles(lengths, heads, window), fitted.HOPPER_FORWARD[size], 2 * _FORWARD_MATMULS, 1.0),
-        (backward_tiles(lengths, heads, window), fitted.HOPPER_BACKWARD[size], _BACKWARD_MATMULS, _parted(heads)),
+        (backward_tiles(lengths, heads, window), backward_rates, _BACKWARD_MATMULS, _parted(heads)),
     )
     elements = sum(lengths) * heads.queries * heads.dim
 

@@ -3,6 +3,7 @@
 Rates of a data sheet are in `gpus`, and choices of ours beside the code that makes them.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ _grid = partial(Fitted, gpu=_BOTH, method="benchmarks/planner.py --grid, seeds 1
 _steps = partial(Fitted, gpu="H200", method="benchmarks/results/sft_step.json")
 _lengths = partial(Fitted, gpu=_BOTH, method="benchmarks/results/attention_lengths.json, docs/attention.md")
 _long = partial(Fitted, gpu="H200", method="benchmarks/results/attention_hopper.json")
+_wide = partial(Fitted, gpu="H100", method="benchmarks/results/attention_wide.json")
 
 # GPUs: shares of the data sheet's rates (`gpus`).
 MATMUL_SHARE = _grid(0.69, "of the data sheet's FLOP/s")
@@ -73,8 +75,11 @@ CODES_RATE = _grid(0.83e12, "codes/s")
 """8-bit codes that XLA converts, where memory is not slower."""
 KERNEL_SHARE = _steps(0.92, "of `Gpu.copy`")
 """Rate at which our kernels, and matmuls bound by memory, move their bytes; XLA's own do at all of it."""
-KIND_SHARES = {KernelKind.ADAPTER_GRADIENTS: _steps(0.73, "of `Gpu.copy`")}
-"""The same by kind: that of adapters' gradients keeps sums of all ranks."""
+KIND_SHARES = {
+    KernelKind.ADAPTER_GRADIENTS: _steps(0.73, "of `Gpu.copy`"),
+    KernelKind.DELTA_RULE: Fitted(0.55, "of `Gpu.copy`", "H100", "benchmarks/delta_rule.py"),
+}
+"""The same by kind: that of adapters' gradients keeps sums of all ranks, the delta rule's wait for their matmuls."""
 FP8_SHARE = _grid(0.55, "of `Gpu.copy`")
 """The same of kernels that read or write FP8 values."""
 MOST_MOVED = {
@@ -115,12 +120,12 @@ class TileRates(NamedTuple):
     """Bytes moved beside it for each element of queries: products with the output, float32 sums and their rounding."""
 
 
-def _rate(share: float, waste: float) -> AttentionRate:
-    return AttentionRate(_lengths(share, "of `Gpu.matmul`"), _lengths(waste, "pairs a token"))
+def _rate(share: float, waste: float, fitted: Callable[..., Fitted] = _lengths) -> AttentionRate:
+    return AttentionRate(fitted(share, "of `Gpu.matmul`"), fitted(waste, "pairs a token"))
 
 
-def _tiles(share: float, start: float, moved: float = 0) -> TileRates:
-    return TileRates(_long(share, "of `Gpu.matmul`"), _long(start, "s"), moved)
+def _tiles(share: float, start: float, moved: float = 0, fitted: Callable[..., Fitted] = _long) -> TileRates:
+    return TileRates(fitted(share, "of `Gpu.matmul`"), fitted(start, "s"), moved)
 
 
 ATTENTION = {
@@ -128,6 +133,9 @@ ATTENTION = {
     ("short", 128): AttentionRates(_rate(0.66, 150), _rate(0.60, 140)),
     ("long", 128): AttentionRates(_rate(0.70, 400), _rate(0.57, 250)),
     ("cudnn", 128): AttentionRates(_rate(0.82, 490), _rate(0.76, 400)),
+    ("short", 256): AttentionRates(_rate(0.67, 160, _wide), _rate(0.385, 230, _wide)),
+    ("long", 256): AttentionRates(_rate(0.67, 160, _wide), _rate(0.40, 250, _wide)),
+    ("cudnn", 256): AttentionRates(_rate(0.86, 490, _wide), _rate(0.53, 400, _wide)),
 }
 """By kernel and largest head dim: Triton kernels with tiles for short and long documents, and cuDNN's. In whole steps,
 where power limits long passes to nine tenths of their rate alone."""
@@ -137,7 +145,7 @@ KEYS_TURN = _lengths(0.65e-6 / 32, "s")
 """Its time for a key of its queries, with a head dim of 128."""
 ROWS_TURN = _lengths(1.15e-6 / 64, "s")
 """Its time for a query row of its keys, with a head dim of 128."""
-HOPPER_FORWARD = {64: _tiles(0.68, 4e-6), 128: _tiles(0.94, 3e-6)}
+HOPPER_FORWARD = {64: _tiles(0.68, 4e-6), 128: _tiles(0.94, 3e-6), 256: _tiles(0.94, 4e-6, fitted=_wide)}
 HOPPER_BACKWARD = {64: _tiles(0.62, 6e-6, 8), 128: _tiles(0.83, 4e-6, 12)}
 """By head dim."""
 HOPPER_PARTED = _long(0.94, "of the backward pass's rate")

@@ -2,7 +2,7 @@
 
 import contextlib
 import ctypes
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 
 import jax
 
@@ -30,6 +30,20 @@ def bound_pool(limit: float | None, environ: MutableMapping[str, str]) -> None:
     name = POOL_SHARE if POOL_SHARE in environ else _OLD_NAME
     share = float(environ.get(name, _DEFAULT_SHARE))
     environ[name] = f"{min(share, pool * GIB / total):.6f}"
+
+
+@contextlib.contextmanager
+def bounded_pool(limit: float | None, environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Bound the pool of a client of JAX that starts, or starts anew, in the context."""
+    before = {name: environ.get(name) for name in (POOL_SHARE, _OLD_NAME)}
+    bound_pool(limit, environ)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            environ.pop(name, None)
+            if value is not None:
+                environ[name] = value
 
 
 def take_fitting_blocks(environ: MutableMapping[str, str]) -> None:

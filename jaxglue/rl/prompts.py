@@ -17,7 +17,7 @@ from jaxglue.data.files import Row
 from jaxglue.data.limits import template_time_limit
 from jaxglue.data.messages import Chat, listed, read_chat
 from jaxglue.data.readers import read_rows
-from jaxglue.data.store import TokenStore
+from jaxglue.data.store import StoreInfo, TokenStore
 from jaxglue.data.template import ChatTemplate, adopt
 from jaxglue.data.tokenizer import require_unicode
 
@@ -98,7 +98,10 @@ def read_prompts(
         raise ValueError(f"data: {', '.join(config.data)} has no prompt that fits: check the files and --seq-len")
     lengths = np.array([len(prompt.tokens) for prompt in prompts], np.int64)
     tokens = np.concatenate([np.array(prompt.tokens, np.int32) for prompt in prompts])
-    info = {"digest": hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest(), "max_token": int(tokens.max())}
+    info: StoreInfo = {
+        "digest": hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest(),
+        "max_token": int(tokens.max()),
+    }
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     store = TokenStore(tokens=tokens, mask=np.zeros(len(tokens), np.uint8), offsets=offsets, info=info)
     documents: dict[str, Any] = {

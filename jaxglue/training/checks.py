@@ -34,11 +34,6 @@ def check_model(config: TrainConfig, model: DecoderConfig) -> None:
         )
     if config.model.router_losses and model.moe is None:
         raise ValueError(f"{config.model.model} has no routers: leave out --router-balance-loss and --router-z-loss")
-    if model.delta is not None and config.run.sample_prompt:
-        raise ValueError(
-            f"--sample-prompt: {config.model.model} has linear attention, with which jaxglue does not generate yet: "
-            "leave it out"
-        )
     if config.data.seq_len is not None and config.data.seq_len > model.max_position_embeddings:
         raise ValueError(
             f"--seq-len {config.data.seq_len} is above the model's limit of {model.max_position_embeddings} positions "

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,13 @@ _LARGEST_EXPONENT = 700.0
 """Of a float64, whose exponential is finite."""
 _AT_ONCE = 8
 """Prompts answered together: training leaves little memory."""
+
+
+class BestState(TypedDict):
+    """The lowest loss on held-out data and its step, and the evaluations since, as JSON."""
+
+    best_eval: tuple[float, int] | None
+    since_best: NotRequired[int]
 
 
 class Evaluation:
@@ -113,13 +120,14 @@ class Evaluation:
         if math.isfinite(loss) and (self.best is None or loss < self.best[0]):
             self.best, self.since_best = (loss, step), 0
 
-    def get_state(self) -> dict[str, Any]:
-        """Return the best loss, and the evaluations since, as JSON."""
+    def get_state(self) -> BestState:
+        """Return a JSON-able state."""
         return {"best_eval": self.best, "since_best": self.since_best}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: BestState) -> None:
         """Continue from `get_state`."""
-        self.best, self.since_best = state["best_eval"] and tuple(state["best_eval"]), state.get("since_best", 0)
+        best = state["best_eval"]
+        self.best, self.since_best = best and (best[0], best[1]), state.get("since_best", 0)
 
 
 def held_out_metrics(loss: float, sums: Float[np.ndarray, "3 sources"], names: Sequence[str]) -> dict[str, float]:

@@ -3,11 +3,11 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,20 @@ from jaxglue.training.weights import build_parameters
 Accepts = Callable[[int, Mapping[str, float]], bool]
 """Tells of a step's loss and gradient norm whether its update may be applied."""
 _log = logging.getLogger(__name__)
+
+
+class FP8Parts(TypedDict):
+    """Which layers, and whether the head, are multiplied in FP8, as JSON, with the error that was allowed."""
+
+    max_error: float
+    layers: Sequence[bool]
+    head: bool
+
+
+class StepState(TypedDict):
+    """What a checkpoint holds of a step beside its arrays, as JSON."""
+
+    fp8: NotRequired[FP8Parts | None]
 
 
 class TrainStep:
@@ -71,7 +85,7 @@ class TrainStep:
         self._spent: Params | None = None
         """Gradients of the last step, for the next step to overwrite."""
         self._compiled: set[tuple[bool, bool]] = set()
-        self._fp8: dict[str, Any] | None = None
+        self._fp8: FP8Parts | None = None
 
     def _make_executor(self, graphdefs: ModelGraphDefs, reference: list[nnx.GraphDef] | None = None) -> Executor:
         run = self._run
@@ -156,11 +170,11 @@ class TrainStep:
         self.set_state({"fp8": {"max_error": largest, "layers": choice.layers, "head": choice.head}})
         return choice.note
 
-    def get_state(self) -> dict[str, Any]:
-        """Return JSON values that a checkpoint holds beside the arrays: the parts multiplied in FP8."""
+    def get_state(self) -> StepState:
+        """Return the JSON values that a checkpoint holds beside the arrays."""
         return {"fp8": self._fp8}
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: StepState) -> None:
         """Multiply the parts in FP8 that `get_state` returned, unless another error is allowed now."""
         fp8 = state.get("fp8")
         if fp8 and fp8["max_error"] == self._config.model.fp8_max_error:

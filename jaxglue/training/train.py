@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import IO, Any, cast
+from typing import IO, Any, NotRequired, cast
 
 import jax
 
@@ -19,7 +19,7 @@ from jaxglue.engine.policy import AUTO
 from jaxglue.engine.program_cache import keep_programs
 from jaxglue.hf.files import write_json
 from jaxglue.hf.hub import is_hub_id
-from jaxglue.planner.device_memory import bound_pool, take_fitting_blocks
+from jaxglue.planner.device_memory import bounded_pool, take_fitting_blocks
 from jaxglue.planner.host_memory import HOST_LIMIT
 from jaxglue.recipe import as_dict, load_config, to_toml
 from jaxglue.rl.loop import RolloutSteps
@@ -28,7 +28,7 @@ from jaxglue.sharding.mesh import make_mesh
 from jaxglue.training.callbacks import Callback, Callbacks
 from jaxglue.training.checkpoint import Checkpoints, NonFinite
 from jaxglue.training.config import ModelConfig, TrainConfig
-from jaxglue.training.evaluation import Evaluation, ExpertLoadProbe, Samples, evaluation_lines
+from jaxglue.training.evaluation import BestState, Evaluation, ExpertLoadProbe, Samples, evaluation_lines
 from jaxglue.training.explain import run_reasons
 from jaxglue.training.fingerprint import fingerprint
 from jaxglue.training.interrupt import Interrupt, Output
@@ -48,6 +48,7 @@ from jaxglue.training.recovery import (
     Overrun,
     Postmortem,
     Spikes,
+    SpikeState,
     describe,
     explained_out_of_memory,
     failed_allocation,
@@ -56,6 +57,7 @@ from jaxglue.training.recovery import (
     plan_again,
     save_step,
     smaller_limit,
+    smaller_pool,
 )
 from jaxglue.training.reference_cache import add_reference
 from jaxglue.training.remat import open_buffers, restore_pool, size_pool
@@ -65,11 +67,13 @@ from jaxglue.training.resuming import check_resumable, finished_run, resume_note
 from jaxglue.training.run_folder import RunFolder, check_inputs, check_output, shared_output_folder
 from jaxglue.training.secrets import masked
 from jaxglue.training.setup import Run, resolve
-from jaxglue.training.step import StepResult, StepsInFlight, TrainStep
+from jaxglue.training.step import StepResult, StepsInFlight, StepState, TrainStep
 from jaxglue.training.trackers import Loggers, open_loggers
 
 _STEPS_IN_FLIGHT = 2
 """Steps that the host runs ahead of the device: enough to keep it busy, few enough to stop soon."""
+_MOST_PLANS = 3
+"""How often a run that takes more memory than there is may be planned again."""
 
 
 def train(
@@ -104,12 +108,24 @@ def train(
     processes.agree("configuration", {**as_dict(config.shared), "jax": jax.__version__})
     if config.run.compilation_cache:
         keep_programs(config.run.compilation_cache, take_turns=processes.count == 1)
-    bound_pool(config.model.memory_limit, os.environ)
     take_fitting_blocks(os.environ)
+    with bounded_pool(config.model.memory_limit, os.environ):
+        if config.run.dry_run:
+            _dry_run(config, console, processes)
+            return None
+        return _train(config, console, timer, processes, interrupt, events)
+
+
+def _train(
+    config: TrainConfig,
+    console: Console,
+    timer: StartupTimer,
+    processes: Processes,
+    interrupt: Interrupt,
+    callbacks: Callbacks,
+) -> RunSummary | None:
+    """Settle the run, hold its folder and train."""
     settings = config.run
-    if settings.dry_run:
-        _dry_run(config, console, processes)
-        return None
     run = resolve(config, processes) if settings.resume else None
     if run and (summary := finished_run(run, processes)):
         print_panel(console, "done before: no step is left to train", summary_rows(summary))
@@ -126,7 +142,7 @@ def train(
         _explain(run, console, processes)
         files = RunFolder(output, overwrite=settings.overwrite, processes=processes)
         shared: dict[str, Any] = {"identity": identity, "timer": timer, "processes": processes, "interrupt": interrupt}
-        shared |= {"console": console, "output": files, "callbacks": events}
+        shared |= {"console": console, "output": files, "callbacks": callbacks}
         with closing(run.batches):
             return _train_as_planned(run, console, files, partial(_attempt, **shared))
 
@@ -134,26 +150,30 @@ def train(
 def _train_as_planned(
     run: Run, console: Console, output: RunFolder, attempt: Callable[..., RunSummary | Overrun | None]
 ) -> RunSummary | None:
-    """Train; where the first step takes more memory than there is, plan with less and start again, once."""
-    start, pinned = run.batches.get_state(), os.environ.get(HOST_LIMIT)
-    result = attempt(run)
+    """Train; where a run takes more memory than there is, plan with less and go on from its checkpoint or the start."""
+    start: Any = run.batches.get_state()
+    pinned, pool = os.environ.get(HOST_LIMIT), None
+    result = attempt(run, plans_left=_MOST_PLANS)
     if not isinstance(result, Overrun):
         return result
     with output.replacing():  # the run before comes back if nothing else fits
-        restore_pool(os.environ, pinned)
-        again = plan_again(run, result)
-        console.print(f"{describe(run, result)}: planned again and started again, with --remat {again.remat}")
-        again.batches.set_state(start)
-        result = attempt(again, again=True)
-    assert not isinstance(result, Overrun)
-    return result
+        for left in reversed(range(_MOST_PLANS)):
+            restore_pool(os.environ, pinned)
+            pool = smaller_pool(run, result, pool)
+            again = plan_again(run, result, pool)
+            console.print(f"{describe(run, result)}: planned again and started again, with --remat {again.remat}")
+            again.batches.set_state(start)
+            result, run = attempt(again, plans_left=left, again=True), again
+            if not isinstance(result, Overrun):
+                return result
+    raise AssertionError("the last plan's overrun is an error")
 
 
-def _attempt(run: Run, *, again: bool = False, **shared: Any) -> RunSummary | Overrun | None:
+def _attempt(run: Run, **options: Any) -> RunSummary | Overrun | None:
     """Train as a run is planned, with the memory of the host that this needs."""
     size_pool(run.workload, run.remat, os.environ)
     with explained_out_of_memory(run), open_buffers(run.workload, run.remat) as buffers:
-        return Trainer(run, **shared, host_buffers=buffers, again=again).run()
+        return Trainer(run, **options, host_buffers=buffers).run()
 
 
 def _dry_run(config: TrainConfig, console: Console, processes: Processes) -> None:
@@ -186,6 +206,16 @@ def pinned_model(config: TrainConfig) -> ModelConfig:
     return model.pinned
 
 
+class RunState(BestState, StepState):
+    """What a checkpoint holds of a run beside its arrays, as JSON."""
+
+    batches: Any
+    """State of the run's iterator, `BatchState` or another's."""
+    first_loss: float | None
+    last_loss: float | None
+    spikes: NotRequired[SpikeState | None]
+
+
 class Trainer:
     """One run, from its loaded weights to the exported result.
 
@@ -196,7 +226,8 @@ class Trainer:
         output: the run's folder.
         host_buffers: for offloaded values; None for JAX's pool.
         callbacks: of the run.
-        again: the run is planned for the second time, and began before.
+        plans_left: how often the run may be planned again.
+        again: it was, and began before.
     """
 
     def __init__(
@@ -211,11 +242,14 @@ class Trainer:
         host_buffers: HostBuffers | None = None,
         callbacks: Callbacks | None = None,
         *,
+        plans_left: int = 0,
         again: bool = False,
     ):
         self._run, self._settings, self._processes, self._identity = run, run.config.run, processes, identity
         self._console, self._timer, self._interrupt = console, timer, interrupt
         self._output, self._again, self._folder = output, again, output.path
+        self._is_planned = run.config.model.remat == AUTO and processes.count == 1
+        self._may_plan = self._is_planned and plans_left > 0
         folder = output.path
         mesh = make_mesh(run.mesh) if run.mesh.devices > 1 else None
         self._model = TrainStep(run, mesh, host_buffers)
@@ -240,12 +274,12 @@ class Trainer:
     def run(self) -> RunSummary | Overrun | None:
         """Train to the end, or until an interruption, after which the run can be resumed.
 
-        Return early where the first step takes more memory than there is and the run can be planned again: then nothing
-        is written that another attempt would not write over.
+        Return early where it takes more memory than there is and can be planned again, to go on from the last
+        checkpoint: nothing was written that another attempt would not write over.
         """
         begun = time.monotonic()
         with self._output.replacing(), self._open_checkpoints() as checkpoints:
-            if self._settings.resume:
+            if self._settings.resume or self._again:
                 self._resume(checkpoints)
             if self._has_ended:
                 return self._finish(begun, checkpoints)
@@ -254,6 +288,8 @@ class Trainer:
             if self._model.step == 0 and not self._again:
                 self._answer_samples("before")
             if (overrun := self._train(checkpoints)) is not None:
+                if isinstance(self._run.batches, RolloutSteps):
+                    self._run.batches.release()
                 return overrun
             if self._has_ended:
                 return self._finish(begun, checkpoints)
@@ -280,7 +316,7 @@ class Trainer:
         )
 
     def _train(self, checkpoints: Checkpoints) -> Overrun | None:
-        """Train to the end or an interruption; explain a divergence; return where the first step is an overrun."""
+        """Train to the end or an interruption; explain a divergence; return where memory runs out, to plan again."""
         begun, start = self._model.step, self._run.batches.get_state() if self._model.step == 0 else {}
         progress = TrainingProgress(self._run.total_steps, first_step=begun, console=self._console)
         compiling = Compiling(progress, self._run.remat.compile_seconds, lambda: self._recorder.has_compiled)
@@ -298,6 +334,10 @@ class Trainer:
                     self._interrupt,
                 ):
                     self._run_steps(checkpoints, loggers, progress, first)
+        except jax.errors.JaxRuntimeError as error:
+            if not self._may_plan or not is_out_of_memory(error):
+                raise
+            return failed_allocation(self._run, str(error))
         except Diverged as error:
             rows = self._save_rows(error.step)
             self._console.print(f"step {error.step} diverged: looking for the cause")
@@ -310,27 +350,21 @@ class Trainer:
         return None
 
     def _first_step(self, checkpoints: Checkpoints, progress: TrainingProgress) -> StepResult | Overrun:
-        """Run this process's first step; return by how much it takes more memory than there is, to plan again.
+        """Run this process's first step; return by how much it takes more memory than the limit, to plan again.
 
         Raises:
-            OutOfMemory: it was planned again before.
+            OutOfMemory: it was planned as often as may be.
         """
         before = memory_use(jax.local_devices()).peak
-        may_plan = self._run.config.model.remat == AUTO and self._processes.count == 1
-        try:
-            result = self._dispatch_step(checkpoints, progress)
-            jax.block_until_ready(result.values)
-        except jax.errors.JaxRuntimeError as error:
-            if not is_out_of_memory(error) or not may_plan or self._again:
-                raise
-            return failed_allocation(self._run, str(error))
+        result = self._dispatch_step(checkpoints, progress)
+        jax.block_until_ready(result.values)
         if (overrun := memory_beyond_limit(self._run, before)) is None:
             return result
-        if may_plan and not self._again:
+        if self._may_plan:
             return overrun
         remedy = f"start again with {smaller_limit(self._run, overrun)}, or lower --batch-size or --seq-len"
-        if may_plan:
-            raise OutOfMemory(f"{describe(self._run, overrun)}, though planned for the second time: {remedy}")
+        if self._is_planned:
+            raise OutOfMemory(f"{describe(self._run, overrun)}, though planned {_MOST_PLANS} times more: {remedy}")
         progress.say(f"{describe(self._run, overrun)}: where no more is free, {remedy}, or change --remat")
         return result
 
@@ -455,13 +489,13 @@ class Trainer:
         self._samples.answer(when, self._model.step, self._model.trainable, self._model.frozen)
 
     def _save(self, checkpoints: Checkpoints, eval_loss: float | None) -> None:
-        host = {
+        host: RunState = {
             "batches": self._run.batches.get_state(),
             **self._evaluation.get_state(),
             **self._model.get_state(),
             "first_loss": self._recorder.first_loss,
             "last_loss": self._recorder.last_loss,
-            "spikes": self._spikes and self._spikes.get_state(),
+            "spikes": self._spikes.get_state() if self._spikes else None,
         }
         try:
             checkpoints.save(self._model.step, self._model.state(), host, eval_loss=eval_loss)
@@ -478,14 +512,14 @@ class Trainer:
         if restored is None:
             self._console.print("no checkpoint yet: starting from step 0")
             return
-        host, notes = restored.host, list(resume_notes(self._run, restored))
+        host, notes = cast(RunState, restored.host), list(resume_notes(self._run, restored))
         self._model.restore(restored.state, restored.step)
         self._run.batches.set_state(host["batches"])
         self._evaluation.set_state(host)
         self._model.set_state(host)
         self._recorder.first_loss, self._recorder.last_loss = host["first_loss"], host["last_loss"]
-        if self._spikes and host.get("spikes"):
-            self._spikes.set_state(host["spikes"])
+        if self._spikes and (spikes := host.get("spikes")):
+            self._spikes.set_state(spikes)
         self._console.print("\n".join(notes))
 
     def _finish(self, begun: float, checkpoints: Checkpoints) -> RunSummary:

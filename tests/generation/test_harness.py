@@ -65,7 +65,7 @@ def test_packed_scores_equal_single_ones(assistant):
 def test_greedy_answers_are_recognized(assistant):
     model = HarnessModel(assistant)
     tokens = model.tok_encode("What is 1 plus 2?")
-    stream = assistant._engine.stream(
+    stream = assistant.engine.stream(
         assistant.adapter, assistant.frozen, tokens, SamplingConfig(temperature=0, max_tokens=4), ()
     )
     answer = list(stream)

@@ -52,10 +52,17 @@ def test_wrong_settings_are_named(raw, change, message):
         config_from_hf({**raw, **change})
 
 
-def test_generation_and_tensor_meshes_are_refused(raw):
+def test_states_take_memory_however_long_a_text_is(raw):
     config = config_from_hf(raw)
-    with pytest.raises(ValueError, match="does not generate with linear attention yet, and qwen3_5_text has it"):
-        plan_cache([(4, 8)], config, jnp.float32)
+    size = lambda length: plan_cache([(4, length)], config, jnp.bfloat16, free=2**40).bytes  # noqa: E731
+    state = 6 * (4 * 32 * 128 * 128 + 2 * 3 * 8192)
+    page = 64 * 2 * 2 * 2 * 2 * 16
+    assert size(64) == 2 * state + (1 + 2) * page
+    assert size(640) == 2 * state + (1 + 10) * page
+
+
+def test_tensor_meshes_are_refused(raw):
+    config = config_from_hf(raw)
     with pytest.raises(ValueError, match="tensor cannot split linear attention"):
         MeshShape(tensor=2).check(config, batch_size=1, devices=2)
 

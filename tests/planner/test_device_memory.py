@@ -4,7 +4,7 @@ import pytest
 
 from jaxglue.planner import calibration as fitted
 from jaxglue.planner import device_memory
-from jaxglue.planner.device_memory import POOL_SHARE, bound_pool, pool_gib, total_memory
+from jaxglue.planner.device_memory import POOL_SHARE, bound_pool, bounded_pool, pool_gib, total_memory
 from jaxglue.planner.gpus import GIB
 
 OLD = "XLA_PYTHON_CLIENT_MEM_FRACTION"
@@ -34,6 +34,14 @@ def test_the_pool_ends_at_the_limit_unless_it_ends_before(gpu, limit, before, na
     environ = dict(before)
     bound_pool(limit, environ)
     assert environ.keys() == {name} and float(environ[name]) == pytest.approx(share, abs=1e-6)
+
+
+@pytest.mark.parametrize("before", [{}, {OLD: "0.9"}])
+def test_a_run_leaves_the_next_one_its_own_limit(gpu, before):
+    environ = dict(before)
+    with bounded_pool(40.0, environ):
+        assert float(environ[OLD]) < 0.5
+    assert environ == before
 
 
 def test_the_pool_is_left_alone_without_a_limit_or_a_gpu(gpu, monkeypatch):

@@ -8,13 +8,21 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxglue.ops.backend import HOPPER, Backend, Capability, Operation, check_triton
 from jaxglue.ops.delta_rule.chunks import ChunkedDeltaRule
 from jaxglue.ops.delta_rule.convolution import fused_convolution, reference_convolution
 from jaxglue.ops.delta_rule.gated_norm import fused_gated_norm, reference_gated_norm
-from jaxglue.ops.delta_rule.reference import DeltaHeads, gates, reference_delta_rule
+from jaxglue.ops.delta_rule.reference import DeltaHeads, gates, normalize, reference_delta_rule
+from jaxglue.ops.delta_rule.states import (
+    DeltaStates,
+    convolution_step,
+    delta_step,
+    last_inputs,
+    last_states,
+    make_states,
+)
 from jaxglue.ops.delta_rule.vjp import DeltaSpec, fused_delta_rule
 from jaxglue.ops.names import ATTENTION_OUT
 from jaxglue.ops.segments import PackedSegments
@@ -22,12 +30,19 @@ from jaxglue.ops.segments import PackedSegments
 __all__ = [
     "DELTA_ROWS",
     "DELTA_RULE",
+    "DELTA_STEP",
     "DeltaHeads",
     "DeltaShape",
+    "DeltaStates",
+    "advance_states",
     "causal_convolution",
+    "convolution_step",
+    "delta_rule_and_states",
     "gated_delta_rule",
     "gated_rms_norm",
     "gates",
+    "last_inputs",
+    "make_states",
     "reference_delta_rule",
 ]
 
@@ -96,6 +111,18 @@ DELTA_ROWS = Operation(
 )
 
 
+def _load_step(capability: Capability, shape: DeltaShape) -> Any:
+    from jaxglue.ops.delta_rule.triton import TritonDeltaStep
+
+    return TritonDeltaStep.of(capability)
+
+
+DELTA_STEP = Operation(
+    name="step of the delta rule",
+    backends={"triton": Backend(check=_check_triton, load=_load_step, advantage="states are read and written once")},
+)
+
+
 def gated_delta_rule(
     qkv: Float[Array, "B T W"],
     g: Float[Array, "B T N"],
@@ -129,6 +156,32 @@ def gated_delta_rule(
     if hasattr(rule, "prepare"):
         return fused_delta_rule(DeltaSpec(backend=rule, heads=heads), qkv, g, beta, segments)
     return checkpoint_name(rule(*heads.split(qkv), g, beta, segments), ATTENTION_OUT)
+
+
+def delta_rule_and_states(
+    qkv: Float[Array, "B T W"],
+    g: Float[Array, "B T N"],
+    beta: Float[Array, "B T N"],
+    segments: PackedSegments,
+    heads: DeltaHeads,
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B S N H V"]]:
+    """Return `gated_delta_rule` and the state behind each document in float32, without gradients.
+
+    Raises:
+        ValueError: as `gated_delta_rule`.
+    """
+    _check(qkv, g, beta, segments, heads)
+    q, k, v = heads.split(qkv)
+    keys = normalize(q, k)[1]
+    shape = DeltaShape(dtype=qkv.dtype, key_dim=heads.key_dim, value_dim=v.shape[-1])
+    rule: Any = DELTA_RULE.load(shape) or ChunkedDeltaRule()
+    if hasattr(rule, "prepare"):
+        prepared = rule.prepare(qkv, g, beta, segments, heads, dtype=jnp.float32)
+        out, updates, states = rule.forward(qkv, prepared, segments, heads), prepared.updates, prepared.states
+        states = states.swapaxes(1, 2)
+    else:
+        out, updates, states = rule.with_states(q, k, v, g, beta, segments)
+    return out, last_states(keys, g, updates, states, segments, rule.chunk)
 
 
 def causal_convolution(
@@ -192,3 +245,35 @@ def _check(qkv, g, beta, segments: PackedSegments, heads: DeltaHeads) -> None:
         raise ValueError(f"segments are of rows {segments.segment_ids.shape}, and qkv of {qkv.shape[:2]}")
     if segments.gap_starts is not None:
         raise ValueError("segments fork, and a state follows one continuation: pack the answers as documents")
+
+
+def advance_states(
+    states: Float[Array, "slots N H V"],
+    slots: Int[Array, " S"],
+    begun: Bool[Array, " S"],
+    qkv: Float[Array, "S W"],
+    g: Float[Array, "S N"],
+    beta: Float[Array, "S N"],
+    heads: DeltaHeads,
+    *,
+    backend: str = "auto",
+) -> tuple[Float[Array, "S N V"], Float[Array, "slots N H V"]]:
+    """Return `gated_delta_rule`'s outputs of a token of each sequence, and the states of all slots behind them.
+
+    Args:
+        states: of all slots, float32.
+        slots: of the sequences; a slot that several share has any of their states afterwards.
+        begun: False for sequences whose first token this is, whatever is in their slot.
+        qkv, g, beta, heads: of the tokens, as `gated_delta_rule`'s.
+        backend: `auto`, `reference` or `triton`; see `DELTA_STEP.choose`.
+
+    Raises:
+        ValueError: a named backend that cannot serve.
+    """
+    shape = DeltaShape(dtype=qkv.dtype, key_dim=heads.key_dim, value_dim=states.shape[-1])
+    kernel = DELTA_STEP.load(shape, backend=backend)
+    if kernel is not None:
+        return kernel(states, slots, begun, qkv, g, beta, heads)
+    before = jnp.where(begun[:, None, None, None], states[slots], 0.0)
+    out, after = delta_step(qkv, g, beta, before, heads)
+    return out, states.at[slots].set(after)

@@ -37,6 +37,15 @@ class ChunkedDeltaRule:
 
     def __call__(self, q, k, v, g, beta, segments: PackedSegments) -> Float[Array, "B T N V"]:
         """Compute the outputs; gradients keep the arguments and each group's first state."""
+        return self._compute(q, k, v, g, beta, segments, with_states=False)[0]
+
+    def with_states(
+        self, q, k, v, g, beta, segments: PackedSegments
+    ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N V"], Float[Array, "B chunks N H V"]]:
+        """Return the outputs, u, and the states before all chunks."""
+        return self._compute(q, k, v, g, beta, segments, with_states=True)
+
+    def _compute(self, q, k, v, g, beta, segments: PackedSegments, *, with_states: bool) -> tuple[Any, ...]:
         (B, T, K), (N, V) = k.shape[:3], v.shape[2:]
         group = min(self.group, -(-T // self.chunk))
         groups = -(-T // (group * self.chunk))
@@ -55,14 +64,21 @@ class ChunkedDeltaRule:
         arrays = split(q, K, 1), split(k, K, 1), split(v, *heads), split(g.astype(jnp.float32), *heads)
         empty = jnp.zeros((B, *heads, q.shape[-1], V), jnp.float32)
         precision = lax.Precision.HIGHEST if v.dtype == jnp.float32 else lax.Precision.DEFAULT
-        body = jax.checkpoint(partial(_group, precision=precision))
-        _, out = lax.scan(body, empty, (*arrays, split(beta, *heads), ids, carried))
-        out = jnp.moveaxis(out, 5, 3).swapaxes(0, 1).reshape(B, groups * group * self.chunk, N, V)
-        return out[:, :T].astype(v.dtype)
+        body = jax.checkpoint(partial(_group, precision=precision, with_states=with_states))
+        _, (out, *others) = lax.scan(body, empty, (*arrays, split(beta, *heads), ids, carried))
+
+        def joined(x):
+            return jnp.moveaxis(x, 5, 3).swapaxes(0, 1).reshape(B, groups * group * self.chunk, N, V)[:, :T]
+
+        if not with_states:
+            return (joined(out).astype(v.dtype),)
+        updates, states = others
+        states = states.swapaxes(0, 1).reshape(B, groups * group, N, *states.shape[-2:])
+        return joined(out).astype(v.dtype), joined(updates), states
 
 
-def _group(state, arrays, *, precision) -> tuple[Array, Array]:
-    """Return the state after a group's chunks, and their outputs [B, chunks, K, N/K, C, V]."""
+def _group(state, arrays, *, precision, with_states: bool) -> tuple[Array, tuple[Array, ...]]:
+    """Return the state after a group's chunks, and their outputs [B, chunks, K, N/K, C, V], likewise u and states."""
     q, k, v, g, beta, ids, carried = arrays
     multiply = partial(jnp.einsum, precision=precision)
     q, k = normalize(q, k)
@@ -81,10 +97,11 @@ def _group(state, arrays, *, precision) -> tuple[Array, Array]:
         own, against, queries, scores, keys, last = chunk
         updates = own - multiply("...ck,...kv->...cv", against, state)
         out = multiply("...ck,...kv->...cv", queries, state) + multiply("...ij,...jv->...iv", scores, updates)
-        return last[..., None, None] * state + multiply("...ck,...cv->...kv", keys, updates), out
+        results = (out, updates, state) if with_states else (out,)
+        return last[..., None, None] * state + multiply("...ck,...cv->...kv", keys, updates), results
 
-    state, out = lax.scan(step, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), chunks))
-    return state, jnp.moveaxis(out, 0, 1)
+    state, results = lax.scan(step, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), chunks))
+    return state, tuple(jnp.moveaxis(x, 0, 1) for x in results)
 
 
 def _decays(g, ids, carried) -> tuple[Any, Any, Any]:

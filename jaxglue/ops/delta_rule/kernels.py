@@ -239,7 +239,7 @@ def state_kernel(qkv, starts, ends, factors, inverses, updates, states, spec: tl
             state = tl.dot(tl.trans(k), update.to(dtype), kept * state, input_precision=spec.precision)
             place = states + (at * spec.chunks + index + 1) * spec.H * spec.V
             place += keys[:, None] * spec.V + values[None, :]
-            tl.store(place, state.to(dtype), mask=(keys >= 0)[:, None] & (index < last))
+            tl.store(place, state.to(states.dtype.element_ty), mask=(keys >= 0)[:, None] & (index < last))
 
 
 @triton.jit
@@ -262,7 +262,7 @@ def output_kernel(qkv, starts, factors, scores, updates, states, out, spec: tl.c
     tokens = chunk * C + order
     at = row * N + n
     before, _ = _bounds(starts, row, chunk, spec)
-    state = _state(states, before < chunk * C, n, row, chunk, keys, values, spec)
+    state = _state(states, before < chunk * C, n, row, chunk, keys, values, spec).to(qkv.dtype.element_ty)
     q = _rows(qkv + row * T * spec.width + (n // spec.G) * spec.H, tokens, keys, spec.width, T)
     P = _square(scores + at * T * C, tokens, order, spec)
     update = _rows(updates + row * T * N * spec.V + n * spec.V, tokens, values, N * spec.V, T)

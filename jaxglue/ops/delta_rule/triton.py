@@ -1,4 +1,4 @@
-"""Launches of the kernels in `kernels.py` and `row_kernels.py`."""
+"""Launches of the kernels in `kernels.py`, `row_kernels.py` and `step_kernels.py`."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 
-from jaxglue.ops.delta_rule import kernels, row_kernels
+from jaxglue.ops.delta_rule import kernels, row_kernels, step_kernels
 from jaxglue.ops.delta_rule.kernels import KernelSpec
 from jaxglue.ops.delta_rule.reference import DeltaHeads
 from jaxglue.ops.delta_rule.vjp import Prepared
@@ -43,7 +43,7 @@ class TritonDeltaRule(Launcher):
     tiles: DeltaTiles = field(default_factory=DeltaTiles)
     chunk: int = 64
 
-    def prepare(self, qkv, g, beta, segments: PackedSegments, heads: DeltaHeads) -> Prepared:
+    def prepare(self, qkv, g, beta, segments: PackedSegments, heads: DeltaHeads, *, dtype=None) -> Prepared:
         """See `DeltaBackend`."""
         spec, (B, N) = self._spec(qkv, heads), (qkv.shape[0], heads[1])
         square = jax.ShapeDtypeStruct((B, N, spec.T, spec.chunk), qkv.dtype)
@@ -54,7 +54,7 @@ class TritonDeltaRule(Launcher):
         factors, inverses, scores = self._run(
             kernels.prepare_kernel, arrays, (factor, square, square), grid, tiles, spec, flops
         )
-        types = jax.ShapeDtypeStruct((B, spec.T, N, spec.V), qkv.dtype), self._states(qkv, spec)
+        types = jax.ShapeDtypeStruct((B, spec.T, N, spec.V), qkv.dtype), self._states(qkv, spec, dtype)
         given, tiles = (qkv, segments.starts, segments.ends, factors, inverses), self.tiles.state
         flops = 2 * B * spec.T * N * spec.V * (2 * spec.H + spec.chunk)
         updates, states = self._run(kernels.state_kernel, given, types, self._parts(spec, tiles, B), tiles, spec, flops)
@@ -82,9 +82,9 @@ class TritonDeltaRule(Launcher):
         self._run(kernels.gradient_kernel, arrays, (), grid, tiles, spec, flops)
         return tuple(map(jax.freeze, written))
 
-    def _states(self, qkv, spec: KernelSpec) -> jax.ShapeDtypeStruct:
+    def _states(self, qkv, spec: KernelSpec, dtype=None) -> jax.ShapeDtypeStruct:
         N = spec.K * spec.G
-        return jax.ShapeDtypeStruct((qkv.shape[0], N, spec.chunks, spec.H, spec.V), qkv.dtype)
+        return jax.ShapeDtypeStruct((qkv.shape[0], N, spec.chunks, spec.H, spec.V), dtype or qkv.dtype)
 
     def _parts(self, spec: KernelSpec, tiles: Tiles, B: int) -> tuple[int, int, int]:
         return spec.K * spec.G * spec.V // min(tiles.columns, spec.V), spec.chunks, B
@@ -96,7 +96,7 @@ class TritonDeltaRule(Launcher):
 
     def _run(self, kernel, arrays, types, grid, tiles: Tiles, spec: KernelSpec, flops: int):
         spec = replace(spec, columns=min(tiles.columns, spec.V), stages=tiles.num_stages)
-        cost = KernelCost(kind=KernelKind.ROWS, flops=flops)
+        cost = KernelCost(kind=KernelKind.DELTA_RULE, flops=flops)
         return self._launch(kernel, arrays, types, grid, {"spec": spec}, tiles.num_warps, tiles.num_stages, cost=cost)
 
 
@@ -109,7 +109,7 @@ _CHANNELS, _VALUES = 1024, 2048
 class TritonDeltaRows(Launcher):
     """`RowsBackend` by our own kernels."""
 
-    tokens: int = 16
+    tokens: int = 8
     """Of a tile of the convolution."""
     num_warps: int = 4
 
@@ -145,3 +145,23 @@ class TritonDeltaRows(Launcher):
         types = (shape_dtype_of(rows[0]),) * outputs
         out = self._launch(kernel, rows, types, (-(-M // lines),), sizes, self.num_warps, cost=_COST)
         return tuple(y.reshape(x.shape) for y in out)
+
+
+_COLUMNS = 32
+"""Columns of a state that a program advances."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TritonDeltaStep(Launcher):
+    """`advance_states` by our own kernel, in place."""
+
+    def __call__(self, states, slots, begun, qkv, g, beta, heads: DeltaHeads) -> tuple[jax.Array, jax.Array]:
+        """Return (outputs, states)."""
+        (S, N), (*_, H, V), columns = g.shape, states.shape, min(_COLUMNS, states.shape[-1])
+        written = jax.new_ref(states), jax.new_ref(jax.lax.empty((S, N, V), qkv.dtype))
+        sizes = {"K": heads.keys, "G": N // heads.keys, "H": H, "V": V, "BLOCK_V": columns}
+        cost = KernelCost(kind=KernelKind.ROWS, bytes=2 * S * N * H * V * 4)
+        arrays = qkv, g, beta, slots, begun.astype(jnp.int32), *written
+        self._launch(step_kernels.step_kernel, arrays, (), (V // columns, N, S), sizes, 4, cost=cost)
+        states, out = map(jax.freeze, written)
+        return out, states

@@ -28,8 +28,10 @@ class Prepared:
 class DeltaBackend(Protocol):
     """Kernels of a forward and a backward pass, which both read what a first pass over the chunks prepares."""
 
-    def prepare(self, qkv, g, beta, segments: PackedSegments, heads: DeltaHeads) -> Prepared:
-        """Return the values of chunks that both passes read, states among them."""
+    chunk: int
+
+    def prepare(self, qkv, g, beta, segments: PackedSegments, heads: DeltaHeads, *, dtype=None) -> Prepared:
+        """Return the values of chunks that both passes read, states among them, by default in qkv's dtype."""
 
     def forward(self, qkv, prepared: Prepared, segments: PackedSegments, heads: DeltaHeads) -> Float[Array, "B T N V"]:
         """Return the outputs."""

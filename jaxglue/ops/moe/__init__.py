@@ -4,7 +4,15 @@ from typing import NamedTuple, get_args
 
 from jaxtyping import Array, Float, Int
 
-from jaxglue.ops.backend import HOPPER, Backend, Capability, Operation, check_capability, check_triton
+from jaxglue.ops.backend import (
+    HOPPER,
+    Backend,
+    Capability,
+    Operation,
+    check_capability,
+    check_one_device,
+    check_triton,
+)
 from jaxglue.ops.moe.expert_parallel import expert_parallel
 from jaxglue.ops.moe.losses import auxiliary_loss, routing_statistics, z_loss
 from jaxglue.ops.moe.reference import (
@@ -68,6 +76,7 @@ def _check_few(
 ) -> None:
     check_triton(capability, x.dtype)
     check_capability(capability, HOPPER)
+    check_one_device()
     if routing.permutation.size > MOST_ROWS * routing.group_sizes.shape[0]:
         raise NotImplementedError(f"experts have more than {MOST_ROWS} rows each")
     if any(adapter is not None for adapter in adapters):

@@ -28,13 +28,15 @@ class ExpertsTiles:
 
 
 _TILES = ExpertsTiles(block_n=64, block_k=128, num_warps=4, num_stages=4)
+_MXFP4_TILES = ExpertsTiles(block_n=128, block_k=64, num_warps=4, num_stages=6)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TritonFewRowsExperts(Launcher):
     """`moe_mlp` of few tokens by our own kernels, without gradients."""
 
-    tiles: ExpertsTiles = _TILES
+    tiles: ExpertsTiles | None = None
+    """Tiles; None takes those measured on an H100."""
     plain: bool = False
     """Decode MXFP4 without instructions that Triton's interpreter lacks."""
 
@@ -57,7 +59,8 @@ class TritonFewRowsExperts(Launcher):
     ) -> Float[Array, "S N"]:
         """Multiply rows by their experts' matrices; with an activation, times their weights."""
         S, K, packed = routing.permutation.size, x.shape[1], isinstance(matrices, MXFP4)
-        row_tiles, tiles, gated = routing.groups.gathered_tiles, self.tiles, activation is not None
+        row_tiles, gated = routing.groups.gathered_tiles, activation is not None
+        tiles = self.tiles or (_MXFP4_TILES if packed else _TILES)
         table, E = row_tiles.table, routing.group_sizes.shape[0]
         arrays = (
             x,

@@ -24,30 +24,29 @@ def _activate(gate, up, GPT_OSS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.co
 def _decode(codes, exponents, PLAIN: tl.constexpr):
     """Return the low and the high halves' values of bytes of e2m1 codes, times 2^(exponent − 127), in bfloat16.
 
-    Exponent and mantissa of a code, in the place of bfloat16's, are its value times 2⁻¹²⁶, zeros and 0.5 included. The
-    power of two is applied in two factors, as each alone would leave bfloat16's range.
+    Exponent and mantissa of a code, in the place of bfloat16's, are its value times 2⁻¹²⁶, zeros and 0.5 included. A
+    block of values from 4 on, which no model has, would need a larger factor than bfloat16 holds, and becomes NaN.
     """
     if PLAIN:  # for the interpreter, which knows neither bfloat16 nor instructions
         low, high = (codes & 15).to(tl.int32), (codes >> 4).to(tl.int32)
         power = tl.where(exponents == 0, 1 << 22, exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
         return _decode_plain(low) * power, _decode_plain(high) * power
     else:
-        shifted = exponents.to(tl.int32) + 62
+        shifted = exponents.to(tl.int32) + 126
         factors = tl.where(shifted < 255, shifted << 7, NAN).to(tl.int16).to(tl.bfloat16, bitcast=True)
         return tl.inline_asm_elementwise(
             """{
-            .reg .b32 a, b, c, d, e;
-            mov.b32 e, 0x5F805F80;
+            .reg .b32 a, b, c, d;
             prmt.b32 a, $4, 0, 0x4140;
             prmt.b32 b, $4, 0, 0x4342;
             shl.b32 c, a, 6;  and.b32 c, c, 0x01C001C0;  shl.b32 d, a, 12;  lop3.b32 c, d, 0x80008000, c, 0xEA;
-            mul.rn.bf16x2 c, c, e;  mul.rn.bf16x2 $0, c, $5;
+            mul.rn.bf16x2 $0, c, $5;
             shl.b32 c, b, 6;  and.b32 c, c, 0x01C001C0;  shl.b32 d, b, 12;  lop3.b32 c, d, 0x80008000, c, 0xEA;
-            mul.rn.bf16x2 c, c, e;  mul.rn.bf16x2 $1, c, $6;
+            mul.rn.bf16x2 $1, c, $6;
             shl.b32 c, a, 2;  and.b32 c, c, 0x01C001C0;  shl.b32 d, a, 8;  lop3.b32 c, d, 0x80008000, c, 0xEA;
-            mul.rn.bf16x2 c, c, e;  mul.rn.bf16x2 $2, c, $5;
+            mul.rn.bf16x2 $2, c, $5;
             shl.b32 c, b, 2;  and.b32 c, c, 0x01C001C0;  shl.b32 d, b, 8;  lop3.b32 c, d, 0x80008000, c, 0xEA;
-            mul.rn.bf16x2 c, c, e;  mul.rn.bf16x2 $3, c, $6;
+            mul.rn.bf16x2 $3, c, $6;
             }""",
             "=r,=r,=r,=r,r,r,r",
             [codes, factors],
@@ -62,6 +61,21 @@ def _decode_plain(code):
     exponent, mantissa = (code >> 1) & 3, code & 1
     magnitude = tl.where(exponent > 0, (exponent + 126) << 23 | mantissa << 22, mantissa * (126 << 23))
     return (magnitude | (code >> 3) << 31).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _columns(BLOCK_K: tl.constexpr, MXFP4: tl.constexpr):
+    """Return the columns of a step in the order in which they are multiplied.
+
+    A thread's operands are neighboring pairs 0, 4, 8 and 12 of each 16. In MXFP4 these are made its pairs 0 to 3, which
+    it reads as one word.
+    """
+    columns = tl.arange(0, BLOCK_K)
+    if MXFP4:
+        pair = columns % 32 // 2
+        columns = columns - columns % 32 + (pair % 4 * 4 + pair // 4) * 2 + columns % 2
+        columns = tl.max_contiguous(tl.multiple_of(columns, 2), 2)
+    return columns
 
 
 @triton.jit
@@ -82,6 +96,8 @@ def _mxfp4_tile(blocks, rows, exponents, step, K: tl.constexpr, ROWS: tl.constex
         codes = tl.load(at, mask=(byte < K // 2)[None, :], other=0, eviction_policy="evict_first")
     else:
         codes = tl.load(at, eviction_policy="evict_first")
+    # See `_columns`.
+    codes = tl.reshape(tl.permute(tl.reshape(codes, (ROWS, HALF // 16, 4, 4)), (0, 1, 3, 2)), (ROWS, HALF))
     shared = tl.broadcast_to(exponents[:, :, None], (ROWS, BLOCK_K // 32, 16))
     low, high = _decode(codes, tl.reshape(shared, (ROWS, HALF)), PLAIN)
     return tl.reshape(tl.join(low, high), (ROWS, BLOCK_K))
@@ -130,8 +146,7 @@ def experts_kernel(
     if MXFP4:
         exponents = _exponents(scales, matrix + n, 0, K, BLOCK_K)
     for step in range(0, tl.cdiv(K, BLOCK_K)):
-        k = step * BLOCK_K
-        columns = k + tl.arange(0, BLOCK_K)
+        columns = step * BLOCK_K + _columns(BLOCK_K, MXFP4)
         if K % BLOCK_K != 0:
             values = tl.load(x + columns[None, :], mask=ours[:, None] & (columns < K)[None, :], other=0.0)
         else:

@@ -9,8 +9,15 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxglue.ops.backend import HOPPER, Backend, Capability, Operation, check_capability, check_triton
-from jaxglue.ops.collectives import axis_size
+from jaxglue.ops.backend import (
+    HOPPER,
+    Backend,
+    Capability,
+    Operation,
+    check_capability,
+    check_one_device,
+    check_triton,
+)
 from jaxglue.ops.projection.few_rows_operands import FewRows, LowRank, NF4Scales
 from jaxglue.ops.projection.fp8 import encode
 from jaxglue.ops.projection.fp8_adapters import FP8Rows, NormedRows, QuantizedRows
@@ -21,21 +28,25 @@ from jaxglue.ops.quant.nf4 import NF4
 
 MOST_ROWS = 256
 """Rows up to which reading the weights takes longer than multiplying by them."""
+MOST_WIDE_ROWS = 128
+"""The same for one or two weights in 16 bits."""
 LARGEST_RANK = 64
+PERMUTED = ("int8", "e4m3", "nf4")
+"""Ways of multiplication that convert weights to x's dtype."""
 
 
 def _check(capability: Capability | None, x, projections: Sequence[Any], conditions) -> None:
     values = x.values if isinstance(x, FP8Rows) else x
     check_triton(capability, values.dtype)
     check_capability(capability, HOPPER)
-    if values.size // values.shape[-1] > MOST_ROWS:
+    check_one_device()
+    if (rows := values.size // values.shape[-1]) > MOST_ROWS:
         raise NotImplementedError(f"more than {MOST_ROWS} rows")
     if len(projections) > 3:
         raise NotImplementedError("more than three weights")
-    if axis_size("tensor") > 1:
-        raise NotImplementedError("devices along the axis tensor sum their parts")
     _check_weights(x, projections, conditions)
     _check_parts(projections, conditions)
+    _check_speed(rows, projections)
 
 
 def _check_weights(x, projections: Sequence[Any], conditions) -> None:
@@ -44,6 +55,18 @@ def _check_weights(x, projections: Sequence[Any], conditions) -> None:
         raise NotImplementedError(f"weights in several formats: {', '.join(sorted(kinds))}")
     if isinstance(x, FP8Rows) and kinds != {"fp8"}:
         raise NotImplementedError("only FP8 products read e4m3 values")
+    if kinds <= set(PERMUTED) and projections[0].weight.shape[1] % 32:
+        raise NotImplementedError("32 does not divide the columns")
+
+
+def _check_speed(rows: int, projections: Sequence[Any]) -> None:
+    """Raise NotImplementedError where XLA's products are faster, as measured on an H100 with Qwen3-8B's matrices."""
+    if is_quantized(projections[0].weight):
+        return
+    if rows == 1 and projections[0].adapter is None:
+        raise NotImplementedError("XLA is as fast for one row")
+    if rows > MOST_WIDE_ROWS and len(projections) < 3:
+        raise NotImplementedError(f"XLA is as fast for more than {MOST_WIDE_ROWS} rows, but for narrow keys and values")
 
 
 def _kind(projection, conditions) -> str:
@@ -134,7 +157,7 @@ def _operands(x, projections: Sequence[Any], conditions) -> tuple[FewRows, tuple
     biases = None if projections[0].bias is None else tuple(projection.bias for projection in projections)
     operands = FewRows(
         dtype=rows.dtype,
-        x=x.fp8_values.reshape(rows.shape) if isinstance(x, FP8Rows) else rows,
+        x=_permuted(rows) if kind in PERMUTED else x.fp8_values.reshape(rows.shape) if isinstance(x, FP8Rows) else rows,
         x_scales=x.scales.reshape(-1) if isinstance(x, FP8Rows) else None,
         weights=weights,
         scales=scales,
@@ -144,6 +167,15 @@ def _operands(x, projections: Sequence[Any], conditions) -> tuple[FewRows, tuple
         low_rank=_low_rank(x, rows, [projection.adapter for projection in projections]),
     )
     return operands, values.shape[:-1]
+
+
+def _permuted(x: Float[Array, "M K"]) -> Float[Array, "M K"]:
+    """Return x with its columns in the order in which kernels multiply values of fewer than 16 bits.
+
+    A thread's operands are neighboring pairs 0, 4, 8 and 12 of each 16. These are made its pairs 0 to 3, which it reads
+    at once.
+    """
+    return x.reshape(len(x), -1, 4, 4, 2).swapaxes(2, 3).reshape(x.shape)
 
 
 def _stored(weights: Sequence[Any], kind: str, dtype) -> tuple[tuple, tuple | None, NF4Scales | None]:

@@ -20,7 +20,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def _nf4_assembly() -> str:
-    """Return instructions that look up eight NF4 codes, in four bytes, in bfloat16.
+    """Return instructions that look up eight NF4 codes, in four bytes, in bfloat16, and multiply by the bytes' scales.
 
     A permutation of bytes looks up four of eight bytes at a time, by three bits of each code: the values' low and high
     bytes are four tables, for codes below 8 and from 8 on, between which the codes' last bits choose.
@@ -35,7 +35,8 @@ def _nf4_assembly() -> str:
         prmt.b32 a, l0, l1, i;  prmt.b32 b, l2, l3, i;  prmt.b32 c, h0, h1, i;  prmt.b32 d, h2, h3, i;
         prmt.b32 i, z, z, s;  shl.b32 s, i, 1;  or.b32 s, s, 1;  and.b32 i, i, s;
         lop3.b32 a, a, b, i, 0xD8;  lop3.b32 c, c, d, i, 0xD8;
-        prmt.b32 ${half}, a, c, 0x7351;  prmt.b32 ${2 + half}, a, c, 0x6240;
+        prmt.b32 b, a, c, 0x7351;  mul.rn.bf16x2 ${half}, b, ${5 + half};
+        prmt.b32 d, a, c, 0x6240;  mul.rn.bf16x2 ${2 + half}, d, ${5 + half};
         """
     return lines + "}"
 
@@ -84,6 +85,17 @@ def _load_weight(w, rows, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
+def _matrix(w, rows, k, dtype: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return BLOCK_K columns of rows of w in x's dtype, those of another dtype as `few_rows.permuted` orders them."""
+    loaded = _load_weight(w, rows, k, K, BLOCK_K)
+    if loaded.dtype != dtype:
+        loaded = tl.permute(tl.reshape(loaded, (ROWS, BLOCK_K // 32, 4, 4, 2)), (0, 1, 3, 2, 4))
+        return tl.reshape(loaded, (ROWS, BLOCK_K)).to(dtype)
+    else:
+        return loaded
+
+
+@triton.jit
 def _nf4_scales(blocks, groups, rows, step, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Load the scales' codes, and their groups' factors, of BLOCK_K columns of some rows."""
     COLUMNS: tl.constexpr = K // 64
@@ -103,15 +115,17 @@ def _nf4_tile(codes, rows, step, scales, lookup, dtype: tl.constexpr, K: tl.cons
         code = tl.load(at, mask=(byte < K // 2)[None, :], other=0, eviction_policy="evict_first")
     else:
         code = tl.load(at, eviction_policy="evict_first")
-    scale = tl.reshape(tl.broadcast_to(scales.to(dtype)[:, :, None], (ROWS, BLOCK_K // 64, 32)), (ROWS, HALF))
+    code = tl.reshape(tl.permute(tl.reshape(code, (ROWS, HALF // 16, 4, 4)), (0, 1, 3, 2)), (ROWS, HALF))
+    scale = tl.reshape(tl.broadcast_to(scales[:, :, None], (ROWS, BLOCK_K // 64, 32)), (ROWS, HALF))
     if lookup is not None:  # for the interpreter, which knows no instructions
-        even = tl.load(lookup + (code >> 4).to(tl.int32))
-        odd = tl.load(lookup + (code & 15).to(tl.int32))
+        even = tl.load(lookup + (code >> 4).to(tl.int32)) * scale
+        odd = tl.load(lookup + (code & 15).to(tl.int32)) * scale
     else:
+        both: tl.constexpr = (tl.bfloat16, tl.bfloat16)
         even, odd = tl.inline_asm_elementwise(
-            NF4_ASSEMBLY, "=r,=r,=r,=r,r", [code], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            NF4_ASSEMBLY, "=r,=r,=r,=r,r,r,r", [code, scale.to(tl.bfloat16)], dtype=both, is_pure=True, pack=4
         )
-    return tl.reshape(tl.join((even.to(dtype) * scale), (odd.to(dtype) * scale)), (ROWS, BLOCK_K))
+    return tl.reshape(tl.join(even.to(dtype), odd.to(dtype)), (ROWS, BLOCK_K))
 
 
 @triton.jit
@@ -226,7 +240,7 @@ def few_rows_kernel(
             scale, factor = next_scale, next_factor
             matrix = _nf4_tile(w, inside, step, found, lookup, values.dtype, K, BLOCK_N, BLOCK_K)
         else:
-            matrix = _load_weight(w, inside, k, K, BLOCK_K).to(values.dtype)
+            matrix = _matrix(w, inside, k, values.dtype, K, BLOCK_N, BLOCK_K)
         acc = tl.dot(matrix, tl.trans(values), acc)
         if GATED:
             if NF4:
@@ -235,7 +249,7 @@ def few_rows_kernel(
                 up_scale, up_factor = next_scale, next_factor
                 matrix = _nf4_tile(weights[1], inside, step, found, lookup, values.dtype, K, BLOCK_N, BLOCK_K)
             else:
-                matrix = _load_weight(weights[1], inside, k, K, BLOCK_K).to(values.dtype)
+                matrix = _matrix(weights[1], inside, k, values.dtype, K, BLOCK_N, BLOCK_K)
             up = tl.dot(matrix, tl.trans(values), up)
 
     if SPLITS > 1:

@@ -1,5 +1,6 @@
 """Kernels compiled for an H200 without a GPU; needs jax-cuda13-plugin and jax-cuda13-pjrt."""
 
+import re
 import subprocess
 
 import jax
@@ -25,7 +26,7 @@ def triton_backend(H, window):
     return TritonAttention(tiles=kernel_tiles((9, 0), H, window=window), compute_capability=90)
 
 
-def compile_step(sharding, *, T, N, K, H, window, policy, forks=False, backend=None):
+def compile_step(sharding, *, T, N, K, H, window, policy, forks=False, backend=None, softcap=None):
     """Compile the gradient of a checkpointed attention call."""
 
     def shaped(shape, dtype=jnp.bfloat16):
@@ -41,7 +42,7 @@ def compile_step(sharding, *, T, N, K, H, window, policy, forks=False, backend=N
         gap_starts=per_token if forks else None,
         gap_ends=per_token if forks else None,
     )
-    spec = FlashSpec(backend=backend or triton_backend(H, window), window=window)
+    spec = FlashSpec(backend=backend or triton_backend(H, window), window=window, softcap=softcap)
 
     def loss(q, k, v, sinks, segments):
         attend = jax.checkpoint(lambda *x: flash_attention(spec, *x, segments), policy=policy)
@@ -91,15 +92,39 @@ def assembler_notes(ptx: str, folder) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
-def compile_hopper(sharding, *, T, N, K, H, window, slots):
+@pytest.fixture
+def compiled_kernels(monkeypatch):
+    """Return a list that each kernel joins that is compiled for the first time."""
+    from jax_triton import triton_lib
+
+    import jaxglue.ops.launch  # noqa: F401 - has a compiler of its own
+
+    results, compile_kernel = [], triton_lib.compile_ttir_inplace
+    monkeypatch.setattr(
+        triton_lib, "compile_ttir_inplace", lambda *args: results.append(compile_kernel(*args)) or results[-1]
+    )
+    return results
+
+
+def test_kernels_of_wide_heads_keep_matmuls_in_flight_and_values_in_registers(h200, compiled_kernels, tmp_path):
+    shape = {"T": 8192, "N": 16, "K": 8, "H": 256, "window": None, "softcap": 50.0}
+    compile_step(h200, **shape, policy=jax.checkpoint_policies.everything_saveable)
+    notes = [assembler_notes(result.binary, tmp_path) for result in compiled_kernels]
+    assert len(notes) == 4
+    assert not any("wgmma" in note for note in notes)
+    assert max(int(re.search(r"(\d+) bytes spill stores", note)[1]) for note in notes) <= 32
+
+
+def compile_hopper(sharding, *, T, N, K, H, window, slots, softcap=None):
     """Compile both passes on queries, keys and values that the program makes."""
 
     def gradients(scale, per_token):
         bounds = dict.fromkeys(("segment_ids", "positions", "starts", "ends"), per_token)
         segments = PackedSegments(**bounds, cu_seqlens=jnp.zeros((1, slots + 1), jnp.int32))
         q, k, v = (jnp.full((1, T, heads, H), scale) for heads in (N, K, K))
-        out, lse = hopper_backend().forward(q, k, v, None, segments, window=window)
-        dq, dk, dv, _ = hopper_backend().backward(q, k, v, None, segments, out, lse, out, window=window)
+        options = {"window": window, "softcap": softcap}
+        out, lse = hopper_backend().forward(q, k, v, None, segments, **options)
+        dq, dk, dv, _ = hopper_backend().backward(q, k, v, None, segments, out, lse, out, **options)
         return sum(x.astype(jnp.float32).sum() for x in (dq, dk, dv))
 
     shapes = ((), jnp.bfloat16), ((1, T), jnp.int32)
@@ -107,20 +132,23 @@ def compile_hopper(sharding, *, T, N, K, H, window, slots):
 
 
 @pytest.mark.parametrize(("window", "slots"), [(100, 32), (2048, 1)], ids=["interleaved heads", "chunks of a head"])
-def test_hopper_kernels_keep_matmuls_in_flight_and_write_in_place(h200, monkeypatch, tmp_path, window, slots):
-    from jax_triton import triton_lib
-
+def test_hopper_kernels_keep_matmuls_in_flight_and_write_in_place(
+    h200, monkeypatch, compiled_kernels, tmp_path, window, slots
+):
     from jaxglue.ops.attention import hopper
 
-    results, compile_kernel = [], triton_lib.compile_ttir_inplace
-    monkeypatch.setattr(
-        triton_lib, "compile_ttir_inplace", lambda *args: results.append(compile_kernel(*args)) or results[-1]
-    )
     monkeypatch.setattr(hopper, "heads_summed_at_once", lambda *_: 1)
     T, N, K, H = 8192, 16, 4, 128
     compiled = compile_hopper(h200, T=T, N=N, K=K, H=H, window=window, slots=slots)
     assert kernels(compiled) == 2
-    assert all(".reqntid 384" in result.binary for result in results)
-    assert all("wgmma" not in assembler_notes(result.binary, tmp_path) for result in results)
+    assert all(".reqntid 384" in result.binary for result in compiled_kernels)
+    assert all("wgmma" not in assembler_notes(result.binary, tmp_path) for result in compiled_kernels)
     inputs, out, one_head = 2 * T * (N + 2 * K) * H, 2 * T * N * H, 4 * T * (N // K) * H
     assert compiled.memory_analysis().temp_size_in_bytes < inputs + out + 2 * one_head
+
+
+def test_hopper_computes_wide_heads_forward_and_triton_backward(h200, compiled_kernels, tmp_path):
+    compile_hopper(h200, T=4096, N=16, K=8, H=256, window=None, slots=32, softcap=50.0)
+    forward, *gradients = compiled_kernels
+    assert ".reqntid 384" in forward.binary and len(gradients) == 3
+    assert all("wgmma" not in assembler_notes(result.binary, tmp_path) for result in compiled_kernels)

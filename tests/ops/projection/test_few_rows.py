@@ -128,7 +128,17 @@ OBSTACLES = {
     "only some projections have adapters": (4, (4, 0)),
     "adapters have several ranks": (4, (4, 5)),
     "rank must be at most 64": (4, (65, 65)),
+    "as fast for one row": (1, (0,)),
+    "as fast for more than 128 rows": (200, (4, 4)),
 }
+
+
+def test_narrow_projections_and_quantized_ones_of_more_rows_are_served():
+    def choose(parts):
+        return FEW_ROWS.choose((9, 0), jnp.zeros((200, 64), jnp.bfloat16), parts, Decoding(fp8=True)).name
+
+    assert choose([projection(i, 32, 64) for i in range(3)]) == "triton"
+    assert choose([projection(0, 32, 64, quantize=quantize_fp8)]) == "triton"
 
 
 @pytest.mark.parametrize("reason", OBSTACLES)

@@ -1,0 +1,33 @@
+"""Serve a model over OpenAI's HTTP interface: `jaxglue serve --adapter runs/first/adapter`."""
+
+import importlib.util
+
+from jaxglue.generation.config import ServeConfig
+from jaxglue.terminal import echo
+
+
+def main(config: ServeConfig) -> None:
+    """Load the model and answer requests until Ctrl-C.
+
+    Raises:
+        ValueError: starlette or uvicorn is not installed, or bad folders, tensors or tokenizer.
+    """
+    if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
+        raise ValueError(f"jaxglue serve needs {' and '.join(missing)}: pip install '.[serve]' in its clone")
+    import uvicorn
+
+    from jaxglue.generation.chat import Assistant
+    from jaxglue.generation.server import make_app
+    from jaxglue.generation.service import Service
+
+    assistant = Assistant(config)
+    limits = {"slots": config.batch_size, "length": config.max_length, "most": config.max_requests}
+    service = Service(assistant, **limits, memory=assistant.memory)
+    echo("compiling the programs", error=True)
+    service.warm_up()
+    echo(f"serving {config.served_name} at http://{config.host}:{config.port}/v1", error=True)
+    try:
+        app = make_app(assistant, service, config)
+        uvicorn.run(app, host=config.host, port=config.port, log_level="warning", timeout_graceful_shutdown=5)
+    finally:
+        service.close()

@@ -1,0 +1,144 @@
+"""Answers to requests as they come: one thread owns the device, and every request's tokens go to its listener."""
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from jaxglue.generation.chat import Assistant
+from jaxglue.generation.config import GREEDY
+from jaxglue.generation.engine import Batch, Kind
+from jaxglue.generation.pages import plan_cache
+from jaxglue.generation.sampling import Features
+from jaxglue.generation.scheduler import Answer, Finish, Request
+
+STOPS, BIASES = 32, 64
+"""Stop tokens, and tokens with a bias, of a request, at most."""
+_FEATURES = Features(draws=True, top_k=True, top_p=True, min_p=True, penalties=True, biases=True)
+
+
+@dataclass(frozen=True)
+class Event:
+    """New tokens of one answer to a request, or what went wrong."""
+
+    answer: int
+    tokens: list[int]
+    log_probs: list[float]
+    finish: Finish | None
+    error: str | None = None
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request in the service."""
+
+    request: Request
+    listen: Callable[[Event], None]
+    """Called in the service's thread."""
+    answers: list[Answer] = field(default_factory=list)
+    cancelled: set[int] = field(default_factory=set)
+    """Answers that nobody waits for."""
+
+
+class FullError(Exception):
+    """As many requests wait as the service takes."""
+
+
+class Service:
+    """A thread that answers requests together.
+
+    Args:
+        assistant: the model.
+        slots: answers at a time.
+        length: the most tokens of prompt and answer together.
+        most: requests in the service at a time.
+        memory: bytes for cache and activations; by default nearly all that are free.
+    """
+
+    def __init__(self, assistant: Assistant, *, slots: int, length: int, most: int, memory: float | None = None):
+        self.length, self._most, self._stops = (
+            min(length, assistant.config.max_generated_positions),
+            most,
+            assistant.stops,
+        )
+        self._engine, self._tickets, self._news = (
+            assistant.engine,
+            dict[int, Ticket](),
+            queue.SimpleQueue[Ticket | None](),
+        )
+        lengths = [(self.length // 2, self.length)] * slots
+        options = {"cache_dtype": self._engine.cache_dtype, "free": memory}
+        plan = plan_cache(lengths, assistant.config, assistant.dtype, **options)  # type: ignore[arg-type]
+        kind, weights = Kind(_FEATURES, STOPS, BIASES), (assistant.adapter, assistant.frozen)
+        self._batch: Batch = self._engine.open(*weights, plan, kind, whole=True)
+        self._thread = threading.Thread(target=self._serve, name="service", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request, listen: Callable[[Event], None]) -> Ticket:
+        """Queue a request, whose events go to `listen`.
+
+        Raises:
+            ValueError: a request that the engine refuses, or one beyond the service's limits.
+            FullError: too many requests wait.
+        """
+        room = self.length - len(request.prompt)
+        if room < 1:
+            raise ValueError(f"the prompt has {len(request.prompt):,} tokens, and texts may have {self.length:,}")
+        if request.sampling.max_tokens > room:
+            raise ValueError(f"max_tokens is {request.sampling.max_tokens:,}, and the prompt leaves {room:,}")
+        if len(self._stops.union(request.stop)) > STOPS or len(request.logit_bias) > BIASES:
+            raise ValueError(f"at most {BIASES} tokens have a logit_bias, and {STOPS} end an answer")
+        ticket = Ticket(request, listen)
+        ticket.answers = self._engine.answers(request, 0)
+        if len(self._tickets) + self._news.qsize() >= self._most:
+            raise FullError
+        self._news.put(ticket)
+        return ticket
+
+    def cancel(self, ticket: Ticket, answer: int | None = None) -> None:
+        """End a request's answers, or one of them."""
+        ticket.cancelled.update(range(len(ticket.answers)) if answer is None else [answer])
+
+    def warm_up(self) -> None:
+        """Compile the programs with a short answer."""
+        done = threading.Event()
+        self.submit(Request([0], replace(GREEDY, max_tokens=1)), lambda event: done.set() if event.finish else None)
+        done.wait()
+
+    def close(self) -> None:
+        """End the thread, after the window under way."""
+        self._news.put(None)
+        self._thread.join()
+        self._batch.close()
+
+    def _serve(self) -> None:
+        while True:
+            while not self._news.empty() or not self._batch.is_busy:
+                ticket = self._news.get()
+                if ticket is None:
+                    return
+                self._begin(ticket)
+            try:
+                self._advance()
+            except Exception as error:
+                for ticket in set(self._tickets.values()):
+                    ticket.listen(Event(0, [], [], None, str(error)))
+                raise
+
+    def _begin(self, ticket: Ticket) -> None:
+        self._tickets |= {id(answer): ticket for answer in ticket.answers}
+        self._batch.add(ticket.answers, self._stops)
+
+    def _advance(self) -> None:
+        for answer, tokens, finish in self._batch.advance():
+            ticket = self._tickets.get(id(answer))
+            if ticket is None:
+                continue
+            log_probs = answer.received[-1].log_probs.tolist()
+            ticket.listen(Event(answer.answer, tokens.tolist(), log_probs, finish))
+            if finish:
+                del self._tickets[id(answer)]
+        for ticket in {ticket for ticket in self._tickets.values() if ticket.cancelled}:
+            for index in list(ticket.cancelled):
+                if self._tickets.pop(id(answer := ticket.answers[index]), None):
+                    self._batch.end(answer)

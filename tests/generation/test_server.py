@@ -1,0 +1,128 @@
+"""The server for OpenAI's clients, without a network."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jaxglue.generation.chat import Assistant
+from jaxglue.generation.config import SamplingConfig, ServeConfig
+
+pytest.importorskip("starlette")
+pytest.importorskip("httpx")
+from starlette.testclient import TestClient
+
+from jaxglue.generation.server import make_app
+from jaxglue.generation.service import Service
+
+GREEDY = SamplingConfig(temperature=0.0, top_p=1.0)
+MESSAGES = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def served(folders):
+    """(assistant, service, configuration)."""
+    config = ServeConfig(model=folders[0], adapter=folders[1], name="tiny", sampling=GREEDY)
+    assistant = Assistant(config)
+    service = Service(assistant, slots=4, length=64, most=8)
+    yield assistant, service, config
+    service.close()
+
+
+@pytest.fixture
+def client(served):
+    return TestClient(make_app(*served))
+
+
+def post(client, path="/v1/chat/completions", **body):
+    return client.post(path, json={"model": "tiny", "max_tokens": 8, **body})
+
+
+def events(response) -> list[dict]:
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n") if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def test_answers_equal_those_of_generate_streamed_or_whole(served, client):
+    assistant = served[0]
+    tokens = assistant.tokenizer.encode("Once upon")
+    wanted = "".join(assistant.answer(tokens, replace(GREEDY, max_tokens=8)))
+    whole = post(client, "/v1/completions", prompt="Once upon", logprobs=1).json()
+    assert whole["choices"][0]["text"] == wanted != ""
+    assert whole["usage"]["prompt_tokens"] == len(tokens)
+    found = whole["choices"][0]["logprobs"]["token_logprobs"]
+    assert len(found) == whole["usage"]["completion_tokens"] and (np.array(found) < 0).all()
+    streamed = events(post(client, "/v1/completions", prompt=tokens, stream=True))
+    assert "".join(choice["text"] for event in streamed for choice in event["choices"]) == wanted
+    assert streamed[-1]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"] == "length"
+
+
+def test_several_answers_stop_and_are_seeded(client):
+    options = {"messages": MESSAGES, "temperature": 1.5, "n": 3, "seed": 7}
+    first, again, other = (post(client, **options | {"seed": seed}).json()["choices"] for seed in (7, 7, 8))
+    texts = [choice["message"]["content"] for choice in first]
+    assert texts == [choice["message"]["content"] for choice in again] and len(set(texts)) > 1
+    assert texts != [choice["message"]["content"] for choice in other]
+    stop = texts[0][2:5]
+    (cut, *_) = post(client, **options, stop=stop).json()["choices"]
+    assert cut["message"]["content"] == texts[0][: texts[0].index(stop)] and cut["finish_reason"] == "stop"
+    usage = events(post(client, **options, stream=True, stream_options={"include_usage": True}))[-1]
+    assert usage["usage"]["completion_tokens"] >= 3
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"messages": []}, "messages must be a list of objects"),
+        ({"messages": MESSAGES, "temperature": -1}, "temperature must be a number from 0 to 100, got -1"),
+        ({"messages": MESSAGES, "n": True}, "n must be a number from 1 to 16, got True"),
+        ({"messages": MESSAGES, "max_tokens": 65}, "max_tokens must be a number from 1 to 64"),
+        ({"messages": MESSAGES, "max_tokens": 60}, "max_tokens is 60, and the prompt leaves"),
+        ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, "unsupported parameters: response_format"),
+        ({"messages": MESSAGES, "stop": ["a"] * 17}, "at most 16 texts"),
+        ({"messages": MESSAGES, "logit_bias": {"x": 1}}, "logit_bias must map token ids to numbers"),
+        ({"messages": MESSAGES, "logit_bias": {"5000": 1}}, "logit_bias must map token ids below 1024"),
+        ({"messages": [{"role": "user", "content": "word " * 100}]}, "texts may have 64"),
+    ],
+)
+def test_bad_requests_are_refused(client, body, message):
+    response = post(client, **body)
+    assert response.status_code == 400 and message in response.json()["error"]["message"]
+
+
+def test_bodies_are_bounded_and_json(client):
+    big = client.post("/v1/chat/completions", content=b" " * (5 * 2**20))
+    assert big.status_code == 413
+    assert client.post("/v1/chat/completions", content=b"[").status_code == 400
+    assert client.post("/v1/chat/completions", content=b"[" * 100_000).status_code == 400
+
+
+def test_a_token_is_asked_for(served):
+    assistant, service, config = served
+    client = TestClient(make_app(assistant, service, replace(config, api_key="secret")))
+    assert client.get("/v1/models").status_code == 401
+    assert client.get("/v1/models", headers={"Authorization": "Bearer wrong"}).status_code == 401
+    models = client.get("/v1/models", headers={"Authorization": "Bearer secret"}).json()
+    assert [model["id"] for model in models["data"]] == ["tiny"]
+    with pytest.raises(ValueError, match=r"--host 0\.0\.0\.0 lets other machines in: give --api-key"):
+        replace(config, host="0.0.0.0")
+
+
+def test_requests_beyond_the_limit_are_refused(served, monkeypatch):
+    assistant, service, config = served
+    monkeypatch.setattr(service, "_most", 0)
+    assert post(TestClient(make_app(assistant, service, config)), messages=MESSAGES).status_code == 429
+
+
+def test_openais_client_is_served(client):
+    openai = pytest.importorskip("openai")
+    user = openai.OpenAI(base_url="http://testserver/v1", api_key="any", http_client=client)
+    answer = user.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=6, logprobs=True)
+    chunks = user.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=6, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == answer.choices[0].message.content
+    assert len(answer.choices[0].logprobs.content) == answer.usage.completion_tokens
+    with pytest.raises(openai.BadRequestError, match="top_p"):
+        user.chat.completions.create(model="tiny", messages=MESSAGES, top_p=2)

@@ -1,0 +1,117 @@
+"""States behind documents, and steps from them: a document equals its beginning and steps for the rest."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxglue.ops.backend import tracing_for
+from jaxglue.ops.delta_rule import (
+    DELTA_RULE,
+    DELTA_STEP,
+    DeltaHeads,
+    advance_states,
+    causal_convolution,
+    convolution_step,
+    delta_rule_and_states,
+    last_inputs,
+    make_states,
+    reference_delta_rule,
+)
+from jaxglue.ops.delta_rule.chunks import ChunkedDeltaRule
+from jaxglue.ops.delta_rule.states import delta_step
+from jaxglue.ops.segments import pack_segments
+
+HEADS, V, T = DeltaHeads(1, 2, 16), 32, 110
+LENGTHS, MORE = [1, 33, 2, 64, 4], 3
+
+
+def states_by_token(qkv, g, beta, lengths):
+    """The reference's state behind each document, by steps from empty ones."""
+    starts, states = np.cumsum([0, *lengths[:-1]]), []
+    for start, length in zip(starts, lengths, strict=True):
+        state = jnp.zeros((1, HEADS.values, HEADS.key_dim, V))
+        for t in range(start, start + length):
+            _, state = delta_step(qkv[:, t], g[:, t], beta[:, t], state, HEADS)
+        states.append(state[0])
+    return jnp.stack(states)
+
+
+def arguments():
+    keys = jax.random.split(jax.random.key(0), 3)
+    qkv = jax.random.normal(keys[0], (1, T, 2 * 16 + 2 * V))
+    g = -jnp.exp(jax.random.uniform(keys[1], (1, T, 2), minval=-7.0, maxval=1.0))
+    return qkv, g, jax.nn.sigmoid(jax.random.normal(keys[2], g.shape))
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["chunked", "kernels"])
+def test_states_behind_packed_documents_are_those_of_steps(kernels, interpreted):
+    from jaxglue.ops.delta_rule.triton import TritonDeltaRule
+
+    values, segments = arguments(), pack_segments([LENGTHS], seq_len=T)
+    rule = interpreted(TritonDeltaRule)(compute_capability=90, chunk=32) if kernels else ChunkedDeltaRule(chunk=32)
+    with DELTA_RULE.using(rule):
+        out, states = jax.jit(lambda *values: delta_rule_and_states(*values, segments, HEADS))(*values)
+    np.testing.assert_allclose(states[0, : len(LENGTHS)], states_by_token(*values, LENGTHS), atol=1e-5)
+    qkv, g, beta = values
+    np.testing.assert_allclose(out, reference_delta_rule(*HEADS.split(qkv), g, beta, segments), atol=1e-5)
+
+
+def test_steps_continue_a_document():
+    """The convolution and the rule of a document's last tokens, from what remains of its first ones."""
+    (qkv, g, beta), length = arguments(), 40
+    weight = jax.random.normal(jax.random.key(5), (qkv.shape[-1], 1, 4))
+    whole, first = (pack_segments([[n]], seq_len=T) for n in (length + MORE, length))
+    expected = causal_convolution(qkv, weight, whole)
+    rule = reference_delta_rule(*HEADS.split(expected), g, beta, whole)
+    begun = causal_convolution(qkv, weight, first)
+    stored = make_states(3, HEADS, V, 4, jnp.float32)
+    slot = jnp.array([1])
+    state = delta_rule_and_states(begun, g, beta, first, HEADS)[1][0, :1]
+    stored = stored.write(slot, states=state, inputs=last_inputs(qkv, first, 3)[0, :1])
+    for t in range(length, length + MORE):
+        mixed, inputs = convolution_step(qkv[:, t], stored.inputs[slot], weight)
+        token = mixed, g[:, t], beta[:, t], HEADS
+        out, states = advance_states(stored.states, slot, jnp.array([True]), *token)
+        stored = replace(stored.write(slot, inputs=inputs), states=states)
+        np.testing.assert_allclose(mixed, expected[:, t], atol=1e-5)
+        np.testing.assert_allclose(out, rule[:, t], atol=1e-5)
+    assert not np.any(stored.states[::2])
+
+
+def test_interpreted_step_equals_the_reference(interpreted):
+    from jaxglue.ops.delta_rule.triton import TritonDeltaStep
+
+    (qkv, g, beta), states = arguments(), jax.random.normal(jax.random.key(1), (7, 2, 16, V))
+    slots, begun = jnp.array([4, 0, 6]), jnp.array([True, False, True])
+
+    def compute(kernel):
+        with DELTA_STEP.using(kernel):
+            return jax.jit(lambda *token: advance_states(states, slots, begun, *token, HEADS))(
+                *(x[0, :3] for x in (qkv, g, beta))
+            )
+
+    got, expected = compute(interpreted(TritonDeltaStep)(compute_capability=90)), compute(None)
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    np.testing.assert_array_equal(got[1][jnp.array([1, 2, 3, 5])], states[jnp.array([1, 2, 3, 5])])
+
+
+def test_last_inputs_are_a_documents_own():
+    x = jnp.arange(1.0, T + 1)[None, :, None]
+    got = last_inputs(x, pack_segments([LENGTHS], seq_len=T), 3)[0, :, :, 0]
+    np.testing.assert_array_equal(got[:3], [[0, 0, 1], [32, 33, 34], [0, 35, 36]])
+
+
+def test_step_writes_in_place_on_a_gpu(h200):
+    heads, slots, S = DeltaHeads(2, 4, 128), 65, 64
+    shaped = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=h200)  # noqa: E731
+    token = shaped((S, 1024), jnp.bfloat16), shaped((S, 4), jnp.float32), shaped((S, 4), jnp.bfloat16)
+    states = shaped((slots, 4, 128, 128), jnp.float32)
+    with tracing_for((9, 0)):
+        step = jax.jit(lambda *values: advance_states(*values, heads), donate_argnums=0)
+        program = step.lower(states, shaped((S,), jnp.int32), shaped((S,), bool), *token).compile()
+    assert program.as_text().count('custom_call_target="triton_kernel_call_ffi"') == 1
+    assert program.memory_analysis().temp_size_in_bytes < slots * 4 * 128 * 128
