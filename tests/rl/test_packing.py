@@ -30,7 +30,7 @@ def test_every_answer_is_packed_once_after_its_prompt(seq_len, shared):
         expected = [getattr(a, fields.get(name, "teacher")) for group in groups for a in group.answers]
         for got, own in zip(unpack(packed, values), expected, strict=True):
             np.testing.assert_array_equal(got, own)
-    number = {index: group for index, group in enumerate(g for g in groups for _ in g.answers)}
+    number = dict(enumerate(g for g in groups for _ in g.answers))
     for batch, rows in packed:
         assert batch.tokens.shape == (3, seq_len)
         for row, numbers in enumerate(rows):
