@@ -111,6 +111,10 @@ class RolloutSteps(Iterator[Step]):
         self._policy = policy
         self._judge.load_models(tokenizer)
 
+    def release(self) -> None:
+        """Let go of the model, whose arrays would stay, until another one comes."""
+        self._policy = None
+
     def __next__(self) -> Step:
         if not self._window:
             self._began = {"position": self._position, "step": self._step}
