@@ -2,8 +2,8 @@
 
     python benchmarks/packed_leak.py --peers-python PYTHON --json benchmarks/results/packed_leak.json
 
-A tiny Qwen3.5 of random weights in float32, on the CPU. The same document stands alone, and behind each of several other
-documents in a packed row; reported is the largest change of its loss, which rounding alone should cause.
+A tiny Qwen3.5 of random weights in float32, on the CPU. The same document stands alone, and behind each of several
+other documents in a packed row; reported is the largest change of its loss, which rounding alone should cause.
 """
 
 import argparse
