@@ -1,18 +1,19 @@
 """How layers see pages of keys and values, and states: packed prompts write to them, and decoding reads them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxglue.models.context import PackedContext
 from jaxglue.ops.delta_rule import (
     DeltaHeads,
     DeltaStates,
+    advance_states,
     convolution_step,
     delta_rule_and_states,
-    delta_step,
     last_inputs,
 )
 from jaxglue.ops.moe import Routing
@@ -130,13 +131,14 @@ class DecodeContext(_Appending):
     def convolve(self, x, weight) -> Float[Array, "1 S C"]:
         """Convolve each slot's token with those before it."""
         slots, begun = self._cursor.slots, self._cursor.positions > 0
-        y, inputs = convolution_step(x[0], self.cache.read(slots, begun).inputs, weight)
+        inputs = jnp.where(begun[:, None, None], self.cache.inputs[slots], 0)
+        y, inputs = convolution_step(x[0], inputs, weight)
         self.cache = self.cache.write(slots, inputs=inputs)
         return y[None]
 
     def delta_rule(self, qkv, g, beta, heads: DeltaHeads) -> Float[Array, "1 S N V"]:
         """Compute each slot's output, and the state behind its token."""
         slots, begun = self._cursor.slots, self._cursor.positions > 0
-        out, states = delta_step(qkv[0], g[0], beta[0], self.cache.read(slots, begun).states, heads)
-        self.cache = self.cache.write(slots, states=states)
+        out, states = advance_states(self.cache.states, slots, begun, qkv[0], g[0], beta[0], heads)
+        self.cache = replace(self.cache, states=states)
         return out[None]
