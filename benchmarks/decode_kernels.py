@@ -30,7 +30,8 @@ from jaxglue.ops.quant.mxfp4 import quantize_mxfp4
 
 RATE = {"none": 700e12, "fp8": 1400e12}
 """FLOP/s of long matmuls on an H100 or H200, by the weights' format; others multiply in bfloat16."""
-PAGE, RANK = 64, 16
+PAGE, RANK, LARGE = 64, 16, 4e8
+"""The last: values of the weights in a program, many times what the L2 cache holds."""
 TURNS = 10
 """Calls in a program, whose start takes longer than a kernel."""
 SETTINGS = (
@@ -186,7 +187,7 @@ def projection(name: str, rows: int, quantize: str, adapted: bool, rate: float) 
     (K, sizes), gated = QWEN3_8B[name], name == "feed-forward"
     x, stream = draw(1, 1, rows, K), draw(2, 1, rows, 4096)
     values = sum(sizes) * K * (1.5 if gated else 1)
-    copies = max(3, int(4e8 // values))
+    copies = max(3, int(LARGE // values))
     weights = []
     for copy in range(copies):
         parts = projections(1000 * copy, K, sizes, quantize, adapted)

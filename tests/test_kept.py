@@ -85,6 +85,7 @@ KERNELS = {
     "adam",
     "attention",
     "cross_entropy",
+    "delta_rule",
     "gated_mlp",
     "moe",
     "norm_rope",

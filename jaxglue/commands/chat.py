@@ -11,6 +11,6 @@ def main(config: AssistantConfig) -> None:
     """Load the model once and answer until Ctrl-D."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  edits lines and recalls earlier ones
-    session = Session(Assistant(config), config.sampling, config.system)
+    session = Session(Assistant(config, stays=True), config.sampling, config.system)
     echo(HELP)
     converse(session, input, lambda text: echo(text, end=""))

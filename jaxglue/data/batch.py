@@ -52,6 +52,10 @@ class Rollouts:
     """The same as sampling computed them; NaN where it did not. None without any."""
     reference: Float32[Array, "B T"] | None = None
     """Log-probabilities under the reference; None for objectives without one."""
+    teacher: Float[Array, "B T E"] | None = None
+    """A teacher's hidden states after its final norm; None without one."""
+    teacher_matrix: Float[Array, "V E"] | None = None
+    """Its output projection."""
 
     def sums(self, values: Float[Array, "B T"]) -> Float[Array, "B A"]:
         """Sum values of tokens over each answer, without a scatter, whose atomics add in any order."""

@@ -26,6 +26,7 @@ from jaxglue.ops.collectives import BATCH_AXES, divide_equally, per_device, psum
 from jaxglue.ops.cross_entropy import (
     chunk_size,
     linear_cross_entropy,
+    linear_divergences,
     linear_entropies,
     linear_log_probs,
     linear_scores,
@@ -291,6 +292,11 @@ class EmbedHead:
         specs = (stored, rows, rows, rows)
         return per_device(program, layout.mesh, specs, rows)((trainable, frozen), x, targets, counted)
 
+    def output(self, trainable: Params, frozen: Params) -> Any:
+        """Return the output projection's module."""
+        name = self._graphdefs.output_name
+        return merge_module(self._graphdefs.output, trainable[name], frozen[name])
+
     def normed_output(self, trainable: Params, frozen: Params, x) -> tuple[Float[Array, "M D"], Any]:
         """Return the normed hidden states of all tokens, and the output projection's module."""
         graphdefs = {"norm": self._graphdefs.norm, self._head_parts[1]: self._graphdefs.output}
@@ -304,6 +310,10 @@ class EmbedHead:
         options: dict[str, Any] = {"fp8": fp8, "softcap": softcap, "temperature": self._objective.temperature}
         values = self._objective(HeadValues(hidden, output, batch, **options), batch) * scale
         return self._objective.loss(values), values
+
+
+_ENTROPY_TOKENS = 2048
+"""Tokens of a device's rows whose entropy is a metric."""
 
 
 class HeadValues:
@@ -338,6 +348,13 @@ class HeadValues:
         return self._rows(linear_log_probs(*tokens, **self._shape))
 
     @property
+    def entropy(self) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """Σ entropy over some of the tokens that count, and their number: the head multiplies them once more."""
+        every = max(1, len(self._weights) // _ENTROPY_TOKENS)
+        counted = self._weights[::every]
+        return linear_entropies(self._hidden[::every], self._matrix, counted, **self._shape).sum(), counted.sum()
+
+    @property
     def entropies(self) -> Float[Array, "B T"]:
         """Entropies over the vocabulary, without a gradient; 0 where the loss weight is."""
         return self._rows(linear_entropies(self._hidden, self._matrix, self._weights, **self._shape))
@@ -347,6 +364,16 @@ class HeadValues:
         """Log-probabilities less log Σ p² over the vocabulary."""
         tokens = self._hidden, self._matrix, self._weights
         return self.log_probs - self._rows(log_sum_squares(*tokens, softcap=self._softcap))
+
+    def divergences(self, beta: float, top_k: int | None) -> Float[Array, "B T"]:
+        """Divergences between a teacher's distributions and the model's; 0 where the loss weight is."""
+        rollouts = self._batch.rollouts
+        assert rollouts is not None and rollouts.teacher is not None and rollouts.teacher_matrix is not None
+        hidden = rollouts.teacher.reshape(len(self._hidden), -1)
+        teacher = hidden, rollouts.teacher_matrix, self._weights
+        # The teacher's cap is the student's: other families have no common vocabulary.
+        options: dict[str, Any] = {"teacher_softcap": self._softcap, **self._shape}
+        return self._rows(linear_divergences(self._hidden, self._matrix, *teacher, beta=beta, top_k=top_k, **options))
 
     @property
     def scores(self) -> Float[Array, "B T"]:

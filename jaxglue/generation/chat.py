@@ -37,11 +37,15 @@ _FINAL = "<|channel|>final<|message|>"
 class Assistant:
     """A loaded model that answers conversations.
 
+    Args:
+        config: of the model.
+        stays: the process answers more than once, so programs for long answers are worth compiling.
+
     Raises:
         ValueError: bad folders, tensors or tokenizer.
     """
 
-    def __init__(self, config: AssistantConfig):
+    def __init__(self, config: AssistantConfig, *, stays: bool = False):
         folder = config.folder
         if is_reward_model(config):
             raise ValueError(f"{config.adapter or folder} is a reward model, which writes no text: use jaxglue score")
@@ -49,7 +53,8 @@ class Assistant:
         self.config = model.config
         self.stops = stop_tokens(self.tokenizer, folder, config.adapter)
         self.graphdefs, self.adapter, self.frozen = split_model(model, nnx.LoRAParam)
-        self.engine = Engine(self.graphdefs, self.config, dtype=self.dtype, kv_cache=config.kv_cache)
+        ahead = stays and jax.default_backend() != "cpu"
+        self.engine = Engine(self.graphdefs, self.config, dtype=self.dtype, kv_cache=config.kv_cache, ahead=ahead)
         self.memory = None if config.memory_limit is None else free_bytes(config.memory_limit * 2**30)
 
     def answer(self, tokens: list[int], sampling: SamplingConfig, index: int = 0) -> Iterator[str]:

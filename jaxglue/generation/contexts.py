@@ -1,18 +1,19 @@
 """How layers see pages of keys and values, and states: packed prompts write to them, and decoding reads them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxglue.models.context import PackedContext
 from jaxglue.ops.delta_rule import (
     DeltaHeads,
     DeltaStates,
+    advance_states,
     convolution_step,
     delta_rule_and_states,
-    delta_step,
     last_inputs,
 )
 from jaxglue.ops.moe import Routing
@@ -64,7 +65,23 @@ class _Inference:
         """Ignore the routing: generation keeps no statistics."""
 
 
-class PrefillContext(_Inference):
+_NO_ROTATION: tuple[Rotary | None, HeadNorms | None, float] = (None, None, 1.0)
+
+
+class _Appending(_Inference):
+    """Context that norms, rotates and writes tokens to the cache in one pass, when it attends."""
+
+    _rotation = _NO_ROTATION
+
+    def rotate(
+        self, q, k, rotary: Rotary | None, norms: HeadNorms | None = None, factor: float = 1.0
+    ) -> tuple[Array, Array]:
+        """Remember what `attend` applies as it writes to the cache: norms, rotary embedding and queries' factor."""
+        self._rotation = rotary, norms, factor
+        return q, k
+
+
+class PrefillContext(_Appending):
     """Context of packed prompts: attention within each, and their keys and values, or states, written to the cache."""
 
     cache: Any
@@ -72,12 +89,13 @@ class PrefillContext(_Inference):
 
     def __init__(self, packed: PackedContext, cache: KVPages | DeltaStates, places: Places):
         self._packed, self.cache, self._places = packed, cache, places
-        self.rotate, self.layer_input = packed.rotate, packed.layer_input
+        self.layer_input = packed.layer_input
 
     def attend(self, q, k, v, *, window: int | None = None, **options) -> Float[Array, "1 T N H"]:
         """Compute causal attention within each prompt."""
-        self.cache = self.cache.write(k[0], v[0], *self._places.of(window))
-        return self._packed.attend(q, k, v, window=window, **options)
+        new, (pages, offsets) = (q[0], k[0], v[0]), self._places.of(window)
+        q, k, self.cache = append(*new, self.cache, pages, offsets, self._packed.rope, *self._rotation)
+        return self._packed.attend(q[None], k[None], v, window=window, **options)
 
     def convolve(self, x, weight) -> Float[Array, "1 T C"]:
         """Convolve each prompt, and keep its last inputs."""
@@ -92,25 +110,15 @@ class PrefillContext(_Inference):
         return out
 
 
-_NO_ROTATION: tuple[Rotary | None, HeadNorms | None, float] = (None, None, 1.0)
-
-
-class DecodeContext(_Inference):
+class DecodeContext(_Appending):
     """Context of one token for each slot: writes to the cache and attends over it, or updates states."""
 
     cache: Any
     """`KVPages`, in a layer of linear attention `DeltaStates`."""
 
     def __init__(self, cache: KVPages | DeltaStates, cursor: Cursor):
-        self.cache, self._cursor, self._rotation = cache, cursor, _NO_ROTATION
+        self.cache, self._cursor = cache, cursor
         self.layer_input = cursor.layer_input
-
-    def rotate(
-        self, q, k, rotary: Rotary | None, norms: HeadNorms | None = None, factor: float = 1.0
-    ) -> tuple[Array, Array]:
-        """Remember what `attend` applies as it writes to the cache: norms, rotary embedding and queries' factor."""
-        self._rotation = rotary, norms, factor
-        return q, k
 
     def attend(self, q, k, v, *, window: int | None = None, **options: Any) -> Float[Array, "1 S N H"]:
         """Compute attention over each slot's cache, including the new token."""
@@ -123,13 +131,14 @@ class DecodeContext(_Inference):
     def convolve(self, x, weight) -> Float[Array, "1 S C"]:
         """Convolve each slot's token with those before it."""
         slots, begun = self._cursor.slots, self._cursor.positions > 0
-        y, inputs = convolution_step(x[0], self.cache.read(slots, begun).inputs, weight)
+        inputs = jnp.where(begun[:, None, None], self.cache.inputs[slots], 0)
+        y, inputs = convolution_step(x[0], inputs, weight)
         self.cache = self.cache.write(slots, inputs=inputs)
         return y[None]
 
     def delta_rule(self, qkv, g, beta, heads: DeltaHeads) -> Float[Array, "1 S N V"]:
         """Compute each slot's output, and the state behind its token."""
         slots, begun = self._cursor.slots, self._cursor.positions > 0
-        out, states = delta_step(qkv[0], g[0], beta[0], self.cache.read(slots, begun).states, heads)
-        self.cache = self.cache.write(slots, states=states)
+        out, states = advance_states(self.cache.states, slots, begun, qkv[0], g[0], beta[0], heads)
+        self.cache = replace(self.cache, states=states)
         return out[None]

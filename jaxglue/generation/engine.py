@@ -8,7 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,11 +32,13 @@ from jaxglue.ops.segments import pack_segments, segment_bucket
 
 STEPS = 8
 """Tokens of a window: ended answers idle for half of it, and one window more if a stop token ended them."""
-_SMALLEST_ROW = 128
+_SMALLEST_ROW, _SMALLEST_TEXT = 128, 1024
 _MANY_STEPS = 1024
 """Decode steps from which a program of all layers, whose compile time grows with depth, is worth compiling."""
 _SMALLEST_SIZE, _FLAT = 8, 256
 """Sequences below which a window takes hardly less time, and up to which reading the weights decides it."""
+_HALVES = 3
+"""Of the slots, of that, …, for which windows are compiled."""
 _COMPILERS = 3
 """Threads that compile."""
 _REUSED = 0.7
@@ -90,6 +92,8 @@ class Engine:
         dtype: the dtype of activations, matmuls and, by default, the cache.
         attention: the attention backend for prompts.
         kv_cache: format of keys and values.
+        ahead: let a thread compile windows as one program also while few steps run layer by layer: for a process that
+            stays. Its end waits for the thread.
     """
 
     def __init__(
@@ -100,8 +104,9 @@ class Engine:
         dtype=jnp.bfloat16,
         attention: str = "auto",
         kv_cache: KVCache = "auto",
+        ahead: bool = False,
     ):
-        self.config, self._dtype = config, dtype
+        self.config, self._dtype, self._ahead = config, dtype, ahead
         self.cache_dtype = jnp.float8_e4m3fn if kv_cache == "fp8" else dtype
         self._programs = Programs(graphdefs, config, dtype, attention)
         self._sizes = dict[Any, _Sizes]()
@@ -174,7 +179,9 @@ class Engine:
         memory: float | None = None,
     ) -> Iterator[int]:
         """Yield the tokens of one answer up to a stop token (excluded); errors as of `generate`."""
-        for piece in self.pieces(trainable, frozen, [Request(prompt, sampling, index)], stop, memory=memory):
+        request = Request(prompt, sampling, index)
+        plan = self._plan_roomy(request, memory)
+        for piece in self.pieces(trainable, frozen, [request], stop, plan=plan):
             yield from (token for token in piece.tokens if token not in stop)
 
     def plan(self, requests: Sequence[Request], *, memory: float | None = None, slots: int | None = None) -> CachePlan:
@@ -182,6 +189,16 @@ class Engine:
         lengths = [(len(r.prompt), self._end(r, number)) for number, r in enumerate(requests, 1) for _ in range(r.n)]
         options: dict[str, Any] = {"cache_dtype": self.cache_dtype, "batch_size": slots, "free": memory}
         return plan_cache(lengths, self.config, self._dtype, **options)
+
+    def _plan_roomy(self, request: Request, memory: float | None) -> CachePlan:
+        """Plan the cache for an answer and longer ones, which then need no other programs, if there is memory."""
+        end = self._end(request, 1)
+        roomy = max(_SMALLEST_TEXT, 1 << (end - 1).bit_length())
+        if roomy <= self.config.max_generated_positions:
+            with suppress(ValueError):
+                options: dict[str, Any] = {"cache_dtype": self.cache_dtype, "batch_size": 1, "free": memory}
+                return plan_cache([(len(request.prompt), roomy)], self.config, self._dtype, **options)
+        return self.plan([request], memory=memory)
 
     def wait(self) -> None:
         """Wait for programs that are compiled beside the answers, as measurements do."""
@@ -219,9 +236,9 @@ class Engine:
         whole = whole and sharding_of(trees) is None
         leaves = tuple((x.shape, str(x.dtype), _placed(x)) for x in jax.tree.leaves(trees))
         sizes = self._sizes.setdefault((plan, kind, whole, leaves), _Sizes(plan.slots))
-        compiler = self._compiler if whole else None
+        compiler = self._compiler if whole or (self._ahead and sharding_of(trees) is None) else None
         caches = make_caches(plan, self.config, self.cache_dtype, self._dtype, place_of(trees))
-        return Batch(self._programs, trees, caches, plan, kind, sizes, compiler, self.config.vocab_size)
+        return Batch(self._programs, trees, caches, plan, kind, sizes, compiler, self.config.vocab_size, whole=whole)
 
     def _earlier(self, plan: CachePlan, memory: float | None) -> CachePlan:
         """Return the last call's plan where it serves this one's, since others need programs of their own."""
@@ -277,23 +294,31 @@ class _Sizes:
     """
 
     def __init__(self, slots: int):
-        self._ready: dict[int, Any] = {slots: None}
+        self._slots, self._ready = slots, dict[int, Any]()
         self._waiting: list[Future] | None = None
 
-    def take(self, count: int) -> tuple[int, Any]:
-        """Return the smallest size for `count` answers, and its program; None for that which JAX's call compiles."""
-        size = min(size for size in list(self._ready) if size >= count)
-        return size, self._ready[size]
+    def take(self, count: int, whole: bool) -> tuple[int, Any]:
+        """Return the smallest size for `count` answers that is compiled, and its program.
 
-    def add(self, size: int) -> None:
-        """Add a size whose programs compile fast."""
-        self._ready.setdefault(size, None)
+        Without any, return None as the program, and all slots if those of a window are `whole`; windows by layers,
+        which compile fast, are for a fourth of the slots, of that, …
+        """
+        if ready := [size for size in list(self._ready) if size >= count]:
+            return min(ready), self._ready[min(ready)]
+        size = self._slots
+        while not whole and size // 4 >= count:
+            size //= 4
+        return size, None
+
+    def put(self, run: Any) -> None:
+        """Add the program for all slots."""
+        self._ready.setdefault(self._slots, run)
 
     def compile(self, compiler: ThreadPoolExecutor, compile_size: Callable[[int], Any]) -> None:
-        """Let a thread compile the sizes that are missing, once."""
+        """Let threads compile the sizes that are missing, once."""
         if self._waiting is not None:
             return
-        sizes = _fewer(max(self._ready))
+        sizes = _fewer(self._slots) if self._slots in self._ready else [self._slots]
         self._waiting = [compiler.submit(copy_context().run, self._compile, compile_size, size) for size in sizes]
 
     def wait(self) -> None:
@@ -352,9 +377,11 @@ class Batch:
         sizes: _Sizes,
         compiler: ThreadPoolExecutor | None,
         vocabulary: int,
+        *,
+        whole: bool,
     ):
         self._programs, self._trees, self._caches, self._plan = programs, trees, caches, plan
-        self._features, self._sizes, self._compiler = kind.features, sizes, compiler
+        self._features, self._sizes, self._compiler, self._whole = kind.features, sizes, compiler, whole
         self._table = _SlotTable(plan, kind, vocabulary)
         self._slots = make_sequences(plan, vocabulary, kind.features, place_of(trees))
         self._scheduler = Scheduler(plan, STEPS)
@@ -394,18 +421,17 @@ class Batch:
         self._copy_pages(work)
         if self._slots.counts is not None and work.fresh:
             self._count(work.fresh)
-        if not self._compiler:
-            self._sizes.add(_quartered(self._plan.slots, len(work.answers)))
-        size, run = self._sizes.take(len(work.answers))
+        size, run = self._sizes.take(len(work.answers), self._whole)
         arguments = self._trees, self._slots, self._caches, self._table.window(work, size)
         options: dict[str, Any] = {"plan": self._plan, "steps": STEPS, "features": self._features}
+        if run is None:
+            run = partial(self._programs.window if self._whole else self._programs.window_by_layers, **options)
+            if self._whole:
+                self._sizes.put(run)
         if self._compiler:
             shapes, precision = jax.tree.map(_shape, arguments), jax.config.jax_default_matmul_precision
             self._sizes.compile(self._compiler, partial(_compile, self._programs, shapes, options, precision))
-        results = (
-            run(*arguments) if run else self._programs.window(*arguments, **options, whole=self._compiler is not None)
-        )
-        self._slots, self._caches, sampled = results
+        self._slots, self._caches, sampled = run(*arguments)
         jax.tree.map(lambda x: x.copy_to_host_async(), sampled)
         return sampled
 
@@ -571,26 +597,22 @@ _SETTINGS = {
 def _fewer(slots: int) -> list[int]:
     """Return smaller numbers of sequences: halves, and first three quarters where matmuls take longer than weights."""
     sizes = [slots * 3 // 4] if slots > _FLAT else []
-    while slots // 2 >= _SMALLEST_SIZE:
-        sizes.append(slots := slots // 2)
-    return sizes
+    return sizes + [slots >> i for i in range(1, _HALVES + 1) if slots >> i >= _SMALLEST_SIZE]
+
+
+_intervals = list[float]()
+"""That the threads which compile found."""
 
 
 @contextmanager
 def _switching_often() -> Iterator[None]:
     """Let Python's threads take turns every 0.2 ms: by default one that traces a program holds up dispatch for 5."""
+    _intervals.append(sys.getswitchinterval())
     sys.setswitchinterval(2e-4)
     try:
         yield
     finally:
-        sys.setswitchinterval(5e-3)
-
-
-def _quartered(slots: int, count: int) -> int:
-    """Return a fourth of the slots, of that, …, as long as it holds `count`."""
-    while slots // 4 >= count:
-        slots //= 4
-    return slots
+        sys.setswitchinterval(_intervals.pop())  # the first one's, once the last has ended
 
 
 def _placed(x: Any) -> Any:

@@ -137,39 +137,33 @@ class Programs:
         return self._note(counts, slots, tokens, new)
 
     def window(
-        self,
-        trees: Trees,
-        slots: Sequences,
-        caches: list[Cache],
-        window: Window,
-        *,
-        plan: CachePlan,
-        steps: int,
-        features: Features,
-        whole: bool,
+        self, trees: Trees, slots: Sequences, caches: list[Cache], window: Window, *, steps: int, **static: Any
     ) -> tuple[Sequences, list[Cache], Sampled]:
-        """Decode up to `steps` tokens of each of the window's sequences.
+        """Decode up to `steps` tokens of each of the window's sequences by one program.
+
+        Its compile time grows with depth.
 
         Args:
             trees: parameters.
             slots, caches: state of all slots, updated in place.
             window: sequences that decode.
-            plan: of the cache.
             steps: tokens of each.
-            features: of their sampling.
-            whole: as one program, whose compile time grows with depth; otherwise layer by layer.
+            static: `plan` of the cache and `features` of the sampling.
 
         Returns:
-            state, and what each step sampled (a leading axis; a list if not `whole`), with `IDLE` and `NOT_FINITE`.
+            state, and what each step sampled (leading axis), with `IDLE` and `NOT_FINITE`.
         """
-        options: dict[str, Any] = {"plan": plan, "features": features}
-        if whole:
-            return self._run(trees, slots, caches, window, steps=steps, **options)
+        return self._run(trees, slots, caches, window, steps=steps, **static)
+
+    def window_by_layers(
+        self, trees: Trees, slots: Sequences, caches: list[Cache], window: Window, *, steps: int, **static: Any
+    ) -> tuple[Sequences, list[Cache], list[Sampled]]:
+        """Compute `window` layer by layer and step by step; return a list of what the steps sampled."""
         sequences, caches, out = self._begin(slots, window), list(caches), []
         for _ in range(steps):
-            sequences, caches, sampled = self._step(trees, sequences, caches, window, **options)
+            sequences, caches, sampled = self._step(trees, sequences, caches, window, **static)
             out.append(sampled)
-        return self._finish(slots, window, sequences), caches, out  # type: ignore[return-value]
+        return self._finish(slots, window, sequences), caches, out
 
     def compile_window(self, *arguments: Any, size: int, **options: Any) -> Any:
         """Compile `window` as one program for `size` sequences; return what takes the same arrays.

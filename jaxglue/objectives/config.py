@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
-from jaxglue.config import Alias, Choices, Config, NonNegativeFloat, PositiveFloat, Range
+from jaxglue.config import Alias, Choices, Config, NonNegativeFloat, PositiveFloat, PositiveInt, Range
 from jaxglue.data.config import AnswerTask
 from jaxglue.objectives.objective import OBJECTIVES, Objective
 
@@ -18,12 +18,14 @@ class ObjectiveConfig(Config):
     """Supervised cross-entropy, or a loss of preferred and other answers: DPO (arXiv 2305.18290), IPO (2310.12036),
     KTO (2402.01306, rows with a label), ORPO (2403.07691), SimPO (2405.14734), or a reward model's (Bradley-Terry);
     or of answers that the model writes and rewards judge: GRPO (2402.03300), Dr. GRPO (2503.20783), DAPO (2503.14476),
-    BNPO, GSPO (2507.18071), CISPO (2506.13585), RLOO (2402.14740)."""
+    BNPO, GSPO (2507.18071), CISPO (2506.13585), RLOO (2402.14740); or distill, the divergence from a teacher on the
+    model's answers (2306.13649)."""
     loss_type: Annotated[LossType, Alias("dpo_loss_type")] = "sigmoid"
     """Form of DPO's loss: sigmoid; sigmoid_norm, of log-probabilities for each token; or another of TRL's."""
     beta: Annotated[NonNegativeFloat, Alias("pref_beta", "rl_beta", "dpo_beta", "orpo_alpha")] | None = None
     """Strength of the tie to the reference; IPO's τ, ORPO's λ, the scale of SimPO's rewards; of GRPO and its kin the
-    weight of the divergence. By default 0.1, of RLOO 0.05, of GRPO and its kin 0, which computes no reference."""
+    weight of the divergence. By default 0.1, of RLOO 0.05, of GRPO and its kin 0, which computes no reference. In
+    distillation 0 is the forward divergence, 1 the reverse, the default, and between lie Jensen and Shannon's."""
     label_smoothing: Annotated[float, Range(ge=0, lt=0.5), Alias("dpo_label_smoothing")] = 0.0
     """Probability that a pair's order is wrong: conservative DPO, or loss_type robust or exo_pair."""
     rpo_alpha: Annotated[NonNegativeFloat, Alias("pref_ftx", "cpo_alpha")] = 0.0
@@ -60,6 +62,8 @@ class ObjectiveConfig(Config):
     """Share of the tokens, those of the largest entropy, on which the policy is trained (arXiv 2506.01939)."""
     off_policy_mask_threshold: PositiveFloat | None = None
     """Leave bad answers out whose tokens have become less probable than this divergence, in nats a token."""
+    distill_top_k: PositiveInt | None = None
+    """Distinguish so many of the teacher's most likely tokens, and all others together; by default all tokens."""
     importance_sampling_mode: Annotated[
         Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"],
         Alias("vllm_importance_sampling_mode"),

@@ -30,8 +30,15 @@ class TargetValues(Protocol):
         """Log-probabilities less log Σ p² over the vocabulary."""
 
     @property
+    def entropy(self) -> "tuple[Float[Array, ''], Float[Array, '']]":
+        """Σ entropy of the distributions over some of the tokens that count, and their number, without a gradient."""
+
+    @property
     def entropies(self) -> "Float[Array, 'B T']":
         """Entropies of the distributions over the vocabulary, without a gradient; 0 where the loss weight is."""
+
+    def divergences(self, beta: float, top_k: int | None) -> "Float[Array, 'B T']":
+        """Divergences between a teacher's distributions and the model's; 0 where the loss weight is."""
 
     @property
     def scores(self) -> "Float[Array, 'B T']":
@@ -59,6 +66,8 @@ class Objective:
     """The loss compares with the model as training begins."""
     needs_rollouts: ClassVar[bool] = False
     """The loss is of answers that the model writes during training."""
+    needs_teacher: ClassVar[bool] = False
+    """The loss is the divergence from a teacher on these answers."""
     trains_scores: ClassVar[bool] = False
     """A reward model is trained: a score takes the place of the output projection."""
     learning_rates: ClassVar[Mapping[str, float]] = {"lora": 2e-4, "full": 2e-5}
@@ -175,6 +184,7 @@ OBJECTIVES = Registry(
         "gspo": "policy:GSPO",
         "cispo": "policy:CISPO",
         "rloo": "policy:RLOO",
+        "distill": "distill:Distillation",
     }
 )
 """Every objective, in the order of `--help`."""

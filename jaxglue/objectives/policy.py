@@ -13,9 +13,9 @@ from jaxglue.ops.collectives import BATCH_AXES, psum
 
 Tokens = Float[Array, "B T"]
 """A value for each token."""
-_COUNTS = ("tokens", "answers", "sampled")
+_COUNTS = ("tokens", "answers", "sampled", "measured")
 """Sums by which the others are divided."""
-_BY_TOKEN = ("entropy", "kl")
+_BY_TOKEN = ("kl",)
 _CLIPPED = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
 _SAMPLING = (
     *("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/signed_mean"),
@@ -34,10 +34,40 @@ class StepCounts(NamedTuple):
     """The most tokens of an answer."""
 
 
-class PolicyGradient(Objective):
-    """Clipped ratios of probabilities, times advantages."""
+class RolloutObjective(Objective):
+    """Losses of answers that the model writes in training."""
 
     needs_rollouts = True
+    generations: ClassVar[int]
+    """Answers to each prompt where no number is given."""
+    compares: ClassVar[bool] = False
+    """Rewards of answers to one prompt are compared: there must be two at least."""
+    leaves_one_out: ClassVar[bool] = False
+    """An answer's baseline is the mean of the others, and the divergence is a part of the reward."""
+
+    @property
+    def temperature(self) -> float:
+        """Return the divisor of the logits."""
+        return self.config.temperature
+
+    @property
+    def uses_reference(self) -> bool:
+        """Tell whether answers need log-probabilities of the model as training begins."""
+        return False
+
+    @property
+    def masks_truncated(self) -> bool:
+        """Tell whether answers that reached their longest length leave the loss."""
+        return False
+
+    def normalizer(self, counts: StepCounts) -> float:
+        """Return the number by which a step divides the sum of its losses."""
+        raise NotImplementedError
+
+
+class PolicyGradient(RolloutObjective):
+    """Clipped ratios of probabilities, times advantages."""
+
     settings: ClassVar[tuple[str, ...]] = (
         *("beta", "temperature", "epsilon_low", "epsilon_high", "delta", "use_bias_correction_kl", "scale_rewards"),
         *("multi_objective_aggregation", "mask_truncated_completions", "top_entropy_quantile"),
@@ -47,11 +77,9 @@ class PolicyGradient(Objective):
     learning_rates = {"lora": 1e-5, "full": 1e-6}  # noqa: RUF012 - with all weights TRL's
     default_beta = 0.0
     generations = 8
-    """Answers to each prompt where no number is given, as in TRL."""
+    compares = True
     by_answer = False
     """Ratios are of whole answers."""
-    leaves_one_out = False
-    """An answer's baseline is the mean of the others, and the divergence is a part of the reward."""
 
     @classmethod
     def check(cls, config: ObjectiveConfig) -> None:
@@ -60,14 +88,19 @@ class PolicyGradient(Objective):
             raise ValueError("--importance-sampling-min is not below --importance-sampling-max: lower it")
 
     @property
-    def temperature(self) -> float:
-        """Return the divisor of the logits."""
-        return self.config.temperature
+    def uses_reference(self) -> bool:
+        """Tell whether there is a divergence."""
+        return self.beta > 0
+
+    @property
+    def masks_truncated(self) -> bool:
+        """Tell whether `--mask-truncated-completions` is on."""
+        return self.config.mask_truncated_completions
 
     @property
     def sums(self) -> tuple[str, ...]:
         """Return the names of the sums behind the metrics."""
-        return (*_COUNTS, *_BY_TOKEN, *_CLIPPED, *_SAMPLING)
+        return (*_COUNTS, "entropy", *_BY_TOKEN, *_CLIPPED, *_SAMPLING)
 
     @property
     def title(self) -> str:
@@ -79,10 +112,6 @@ class PolicyGradient(Objective):
         """Return the ratios from which on, and up to which, the loss has a gradient."""
         low, high = self.config.epsilon_low, self.config.epsilon_high
         return 1 - low, 1 + (low if high is None else high)
-
-    def normalizer(self, counts: StepCounts) -> float:
-        """Return the number by which a step divides the sum of its losses."""
-        raise NotImplementedError
 
     def token_weights(self, counted: Tokens, lengths: Tokens) -> Tokens:
         """Return each token's weight in the sum of losses.
@@ -133,7 +162,8 @@ class PolicyGradient(Objective):
         loss = jnp.sum(self.token_weights(counted, lengths) * _where(counted, losses))
         shares = counted / lengths
         low, high = self.clipped(ratio, advantages)
-        metrics = [counted, shares, sampled, counted * values.entropies, counted * divergence]
+        entropy, measured = values.entropy
+        metrics = [counted, shares, sampled, measured, entropy, counted * divergence]
         metrics += [(shares if self.by_answer else counted) * clipped for clipped in (low, high, low | high)]
         return jnp.stack([loss, *(stop_gradient(jnp.sum(value)) for value in (*metrics, *sampling))])
 
@@ -175,10 +205,10 @@ class PolicyGradient(Objective):
     def metrics(self, values: Float[Array, " sums"]) -> dict[str, Array]:
         """Return the metrics by TRL's names: means over tokens, or over answers."""
         named = dict(zip(self.sums, values[1:], strict=True))
-        tokens, answers, sampled = (named.pop(name) for name in _COUNTS)
+        tokens, answers, sampled, measured = (named.pop(name) for name in _COUNTS)
         if not self.beta or self.leaves_one_out:
             del named["kl"]
-        divisors = dict.fromkeys(_BY_TOKEN, tokens) | dict.fromkeys(_SAMPLING, sampled)
+        divisors = {"entropy": measured} | dict.fromkeys(_BY_TOKEN, tokens) | dict.fromkeys(_SAMPLING, sampled)
         divisors |= dict.fromkeys(_CLIPPED, answers if self.by_answer else tokens)
         if self.config.importance_sampling_mode.startswith("sequence"):
             divisors["sampling/importance_sampling_ratio/mean"] = answers

@@ -27,6 +27,8 @@ class KernelKind(StrEnum):
     """Multiplies sorted rows with their experts' matrices."""
     MXFP4 = "mxfp4"
     """Expands blocks of MXFP4 values."""
+    DELTA_RULE = "delta rule"
+    """Multiplies small tiles one after another, and follows documents from chunk to chunk."""
     ATTENTION_FORWARD = "attention forward"
     """Takes a time that documents' lengths decide."""
     ATTENTION_BACKWARD = "attention backward"

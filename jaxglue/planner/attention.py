@@ -50,6 +50,16 @@ def attention_costs(workload: Workload, gpu: Gpu, window: int | None) -> dict[Ke
     }
 
 
+def layer_attention_costs(workload: Workload, gpu: Gpu, index: int) -> dict[KernelKind, AttentionCost]:
+    """Return the costs of attention in the layer of this index, whose heads may have sizes of their own."""
+    config = workload.config
+    shape = config.shapes[index]
+    if (shape.head_dim, shape.kv_heads) != (config.head_dim, config.num_key_value_heads):
+        own = replace(config, head_dim=shape.head_dim, num_key_value_heads=shape.kv_heads)
+        workload = replace(workload, config=own)
+    return attention_costs(workload, gpu, config.layer_windows[index])
+
+
 def _passes(
     workload: Workload, gpu: Gpu, batches: MicroBatches, window: int | None, backend: str
 ) -> tuple[float, float]:

@@ -75,8 +75,11 @@ CODES_RATE = _grid(0.83e12, "codes/s")
 """8-bit codes that XLA converts, where memory is not slower."""
 KERNEL_SHARE = _steps(0.92, "of `Gpu.copy`")
 """Rate at which our kernels, and matmuls bound by memory, move their bytes; XLA's own do at all of it."""
-KIND_SHARES = {KernelKind.ADAPTER_GRADIENTS: _steps(0.73, "of `Gpu.copy`")}
-"""The same by kind: that of adapters' gradients keeps sums of all ranks."""
+KIND_SHARES = {
+    KernelKind.ADAPTER_GRADIENTS: _steps(0.73, "of `Gpu.copy`"),
+    KernelKind.DELTA_RULE: Fitted(0.55, "of `Gpu.copy`", "H100", "benchmarks/delta_rule.py"),
+}
+"""The same by kind: that of adapters' gradients keeps sums of all ranks, the delta rule's wait for their matmuls."""
 FP8_SHARE = _grid(0.55, "of `Gpu.copy`")
 """The same of kernels that read or write FP8 values."""
 MOST_MOVED = {
@@ -205,7 +208,7 @@ LARGER_TEMPORARY = _grid(0.1, "of a layer's temporary memory")
 """By which it may exceed the prediction, counted where gaps take the spare."""
 PROGRAMS_MEMORY = _grid(int(0.3 * _GIB), "bytes")
 """Loaded programs and workspaces of matmuls, for any model."""
-OUTSIDE_POOL = Fitted(0.7 * _GIB, "bytes", "H100", "nvidia-smi beside the pool's limit: 0.68 GiB")
+OUTSIDE_POOL = Fitted(0.7 * _GIB, "bytes", "H100", "benchmarks/results/memory_limit.json")
 """Of a process beside JAX's pool: CUDA's context and the code of kernels."""
 CUDNN_WORKSPACE = Fitted(8, "bytes", "H200", "compiled programs' temporary memory")
 """Bytes of cuDNN's backward pass for each token, head, head dim and segment slot."""

@@ -14,7 +14,7 @@ from jaxglue.ops.kernel_cost import KernelKind
 from jaxglue.ops.names import LAYER_INPUT, QUERY
 from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.planner import calibration as fitted
-from jaxglue.planner.attention import attention_costs
+from jaxglue.planner.attention import layer_attention_costs
 from jaxglue.planner.cost import AttentionCost, Cost, Sizes, program_cost, received_bytes
 from jaxglue.planner.gpus import Gpu
 from jaxglue.planner.programs import Programs, SizedProgram, abstract_input, shared_programs
@@ -142,7 +142,7 @@ class TracedModel:
         """Return whether attention's output and log-sum-exp are copied faster than they are recomputed."""
         config, work = self._workload.config, self._workload
         copied = self.attention_bytes + 4 * work.tokens * config.num_attention_heads
-        costs = attention_costs(work, self._gpu, config.layer_windows[-1])
+        costs = layer_attention_costs(work, self._gpu, config.num_hidden_layers - 1)
         return costs[KernelKind.ATTENTION_FORWARD].seconds > copied / self._gpu.link
 
     @cached_property
@@ -196,7 +196,7 @@ class TracedModel:
         return program_cost(program, self._gpu, attention=self._attention(kind)).seconds
 
     def _attention(self, kind: int) -> dict[KernelKind, AttentionCost]:
-        return attention_costs(self._workload, self._gpu, self._workload.config.layer_windows[kind])
+        return layer_attention_costs(self._workload, self._gpu, kind)
 
     def _cost(self, program: SizedProgram, attention: dict[KernelKind, AttentionCost]) -> Cost:
         return program_cost(program.program, self._layer_gpu, attention=attention, sizes=Sizes(program.scaled))

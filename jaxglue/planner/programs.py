@@ -83,6 +83,10 @@ def abstract_batch(workload: Workload) -> Batch:
     fields: dict[str, Any] = {"segments": segments, "answers": answers, "columns": columns}
     if objective.needs_rollouts:
         of_tokens: dict[str, Any] = dict.fromkeys(("sampler", "old", "reference"), weights)
+        if objective.needs_teacher:
+            width = workload.config.hidden_size  # as wide as the model, for lack of better knowledge
+            of_tokens["teacher"] = jax.ShapeDtypeStruct((*shape, width), workload.dtype)
+            of_tokens["teacher_matrix"] = jax.ShapeDtypeStruct((workload.config.vocab_size, width), workload.dtype)
         fields["rollouts"] = Rollouts(owners=ids, **{"advantages": units, **of_tokens})
     return Batch(tokens=ids, targets=ids, loss_weights=weights, **fields)
 

@@ -14,9 +14,9 @@ class RolloutConfig(Config):
     """Judges of answers: functions of Python files, `rewards.py:exact_match`; exact, math, regex, json_schema, length;
     or model, of `jaxglue train --objective reward`. Settings follow, such as `length?soft=400&hard=512&weight=0.5`."""
     num_generations: (
-        Annotated[int, Range(ge=2), Alias("group_size", "rollout_n", "n_samples_per_prompt", "num_rollouts")] | None
+        Annotated[PositiveInt, Alias("group_size", "rollout_n", "n_samples_per_prompt", "num_rollouts")] | None
     ) = None
-    """G: answers to each prompt; by default 8, of RLOO 2."""
+    """G: answers to each prompt; by default 8, of RLOO 2, of distillation 1."""
     generation_batch_size: PositiveInt = 64
     """Answers that are sampled together; a multiple of num_generations."""
     max_completion_length: Annotated[PositiveInt, Alias("max_response_length")] = 512
@@ -34,13 +34,27 @@ class RolloutConfig(Config):
     reward_workers: PositiveInt = 2
     """Processes that judge answers."""
 
-    def answers_to_each(self, default: int) -> int:
-        """Return G.
+    teacher: str | None = None
+    """Model folder whose distributions are distilled; or base, the model without its adapter."""
+    teacher_system: str | None = None
+    """System message of the teacher's prompts alone, in which {name} stands for a column of the row."""
+    lmbda: Annotated[float, Range(ge=0, le=1)] = 1.0
+    """Chance that a step of distillation is on the model's answers, else on those of its rows (GKD)."""
+
+    def answers_to_each(self, default: int, *, compared: bool) -> int:
+        """Return G, by default that of the objective.
 
         Raises:
-            ValueError: the answers sampled together are no multiple of it, or fewer prompts than steps.
+            ValueError: one answer where several are compared; or the answers sampled together are no multiple of it, or
+                fewer prompts than steps.
         """
         count = default if self.num_generations is None else self.num_generations
+        if compared and count < 2:
+            raise ValueError(
+                "--num-generations 1: a reward is compared with those of the prompt's other answers: give 2 or more"
+            )
+        if self.lmbda < 1 and count > 1:
+            raise ValueError(f"--lmbda {self.lmbda:g} takes answers of the rows, one each: leave out --num-generations")
         if self.generation_batch_size % count:
             raise ValueError(
                 f"--generation-batch-size {self.generation_batch_size} is no multiple of the {count} answers to each "

@@ -17,11 +17,11 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import Step, check_run
-from jaxglue.objectives.policy import PolicyGradient, StepCounts
+from jaxglue.objectives.policy import RolloutObjective, StepCounts
 from jaxglue.rl.advantages import Advantages, group_advantages, left_one_out, reward_metrics
 from jaxglue.rl.config import RolloutConfig
 from jaxglue.rl.packing import Answer, Group, Packed, pack_groups, unpack
-from jaxglue.rl.prompts import PromptDataset, positions
+from jaxglue.rl.prompts import Prompt, PromptDataset, positions
 from jaxglue.rl.record import RolloutFolder, Rollouts
 from jaxglue.rl.rewards import Judge, Written
 from jaxglue.rl.sampler import Sample
@@ -35,6 +35,13 @@ class Policy(Protocol):
 
     def sample(self, prompts: Sequence[Sequence[int]], indices: Sequence[int], count: int) -> list[list[Sample]]:
         """Return answers by the present weights, with their texts."""
+
+    @property
+    def teacher_matrix(self) -> Any:
+        """Return the teacher's output projection."""
+
+    def teacher_hidden(self, batch: Batch) -> Float[np.ndarray, "B T E"]:
+        """Return the teacher's hidden states after its final norm."""
 
     def log_probs(self, batch: Batch, *, reference: bool = False) -> Float[np.ndarray, "B T"]:
         """Return log-probabilities of targets under the present weights, or under those that training began with."""
@@ -57,7 +64,7 @@ class RolloutSteps(Iterator[Step]):
     def __init__(
         self,
         dataset: PromptDataset,
-        objective: PolicyGradient,
+        objective: RolloutObjective,
         config: RolloutConfig,
         judge: Judge,
         *,
@@ -69,7 +76,11 @@ class RolloutSteps(Iterator[Step]):
     ):
         self._dataset, self._objective, self._config, self._judge = dataset, objective, config, judge
         self._shape: dict[str, int] = {"seq_len": seq_len, "batch_size": batch_size}
-        self._shared, self._seed, self._answers = shared, seed, config.answers_to_each(objective.generations)
+        self._shared, self._seed, self._answers = (
+            shared,
+            seed,
+            config.answers_to_each(objective.generations, compared=objective.compares),
+        )
         self._count = config.generation_batch_size // self._answers
         self._policy: Policy | None = None
         self._window: deque[Step] = deque()
@@ -97,7 +108,8 @@ class RolloutSteps(Iterator[Step]):
         )
         steps = f", {self.window} steps on each" if self.window > 1 else ""
         copied = "" if self._shared else "; each answer has a copy of its prompt"
-        return f"{sizes}{steps}; reward: {names}{copied}"
+        judged = f"; reward: {names}" if names else ""
+        return f"{sizes}{steps}{judged}{copied}"
 
     @property
     def typical_prompts(self) -> list[list[int]]:
@@ -108,8 +120,12 @@ class RolloutSteps(Iterator[Step]):
 
     def begin(self, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> None:
         """Take the model that writes the answers, and load those that judge them."""
-        self._policy = policy
+        self._policy, self._tokenizer = policy, tokenizer
         self._judge.load_models(tokenizer)
+
+    def release(self) -> None:
+        """Let go of the model, whose arrays would stay, until another one comes."""
+        self._policy = None
 
     def __next__(self) -> Step:
         if not self._window:
@@ -125,7 +141,7 @@ class RolloutSteps(Iterator[Step]):
         )
         advantages = self._advantages(rollouts)
         self._folder.record(self._step + 1, rollouts, self._judge.names, advantages.values)
-        parts = self._divide(self._groups(rollouts, advantages.values))
+        parts = self._divide(self._with_teacher(self._groups(rollouts, advantages.values), rollouts.prompts))
         steps = [self._as_step(part) for part in parts] * self._config.num_iterations
         self._position = rollouts.following
         return [replace(steps[0], metrics=self._measures(rollouts, advantages)), *steps[1:]]
@@ -148,22 +164,34 @@ class RolloutSteps(Iterator[Step]):
         numbers = list(range(position, position + self._count))
         rows = islice(positions(len(self._dataset), self._seed, position), self._count)
         prompts = [self._dataset.prompts[row] for row in rows]
-        samples = self._policy.sample([prompt.tokens for prompt in prompts], numbers, self._answers)
+        if np.random.default_rng([self._seed, position]).random() < self._config.lmbda:
+            samples = self._policy.sample([prompt.tokens for prompt in prompts], numbers, self._answers)
+        else:
+            samples = [[self._given(prompt)] for prompt in prompts]
         written = [Written(prompt, group) for prompt, group in zip(prompts, samples, strict=True)]
         rewards, following = self._judge.score(written), position + self._count
         fields: dict[str, Any] = {"numbers": numbers, "following": following, "sampled": self._count}
         return Rollouts(**fields, prompts=prompts, samples=samples, rewards=rewards)
 
+    def _given(self, prompt: Prompt) -> Sample:
+        """Return the answer of a prompt's row; raise ValueError where it has none."""
+        if not prompt.given:
+            raise ValueError(f"{prompt.origin}: --lmbda below 1 needs rows with answers, and this one has none")
+        tokens = np.array(prompt.given, np.int32)
+        text = str(self._tokenizer.decode(prompt.given, skip_special_tokens=True))
+        return Sample(tokens, np.full(len(tokens), np.nan, np.float32), True, text)
+
     def _with_log_probs(self, rollouts: Rollouts) -> Rollouts:
         """Return the rollouts with the log-probabilities that later steps, the reference or rewards need."""
         assert self._policy is not None
-        if not (self.window > 1 or self._objective.beta or self._objective.leaves_one_out):
+        needs_old = self._objective.compares and (self.window > 1 or self._objective.leaves_one_out)
+        if not (needs_old or self._objective.uses_reference):
             return rollouts
         packed = self._pack(self._groups(rollouts, np.zeros(rollouts.rewards.shape[:2])))
         fields: dict[str, list] = {}
-        if self.window > 1 or self._objective.leaves_one_out:
+        if needs_old:
             fields["old"] = unpack(packed, [self._policy.log_probs(batch) for batch, _ in packed])
-        if self._objective.beta:
+        if self._objective.uses_reference:
             fields["reference"] = unpack(packed, [self._policy.log_probs(batch, reference=True) for batch, _ in packed])
         known = [dict(zip(fields, values, strict=True)) for values in zip(*fields.values(), strict=True)]
         samples = [sample._replace(**own) for sample, own in zip(rollouts.all_samples, known, strict=True)]
@@ -181,7 +209,7 @@ class RolloutSteps(Iterator[Step]):
 
     def _groups(self, rollouts: Rollouts, advantages: Float[np.ndarray, "prompts answers"]) -> list[Group]:
         def answer(sample: Sample, advantage: float) -> Answer:
-            counts = sample.ended or not self._objective.config.mask_truncated_completions
+            counts = sample.ended or not self._objective.masks_truncated
             known: dict[str, Any] = {"log_probs": sample.log_probs, "old": sample.old, "reference": sample.reference}
             counted = np.full(len(sample.tokens), counts)
             return Answer(tokens=sample.tokens, **known, counted=counted, advantage=float(advantage))
@@ -190,6 +218,16 @@ class RolloutSteps(Iterator[Step]):
             Group(prompt.tokens, [answer(*pair) for pair in zip(samples, values, strict=True)])
             for prompt, samples, values in zip(rollouts.prompts, rollouts.samples, advantages, strict=True)
         ]
+
+    def _with_teacher(self, groups: list[Group], prompts: Sequence[Prompt]) -> list[Group]:
+        """Return groups with the teacher's hidden states of their answers, after its own prompts where it has some."""
+        if not self._objective.needs_teacher:
+            return groups
+        assert self._policy is not None
+        asked = [Group(p.teacher or p.tokens, group.answers) for p, group in zip(prompts, groups, strict=True)]
+        packed = self._pack(asked)
+        hidden = iter(unpack(packed, [self._policy.teacher_hidden(batch) for batch, _ in packed]))
+        return [Group(g.prompt, [replace(answer, teacher=next(hidden)) for answer in g.answers]) for g in groups]
 
     def _divide(self, groups: list[Group]) -> list[list[Group]]:
         """Divide groups among the steps of a generation."""
@@ -202,8 +240,15 @@ class RolloutSteps(Iterator[Step]):
         counted = float(sum(answer.counted.sum() for answer in answers))
         counts = StepCounts(len(answers), counted, len(packed), self._config.max_completion_length)
         tokens = sum(group.length for group in groups)
-        micro_batches = tuple(batch for batch, _ in packed)
+        micro_batches = tuple(self._with_matrix(batch) for batch, _ in packed)
         return Step(micro_batches=micro_batches, tokens=tokens, targets=self._objective.normalizer(counts))
+
+    def _with_matrix(self, batch: Batch) -> Batch:
+        """Return the batch with the teacher's output projection, if there is a teacher."""
+        if not self._objective.needs_teacher:
+            return batch
+        assert self._policy is not None and batch.rollouts is not None
+        return replace(batch, rollouts=replace(batch.rollouts, teacher_matrix=self._policy.teacher_matrix))
 
     def _pack(self, groups: list[Group]) -> list[Packed]:
         slots = self._config.generation_batch_size
@@ -212,7 +257,9 @@ class RolloutSteps(Iterator[Step]):
     def _measures(self, rollouts: Rollouts, advantages: Advantages) -> dict[str, float]:
         """Return the metrics of answers and rewards, by TRL's names."""
         samples = rollouts.all_samples
-        metrics = reward_metrics(rollouts.rewards, self._judge.names, advantages) | length_metrics(samples)
+        metrics = length_metrics(samples)
+        if self._judge.names:
+            metrics |= reward_metrics(rollouts.rewards, self._judge.names, advantages)
         if self._objective.leaves_one_out and self._objective.beta:
             tokens = sum(len(sample.tokens) for sample in samples)
             metrics["kl"] = sum(_divergence(sample) for sample in samples) / tokens

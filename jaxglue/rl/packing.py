@@ -1,19 +1,18 @@
 """Packed batches of answers: a row holds a prompt once and its answers after it, and many such groups."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, batched
+from itertools import batched
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from jaxglue.data.batch import Batch, Rollouts
-from jaxglue.data.packing import plan_packing
 from jaxglue.ops.segments import BatchKind, pack_forks, pack_segments, segment_bucket
 
-_KNOWN = ("old", "reference")
-"""Log-probabilities of answers, where they are known."""
+_KNOWN = ("old", "reference", "teacher")
+"""Values of answers' tokens, where they are known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +30,8 @@ class Answer:
     """Of its tokens under the weights that wrote it, where these are not the present ones; of all answers or none."""
     reference: Float[np.ndarray, " L"] | None = None
     """Of its tokens under the reference, where an objective has one; of all answers or none."""
+    teacher: Float[np.ndarray, "L E"] | None = None
+    """A teacher's hidden states that predict its tokens; of all answers or none."""
 
 
 class Packed(NamedTuple):
@@ -68,17 +69,12 @@ def pack_groups(
     Raises:
         ValueError: a prompt and one of its answers are longer than a row.
     """
-    firsts = accumulate((len(group.answers) for group in groups), initial=0)
-    pieces = [
-        piece for group, first in zip(groups, firsts, strict=False) for piece in _pieces(group, first, seq_len, shared)
-    ]
-    plan = plan_packing(np.array([group.length for group, _ in pieces], np.int64), seq_len=seq_len)
-    rows = [[pieces[index] for index in plan.row(row)] for row in range(plan.rows)]
-    rows += [[]] * (-len(rows) % batch_size)
+    rows = _rows(groups, seq_len, shared)
+    rows += [[] for _ in range(-len(rows) % batch_size)]
     return [_pack(part, seq_len, segment_bucket(slots), shared) for part in batched(rows, batch_size)]
 
 
-def unpack(packed: Sequence[Packed], values: Sequence[Float[np.ndarray, "B T"]]) -> list[Float[np.ndarray, " L"]]:
+def unpack(packed: Sequence[Packed], values: Sequence[Float[np.ndarray, "B T *E"]]) -> list[Float[np.ndarray, "L *E"]]:
     """Return the values of each answer's tokens from those of the micro-batches, in the order of the answers."""
     found: dict[int, np.ndarray] = {}
     for (batch, numbers), own in zip(packed, values, strict=True):
@@ -88,32 +84,54 @@ def unpack(packed: Sequence[Packed], values: Sequence[Float[np.ndarray, "B T"]])
     return [found[number] for number in range(len(found))]
 
 
-def _pieces(group: Group, first: int, seq_len: int, shared: bool) -> Iterator[tuple[Group, range]]:
-    """Yield the group, or parts of it that fit a row, with the numbers of their answers from `first` on."""
-    taken: list[Answer] = []
-    for number, answer in enumerate(group.answers, first):
-        if Group(group.prompt, [answer]).length > seq_len:
-            raise ValueError(
-                f"a prompt of {len(group.prompt):,} tokens and its answer of {len(answer.tokens):,} are longer than a "
-                f"row of {seq_len:,}: raise --seq-len, or lower --max-completion-length"
-            )
-        if taken and (not shared or Group(group.prompt, [*taken, answer]).length > seq_len):
-            yield Group(group.prompt, taken), range(number - len(taken), number)
-            taken = []
-        taken.append(answer)
-    last = first + len(group.answers)
-    yield Group(group.prompt, taken), range(last - len(taken), last)
+def _rows(groups: Sequence[Group], seq_len: int, shared: bool) -> list[list[tuple[Group, range]]]:
+    """Return rows of groups, or parts of them, with the numbers of their answers.
+
+    A group goes to the fullest row with room for it. Where there is none, as many of its answers as fit complete the
+    emptiest row, unless they are shorter than the copy of the prompt that they need there.
+    """
+    rows: list[list[tuple[Group, range]]] = []
+    rooms: list[int] = []
+    number = 0
+    for prompt, answers in groups:
+        end = number + len(answers)
+        while number < end:
+            waiting = answers[len(answers) - (end - number) :]
+            own = np.cumsum([len(answer.tokens) for answer in waiting])
+            sizes = (own + len(prompt) - 1)[: None if shared else 1]
+            if sizes[0] > seq_len:
+                raise ValueError(
+                    f"a prompt of {len(prompt):,} tokens and its answer of {own[0]:,} are longer than a row of "
+                    f"{seq_len:,}: raise --seq-len, or lower --max-completion-length"
+                )
+            row = min((row for row, room in enumerate(rooms) if room >= sizes[-1]), key=rooms.__getitem__, default=None)
+            if row is None and rooms:
+                emptiest = max(range(len(rooms)), key=rooms.__getitem__)
+                count = int(np.searchsorted(sizes, rooms[emptiest], side="right"))
+                row = emptiest if count and own[count - 1] >= len(prompt) else None
+            if row is None:
+                row = len(rows)
+                rows.append([])
+                rooms.append(seq_len)
+            count = int(np.searchsorted(sizes, rooms[row], side="right"))
+            rows[row].append((Group(prompt, waiting[:count]), range(number, number + count)))
+            rooms[row] -= int(sizes[count - 1])
+            number += count
+    return rows
 
 
 def _pack(rows: Sequence[Sequence[tuple[Group, range]]], seq_len: int, slots: int, shared: bool) -> Packed:
     forks = [[(len(g.prompt) - 1, *(len(answer.tokens) for answer in g.answers)) for g, _ in row] for row in rows]
-    known = [
-        name for name in _KNOWN if any(getattr(a, name) is not None for row in rows for g, _ in row for a in g.answers)
-    ]
+    known = {
+        name: value
+        for name in _KNOWN
+        for value in [getattr(a, name) for row in rows for g, _ in row for a in g.answers][:1]
+        if value is not None
+    }
     shape = len(rows), seq_len
     integers = {name: np.zeros(shape, np.int32) for name in ("tokens", "targets")}
     counted, sampler = np.zeros(shape, np.float32), np.full(shape, np.nan, np.float32)
-    others = {name: np.zeros(shape, np.float32) for name in known}
+    others = {name: np.zeros((*shape, *value.shape[1:]), value.dtype) for name, value in known.items()}
     owners, advantages = np.full(shape, slots, np.int32), np.zeros((len(rows), slots), np.float32)
     for b, row in enumerate(rows):
         begin = slot = 0

@@ -35,6 +35,10 @@ class Prompt(NamedTuple):
     tokens: list[int]
     columns: Mapping[str, Any]
     """The row's other columns."""
+    given: list[int] | None = None
+    """Tokens of the row's own answer, where it has one."""
+    teacher: list[int] | None = None
+    """Tokens of the teacher's prompt, where it is another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +62,14 @@ class PromptDataset(TokenDataset):
         return digest.hexdigest()
 
 
-def read_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, answer: int, limit: int) -> PromptDataset:
+def read_prompts(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    answer: int,
+    limit: int,
+    teacher_system: str | None = None,
+) -> PromptDataset:
     """Read rows with a `prompt`, `messages` or a `question`; a text in `prompt` is continued as it is.
 
     Args:
@@ -66,19 +77,21 @@ def read_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, answ
         tokenizer: of the model; adopts the template of `config`.
         answer: the most tokens of an answer.
         limit: the most of a prompt and its answer.
+        teacher_system: system message of a teacher's prompts; `{name}` stands for a column.
 
     Raises:
         ValueError: no row, one without a prompt, or a prompt that leaves no room for the answer, by file and line.
     """
     adopt(tokenizer, config)
-    encoder, prompts = _Encoder(tokenizer, config.system), list[Prompt]()
+    encoder, prompts = _Encoder(tokenizer, config.system, teacher_system), list[Prompt]()
     for row in (row for source in config.sources for row in read_rows(source)):
         prompt = encoder.encode(row)
-        if len(prompt.tokens) + answer <= limit:
-            prompts.append(prompt)
+        longest = max(len(prompt.tokens), len(prompt.teacher or ()))
+        if longest + answer <= limit:
+            prompts.append(prompt._replace(given=prompt.given and prompt.given[:answer]))
         elif config.overlong != "drop":
             raise ValueError(
-                f"{row.origin}: a prompt of {len(prompt.tokens):,} tokens leaves no room for an answer of {answer:,} "
+                f"{row.origin}: a prompt of {longest:,} tokens leaves no room for an answer of {answer:,} "
                 f"in {limit:,}: raise --seq-len, lower --max-completion-length, or leave it out with --overlong drop"
             )
     if not prompts:
@@ -102,14 +115,16 @@ def read_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, answ
 class _Encoder:
     """Tokenizes prompts as in generation."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, system: str):
-        self._tokenizer, self._system = tokenizer, system
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, system: str, teacher_system: str | None):
+        self._tokenizer, self._system, self._teacher_system = tokenizer, system, teacher_system
         self._template = ChatTemplate(tokenizer) if tokenizer.chat_template else None
 
     def encode(self, row: Row) -> Prompt:
         try:
             content, chat, columns = self._read(row.value)
-            return Prompt(row.origin, content, self._tokens(content, chat), columns)
+            tokens = self._tokens(content, chat)
+            given, teacher = self._given(row.value, chat, tokens), self._teacher(chat, columns)
+            return Prompt(row.origin, content, tokens, columns, given, teacher)
         except ValueError as error:
             raise ValueError(f"{row.origin}: {error}") from error
 
@@ -123,7 +138,7 @@ class _Encoder:
             return row[key], None, columns
         messages = [{"role": "user", "content": row[key]}] if key == "question" else row[key]
         chat = read_chat(messages, row.get("tools"), key)
-        if len(chat.messages) > 1 and chat.messages[-1]["role"] == "assistant":  # the answer of supervised data
+        if _is_answered(chat.messages):
             chat = Chat(chat.messages[:-1], chat.tools, chat.trained[:-1])
         system = row.get("system") or self._system
         chat = chat.with_system(system) if system else chat
@@ -139,6 +154,48 @@ class _Encoder:
             text = self._template.render_prompt(*self._template.protect(chat.messages, chat.tools))
         require_unicode(text)
         return self._template.encode(text)
+
+    def _given(self, row: dict[str, Any], chat: Chat | None, prompt: list[int]) -> list[int] | None:
+        """Return the tokens of supervised data's answer; None where there is none after the prompt's tokens."""
+        completion = row.get("completion")
+        if chat is None:
+            if not isinstance(completion, str):
+                return None
+            return [*self._tokenizer.encode(completion, add_special_tokens=False), self._tokenizer.eos_token_id]
+        last = completion[-1] if isinstance(completion, list) and completion else None
+        for key in ("messages", "conversations"):
+            if (
+                last is None
+                and isinstance(row.get(key), list)
+                and _is_answered(read_chat(row[key], None, key).messages)
+            ):
+                last = read_chat(row[key], None, key).messages[-1]
+        if last is None or self._template is None:
+            return None
+        with template_time_limit():
+            messages, tools = self._template.protect([*chat.messages, last], chat.tools)
+            whole = self._template.encode(self._template.render(messages, tools))
+        return whole[len(prompt) :] if whole[: len(prompt)] == prompt else None
+
+    def _teacher(self, chat: Chat | None, columns: Mapping[str, Any]) -> list[int] | None:
+        if self._teacher_system is None:
+            return None
+        if chat is None:
+            raise ValueError("--teacher-system needs prompts of messages, and this one is a text")
+        try:
+            system = self._teacher_system.format_map({key: str(value) for key, value in columns.items()})
+        except (KeyError, ValueError, IndexError) as error:
+            raise ValueError(
+                f"--teacher-system: no column {error} in the row, which has {', '.join(columns)}"
+            ) from None
+        messages = chat.messages[1:] if chat.messages[0]["role"] == "system" else chat.messages
+        messages = [{"role": "system", "content": system}, *messages]
+        return self._tokens("", Chat(messages, chat.tools, [None] * len(messages)))
+
+
+def _is_answered(messages: list[dict[str, Any]]) -> bool:
+    """Tell whether messages end with the answer of supervised data."""
+    return len(messages) > 1 and messages[-1]["role"] == "assistant"
 
 
 def positions(count: int, seed: int, start: int) -> Iterator[int]:

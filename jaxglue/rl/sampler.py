@@ -12,6 +12,9 @@ from jaxglue.generation.pages import CachePlan
 from jaxglue.generation.scheduler import Request
 from jaxglue.models.parameters import Params
 
+_MANY_STEPS = 1024
+"""Decode steps of a run from which a program of all layers, which takes longer to compile, pays."""
+
 
 class Sample(NamedTuple):
     """An answer."""
@@ -37,13 +40,21 @@ class Sampler:
         engine: of the model.
         stops: tokens that end an answer.
         sampling: of every answer; the seed is the run's.
+        rounds: calls to come, which decide whether a program of all layers is worth compiling.
         typical: prompts of a step as long as any, for which memory is planned once, so that no step compiles again.
     """
 
     def __init__(
-        self, engine: Engine, stops: Collection[int], sampling: SamplingConfig, typical: Sequence[Sequence[int]]
+        self,
+        engine: Engine,
+        stops: Collection[int],
+        sampling: SamplingConfig,
+        *,
+        rounds: int,
+        typical: Sequence[Sequence[int]],
     ):
         self._engine, self._stops, self._sampling, self._typical = engine, stops, sampling, typical
+        self._whole = rounds * sampling.max_tokens >= _MANY_STEPS
         self._plan: CachePlan | None = None
 
     def __call__(
@@ -62,6 +73,6 @@ class Sampler:
         pairs = zip(prompts, indices, strict=True)
         requests = [Request(prompt, self._sampling, index, n=count) for prompt, index in pairs]
         found: list[dict[int, Sample]] = [{} for _ in prompts]
-        for done in self._engine.generate(trainable, frozen, requests, self._stops, plan=self._plan):
+        for done in self._engine.generate(trainable, frozen, requests, self._stops, plan=self._plan, whole=self._whole):
             found[done.number][done.answer] = Sample(done.tokens, done.log_probs, done.finish == "stop")
         return [[group[index] for index in range(count)] for group in found]

@@ -421,8 +421,15 @@ class TrainConfig(Config):
                 flag = given[0].replace("_", "-")
                 raise ValueError(f"--{flag} is for answers written in training, not --objective {name}: leave it out")
             return
-        if not self.rollouts.reward:
+        if self.objective.kind.needs_teacher != (self.rollouts.teacher is not None):
+            needs = "needs a --teacher, a model folder or base" if self.rollouts.teacher is None else "has no --teacher"
+            raise ValueError(f"--objective {name} {needs}")
+        if not (self.rollouts.reward or self.objective.kind.needs_teacher):
             raise ValueError(f"--objective {name} needs a --reward, such as rewards.py:exact_match, or exact")
+        if self.rollouts.teacher == "base" and self.model.method == "full":
+            raise ValueError(
+                "--teacher base is the model without its adapter, and --method full has none: name a folder"
+            )
         refused = {
             "eval-data": bool(self.data.eval_data),
             "eval-fraction": bool(self.data.eval_fraction),
@@ -439,7 +446,7 @@ class TrainConfig(Config):
             if is_given:
                 reason = reasons.get(flag, "held-out prompts are not answered yet")
                 raise ValueError(f"--{flag} is not for --objective {name}: {reason}: leave it out")
-        if self.objective.beta and self.model.method == "full":
+        if self.objective.beta and self.model.method == "full" and not self.objective.kind.needs_teacher:
             raise ValueError(
                 f"--beta {self.objective.beta:g} compares with the weights as training begins, of which --method full "
                 "would need a copy: use --method lora, or --beta 0"

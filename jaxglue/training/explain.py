@@ -65,7 +65,8 @@ def layer_forms(workload: Workload) -> dict[str, BackendChoice]:
 
 def rotation_choice(workload: Workload) -> BackendChoice:
     """Return the backend of rotary embeddings and norms of heads."""
-    return NORM_ROPE.choose(compute_capability(), workload.dtype)
+    interleaved = any(rotary.config.interleaved for rotary in workload.config.rotaries)
+    return NORM_ROPE.choose(compute_capability(), workload.dtype, interleaved)
 
 
 def linear_attention_choice(workload: Workload) -> dict[str, BackendChoice]:

@@ -1,21 +1,82 @@
 """The model in training as reinforcement learning sees it: it writes answers, and tells their log-probabilities."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Float
+from jaxtyping import Array, Float
 
 from jaxglue.data.batch import Batch
+from jaxglue.data.tokenizer import load_tokenizer
+from jaxglue.engine.executor import Executor
+from jaxglue.engine.policy import PRESETS
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.engine import Engine
+from jaxglue.hf.checkpoint import read_config
+from jaxglue.hf.hub import model_path
+from jaxglue.hf.loading import load_model
+from jaxglue.models import config_from_hf
+from jaxglue.models.parameters import Params, split_model
+from jaxglue.models.vocabulary import output_matrix
+from jaxglue.objectives.policy import RolloutObjective
 from jaxglue.rl.loop import RolloutSteps
 from jaxglue.rl.sampler import Sample, Sampler
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.training.setup import Run
 from jaxglue.training.step import TrainStep
+
+
+class Teacher:
+    """A model whose distributions are distilled, on one device.
+
+    Args:
+        executor: of the model, which may be the one in training.
+        trainable, frozen: its parameters.
+    """
+
+    def __init__(self, executor: Executor, trainable: Params, frozen: Params):
+        self._executor, self._trees, head = executor, (trainable, frozen), executor.embed_head
+        self._norm = jax.jit(lambda trainable, frozen, x: head.normed_output(trainable, frozen, x)[0].reshape(x.shape))
+        self.matrix = output_matrix(head.output(trainable, frozen))
+        """Output projection."""
+
+    def hidden(self, batch: Batch) -> Float[np.ndarray, "B T E"]:
+        """Return hidden states after the final norm."""
+        trainable, frozen = self._trees
+        x = self._executor.last_output(trainable, frozen, jax.device_put(batch))
+        head = self._executor.embed_head
+        return np.asarray(self._norm(head.parts(trainable), head.parts(frozen), x))
+
+
+def make_teacher(run: Run, model: TrainStep) -> Teacher:
+    """Return the teacher: the model in training without its adapter, or another folder's.
+
+    Raises:
+        ValueError: several devices, a bad folder, or a teacher of another vocabulary.
+    """
+    name, dtype = run.config.rollouts.teacher, run.config.model.compute_dtype
+    assert name is not None
+    if run.mesh.devices > 1:
+        raise ValueError("--objective distill is for one GPU yet: use --mesh data=1")
+    if name == "base":
+        return Teacher(model.executor, jax.tree.map(jnp.zeros_like, model.trainable), model.frozen)
+    folder = model_path(name)
+    config = config_from_hf(read_config(folder))
+    tokens, own = load_tokenizer(folder).get_vocab(), run.tokenizer.get_vocab()
+    if tokens != own or config.vocab_size != run.model.vocab_size:
+        differing = f"{len(set(tokens.items()) ^ set(own.items())):,} tokens differ" if tokens != own else "same tokens"
+        raise ValueError(
+            f"--teacher {name} has another vocabulary ({differing}; rows of its embedding: {config.vocab_size:,}, of "
+            f"the student's {run.model.vocab_size:,}): distributions over one vocabulary are compared"
+        )
+    loaded = load_model(folder, dtype=dtype, quantize=run.config.model.storage)
+    graphdefs, trainable, frozen = split_model(loaded, nnx.LoRAParam)
+    executor = Executor(graphdefs, loaded.config, policy=PRESETS["full"], dtype=dtype)
+    return Teacher(executor, trainable, frozen)
 
 
 class TrainedPolicy:
@@ -38,9 +99,12 @@ class TrainedPolicy:
             seed=run.config.data.seed,
         )
         assert isinstance(run.batches, RolloutSteps)
-        self._sample = Sampler(engine, run.stops, sampling, run.batches.typical_prompts)
+        options: dict[str, Any] = {"rounds": run.total_steps // run.batches.window}
+        self._sample = Sampler(engine, run.stops, sampling, **options, typical=run.batches.typical_prompts)
         # Training donates its arrays, so the reference needs its own.
-        self._reference = jax.tree.map(jnp.copy, model.trainable) if objective.beta else None
+        assert isinstance(objective, RolloutObjective)
+        self._reference = jax.tree.map(jnp.copy, model.trainable) if objective.uses_reference else None
+        self._teacher = make_teacher(run, model) if objective.needs_teacher else None
 
     def sample(self, prompts: Sequence[Sequence[int]], indices: Sequence[int], count: int) -> list[list[Sample]]:
         """Return answers by the present weights, with their texts."""
@@ -53,6 +117,17 @@ class TrainedPolicy:
         assert trainable is not None
         placed = place_batch(batch, self._mesh)
         return np.asarray(self._model.executor.log_probs(trainable, self._model.frozen, placed))
+
+    @property
+    def teacher_matrix(self) -> Float[Array, "V E"]:
+        """Return the teacher's output projection."""
+        assert self._teacher is not None
+        return self._teacher.matrix
+
+    def teacher_hidden(self, batch: Batch) -> Float[np.ndarray, "B T E"]:
+        """Return the teacher's hidden states after its final norm."""
+        assert self._teacher is not None
+        return self._teacher.hidden(batch)
 
     def _decode(self, sample: Sample) -> str:
         return str(self._tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=True))

@@ -61,7 +61,10 @@ _SEGMENT_FIELDS = ("segment_ids", "positions", "starts", "ends", "long")
 _LESS = 0.85
 """Share of the planned memory that the next plan may use."""
 _AFTER_FAILURE = 0.8
-"""Share of the pool that the next plan may use where a step failed, whose rest may need more than it asked for."""
+"""Share of the pool, or of the last plan's, that the next plan may use after a failed allocation.
+
+The rest of the step may need more than was asked for, and free memory may be in pieces.
+"""
 
 
 class SpikeState(TypedDict):
@@ -292,7 +295,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 class Overrun(NamedTuple):
-    """Memory of a GPU that the first step of a process took, or asked for, beyond what there is, bytes."""
+    """Memory of a GPU that a run took in its first step, or asked for, beyond what there is, bytes."""
 
     taken: float
     pool: float
@@ -332,29 +335,34 @@ def _pool_within(run: Run) -> list[float]:
     return [] if pool is None else [pool * GIB]
 
 
-def plan_again(run: Run, overrun: Overrun) -> Run:
-    """Return a run planned with as much less memory as it took more than was planned.
+def smaller_pool(run: Run, overrun: Overrun, before: float | None) -> float:
+    """Return the bytes of the pool to plan with, by what was taken, and less with every failure after `before`."""
+    pool = min(overrun.pool, before) if overrun.exhausted and before else overrun.pool
+    return _less(run, overrun) * pool
+
+
+def plan_again(run: Run, overrun: Overrun, pool: float) -> Run:
+    """Return the run after an overrun, planned with a smaller pool, bytes.
 
     Raises:
         OutOfMemory: nothing fits.
     """
-    pool = _less(run, overrun) * overrun.pool / GIB
     settings, host = run.config.model, run.config.model.embeddings == "host"
     try:
         workload = replace(run.workload, host_embeddings=host)
-        remat = choose_remat(settings, workload, run.total_steps, pool=pool)
+        remat = choose_remat(settings, workload, run.total_steps, pool=pool / GIB)
     except DoesNotFit as error:
-        raise OutOfMemory(f"{describe(run, overrun)}, and nothing else fits in {pool:.1f} GiB: {error}") from error
+        raise OutOfMemory(f"{describe(run, overrun)}, and nothing else fits in {pool / GIB:.1f}: {error}") from error
     return replace(run, remat=remat, workload=replace(workload, host_embeddings=remat.host_embeddings))
 
 
 def describe(run: Run, overrun: Overrun) -> str:
-    """Describe what a step took, beside its limit and its plan."""
+    """Describe what a run took, beside its limit and its plan."""
     limit, planned = run.config.model.memory_limit, run.remat.device_bytes
-    took, pool = "asked for" if overrun.exhausted else "took", f"{overrun.pool / GIB:.1f}"
+    took, pool = "the run asked for" if overrun.exhausted else "the first step took", f"{overrun.pool / GIB:.1f}"
     pool = f"the {pool} that --memory-limit {limit:g} leaves" if limit else f"the {pool} of JAX's pool"
     note = f" ({planned / GIB:.1f} planned)" if planned else ""
-    return f"the first step {took} {overrun.taken / GIB:.1f} GiB of the GPU, above {pool}{note}"
+    return f"{took} {overrun.taken / GIB:.1f} GiB of the GPU, above {pool}{note}"
 
 
 def smaller_limit(run: Run, overrun: Overrun) -> str:

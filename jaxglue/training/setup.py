@@ -16,7 +16,7 @@ from jaxglue.engine.residency import format_weights
 from jaxglue.hf.adapter import Adapter, warn_of_adapter_inside
 from jaxglue.hf.loading import check_weights
 from jaxglue.models.config import DecoderConfig
-from jaxglue.objectives.policy import PolicyGradient
+from jaxglue.objectives.policy import RolloutObjective
 from jaxglue.planner.explain import Reason
 from jaxglue.planner.flops import mean_visible_keys, training_flops_per_token
 from jaxglue.planner.plan import DoesNotFit
@@ -194,7 +194,9 @@ def _read_data(
     """Read and tokenize the data, or the prompts that are answered in training."""
     if config.objective.kind.needs_rollouts:
         answer, limit = config.rollouts.max_completion_length, config.data.row_tokens
-        prompts = read_prompts(config.data, vocabulary.tokenizer, answer=answer, limit=limit)
+        sizes: dict[str, int] = {"answer": answer, "limit": limit}
+        system = config.rollouts.teacher_system
+        prompts = read_prompts(config.data, vocabulary.tokenizer, **sizes, teacher_system=system)
         return PreparedData(train=prompts, eval=None, report=PromptReport(prompts))
     task = config.objective.task(shared_prompt=not refuse_shared_prompt(config, model))
     return prepare_data(
@@ -207,7 +209,7 @@ def _make_rollouts(config: TrainConfig, model: DecoderConfig, data: PreparedData
     if processes.count > 1:
         raise ValueError(f"--objective {config.objective.objective} runs in one process yet: start one")
     objective, dataset = config.objective.make(), data.train
-    assert isinstance(objective, PolicyGradient) and isinstance(dataset, PromptDataset)
+    assert isinstance(objective, RolloutObjective) and isinstance(dataset, PromptDataset)
     judge = Judge(config.rollouts)
     steps = RolloutSteps(
         dataset,

@@ -57,6 +57,7 @@ from jaxglue.training.recovery import (
     plan_again,
     save_step,
     smaller_limit,
+    smaller_pool,
 )
 from jaxglue.training.reference_cache import add_reference
 from jaxglue.training.remat import open_buffers, restore_pool, size_pool
@@ -71,6 +72,8 @@ from jaxglue.training.trackers import Loggers, open_loggers
 
 _STEPS_IN_FLIGHT = 2
 """Steps that the host runs ahead of the device: enough to keep it busy, few enough to stop soon."""
+_MOST_PLANS = 3
+"""How often a run that takes more memory than there is may be planned again."""
 
 
 def train(
@@ -147,27 +150,30 @@ def _train(
 def _train_as_planned(
     run: Run, console: Console, output: RunFolder, attempt: Callable[..., RunSummary | Overrun | None]
 ) -> RunSummary | None:
-    """Train; where the first step takes more memory than there is, plan with less and start again, once."""
+    """Train; where a run takes more memory than there is, plan with less and go on from its checkpoint or the start."""
     start: Any = run.batches.get_state()
-    pinned = os.environ.get(HOST_LIMIT)
-    result = attempt(run)
+    pinned, pool = os.environ.get(HOST_LIMIT), None
+    result = attempt(run, plans_left=_MOST_PLANS)
     if not isinstance(result, Overrun):
         return result
     with output.replacing():  # the run before comes back if nothing else fits
-        restore_pool(os.environ, pinned)
-        again = plan_again(run, result)
-        console.print(f"{describe(run, result)}: planned again and started again, with --remat {again.remat}")
-        again.batches.set_state(start)
-        result = attempt(again, again=True)
-    assert not isinstance(result, Overrun)
-    return result
+        for left in reversed(range(_MOST_PLANS)):
+            restore_pool(os.environ, pinned)
+            pool = smaller_pool(run, result, pool)
+            again = plan_again(run, result, pool)
+            console.print(f"{describe(run, result)}: planned again and started again, with --remat {again.remat}")
+            again.batches.set_state(start)
+            result, run = attempt(again, plans_left=left, again=True), again
+            if not isinstance(result, Overrun):
+                return result
+    raise AssertionError("the last plan's overrun is an error")
 
 
-def _attempt(run: Run, *, again: bool = False, **shared: Any) -> RunSummary | Overrun | None:
+def _attempt(run: Run, **options: Any) -> RunSummary | Overrun | None:
     """Train as a run is planned, with the memory of the host that this needs."""
     size_pool(run.workload, run.remat, os.environ)
     with explained_out_of_memory(run), open_buffers(run.workload, run.remat) as buffers:
-        return Trainer(run, **shared, host_buffers=buffers, again=again).run()
+        return Trainer(run, **options, host_buffers=buffers).run()
 
 
 def _dry_run(config: TrainConfig, console: Console, processes: Processes) -> None:
@@ -220,7 +226,8 @@ class Trainer:
         output: the run's folder.
         host_buffers: for offloaded values; None for JAX's pool.
         callbacks: of the run.
-        again: the run is planned for the second time, and began before.
+        plans_left: how often the run may be planned again.
+        again: it was, and began before.
     """
 
     def __init__(
@@ -235,11 +242,14 @@ class Trainer:
         host_buffers: HostBuffers | None = None,
         callbacks: Callbacks | None = None,
         *,
+        plans_left: int = 0,
         again: bool = False,
     ):
         self._run, self._settings, self._processes, self._identity = run, run.config.run, processes, identity
         self._console, self._timer, self._interrupt = console, timer, interrupt
         self._output, self._again, self._folder = output, again, output.path
+        self._is_planned = run.config.model.remat == AUTO and processes.count == 1
+        self._may_plan = self._is_planned and plans_left > 0
         folder = output.path
         mesh = make_mesh(run.mesh) if run.mesh.devices > 1 else None
         self._model = TrainStep(run, mesh, host_buffers)
@@ -264,12 +274,12 @@ class Trainer:
     def run(self) -> RunSummary | Overrun | None:
         """Train to the end, or until an interruption, after which the run can be resumed.
 
-        Return early where the first step takes more memory than there is and the run can be planned again: then nothing
-        is written that another attempt would not write over.
+        Return early where it takes more memory than there is and can be planned again, to go on from the last
+        checkpoint: nothing was written that another attempt would not write over.
         """
         begun = time.monotonic()
         with self._output.replacing(), self._open_checkpoints() as checkpoints:
-            if self._settings.resume:
+            if self._settings.resume or self._again:
                 self._resume(checkpoints)
             if self._has_ended:
                 return self._finish(begun, checkpoints)
@@ -278,6 +288,8 @@ class Trainer:
             if self._model.step == 0 and not self._again:
                 self._answer_samples("before")
             if (overrun := self._train(checkpoints)) is not None:
+                if isinstance(self._run.batches, RolloutSteps):
+                    self._run.batches.release()
                 return overrun
             if self._has_ended:
                 return self._finish(begun, checkpoints)
@@ -304,7 +316,7 @@ class Trainer:
         )
 
     def _train(self, checkpoints: Checkpoints) -> Overrun | None:
-        """Train to the end or an interruption; explain a divergence; return where the first step is an overrun."""
+        """Train to the end or an interruption; explain a divergence; return where memory runs out, to plan again."""
         begun, start = self._model.step, self._run.batches.get_state() if self._model.step == 0 else {}
         progress = TrainingProgress(self._run.total_steps, first_step=begun, console=self._console)
         compiling = Compiling(progress, self._run.remat.compile_seconds, lambda: self._recorder.has_compiled)
@@ -322,6 +334,10 @@ class Trainer:
                     self._interrupt,
                 ):
                     self._run_steps(checkpoints, loggers, progress, first)
+        except jax.errors.JaxRuntimeError as error:
+            if not self._may_plan or not is_out_of_memory(error):
+                raise
+            return failed_allocation(self._run, str(error))
         except Diverged as error:
             rows = self._save_rows(error.step)
             self._console.print(f"step {error.step} diverged: looking for the cause")
@@ -334,27 +350,21 @@ class Trainer:
         return None
 
     def _first_step(self, checkpoints: Checkpoints, progress: TrainingProgress) -> StepResult | Overrun:
-        """Run this process's first step; return by how much it takes more memory than there is, to plan again.
+        """Run this process's first step; return by how much it takes more memory than the limit, to plan again.
 
         Raises:
-            OutOfMemory: it was planned again before.
+            OutOfMemory: it was planned as often as may be.
         """
         before = memory_use(jax.local_devices()).peak
-        may_plan = self._run.config.model.remat == AUTO and self._processes.count == 1
-        try:
-            result = self._dispatch_step(checkpoints, progress)
-            jax.block_until_ready(result.values)
-        except jax.errors.JaxRuntimeError as error:
-            if not is_out_of_memory(error) or not may_plan or self._again:
-                raise
-            return failed_allocation(self._run, str(error))
+        result = self._dispatch_step(checkpoints, progress)
+        jax.block_until_ready(result.values)
         if (overrun := memory_beyond_limit(self._run, before)) is None:
             return result
-        if may_plan and not self._again:
+        if self._may_plan:
             return overrun
         remedy = f"start again with {smaller_limit(self._run, overrun)}, or lower --batch-size or --seq-len"
-        if may_plan:
-            raise OutOfMemory(f"{describe(self._run, overrun)}, though planned for the second time: {remedy}")
+        if self._is_planned:
+            raise OutOfMemory(f"{describe(self._run, overrun)}, though planned {_MOST_PLANS} times more: {remedy}")
         progress.say(f"{describe(self._run, overrun)}: where no more is free, {remedy}, or change --remat")
         return result
 

@@ -120,6 +120,12 @@ def test_supervised_rows_are_refused(prepare):
         prepare([{"text": "a"}])
 
 
+@pytest.mark.parametrize("row", [{"prompt": "a", "label": True}, {"completion": "a", "label": True}])
+def test_a_labeled_row_needs_prompt_and_completion(row):
+    with pytest.raises(ValueError, match=r"a row with 'label' needs 'prompt' and 'completion', or 'messages'"):
+        read_answers(row, "labeled")
+
+
 def test_labels_need_kto(prepare):
     with pytest.raises(ValueError, match=r"rows with a label are for --objective kto"):
         prepare([{"prompt": "a", "completion": "b", "label": True}])

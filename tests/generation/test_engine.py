@@ -25,14 +25,14 @@ CASES = {
 PROMPT = [5, 3, 60, 17, 17, 2, 90, 41]
 
 
-def engine_of(model, lora: bool):
+def engine_of(model, lora: bool, **options):
     if lora:
         add_lora(model, LoraConfig(rank=2, alpha=8), rngs=nnx.Rngs(1))
         for layer in model.layers:
             b = layer.self_attn.q_proj.lora_B
             b[...] = jax.random.normal(jax.random.key(2), b.shape)
     graphdefs, *trees = split_model(model, nnx.LoRAParam)
-    return Engine(graphdefs, model.config, dtype=jnp.float32), trees
+    return Engine(graphdefs, model.config, dtype=jnp.float32, **options), trees
 
 
 def likeliest_next(model, tokens):
@@ -253,7 +253,7 @@ def test_answers_of_one_prompt_share_pages_and_equal_those_alone(llama):
     assert len({tuple(tokens) for tokens in together.values()}) == 5
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", [repeat("llama"), "qwen3"])
 def test_answers_that_give_their_pages_up_go_on_unchanged(tiny_model, family):
     engine, trees = engine_of(tiny_model(family, **FAMILIES[family]), lora=False)
     sampling = replace(SAMPLED, max_tokens=150, frequency_penalty=0.5, repetition_penalty=1.2)
@@ -306,7 +306,7 @@ def test_requests_have_own_stop_tokens_biases_and_ends(llama):
     assert found[2].tokens.tolist()[:10] == plain[:10] and found[2].finish == "until"
 
 
-@pytest.mark.parametrize("family", repeats(FAMILIES, "llama", "qwen3_moe"))
+@pytest.mark.parametrize("family", repeats(FAMILIES, "llama", "qwen3_moe", "gpt_oss"))
 def test_long_prompts_pass_in_pieces(tiny_model, family, monkeypatch):
     model = tiny_model(family, initializer_range=0.3, **FAMILIES[family])
     prompt = np.random.default_rng(2).integers(0, 97, 200).tolist()
@@ -338,6 +338,19 @@ def test_the_last_of_many_answers_are_decoded_by_a_smaller_program(llama):
     sizes = []
     (windows,) = engine._sizes.values()
     take = windows.take
-    windows.take = lambda count: sizes.append(take(count)) or sizes[-1]
+    windows.take = lambda *settings: sizes.append(take(*settings)) or sizes[-1]
     assert answers_of(engine, trees, requests, whole=True) == first
     assert [size for size, _ in sizes] == [16] + [8] * 4
+
+
+def test_an_answer_goes_on_in_a_program_that_was_compiled_meanwhile(tiny_model):
+    model = tiny_model("qwen3", **FAMILIES["qwen3"])
+    engine, trees = engine_of(model, lora=False)
+    staying, _ = engine_of(model, lora=False, ahead=True)
+    wanted = list(engine.stream(*trees, PROMPT, replace(SAMPLED, max_tokens=60)))
+    stream = staying.stream(*trees, PROMPT, replace(SAMPLED, max_tokens=60))
+    found = [next(stream)]
+    staying.wait()
+    before = staying.compilations()
+    assert found + list(stream) == wanted and staying.compilations() == before
+    assert list(staying.stream(*trees, PROMPT, replace(SAMPLED, max_tokens=30))) == wanted[:30]

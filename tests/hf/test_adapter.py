@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxglue.hf import adapter_config
-from jaxglue.hf.adapter import find_base, load_adapter, save_adapter
+from jaxglue.hf.adapter import find_base, load_adapter, random_seed, save_adapter
 from jaxglue.hf.adapter_tensors import join_rows
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.vocabulary import ROWS
@@ -265,3 +265,9 @@ def test_zero_is_no_absent_option(tmp_path):
         adapter_config.refuse_unsupported(
             tmp_path, {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "layers_to_transform": 0}
         )
+
+
+@pytest.mark.parametrize(("weights", "seed"), [("random 5 0a1b", 5), ("0a1b2c", None)])
+def test_the_seed_of_a_random_base_is_recorded(tmp_path, tensors, weights, seed):
+    save_adapter(tmp_path, tensors, CONFIG, "some/base", {"model_type": "qwen3", "weights": weights})
+    assert random_seed(tmp_path) == seed

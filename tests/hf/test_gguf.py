@@ -261,6 +261,13 @@ def test_matrices_in_portions_are_quantized_as_at_once(weighed, make_folder, exp
         ({"model_type": "qwen3", "attention_bias": True}, "f16", "biases in Qwen3's attention"),
         ({**GPT_OSS, "layer_types": ["full_attention"] * 2}, "f16", "other layers in windows"),
         ({"vocab_size": 300}, "f16", "embedding only 300 rows"),
+        ({"model_type": "mistral", "sliding_window": 16}, "f16", "does not compute sliding windows"),
+        ({"model_type": "smollm3", "no_rope_layers": [0, 1]}, "f16", "other layers without rotary embeddings"),
+        ({"model_type": "gemma2", "attn_logit_softcapping": None}, "f16", "Gemma 2 without caps of scores and"),
+        ({"model_type": "gemma2", "head_dim": 64}, "f16", "query_pre_attn_scalar other than 64"),
+        ({"model_type": "gemma3_text", "rope_local_base_freq": 5.0}, "f16", "rotary embeddings of windows other"),
+        ({"model_type": "olmo2", "attention_bias": True}, "f16", "biases in attention"),
+        ({"model_type": "olmo3"}, "f16", "models of type olmo3"),
     ],
 )
 def test_what_llama_cpp_lacks_is_refused(changes, kind, message, make_folder, export):

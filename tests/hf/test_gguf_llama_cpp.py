@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from llama_cpp import ask
 from safetensors.numpy import load_file, save_file
+from selection import repeats
 
 from jaxglue.commands import main
 from jaxglue.data.template import ChatTemplate
@@ -55,8 +56,32 @@ FAMILIES = {
     "qwen3": {"model_type": "qwen3"},
     "qwen3_moe": {"model_type": "qwen3_moe", **SPARSE},
     "gpt_oss": {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
+    "qwen2": {"model_type": "qwen2"},
+    "mistral": {"model_type": "mistral", "sliding_window": None},
+    "granite": {
+        "model_type": "granite",
+        **{"attention_multiplier": 0.1, "embedding_multiplier": 6.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    },
+    "olmo2": {"model_type": "olmo2"},
+    "smollm3": {"model_type": "smollm3"},
+    "gemma2": {
+        **{"model_type": "gemma2", "sliding_window": 16, "query_pre_attn_scalar": 64, "initializer_range": 0.03}
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        **{"num_hidden_layers": 6, "sliding_window": 16, "query_pre_attn_scalar": 64, "initializer_range": 0.03},
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "glm4": {"model_type": "glm4"},
+    "phi3": {"model_type": "phi3", "partial_rotary_factor": 0.75},
+    "phi3_longrope": {
+        **{"model_type": "phi3", "max_position_embeddings": 1024, "original_max_position_embeddings": 512},
+        "rope_scaling": {"type": "longrope", "short_factor": [1.1] * 32, "long_factor": [2.0] * 32},
+    },
 }
 SEEDS = {"llama": 29, "llama_tied": 28, "qwen3": 10, "qwen3_moe": 1, "gpt_oss": 33}
+SEEDS |= {"qwen2": 11, "mistral": 13, "granite": 20, "olmo2": 15, "smollm3": 11, "glm4": 4, "phi3": 17}
+SEEDS |= {"phi3_longrope": 3, "gemma2": 13, "gemma3": 19}
 """Of models whose greedy tokens are likelier than others by 0.06 at least, which no rounding decides."""
 ENDS = (0, 2)
 """Tokens of the tokenizer that llama.cpp knows as ends by their names, whatever the file says."""
@@ -115,7 +140,7 @@ def export(folder, kind, output, tokenizer, stops):
     return export_gguf(MergedTensors(folder), config_from_hf(raw), tokenizer, stops, kind, output)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", repeats(FAMILIES, "qwen2", "mistral", "olmo2", "smollm3", "gemma2", "glm4", "phi3"))
 def test_f16_gives_our_tokens_stops_and_template(family, make_folder, make_tokenizer, tmp_path):
     folder, tokenizer = make_folder(family), make_tokenizer("plain")
     template = ChatTemplate(tokenizer)

@@ -18,6 +18,7 @@ from jaxglue.models import config_from_hf
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.ops.segments import pack_segments
 from tests.models.test_parity import PEFT
+from tests.selection import repeats
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 BASE, ADAPTER, MERGED = GOLDENS / "qwen3_tied", GOLDENS / "adapter", GOLDENS / "merged"
@@ -97,7 +98,7 @@ def rewrite(tmp_path):
     return write
 
 
-@pytest.mark.parametrize("name", PEFT)
+@pytest.mark.parametrize("name", repeats(PEFT, "untied_both", "untied_head"))
 def test_adapters_are_written_with_the_tensors_and_features_that_peft_gave_them(rewrite, name):
     _, folder = rewrite(name)
     theirs, ours = (load_file(path / "adapter_model.safetensors") for path in (GOLDENS / "peft" / name, folder))
@@ -111,7 +112,7 @@ def test_adapters_are_written_with_the_tensors_and_features_that_peft_gave_them(
     assert load_adapter(folder).config == load_adapter(GOLDENS / "peft" / name).config
 
 
-@pytest.mark.parametrize("name", PEFT)
+@pytest.mark.parametrize("name", repeats(PEFT, "untied_both", "untied_head"))
 def test_merged_folders_predict_as_base_and_peft_adapter(tmp_path, name):
     base, golden = GOLDENS / PEFT[name], load_file(GOLDENS / "peft" / name / "golden.safetensors")
     check = export_adapter(GOLDENS / "peft" / name, base, tmp_path / "merged")
@@ -122,7 +123,7 @@ def test_merged_folders_predict_as_base_and_peft_adapter(tmp_path, name):
     np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", PEFT)
+@pytest.mark.parametrize("name", repeats(PEFT, "untied_both", "untied_head"))
 def test_live_peft_loads_written_features(rewrite, name):
     torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM

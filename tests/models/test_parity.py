@@ -15,6 +15,7 @@ from jaxglue.hf.loading import add_adapter, load_model, set_adapter
 from jaxglue.models.lora import add_lora
 from jaxglue.models.parameters import hf_name
 from jaxglue.ops.segments import pack_segments
+from tests.selection import repeats
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 DENSE = ["qwen3_tied", "qwen3_window_bias", "llama_tied_llama3", "llama_yarn", "llama_bias_no_groups"]
@@ -52,7 +53,7 @@ PEFT = {
 """Base of each adapter in goldens/peft."""
 
 
-@pytest.mark.parametrize("name", PEFT)
+@pytest.mark.parametrize("name", repeats(PEFT, "untied_both", "untied_head"))
 def test_adapters_saved_by_peft_give_its_logits_and_gradients(name):
     folder, base = GOLDENS / "peft" / name, GOLDENS / PEFT[name]
     golden, inferring = load_file(folder / "golden.safetensors"), load_model(base, dtype=jnp.float32)

@@ -6,10 +6,17 @@ import numpy as np
 import pytest
 
 from jaxglue.models import config_from_hf
+from jaxglue.models.config import LayerShape
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.ops.backend import has_jax_triton
 from jaxglue.ops.kernel_cost import KernelKind
-from jaxglue.planner.attention import attention_backend, attention_costs, visible_pairs, with_fitting_attention
+from jaxglue.planner.attention import (
+    attention_backend,
+    attention_costs,
+    layer_attention_costs,
+    visible_pairs,
+    with_fitting_attention,
+)
 from jaxglue.planner.gpus import find_gpu
 from jaxglue.planner.workload import Workload, sample_lengths, sample_micro_batches
 
@@ -92,6 +99,23 @@ def test_workspaces_are_bounded_by_the_gpus_memory(workload):
     two = replace(workload, document_lengths=(8192,))
     for gpu, kernels in ((H200, ["auto", "auto", "triton"]), (find_gpu("B200"), ["auto", "triton", "triton"])):
         assert [with_fitting_attention(two, gpu.limited(gib)).attention for gib in (10, 7, 2)] == kernels
+
+
+def test_layers_are_costed_by_their_own_heads(workload):
+    config = workload.config
+    shapes = [LayerShape(head_dim, 8, config.intermediate_size) for head_dim in (128, 256, 512)]
+    own = replace(config, num_hidden_layers=3, layer_windows=(None,) * 3, layer_shapes=tuple(shapes))
+    work = replace(workload, config=own, document_lengths=(1024,))
+    costs = [layer_attention_costs(work, H200, index)[KernelKind.ATTENTION_BACKWARD].seconds for index in range(3)]
+    assert costs[0] == attention_costs(work, H200, None)[KernelKind.ATTENTION_BACKWARD].seconds
+    assert costs[2] > 1.9 * costs[1] > 1.9 * 1.9 * costs[0]
+
+
+def test_capped_scores_and_wide_heads_have_no_sums_of_queries(workload):
+    for changes in ({"attention_softcap": 50.0}, {"head_dim": 256, "num_attention_heads": 16}):
+        work = replace(workload, config=replace(workload.config, **changes), attention="hopper")
+        cost = attention_costs(work, H200, None)[KernelKind.ATTENTION_BACKWARD]
+        assert (cost.workspace, cost.in_place) == (0, False)
 
 
 def test_short_rows_wait_for_the_longest_program(workload):

@@ -31,6 +31,10 @@ CONFIG = {
 
 MOE = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
 GPT_OSS = {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4}
+LINEAR = {
+    "model_type": "qwen3_5_text", "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
 FULL, WINDOWS = ({"layer_types": (f"{kind}_attention",) * 2} for kind in ("full", "sliding"))
 """Layers of one type compile once."""
 WIDE = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
@@ -107,6 +111,8 @@ CASES = [
     ("lora", "fsdp=4,expert=2", "dots", GPT_OSS | WIDE | FULL | {"quantize": "mxfp4"}),
     ("lora", "data=2,fsdp=4", "dots", WIDE | {"quantize": "nf4"}),
     ("lora", "fsdp=8", "full", WIDE | {"quantize": "int8"}),
+    ("lora", "fsdp=8", "offload", LINEAR),
+    ("full", "data=2,fsdp=4", "full", LINEAR),
 ]
 
 

@@ -46,6 +46,20 @@ def optax_steps(transform):
     return trainable
 
 
+def test_gradients_are_clipped_over_the_whole_tree():
+    """Their sizes differ between steps, as an update's sign does not depend on that of its own step."""
+    config = OptimizerConfig(optimizer="lion", **(SETTINGS | {"clip_norm": 1.0}))
+    optimizer, trainable = make_optimizer(config, total_steps=9), tree(0)
+    clipped, expected = optax.chain(optax.clip_by_global_norm(1.0), WHOLE["lion"]), tree(0)
+    state, start = optimizer.init(trainable), clipped.init(expected)
+    for step, size in enumerate((10.0, 1e-3, 1.0, 1e-3)):
+        gradients = jax.tree.map(lambda leaf, size=size: size * leaf, tree(step + 1))
+        updates, start = clipped.update(gradients, start, expected)
+        expected = optax.apply_updates(expected, updates)
+        trainable, state, _ = optimizer.update(trainable, state, gradients, step)
+    chex.assert_trees_all_close(trainable, expected, rtol=2e-5, atol=2e-6)
+
+
 def matrices(params):
     return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 

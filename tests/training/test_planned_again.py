@@ -1,6 +1,7 @@
-"""A first step that takes more memory than there is: planned again once, with nothing lost."""
+"""A run that takes more memory than there is: planned again, with nothing lost."""
 
 import json
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -25,41 +26,51 @@ PLANNED = int(0.9 * POOL * GIB)
 
 
 @pytest.fixture
-def planned(monkeypatch) -> list[float]:
-    """Plan `dots` at first, and `full` afterwards; list the GiB of the pool of later plans."""
-    pools: list[float] = []
+def models() -> list[weakref.ref]:
+    """References to the models of the steps that ran."""
+    return []
+
+
+@pytest.fixture
+def planned(monkeypatch, models) -> dict:
+    """Plan `dots` at first, `remat` afterwards, when the model before is gone; list later plans' GiB of the pool."""
+    plans: dict = {"remat": "full", "pools": []}
     choose = setup.choose_remat
 
     def chosen(settings, workload, steps, explain=False):
         return replace(choose(settings, workload, steps), device_bytes=PLANNED)
 
     def chosen_again(settings, workload, steps, *, pool):
-        pools.append(pool)
-        layers = workload.config.num_hidden_layers
-        return replace(choose(settings, workload, steps), remat="full", policies=parse_policies("full", layers))
+        plans["pools"].append(pool)
+        assert {model() for model in models} == {None}
+        policies = parse_policies(plans["remat"], workload.config.num_hidden_layers)
+        again = replace(choose(settings, workload, steps), remat=plans["remat"], policies=policies)
+        return replace(again, device_bytes=int(0.95 * pool * GIB))
 
     monkeypatch.setattr(setup, "choose_remat", chosen)
     monkeypatch.setattr(recovery, "choose_remat", chosen_again)
-    return pools
+    return plans
 
 
 @pytest.fixture
-def overrun(monkeypatch) -> Callable[[str, int], None]:
-    """Make the first steps of some processes overrun: an allocation fails in their midst, or the peak is too high."""
+def overrun(monkeypatch, models) -> Callable[..., None]:
+    """Make steps of these numbers, counted over attempts, overrun: in their midst, or by their peak."""
     dispatch, steps = TrainStep.dispatch, [0]
 
-    def make(kind: str, times: int) -> None:
+    def make(kind: str, *numbers: int) -> None:
         def dispatched(self, *args):
             result = dispatch(self, *args)
+            models.append(weakref.ref(self))
             steps[0] += 1
-            if kind == "exhausted" and steps[0] <= times:
+            if kind == "exhausted" and steps[0] in numbers:
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2.00GiB.")
             return result
 
         def memory_use(devices):
-            return Memory(0, int((POOL * 1.25 if steps[0] <= times else 1) * GIB), "device")
+            return Memory(0, int((POOL * 1.25 if steps[0] in numbers else 1) * GIB), "device")
 
         steps[0] = 0
+        models.clear()
         monkeypatch.setattr(TrainStep, "dispatch", dispatched)
         monkeypatch.setattr(recovery, "memory_use", memory_use if kind == "peak" else recovery.memory_use)
 
@@ -78,20 +89,32 @@ def assert_equal(one, other) -> None:
     jax.tree.map(np.testing.assert_array_equal, one[1], other[1])
 
 
-@pytest.mark.parametrize("kind", [repeat("exhausted"), "peak"])
+@pytest.mark.parametrize(
+    ("kind", "number", "share"),
+    [repeat("exhausted", 1, 0.8), ("exhausted", 2, 0.8), ("peak", 1, PLANNED / POOL / GIB / 1.25)],
+)
 def test_an_overrun_is_planned_again_with_the_results_of_that_plan(
-    make_config, tmp_path, planned, overrun, capsys, kind
+    make_config, tmp_path, planned, overrun, capsys, kind, number, share
 ):
+    """Also in the second step, with no checkpoint before: then from the start."""
     train(make_config(steps=2, remat="full", output=tmp_path / "full"))
-    overrun(kind, 1)
+    overrun(kind, number)
     train(make_config(steps=2, memory_limit=LIMIT, output=tmp_path / "again"))
     assert_equal(results(tmp_path / "again"), results(tmp_path / "full"))
-    share = {"exhausted": 0.8, "peak": PLANNED / (1.25 * POOL * GIB)}[kind]
-    assert planned == [pytest.approx(share * POOL, rel=1e-3)]
+    assert planned["pools"] == [pytest.approx(share * POOL, rel=1e-3)]
     printed = " ".join(capsys.readouterr().out.split())
-    said = {"exhausted": "asked for", "peak": "took 19.1 GiB of the GPU"}[kind]
-    assert f"the first step {said}" in printed and "above the 15.3 that --memory-limit 16 leaves" in printed
+    said = {"exhausted": "the run asked for", "peak": "the first step took 19.1 GiB of the GPU"}[kind]
+    assert said in printed and "above the 15.3 that --memory-limit 16 leaves" in printed
     assert "(13.8 planned): planned again and started again, with --remat full" in printed
+
+
+def test_an_overrun_after_a_checkpoint_goes_on_from_there(make_config, tmp_path, planned, overrun, capsys):
+    planned["remat"] = "dots"
+    train(make_config(steps=4, remat="dots", output=tmp_path / "whole", save_every=2))
+    overrun("exhausted", 4)
+    train(make_config(steps=4, output=tmp_path / "again", save_every=2))
+    assert_equal(results(tmp_path / "again"), results(tmp_path / "whole"))
+    assert "resumed from step 2" in capsys.readouterr().out and len(planned["pools"]) == 1
 
 
 def test_a_resumed_run_is_planned_again(make_config, tmp_path, planned, overrun):
@@ -104,19 +127,20 @@ def test_a_resumed_run_is_planned_again(make_config, tmp_path, planned, overrun)
 
 
 @pytest.mark.parametrize("kind", [repeat("exhausted"), "peak"])
-def test_a_second_overrun_ends_the_run_with_a_remedy(make_config, tmp_path, planned, overrun, monkeypatch, kind):
+def test_overruns_of_all_plans_end_the_run_with_a_remedy(make_config, tmp_path, planned, overrun, monkeypatch, kind):
     train(make_config(steps=1))
     before, recipe = results(tmp_path / "run"), (tmp_path / "run" / "config.toml").read_text()
     monkeypatch.setattr(recovery, "_remedy", lambda run: "--remat offload would fit")
-    overrun(kind, 2)
+    overrun(kind, 1, 2, 3, 4)
     line = {
         "exhausted": "ran out of memory, .*planned was --remat 'full'",
-        "peak": r"took 19\.1 GiB .* though planned for the second time: start again with --memory-limit 1\d\.\d, or",
+        "peak": r"took 19\.1 GiB .* though planned 3 times more: start again with --memory-limit \d+\.\d, or",
     }[kind]
     with pytest.raises(OutOfMemory, match=line):
         train(make_config(steps=2, memory_limit=LIMIT, overwrite=True))
     assert_equal(results(tmp_path / "run"), before)
     assert (tmp_path / "run" / "config.toml").read_text() == recipe
+    assert len(planned["pools"]) == 3 and planned["pools"] == sorted(planned["pools"], reverse=True)
 
 
 def test_a_named_policy_is_not_replaced(make_config, planned, overrun, capsys):
@@ -127,4 +151,4 @@ def test_a_named_policy_is_not_replaced(make_config, planned, overrun, capsys):
     train(make_config(steps=1, memory_limit=LIMIT, remat="dots", overwrite=True))
     said = " ".join(capsys.readouterr().out.split())
     assert "where no more is free, start again with --memory-limit 1" in said and "or change --remat" in said
-    assert not planned
+    assert not planned["pools"]

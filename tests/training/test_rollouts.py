@@ -141,3 +141,57 @@ def test_rewards_that_would_differ_are_judged_once(make_run, tmp_path, monkeypat
     before = rollouts(config)
     train(replace(config, run=replace(config.run, resume=True)))
     assert rollouts(config) == before
+
+
+@pytest.fixture
+def make_distillation(make_run, model_folder, write_jsonl):
+    """Build a run on two chats with answers, whose teacher is the base under a system message."""
+    shape = json.loads((model_folder / "config.json").read_text())
+    (model_folder / "config.json").write_text(
+        json.dumps(shape | {"initializer_range": 0.5})
+    )  # or prompts hardly matter
+    answered = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]
+    rows = [
+        {"messages": answered, "hint": "one"},
+        {"messages": answered[:1], "completion": answered[1:], "hint": "two"},
+    ]
+    data = write_jsonl(rows, "answered.jsonl")
+
+    def make(**changes):
+        given = {"data": (data,), "objective": "distill", "reward": (), "num_generations": None, "teacher": "base"}
+        return make_run(**given | {"teacher_system": "The hint is {hint}.", "generation_batch_size": 4} | changes)
+
+    return make
+
+
+def test_a_base_under_a_privileged_prompt_is_distilled(make_distillation):
+    config = make_distillation(beta=0.0, steps=8, learning_rate=3e-2, lmbda=0.5)
+    lines = read_metrics(train(config).metrics)
+    losses = [line["loss"] for line in lines]
+    assert min(losses[-3:]) < 0.8 * max(losses[:3]) and losses[0] > 0.01
+    answers = [line["answer"] for line in rollouts(config)]
+    assert 0 < sum("b" in answer and len(answer) < 3 for answer in answers) < len(answers)  # some are the rows'
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"teacher": None}, "needs a --teacher"),
+        ({"teacher_system": "The hint is {key}."}, r"answered.jsonl:1: --teacher-system: no column 'key' in the row"),
+        ({"objective": "grpo", "teacher": None, "num_generations": 1, "reward": ("exact",)}, "--num-generations 1"),
+        ({"max_completion_length": 120}, r"answered.jsonl:1: a prompt of \d+ tokens leaves no room for an answer"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused_before_weights_load(make_distillation, changes, text):
+    with pytest.raises(ValueError, match=text):
+        train(make_distillation(**changes))
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(make_distillation, tmp_path, make_tokenizer):
+    folder = tmp_path / "teacher"
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["another"])
+    tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text((tmp_path / "model" / "config.json").read_text())
+    with pytest.raises(ValueError, match=r"has another vocabulary \(1 tokens differ"):
+        train(make_distillation(teacher=str(folder)))

@@ -115,6 +115,11 @@ def test_full_fine_tuning_writes_a_model_folder(make_config, tmp_path, model_fol
     moved = [float(jnp.abs(after[name] - before[name]).max()) for name in before]
     assert after.keys() == before.keys() and min(moved) > 1e-5
 
+    path = summary.adapter / "model.safetensors"
+    written = path.read_bytes()
+    path.write_bytes(written[:-1])  # a run that resumes finds its result damaged
+    assert train(make_config(**options, resume=True)).steps == 3 and path.read_bytes() == written
+
 
 def test_update_in_backward_changes_no_loss(make_config, tmp_path):
     options = {"method": "full", "steps": 4, "learning_rate": 1e-3, "clip_norm": 0.0, "gradient_accumulation_steps": 2}

@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from jaxglue.data.progress import DataProgress
 from jaxglue.hf.adapter import Adapter
 from jaxglue.hf.files import atomic_folder
-from jaxglue.hf.gguf.layout import ARCHITECTURES, GgufTensor, Tensors, file_tensors, interleaved_rows
+from jaxglue.hf.gguf.architectures import ARCHITECTURES
+from jaxglue.hf.gguf.layout import GgufTensor, Tensors, file_tensors, interleaved_rows
 from jaxglue.hf.gguf.metadata import model_metadata
 from jaxglue.hf.gguf.modelfile import modelfile
 from jaxglue.hf.gguf.package import load_gguf
@@ -131,7 +132,7 @@ def export_gguf_lora(adapter: Adapter, config: DecoderConfig, output: str | Path
 
 def _architecture(config: DecoderConfig) -> str:
     gguf = load_gguf()
-    return gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[ARCHITECTURES[config.model_type]]]
+    return gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[ARCHITECTURES[config.model_type].name]]
 
 
 def _pieces(matrix: np.ndarray):
@@ -149,13 +150,13 @@ def _lora_matrices(module: str, adapter: Adapter, config: DecoderConfig) -> dict
         interleaved = config.model_type == "gpt_oss"
         halves = (b[:, ::2], b[:, 1::2]) if interleaved else (b[:, :rows], b[:, rows:])
         parts = {f"{path}.{half}": part for half, part in zip(("gate_proj", "up_proj"), halves, strict=True)}
-    elif config.model_type == "llama" and last in ("q_proj", "k_proj"):
+    elif ARCHITECTURES[config.model_type].permuted and last in ("q_proj", "k_proj"):
         heads = config.num_attention_heads if last == "q_proj" else config.num_key_value_heads
         parts = {module: b[interleaved_rows(len(b), heads)]}
     else:
         parts = {module: b}
     gguf = load_gguf()
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[ARCHITECTURES[config.model_type]], config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[ARCHITECTURES[config.model_type].name], config.num_hidden_layers)
     found: dict[str, np.ndarray] = {}
     for name, part in parts.items():
         stem = names.get_name(name)

@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
 from jaxglue.hf.export_check import Parts, Rows, embed_rows
-from jaxglue.hf.gguf.layout import ARCHITECTURES
+from jaxglue.hf.gguf.architectures import ARCHITECTURES
 from jaxglue.hf.gguf.package import load_gguf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import packed_context
@@ -41,7 +41,7 @@ def measure_importance(config: DecoderConfig, parts: Parts, rows: Sequence[Rows]
         dtype: of activations.
     """
     gguf = load_gguf()
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[ARCHITECTURES[config.model_type]], config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[ARCHITECTURES[config.model_type].name], config.num_hidden_layers)
     contexts = [packed_context(config, one.segments) for one in rows]
     hidden = [embed_rows(parts, one, dtype) for one in rows]
     found: dict[str, np.ndarray] = {}

@@ -10,13 +10,13 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from jaxglue.hf.gguf.architectures import ARCHITECTURES
 from jaxglue.hf.gguf.package import load_gguf
 from jaxglue.models.config import DecoderConfig
+from jaxglue.models.family import find_family
 from jaxglue.ops.quant.mxfp4 import BLOCK
 from jaxglue.ops.rope import inverse_frequencies
 
-ARCHITECTURES = {"llama": "LLAMA", "qwen3": "QWEN3", "qwen3_moe": "QWEN3MOE", "gpt_oss": "GPT_OSS"}
-"""Names in `gguf.MODEL_ARCH` by Hugging Face's `model_type`."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<expert>\d+)\.(?P<projection>\w+)\.weight")
 _STACK = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<projection>gate_up_proj|down_proj)(?P<part>|_bias|_blocks)")
@@ -62,21 +62,34 @@ def file_tensors(config: DecoderConfig, tensors: Tensors) -> list[GgufTensor]:
     """
     layout = _Layout(config, tensors)
     made = list(layout.all())
-    if config.rope.rope_type == "llama3":
-        made.append(_frequency_factors(config))
+    made += _frequency_factors(config)
     return sorted(made, key=lambda tensor: _order(tensor.name))
 
 
 def _order(name: str) -> tuple[int, int]:
-    first = {"token_embd.weight": -2, "rope_freqs.weight": -1}
-    return (first.get(name, 0), int(name.split(".")[1]) if name.startswith("blk.") else 1 << 30)
+    first = -2 if name == "token_embd.weight" else -1 if name.startswith("rope_") else 0
+    return (first, int(name.split(".")[1]) if name.startswith("blk.") else 1 << 30)
 
 
-def _frequency_factors(config: DecoderConfig) -> GgufTensor:
-    """Return the divisors of rotary frequencies, by which Llama 3.1 stretches the slow ones."""
-    plain = config.rope.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
-    factors = (plain / inverse_frequencies(config.rope, config.head_dim)[0]).astype(np.float32)
-    return GgufTensor(name="rope_freqs.weight", shape=factors.shape, sources=(), pieces=lambda: iter([lambda: factors]))
+def _frequency_factors(config: DecoderConfig) -> list[GgufTensor]:
+    """Return the divisors of rotary frequencies, which Llama 3.1 and longrope stretch."""
+    rope = config.rope
+    if rope.rope_type == "longrope":
+        lists = {"rope_factors_short.weight": rope.short_factor, "rope_factors_long.weight": rope.long_factor}
+        found = {name: np.array(factors, np.float32) for name, factors in lists.items()}
+    elif rope.rope_type == "llama3":
+        plain = rope.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
+        found = {"rope_freqs.weight": (plain / inverse_frequencies(rope, config.head_dim)[0]).astype(np.float32)}
+    else:
+        return []
+    return [
+        GgufTensor(name=name, shape=factors.shape, sources=(), pieces=partial(_one_piece, factors))
+        for name, factors in found.items()
+    ]
+
+
+def _one_piece(array: np.ndarray) -> Iterator[Callable[[], np.ndarray]]:
+    return iter([lambda: array])
 
 
 class _Layout:
@@ -85,8 +98,9 @@ class _Layout:
     def __init__(self, config: DecoderConfig, tensors: Tensors):
         gguf = load_gguf()
         self._config, self._tensors, self._specs = config, tensors, tensors.specs
-        architecture = gguf.MODEL_ARCH[ARCHITECTURES[config.model_type]]
+        architecture = gguf.MODEL_ARCH[ARCHITECTURES[config.model_type].name]
         self._names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+        self._offset = find_family(config.model_type).parts.norm.offset
         self._cached, self._reading = lru_cache(maxsize=2)(tensors.read), Lock()
 
     def all(self) -> Iterable[GgufTensor]:
@@ -115,12 +129,14 @@ class _Layout:
     def _plain(self, name: str) -> GgufTensor:
         spec, match = self._specs[name], _PERMUTED.fullmatch(name)
         order = None
-        if match and self._config.model_type == "llama":
+        if match and ARCHITECTURES[self._config.model_type].permuted:
             heads = self._config.num_attention_heads if match["projection"] == "q" else self._config.num_key_value_heads
             order = interleaved_rows(spec.shape[0], heads)
 
         def read() -> np.ndarray:
             array = self._tensors.read(name)
+            if self._offset and name.endswith("norm.weight"):
+                return array.astype(np.float32) + np.float32(self._offset)
             return array if order is None else array[order]
 
         return self._make(name, spec.shape, (name,), lambda: iter([read]))

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from jaxglue.hf.gguf.layout import ARCHITECTURES
+from jaxglue.hf.gguf.architectures import ARCHITECTURES
 from jaxglue.models.config import DecoderConfig
+from jaxglue.ops.rope import inverse_frequencies
 
 _REMEDY = "serve the model folder with transformers or vLLM"
 
@@ -39,15 +40,21 @@ def model_metadata(config: DecoderConfig, vocab_size: int) -> dict[str, Any]:
             "expert_used_count": config.moe.num_experts_per_tok,
             "expert_feed_forward_length": config.moe.intermediate_size,
         }
-    windows = {window for window in config.layer_windows if window}
+    windows = {window for window in config.layer_windows if window and window < config.max_position_embeddings}
     if windows:
         found["attention.sliding_window"] = windows.pop()
-    return found | _rope_metadata(config)
+    return found | _rope_metadata(config) | ARCHITECTURES[config.model_type].metadata(config)
 
 
 def _rope_metadata(config: DecoderConfig) -> dict[str, Any]:
     """Return the scaling of rotary frequencies; Llama 3.1's is a tensor (`rope_freqs`)."""
     rope = config.rope
+    if rope.rope_type == "longrope":
+        return {
+            "rope.scaling.type": "longrope",
+            "rope.scaling.original_context_length": rope.original_max_position_embeddings,
+            "rope.scaling.attn_factor": inverse_frequencies(rope, config.head_dim)[1],
+        }
     if rope.rope_type not in ("linear", "yarn"):
         return {}
     assert rope.factor
@@ -61,23 +68,13 @@ def _rope_metadata(config: DecoderConfig) -> dict[str, Any]:
 
 def _refuse_others(config: DecoderConfig) -> None:
     """Raise ValueError for a model that llama.cpp's architecture cannot express."""
-    found = None
-    windows = config.layer_windows
-    if config.model_type not in ARCHITECTURES:
-        found = f"models of type {config.model_type}"
-    elif config.scores:
-        found = "reward models"
-    elif config.model_type == "gpt_oss":
-        if any((window is None) != bool(layer % 2) for layer, window in enumerate(windows)):
-            found = "GPT-OSS with other layers in windows than every second"
-    elif any(windows):
-        found = "sliding windows"
-    if config.moe and not all(config.moe.sparse_layers):
-        found = "dense layers between sparse ones"
-    if config.moe and config.model_type == "qwen3_moe" and not config.moe.norm_topk_prob:
-        found = "norm_topk_prob=false"
-    if config.model_type == "qwen3" and config.attention_bias:
-        found = "biases in Qwen3's attention"
+    architecture = ARCHITECTURES.get(config.model_type)
+    if architecture is None:
+        found: str | None = f"models of type {config.model_type}"
+    else:
+        found = "reward models" if config.scores else architecture.obstacle(config)
+    if len({rotary.config.rope_type for rotary in config.rotaries} - {"default"}) > 1:
+        found = "several scalings of rotary embeddings"
     if config.rope.rope_type == "yarn" and (config.rope.attention_factor or config.rope.mscale):
         found = "YaRN with an attention factor of its own"
     if found:

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxglue.ops.backend import Backend, Capability, Operation, check_triton
 from jaxglue.ops.cross_entropy.chunks import ChunkSpec
+from jaxglue.ops.cross_entropy.divergence import chunked_divergences
 from jaxglue.ops.cross_entropy.fp8 import fp8_cross_entropy, reference_scaled_cross_entropy
 from jaxglue.ops.cross_entropy.log_probs import chunked_entropies, chunked_log_probs, chunked_log_sum_squares
 from jaxglue.ops.cross_entropy.reference import CappedCrossEntropy, cap_logits, reference_cross_entropy
@@ -20,6 +21,7 @@ __all__ = [
     "cap_logits",
     "chunk_size",
     "linear_cross_entropy",
+    "linear_divergences",
     "linear_entropies",
     "linear_log_probs",
     "linear_scores",
@@ -142,6 +144,42 @@ def linear_entropies(
     """
     spec = _spec(x, weight, chunk, "reference", softcap=softcap, temperature=temperature)
     return chunked_entropies(spec, x, lax.stop_gradient(weight), counted)
+
+
+def linear_divergences(
+    x: Float[Array, "M D"],
+    weight: Float[Array, "V D"],
+    teacher_x: Float[Array, "M E"],
+    teacher_weight: Float[Array, "V E"],
+    counted: Float[Array, " M"],
+    *,
+    beta: float,
+    top_k: int | None = None,
+    chunk: int | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
+) -> Float[Array, " M"]:
+    """Return each token's counted · divergence between softmax(x·Wᵀ) and a teacher's, float32.
+
+    The teacher gets no gradient.
+
+    Args:
+        x, weight: hidden states of M tokens, after the final norm, and output projection.
+        teacher_x, teacher_weight: those of the teacher, of any width, for the same vocabulary.
+        counted: 1, or 0 for tokens that are left out. Not differentiated.
+        beta: 0 for the forward divergence KL(teacher‖student), 1 for the reverse, between for the generalized
+            Jensen-Shannon divergence.
+        top_k: distinguish the teacher's most likely tokens alone, all others together; None for all tokens.
+        chunk: tokens whose logits exist at a time; by default half of `chunk_size`, since there are two.
+        temperature: divides both logits, within their caps.
+        softcap, teacher_softcap: c of logits c·tanh(logit / c); None for none.
+    """
+    options: dict[str, Any] = {"softcap": softcap, "teacher_softcap": teacher_softcap, "temperature": temperature}
+    chunk = chunk or max(chunk_size(len(weight)) // 2, 1)
+    return chunked_divergences(
+        x, weight, teacher_x, teacher_weight, counted, chunk=chunk, beta=beta, top_k=top_k, **options
+    )
 
 
 def log_sum_squares(

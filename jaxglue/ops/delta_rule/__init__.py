@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxglue.ops.backend import HOPPER, Backend, Capability, Operation, check_triton
 from jaxglue.ops.delta_rule.chunks import ChunkedDeltaRule
@@ -30,13 +30,14 @@ from jaxglue.ops.segments import PackedSegments
 __all__ = [
     "DELTA_ROWS",
     "DELTA_RULE",
+    "DELTA_STEP",
     "DeltaHeads",
     "DeltaShape",
     "DeltaStates",
+    "advance_states",
     "causal_convolution",
     "convolution_step",
     "delta_rule_and_states",
-    "delta_step",
     "gated_delta_rule",
     "gated_rms_norm",
     "gates",
@@ -107,6 +108,18 @@ DELTA_RULE = Operation(
 DELTA_ROWS = Operation(
     name="convolution and gated norm",
     backends={"triton": Backend(check=_check_rows, load=_load_rows, advantage="values are read and written once")},
+)
+
+
+def _load_step(capability: Capability, shape: DeltaShape) -> Any:
+    from jaxglue.ops.delta_rule.triton import TritonDeltaStep
+
+    return TritonDeltaStep.of(capability)
+
+
+DELTA_STEP = Operation(
+    name="step of the delta rule",
+    backends={"triton": Backend(check=_check_triton, load=_load_step, advantage="states are read and written once")},
 )
 
 
@@ -232,3 +245,35 @@ def _check(qkv, g, beta, segments: PackedSegments, heads: DeltaHeads) -> None:
         raise ValueError(f"segments are of rows {segments.segment_ids.shape}, and qkv of {qkv.shape[:2]}")
     if segments.gap_starts is not None:
         raise ValueError("segments fork, and a state follows one continuation: pack the answers as documents")
+
+
+def advance_states(
+    states: Float[Array, "slots N H V"],
+    slots: Int[Array, " S"],
+    begun: Bool[Array, " S"],
+    qkv: Float[Array, "S W"],
+    g: Float[Array, "S N"],
+    beta: Float[Array, "S N"],
+    heads: DeltaHeads,
+    *,
+    backend: str = "auto",
+) -> tuple[Float[Array, "S N V"], Float[Array, "slots N H V"]]:
+    """Return `gated_delta_rule`'s outputs of a token of each sequence, and the states of all slots behind them.
+
+    Args:
+        states: of all slots, float32.
+        slots: of the sequences; a slot that several share has any of their states afterwards.
+        begun: False for sequences whose first token this is, whatever is in their slot.
+        qkv, g, beta, heads: of the tokens, as `gated_delta_rule`'s.
+        backend: `auto`, `reference` or `triton`; see `DELTA_STEP.choose`.
+
+    Raises:
+        ValueError: a named backend that cannot serve.
+    """
+    shape = DeltaShape(dtype=qkv.dtype, key_dim=heads.key_dim, value_dim=states.shape[-1])
+    kernel = DELTA_STEP.load(shape, backend=backend)
+    if kernel is not None:
+        return kernel(states, slots, begun, qkv, g, beta, heads)
+    before = jnp.where(begun[:, None, None, None], states[slots], 0.0)
+    out, after = delta_step(qkv, g, beta, before, heads)
+    return out, states.at[slots].set(after)

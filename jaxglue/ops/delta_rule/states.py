@@ -1,12 +1,12 @@
 """States that outlast a pass: those behind packed documents, and a token's step from one to the next."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxglue.ops.delta_rule.reference import DeltaHeads, normalize
 from jaxglue.ops.segments import PackedSegments
@@ -22,15 +22,11 @@ class DeltaStates:
     inputs: Float[Array, "slots W-1 C"]
     """The last inputs of the convolution, the oldest first; zeros before a sequence's first token."""
 
-    def read(self, slots: Int[Array, " S"], begun: Bool[Array, " S"]) -> "DeltaStates":
-        """Return the slots' states, zeros for sequences that have not begun."""
-        return jax.tree.map(lambda x: jnp.where(_beside(begun, x), x[slots], 0), self)
-
     def write(self, slots: Int[Array, " S"], **values: Any) -> "DeltaStates":
         """Return the states after these of the slots, of the given fields."""
-        stored = {name: getattr(self, name) for name in ("states", "inputs")}
-        written = {name: stored[name].at[slots].set(x.astype(stored[name].dtype)) for name, x in values.items()}
-        return DeltaStates(**stored | written)
+        stored = {name: getattr(self, name) for name in values}
+        written = {name: x.at[slots].set(values[name].astype(x.dtype)) for name, x in stored.items()}
+        return replace(self, **written)
 
 
 def make_states(slots: int, heads: DeltaHeads, value_dim: int, width: int, dtype, device=None) -> DeltaStates:
@@ -49,10 +45,6 @@ def make_states(slots: int, heads: DeltaHeads, value_dim: int, width: int, dtype
         states=jnp.zeros((slots, heads.values, heads.key_dim, value_dim), jnp.float32, device=device),
         inputs=jnp.zeros((slots, width - 1, channels), dtype, device=device),
     )
-
-
-def _beside(mask, x) -> Bool[Array, "S ..."]:
-    return mask.reshape(-1, *(1,) * (x.ndim - 1))
 
 
 def last_inputs(x: Float[Array, "B T C"], segments: PackedSegments, count: int) -> Float[Array, "B S count C"]:

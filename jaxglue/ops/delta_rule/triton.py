@@ -1,4 +1,4 @@
-"""Launches of the kernels in `kernels.py` and `row_kernels.py`."""
+"""Launches of the kernels in `kernels.py`, `row_kernels.py` and `step_kernels.py`."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 
-from jaxglue.ops.delta_rule import kernels, row_kernels
+from jaxglue.ops.delta_rule import kernels, row_kernels, step_kernels
 from jaxglue.ops.delta_rule.kernels import KernelSpec
 from jaxglue.ops.delta_rule.reference import DeltaHeads
 from jaxglue.ops.delta_rule.vjp import Prepared
@@ -96,7 +96,7 @@ class TritonDeltaRule(Launcher):
 
     def _run(self, kernel, arrays, types, grid, tiles: Tiles, spec: KernelSpec, flops: int):
         spec = replace(spec, columns=min(tiles.columns, spec.V), stages=tiles.num_stages)
-        cost = KernelCost(kind=KernelKind.ROWS, flops=flops)
+        cost = KernelCost(kind=KernelKind.DELTA_RULE, flops=flops)
         return self._launch(kernel, arrays, types, grid, {"spec": spec}, tiles.num_warps, tiles.num_stages, cost=cost)
 
 
@@ -109,7 +109,7 @@ _CHANNELS, _VALUES = 1024, 2048
 class TritonDeltaRows(Launcher):
     """`RowsBackend` by our own kernels."""
 
-    tokens: int = 16
+    tokens: int = 8
     """Of a tile of the convolution."""
     num_warps: int = 4
 
@@ -145,3 +145,23 @@ class TritonDeltaRows(Launcher):
         types = (shape_dtype_of(rows[0]),) * outputs
         out = self._launch(kernel, rows, types, (-(-M // lines),), sizes, self.num_warps, cost=_COST)
         return tuple(y.reshape(x.shape) for y in out)
+
+
+_COLUMNS = 32
+"""Columns of a state that a program advances."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TritonDeltaStep(Launcher):
+    """`advance_states` by our own kernel, in place."""
+
+    def __call__(self, states, slots, begun, qkv, g, beta, heads: DeltaHeads) -> tuple[jax.Array, jax.Array]:
+        """Return (outputs, states)."""
+        (S, N), (*_, H, V), columns = g.shape, states.shape, min(_COLUMNS, states.shape[-1])
+        written = jax.new_ref(states), jax.new_ref(jax.lax.empty((S, N, V), qkv.dtype))
+        sizes = {"K": heads.keys, "G": N // heads.keys, "H": H, "V": V, "BLOCK_V": columns}
+        cost = KernelCost(kind=KernelKind.ROWS, bytes=2 * S * N * H * V * 4)
+        arrays = qkv, g, beta, slots, begun.astype(jnp.int32), *written
+        self._launch(step_kernels.step_kernel, arrays, (), (V // columns, N, S), sizes, 4, cost=cost)
+        states, out = map(jax.freeze, written)
+        return out, states

@@ -31,6 +31,12 @@ __all__ = [
 ]
 
 
+def _check_call(capability: Capability | None, dtype, interleaved: bool = False) -> None:
+    check_triton(capability, dtype)
+    if interleaved:
+        raise NotImplementedError("XLA turns neighboring dimensions faster")
+
+
 def _load(capability: Capability, *call: Any) -> Any:
     from jaxglue.ops.norm_rope.triton import TritonNormRope
 
@@ -39,9 +45,7 @@ def _load(capability: Capability, *call: Any) -> Any:
 
 NORM_ROPE = Operation(
     name="norm and rotation",
-    backends={
-        "triton": Backend(check=check_triton, load=_load, advantage="queries and keys are read and written once")
-    },
+    backends={"triton": Backend(check=_check_call, load=_load, advantage="queries and keys are read and written once")},
 )
 
 
@@ -137,12 +141,12 @@ def rotate_heads(
         ValueError: shapes that do not fit, or a named backend that cannot serve.
     """
     _check(q, k, cos, sin, norms)
-    kernels = NORM_ROPE.load(q.dtype, backend=backend)
+    kernels = NORM_ROPE.load(q.dtype, interleaved, backend=backend)
     if kernels is None:
         return reference_rotate(q, k, cos, sin, norms, interleaved=interleaved)
     if norms is None:
-        return fused_rotate(RotateSpec(backend=kernels, eps=None, interleaved=interleaved), (q, k), None, cos, sin)
-    spec = RotateSpec(backend=kernels, eps=norms.eps, style=norms.style, interleaved=interleaved)
+        return fused_rotate(RotateSpec(backend=kernels, eps=None), (q, k), None, cos, sin)
+    spec = RotateSpec(backend=kernels, eps=norms.eps, style=norms.style)
     return fused_rotate(spec, (q, k), norms.weights, cos, sin)
 
 

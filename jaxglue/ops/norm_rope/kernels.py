@@ -17,8 +17,6 @@ class HeadSpec:
     """Pairs of dimensions in a tile: H / 2, or the next power of two."""
     turning: int
     """Dimensions that turn, the first of a head."""
-    interleaved: bool = False
-    """Neighboring dimensions turn together, not those of two halves."""
     eps: float | None = None
     """Added to a mean square by the norms; None where there are none."""
     offset: float = 0.0
@@ -109,9 +107,7 @@ def _pairs(spec: tl.constexpr):
     """
     HALF: tl.constexpr = spec.turning // 2
     pair = tl.arange(0, spec.block)
-    if spec.interleaved:
-        left, right = 2 * pair, 2 * pair + 1
-    elif spec.turning == spec.H:
+    if spec.turning == spec.H:
         left, right = pair, pair + HALF
     else:
         left, right = tl.where(pair < HALF, pair, pair + HALF), pair + tl.where(pair < HALF, HALF, spec.H // 2)

@@ -67,7 +67,7 @@ class TritonNormRope(Launcher):
         """Launch a program for each token; the result has the shapes of q and k."""
         B, T, N, H = q.shape
         K, turning = k.shape[2], 2 * arrays[0].shape[-1]
-        heads = _head_spec(H, turning, spec.interleaved, spec.eps, spec.style)
+        heads = _head_spec(H, turning, spec.eps, spec.style)
         rows = [x.reshape(B * T, -1) for x in (q, k, *arrays)]
         out_type = tuple(map(shape_dtype_of, rows[:2]))
         inputs = (*rows[:2], *weights, *rows[2:])
@@ -90,7 +90,7 @@ class TritonNormRope(Launcher):
     def _split(self, kernel, z, heads, norms: HeadNorms | None, arrays, out_type, *written):
         N, K, H = heads
         rows = [x.reshape(len(z), -1) for x in arrays]
-        spec = _head_spec(H, H, False, *((None, LLAMA_NORM) if norms is None else (norms.eps, norms.style)))
+        spec = _head_spec(H, H, *((None, LLAMA_NORM) if norms is None else (norms.eps, norms.style)))
         constants = {"N": N, "K": K, "spec": spec, "WIDTH": z.shape[1], **_blocks(N, K)}
         weights = rows[:1] * 2 if norms is None else norms.weights
         inputs = z, *weights, *rows, *written
@@ -101,8 +101,8 @@ def _style(style: NormStyle) -> dict[str, Any]:
     return {"OFFSET": style.offset, "ROUNDS_FIRST": style.rounds_first}
 
 
-def _head_spec(H: int, turning: int, interleaved: bool, eps: float | None, style: NormStyle) -> kernels.HeadSpec:
-    sizes = {"H": H, "block": triton.next_power_of_2(H // 2), "turning": turning, "interleaved": interleaved}
+def _head_spec(H: int, turning: int, eps: float | None, style: NormStyle) -> kernels.HeadSpec:
+    sizes = {"H": H, "block": triton.next_power_of_2(H // 2), "turning": turning}
     return kernels.HeadSpec(**sizes, eps=eps, offset=style.offset, rounds_first=style.rounds_first)
 
 

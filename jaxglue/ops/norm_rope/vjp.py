@@ -140,8 +140,6 @@ class RotateSpec:
     eps: float | None
     """None without norms."""
     style: NormStyle = LLAMA_NORM
-    interleaved: bool = False
-    """See `apply_rope`."""
 
 
 @partial(
@@ -194,7 +192,7 @@ def _weight_gradients(spec, r: _RotateResiduals, dout) -> Weights:
 
     def rotate(weights: Weights):
         norms = HeadNorms(*weights, spec.eps, spec.style)
-        return reference_rotate(q, k, r.cos, r.sin, norms, interleaved=spec.interleaved)
+        return reference_rotate(q, k, r.cos, r.sin, norms)
 
     return jax.vjp(rotate, r.weights)[1](tuple(map(_float32, dout)))[0]
 

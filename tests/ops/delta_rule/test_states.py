@@ -1,22 +1,27 @@
 """States behind documents, and steps from them: a document equals its beginning and steps for the rest."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxglue.ops.backend import tracing_for
 from jaxglue.ops.delta_rule import (
     DELTA_RULE,
+    DELTA_STEP,
     DeltaHeads,
+    advance_states,
     causal_convolution,
     convolution_step,
     delta_rule_and_states,
-    delta_step,
     last_inputs,
     make_states,
     reference_delta_rule,
 )
 from jaxglue.ops.delta_rule.chunks import ChunkedDeltaRule
+from jaxglue.ops.delta_rule.states import delta_step
 from jaxglue.ops.segments import pack_segments
 
 HEADS, V, T = DeltaHeads(1, 2, 16), 32, 110
@@ -67,16 +72,46 @@ def test_steps_continue_a_document():
     state = delta_rule_and_states(begun, g, beta, first, HEADS)[1][0, :1]
     stored = stored.write(slot, states=state, inputs=last_inputs(qkv, first, 3)[0, :1])
     for t in range(length, length + MORE):
-        before = stored.read(slot, jnp.array([True]))
-        mixed, inputs = convolution_step(qkv[:, t], before.inputs, weight)
-        out, states = delta_step(mixed, g[:, t], beta[:, t], before.states, HEADS)
-        stored = stored.write(slot, states=states, inputs=inputs)
+        mixed, inputs = convolution_step(qkv[:, t], stored.inputs[slot], weight)
+        token = mixed, g[:, t], beta[:, t], HEADS
+        out, states = advance_states(stored.states, slot, jnp.array([True]), *token)
+        stored = replace(stored.write(slot, inputs=inputs), states=states)
         np.testing.assert_allclose(mixed, expected[:, t], atol=1e-5)
         np.testing.assert_allclose(out, rule[:, t], atol=1e-5)
-    assert not np.any(stored.states[::2]) and not np.any(stored.read(slot, jnp.array([False])).states)
+    assert not np.any(stored.states[::2])
+
+
+def test_interpreted_step_equals_the_reference(interpreted):
+    from jaxglue.ops.delta_rule.triton import TritonDeltaStep
+
+    (qkv, g, beta), states = arguments(), jax.random.normal(jax.random.key(1), (7, 2, 16, V))
+    slots, begun = jnp.array([4, 0, 6]), jnp.array([True, False, True])
+
+    def compute(kernel):
+        with DELTA_STEP.using(kernel):
+            return jax.jit(lambda *token: advance_states(states, slots, begun, *token, HEADS))(
+                *(x[0, :3] for x in (qkv, g, beta))
+            )
+
+    got, expected = compute(interpreted(TritonDeltaStep)(compute_capability=90)), compute(None)
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    np.testing.assert_array_equal(got[1][jnp.array([1, 2, 3, 5])], states[jnp.array([1, 2, 3, 5])])
 
 
 def test_last_inputs_are_a_documents_own():
     x = jnp.arange(1.0, T + 1)[None, :, None]
     got = last_inputs(x, pack_segments([LENGTHS], seq_len=T), 3)[0, :, :, 0]
     np.testing.assert_array_equal(got[:3], [[0, 0, 1], [32, 33, 34], [0, 35, 36]])
+
+
+def test_step_writes_in_place_on_a_gpu(h200):
+    heads, slots, S = DeltaHeads(2, 4, 128), 65, 64
+    shaped = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=h200)  # noqa: E731
+    token = shaped((S, 1024), jnp.bfloat16), shaped((S, 4), jnp.float32), shaped((S, 4), jnp.bfloat16)
+    states = shaped((slots, 4, 128, 128), jnp.float32)
+    with tracing_for((9, 0)):
+        step = jax.jit(lambda *values: advance_states(*values, heads), donate_argnums=0)
+        program = step.lower(states, shaped((S,), jnp.int32), shaped((S,), bool), *token).compile()
+    assert program.as_text().count('custom_call_target="triton_kernel_call_ffi"') == 1
+    assert program.memory_analysis().temp_size_in_bytes < slots * 4 * 128 * 128

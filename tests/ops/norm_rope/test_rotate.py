@@ -21,8 +21,7 @@ CASES = {
     "more heads than a program holds": (40, 20, 8, LLAMA_NORM, RopeConfig()),
     "scaled tables": (2, 1, 32, None, YARN),
     "weights around 0, a part turns": (4, 2, 24, GEMMA, RopeConfig(partial_rotary_factor=0.5)),
-    "neighbors turn": (2, 1, 16, None, RopeConfig(partial_rotary_factor=0.5, interleaved=True)),
-    "normed neighbors turn": (3, 1, 24, NormStyle(1.0, True), RopeConfig(interleaved=True)),
+    "a part turns, not normed": (2, 1, 16, None, RopeConfig(partial_rotary_factor=0.5)),
 }
 
 
@@ -34,18 +33,15 @@ def random_case(name, dtype=jnp.float32):
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)  # noqa: E731
     q, k, dq, dk = (normal(*shape, heads, H) for heads in (N, K, N, K))
     norms = HeadNorms(1 + normal(H) / 4, 1 + normal(H) / 4, EPS, style) if style else None
-    return (q, k, norms), (*rope_tables(segments.positions, rope, H), rope.interleaved), (dq, dk)
+    return (q, k, norms), rope_tables(segments.positions, rope, H), (dq, dk)
 
 
 def output_and_gradients(backend, inputs, tables, douts):
     """Return ((q, k), (dq, dk, the norms' gradients)) in float32."""
 
-    cos, sin, interleaved = tables
-    options = {"interleaved": interleaved, "backend": backend}
-
     @jax.jit
     def compute(inputs, douts):
-        out, pull = jax.vjp(lambda q, k, norms: rotate_heads(q, k, cos, sin, norms=norms, **options), *inputs)
+        out, pull = jax.vjp(lambda q, k, norms: rotate_heads(q, k, *tables, norms=norms, backend=backend), *inputs)
         return out, pull(douts)
 
     return jax.tree.map(lambda x: np.asarray(x, np.float32), compute(inputs, douts))
@@ -58,7 +54,7 @@ def assert_close(got, expected, tolerance):
 
 
 def test_reference_matches_numpy():
-    (q, k, norms), (cos, sin, _), _ = random_case("odd numbers")
+    (q, k, norms), (cos, sin), _ = random_case("odd numbers")
     turns = np.asarray(cos + 1j * sin)[:, :, None]
     for got, x, weight in zip(
         rotate_heads(q, k, cos, sin, norms=norms, backend="reference"), (q, k), norms.weights, strict=True
@@ -87,7 +83,7 @@ def test_kernels_match_the_reference_on_a_gpu(name, dtype):
 
 @pytest.mark.parametrize(("name", "heads"), [("normed", 2), ("not normed", 0)])
 def test_residuals_hold_heads_only_for_norms(name, heads, interpreted_backend):
-    (q, k, norms), (*tables, _), _ = random_case(name)
+    (q, k, norms), tables, _ = random_case(name)
     with NORM_ROPE.using(interpreted_backend):
         _, pull = jax.vjp(lambda q, k: rotate_heads(q, k, *tables, norms=norms), q, k)
     assert sum(x.shape in (q.shape, k.shape) for x in jax.tree.leaves(pull)) == heads
@@ -131,3 +127,4 @@ def test_unfit_arguments_are_refused(changes, message):
 def test_backend_choice_names_its_reason():
     assert NORM_ROPE.choose((9, 0), jnp.bfloat16).name == "triton"
     assert "float32" in NORM_ROPE.choose((9, 0), jnp.float32).reason
+    assert "neighboring dimensions" in NORM_ROPE.choose((9, 0), jnp.bfloat16, True).reason

@@ -1,0 +1,134 @@
+"""The gated delta rule at the heads of Qwen3.5-9B: errors, and times beside the chunked form and fla-core.
+
+    python benchmarks/delta_rule.py --json benchmarks/results/delta_rule.json --fla FOLDER
+
+Errors are relative, of bfloat16 values against the chunked form in float32. The limits are the bytes of arguments and
+results, each once, at the rate of a copy, and the FLOPs of the rule's matmuls by chunks at the rate of a large one.
+`--fla` names a folder with fla-core and einops (`pip install --target`), for `benchmarks/peers/delta_rule.py`.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from measure import log_normal_lengths, milliseconds, table, write_results
+
+from jaxglue.ops.delta_rule import DeltaHeads, causal_convolution, gated_delta_rule, gated_rms_norm
+from jaxglue.ops.segments import PackedSegments, pack_segments
+
+HEADS, V = DeltaHeads(16, 32, 128), 128
+COPY, MATMUL = 3.0e12, 690e12  # bytes/s and FLOP/s of an H100
+CASES = {"30 documents": (16_384, 30), "one document": (16_384, 1), "1,000 documents": (65_536, 1000)}
+NAMES = ("out", "dqkv", "dg", "dbeta")
+
+
+def arguments(tokens: int, dtype=jnp.bfloat16) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Return ((qkv, g, β), dout)."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    qkv = jax.nn.silu(jax.random.normal(keys[0], (1, tokens, (2 * HEADS.keys + HEADS.values) * V))).astype(dtype)
+    g = -jnp.exp(jax.random.uniform(keys[1], (1, tokens, HEADS.values), minval=-6.0, maxval=0.5))
+    beta = jax.nn.sigmoid(jax.random.normal(keys[2], g.shape)).astype(dtype)
+    return (qkv, g, beta), jax.random.normal(keys[3], (1, tokens, HEADS.values, V), dtype)
+
+
+def passes(backend: str, segments: PackedSegments) -> tuple[Callable, Callable]:
+    """Return the forward pass, and both passes."""
+
+    def rule(*values):
+        return gated_delta_rule(*values, segments, HEADS, backend=backend)
+
+    def both(values, dout):
+        out, pull = jax.vjp(rule, *values)
+        return out, *pull(dout)
+
+    return jax.jit(rule), jax.jit(both)
+
+
+def errors(segments: PackedSegments, tokens: int) -> dict[str, float]:
+    """Return the kernels' relative errors."""
+    values, dout = arguments(tokens)
+    exact = tuple(x.astype(jnp.float32) for x in values)
+    got = passes("triton", segments)[1](values, dout)
+    expected = passes("chunked", segments)[1](exact, dout.astype(jnp.float32))
+    norm = jnp.linalg.norm
+    pairs = zip(NAMES, got, expected, strict=True)
+    return {name: float(norm((a.astype(jnp.float32) - b).ravel()) / norm(b.ravel())) for name, a, b in pairs}
+
+
+def limits(tokens: int) -> dict[str, float]:
+    """Return milliseconds of both passes by bytes and by FLOPs."""
+    (qkv, g, beta), dout = arguments(1)
+    token = 2 * (qkv.nbytes + g.nbytes + beta.nbytes) + 2 * dout.nbytes
+    chunk, H = 64, HEADS.key_dim
+    forward = 3 * H * V + chunk * (2 * V + 2 * H + 4 * chunk)
+    backward = 3 * H * V + 3 * H * V + chunk * (4 * V + 4 * H)
+    flops = 2 * HEADS.values * (forward + backward) * tokens
+    return {"bytes_ms": token * tokens / COPY * 1e3, "flops_ms": flops / MATMUL * 1e3}
+
+
+def rows(fla: Path | None) -> Iterator[dict]:
+    """Yield a row for each case and implementation."""
+    cases = {
+        name: (tokens, log_normal_lengths(tokens - 37 * (documents > 1), documents))
+        for name, (tokens, documents) in CASES.items()
+    }
+    for name, times in (_fla(fla, cases) if fla else {}).items():
+        yield {"case": name, "by": "fla-core", **times}
+    for name, (tokens, lengths) in cases.items():
+        segments, (values, dout) = pack_segments([lengths], seq_len=tokens), arguments(tokens)
+        for backend in ("triton", "chunked"):
+            if backend == "chunked" and tokens > 16_384:
+                continue
+            forward, both = passes(backend, segments)
+            times = {"forward_ms": milliseconds(forward, *values), "both_ms": milliseconds(both, values, dout)}
+            yield {"case": name, "by": backend, **times, **limits(tokens)}
+
+
+def _fla(folder: Path, cases: dict[str, tuple[int, list[int]]]) -> dict[str, dict]:
+    """Return fla-core's times by case, from a process of its own, which tunes its kernels first."""
+    command = sys.executable, str(Path(__file__).parent / "peers" / "delta_rule.py"), json.dumps(cases)
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    out = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    lines = [line for line in out.stdout.splitlines() if line.startswith("{")]
+    return json.loads(lines[-1]) if lines else {"all": {"error": out.stderr[-300:]}}
+
+
+def around() -> Iterator[dict]:
+    """Yield the times of convolution and gated norm, by XLA and by kernels."""
+    (x, *_), dout = arguments(16_384)
+    segments, weight = pack_segments([[16_384]], seq_len=16_384), jnp.ones(V, jnp.bfloat16)
+    taps = jax.random.normal(jax.random.key(5), (x.shape[-1], 1, 4), jnp.bfloat16)
+    functions = {
+        "convolution": (lambda x, backend: causal_convolution(x, taps, segments, backend=backend), x),
+        "gated norm": (lambda x, backend: gated_rms_norm(x, dout, weight, 1e-6, backend=backend), dout + 1),
+    }
+    for name, (function, value) in functions.items():
+        for backend in ("reference", "triton"):
+            forward = jax.jit(lambda x, f=function, b=backend: f(x, b))
+            backward = jax.jit(lambda x, f=forward: jax.vjp(f, x)[1](x))
+            times = {"forward_ms": milliseconds(forward, value), "backward_ms": milliseconds(backward, value)}
+            yield {"case": name, "by": backend, **times}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--fla", type=Path)
+    args = parser.parse_args()
+    segments = pack_segments([log_normal_lengths(16_347, 30)], seq_len=16_384)
+    results = {"errors": errors(segments, 16_384), "rows": list(rows(args.fla)), "around": list(around())}
+    print(results["errors"])
+    print(table([{key: row.get(key) for key in ("case", "by", "forward_ms", "both_ms")} for row in results["rows"]]))
+    print(table(results["around"]))
+    if args.json:
+        write_results(args.json, results)
+
+
+if __name__ == "__main__":
+    main()

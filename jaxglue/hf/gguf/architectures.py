@@ -1,0 +1,132 @@
+"""llama.cpp's architectures: what its files hold of each family, and what it computes otherwise."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jaxglue.models.config import DecoderConfig
+from jaxglue.ops.rope import Rotary
+
+_LOCAL_THETA = 10_000.0
+"""Rotary base of Gemma 3's windows, which its files do not say."""
+_LAYERS_OF_27B = {"gemma2": 46, "gemma3_text": 62}
+"""By which llama.cpp knows the models whose scores have another scale."""
+
+
+def _nothing(_config: DecoderConfig) -> dict[str, Any]:
+    return {}
+
+
+def _all_attended(config: DecoderConfig) -> str | None:
+    return "sliding windows" if any(window is not None for window in _windows(config)) else None
+
+
+def _windows(config: DecoderConfig) -> list[int | None]:
+    """Return the layers' windows; those of all positions are none."""
+    limit = config.max_position_embeddings
+    return [None if window is None or window >= limit else window for window in config.layer_windows]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A family in llama.cpp."""
+
+    name: str
+    """In `gguf.MODEL_ARCH`."""
+    permuted: bool = False
+    """Rows of queries and keys are stored in the order in which rotary pairs are neighbors."""
+    metadata: Callable[[DecoderConfig], dict[str, Any]] = _nothing
+    """Further entries of the file, without the architecture's name in front."""
+    obstacle: Callable[[DecoderConfig], str | None] = _all_attended
+    """What llama.cpp would compute otherwise, in a model's words."""
+
+
+def _granite(config: DecoderConfig) -> dict[str, Any]:
+    return {
+        "attention.scale": float(config.attention_scale or 1.0),
+        "embedding_scale": float(config.embedding_multiplier),
+        "residual_scale": float(config.residual_multiplier),
+        "logit_scale": float(config.logit_divisor),
+    }
+
+
+def _qwen3(config: DecoderConfig) -> str | None:
+    return "biases in Qwen3's attention" if config.attention_bias else _all_attended(config)
+
+
+def _qwen3_moe(config: DecoderConfig) -> str | None:
+    assert config.moe is not None
+    if not all(config.moe.sparse_layers):
+        return "dense layers between sparse ones"
+    return _all_attended(config) if config.moe.norm_topk_prob else "norm_topk_prob=false"
+
+
+def _gpt_oss(config: DecoderConfig) -> str | None:
+    every_second = all((window is None) == bool(layer % 2) for layer, window in enumerate(config.layer_windows))
+    return None if every_second else "GPT-OSS with other layers in windows than every second"
+
+
+def _unbiased(config: DecoderConfig) -> str | None:
+    return "biases in attention" if config.attention_bias else _all_attended(config)
+
+
+def _smollm3(config: DecoderConfig) -> str | None:
+    turns = [kind.rope is not None for kind in config.layer_kinds]
+    if turns != [bool((layer + 1) % 4) for layer in range(len(turns))]:
+        return "SmolLM3 with other layers without rotary embeddings than every fourth"
+    return _all_attended(config)
+
+
+def _gemma_scale(config: DecoderConfig) -> str | None:
+    large = config.num_hidden_layers == _LAYERS_OF_27B[config.model_type]
+    width = config.hidden_size / config.num_attention_heads if large else config.head_dim
+    scale = config.attention_scale or 0.0
+    return None if abs(scale * width**0.5 - 1) < 1e-6 else f"query_pre_attn_scalar other than {width:g}"
+
+
+def _gemma2(config: DecoderConfig) -> str | None:
+    if any((window is None) != bool(layer % 2) for layer, window in enumerate(config.layer_windows)):
+        return "Gemma 2 with other layers in windows than every second"
+    if not config.tie_word_embeddings:
+        return "Gemma 2 with an output projection apart from the embedding"
+    if config.attention_softcap is None or config.logit_softcap is None:
+        return "Gemma 2 without caps of scores and logits"
+    return _gemma_scale(config)
+
+
+def _gemma2_metadata(config: DecoderConfig) -> dict[str, Any]:
+    assert config.attention_softcap and config.logit_softcap
+    caps = {"attn_logit_softcapping": config.attention_softcap, "final_logit_softcapping": config.logit_softcap}
+    return {name: float(value) for name, value in caps.items()}
+
+
+def _gemma3(config: DecoderConfig) -> str | None:
+    kinds = config.layer_kinds
+    if any((kind.window is None) != ((layer + 1) % 6 == 0) for layer, kind in enumerate(kinds)):
+        return "Gemma 3 with other layers in windows than five of six"
+    local = [kind.rope for kind in kinds if kind.window is not None]
+    if any(rope is None or rope.rope_type != "default" or rope.rope_theta != _LOCAL_THETA for rope in local):
+        return f"rotary embeddings of windows other than with base {_LOCAL_THETA:g}"
+    return "a cap of logits" if config.logit_softcap is not None else _gemma_scale(config)
+
+
+def _partial(config: DecoderConfig) -> dict[str, Any]:
+    return {"rope.dimension_count": Rotary(config.rope, config.head_dim).dims}
+
+
+ARCHITECTURES = {
+    "llama": Architecture(name="LLAMA", permuted=True),
+    "mistral": Architecture(name="LLAMA", permuted=True),
+    "qwen2": Architecture(name="QWEN2"),
+    "qwen3": Architecture(name="QWEN3", obstacle=_qwen3),
+    "qwen3_moe": Architecture(name="QWEN3MOE", obstacle=_qwen3_moe),
+    "gpt_oss": Architecture(name="GPT_OSS", obstacle=_gpt_oss),
+    "granite": Architecture(name="GRANITE", permuted=True, metadata=_granite),
+    "olmo2": Architecture(name="OLMO2", obstacle=_unbiased),
+    "smollm3": Architecture(name="SMOLLM3", permuted=True, obstacle=_smollm3),
+    "gemma2": Architecture(name="GEMMA2", metadata=_gemma2_metadata, obstacle=_gemma2),
+    "gemma3_text": Architecture(name="GEMMA3", obstacle=_gemma3),
+    "glm4": Architecture(name="GLM4", metadata=_partial),
+    "phi3": Architecture(name="PHI3", metadata=_partial),
+}
+"""By Hugging Face's `model_type`."""
