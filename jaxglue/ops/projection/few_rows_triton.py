@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +54,7 @@ class TritonFewRows(Launcher):
 
     tiles: FewRowsTiles | None = None
     """Tiles; None takes those measured."""
-    prefetches: bool = False
+    prefetches: bool = True
     """Ask for the weights of the next launch."""
     plain: bool = False
     """Decode NF4 without instructions that Triton's interpreter lacks."""
@@ -83,8 +82,8 @@ class TritonFewRows(Launcher):
         rows = [jax.ShapeDtypeStruct((M,), jnp.float32)] * 2
         out_type = (jax.ShapeDtypeStruct(x.shape, E4M3 if fp8 else x.dtype), *(rows if fp8 else ()))
         block = triton.next_power_of_2(D)
-        constants: dict[str, Any] = {"M": M, "D": D, "EPS": eps, "BLOCK": block, "PROGRAMS": programs}
-        constants |= {"OFFSET": style.offset, "ROUNDS_FIRST": style.rounds_first, **self._ask(M, upcoming)}
+        constants = {"M": M, "D": D, "EPS": eps, "OFFSET": style.offset, "ROUNDS_FIRST": style.rounds_first}
+        constants |= {"BLOCK": block, "PROGRAMS": programs, **self._ask(M, upcoming)}
         arrays = x, weight, tuple(upcoming) if programs else None
         constants |= {} if fp8 else {"scales": None, "inverse_rms": None}
         cost, warps = KernelCost(kind=KernelKind.ROWS), min(max(block // 512, 1), 16)
@@ -95,7 +94,7 @@ class TritonFewRows(Launcher):
         block_m, size = max(16, triton.next_power_of_2(M)), upcoming[0].shape[1] * upcoming[0].dtype.itemsize
         tiles = next(tiles for most, tiles, _ in _TILES if block_m <= most)
         rows = [len(weight) for weight in upcoming]
-        splits = 1 if len(rows) == 2 else _splits(max(1, sum(rows) // tiles.block_n), 2, tiles.programs)
+        splits = 1 if len(rows) == 2 else _splits(sum(rows) // tiles.block_n, 2, tiles.programs)
         lines = max(1, _PREFETCHED // (sum(rows) * splits * 128))
         lines = min(1 << lines.bit_length() - 1, max(1, size // splits // 128))
         counts = {f"NEXT_{i}": rows[i] if i < len(rows) else 0 for i in range(3)}
