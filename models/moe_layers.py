@@ -151,8 +151,7 @@ class SparseMLP(nnx.Module):
         assert isinstance(x, jax.Array)
         tokens = copy_to(x).reshape(-1, x.shape[-1])
         logits = getattr(self, self.parts.router)(tokens)
-        options = {"order": self.parts.order, "normalize": self.normalize}
-        routing = route(logits, self.experts_per_token, **options, inference=getattr(context, "inference", False))
+        routing = route(logits, self.experts_per_token, order=self.parts.order, normalize=self.normalize)
         context.observe_routing(routing)
         y = _add_router_losses(self.experts(tokens, routing, context), logits, routing, context)
         y = reduce_from(y.reshape(x.shape))

@@ -9,6 +9,20 @@ import triton.language as tl
 
 NAN = tl.constexpr(0x7FC0)
 """Of bfloat16."""
+MXFP4_ASSEMBLY = tl.constexpr("""{
+.reg .b32 a, b, c, d;
+prmt.b32 a, $4, 0, 0x4140;
+prmt.b32 b, $4, 0, 0x4342;
+shl.b32 c, a, 6;  and.b32 c, c, 0x01C001C0;  shl.b32 d, a, 12;  lop3.b32 c, d, 0x80008000, c, 0xEA;
+mul.rn.bf16x2 $0, c, $5;
+shl.b32 c, b, 6;  and.b32 c, c, 0x01C001C0;  shl.b32 d, b, 12;  lop3.b32 c, d, 0x80008000, c, 0xEA;
+mul.rn.bf16x2 $1, c, $6;
+shl.b32 c, a, 2;  and.b32 c, c, 0x01C001C0;  shl.b32 d, a, 8;  lop3.b32 c, d, 0x80008000, c, 0xEA;
+mul.rn.bf16x2 $2, c, $5;
+shl.b32 c, b, 2;  and.b32 c, c, 0x01C001C0;  shl.b32 d, b, 8;  lop3.b32 c, d, 0x80008000, c, 0xEA;
+mul.rn.bf16x2 $3, c, $6;
+}""")
+"""Instructions that decode eight e2m1 codes, in four bytes, times the bytes' factors: low halves first."""
 
 
 @triton.jit
@@ -35,19 +49,7 @@ def _decode(codes, exponents, PLAIN: tl.constexpr):
         shifted = exponents.to(tl.int32) + 126
         factors = tl.where(shifted < 255, shifted << 7, NAN).to(tl.int16).to(tl.bfloat16, bitcast=True)
         return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, c, d;
-            prmt.b32 a, $4, 0, 0x4140;
-            prmt.b32 b, $4, 0, 0x4342;
-            shl.b32 c, a, 6;  and.b32 c, c, 0x01C001C0;  shl.b32 d, a, 12;  lop3.b32 c, d, 0x80008000, c, 0xEA;
-            mul.rn.bf16x2 $0, c, $5;
-            shl.b32 c, b, 6;  and.b32 c, c, 0x01C001C0;  shl.b32 d, b, 12;  lop3.b32 c, d, 0x80008000, c, 0xEA;
-            mul.rn.bf16x2 $1, c, $6;
-            shl.b32 c, a, 2;  and.b32 c, c, 0x01C001C0;  shl.b32 d, a, 8;  lop3.b32 c, d, 0x80008000, c, 0xEA;
-            mul.rn.bf16x2 $2, c, $5;
-            shl.b32 c, b, 2;  and.b32 c, c, 0x01C001C0;  shl.b32 d, b, 8;  lop3.b32 c, d, 0x80008000, c, 0xEA;
-            mul.rn.bf16x2 $3, c, $6;
-            }""",
+            MXFP4_ASSEMBLY,
             "=r,=r,=r,=r,r,r,r",
             [codes, factors],
             dtype=(tl.bfloat16, tl.bfloat16),

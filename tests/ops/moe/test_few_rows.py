@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ptx import halves, run_assembly
 from selection import repeat
 
 from jaxglue.ops.backend import tracing_for
 from jaxglue.ops.moe import FEW_ROWS_EXPERTS, ROUTE, moe_mlp, route
-from jaxglue.ops.quant.mxfp4 import MXFP4, quantize_mxfp4
+from jaxglue.ops.quant.mxfp4 import MXFP4, decode_e2m1, quantize_mxfp4
 
 
 def draw(seed, *shape):
@@ -73,6 +74,41 @@ def test_interpreted_routing_matches_the_sort(M, E, k, order, normalize, kernels
     np.testing.assert_array_equal(got.groups.tiles.table[:, used], tiles[:, used])
     np.testing.assert_array_equal(got.groups.tiles.table[0], tiles[0])
     assert got.groups.tiles.rows == want.groups.tiles.rows
+
+
+def test_assembly_decodes_every_mxfp4_code():
+    pytest.importorskip("triton")
+    from jaxglue.ops.moe.few_rows_kernels import MXFP4_ASSEMBLY
+
+    exponent = 120
+    factor = (exponent + 126 << 7) * 0x10001
+    for first in range(0, 256, 4):
+        codes = np.arange(first, first + 4, dtype=np.uint8)
+        words = run_assembly(MXFP4_ASSEMBLY.value, [int.from_bytes(codes.tobytes(), "little"), factor, factor], 4)
+        got = np.concatenate([halves(word) for word in words]).astype(np.float32).reshape(2, 4)
+        want = np.stack([decode_e2m1(jnp.asarray(half)) for half in (codes & 15, codes >> 4)]) * 2.0 ** (exponent - 127)
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantized", [True, False])
+def test_kernels_match_the_reference_on_a_gpu(quantized):
+    M, E, k, D, F = 60, 16, 4, 512, 384
+    (x, routing, *matrices), options = case(M, E, k, D, F, quantized=quantized)
+    logits = draw(0, M, E).at[:, 0].set(-100.0)
+    if not quantized:
+        matrices = [matrix.astype(jnp.bfloat16) for matrix in matrices]
+    kernels = FEW_ROWS_EXPERTS.load(x.astype(jnp.bfloat16), routing, matrices, (None, None), *options.values())
+    assert kernels is not None
+    with jax.default_matmul_precision("highest"):
+        exact = [m if quantized else m.astype(jnp.float32) for m in matrices]
+        want = moe_mlp(x.astype(jnp.bfloat16).astype(jnp.float32), routing, *exact, **options, backend="reference")
+    routed = route(logits, k, normalize=True, inference=True)
+    jax.tree.map(np.testing.assert_array_equal, routed.groups.sizes, routing.groups.sizes)
+    np.testing.assert_array_equal(routed.permutation, routing.permutation)
+    for each in (routing, routed):
+        got = moe_mlp(x.astype(jnp.bfloat16), each, *matrices, **options, inference=True)
+        assert np.linalg.norm(np.asarray(got, np.float32) - want) < 0.01 * np.linalg.norm(want)
 
 
 def test_training_takes_other_kernels():
