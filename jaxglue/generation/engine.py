@@ -600,14 +600,19 @@ def _fewer(slots: int) -> list[int]:
     return sizes + [slots >> i for i in range(1, _HALVES + 1) if slots >> i >= _SMALLEST_SIZE]
 
 
+_intervals = list[float]()
+"""That the threads which compile found."""
+
+
 @contextmanager
 def _switching_often() -> Iterator[None]:
     """Let Python's threads take turns every 0.2 ms: by default one that traces a program holds up dispatch for 5."""
+    _intervals.append(sys.getswitchinterval())
     sys.setswitchinterval(2e-4)
     try:
         yield
     finally:
-        sys.setswitchinterval(5e-3)
+        sys.setswitchinterval(_intervals.pop())  # the first one's, once the last has ended
 
 
 def _placed(x: Any) -> Any:

@@ -208,7 +208,7 @@ LARGER_TEMPORARY = _grid(0.1, "of a layer's temporary memory")
 """By which it may exceed the prediction, counted where gaps take the spare."""
 PROGRAMS_MEMORY = _grid(int(0.3 * _GIB), "bytes")
 """Loaded programs and workspaces of matmuls, for any model."""
-OUTSIDE_POOL = Fitted(0.7 * _GIB, "bytes", "H100", "nvidia-smi beside the pool's limit: 0.68 GiB")
+OUTSIDE_POOL = Fitted(0.7 * _GIB, "bytes", "H100", "benchmarks/results/memory_limit.json")
 """Of a process beside JAX's pool: CUDA's context and the code of kernels."""
 CUDNN_WORKSPACE = Fitted(8, "bytes", "H200", "compiled programs' temporary memory")
 """Bytes of cuDNN's backward pass for each token, head, head dim and segment slot."""

@@ -10,10 +10,12 @@ import pytest
 from flax import nnx
 
 from jaxglue.engine.compiler import STEP_OPTIONS
+from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.context import PackedContext
 from jaxglue.models.linear import Linear, project_together
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
+from jaxglue.ops.gated_mlp import GATED_MLP
 
 RANKS = (3, None, 5)
 OUT = (12, 4, 8)
@@ -131,3 +133,17 @@ def test_small_products_of_adapters_reach_the_residual_stream(tiny_model):
     got, exact = change(jnp.bfloat16), change(jnp.float32)
     assert jnp.std(exact) < 2**-9  # half of what numbers around 1 are apart
     np.testing.assert_allclose(got @ exact / (exact @ exact), 1.0, atol=0.1)
+
+
+@pytest.mark.parametrize("adapts", [False, True])
+def test_fused_projections_are_split_where_they_have_adapters(adapts):
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    others = {"model_type": "phi3", "vocab_size": 8, "num_hidden_layers": 1, "max_position_embeddings": 32}
+    model = build_model(config_from_hf({**sizes, **others}), rngs=nnx.Rngs(0))
+    if adapts:
+        add_lora(model, LoraConfig(rank=2), rngs=nnx.Rngs(0))
+    attention, mlp = model.layers[0].self_attn, model.layers[0].mlp
+    assert [part.weight.shape[0] for part in attention.inputs] == ([16, 8, 8] if adapts else [32])
+    assert (mlp.parts is not None) == adapts
+    if mlp.parts is not None:
+        assert GATED_MLP.choose(None, mlp.parts, context(), "silu").name == "lora_swiglu"

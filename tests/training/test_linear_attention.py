@@ -8,7 +8,6 @@ import pytest
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.models import config_from_hf
 from jaxglue.training.checks import refuse_shared_prompt
-from jaxglue.training.setup import resolve
 from jaxglue.training.train import train
 
 HYBRID = {
@@ -40,9 +39,10 @@ def test_run_learns_and_saves_adapters_of_both_kinds_of_layers(make_config, hybr
     assert all(np.any(tensor) for tensor in tensors.values())
 
 
-def test_samples_are_refused_at_start_and_answers_repeat_their_prompts(make_config, hybrid_folder):
-    config = make_config(steps=1, sample_prompt=("Hello",))
-    with pytest.raises(ValueError, match=r"--sample-prompt: .* has linear attention"):
-        resolve(config)
+def test_samples_are_answered_and_answers_repeat_their_prompts(make_config, hybrid_folder, tmp_path):
+    config = make_config(steps=1, sample_prompt=("Hello",), sample_tokens=3)
+    train(config)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["prompt"]) for line in lines] == [(0, "Hello"), (1, "Hello")]
     model = config_from_hf(json.loads((hybrid_folder / "config.json").read_text()))
     assert refuse_shared_prompt(config, model) == "a state of linear attention follows one continuation"

@@ -27,6 +27,8 @@ from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT, PackedSegments
 __all__ = ["ATTENTION", "AttentionShape", "Rotation", "packed_attention", "rotated_attention"]
 
 _HOPPER_HEAD_DIMS = (64, 128, 256)
+_NARROWEST = 64
+"""Least head dim that the Triton kernels were checked with on a GPU."""
 _ROTATED_HEAD_DIM = 128
 """Head dim whose gradients go through rotation.
 
@@ -66,9 +68,10 @@ class AttentionShape:
             )
 
 
-def _check_head_dim(shape: AttentionShape, largest: int) -> None:
-    if shape.head_dim > largest or shape.head_dim % 8:
-        raise NotImplementedError(f"head dim must be a multiple of 8 up to {largest}, got {shape.head_dim}")
+def _check_head_dim(shape: AttentionShape, largest: int, least: int = 8) -> None:
+    if not least <= shape.head_dim <= largest or shape.head_dim % 8:
+        got = shape.head_dim
+        raise NotImplementedError(f"head dim must be a multiple of 8 from {least} to {largest}, got {got}")
 
 
 def _check_uncapped(shape: AttentionShape) -> None:
@@ -111,7 +114,7 @@ def _load_hopper(capability: Capability, shape: AttentionShape) -> AttentionBack
 def _check_triton(capability: Capability | None, shape: AttentionShape) -> None:
     check_triton(capability, shape.dtype)
     assert capability is not None
-    _check_head_dim(shape, largest_head_dim(capability))
+    _check_head_dim(shape, largest_head_dim(capability), _NARROWEST)
 
 
 def _load_triton(capability: Capability, shape: AttentionShape) -> AttentionBackend:

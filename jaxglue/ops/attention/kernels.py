@@ -44,7 +44,7 @@ class KernelSpec:
     P: int
     H: int
     width: int
-    """Columns of a tile: H, or the next power of two that matmuls can read."""
+    """Columns of a tile: H, or the next power of two."""
     scale: float
     window: int
     """0 for none."""

@@ -119,7 +119,7 @@ class TritonAttention(Launcher):
         A tile loaded by descriptor lies in registers, which pays for small tiles of wide heads. Triton 3.7.1 multiplies
         it wrongly where a tile has as many keys as a head has columns.
         """
-        width = _width(sizes.H)
+        width = triton.next_power_of_2(sizes.H)
         by_descriptor = self.descriptors and width >= 128 and tiles.block_m <= 64 and tiles.block_n < width
         tile = _descriptor(q, tiles.block_m // sizes.P, sizes.P) if by_descriptor else q
         return tile, by_descriptor
@@ -181,17 +181,12 @@ def _spec(
         G=sizes.G,
         P=sizes.P,
         H=sizes.H,
-        width=_width(sizes.H),
+        width=triton.next_power_of_2(sizes.H),
         scale=sizes.H**-0.5,
         window=window or 0,
         forks=segments.gap_starts is not None,
         softcap=softcap,
     )
-
-
-def _width(H: int) -> int:
-    """Return the columns of a tile: a power of two that matmuls can read."""
-    return max(triton.next_power_of_2(H), 16)
 
 
 def _tiles_in_order(segments: PackedSegments, tokens: int) -> tuple[int, Int[Array, "..."], dict]:
@@ -227,7 +222,7 @@ def _ends(segments: PackedSegments, window: int) -> Int[Array, "B *bounds T"]:
 
 def _descriptor(x: Float[Array, "B T N H"], tokens: int, heads: int) -> TensorDescriptor:
     B, T, N, H = x.shape
-    return TensorDescriptor.from_array(x.reshape(B * T, N, H), (tokens, heads, _width(H)))
+    return TensorDescriptor.from_array(x.reshape(B * T, N, H), (tokens, heads, triton.next_power_of_2(H)))
 
 
 def sink_gradient(

@@ -48,6 +48,7 @@ LLAMA = AttentionShape(dtype=jnp.bfloat16, head_dim=128, query_heads=32, kv_head
         ({"head_dim": 256, "long": True, "segment_slots": 4, "softcap": 50.0}, (9, 0), "hopper"),
         ({"head_dim": 84}, (9, 0), "reference"),
         ({"head_dim": 512}, (9, 0), "triton"),
+        ({"head_dim": 32}, (9, 0), "cudnn"),
         ({"head_dim": 512}, (8, 0), "reference"),
         ({"dtype": jnp.float32}, (9, 0), "reference"),
     ],

@@ -5,16 +5,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxglue.ops.backend import tracing_for
+from jaxglue.ops.backend import compute_capability, tracing_for
 from jaxglue.ops.delta_rule import (
     DELTA_ROWS,
     DELTA_RULE,
+    DELTA_STEP,
     DeltaHeads,
+    advance_states,
     causal_convolution,
+    delta_rule_and_states,
     gated_delta_rule,
     gated_rms_norm,
     reference_delta_rule,
 )
+from jaxglue.ops.delta_rule.chunks import ChunkedDeltaRule
 from jaxglue.ops.names import ATTENTION_OUT
 from jaxglue.ops.segments import pack_segments
 from tests.closeness import assert_close, outputs_and_gradients
@@ -109,3 +113,68 @@ def test_saved_outputs_spare_a_kernel_on_a_gpu(saved, count, h200):
     with tracing_for((9, 0)):
         program = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(*types).compile()
     assert program.as_text().count('custom_call_target="triton_kernel_call_ffi"') == count
+
+
+def relative_errors(got, expected):
+    return [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(got, expected, strict=True)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [[[700, 1, 64, 200], [1, 2, 1000]], [[1] * 1024]])
+def test_kernels_follow_float32_on_a_gpu(rows):
+    """On any GPU, also those on which `auto` does not take them."""
+    from jaxglue.ops.delta_rule.triton import TritonDeltaRule
+
+    heads, T = DeltaHeads(4, 8, 128), 1024
+    segments, half = pack_segments(rows, seq_len=T), arguments(len(rows), T, heads, 128, jnp.bfloat16)
+    exact = tuple(x.astype(jnp.float32) for x in half)
+    cotangent = jax.random.normal(jax.random.key(9), (len(rows), T, heads.values, 128), jnp.bfloat16)
+
+    def compute(rule, values, cotangent):
+        with DELTA_RULE.using(rule):
+            call = lambda *values: gated_delta_rule(*values, segments, heads)  # noqa: E731
+            return outputs_and_gradients(call, values, cotangent)
+
+    kernels = TritonDeltaRule.of(compute_capability())
+    got = compute(kernels, half, cotangent)
+    expected = compute(ChunkedDeltaRule(), exact, cotangent.astype(jnp.float32))
+    long = max(map(max, rows)) > 1  # documents of one token have no decay
+    assert max(relative_errors(got[: None if long else 2], expected[: None if long else 2])) < 6e-3
+
+
+@pytest.mark.gpu
+def test_convolution_and_gated_norm_follow_float32_on_a_gpu():
+    from jaxglue.ops.delta_rule.triton import TritonDeltaRows
+
+    kernels, segments = TritonDeltaRows.of(compute_capability()), pack_segments([[1, 700, 3, 200]], seq_len=1024)
+    x = jax.random.normal(jax.random.key(0), (1, 1024, 2048), jnp.bfloat16)
+    taps, weight = jax.random.normal(jax.random.key(1), (2048, 1, 4)), jnp.linspace(0.5, 2.0, 128)
+
+    def compute(kernels, x):
+        with DELTA_ROWS.using(kernels):
+            convolve = lambda x: causal_convolution(x, taps, segments)  # noqa: E731
+            heads = x.reshape(-1, 128)
+            norm = lambda x, gate: gated_rms_norm(x, gate, weight, 1e-6)  # noqa: E731
+            return outputs_and_gradients(convolve, (x,), x) + outputs_and_gradients(norm, (heads, heads[::-1]), heads)
+
+    assert max(relative_errors(compute(kernels, x), compute(None, x.astype(jnp.float32)))) < 6e-3
+
+
+@pytest.mark.gpu
+def test_states_and_steps_follow_float32_on_a_gpu():
+    from jaxglue.ops.delta_rule.triton import TritonDeltaRule, TritonDeltaStep
+
+    heads, segments = DeltaHeads(4, 8, 128), pack_segments([[100, 1, 300]], seq_len=512)
+    half = arguments(1, 512, heads, 128, jnp.bfloat16)
+    slots, begun = jnp.array([5, 0, 2]), jnp.array([True, True, False])
+
+    def compute(rule, step, values):
+        with DELTA_RULE.using(rule), DELTA_STEP.using(step):
+            _, states = delta_rule_and_states(*values, segments, heads)
+            stored = jnp.ones((6, *states.shape[2:])).at[slots].set(states[0, :3])
+            out, after = advance_states(stored, slots, begun, *(x[0, :3] for x in values), heads)
+            return [np.asarray(x, np.float32) for x in (states[0, :3], out, after)]
+
+    kernels = TritonDeltaRule.of(compute_capability()), TritonDeltaStep.of(compute_capability())
+    exact = tuple(x.astype(jnp.float32) for x in half)
+    assert max(relative_errors(compute(*kernels, half), compute(ChunkedDeltaRule(), None, exact))) < 6e-3
