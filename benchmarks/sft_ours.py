@@ -176,7 +176,8 @@ def attention_flops(config: DecoderConfig, batches: list[Batch]) -> dict[str, fl
         * mean_visible_keys(np.array(document_lengths(batches)))
         * batches[0].tokens.size
     )
-    return {"forward_kernel": 2 * matmul, "dq_kernel": 3 * matmul, "dkdv_kernel": 4 * matmul}
+    matmuls = {"forward_kernel": 2, "dq_kernel": 3, "dkdv_kernel": 4, "dk_kernel": 3, "dv_kernel": 2}
+    return {name: count * matmul for name, count in matmuls.items()}
 
 
 def document_lengths(batches: list[Batch]) -> tuple[int, ...]:

@@ -54,7 +54,18 @@ from jaxglue.planner.rates import device_gpu
 from jaxglue.planner.workload import Workload, abstract_parts
 from jaxglue.training.remat import host_memory
 
-ATTENTION_KERNELS = "forward_kernel", "dq_kernel", "dkdv_kernel", "sdpa", "flash", "fmha", "fprop", "bprop"
+ATTENTION_KERNELS = (
+    "forward_kernel",
+    "dq_kernel",
+    "dkdv_kernel",
+    "dk_kernel",
+    "dv_kernel",
+    "sdpa",
+    "flash",
+    "fmha",
+    "fprop",
+    "bprop",
+)
 MATMUL_KERNELS = "gemm", "nvjet", "cutlass", "xmma", "grouped", "splitk"
 """Parts of kernels' names."""
 UNEXPECTED = 0.07

@@ -17,8 +17,10 @@ if HIDES_TORCH in os.environ:
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
 
 _MODULES = {
-    "api": ("generate", "plan", "score", "train"),
+    "api": ("evaluate", "export", "generate", "plan", "score", "train"),
+    "data.tokenizer": ("load_tokenizer",),
     "training.callbacks": ("Callback",),
+    "session": ("Session",),
     "training.config": ("TrainConfig",),
     "generation.config": ("GenerateConfig",),
     "engine.layer_stack": ("LayerStack",),

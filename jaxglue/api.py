@@ -4,12 +4,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxglue.commands.configs import EstimateConfig
+from jaxglue.commands.configs import EstimateConfig, ExportConfig
 from jaxglue.commands.estimate import make_planner
+from jaxglue.commands.export import main as write_exports
 from jaxglue.data.config import DataConfig
 from jaxglue.data.memory import holds_rows, name_sources
 from jaxglue.generation import chat, scoring
-from jaxglue.generation.config import GenerateConfig, ScoreConfig
+from jaxglue.generation.config import EvaluateConfig, GenerateConfig, ScoreConfig
+from jaxglue.generation.harness import run_tasks
 from jaxglue.planner import planner
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.plan import Plan
@@ -77,6 +79,34 @@ def score(
     """
     found = scoring.score_rows(_configured(ScoreConfig, config, settings))
     return ((row.value, scores) for row, scores in found)
+
+
+def evaluate(config: EvaluateConfig | Mapping[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
+    """Run tasks of lm-evaluation-harness on a model; return the harness's results.
+
+    Args:
+        config: model and tasks.
+        settings: instead, by the names of the command's flags: `model`, `adapter`, `tasks`, `limit`, …
+
+    Raises:
+        ValueError: bad settings, folders or tasks.
+    """
+    return run_tasks(_configured(EvaluateConfig, config, settings))
+
+
+def export(config: ExportConfig | Mapping[str, Any] | None = None, **settings: Any) -> Path | None:
+    """Merge an adapter, quantize a folder, write a GGUF file or a checkpoint's weights; return the folder written.
+
+    Args:
+        config: what to write.
+        settings: instead, by the names of the command's flags: `adapter`, `base`, `quantize`, `gguf`, `output`, …
+
+    Raises:
+        ValueError: bad settings, folders or tensors; nothing is written then.
+    """
+    chosen = _configured(ExportConfig, config, settings)
+    write_exports(chosen)
+    return chosen.output
 
 
 def plan(model: str | Path | Workload, gpu: str, *, recipe: str | Path | None = None, **settings: Any) -> Plan:

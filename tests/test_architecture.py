@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FLOORS = (
     {"__main__", "api"},
-    {"commands"},
+    {"commands", "session"},
     {"training"},
     {"rl"},
     {"generation", "planner"},

@@ -42,20 +42,18 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """A run in which everything is settled that can be before weights are loaded."""
+class Setup:
+    """A model to train, in which everything is settled that can be before weights are loaded."""
 
     config: TrainConfig
-    """Settings as the run records them: batch size over all devices, length of rows, and adapters."""
+    """Settings as a run records them: batch size over all devices, length of rows, and adapters."""
     vocabulary: Vocabulary
     stops: frozenset[int]
     """Tokens at which the trained model's answers end."""
-    data: PreparedData
     workload: Workload
     remat: RematChoice
-    batches: BatchIterator | StreamIterator | RolloutSteps
-    eval_batches: EvalBatches | None
     total_steps: int
+    """Optimizer steps, by which the learning rate is scheduled."""
     adapter: Adapter | None = None
     """To train on from."""
 
@@ -84,6 +82,15 @@ class Run:
         """Tell whether the reference's log-probabilities are computed once, before training."""
         return self.config.objective.kind.needs_reference and not self.workload.reference
 
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Setup):
+    """A model and the data to train it on."""
+
+    data: PreparedData
+    batches: BatchIterator | StreamIterator | RolloutSteps
+    eval_batches: EvalBatches | None
+
     @property
     def flops_per_token(self) -> float:
         """Return a token's FLOPs of forward and backward over the training documents."""
@@ -103,18 +110,7 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Run:
         ValueError: bad model folder, data or settings; names the file and the remedy.
     """
     check_trackers(config.run.trackers)
-    folder = config.model.folder
-    base = read_architecture(config, folder)
-    adapter = read_start(config, base)
-    base = adapter.adapted(base) if adapter else base
-    if not config.model.random_weights:
-        check_weights(folder, base)
-    vocabulary = read_vocabulary(folder, config.model.new_tokens, base, adapter)
-    config = settle(config, base, devices=jax.device_count(), adapter=adapter, vocabulary=vocabulary)
-    if processes.is_main:
-        warn_of_peft(config, base)
-        warn_of_adapter_inside(folder, config.model.adapter)
-    model = replace(base, vocab_size=vocabulary.size)
+    config, model, vocabulary, adapter = _read_model(config, processes)
     with processes.main_process_first():
         data = _read_data(config, model, vocabulary, DataProgress() if processes.is_main else None)
     lengths = sample_lengths(data.train.document_lengths)
@@ -149,6 +145,47 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Run:
         total_steps=total_steps,
         adapter=adapter,
     )
+
+
+def resolve_model(config: TrainConfig) -> Setup:
+    """Read and check model folder and tokenizer, and choose a plan for full rows; load no weights.
+
+    Args:
+        config: of which the data are not read.
+
+    Raises:
+        ValueError: bad model folder or settings; names the file and the remedy.
+    """
+    config, model, vocabulary, adapter = _read_model(config, SINGLE_PROCESS)
+    assert config.run.steps is not None
+    workload, remat = agree_on_mesh(config, model, (), SINGLE_PROCESS, config.run.steps)
+    return Setup(
+        config=config,
+        vocabulary=vocabulary,
+        stops=run_stops(config, vocabulary.tokenizer),
+        workload=workload,
+        remat=remat,
+        total_steps=config.run.steps,
+        adapter=adapter,
+    )
+
+
+def _read_model(
+    config: TrainConfig, processes: Processes
+) -> tuple[TrainConfig, DecoderConfig, Vocabulary, Adapter | None]:
+    """Return the settled configuration, the architecture, the vocabulary, and the adapter to train on from."""
+    folder = config.model.folder
+    base = read_architecture(config, folder)
+    adapter = read_start(config, base)
+    base = adapter.adapted(base) if adapter else base
+    if not config.model.random_weights:
+        check_weights(folder, base)
+    vocabulary = read_vocabulary(folder, config.model.new_tokens, base, adapter)
+    config = settle(config, base, devices=jax.device_count(), adapter=adapter, vocabulary=vocabulary)
+    if processes.is_main:
+        warn_of_peft(config, base)
+        warn_of_adapter_inside(folder, config.model.adapter)
+    return config, replace(base, vocab_size=vocabulary.size), vocabulary, adapter
 
 
 def _read_data(

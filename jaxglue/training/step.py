@@ -27,12 +27,13 @@ from jaxglue.engine.host_buffers import HostBuffers
 from jaxglue.engine.layer_groups import SmallResults
 from jaxglue.models.lora import without_adapters
 from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params, without_parts
+from jaxglue.objectives.objective import Objective
 from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.planner.workload import abstract_parts
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.sharding.rules import Layout
 from jaxglue.training.optimizer import Optimizer, make_optimizer
-from jaxglue.training.setup import Run
+from jaxglue.training.setup import Run, Setup
 from jaxglue.training.weights import build_parameters
 
 Accepts = Callable[[int, Mapping[str, float]], bool]
@@ -58,12 +59,12 @@ class TrainStep:
     """A model and its optimizer; `dispatch` advances them by one optimizer step.
 
     Args:
-        run: the run.
+        run: the run, or a model alone, whose steps are given one by one.
         mesh: devices that share the work; None for one device.
         host_buffers: for offloaded values; None for JAX's pool.
     """
 
-    def __init__(self, run: Run, mesh: Mesh | None, host_buffers: HostBuffers | None = None):
+    def __init__(self, run: Setup, mesh: Mesh | None, host_buffers: HostBuffers | None = None):
         self._run, self._config, self._mesh = run, run.config, mesh
         self.layout = Layout(mesh, run.config.model.compute_dtype)
         self._objective, self._host_buffers = run.workload.objective, host_buffers
@@ -78,16 +79,19 @@ class TrainStep:
         if foreseen != self.graphdefs:
             self._lowering = None
             reference = reference_layers(run, self.graphdefs, self.trainable, self.frozen)
-            self.executor = self._make_executor(self.graphdefs, reference)
+            self.executor = self._make_executor(self.graphdefs, self._objective, reference)
             self._whole = self._make_whole()
         self._optimizer_state = self._optimizer.init(self.trainable)
         self._norm = jit_step(optax.tree.norm)
         self._spent: Params | None = None
         """Gradients of the last step, for the next step to overwrite."""
         self._compiled: set[tuple[bool, bool]] = set()
+        self._executors: dict[Objective, Executor] = {self._objective: self.executor}
         self._fp8: FP8Parts | None = None
 
-    def _make_executor(self, graphdefs: ModelGraphDefs, reference: list[nnx.GraphDef] | None = None) -> Executor:
+    def _make_executor(
+        self, graphdefs: ModelGraphDefs, objective: Objective, reference: list[nnx.GraphDef] | None = None
+    ) -> Executor:
         run = self._run
         return Executor(
             graphdefs,
@@ -99,7 +103,7 @@ class TrainStep:
             layers_per_program=run.remat.layers_per_program,
             stream_weights=run.remat.streams_weights,
             router_losses=run.config.model.router_losses,
-            objective=self._objective,
+            objective=objective,
             reference=reference,
             neftune_alpha=run.config.model.neftune_alpha,
             mesh=self._mesh,
@@ -116,13 +120,14 @@ class TrainStep:
 
     def _lower_ahead(self) -> ModelGraphDefs | None:
         """Begin to trace and lower the step's programs, and return the modules foreseen; None where shapes say less."""
-        run, batches = self._run, self._run.batches
+        run = self._run
+        batches = run.batches if isinstance(run, Run) else None
         grouped = 1 < run.remat.layers_per_program < run.model.num_hidden_layers
         others = grouped or run.workload.host_embeddings or run.config.objective.kind.needs_reference
         if self._mesh is not None or others or not isinstance(batches, BatchIterator):
             return None
         graphdefs, trainable, frozen = abstract_parts(run.workload)
-        self.executor, first = self._make_executor(graphdefs), batches.first
+        self.executor, first = self._make_executor(graphdefs, self._objective), batches.first
         self._whole, key = self._make_whole(), self._micro_batch_key()
         if self._whole and len(first.micro_batches) == 1:
             self._lowering = Lowering(self._whole.trace(trainable, frozen, first.micro_batches[0], key))
@@ -223,19 +228,44 @@ class TrainStep:
     def _update(self, batch: Step, accepts: Accepts | None) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Update all parameters after the backward pass; return the loss, and gradient norm and learning rate."""
         spent, self._spent = self._spent, None
-        sums, gradients = self.executor.loss_and_gradients(*self._arguments(batch), self._step_key(), spent)
+        loss, metrics, gradients = self.loss_and_gradients(batch, into=spent)
         if self.executor.reuses_gradients:
             self._spent = gradients
-        loss, metrics = self._divided(sums)
         if accepts is not None:
             norm = self._norm(gradients)
             if not accepts(self.step + 1, {"loss": float(loss), "grad_norm": float(norm)}):
                 skipped = {"grad_norm": norm, **self._optimizer.learning_rate(self.step), "skipped": jnp.int32(1)}
                 return loss, metrics | skipped
+        return loss, metrics | self._apply(gradients)
+
+    def loss_and_gradients(
+        self, batch: Step, objective: Objective | None = None, into: Params | None = None
+    ) -> tuple[jax.Array, dict[str, jax.Array], Params]:
+        """Return loss, metrics and gradients of a step's batches, and change nothing.
+
+        Args:
+            batch: of the step; sums over it are divided by its targets.
+            objective: in place of the run's; programs are compiled for each.
+            into: gradients whose memory the new ones take where the executor reuses it; donated.
+        """
+        objective = objective or self._objective
+        if objective not in self._executors:
+            self._executors[objective] = self._make_executor(self.graphdefs, objective)
+        arguments = *self._arguments(batch), self._step_key(), into
+        sums, gradients = self._executors[objective].loss_and_gradients(*arguments)
+        return objective.loss(sums), objective.metrics(sums), gradients
+
+    def take_step(self, gradients: Params) -> dict[str, jax.Array]:
+        """Update the parameters; return the gradients' norm and the learning rate."""
+        values = self._apply(gradients)
+        self.step += 1
+        return values
+
+    def _apply(self, gradients: Params) -> dict[str, jax.Array]:
         self.trainable, self._optimizer_state, values = self._optimizer.update(
             self.trainable, self._optimizer_state, gradients, self.step
         )
-        return loss, metrics | values
+        return values
 
     def _update_in_backward(self, batch: Step) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Update each part as soon as its gradients exist; return the loss, and the learning rate."""
@@ -374,7 +404,7 @@ def choose_fp8(errors: FP8Errors, largest: float) -> FP8Choice:
 
 
 def reference_layers(
-    run: Run, graphdefs: ModelGraphDefs, trainable: Params, frozen: Params
+    run: Setup, graphdefs: ModelGraphDefs, trainable: Params, frozen: Params
 ) -> list[nnx.GraphDef] | None:
     """Return the frozen layers without adapters, to run beside the model's; None where no loss needs them."""
     if not run.workload.reference:

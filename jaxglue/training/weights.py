@@ -20,12 +20,12 @@ from jaxglue.models.lora_config import MODULES
 from jaxglue.models.parameters import ModelGraphDefs, Params, split_model
 from jaxglue.models.vocabulary import grow_vocabulary
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
-from jaxglue.training.setup import Run
+from jaxglue.training.setup import Setup
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
-def build_parameters(run: Run, layout: Layout = SINGLE_DEVICE) -> tuple[ModelGraphDefs, Params, Params]:
+def build_parameters(run: Setup, layout: Layout = SINGLE_DEVICE) -> tuple[ModelGraphDefs, Params, Params]:
     """Load, or draw, (graphdefs, trainable, frozen): trainable in float32, frozen in the compute dtype."""
     config, workload, seed = run.config, run.workload, run.config.data.seed
     dtype = workload.weight_dtype

@@ -21,7 +21,8 @@ from jaxglue.planner.planner import Planner
 from jaxglue.planner.programs import Programs
 from jaxglue.planner.workload import Workload
 
-ROWS, GRADIENTS, EXPERTS, MXFP4, FORWARD, BACKWARD = KernelKind
+ROWS, GRADIENTS, MXFP4 = KernelKind.ROWS, KernelKind.ADAPTER_GRADIENTS, KernelKind.MXFP4
+EXPERTS, FORWARD, BACKWARD = KernelKind.EXPERTS_MATMUL, KernelKind.ATTENTION_FORWARD, KernelKind.ATTENTION_BACKWARD
 H200 = find_gpu("H200")
 SIZES = {"hidden_size": 2048, "num_hidden_layers": 1, "vocab_size": 4096, "head_dim": 128}
 

@@ -1,0 +1,281 @@
+"""A model in training, step by step, for loops of one's own: on the executor, planner and optimizer of `train`."""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxglue.data.config import NO_COLUMNS, Columns, DataConfig
+from jaxglue.data.iterator import BatchIterator, Step, Steps
+from jaxglue.data.memory import name_sources
+from jaxglue.data.packing import plan_packing
+from jaxglue.data.prepare import prepare_data
+from jaxglue.engine.program_cache import keep_programs
+from jaxglue.generation.config import SamplingConfig
+from jaxglue.generation.engine import Engine
+from jaxglue.generation.prompts import encode_messages, encode_prompt
+from jaxglue.generation.scheduler import Request
+from jaxglue.hf.checkpoint import save_tensors
+from jaxglue.hf.files import write_json
+from jaxglue.hf.tensor_files import TensorFiles
+from jaxglue.json_file import read_json
+from jaxglue.models.parameters import Params
+from jaxglue.objectives.objective import Objective, TargetValues
+from jaxglue.ops.segments import segment_bucket
+from jaxglue.planner.device_memory import bounded_pool, take_fitting_blocks
+from jaxglue.recipe import from_settings
+from jaxglue.sharding.mesh import make_mesh
+from jaxglue.training.config import TrainConfig
+from jaxglue.training.remat import open_buffers, size_pool
+from jaxglue.training.result import export_result
+from jaxglue.training.setup import resolve_model
+from jaxglue.training.step import TrainStep
+
+if TYPE_CHECKING:
+    from jaxglue.data.batch import Batch
+    from jaxglue.objectives.config import ObjectiveConfig
+
+Loss = Callable[[Float[Array, "B T"], Mapping[str, Float[Array, "B T"]]], Float[Array, "B T"]]
+"""`loss(log_probs, columns)` of tokens, from the log-probabilities of the targets and each token's values of its row's
+columns; tokens that are not trained on do not count."""
+_STATE = "session"
+"""Folder beside a result's files that `load` reads."""
+_STEPS = 1000
+"""Steps for which a plan is chosen where none are given."""
+
+
+class Answer(NamedTuple):
+    """A sampled answer."""
+
+    text: str
+    tokens: Int[np.ndarray, " L"]
+    """With the token that ended it."""
+    log_probs: Float[np.ndarray, " L"]
+    """Of the tokens, at the temperature."""
+    ended: bool
+    """False for an answer that reached its longest length."""
+
+
+class Session:
+    """A model in training whose steps the caller decides on.
+
+    Gradients of `forward_backward` add up until `optim_step`. A function of the caller's as loss is compiled once for
+    each function object, so define it outside of the loop.
+
+    Args:
+        recipe: file or shipped name; its data are not read.
+        settings: by the names of `jaxglue train`'s flags: `model`, `quantize`, `lora_r`, `learning_rate`, … The
+            learning rate is constant unless `schedule` and `steps` say otherwise.
+
+    Raises:
+        ValueError: a bad setting or model folder.
+    """
+
+    def __init__(self, *, recipe: str | Path | None = None, **settings: Any):
+        if settings.keys() & {"data", "eval_data"}:
+            raise ValueError("data: a session is given its rows step by step: pass them to forward_backward or batches")
+        unscheduled = {"schedule": "constant", "warmup_steps": 0, "steps": _STEPS} if "steps" not in settings else {}
+        config = from_settings(TrainConfig, {**unscheduled, **settings, "data": ("rows of a session",)}, recipe)
+        if config.objective.kind.answers is not None or config.objective.kind.needs_rollouts:
+            raise ValueError("objective: a session trains on texts and chats: pass a function as the loss of its steps")
+        if config.optimizer.update_in_backward:
+            raise ValueError("update_in_backward: gradients of a session add up before its steps: leave it out")
+        if config.run.compilation_cache:
+            keep_programs(config.run.compilation_cache)
+        take_fitting_blocks(os.environ)
+        with ExitStack() as stack:
+            stack.enter_context(bounded_pool(config.model.memory_limit, os.environ))
+            self._setup = resolve_model(replace(config, model=config.model.pinned))
+            size_pool(self._setup.workload, self._setup.remat, os.environ)
+            buffers = stack.enter_context(open_buffers(self._setup.workload, self._setup.remat))
+            mesh = make_mesh(self._setup.mesh) if self._setup.mesh.devices > 1 else None
+            self._model = TrainStep(self._setup, mesh, buffers)
+            self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxglue-session-")))
+            self._stack = stack.pop_all()
+        self.tokenizer = self._setup.tokenizer
+        self._engine: Engine | None = None
+        self._gradients: Params | None = None
+        self._slots = self._sampled = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the host's buffers and the temporary files."""
+        self._stack.close()
+
+    @property
+    def step(self) -> int:
+        """Return the optimizer steps done."""
+        return self._model.step
+
+    def batches(self, data: Any, *, epochs: int | None = 1, columns: Columns = NO_COLUMNS) -> Iterator[Step]:
+        """Yield the steps of packed rows that `train` makes of the data, with the session's batch size and seed.
+
+        Args:
+            data: as of `train`, names or rows in memory.
+            epochs: passes over them; None for endless ones.
+            columns: of numbers that a loss reads, each with the value of rows without it.
+
+        Raises:
+            ValueError: unusable data, naming file and line where possible.
+        """
+        config, run = self._setup.config.data, self._setup.config.run
+        names = name_sources(data, Path(config.cache_dir) / "rows")
+        prepared = self._prepare(replace(config, data=names), columns)
+        sizes = {"batch_size": run.batch_size, "gradient_accumulation_steps": run.gradient_accumulation_steps}
+        order: dict[str, Any] = {"seed": config.seed, "documents_per_step": run.documents_per_step}
+        steps = BatchIterator(prepared.train, seq_len=config.row_tokens, epochs=epochs, **order, **sizes)
+        try:
+            yield from steps
+        finally:
+            steps.close()
+
+    def forward_backward(
+        self, rows: Step | Iterable[Mapping[str, Any]], loss: Loss | None = None, *, columns: Columns = NO_COLUMNS
+    ) -> float:
+        """Add the gradients of the mean loss over the rows' target tokens; return that mean.
+
+        Args:
+            rows: dictionaries in any format of `train`, or a step of `batches`.
+            loss: of tokens; None for cross-entropy.
+            columns: of the rows that the loss reads, each with the value of rows without it.
+
+        Raises:
+            ValueError: unusable rows, by their number.
+        """
+        step = rows if isinstance(rows, Step) else self._pack(rows, columns)
+        objective = None if loss is None else FunctionLoss(config=self._setup.config.objective, function=loss)
+        value, _, gradients = self._model.loss_and_gradients(step, objective)
+        self._gradients = gradients if self._gradients is None else _add(self._gradients, gradients)
+        return float(value)
+
+    def optim_step(self) -> dict[str, float]:
+        """Update the parameters by the gradients since the last step; return `grad_norm` and `learning_rate`.
+
+        Raises:
+            ValueError: there are no gradients.
+        """
+        if self._gradients is None:
+            raise ValueError("optim_step: there are no gradients since the last one: call forward_backward before")
+        gradients, self._gradients = self._gradients, None
+        return {name: float(value) for name, value in self._model.take_step(gradients).items()}
+
+    def log_probs(self, rows: Step | Iterable[Mapping[str, Any]]) -> list[Float[np.ndarray, "B T"]]:
+        """Return the log-probabilities of each micro-batch's targets, 0 where none is trained on."""
+        step = rows if isinstance(rows, Step) else self._pack(rows, NO_COLUMNS)
+        model = self._model
+        return [np.asarray(model.executor.log_probs(model.trainable, model.frozen, b)) for b in model.place(step)]
+
+    def sample(
+        self, prompts: Sequence[str | Sequence[Mapping[str, Any]]], *, n: int = 1, **sampling: Any
+    ) -> list[list[Answer]]:
+        """Return n answers to each prompt by the present weights, which are neither merged nor copied.
+
+        Random numbers depend on the seed, the prompt's number in the session and the answer's.
+
+        Args:
+            prompts: texts, which the chat template renders as a user's message where there is one, or lists of
+                messages.
+            n: answers to each.
+            sampling: fields of `SamplingConfig`: `max_tokens`, `temperature`, `top_p`, `seed`, …
+        """
+        settings, model = self._setup.config.model, self._model
+        if self._engine is None:
+            options: dict[str, Any] = {"dtype": settings.compute_dtype, "attention": settings.attention}
+            self._engine = Engine(model.graphdefs, self._setup.model, **options)
+        config = SamplingConfig(**sampling)
+        tokens = [self._encode(prompt) for prompt in prompts]
+        requests = [Request(prompt, config, self._sampled + i, n=n) for i, prompt in enumerate(tokens)]
+        self._sampled += len(requests)
+        found: list[dict[int, Answer]] = [{} for _ in prompts]
+        for done in self._engine.generate(model.trainable, model.frozen, requests, self._setup.stops):
+            text = str(self.tokenizer.decode(done.tokens.tolist(), skip_special_tokens=True))
+            found[done.number][done.answer] = Answer(text, done.tokens, done.log_probs, done.finish == "stop")
+        return [[group[index] for index in range(n)] for group in found]
+
+    def save(self, path: str | Path) -> Path:
+        """Write the adapter, or the whole model, to a folder that PEFT, transformers and `load` read.
+
+        Raises:
+            ValueError: the folder is not empty.
+        """
+        path = Path(path)
+        export_result(self._setup, self._model.trainable, path)
+        state = jax.tree_util.tree_leaves_with_path(self._model.state())
+        save_tensors(path / _STATE, {jax.tree_util.keystr(key): leaf for key, leaf in state})
+        write_json(path / _STATE / "session.json", {"step": self._model.step, "sampled": self._sampled})
+        return path
+
+    def load(self, path: str | Path) -> None:
+        """Continue from a folder of `save`: weights, optimizer and number of steps.
+
+        Raises:
+            ValueError: no such folder, or that of another model or optimizer.
+        """
+        folder = Path(path) / _STATE
+        known, tensors = read_json(folder / "session.json"), TensorFiles(sorted(folder.glob("*.safetensors")))
+        state = self._model.state()
+        wanted = {jax.tree_util.keystr(key): leaf for key, leaf in jax.tree_util.tree_leaves_with_path(state)}
+        if wanted.keys() != tensors.tensors.keys():
+            raise ValueError(
+                f"{folder}: a state of another model or optimizer: use the settings that it was saved with"
+            )
+        read = {name: tensors.read(name) for name in wanted}
+        if wrong := next((name for name, leaf in wanted.items() if read[name].shape != leaf.shape), None):
+            raise ValueError(f"{folder}: {wrong} has shape {read[wrong].shape}, expected {wanted[wrong].shape}")
+        restored = jax.tree_util.tree_map_with_path(
+            lambda key, leaf: jax.device_put(read[jax.tree_util.keystr(key)].astype(leaf.dtype), leaf.sharding), state
+        )
+        self._model.restore(restored, known["step"])
+        self._gradients, self._sampled = None, known["sampled"]
+
+    def _prepare(self, config: DataConfig, columns: Columns):
+        return prepare_data(config, self.tokenizer, self._setup.model.vocab_size, columns=columns)
+
+    def _pack(self, rows: Iterable[Mapping[str, Any]], columns: Columns) -> Step:
+        """Pack all rows into one step, in as many micro-batches as they need; its shapes only grow."""
+        config, size = self._setup.config.data, self._setup.config.run.batch_size
+        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+            names = name_sources(rows if isinstance(rows, list) else [*rows], Path(folder))
+            own = replace(config, data=names, eval_data=(), eval_fraction=0.0, cache_dir=str(Path(folder) / "cache"))
+            data = self._prepare(own, columns).train
+            plan = plan_packing(data.lengths, seq_len=config.row_tokens)
+            self._slots = max(self._slots, segment_bucket(plan.max_segments))
+            shape: dict[str, Any] = {"seq_len": config.row_tokens, "max_segments": self._slots, "batch_size": size}
+            shape |= {"gradient_accumulation_steps": -(-plan.rows // size), "process_index": 0, "process_count": 1}
+            return Steps(dataset=data, plan=plan, **shape)[0]
+
+    def _encode(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
+        if isinstance(prompt, str):
+            return encode_prompt(self.tokenizer, prompt)
+        return encode_messages(self.tokenizer, [dict(message) for message in prompt])
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionLoss(Objective):
+    """A function of the caller's as objective."""
+
+    config: "ObjectiveConfig"
+    function: Loss
+
+    def __call__(self, values: TargetValues, batch: "Batch") -> Float[Array, ""]:
+        """Return Σ loss over the tokens that are trained on."""
+        losses = self.function(values.log_probs, batch.columns)
+        return jnp.sum(jnp.where(batch.loss_weights > 0, losses * batch.loss_weights, 0.0))
+
+
+@jax.jit
+def _add(one: Params, other: Params) -> Params:
+    return jax.tree.map(jnp.add, one, other)

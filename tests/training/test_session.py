@@ -1,0 +1,138 @@
+"""Loops of one's own: the steps of `train` to the bit, own losses, sampling, saving."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxglue
+from jaxglue.hf.adapter import load_adapter
+from jaxglue.hf.tensor_files import TensorFiles
+from jaxglue.training.record import read_metrics
+
+
+@pytest.fixture
+def settings(model_folder, tmp_path):
+    return {
+        "model": str(model_folder),
+        "random_weights": True,
+        "dtype": "float32",
+        "seq_len": 96,
+        "rank": 4,
+        "cache_dir": str(tmp_path / "cache"),
+        "compilation_cache": None,
+        "learning_rate": 1e-2,
+    }
+
+
+@pytest.fixture
+def pairs():
+    return [{"prompt": f"What is {n}? ", "completion": f"It is {n}.", "reward": float(n % 2)} for n in range(8)]
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 2, "gradient_accumulation_steps": 2, "dropout": 0.2}])
+def test_a_loop_over_batches_equals_train_to_the_bit(settings, chat_rows, tmp_path, options):
+    more = {"steps": 4, "workers": 1, **options}
+    jaxglue.train(data=chat_rows(24), output=str(tmp_path / "run"), log_every=1, sample_prompt=(), **settings, **more)
+    lines = [line for line in read_metrics(tmp_path / "run/metrics.jsonl") if "loss" in line]
+    with jaxglue.Session(**settings, **more) as session:
+        for line, batch in zip(lines, session.batches(chat_rows(24), epochs=None), strict=False):
+            assert session.forward_backward(batch) == line["loss"]
+            assert session.optim_step() == {name: line[name] for name in ("grad_norm", "learning_rate")}
+        assert session.step == 4
+        saved = load_adapter(session.save(tmp_path / "adapter")).tensors
+    trained = load_adapter(tmp_path / "run/adapter").tensors
+    assert saved.keys() == trained.keys() and all(np.array_equal(saved[name], trained[name]) for name in saved)
+
+
+def test_gradients_add_up_and_losses_are_functions_of_tokens_and_columns(settings, pairs):
+    def weighted(log_probs, columns):
+        return -columns["reward"] * log_probs
+
+    with jaxglue.Session(**settings) as session:
+        whole = session.forward_backward(pairs)
+        norm = session.optim_step()["grad_norm"]
+    with jaxglue.Session(**settings) as session:
+        counts = [float(np.count_nonzero(session.log_probs(part)[0])) for part in (pairs[::2], pairs[1::2])]
+        shares = [count / sum(counts) for count in counts]
+        losses = [
+            session.forward_backward(part, lambda log_probs, _, share=share: -share * log_probs)
+            for part, share in zip((pairs[::2], pairs[1::2]), shares, strict=True)
+        ]
+        assert sum(losses) == pytest.approx(whole, rel=1e-5)
+        assert session.optim_step()["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    with jaxglue.Session(**settings) as session:
+        odd = session.forward_backward(pairs[1::2])
+        both = session.forward_backward(pairs, weighted, columns={"reward": 1.0})
+        assert both == pytest.approx(odd * shares[1], rel=1e-5)
+
+
+def test_rewards_move_what_is_sampled(settings, pairs):
+    """Two answers to one prompt, of which one is rewarded: its probability rises, the other's falls."""
+    rows = [{**pairs[0], "completion": text, "advantage": sign} for text, sign in (("good", 1.0), ("question", -1.0))]
+
+    def policy_gradient(log_probs, columns):
+        return -columns["advantage"] * jnp.exp(log_probs)
+
+    with jaxglue.Session(**settings) as session:
+        before = [float(session.log_probs([row])[0].sum()) for row in rows]
+        for _ in range(8):
+            session.forward_backward(rows, policy_gradient, columns={"advantage": 0.0})
+            session.optim_step()
+        after = [float(session.log_probs([row])[0].sum()) for row in rows]
+    assert after[0] > before[0] and after[1] < before[1]
+
+
+def test_answers_are_of_the_present_weights_and_have_the_trainers_log_probs(settings, pairs):
+    with jaxglue.Session(**settings) as session:
+        prompt = [{"role": "user", "content": "What is 3?"}]
+        (first,), (other,) = session.sample([prompt, "What is 3?"], max_tokens=6, temperature=0.0)
+        assert np.array_equal(first.tokens, other.tokens) and len(first.tokens) <= 6
+        for _ in range(3):
+            session.forward_backward(pairs)
+            session.optim_step()
+        two = session.sample([prompt], n=2, max_tokens=6, temperature=1.0, top_p=1.0)[0]
+        again = session.sample([prompt], n=2, max_tokens=6, temperature=1.0, top_p=1.0)[0]
+        assert not np.array_equal(two[0].tokens, two[1].tokens) and not np.array_equal(two[0].tokens, again[0].tokens)
+        assert two[0].log_probs.shape == two[0].tokens.shape and (two[0].log_probs <= 0).all()
+
+
+def test_a_saved_session_goes_on_where_it_was(settings, pairs, tmp_path):
+    with jaxglue.Session(**settings) as session:
+        for _ in range(2):
+            session.forward_backward(pairs)
+            session.optim_step()
+        folder = session.save(tmp_path / "saved")
+        expected = [session.forward_backward(pairs), session.optim_step(), session.forward_backward(pairs)]
+        with pytest.raises(ValueError, match="not empty"):
+            session.save(folder)
+    with jaxglue.Session(**settings) as session:
+        session.load(folder)
+        assert session.step == 2
+        assert [session.forward_backward(pairs), session.optim_step(), session.forward_backward(pairs)] == expected
+    assert json.loads((folder / "session/session.json").read_text())["step"] == 2
+    assert not any(
+        "lora_A" in name and "optimizer" in name for name in TensorFiles([folder / "adapter_model.safetensors"]).tensors
+    )
+    with jaxglue.Session(**{**settings, "rank": 2}) as session, pytest.raises(ValueError, match="has shape"):
+        session.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"data": "x"}, "data: a session is given its rows step by step"),
+        ({"objective": "dpo"}, "objective: a session trains on texts and chats"),
+        ({"update_in_backward": True, "clip_norm": 0.0}, "update_in_backward: gradients of a session add up"),
+        ({"learning_rat": 1.0}, "unknown setting 'learning_rat'"),
+    ],
+)
+def test_settings_of_other_things_are_refused(settings, options, message):
+    with pytest.raises(ValueError, match=message):
+        jaxglue.Session(**{**settings, **options})
+
+
+def test_a_step_without_gradients_is_refused(settings):
+    with jaxglue.Session(**settings) as session, pytest.raises(ValueError, match="there are no gradients"):
+        session.optim_step()
