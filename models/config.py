@@ -205,6 +205,8 @@ class DecoderConfig:
             raise ValueError(
                 f"head_dim={self.head_dim} must be even and above 0: rotary positions turn pairs of dimensions"
             )
+        if 0 in self.layer_windows:
+            raise ValueError("sliding_window in config.json: expected at least 1 token, the query itself, got 0")
         assert len(self.layer_windows) == self.num_hidden_layers
         assert not self.layer_ropes or len(self.layer_ropes) == self.num_hidden_layers
         assert not self.layer_shapes or len(self.layer_shapes) == self.num_hidden_layers
@@ -373,7 +375,7 @@ class HfFields:
     decoder_sparse_step: _Size
     max_position_embeddings: _Size
     original_max_position_embeddings: _Size
-    sliding_window: _Size
+    sliding_window: NonNegativeInt
     max_window_layers: NonNegativeInt
     rms_norm_eps: PositiveFloat
     initializer_range: NonNegativeFloat

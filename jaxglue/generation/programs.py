@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxglue.engine.compiler import STEP_OPTIONS
 from jaxglue.engine.layer_forms import by_tiles
 from jaxglue.generation.contexts import Cursor, DecodeContext, Places, PrefillContext
 from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, CachePlan, ring_table
@@ -30,6 +31,8 @@ NOT_FINITE = -2
 """In place of a token whose logits are infinite or NaN."""
 Cache = KVPages | DeltaStates
 """Of a layer."""
+_WINDOW_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0}
+"""Merged matmuls of one input would copy weights together in every step."""
 Trees = tuple[Params, ...]
 """Trainable and frozen parameters of the model or a part of it."""
 
@@ -74,7 +77,7 @@ class CachedLayer:
 
     def __init__(self, graphdef: nnx.GraphDef):
         self._graphdef = graphdef
-        self.prefill = jax.jit(self._prefill, donate_argnames="cache")
+        self.prefill = jax.jit(self._prefill, donate_argnames="cache", compiler_options=STEP_OPTIONS)
         self.decode = jax.jit(self._decode, donate_argnames="cache")
 
     def _prefill(self, weights: Trees, x, cache: Cache, packed: PackedContext, places: Places):
@@ -107,15 +110,14 @@ class Programs:
         self._output_name = graphdefs.output_name
         self.windows = tuple(dict.fromkeys(kind.window for kind in config.layer_kinds))
         """Windows of attention, None for all tokens: layers with one number their pages alike."""
-        static: dict[str, Any] = {"static_argnames": ("plan", "features")}
         self._embed_prompts = jax.jit(self._embed_packed)
         self._copy = jax.jit(self._copy_pages, donate_argnames="caches")
         self._begin = jax.jit(_begin)
         self._embed_slots = jax.jit(self._embed_last, static_argnames="plan")
         self._advance = jax.jit(self._sample_next, static_argnames="features", donate_argnames="sequences")
         self._finish = jax.jit(_finish, donate_argnames="slots")
-        donated = "slots", "caches"
-        self._run = jax.jit(self._scan, static_argnames=(*static["static_argnames"], "steps"), donate_argnames=donated)
+        options: dict[str, Any] = {"donate_argnames": ("slots", "caches"), "compiler_options": _WINDOW_OPTIONS}
+        self._run = jax.jit(self._scan, static_argnames=("plan", "features", "steps"), **options)
         self._note = jax.jit(_count_prompts, donate_argnames="counts")
 
     def prefill(

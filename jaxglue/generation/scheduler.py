@@ -60,6 +60,8 @@ class Answer:
     end: int
     """Limit of prompt and answer together."""
     received: list[Tokens] = field(default_factory=list)
+    new: list[int] = field(default_factory=list)
+    """Its tokens so far."""
     length: int = 0
     """Tokens of prompt and answer that are known."""
     reach: int = 0
@@ -71,11 +73,6 @@ class Answer:
 
     def __post_init__(self) -> None:
         self.length = self.reach = len(self.request.prompt)
-
-    @property
-    def new(self) -> list[int]:
-        """Return its tokens so far."""
-        return [token for part in self.received for token in part.ids.tolist()]
 
     @property
     def tokens(self) -> Int[np.ndarray, " n"]:
@@ -160,6 +157,7 @@ class Scheduler:
     def receive(self, answer: Answer, tokens: Tokens, ends: bool) -> None:
         """Note an answer's new tokens, and whether it ended before its limit."""
         answer.received.append(tokens)
+        answer.new += tokens.ids.tolist()
         answer.length += len(tokens.ids)
         if ends:
             self.end(answer)
