@@ -16,7 +16,9 @@ from rich.table import Table
 from jaxglue.commands.configs import EstimateConfig
 from jaxglue.console import Console
 from jaxglue.engine.policy import PRESETS
+from jaxglue.generation.pages import plan_cache
 from jaxglue.hf.hub import model_path
+from jaxglue.objectives.policy import RolloutObjective
 from jaxglue.ops.backend import tracing_for
 from jaxglue.ops.projection.fp8 import check_fp8
 from jaxglue.planner.calibration import FILES_RATE
@@ -24,6 +26,7 @@ from jaxglue.planner.collection import without_collection
 from jaxglue.planner.device_memory import pool_gib
 from jaxglue.planner.explain import Reason
 from jaxglue.planner.gpus import GIB, find_gpu
+from jaxglue.planner.memory import resident_bytes
 from jaxglue.planner.plan import MARGIN, DoesNotFit, Plan
 from jaxglue.planner.planner import Planner, embedding_places, fastest_place
 from jaxglue.sharding.mesh import AUTO, MeshShape
@@ -34,6 +37,8 @@ from jaxglue.training.report import print_panel
 from jaxglue.training.workload import make_workload, read_architecture, row_text, settle
 
 _SHOWN = 5
+_PROMPT = 256
+"""Tokens of a prompt in the estimate of reinforcement learning."""
 _HOST = "dispatched as beside an H200"
 """Host of estimates (`RECORDED`); a run measures its own."""
 _CLEARLY_LESS = 0.7
@@ -78,6 +83,8 @@ def print_estimate(config: EstimateConfig) -> bool:
         best, verdict = None, f"Does not fit: {error}"
     console = Console()
     console.print(verdict, style="bold green" if best else "bold red")
+    if best is not None and config.objective.kind.needs_rollouts:
+        console.print(_sampling(config, planner, best))
     plans = planner.plans(host_memory) if config.all else planner.fitting_plans(host_memory)
     plans = [best, *plans] if best and best not in plans else plans
     fitting = [plan for plan in plans if planner.fits(plan, host_memory)]
@@ -88,6 +95,21 @@ def print_estimate(config: EstimateConfig) -> bool:
     if config.run.explain and best is not None:
         print_panel(console, "choices", _reasons(config, planner, best, host_memory))
     return best is not None
+
+
+def _sampling(config: EstimateConfig, planner: Planner, plan: Plan) -> str:
+    """Return a line about the answers of a step, whose keys and values take the place of training's activations."""
+    workload, objective = planner.workload, planner.workload.objective
+    assert isinstance(objective, RolloutObjective)
+    answers, longest = config.rollouts.generation_batch_size, config.rollouts.max_completion_length
+    prompt = config.document_tokens or _PROMPT
+    free = planner.gpu.memory - resident_bytes(workload).total(plan.weights)
+    cache = plan_cache([(prompt, prompt + longest)] * answers, workload.config, workload.dtype, free=free)
+    return (
+        f"Sampling in turns with training: {cache.slots:,} of {answers:,} answers at a time, prompts of {prompt:,} "
+        f"tokens and answers of at most {longest:,}; keys and values {cache.bytes / GIB:.1f} of {free / GIB:.1f} GiB "
+        "beside the weights"
+    )
 
 
 def _reasons(config: EstimateConfig, planner: Planner, plan: Plan, host_memory: float) -> dict[str, Reason]:

@@ -34,6 +34,11 @@ class RolloutConfig(Config):
     reward_workers: PositiveInt = 2
     """Processes that judge answers."""
 
+    environment: str | None = None
+    """Function of a Python file that replies to a conversation, `games.py:reply`: with the next message, or with a
+    reward, which ends it."""
+    max_turns: PositiveInt = 8
+    """The most answers of the model in a conversation with --environment."""
     teacher: str | None = None
     """Model folder whose distributions are distilled; or base, the model without its adapter."""
     teacher_system: str | None = None

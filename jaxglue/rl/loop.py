@@ -4,6 +4,7 @@ A step is a function of the seed, the weights and the rewards. Answers stay on d
 steps: a run that was killed goes on with the same ones, and with rewards that might differ the next time.
 """
 
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,12 +21,14 @@ from jaxglue.data.iterator import Step, check_run
 from jaxglue.objectives.policy import RolloutObjective, StepCounts
 from jaxglue.rl.advantages import Advantages, group_advantages, left_one_out, reward_metrics
 from jaxglue.rl.config import RolloutConfig
+from jaxglue.rl.environment import Environment
 from jaxglue.rl.packing import Answer, Group, Packed, pack_groups, unpack
 from jaxglue.rl.prompts import Prompt, PromptDataset, positions
 from jaxglue.rl.record import RolloutFolder, Rollouts
 from jaxglue.rl.rewards import Judge, Written
 from jaxglue.rl.sampler import Sample
 
+_log = logging.getLogger(__name__)
 _MOST_ROUNDS = 10
 """Rounds of dynamic sampling, after which groups of equal rewards complete a step."""
 
@@ -35,6 +38,11 @@ class Policy(Protocol):
 
     def sample(self, prompts: Sequence[Sequence[int]], indices: Sequence[int], count: int) -> list[list[Sample]]:
         """Return answers by the present weights, with their texts."""
+
+    def turn(
+        self, prompts: Sequence[Sequence[int]], indices: Sequence[int], turn: int, room: Sequence[int]
+    ) -> list[Sample]:
+        """Return an answer to each conversation in a later turn, of at most `room` tokens."""
 
     @property
     def teacher_matrix(self) -> Any:
@@ -83,7 +91,9 @@ class RolloutSteps(Iterator[Step]):
         )
         self._count = config.generation_batch_size // self._answers
         self._policy: Policy | None = None
+        self._environment: Environment | None = None
         self._window: deque[Step] = deque()
+        self._warned = False
         self._position = self._step = 0
         self._began = {"position": 0, "step": 0}
         self.window = config.steps_per_generation * config.num_iterations
@@ -121,6 +131,13 @@ class RolloutSteps(Iterator[Step]):
     def begin(self, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> None:
         """Take the model that writes the answers, and load those that judge them."""
         self._policy, self._tokenizer = policy, tokenizer
+        if self._config.environment is not None:
+            if text := next((p.origin for p in self._dataset.prompts if isinstance(p.content, str)), None):
+                raise ValueError(
+                    f"{text}: --environment needs prompts of messages or questions, and this one is a text"
+                )
+            sizes = {"turns": self._config.max_turns, "longest": self._config.max_completion_length}
+            self._environment = Environment(self._judge.reply, tokenizer, **sizes)
         self._judge.load_models(tokenizer)
 
     def release(self) -> None:
@@ -141,10 +158,21 @@ class RolloutSteps(Iterator[Step]):
         )
         advantages = self._advantages(rollouts)
         self._folder.record(self._step + 1, rollouts, self._judge.names, advantages.values)
+        self._warn_of_equal(advantages)
         parts = self._divide(self._with_teacher(self._groups(rollouts, advantages.values), rollouts.prompts))
         steps = [self._as_step(part) for part in parts] * self._config.num_iterations
         self._position = rollouts.following
         return [replace(steps[0], metrics=self._measures(rollouts, advantages)), *steps[1:]]
+
+    def _warn_of_equal(self, advantages: Advantages) -> None:
+        """Say once that a step's rewards teach nothing."""
+        if self._objective.compares and advantages.is_equal.all() and not self._warned:
+            self._warned = True
+            _log.warning(
+                "step %d: all answers to each prompt have the same reward, so nothing is learned from them; where this "
+                "goes on, choose easier or harder prompts, or a finer reward",
+                self._step + 1,
+            )
 
     def _write(self) -> Rollouts:
         """Return answers to the next prompts, and their rewards; with dynamic sampling, where these differ."""
@@ -166,6 +194,8 @@ class RolloutSteps(Iterator[Step]):
         prompts = [self._dataset.prompts[row] for row in rows]
         if np.random.default_rng([self._seed, position]).random() < self._config.lmbda:
             samples = self._policy.sample([prompt.tokens for prompt in prompts], numbers, self._answers)
+            if self._environment is not None:
+                samples = self._environment.run(prompts, samples, numbers, self._policy.turn)
         else:
             samples = [[self._given(prompt)] for prompt in prompts]
         written = [Written(prompt, group) for prompt, group in zip(prompts, samples, strict=True)]
@@ -211,7 +241,7 @@ class RolloutSteps(Iterator[Step]):
         def answer(sample: Sample, advantage: float) -> Answer:
             counts = sample.ended or not self._objective.masks_truncated
             known: dict[str, Any] = {"log_probs": sample.log_probs, "old": sample.old, "reference": sample.reference}
-            counted = np.full(len(sample.tokens), counts)
+            counted = np.full(len(sample.tokens), counts) & (True if sample.counted is None else sample.counted)
             return Answer(tokens=sample.tokens, **known, counted=counted, advantage=float(advantage))
 
         return [
@@ -261,7 +291,7 @@ class RolloutSteps(Iterator[Step]):
         if self._judge.names:
             metrics |= reward_metrics(rollouts.rewards, self._judge.names, advantages)
         if self._objective.leaves_one_out and self._objective.beta:
-            tokens = sum(len(sample.tokens) for sample in samples)
+            tokens = sum(sample.length for sample in samples)
             metrics["kl"] = sum(_divergence(sample) for sample in samples) / tokens
         if self._config.dynamic_sampling:
             metrics["sampled_prompts"] = rollouts.sampled
@@ -312,7 +342,7 @@ def _divergence(sample: Sample) -> float:
 
 def length_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Return the metrics of lengths by TRL's names; those of ended answers are 0 where there is none."""
-    lengths = np.array([len(sample.tokens) for sample in samples])
+    lengths = np.array([sample.length for sample in samples])
     ended = np.array([sample.ended for sample in samples])
     metrics = {"completions/clipped_ratio": float(1 - ended.mean())}
     for name, values in (("length", lengths), ("terminated_length", lengths[ended] if ended.any() else np.zeros(1))):

@@ -15,7 +15,7 @@ from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.sampler import Sample
 
 KEPT, LINES = "rollouts", "rollouts.jsonl"
-_ARRAYS = ("tokens", "log_probs", "old", "reference")
+_ARRAYS = ("tokens", "log_probs", "old", "reference", "counted")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ class RolloutFolder:
                 judged = [None if np.isnan(value) else float(value) for value in rewards]
                 line = {"step": step, "origin": prompt.origin, "prompt": prompt.content, "answer": sample.text}
                 line |= {"rewards": dict(zip(names, judged, strict=True)), "advantage": round(float(advantage), 4)}
-                line |= {"tokens": len(sample.tokens), "ended": sample.ended}
+                line |= {"tokens": sample.length, "ended": sample.ended}
                 line["log_probs"] = [None if np.isnan(x) else round(float(x), 4) for x in sample.log_probs]
                 lines.append(json.dumps(line, ensure_ascii=False) + "\n")
         with (self._path / LINES).open("a", encoding="utf-8") as file:

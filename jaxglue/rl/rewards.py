@@ -23,10 +23,13 @@ from transformers import PreTrainedTokenizerBase
 from jaxglue.generation.config import AssistantConfig
 from jaxglue.generation.scoring import RewardModel
 from jaxglue.rl.config import RolloutConfig
+from jaxglue.rl.environment import Episode, Reply
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.sampler import Sample
 
 _CHECKS = Path(__file__).parent / "checks.py"
+ENVIRONMENT = "environment"
+"""Name of the reward that an environment gives."""
 _SHIPPED = ("exact", "math", "regex", "json_schema", "length")
 _START_SECONDS = 120.0
 """Time for a process to import a file."""
@@ -112,6 +115,9 @@ class Judge:
 
     def __init__(self, config: RolloutConfig):
         self.specs = [parse_reward(text) for text in config.reward]
+        self._environment = None if config.environment is None else parse_reward(config.environment)
+        if self._environment is not None:
+            self.specs.append(RewardSpec(ENVIRONMENT, "", {}, self._environment.weight))
         names = [spec.name for spec in self.specs]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"--reward: two are named {twice}, and metrics tell them by name: rename one function")
@@ -131,7 +137,8 @@ class Judge:
 
     def check(self) -> None:
         """Import every function once; raise ValueError for one that cannot be."""
-        for spec in filter(lambda spec: spec.file, self.specs):
+        environment = [self._environment] if self._environment else []
+        for spec in (spec for spec in [*self.specs, *environment] if spec.file):
             request: dict[str, Any] = {"file": spec.file, "function": spec.name, "check": True}
             if error := self._processes[0].ask(request, _START_SECONDS).get("error"):
                 raise ValueError(f"--reward {spec.file}:{spec.name}: {error}")
@@ -142,7 +149,7 @@ class Judge:
         Raises:
             ValueError: no reward model, or one with another vocabulary than the tokenizer.
         """
-        for spec in (spec for spec in self.specs if not spec.file):
+        for spec in (spec for spec in self.specs if not spec.file and spec.name != ENVIRONMENT):
             folder = Path(spec.options["folder"])
             is_adapter = (folder / "adapter_config.json").is_file()
             model = RewardModel(AssistantConfig(adapter=folder) if is_adapter else AssistantConfig(model=folder))
@@ -166,7 +173,9 @@ class Judge:
             if spec.file
         }
         for column, spec in enumerate(self.specs):
-            if not spec.file:
+            if spec.name == ENVIRONMENT:
+                found[:, :, column] = [[sample.reward for sample in group.samples] for group in written]
+            elif not spec.file:
                 documents = [[*group.prompt.tokens, *ids] for group in written for ids in group.ids]
                 found[:, :, column] = np.reshape(self._models[spec.name].score(documents), found.shape[:2])
         for (row, column), task in tasks.items():
@@ -174,23 +183,54 @@ class Judge:
                 found[row, :, column] = rewards
         return found
 
+    def reply(self, episodes: Sequence[Episode]) -> list[Reply]:
+        """Return the environment's replies to conversations; beyond a limit they end without a reward.
+
+        Raises:
+            ValueError: the environment fails, or replies with something else than a text, a message or a finite number.
+        """
+        return list(self._threads.map(self._reply, episodes))
+
+    def _reply(self, episode: Episode) -> Reply:
+        assert self._environment is not None and not isinstance(episode.prompt.content, str)
+        request = {"messages": [*episode.prompt.content, *episode.messages], "columns": dict(episode.prompt.columns)}
+        answer = {"completions": [None], "completion_ids": [None], "texts": [None], "prompt": None}
+        found = self._call(self._environment, request | answer, f"environment of {episode.prompt.origin}")
+        if found is None:
+            return None
+        reply = found["reply"]
+        if isinstance(reply, str):
+            return {"role": "user", "content": reply}
+        is_message = isinstance(reply, dict) and {"role", "content"} <= reply.keys()
+        if not (reply is None or is_message or (isinstance(reply, float) and math.isfinite(reply))):
+            raise ValueError(
+                f"environment of {episode.prompt.origin}: expected a text, a message with role and content, a finite "
+                f"number or None, got {reply!r:.200}"
+            )
+        return reply
+
     def _ask(self, spec: RewardSpec, group: Written) -> list[float] | None:
         """Return a function's rewards of the answers to a prompt; None beyond a limit."""
+        where = f"reward {spec.name} of {group.prompt.origin}"
+        request: dict[str, Any] = {"prompt": group.prompt.content, "columns": dict(group.prompt.columns)}
+        request |= {"texts": group.texts, "completions": group.completions, "completion_ids": group.ids}
+        reply = self._call(spec, request, where)
+        return None if reply is None else _checked(reply["rewards"], len(group.samples), where)
+
+    def _call(self, spec: RewardSpec, request: dict[str, Any], where: str) -> dict[str, Any] | None:
+        """Return the reply of a process; None beyond a limit, with a line; raise ValueError if the function fails."""
         process = self._free.get()
         try:
-            request: dict[str, Any] = {"file": spec.file, "function": spec.name, "options": dict(spec.options)}
-            request |= {"prompt": group.prompt.content, "columns": dict(group.prompt.columns)}
-            request |= {"texts": group.texts, "completions": group.completions, "completion_ids": group.ids}
-            reply = process.ask(request, self._timeout)
+            named = {"file": spec.file, "function": spec.name, "options": dict(spec.options)}
+            reply = process.ask(named | request, self._timeout)
         finally:
             self._free.put(process)
-        where = f"reward {spec.name} of {group.prompt.origin}"
         if limit := reply.get("limit"):
-            _log.warning("%s reached %s; these answers have none", where, limit)
+            _log.warning("%s reached %s; it gives none", where, limit)
             return None
         if error := reply.get("error"):
             raise ValueError(f"{where}: {error}")
-        return _checked(reply["rewards"], len(group.samples), where)
+        return reply
 
     def close(self) -> None:
         """End the processes."""

@@ -1,10 +1,12 @@
 """Answers of the model in training, by the weights that it has now."""
 
+import math
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.engine import Engine
@@ -14,6 +16,9 @@ from jaxglue.models.parameters import Params
 
 _MANY_STEPS = 1024
 """Decode steps of a run from which a program of all layers, which takes longer to compile, pays."""
+
+_TURN = 1_000_003
+"""Separates the seeds of turns."""
 
 
 class Sample(NamedTuple):
@@ -31,6 +36,15 @@ class Sample(NamedTuple):
     """Log-probabilities by training's programs, where several steps are made on the answer."""
     reference: Float[np.ndarray, " L"] | None = None
     """Those of the reference, where the objective has one."""
+    counted: Bool[np.ndarray, " L"] | None = None
+    """False for tokens of an environment; None where the model wrote all."""
+    reward: float = math.nan
+    """Of an environment; NaN without one."""
+
+    @property
+    def length(self) -> int:
+        """Return the number of tokens that the model wrote."""
+        return len(self.tokens) if self.counted is None else int(self.counted.sum())
 
 
 class Sampler:
@@ -76,3 +90,23 @@ class Sampler:
         for done in self._engine.generate(trainable, frozen, requests, self._stops, plan=self._plan, whole=self._whole):
             found[done.number][done.answer] = Sample(done.tokens, done.log_probs, done.finish == "stop")
         return [[group[index] for index in range(count)] for group in found]
+
+    def turn(
+        self,
+        trainable: Params,
+        frozen: Params,
+        prompts: Sequence[Sequence[int]],
+        indices: Sequence[int],
+        turn: int,
+        room: Sequence[int],
+    ) -> list[Sample]:
+        """Return an answer to each prompt in a later turn of its conversation, of at most `room` tokens."""
+        seed = self._sampling.seed + turn * _TURN
+        requests = [
+            Request(prompt, replace(self._sampling, max_tokens=most, seed=seed), index)
+            for prompt, index, most in zip(prompts, indices, room, strict=True)
+        ]
+        options: dict[str, Any] = {"plan": self._plan, "whole": self._whole}
+        done = self._engine.generate(trainable, frozen, requests, self._stops, **options)
+        found = {one.number: Sample(one.tokens, one.log_probs, one.finish == "stop") for one in done}
+        return [found[number] for number in range(len(requests))]

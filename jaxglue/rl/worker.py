@@ -59,6 +59,8 @@ def judge(function: Callable[..., Any], request: dict[str, Any]) -> list[Any]:
     def chosen(values: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in values.items() if takes_all or name in names}
 
+    if "messages" in names:
+        return [function(**chosen(given | {"messages": request["messages"]}))]
     if "completions" in names:
         lists = {"prompts": [request["prompt"]] * count, "completions": request["completions"]}
         lists |= {"completion_ids": request["completion_ids"], "texts": request["texts"]}
@@ -89,6 +91,8 @@ def reply(line: str) -> dict[str, Any]:
     try:
         function = load(request["file"], request["function"])
         rewards = [] if request.get("check") else judge(function, request)
+        if "messages" in request:
+            return {"reply": rewards[0] if isinstance(rewards[0], str | dict | None) else float(rewards[0])}
         return {"rewards": [value if value is None else float(value) for value in rewards]}
     except MemoryError:
         return {"limit": "its limit of memory"}

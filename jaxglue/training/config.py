@@ -424,7 +424,8 @@ class TrainConfig(Config):
         if self.objective.kind.needs_teacher != (self.rollouts.teacher is not None):
             needs = "needs a --teacher, a model folder or base" if self.rollouts.teacher is None else "has no --teacher"
             raise ValueError(f"--objective {name} {needs}")
-        if not (self.rollouts.reward or self.objective.kind.needs_teacher):
+        judged = self.rollouts.reward or self.rollouts.environment
+        if not (judged or self.objective.kind.needs_teacher):
             raise ValueError(f"--objective {name} needs a --reward, such as rewards.py:exact_match, or exact")
         if self.rollouts.teacher == "base" and self.model.method == "full":
             raise ValueError(

@@ -111,6 +111,13 @@ class TrainedPolicy:
         found = self._sample(self._model.trainable, self._model.frozen, prompts, indices, count)
         return [[sample._replace(text=self._decode(sample)) for sample in group] for group in found]
 
+    def turn(
+        self, prompts: Sequence[Sequence[int]], indices: Sequence[int], turn: int, room: Sequence[int]
+    ) -> list[Sample]:
+        """Return an answer to each conversation in a later turn, of at most `room` tokens."""
+        found = self._sample.turn(self._model.trainable, self._model.frozen, prompts, indices, turn, room)
+        return [sample._replace(text=self._decode(sample)) for sample in found]
+
     def log_probs(self, batch: Batch, *, reference: bool = False) -> Float[np.ndarray, "B T"]:
         """Return log-probabilities of targets under the present weights, or under those that training began with."""
         trainable = self._reference if reference else self._model.trainable

@@ -33,6 +33,13 @@ def test_verdict_comes_first_and_alternatives_follow(estimate):
     assert fits and "RTX 4090, 21.6 GiB" in printed and "--remat 'none'" in printed
 
 
+def test_reinforcement_learning_names_the_memory_of_its_answers(estimate):
+    sizes = ("--objective", "grpo", "--generation-batch-size", "24", "--max-completion-length", "100")
+    printed, fits = estimate("--gpu", "4090", *sizes)
+    assert fits
+    assert re.search(r"Sampling in turns with training: 24 of 24\s+answers at a time, prompts of 256\s+tokens", printed)
+
+
 def test_all_prints_every_preset_without_splitting_words(estimate):
     printed, _ = estimate("--gpu", "RTX 4090", "--all")
     assert all(f"--remat '{name}'" in printed for name in ("none", "dots", "full", "offload"))

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from selection import repeat
 
+from jaxglue.data.tokenizer import load_tokenizer
+from jaxglue.rl.loop import RolloutSteps
 from jaxglue.rl.rewards import Judge
 from jaxglue.rl.sampler import Sampler
 from jaxglue.training.checkpoint import Checkpoints
@@ -195,3 +197,44 @@ def test_a_teacher_of_another_vocabulary_is_refused(make_distillation, tmp_path,
     (folder / "config.json").write_text((tmp_path / "model" / "config.json").read_text())
     with pytest.raises(ValueError, match=r"has another vocabulary \(1 tokens differ"):
         train(make_distillation(teacher=str(folder)))
+
+
+GAME = """
+def reply(messages, wanted):
+    turns = [message for message in messages if message["role"] == "assistant"]
+    if len(turns) == 3:
+        return len(turns[-1]["content"]) / 100
+    return {"role": "user", "content": "not " + wanted} if len(turns) == 1 else "again"
+"""
+
+
+def test_conversations_with_an_environment_train_the_models_turns_alone(make_run, tmp_path, monkeypatch):
+    (tmp_path / "game.py").write_text(GAME)
+    trained = []
+    monkeypatch.setattr(RolloutSteps, "_as_step", lambda self, groups: trained.append(groups) or original(self, groups))
+    settings = {"reward": (), "environment": f"{tmp_path}/game.py:reply", "max_turns": 3, "learning_rate": 3e-2}
+    tokenizer = load_tokenizer(tmp_path / "model")
+    words = [token for token in tokenizer.get_vocab() if token not in tokenizer.all_special_tokens]
+    settings["stop_tokens"] = tuple(sorted(words)[:100])  # or a random model would not end its turns
+    config = make_run(**settings, max_completion_length=60, seq_len=256, steps=2, temperature=0.5)
+    lines = read_metrics(train(config).metrics)
+    for values in lines:
+        assert values["sampling/sampling_logp_difference/mean"] < 1e-5  # later turns see what training sees
+        assert values["reward"] == pytest.approx(values["rewards/environment/mean"])
+    answers = [answer for groups in trained for group in groups for answer in group.answers]
+    several = [answer for answer in answers if not answer.counted.all()]
+    assert several
+    for answer in several:
+        assert np.isnan(answer.log_probs[~answer.counted]).all() and np.isfinite(answer.log_probs[answer.counted]).all()
+        said = tokenizer.decode(answer.tokens[~answer.counted])
+        assert said.startswith("<|im_end|>\n<|im_start|>user\nnot ")
+        assert said.endswith("<|im_end|>\n<|im_start|>assistant\n")
+
+
+original = RolloutSteps._as_step
+
+
+def test_equal_rewards_are_said_once(make_run, caplog):
+    train(make_run(reward=("length?soft=100&hard=200",), steps=2))
+    assert [record.message for record in caplog.records if "same reward" in record.message][1:] == []
+    assert "step 1: all answers to each prompt have the same reward" in caplog.text
