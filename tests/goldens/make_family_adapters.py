@@ -4,7 +4,8 @@ Run with torch, transformers and peft installed (made with torch 2.13, transform
 
     python tests/goldens/make_family_adapters.py [TYPE …]
 
-One for each part that changes adapters' names: fused projections (phi3), shared experts (qwen2_moe). Contents as in make_families.py's goldens.
+One for each part that changes adapters' names: fused projections (phi3), shared experts (qwen2_moe). Contents as in
+make_families.py's goldens.
 """
 
 import json

@@ -11,12 +11,9 @@ RAW = {
     "num_hidden_layers": 6,
     "num_attention_heads": 8,
 }
-<<<<<<< HEAD
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 EXPERTS |= {"shared_expert_intermediate_size": 24}
-=======
 KINDS = ["full_attention", "sliding_attention"]
->>>>>>> main
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 
@@ -65,7 +62,11 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("phi3", {"attention_bias": True}, {"attention_bias": False, "layer_windows": (None,) * 6, "head_dim": 2}),
         ("ministral3", {}, {"layer_windows": (None,) * 6, "head_dim": 128, "rms_norm_eps": 1e-5}),
         ("mixtral", {}, {"layer_windows": (None,) * 6, "num_key_value_heads": 8, "rms_norm_eps": 1e-5}),
-        ("mixtral", {"sliding_window": 8, "attention_bias": True}, {"layer_windows": (8,) * 6, "attention_bias": False}),
+        (
+            "mixtral",
+            {"sliding_window": 8, "attention_bias": True},
+            {"layer_windows": (8,) * 6, "attention_bias": False},
+        ),
         ("qwen2_moe", {**EXPERTS, "sliding_window": 0}, {"layer_windows": (None,) * 6, "attention_bias": True}),
         (
             "qwen2_moe",
