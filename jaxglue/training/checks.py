@@ -8,6 +8,7 @@ import jax
 
 from jaxglue.hf.loading import require_stored
 from jaxglue.models.config import DecoderConfig
+from jaxglue.models.family import find_family
 from jaxglue.models.lora_config import ALL_LINEAR
 from jaxglue.ops.attention import ATTENTION
 from jaxglue.ops.backend import compute_capability
@@ -34,6 +35,11 @@ def check_model(config: TrainConfig, model: DecoderConfig) -> None:
         )
     if config.model.router_losses and model.moe is None:
         raise ValueError(f"{config.model.model} has no routers: leave out --router-balance-loss and --router-z-loss")
+    if config.model.router_losses and find_family(model.model_type).parts.experts.order == "sigmoid_topk":
+        raise ValueError(
+            f"{config.model.model} weighs experts by sigmoids, and router losses are of a softmax: leave out "
+            "--router-balance-loss and --router-z-loss"
+        )
     if config.data.seq_len is not None and config.data.seq_len > model.max_position_embeddings:
         raise ValueError(
             f"--seq-len {config.data.seq_len} is above the model's limit of {model.max_position_embeddings} positions "
