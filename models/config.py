@@ -43,15 +43,15 @@ class MoeConfig:
         count, kept = self.groups
         if self.num_experts % count or not 1 <= kept <= count:
             raise ValueError(
-                f"n_group={count} and topk_group={kept}: groups must divide the {self.num_experts} experts, and some or "
-                "all of them be kept"
+                f"n_group={count} and topk_group={kept}: groups must divide the {self.num_experts} experts, and some "
+                "or all of them be kept"
             )
         if count > 1 and self.num_experts // count < 2:
             raise ValueError(f"n_group={count} leaves groups of one of {self.num_experts} experts: they need two")
         if kept < count and self.num_experts_per_tok > (most := kept * self.num_experts // count):
             raise ValueError(
-                f"num_experts_per_tok={self.num_experts_per_tok} is above the {most} experts of the groups that a token "
-                f"keeps (topk_group={kept} of n_group={count})"
+                f"num_experts_per_tok={self.num_experts_per_tok} is above the {most} experts of the groups that a "
+                f"token keeps (topk_group={kept} of n_group={count})"
             )
         if not 1 <= self.num_experts_per_tok <= self.num_experts:
             raise ValueError(

@@ -48,15 +48,20 @@ def check_model(config: TrainConfig, model: DecoderConfig) -> None:
 
 
 def warn_of_peft(config: TrainConfig, model: DecoderConfig) -> None:
-    """Warn of adapters that PEFT (0.21) gives to experts, under whose names a Qwen3-MoE's dense layers have theirs."""
+    """Warn of adapters that PEFT (0.21) gives to experts, under whose names other layers of some models have theirs."""
     dense = {"gate_proj", "up_proj", "down_proj", ALL_LINEAR}
-    mixed = model.model_type == "qwen3_moe" and model.moe is not None and not all(model.moe.sparse_layers)
-    found = sorted(dense & {target.rpartition(".")[2] for target in config.lora.targets})
+    named = {"qwen3_moe": "a Qwen3-MoE", "glm4_moe": "a GLM with experts"}.get(model.model_type)
+    moe = model.moe
+    mixed = named and moe is not None and (moe.shared_size > 0 or not all(moe.sparse_layers))
+    apart = [target for target in config.lora.targets if not target.endswith(".experts.down_proj")]
+    found = sorted(dense & {target.rpartition(".")[2] for target in apart})
     if mixed and found and config.model.method == "lora":
         _log.warning(
-            "--targets %s: PEFT leaves out or refuses adapters on the dense feed-forward layers of a Qwen3-MoE: "
+            "--targets %s: PEFT leaves out or refuses adapters on the dense feed-forward layers%s of %s: "
             "use this one with jaxglue, or merge it (jaxglue export)",
             ", ".join(found),
+            " and shared experts" if moe is not None and moe.shared_size else "",
+            named,
         )
 
 

@@ -144,5 +144,7 @@ def test_k_outside_the_experts_is_refused(k):
 
 
 def test_an_unknown_order_is_refused():
-    with pytest.raises(ValueError, match="order must be one of softmax_topk, topk_softmax, sigmoid_topk, got 'sigmoid'"):
+    with pytest.raises(
+        ValueError, match="order must be one of softmax_topk, topk_softmax, sigmoid_topk, got 'sigmoid'"
+    ):
         route(random_logits(), 2, order="sigmoid")
