@@ -8,6 +8,8 @@ import pytest
 from selection import repeat
 
 from jaxglue.data.tokenizer import load_tokenizer
+from jaxglue.generation.config import AssistantConfig
+from jaxglue.generation.scoring import RewardModel
 from jaxglue.rl.loop import RolloutSteps
 from jaxglue.rl.rewards import Judge
 from jaxglue.rl.sampler import Sampler
@@ -238,3 +240,18 @@ def test_equal_rewards_are_said_once(make_run, caplog):
     train(make_run(reward=("length?soft=100&hard=200",), steps=2))
     assert [record.message for record in caplog.records if "same reward" in record.message][1:] == []
     assert "step 1: all answers to each prompt have the same reward" in caplog.text
+
+
+def test_a_reward_model_of_this_vocabulary_judges(make_run, make_config, tmp_path, write_jsonl, monkeypatch):
+    pairs = [{"prompt": f"say {n}", "chosen": "a b", "rejected": "c"} for n in range(4)]
+    data = write_jsonl(pairs, "pairs.jsonl")
+    train(make_config(data=(data,), objective="reward", steps=1, output=tmp_path / "reward"))
+    folder, judged = tmp_path / "reward" / "adapter", []
+    score = Judge.score
+    monkeypatch.setattr(Judge, "score", lambda self, written: judged.append(written) or score(self, written))
+    config = make_run(reward=(f"model?folder={folder}",), steps=1)
+    train(config)
+    documents = [[*group.prompt.tokens, *ids] for group in judged[0] for ids in group.ids]
+    expected = RewardModel(AssistantConfig(adapter=folder)).score(documents)
+    assert [line["rewards"]["model"] for line in rollouts(config)] == pytest.approx(expected, abs=1e-6)
+    assert len(set(expected)) > 1
