@@ -18,7 +18,7 @@ from jaxglue.generation.chat import Assistant, TextStream
 from jaxglue.generation.config import SamplingConfig, ServeConfig
 from jaxglue.generation.prompts import encode_messages, encode_prompt, system_message
 from jaxglue.generation.scheduler import Request
-from jaxglue.generation.service import Event, FullError, Service, Ticket
+from jaxglue.generation.service import EndedError, Event, FullError, Service, Ticket
 
 _LARGEST_BODY = 4 * 2**20
 _MOST_ANSWERS = 16
@@ -85,6 +85,8 @@ class _Server:
                 return await handler(http)
             except BadRequestError as error:
                 return _error(str(error), error.status)
+            except EndedError as error:
+                return _error(str(error), 500)
             except FullError:
                 return _error("too many requests wait: try again later", 429)
             except ValueError as error:

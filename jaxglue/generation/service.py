@@ -44,6 +44,10 @@ class FullError(Exception):
     """As many requests wait as the service takes."""
 
 
+class EndedError(Exception):
+    """The service has ended by an error."""
+
+
 class Service:
     """A thread that answers requests together.
 
@@ -70,6 +74,7 @@ class Service:
         options = {"cache_dtype": self._engine.cache_dtype, "free": memory}
         plan = plan_cache(lengths, assistant.config, assistant.dtype, **options)  # type: ignore[arg-type]
         kind, weights = Kind(_FEATURES, STOPS, BIASES), (assistant.adapter, assistant.frozen)
+        self._failure: str | None = None
         self._batch: Batch = self._engine.open(*weights, plan, kind, whole=True)
         self._thread = threading.Thread(target=self._serve, name="service", daemon=True)
         self._thread.start()
@@ -80,7 +85,10 @@ class Service:
         Raises:
             ValueError: a request that the engine refuses, or one beyond the service's limits.
             FullError: too many requests wait.
+            EndedError: an error has ended the service.
         """
+        if self._failure:
+            raise EndedError(self._failure)
         room = self.length - len(request.prompt)
         if room < 1:
             raise ValueError(f"the prompt has {len(request.prompt):,} tokens, and texts may have {self.length:,}")
@@ -120,9 +128,13 @@ class Service:
                 self._begin(ticket)
             try:
                 self._advance()
-            except Exception as error:
-                for ticket in set(self._tickets.values()):
-                    ticket.listen(Event(0, [], [], None, str(error)))
+            except Exception as error:  # of the model or the device: nothing more can be answered
+                self._failure = f"the service has ended: {error}"
+                waiting = set(self._tickets.values())
+                while not self._news.empty():
+                    waiting |= {ticket for ticket in [self._news.get()] if ticket}
+                for ticket in waiting:
+                    ticket.listen(Event(0, [], [], None, self._failure))
                 raise
 
     def _begin(self, ticket: Ticket) -> None:

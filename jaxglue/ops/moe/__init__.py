@@ -5,11 +5,10 @@ from typing import NamedTuple, get_args
 from jaxtyping import Array, Float, Int
 
 from jaxglue.ops.backend import (
-    HOPPER,
     Backend,
     Capability,
     Operation,
-    check_capability,
+    check_hopper,
     check_one_device,
     check_triton,
 )
@@ -77,7 +76,7 @@ def _check_few(
     capability: Capability | None, x, routing: Routing, matrices, adapters, activation, transpose_rhs
 ) -> None:
     check_triton(capability, x.dtype)
-    check_capability(capability, HOPPER)
+    check_hopper(capability)
     check_one_device()
     if routing.permutation.size > MOST_ROWS * routing.group_sizes.shape[0]:
         raise NotImplementedError(f"experts have more than {MOST_ROWS} rows each")

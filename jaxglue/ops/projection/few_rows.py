@@ -10,11 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxglue.ops.backend import (
-    HOPPER,
     Backend,
     Capability,
     Operation,
-    check_capability,
+    check_hopper,
     check_one_device,
     check_triton,
 )
@@ -38,7 +37,7 @@ PERMUTED = ("int8", "e4m3", "nf4")
 def _check(capability: Capability | None, x, projections: Sequence[Any], conditions) -> None:
     values = x.values if isinstance(x, FP8Rows) else x
     check_triton(capability, values.dtype)
-    check_capability(capability, HOPPER)
+    check_hopper(capability)
     check_one_device()
     if (rows := values.size // values.shape[-1]) > MOST_ROWS:
         raise NotImplementedError(f"more than {MOST_ROWS} rows")

@@ -159,6 +159,12 @@ def test_narrow_projections_and_quantized_ones_of_more_rows_are_served():
     assert choose([projection(0, 32, 64, quantize=quantize_fp8)]) == "triton"
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (12, 0)])
+def test_other_gpus_take_other_forms(capability):
+    choice = FEW_ROWS.choose(capability, jnp.zeros((4, 64), jnp.bfloat16), [projection(0, 32, 64)], Decoding())
+    assert choice.name == "reference" and "compute capability" in choice.reason
+
+
 @pytest.mark.parametrize("reason", OBSTACLES)
 def test_obstacles_are_named(reason):
     M, ranks = OBSTACLES[reason]
