@@ -44,6 +44,10 @@ class FullError(Exception):
     """As many requests wait as the service takes."""
 
 
+class EndedError(ValueError):
+    """The service has failed, and answers no request."""
+
+
 class Service:
     """A thread that answers requests together.
 
@@ -71,6 +75,7 @@ class Service:
         plan = plan_cache(lengths, assistant.config, assistant.dtype, **options)  # type: ignore[arg-type]
         kind, weights = Kind(_FEATURES, STOPS, BIASES), (assistant.adapter, assistant.frozen)
         self._batch: Batch = self._engine.open(*weights, plan, kind, whole=True)
+        self._failure: str | None = None
         self._thread = threading.Thread(target=self._serve, name="service", daemon=True)
         self._thread.start()
 
@@ -80,6 +85,7 @@ class Service:
         Raises:
             ValueError: a request that the engine refuses, or one beyond the service's limits.
             FullError: too many requests wait.
+            EndedError: an earlier request failed, with the reason.
         """
         room = self.length - len(request.prompt)
         if room < 1:
@@ -93,6 +99,8 @@ class Service:
         if len(self._tickets) + self._news.qsize() >= self._most:
             raise FullError
         self._news.put(ticket)
+        if self._failure is not None:  # looked at after the ticket was put, which the thread may not have seen
+            raise EndedError(self._failure)
         return ticket
 
     def cancel(self, ticket: Ticket, answer: int | None = None) -> None:
@@ -100,10 +108,11 @@ class Service:
         ticket.cancelled.update(range(len(ticket.answers)) if answer is None else [answer])
 
     def warm_up(self) -> None:
-        """Compile the programs with a short answer."""
-        done = threading.Event()
-        self.submit(Request([0], replace(GREEDY, max_tokens=1)), lambda event: done.set() if event.finish else None)
-        done.wait()
+        """Compile the programs with a short answer; raise EndedError where it fails."""
+        done = queue.SimpleQueue[Event]()
+        self.submit(Request([0], replace(GREEDY, max_tokens=1)), done.put)
+        if (error := done.get().error) is not None:
+            raise EndedError(error)
 
     def close(self) -> None:
         """End the thread, after the window under way."""
@@ -121,8 +130,12 @@ class Service:
             try:
                 self._advance()
             except Exception as error:
-                for ticket in set(self._tickets.values()):
-                    ticket.listen(Event(0, [], [], None, str(error)))
+                self._failure = str(error)
+                waiting = set(self._tickets.values())
+                while not self._news.empty():
+                    waiting |= {ticket for ticket in [self._news.get()] if ticket is not None}
+                for ticket in waiting:
+                    ticket.listen(Event(0, [], [], None, self._failure))
                 raise
 
     def _begin(self, ticket: Ticket) -> None:
