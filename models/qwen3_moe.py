@@ -14,7 +14,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         ValueError: a missing field, or a value that is not supported.
     """
     raw = {"num_experts": raw.get("num_local_experts"), **raw}
-    fields = decoder_fields(raw, max_position_embeddings=32768)
+    fields = decoder_fields({**raw, "mlp_bias": False}, max_position_embeddings=32768)
     require_fields(raw, ("num_experts", "num_experts_per_tok", "moe_intermediate_size"))
     layers, window = raw["num_hidden_layers"], raw.get("sliding_window") if raw.get("use_sliding_window") else None
     moe = MoeConfig(

@@ -39,8 +39,8 @@ _SMALLEST_SIZE, _FLAT = 8, 256
 """Sequences below which a window takes hardly less time, and up to which reading the weights decides it."""
 _HALVES = 3
 """Of the slots, of that, …, for which windows are compiled."""
-_COMPILERS = 3
-"""Threads that compile."""
+_COMPILERS, _KINDS = 3, 8
+"""Threads that compile, and kinds of windows whose programs are kept."""
 _REUSED = 0.7
 """Share of the memory, and of an earlier plan, up to and from which that plan serves again."""
 _PADDED = 8
@@ -235,7 +235,10 @@ class Engine:
         trees = trainable, frozen
         whole = whole and sharding_of(trees) is None
         leaves = tuple((x.shape, str(x.dtype), _placed(x)) for x in jax.tree.leaves(trees))
-        sizes = self._sizes.setdefault((plan, kind, whole, leaves), _Sizes(plan.slots))
+        name = plan, kind, whole, leaves
+        if name not in self._sizes and len(self._sizes) >= _KINDS:
+            del self._sizes[next(iter(self._sizes))]
+        sizes = self._sizes.setdefault(name, _Sizes(plan.slots))
         compiler = self._compiler if whole or (self._ahead and sharding_of(trees) is None) else None
         caches = make_caches(plan, self.config, self.cache_dtype, self._dtype, place_of(trees))
         return Batch(self._programs, trees, caches, plan, kind, sizes, compiler, self.config.vocab_size, whole=whole)

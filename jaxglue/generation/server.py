@@ -85,10 +85,10 @@ class _Server:
                 return await handler(http)
             except BadRequestError as error:
                 return _error(str(error), error.status)
+            except EndedError as error:
+                return _error(str(error), 500)
             except FullError:
                 return _error("too many requests wait: try again later", 429)
-            except EndedError as error:
-                return _error(f"an earlier request failed: {error}: start the server again", 500)
             except ValueError as error:
                 return _error(str(error), 400)
 

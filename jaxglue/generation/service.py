@@ -45,7 +45,7 @@ class FullError(Exception):
 
 
 class EndedError(ValueError):
-    """The service has failed, and answers no request."""
+    """The service has ended by an error."""
 
 
 class Service:
@@ -74,8 +74,8 @@ class Service:
         options = {"cache_dtype": self._engine.cache_dtype, "free": memory}
         plan = plan_cache(lengths, assistant.config, assistant.dtype, **options)  # type: ignore[arg-type]
         kind, weights = Kind(_FEATURES, STOPS, BIASES), (assistant.adapter, assistant.frozen)
-        self._batch: Batch = self._engine.open(*weights, plan, kind, whole=True)
         self._failure: str | None = None
+        self._batch: Batch = self._engine.open(*weights, plan, kind, whole=True)
         self._thread = threading.Thread(target=self._serve, name="service", daemon=True)
         self._thread.start()
 
@@ -85,8 +85,10 @@ class Service:
         Raises:
             ValueError: a request that the engine refuses, or one beyond the service's limits.
             FullError: too many requests wait.
-            EndedError: an earlier request failed, with the reason.
+            EndedError: an error has ended the service.
         """
+        if self._failure:
+            raise EndedError(self._failure)
         room = self.length - len(request.prompt)
         if room < 1:
             raise ValueError(f"the prompt has {len(request.prompt):,} tokens, and texts may have {self.length:,}")
@@ -99,7 +101,7 @@ class Service:
         if len(self._tickets) + self._news.qsize() >= self._most:
             raise FullError
         self._news.put(ticket)
-        if self._failure is not None:  # looked at after the ticket was put, which the thread may not have seen
+        if self._failure:  # since the check above: the thread may not have seen the ticket
             raise EndedError(self._failure)
         return ticket
 
@@ -108,10 +110,14 @@ class Service:
         ticket.cancelled.update(range(len(ticket.answers)) if answer is None else [answer])
 
     def warm_up(self) -> None:
-        """Compile the programs with a short answer; raise EndedError where it fails."""
-        done = queue.SimpleQueue[Event]()
-        self.submit(Request([0], replace(GREEDY, max_tokens=1)), done.put)
-        if (error := done.get().error) is not None:
+        """Compile the programs with a short answer.
+
+        Raises:
+            EndedError: an error has ended the service.
+        """
+        events = queue.SimpleQueue[Event]()
+        self.submit(Request([0], replace(GREEDY, max_tokens=1)), events.put)
+        if (error := events.get().error) is not None:
             raise EndedError(error)
 
     def close(self) -> None:
@@ -129,11 +135,11 @@ class Service:
                 self._begin(ticket)
             try:
                 self._advance()
-            except Exception as error:
-                self._failure = str(error)
+            except Exception as error:  # of the model or the device: nothing more can be answered
+                self._failure = f"the service has ended: {error}"
                 waiting = set(self._tickets.values())
                 while not self._news.empty():
-                    waiting |= {ticket for ticket in [self._news.get()] if ticket is not None}
+                    waiting |= {ticket for ticket in [self._news.get()] if ticket}
                 for ticket in waiting:
                     ticket.listen(Event(0, [], [], None, self._failure))
                 raise

@@ -1,13 +1,16 @@
 """The server for OpenAI's clients, without a network."""
 
 import json
+import threading
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
 from jaxglue.generation.chat import Assistant
 from jaxglue.generation.config import SamplingConfig, ServeConfig
+from jaxglue.generation.scheduler import Request
 
 pytest.importorskip("starlette")
 pytest.importorskip("httpx")
@@ -102,6 +105,39 @@ def test_bodies_are_bounded_and_json(client):
     assert client.post("/v1/chat/completions", content=b"[" * 100_000).status_code == 400
 
 
+def test_answers_that_nobody_waits_for_end(served):
+    _, service, _ = served
+    first, second, seen = threading.Event(), threading.Event(), []
+    sampling = replace(GREEDY, max_tokens=60)
+
+    def listen(event):
+        seen.extend(event.tokens)
+        first.set()
+
+    ticket = service.submit(Request([5], sampling, logit_bias={7: 1e6}), listen)
+    first.wait()
+    service.cancel(ticket)
+    for _ in range(2):
+        second.clear()
+        service.submit(
+            Request([6], sampling, logit_bias={7: 1e6}), lambda event: second.set() if event.finish else None
+        )
+        second.wait()
+    assert 0 < len(seen) < 60
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_error_of_the_model_ends_requests_and_the_service(served):
+    assistant, _, config = served
+    service = Service(assistant, slots=2, length=64, most=8)
+    broken = {**assistant.frozen, "norm": jax.tree.map(lambda weight: weight * np.nan, assistant.frozen["norm"])}
+    service._batch._trees = assistant.adapter, broken
+    client = TestClient(make_app(assistant, service, config))
+    for _ in range(2):
+        response = post(client, messages=MESSAGES)
+        assert response.status_code == 500 and "logits are not finite" in response.json()["error"]["message"]
+
+
 def test_a_token_is_asked_for(served):
     assistant, service, config = served
     client = TestClient(make_app(assistant, service, replace(config, api_key="secret")))
@@ -120,21 +156,15 @@ def test_requests_beyond_the_limit_are_refused(served, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_failed_service_answers_every_request_with_the_reason(served):
-    assistant, _, config = served
-    service = Service(assistant, slots=4, length=64, most=8)
+def test_an_error_ends_the_start(served):
+    service = Service(served[0], slots=2, length=64, most=8)
 
     def fail():
         raise ValueError("logits are not finite")
 
     service._advance = fail
-    client = TestClient(make_app(assistant, service, config))
-    for _ in range(2):
-        response = post(client, messages=MESSAGES)
-        assert response.status_code == 500 and "logits are not finite" in response.json()["error"]["message"]
     with pytest.raises(EndedError, match="logits are not finite"):
         service.warm_up()
-    service.close()
 
 
 def test_openais_client_is_served(client):
