@@ -25,6 +25,7 @@ from jaxglue.models.parameters import Buffer
 from jaxglue.models.residual import Branch, RMSNorm
 from jaxglue.models.shared_kv import KeysValues, SharedAttention
 from jaxglue.models.wrapper import Wrapper, wrap
+from jaxglue.ops import names
 from jaxglue.ops.gated_mlp import ACTIVATIONS
 from jaxglue.ops.norm_rope import NormStyle
 
@@ -63,7 +64,9 @@ class Gemma4Layer(DecoderLayer):
         x, normed = self._fork(x[..., : self.width], self.norms.before_attention, attention, context)
         values, made = attention.project_shared(normed, context, taken)
         attended = attention.attend(values, context)
-        x = x + self._branch(attention.output(attended, None, context), self.norms.after_attention)
+        x = x + self._branch(
+            attention.output(attended, None, context), self.norms.after_attention, names.ATTENTION_BRANCH
+        )
         x = self._add_mlp(x, context)
         carried = self._written(carried, made) if self.shape.shares == "gives" else carried
         return jnp.concatenate([x, carried], axis=-1) if carried.shape[-1] else x

@@ -216,7 +216,7 @@ class DecoderLayer(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
         """Apply the layer to the residual stream."""
         x, normed = self._fork(x, self.norms.before_attention, self.mixer, context)
-        x = x + self._branch(self.mixer(normed, context), self.norms.after_attention)
+        x = x + self._branch(self.mixer(normed, context), self.norms.after_attention, names.ATTENTION_BRANCH)
         return self._add_mlp(x, context)
 
     @property
@@ -236,13 +236,15 @@ class DecoderLayer(nnx.Module):
 
     def after_attention(self, x: Float[Array, "B T D"], attended: Array, gate: Any, context: LayerContext) -> Array:
         """Return the layer's output from its input, the values that attention gives its heads, and their gate."""
-        x = x + self._branch(self.mixer.output(attended, gate, context), self.norms.after_attention)
+        branch = self.mixer.output(attended, gate, context)
+        x = x + self._branch(branch, self.norms.after_attention, names.ATTENTION_BRANCH)
         return self._add_mlp(x, context)
 
     def _add_mlp(self, x, context: LayerContext) -> Float[Array, "B T D"]:
         x = checkpoint_name(x, names.ATTENTION_RESIDUAL)
         x, normed = self._fork(x, self.norms.before_mlp, self.mlp, context)
-        return self._finish(x + self._branch(self.mlp(normed, context), self.norms.after_mlp), context)
+        branch = self._branch(self.mlp(normed, context), self.norms.after_mlp, names.MLP_BRANCH)
+        return self._finish(x + branch, context)
 
     def _finish(self, x, context: LayerContext) -> Float[Array, "B T D"]:
         """Return the layer's output from the sum with its feed-forward."""
@@ -259,6 +261,6 @@ class DecoderLayer(nnx.Module):
         norm = self.norm(name)
         return (x, x) if norm is None else norm.fork(x, reader.inputs, context)
 
-    def _branch(self, branch: Branch, name: str | None) -> Branch:
+    def _branch(self, branch: Branch, norm: str | None, name: str | None = None) -> Branch:
         """Return factor · norm(branch), to be added to x."""
-        return replace(branch, norm=self.norm(name), factor=self.factor)
+        return replace(branch, norm=self.norm(norm), factor=self.factor, name=name)
