@@ -139,7 +139,7 @@ def test_rows_are_rows_and_no_names(settings, pairs, write_jsonl):
             session.forward_backward([])
         with pytest.raises(ValueError, match="data: row 1: expected a dictionary, got str"):
             session.forward_backward([str(write_jsonl(pairs))])
-        with pytest.raises(ValueError, match="expected rows, as a list of dictionaries, .*got dict"):
+        with pytest.raises(ValueError, match="expected rows, as a list of dictionaries"):
             session.forward_backward(pairs[0])
 
 
