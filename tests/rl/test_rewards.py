@@ -115,7 +115,10 @@ def test_answers_beyond_a_limit_have_no_reward(score, name, limits, caplog):
 def test_a_file_that_reaches_a_limit_when_it_is_imported_is_refused(tmp_path):
     (tmp_path / "large.py").write_text("held = bytes(2**33)\n\n\ndef judge(completion):\n    return 1.0\n")
     config = RolloutConfig(reward=(f"{tmp_path}/large.py:judge",), reward_workers=1, reward_memory=1.0)
-    with closing(Judge(config)) as judge, pytest.raises(ValueError, match="judge: its import reached its limit of mem"):
+    with (
+        closing(Judge(config)) as judge,
+        pytest.raises(ValueError, match=r"judge: its import reached its limit of mem"),
+    ):
         judge.check()
 
 
@@ -127,9 +130,9 @@ def test_environments_reply_also_when_async_and_are_named_by_their_flag(tmp_path
         judge.check()
         assert judge.reply([said]) == [{"role": "user", "content": "a!"}]
     with closing(Judge(replace(config, environment=f"{tmp_path}/rewards.py:absent"))) as judge:
-        with pytest.raises(ValueError, match="--environment .*has no function 'absent'"):
+        with pytest.raises(ValueError, match=r"--environment .*has no function 'absent'"):
             judge.check()
-    with pytest.raises(ValueError, match="--environment exact: expected a function of a file"):
+    with pytest.raises(ValueError, match=r"--environment exact: expected a function of a file"):
         Judge(replace(config, environment="exact"))
 
 
