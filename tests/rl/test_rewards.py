@@ -129,9 +129,9 @@ def test_environments_reply_also_when_async_and_are_named_by_their_flag(tmp_path
     with closing(Judge(config)) as judge:
         judge.check()
         assert judge.reply([said]) == [{"role": "user", "content": "a!"}]
-    with closing(Judge(replace(config, environment=f"{tmp_path}/rewards.py:absent"))) as judge:
-        with pytest.raises(ValueError, match=r"--environment .*has no function 'absent'"):
-            judge.check()
+    absent = replace(config, environment=f"{tmp_path}/rewards.py:absent")
+    with closing(Judge(absent)) as judge, pytest.raises(ValueError, match=r"--environment .*has no function 'absent'"):
+        judge.check()
     with pytest.raises(ValueError, match=r"--environment exact: expected a function of a file"):
         Judge(replace(config, environment="exact"))
 
