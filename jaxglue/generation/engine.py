@@ -4,10 +4,11 @@ While a window runs, the host receives the results of the one before, refills th
 the next. So an answer that ends at a token is noticed one window late, and one that ends at its limit at once.
 """
 
+import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from jaxglue.models.parameters import ModelGraphDefs, Params
 from jaxglue.ops.choices import KVCache
 from jaxglue.ops.segments import pack_segments, segment_bucket
 
+_log = logging.getLogger(__name__)
 STEPS = 8
 """Tokens of a window: ended answers idle for half of it, and one window more if a stop token ended them."""
 _SMALLEST_ROW, _SMALLEST_TEXT = 128, 1024
@@ -298,7 +300,7 @@ class _Sizes:
 
     def __init__(self, slots: int):
         self._slots, self._ready = slots, dict[int, Any]()
-        self._waiting: list[Future] | None = None
+        self._asked, self._under_way = False, list[Future]()
 
     def take(self, count: int, whole: bool) -> tuple[int, Any]:
         """Return the smallest size for `count` answers that is compiled, and its program.
@@ -319,26 +321,28 @@ class _Sizes:
 
     def compile(self, compiler: ThreadPoolExecutor, compile_size: Callable[[int], Any]) -> None:
         """Let threads compile the sizes that are missing, once."""
-        if self._waiting is not None:
+        if self._asked:
             return
         sizes = _fewer(self._slots) if self._slots in self._ready else [self._slots]
-        self._waiting = [compiler.submit(copy_context().run, self._compile, compile_size, size) for size in sizes]
+        self._under_way = [compiler.submit(copy_context().run, self._compile, compile_size, size) for size in sizes]
+        self._asked = True
 
     def wait(self) -> None:
         """Wait for the threads."""
-        for future in self._waiting or ():
-            future.result()
+        wait(self._under_way)
 
     def give_up(self) -> None:
         """Leave out the sizes whose compilation has not begun; the next call asks for them again."""
-        cancelled = [future.cancel() for future in self._waiting or ()]
-        if any(cancelled):
-            self._waiting = None
+        cancelled = [future.cancel() for future in self._under_way]
+        self._asked = self._asked and not any(cancelled)
 
     def _compile(self, compile_size: Callable[[int], Any], size: int) -> None:
         if size not in self._ready:
-            with _switching_often():
-                self._ready[size] = compile_size(size)
+            try:
+                with _switching_often():
+                    self._ready[size] = compile_size(size)
+            except Exception as error:  # larger programs serve, too
+                _log.warning("a program for %d answers was not compiled: %s", size, error)
 
 
 class Kind(NamedTuple):
@@ -406,8 +410,13 @@ class Batch:
         self._table.remove(answer)
 
     def close(self) -> None:
-        """Leave out what a thread would compile for the answers to come."""
+        """Leave out what threads would compile for the answers to come, and wait for what they compile.
+
+        What follows, such as a training step, has the memory and the device for itself.
+        """
         self._sizes.give_up()
+        if self._whole:
+            self._sizes.wait()
 
     def advance(self) -> Iterator[tuple[Answer, Int[np.ndarray, " n"], Finish | None]]:
         """Start a window, and yield the answers of the one before with their new tokens, and why they ended."""
