@@ -34,6 +34,10 @@ class ExpertParts:
     """Matrices are stored [E, out, in]; MXFP4 ones always are."""
     bias: bool = False
     """Of router and experts."""
+    shared: str = "shared_expert"
+    """Name of the expert that serves every token, where config.json has one."""
+    shared_gate: bool = False
+    """The shared expert's output is times the sigmoid of a projection of its input, `shared_expert_gate`."""
 
 
 @dataclass(frozen=True, kw_only=True)

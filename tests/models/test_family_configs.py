@@ -11,6 +11,8 @@ RAW = {
     "num_hidden_layers": 6,
     "num_attention_heads": 8,
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+EXPERTS |= {"shared_expert_intermediate_size": 24}
 KINDS = ["full_attention", "sliding_attention"]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
@@ -59,11 +61,41 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("glm4", {"attention_bias": False}, {"attention_bias": False, "head_dim": 128, "rms_norm_eps": 1.5625e-7}),
         ("phi3", {"attention_bias": True}, {"attention_bias": False, "layer_windows": (None,) * 6, "head_dim": 2}),
         ("ministral3", {}, {"layer_windows": (None,) * 6, "head_dim": 128, "rms_norm_eps": 1e-5}),
+        ("mixtral", {}, {"layer_windows": (None,) * 6, "num_key_value_heads": 8, "rms_norm_eps": 1e-5}),
+        (
+            "mixtral",
+            {"sliding_window": 8, "attention_bias": True},
+            {"layer_windows": (8,) * 6, "attention_bias": False},
+        ),
+        ("qwen2_moe", {**EXPERTS, "sliding_window": 0}, {"layer_windows": (None,) * 6, "attention_bias": True}),
+        (
+            "qwen2_moe",
+            {**EXPERTS, "qkv_bias": False, "use_sliding_window": True, "max_window_layers": 3},
+            {"layer_windows": (4096, None, 4096, None, None, None), "attention_bias": False},
+        ),
     ],
 )
 def test_defaults_are_those_of_transformers(model_type, fields, expected):
     config = config_from_hf({**RAW, "model_type": model_type, **fields})
     assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "expected"),
+    [
+        ("mixtral", {}, {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 20, "shared_size": 0}),
+        ("mixtral", {"num_experts": 4, "norm_topk_prob": False}, {"num_experts": 4, "norm_topk_prob": True}),
+        ("qwen2_moe", EXPERTS, {"norm_topk_prob": False, "shared_size": 24, "sparse_layers": (True,) * 6}),
+        (
+            "qwen2_moe",
+            {**EXPERTS, "norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [1]},
+            {"norm_topk_prob": True, "sparse_layers": (False, False, False, True, False, True)},
+        ),
+    ],
+)
+def test_experts_are_read(model_type, fields, expected):
+    moe = config_from_hf({**RAW, "model_type": model_type, **fields}).moe
+    assert {name: getattr(moe, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -153,6 +185,10 @@ def test_rotary_embeddings_are_read(model_type, fields, expected):
         ),
         ("olmo3", {"num_hidden_layers": None}, "config.json lacks num_hidden_layers"),
         ("gemma2", {"hidden_size": None}, "config.json lacks hidden_size"),
+        ("mixtral", {"sliding_window": 0}, "sliding_window in config.json: expected at least 1 token"),
+        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok=9 must be between 1 and num_experts=8"),
+        ("qwen2_moe", {}, "config.json lacks num_experts, num_experts_per_tok, moe_intermediate_size, shared_expert"),
+        ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size in config"),
     ],
 )
 def test_what_is_not_supported_is_refused(model_type, fields, message):
