@@ -31,6 +31,8 @@ class MoeConfig:
     """Normalize each token's expert weights to sum to one."""
     quantize: Storage = "none"
     """Storage of the experts' matrices; quantized ones cannot be trained."""
+    shared_size: int = field(default=0, repr=False)
+    """F of the shared expert, which serves every token; 0 without one."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_experts_per_tok <= self.num_experts:
@@ -203,6 +205,8 @@ class DecoderConfig:
             raise ValueError(
                 f"head_dim={self.head_dim} must be even and above 0: rotary positions turn pairs of dimensions"
             )
+        if 0 in self.layer_windows:
+            raise ValueError("sliding_window in config.json: expected at least 1 token, the query itself, got 0")
         assert len(self.layer_windows) == self.num_hidden_layers
         assert not self.layer_ropes or len(self.layer_ropes) == self.num_hidden_layers
         assert not self.layer_shapes or len(self.layer_shapes) == self.num_hidden_layers
@@ -216,9 +220,10 @@ class DecoderConfig:
         experts_in_dtype = self.moe is not None and self.moe.quantize == "none"
         if self.quantize != "none" and not made.holds_experts and experts_in_dtype:
             raise ValueError(f"{made.flag} needs the experts in MXFP4: leave it out")
+        shared = {"shared_expert_intermediate_size": self.moe.shared_size} if self.moe and self.moe.shared_size else {}
         heads = {"num_attention_heads × head_dim": self.num_attention_heads * self.head_dim}
         sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
-        made.check(sizes | heads)
+        made.check(sizes | shared | heads)
 
     def quantized(self, how: Storage, *, fp8_head: bool = False, fp8_experts: bool = False) -> "DecoderConfig":
         """Return the config with linear layers in this format; `none` keeps the folder's format.
@@ -359,6 +364,7 @@ class HfFields:
     hidden_size: _Size
     intermediate_size: _Size
     moe_intermediate_size: _Size
+    shared_expert_intermediate_size: _Size
     num_hidden_layers: Annotated[int, Range(ge=1, le=10_000)]
     num_attention_heads: _Size
     num_key_value_heads: _Size
@@ -369,7 +375,7 @@ class HfFields:
     decoder_sparse_step: _Size
     max_position_embeddings: _Size
     original_max_position_embeddings: _Size
-    sliding_window: _Size
+    sliding_window: NonNegativeInt
     max_window_layers: NonNegativeInt
     rms_norm_eps: PositiveFloat
     initializer_range: NonNegativeFloat
@@ -380,6 +386,7 @@ class HfFields:
     attention_bias: bool
     mlp_bias: bool
     norm_topk_prob: bool
+    qkv_bias: bool
     use_sliding_window: bool
     attention_multiplier: PositiveFloat
     embedding_multiplier: PositiveFloat
@@ -487,6 +494,12 @@ def ropes_by_type(
     }
 
 
+def sparse_layers(raw: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Return which layers of the Qwens have experts, by `mlp_only_layers` and `decoder_sparse_step`."""
+    dense, step = set(raw.get("mlp_only_layers") or ()), raw.get("decoder_sparse_step") or 1
+    return tuple(i not in dense and (i + 1) % step == 0 for i in range(raw["num_hidden_layers"]))
+
+
 def later_windows(raw: Mapping[str, Any], window: int | None = None) -> tuple[int | None, ...]:
     """Return the layers' windows of the Qwens: with `use_sliding_window`, layers from `max_window_layers` on slide.
 
@@ -572,6 +585,7 @@ _LINEARS = (
     *(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")),
     *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.qkv_proj", "mlp.gate_up_proj"),
     *("per_layer_input_gate", "per_layer_projection"),
+    *(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")),
 )
 """Linear layers of decoder layers."""
 

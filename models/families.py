@@ -29,10 +29,11 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         ValueError: the model type, rope type or activation is not supported, or a field is missing, of another type or
             out of range.
     """
+    check_fields(raw)
     _refuse_images(raw)
     text = text_config(raw)
     check_fields(text)
-    config = find_family(text.get("model_type")).config_from_hf(text)
+    config = find_family(text.get("model_type"), raw).config_from_hf(text)
     wrapper = find_wrapper(raw)
     return config if wrapper is None else replace(config, wrapper=wrapper.model_type)
 

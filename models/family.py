@@ -34,6 +34,10 @@ class ExpertParts:
     """Matrices are stored [E, out, in]; MXFP4 ones always are."""
     bias: bool = False
     """Of router and experts."""
+    shared: str = "shared_expert"
+    """Name of the expert that serves every token, where config.json has one."""
+    shared_gate: bool = False
+    """The shared expert's output is times the sigmoid of a projection of its input, `shared_expert_gate`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,14 +81,44 @@ def register(family: Family) -> Family:
     return family
 
 
-def find_family(model_type: Any) -> Family:
+_FOREIGN = {
+    **{"kv_lora_rank": "latent attention", "q_lora_rank": "latent attention", "o_lora_rank": "latent attention"},
+    **{"n_routed_experts": "routed experts beside shared ones", "moe_num_experts": "experts", "num_experts": "experts"},
+    **{"num_local_experts": "experts", "n_shared_experts": "shared experts"},
+    "shared_expert_intermediate_size": "shared experts",
+    **{
+        "ssm_state_size": "state-space layers",
+        "mamba_d_state": "state-space layers",
+        "state_size": "state-space layers",
+    },
+    **{"linear_num_value_heads": "linear attention", "lightning_attn_decay": "linear attention"},
+    **{"layer_norm_eps": "layer norms", "layer_norm_epsilon": "layer norms", "norm_epsilon": "layer norms"},
+    **{"rotary_pct": "another partial rotation", "alibi": "ALiBi positions", "n_positions": "learned positions"},
+    **{"vision_config": "a vision tower", "audio_config": "an audio tower", "encoder_layers": "an encoder"},
+    **{"decoder_start_token_id": "an encoder", "num_nextn_predict_layers": "layers that predict further tokens"},
+    **{"logit_scale": "a scale of logits", "clip_qkv": "clipped queries, keys and values"},
+}
+"""Parts of models that have no family here, by fields of config.json that speak of them."""
+
+
+def find_family(model_type: Any, raw: Mapping[str, Any] | None = None) -> Family:
     """Return the family of a model type.
 
+    Args:
+        model_type: of config.json.
+        raw: the parsed config.json, by which an error names parts that no family has.
+
     Raises:
-        ValueError: there is none; names those that are, and the nearest.
+        ValueError: there is none; names those that are, the nearest, and what the model would need.
     """
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     nearest = get_close_matches(str(model_type), FAMILIES, n=1, cutoff=0.6)
     hint = f"; the nearest is {nearest[0]}" if nearest else ""
+    parts: dict[str, str] = {}
+    for name, part in _FOREIGN.items():
+        if (raw or {}).get(name) not in (None, False, 0):
+            parts.setdefault(part, name)
+    if parts:
+        hint += f". Its config.json names {', '.join(f'{part} ({name})' for part, name in parts.items())}"
     raise ValueError(f"model_type {model_type!r} is not supported: known are {', '.join(FAMILIES)}{hint}")

@@ -25,6 +25,7 @@ from jaxglue.models.parameters import Buffer
 from jaxglue.models.residual import Branch, RMSNorm
 from jaxglue.models.shared_kv import KeysValues, SharedAttention
 from jaxglue.models.wrapper import Wrapper, wrap
+from jaxglue.ops import names
 from jaxglue.ops.gated_mlp import ACTIVATIONS
 from jaxglue.ops.norm_rope import NormStyle
 
@@ -63,7 +64,9 @@ class Gemma4Layer(DecoderLayer):
         x, normed = self._fork(x[..., : self.width], self.norms.before_attention, attention, context)
         values, made = attention.project_shared(normed, context, taken)
         attended = attention.attend(values, context)
-        x = x + self._branch(attention.output(attended, None, context), self.norms.after_attention)
+        x = x + self._branch(
+            attention.output(attended, None, context), self.norms.after_attention, names.ATTENTION_BRANCH
+        )
         x = self._add_mlp(x, context)
         carried = self._written(carried, made) if self.shape.shares == "gives" else carried
         return jnp.concatenate([x, carried], axis=-1) if carried.shape[-1] else x
@@ -100,11 +103,17 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """
     if raw.get("enable_moe_block"):
         raise ValueError("enable_moe_block in config.json is not supported for gemma4_text: only dense models are")
-    if raw.get("use_bidirectional_attention") == "all":
-        raise ValueError("use_bidirectional_attention 'all' in config.json is not supported for gemma4_text")
-    given = {name: value for name, value in raw.items() if name not in ("rope_scaling", "use_bidirectional_attention")}
+    if raw.get("use_bidirectional_attention") not in (None, False, "vision"):
+        found = raw["use_bidirectional_attention"]
+        raise ValueError(f"use_bidirectional_attention {found!r:.40} in config.json is not supported for gemma4_text")
+    given = {name: value for name, value in raw.items() if name != "use_bidirectional_attention"}
     if given.get("rope_parameters") is None:
         given["rope_parameters"] = _ROPES
+    if raw.get("rope_scaling") or not {_FULL, _SLIDING} & given["rope_parameters"].keys():
+        raise ValueError(
+            "gemma4_text reads rope_parameters by type of layer, full_attention and sliding_attention, and no "
+            "rope_scaling: write them so in config.json"
+        )
     ropes = ropes_by_type(given, _THETAS, max_position_embeddings=_POSITIONS)
     fields = gemma_fields(given, max_position_embeddings=_POSITIONS, rope=ropes[_SLIDING])
     types = _types(raw, fields["num_hidden_layers"])

@@ -123,14 +123,16 @@ class Attention(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-    """Gated feed-forward: down(activation(gate(x)) · up(x))."""
+    """Gated feed-forward: down(activation(gate(x)) · up(x)); `path` is within the layer, `size` its width F."""
 
-    def __init__(self, config: DecoderConfig, kind: LayerKind, *, dtype, rngs: nnx.Rngs):
-        D, F = config.hidden_size, kind.shape.intermediate_size
+    def __init__(
+        self, config: DecoderConfig, kind: LayerKind, path: str = "mlp", size: int | None = None, *, dtype, rngs
+    ):
+        D, F = config.hidden_size, kind.shape.intermediate_size if size is None else size
         linear = partial(layer_linear, config, kind, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
-        self.gate_proj = linear("mlp.gate_proj", D, F)
-        self.up_proj = linear("mlp.up_proj", D, F)
-        self.down_proj = linear("mlp.down_proj", F, D)
+        self.gate_proj = linear(f"{path}.gate_proj", D, F)
+        self.up_proj = linear(f"{path}.up_proj", D, F)
+        self.down_proj = linear(f"{path}.down_proj", F, D)
         self.activation = config.activation
 
     def __call__(self, normed: Normed, context: LayerContext) -> Branch:
@@ -208,7 +210,7 @@ class DecoderLayer(nnx.Module):
             self.self_attn = self.attention(config, parts, kind, **options)
         self.linear = kind.linear
         dense = FusedMLP if parts.fused_gate_up else GatedMLP
-        self.mlp = SparseMLP(config, parts.experts, **options) if kind.sparse else dense(config, kind, **options)
+        self.mlp = _sparse_mlp(config, parts, kind, **options) if kind.sparse else dense(config, kind, **options)
         self.norms, self.norm_style, self.factor = parts.norms, parts.norm, config.residual_multiplier
         for name in filter(None, vars(parts.norms).values()):
             setattr(self, name, RMSNorm(config.hidden_size, config.rms_norm_eps, style=parts.norm, dtype=dtype))
@@ -216,7 +218,7 @@ class DecoderLayer(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
         """Apply the layer to the residual stream."""
         x, normed = self._fork(x, self.norms.before_attention, self.mixer, context)
-        x = x + self._branch(self.mixer(normed, context), self.norms.after_attention)
+        x = x + self._branch(self.mixer(normed, context), self.norms.after_attention, names.ATTENTION_BRANCH)
         return self._add_mlp(x, context)
 
     @property
@@ -236,13 +238,15 @@ class DecoderLayer(nnx.Module):
 
     def after_attention(self, x: Float[Array, "B T D"], attended: Array, gate: Any, context: LayerContext) -> Array:
         """Return the layer's output from its input, the values that attention gives its heads, and their gate."""
-        x = x + self._branch(self.mixer.output(attended, gate, context), self.norms.after_attention)
+        branch = self.mixer.output(attended, gate, context)
+        x = x + self._branch(branch, self.norms.after_attention, names.ATTENTION_BRANCH)
         return self._add_mlp(x, context)
 
     def _add_mlp(self, x, context: LayerContext) -> Float[Array, "B T D"]:
         x = checkpoint_name(x, names.ATTENTION_RESIDUAL)
         x, normed = self._fork(x, self.norms.before_mlp, self.mlp, context)
-        return self._finish(x + self._branch(self.mlp(normed, context), self.norms.after_mlp), context)
+        branch = self._branch(self.mlp(normed, context), self.norms.after_mlp, names.MLP_BRANCH)
+        return self._finish(x + branch, context)
 
     def _finish(self, x, context: LayerContext) -> Float[Array, "B T D"]:
         """Return the layer's output from the sum with its feed-forward."""
@@ -259,6 +263,13 @@ class DecoderLayer(nnx.Module):
         norm = self.norm(name)
         return (x, x) if norm is None else norm.fork(x, reader.inputs, context)
 
-    def _branch(self, branch: Branch, name: str | None) -> Branch:
+    def _branch(self, branch: Branch, norm: str | None, name: str | None = None) -> Branch:
         """Return factor · norm(branch), to be added to x."""
-        return replace(branch, norm=self.norm(name), factor=self.factor)
+        return replace(branch, norm=self.norm(norm), factor=self.factor, name=name)
+
+
+def _sparse_mlp(config: DecoderConfig, parts: Parts, kind: LayerKind, **options: Any) -> SparseMLP:
+    """Make a layer's experts, with the one that all tokens share, if any."""
+    assert config.moe is not None
+    path, size = f"mlp.{parts.experts.shared}", config.moe.shared_size
+    return SparseMLP(config, parts.experts, GatedMLP(config, kind, path, size, **options) if size else None, **options)

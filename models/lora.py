@@ -32,7 +32,7 @@ def add_lora(model: CausalLM, config: LoraConfig, *, rngs: nnx.Rngs) -> None:
     linears = dict(linear_layers(model))
     _check_names(config, list(linears))
     for path, linear in linears.items():
-        if not any(target == ALL_LINEAR or is_target(path, target) for target in config.targets):
+        if not _is_adapted(path, config):
             continue
         rank, scale, kind = config.rank_of(path), config.scale_of(path), path.rpartition(".")[-1]
         if isinstance(linear, ExpertLinear) and (rank, scale) != (config.rank, config.scale):
@@ -55,6 +55,15 @@ def add_lora(model: CausalLM, config: LoraConfig, *, rngs: nnx.Rngs) -> None:
     train_rows(model, config.token_modules, config.trainable_token_indices)
 
 
+def _is_adapted(path: str, config: LoraConfig) -> bool:
+    """Tell whether the linear layer of this path gets an adapter."""
+    if config.layers and int(path.split(".")[2]) not in config.layers:
+        return False
+    if any(is_target(path, target) for target in config.exclude):
+        return False
+    return any(target == ALL_LINEAR or is_target(path, target) for target in config.targets)
+
+
 def without_adapters(graphdef: nnx.GraphDef, trainable: Params, frozen: Params) -> nnx.GraphDef:
     """Return the graphdef of a decoder layer with the frozen parameters alone."""
     layer = merge_module(graphdef, trainable, frozen)
@@ -68,14 +77,24 @@ def without_adapters(graphdef: nnx.GraphDef, trainable: Params, frozen: Params) 
 
 
 def _check_names(config: LoraConfig, paths: list[str]) -> None:
-    """Raise ValueError for a target or pattern that matches no path."""
+    """Raise ValueError for a target, exclusion, layer or pattern that matches no path, or for no adapter at all."""
     kinds = sorted({path.rpartition(".")[-1] for path in paths})
+    layers = 1 + max(int(path.split(".")[2]) for path in paths)
+    if absent := [index for index in config.layers if index >= layers]:
+        raise ValueError(f"layers: the model has {layers} layers, 0 to {layers - 1}, and no layer {absent[0]}")
+    if unknown := [name for name in config.exclude if not any(is_target(path, name) for path in paths)]:
+        raise ValueError(
+            f"exclude: {', '.join(unknown)} do not exist in this model: use {', '.join(kinds)}"
+            f"{nearest(unknown[0], kinds)}"
+        )
     named = [target for target in config.targets if target != ALL_LINEAR]
     if unknown := [target for target in named if not any(is_target(path, target) for path in paths)]:
         hint = nearest(unknown[0], [*kinds, ALL_LINEAR])
         if vocabulary := [name for name in unknown if name in MODULES]:
             hint = f"; {vocabulary[0]} has no adapter, but trains whole with --modules-to-save {vocabulary[0]}"
         raise ValueError(f"LoRA targets {', '.join(unknown)} do not exist in this model: use {', '.join(kinds)}{hint}")
+    if not any(_is_adapted(path, config) for path in paths):
+        raise ValueError("exclude and layers leave no linear layer to adapt: name fewer, or other targets")
     for field in ("rank_pattern", "alpha_pattern"):
         for pattern in parse_patterns(field, getattr(config, field)):
             if not any(match_pattern({pattern: 1}, path) for path in paths):

@@ -36,6 +36,10 @@ class LoraConfig(Config):
     ] = (ALL_LINEAR,)
     """Linear layers to adapt, such as q_proj, the experts' gate_up_proj and down_proj, or the end of a path, such
     as 3.self_attn.q_proj; all-linear selects every one in the decoder layers, including experts, excluding routers."""
+    exclude: Annotated[tuple[str, ...], Alias("exclude_modules"), CommaSeparated()] = ()
+    """Linear layers to leave out of the targets, named as these."""
+    layers: Annotated[tuple[NonNegativeInt, ...], Alias("layers_to_transform", "peft_layers_to_transform")] = ()
+    """Indices of the decoder layers to adapt; by default all."""
     rank_pattern: tuple[str, ...] = ()
     """Other ranks of some layers, such as down_proj=32: a regular expression for the end of the path, as PEFT's."""
     alpha_pattern: tuple[str, ...] = ()
@@ -67,7 +71,8 @@ class LoraConfig(Config):
     def is_uniform(self) -> bool:
         """Tell whether targets and patterns name kinds of modules alone, so that all layers have the same adapters."""
         patterns = [parse_patterns(name, getattr(self, name)) for name in ("rank_pattern", "alpha_pattern")]
-        return all(re.fullmatch(r"[\w-]+", name) for names in (self.targets, *patterns) for name in names)
+        names = (name for some in (self.targets, self.exclude, *patterns) for name in some)
+        return not self.layers and all(re.fullmatch(r"[\w-]+", name) for name in names)
 
     @property
     def scale(self) -> float:

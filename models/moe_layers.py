@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import LayerContext
 from jaxglue.models.family import ExpertParts
+from jaxglue.models.linear import Linear
 from jaxglue.models.residual import Branch
 from jaxglue.ops.collectives import copy_to, reduce_from
 from jaxglue.ops.moe import (
@@ -132,14 +133,24 @@ class Router(nnx.Module):
 
 
 class SparseMLP(nnx.Module):
-    """Sparse feed-forward: each token's experts, chosen and weighted by a router."""
+    """Sparse feed-forward: each token's experts, chosen and weighted by a router, and one that all tokens share."""
 
-    def __init__(self, config: DecoderConfig, parts: ExpertParts, *, dtype, rngs: nnx.Rngs):
+    def __init__(
+        self, config: DecoderConfig, parts: ExpertParts, shared: nnx.Module | None = None, *, dtype, rngs: nnx.Rngs
+    ):
+        """Make router and experts beside the shared one, a `GatedMLP`."""
         assert config.moe is not None
         setattr(self, parts.router, Router(config, bias=parts.bias, dtype=dtype, rngs=rngs))
         self.experts = Experts(config, parts, dtype=dtype, rngs=rngs)
         self.parts, self.experts_per_token = parts, config.moe.num_experts_per_tok
         self.normalize = config.moe.norm_topk_prob
+        if shared is not None:
+            setattr(self, parts.shared, shared)
+        self.has_shared = shared is not None
+        self.shared_expert_gate: Linear | None = nnx.data(None)
+        if shared is not None and parts.shared_gate:
+            std = config.initializer_range
+            self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False, std=std, dtype=dtype, rngs=rngs)
 
     @property
     def inputs(self) -> tuple[()]:
@@ -155,7 +166,16 @@ class SparseMLP(nnx.Module):
         context.observe_routing(routing)
         y = _add_router_losses(self.experts(tokens, routing, context), logits, routing, context)
         y = reduce_from(y.reshape(x.shape))
-        return Branch(lambda stream: stream + y)
+        return Branch(lambda stream: self._add_shared(stream + y, x, context))
+
+    def _add_shared(self, stream: Float[Array, "B T D"], x: Float[Array, "B T D"], context: LayerContext) -> Array:
+        """Return the stream plus the shared expert's output, if there is one."""
+        if not self.has_shared:
+            return stream
+        branch = getattr(self, self.parts.shared)(x, context)
+        if self.shared_expert_gate is None:
+            return stream + branch
+        return stream + jax.nn.sigmoid(self.shared_expert_gate(x, context)) * branch.add_to(jnp.zeros_like(x))
 
 
 def _add_router_losses(y, logits, routing: Routing, context: LayerContext) -> Float[Array, "M D"]:

@@ -10,7 +10,8 @@ from jaxglue.models.family import Family, Parts, register
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Read a `Qwen3ForCausalLM` config.json."""
     return DecoderConfig(
-        **decoder_fields({"head_dim": 128, **raw}, max_position_embeddings=32768), layer_windows=later_windows(raw)
+        **decoder_fields({"head_dim": 128, **raw, "mlp_bias": False}, max_position_embeddings=32768),
+        layer_windows=later_windows(raw),
     )
 
 

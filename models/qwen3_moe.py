@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxglue.models.config import DecoderConfig, MoeConfig, decoder_fields, expert_format, require_fields
+from jaxglue.models.config import DecoderConfig, MoeConfig, decoder_fields, expert_format, require_fields, sparse_layers
 from jaxglue.models.family import Family, Parts, register
 
 
@@ -14,23 +14,18 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         ValueError: a missing field, or a value that is not supported.
     """
     raw = {"num_experts": raw.get("num_local_experts"), **raw}
-    fields = decoder_fields(raw, max_position_embeddings=32768)
+    fields = decoder_fields({**raw, "mlp_bias": False}, max_position_embeddings=32768)
     require_fields(raw, ("num_experts", "num_experts_per_tok", "moe_intermediate_size"))
     layers, window = raw["num_hidden_layers"], raw.get("sliding_window") if raw.get("use_sliding_window") else None
     moe = MoeConfig(
         num_experts=raw["num_experts"],
         num_experts_per_tok=raw["num_experts_per_tok"],
         intermediate_size=raw["moe_intermediate_size"],
-        sparse_layers=_sparse_layers(raw),
+        sparse_layers=sparse_layers(raw),
         norm_topk_prob=raw.get("norm_topk_prob", False),
         quantize=expert_format(raw),
     )
     return DecoderConfig(**fields, layer_windows=(window,) * layers, moe=moe)
-
-
-def _sparse_layers(raw: Mapping[str, Any]) -> tuple[bool, ...]:
-    dense, step = set(raw.get("mlp_only_layers") or ()), raw.get("decoder_sparse_step") or 1
-    return tuple(i not in dense and (i + 1) % step == 0 for i in range(raw["num_hidden_layers"]))
 
 
 register(Family(model_type="qwen3_moe", config_from_hf=config_from_hf, parts=Parts(head_norms="heads")))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxglue.models.context import LayerContext
@@ -43,12 +44,15 @@ class Branch:
     """Of the output, before it is added."""
     factor: float = 1.0
     """Of the output, before it is added."""
+    name: str | None = None
+    """Of the norm's input, for checkpoint policies: its gradient needs that, and so the branch's last product."""
 
     def __radd__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Return x + factor · norm(output)."""
         if self.norm is None and self.factor == 1.0:
             return self.add_to(x)
         y = self.add_to(jnp.zeros_like(x))
+        y = y if self.norm is None or self.name is None else checkpoint_name(y, self.name)
         if self.norm is not None and self.factor == 1.0:
             return self.norm.of(y, x)
         y = y if self.norm is None else self.norm(y)

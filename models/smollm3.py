@@ -20,7 +20,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         turns = [(index + 1) % (raw.get("no_rope_layer_interval") or 4) for index in range(layers)]
     if len(turns) < layers:
         raise ValueError(f"no_rope_layers has {len(turns)} entries for num_hidden_layers={layers}")
-    window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
+    slides = raw.get("use_sliding_window") or raw.get("layer_types") is not None
+    window = raw.get("sliding_window") if slides else None
     types = ["full_attention" if window is None or turn else "sliding_attention" for turn in turns[:layers]]
     return DecoderConfig(
         **fields,

@@ -6,7 +6,7 @@ parts pass through exports.
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 TEXT_PATH = "model"
@@ -34,6 +34,10 @@ class Wrapper:
     """Whether the output projection is the embedding where config.json says nothing; None: where files lack it."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Fields that its `text_config` may lack."""
+
+    def names(self, stored: Iterable[str]) -> "TensorNames":
+        """Return the names of a folder that has these tensors."""
+        return TensorNames.of(self, stored)
 
     def owns(self, name: str) -> bool:
         """Tell whether a tensor belongs to a part beside the text model."""
@@ -138,6 +142,50 @@ class TensorNames:
         if name.startswith(f"{TEXT_PATH}."):
             return self.decoder + name.removeprefix(f"{TEXT_PATH}.")
         return self.head + name if name.startswith("lm_head.") else name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spelling:
+    """Names in the files of a model type whose modules have others; those of files that have the modules' stay."""
+
+    model_type: str
+    parts: tuple[tuple[str, str], ...]
+    """Parts of the modules' names, and the files' in their place, in the order in which these are replaced."""
+    used: bool = True
+    """The files are spelled so."""
+
+    def names(self, stored: Iterable[str]) -> "Spelling":
+        """Return the names of a folder that has these tensors."""
+        stored = list(stored)
+        return replace(self, used=not stored or any(self.ours(name) != name for name in stored))
+
+    def ours(self, stored: str) -> str:
+        """Return a tensor's name as the model's."""
+        for ours, theirs in self.parts if self.used else ():
+            stored = stored.replace(theirs, ours)
+        return stored
+
+    def stored(self, name: str) -> str:
+        """Invert `ours`."""
+        for ours, theirs in reversed(self.parts) if self.used else ():
+            name = name.replace(ours, theirs)
+        return name
+
+
+SPELLINGS: dict[str, Spelling] = {}
+"""By `model_type`."""
+
+
+def spell(spelling: Spelling) -> Spelling:
+    """Let folders of this model type be read and written by these names."""
+    SPELLINGS[spelling.model_type] = spelling
+    return spelling
+
+
+def find_names(raw: Mapping[str, Any]) -> "Wrapper | Spelling | None":
+    """Return what names the files' tensors otherwise than the text model does; None where names are the same."""
+    model_type = raw.get("model_type")
+    return find_wrapper(raw) or (SPELLINGS.get(model_type) if isinstance(model_type, str) else None)
 
 
 def _any(names: Iterable[str], start: str) -> bool:

@@ -278,6 +278,7 @@ DATASET_INFO = {
     },
     "seen": {"file_name": "seen.json", "columns": {"images": "images"}},
     "far": {"ms_hub_url": "o/far"},
+    "bare": {"formatting": "sharegpt"},
     "roles": {"file_name": "r.json", "formatting": "sharegpt", "tags": {"role_tag": "role", "user_tag": "asker"}},
 }
 
@@ -300,6 +301,7 @@ def test_named_data_sets_of_llama_factory_are_found(write, tmp_path):
         ("none", r"dataset: none: .*dataset_info.json does not describe it; it has chats, plain"),
         ("seen", "dataset: seen: columns: images is not read: only text is trained on"),
         ("far", "dataset: far: ms_hub_url: only files and the Hugging Face hub are read"),
+        ("bare", "dataset: bare: it has neither file_name nor hf_hub_url in .*dataset_info.json: add one"),
         ("roles", r"dataset: roles: tags: user_tag: expected human \| user, got 'asker'"),
     ):
         with pytest.raises(ValueError, match=message + r"(.|\n)*learning_rate: .*does not know: shrink"):

@@ -4,10 +4,11 @@ While a window runs, the host receives the results of the one before, refills th
 the next. So an answer that ends at a token is noticed one window late, and one that ends at its limit at once.
 """
 
+import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from jaxglue.models.parameters import ModelGraphDefs, Params
 from jaxglue.ops.choices import KVCache
 from jaxglue.ops.segments import pack_segments, segment_bucket
 
+_log = logging.getLogger(__name__)
 STEPS = 8
 """Tokens of a window: ended answers idle for half of it, and one window more if a stop token ended them."""
 _SMALLEST_ROW, _SMALLEST_TEXT = 128, 1024
@@ -39,8 +41,8 @@ _SMALLEST_SIZE, _FLAT = 8, 256
 """Sequences below which a window takes hardly less time, and up to which reading the weights decides it."""
 _HALVES = 3
 """Of the slots, of that, …, for which windows are compiled."""
-_COMPILERS = 3
-"""Threads that compile."""
+_COMPILERS, _KINDS = 3, 8
+"""Threads that compile, and kinds of windows whose programs are kept."""
 _REUSED = 0.7
 """Share of the memory, and of an earlier plan, up to and from which that plan serves again."""
 _PADDED = 8
@@ -235,7 +237,10 @@ class Engine:
         trees = trainable, frozen
         whole = whole and sharding_of(trees) is None
         leaves = tuple((x.shape, str(x.dtype), _placed(x)) for x in jax.tree.leaves(trees))
-        sizes = self._sizes.setdefault((plan, kind, whole, leaves), _Sizes(plan.slots))
+        name = plan, kind, whole, leaves
+        if name not in self._sizes and len(self._sizes) >= _KINDS:
+            del self._sizes[next(iter(self._sizes))]
+        sizes = self._sizes.setdefault(name, _Sizes(plan.slots))
         compiler = self._compiler if whole or (self._ahead and sharding_of(trees) is None) else None
         caches = make_caches(plan, self.config, self.cache_dtype, self._dtype, place_of(trees))
         return Batch(self._programs, trees, caches, plan, kind, sizes, compiler, self.config.vocab_size, whole=whole)
@@ -295,7 +300,7 @@ class _Sizes:
 
     def __init__(self, slots: int):
         self._slots, self._ready = slots, dict[int, Any]()
-        self._waiting: list[Future] | None = None
+        self._asked, self._under_way = False, list[Future]()
 
     def take(self, count: int, whole: bool) -> tuple[int, Any]:
         """Return the smallest size for `count` answers that is compiled, and its program.
@@ -316,26 +321,28 @@ class _Sizes:
 
     def compile(self, compiler: ThreadPoolExecutor, compile_size: Callable[[int], Any]) -> None:
         """Let threads compile the sizes that are missing, once."""
-        if self._waiting is not None:
+        if self._asked:
             return
         sizes = _fewer(self._slots) if self._slots in self._ready else [self._slots]
-        self._waiting = [compiler.submit(copy_context().run, self._compile, compile_size, size) for size in sizes]
+        self._under_way = [compiler.submit(copy_context().run, self._compile, compile_size, size) for size in sizes]
+        self._asked = True
 
     def wait(self) -> None:
         """Wait for the threads."""
-        for future in self._waiting or ():
-            future.result()
+        wait(self._under_way)
 
     def give_up(self) -> None:
         """Leave out the sizes whose compilation has not begun; the next call asks for them again."""
-        cancelled = [future.cancel() for future in self._waiting or ()]
-        if any(cancelled):
-            self._waiting = None
+        cancelled = [future.cancel() for future in self._under_way]
+        self._asked = self._asked and not any(cancelled)
 
     def _compile(self, compile_size: Callable[[int], Any], size: int) -> None:
         if size not in self._ready:
-            with _switching_often():
-                self._ready[size] = compile_size(size)
+            try:
+                with _switching_often():
+                    self._ready[size] = compile_size(size)
+            except Exception as error:  # larger programs serve, too
+                _log.warning("a program for %d answers was not compiled: %s", size, error)
 
 
 class Kind(NamedTuple):
@@ -403,8 +410,13 @@ class Batch:
         self._table.remove(answer)
 
     def close(self) -> None:
-        """Leave out what a thread would compile for the answers to come."""
+        """Leave out what threads would compile for the answers to come, and wait for what they compile.
+
+        What follows, such as a training step, has the memory and the device for itself.
+        """
         self._sizes.give_up()
+        if self._whole:
+            self._sizes.wait()
 
     def advance(self) -> Iterator[tuple[Answer, Int[np.ndarray, " n"], Finish | None]]:
         """Start a window, and yield the answers of the one before with their new tokens, and why they ended."""

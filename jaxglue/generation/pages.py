@@ -158,11 +158,22 @@ def activation_bytes(config: DecoderConfig, dtype, tokens: int) -> float:
     D, shapes, moe = config.stream_width, config.shapes, config.moe
     heads = max((config.num_attention_heads + 2 * shape.kv_heads) * shape.head_dim for shape in shapes)
     F = max(shape.intermediate_size for shape in shapes)
-    hidden = F if moe is None else moe.num_experts_per_tok * (moe.intermediate_size + D)
-    matrices = 3 * D * (F if moe is None else moe.num_experts * moe.intermediate_size)
-    whole, piece = 6 * D + 2 * heads, 3 * hidden
+    hidden = F if moe is None else moe.num_experts_per_tok * (moe.intermediate_size + D) + moe.shared_size
+    matrices = 3 * D * (F if moe is None else moe.num_experts * moe.intermediate_size + moe.shared_size)
+    whole, piece = 6 * D + 2 * heads + _delta_values(config), 3 * hidden
     elements = tokens * whole + min(tokens, PREFILL_TOKENS) * piece + 2 * matrices
     return _RESERVE * (jax.default_backend() != "cpu") + elements * jnp.dtype(dtype).itemsize
+
+
+def _delta_values(config: DecoderConfig) -> int:
+    """Return the values of a token in a layer of linear attention: the convolution's, the rule's, and states.
+
+    A state before each chunk of 64 tokens is in float32, as two values of 16 bits.
+    """
+    if (delta := config.delta) is None:
+        return 0
+    states = 2 * delta.num_value_heads * delta.key_dim * delta.value_dim // 64
+    return 3 * delta.channels + 3 * delta.value_width + states
 
 
 def free_bytes(limit: float = math.inf) -> float:

@@ -44,6 +44,10 @@ class FullError(Exception):
     """As many requests wait as the service takes."""
 
 
+class EndedError(ValueError):
+    """The service has ended by an error."""
+
+
 class Service:
     """A thread that answers requests together.
 
@@ -70,6 +74,7 @@ class Service:
         options = {"cache_dtype": self._engine.cache_dtype, "free": memory}
         plan = plan_cache(lengths, assistant.config, assistant.dtype, **options)  # type: ignore[arg-type]
         kind, weights = Kind(_FEATURES, STOPS, BIASES), (assistant.adapter, assistant.frozen)
+        self._failure: str | None = None
         self._batch: Batch = self._engine.open(*weights, plan, kind, whole=True)
         self._thread = threading.Thread(target=self._serve, name="service", daemon=True)
         self._thread.start()
@@ -80,7 +85,10 @@ class Service:
         Raises:
             ValueError: a request that the engine refuses, or one beyond the service's limits.
             FullError: too many requests wait.
+            EndedError: an error has ended the service.
         """
+        if self._failure:
+            raise EndedError(self._failure)
         room = self.length - len(request.prompt)
         if room < 1:
             raise ValueError(f"the prompt has {len(request.prompt):,} tokens, and texts may have {self.length:,}")
@@ -93,6 +101,8 @@ class Service:
         if len(self._tickets) + self._news.qsize() >= self._most:
             raise FullError
         self._news.put(ticket)
+        if self._failure:  # since the check above: the thread may not have seen the ticket
+            raise EndedError(self._failure)
         return ticket
 
     def cancel(self, ticket: Ticket, answer: int | None = None) -> None:
@@ -100,10 +110,15 @@ class Service:
         ticket.cancelled.update(range(len(ticket.answers)) if answer is None else [answer])
 
     def warm_up(self) -> None:
-        """Compile the programs with a short answer."""
-        done = threading.Event()
-        self.submit(Request([0], replace(GREEDY, max_tokens=1)), lambda event: done.set() if event.finish else None)
-        done.wait()
+        """Compile the programs with a short answer.
+
+        Raises:
+            EndedError: an error has ended the service.
+        """
+        events = queue.SimpleQueue[Event]()
+        self.submit(Request([0], replace(GREEDY, max_tokens=1)), events.put)
+        if (error := events.get().error) is not None:
+            raise EndedError(error)
 
     def close(self) -> None:
         """End the thread, after the window under way."""
@@ -120,9 +135,13 @@ class Service:
                 self._begin(ticket)
             try:
                 self._advance()
-            except Exception as error:
-                for ticket in set(self._tickets.values()):
-                    ticket.listen(Event(0, [], [], None, str(error)))
+            except Exception as error:  # of the model or the device: nothing more can be answered
+                self._failure = f"the service has ended: {error}"
+                waiting = set(self._tickets.values())
+                while not self._news.empty():
+                    waiting |= {ticket for ticket in [self._news.get()] if ticket}
+                for ticket in waiting:
+                    ticket.listen(Event(0, [], [], None, self._failure))
                 raise
 
     def _begin(self, ticket: Ticket) -> None:

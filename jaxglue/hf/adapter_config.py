@@ -69,7 +69,7 @@ def _target_modules(names: Iterable[str], config: LoraConfig, text_path: str) ->
 
     Beside other parts, whose modules may have the same last components, a regular expression names those in layers.
     """
-    if any("." in target for target in config.targets):
+    if config.layers or any("." in target for target in (*config.targets, *config.exclude)):
         return sorted({from_text_name(name.rpartition(".")[0], text_path) for name in names})
     kinds = _kinds(names)
     if text_path == TEXT_PATH or not kinds:

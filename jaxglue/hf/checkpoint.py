@@ -23,7 +23,7 @@ from jaxglue.hf.tensor_files import INDEX, SINGLE, TensorFiles, write_shards
 from jaxglue.json_file import read_json
 from jaxglue.models import config_from_hf
 from jaxglue.models.file_param import FileParam
-from jaxglue.models.wrapper import Wrapper, find_wrapper, ties, with_text
+from jaxglue.models.wrapper import Spelling, Wrapper, find_names, find_wrapper, ties, with_text
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.quant.formats import Quantized, is_unneeded
 
@@ -77,9 +77,9 @@ def open_checkpoint(folder: str | Path) -> TensorFiles:
         ValueError: no safetensors, a missing, truncated or corrupt shard, or an index that disagrees with its shards.
     """
     folder = model_folder(folder)
-    wrapper = _read_wrapper(folder)
+    names = _read_names(folder)
     if (folder / SINGLE).exists():
-        return TensorFiles([folder / SINGLE], wrapper)
+        return TensorFiles([folder / SINGLE], names)
     if not (folder / INDEX).exists():
         raise ValueError(_no_safetensors(folder))
     weight_map = read_json(folder / INDEX).get("weight_map")
@@ -87,14 +87,14 @@ def open_checkpoint(folder: str | Path) -> TensorFiles:
         raise ValueError(f"{folder / INDEX} has no weight_map")
     if not all(isinstance(file, str) for file in weight_map.values()):
         raise ValueError(f"{folder / INDEX}: weight_map should map tensor names to file names")
-    files = TensorFiles([_shard(folder, file) for file in sorted(set(weight_map.values()))], wrapper)
+    files = TensorFiles([_shard(folder, file) for file in sorted(set(weight_map.values()))], names)
     if absent := [name for name in weight_map if name not in files]:
         raise ValueError(f"{folder / INDEX} lists tensors absent from all shards: {_some(absent)}")
     return files
 
 
-def _read_wrapper(folder: Path) -> Wrapper | None:
-    return find_wrapper(read_json(folder / "config.json")) if (folder / "config.json").is_file() else None
+def _read_names(folder: Path) -> Wrapper | Spelling | None:
+    return find_names(read_json(folder / "config.json")) if (folder / "config.json").is_file() else None
 
 
 def stored_form(
@@ -108,10 +108,10 @@ def stored_form(
         read: reads them.
     """
     base = model_folder(base)
-    wrapper = _read_wrapper(base)
-    if wrapper is None:
+    names = _read_names(base)
+    if names is None:
         return dict(specs), read
-    files = open_checkpoint(base) if has_weights(base) else TensorFiles([], wrapper)
+    files = open_checkpoint(base) if has_weights(base) else TensorFiles([], names)
     assert files.names is not None
     ours = {files.names.stored(name): name for name in specs}
     others = {name: jax.ShapeDtypeStruct(info.shape, info.dtype) for name, info in files.others.items()}

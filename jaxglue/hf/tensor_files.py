@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from jaxglue.data.progress import DataProgress, NoProgress
 from jaxglue.data.store import UnchangedFile
-from jaxglue.models.wrapper import TensorNames, Wrapper
+from jaxglue.models.wrapper import Spelling, TensorNames, Wrapper
 from jaxglue.regular_file import open_regular
 
 INDEX = "model.safetensors.index.json"
@@ -55,17 +55,17 @@ class TensorInfo:
 class TensorFiles:
     """Safetensors files with checked headers; data are read on request, by several threads at once.
 
-    In a wrapper's folder, `tensors` are the text model's, under its names, and `others` those of the parts around it.
+    `tensors` are the text model's, under its names; in a wrapper's folder, `others` are those of the parts around it.
 
     Args:
         paths: of the files.
-        wrapper: around the text model.
+        names: the wrapper or spelling by which they have others; None where they have the model's.
 
     Raises:
         ValueError: a missing, truncated or corrupt file, an unsupported dtype, or a tensor in two files.
     """
 
-    def __init__(self, paths: Iterable[Path], wrapper: Wrapper | None = None):
+    def __init__(self, paths: Iterable[Path], names: Wrapper | Spelling | None = None):
         self.tensors: dict[str, TensorInfo] = {}
         self.others: dict[str, TensorInfo] = {}
         self._metadata: dict[str, str] = {}
@@ -75,11 +75,12 @@ class TensorFiles:
                 raise ValueError(f"tensor {name} is both in {self.tensors[name].file} and in {path}")
             self.tensors |= tensors
             self._metadata |= metadata
-        self.names = None if wrapper is None else TensorNames.of(wrapper, self.tensors)
+        self._given = names
+        self.names = None if names is None else names.names(self.tensors)
         if self.names is not None:
             self._split(self.names)
 
-    def _split(self, names: TensorNames) -> None:
+    def _split(self, names: TensorNames | Spelling) -> None:
         """Set the parts around the text model apart, and name its tensors as it does alone."""
         stored, self.tensors = self.tensors, {}
         for name, info in stored.items():
@@ -126,8 +127,7 @@ class TensorFiles:
 
     def mapped(self) -> "MappedFiles":
         """Return the same files, mapped into memory."""
-        wrapper = None if self.names is None else self.names.wrapper
-        return MappedFiles({info.file for info in (*self.tensors.values(), *self.others.values())}, wrapper)
+        return MappedFiles({info.file for info in (*self.tensors.values(), *self.others.values())}, self._given)
 
 
 class MappedFiles(TensorFiles):
@@ -136,8 +136,8 @@ class MappedFiles(TensorFiles):
     A file that is replaced stays readable; one that is changed in place is refused.
     """
 
-    def __init__(self, paths: Iterable[Path], wrapper: Wrapper | None = None):
-        super().__init__(paths, wrapper)
+    def __init__(self, paths: Iterable[Path], names: Wrapper | Spelling | None = None):
+        super().__init__(paths, names)
         infos = (*self.tensors.values(), *self.others.values())
         self._opened = {file: UnchangedFile(file) for file in {info.file for info in infos}}
         self._bytes = {file: opened.map(np.uint8).view(np.ndarray) for file, opened in self._opened.items()}

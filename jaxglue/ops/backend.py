@@ -193,6 +193,13 @@ def check_capability(capability: Capability | None, least: Capability) -> None:
         raise NotImplementedError(f"compute capability must be {needed} or newer, got {got}")
 
 
+def check_hopper(capability: Capability | None) -> None:
+    """Raise NotImplementedError for any other GPU than Hopper's, for whose shared memory tiles are made."""
+    check_capability(capability, HOPPER)
+    if capability is not None and capability[0] != HOPPER[0]:
+        raise NotImplementedError(f"tiles are for compute capability 9.0, got {'.'.join(map(str, capability))}")
+
+
 def check_one_device() -> None:
     """Raise NotImplementedError where arrays may lie on several devices, as kernels are not partitioned."""
     if jax.device_count() > 1:

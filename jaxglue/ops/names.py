@@ -6,9 +6,11 @@ KEY = "key"
 VALUE = "value"
 ATTENTION_OUT = "attention_out"
 ATTENTION_LSE = "attention_lse"
+ATTENTION_BRANCH = "attention_branch"
 ATTENTION_RESIDUAL = "attention_residual"
 GATE = "gate"
 UP = "up"
+MLP_BRANCH = "mlp_branch"
 DELTA_INPUT = "delta_input"
 DELTA_GATES = "delta_gates"
 OUTPUT_GATE = "output_gate"
@@ -25,11 +27,13 @@ LAYER_VALUES = {
     ATTENTION_OUT: "attention's output, before its gate and its projection [B, T, N·H]; in linear attention the delta"
     " rule's [B, T, N·V]",
     ATTENTION_LSE: "attention's log-sum-exp, float32, of the size of [B, N, T]; only in fused backends",
+    ATTENTION_BRANCH: "the projection of attention's output, where it has a norm before it is added [B, T, D]",
     ATTENTION_RESIDUAL: "the residual stream between attention and feed-forward [B, T, D]; in small layers"
     " its norm, too",
     GATE: "the gate projection of the feed-forward, without its adapter where SwiGLU adds it [B, T, F]; in small layers"
     " with it, and up's beside it",
     UP: "the up projection of the feed-forward, likewise [B, T, F]",
+    MLP_BRANCH: "the feed-forward's output, where it has a norm before it is added [B, T, D]",
     DELTA_INPUT: "in linear attention, queries, keys and values before their convolution",
     DELTA_GATES: "in linear attention, the inputs of β and of the decays, each [B, T, N]",
     OUTPUT_GATE: "in linear attention, the gate of its output [B, T, N·V]",

@@ -9,7 +9,7 @@ from jaxglue.ops.backend import Capability, Operation, form
 from jaxglue.ops.gated_mlp import Activation, GatedParts, gated_mlp_reads_fp8
 from jaxglue.ops.norm_rope import NormStyle, stream_norm
 from jaxglue.ops.projection import Conditions, Projection, projections_read_fp8
-from jaxglue.ops.projection.few_rows import load_few_rows, norm_few_rows
+from jaxglue.ops.projection.few_rows import few_rows_read_fp8
 from jaxglue.ops.projection.fp8_adapters import FP8Rows, residual_norm_fp8
 
 __all__ = ["RESIDUAL_NORM", "GatedInput", "Normed", "Reader", "residual_norm"]
@@ -39,8 +39,8 @@ def residual_norm(
 ) -> tuple[Float[Array, "*B D"], Normed]:
     """Return a residual stream x and its `rms_norm` for this reader, whose gradients are added in one pass."""
     projections = reader.parts[:2] if isinstance(reader, GatedInput) else reader
-    if projections and (kernels := load_few_rows(x, projections, context)) is not None:
-        return norm_few_rows(kernels, x, weight, eps, style, projections, context)
+    if projections and few_rows_read_fp8(x, projections, context):
+        return residual_norm_fp8(x, weight, eps, style)
     norm = RESIDUAL_NORM.load(reader, context)
     return (norm or stream_norm)(x, weight, eps, style)
 

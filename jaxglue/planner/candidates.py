@@ -9,6 +9,7 @@ from itertools import pairwise
 from jaxglue.engine.per_layer import interleave
 from jaxglue.engine.policy import AUTO, RematPolicy, parse_policy
 from jaxglue.engine.residency import DEVICE, HOST, parse_weights, stream_evenly
+from jaxglue.models.family import find_family
 from jaxglue.planner import calibration as fitted
 from jaxglue.planner.plan import MARGIN, Memory, Plan, by_time
 from jaxglue.planner.predictor import Predictor
@@ -49,17 +50,23 @@ _LEAST_TILE = 1024
 PoliciesAndMixes = tuple[tuple[str, ...], tuple[tuple[str, str], ...]]
 
 
-def policies_and_mixes(*, keep_attention: bool, tiled: bool, adapters: bool) -> PoliciesAndMixes:
+def policies_and_mixes(
+    *, keep_attention: bool, tiled: bool, adapters: bool, normed_branch: bool = False
+) -> PoliciesAndMixes:
     """Return policies, and pairs of a small and a fast one, spread among the small so that the link catches up.
 
     Args:
         keep_attention: attention's output and log-sum-exp are copied faster than they are recomputed.
         tiled: layers compute by tiles.
         adapters: layers have adapters.
+        normed_branch: the feed-forward's output has a norm before it is added.
     """
     if tiled:
         return _TILED_POLICIES, _TILED_MIXES
     policies, mixes = _POLICIES, _MIXES
+    if normed_branch:
+        mixes = tuple((_with_branch(small), _with_branch(fast)) for small, fast in mixes)
+        policies = tuple(dict.fromkeys((*policies, *map(_with_branch, policies))))
     if keep_attention:
         kept = _with_attention(_SMALLEST[1])
         more = (_SMALLEST[1], kept), (kept, _with_attention(_OFFLOADS[0]))
@@ -69,6 +76,12 @@ def policies_and_mixes(*, keep_attention: bool, tiled: bool, adapters: bool) -> 
         return policies, mixes
     pairs = ((_without_ranks(small), _without_ranks(fast)) for small, fast in mixes)
     return tuple(dict.fromkeys(map(_without_ranks, policies))), tuple(pairs)
+
+
+def _with_branch(policy: str) -> str:
+    """Add the feed-forward's output to values that are offloaded: of all, it saves most recomputation per byte."""
+    head, *rest = policy.split(";")
+    return ";".join([f"{head},mlp_branch" if head in _OFFLOADS else head, *rest])
 
 
 def _without_ranks(policy: str) -> str:
@@ -161,7 +174,10 @@ class Candidates:
     def _candidates_of(self, places: Sequence[str], host_memory: float) -> Iterator[Plan]:
         work, keep_attention = self._workload, self._model.keeps_attention
         tiled, adapters = work.tile is not None, work.lora is not None
-        policies, mixes = policies_and_mixes(keep_attention=keep_attention, tiled=tiled, adapters=adapters)
+        normed = find_family(work.config.model_type).parts.norms.after_mlp is not None
+        policies, mixes = policies_and_mixes(
+            keep_attention=keep_attention, tiled=tiled, adapters=adapters, normed_branch=normed
+        )
         for text in policies:
             yield self._plan(parse_policy(text), weights=places)
         for small, fast in mixes:

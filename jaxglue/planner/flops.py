@@ -4,12 +4,13 @@ from jaxtyping import Int
 from numpy import ndarray
 
 from jaxglue.models.config import DecoderConfig, LayerKind
+from jaxglue.models.family import find_family
 
 
 def matmul_parameters(config: DecoderConfig) -> int:
     """Count the weights that a token is multiplied with: linear layers and output projection, not the embedding.
 
-    In a mixture of experts, only as many experts as serve one token count.
+    In a mixture of experts, only as many experts as serve one token count, and shared ones.
     """
     D = config.hidden_size
     mixers = [_linear_attention(config) if kind.linear else _attention(config, kind) for kind in config.layer_kinds]
@@ -34,7 +35,8 @@ def _feed_forward(config: DecoderConfig, layer: int) -> int:
     D, moe = config.hidden_size, config.moe
     if moe is None or not moe.sparse_layers[layer]:
         return 3 * D * config.shapes[layer].intermediate_size
-    return D * moe.num_experts + moe.num_experts_per_tok * 3 * D * moe.intermediate_size
+    gate = find_family(config.model_type).parts.experts.shared_gate and moe.shared_size > 0
+    return D * (moe.num_experts + gate) + 3 * D * (moe.num_experts_per_tok * moe.intermediate_size + moe.shared_size)
 
 
 def training_flops_per_token(config: DecoderConfig, *, visible_keys: float, weight_gradients: bool) -> float:

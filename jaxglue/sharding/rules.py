@@ -20,8 +20,8 @@ _ARRAY = r"(\.codes|\.values|\.scales|\.absmax|\.divisors)?"
 """An array of a quantized matrix with a row for each of its rows."""
 RULES: tuple[tuple[str, P], ...] = (
     # parameter                                                     axes that split each of its dimensions
-    (r"experts\.\w+_proj(_bias|\.lora_A|\.lora_B)$",                P("expert")),
-    (r"experts\.\w+_proj(_[a-z]+)?$",                               P("expert", "fsdp")),  # [E, ·, ·], also parts
+    (r"\.experts\.\w+_proj(_bias|\.lora_A|\.lora_B)$",              P("expert")),
+    (r"\.experts\.\w+_proj(_[a-z]+)?$",                             P("expert", "fsdp")),  # [E, ·, ·], also parts
     (r"(embed_tokens|lm_head)\.weight$",                            P("fsdp")),  # [V, D]
     (rf"\.(q|k|v|gate|up)_proj\.weight{_ARRAY}$",                   P(("tensor", "fsdp"))),  # [out, in]
     (rf"\.(qkv|gate_up)_proj\.weight{_ARRAY}$",                    P("fsdp")),

@@ -1,10 +1,16 @@
 """Remat policies are parsed, formatted and checked, and decide a layer's residuals."""
 
 import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from jaxglue.engine.policy import PRESETS, RematPolicy, check_remat, format_policies, parse_policies, parse_policy
+from jaxglue.models import build_model, config_from_hf
+from jaxglue.models.context import PackedContext
 from jaxglue.ops import names
+from jaxglue.ops.equations import equations, live_program
+from jaxglue.ops.segments import pack_segments
 
 
 @pytest.mark.parametrize(
@@ -121,3 +127,20 @@ def test_offloaded_residuals_are_separate(residuals_of):
     residuals = residuals_of("offload:layer_input,attention_out,up; save:query,gate")
     assert sorted(value.shape for value in residuals.offloaded) == [(2, 14, 4, 16), (2, 14, 48)]
     assert sorted(value.shape for value in residuals.saved) == [(2, 14, 48), (2, 14, 64)]
+
+
+def test_a_kept_branch_is_not_multiplied_again_for_its_norm():
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    others = {"model_type": "gemma3_text", "head_dim": 8, "vocab_size": 8, "num_hidden_layers": 1}
+    config = config_from_hf({**sizes, **others})
+    layer = build_model(config, rngs=nnx.Rngs(0)).layers[0]
+    segments = pack_segments([[5, 3]], seq_len=8)
+    context = PackedContext(segments=segments, rope=config.rope_tables(segments.positions))
+
+    def matmuls(policy):
+        run = parse_policy(policy).wrap(lambda x: layer(x, context))
+        program = live_program(jax.make_jaxpr(jax.grad(lambda x: jnp.cos(run(x)).sum()))(jnp.ones((1, 8, 16))))
+        return sum(equation.primitive.name == "dot_general" for equation, _ in equations(program.jaxpr))
+
+    kept = "offload:layer_input,query,key,value,attention_residual,gate,up"
+    assert matmuls(f"{kept},mlp_branch") == matmuls(kept) - 1

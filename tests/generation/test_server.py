@@ -1,20 +1,23 @@
 """The server for OpenAI's clients, without a network."""
 
 import json
+import threading
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
 from jaxglue.generation.chat import Assistant
 from jaxglue.generation.config import SamplingConfig, ServeConfig
+from jaxglue.generation.scheduler import Request
 
 pytest.importorskip("starlette")
 pytest.importorskip("httpx")
 from starlette.testclient import TestClient
 
 from jaxglue.generation.server import make_app
-from jaxglue.generation.service import Service
+from jaxglue.generation.service import EndedError, Service
 
 GREEDY = SamplingConfig(temperature=0.0, top_p=1.0)
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -81,6 +84,9 @@ def test_several_answers_stop_and_are_seeded(client):
         ({"messages": MESSAGES, "max_tokens": 65}, "max_tokens must be a number from 1 to 64"),
         ({"messages": MESSAGES, "max_tokens": 60}, "max_tokens is 60, and the prompt leaves"),
         ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, "unsupported parameters: response_format"),
+        ({"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens must be a number from 1 to 64"),
+        ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice is not supported"),
+        ({"messages": MESSAGES, "stream_options": "all"}, "stream_options must be an object"),
         ({"messages": MESSAGES, "stop": ["a"] * 17}, "at most 16 texts"),
         ({"messages": MESSAGES, "logit_bias": {"x": 1}}, "logit_bias must map token ids to numbers"),
         ({"messages": MESSAGES, "logit_bias": {"5000": 1}}, "logit_bias must map token ids below 1024"),
@@ -99,6 +105,39 @@ def test_bodies_are_bounded_and_json(client):
     assert client.post("/v1/chat/completions", content=b"[" * 100_000).status_code == 400
 
 
+def test_answers_that_nobody_waits_for_end(served):
+    _, service, _ = served
+    first, second, seen = threading.Event(), threading.Event(), []
+    sampling = replace(GREEDY, max_tokens=60)
+
+    def listen(event):
+        seen.extend(event.tokens)
+        first.set()
+
+    ticket = service.submit(Request([5], sampling, logit_bias={7: 1e6}), listen)
+    first.wait()
+    service.cancel(ticket)
+    for _ in range(2):
+        second.clear()
+        service.submit(
+            Request([6], sampling, logit_bias={7: 1e6}), lambda event: second.set() if event.finish else None
+        )
+        second.wait()
+    assert 0 < len(seen) < 60
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_error_of_the_model_ends_requests_and_the_service(served):
+    assistant, _, config = served
+    service = Service(assistant, slots=2, length=64, most=8)
+    broken = {**assistant.frozen, "norm": jax.tree.map(lambda weight: weight * np.nan, assistant.frozen["norm"])}
+    service._batch._trees = assistant.adapter, broken
+    client = TestClient(make_app(assistant, service, config))
+    for _ in range(2):
+        response = post(client, messages=MESSAGES)
+        assert response.status_code == 500 and "logits are not finite" in response.json()["error"]["message"]
+
+
 def test_a_token_is_asked_for(served):
     assistant, service, config = served
     client = TestClient(make_app(assistant, service, replace(config, api_key="secret")))
@@ -114,6 +153,18 @@ def test_requests_beyond_the_limit_are_refused(served, monkeypatch):
     assistant, service, config = served
     monkeypatch.setattr(service, "_most", 0)
     assert post(TestClient(make_app(assistant, service, config)), messages=MESSAGES).status_code == 429
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_error_ends_the_start(served):
+    service = Service(served[0], slots=2, length=64, most=8)
+
+    def fail():
+        raise ValueError("logits are not finite")
+
+    service._advance = fail
+    with pytest.raises(EndedError, match="logits are not finite"):
+        service.warm_up()
 
 
 def test_openais_client_is_served(client):

@@ -65,6 +65,12 @@ MODELS = {
         **{"global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
         **{"hidden_size_per_layer_input": 0, "final_logit_softcapping": 2.0, "rope_parameters": GEMMA4_ROPES},
     },
+    "mixtral": {"num_local_experts": 6, "sliding_window": 4, "rope_theta": 100.0},
+    "qwen2_moe": {
+        **{"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12},
+        **{"shared_expert_intermediate_size": 24, "mlp_only_layers": [1], "num_hidden_layers": 3},
+        **{"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
+    },
     "ministral3": {
         "rope_parameters": {**YARN_ROPE, "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.3}
     },

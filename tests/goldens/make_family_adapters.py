@@ -2,13 +2,15 @@
 
 Run with torch, transformers and peft installed (made with torch 2.13, transformers 5.24 and peft 0.21.2):
 
-    python tests/goldens/make_family_adapters.py
+    python tests/goldens/make_family_adapters.py [TYPE …]
 
-One for each part that changes adapters' names: fused projections (phi3). Contents as in make_families.py's goldens.
+One for each part that changes adapters' names: fused projections (phi3), shared experts (qwen2_moe). Contents as in
+make_families.py's goldens.
 """
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import torch
@@ -43,4 +45,5 @@ def make(name: str) -> None:
 
 
 if __name__ == "__main__":
-    make("phi3")
+    for name in sys.argv[1:] or ("phi3", "qwen2_moe"):
+        make(name)

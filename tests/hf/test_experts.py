@@ -145,6 +145,39 @@ def test_trained_experts_are_saved_one_by_one_and_load_again(tmp_path):
         np.testing.assert_array_equal(saved[name], array)
 
 
+def test_mixtral_keeps_the_names_of_its_files(tmp_path):
+    raw = {"model_type": "mixtral", "vocab_size": 24, "hidden_size": 16, "intermediate_size": 20, "head_dim": 8}
+    raw |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 3}
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps(raw))
+    weights = parameters(random_model(config_from_hf(raw), dtype=jnp.float32))
+    save_model(tmp_path / "saved", weights, base)
+    stored, inside = load_file(tmp_path / "saved" / "model.safetensors"), "model.layers.0.block_sparse_moe"
+    gate_up = weights["model.layers.0.mlp.experts.gate_up_proj"]
+    np.testing.assert_array_equal(stored[f"{inside}.gate.weight"], weights["model.layers.0.mlp.gate.weight"])
+    np.testing.assert_array_equal(stored[f"{inside}.experts.2.w1.weight"], gate_up[2, :20])
+    np.testing.assert_array_equal(stored[f"{inside}.experts.2.w3.weight"], gate_up[2, 20:])
+    model = load_model(tmp_path / "saved", dtype=jnp.float32)
+    assert_equal(parameters(model), weights)
+    add_lora(model, config := LoraConfig(rank=2), rngs=nnx.Rngs(0))
+    adapter = {name: x + 0.1 for name, x in flatten_names(split_model(model, nnx.LoRAParam)[1]).items()}
+    save_adapter(tmp_path / "adapter", adapter, config, tmp_path / "saved")
+    export_adapter(tmp_path / "adapter", tmp_path / "saved", tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert merged.keys() == stored.keys()
+    down = "model.layers.0.mlp.experts.down_proj"
+    delta = config.scale * adapter[f"{down}.lora_B"][1] @ adapter[f"{down}.lora_A"][1]
+    name = f"{inside}.experts.1.w2.weight"
+    np.testing.assert_allclose(merged[name], stored[name] + delta, atol=1e-5)
+
+
+def assert_equal(ours, expected):
+    assert ours.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(ours[name], array, err_msg=name)
+
+
 def test_expanded_experts_save_without_quantization_config(tmp_path):
     model = load_model(GOLDENS / "gpt_oss_mxfp4", dtype=jnp.float32, expand_experts=True)
     save_model(tmp_path / "model", parameters(model), GOLDENS / "gpt_oss_mxfp4")

@@ -11,6 +11,9 @@ RAW = {
     "num_hidden_layers": 6,
     "num_attention_heads": 8,
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+EXPERTS |= {"shared_expert_intermediate_size": 24}
+KINDS = ["full_attention", "sliding_attention"]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 
@@ -27,6 +30,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("mistral", {}, {"layer_windows": (4096,) * 6, "num_key_value_heads": 8, "rms_norm_eps": 1e-6}),
         ("mistral", {"num_key_value_heads": None}, {"num_key_value_heads": 8, "head_dim": 2}),
         ("mistral", {"sliding_window": None, "layer_types": ["sliding_attention"]}, {"layer_windows": (None,) * 6}),
+        ("mistral", {"sliding_window": 8, "layer_types": KINDS * 3}, {"layer_windows": (None, 8) * 3}),
+        ("ministral", {}, {"layer_windows": (4096,) * 6, "num_key_value_heads": 8}),
+        ("qwen3", {"mlp_bias": True, "attention_bias": True}, {"mlp_bias": False, "attention_bias": True}),
         ("granite", {}, {"attention_scale": 1.0, "logit_divisor": 1.0, "num_key_value_heads": 8}),
         ("granite", {"attention_multiplier": None, "logits_scaling": 8}, {"attention_scale": 1.0, "logit_divisor": 8}),
         ("olmo2", {}, {"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "num_key_value_heads": 8}),
@@ -38,6 +44,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             {"sliding_window": 8, "use_sliding_window": True},
             {"layer_windows": (None, None, None, 8, None, None)},
         ),
+        ("smollm3", {"sliding_window": 8, "layer_types": ["sliding_attention"] * 6}, {"layer_windows": (8,) * 6}),
+        ("gemma4_text", {}, {"layer_windows": (*(512,) * 5, None), "attention_scale": 1.0, "shared_width": 0}),
+        ("gemma4_text", {"head_dim": 64, "layer_types": ["sliding_attention"] * 6}, {"head_dim": 64}),
         ("gemma2", {}, {"layer_windows": (4096, None) * 3, "attention_softcap": 50.0, "logit_softcap": 30.0}),
         ("gemma2", {"hidden_act": "silu"}, {"activation": "gelu_tanh", "head_dim": 256, "attention_scale": 1 / 16}),
         ("gemma2", {"attn_logit_softcapping": None}, {"attention_softcap": None, "embedding_multiplier": 4.0}),
@@ -52,11 +61,41 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("glm4", {"attention_bias": False}, {"attention_bias": False, "head_dim": 128, "rms_norm_eps": 1.5625e-7}),
         ("phi3", {"attention_bias": True}, {"attention_bias": False, "layer_windows": (None,) * 6, "head_dim": 2}),
         ("ministral3", {}, {"layer_windows": (None,) * 6, "head_dim": 128, "rms_norm_eps": 1e-5}),
+        ("mixtral", {}, {"layer_windows": (None,) * 6, "num_key_value_heads": 8, "rms_norm_eps": 1e-5}),
+        (
+            "mixtral",
+            {"sliding_window": 8, "attention_bias": True},
+            {"layer_windows": (8,) * 6, "attention_bias": False},
+        ),
+        ("qwen2_moe", {**EXPERTS, "sliding_window": 0}, {"layer_windows": (None,) * 6, "attention_bias": True}),
+        (
+            "qwen2_moe",
+            {**EXPERTS, "qkv_bias": False, "use_sliding_window": True, "max_window_layers": 3},
+            {"layer_windows": (4096, None, 4096, None, None, None), "attention_bias": False},
+        ),
     ],
 )
 def test_defaults_are_those_of_transformers(model_type, fields, expected):
     config = config_from_hf({**RAW, "model_type": model_type, **fields})
     assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "expected"),
+    [
+        ("mixtral", {}, {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 20, "shared_size": 0}),
+        ("mixtral", {"num_experts": 4, "norm_topk_prob": False}, {"num_experts": 4, "norm_topk_prob": True}),
+        ("qwen2_moe", EXPERTS, {"norm_topk_prob": False, "shared_size": 24, "sparse_layers": (True,) * 6}),
+        (
+            "qwen2_moe",
+            {**EXPERTS, "norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [1]},
+            {"norm_topk_prob": True, "sparse_layers": (False, False, False, True, False, True)},
+        ),
+    ],
+)
+def test_experts_are_read(model_type, fields, expected):
+    moe = config_from_hf({**RAW, "model_type": model_type, **fields}).moe
+    assert {name: getattr(moe, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -113,6 +152,12 @@ def test_rotary_embeddings_are_read(model_type, fields, expected):
         ("qwen2", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported for qwen2: only 'silu' is"),
         ("gemma2", {"hidden_activation": "silu"}, "hidden_act 'silu' is not supported for gemma2"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention in config.json"),
+        ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block in config.json is not supported"),
+        ("gemma4_text", {"rope_parameters": {"rope_theta": 3.0}}, "gemma4_text reads rope_parameters by type of layer"),
+        ("gemma4_text", {"num_kv_shared_layers": 1}, "no earlier layer is of type full_attention"),
+        ("gemma4_text", {"num_kv_shared_layers": 6}, "num_kv_shared_layers=6 of 6 layers: at least one"),
+        ("gemma4_text", {"per_layer_config": {"5": {"head_dim": 7}}}, "layer 5 of config.json has head_dim=7"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all'"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries for num_hidden_layers=6"),
         ("granite", {"attention_multiplier": 0}, "attention_multiplier in config.json: expected"),
         ("olmo3", {"layer_types": ["linear_attention"] * 6}, "layer_types linear_attention are not supported"),
@@ -130,14 +175,33 @@ def test_rotary_embeddings_are_read(model_type, fields, expected):
             "long_factor in config.json's rope parameters: expected numbers > 0",
         ),
         ("ministral3", {"rope_parameters": YARN}, "ministral3 needs numbers llama_4_scaling_beta"),
-        ("gemma3", {"text_config": {"model_type": "gemma3_text"}}, "its text model, gemma3_text, is; give a folder"),
-        ("gemma3", {"text_config": {}}, "its text model, gemma3_text, is; give a folder"),
-        ("mistral3", {"text_config": {"model_type": "ministral3"}}, "its text model, ministral3, is; give a folder"),
-        ("gemma3", {"text_config": 3}, "model_type 'gemma3' is not supported: known are .*; the nearest is gemma"),
+        ("llava", {"text_config": {"model_type": "mistral"}}, "its text model, mistral, is; give a folder of that"),
+        ("gemma3", {"text_config": 3}, "text_config in config.json: gemma3 needs an object, got 3"),
+        ("gemma5", {"text_config": 3}, "model_type 'gemma5' is not supported: known are .*; the nearest is gemma"),
+        (
+            "deepseek_v3",
+            {"kv_lora_rank": 8, "q_lora_rank": 8, "n_routed_experts": 4, "vision_config": None},
+            r"names latent attention \(kv_lora_rank\), routed experts beside shared ones \(n_routed_experts\)$",
+        ),
         ("olmo3", {"num_hidden_layers": None}, "config.json lacks num_hidden_layers"),
         ("gemma2", {"hidden_size": None}, "config.json lacks hidden_size"),
+        ("mixtral", {"sliding_window": 0}, "sliding_window in config.json: expected at least 1 token"),
+        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok=9 must be between 1 and num_experts=8"),
+        ("qwen2_moe", {}, "config.json lacks num_experts, num_experts_per_tok, moe_intermediate_size, shared_expert"),
+        ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size in config"),
     ],
 )
 def test_what_is_not_supported_is_refused(model_type, fields, message):
     with pytest.raises(ValueError, match=message):
         config_from_hf({**RAW, "model_type": model_type, **fields})
+
+
+def test_gemma_4_reads_sizes_of_layers_in_both_forms():
+    raw = {**RAW, "model_type": "gemma4_text", "attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
+    older = config_from_hf({**raw, "num_global_key_value_heads": 2, "global_head_dim": 128})
+    newer = config_from_hf({**raw, "per_layer_config": {"5": {"head_dim": 128, "num_key_value_heads": 2}}})
+    assert older == newer
+    shapes = older.layer_shapes
+    assert (shapes[0].head_dim, shapes[0].kv_heads, shapes[0].keys_as_values) == (256, 4, False)
+    assert (shapes[5].head_dim, shapes[5].kv_heads, shapes[5].keys_as_values) == (128, 2, True)
+    assert config_from_hf(raw).layer_shapes[5].head_dim == 512

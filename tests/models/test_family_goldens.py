@@ -55,7 +55,7 @@ def test_logits_loss_and_gradients_match_transformers(name, tmp_path):
     assert_parity(load_model(write_folder(tmp_path, raw), dtype=jnp.float32), golden, nnx.Param)
 
 
-@pytest.mark.parametrize("name", ["phi3"])
+@pytest.mark.parametrize("name", ["phi3", "qwen2_moe"])
 def test_adapters_match_peft_and_are_written_under_its_names(name, tmp_path):
     folder, (raw, _) = GOLDENS / "family_adapters" / name, read_golden(name)
     model = load_model(write_folder(tmp_path, raw), dtype=jnp.float32)

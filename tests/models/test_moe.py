@@ -15,14 +15,16 @@ from jaxglue.models.context import RouterLosses
 from jaxglue.models.decoder import packed_context
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
-from jaxglue.models.parameters import flatten_names, set_parameters, split_model
+from jaxglue.models.parameters import abstract_parameters, flatten_names, set_parameters, split_model
 from jaxglue.ops.moe import auxiliary_loss, route, z_loss
 from jaxglue.ops.quant.mxfp4 import MXFP4, dequantize_mxfp4
 from jaxglue.ops.segments import pack_segments
+from jaxglue.planner.flops import matmul_parameters
 
 GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 3}
 QWEN3_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
-FAMILIES = {"gpt_oss": GPT_OSS, "qwen3_moe": QWEN3_MOE}
+QWEN2_MOE = {**QWEN3_MOE, "norm_topk_prob": False, "shared_expert_intermediate_size": 40}
+FAMILIES = {"gpt_oss": GPT_OSS, "qwen3_moe": QWEN3_MOE, "qwen2_moe": QWEN2_MOE}
 LENGTHS = [[5, 3, 6], [9, 2]]
 ONE_TYPE = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
 
@@ -40,6 +42,16 @@ def moe_model(tiny_model):
         return model
 
     return make
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
+def test_tokens_are_multiplied_with_their_experts_and_shared_ones(moe_model, family):
+    model = moe_model(family, mlp_only_layers=[1])
+    shapes = abstract_parameters(model)
+    counted = {name: spec.size for name, spec in shapes.items() if len(spec.shape) > 1 and "embed" not in name}
+    served = 2 / 4  # of the experts
+    expected = sum(size * (served if ".experts." in name else 1) for name, size in counted.items())
+    assert matmul_parameters(model.config) == expected
 
 
 def add_random_lora(model):

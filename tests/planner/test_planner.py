@@ -12,6 +12,7 @@ from jaxglue.models.lora_config import LoraConfig
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.ops.backend import tracing_for
 from jaxglue.planner import rates
+from jaxglue.planner.candidates import policies_and_mixes
 from jaxglue.planner.cost import received_bytes
 from jaxglue.planner.gpus import GIB, RECORDED, find_gpu
 from jaxglue.planner.host_memory import HOST_LIMIT, pinned_memory, raise_pinned_limit
@@ -369,3 +370,10 @@ def test_reference_takes_a_forward_pass_more(workload):
     assert 1.2 < plans["dpo"].seconds / plans["cached"].seconds < 1.4
     assert plans["cached"].seconds == pytest.approx(plans["sft"].seconds, rel=0.15)
     assert plans["dpo"].device_bytes >= plans["cached"].device_bytes
+
+
+def test_normed_branches_are_kept_where_much_is():
+    usual, _ = policies_and_mixes(keep_attention=False, tiled=False, adapters=True)
+    policies, mixes = policies_and_mixes(keep_attention=False, tiled=False, adapters=True, normed_branch=True)
+    assert set(usual) < set(policies) and all("mlp_branch" in policy for policy in set(policies) - set(usual))
+    assert any("mlp_branch" in fast for _, fast in mixes)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from selection import repeat
 
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import parse_policy
@@ -112,7 +113,7 @@ CASES = [
     ("lora", "data=2,fsdp=4", "dots", WIDE | {"quantize": "nf4"}),
     ("lora", "fsdp=8", "full", WIDE | {"quantize": "int8"}),
     ("lora", "fsdp=8", "offload", LINEAR),
-    ("full", "data=2,fsdp=4", "full", LINEAR),
+    repeat("full", "data=2,fsdp=4", "full", LINEAR),
 ]
 
 

@@ -133,6 +133,16 @@ def test_settings_of_other_things_are_refused(settings, options, message):
         jaxglue.Session(**{**settings, **options})
 
 
+def test_rows_are_rows_and_no_names(settings, pairs, write_jsonl):
+    with jaxglue.Session(**settings) as session:
+        with pytest.raises(ValueError, match="data: no rows in memory"):
+            session.forward_backward([])
+        with pytest.raises(ValueError, match="data: row 1: expected a dictionary, got str"):
+            session.forward_backward([str(write_jsonl(pairs))])
+        with pytest.raises(ValueError, match="expected rows, as a list of dictionaries"):
+            session.forward_backward(pairs[0])
+
+
 def test_a_step_without_gradients_is_refused(settings):
     with jaxglue.Session(**settings) as session, pytest.raises(ValueError, match="there are no gradients"):
         session.optim_step()

@@ -117,6 +117,7 @@ def _partial(config: DecoderConfig) -> dict[str, Any]:
 ARCHITECTURES = {
     "llama": Architecture(name="LLAMA", permuted=True),
     "mistral": Architecture(name="LLAMA", permuted=True),
+    "ministral": Architecture(name="LLAMA", permuted=True),
     "qwen2": Architecture(name="QWEN2"),
     "qwen3": Architecture(name="QWEN3", obstacle=_qwen3),
     "qwen3_moe": Architecture(name="QWEN3MOE", obstacle=_qwen3_moe),

@@ -51,7 +51,7 @@ def gated_mlp(
         activation: of the gate.
     """
     if (kernels := load_few_rows(x, parts[:2], conditions)) is not None:
-        y = gate_few_rows(kernels, x, parts[:2], conditions, activation, parts.down)
+        y = gate_few_rows(kernels, x, parts[:2], conditions, activation)
         return adapted_projection(y, parts[2:], conditions, stream=stream)[0]
     apply = GATED_MLP.load(parts, conditions, activation) or _apply_separately
     return apply(x, parts, conditions, stream, activation)

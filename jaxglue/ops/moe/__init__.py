@@ -5,11 +5,10 @@ from typing import NamedTuple, get_args
 from jaxtyping import Array, Float, Int
 
 from jaxglue.ops.backend import (
-    HOPPER,
     Backend,
     Capability,
     Operation,
-    check_capability,
+    check_hopper,
     check_one_device,
     check_triton,
 )
@@ -23,7 +22,8 @@ from jaxglue.ops.moe.reference import (
     reference_grouped_matmul,
     reference_mlp,
 )
-from jaxglue.ops.moe.routing import GroupMetadata, Routing, make_routing, route
+from jaxglue.ops.moe.routing import GroupMetadata, Order, Routing, make_routing
+from jaxglue.ops.moe.routing import route as sorted_route
 from jaxglue.ops.moe.vjp import GroupedSpec, MoeBackend, fused_grouped_matmul, fused_mlp
 from jaxglue.ops.quant.formats import Quantized
 from jaxglue.ops.quant.mxfp4 import MXFP4
@@ -32,6 +32,7 @@ __all__ = [
     "FEW_ROWS_EXPERTS",
     "GPT_OSS_LIMIT",
     "GROUPED_MATMUL",
+    "ROUTE",
     "Activation",
     "ExpertAdapter",
     "ExpertLora",
@@ -75,7 +76,7 @@ def _check_few(
     capability: Capability | None, x, routing: Routing, matrices, adapters, activation, transpose_rhs
 ) -> None:
     check_triton(capability, x.dtype)
-    check_capability(capability, HOPPER)
+    check_hopper(capability)
     check_one_device()
     if routing.permutation.size > MOST_ROWS * routing.group_sizes.shape[0]:
         raise NotImplementedError(f"experts have more than {MOST_ROWS} rows each")
@@ -101,6 +102,44 @@ FEW_ROWS_EXPERTS = Operation(
     backends={"triton": Backend(check=_check_few, load=_load_few, advantage="matrices are read once, as stored")},
 )
 """Backends of `moe_mlp` without gradients; a call is described by x, routing, matrices, adapters and options."""
+
+
+def _check_route(capability: Capability | None, rows: int, experts: int) -> None:
+    check_triton(capability)
+    check_one_device()
+    if rows > MOST_ROWS * experts or rows > _MOST_ASSIGNMENTS:
+        raise NotImplementedError("a sort is as fast")
+
+
+_MOST_ASSIGNMENTS = 4096
+ROUTE = Operation(
+    name="routing of few rows",
+    backends={"triton": Backend(check=_check_route, load=_load_few, advantage="two launches in place of ten")},
+)
+"""Backends of `route` without gradients; a call is described by assignments and experts."""
+
+
+def route(
+    router_logits: Float[Array, "M E"],
+    k: int,
+    *,
+    order: Order = "softmax_topk",
+    normalize: bool = False,
+    inference: bool = False,
+) -> Routing:
+    """Choose k of E experts for each of M tokens.
+
+    Args:
+        router_logits: any float dtype; computed in float32.
+        k: experts for each token.
+        order: `softmax_topk`, a softmax over all experts (Qwen3), or `topk_softmax`, one over the chosen (GPT-OSS).
+        normalize: divide the chosen weights by their sum (Qwen3's `norm_topk_prob`); `topk_softmax` always sums to 1.
+        inference: no gradients are taken: few tokens have kernels of their own.
+    """
+    M, E = router_logits.shape
+    if inference and (kernels := ROUTE.load(M * k, E)) is not None:
+        return kernels.route(router_logits, k, order=order, normalize=normalize)
+    return sorted_route(router_logits, k, order=order, normalize=normalize)
 
 
 def grouped_matmul(

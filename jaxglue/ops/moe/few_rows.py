@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import triton
 from jaxtyping import Array, Float
 
@@ -12,7 +13,7 @@ from jaxglue.ops.launch import Launcher, shape_dtype_of
 from jaxglue.ops.moe import few_rows_kernels
 from jaxglue.ops.moe.kernels import combine_kernel
 from jaxglue.ops.moe.reference import GPT_OSS_ALPHA, GPT_OSS_LIMIT, Activation
-from jaxglue.ops.moe.routing import Routing
+from jaxglue.ops.moe.routing import GroupMetadata, Order, Routing, RowTiles, fitting_row_tile
 from jaxglue.ops.moe.tiles import row_block
 from jaxglue.ops.quant.mxfp4 import MXFP4
 
@@ -39,6 +40,32 @@ class TritonFewRowsExperts(Launcher):
     """Tiles; None takes those measured on an H100."""
     plain: bool = False
     """Decode MXFP4 without instructions that Triton's interpreter lacks."""
+
+    def route(self, logits: Float[Array, "M E"], k: int, *, order: Order, normalize: bool) -> Routing:
+        """Compute `route` in two launches."""
+        (M, E), A = logits.shape, len(logits) * k
+        rows = fitting_row_tile(A // E)
+        constants = {"E": E, "X": k, "SOFTMAX_FIRST": order == "softmax_topk"}
+        constants |= {"NORMALIZE": normalize or order == "topk_softmax"}
+        constants |= {"BLOCK_E": triton.next_power_of_2(E), "BLOCK_X": triton.next_power_of_2(k)}
+        cost, out_types = (
+            KernelCost(kind=KernelKind.ROWS),
+            tuple(jax.ShapeDtypeStruct((M, k), dtype) for dtype in (jnp.int32, jnp.float32)),
+        )
+        choose, group = few_rows_kernels.choose_kernel, few_rows_kernels.group_kernel
+        expert_ids, weights = self._launch(choose, (logits,), out_types, (M,), constants, 1, cost=cost)
+        tiles = A // rows + min(E, A)
+        constants = {"A": A, "E": E, "ROWS": rows, "TILES": tiles}
+        constants |= {"BLOCK_A": triton.next_power_of_2(A), "BLOCK_E": triton.next_power_of_2(E + 1)}
+        constants["BLOCK_T"] = triton.next_power_of_2(tiles)
+        ints = (A,), (M, k), (E,), (E + 1,), (4, tiles)
+        out_types = tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ints)
+        permutation, inverse, sizes, offsets, table = self._launch(
+            group, (expert_ids,), out_types, (E + 1,), constants, 4, cost=cost
+        )
+        tiled = RowTiles(table=table, rows=rows)
+        groups = GroupMetadata(sizes=sizes, offsets=offsets, tiles=tiled, gathered_tiles=tiled)
+        return Routing(expert_ids=expert_ids, weights=weights, permutation=permutation, inverse=inverse, groups=groups)
 
     def mlp(
         self, x: Float[Array, "M D"], routing: Routing, matrices, biases, *, activation: Activation, transpose_rhs: bool

@@ -9,6 +9,20 @@ import triton.language as tl
 
 NAN = tl.constexpr(0x7FC0)
 """Of bfloat16."""
+MXFP4_ASSEMBLY = tl.constexpr("""{
+.reg .b32 a, b, c, d;
+prmt.b32 a, $4, 0, 0x4140;
+prmt.b32 b, $4, 0, 0x4342;
+shl.b32 c, a, 6;  and.b32 c, c, 0x01C001C0;  shl.b32 d, a, 12;  lop3.b32 c, d, 0x80008000, c, 0xEA;
+mul.rn.bf16x2 $0, c, $5;
+shl.b32 c, b, 6;  and.b32 c, c, 0x01C001C0;  shl.b32 d, b, 12;  lop3.b32 c, d, 0x80008000, c, 0xEA;
+mul.rn.bf16x2 $1, c, $6;
+shl.b32 c, a, 2;  and.b32 c, c, 0x01C001C0;  shl.b32 d, a, 8;  lop3.b32 c, d, 0x80008000, c, 0xEA;
+mul.rn.bf16x2 $2, c, $5;
+shl.b32 c, b, 2;  and.b32 c, c, 0x01C001C0;  shl.b32 d, b, 8;  lop3.b32 c, d, 0x80008000, c, 0xEA;
+mul.rn.bf16x2 $3, c, $6;
+}""")
+"""Instructions that decode eight e2m1 codes, in four bytes, times the bytes' factors: low halves first."""
 
 
 @triton.jit
@@ -35,19 +49,7 @@ def _decode(codes, exponents, PLAIN: tl.constexpr):
         shifted = exponents.to(tl.int32) + 126
         factors = tl.where(shifted < 255, shifted << 7, NAN).to(tl.int16).to(tl.bfloat16, bitcast=True)
         return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, c, d;
-            prmt.b32 a, $4, 0, 0x4140;
-            prmt.b32 b, $4, 0, 0x4342;
-            shl.b32 c, a, 6;  and.b32 c, c, 0x01C001C0;  shl.b32 d, a, 12;  lop3.b32 c, d, 0x80008000, c, 0xEA;
-            mul.rn.bf16x2 $0, c, $5;
-            shl.b32 c, b, 6;  and.b32 c, c, 0x01C001C0;  shl.b32 d, b, 12;  lop3.b32 c, d, 0x80008000, c, 0xEA;
-            mul.rn.bf16x2 $1, c, $6;
-            shl.b32 c, a, 2;  and.b32 c, c, 0x01C001C0;  shl.b32 d, a, 8;  lop3.b32 c, d, 0x80008000, c, 0xEA;
-            mul.rn.bf16x2 $2, c, $5;
-            shl.b32 c, b, 2;  and.b32 c, c, 0x01C001C0;  shl.b32 d, b, 8;  lop3.b32 c, d, 0x80008000, c, 0xEA;
-            mul.rn.bf16x2 $3, c, $6;
-            }""",
+            MXFP4_ASSEMBLY,
             "=r,=r,=r,=r,r,r,r",
             [codes, factors],
             dtype=(tl.bfloat16, tl.bfloat16),
@@ -176,3 +178,66 @@ def experts_kernel(
     columns = column + tl.arange(0, BLOCK_N)
     mask = (columns < N)[:, None] & ours[None, :]
     tl.store(out + row.to(tl.int64)[None, :] * N + columns[:, None], acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def choose_kernel(
+    logits, expert_ids, weights,
+    E: tl.constexpr, X: tl.constexpr, SOFTMAX_FIRST: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+):  # fmt: skip
+    """Choose X of E experts for a token, of equal ones the first, and weigh them; grid (M)."""
+    token, expert, choice = tl.program_id(0), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_X)
+    scores = tl.load(logits + token * E + expert, mask=expert < E, other=float("-inf")).to(tl.float32)
+    chosen = tl.full([BLOCK_X], float("-inf"), tl.float32)
+    ids = tl.full([BLOCK_X], 0, tl.int32)
+    left = scores
+    for i in tl.static_range(X):
+        most = tl.max(left, 0)
+        first = BLOCK_E - tl.max(tl.where(left == most, BLOCK_E - expert, 0), 0)
+        best = tl.minimum(first, E - 1)  # none equals NaN
+        chosen = tl.where(choice == i, most, chosen)
+        ids = tl.where(choice == i, best, ids)
+        left = tl.where(expert == best, float("-inf"), left)
+    highest = tl.max(scores, 0)
+    values = tl.exp(chosen - highest)
+    if SOFTMAX_FIRST:
+        values /= tl.sum(tl.exp(scores - highest), 0)
+    if NORMALIZE:
+        values /= tl.sum(tl.where(choice < X, values, 0.0), 0)
+    tl.store(expert_ids + token * X + choice, ids, mask=choice < X)
+    tl.store(weights + token * X + choice, values, mask=choice < X)
+
+
+@triton.jit
+def group_kernel(
+    expert_ids, permutation, inverse, sizes, offsets, table,
+    A: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, BLOCK_A: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Give the A assignments of one expert their rows, in their order, and tiles of ROWS of these; grid (E + 1).
+
+    Every program counts those of all experts. The last one marks the tiles that are left over.
+    """
+    own, index, bins = tl.program_id(0), tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_E)
+    ids = tl.load(expert_ids + index, mask=index < A, other=BLOCK_E - 1)  # a bin beyond the experts
+    counts = tl.histogram(ids, BLOCK_E)
+    before = tl.sum(tl.where(bins < own, (counts + ROWS - 1) // ROWS, 0), 0)
+    first = tl.sum(tl.where(bins < own, counts, 0), 0)
+    count = tl.sum(tl.where(bins == own, counts, 0), 0)
+    tile = before + tl.arange(0, BLOCK_T)
+    tl.store(offsets + own, first)
+    if own == E:
+        tl.store(table + tile, tl.full([BLOCK_T], E, tl.int32), mask=tile < TILES)
+        return
+    ours = (ids == own) & (index < A)
+    row = first + tl.cumsum(ours.to(tl.int32), 0) - 1
+    tl.store(permutation + row, index, mask=ours)
+    tl.store(inverse + index, row, mask=ours)
+    tl.store(sizes + own, count)
+    mask = tile < before + (count + ROWS - 1) // ROWS
+    one = tl.full([BLOCK_T], 1, tl.int32)
+    tl.store(table + tile, one * own, mask=mask)
+    tl.store(table + TILES + tile, one * first, mask=mask)
+    tl.store(table + 2 * TILES + tile, one * (first + count), mask=mask)
+    tl.store(table + 3 * TILES + tile, one * before, mask=mask)

@@ -72,7 +72,7 @@ class GroupMetadata:
         if not isinstance(sizes, jax.Array):
             _check_sizes(np.asarray(sizes), rows)
         sizes = jnp.asarray(sizes, jnp.int32)
-        row_tile = row_tile or _row_tile(rows // sizes.shape[0])
+        row_tile = row_tile or fitting_row_tile(rows // sizes.shape[0])
         offsets = jnp.pad(jnp.cumsum(sizes), (1, 0)).astype(jnp.int32)
         tiles = RowTiles.of(sizes, offsets, rows, row_tile)
         gathered = tiles if row_tile <= _LARGEST_GATHERED else RowTiles.of(sizes, offsets, rows, _LARGEST_GATHERED)
@@ -83,7 +83,8 @@ class GroupMetadata:
         return jnp.repeat(jnp.arange(self.sizes.shape[0]), self.sizes, total_repeat_length=rows)
 
 
-def _row_tile(mean: int) -> int:
+def fitting_row_tile(mean: int) -> int:
+    """Return the rows of a tile for groups of this mean size."""
     smallest, largest = ROW_TILES
     return largest if mean >= largest else max(smallest, 1 << mean.bit_length() >> 1)
 

@@ -19,6 +19,10 @@ _LONGEST = 4096
 """Tokens from which a share is split, so that one long sequence does not keep the others waiting."""
 
 
+_VALUES = 8192
+"""Values of keys in a step, so that wide heads fit into shared memory."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PagedTiles:
     """How a program reads pages."""
@@ -42,7 +46,15 @@ class TritonPagedAttention(Launcher):
         splits, least = _splits(S * K, P, page)
         sizes = {"P": P, "K": K, "G": G, "H": H, "PAGE": page, "WINDOW": window or 0, "SPLITS": splits, "LEAST": least}
         blocks = {"BLOCK_G": max(16, triton.next_power_of_2(G)), "BLOCK_H": triton.next_power_of_2(H)}
-        constants = sizes | blocks | {"SCALE": H**-0.5, "CAP": softcap or 0.0, "BLOCK_T": min(tiles.tokens, page)}
+        constants = (
+            sizes
+            | blocks
+            | {
+                "SCALE": H**-0.5,
+                "CAP": softcap or 0.0,
+                "BLOCK_T": min(tiles.tokens, page, _VALUES // blocks["BLOCK_H"]),
+            }
+        )
         shape = (S, N, H) if splits == 1 else (S, K, splits, G, H)
         out_type = jax.ShapeDtypeStruct(shape, q.dtype if splits == 1 else jnp.float32)
         lse_type = jax.ShapeDtypeStruct((1,) if splits == 1 else (S, K, splits, G), jnp.float32)

@@ -6,20 +6,17 @@ There are no gradients: the caller's conditions say that none are taken.
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxglue.ops.backend import (
-    HOPPER,
     Backend,
     Capability,
     Operation,
-    check_capability,
+    check_hopper,
     check_one_device,
     check_triton,
 )
-from jaxglue.ops.norm_rope import NormStyle
 from jaxglue.ops.projection.few_rows_operands import FewRows, LowRank, NF4Scales
 from jaxglue.ops.projection.fp8 import encode
 from jaxglue.ops.projection.fp8_adapters import FP8Rows, NormedRows, QuantizedRows
@@ -40,7 +37,7 @@ PERMUTED = ("int8", "e4m3", "nf4")
 def _check(capability: Capability | None, x, projections: Sequence[Any], conditions) -> None:
     values = x.values if isinstance(x, FP8Rows) else x
     check_triton(capability, values.dtype)
-    check_capability(capability, HOPPER)
+    check_hopper(capability)
     check_one_device()
     if (rows := values.size // values.shape[-1]) > MOST_ROWS:
         raise NotImplementedError(f"more than {MOST_ROWS} rows")
@@ -129,17 +126,9 @@ def load_few_rows(x, projections: Sequence[Any], conditions) -> Any | None:
     return FEW_ROWS.load(x, projections, conditions) if getattr(conditions, "inference", False) else None
 
 
-def norm_few_rows(kernels: Any, x, weight, eps: float, style: NormStyle, projections: Sequence[Any], conditions):
-    """Return x and its norm for these projections, whose weights are asked for meanwhile."""
-    kind = _kind(projections[0], conditions)
-    weights, *_ = _stored([projection.weight for projection in projections], kind, x.dtype)
-    rows = x.reshape(-1, x.shape[-1])
-    if kind != "fp8":
-        return x, kernels.norm(rows, weight, eps, style, weights)[0].reshape(x.shape)
-    values, scales, inverse_rms = kernels.norm(rows, weight, eps, style, weights, fp8=True)
-    shape = (*x.shape[:-1], 1)
-    factors = style.offset + weight.astype(jnp.float32)
-    return x, NormedRows(x, values.reshape(x.shape), scales.reshape(shape), inverse_rms.reshape(shape), factors)
+def few_rows_read_fp8(x, projections: Sequence[Any], conditions) -> bool:
+    """Return whether kernels of few rows multiply e4m3 values of x, so that a norm need write nothing else."""
+    return load_few_rows(x, projections, conditions) is not None and _kind(projections[0], conditions) == "fp8"
 
 
 def project_few_rows(kernels: Any, x, projections: Sequence[Any], conditions, stream) -> list[Array]:
@@ -150,15 +139,10 @@ def project_few_rows(kernels: Any, x, projections: Sequence[Any], conditions, st
     return [y.reshape(*leading, -1) for y in outputs]
 
 
-def gate_few_rows(
-    kernels: Any, x, projections: Sequence[Any], conditions, activation: str, down: Any
-) -> Float[Array, "*B F"]:
-    """Compute activation(gate(x)) · up(x) by the kernels of `FEW_ROWS`, and ask for the weight of `down` at the end."""
+def gate_few_rows(kernels: Any, x, projections: Sequence[Any], conditions, activation: str) -> Float[Array, "*B F"]:
+    """Compute activation(gate(x)) · up(x) by the kernels of `FEW_ROWS`."""
     operands, leading = _operands(x, projections, conditions)
-    upcoming = None
-    if load_few_rows(jax.ShapeDtypeStruct((*leading, len(operands.weights[0])), operands.dtype), [down], conditions):
-        upcoming = _stored([down.weight], _kind(down, conditions), operands.dtype)[0]
-    return kernels.gate(operands, activation, upcoming).reshape(*leading, -1)
+    return kernels.gate(operands, activation).reshape(*leading, -1)
 
 
 def _operands(x, projections: Sequence[Any], conditions) -> tuple[FewRows, tuple[int, ...]]:

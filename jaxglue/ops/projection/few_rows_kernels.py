@@ -14,8 +14,6 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from jaxglue.ops.norm_rope.kernels import normed, rms_scale
-from jaxglue.ops.quant.fp8_kernels import clip_e4m3, e4m3_scale
 from jaxglue.ops.quant.nf4 import VALUES
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -44,65 +42,6 @@ def _nf4_assembly() -> str:
 
 
 NF4_ASSEMBLY = tl.constexpr(_nf4_assembly())
-
-
-PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
-
-
-@triton.jit
-def _prefetch_rows(weight, program, PROGRAMS: tl.constexpr, N: tl.constexpr, BYTES: tl.constexpr, SPLITS: tl.constexpr,
-                   LINES: tl.constexpr):  # fmt: skip
-    """Ask for the first lines of a program's share of rows of BYTES bytes, in each of SPLITS parts of a row."""
-    SHARE: tl.constexpr = (N + PROGRAMS - 1) // PROGRAMS
-    line = tl.arange(0, SPLITS * LINES)
-    at = line // LINES * (BYTES // SPLITS) + line % LINES * 128
-    row = tl.minimum(program * SHARE + tl.arange(0, triton.next_power_of_2(SHARE)), N - 1)  # a few rows come twice
-    address = weight.to(tl.pointer_type(tl.uint8)) + row.to(tl.int64)[:, None] * BYTES + at[None, :]
-    tl.inline_asm_elementwise(PREFETCH, "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def _prefetch(upcoming, program, PROGRAMS: tl.constexpr, N_0: tl.constexpr, N_1: tl.constexpr, N_2: tl.constexpr,
-              BYTES: tl.constexpr, SPLITS: tl.constexpr, LINES: tl.constexpr):  # fmt: skip
-    """Ask for the beginnings of the next launch's weights.
-
-    While that launch is prepared, and its first loads are under way, memory would be idle.
-    """
-    _prefetch_rows(upcoming[0], program, PROGRAMS, N_0, BYTES, SPLITS, LINES)
-    if N_1 > 0:
-        _prefetch_rows(upcoming[1], program, PROGRAMS, N_1, BYTES, SPLITS, LINES)
-    if N_2 > 0:
-        _prefetch_rows(upcoming[2], program, PROGRAMS, N_2, BYTES, SPLITS, LINES)
-
-
-@triton.jit
-def norm_kernel(
-    x, weight, upcoming, out, scales, inverse_rms,
-    M: tl.constexpr, D: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr, ROUNDS_FIRST: tl.constexpr,
-    BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, NEXT_0: tl.constexpr, NEXT_1: tl.constexpr, NEXT_2: tl.constexpr,
-    NEXT_BYTES: tl.constexpr, NEXT_SPLITS: tl.constexpr, NEXT_LINES: tl.constexpr,
-):  # fmt: skip
-    """Norm a row of x [M, D], to e4m3 values with scales [M] if there are any; grid (M + PROGRAMS).
-
-    The last programs ask for the weights of the norm's readers.
-    """
-    program = tl.program_id(0)
-    if program >= M:
-        if upcoming is not None:
-            _prefetch(upcoming, program - M, PROGRAMS, NEXT_0, NEXT_1, NEXT_2, NEXT_BYTES, NEXT_SPLITS, NEXT_LINES)
-        return
-    columns = tl.arange(0, BLOCK)
-    at, mask = program.to(tl.int64) * D + columns, columns < D
-    row = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-    inverse = rms_scale(tl.sum(row * row, 0), D, EPS)
-    own = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
-    row = normed(row, inverse, own, x.dtype.element_ty, OFFSET, ROUNDS_FIRST)
-    if scales is not None:
-        scale = e4m3_scale(tl.max(tl.abs(row), 0))
-        row = clip_e4m3(row / scale)
-        tl.store(scales + program, scale)
-        tl.store(inverse_rms + program, inverse)
-    tl.store(out + at, row.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -239,13 +178,12 @@ def _expand(acc, low_rank, up, rows, scale, R: tl.constexpr, N: tl.constexpr, BL
 @triton.jit
 def few_rows_kernel(
     x, x_scales, weights, scales, blocks, groups, offsets, codes, lookup, biases, source, downs, ups, factors,
-    norm_weight, inverse_rms, stream, counters, upcoming, parts, low_ranks, low_rank_parts, outs,
+    norm_weight, inverse_rms, stream, counters, parts, low_ranks, low_rank_parts, outs,
     M: tl.constexpr, K: tl.constexpr, N_0: tl.constexpr, N_1: tl.constexpr, N_2: tl.constexpr, COUNT: tl.constexpr,
     FIRST_1: tl.constexpr, FIRST_2: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr,
     WHOLE: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, R: tl.constexpr, SHRINKS: tl.constexpr,
     SHRINK_STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr, NF4: tl.constexpr, FACTOR: tl.constexpr, NEXT_0: tl.constexpr, NEXT_BYTES: tl.constexpr,
-    NEXT_SPLITS: tl.constexpr, NEXT_LINES: tl.constexpr,
+    BLOCK_R: tl.constexpr, NF4: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     """Compute x·Wᵀ of COUNT weights (+ adapters' products) (+ biases) (+ stream), or activation(gate)·up of two.
 
@@ -359,8 +297,6 @@ def few_rows_kernel(
         acc = _finish(acc, 2, x_scales, scales, FACTOR, biases, low_ranks, ups, factors, n, rows, R,
                       N_2, M, BLOCK_M, BLOCK_R)  # fmt: skip
         _store(acc, None, outs[2], n, rows, N_2, M, BLOCK_M, WHOLE)
-    if upcoming is not None:
-        _prefetch(upcoming, tile, TILES, NEXT_0, 0, 0, NEXT_BYTES, NEXT_SPLITS, NEXT_LINES)
     if R > 0:
         _leave(counters + TILES + COUNT, TILES)
 

@@ -1,8 +1,6 @@
 """Launches of the kernel of few rows, and its tiles."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,21 +10,13 @@ from jaxtyping import Array, Float
 
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher
-from jaxglue.ops.norm_rope import NormStyle
 from jaxglue.ops.projection import few_rows_kernels as kernels
 from jaxglue.ops.projection.few_rows_operands import FewRows
 from jaxglue.ops.quant.blocks import dynamic_code
-from jaxglue.ops.quant.fp8 import E4M3
 from jaxglue.ops.quant.nf4 import BLOCK, VALUES
 
 _SHRINK_STEPS = 4
 """Steps of a program that multiplies a part of the adapters' input."""
-
-
-_PREFETCHING = 128
-"""Programs that ask for the weights of a norm's readers."""
-_PREFETCHED = 12 << 20
-"""Bytes to ask for: what memory sends from a kernel's end to the next one's first loads, and a part of the L2 cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +45,6 @@ class TritonFewRows(Launcher):
 
     tiles: FewRowsTiles | None = None
     """Tiles; None takes those measured."""
-    prefetches: bool = False
-    """Ask for the weights of the next launch."""
     plain: bool = False
     """Decode NF4 without instructions that Triton's interpreter lacks."""
 
@@ -64,46 +52,11 @@ class TritonFewRows(Launcher):
         """Return the products, adapters' and biases included, of one weight with the stream added."""
         return self._multiply(operands, stream, activation=None)
 
-    def gate(self, operands: FewRows, activation: str, upcoming: Sequence[Array] | None = None) -> Float[Array, "M N"]:
-        """Return activation(gate) · up of two weights; the next launch's may be asked for."""
-        return self._multiply(operands, None, activation=activation, upcoming=upcoming)[0]
+    def gate(self, operands: FewRows, activation: str) -> Float[Array, "M N"]:
+        """Return activation(gate) · up of two weights."""
+        return self._multiply(operands, None, activation=activation)[0]
 
-    def norm(
-        self,
-        x: Float[Array, "M D"],
-        weight,
-        eps: float,
-        style: NormStyle,
-        upcoming: Sequence[Array],
-        *,
-        fp8: bool = False,
-    ) -> list[Array]:
-        """Return the norm of x, or its e4m3 values, their scales and 1 / x's root mean square; ask for its readers."""
-        (M, D), programs = x.shape, _PREFETCHING if self.prefetches else 0
-        rows = [jax.ShapeDtypeStruct((M,), jnp.float32)] * 2
-        out_type = (jax.ShapeDtypeStruct(x.shape, E4M3 if fp8 else x.dtype), *(rows if fp8 else ()))
-        block = triton.next_power_of_2(D)
-        constants: dict[str, Any] = {"M": M, "D": D, "EPS": eps, "BLOCK": block, "PROGRAMS": programs}
-        constants |= {"OFFSET": style.offset, "ROUNDS_FIRST": style.rounds_first, **self._ask(M, upcoming)}
-        arrays = x, weight, tuple(upcoming) if programs else None
-        constants |= {} if fp8 else {"scales": None, "inverse_rms": None}
-        cost, warps = KernelCost(kind=KernelKind.ROWS), min(max(block // 512, 1), 16)
-        return self._launch(kernels.norm_kernel, arrays, out_type, (M + programs,), constants, warps, cost=cost)
-
-    def _ask(self, M: int, upcoming: Sequence[Array]) -> dict[str, int]:
-        """Return the constants for asking for the next launch's weights."""
-        block_m, size = max(16, triton.next_power_of_2(M)), upcoming[0].shape[1] * upcoming[0].dtype.itemsize
-        tiles = next(tiles for most, tiles, _ in _TILES if block_m <= most)
-        rows = [len(weight) for weight in upcoming]
-        splits = 1 if len(rows) == 2 else _splits(max(1, sum(rows) // tiles.block_n), 2, tiles.programs)
-        lines = max(1, _PREFETCHED // (sum(rows) * splits * 128))
-        lines = min(1 << lines.bit_length() - 1, max(1, size // splits // 128))
-        counts = {f"NEXT_{i}": rows[i] if i < len(rows) else 0 for i in range(3)}
-        return counts | {"NEXT_BYTES": size, "NEXT_SPLITS": splits, "NEXT_LINES": 1 << lines.bit_length() - 1}
-
-    def _multiply(
-        self, operands: FewRows, stream, *, activation: str | None, upcoming: Sequence[Array] | None = None
-    ) -> list[Float[Array, "M N"]]:
+    def _multiply(self, operands: FewRows, stream, *, activation: str | None) -> list[Float[Array, "M N"]]:
         (M, K), gated = operands.x.shape, activation is not None
         sizes = [len(weight) for weight in operands.weights]
         block_m = max(16, triton.next_power_of_2(M))
@@ -136,16 +89,9 @@ class TritonFewRows(Launcher):
             "NF4": operands.nf4 is not None,
             "FACTOR": operands.factor,
         }
-        upcoming = tuple(upcoming) if upcoming and self.prefetches else None
-        ask = (
-            {"NEXT_0": 0, "NEXT_BYTES": 0, "NEXT_SPLITS": 1, "NEXT_LINES": 1}
-            if upcoming is None
-            else self._ask(M, upcoming)
-        )
-        constants |= {name: value for name, value in ask.items() if name not in ("NEXT_1", "NEXT_2")}
-        return self._run(operands, stream, constants, tiles, upcoming)
+        return self._run(operands, stream, constants, tiles)
 
-    def _run(self, operands: FewRows, stream, constants: dict, tiles: FewRowsTiles, upcoming) -> list[Array]:
+    def _run(self, operands: FewRows, stream, constants: dict, tiles: FewRowsTiles) -> list[Array]:
         dtype = operands.dtype
         count, shrinks, low_rank = constants["COUNT"], constants["SHRINKS"], operands.low_rank
         M, block_m, block_r = constants["M"], constants["BLOCK_M"], constants["BLOCK_R"]
@@ -167,7 +113,6 @@ class TritonFewRows(Launcher):
             *((None,) * 2 if low_rank is None else (low_rank.norm_weight, low_rank.inverse_rms)),
             stream,
             jnp.zeros(constants["TILES"] + count + 2, jnp.int32),
-            upcoming,
             empty(parts if constants["SPLITS"] > 1 else 1),
             empty(count * block_m * block_r if low_rank else 1, dtype=dtype),
             empty(count * shrinks * block_m * block_r if low_rank else 1),

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from selection import repeat, repeats
 
 from jaxglue.ops.backend import compute_capability, tracing_for
 from jaxglue.ops.delta_rule import (
@@ -39,10 +40,11 @@ def arguments(B, T, heads, V, dtype=jnp.float32):
     return qkv, g, jax.nn.sigmoid(jax.random.normal(keys[2], g.shape))
 
 
-@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
-def test_interpreted_kernels_equal_the_scan(rows, interpreted):
+@pytest.mark.parametrize("case", repeats(ROWS, "one token each", "boundaries at chunks"))
+def test_interpreted_kernels_equal_the_scan(case, interpreted):
     from jaxglue.ops.delta_rule.triton import DeltaTiles, Tiles, TritonDeltaRule
 
+    rows = ROWS[case]
     T = max(map(sum, rows)) + 3
     segments, values = pack_segments(rows, seq_len=T), arguments(len(rows), T, HEADS, V)
     tile = Tiles(columns=16)
@@ -65,13 +67,13 @@ def test_interpreted_kernels_equal_the_scan(rows, interpreted):
     assert not any(np.any(x[padding]) for x in got)
 
 
-@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("trained", [repeat(False), True])
 def test_interpreted_convolution_equals_the_reference(trained, interpreted):
     from jaxglue.ops.delta_rule.triton import TritonDeltaRows
 
-    rows = [[1, 2, 9, 3, 1, 1, 40], [64]]
-    segments, C = pack_segments(rows, seq_len=64), 24
-    x, weight = jax.random.normal(jax.random.key(0), (2, 64, C)), jax.random.normal(jax.random.key(1), (C, 1, 4))
+    rows = [[1, 2, 9, 3, 1, 1, 2], [21]]
+    segments, C = pack_segments(rows, seq_len=22), 16
+    x, weight = jax.random.normal(jax.random.key(0), (2, 22, C)), jax.random.normal(jax.random.key(1), (C, 1, 4))
     cotangent = jax.random.normal(jax.random.key(2), x.shape)
     arguments = (x, weight) if trained else (x,)
 
@@ -97,7 +99,7 @@ def test_interpreted_gated_norm_equals_the_reference(interpreted):
     assert_close(compute(interpreted(TritonDeltaRows)(compute_capability=90)), compute(None), 1e-6)
 
 
-@pytest.mark.parametrize(("saved", "count"), [(True, 7), (False, 8)])
+@pytest.mark.parametrize(("saved", "count"), [(True, 7), repeat(False, 8)])
 def test_saved_outputs_spare_a_kernel_on_a_gpu(saved, count, h200):
     """Both passes read inverses and states, which are computed again."""
     heads, T = DeltaHeads(2, 4, 128), 512

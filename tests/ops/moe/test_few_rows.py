@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ptx import halves, run_assembly
 from selection import repeat
 
 from jaxglue.ops.backend import tracing_for
-from jaxglue.ops.moe import FEW_ROWS_EXPERTS, moe_mlp, route
-from jaxglue.ops.quant.mxfp4 import MXFP4, quantize_mxfp4
+from jaxglue.ops.moe import FEW_ROWS_EXPERTS, ROUTE, moe_mlp, route
+from jaxglue.ops.quant.mxfp4 import MXFP4, decode_e2m1, quantize_mxfp4
 
 
 def draw(seed, *shape):
@@ -54,6 +55,62 @@ def test_interpreted_kernels_match_the_reference(sizes, options, kernels):
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * float(jnp.abs(want).max()))
 
 
+@pytest.mark.parametrize(
+    ("M", "E", "k", "order"), [(40, 6, 2, "softmax_topk"), (3, 8, 3, "topk_softmax"), repeat(70, 4, 4, "softmax_topk")]
+)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_interpreted_routing_matches_the_sort(M, E, k, order, normalize, kernels):
+    logits = draw(0, M, E).at[:, 1].set(-9.0).at[0].set(1.0)  # an expert without tokens, and equal scores
+    want = route(logits, k, order=order, normalize=normalize)
+    with ROUTE.using(kernels):
+        got = route(logits, k, order=order, normalize=normalize, inference=True)
+    tiles = want.groups.tiles.table
+    used = np.asarray(tiles[0] < E)
+    for name in ("expert_ids", "permutation", "inverse"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
+    np.testing.assert_allclose(got.weights, want.weights, rtol=1e-5)
+    np.testing.assert_array_equal(got.groups.sizes, want.groups.sizes)
+    np.testing.assert_array_equal(got.groups.offsets, want.groups.offsets)
+    np.testing.assert_array_equal(got.groups.tiles.table[:, used], tiles[:, used])
+    np.testing.assert_array_equal(got.groups.tiles.table[0], tiles[0])
+    assert got.groups.tiles.rows == want.groups.tiles.rows
+
+
+def test_assembly_decodes_every_mxfp4_code():
+    pytest.importorskip("triton")
+    from jaxglue.ops.moe.few_rows_kernels import MXFP4_ASSEMBLY
+
+    exponent = 120
+    factor = (exponent + 126 << 7) * 0x10001
+    for first in range(0, 256, 4):
+        codes = np.arange(first, first + 4, dtype=np.uint8)
+        words = run_assembly(MXFP4_ASSEMBLY.value, [int.from_bytes(codes.tobytes(), "little"), factor, factor], 4)
+        got = np.concatenate([halves(word) for word in words]).astype(np.float32).reshape(2, 4)
+        want = np.stack([decode_e2m1(jnp.asarray(half)) for half in (codes & 15, codes >> 4)]) * 2.0 ** (exponent - 127)
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantized", [True, False])
+def test_kernels_match_the_reference_on_a_gpu(quantized):
+    M, E, k, D, F = 60, 16, 4, 512, 384
+    (x, routing, *matrices), options = case(M, E, k, D, F, quantized=quantized)
+    logits = draw(0, M, E).at[:, 0].set(-100.0)
+    if not quantized:
+        matrices = [matrix.astype(jnp.bfloat16) for matrix in matrices]
+    kernels = FEW_ROWS_EXPERTS.load(x.astype(jnp.bfloat16), routing, matrices, (None, None), *options.values())
+    assert kernels is not None
+    with jax.default_matmul_precision("highest"):
+        exact = [m if quantized else m.astype(jnp.float32) for m in matrices]
+        want = moe_mlp(x.astype(jnp.bfloat16).astype(jnp.float32), routing, *exact, **options, backend="reference")
+    routed = route(logits, k, normalize=True, inference=True)
+    jax.tree.map(np.testing.assert_array_equal, routed.groups.sizes, routing.groups.sizes)
+    np.testing.assert_array_equal(routed.permutation, routing.permutation)
+    for each in (routing, routed):
+        got = moe_mlp(x.astype(jnp.bfloat16), each, *matrices, **options, inference=True)
+        assert np.linalg.norm(np.asarray(got, np.float32) - want) < 0.01 * np.linalg.norm(want)
+
+
 def test_training_takes_other_kernels():
     arrays, options = case(3, 4, 2, 32, 16)
     with FEW_ROWS_EXPERTS.using("not called"):
@@ -83,8 +140,8 @@ def test_kernels_compile_for_a_gpu(quantized, h200):
         return MXFP4(blocks=blocks, scales=half(E, rows, columns // 32, dtype=jnp.uint8))
 
     def mlp(x, logits, gate_up, down):
-        return moe_mlp(x, route(logits, 2), gate_up, down, transpose_rhs=True, inference=True)
+        return moe_mlp(x, route(logits, 2, inference=True), gate_up, down, transpose_rhs=True, inference=True)
 
     with tracing_for((9, 0)):
         program = jax.jit(mlp).lower(half(32, D), half(32, E), matrix(2 * F, D), matrix(D, F)).compile()
-    assert program.as_text().count("triton_kernel_call_ffi") == 3
+    assert program.as_text().count("triton_kernel_call_ffi") == 5

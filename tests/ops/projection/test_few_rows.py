@@ -5,11 +5,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
+from ptx import halves, run_assembly
 from selection import repeat
 
-from jaxglue.ops.backend import tracing_for
+from jaxglue.ops.backend import compute_capability, tracing_for
 from jaxglue.ops.gated_mlp import GatedParts, gated_mlp
 from jaxglue.ops.norm_rope import LLAMA_NORM, rms_norm
 from jaxglue.ops.projection import Adapter, Projection, adapted_projection
@@ -19,7 +21,7 @@ from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import is_quantized
 from jaxglue.ops.quant.fp8 import quantize_fp8
 from jaxglue.ops.quant.int8 import quantize_int8
-from jaxglue.ops.quant.nf4 import quantize_nf4
+from jaxglue.ops.quant.nf4 import VALUES, quantize_nf4
 from jaxglue.ops.residual_norm import residual_norm
 
 
@@ -55,7 +57,7 @@ def kernels(interpreted):
     from jaxglue.ops.projection.few_rows_triton import FewRowsTiles, TritonFewRows
 
     tiles = FewRowsTiles(block_n=16, block_k=16, num_warps=4, num_stages=1, programs=20)
-    return interpreted(TritonFewRows)(compute_capability=90, tiles=tiles, plain=True, prefetches=False)
+    return interpreted(TritonFewRows)(compute_capability=90, tiles=tiles, plain=True)
 
 
 def close(got, want):
@@ -115,6 +117,22 @@ def test_norms_write_e4m3_values_for_interpreted_kernels(rank, kernels):
         assert np.linalg.norm(y - want) < 0.06 * np.linalg.norm(want)
 
 
+def test_assembly_looks_up_every_nf4_code():
+    pytest.importorskip("triton")
+    from jaxglue.ops.projection.few_rows_kernels import NF4_ASSEMBLY
+
+    scale = int(np.array(0.375, ml_dtypes.bfloat16).view(np.uint16)) * 0x10001
+    values = np.array(VALUES, np.float32).astype(ml_dtypes.bfloat16).astype(np.float32) * 0.375
+    for first in range(0, 256, 4):
+        codes = np.arange(first, first + 4)
+        words = run_assembly(
+            NF4_ASSEMBLY.value, [int.from_bytes(codes.astype(np.uint8).tobytes(), "little"), scale, scale], 4
+        )
+        high, low = np.concatenate([halves(word) for word in words]).reshape(2, 4)
+        np.testing.assert_array_equal(high, values[codes >> 4].astype(ml_dtypes.bfloat16))
+        np.testing.assert_array_equal(low, values[codes & 15].astype(ml_dtypes.bfloat16))
+
+
 def test_training_takes_other_forms():
     part, x = projection(0, 32, 64), draw(99, 4, 64)
     with FEW_ROWS.using("not called"):
@@ -141,12 +159,34 @@ def test_narrow_projections_and_quantized_ones_of_more_rows_are_served():
     assert choose([projection(0, 32, 64, quantize=quantize_fp8)]) == "triton"
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (12, 0)])
+def test_other_gpus_take_other_forms(capability):
+    choice = FEW_ROWS.choose(capability, jnp.zeros((4, 64), jnp.bfloat16), [projection(0, 32, 64)], Decoding())
+    assert choice.name == "reference" and "compute capability" in choice.reason
+
+
 @pytest.mark.parametrize("reason", OBSTACLES)
 def test_obstacles_are_named(reason):
     M, ranks = OBSTACLES[reason]
     parts = [projection(10 * i, 32, 64, rank=rank) for i, rank in enumerate(ranks)]
     choice = FEW_ROWS.choose((9, 0), jnp.zeros((M, 64), jnp.bfloat16), parts, Decoding())
     assert reason in choice.reason
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [0, 16])
+@pytest.mark.parametrize("quantize", [lambda matrix: matrix, quantize_fp8, quantize_int8, quantize_nf4])
+def test_kernels_match_products_on_a_gpu(quantize, rank):
+    K, x, conditions = 1024, draw(99, 1, 48, 1024).astype(jnp.bfloat16), Decoding(fp8=quantize is quantize_fp8)
+    half = lambda matrix: quantize(matrix.astype(jnp.bfloat16))  # noqa: E731
+    for sizes in ((1024, 256, 256), (640,)):
+        parts = [projection(10 * i, N, K, rank=rank, quantize=half) for i, N in enumerate(sizes)]
+        assert FEW_ROWS.choose(compute_capability(), x, parts, conditions).name == "triton"
+        with jax.default_matmul_precision("highest"):
+            wanted = [product(x.astype(jnp.float32), part) for part in parts]
+        for y, want in zip(adapted_projection(x, parts, conditions), wanted, strict=True):
+            difference = np.linalg.norm(np.asarray(y, np.float32) - want) / np.linalg.norm(want)
+            assert difference < (0.05 if conditions.fp8 else 0.01)
 
 
 def test_kernel_compiles_for_a_gpu(h200):
