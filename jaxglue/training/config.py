@@ -435,11 +435,14 @@ class TrainConfig(Config):
             "eval-data": bool(self.data.eval_data),
             "eval-fraction": bool(self.data.eval_fraction),
             "gradient-accumulation-steps": self.run.gradient_accumulation_steps > 1,
+            "router-balance-loss": self.model.router_balance_loss > 0,
+            "router-z-loss": self.model.router_z_loss > 0,
             "weights": self.model.weights != "device",
             "embeddings": self.model.embeddings != "device",
         }
         reasons = {
             "gradient-accumulation-steps": "a step has as many micro-batches as its answers fill",
+            **dict.fromkeys(("router-balance-loss", "router-z-loss"), "its losses are no means over tokens"),
             "weights": "each token that is sampled reads them all",
             "embeddings": "each token that is sampled reads them all",
         }
