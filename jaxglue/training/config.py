@@ -437,12 +437,22 @@ class TrainConfig(Config):
             "gradient-accumulation-steps": self.run.gradient_accumulation_steps > 1,
             "router-balance-loss": self.model.router_balance_loss > 0,
             "router-z-loss": self.model.router_z_loss > 0,
+            "documents-per-step": self.run.documents_per_step is not None,
+            "streaming": self.data.streaming,
+            "teacher-system": self.rollouts.teacher_system is not None and not self.objective.kind.needs_teacher,
+            "lmbda": self.rollouts.lmbda < 1 and not self.objective.kind.needs_teacher,
+            "dynamic-sampling": self.rollouts.dynamic_sampling and self.objective.kind.needs_teacher,
             "weights": self.model.weights != "device",
             "embeddings": self.model.embeddings != "device",
         }
         reasons = {
             "gradient-accumulation-steps": "a step has as many micro-batches as its answers fill",
             **dict.fromkeys(("router-balance-loss", "router-z-loss"), "its losses are no means over tokens"),
+            "documents-per-step": "--generation-batch-size has the answers of a step",
+            "streaming": "prompts are read before training",
+            "teacher-system": "it has no teacher",
+            "lmbda": "rewards judge answers of the model alone",
+            "dynamic-sampling": "it chooses prompts by their rewards, which are not trained on",
             "weights": "each token that is sampled reads them all",
             "embeddings": "each token that is sampled reads them all",
         }

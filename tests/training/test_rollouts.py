@@ -184,8 +184,14 @@ def test_a_base_under_a_privileged_prompt_is_distilled(make_distillation):
         ({"teacher": None}, "needs a --teacher"),
         ({"router_z_loss": 0.1}, "--router-z-loss is not for --objective distill: its losses are no means over tokens"),
         ({"teacher_system": "The hint is {key}."}, r"answered.jsonl:1: --teacher-system: no column 'key' in the row"),
+        ({"dynamic_sampling": True}, "--dynamic-sampling is not for --objective distill: it chooses prompts by their"),
+        ({"documents_per_step": 4}, "--documents-per-step is not for --objective distill: --generation-batch-size has"),
+        ({"objective": "grpo", "teacher": None, "reward": ("exact",)}, "--teacher-system is not for --objective grpo"),
         ({"teacher_system": "A set {"}, r"answered.jsonl:1: --teacher-system: .*and \{\{ and \}\} for braces"),
-        ({"objective": "grpo", "teacher": None, "num_generations": 1, "reward": ("exact",)}, "--num-generations 1"),
+        (
+            {"objective": "grpo", "teacher": None, "teacher_system": None, "num_generations": 1, "reward": ("exact",)},
+            "--num-generations 1",
+        ),
         ({"max_completion_length": 120}, r"answered.jsonl:1: a prompt of \d+ tokens leaves no room for an answer"),
     ],
 )
