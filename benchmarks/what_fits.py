@@ -44,6 +44,10 @@ ROWS = (
     Row("Qwen3-8B, full, 8-bit AdamW", "qwen3-8b", {"method": "full", "moments": "8bit"}),
     Row("Qwen3-14B, QLoRA", "qwen3-14b", {"quantize": "nf4"}),
     Row("gpt-oss-20b, LoRA", "gpt-oss-20b", {}),
+    Row("Mistral-7B, LoRA", "mistral-7b", {}),
+    Row("Qwen2.5-7B, LoRA", "qwen2.5-7b", {}),
+    Row("Gemma-3-12B, LoRA", "gemma-3-12b", {}),
+    Row("Gemma-3-12B, QLoRA", "gemma-3-12b", {"quantize": "nf4"}),
 )
 
 

@@ -15,9 +15,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxglue.data.config import NO_COLUMNS, Columns, DataConfig
 from jaxglue.data.iterator import BatchIterator, Step, Steps
-from jaxglue.data.memory import name_sources
+from jaxglue.data.memory import name_sources, write_rows
 from jaxglue.data.packing import plan_packing
-from jaxglue.data.prepare import prepare_data
+from jaxglue.data.prepare import PreparedData, prepare_data
 from jaxglue.engine.program_cache import keep_programs
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.engine import Engine
@@ -173,7 +173,11 @@ class Session:
         return {name: float(value) for name, value in self._model.take_step(gradients).items()}
 
     def log_probs(self, rows: Step | Iterable[Mapping[str, Any]]) -> list[Float[np.ndarray, "B T"]]:
-        """Return the log-probabilities of each micro-batch's targets, 0 where none is trained on."""
+        """Return the log-probabilities of each micro-batch's targets, 0 where none is trained on; float32.
+
+        Raises:
+            ValueError: as `forward_backward`.
+        """
         step = rows if isinstance(rows, Step) else self._pack(rows, NO_COLUMNS)
         model = self._model
         return [np.asarray(model.executor.log_probs(model.trainable, model.frozen, b)) for b in model.place(step)]
@@ -190,6 +194,9 @@ class Session:
                 messages.
             n: answers to each.
             sampling: fields of `SamplingConfig`: `max_tokens`, `temperature`, `top_p`, `seed`, …
+
+        Raises:
+            ValueError: bad sampling, an empty or too long prompt, or too little memory.
         """
         settings, model = self._setup.config.model, self._model
         if self._engine is None:
@@ -241,15 +248,15 @@ class Session:
         self._model.restore(restored, known["step"])
         self._gradients, self._sampled = None, known["sampled"]
 
-    def _prepare(self, config: DataConfig, columns: Columns):
+    def _prepare(self, config: DataConfig, columns: Columns) -> PreparedData:
         return prepare_data(config, self.tokenizer, self._setup.model.vocab_size, columns=columns)
 
     def _pack(self, rows: Iterable[Mapping[str, Any]], columns: Columns) -> Step:
         """Pack all rows into one step, in as many micro-batches as they need; its shapes only grow."""
         config, size = self._setup.config.data, self._setup.config.run.batch_size
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
-            names = name_sources(rows if isinstance(rows, list) else [*rows], Path(folder))
-            own = replace(config, data=names, eval_data=(), eval_fraction=0.0, cache_dir=str(Path(folder) / "cache"))
+            file = str(write_rows(rows, Path(folder)))
+            own = replace(config, data=(file,), eval_data=(), eval_fraction=0.0, cache_dir=str(Path(folder) / "cache"))
             data = self._prepare(own, columns).train
             plan = plan_packing(data.lengths, seq_len=config.row_tokens)
             self._slots = max(self._slots, segment_bucket(plan.max_segments))
@@ -259,7 +266,7 @@ class Session:
 
     def _encode(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
         if isinstance(prompt, str):
-            return encode_prompt(self.tokenizer, prompt)
+            return encode_prompt(self.tokenizer, prompt, raw=not self.tokenizer.chat_template)
         return encode_messages(self.tokenizer, [dict(message) for message in prompt])
 
 

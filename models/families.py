@@ -29,6 +29,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         ValueError: the model type, rope type or activation is not supported, or a field is missing, of another type or
             out of range.
     """
+    check_fields(raw)
     _refuse_images(raw)
     text = text_config(raw)
     check_fields(text)

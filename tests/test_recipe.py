@@ -259,6 +259,9 @@ def test_recipes_that_do_not_pack_keep_their_documents_per_step(write, caplog):
         ).run.documents_per_step
         == 16
     )
+    answers = "model_name_or_path: m\ndata: x\nobjective: grpo\nreward_funcs: exact\nper_device_train_batch_size: 2\n"
+    run = load_config(TrainConfig, write(answers)).run
+    assert (run.documents_per_step, run.per_device_batch_size) == (None, 2)
 
 
 def test_alpaca_rows_of_llama_factory_are_chats(write, caplog):
@@ -278,6 +281,7 @@ DATASET_INFO = {
     },
     "seen": {"file_name": "seen.json", "columns": {"images": "images"}},
     "far": {"ms_hub_url": "o/far"},
+    "bare": {"formatting": "sharegpt"},
     "roles": {"file_name": "r.json", "formatting": "sharegpt", "tags": {"role_tag": "role", "user_tag": "asker"}},
 }
 
@@ -300,6 +304,7 @@ def test_named_data_sets_of_llama_factory_are_found(write, tmp_path):
         ("none", r"dataset: none: .*dataset_info.json does not describe it; it has chats, plain"),
         ("seen", "dataset: seen: columns: images is not read: only text is trained on"),
         ("far", "dataset: far: ms_hub_url: only files and the Hugging Face hub are read"),
+        ("bare", "dataset: bare: it has neither file_name nor hf_hub_url in .*dataset_info.json: add one"),
         ("roles", r"dataset: roles: tags: user_tag: expected human \| user, got 'asker'"),
     ):
         with pytest.raises(ValueError, match=message + r"(.|\n)*learning_rate: .*does not know: shrink"):

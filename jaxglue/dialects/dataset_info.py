@@ -53,6 +53,8 @@ def _source(name: str, known: Mapping[str, Any], folder: Path, rows: Any, where:
         raise ValueError(f"{where}{elsewhere}: only files and the Hugging Face hub are read: save its rows to a file")
     if unknown := [key for key, value in info.items() if key not in _OTHER_KEYS and value is not None]:
         raise ValueError(f"{where}{', '.join(unknown)} has no counterpart: remove it to go on")
+    if not ({"hf_hub_url", "file_name"} & info.keys()):
+        raise ValueError(f"{where}it has neither file_name nor hf_hub_url in {folder / _FILE}: add one")
     if "hf_hub_url" in info:
         path = "hf:" + ":".join(filter(None, [info["hf_hub_url"], info.get("subset")]))
     else:

@@ -34,9 +34,9 @@ _SAMPLING: dict[str, tuple[Any, float, float]] = {
     "seed": (int, -(2**63), 2**63 - 1),
 }
 """Numbers that a request may set: type, least and greatest value."""
-_IGNORED = {"user", "store", "metadata", "stream_options", "tool_choice", "parallel_tool_calls", "service_tier", "n"}
-_KNOWN = {"model", "messages", "prompt", "tools", "max_tokens", "max_completion_tokens", "stop", "stream", "logit_bias"}
-_KNOWN |= {"logprobs", "top_logprobs"}
+_IGNORED = {"user", "store", "metadata", "parallel_tool_calls", "service_tier"}
+_KNOWN = {"model", "messages", "prompt", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "n", "stop"}
+_KNOWN |= {"stream", "stream_options", "logit_bias", "logprobs", "top_logprobs"}
 
 
 class BadRequestError(Exception):
@@ -135,11 +135,16 @@ class _Server:
             raise BadRequestError(f"unknown or unsupported parameters: {', '.join(unknown)}")
         if body.get("top_logprobs"):
             raise BadRequestError("top_logprobs is not supported: leave it out, logprobs gives those of the answer")
+        if body.get("tool_choice") not in (None, "auto", "none"):
+            raise BadRequestError("tool_choice is not supported: the model alone chooses whether to call a tool")
+        options = body.get("stream_options")
+        if not isinstance(options, dict | None):
+            raise BadRequestError("stream_options must be an object")
         settings = {name: _number(body, name, *limits) for name, limits in _SAMPLING.items()}
         settings = {name: value for name, value in settings.items() if value is not None}
-        limit = body.get("max_completion_tokens") or body.get("max_tokens")
+        name = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
         room = max(self._service.length - len(tokens), 1)
-        most = _number({"max_tokens": limit}, "max_tokens", int, 1, self._service.length)
+        most = _number(body, name, int, 1, self._service.length)
         self._requests += 1
         settings.setdefault("seed", self._requests)
         defaults = {name: getattr(self._config.sampling, name) for name in _SAMPLING}
@@ -150,7 +155,7 @@ class _Server:
         return Call(
             request=Request(tokens, sampling, n=count, logit_bias=_biases(body, self._assistant.config.vocab_size)),
             stream=bool(body.get("stream")),
-            usage=bool((body.get("stream_options") or {}).get("include_usage")),
+            usage=bool(options and options.get("include_usage")),
             log_probs=bool(body.get("logprobs")),
             chat=chat,
         )

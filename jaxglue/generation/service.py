@@ -44,7 +44,7 @@ class FullError(Exception):
     """As many requests wait as the service takes."""
 
 
-class EndedError(Exception):
+class EndedError(ValueError):
     """The service has ended by an error."""
 
 
@@ -101,6 +101,8 @@ class Service:
         if len(self._tickets) + self._news.qsize() >= self._most:
             raise FullError
         self._news.put(ticket)
+        if self._failure:  # since the check above: the thread may not have seen the ticket
+            raise EndedError(self._failure)
         return ticket
 
     def cancel(self, ticket: Ticket, answer: int | None = None) -> None:
@@ -108,10 +110,15 @@ class Service:
         ticket.cancelled.update(range(len(ticket.answers)) if answer is None else [answer])
 
     def warm_up(self) -> None:
-        """Compile the programs with a short answer."""
-        done = threading.Event()
-        self.submit(Request([0], replace(GREEDY, max_tokens=1)), lambda event: done.set() if event.finish else None)
-        done.wait()
+        """Compile the programs with a short answer.
+
+        Raises:
+            EndedError: an error has ended the service.
+        """
+        events = queue.SimpleQueue[Event]()
+        self.submit(Request([0], replace(GREEDY, max_tokens=1)), events.put)
+        if (error := events.get().error) is not None:
+            raise EndedError(error)
 
     def close(self) -> None:
         """End the thread, after the window under way."""

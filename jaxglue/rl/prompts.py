@@ -184,9 +184,13 @@ class _Encoder:
             raise ValueError("--teacher-system needs prompts of messages, and this one is a text")
         try:
             system = self._teacher_system.format_map({key: str(value) for key, value in columns.items()})
-        except (KeyError, ValueError, IndexError) as error:
+        except KeyError as error:
             raise ValueError(
                 f"--teacher-system: no column {error} in the row, which has {', '.join(columns)}"
+            ) from None
+        except (ValueError, IndexError, AttributeError) as error:
+            raise ValueError(
+                f"--teacher-system: {error}: {{name}} stands for a column, and {{{{ and }}}} for braces"
             ) from None
         messages = chat.messages[1:] if chat.messages[0]["role"] == "system" else chat.messages
         messages = [{"role": "system", "content": system}, *messages]

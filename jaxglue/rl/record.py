@@ -3,7 +3,7 @@
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ class Rollouts:
     prompts: list[Prompt]
     samples: list[list[Sample]]
     rewards: Float[np.ndarray, "prompts answers functions"]
-    sampled: int = field(default=0)
+    sampled: int
     """Prompts that were answered, with those that dynamic sampling left out."""
 
     @property

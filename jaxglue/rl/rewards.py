@@ -75,12 +75,15 @@ def parse_reward(text: str) -> RewardSpec:
     """Read `rewards.py:function?weight=0.5`, or the name of a shipped reward with its settings.
 
     Raises:
-        ValueError: an unknown name, or a weight that is no number.
+        ValueError: an unknown name, a weight that is no number, or a reward model without a folder or with settings
+            besides.
     """
     place, _, query = text.partition("?")
     options = {key: unquote(value) for key, _, value in (item.partition("=") for item in query.split("&") if item)}
     try:
         weight = float(options.pop("weight", 1.0))
+        if not math.isfinite(weight):
+            raise ValueError
     except ValueError:
         raise ValueError(f"--reward {text}: weight: expected a number") from None
     file, colon, name = place.rpartition(":")
@@ -89,11 +92,24 @@ def parse_reward(text: str) -> RewardSpec:
     if place == "model":
         if not options.get("folder"):
             raise ValueError(f"--reward {text}: name the reward model's folder, as in model?folder=runs/reward/adapter")
+        if unknown := sorted(options.keys() - {"folder"}):
+            raise ValueError(f"--reward {text}: unknown {', '.join(unknown)}: a reward model has a folder and a weight")
         return RewardSpec("model", "", options, weight)
     if place not in _SHIPPED:
         known = ", ".join((*_SHIPPED, "model"))
         raise ValueError(f"--reward {text}: expected a function of a file, as in rewards.py:{place}, or one of {known}")
     return RewardSpec(place, str(_CHECKS), options, weight)
+
+
+def parse_environment(text: str) -> RewardSpec:
+    """Read `games.py:reply`, with settings and the weight of its reward behind a question mark.
+
+    Raises:
+        ValueError: no function of a file, or a weight that is no number.
+    """
+    if ":" not in text.partition("?")[0]:
+        raise ValueError(f"--environment {text}: expected a function of a file, as in games.py:reply")
+    return parse_reward(text)
 
 
 class Scorer(Protocol):
@@ -115,7 +131,7 @@ class Judge:
 
     def __init__(self, config: RolloutConfig):
         self.specs = [parse_reward(text) for text in config.reward]
-        self._environment = None if config.environment is None else parse_reward(config.environment)
+        self._environment = None if config.environment is None else parse_environment(config.environment)
         if self._environment is not None:
             self.specs.append(RewardSpec(ENVIRONMENT, "", {}, self._environment.weight))
         names = [spec.name for spec in self.specs]
@@ -136,12 +152,15 @@ class Judge:
         return [spec.name for spec in self.specs]
 
     def check(self) -> None:
-        """Import every function once; raise ValueError for one that cannot be."""
-        environment = [self._environment] if self._environment else []
-        for spec in (spec for spec in [*self.specs, *environment] if spec.file):
-            request: dict[str, Any] = {"file": spec.file, "function": spec.name, "check": True}
-            if error := self._processes[0].ask(request, _START_SECONDS).get("error"):
-                raise ValueError(f"--reward {spec.file}:{spec.name}: {error}")
+        """Import every function once; raise ValueError for one that cannot be, or that lacks a named setting."""
+        rewards = [("--reward", spec) for spec in self.specs if spec.file]
+        for flag, spec in rewards if self._environment is None else [*rewards, ("--environment", self._environment)]:
+            named = {"file": spec.file, "function": spec.name, "options": dict(spec.options)}
+            reply = self._processes[0].ask(named | {"check": True}, _START_SECONDS)
+            if limit := reply.get("limit"):
+                raise ValueError(f"{flag} {spec.file}:{spec.name}: its import reached {limit}")
+            if error := reply.get("error"):
+                raise ValueError(f"{flag} {spec.file}:{spec.name}: {error}")
 
     def load_models(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Load the reward models, which read the tokens of answers.

@@ -13,7 +13,7 @@ import os
 import resource
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,15 @@ def load(file: str, name: str) -> Callable[..., Any]:
     return found
 
 
+def check_options(function: Callable[..., Any], options: Mapping[str, str]) -> None:
+    """Raise ValueError for a setting that the function has no parameter for."""
+    parameters = inspect.signature(function).parameters.values()
+    known = [parameter.name for parameter in parameters]
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    if not takes_all and (unknown := [name for name in options if name not in known]):
+        raise ValueError(f"no parameter {', '.join(unknown)}; it has {', '.join(known) or 'none'}")
+
+
 def judge(function: Callable[..., Any], request: dict[str, Any]) -> list[Any]:
     """Return the function's rewards of the answers to a prompt.
 
@@ -60,7 +69,8 @@ def judge(function: Callable[..., Any], request: dict[str, Any]) -> list[Any]:
         return {name: value for name, value in values.items() if takes_all or name in names}
 
     if "messages" in names:
-        return [function(**chosen(given | {"messages": request["messages"]}))]
+        found = function(**chosen(given | {"messages": request["messages"]}))
+        return [asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found]
     if "completions" in names:
         lists = {"prompts": [request["prompt"]] * count, "completions": request["completions"]}
         lists |= {"completion_ids": request["completion_ids"], "texts": request["texts"]}
@@ -90,7 +100,10 @@ def reply(line: str) -> dict[str, Any]:
     request = json.loads(line)
     try:
         function = load(request["file"], request["function"])
-        rewards = [] if request.get("check") else judge(function, request)
+        if request.get("check"):
+            check_options(function, request["options"])
+            return {}
+        rewards = judge(function, request)
         if "messages" in request:
             return {"reply": rewards[0] if isinstance(rewards[0], str | dict | None) else float(rewards[0])}
         return {"rewards": [value if value is None else float(value) for value in rewards]}

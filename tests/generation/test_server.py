@@ -17,7 +17,7 @@ pytest.importorskip("httpx")
 from starlette.testclient import TestClient
 
 from jaxglue.generation.server import make_app
-from jaxglue.generation.service import Service
+from jaxglue.generation.service import EndedError, Service
 
 GREEDY = SamplingConfig(temperature=0.0, top_p=1.0)
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -84,6 +84,9 @@ def test_several_answers_stop_and_are_seeded(client):
         ({"messages": MESSAGES, "max_tokens": 65}, "max_tokens must be a number from 1 to 64"),
         ({"messages": MESSAGES, "max_tokens": 60}, "max_tokens is 60, and the prompt leaves"),
         ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, "unsupported parameters: response_format"),
+        ({"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens must be a number from 1 to 64"),
+        ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice is not supported"),
+        ({"messages": MESSAGES, "stream_options": "all"}, "stream_options must be an object"),
         ({"messages": MESSAGES, "stop": ["a"] * 17}, "at most 16 texts"),
         ({"messages": MESSAGES, "logit_bias": {"x": 1}}, "logit_bias must map token ids to numbers"),
         ({"messages": MESSAGES, "logit_bias": {"5000": 1}}, "logit_bias must map token ids below 1024"),
@@ -150,6 +153,18 @@ def test_requests_beyond_the_limit_are_refused(served, monkeypatch):
     assistant, service, config = served
     monkeypatch.setattr(service, "_most", 0)
     assert post(TestClient(make_app(assistant, service, config)), messages=MESSAGES).status_code == 429
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_error_ends_the_start(served):
+    service = Service(served[0], slots=2, length=64, most=8)
+
+    def fail():
+        raise ValueError("logits are not finite")
+
+    service._advance = fail
+    with pytest.raises(EndedError, match="logits are not finite"):
+        service.warm_up()
 
 
 def test_openais_client_is_served(client):

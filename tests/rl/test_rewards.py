@@ -2,12 +2,14 @@
 
 import json
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from jaxglue.rl import checks
 from jaxglue.rl.config import RolloutConfig
+from jaxglue.rl.environment import Episode
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.rewards import Judge, Written, parse_reward
 from jaxglue.rl.sampler import Sample
@@ -27,6 +29,10 @@ def single(prompt, completion, wanted, scale="1"):
 def trl(prompts, completions, completion_ids, wanted, **columns):
     assert [p[0]["content"] for p in prompts] == ["say a"] * 3 and columns["number"] == [7] * 3
     return [len(ids) + (c[0]["content"] == w) for c, ids, w in zip(completions, completion_ids, wanted)]
+
+
+async def reply(messages, wanted):
+    return wanted + messages[-1]["content"]
 
 
 async def later(completion):
@@ -92,6 +98,7 @@ def test_functions_judge_one_answer_or_all_at_once_or_none(score):
         ("nan", "nan of prompts.jsonl:4: expected finite numbers or None, got nan"),
         ("wrong", r"wrong of prompts.jsonl:4: KeyError: 'key' \(rewards.py:\d+\)"),
         ("absent", "has no function 'absent'; it has .*single"),
+        ("single?scal=2", "rewards.py:single: ValueError: no parameter scal; it has prompt, completion, wanted, scale"),
     ],
 )
 def test_a_failing_function_is_named_with_its_row(score, name, text):
@@ -103,6 +110,30 @@ def test_a_failing_function_is_named_with_its_row(score, name, text):
 def test_answers_beyond_a_limit_have_no_reward(score, name, limits, caplog):
     assert np.array_equal(score(name, "later", **limits), [[[np.nan, 1.5]] * 3], equal_nan=True)
     assert f"reward {name} of prompts.jsonl:4 reached its limit" in caplog.text
+
+
+def test_a_file_that_reaches_a_limit_when_it_is_imported_is_refused(tmp_path):
+    (tmp_path / "large.py").write_text("held = bytes(2**33)\n\n\ndef judge(completion):\n    return 1.0\n")
+    config = RolloutConfig(reward=(f"{tmp_path}/large.py:judge",), reward_workers=1, reward_memory=1.0)
+    with (
+        closing(Judge(config)) as judge,
+        pytest.raises(ValueError, match=r"judge: its import reached its limit of mem"),
+    ):
+        judge.check()
+
+
+def test_environments_reply_also_when_async_and_are_named_by_their_flag(tmp_path):
+    (tmp_path / "rewards.py").write_text(FILE)
+    config = RolloutConfig(environment=f"{tmp_path}/rewards.py:reply", reward_workers=1)
+    said = Episode(group().prompt, [{"role": "assistant", "content": "!"}], [])
+    with closing(Judge(config)) as judge:
+        judge.check()
+        assert judge.reply([said]) == [{"role": "user", "content": "a!"}]
+    absent = replace(config, environment=f"{tmp_path}/rewards.py:absent")
+    with closing(Judge(absent)) as judge, pytest.raises(ValueError, match=r"--environment .*has no function 'absent'"):
+        judge.check()
+    with pytest.raises(ValueError, match=r"--environment exact: expected a function of a file"):
+        Judge(replace(config, environment="exact"))
 
 
 def test_shipped_rewards(tmp_path):
@@ -117,7 +148,9 @@ def test_shipped_rewards(tmp_path):
     [
         ("exat", "expected a function of a file, as in rewards.py:exat, or one of exact, math"),
         ("exact?weight=much", "weight: expected a number"),
+        ("exact?weight=nan", "weight: expected a number"),
         ("model", "name the reward model's folder"),
+        ("model?folder=a&weigth=2", "unknown weigth: a reward model has a folder and a weight"),
     ],
 )
 def test_malformed_names_are_refused(text, message):

@@ -89,6 +89,10 @@ def test_answers_are_of_the_present_weights_and_have_the_trainers_log_probs(sett
         prompt = [{"role": "user", "content": "What is 3?"}]
         (first,), (other,) = session.sample([prompt, "What is 3?"], max_tokens=6, temperature=0.0)
         assert np.array_equal(first.tokens, other.tokens) and len(first.tokens) <= 6
+        template, session.tokenizer.chat_template = session.tokenizer.chat_template, None
+        ((text,),) = session.sample(["What is 3?"], max_tokens=6, temperature=0.0)
+        assert not np.array_equal(text.tokens, first.tokens)  # the text is continued as it is
+        session.tokenizer.chat_template = template
         for _ in range(3):
             session.forward_backward(pairs)
             session.optim_step()
@@ -131,6 +135,16 @@ def test_a_saved_session_goes_on_where_it_was(settings, pairs, tmp_path):
 def test_settings_of_other_things_are_refused(settings, options, message):
     with pytest.raises(ValueError, match=message):
         jaxglue.Session(**{**settings, **options})
+
+
+def test_rows_are_rows_and_no_names(settings, pairs, write_jsonl):
+    with jaxglue.Session(**settings) as session:
+        with pytest.raises(ValueError, match="data: no rows in memory"):
+            session.forward_backward([])
+        with pytest.raises(ValueError, match="data: row 1: expected a dictionary, got str"):
+            session.forward_backward([str(write_jsonl(pairs))])
+        with pytest.raises(ValueError, match="expected rows, as a list of dictionaries"):
+            session.forward_backward(pairs[0])
 
 
 def test_a_step_without_gradients_is_refused(settings):
