@@ -266,7 +266,7 @@ class Session:
 
     def _encode(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
         if isinstance(prompt, str):
-            return encode_prompt(self.tokenizer, prompt)
+            return encode_prompt(self.tokenizer, prompt, raw=not self.tokenizer.chat_template)
         return encode_messages(self.tokenizer, [dict(message) for message in prompt])
 
 

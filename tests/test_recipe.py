@@ -259,6 +259,9 @@ def test_recipes_that_do_not_pack_keep_their_documents_per_step(write, caplog):
         ).run.documents_per_step
         == 16
     )
+    answers = "model_name_or_path: m\ndata: x\nobjective: grpo\nreward_funcs: exact\nper_device_train_batch_size: 2\n"
+    run = load_config(TrainConfig, write(answers)).run
+    assert (run.documents_per_step, run.per_device_batch_size) == (None, 2)
 
 
 def test_alpaca_rows_of_llama_factory_are_chats(write, caplog):

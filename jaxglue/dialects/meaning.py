@@ -14,11 +14,12 @@ _LLAMA_FACTORY = {"finetuning_type", "cutoff_len", "stage", "dataset_dir"}
 def use_documents(recipe: Mapping[str, Any], values: Nested) -> str | None:
     """Let steps have a number of documents where the recipe does not pack; return a line that says so.
 
-    axolotl, LLaMA-Factory and TRL then count documents, which they pad, in batch size and accumulation.
+    axolotl, LLaMA-Factory and TRL then count documents, which they pad, in batch size and accumulation. Steps of
+    answers that are written in training have sizes of their own.
     """
     packs = any(recipe.get(name) is True for name in _PACKING) or recipe.get("stage") == "pt"
     run = values.setdefault("run", {})
-    if packs or not any(name in recipe for name in (*_BATCHES, "gradient_accumulation_steps")):
+    if packs or "rollouts" in values or not any(name in recipe for name in (*_BATCHES, "gradient_accumulation_steps")):
         return None
     size = run.pop("per_device_batch_size", 1 if "base_model" in recipe else 8)
     documents = size * run.pop("gradient_accumulation_steps", 1)

@@ -14,6 +14,8 @@ from jaxglue.rl.sampler import Sample
 
 Reply = dict[str, Any] | float | None
 """The next message, the reward that ends the conversation, or its end without one."""
+_TURN = "■"
+"""Stands for the text of a turn, and is in no template: a letter might be in the token that ends the turn."""
 
 
 class Turns(Protocol):
@@ -122,14 +124,14 @@ class Environment:
     def _between(self, episode: Episode, message: dict[str, Any]) -> list[int]:
         """Return the tokens from the end of the model's turn to the start of its next.
 
-        The turn's own tokens stay as they were sampled: a text of one letter stands for it in the template.
+        The turn's own tokens stay as they were sampled: a sign stands for its text in the template.
         """
         assert not isinstance(episode.prompt.content, str)
-        before = [*episode.prompt.content, *episode.messages[:-1], {"role": "assistant", "content": "x"}]
+        before = [*episode.prompt.content, *episode.messages[:-1], {"role": "assistant", "content": _TURN}]
         messages, _ = self._template.protect([*before, message])
         turn = self._template.render(messages[:-1])
         whole = self._template.render_prompt(messages)
         if not whole.startswith(turn):
             raise ValueError("--environment: the chat template changes earlier turns, so that they cannot be continued")
-        tokens = self._template.encode(turn[turn.rindex("x") + 1 :] + whole[len(turn) :])
+        tokens = self._template.encode(turn[turn.rindex(_TURN) + 1 :] + whole[len(turn) :])
         return tokens[1:] if tokens[0] == episode.parts[-1].tokens[-1] else tokens

@@ -435,11 +435,21 @@ class TrainConfig(Config):
             "eval-data": bool(self.data.eval_data),
             "eval-fraction": bool(self.data.eval_fraction),
             "gradient-accumulation-steps": self.run.gradient_accumulation_steps > 1,
+            "documents-per-step": self.run.documents_per_step is not None,
+            "streaming": self.data.streaming,
+            "teacher-system": self.rollouts.teacher_system is not None and not self.objective.kind.needs_teacher,
+            "lmbda": self.rollouts.lmbda < 1 and not self.objective.kind.needs_teacher,
+            "dynamic-sampling": self.rollouts.dynamic_sampling and self.objective.kind.needs_teacher,
             "weights": self.model.weights != "device",
             "embeddings": self.model.embeddings != "device",
         }
         reasons = {
             "gradient-accumulation-steps": "a step has as many micro-batches as its answers fill",
+            "documents-per-step": "--generation-batch-size has the answers of a step",
+            "streaming": "prompts are read before training",
+            "teacher-system": "it has no teacher",
+            "lmbda": "rewards judge answers of the model alone",
+            "dynamic-sampling": "it chooses prompts by their rewards, which are not trained on",
             "weights": "each token that is sampled reads them all",
             "embeddings": "each token that is sampled reads them all",
         }

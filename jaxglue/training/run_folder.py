@@ -39,7 +39,7 @@ _SHARED_SECONDS = 15
 """Time for another host to see a file of process 0."""
 _FILES = (
     *("config.toml", "metrics.jsonl", "samples.jsonl", "summary.json", "trackers.json", "loss.png"),
-    *("rollouts.jsonl", "rollouts.html"),
+    *("rollouts.jsonl", "rollouts.html", "rollouts"),
 )
 _LINES = ("metrics.jsonl", "samples.jsonl", MANIFEST)
 _LONGEST = 4096

@@ -8,6 +8,8 @@ import pytest
 from selection import repeat
 
 from jaxglue.data.tokenizer import load_tokenizer
+from jaxglue.generation.config import AssistantConfig
+from jaxglue.generation.scoring import RewardModel
 from jaxglue.rl.loop import RolloutSteps
 from jaxglue.rl.rewards import Judge
 from jaxglue.rl.sampler import Sampler
@@ -131,6 +133,7 @@ def test_a_stopped_run_goes_on_to_the_bit(make_run, tmp_path, monkeypatch, setti
         assert not list((config.run.output / "rollouts").glob("*.npz"))[1:]  # those of finished steps are deleted
 
 
+@pytest.mark.slow
 def test_rewards_that_would_differ_are_judged_once(make_run, tmp_path, monkeypatch):
     rewards = tmp_path / "chance.py"
     rewards.write_text("import random\n\ndef chance(completion):\n    return random.random()\n")
@@ -180,8 +183,14 @@ def test_a_base_under_a_privileged_prompt_is_distilled(make_distillation):
     [
         ({"teacher": None}, "needs a --teacher"),
         ({"teacher_system": "The hint is {key}."}, r"answered.jsonl:1: --teacher-system: no column 'key' in the row"),
+        ({"dynamic_sampling": True}, "--dynamic-sampling is not for --objective distill: it chooses prompts by their"),
+        ({"documents_per_step": 4}, "--documents-per-step is not for --objective distill: --generation-batch-size has"),
+        ({"objective": "grpo", "teacher": None, "reward": ("exact",)}, "--teacher-system is not for --objective grpo"),
         ({"teacher_system": "A set {"}, r"answered.jsonl:1: --teacher-system: .*and \{\{ and \}\} for braces"),
-        ({"objective": "grpo", "teacher": None, "num_generations": 1, "reward": ("exact",)}, "--num-generations 1"),
+        (
+            {"objective": "grpo", "teacher": None, "teacher_system": None, "num_generations": 1, "reward": ("exact",)},
+            "--num-generations 1",
+        ),
         ({"max_completion_length": 120}, r"answered.jsonl:1: a prompt of \d+ tokens leaves no room for an answer"),
     ],
 )
@@ -235,7 +244,40 @@ def test_conversations_with_an_environment_train_the_models_turns_alone(make_run
 original = RolloutSteps._as_step
 
 
+@pytest.mark.slow
 def test_equal_rewards_are_said_once(make_run, caplog):
     train(make_run(reward=("length?soft=100&hard=200",), steps=2))
     assert [record.message for record in caplog.records if "same reward" in record.message][1:] == []
     assert "step 1: all answers to each prompt have the same reward" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_reward_model_of_this_vocabulary_judges(make_run, make_config, tmp_path, write_jsonl, monkeypatch):
+    pairs = [{"prompt": f"say {n}", "chosen": "a b", "rejected": "c"} for n in range(4)]
+    data = write_jsonl(pairs, "pairs.jsonl")
+    train(make_config(data=(data,), objective="reward", steps=1, output=tmp_path / "reward"))
+    folder, judged = tmp_path / "reward" / "adapter", []
+    score = Judge.score
+    monkeypatch.setattr(Judge, "score", lambda self, written: judged.append(written) or score(self, written))
+    config = make_run(reward=(f"model?folder={folder}",), steps=1)
+    train(config)
+    documents = [[*group.prompt.tokens, *ids] for group in judged[0] for ids in group.ids]
+    expected = RewardModel(AssistantConfig(adapter=folder)).score(documents)
+    assert [line["rewards"]["model"] for line in rollouts(config)] == pytest.approx(expected, abs=1e-6)
+    assert len(set(expected)) > 1
+
+
+@pytest.mark.slow
+def test_a_run_that_replaces_another_takes_none_of_its_answers(make_run, tmp_path, monkeypatch):
+    config = make_run(save_every=100, steps=4)
+    with monkeypatch.context() as patch:
+        patch.setitem(PHASES, "training", (TrainStep, "dispatch", 3))
+        stop_at(patch, "training")
+        with pytest.raises(KilledError):
+            train(config)
+    assert len(list((config.run.output / "rollouts").glob("*.npz"))) == 3
+    settings = {"steps": 2, "learning_rate": 5e-2, "temperature": 0.9}
+    replaced, fresh = make_run(**settings, overwrite=True), make_run(**settings, output=tmp_path / "fresh")
+    train(replaced)
+    train(fresh)
+    assert rollouts(replaced) == rollouts(fresh)

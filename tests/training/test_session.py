@@ -89,6 +89,10 @@ def test_answers_are_of_the_present_weights_and_have_the_trainers_log_probs(sett
         prompt = [{"role": "user", "content": "What is 3?"}]
         (first,), (other,) = session.sample([prompt, "What is 3?"], max_tokens=6, temperature=0.0)
         assert np.array_equal(first.tokens, other.tokens) and len(first.tokens) <= 6
+        template, session.tokenizer.chat_template = session.tokenizer.chat_template, None
+        ((text,),) = session.sample(["What is 3?"], max_tokens=6, temperature=0.0)
+        assert not np.array_equal(text.tokens, first.tokens)  # the text is continued as it is
+        session.tokenizer.chat_template = template
         for _ in range(3):
             session.forward_backward(pairs)
             session.optim_step()

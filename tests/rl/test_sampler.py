@@ -1,0 +1,44 @@
+"""Random numbers of answers depend on the prompt's place in the run, and the plan of memory on no step."""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from jaxglue.generation.config import SamplingConfig
+from jaxglue.rl.sampler import Sampler
+
+
+class Engine:
+    """Records requests and answers them in reverse."""
+
+    def __init__(self):
+        self.requests, self.plans = [], []
+
+    def plan(self, requests):
+        self.plans.append(requests)
+        return "plan"
+
+    def generate(self, trainable, frozen, requests, stops, *, plan, whole):
+        assert plan == "plan"
+        self.requests.append(requests)
+        for number, request in reversed(list(enumerate(requests))):
+            for answer in reversed(range(request.n)):
+                tokens = np.array([number, answer, request.index])
+                finish = "stop" if answer else "length"
+                yield SimpleNamespace(number=number, answer=answer, tokens=tokens, log_probs=tokens, finish=finish)
+
+
+def test_answers_are_told_apart_by_prompt_and_place():
+    engine = Engine()
+    sampler = Sampler(engine, [0], SamplingConfig(max_tokens=9, seed=5), rounds=3, typical=[[1] * 7])
+    found = [sampler({}, {}, [[1, 2], [3]], indices, 2) for indices in ([0, 1], [2, 3])]
+    for step, groups in enumerate(found):
+        for number, group in enumerate(groups):
+            assert [sample.tokens.tolist() for sample in group] == [[number, a, 2 * step + number] for a in range(2)]
+            assert [sample.ended for sample in group] == [False, True]
+    assert len(engine.plans) == 1  # or every step could compile again
+    later = sampler.turn({}, {}, [[1, 2, 0], [3, 0]], [0, 1], 1, [4, 3])
+    assert len(later) == 2
+    first, turn = engine.requests[0], engine.requests[-1]
+    assert {r.sampling.seed for r in first}.isdisjoint(r.sampling.seed for r in turn)
+    assert [r.sampling.max_tokens for r in turn] == [4, 3]
