@@ -435,6 +435,8 @@ class TrainConfig(Config):
             "eval-data": bool(self.data.eval_data),
             "eval-fraction": bool(self.data.eval_fraction),
             "gradient-accumulation-steps": self.run.gradient_accumulation_steps > 1,
+            "router-balance-loss": self.model.router_balance_loss > 0,
+            "router-z-loss": self.model.router_z_loss > 0,
             "documents-per-step": self.run.documents_per_step is not None,
             "streaming": self.data.streaming,
             "teacher-system": self.rollouts.teacher_system is not None and not self.objective.kind.needs_teacher,
@@ -445,6 +447,7 @@ class TrainConfig(Config):
         }
         reasons = {
             "gradient-accumulation-steps": "a step has as many micro-batches as its answers fill",
+            **dict.fromkeys(("router-balance-loss", "router-z-loss"), "its losses are no means over tokens"),
             "documents-per-step": "--generation-batch-size has the answers of a step",
             "streaming": "prompts are read before training",
             "teacher-system": "it has no teacher",

@@ -182,6 +182,7 @@ def test_a_base_under_a_privileged_prompt_is_distilled(make_distillation):
     ("changes", "text"),
     [
         ({"teacher": None}, "needs a --teacher"),
+        ({"router_z_loss": 0.1}, "--router-z-loss is not for --objective distill: its losses are no means over tokens"),
         ({"teacher_system": "The hint is {key}."}, r"answered.jsonl:1: --teacher-system: no column 'key' in the row"),
         ({"dynamic_sampling": True}, "--dynamic-sampling is not for --objective distill: it chooses prompts by their"),
         ({"documents_per_step": 4}, "--documents-per-step is not for --objective distill: --generation-batch-size has"),
