@@ -13,7 +13,7 @@ from jaxglue.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, Rang
 from jaxglue.models.wrapper import TEXT_PATH, WRAPPERS
 from jaxglue.ops.choices import Storage
 from jaxglue.ops.gated_mlp import Activation
-from jaxglue.ops.moe import Groups
+from jaxglue.ops.moe import ONE_GROUP, Groups
 from jaxglue.ops.quant.formats import FORMATS, find_format, skipped_modules, stored_format
 from jaxglue.ops.rope import RopeConfig, RopeTables, Rotary
 
@@ -34,7 +34,7 @@ class MoeConfig:
     """Storage of the experts' matrices; quantized ones cannot be trained."""
     shared_size: int = field(default=0, repr=False)
     """F of the shared expert, which serves every token; 0 without one."""
-    groups: Groups = field(default=Groups(), repr=False)
+    groups: Groups = field(default=ONE_GROUP, repr=False)
     """Of experts, from some of which alone a token chooses."""
     routed_scale: float = field(default=1.0, repr=False)
     """Factor of the weights of routed experts."""

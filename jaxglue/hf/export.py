@@ -87,7 +87,7 @@ def save_model(
 
 
 def _read_buffers(base: str | Path, dtype: DTypeLike | None) -> dict[str, jax.Array]:
-    """Return the values of a base that no method trains, in a dtype or their own; ones, or zero biases, without weights."""
+    """Return values of a base that no method trains, in a dtype or their own; without weights, ones or zero biases."""
     wanted = buffers(abstract_model(config_from_hf(read_config(base))))
     if not wanted or not has_weights(Path(base)):
         fill = {name: jnp.zeros if name.endswith("bias") else jnp.ones for name in wanted}

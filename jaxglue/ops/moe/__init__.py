@@ -22,7 +22,7 @@ from jaxglue.ops.moe.reference import (
     reference_grouped_matmul,
     reference_mlp,
 )
-from jaxglue.ops.moe.routing import GroupMetadata, Groups, Order, Routing, make_routing
+from jaxglue.ops.moe.routing import ONE_GROUP, GroupMetadata, Groups, Order, Routing, make_routing
 from jaxglue.ops.moe.routing import route as sorted_route
 from jaxglue.ops.moe.vjp import GroupedSpec, MoeBackend, fused_grouped_matmul, fused_mlp
 from jaxglue.ops.quant.formats import Quantized
@@ -32,6 +32,7 @@ __all__ = [
     "FEW_ROWS_EXPERTS",
     "GPT_OSS_LIMIT",
     "GROUPED_MATMUL",
+    "ONE_GROUP",
     "ROUTE",
     "Activation",
     "ExpertAdapter",
@@ -128,7 +129,7 @@ def route(
     order: Order = "softmax_topk",
     normalize: bool = False,
     correction: Float[Array, " E"] | None = None,
-    groups: Groups = Groups(),
+    groups: Groups = ONE_GROUP,
     scale: float = 1.0,
     inference: bool = False,
 ) -> Routing:

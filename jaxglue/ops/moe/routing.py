@@ -27,6 +27,8 @@ class Groups(NamedTuple):
     """Groups that a token's experts may come from."""
 
 
+ONE_GROUP = Groups()
+
 ROW_TILES = (16, 192)
 """Fewest and most rows in a tile of the kernels."""
 _LARGEST_GATHERED = 128
@@ -158,7 +160,7 @@ def route(
     order: Order = "softmax_topk",
     normalize: bool = False,
     correction: Float[Array, " E"] | None = None,
-    groups: Groups = Groups(),
+    groups: Groups = ONE_GROUP,
     scale: float = 1.0,
 ) -> Routing:
     """Choose k of E experts for each of M tokens.
