@@ -147,11 +147,12 @@ def route(
         inference: no gradients are taken: few tokens have kernels of their own.
     """
     M, E = router_logits.shape
-    softmax = order != "sigmoid_topk" and groups.kept == groups.count and scale == 1.0
+    softmax = order != "sigmoid_topk" and groups.kept == groups.total and scale == 1.0
     if inference and softmax and (kernels := ROUTE.load(M * k, E)) is not None:
         return kernels.route(router_logits, k, order=order, normalize=normalize)
-    options = {"correction": correction, "groups": groups, "scale": scale}
-    return sorted_route(router_logits, k, order=order, normalize=normalize, **options)
+    return sorted_route(
+        router_logits, k, order=order, normalize=normalize, correction=correction, groups=groups, scale=scale
+    )
 
 
 def grouped_matmul(

@@ -22,7 +22,7 @@ Order = Literal["softmax_topk", "topk_softmax", "sigmoid_topk"]
 class Groups(NamedTuple):
     """Consecutive experts of which a token may choose some groups alone (DeepSeek-V2, arXiv 2405.04434, 2.2.2)."""
 
-    count: int = 1
+    total: int = 1
     kept: int = 1
     """Groups that a token's experts may come from."""
 
@@ -183,8 +183,8 @@ def route(
         raise ValueError(f"k must be between 1 and the {E} experts, got {k}")
     if order not in get_args(Order):
         raise ValueError(f"order must be one of {', '.join(get_args(Order))}, got {order!r}")
-    if E % groups.count or not 1 <= groups.kept <= groups.count or k > groups.kept * (E // groups.count):
-        raise ValueError(f"{groups.kept} of {groups.count} groups must divide {E} experts and leave {k} of them")
+    if E % groups.total or not 1 <= groups.kept <= groups.total or k > groups.kept * (E // groups.total):
+        raise ValueError(f"{groups.kept} of {groups.total} groups must divide {E} experts and leave {k} of them")
     weights, expert_ids = _choose(router_logits.astype(jnp.float32), k, order, normalize, correction, groups)
     return make_routing(expert_ids, weights if scale == 1.0 else weights * scale, E)
 
@@ -217,16 +217,16 @@ def make_routing(
 
 def _choose(logits, k: int, order: Order, normalize: bool, correction, groups: Groups):
     if order == "topk_softmax":
-        assert groups.kept == groups.count, "its scores are known after the choice"
+        assert groups.kept == groups.total, "its scores are known after the choice"
         chosen, expert_ids = jax.lax.top_k(logits, k)
         return jax.nn.softmax(chosen, axis=-1), expert_ids
     sigmoid = order == "sigmoid_topk"
     scores = jax.nn.sigmoid(logits) if sigmoid else jax.nn.softmax(logits, axis=-1)
-    if not sigmoid and groups.kept == groups.count:
+    if not sigmoid and groups.kept == groups.total:
         chosen, expert_ids = jax.lax.top_k(scores, k)
     else:
         preferred = jax.lax.stop_gradient(scores if correction is None else scores + correction)
-        if groups.kept < groups.count:
+        if groups.kept < groups.total:
             preferred = _within_groups(preferred, groups, best=2 if sigmoid else 1)
         expert_ids = jax.lax.top_k(preferred, k)[1]
         chosen = jnp.take_along_axis(scores, expert_ids, axis=-1)
@@ -241,10 +241,10 @@ _SMALLEST_SUM = 1e-20
 
 def _within_groups(scores: Float[Array, "M E"], groups: Groups, *, best: int) -> Float[Array, "M E"]:
     """Return the scores of the groups with the largest sums of their `best` scores, and -inf for the others."""
-    grouped = scores.reshape(len(scores), groups.count, -1)
+    grouped = scores.reshape(len(scores), groups.total, -1)
     sums = jax.lax.top_k(grouped, best)[0].sum(-1)
     kept = jax.lax.top_k(sums, groups.kept)[1]
-    allowed = (kept[:, :, None] == jnp.arange(groups.count)).any(1)
+    allowed = (kept[:, :, None] == jnp.arange(groups.total)).any(1)
     return jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
 
 
