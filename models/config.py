@@ -97,6 +97,21 @@ class DeltaConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Shape of latent attention."""
+
+    query_rank: int | None
+    """Of the queries' latent vector; None where they are projected at once."""
+    rank: int
+    """Of the latent vector of keys and values."""
+    nope_dim: int
+    """Dimensions of each query and key that do not turn."""
+    rope_dim: int
+    """Dimensions after these that do, those of keys being the same for all heads."""
+    value_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class PerLayerConfig:
     """Shape of the embeddings that each layer has of its own."""
 
@@ -204,6 +219,8 @@ class DecoderConfig:
     """Columns of the residual stream that hold keys and values of some layers for later ones."""
     per_layer: PerLayerConfig | None = field(default=None, repr=False)
     """None without embeddings for each layer."""
+    latent: LatentConfig | None = field(default=None, repr=False)
+    """None without latent attention."""
     delta: DeltaConfig | None = field(default=None, repr=False)
     """None without layers of linear attention."""
     wrapper: str | None = field(default=None, repr=False)
@@ -407,6 +424,14 @@ class HfFields:
     mlp_bias: bool
     norm_topk_prob: bool
     qkv_bias: bool
+    q_lora_rank: _Size
+    kv_lora_rank: _Size
+    qk_nope_head_dim: _Size
+    qk_rope_head_dim: _Size
+    v_head_dim: _Size
+    rope_interleave: bool
+    topk_method: str
+    mlp_layer_types: tuple[str, ...]
     use_qk_norm: bool
     n_routed_experts: Annotated[int, Range(ge=1, le=100_000)]
     n_shared_experts: _Size
@@ -610,6 +635,7 @@ def decoder_fields(
 
 _LINEARS = (
     *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    *(f"self_attn.{name}" for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")),
     *(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")),
     *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.qkv_proj", "mlp.gate_up_proj"),
     *("per_layer_input_gate", "per_layer_projection"),

@@ -86,7 +86,7 @@ def register(family: Family) -> Family:
 
 
 _FOREIGN = {
-    **{"kv_lora_rank": "latent attention", "q_lora_rank": "latent attention", "o_lora_rank": "latent attention"},
+    "index_topk": "attention to keys that an indexer chooses",
     **{
         "ssm_state_size": "state-space layers",
         "mamba_d_state": "state-space layers",

@@ -26,11 +26,11 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     fields = decoder_fields(raw, max_position_embeddings=131_072, eps=1e-5, partial=0.5)
     fields |= {"attention_output_bias": False, "mlp_bias": False, "head_norms": raw["use_qk_norm"]}
     layers = raw["num_hidden_layers"]
-    return DecoderConfig(**fields, layer_windows=(None,) * layers, moe=sigmoid_experts(raw))
+    return DecoderConfig(**fields, layer_windows=(None,) * layers, moe=routed_experts(raw))
 
 
-def sigmoid_experts(raw: Mapping[str, Any]) -> MoeConfig:
-    """Read the experts of a config.json with DeepSeek-V3's router, all of whose fields are there but for sizes."""
+def routed_experts(raw: Mapping[str, Any]) -> MoeConfig:
+    """Read the experts of a config.json with DeepSeek's fields, all of which are there but for sizes."""
     require_fields(raw, ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"))
     return MoeConfig(
         num_experts=raw["n_routed_experts"],

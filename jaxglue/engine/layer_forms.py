@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from jaxglue.models.context import LayerContext, PackedContext, RouterLosses
 from jaxglue.models.family import NormNames
+from jaxglue.models.latent import LatentAttention
 from jaxglue.models.layers import Attention, DecoderLayer, FusedMLP, GatedMLP
 from jaxglue.models.parameters import Params, merge_module
 from jaxglue.ops import names
@@ -88,8 +89,8 @@ def by_tiles(
 def _check_small(capability: Capability | None, layer: DecoderLayer, x: Array, context: PackedContext) -> None:
     """Raise NotImplementedError for a layer that `small_layer` does not compute."""
     attention, mlp = layer.mixer, layer.mlp
-    if not isinstance(attention, Attention) or attention.gated:
-        raise NotImplementedError("attention is linear or gated")
+    if not isinstance(attention, Attention) or isinstance(attention, LatentAttention) or attention.gated:
+        raise NotImplementedError("attention is linear, latent or gated")
     rotary = attention.rotary
     if context.attention_out is not None:
         raise NotImplementedError("attention's output is known")

@@ -20,6 +20,11 @@ def matmul_parameters(config: DecoderConfig) -> int:
 
 def _attention(config: DecoderConfig, kind: LayerKind) -> int:
     N, shape = config.num_attention_heads, kind.shape
+    if (latent := config.latent) is not None:
+        D, H, rank = config.hidden_size, kind.head_dim, latent.query_rank
+        queries = D * N * H if rank is None else rank * (D + N * H)
+        keys_values = D * (latent.rank + latent.rope_dim) + latent.rank * N * (latent.nope_dim + latent.value_dim)
+        return queries + keys_values + N * latent.value_dim * D
     made = 0 if shape.shares == "takes" else shape.kv_heads * (1 if shape.keys_as_values else 2)
     own = 2 * config.hidden_size * config.per_layer.size if config.per_layer else 0
     return config.hidden_size * shape.head_dim * (2 * N + made) + own
@@ -48,8 +53,13 @@ def training_flops_per_token(config: DecoderConfig, *, visible_keys: float, weig
         weight_gradients: all weights train; frozen ones need no gradient, which leaves two thirds of the work.
     """
     weights = (6 if weight_gradients else 4) * matmul_parameters(config)
-    heads = sum(kind.head_dim for kind in config.layer_kinds if not kind.linear)
+    heads = sum(_mean_width(config, kind) for kind in config.layer_kinds if not kind.linear)
     return weights + 12 * config.num_attention_heads * heads * visible_keys
+
+
+def _mean_width(config: DecoderConfig, kind: LayerKind) -> float:
+    """Return the mean of a key's and a value's width."""
+    return kind.head_dim if config.latent is None else (kind.head_dim + config.latent.value_dim) / 2
 
 
 def mean_visible_keys(lengths: Int[ndarray, " documents"]) -> float:

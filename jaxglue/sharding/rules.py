@@ -26,6 +26,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (rf"\.(q|k|v|gate|up)_proj\.weight{_ARRAY}$",                   P(("tensor", "fsdp"))),  # [out, in]
     (rf"\.(qkv|gate_up)_proj\.weight{_ARRAY}$",                    P("fsdp")),
     (rf"\.(o|down)_proj\.weight{_ARRAY}$",                          P("fsdp", "tensor")),
+    (rf"\.(q_a|q_b|kv_b)_proj\.weight{_ARRAY}$|\.kv_a_proj_with_mqa\.weight{_ARRAY}$", P("fsdp")),
     (rf"\.(in_proj_(qkv|z)|out_proj)\.weight{_ARRAY}$",             P("fsdp")),
     (r"\.(q|k|v|gate|up)_proj\.(bias|lora_B)$|\.sinks$",            P("tensor")),
     (r"\.(o|down)_proj\.lora_A$",                                   P(None, "tensor")),

@@ -50,7 +50,9 @@ def check_model(config: TrainConfig, model: DecoderConfig) -> None:
 def warn_of_peft(config: TrainConfig, model: DecoderConfig) -> None:
     """Warn of adapters that PEFT (0.21) gives to experts, under whose names other layers of some models have theirs."""
     dense = {"gate_proj", "up_proj", "down_proj", ALL_LINEAR}
-    named = {"qwen3_moe": "a Qwen3-MoE", "glm4_moe": "a GLM with experts"}.get(model.model_type)
+    glm, deepseek = "a GLM with experts", "a DeepSeek"
+    named = {"qwen3_moe": "a Qwen3-MoE", "glm4_moe": glm, "glm4_moe_lite": glm}.get(model.model_type)
+    named = deepseek if model.model_type in ("deepseek_v2", "deepseek_v3") else named
     moe = model.moe
     mixed = named and moe is not None and (moe.shared_size > 0 or not all(moe.sparse_layers))
     apart = [target for target in config.lora.targets if not target.endswith(".experts.down_proj")]

@@ -31,6 +31,12 @@ FAMILIES = {
         "model_type": "ministral3",
         "rope_parameters": {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 4},
     },
+    "deepseek_v3": {
+        **{"model_type": "deepseek_v3", "head_dim": None, "num_key_value_heads": 4, "q_lora_rank": 20},
+        **{"kv_lora_rank": 12, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 10},
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 0},
+        **{"n_group": 2, "topk_group": 1},
+    },
     "qwen3_5": {
         "model_type": "qwen3_5_text",
         "layer_types": ("linear_attention", "full_attention"),
@@ -58,6 +64,7 @@ def exact_matmuls():
         ("gpt_oss", "lora", "none", 4),
         ("phi3_nf4", "lora", "offload:layer_input,query,key,value", 7),
         ("ministral3", "full", "full", 4),
+        ("deepseek_v3", "lora", "offload:layer_input,query,key,value,attention_out", 4),
         ("qwen3_5", "lora", "offload:layer_input,output_gate; save:delta_input", 4),
         ("qwen3_5", "lora", "1 x offload:layer_input,attention_out + 1 x drop:layer_input; offload:attention_out", 7),
     ],

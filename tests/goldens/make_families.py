@@ -36,6 +36,11 @@ STORED = ("layer_scalar", "e_score_correction_bias")
 """Buffers that are drawn."""
 OTHER_TYPES = {"phi3_longrope": "phi3", "gemma4_text_joined": "gemma4_text"}
 """Types of goldens that are named otherwise."""
+LATENT = {
+    **{"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "head_dim": 4, "num_key_value_heads": 4},
+    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12},
+}
+MSCALES = {"mscale": 0.7, "mscale_all_dim": 1.0}
 MODELS = {
     "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "head_dim": 4},
     "mistral": {"sliding_window": 4},
@@ -78,6 +83,17 @@ MODELS = {
         **{"n_shared_experts": 2, "routed_scaling_factor": 1.7, "attention_bias": True, "use_qk_norm": True},
         **{"rope_theta": 100.0},
     },
+    "deepseek_v2": {
+        **LATENT,
+        **{"q_lora_rank": None, "v_head_dim": 6, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+        **{"routed_scaling_factor": 1.5, "first_k_dense_replace": 1, "rope_parameters": {**YARN_ROPE, **MSCALES}},
+    },
+    "deepseek_v3": {
+        **LATENT,
+        **{"q_lora_rank": 10, "v_head_dim": 6, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
+        **{"attention_bias": True, "rope_parameters": {**YARN_ROPE, **MSCALES}},
+    },
+    "glm4_moe_lite": {**LATENT, "q_lora_rank": 10, "v_head_dim": 12, "rope_theta": 100.0},
     "ministral3": {
         "rope_parameters": {**YARN_ROPE, "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.3}
     },

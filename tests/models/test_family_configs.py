@@ -1,5 +1,7 @@
 """Fields of config.json that are absent, null or contradict each other, as transformers reads them."""
 
+import math
+
 import pytest
 
 from jaxglue.models import config_from_hf
@@ -14,6 +16,7 @@ RAW = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 EXPERTS |= {"shared_expert_intermediate_size": 24}
 KINDS = ["full_attention", "sliding_attention"]
+LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 GLM4_MOE = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
@@ -107,11 +110,39 @@ def test_defaults_are_those_of_transformers(model_type, fields, expected):
             {**GLM4_MOE, "first_k_dense_replace": 0, "n_shared_experts": 2, "n_group": 4, "topk_group": 2},
             {"sparse_layers": (True,) * 6, "shared_size": 24, "groups": (4, 2)},
         ),
+        (
+            "deepseek_v3",
+            {**GLM4_MOE, **LATENT, "topk_group": None, "n_group": 4},
+            {"sparse_layers": (*(False,) * 3, *(True,) * 3), "routed_scale": 2.5, "groups": (4, 4)},
+        ),
+        (
+            "deepseek_v2",
+            {**GLM4_MOE, **LATENT, "norm_topk_prob": True, "n_group": 4, "topk_group": 2},
+            {"sparse_layers": (True,) * 6, "norm_topk_prob": False, "groups": (1, 1), "shared_size": 24},
+        ),
+        (
+            "glm4_moe_lite",
+            {**GLM4_MOE, **LATENT, "first_k_dense_replace": 3},
+            {"sparse_layers": (False, *(True,) * 5), "routed_scale": 1.8},
+        ),
+        (
+            "glm4_moe_lite",
+            {**GLM4_MOE, **LATENT, "mlp_layer_types": ["sparse", "dense"] * 3},
+            {"sparse_layers": (True, False) * 3},
+        ),
     ],
 )
 def test_experts_are_read(model_type, fields, expected):
     moe = config_from_hf({**RAW, "model_type": model_type, **fields}).moe
     assert {name: getattr(moe, name) for name in expected} == expected
+
+
+def test_latent_attention_is_scaled_as_yarn_says():
+    raw = {**RAW, **GLM4_MOE, **LATENT, "model_type": "deepseek_v3", "n_group": 1, "topk_group": 1}
+    plain, scaled = (config_from_hf({**raw, "rope_scaling": rope}) for rope in (None, {**YARN, "mscale_all_dim": 0.5}))
+    assert (plain.head_dim, plain.attention_scale, plain.num_key_value_heads) == (12, None, 8)
+    assert scaled.attention_scale == pytest.approx((0.05 * math.log(4) + 1) ** 2 / 12**0.5)
+    assert {(rotary.dims, rotary.config.interleaved) for rotary in scaled.rotaries} == {(4, True)}
 
 
 @pytest.mark.parametrize(
@@ -200,14 +231,37 @@ def test_rotary_embeddings_are_read(model_type, fields, expected):
         ("gemma3", {"text_config": 3}, "text_config in config.json: gemma3 needs an object, got 3"),
         ("gemma5", {"text_config": 3}, "model_type 'gemma5' is not supported: known are .*; the nearest is gemma"),
         (
-            "deepseek_v3",
-            {"kv_lora_rank": 8, "q_lora_rank": 8, "n_routed_experts": 4, "vision_config": None},
-            r"names latent attention \(kv_lora_rank\)$",
+            "deepseek_v32",
+            {"kv_lora_rank": 8, "index_topk": 8, "n_routed_experts": 4, "vision_config": None},
+            r"the nearest is deepseek_v3. Its .* names attention to keys that an indexer chooses \(index_topk\)$",
         ),
         ("olmo3", {"num_hidden_layers": None}, "config.json lacks num_hidden_layers"),
         ("gemma2", {"hidden_size": None}, "config.json lacks hidden_size"),
         ("mixtral", {"sliding_window": 0}, "sliding_window in config.json: expected at least 1 token"),
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok=9 must be between 1 and num_experts=8"),
+        ("deepseek_v3", GLM4_MOE, "config.json lacks kv_lora_rank, qk_rope_head_dim"),
+        (
+            "deepseek_v3",
+            {**GLM4_MOE, **LATENT, "head_dim": 8},
+            "head_dim=8 in config.json contradicts qk_rope_head_dim=4",
+        ),
+        ("deepseek_v2", {**GLM4_MOE, **LATENT, "v_head_dim": 13}, "v_head_dim=13 in config.json is above"),
+        (
+            "deepseek_v2",
+            {**GLM4_MOE, **LATENT, "num_key_value_heads": 4},
+            "num_key_value_heads=4 in config.json: latent",
+        ),
+        ("deepseek_v2", {**GLM4_MOE, **LATENT, "topk_method": "noaux_tc"}, "topk_method 'noaux_tc' in config.json"),
+        (
+            "deepseek_v2",
+            {**GLM4_MOE, **LATENT, "topk_method": "group_limited_greedy"},
+            "topk_method group_limited_greedy in config.json needs n_group and topk_group",
+        ),
+        (
+            "glm4_moe_lite",
+            {**GLM4_MOE, **LATENT, "mlp_layer_types": ["dense"]},
+            "expected dense or sparse for each of 6",
+        ),
         ("glm4_moe", {}, "config.json lacks n_routed_experts, num_experts_per_tok, moe_intermediate_size"),
         ("glm4_moe", {**GLM4_MOE, "n_group": 3}, "n_group=3 and topk_group=1: groups must divide the 8 experts"),
         ("glm4_moe", {**GLM4_MOE, "n_group": 8}, "n_group=8 leaves groups of one of 8 experts"),

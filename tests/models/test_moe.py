@@ -25,7 +25,10 @@ GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size"
 QWEN3_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 QWEN2_MOE = {**QWEN3_MOE, "norm_topk_prob": False, "shared_expert_intermediate_size": 40}
 GLM4_MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 0}
+LATENT = {"kv_lora_rank": 12, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 10, "head_dim": None}
+DEEPSEEK = {**GLM4_MOE, **LATENT, "q_lora_rank": 20, "n_group": 2, "topk_group": 1, "num_key_value_heads": 4}
 FAMILIES = {"gpt_oss": GPT_OSS, "qwen3_moe": QWEN3_MOE, "qwen2_moe": QWEN2_MOE, "glm4_moe": GLM4_MOE}
+FAMILIES |= {"deepseek_v3": DEEPSEEK}
 LENGTHS = [[5, 3, 6], [9, 2]]
 ONE_TYPE = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
 
@@ -45,7 +48,7 @@ def moe_model(tiny_model):
     return make
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "glm4_moe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "glm4_moe", "deepseek_v3"])
 def test_tokens_are_multiplied_with_their_experts_and_shared_ones(moe_model, family):
     model = moe_model(family, mlp_only_layers=[1], first_k_dense_replace=1)
     shapes = abstract_parameters(model)

@@ -1,0 +1,154 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, 2.1): keys and values from one small vector a token."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array
+
+from jaxglue.models.config import DecoderConfig, LatentConfig, LayerKind, decoder_fields, require_fields
+from jaxglue.models.context import LayerContext
+from jaxglue.models.family import Parts
+from jaxglue.models.layers import Attention, DecoderLayer, copied
+from jaxglue.models.linear import Linear, layer_linear
+from jaxglue.models.residual import Branch, RMSNorm
+from jaxglue.ops import names
+from jaxglue.ops.projection import Projection, adapted_projection
+from jaxglue.ops.residual_norm import Normed
+
+_EPS = 1e-6
+"""Of the norms of latent vectors, whatever config.json has for the others."""
+
+
+class LatentAttention(Attention):
+    """Attention whose keys, values and, in larger models, queries are projected from norms of latent vectors.
+
+    The last dimensions of each head's query turn, and those of one key that all heads share. Attention sees heads of
+    one size: values are padded with zeros to that of the keys, and its output is cut to theirs.
+    """
+
+    def __init__(self, config: DecoderConfig, parts: Parts, kind: LayerKind, *, dtype, rngs: nnx.Rngs):
+        latent = config.latent
+        assert latent is not None
+        D, N, H, bias = config.hidden_size, config.num_attention_heads, kind.head_dim, config.attention_bias
+        linear = partial(layer_linear, config, kind, dtype=dtype, rngs=rngs)
+        if latent.query_rank is None:
+            self.q_proj = linear("self_attn.q_proj", D, N * H, bias=False)
+        else:
+            self.q_a_proj = linear("self_attn.q_a_proj", D, latent.query_rank, bias=bias)
+            self.q_a_layernorm = RMSNorm(latent.query_rank, _EPS, dtype=dtype)
+            self.q_b_proj = linear("self_attn.q_b_proj", latent.query_rank, N * H, bias=False)
+        self.kv_a_proj_with_mqa = linear("self_attn.kv_a_proj_with_mqa", D, latent.rank + latent.rope_dim, bias=bias)
+        self.kv_a_layernorm = RMSNorm(latent.rank, _EPS, dtype=dtype)
+        self.kv_b_proj = linear(
+            "self_attn.kv_b_proj", latent.rank, N * (latent.nope_dim + latent.value_dim), bias=False
+        )
+        self.o_proj = linear("self_attn.o_proj", N * latent.value_dim, D, bias=bias)
+        self.latent, self.heads = latent, N
+        self.fused = self.gated = self.norms_full_width = False
+        self.sinks = self.q_norm = self.k_norm = None
+        self.head_dim, self.window, self.rotary = H, kind.window, kind.rotary
+        self.query_factor, self.softcap = config.query_factor(H), None
+
+    def project(self, normed: Normed, context: LayerContext) -> tuple[tuple[Array, Array, Array], None]:
+        """Return queries, keys and padded values [B, T, N, H]."""
+        latent = self.latent
+        q, joined = adapted_projection(copied(normed), self.inputs, context)
+        if latent.query_rank is not None:
+            q = self.q_b_proj(self.q_a_layernorm(q), context)
+        q, joined = checkpoint_name(q, names.QUERY), checkpoint_name(joined, names.KEY)
+        compressed, k_turning = joined[..., : latent.rank], joined[..., latent.rank :]
+        kv = checkpoint_name(self.kv_b_proj(self.kv_a_layernorm(compressed), context), names.VALUE)
+        q = self._heads(q)
+        kv = kv.reshape(*kv.shape[:2], self.heads, -1)
+        # Scores know no order of dimensions: those that turn come first, as where a part of each head does.
+        q = jnp.concatenate([q[..., latent.nope_dim :], q[..., : latent.nope_dim]], axis=-1)
+        k_turning = jnp.broadcast_to(k_turning[:, :, None], (*q.shape[:3], latent.rope_dim))
+        k = jnp.concatenate([k_turning, kv[..., : latent.nope_dim]], axis=-1)
+        q, k = context.rotate(q, k, self.rotary, None, self.query_factor)
+        padding = ((0, 0),) * 3 + ((0, self.head_dim - latent.value_dim),)
+        return (q, k, jnp.pad(kv[..., latent.nope_dim :], padding)), None
+
+    def output(self, attended: Array, gate: Array | None, context: LayerContext) -> Branch:
+        """Project attention's output, without its padding, back."""
+        assert gate is None
+        values = attended.reshape(*attended.shape[:2], self.heads, self.head_dim)[..., : self.latent.value_dim]
+        return super().output(values, None, context)
+
+    @property
+    def inputs(self) -> list[Projection]:
+        """Return all that reads the layer's norm: the projections to queries, or their latent vector, and to keys'."""
+        first = self.q_proj if self.latent.query_rank is None else self.q_a_proj
+        return [first.projection, self.kv_a_proj_with_mqa.projection]
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Return all projections."""
+        first = (self.q_proj,) if self.latent.query_rank is None else (self.q_a_proj, self.q_b_proj)
+        return *first, self.kv_a_proj_with_mqa, self.kv_b_proj, self.o_proj
+
+
+class LatentLayer(DecoderLayer):
+    """A decoder layer with latent attention."""
+
+    attention = LatentAttention
+
+
+def latent_fields(raw: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+    """Read the config.json fields of models with latent attention.
+
+    Args:
+        raw: config.json.
+        options: of `decoder_fields`.
+
+    Raises:
+        ValueError: as `decoder_fields`; sizes that are missing or contradict each other, or values wider than keys.
+    """
+    require_fields(raw, ("num_attention_heads", "num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim"))
+    require_fields(raw, ("qk_nope_head_dim", "v_head_dim"))
+    heads, layers, rope_dim = raw["num_attention_heads"], raw["num_hidden_layers"], raw["qk_rope_head_dim"]
+    head_dim, given = raw["qk_nope_head_dim"] + rope_dim, raw.get("num_key_value_heads")
+    if given is not None and given != heads:
+        raise ValueError(
+            f"num_key_value_heads={given} in config.json: latent attention has num_attention_heads={heads}"
+        )
+    if raw["v_head_dim"] > head_dim:
+        raise ValueError(
+            f"v_head_dim={raw['v_head_dim']} in config.json is above qk_nope_head_dim + qk_rope_head_dim={head_dim}, "
+            "which is not supported"
+        )
+    interleaved = raw.get("rope_interleave") is not False
+    own = {**raw, "head_dim": rope_dim, "num_key_value_heads": heads}
+    fields = decoder_fields(own, interleaved=interleaved, **options)
+    part = rope_dim / head_dim
+    part = part if int(head_dim * part) == rope_dim else math.nextafter(part, 1.0)
+    rope, scale = replace(fields["rope"], partial_rotary_factor=part), 1.0
+    if rope.rope_type != "default" and rope.mscale_all_dim and (rope.factor or 1.0) > 1:
+        scale = (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
+    return fields | {
+        "head_dim": head_dim,
+        "rope": rope,
+        "attention_scale": None if scale == 1.0 else scale * head_dim**-0.5,
+        "layer_windows": (None,) * layers,
+        "latent": LatentConfig(
+            query_rank=raw.get("q_lora_rank"),
+            rank=raw["kv_lora_rank"],
+            nope_dim=raw["qk_nope_head_dim"],
+            rope_dim=rope_dim,
+            value_dim=raw["v_head_dim"],
+        ),
+    }
+
+
+def check_rotated_size(raw: Mapping[str, Any]) -> None:
+    """Raise ValueError for a `head_dim` that transformers would take for the rotated part of the heads."""
+    if (given := raw.get("head_dim")) is not None and given != raw.get("qk_rope_head_dim"):
+        raise ValueError(
+            f"head_dim={given} in config.json contradicts qk_rope_head_dim={raw.get('qk_rope_head_dim')}, for which "
+            f"{raw['model_type']} takes it: take it out"
+        )
