@@ -147,6 +147,7 @@ def test_layers_that_fp8_does_not_suit_leave_it(settings, pairs, tmp_path, monke
         ({"data": "x"}, "data: a session is given its rows step by step"),
         ({"objective": "dpo"}, "objective: a session trains on texts and chats"),
         ({"update_in_backward": True, "clip_norm": 0.0}, "update_in_backward: gradients of a session add up"),
+        ({"schedule": "cosine"}, "schedule cosine: it needs the number of steps: give steps, too"),
         ({"learning_rat": 1.0}, "unknown setting 'learning_rat'"),
     ],
 )
