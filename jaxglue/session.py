@@ -1,5 +1,6 @@
 """A model in training, step by step, for loops of one's own: on the executor, planner and optimizer of `train`."""
 
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 Loss = Callable[[Float[Array, "B T"], Mapping[str, Float[Array, "B T"]]], Float[Array, "B T"]]
 """`loss(log_probs, columns)` of tokens, from the log-probabilities of the targets and each token's values of its row's
 columns; tokens that are not trained on do not count."""
+_log = logging.getLogger(__name__)
 _STATE = "session"
 """Folder beside a result's files that `load` reads."""
 _STEPS = 1000
@@ -156,6 +158,8 @@ class Session:
             ValueError: unusable rows, by their number.
         """
         step = rows if isinstance(rows, Step) else self._pack(rows, columns)
+        if note := self._model.check_fp8(step.micro_batches[-1]):
+            _log.info(note)
         objective = None if loss is None else FunctionLoss(config=self._setup.config.objective, function=loss)
         value, _, gradients = self._model.loss_and_gradients(step, objective)
         self._gradients = gradients if self._gradients is None else _add(self._gradients, gradients)
@@ -222,7 +226,8 @@ class Session:
         export_result(self._setup, self._model.trainable, path)
         state = jax.tree_util.tree_leaves_with_path(self._model.state())
         save_tensors(path / _STATE, {jax.tree_util.keystr(key): leaf for key, leaf in state})
-        write_json(path / _STATE / "session.json", {"step": self._model.step, "sampled": self._sampled})
+        host = {"step": self._model.step, "sampled": self._sampled, **self._model.get_state()}
+        write_json(path / _STATE / "session.json", host)
         return path
 
     def load(self, path: str | Path) -> None:
@@ -246,6 +251,7 @@ class Session:
             lambda key, leaf: jax.device_put(read[jax.tree_util.keystr(key)].astype(leaf.dtype), leaf.sharding), state
         )
         self._model.restore(restored, known["step"])
+        self._model.set_state({"fp8": known["fp8"]})
         self._gradients, self._sampled = None, known["sampled"]
 
     def _prepare(self, config: DataConfig, columns: Columns) -> PreparedData:

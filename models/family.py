@@ -83,15 +83,12 @@ def register(family: Family) -> Family:
 
 _FOREIGN = {
     **{"kv_lora_rank": "latent attention", "q_lora_rank": "latent attention", "o_lora_rank": "latent attention"},
-    **{"n_routed_experts": "routed experts beside shared ones", "moe_num_experts": "experts", "num_experts": "experts"},
-    **{"num_local_experts": "experts", "n_shared_experts": "shared experts"},
-    "shared_expert_intermediate_size": "shared experts",
+    **{"n_routed_experts": "routers by groups of experts", "topk_group": "routers by groups of experts"},
     **{
         "ssm_state_size": "state-space layers",
         "mamba_d_state": "state-space layers",
         "state_size": "state-space layers",
     },
-    **{"linear_num_value_heads": "linear attention", "lightning_attn_decay": "linear attention"},
     **{"layer_norm_eps": "layer norms", "layer_norm_epsilon": "layer norms", "norm_epsilon": "layer norms"},
     **{"rotary_pct": "another partial rotation", "alibi": "ALiBi positions", "n_positions": "learned positions"},
     **{"vision_config": "a vision tower", "audio_config": "an audio tower", "encoder_layers": "an encoder"},

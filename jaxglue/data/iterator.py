@@ -137,7 +137,8 @@ class BatchIterator(Iterator[Step]):
         process_index: int = 0,
         process_count: int = 1,
     ):
-        _check_sizes(epochs=1 if epochs is None else epochs, documents_per_step=documents_per_step or 1)
+        numbers = {"epochs": epochs, "documents_per_step": documents_per_step}
+        _check_sizes(**{name: number for name, number in numbers.items() if number is not None})
         self._documents_per_step = documents_per_step
         self._dataset, self._seq_len, self._seed, self._epochs = dataset, seq_len, seed, epochs
         self._sizes: dict[str, Any] = {

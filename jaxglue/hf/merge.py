@@ -34,6 +34,7 @@ from jaxglue.hf.tensor_files import TensorFiles, TensorInfo, write_shards
 from jaxglue.models import abstract_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import CausalLM
+from jaxglue.models.family import find_family
 from jaxglue.models.lora import base_shapes
 from jaxglue.models.parameters import abstract_parameters, quantized_names
 from jaxglue.models.wrapper import text_config, with_text
@@ -142,7 +143,7 @@ class MergedTensors:
         matrices = _matrix_shapes(files, model) | self._quantized
         self._stored = {name: found for name, shape in matrices.items() if (found := find_stored(files, name, shape))}
         stored = _expand_quantized(files.tensors, self._stored, matrices)
-        self._deltas = {} if self.adapter is None else adapter_deltas(self.adapter, stored)
+        self._deltas = {} if self.adapter is None else self._find_deltas(self.adapter, stored)
         expands = any(experts_format(stored, name) for name in self._deltas)
         self.specs = _merged_specs(stored, expands=expands)
         for name, delta in self._deltas.items():
@@ -169,6 +170,10 @@ class MergedTensors:
             return self.adapter.tensors[SCORE].astype(self.specs[SCORE].dtype)
         weight = self._read_base(name)
         return _finite(name, self._deltas[name].add_to(weight)) if name in self._deltas else weight
+
+    def _find_deltas(self, adapter: Adapter, stored: Mapping[str, TensorInfo]) -> "dict[str, Delta]":
+        out_first = find_family(self.config.model_type).parts.experts.transposed
+        return adapter_deltas(adapter, stored, transposed=not out_first)
 
     def _read_base(self, name: str) -> np.ndarray:
         if name in self._quantized:
@@ -313,10 +318,11 @@ class Delta:
             return total.astype(weight.dtype)
 
 
-def adapter_deltas(adapter: Adapter, base: Mapping[str, TensorInfo]) -> dict[str, Delta]:
+def adapter_deltas(adapter: Adapter, base: Mapping[str, TensorInfo], *, transposed: bool = False) -> dict[str, Delta]:
     """Return the adapter's deltas by base weight name.
 
-    Experts follow the base's layout: one tensor per expert or one for all; MXFP4 experts go by their expanded name.
+    Experts follow the base's layout: one tensor per expert or one for all, stored [E, in, out] if `transposed`; MXFP4
+    experts go by their expanded name.
     """
     deltas: dict[str, Delta] = {}
     for name in adapter.modules:
@@ -324,12 +330,14 @@ def adapter_deltas(adapter: Adapter, base: Mapping[str, TensorInfo]) -> dict[str
         b, a = scale * adapter.tensors[f"{name}.lora_B"], adapter.tensors[f"{name}.lora_A"]
         magnitude = adapter.tensors.get(f"{name}.{MAGNITUDE}")
         linear = {f"{name}.weight": Delta(b=b, a=a, magnitude=magnitude)}
-        deltas |= linear if b.ndim == 2 else _expert_deltas(name, b, a, base)
+        deltas |= linear if b.ndim == 2 else _expert_deltas(name, b, a, base, transposed)
     return deltas
 
 
-def _expert_deltas(name: str, b: np.ndarray, a: np.ndarray, base: Mapping[str, TensorInfo]) -> dict[str, Delta]:
+def _expert_deltas(
+    name: str, b: np.ndarray, a: np.ndarray, base: Mapping[str, TensorInfo], transposed: bool
+) -> dict[str, Delta]:
     parts = expert_parts(name, (*b.shape[:2], a.shape[2]))
     if not parts.keys() & base.keys():
-        return {name: Delta(b=b, a=a, transposed=True)}
+        return {name: Delta(b=b, a=a, transposed=transposed)}
     return {part: Delta(b=b[index], a=a[index[0]]) for part, index in parts.items()}

@@ -184,7 +184,8 @@ class TrainStep:
         fp8 = state.get("fp8")
         if fp8 and fp8["max_error"] == self._config.model.fp8_max_error:
             self._fp8 = fp8
-            self.executor.multiply_in_fp8(fp8["layers"], fp8["head"])
+            for executor in self._executors.values():
+                executor.multiply_in_fp8(fp8["layers"], fp8["head"])
             self._whole = self._make_whole()
             as_lowered = all(fp8["layers"]) and fp8["head"] == self._run.model.fp8_head
             if not as_lowered or self._run.remat.layers_per_program > 1:
@@ -250,7 +251,9 @@ class TrainStep:
         """
         objective = objective or self._objective
         if objective not in self._executors:
-            self._executors[objective] = self._make_executor(self.graphdefs, objective)
+            self._executors[objective] = made = self._make_executor(self.graphdefs, objective)
+            if self._fp8:
+                made.multiply_in_fp8(self._fp8["layers"], self._fp8["head"])
         arguments = *self._arguments(batch), self._step_key(), into
         sums, gradients = self._executors[objective].loss_and_gradients(*arguments)
         return objective.loss(sums), objective.metrics(sums), gradients

@@ -151,6 +151,7 @@ def test_rows_hold_at_most_max_segments(iterate):
     [
         ({"batch_size": 0}, "batch_size=0: expected at least 1"),
         ({"epochs": 0}, "epochs=0: expected at least 1"),
+        ({"documents_per_step": 0}, "documents_per_step=0: expected at least 1"),
         ({"seq_len": 16}, r"a document has \d+ tokens, but seq_len=16: prepare the data with the same seq_len"),
         ({"process_count": 4}, "batch_size=2 does not divide among 4 processes"),
     ],

@@ -181,7 +181,7 @@ def test_rotary_embeddings_are_read(model_type, fields, expected):
         (
             "deepseek_v3",
             {"kv_lora_rank": 8, "q_lora_rank": 8, "n_routed_experts": 4, "vision_config": None},
-            r"names latent attention \(kv_lora_rank\), routed experts beside shared ones \(n_routed_experts\)$",
+            r"names latent attention \(kv_lora_rank\), routers by groups of experts \(n_routed_experts\)$",
         ),
         ("olmo3", {"num_hidden_layers": None}, "config.json lacks num_hidden_layers"),
         ("gemma2", {"hidden_size": None}, "config.json lacks hidden_size"),

@@ -15,7 +15,9 @@ from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.loading import add_adapter, load_model
 from jaxglue.hf.merge import export_adapter
 from jaxglue.models import abstract_model, config_from_hf
-from jaxglue.models.parameters import abstract_parameters, hf_name
+from jaxglue.models.lora import add_lora
+from jaxglue.models.lora_config import LoraConfig
+from jaxglue.models.parameters import abstract_parameters, flatten_names, hf_name, split_model
 from tests.models.test_parity import PADDING, loss_and_gradients, packed_row
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -71,3 +73,22 @@ def test_adapters_match_peft_and_are_written_under_its_names(name, tmp_path):
     merged = load_model(tmp_path / "merged", dtype=jnp.float32)
     logits = merged(*packed_row(golden))[0, :-PADDING]
     np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=1e-4)
+
+
+def test_experts_stored_as_one_tensor_are_merged(tmp_path):
+    base = tmp_path / "base"
+    base.mkdir()
+    write_folder(base, read_golden("qwen2_moe")[0])
+    model, lora = load_model(base, dtype=jnp.float32), LoraConfig(rank=2, alpha=3, targets=("down_proj",))
+    add_lora(model, lora, rngs=nnx.Rngs(0))
+    shapes = flatten_names(split_model(model, nnx.LoRAParam)[1])
+    save_adapter(tmp_path / "adapter", {path: drawn(path, leaf.shape) for path, leaf in shapes.items()}, lora, base)
+    export_adapter(tmp_path / "adapter", base, tmp_path / "merged")  # compares predictions
+    name = "model.layers.0.mlp.experts.down_proj"
+    before, after = (load_file(folder / "model.safetensors")[name] for folder in (base, tmp_path / "merged"))
+    added = (
+        1.5
+        * drawn(f"{name}.lora_B", shapes[f"{name}.lora_B"].shape)
+        @ drawn(f"{name}.lora_A", shapes[f"{name}.lora_A"].shape)
+    )
+    np.testing.assert_allclose(after, before + added, rtol=0, atol=1e-5)

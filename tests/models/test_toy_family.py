@@ -176,6 +176,6 @@ def test_packed_documents_train_as_separate_ones(model, random_batch):
 
 def test_an_unknown_model_type_names_the_nearest():
     with pytest.raises(
-        ValueError, match=r"model_type 'qwen2_moe' is not supported: known are .*; the nearest is qwen3_moe"
+        ValueError, match=r"model_type 'qwen3_moe2' is not supported: known are .*; the nearest is qwen3_moe"
     ):
-        config_from_hf({"model_type": "qwen2_moe"})
+        config_from_hf({"model_type": "qwen3_moe2"})

@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 
 import jaxglue
+from jaxglue.engine.executor import Executor
+from jaxglue.engine.fp8_errors import FP8Errors
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.hf.tensor_files import TensorFiles
+from jaxglue.training import step
 from jaxglue.training.record import read_metrics
 
 
@@ -121,6 +124,21 @@ def test_a_saved_session_goes_on_where_it_was(settings, pairs, tmp_path):
     )
     with jaxglue.Session(**{**settings, "rank": 2}) as session, pytest.raises(ValueError, match="has shape"):
         session.load(folder)
+
+
+def test_layers_that_fp8_does_not_suit_leave_it(settings, pairs, tmp_path, monkeypatch):
+    chosen, options = [], settings | {"matmul": "fp8"}
+    monkeypatch.setattr(step, "fp8_errors", lambda *_: FP8Errors([0.1, 0.3], None))
+    monkeypatch.setattr(Executor, "multiply_in_fp8", lambda _, layers, head: chosen.append(layers))
+    with jaxglue.Session(**options) as session:
+        session.forward_backward(pairs)
+        session.forward_backward(pairs, lambda log_probs, _: -log_probs)
+        session.optim_step()
+        folder = session.save(tmp_path / "saved")
+    assert chosen == [[True, False]] * 2  # the second program too
+    with jaxglue.Session(**options) as session:
+        session.load(folder)
+    assert chosen == [[True, False]] * 3
 
 
 @pytest.mark.parametrize(
