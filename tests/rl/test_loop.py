@@ -1,4 +1,4 @@
-"""Steps of a run on answers of a stand-in for the model: which prompts are answered, and which answers are trained on."""
+"""Steps of a run on answers of a stand-in for the model: which prompts are answered, and which are trained on."""
 
 import json
 from types import SimpleNamespace
