@@ -6,7 +6,8 @@ from typing import Concatenate, Literal
 
 from jaxglue.training.report import RunSummary
 
-Answer = Literal["stop"] | None
+Decision = Literal["stop"] | None
+"""Whether a run ends."""
 
 
 class Callback:
@@ -17,19 +18,19 @@ class Callback:
     any error does; its checkpoints remain.
     """
 
-    def on_start(self, step: int, total_steps: int) -> Answer:
+    def on_start(self, step: int, total_steps: int) -> Decision:
         """Receive the steps done before and those of the whole run, once its weights are loaded."""
 
-    def on_step(self, step: int, values: Mapping[str, float]) -> Answer:
+    def on_step(self, step: int, values: Mapping[str, float]) -> Decision:
         """Receive loss, gradient norm, learning rate and the objective's metrics of a step."""
 
-    def on_evaluation(self, step: int, values: Mapping[str, float]) -> Answer:
+    def on_evaluation(self, step: int, values: Mapping[str, float]) -> Decision:
         """Receive `eval_loss` and further values on held-out data."""
 
-    def on_save(self, step: int, folder: Path) -> Answer:
+    def on_save(self, step: int, folder: Path) -> Decision:
         """Receive the folder of the checkpoints, in which the one of this step is being written."""
 
-    def on_end(self, summary: RunSummary) -> Answer:
+    def on_end(self, summary: RunSummary) -> Decision:
         """Receive the results of the run, which are written."""
 
 
@@ -44,7 +45,7 @@ class Callbacks:
         self.why_stopped: str | None = None
         """The end that a callback asked for, in words."""
 
-    def call[**P](self, event: Callable[Concatenate[Callback, P], Answer], *args: P.args, **kwargs: P.kwargs) -> None:
+    def call[**P](self, event: Callable[Concatenate[Callback, P], Decision], *args: P.args, **kwargs: P.kwargs) -> None:
         """Pass an event, named by a method of `Callback`, to all.
 
         Raises:

@@ -86,7 +86,7 @@ def _load_weight(w, rows, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _matrix(w, rows, k, dtype: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return BLOCK_K columns of rows of w in x's dtype, those of another dtype as `few_rows.permuted` orders them."""
+    """Return BLOCK_K columns of rows of w in x's dtype, those of another dtype as `few_rows._permuted` orders them."""
     loaded = _load_weight(w, rows, k, K, BLOCK_K)
     if loaded.dtype != dtype:
         loaded = tl.permute(tl.reshape(loaded, (ROWS, BLOCK_K // 32, 4, 4, 2)), (0, 1, 3, 2, 4))
