@@ -13,6 +13,7 @@ from jaxglue.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, Rang
 from jaxglue.models.wrapper import TEXT_PATH, WRAPPERS
 from jaxglue.ops.choices import Storage
 from jaxglue.ops.gated_mlp import Activation
+from jaxglue.ops.moe import ONE_GROUP, Groups
 from jaxglue.ops.quant.formats import FORMATS, find_format, skipped_modules, stored_format
 from jaxglue.ops.rope import RopeConfig, RopeTables, Rotary
 
@@ -33,8 +34,25 @@ class MoeConfig:
     """Storage of the experts' matrices; quantized ones cannot be trained."""
     shared_size: int = field(default=0, repr=False)
     """F of the shared expert, which serves every token; 0 without one."""
+    groups: Groups = field(default=ONE_GROUP, repr=False)
+    """Of experts, from some of which alone a token chooses."""
+    routed_scale: float = field(default=1.0, repr=False)
+    """Factor of the weights of routed experts."""
 
     def __post_init__(self) -> None:
+        count, kept = self.groups
+        if self.num_experts % count or not 1 <= kept <= count:
+            raise ValueError(
+                f"n_group={count} and topk_group={kept}: groups must divide the {self.num_experts} experts, and some "
+                "or all of them be kept"
+            )
+        if count > 1 and self.num_experts // count < 2:
+            raise ValueError(f"n_group={count} leaves groups of one of {self.num_experts} experts: they need two")
+        if kept < count and self.num_experts_per_tok > (most := kept * self.num_experts // count):
+            raise ValueError(
+                f"num_experts_per_tok={self.num_experts_per_tok} is above the {most} experts of the groups that a "
+                f"token keeps (topk_group={kept} of n_group={count})"
+            )
         if not 1 <= self.num_experts_per_tok <= self.num_experts:
             raise ValueError(
                 f"num_experts_per_tok={self.num_experts_per_tok} must be between 1 and num_experts={self.num_experts}"
@@ -167,6 +185,8 @@ class DecoderConfig:
     """Of the gate of dense feed-forwards."""
     attention_output_bias: bool | None = field(default=None, repr=False)
     """Of attention's output projection; None where `attention_bias` is of all four."""
+    head_norms: bool = field(default=True, repr=False)
+    """Queries and keys have the norms that the family has for them."""
     attention_scale: float | None = field(default=None, repr=False)
     """Factor of the scores; None for 1 / √head_dim."""
     attention_softcap: float | None = field(default=None, repr=False)
@@ -387,6 +407,14 @@ class HfFields:
     mlp_bias: bool
     norm_topk_prob: bool
     qkv_bias: bool
+    use_qk_norm: bool
+    n_routed_experts: Annotated[int, Range(ge=1, le=100_000)]
+    n_shared_experts: _Size
+    n_group: _Size
+    topk_group: _Size
+    routed_scaling_factor: PositiveFloat
+    first_k_dense_replace: NonNegativeInt
+    num_nextn_predict_layers: NonNegativeInt
     use_sliding_window: bool
     attention_multiplier: PositiveFloat
     embedding_multiplier: PositiveFloat
@@ -585,7 +613,7 @@ _LINEARS = (
     *(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")),
     *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.qkv_proj", "mlp.gate_up_proj"),
     *("per_layer_input_gate", "per_layer_projection"),
-    *(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")),
+    *(f"mlp.{shared}.{name}_proj" for shared in ("shared_expert", "shared_experts") for name in ("gate", "up", "down")),
 )
 """Linear layers of decoder layers."""
 

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from jaxglue.models.config import DecoderConfig
-from jaxglue.ops.moe import Activation
+from jaxglue.ops.moe import Activation, Order
 from jaxglue.ops.norm_rope import LLAMA_NORM, NormStyle
 
 
@@ -27,13 +27,17 @@ class ExpertParts:
 
     router: str = "gate"
     """The router's name."""
-    order: Literal["softmax_topk", "topk_softmax"] = "softmax_topk"
+    order: Order = "softmax_topk"
     """See `jaxglue.ops.moe.route`."""
     activation: Activation = "swiglu"
     transposed: bool = True
     """Matrices are stored [E, out, in]; MXFP4 ones always are."""
     bias: bool = False
     """Of router and experts."""
+    float32_router: bool = False
+    """The router's weight is in float32 whatever the model's dtype, and so is its product."""
+    correction: bool = False
+    """The router has a stored bias of each expert, `e_score_correction_bias`, that counts for the choice alone."""
     shared: str = "shared_expert"
     """Name of the expert that serves every token, where config.json has one."""
     shared_gate: bool = False
@@ -83,7 +87,6 @@ def register(family: Family) -> Family:
 
 _FOREIGN = {
     **{"kv_lora_rank": "latent attention", "q_lora_rank": "latent attention", "o_lora_rank": "latent attention"},
-    **{"n_routed_experts": "routers by groups of experts", "topk_group": "routers by groups of experts"},
     **{
         "ssm_state_size": "state-space layers",
         "mamba_d_state": "state-space layers",
@@ -108,7 +111,7 @@ def find_family(model_type: Any, raw: Mapping[str, Any] | None = None) -> Family
     Raises:
         ValueError: there is none; names those that are, the nearest, and what the model would need.
     """
-    if model_type in FAMILIES:
+    if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
     nearest = get_close_matches(str(model_type), FAMILIES, n=1, cutoff=0.6)
     hint = f"; the nearest is {nearest[0]}" if nearest else ""

@@ -55,6 +55,7 @@ class Attention(nnx.Module):
         self.o_proj = linear("self_attn.o_proj", N * H, D, bias=bias if output_bias is None else output_bias)
         norm: dict[str, Any] = {"eps": config.rms_norm_eps, "style": parts.norm, "dtype": dtype}
         widths = {"none": None, "heads": (H, H), "full": (N * H, K * H)}[parts.head_norms]
+        widths = widths if config.head_norms else None
         self.q_norm = RMSNorm(widths[0], **norm) if widths else None
         self.k_norm = RMSNorm(widths[1], **norm) if widths else None
         self.norms_full_width = parts.head_norms == "full"

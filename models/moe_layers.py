@@ -9,6 +9,7 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import LayerContext
 from jaxglue.models.family import ExpertParts
 from jaxglue.models.linear import Linear
+from jaxglue.models.parameters import Buffer
 from jaxglue.models.residual import Branch
 from jaxglue.ops.collectives import copy_to, reduce_from
 from jaxglue.ops.moe import (
@@ -120,16 +121,28 @@ class Experts(nnx.Module):
 class Router(nnx.Module):
     """Linear scores of every expert for every token. Not a `Linear`, so it gets no adapter."""
 
-    def __init__(self, config: DecoderConfig, *, bias: bool, dtype, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, parts: ExpertParts, *, dtype, rngs: nnx.Rngs):
         assert config.moe is not None
-        shape = (config.moe.num_experts, config.hidden_size)
-        self.weight = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * config.initializer_range)
-        self.bias = nnx.Param(jnp.zeros(shape[0], dtype)) if bias else None
+        E, D, std = config.moe.num_experts, config.hidden_size, config.initializer_range
+        self.float32 = parts.float32_router
+        weight_dtype = jnp.float32 if self.float32 else dtype
+        self.weight = nnx.Param(jax.random.normal(rngs.params(), (E, D), weight_dtype) * std)
+        self.bias = nnx.Param(jnp.zeros(E, dtype)) if parts.bias else None
+        self.e_score_correction_bias = Buffer(jnp.zeros(E, jnp.float32)) if parts.correction else None
 
     def __call__(self, x: Float[Array, "M D"]) -> Float[Array, "M E"]:
         """Compute the logits in float32."""
-        logits = project(x, self.weight[...], jnp.float32)
+        if self.float32:  # not in TF32: small differences of logits decide
+            weight = self.weight[...].astype(jnp.float32)
+            logits = jnp.einsum("md,ed->me", x.astype(jnp.float32), weight, precision=jax.lax.Precision.HIGHEST)
+        else:
+            logits = project(x, self.weight[...], jnp.float32)
         return logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)
+
+    @property
+    def correction(self) -> Float[Array, " E"] | None:
+        """Return what is added to the scores for the choice of experts alone, if anything."""
+        return None if self.e_score_correction_bias is None else self.e_score_correction_bias[...]
 
 
 class SparseMLP(nnx.Module):
@@ -140,10 +153,11 @@ class SparseMLP(nnx.Module):
     ):
         """Make router and experts beside the shared one, a `GatedMLP`."""
         assert config.moe is not None
-        setattr(self, parts.router, Router(config, bias=parts.bias, dtype=dtype, rngs=rngs))
+        setattr(self, parts.router, Router(config, parts, dtype=dtype, rngs=rngs))
         self.experts = Experts(config, parts, dtype=dtype, rngs=rngs)
         self.parts, self.experts_per_token = parts, config.moe.num_experts_per_tok
-        self.normalize = config.moe.norm_topk_prob
+        self.normalize, self.groups = config.moe.norm_topk_prob, config.moe.groups
+        self.routed_scale = config.moe.routed_scale
         if shared is not None:
             setattr(self, parts.shared, shared)
         self.has_shared = shared is not None
@@ -161,8 +175,17 @@ class SparseMLP(nnx.Module):
         """Apply the feed-forward."""
         assert isinstance(x, jax.Array)
         tokens = copy_to(x).reshape(-1, x.shape[-1])
-        logits = getattr(self, self.parts.router)(tokens)
-        routing = route(logits, self.experts_per_token, order=self.parts.order, normalize=self.normalize)
+        router = getattr(self, self.parts.router)
+        logits = router(tokens)
+        routing = route(
+            logits,
+            self.experts_per_token,
+            order=self.parts.order,
+            normalize=self.normalize,
+            correction=router.correction,
+            groups=self.groups,
+            scale=self.routed_scale,
+        )
         context.observe_routing(routing)
         y = _add_router_losses(self.experts(tokens, routing, context), logits, routing, context)
         y = reduce_from(y.reshape(x.shape))

@@ -144,13 +144,21 @@ class TensorNames:
         return self.head + name if name.startswith("lm_head.") else name
 
 
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Spelling:
-    """Names in the files of a model type whose modules have others; those of files that have the modules' stay."""
+    """Names in the files of a model type whose modules have others; those of files that have the modules' stay.
+
+    Layers of the files beyond the model's, which predict further tokens, pass through exports.
+    """
 
     model_type: str
-    parts: tuple[tuple[str, str], ...]
+    parts: tuple[tuple[str, str], ...] = ()
     """Parts of the modules' names, and the files' in their place, in the order in which these are replaced."""
+    layers: int | None = None
+    """Layers of the model, config.json's in place of any number here; None where the files have no others."""
     used: bool = True
     """The files are spelled so."""
 
@@ -159,8 +167,10 @@ class Spelling:
         stored = list(stored)
         return replace(self, used=not stored or any(self.ours(name) != name for name in stored))
 
-    def ours(self, stored: str) -> str:
-        """Return a tensor's name as the model's."""
+    def ours(self, stored: str) -> str | None:
+        """Return a tensor's name as the model's; None for layers beyond the model's."""
+        if self.layers is not None and (found := _LAYER.match(stored)) and int(found[1]) >= self.layers:
+            return None
         for ours, theirs in self.parts if self.used else ():
             stored = stored.replace(theirs, ours)
         return stored
@@ -185,7 +195,11 @@ def spell(spelling: Spelling) -> Spelling:
 def find_names(raw: Mapping[str, Any]) -> "Wrapper | Spelling | None":
     """Return what names the files' tensors otherwise than the text model does; None where names are the same."""
     model_type = raw.get("model_type")
-    return find_wrapper(raw) or (SPELLINGS.get(model_type) if isinstance(model_type, str) else None)
+    spelling = SPELLINGS.get(model_type) if isinstance(model_type, str) else None
+    if spelling is not None and spelling.layers is not None:
+        layers = raw.get("num_hidden_layers")
+        spelling = replace(spelling, layers=layers) if isinstance(layers, int) else None
+    return find_wrapper(raw) or spelling
 
 
 def _any(names: Iterable[str], start: str) -> bool:

@@ -21,7 +21,7 @@ ExpertIndex = tuple[int, slice]
 Shape = tuple[int, ...]
 
 _EXPERTS = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<projection>gate_up_proj|down_proj)")
-_SPLIT_EXPERTS = {"qwen3_moe", "mixtral", "qwen2_moe"}
+_SPLIT_EXPERTS = {"qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe"}
 """Model types whose checkpoints hold one tensor per expert."""
 _HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 

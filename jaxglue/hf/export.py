@@ -87,10 +87,11 @@ def save_model(
 
 
 def _read_buffers(base: str | Path, dtype: DTypeLike | None) -> dict[str, jax.Array]:
-    """Return the values of a base that no method trains, in a dtype or their own; ones where it has no weights."""
+    """Return values of a base that no method trains, in a dtype or their own; without weights, ones or zero biases."""
     wanted = buffers(abstract_model(config_from_hf(read_config(base))))
     if not wanted or not has_weights(Path(base)):
-        return {name: jnp.ones(spec.shape, dtype or spec.dtype) for name, spec in wanted.items()}
+        fill = {name: jnp.zeros if name.endswith("bias") else jnp.ones for name in wanted}
+        return {name: fill[name](spec.shape, dtype or spec.dtype) for name, spec in wanted.items()}
     files = open_checkpoint(base)
     return {name: jnp.asarray(files.read(name)) for name in wanted}
 

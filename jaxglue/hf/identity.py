@@ -146,6 +146,8 @@ def _settings(config: DecoderConfig) -> str:
     values |= {f.name: repr(getattr(config, f.name)) for f in changed}
     if config.moe:
         values |= {name: getattr(config.moe, name) for name in ("num_experts_per_tok", "norm_topk_prob")}
+        routed = (f for f in fields(config.moe) if f.name in ("groups", "routed_scale"))
+        values |= {f.name: value for f in routed if (value := getattr(config.moe, f.name)) != f.default}
     return json.dumps(values)
 
 

@@ -8,6 +8,7 @@ import jax
 
 from jaxglue.hf.loading import require_stored
 from jaxglue.models.config import DecoderConfig
+from jaxglue.models.family import find_family
 from jaxglue.models.lora_config import ALL_LINEAR
 from jaxglue.ops.attention import ATTENTION
 from jaxglue.ops.backend import compute_capability
@@ -34,6 +35,11 @@ def check_model(config: TrainConfig, model: DecoderConfig) -> None:
         )
     if config.model.router_losses and model.moe is None:
         raise ValueError(f"{config.model.model} has no routers: leave out --router-balance-loss and --router-z-loss")
+    if config.model.router_losses and find_family(model.model_type).parts.experts.order == "sigmoid_topk":
+        raise ValueError(
+            f"{config.model.model} weighs experts by sigmoids, and router losses are of a softmax: leave out "
+            "--router-balance-loss and --router-z-loss"
+        )
     if config.data.seq_len is not None and config.data.seq_len > model.max_position_embeddings:
         raise ValueError(
             f"--seq-len {config.data.seq_len} is above the model's limit of {model.max_position_embeddings} positions "
@@ -42,15 +48,20 @@ def check_model(config: TrainConfig, model: DecoderConfig) -> None:
 
 
 def warn_of_peft(config: TrainConfig, model: DecoderConfig) -> None:
-    """Warn of adapters that PEFT (0.21) gives to experts, under whose names a Qwen3-MoE's dense layers have theirs."""
+    """Warn of adapters that PEFT (0.21) gives to experts, under whose names other layers of some models have theirs."""
     dense = {"gate_proj", "up_proj", "down_proj", ALL_LINEAR}
-    mixed = model.model_type == "qwen3_moe" and model.moe is not None and not all(model.moe.sparse_layers)
-    found = sorted(dense & {target.rpartition(".")[2] for target in config.lora.targets})
+    named = {"qwen3_moe": "a Qwen3-MoE", "glm4_moe": "a GLM with experts"}.get(model.model_type)
+    moe = model.moe
+    mixed = named and moe is not None and (moe.shared_size > 0 or not all(moe.sparse_layers))
+    apart = [target for target in config.lora.targets if not target.endswith(".experts.down_proj")]
+    found = sorted(dense & {target.rpartition(".")[2] for target in apart})
     if mixed and found and config.model.method == "lora":
         _log.warning(
-            "--targets %s: PEFT leaves out or refuses adapters on the dense feed-forward layers of a Qwen3-MoE: "
+            "--targets %s: PEFT leaves out or refuses adapters on the dense feed-forward layers%s of %s: "
             "use this one with jaxglue, or merge it (jaxglue export)",
             ", ".join(found),
+            " and shared experts" if moe is not None and moe.shared_size else "",
+            named,
         )
 
 

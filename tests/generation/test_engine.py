@@ -74,6 +74,12 @@ PARTS = {
         **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97},
     },
     "phi3": {"num_key_value_heads": 2},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "mistral": {"sliding_window": 5},
+    "granite": {"attention_multiplier": 0.4, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
+    "olmo3": {"sliding_window": 5},
+    "smollm3": {"no_rope_layers": [1, 0, 1]},
+    "glm4": {},
     "ministral3": {"rope_parameters": {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 5}},
     "qwen3_5_text": {
         "full_attention_interval": 2,
@@ -85,7 +91,7 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("model_type", PARTS)
+@pytest.mark.parametrize("model_type", repeats(PARTS, "qwen2", "mistral", "granite", "olmo3", "smollm3", "glm4"))
 def test_parts_of_families_decode_beyond_a_page(tiny_model, model_type):
     model = tiny_model(model_type, **PARTS[model_type])
     engine, trees = engine_of(model, lora=False)

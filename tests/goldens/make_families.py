@@ -32,6 +32,8 @@ LONGROPE = {
     "short_factor": [1.0, 1.3],
     "long_factor": [1.0, 3.0],
 }
+STORED = ("layer_scalar", "e_score_correction_bias")
+"""Buffers that are drawn."""
 OTHER_TYPES = {"phi3_longrope": "phi3", "gemma4_text_joined": "gemma4_text"}
 """Types of goldens that are named otherwise."""
 MODELS = {
@@ -71,6 +73,11 @@ MODELS = {
         **{"shared_expert_intermediate_size": 24, "mlp_only_layers": [1], "num_hidden_layers": 3},
         **{"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
     },
+    "glm4_moe": {
+        **{"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 12},
+        **{"n_shared_experts": 2, "routed_scaling_factor": 1.7, "attention_bias": True, "use_qk_norm": True},
+        **{"rope_theta": 100.0},
+    },
     "ministral3": {
         "rope_parameters": {**YARN_ROPE, "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.3}
     },
@@ -82,7 +89,7 @@ def build(name: str, fields: dict) -> tuple[PreTrainedConfig, torch.nn.Module]:
     config = AutoConfig.for_model(OTHER_TYPES.get(name, name), **SHAPE | {"pad_token_id": None} | fields)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
-        stored = [item for item in model.named_buffers() if item[0].endswith("layer_scalar")]
+        stored = [item for item in model.named_buffers() if item[0].endswith(STORED)]
         for parameter_name, parameter in [*model.named_parameters(), *stored]:
             parameter.copy_(torch.from_numpy(drawn(parameter_name, tuple(parameter.shape))))
     return config, model

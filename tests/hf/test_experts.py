@@ -172,6 +172,29 @@ def test_mixtral_keeps_the_names_of_its_files(tmp_path):
     np.testing.assert_allclose(merged[name], stored[name] + delta, atol=1e-5)
 
 
+def test_glm_keeps_its_router_in_float32_and_layers_that_predict_further_tokens(tmp_path):
+    raw = {"model_type": "glm4_moe", "vocab_size": 24, "hidden_size": 16, "intermediate_size": 20, "head_dim": 8}
+    raw |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "num_nextn_predict_layers": 1}
+    raw |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+    base, gate = tmp_path / "base", "model.layers.1.mlp.gate"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps(raw))
+    weights = flatten_names(split_model(random_model(config_from_hf(raw)), ...)[1])
+    weights = {name: np.asarray(x) for name, x in weights.items()}
+    weights[f"{gate}.e_score_correction_bias"] = np.float32([0.1, 1.001, 0, 0])
+    save_file(weights | {"model.layers.2.eh_proj.weight": np.ones((16, 32))}, base / "model.safetensors")
+    model = load_model(base, dtype=jnp.bfloat16)
+    loaded = flatten_names(split_model(model, ...)[1])
+    float32 = {name for name, x in loaded.items() if x.dtype == jnp.float32}
+    assert float32 == {f"{gate}.weight", f"{gate}.e_score_correction_bias"}
+    assert_equal(loaded, weights)
+    save_model(tmp_path / "saved", parameters(model), base)
+    saved, stored = (load_file(folder / "model.safetensors") for folder in (tmp_path / "saved", base))
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in saved
+    kept = ("model.layers.2.eh_proj.weight", f"{gate}.weight", f"{gate}.e_score_correction_bias")
+    assert_equal({name: saved[name] for name in kept}, {name: stored[name] for name in kept})
+
+
 def assert_equal(ours, expected):
     assert ours.keys() == expected.keys()
     for name, array in expected.items():

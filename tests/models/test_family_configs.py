@@ -14,6 +14,7 @@ RAW = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 EXPERTS |= {"shared_expert_intermediate_size": 24}
 KINDS = ["full_attention", "sliding_attention"]
+GLM4_MOE = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 
@@ -73,6 +74,11 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             {**EXPERTS, "qkv_bias": False, "use_sliding_window": True, "max_window_layers": 3},
             {"layer_windows": (4096, None, 4096, None, None, None), "attention_bias": False},
         ),
+        (
+            "glm4_moe",
+            GLM4_MOE,
+            {"head_dim": 2, "head_norms": False, "attention_bias": False, "attention_output_bias": False},
+        ),
     ],
 )
 def test_defaults_are_those_of_transformers(model_type, fields, expected):
@@ -90,6 +96,16 @@ def test_defaults_are_those_of_transformers(model_type, fields, expected):
             "qwen2_moe",
             {**EXPERTS, "norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [1]},
             {"norm_topk_prob": True, "sparse_layers": (False, False, False, True, False, True)},
+        ),
+        (
+            "glm4_moe",
+            GLM4_MOE,
+            {"sparse_layers": (False, *(True,) * 5), "norm_topk_prob": True, "routed_scale": 1.0, "groups": (1, 1)},
+        ),
+        (
+            "glm4_moe",
+            {**GLM4_MOE, "first_k_dense_replace": 0, "n_shared_experts": 2, "n_group": 4, "topk_group": 2},
+            {"sparse_layers": (True,) * 6, "shared_size": 24, "groups": (4, 2)},
         ),
     ],
 )
@@ -131,6 +147,11 @@ def test_layers_turn_by_their_type(model_type, fields, thetas, full_type):
     [
         ("glm4", {}, {"partial_rotary_factor": 0.5, "interleaved": True}),
         ("glm4", {"partial_rotary_factor": 0.25}, {"partial_rotary_factor": 0.25}),
+        (
+            "glm4_moe",
+            {**GLM4_MOE, "head_dim": 8},
+            {"partial_rotary_factor": 0.5, "interleaved": False, "rope_theta": 10_000.0},
+        ),
         ("phi3", {"partial_rotary_factor": 0.75}, {"partial_rotary_factor": 0.75, "interleaved": False}),
         ("ministral3", {}, {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "query_scale": (0.1, 16_384)}),
         (
@@ -181,12 +202,22 @@ def test_rotary_embeddings_are_read(model_type, fields, expected):
         (
             "deepseek_v3",
             {"kv_lora_rank": 8, "q_lora_rank": 8, "n_routed_experts": 4, "vision_config": None},
-            r"names latent attention \(kv_lora_rank\), routers by groups of experts \(n_routed_experts\)$",
+            r"names latent attention \(kv_lora_rank\)$",
         ),
         ("olmo3", {"num_hidden_layers": None}, "config.json lacks num_hidden_layers"),
         ("gemma2", {"hidden_size": None}, "config.json lacks hidden_size"),
         ("mixtral", {"sliding_window": 0}, "sliding_window in config.json: expected at least 1 token"),
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok=9 must be between 1 and num_experts=8"),
+        ("glm4_moe", {}, "config.json lacks n_routed_experts, num_experts_per_tok, moe_intermediate_size"),
+        ("glm4_moe", {**GLM4_MOE, "n_group": 3}, "n_group=3 and topk_group=1: groups must divide the 8 experts"),
+        ("glm4_moe", {**GLM4_MOE, "n_group": 8}, "n_group=8 leaves groups of one of 8 experts"),
+        (
+            "glm4_moe",
+            {**GLM4_MOE, "n_group": 4, "num_experts_per_tok": 3},
+            "num_experts_per_tok=3 is above the 2 experts of the groups that a token keeps",
+        ),
+        ("glm4_moe", {**GLM4_MOE, "n_group": 2, "topk_group": 3}, "topk_group=3: groups must divide"),
+        ("glm4_moe", {**GLM4_MOE, "n_shared_experts": 0}, "n_shared_experts in config.json"),
         ("qwen2_moe", {}, "config.json lacks num_experts, num_experts_per_tok, moe_intermediate_size, shared_expert"),
         ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size in config"),
     ],

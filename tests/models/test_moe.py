@@ -24,7 +24,8 @@ from jaxglue.planner.flops import matmul_parameters
 GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 3}
 QWEN3_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 QWEN2_MOE = {**QWEN3_MOE, "norm_topk_prob": False, "shared_expert_intermediate_size": 40}
-FAMILIES = {"gpt_oss": GPT_OSS, "qwen3_moe": QWEN3_MOE, "qwen2_moe": QWEN2_MOE}
+GLM4_MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 0}
+FAMILIES = {"gpt_oss": GPT_OSS, "qwen3_moe": QWEN3_MOE, "qwen2_moe": QWEN2_MOE, "glm4_moe": GLM4_MOE}
 LENGTHS = [[5, 3, 6], [9, 2]]
 ONE_TYPE = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
 
@@ -44,9 +45,9 @@ def moe_model(tiny_model):
     return make
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "glm4_moe"])
 def test_tokens_are_multiplied_with_their_experts_and_shared_ones(moe_model, family):
-    model = moe_model(family, mlp_only_layers=[1])
+    model = moe_model(family, mlp_only_layers=[1], first_k_dense_replace=1)
     shapes = abstract_parameters(model)
     counted = {name: spec.size for name, spec in shapes.items() if len(spec.shape) > 1 and "embed" not in name}
     served = 2 / 4  # of the experts

@@ -64,6 +64,17 @@ def test_adapters_that_peft_takes_for_those_of_experts_are_warned_of(make_config
         assert ("PEFT leaves out or refuses" in caplog.text) == expected
 
 
+@pytest.mark.parametrize(
+    ("targets", "warned"), [(("all-linear",), True), (("q_proj", "gate_up_proj", "mlp.experts.down_proj"), False)]
+)
+def test_adapters_of_shared_experts_are_warned_of_where_peft_takes_them_for_others(
+    make_config, tiny_model, caplog, targets, warned
+):
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+    warn_of_peft(make_config(targets=targets), tiny_model("glm4_moe", **experts).config)
+    assert ("and shared experts of a GLM with experts" in caplog.text) == warned
+
+
 def test_router_losses_need_routers(make_config):
     with pytest.raises(ValueError, match="has no routers: leave out --router-balance-loss"):
         resolve(make_config(router_balance_loss=0.01))

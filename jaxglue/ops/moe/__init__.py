@@ -22,7 +22,7 @@ from jaxglue.ops.moe.reference import (
     reference_grouped_matmul,
     reference_mlp,
 )
-from jaxglue.ops.moe.routing import GroupMetadata, Order, Routing, make_routing
+from jaxglue.ops.moe.routing import ONE_GROUP, GroupMetadata, Groups, Order, Routing, make_routing
 from jaxglue.ops.moe.routing import route as sorted_route
 from jaxglue.ops.moe.vjp import GroupedSpec, MoeBackend, fused_grouped_matmul, fused_mlp
 from jaxglue.ops.quant.formats import Quantized
@@ -32,12 +32,15 @@ __all__ = [
     "FEW_ROWS_EXPERTS",
     "GPT_OSS_LIMIT",
     "GROUPED_MATMUL",
+    "ONE_GROUP",
     "ROUTE",
     "Activation",
     "ExpertAdapter",
     "ExpertLora",
     "ExpertProjection",
     "GroupMetadata",
+    "Groups",
+    "Order",
     "Routing",
     "auxiliary_loss",
     "experts",
@@ -125,6 +128,9 @@ def route(
     *,
     order: Order = "softmax_topk",
     normalize: bool = False,
+    correction: Float[Array, " E"] | None = None,
+    groups: Groups = ONE_GROUP,
+    scale: float = 1.0,
     inference: bool = False,
 ) -> Routing:
     """Choose k of E experts for each of M tokens.
@@ -132,14 +138,21 @@ def route(
     Args:
         router_logits: any float dtype; computed in float32.
         k: experts for each token.
-        order: `softmax_topk`, a softmax over all experts (Qwen3), or `topk_softmax`, one over the chosen (GPT-OSS).
+        order: `softmax_topk`, a softmax over all experts (Qwen3), `topk_softmax`, one over the chosen (GPT-OSS), or
+            `sigmoid_topk`, a sigmoid of each (DeepSeek-V3).
         normalize: divide the chosen weights by their sum (Qwen3's `norm_topk_prob`); `topk_softmax` always sums to 1.
+        correction: added to sigmoids for the choice alone, without a gradient.
+        groups: of experts; those kept have the largest sum of their two best sigmoids, or the largest probability.
+        scale: of the weights.
         inference: no gradients are taken: few tokens have kernels of their own.
     """
     M, E = router_logits.shape
-    if inference and (kernels := ROUTE.load(M * k, E)) is not None:
+    softmax = order != "sigmoid_topk" and groups.kept == groups.total and scale == 1.0
+    if inference and softmax and (kernels := ROUTE.load(M * k, E)) is not None:
         return kernels.route(router_logits, k, order=order, normalize=normalize)
-    return sorted_route(router_logits, k, order=order, normalize=normalize)
+    return sorted_route(
+        router_logits, k, order=order, normalize=normalize, correction=correction, groups=groups, scale=scale
+    )
 
 
 def grouped_matmul(

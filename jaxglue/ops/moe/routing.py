@@ -6,7 +6,7 @@ and rows, each the transpose of the other.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,19 @@ from jaxtyping import Array, Float, Int
 
 from jaxglue.ops import names
 
-Order = Literal["softmax_topk", "topk_softmax"]
+Order = Literal["softmax_topk", "topk_softmax", "sigmoid_topk"]
+
+
+class Groups(NamedTuple):
+    """Consecutive experts of which a token may choose some groups alone (DeepSeek-V2, arXiv 2405.04434, 2.2.2)."""
+
+    total: int = 1
+    kept: int = 1
+    """Groups that a token's experts may come from."""
+
+
+ONE_GROUP = Groups()
+
 ROW_TILES = (16, 192)
 """Fewest and most rows in a tile of the kernels."""
 _LARGEST_GATHERED = 128
@@ -142,24 +154,39 @@ class Routing:
 
 
 def route(
-    router_logits: Float[Array, "M E"], k: int, *, order: Order = "softmax_topk", normalize: bool = False
+    router_logits: Float[Array, "M E"],
+    k: int,
+    *,
+    order: Order = "softmax_topk",
+    normalize: bool = False,
+    correction: Float[Array, " E"] | None = None,
+    groups: Groups = ONE_GROUP,
+    scale: float = 1.0,
 ) -> Routing:
     """Choose k of E experts for each of M tokens.
 
     Args:
         router_logits: any float dtype; computed in float32.
         k: experts for each token.
-        order: `softmax_topk`, a softmax over all experts (Qwen3), or `topk_softmax`, one over the chosen (GPT-OSS).
+        order: `softmax_topk`, a softmax over all experts (Qwen3), `topk_softmax`, one over the chosen (GPT-OSS), or
+            `sigmoid_topk`, a sigmoid of each (DeepSeek-V3).
         normalize: divide the chosen weights by their sum (Qwen3's `norm_topk_prob`); `topk_softmax` always sums to 1.
+        correction: added to sigmoids for the choice alone, without a gradient.
+        groups: of experts; those kept have the largest sum of their two best sigmoids, or the largest probability.
+        scale: of the weights.
 
     Raises:
-        ValueError: k is not between 1 and E, or the order is unknown.
+        ValueError: k is not between 1 and E, the order is unknown, or groups do not fit.
     """
     E = router_logits.shape[-1]
     if not 1 <= k <= E:
         raise ValueError(f"k must be between 1 and the {E} experts, got {k}")
-    weights, expert_ids = _choose(router_logits.astype(jnp.float32), k, order, normalize)
-    return make_routing(expert_ids, weights, E)
+    if order not in get_args(Order):
+        raise ValueError(f"order must be one of {', '.join(get_args(Order))}, got {order!r}")
+    if E % groups.total or not 1 <= groups.kept <= groups.total or k > groups.kept * (E // groups.total):
+        raise ValueError(f"{groups.kept} of {groups.total} groups must divide {E} experts and leave {k} of them")
+    weights, expert_ids = _choose(router_logits.astype(jnp.float32), k, order, normalize, correction, groups)
+    return make_routing(expert_ids, weights if scale == 1.0 else weights * scale, E)
 
 
 def make_routing(
@@ -188,14 +215,37 @@ def make_routing(
     )
 
 
-def _choose(logits, k: int, order: Order, normalize: bool):
+def _choose(logits, k: int, order: Order, normalize: bool, correction, groups: Groups):
     if order == "topk_softmax":
+        assert groups.kept == groups.total, "its scores are known after the choice"
         chosen, expert_ids = jax.lax.top_k(logits, k)
         return jax.nn.softmax(chosen, axis=-1), expert_ids
-    if order == "softmax_topk":
-        chosen, expert_ids = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), k)
-        return chosen / chosen.sum(-1, keepdims=True) if normalize else chosen, expert_ids
-    raise ValueError(f"order must be softmax_topk or topk_softmax, got {order!r}")
+    sigmoid = order == "sigmoid_topk"
+    scores = jax.nn.sigmoid(logits) if sigmoid else jax.nn.softmax(logits, axis=-1)
+    if not sigmoid and groups.kept == groups.total:
+        chosen, expert_ids = jax.lax.top_k(scores, k)
+    else:
+        preferred = jax.lax.stop_gradient(scores if correction is None else scores + correction)
+        if groups.kept < groups.total:
+            preferred = _within_groups(preferred, groups, best=2 if sigmoid else 1)
+        expert_ids = jax.lax.top_k(preferred, k)[1]
+        chosen = jnp.take_along_axis(scores, expert_ids, axis=-1)
+    if normalize:
+        chosen = chosen / (chosen.sum(-1, keepdims=True) + (_SMALLEST_SUM if sigmoid else 0.0))
+    return chosen, expert_ids
+
+
+_SMALLEST_SUM = 1e-20
+"""Added to a sum of sigmoids, which may all be zero."""
+
+
+def _within_groups(scores: Float[Array, "M E"], groups: Groups, *, best: int) -> Float[Array, "M E"]:
+    """Return the scores of the groups with the largest sums of their `best` scores, and -inf for the others."""
+    grouped = scores.reshape(len(scores), groups.total, -1)
+    sums = jax.lax.top_k(grouped, best)[0].sum(-1)
+    kept = jax.lax.top_k(sums, groups.kept)[1]
+    allowed = (kept[:, :, None] == jnp.arange(groups.total)).any(1)
+    return jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
 
 
 @jax.custom_vjp

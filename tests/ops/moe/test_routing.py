@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxglue.ops.moe import GroupMetadata, auxiliary_loss, route, routing_statistics, z_loss
+from jaxglue.ops.moe import GroupMetadata, Groups, auxiliary_loss, route, routing_statistics, z_loss
 
 
 def random_logits(tokens=33, experts=7):
@@ -24,6 +24,43 @@ def test_weights_follow_the_order_of_softmax_and_top_k(order, normalize, sums_to
     expected = np.take_along_axis(np.exp(np.asarray(logits)), chosen, axis=-1)
     expected /= expected.sum(-1, keepdims=True) if sums_to_one else np.exp(logits).sum(-1, keepdims=True)
     np.testing.assert_allclose(routing.weights, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("order", ["sigmoid_topk", "softmax_topk"])
+def test_experts_come_from_the_best_groups_by_corrected_scores(order, normalize):
+    logits, sigmoid = random_logits(experts=12), order == "sigmoid_topk"
+    correction = jnp.linspace(-0.6, 0.6, 12) if sigmoid else None
+    options = {"correction": correction, "groups": Groups(4, 2), "scale": 1.5}
+    routing = route(logits, 3, order=order, normalize=normalize, **options)
+    for token, row in enumerate(np.asarray(logits, np.float64)):
+        scores = 1 / (1 + np.exp(-row)) if sigmoid else np.exp(row) / np.exp(row).sum()
+        preferred = scores + (np.asarray(correction) if sigmoid else 0)
+        groups = np.sort(preferred.reshape(4, 3), axis=1)[:, ::-1][:, : 2 if sigmoid else 1].sum(1)
+        allowed = np.isin(np.arange(12) // 3, np.argsort(-groups)[:2])
+        chosen = np.argsort(-np.where(allowed, preferred, -np.inf))[:3]
+        np.testing.assert_array_equal(routing.expert_ids[token], chosen)
+        weights = scores[chosen] / (scores[chosen].sum() if normalize else 1)
+        np.testing.assert_allclose(routing.weights[token], 1.5 * weights, rtol=1e-5)
+
+
+def test_the_correction_has_no_gradient():
+    def total(logits, correction):
+        return route(logits, 3, order="sigmoid_topk", correction=correction).weights.sum()
+
+    logits, zeros = random_logits(), jnp.zeros(7)
+    by_logits, by_correction = jax.grad(total, argnums=(0, 1))(logits, zeros)
+    scores = jax.nn.sigmoid(logits)
+    chosen = jax.nn.one_hot(jax.lax.top_k(scores, 3)[1], 7).sum(1)
+    np.testing.assert_allclose(by_logits, chosen * scores * (1 - scores), atol=1e-6)
+    np.testing.assert_array_equal(by_correction, zeros)
+
+
+def test_groups_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="1 of 2 groups must divide 7 experts and leave 3 of them"):
+        route(random_logits(), 3, order="sigmoid_topk", groups=Groups(2, 1))
+    with pytest.raises(ValueError, match="1 of 4 groups must divide 8 experts and leave 3 of them"):
+        route(random_logits(experts=8), 3, order="sigmoid_topk", groups=Groups(4, 1))
 
 
 LOADS = {
@@ -107,5 +144,7 @@ def test_k_outside_the_experts_is_refused(k):
 
 
 def test_an_unknown_order_is_refused():
-    with pytest.raises(ValueError, match="order must be softmax_topk or topk_softmax, got 'sigmoid'"):
+    with pytest.raises(
+        ValueError, match="order must be one of softmax_topk, topk_softmax, sigmoid_topk, got 'sigmoid'"
+    ):
         route(random_logits(), 2, order="sigmoid")
