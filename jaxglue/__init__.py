@@ -17,7 +17,7 @@ if HIDES_TORCH in os.environ:
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
 
 _MODULES = {
-    "api": ("evaluate", "export", "generate", "plan", "score", "train"),
+    "api": ("evaluate", "export", "generate", "load_model", "plan", "score", "train"),
     "data.tokenizer": ("load_tokenizer",),
     "training.callbacks": ("Callback",),
     "session": ("Session",),
@@ -25,7 +25,6 @@ _MODULES = {
     "generation.config": ("GenerateConfig",),
     "engine.layer_stack": ("LayerStack",),
     "planner.workload": ("Workload",),
-    "hf.loading": ("load_model",),
     "ops.attention": ("packed_attention",),
     "ops.cross_entropy": ("linear_cross_entropy",),
     "ops.projection.lora": ("lora_expand", "lora_shrink"),

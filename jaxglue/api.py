@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxglue.commands.configs import EstimateConfig, ExportConfig
 from jaxglue.commands.estimate import make_planner
@@ -10,8 +10,9 @@ from jaxglue.commands.export import main as write_exports
 from jaxglue.data.config import DataConfig
 from jaxglue.data.memory import holds_rows, name_sources
 from jaxglue.generation import chat, scoring
-from jaxglue.generation.config import EvaluateConfig, GenerateConfig, ScoreConfig
+from jaxglue.generation.config import AssistantConfig, EvaluateConfig, GenerateConfig, ScoreConfig
 from jaxglue.generation.harness import run_tasks
+from jaxglue.ops.choices import Quantize
 from jaxglue.planner import planner
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.plan import Plan
@@ -21,6 +22,9 @@ from jaxglue.training import train as training
 from jaxglue.training.callbacks import Callback
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.report import RunSummary
+
+if TYPE_CHECKING:
+    from jaxglue.models.decoder import CausalLM
 
 
 def train(
@@ -107,6 +111,35 @@ def export(config: ExportConfig | Mapping[str, Any] | None = None, **settings: A
     chosen = _configured(ExportConfig, config, settings)
     write_exports(chosen)
     return chosen.output
+
+
+def load_model(
+    model: str | Path | None = None,
+    *,
+    adapter: str | Path | None = None,
+    revision: str | None = None,
+    dtype: Any = None,
+    quantize: Quantize = "none",
+) -> "CausalLM":
+    """Load a model, which maps tokens to logits, with an adapter if one is named.
+
+    Args:
+        model: folder, or `owner/name` on the hub; by default the adapter's base.
+        adapter: a PEFT folder.
+        revision: branch, tag or commit of a model on the hub.
+        dtype: of weights and activations; by default bfloat16.
+        quantize: storage of the decoder layers' linear layers.
+
+    Raises:
+        ValueError: a bad folder, an unsupported config.json, mismatched tensors, or an adapter of another base.
+    """
+    import jax.numpy as jnp
+
+    paths: dict[str, Any] = {
+        name: Path(path) for name, path in (("model", model), ("adapter", adapter)) if path is not None
+    }
+    config = AssistantConfig(**paths, revision=revision, quantize=quantize)
+    return chat.load_assistant(config, config.folder, jnp.bfloat16 if dtype is None else dtype)
 
 
 def plan(model: str | Path | Workload, gpu: str, *, recipe: str | Path | None = None, **settings: Any) -> Plan:

@@ -75,7 +75,8 @@ class Session:
     Args:
         recipe: file or shipped name; its data are not read.
         settings: by the names of `jaxglue train`'s flags: `model`, `quantize`, `lora_r`, `learning_rate`, … The
-            learning rate is constant unless `schedule` and `steps` say otherwise.
+            learning rate is constant, whatever a recipe says, unless `steps` is among them: it then follows the
+            schedule over these.
 
     Raises:
         ValueError: a bad setting or model folder.
@@ -86,6 +87,8 @@ class Session:
             raise ValueError("data: a session is given its rows step by step: pass them to forward_backward or batches")
         unscheduled = {"schedule": "constant", "warmup_steps": 0, "steps": _STEPS} if "steps" not in settings else {}
         config = from_settings(TrainConfig, {**unscheduled, **settings, "data": ("rows of a session",)}, recipe)
+        if unscheduled and config.optimizer.schedule != "constant":
+            raise ValueError(f"schedule {config.optimizer.schedule}: it needs the number of steps: give steps, too")
         if config.objective.kind.answers is not None or config.objective.kind.needs_rollouts:
             raise ValueError("objective: a session trains on texts and chats: pass a function as the loss of its steps")
         if config.optimizer.update_in_backward:

@@ -42,7 +42,7 @@ def _refuse_images(raw: Mapping[str, Any]) -> None:
     """Raise ValueError for an unknown model around a text model that is supported by itself."""
     model_type, text = raw.get("model_type"), raw.get("text_config")
     inner = text.get("model_type", f"{model_type}_text") if isinstance(text, Mapping) else None
-    if model_type not in FAMILIES and find_wrapper(raw) is None and inner in FAMILIES:
+    if str(model_type) not in FAMILIES and find_wrapper(raw) is None and isinstance(inner, str) and inner in FAMILIES:
         raise ValueError(
             f"model_type {model_type!r} has parts beside text, such as a vision tower, and is not supported: its text "
             f"model, {inner}, is; give a folder of that alone, or of one of {', '.join(WRAPPERS)}"

@@ -111,7 +111,7 @@ def find_family(model_type: Any, raw: Mapping[str, Any] | None = None) -> Family
     Raises:
         ValueError: there is none; names those that are, the nearest, and what the model would need.
     """
-    if model_type in FAMILIES:
+    if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
     nearest = get_close_matches(str(model_type), FAMILIES, n=1, cutoff=0.6)
     hint = f"; the nearest is {nearest[0]}" if nearest else ""

@@ -248,6 +248,7 @@ ROWS = {
     "alpaca": {"instruction": "Add", "input": "1, 1", "output": "2"},
     "alpaca_chat": {"instruction": "Add", "input": "1, 1", "output": "2"},
     "question_answer": {"question": "1 + 1?", "answer": "2"},
+    "segments": {"segments": [{"text": "1 + 1?", "label": False}, {"text": " Two.", "label": True}]},
     "text": {"text": "One and one is two."},
     "preference": {"prompt": CHAT[:2], "chosen": CHAT[4:], "rejected": [{"role": "assistant", "content": "Three."}]},
     "labeled": {"prompt": "1 + 1?", "completion": "2", "label": True},

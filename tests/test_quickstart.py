@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from selection import repeat
 
 from jaxglue.data.prepare import prepare_data
 from jaxglue.data.tokenizer import load_tokenizer
@@ -63,10 +64,10 @@ def test_sample_prompts_are_not_trained_on(folder, recipe):
     assert not asked & set(recipe.run.sample_prompt)
 
 
-@pytest.mark.slow
-def test_a_random_model_learns_from_a_reward_alone(tmp_path):
+@pytest.mark.parametrize(("steps", "reached"), [(3, 0.0), repeat(100, 0.7)])
+def test_a_random_model_learns_from_a_reward_alone(tmp_path, steps, reached):
     recipe = load_config(TrainConfig, find_recipe("quickstart-grpo"))
-    config = dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, output=tmp_path / "run", steps=45))
+    config = dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, output=tmp_path / "run", steps=steps))
     rewards = [line["reward"] for line in read_metrics(train(config).metrics)]
-    assert np.mean(rewards[:3]) < 0.1
-    assert np.mean(rewards[-5:]) > 0.7
+    assert len(rewards) == steps and np.mean(rewards[:3]) < 0.1
+    assert np.mean(rewards[-5:]) > reached

@@ -177,10 +177,11 @@ def load_parts(config: AssistantConfig, *, scores: bool = False) -> tuple[PreTra
     warn_of_adapter_inside(folder, config.adapter)
     tokenizer = load_own_tokenizer(folder, config.adapter)
     dtype = jnp.float32 if _in_float32(config.dtype) else jnp.bfloat16
-    return tokenizer, _load(config, folder, dtype, scores), dtype
+    return tokenizer, load_assistant(config, folder, dtype, scores=scores), dtype
 
 
-def _load(config: AssistantConfig, folder: Path, dtype, scores: bool) -> CausalLM:
+def load_assistant(config: AssistantConfig, folder: Path, dtype, *, scores: bool = False) -> CausalLM:
+    """Load the model in a folder, with the configuration's storage and adapter, a reward model's if it `scores`."""
     seed = config.seed
     if config.matmul == "fp8" and jax.default_backend() != "cpu":
         check_fp8(compute_capability())

@@ -133,7 +133,6 @@ def test_a_stopped_run_goes_on_to_the_bit(make_run, tmp_path, monkeypatch, setti
         assert not list((config.run.output / "rollouts").glob("*.npz"))[1:]  # those of finished steps are deleted
 
 
-@pytest.mark.slow
 def test_rewards_that_would_differ_are_judged_once(make_run, tmp_path, monkeypatch):
     rewards = tmp_path / "chance.py"
     rewards.write_text("import random\n\ndef chance(completion):\n    return random.random()\n")
@@ -245,14 +244,12 @@ def test_conversations_with_an_environment_train_the_models_turns_alone(make_run
 original = RolloutSteps._as_step
 
 
-@pytest.mark.slow
 def test_equal_rewards_are_said_once(make_run, caplog):
     train(make_run(reward=("length?soft=100&hard=200",), steps=2))
     assert [record.message for record in caplog.records if "same reward" in record.message][1:] == []
     assert "step 1: all answers to each prompt have the same reward" in caplog.text
 
 
-@pytest.mark.slow
 def test_a_reward_model_of_this_vocabulary_judges(make_run, make_config, tmp_path, write_jsonl, monkeypatch):
     pairs = [{"prompt": f"say {n}", "chosen": "a b", "rejected": "c"} for n in range(4)]
     data = write_jsonl(pairs, "pairs.jsonl")
@@ -268,7 +265,6 @@ def test_a_reward_model_of_this_vocabulary_judges(make_run, make_config, tmp_pat
     assert len(set(expected)) > 1
 
 
-@pytest.mark.slow
 def test_a_run_that_replaces_another_takes_none_of_its_answers(make_run, tmp_path, monkeypatch):
     config = make_run(save_every=100, steps=4)
     with monkeypatch.context() as patch:

@@ -147,6 +147,7 @@ def test_layers_that_fp8_does_not_suit_leave_it(settings, pairs, tmp_path, monke
         ({"data": "x"}, "data: a session is given its rows step by step"),
         ({"objective": "dpo"}, "objective: a session trains on texts and chats"),
         ({"update_in_backward": True, "clip_norm": 0.0}, "update_in_backward: gradients of a session add up"),
+        ({"schedule": "cosine"}, "schedule cosine: it needs the number of steps: give steps, too"),
         ({"learning_rat": 1.0}, "unknown setting 'learning_rat'"),
     ],
 )
@@ -168,3 +169,16 @@ def test_rows_are_rows_and_no_names(settings, pairs, write_jsonl):
 def test_a_step_without_gradients_is_refused(settings):
     with jaxglue.Session(**settings) as session, pytest.raises(ValueError, match="there are no gradients"):
         session.optim_step()
+
+
+def test_a_model_is_loaded_with_its_adapter(settings, chat_rows, tmp_path):
+    jaxglue.train(data=chat_rows(8), steps=3, output=str(tmp_path / "run"), sample_prompt=(), workers=1, **settings)
+    tokens = jnp.arange(1, 9)[None]
+    adapted = jaxglue.load_model(adapter=tmp_path / "run/adapter", dtype=jnp.float32)(tokens)
+    named = jaxglue.load_model(tmp_path / "run/base", adapter=tmp_path / "run/adapter", dtype=jnp.float32)(tokens)
+    plain = jaxglue.load_model(tmp_path / "run/base", dtype=jnp.float32)(tokens)
+    assert jaxglue.export(adapter=tmp_path / "run/adapter", output=tmp_path / "merged") == tmp_path / "merged"
+    merged = jaxglue.load_model(tmp_path / "merged", dtype=jnp.float32)(tokens)
+    np.testing.assert_array_equal(adapted, named)
+    np.testing.assert_allclose(adapted, merged, atol=1e-4)
+    assert float(jnp.abs(adapted - plain).max()) > 1e-3

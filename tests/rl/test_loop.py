@@ -1,0 +1,94 @@
+"""Steps of a run on answers of a stand-in for the model: which prompts are answered, and which are trained on."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jaxglue.data.store import TokenStore
+from jaxglue.objectives.config import ObjectiveConfig
+from jaxglue.rl.config import RolloutConfig
+from jaxglue.rl.loop import RolloutSteps
+from jaxglue.rl.prompts import Prompt, PromptDataset
+from jaxglue.rl.rewards import RewardSpec
+from jaxglue.rl.sampler import Sample
+
+
+class Policy:
+    """Answers a prompt with its number in the run, and the answer's."""
+
+    def sample(self, prompts, indices, count):
+        def answer(index, number):
+            tokens = np.array([index, number, 9], np.int32)
+            return Sample(tokens, np.zeros(3, np.float32), True, f"{index}")
+
+        return [[answer(index, number) for number in range(count)] for index in indices]
+
+
+class Judge:
+    """Gives the answers of prompts with these numbers in the run the same reward, and others rewards that differ."""
+
+    names, weights, specs = ["stub"], np.ones(1), [RewardSpec("stub", "", {})]
+
+    def __init__(self, equal):
+        self._equal = equal
+
+    def load_models(self, tokenizer):
+        pass
+
+    def score(self, written):
+        def reward(sample):
+            return 1.0 if int(sample.text) in self._equal else float(sample.tokens[1])
+
+        return np.array([[[reward(sample)] for sample in group.samples] for group in written])
+
+
+@pytest.fixture
+def make_steps(tmp_path):
+    """Build steps of two prompts with three answers each."""
+    prompts = tuple(Prompt(f"x:{n}", f"{n}", [n, 8], {}) for n in range(5))
+    tokens, lengths = np.array([t for p in prompts for t in p.tokens], np.int32), np.full(5, 2)
+    info = {"digest": "", "max_token": 8}
+    store = TokenStore(tokens=tokens, mask=np.zeros(10, np.uint8), offsets=np.arange(0, 11, 2), info=info)
+    fields = {"documents": np.arange(5), "lengths": lengths, "targets": np.zeros(5, int)}
+    dataset = PromptDataset(store=store, **fields, prompts=prompts, answer=3)
+
+    def make(equal=(), **settings):
+        config = RolloutConfig(reward=("exact",), num_generations=3, generation_batch_size=6, **settings)
+        objective = ObjectiveConfig(objective="grpo").make()
+        sizes = {"seq_len": 32, "batch_size": 1, "seed": 3, "folder": tmp_path}
+        steps = RolloutSteps(dataset, objective, config, Judge(equal), **sizes)
+        steps.begin(Policy(), SimpleNamespace())
+        return steps
+
+    return make
+
+
+def trained(step) -> list[int]:
+    """Return the numbers in the run of a step's prompts."""
+    (batch,) = step.micro_batches
+    owners = np.asarray(batch.rollouts.owners)[0]
+    return [int(batch.targets[0][owners == slot][0]) for slot in (0, 3)]
+
+
+def test_every_prompt_is_answered_once_an_epoch(make_steps, tmp_path):
+    steps = make_steps()
+    numbers = [number for _ in range(5) for number in trained(next(steps))]
+    assert numbers == list(range(10))
+    lines = (tmp_path / "rollouts.jsonl").read_text().splitlines()
+    origins = [json.loads(line)["origin"] for line in lines[::3]]
+    assert len(set(origins[:5])) == len(set(origins[5:])) == 5 and origins[:5] != origins[5:]
+
+
+def test_dynamic_sampling_replaces_prompts_of_equal_rewards(make_steps):
+    steps = make_steps(equal={0, 2, 3, 7}, dynamic_sampling=True)
+    first, second = next(steps), next(steps)
+    assert trained(first) == [1, 4] and first.metrics["sampled_prompts"] == 6
+    assert trained(second) == [6, 8]  # 5 was sampled for the first step, and is not looked at again
+    assert first.metrics["frac_reward_zero_std"] == 0
+
+
+def test_dynamic_sampling_ends_where_no_rewards_differ(make_steps):
+    step = next(make_steps(equal=set(range(100)), dynamic_sampling=True))
+    assert trained(step) == [0, 1] and step.metrics["frac_reward_zero_std"] == 1
