@@ -22,8 +22,9 @@ LAYER_VALUES = {
     LAYER_INPUT: "the layer's input, the residual stream [B, T, D]",
     QUERY: "the query projection, before its norm and rotation [B, T, N·H], with gates twice as wide; in small layers"
     " keys and values beside it",
-    KEY: "the key projection, before its norm and rotation [B, T, K·H]",
-    VALUE: "the value projection [B, T, K·H]",
+    KEY: "the key projection, before its norm and rotation [B, T, K·H]; in latent attention the latent vector of keys"
+    " and values and the key that turns, before the vector's norm",
+    VALUE: "the value projection [B, T, K·H]; in latent attention the projection of that vector to keys and values",
     ATTENTION_OUT: "attention's output, before its gate and its projection [B, T, N·H]; in linear attention the delta"
     " rule's [B, T, N·V]",
     ATTENTION_LSE: "attention's log-sum-exp, float32, of the size of [B, N, T]; only in fused backends",

@@ -31,6 +31,11 @@ CONFIG = {
 
 
 MOE = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
+DEEPSEEK = {
+    **{"model_type": "deepseek_v3", "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    **{"kv_lora_rank": 8, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8},
+    **{"head_dim": None, "num_key_value_heads": None, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+}
 GPT_OSS = {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4}
 LINEAR = {
     "model_type": "qwen3_5_text", "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
@@ -108,6 +113,7 @@ CASES = [
     ("full", "data=2,fsdp=4", "full", TIED),
     ("full", "fsdp=4,tensor=2", "dots", TIED),
     ("lora", "data=2,expert=4", "dots", MOE),
+    ("lora", "fsdp=2,expert=4", "dots", DEEPSEEK),
     ("full", "fsdp=4,expert=2", "full", GPT_OSS | WINDOWS),
     ("lora", "fsdp=4,expert=2", "dots", GPT_OSS | WIDE | FULL | {"quantize": "mxfp4"}),
     ("lora", "data=2,fsdp=4", "dots", WIDE | {"quantize": "nf4"}),
