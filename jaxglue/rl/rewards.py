@@ -245,14 +245,17 @@ class Judge:
         finally:
             self._free.put(process)
         if limit := reply.get("limit"):
-            _log.warning("%s reached %s; it gives none", where, limit)
+            if not process.is_stopped:
+                _log.warning("%s reached %s; it gives none", where, limit)
             return None
         if error := reply.get("error"):
             raise ValueError(f"{where}: {error}")
         return reply
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes, also those that judge answers now."""
+        for process in self._processes:
+            process.stop()
         self._threads.shutdown(cancel_futures=True)
         for process in self._processes:
             process.end()
@@ -277,9 +280,13 @@ class _Process:
 
     def __init__(self, memory: float):
         self._memory, self._process, self._read = memory, None, b""  # type: tuple[float, subprocess.Popen | None, bytes]
+        self.is_stopped = False
+        """It judges nothing any more."""
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Return the reply; beyond the time, or where the process has died, end it and return the `limit`."""
+        if self.is_stopped:
+            return {"limit": "the end of the run"}
         started = self._process is None
         process = self._process = self._process or self._start()
         assert process.stdin is not None
@@ -314,6 +321,12 @@ class _Process:
             self._read += part
         line, _, self._read = self._read.partition(b"\n")
         return line
+
+    def stop(self) -> None:
+        """Kill the process from another thread than the one that asks it, and start none again."""
+        self.is_stopped = True
+        if (process := self._process) is not None:
+            process.kill()
 
     def end(self) -> None:
         """Kill the process, if there is one."""

@@ -1,6 +1,8 @@
 """Rewards: functions of files in processes with limits, named with their rows where they fail, and shipped ones."""
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 
@@ -156,3 +158,22 @@ def test_shipped_rewards(tmp_path):
 def test_malformed_names_are_refused(text, message):
     with pytest.raises(ValueError, match=message):
         parse_reward(text)
+
+
+def test_the_end_of_a_run_ends_rewards_under_way(tmp_path, caplog):
+    """As after Ctrl-C: the judge is closed while a function runs."""
+    begun = tmp_path / "begun"
+    (tmp_path / "endless.py").write_text(
+        "import pathlib, time\n\n\ndef endless(completion):\n"
+        f"    pathlib.Path({str(begun)!r}).touch()\n    time.sleep(60)\n"
+    )
+    config = RolloutConfig(reward=(f"{tmp_path}/endless.py:endless",), reward_workers=1, reward_timeout=20)
+    judge = Judge(config)
+    judge.check()
+    with ThreadPoolExecutor(1) as threads:
+        scored = threads.submit(judge.score, [group("a")])
+        while not begun.exists():
+            time.sleep(0.05)
+        judge.close()
+        assert np.isnan(scored.result()).all()
+    assert "reached" not in caplog.text
