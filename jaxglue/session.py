@@ -209,6 +209,7 @@ class Session:
         if self._engine is None:
             options: dict[str, Any] = {"dtype": settings.compute_dtype, "attention": settings.attention}
             self._engine = Engine(model.graphdefs, self._setup.model, **options)
+        self._engine.multiply_in_fp8(model.executor.fp8_layers)
         config = SamplingConfig(**sampling)
         tokens = [self._encode(prompt) for prompt in prompts]
         requests = [Request(prompt, config, self._sampled + i, n=n) for i, prompt in enumerate(tokens)]

@@ -429,6 +429,11 @@ class Executor(LayerExecutor):
             yield head.trace_head_backward(trainable, frozen, x, batch, scale, sums)
             yield from (layer.backward.trace(*inputs) for layer, inputs in reversed(backward))
 
+    @property
+    def fp8_layers(self) -> list[bool]:
+        """Return which layers multiply matrices for FP8 products so."""
+        return self.embed_head.fp8_layers
+
     def multiply_in_fp8(self, layers: Sequence[bool], head: bool) -> None:
         """Say which layers, and whether the head, multiply matrices for FP8 products so; at first all do."""
         self.embed_head.fp8_layers, self.embed_head.fp8_head = list(layers), head

@@ -60,6 +60,7 @@ class _Inference:
 
     dropout_key = router_losses = token_mask = None
     fp8 = inference = True
+    """`fp8`: weights for FP8 products are multiplied so."""
 
     def observe_routing(self, routing: Routing) -> None:
         """Ignore the routing: generation keeps no statistics."""
@@ -87,8 +88,8 @@ class PrefillContext(_Appending):
     cache: Any
     """`KVPages`, in a layer of linear attention `DeltaStates`."""
 
-    def __init__(self, packed: PackedContext, cache: KVPages | DeltaStates, places: Places):
-        self._packed, self.cache, self._places = packed, cache, places
+    def __init__(self, packed: PackedContext, cache: KVPages | DeltaStates, places: Places, *, fp8: bool = True):
+        self._packed, self.cache, self._places, self.fp8 = packed, cache, places, fp8
         self.layer_input = packed.layer_input
 
     def attend(self, q, k, v, *, window: int | None = None, **options) -> Float[Array, "1 T N H"]:
@@ -116,8 +117,8 @@ class DecodeContext(_Appending):
     cache: Any
     """`KVPages`, in a layer of linear attention `DeltaStates`."""
 
-    def __init__(self, cache: KVPages | DeltaStates, cursor: Cursor):
-        self.cache, self._cursor = cache, cursor
+    def __init__(self, cache: KVPages | DeltaStates, cursor: Cursor, *, fp8: bool = True):
+        self.cache, self._cursor, self.fp8 = cache, cursor, fp8
         self.layer_input = cursor.layer_input
 
     def attend(self, q, k, v, *, window: int | None = None, **options: Any) -> Float[Array, "1 S N H"]:

@@ -110,11 +110,21 @@ class Engine:
     ):
         self.config, self._dtype, self._ahead = config, dtype, ahead
         self.cache_dtype = jnp.float8_e4m3fn if kv_cache == "fp8" else dtype
-        self._programs = Programs(graphdefs, config, dtype, attention)
+        self._model = graphdefs, config, dtype, attention
+        self._fp8_layers = [True] * len(graphdefs.layers)
+        self._programs = Programs(*self._model)
         self._sizes = dict[Any, _Sizes]()
         self._compiler = ThreadPoolExecutor(_COMPILERS, "windows")
         self._plan: CachePlan | None = None
         self.compilations = self._programs.compilations
+
+    def multiply_in_fp8(self, layers: Sequence[bool]) -> None:
+        """Say which layers multiply matrices for FP8 products so, as training does; at first all do."""
+        if list(layers) != self._fp8_layers:
+            self._fp8_layers = list(layers)
+            self._programs = Programs(*self._model, self._fp8_layers)
+            self.compilations = self._programs.compilations
+            self._sizes.clear()
 
     def generate(
         self,

@@ -1,6 +1,6 @@
 """Compiled programs of generation: prompts into pages, and windows of steps, as one program or layer by layer."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -75,19 +75,19 @@ class Window:
 class CachedLayer:
     """The compiled prefill and decode step of one layer type; both update the cache in place."""
 
-    def __init__(self, graphdef: nnx.GraphDef):
-        self._graphdef = graphdef
+    def __init__(self, graphdef: nnx.GraphDef, *, fp8: bool = True):
+        self._graphdef, self._fp8 = graphdef, fp8
         self.prefill = jax.jit(self._prefill, donate_argnames="cache", compiler_options=STEP_OPTIONS)
         self.decode = jax.jit(self._decode, donate_argnames="cache")
 
     def _prefill(self, weights: Trees, x, cache: Cache, packed: PackedContext, places: Places):
-        layer, context = merge_module(self._graphdef, *weights), PrefillContext(packed, cache, places)
+        layer, context = merge_module(self._graphdef, *weights), PrefillContext(packed, cache, places, fp8=self._fp8)
         whole = packed.tile is None or not layer.in_stages
         x = layer(x, context) if whole else by_tiles(layer, x, packed, context)
         return x, context.cache
 
     def _decode(self, weights: Trees, x, cache: Cache, cursor: Cursor):
-        context = DecodeContext(cache, cursor)
+        context = DecodeContext(cache, cursor, fp8=self._fp8)
         return merge_module(self._graphdef, *weights)(x, context), context.cache
 
 
@@ -103,10 +103,18 @@ class Copies(NamedTuple):
 class Programs:
     """The programs of a model; arguments as in `Engine`."""
 
-    def __init__(self, graphdefs: ModelGraphDefs, config: DecoderConfig, dtype, attention: str):
+    def __init__(
+        self,
+        graphdefs: ModelGraphDefs,
+        config: DecoderConfig,
+        dtype,
+        attention: str,
+        fp8_layers: Sequence[bool] | None = None,
+    ):
         self._graphdefs, self._config, self._dtype, self._attention = graphdefs, config, dtype, attention
-        layer_types = {graphdef: CachedLayer(graphdef) for graphdef in graphdefs.layers}
-        self._layers = [layer_types[graphdef] for graphdef in graphdefs.layers]
+        kinds = [*zip(graphdefs.layers, fp8_layers or [True] * len(graphdefs.layers), strict=True)]
+        layer_types = {kind: CachedLayer(kind[0], fp8=kind[1]) for kind in kinds}
+        self._layers = [layer_types[kind] for kind in kinds]
         self._output_name = graphdefs.output_name
         self.windows = tuple(dict.fromkeys(kind.window for kind in config.layer_kinds))
         """Windows of attention, None for all tokens: layers with one number their pages alike."""

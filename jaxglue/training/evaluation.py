@@ -255,11 +255,15 @@ class Samples:
         self._engine = Engine(graphdefs, run.model, dtype=model.compute_dtype, attention=model.attention)
         self._sampling = SamplingConfig(max_tokens=settings.sample_tokens, temperature=0.0)
 
-    def answer(self, when: str, step: int, trainable: Params, frozen: Params) -> None:
-        """Answer every prompt greedily."""
+    def answer(
+        self, when: str, step: int, trainable: Params, frozen: Params, fp8_layers: Sequence[bool] | None = None
+    ) -> None:
+        """Answer every prompt greedily, by FP8 products in the layers that train with them."""
         lines, requests = [], [Request(tokens, self._sampling) for tokens in self._prompts.values()]
         if not requests:
             return
+        if fp8_layers is not None:
+            self._engine.multiply_in_fp8(fp8_layers)
         found = self._engine.generate(trainable, frozen, requests, self._stops, slots=_AT_ONCE)
         answers = ((completion.number, without(completion.tokens, self._stops)) for completion in found)
         for prompt, answer in zip(self._prompts, in_order(self._tokenizer, answers), strict=True):

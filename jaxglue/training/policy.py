@@ -91,7 +91,7 @@ class TrainedPolicy:
     def __init__(self, run: Run, model: TrainStep, mesh: Mesh | None):
         self._model, self._mesh, self._tokenizer = model, mesh, run.tokenizer
         settings, objective = run.config.model, run.workload.objective
-        engine = Engine(model.graphdefs, run.model, dtype=settings.compute_dtype, attention=settings.attention)
+        self._engine = Engine(model.graphdefs, run.model, dtype=settings.compute_dtype, attention=settings.attention)
         sampling = SamplingConfig(
             max_tokens=run.config.rollouts.max_completion_length,
             temperature=objective.temperature,
@@ -100,7 +100,7 @@ class TrainedPolicy:
         )
         assert isinstance(run.batches, RolloutSteps)
         options: dict[str, Any] = {"rounds": run.total_steps // run.batches.window}
-        self._sample = Sampler(engine, run.stops, sampling, **options, typical=run.batches.typical_prompts)
+        self._sample = Sampler(self._engine, run.stops, sampling, **options, typical=run.batches.typical_prompts)
         # Training donates its arrays, so the reference needs its own.
         assert isinstance(objective, RolloutObjective)
         self._reference = jax.tree.map(jnp.copy, model.trainable) if objective.uses_reference else None
@@ -108,6 +108,7 @@ class TrainedPolicy:
 
     def sample(self, prompts: Sequence[Sequence[int]], indices: Sequence[int], count: int) -> list[list[Sample]]:
         """Return answers by the present weights, with their texts."""
+        self._engine.multiply_in_fp8(self._model.executor.fp8_layers)
         found = self._sample(self._model.trainable, self._model.frozen, prompts, indices, count)
         return [[sample._replace(text=self._decode(sample)) for sample in group] for group in found]
 

@@ -486,7 +486,8 @@ class Trainer:
         return eval_loss
 
     def _answer_samples(self, when: str) -> None:
-        self._samples.answer(when, self._model.step, self._model.trainable, self._model.frozen)
+        model = self._model
+        self._samples.answer(when, model.step, model.trainable, model.frozen, model.executor.fp8_layers)
 
     def _save(self, checkpoints: Checkpoints, eval_loss: float | None) -> None:
         host: RunState = {

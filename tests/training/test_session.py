@@ -182,3 +182,21 @@ def test_a_model_is_loaded_with_its_adapter(settings, chat_rows, tmp_path):
     np.testing.assert_array_equal(adapted, named)
     np.testing.assert_allclose(adapted, merged, atol=1e-4)
     assert float(jnp.abs(adapted - plain).max()) > 1e-3
+
+
+def test_answers_take_fp8_where_training_does(settings, pairs, monkeypatch):
+    """Sampled log-probabilities are the trainer's also once a layer has left FP8."""
+    monkeypatch.setattr(step, "fp8_errors", lambda *_: FP8Errors([0.1, 0.9], None))
+    found = []
+    with jaxglue.Session(**settings | {"matmul": "fp8", "fp8_max_error": 0.2}) as session:
+        for _ in range(2):  # before the first step, by FP8 in all layers, and behind it
+            ((answer,),) = session.sample(["What is 3?"], max_tokens=6, temperature=1.0, top_p=1.0, seed=5)
+            found.append(answer)
+            session.forward_backward(pairs)
+        session.optim_step()
+    with jaxglue.Session(**settings | {"matmul": "fp8", "fp8_max_error": 1.0}) as session:
+        session.forward_backward(pairs)
+        session.sample(["What is 3?"], max_tokens=6)
+        ((everywhere,),) = session.sample(["What is 3?"], max_tokens=6, temperature=1.0, top_p=1.0, seed=5)
+    shared = min(len(found[1].log_probs), len(everywhere.log_probs))
+    assert not np.array_equal(found[1].log_probs[:shared], everywhere.log_probs[:shared])

@@ -15,6 +15,7 @@ from jaxglue.ops.backend import (
     Operation,
     check_hopper,
     check_one_device,
+    check_tried,
     check_triton,
 )
 from jaxglue.ops.projection.few_rows_operands import FewRows, LowRank, NF4Scales
@@ -52,6 +53,8 @@ def _check_weights(x, projections: Sequence[Any], conditions) -> None:
     kinds = {_kind(projection, conditions) for projection in projections}
     if len(kinds) > 1:
         raise NotImplementedError(f"weights in several formats: {', '.join(sorted(kinds))}")
+    for kind in kinds:
+        check_tried(f"few rows of {kind}")
     if isinstance(x, FP8Rows) and kinds != {"fp8"}:
         raise NotImplementedError("only FP8 products read e4m3 values")
     if kinds <= set(PERMUTED) and projections[0].weight.shape[1] % 32:
