@@ -25,6 +25,11 @@ class Advantages(NamedTuple):
     is_equal: Bool[np.ndarray, " prompts"]
     """True for prompts whose answers all have the same reward, which teach nothing."""
 
+    @property
+    def teaches(self) -> Bool[np.ndarray, " prompts"]:
+        """Return for each prompt whether some answer is better than another; none is without rewards."""
+        return (self.values != 0).any(1)
+
 
 def group_advantages(rewards: Rewards, weights: Float[np.ndarray, " functions"], config: ObjectiveConfig) -> Advantages:
     """Return advantages relative to the other answers of a prompt."""

@@ -178,11 +178,11 @@ class RolloutSteps(Iterator[Step]):
         """Return answers to the next prompts, and their rewards; with dynamic sampling, where these differ."""
         rollouts = self._answered(self._position)
         for _ in range(_MOST_ROUNDS if self._config.dynamic_sampling else 0):
-            differ = np.flatnonzero(~self._advantages(rollouts).is_equal)
+            differ = np.flatnonzero(self._advantages(rollouts).teaches)
             if len(differ) >= self._count:
                 break
             rollouts = rollouts.join(self._answered(rollouts.following))
-        differ = ~self._advantages(rollouts).is_equal
+        differ = self._advantages(rollouts).teaches
         first = np.argsort(~differ, kind="stable")[: self._count]
         return rollouts.select(np.sort(first).tolist())
 

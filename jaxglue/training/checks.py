@@ -40,6 +40,9 @@ def check_model(config: TrainConfig, model: DecoderConfig) -> None:
             f"{config.model.model} weighs experts by sigmoids, and router losses are of a softmax: leave out "
             "--router-balance-loss and --router-z-loss"
         )
+    top = config.objective.distill_top_k
+    if top is not None and top > model.vocab_size:
+        raise ValueError(f"--distill-top-k {top} is above the {model.vocab_size:,} tokens of the model: lower it")
     if config.data.seq_len is not None and config.data.seq_len > model.max_position_embeddings:
         raise ValueError(
             f"--seq-len {config.data.seq_len} is above the model's limit of {model.max_position_embeddings} positions "

@@ -101,6 +101,8 @@ def train(
         ValueError: bad input, before the accelerator is used.
         OSError: a file cannot be written, as on a full disk.
     """
+    if callbacks and processes.count > 1:
+        raise ValueError("callbacks: they run in one process alone, and this run has several: leave them out")
     events, interrupt = Callbacks(callbacks), interrupt or Interrupt()
     console = console or Console(file=cast(IO[str], Output(interrupt.output_closed)), quiet=not processes.is_main)
     timer = timer or StartupTimer()

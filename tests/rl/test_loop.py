@@ -27,19 +27,19 @@ class Policy:
 
 
 class Judge:
-    """Gives the answers of prompts with these numbers in the run the same reward, and others rewards that differ."""
+    """Gives answers of prompts with these numbers in the run one reward, or none, and others rewards that differ."""
 
     names, weights, specs = ["stub"], np.ones(1), [RewardSpec("stub", "", {})]
 
-    def __init__(self, equal):
-        self._equal = equal
+    def __init__(self, equal, reward):
+        self._equal, self._reward = equal, reward
 
     def load_models(self, tokenizer):
         pass
 
     def score(self, written):
         def reward(sample):
-            return 1.0 if int(sample.text) in self._equal else float(sample.tokens[1])
+            return self._reward if int(sample.text) in self._equal else float(sample.tokens[1])
 
         return np.array([[[reward(sample)] for sample in group.samples] for group in written])
 
@@ -54,11 +54,11 @@ def make_steps(tmp_path):
     fields = {"documents": np.arange(5), "lengths": lengths, "targets": np.zeros(5, int)}
     dataset = PromptDataset(store=store, **fields, prompts=prompts, answer=3)
 
-    def make(equal=(), **settings):
+    def make(equal=(), reward=1.0, **settings):
         config = RolloutConfig(reward=("exact",), num_generations=3, generation_batch_size=6, **settings)
         objective = ObjectiveConfig(objective="grpo").make()
         sizes = {"seq_len": 32, "batch_size": 1, "seed": 3, "folder": tmp_path}
-        steps = RolloutSteps(dataset, objective, config, Judge(equal), **sizes)
+        steps = RolloutSteps(dataset, objective, config, Judge(equal, reward), **sizes)
         steps.begin(Policy(), SimpleNamespace())
         return steps
 
@@ -81,8 +81,9 @@ def test_every_prompt_is_answered_once_an_epoch(make_steps, tmp_path):
     assert len(set(origins[:5])) == len(set(origins[5:])) == 5 and origins[:5] != origins[5:]
 
 
-def test_dynamic_sampling_replaces_prompts_of_equal_rewards(make_steps):
-    steps = make_steps(equal={0, 2, 3, 7}, dynamic_sampling=True)
+@pytest.mark.parametrize("reward", [1.0, np.nan])
+def test_dynamic_sampling_replaces_prompts_of_equal_rewards_or_none(make_steps, reward):
+    steps = make_steps(equal={0, 2, 3, 7}, reward=reward, dynamic_sampling=True)
     first, second = next(steps), next(steps)
     assert trained(first) == [1, 4] and first.metrics["sampled_prompts"] == 6
     assert trained(second) == [6, 8]  # 5 was sampled for the first step, and is not looked at again

@@ -1,12 +1,14 @@
 """Callbacks receive a run's events and may end it; rows in memory train as their file does."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 import jaxglue
 from jaxglue.training.record import read_metrics
 from jaxglue.training.report import read_summary
+from jaxglue.training.train import train
 
 
 class Log(jaxglue.Callback):
@@ -88,3 +90,8 @@ def test_answers_and_objects_are_checked(settings, chat_rows, tmp_path):
         jaxglue.train(callbacks=[Wrong()], **settings, **more)
     with pytest.raises(ValueError, match=r"callbacks: expected objects of jaxglue.Callback, got <function"):
         jaxglue.train(callbacks=[lambda: None], **settings, **more | {"output": str(tmp_path / "other")})
+
+
+def test_callbacks_are_refused_in_several_processes(make_config):
+    with pytest.raises(ValueError, match="callbacks: they run in one process alone"):
+        train(make_config(steps=1), processes=SimpleNamespace(count=2, is_main=True), callbacks=[Log()])
