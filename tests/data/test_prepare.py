@@ -170,7 +170,7 @@ def test_unusable_data_are_refused(prepare, write_jsonl, rows, options, message)
         ({"data": "a?weight=2", "mix_temperature": 2}, "mix_temperature: the sources have weights"),
         ({"eval_data": "a?weight=2"}, "eval_data: held-out data have no weight"),
         ({"columns": "prompt"}, "columns: expected new=old,new=old, such as prompt=question, got 'prompt'"),
-        ({"format": "csv"}, r"format: expected auto \| messages .*, got 'csv'"),
+        ({"format": "csv"}, r"format: expected auto \| auto_chat \| messages .*, got 'csv'"),
         ({"overlong": "wrap"}, r"overlong: expected truncate \| drop \| error, got 'wrap'"),
         ({"loss_on": "user"}, r"loss_on: expected assistant \| last-turn \| all, got 'user'"),
         ({"seq_len": 1}, r"seq_len: expected int >= 2 \| none, got 1"),

@@ -12,7 +12,9 @@ from jaxglue.engine.executor import Executor
 from jaxglue.engine.host_table import embeddings_to_host
 from jaxglue.engine.policy import parse_policy
 from jaxglue.hf.adapter import fit_tied, load_adapter
+from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.loading import load_model, set_adapter
+from jaxglue.models import config_from_hf
 from jaxglue.models.lora import add_lora
 from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.ops.segments import pack_segments
@@ -32,7 +34,10 @@ def golden_batch(golden):
 
 def split_adapted(name):
     """Return (config, graphdefs, trainable, frozen) of one of PEFT's adapters on its base."""
-    model, adapter = load_model(GOLDENS / PEFT[name], dtype=jnp.float32), load_adapter(GOLDENS / "peft" / name)
+    folder, adapter = GOLDENS / PEFT[name], load_adapter(GOLDENS / "peft" / name)
+    base = config_from_hf(read_config(folder))
+    untied = base.tie_word_embeddings and not adapter.adapted(base).tie_word_embeddings
+    model = load_model(folder, dtype=jnp.float32, untied=untied)
     adapter = fit_tied(adapter) if model.lm_head is None else adapter
     add_lora(model, adapter.config, rngs=nnx.Rngs(0))
     set_adapter(model, adapter)

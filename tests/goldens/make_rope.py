@@ -39,6 +39,7 @@ CASES = [
         "short_factor": [1 + index / 32 for index in range(32)],
         "long_factor": [1.0 + index for index in range(32)],
     },
+    {"rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.25},
 ]
 
 

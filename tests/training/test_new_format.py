@@ -67,7 +67,7 @@ class Toy4Format(WeightFormat):
     def reads(self, config):
         return config.get("quant_method") == "toy4"
 
-    def config(self, *, scores=False):
+    def config(self, unquantized=("lm_head",)):
         return {"quant_method": "toy4"}
 
     def specs(self, name, shape):
