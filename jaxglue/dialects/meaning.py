@@ -1,4 +1,4 @@
-"""What a recipe of another program means where it says nothing."""
+"""Translation of what other programs do where a recipe says nothing."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""How layers see pages of keys and values, and states: packed prompts write to them, and decoding reads them."""
+"""Contexts of layers in generation: packed prompts write keys, values and states to the cache, decoding reads them."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -40,7 +40,7 @@ _MANY_STEPS = 1024
 _SMALLEST_SIZE, _FLAT = 8, 256
 """Sequences below which a window takes hardly less time, and up to which reading the weights decides it."""
 _HALVES = 3
-"""Of the slots, of that, …, for which windows are compiled."""
+"""Smaller windows that are compiled: each for half as many slots as the one before."""
 _COMPILERS, _KINDS = 3, 8
 """Threads that compile, and kinds of windows whose programs are kept."""
 _REUSED = 0.7
