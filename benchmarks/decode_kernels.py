@@ -76,7 +76,7 @@ class Case(NamedTuple):
     program: Callable
     arguments: tuple
     calls: int
-    """Of the kernel, in a run of the program."""
+    """Calls of the kernel in a run of the program."""
     limit: float
     """Seconds of a call at the memory's or the tensor cores' rate."""
     error: float

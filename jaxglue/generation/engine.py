@@ -112,7 +112,7 @@ class Engine:
         self.cache_dtype = jnp.float8_e4m3fn if kv_cache == "fp8" else dtype
         self._model = graphdefs, config, dtype, attention
         self._fp8_layers = [True] * len(graphdefs.layers)
-        self._programs = Programs(*self._model)
+        self._programs = Programs(*self._model, self._fp8_layers)
         self._sizes = dict[Any, _Sizes]()
         self._compiler = ThreadPoolExecutor(_COMPILERS, "windows")
         self._plan: CachePlan | None = None
@@ -356,7 +356,7 @@ class _Sizes:
 
 
 class Kind(NamedTuple):
-    """What the answers of a batch use; programs are compiled for it."""
+    """Features that the answers of a batch use, for which programs are compiled."""
 
     features: Features
     stops: int
@@ -623,7 +623,7 @@ def _fewer(slots: int) -> list[int]:
 
 
 _intervals = list[float]()
-"""That the threads which compile found."""
+"""Switch intervals found by the threads that compile, the first of which is put back."""
 
 
 @contextmanager

@@ -109,10 +109,10 @@ class Programs:
         config: DecoderConfig,
         dtype,
         attention: str,
-        fp8_layers: Sequence[bool] | None = None,
+        fp8_layers: Sequence[bool],
     ):
         self._graphdefs, self._config, self._dtype, self._attention = graphdefs, config, dtype, attention
-        kinds = [*zip(graphdefs.layers, fp8_layers or [True] * len(graphdefs.layers), strict=True)]
+        kinds = [*zip(graphdefs.layers, fp8_layers, strict=True)]
         layer_types = {kind: CachedLayer(kind[0], fp8=kind[1]) for kind in kinds}
         self._layers = [layer_types[kind] for kind in kinds]
         self._output_name = graphdefs.output_name
