@@ -132,7 +132,9 @@ def adapt_vocabulary(model: Any, config: LoraConfig, *, rngs: nnx.Rngs) -> None:
         if (module := modules.get(name)) is None:
             raise ValueError(f"LoRA targets {name}, which this model does not have apart from its embedding")
         sizes: dict[str, Any] = {"rank": config.rank_of(PATHS[name]), "scale": config.scale_of(PATHS[name])}
-        options: dict[str, Any] = {"rngs": rngs} | ({"dropout": config.dropout or 0.0, "name": name} if name == HEAD else {})
+        options: dict[str, Any] = {"rngs": rngs} | (
+            {"dropout": config.dropout or 0.0, "name": name} if name == HEAD else {}
+        )
         module.add_lora(**sizes, **options)
 
 

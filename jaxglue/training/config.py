@@ -493,11 +493,13 @@ class TrainConfig(Config):
         if self.objective.kind.needs_reference and self.model.method == "lora":
             raise ValueError(
                 f"--objective {self.objective.objective} compares with a model without adapters, so embedding and head "
-                "stay frozen: leave out --modules-to-save, --trainable-token-indices and --new-tokens, and name them in no "
+                "stay frozen: leave out --modules-to-save, --trainable-token-indices and --new-tokens, and them in "
                 "--targets"
             )
         if self.model.fp8_head:
-            raise ValueError("--fp8-head needs a frozen head: leave it out, or train no embeddings, head and new tokens")
+            raise ValueError(
+                "--fp8-head needs a frozen head: leave it out, or train no embeddings, head and new tokens"
+            )
 
     @property
     def default_learning_rate(self) -> float:

@@ -40,7 +40,9 @@ class Teacher:
 
     def __init__(self, executor: Executor, trainable: Params, frozen: Params):
         self._executor, self._trees, head = executor, (trainable, frozen), executor.embed_head
-        self._norm = jax.jit(lambda trainable, frozen, x: head.normed_output(trainable, frozen, x)[0].reshape(*x.shape[:-1], -1))
+        self._norm = jax.jit(
+            lambda trainable, frozen, x: head.normed_output(trainable, frozen, x)[0].reshape(*x.shape[:-1], -1)
+        )
         self.matrix = extended_matrix(head.output(trainable, frozen))
         """Output projection."""
 
