@@ -205,6 +205,11 @@ class OptimizerConfig(Config):
     --method full; Adafactor; or Lion."""
     learning_rate: Annotated[PositiveFloat, Alias("lr")] | None = None
     """Peak learning rate; by default 2e-4 with --method lora, 2e-5 with --method full, of Lion a tenth."""
+    lora_plus_ratio: Annotated[PositiveFloat, Alias("loraplus_lr_ratio")] = 1.0
+    """Learning rate of the adapters' B as a multiple of that of A (LoRA+, arXiv 2402.12354); 16 is usual there."""
+    embedding_learning_rate: Annotated[PositiveFloat, Alias("embedding_lr", "loraplus_lr_embedding")] | None = None
+    """Peak learning rate of the embedding, by adapter, rows or whole, and of rows or the whole of lm_head; by default
+    that of the rest."""
     schedule: Annotated[
         Literal["cosine", "linear", "constant", "wsd"],
         Alias("lr_scheduler_type", "lr_scheduler"),
@@ -484,6 +489,8 @@ class TrainConfig(Config):
             raise ValueError(
                 "--embeddings host needs a frozen table: leave it out, or embed_tokens in --modules-to-save"
             )
+        if self.model.method == "full" and self.optimizer.lora_plus_ratio != 1:
+            raise ValueError("--lora-plus-ratio is for adapters, and --method full has none: leave it out")
         for name in ("modules_to_save", "trainable_token_indices", "dora"):
             if self.model.method == "full" and getattr(self.lora, name):
                 flag = name.replace("_", "-")
