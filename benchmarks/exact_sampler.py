@@ -1,10 +1,10 @@
-"""Probe an exact sampler: which products give a row the same bits among few rows as among a training step's, at what price.
+"""Probe an exact sampler: which products give a row the same bits among few rows as among many, and at what price.
 
     python benchmarks/exact_sampler.py --json benchmarks/results/exact_sampler.json
 
-Sampling multiplies 64 or 256 rows where training multiplies 16,384. `equal` is the share of outputs whose bits are those
-of the same rows among 16,384, `same as XLA` those of XLA's product of 16,384 rows. `fixed` is a Triton matmul that sums
-along K in one order, whatever its tiles. Attention is over 1,000 keys, in pages against packed rows.
+Sampling multiplies 64 or 256 rows where training multiplies 16,384. `equal` is the share of outputs whose bits are
+those of the same rows among 16,384, `same as XLA` those of XLA's product of 16,384 rows. `fixed` is a Triton matmul
+that sums along K in one order, whatever its tiles. Attention is over 1,000 keys, in pages against packed rows.
 """
 
 import argparse
