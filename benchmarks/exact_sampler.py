@@ -101,7 +101,7 @@ def products(name: str) -> list[dict[str, Any]]:
     """Compare and time the products with a matrix."""
     N, K = MATRICES[name]
     x = draw(1, MANY, K)
-    weights = [draw(10 + i, N, K, scale=K**-0.5) for i in range(max(2, int(4e8 // (N * K)) if N * K < 2e7 else 8))]
+    weights = [draw(10 + i, N, K, scale=K**-0.5) for i in range(16 if N * K < 2e7 else 8)]
     many = {option: np.asarray(compiled(xla, x, weights[0], o)).view(np.int16) for option, o in OPTIONS.items()}
     many["fixed"] = np.asarray(jax.jit(fixed)(x, weights[0])).view(np.int16)
     many["ours"] = many["XLA"]
