@@ -196,11 +196,19 @@ class Engine:
         for piece in self.pieces(trainable, frozen, [request], stop, plan=plan):
             yield from (token for token in piece.tokens if token not in stop)
 
-    def plan(self, requests: Sequence[Request], *, memory: float | None = None, slots: int | None = None) -> CachePlan:
-        """Plan the cache for requests; arguments and errors as of `generate`."""
+    def plan(
+        self,
+        requests: Sequence[Request],
+        *,
+        memory: float | None = None,
+        slots: int | None = None,
+        limit: str = "--max-tokens",
+    ) -> CachePlan:
+        """Plan the cache for requests; `limit` as of `plan_cache`, other arguments and errors as of `generate`."""
         lengths = [(len(r.prompt), self._end(r, number)) for number, r in enumerate(requests, 1) for _ in range(r.n)]
-        options: dict[str, Any] = {"cache_dtype": self.cache_dtype, "batch_size": slots, "free": memory}
-        return plan_cache(lengths, self.config, self._dtype, **options)
+        options: dict[str, Any] = {"cache_dtype": self.cache_dtype, "batch_size": slots, "free": memory, "limit": limit}
+        siblings = [request.n for request in requests for _ in range(request.n)]
+        return plan_cache(lengths, self.config, self._dtype, **options, siblings=siblings)
 
     def _plan_roomy(self, request: Request, memory: float | None) -> CachePlan:
         """Plan the cache for an answer and longer ones, which then need no other programs, if there is memory."""
