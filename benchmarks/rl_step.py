@@ -33,7 +33,7 @@ from jaxglue.models.lora_config import LoraConfig
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.objectives.policy import StepCounts
 from jaxglue.rl.config import RolloutConfig
-from jaxglue.rl.packing import Answer, Group, Packed, pack_groups
+from jaxglue.rl.packing import Group, Packed, TrainedAnswer, pack_groups
 from jaxglue.training.config import ModelConfig, RunConfig, TrainConfig
 from jaxglue.training.policy import TrainedPolicy
 from jaxglue.training.setup import Run, resolve
@@ -121,7 +121,7 @@ class Benchmark:
         for done in self._engine.generate(*trees, requests, plan=plan, until=until, whole=True):
             own = slice(0, ends[done.number, done.answer])
             self.ended.append((int(ends[done.number, done.answer]), time.perf_counter() - begun))
-            answer = Answer(
+            answer = TrainedAnswer(
                 tokens=done.tokens[own],
                 log_probs=done.log_probs[own],
                 counted=np.ones(len(done.tokens[own]), bool),

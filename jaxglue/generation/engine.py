@@ -25,7 +25,7 @@ from jaxglue.generation.contexts import Places
 from jaxglue.generation.pages import PAGE, CachePlan, free_bytes, make_caches, plan_cache, ring_table
 from jaxglue.generation.programs import IDLE, NOT_FINITE, Cache, Copies, Programs, Trees, Window, make_sequences
 from jaxglue.generation.sampling import Controls, Features, Sampled, answer_keys
-from jaxglue.generation.scheduler import Answer, Finish, Prompt, Request, Scheduler, Tokens, Work
+from jaxglue.generation.scheduler import Answer, Finish, Prefill, Request, Scheduler, Tokens, Work
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.parameters import ModelGraphDefs, Params
 from jaxglue.ops.choices import KVCache
@@ -465,7 +465,7 @@ class Batch:
         jax.tree.map(lambda x: x.copy_to_host_async(), sampled)
         return sampled
 
-    def _prefill(self, row: Sequence[Prompt]) -> None:
+    def _prefill(self, row: Sequence[Prefill]) -> None:
         """Run prompts in one packed row."""
         lengths = [len(prompt.tokens) for prompt in row]
         used = sum(lengths)
@@ -482,7 +482,7 @@ class Batch:
         places: Any = Places(pages=pages, offsets=offsets, slots=slots, windows=self._programs.windows)
         self._caches = self._programs.prefill(self._trees, tokens, segments, places, self._caches)
 
-    def _places(self, prompt: Prompt, window: int | None) -> Int[np.ndarray, " n"]:
+    def _places(self, prompt: Prefill, window: int | None) -> Int[np.ndarray, " n"]:
         """Return the page of each token of a prompt; 0 for those that a layer with this window has no more."""
         page = np.arange(len(prompt.tokens)) // PAGE
         if window is None:
