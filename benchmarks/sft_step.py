@@ -123,6 +123,7 @@ class Inputs:
             if not folder.exists():
                 self._made.add(row.shape)
                 make_model(folder, config)
+            if not (folder / "adapter").exists():
                 make_adapter(folder / "adapter", config, LoraConfig())
         batches = self._scratch / f"{name}.npz"
         lengths = make_batches(batches, row, self._warm_up + (self._steps or row.steps))
