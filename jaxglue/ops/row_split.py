@@ -114,9 +114,7 @@ def _take(x: Float[Array, "B T K H"], tokens: Int[Array, "B T"]) -> Float[Array,
     return jax.vmap(lambda row, index: row.at[index].get(mode="promise_in_bounds", unique_indices=True))(x, tokens)
 
 
-whole_rows.defvjp(
-    lambda x, split: (whole_rows(x, split), split), lambda split, dx: (own_tokens(dx, split), None)
-)
+whole_rows.defvjp(lambda x, split: (whole_rows(x, split), split), lambda split, dx: (own_tokens(dx, split), None))
 
 
 @dataclass(frozen=True)

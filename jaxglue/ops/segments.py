@@ -50,8 +50,9 @@ class PackedSegments:
     split: "RowSplit | None" = None
     """How rows are split over devices; fields of tokens are then in its order, and their values stay a row's."""
     own_keys: Int[Array, "B Q"] | None = None
-    """Each query's own key, the last that it sees, where queries are some of the Q tokens of a row, in order
-    (`row_split.bounds`). `starts` are then the queries' first keys, windows included, and `ends` the keys' last queries."""
+    """Each query's own key, the last that it sees, where queries are some of a row's tokens, in order, and keys are all
+    (`row_split.bounds`). `starts` are then the queries' first keys, and `ends` the queries after the keys' last ones,
+    windows included."""
     first_queries: Int[Array, "B T"] | None = None
     """The first query at each key or after it, where `own_keys` are given."""
 
