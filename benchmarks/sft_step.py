@@ -79,7 +79,7 @@ ROWS = {
     "qwen3.5-9b, memory free": Row(shape="qwen3.5-9b", engines=("ours",)),
     "qwen3.5-9b, 12 GiB": Row(shape="qwen3.5-9b", memory_limit=12.0, engines=("ours",)),
     "qwen3.5-27b, 22 GiB": Row(shape="qwen3.5-27b", memory_limit=22.0, engines=("ours",), steps=6),
-    "tiny Qwen3.5": Row(shape="tiny-qwen3.5", tokens=1024, checkpointing="none", engines=("ours", "peft")),
+    "tiny Qwen3.5": Row(shape="tiny-qwen3.5", tokens=1024, checkpointing="none", engines=("ours", "unsloth")),
     "tiny Gemma 3": Row(shape="tiny-gemma-3", tokens=1024, checkpointing="none", engines=("ours", "peft")),
     "tiny NF4": Row(shape="tiny", tokens=1024, quantize="nf4", checkpointing="none", engines=("ours", "peft")),
     "tiny FP8": Row(shape="tiny", tokens=1024, matmul="fp8", checkpointing="none", engines=("ours",)),

@@ -19,7 +19,13 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext, RouterLosses
 from jaxglue.models.noise import add_noise
 from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
-from jaxglue.models.vocabulary import output_matrix, replaced_rows
+from jaxglue.models.vocabulary import (
+    extended_matrix,
+    low_rank_columns,
+    output_matrix,
+    replaced_rows,
+    with_low_rank,
+)
 from jaxglue.objectives.config import SUPERVISED
 from jaxglue.objectives.objective import Objective
 from jaxglue.ops.collectives import BATCH_AXES, TOKEN_AXES, divide_equally, per_device, psum
@@ -287,7 +293,7 @@ class EmbedHead:
         def program(weights, x, targets, counted):
             trainable, frozen = gather(layout, weights, stored)
             hidden, output = self.normed_output(trainable, frozen, x)
-            tokens = hidden, output_matrix(output), targets.ravel(), counted.ravel()
+            tokens = hidden, extended_matrix(output), targets.ravel(), counted.ravel()
             return linear_log_probs(*tokens, **shape).reshape(targets.shape)
 
         rows = layout.batch_spec
@@ -299,11 +305,11 @@ class EmbedHead:
         name = self._graphdefs.output_name
         return merge_module(self._graphdefs.output, trainable[name], frozen[name])
 
-    def normed_output(self, trainable: Params, frozen: Params, x) -> tuple[Float[Array, "M D"], Any]:
-        """Return the normed hidden states of all tokens, and the output projection's module."""
+    def normed_output(self, trainable: Params, frozen: Params, x) -> tuple[Float[Array, "M W"], Any]:
+        """Return all tokens' normed hidden states, `with_low_rank` for the output projection, and its module."""
         graphdefs = {"norm": self._graphdefs.norm, self._head_parts[1]: self._graphdefs.output}
         norm, output = (merge_module(graphdefs[name], trainable[name], frozen[name]) for name in self._head_parts)
-        return norm(x).reshape(-1, self.config.hidden_size), output
+        return with_low_rank(output, norm(x).reshape(-1, self.config.hidden_size)), output
 
     def local_loss(self, trainable: Params, frozen: Params, x, batch: Batch, scale, fp8: bool) -> tuple[Array, Array]:
         """Return scale · Σ loss of this device's rows, and the same followed by the objective's further sums."""
@@ -323,7 +329,7 @@ class HeadValues:
 
     def __init__(
         self,
-        hidden: Float[Array, "M D"],
+        hidden: Float[Array, "M W"],
         output: Any,
         batch: Batch,
         *,
@@ -340,14 +346,15 @@ class HeadValues:
     def cross_entropy(self) -> Float[Array, ""]:
         """Σ loss weight · cross-entropy, fused with the head."""
         tokens = self._hidden, self._output.weight[...], self._targets, self._weights
-        options: dict[str, Any] = {"rows": replaced_rows(self._output), "softcap": self._softcap}
+        options: dict[str, Any] = {"rows": replaced_rows(self._output), "columns": low_rank_columns(self._output)}
+        options |= {"softcap": self._softcap}
         return linear_cross_entropy(*tokens, fp8=self._fp8, **options)
 
     @cached_property
     def log_probs(self) -> Float[Array, "B T"]:
         """Log-probabilities of the targets; 0 where the loss weight is."""
-        tokens = self._hidden, self._matrix, self._targets, self._weights
-        return self._rows(linear_log_probs(*tokens, **self._shape))
+        tokens = self._hidden, output_matrix(self._output), self._targets, self._weights
+        return self._rows(linear_log_probs(*tokens, columns=low_rank_columns(self._output), **self._shape))
 
     @property
     def entropy(self) -> tuple[Float[Array, ""], Float[Array, ""]]:
@@ -384,7 +391,7 @@ class HeadValues:
 
     @cached_property
     def _matrix(self) -> Any:
-        return output_matrix(self._output)
+        return extended_matrix(self._output)
 
     def _rows(self, values: Float[Array, " M"]) -> Float[Array, "B T"]:
         return values.reshape(self._batch.targets.shape)
@@ -458,7 +465,7 @@ class ScoreHead:
     def _local(self, weights: Any, x, targets) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
         trainable, frozen = weights
         hidden, output = self._head.normed_output(trainable, frozen, x)
-        matrix = output_matrix(output)
+        matrix = extended_matrix(output)
         softcap = self._head.config.logit_softcap
         losses, hits = linear_scores(hidden, matrix, targets.ravel(), chunk_size(matrix.shape[0]), softcap)
         return losses.reshape(targets.shape), hits.reshape(targets.shape)

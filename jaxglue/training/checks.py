@@ -122,12 +122,14 @@ def check_dropout(folder: str, raw: Mapping[str, Any]) -> None:
 
 def _check_per_layer(config: TrainConfig, model: DecoderConfig) -> None:
     """Raise ValueError for training what a model's embeddings for each layer depend on: they take no gradient."""
-    whole = "embed_tokens" in config.lora.modules_to_save or config.lora.trainable_token_indices
+    trained = (*config.lora.modules_to_save, *config.lora.vocabulary_targets)
+    whole = "embed_tokens" in trained or config.lora.trainable_token_indices
     if model.per_layer is None or not (config.model.method == "full" or config.model.new_tokens or whole):
         return
     raise ValueError(
         f"{config.model.model} has embeddings for each layer, which are frozen, so the tokens' must be, too: use "
-        "--method lora without --new-tokens and without --modules-to-save embed_tokens or --trainable-token-indices"
+        "--method lora without --new-tokens and without --modules-to-save or --targets embed_tokens or "
+        "--trainable-token-indices"
     )
 
 

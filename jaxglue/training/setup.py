@@ -177,7 +177,7 @@ def _read_model(
     folder = config.model.folder
     base = read_architecture(config, folder)
     adapter = read_start(config, base)
-    base = adapter.adapted(base) if adapter else base
+    base = adapter.adapted(base) if adapter else _untied_by_head(config, base)
     if not config.model.random_weights:
         check_weights(folder, base)
     vocabulary = read_vocabulary(folder, config.model.new_tokens, base, adapter)
@@ -186,6 +186,17 @@ def _read_model(
         warn_of_peft(config, base)
         warn_of_adapter_inside(folder, config.model.adapter)
     return config, replace(base, vocab_size=vocabulary.size), vocabulary, adapter
+
+
+def _untied_by_head(config: TrainConfig, base: DecoderConfig) -> DecoderConfig:
+    """Return the architecture of a base whose output projection gets an adapter, and with it is no longer tied."""
+    head = config.model.method == "lora" and "lm_head" in config.lora.vocabulary_targets
+    if head and base.tie_word_embeddings and config.model.random_weights:
+        raise ValueError(
+            "--targets lm_head needs the projection apart from the embedding, and --random-weights draws them as one: "
+            "leave one of them out"
+        )
+    return base.untied if head and base.tie_word_embeddings else base
 
 
 def _read_data(
