@@ -12,17 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from jaxglue.models.lora_config import LoraConfig, VocabularyModule
+from jaxglue.models.lora_config import PATHS, LoraConfig, VocabularyModule
 from jaxglue.models.vocabulary import ROWS
 from jaxglue.models.wrapper import TEXT_PATH, from_text_name, is_beside_text, to_text_name
 
-PATHS: dict[VocabularyModule, str] = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head"}
-"""Paths of the modules with a row for each token."""
 MAGNITUDE = "lora_magnitude_vector"
 """PEFT's name of DoRA's magnitudes."""
 _MATRICES = ("lora_A", "lora_B")
 _PREFIX = "base_model.model."
-_LINEAR = re.compile(rf"model\.layers\.\d+\..+\.({'|'.join((*_MATRICES, MAGNITUDE))})")
+_LINEAR = re.compile(rf"(model\.layers\.\d+\..+|lm_head)\.({'|'.join((*_MATRICES, MAGNITUDE))})")
+_EMBEDDING = re.compile(rf"({re.escape(PATHS['embed_tokens'])}\.lora_)embedding_([AB])")
+"""PEFT's names of the matrices of an embedding's adapter."""
 SCORE = "score.weight"
 """Weight [1, D] of a reward model's score, which is stored whole."""
 _VOCABULARY = re.compile(
@@ -74,6 +74,8 @@ def _to_key(name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
     path, _, last = name.rpartition(".")
     if last == ROWS:
         return f"{_PREFIX}{path}.token_adapter.{last}", array
+    if last in _MATRICES and path.endswith(".embed_tokens"):
+        return f"{_PREFIX}{path}.{last.replace('lora_', 'lora_embedding_')}", array
     return f"{_PREFIX}{name}{'.weight' if last in _MATRICES else ''}", array
 
 
@@ -88,6 +90,8 @@ def from_key(path: Path, key: str, array: np.ndarray, raw: Mapping[str, Any]) ->
         name, axes = f"{vocabulary[1]}.{vocabulary[4]}", 2
     elif name == SCORE:
         axes = 2
+    elif embedding := _EMBEDDING.fullmatch(name):
+        name, axes = embedding[1] + embedding[2], 2
     elif _LINEAR.fullmatch(name := name.removesuffix(".weight")):
         axes = 1 if name.endswith(MAGNITUDE) else 2
     else:

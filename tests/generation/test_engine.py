@@ -90,6 +90,8 @@ PARTS = {
         "linear_value_head_dim": 8,
     },
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+PARTS["qwen3_5_moe_text"] = {**PARTS["qwen3_5_text"], **EXPERTS, "shared_expert_intermediate_size": 16}
 
 
 @pytest.mark.parametrize("model_type", repeats(PARTS, "qwen2", "mistral", "granite", "olmo3", "smollm3", "glm4"))

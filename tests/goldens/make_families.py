@@ -100,6 +100,18 @@ MODELS = {
         **{"attention_bias": True, "rope_parameters": {**YARN_ROPE, **MSCALES}},
     },
     "glm4_moe_lite": {**LATENT, "q_lora_rank": 10, "v_head_dim": 12, "rope_theta": 100.0},
+    "qwen3_5_moe_text": {
+        **{"layer_types": ["linear_attention", "full_attention"], "head_dim": 8},
+        **{
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 6,
+            "linear_value_head_dim": 4,
+        },
+        **{"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12},
+        **{"shared_expert_intermediate_size": 24},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+    },
     "ministral3": {
         "rope_parameters": {**YARN_ROPE, "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.3}
     },

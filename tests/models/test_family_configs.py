@@ -78,6 +78,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             {**EXPERTS, "qkv_bias": False, "use_sliding_window": True, "max_window_layers": 3},
             {"layer_windows": (4096, None, 4096, None, None, None), "attention_bias": False},
         ),
+        ("qwen3_5_moe_text", EXPERTS, {"head_dim": 256, "first_of_kind": (0, 0, 0, 3, 0, 0)}),
         (
             "glm4_moe",
             GLM4_MOE,
@@ -96,6 +97,7 @@ def test_defaults_are_those_of_transformers(model_type, fields, expected):
         ("mixtral", {}, {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 20, "shared_size": 0}),
         ("mixtral", {"num_experts": 4, "norm_topk_prob": False}, {"num_experts": 4, "norm_topk_prob": True}),
         ("qwen2_moe", EXPERTS, {"norm_topk_prob": False, "shared_size": 24, "sparse_layers": (True,) * 6}),
+        ("qwen3_5_moe_text", EXPERTS, {"norm_topk_prob": True, "shared_size": 24, "sparse_layers": (True,) * 6}),
         (
             "qwen2_moe",
             {**EXPERTS, "norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [1]},
@@ -278,6 +280,11 @@ def test_rotary_embeddings_are_read(model_type, fields, expected):
         ),
         ("glm4_moe", {**GLM4_MOE, "n_group": 2, "topk_group": 3}, "topk_group=3: groups must divide"),
         ("glm4_moe", {**GLM4_MOE, "n_shared_experts": 0}, "n_shared_experts in config.json"),
+        (
+            "qwen3_5_moe_text",
+            {},
+            "config.json lacks num_experts, num_experts_per_tok, moe_intermediate_size, shared_ex",
+        ),
         ("qwen2_moe", {}, "config.json lacks num_experts, num_experts_per_tok, moe_intermediate_size, shared_expert"),
         ("qwen3_moe", {**EXPERTS, "decoder_sparse_step": 0}, "decoder_sparse_step in config.json: expected int >= 1"),
         ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size in config"),
