@@ -288,13 +288,12 @@ SHAPES = {
     "tiny-gemma-3": _shape(_GEMMA3, 128, 256, 4, 4, head_dim=32, num_key_value_heads=2, vocab_size=2048),
     "qwen3.5-9b": _shape(_QWEN3_5, 4096, 12288, 32, 16, linear_num_value_heads=32),
     "qwen3.5-27b": _shape(_QWEN3_5, 5120, 17408, 64, 24, linear_num_value_heads=48),
-<<<<<<< HEAD
     "tiny-gemma-4-moe": _shape(
         _GEMMA4,
         *(128, 128, 6, 4),
         **{"head_dim": 32, "global_head_dim": 64, "num_key_value_heads": 2, "vocab_size": 2048},
         **{"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64},
-=======
+    ),
     "qwen3.5-35b-a3b": _shape(
         {**_QWEN3_5, "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text"},
         *(2048, 512, 40, 16),
@@ -304,7 +303,6 @@ SHAPES = {
         num_experts_per_tok=8,
         moe_intermediate_size=512,
         shared_expert_intermediate_size=512,
->>>>>>> main
     ),
     "tiny-qwen3.5": _shape(
         _QWEN3_5,
