@@ -28,7 +28,7 @@ from jaxglue.models.vocabulary import (
 )
 from jaxglue.objectives.config import SUPERVISED
 from jaxglue.objectives.objective import Objective
-from jaxglue.ops.collectives import BATCH_AXES, divide_equally, per_device, psum
+from jaxglue.ops.collectives import BATCH_AXES, TOKEN_AXES, divide_equally, per_device, psum
 from jaxglue.ops.cross_entropy import (
     chunk_size,
     linear_cross_entropy,
@@ -211,7 +211,8 @@ class EmbedHead:
             return x, rope, keys, self._scaled_router_losses(batch, scale), own
 
         rows, whole = layout.batch_spec, PartitionSpec()
-        specs, results = (stored, rows, rows, whole, whole), (rows, rows, whole, whole, rows)
+        specs = stored, rows, layout.batch_specs(batch), whole, whole
+        results = rows, rows, whole, whole, rows
         return per_device(program, layout.mesh, specs, results)((trainable, frozen), tokens, batch, key, scale)
 
     def _scaled_router_losses(self, batch: Batch, scale) -> RouterLosses | None:
@@ -220,7 +221,8 @@ class EmbedHead:
         if self._router_losses is None or moe is None or scale is None:
             return None
         terms = batch.loss_weights if batch.answers is None else batch.answers.used
-        share = scale * psum(terms.sum(), *BATCH_AXES) / sum(moe.sparse_layers)
+        axes = TOKEN_AXES if batch.answers is None else BATCH_AXES
+        share = scale * psum(terms.sum(), *axes) / sum(moe.sparse_layers)
         return RouterLosses(*(share * coefficient for coefficient in self._router_losses))
 
     def _embed_backward(self, trainable: Params, batch: Batch, dx, accumulated: Params | None) -> Params:
@@ -241,7 +243,7 @@ class EmbedHead:
             (gradients,) = jax.vjp(embed, table)[1](dx)
             return add_trees(accumulated, reduce_scatter_grads(layout, gradients, stored, name))
 
-        specs = (stored, layout.batch_spec, layout.batch_spec, None if accumulated is None else grad_specs)
+        specs = (stored, layout.batch_specs(batch), layout.batch_spec, None if accumulated is None else grad_specs)
         return per_device(program, layout.mesh, specs, grad_specs)(trainable, batch, dx, accumulated)
 
     def _loss(self, trainable: Params, frozen: Params, x, batch: Batch, scale, fp8: bool):
@@ -252,7 +254,7 @@ class EmbedHead:
             _, values = self.local_loss(trainable, frozen, x, batch, scale, fp8=fp8)
             return stack(layout, divide_equally(values, "tensor"))
 
-        specs = (stored, layout.batch_spec, layout.batch_spec, PartitionSpec())
+        specs = (stored, layout.batch_spec, layout.batch_specs(batch), PartitionSpec())
         return per_device(program, layout.mesh, specs, layout.device_spec)((trainable, frozen), x, batch, scale)
 
     def _head_backward(self, trainable: Params, frozen: Params, x, batch: Batch, scale, accumulated: Params, fp8: bool):
@@ -267,7 +269,7 @@ class EmbedHead:
             return values, dx, {name: add_trees(accumulated[name], gradients[name]) for name in self._head_parts}
 
         sum_specs = {name: None if accumulated[name] is None else grad_specs[name] for name in self._head_parts}
-        specs = (stored, layout.batch_spec, layout.batch_spec, PartitionSpec(), sum_specs)
+        specs = (stored, layout.batch_spec, layout.batch_specs(batch), PartitionSpec(), sum_specs)
         results = (layout.device_spec, layout.batch_spec, grad_specs)
         arguments = (trainable, frozen), x, batch, scale, accumulated
         return per_device(program, layout.mesh, specs, results)(*arguments)
@@ -281,8 +283,8 @@ class EmbedHead:
             values = HeadValues(hidden, output, batch, softcap=self.config.logit_softcap)
             return sum_parts(values.scores if self.config.scores else values.log_probs, batch.answers)[..., :PROMPT]
 
-        specs = (stored, layout.batch_spec, layout.batch_spec)
-        return per_device(program, layout.mesh, specs, layout.batch_spec)((trainable, frozen), x, batch)
+        specs = (stored, layout.batch_spec, layout.batch_specs(batch))
+        return per_device(program, layout.mesh, specs, layout.row_spec)((trainable, frozen), x, batch)
 
     def _token_log_probs(self, trainable: Params, frozen: Params, x, targets, counted):
         layout, stored = self._layout, self._layout.param_specs((trainable, frozen))

@@ -70,6 +70,16 @@ def warn_of_peft(config: TrainConfig, model: DecoderConfig) -> None:
         )
 
 
+def check_mesh(config: TrainConfig, model: DecoderConfig, mesh: MeshShape, *, devices: int) -> None:
+    """Raise ValueError, with the remedy, when the mesh does not fit devices, rows, objective or model."""
+    mesh.check(model, batch_size=config.run.batch_size, seq_len=config.data.row_tokens, devices=devices)
+    if mesh.context > 1 and config.objective.make().forks:
+        raise ValueError(
+            f"--mesh {mesh}: context splits rows of texts and chats, not those of --objective "
+            f"{config.objective.objective}: use data or fsdp instead of context"
+        )
+
+
 def refuse_mapped(model: ModelConfig, mesh: MeshShape) -> str | None:
     """Return why weights cannot stay in the model's files, with the remedy; None where they can."""
     if model.random_weights:

@@ -289,8 +289,9 @@ class RunConfig(Config):
     """Documents in an optimizer step instead, or pairs of answers, over all GPUs: packed by themselves into as many
     micro-batches as they need, as for recipes of programs that do not pack."""
     mesh: str = "auto"
-    """How GPUs share the work: sizes of the axes data, fsdp, tensor and expert, such as data=2,fsdp=4; auto takes data
-    for adapters on weights that fit each GPU, else fsdp, or expert for mixtures of experts (see docs/sharding.md)."""
+    """How GPUs share the work: sizes of the axes data, fsdp, expert, context and tensor, such as data=2,fsdp=4; auto
+    takes data for adapters on weights that fit each GPU, else fsdp, or expert for mixtures of experts, and context for
+    rows that are too long or too few (see docs/sharding.md)."""
     epochs: Annotated[int, Range(ge=1, le=10_000), Alias("num_train_epochs", "num_epochs")] = 1
     """Passes over the data, unless steps is given."""
     steps: Annotated[int, Range(ge=1, lt=2**31), Alias("max_steps")] | None = None

@@ -27,7 +27,7 @@ from jaxglue.rl.loop import RolloutSteps
 from jaxglue.rl.prompts import PromptDataset, PromptReport, read_prompts
 from jaxglue.rl.rewards import Judge
 from jaxglue.sharding.mesh import AUTO, MeshShape, make_mesh, process_batch_shard
-from jaxglue.training.checks import refuse_shared_prompt, warn_of_peft
+from jaxglue.training.checks import check_mesh, refuse_shared_prompt, warn_of_peft
 from jaxglue.training.config import RunConfig, TrainConfig, warmup_steps
 from jaxglue.training.remat import RematChoice, choose_remat
 from jaxglue.training.trackers import check_trackers
@@ -300,9 +300,11 @@ def choose_mesh(
     if devices > 1 and config.model.embeddings == "host":
         raise ValueError("--embeddings host is for one GPU: leave it out, or split the table with --mesh fsdp=…")
     full = config.model.method == "full"
-    shapes = _candidates(model, devices, full=full) if config.run.mesh == AUTO else [MeshShape.parse(config.run.mesh)]
+    shapes = [MeshShape.parse(config.run.mesh)] if config.run.mesh != AUTO else _candidates(model, devices, full=full)
+    if config.run.mesh == AUTO and _can_split_rows(config, model):
+        shapes = _with_split_rows(shapes, config, devices, full=full)
     for shape in shapes:
-        shape.check(model, batch_size=config.run.batch_size, devices=devices)
+        check_mesh(config, model, shape, devices=devices)
     explain, refused = config.run.explain, []
     for shape in shapes:
         workload = make_workload(config, model, document_lengths, shape)
@@ -356,6 +358,22 @@ def agree_on_mesh(
     chosen = replace(config.model, remat=policy, weights=weights, attention=attention, tile=tile)
     remat = choose_remat(chosen, replace(workload, attention=attention, tile=tile))
     return replace(workload, host_embeddings=remat.host_embeddings), remat
+
+
+def _can_split_rows(config: TrainConfig, model: DecoderConfig) -> bool:
+    return model.delta is None and not config.objective.make().forks
+
+
+def _with_split_rows(shapes: list[MeshShape], config: TrainConfig, devices: int, *, full: bool) -> list[MeshShape]:
+    """Return the candidates among which the rows divide, and after them those with ever more GPUs to a row.
+
+    Rows are split where there are fewer of them than GPUs, or where whole ones do not fit.
+    """
+    sizes = [size for size in range(2, devices + 1) if devices % size == config.data.row_tokens % size == 0]
+    axes = ("fsdp",) if full else ("data", "fsdp")
+    split = [MeshShape(**{axis: devices // size}, context=size) for size in sizes for axis in axes]
+    dividing = [shape for shape in (*shapes, *split) if config.run.batch_size % shape.batch_shards == 0]
+    return list(dict.fromkeys(dividing)) or shapes
 
 
 def _candidates(model: DecoderConfig, devices: int, *, full: bool) -> list[MeshShape]:
