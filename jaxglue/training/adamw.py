@@ -103,12 +103,12 @@ class AdamWOptimizer(PartwiseOptimizer):
         """Return new parts, new states and the reported values; leaves with one learning rate share launches."""
         flat, rebuild = _flatten(parts, states, gradients)
         scalars, values = self._step_scalars([kernels.square_norm(flat[-1])] if clips else None, step)
-        rows: list[Any] = [*flat, decays(parts)]
+        rows = [*flat, decays(parts)]
         new: list[list[Any]] = [[None] * len(factors) for _ in range(3)]
         for factor in dict.fromkeys(factors):
             numbers = [number for number, each in enumerate(factors) if each == factor]
-            some: list[Any] = [[row[number] for number in numbers] for row in rows]
-            for results, updated in zip(new, kernels.update(*some, scalars=_times(scalars, factor)), strict=True):
+            p, m, v, g, decay = ([row[number] for number in numbers] for row in rows)
+            for results, updated in zip(new, kernels.update(p, m, v, g, decay, _times(scalars, factor)), strict=True):
                 for number, value in zip(numbers, updated, strict=True):
                     results[number] = value
         return *rebuild(*new), values

@@ -67,7 +67,7 @@ class OptaxOptimizer(PartwiseOptimizer):
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(parts)]
         old: list[Any] = treedef.flatten_up_to(states)  # type: ignore[attr-defined]
         rows: Any = zip(paths, leaves, old, jax.tree.leaves(gradients), decays(parts), factors, strict=True)
-        new, new_states = zip(*(self._step(*row, scalars) for row in rows), strict=True)
+        new, new_states = zip(*(self._step(*row, scalars=scalars) for row in rows), strict=True)
         return jax.tree.unflatten(treedef, new), jax.tree.unflatten(treedef, new_states)
 
     def _update_in_place(
