@@ -1,5 +1,6 @@
 """Optimizers of optax: Muon, Adafactor and Lion, each parameter by itself."""
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -66,8 +67,10 @@ class OptaxOptimizer(PartwiseOptimizer):
         leaves, treedef = jax.tree.flatten(parts)
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(parts)]
         old: list[Any] = treedef.flatten_up_to(states)  # type: ignore[attr-defined]
-        rows: Any = zip(paths, leaves, old, jax.tree.leaves(gradients), decays(parts), factors, strict=True)
-        new, new_states = zip(*(self._step(*row, scalars=scalars) for row in rows), strict=True)
+        rates = [scalars.learning_rate if factor == 1 else scalars.learning_rate * factor for factor in factors]
+        gradient = [leaf * scalars.scale for leaf in jax.tree.leaves(gradients)]
+        rows: Any = zip(paths, leaves, old, gradient, decays(parts), rates, strict=True)
+        new, new_states = zip(*itertools.starmap(self._step, rows), strict=True)
         return jax.tree.unflatten(treedef, new), jax.tree.unflatten(treedef, new_states)
 
     def _update_in_place(
@@ -82,15 +85,14 @@ class OptaxOptimizer(PartwiseOptimizer):
             self._programs[key] = jit_step(self.update_parts, **options, out_shardings=shardings)
         return self._programs[key](parts, states, gradients, scalars, factors=factors)
 
-    def _step(self, path, parameter, state, gradient, decay, factor: float, scalars: Scalars) -> tuple[Any, list[Any]]:
+    def _step(self, path, parameter, state, gradient, decay: bool, learning_rate: Array) -> tuple[Any, list[Any]]:
         """Return (parameter, state) after a step."""
         transform = self.transform(path, parameter)
         old = jax.tree.unflatten(jax.tree.structure(jax.eval_shape(transform.init, parameter)), state)
-        update, new = transform.update(gradient * scalars.scale, old, parameter)
+        update, new = transform.update(gradient, old, parameter)
         if decay:
             update += self._config.weight_decay * parameter
-        rate = scalars.learning_rate if factor == 1 else scalars.learning_rate * factor
-        return parameter - rate * update, jax.tree.leaves(new)
+        return parameter - learning_rate * update, jax.tree.leaves(new)
 
 
 class Lion(OptaxOptimizer):
