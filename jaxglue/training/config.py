@@ -438,7 +438,9 @@ class TrainConfig(Config):
                 "--teacher base is the model without its adapter, and --method full has none: name a folder"
             )
         refused = {
-            "eval-data": bool(self.data.eval_data),
+            "eval-data": bool(self.data.eval_data) and not judged,
+            "keep": self.run.keep != "last",
+            "early-stopping": self.run.early_stopping is not None,
             "eval-fraction": bool(self.data.eval_fraction),
             "gradient-accumulation-steps": self.run.gradient_accumulation_steps > 1,
             "router-balance-loss": self.model.router_balance_loss > 0,
@@ -461,11 +463,13 @@ class TrainConfig(Config):
             "dynamic-sampling": "it chooses prompts by their rewards, which are not trained on",
             "weights": "each token that is sampled reads them all",
             "embeddings": "each token that is sampled reads them all",
+            "eval-data": "held-out prompts need a --reward",
+            "eval-fraction": "hold prompts out in a file, with --eval-data",
+            **dict.fromkeys(("keep", "early-stopping"), "there is no eval loss"),
         }
         for flag, is_given in refused.items():
             if is_given:
-                reason = reasons.get(flag, "held-out prompts are not answered yet")
-                raise ValueError(f"--{flag} is not for --objective {name}: {reason}: leave it out")
+                raise ValueError(f"--{flag} is not for --objective {name}: {reasons[flag]}: leave it out")
         if self.objective.beta and self.model.method == "full" and not self.objective.kind.needs_teacher:
             raise ValueError(
                 f"--beta {self.objective.beta:g} compares with the weights as training begins, of which --method full "
