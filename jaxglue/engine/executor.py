@@ -162,7 +162,9 @@ class LayerExecutor:
         """
         gradients = without_parts(trainable)
         arguments = trainable, frozen, micro_batches, total_weight, partial(set_part, gradients)
-        return self.loss_and_update(*arguments, key, into), gradients
+        loss = self._loss_and_partials(*arguments, key, into)
+        # One exchange at the end: after each layer, devices would wait for the slowest one's.
+        return loss, self._sum_partials(gradients) if self.layout.mesh else gradients
 
     def loss_and_update(
         self,
@@ -179,6 +181,20 @@ class LayerExecutor:
         With one micro-batch and several programs, only one layer's gradients exist at a time. `update` may donate its
         part of `trainable`. The arguments are those of `loss_and_gradients`.
         """
+        finish = partial(self._finish, update)
+        return self._loss_and_partials(trainable, frozen, micro_batches, total_weight, finish, key, into)
+
+    def _loss_and_partials(
+        self,
+        trainable: Params,
+        frozen: Params,
+        micro_batches: Sequence[Batch],
+        total_weight: float,
+        done: Update,
+        key,
+        into,
+    ) -> Float[Array, ""]:
+        """Return Σ loss / total_weight; pass every part's gradients to `done`, on a mesh each device's own."""
         trainable, frozen = transfer.commit((trainable, frozen))
         scale = np.float32(1.0 / total_weight)
         whole, several, losses = self._whole_on(frozen), len(micro_batches) > 1, []
@@ -187,7 +203,7 @@ class LayerExecutor:
         for index, batch in enumerate(micro_batches):
             batch_key = None if key is None else jax.random.fold_in(key, index)
             last = index == len(micro_batches) - 1
-            finish = partial(self._finish, update) if last else partial(set_part, sums)
+            finish = done if last else partial(set_part, sums)
             arguments = trainable, frozen, batch, scale, batch_key, sums
             losses.append(run(*arguments, finish))
         return self._total_loss(sum(losses[1:], start=losses[0]))

@@ -18,6 +18,9 @@ from jaxglue.objectives.objective import Objective
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 from jaxglue.training.config import OptimizerConfig, warmup_steps
 
+Prefixes = tuple[str, ...]
+"""Names of parts, empty for layers: parameters' names, which decide how a mesh splits them, begin with these."""
+
 
 def learning_rate_schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
     """Return the learning rate as a function of the optimizer steps done."""
@@ -94,14 +97,15 @@ class PartwiseOptimizer:
         """Update all parts (see `Optimizer.update`)."""
         keys, done = param_keys(trainable), step if isinstance(step, jax.Array) else np.int32(step)
         old, states, gradient = ([get_part(tree, key) for key in keys] for tree in (trainable, state, gradients))
-        new, new_states, values = self._update_all(old, states, gradient, done)
+        new, new_states, values = self._update_all(_prefixes(keys), old, states, gradient, done)
         return _with_parts(trainable, keys, new), _with_parts(state, keys, new_states), values
 
     def update_part(
         self, trainable: Params, state: Params, key: ParamKey, gradient: Params, step: int
     ) -> tuple[Params, Params]:
         """Update one part without clipping; return trainable and state. The part's old arrays are donated."""
-        new, new_states = self._update_one([get_part(trainable, key)], [get_part(state, key)], [gradient], step)
+        parts, states = [get_part(trainable, key)], [get_part(state, key)]
+        new, new_states = self._update_one(_prefixes([key]), parts, states, [gradient], step)
         return _with_parts(trainable, [key], new), _with_parts(state, [key], new_states)
 
     def learning_rate(self, step: int) -> dict[str, Float[Array, ""]]:
@@ -113,7 +117,7 @@ class PartwiseOptimizer:
         return ()
 
     def _update_all(
-        self, parts: list[Params], states: list[Params], gradients: list[Params], step: Any
+        self, prefixes: Prefixes, parts: list[Params], states: list[Params], gradients: list[Params], step: Any
     ) -> tuple[list[Params], list[Params], dict[str, Array]]:
         """Return new parts, new states and the reported values."""
         batches = [list(batch) for batch in itertools.batched(range(len(parts)), self.parts_per_program)]
@@ -127,7 +131,7 @@ class PartwiseOptimizer:
         return new, new_states, values
 
     def _update_one(
-        self, parts: list[Params], states: list[Params], gradients: list[Params], step: int
+        self, prefixes: Prefixes, parts: list[Params], states: list[Params], gradients: list[Params], step: int
     ) -> tuple[list[Params], list[Params]]:
         return self._update(parts, states, gradients, self._scalars(None, np.int32(step))[0])
 
@@ -155,6 +159,10 @@ def _with_parts(tree: Params, keys: list[ParamKey], parts: list[Params]) -> Para
     for key, part in zip(keys, parts, strict=True):
         set_part(tree, key, part)
     return tree
+
+
+def _prefixes(keys: Iterable[ParamKey]) -> Prefixes:
+    return tuple(key if isinstance(key, str) else "" for key in keys)
 
 
 def param_keys(tree: Params) -> list[ParamKey]:

@@ -158,7 +158,7 @@ def _fastest(
     places = embedding_places(workload, settings.embeddings)
 
     def find(gpu: Gpu) -> tuple[Planner, Plan]:
-        limited = gpu.limited(pool or pool_gib(settings.memory_limit))
+        limited = gpu.limited(pool or pool_gib(settings.memory_limit, exchanges=workload.mesh.devices > 1))
         return fastest_place(places, lambda placed: _resolve(settings, placed, limited, files, steps))
 
     if AUTO not in (settings.remat, settings.weights, settings.embeddings):
