@@ -244,7 +244,7 @@ def describe_trace(folder: Path) -> list[str]:
         gaps, end, before = [], kernels[0][0][1], kernels[0][1]
         for (start, stop), name in kernels:
             if start > end:
-                gaps.append((start - end, before[:40], name[:40], start - first))
+                gaps.append((start - end, before[:30], name[:30], start - first))
             if stop > end:
                 end, before = stop, name
         long = [gap for gap in sorted(gaps, reverse=True) if gap[0] > 0.05]
@@ -253,12 +253,12 @@ def describe_trace(folder: Path) -> list[str]:
             f"(exposed {found.exposed:.1f}), idle {sum(gap[0] for gap in gaps):.1f} in {len(gaps)} gaps, "
             f"over 50 µs {sum(gap[0] for gap in long):.1f} in {len(long)}"
         )
-        lines += [f"   {gap[0]:.2f} ms at {gap[3]:.1f} between {gap[1]} and {gap[2]}" for gap in long[:8]]
+        lines += [f"   {gap[0]:.2f} ms at {gap[3]:.1f} between {gap[1]} and {gap[2]}" for gap in long[:5]]
         exchanges = sorted(
             ((span[1] - span[0], span[0] - first, name[:50]) for name, span in events if "nccl" in name.lower()),
             reverse=True,
         )
-        lines += [f"   {took:.2f} ms at {at:.1f} {name}" for took, at, name in exchanges[:6]]
+        lines += [f"   {took:.2f} ms at {at:.1f} {name}" for took, at, name in exchanges[:4]]
     return lines
 
 
@@ -286,7 +286,7 @@ def measure(args: argparse.Namespace, gpus: list[str], rows: dict[str, Row]) -> 
                     if (rate := found.get("tokens_per_second")) is not None:
                         found["ms"] = len(run.gpus) * row.tokens / rate * 1e3
                     results.append(found)
-                    print(json.dumps(found), flush=True)
+                    print(short(found), flush=True)
                     if args.profile and turn == 0 and (len(run.gpus) > 1 or run.gpus == gpus[:1]):
                         with contextlib.suppress(ValueError, OSError):
                             print("\n".join(describe_trace(run.folder / "run/profile")), flush=True)
@@ -296,6 +296,19 @@ def measure(args: argparse.Namespace, gpus: list[str], rows: dict[str, Row]) -> 
                     )
         print(table(verdicts(results, rows, len(gpus))), flush=True)
     return results
+
+
+def short(found: dict[str, Any]) -> str:
+    """Return a result in a line."""
+    parts = [f"{found['row']} on {found['on']}, round {found['round']}:"]
+    if "tokens_per_second" in found:
+        parts.append(f"{found['tokens_per_second']:,.0f} tokens/s, {found['ms']:.1f} ms")
+    if "planned_ms" in found:
+        parts.append(f"(planned {found['planned_ms']:.0f} ms, {found['planned_gib']:.1f} GiB)")
+    parts.append(f"peak {found.get('peak_gib', 0):.1f}, process {found['used_gib']:.1f} GiB; {found['clocks']}")
+    parts.append(f"losses {found.get('first_loss', 0):.5f} to {found.get('last_loss', 0):.5f}; {found['seconds']} s")
+    parts += [found.get("start", ""), found.get("plan", "")[:110], found.get("error", "")[-400:]]
+    return " ".join(filter(None, parts))
 
 
 def verdicts(results: list[dict[str, Any]], rows: dict[str, Row], gpus: int) -> list[dict[str, Any]]:
