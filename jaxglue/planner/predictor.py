@@ -171,8 +171,8 @@ class Predictor:
 
     def _size(self, setting: Setting) -> int:
         """Return the layers of a program; by default one where gradients of several should not exist at once."""
-        work, streams = self.workload, any(setting.streamed)
-        if why_not_grouped(setting.policies, devices=work.mesh.devices, stream_weights=streams):
+        work = self.workload
+        if why_not_grouped(setting.policies, stream_weights=any(setting.streamed)):
             return 1
         if self.layers_per_program or work.update_in_backward:
             return self.layers_per_program or 1

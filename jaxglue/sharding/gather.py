@@ -3,6 +3,7 @@
 "Per device" functions run inside `per_device` and see local arrays; the others see global ones.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -28,11 +29,19 @@ def gather(layout: Layout, shards: Any, specs: Any) -> Any:
     return jax.tree.map_with_path(whole, shards, specs)
 
 
+def gather_alone(layout: Layout, shards: Any) -> Any:
+    """Gather a layer's selected parameters by themselves: no layer before it could."""
+    specs = layout.param_specs(shards)
+    return per_device(partial(gather, layout, specs=specs), layout.mesh, (specs,), layout.gathered_specs(shards))(
+        shards
+    )
+
+
 def select_to_gather(layout: Layout, tree: Any) -> Any:
     """Return the arrays that must be gathered before use, None in place of the others (or of all)."""
     if not layout.gathers:
         return None
-    return jax.tree.map(lambda leaf: leaf if "fsdp" in spec_axes(leaf.sharding.spec) else None, tree)
+    return jax.tree.map(lambda leaf, spec: leaf if "fsdp" in spec_axes(spec) else None, tree, layout.param_specs(tree))
 
 
 def merge_gathered(gathered: Any, stored: Any) -> Any:

@@ -323,7 +323,7 @@ def test_plans_are_for_the_layers_in_a_program_asked_for(planner, workload):
     grouped = Planner(workload, planner.gpu, layers_per_program=3)
     plan = grouped.resolve("none", weights="auto", host_memory=HOST)
     assert plan == planner.plan(parse_policy("none"), layers_per_program=3)
-    with pytest.raises(ValueError, match="--layers-per-program 3 is for one GPU that keeps everything"):
+    with pytest.raises(ValueError, match="--layers-per-program 3 is for GPUs that keep everything"):
         grouped.resolve("offload", weights="auto", host_memory=HOST)
 
 
