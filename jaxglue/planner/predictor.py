@@ -275,8 +275,12 @@ class Predictor:
 
     @property
     def update_seconds(self) -> float:
-        """Return the optimizer's time: it reads parameter, gradient and two moments and writes all but the gradient."""
-        return (3 * self.resident.trainable + 2 * self.resident.moments) / self.gpu.copy
+        """Return the optimizer's time: it reads parameter, gradient and two moments and writes all but the gradient.
+
+        Gradients are exchanged before.
+        """
+        moved = 3 * self.resident.trainable + 2 * self.resident.moments
+        return moved / self.gpu.copy + self.resident.exchanged / self.gpu.peers
 
     def _work(self, costs: list[LayerCost], streamed: list[int], depth: int) -> tuple[list[Work], list[Work]]:
         """Return each layer's work forward and backward; a hidden copy still takes device memory bandwidth."""
