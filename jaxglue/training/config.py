@@ -206,6 +206,11 @@ class OptimizerConfig(Config):
     --method full; Adafactor; or Lion."""
     learning_rate: Annotated[PositiveFloat, Alias("lr")] | None = None
     """Peak learning rate; by default 2e-4 with --method lora, 2e-5 with --method full, of Lion a tenth."""
+    lora_plus_ratio: Annotated[PositiveFloat, Alias("loraplus_lr_ratio")] = 1.0
+    """Learning rate of the adapters' B as a multiple of that of A (LoRA+, arXiv 2402.12354); 16 is usual there."""
+    embedding_learning_rate: Annotated[PositiveFloat, Alias("embedding_lr", "loraplus_lr_embedding")] | None = None
+    """Peak learning rate of the embedding, by adapter, rows or whole, and of rows or the whole of lm_head; by default
+    that of the rest."""
     schedule: Annotated[
         Literal["cosine", "linear", "constant", "wsd"],
         Alias("lr_scheduler_type", "lr_scheduler"),
@@ -434,7 +439,9 @@ class TrainConfig(Config):
                 "--teacher base is the model without its adapter, and --method full has none: name a folder"
             )
         refused = {
-            "eval-data": bool(self.data.eval_data),
+            "eval-data": bool(self.data.eval_data) and not judged,
+            "keep": self.run.keep != "last",
+            "early-stopping": self.run.early_stopping is not None,
             "eval-fraction": bool(self.data.eval_fraction),
             "gradient-accumulation-steps": self.run.gradient_accumulation_steps > 1,
             "router-balance-loss": self.model.router_balance_loss > 0,
@@ -457,11 +464,13 @@ class TrainConfig(Config):
             "dynamic-sampling": "it chooses prompts by their rewards, which are not trained on",
             "weights": "each token that is sampled reads them all",
             "embeddings": "each token that is sampled reads them all",
+            "eval-data": "held-out prompts need a --reward",
+            "eval-fraction": "hold prompts out in a file, with --eval-data",
+            **dict.fromkeys(("keep", "early-stopping"), "there is no eval loss"),
         }
         for flag, is_given in refused.items():
             if is_given:
-                reason = reasons.get(flag, "held-out prompts are not answered yet")
-                raise ValueError(f"--{flag} is not for --objective {name}: {reason}: leave it out")
+                raise ValueError(f"--{flag} is not for --objective {name}: {reasons[flag]}: leave it out")
         if self.objective.beta and self.model.method == "full" and not self.objective.kind.needs_teacher:
             raise ValueError(
                 f"--beta {self.objective.beta:g} compares with the weights as training begins, of which --method full "
@@ -486,6 +495,8 @@ class TrainConfig(Config):
             raise ValueError(
                 "--embeddings host needs a frozen table: leave it out, or embed_tokens in --modules-to-save"
             )
+        if self.model.method == "full" and self.optimizer.lora_plus_ratio != 1:
+            raise ValueError("--lora-plus-ratio is for adapters, and --method full has none: leave it out")
         for name in ("modules_to_save", "trainable_token_indices", "dora"):
             if self.model.method == "full" and getattr(self.lora, name):
                 flag = name.replace("_", "-")
