@@ -93,6 +93,7 @@ class Workload:
     batch_size: int
     """Rows of a micro-batch on one GPU."""
     seq_len: int
+    """Tokens of a row, of which a GPU along `context` has its part."""
     lora: LoraConfig | None
     """None trains all weights."""
     document_lengths: tuple[int, ...] = ()
@@ -103,7 +104,7 @@ class Workload:
     moment_bytes: float = 8.0
     """Bytes of AdamW's two moments of a trained value."""
     host_embeddings: bool = False
-    """The frozen embedding table is in host memory."""
+    """The frozen embedding table, but one that the head is tied to, and those of each layer are in host memory."""
     mesh: MeshShape = field(default_factory=MeshShape)
     """How the GPUs share the work."""
     dtype: Any = jnp.bfloat16
@@ -122,8 +123,12 @@ class Workload:
         if self.lora is None and not FORMATS[self.config.quantize].trains:
             raise ValueError(f"quantize={self.config.quantize} holds frozen weights, and all train: use adapters")
         trains = self.lora is None or "embed_tokens" in self.lora.modules_to_save
-        if self.host_embeddings and (trains or self.config.tie_word_embeddings):
-            raise ValueError("embeddings on the host need a frozen table to which the output projection is not tied")
+        tied = self.config.tie_word_embeddings and self.config.per_layer is None
+        if self.host_embeddings and (trains or tied):
+            raise ValueError(
+                "embeddings on the host need a frozen table to which the output projection is not tied, or embeddings "
+                "for each layer"
+            )
 
     @property
     def any_rows(self) -> "Workload":
@@ -133,7 +138,12 @@ class Workload:
     @property
     def tokens(self) -> int:
         """Return the tokens of one micro-batch on one GPU."""
-        return self.batch_size * self.seq_len
+        return self.batch_size * self.row_tokens
+
+    @property
+    def row_tokens(self) -> int:
+        """Return the tokens of a row on one GPU."""
+        return max(self.seq_len // self.mesh.context, 1)
 
     @property
     def micro_batches(self) -> tuple[MicroBatches, ...]:

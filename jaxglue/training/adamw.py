@@ -1,6 +1,7 @@
 """AdamW: a few kernel launches on each GPU, elsewhere compiled updates of a few parts each."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,7 +18,7 @@ from jaxglue.ops.collectives import per_device, psum
 from jaxglue.sharding.gather import constrain_params
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 from jaxglue.training.config import OptimizerConfig
-from jaxglue.training.partwise import PartwiseOptimizer, Prefixes, decays, param_keys
+from jaxglue.training.partwise import Factors, PartwiseOptimizer, Prefixes, decays, param_keys
 
 if TYPE_CHECKING:
     from jaxglue.ops.adam.triton import TritonAdam
@@ -37,7 +38,7 @@ class AdamWOptimizer(PartwiseOptimizer):
             weight_decay=config.weight_decay,
             moments=config.moments,
         )
-        static = "kernels", "prefixes", "clips"
+        static = "kernels", "prefixes", "clips", "factors"
         self._update_fused = jit_step(self._fused_step, donate_argnums=(0, 1), static_argnames=static)
 
     def init_part(self, part: Params, prefix: str = "") -> Params:
@@ -52,12 +53,19 @@ class AdamWOptimizer(PartwiseOptimizer):
         return self._adam.scalars(scale, learning_rate, step)
 
     def update_parts(
-        self, parts: list[Params], states: list[Params], gradients: list[Params], scalars: StepScalars
+        self,
+        parts: list[Params],
+        states: list[Params],
+        gradients: list[Params],
+        scalars: StepScalars,
+        factors: Factors,
     ) -> tuple[list[Params], list[Params]]:
         """Return new parts and new states."""
         flat, rebuild = _flatten(parts, states, gradients)
-        rows = zip(*flat, decays(parts), strict=True)
-        new = [self._adam.update(p, m, v, g, scalars, decays=decay) for p, m, v, g, decay in rows]
+        rows = zip(*flat, decays(parts), factors, strict=True)
+        new = [
+            self._adam.update(p, m, v, g, _times(scalars, factor), decays=decay) for p, m, v, g, decay, factor in rows
+        ]
         return rebuild(*zip(*new, strict=True))
 
     def trace_update(self, trainable: Params) -> Iterator[Traced]:
@@ -67,22 +75,37 @@ class AdamWOptimizer(PartwiseOptimizer):
         if kernels := self._kernels(old, prefixes := ("",) * len(keys)):
             shapes = self.state_shapes(trainable)
             states = [get_part(shapes, key) for key in keys]
-            yield self._update_fused.trace(old, states, old, np.int32(0), kernels=kernels, prefixes=prefixes)
+            factors = sum((self.factors(*each) for each in zip(keys, old, strict=True)), ())
+            static: dict[str, Any] = {"kernels": kernels, "prefixes": prefixes, "factors": factors}
+            yield self._update_fused.trace(old, states, old, np.int32(0), **static)
 
     def _update_all(
-        self, prefixes: Prefixes, parts: list[Params], states: list[Params], gradients: list[Params], step: Any
+        self,
+        prefixes: Prefixes,
+        parts: list[Params],
+        states: list[Params],
+        gradients: list[Params],
+        step: Any,
+        factors: list[Factors],
     ):
         if kernels := self._kernels(parts, prefixes):
-            return self._update_fused(parts, states, gradients, step, kernels=kernels, prefixes=prefixes)
-        return super()._update_all(prefixes, parts, states, gradients, step)
+            static: dict[str, Any] = {"kernels": kernels, "prefixes": prefixes, "factors": sum(factors, ())}
+            return self._update_fused(parts, states, gradients, step, **static)
+        return super()._update_all(prefixes, parts, states, gradients, step, factors)
 
     def _update_one(
-        self, prefixes: Prefixes, parts: list[Params], states: list[Params], gradients: list[Params], step: int
+        self,
+        prefixes: Prefixes,
+        parts: list[Params],
+        states: list[Params],
+        gradients: list[Params],
+        step: int,
+        factors: Factors,
     ):
         if kernels := self._kernels(parts, prefixes):
-            static: dict[str, Any] = {"kernels": kernels, "prefixes": prefixes, "clips": False}
+            static: dict[str, Any] = {"kernels": kernels, "prefixes": prefixes, "clips": False, "factors": factors}
             return self._update_fused(parts, states, gradients, np.int32(step), **static)[:2]
-        return super()._update_one(prefixes, parts, states, gradients, step)
+        return super()._update_one(prefixes, parts, states, gradients, step, factors)
 
     def _fused_step(
         self,
@@ -93,6 +116,7 @@ class AdamWOptimizer(PartwiseOptimizer):
         *,
         kernels: "TritonAdam",
         prefixes: Prefixes,
+        factors: Factors,
         clips: bool = True,
     ):
         """Return new parts, new states and the reported values."""
@@ -103,16 +127,35 @@ class AdamWOptimizer(PartwiseOptimizer):
             for state, prefix in zip(states, prefixes, strict=True)
         ]
         split = [tuple(layout.axes(spec)) for spec in jax.tree.leaves(specs)]
-
-        def program(parts, states, gradients, step):
-            flat, rebuild = _flatten(parts, states, gradients)
-            parameters, mus, nus, gradient = flat
-            squares = [psum(kernels.square_norm(some), *axes) for axes, some in _by_axes(split, gradient)]
-            scalars, values = self._step_scalars(squares if clips else None, step)
-            return *rebuild(*kernels.update(parameters, mus, nus, gradient, decays(parts), scalars)), values
-
+        program = partial(self._fused_update, kernels=kernels, factors=factors, split=split, clips=clips)
         arguments, results = (specs, of_states, specs, PartitionSpec()), (specs, of_states, PartitionSpec())
         return per_device(program, layout.mesh, arguments, results)(parts, states, gradients, step)
+
+    def _fused_update(
+        self,
+        parts: list[Params],
+        states: list[Params],
+        gradients: list[Params],
+        step: Array,
+        *,
+        kernels: "TritonAdam",
+        factors: Factors,
+        split: list[tuple[str, ...]],
+        clips: bool,
+    ):
+        """Update a device's own parts; leaves with one learning rate share launches, `split` are their axes."""
+        flat, rebuild = _flatten(parts, states, gradients)
+        squares = [psum(kernels.square_norm(some), *axes) for axes, some in _by_axes(split, flat[-1])]
+        scalars, values = self._step_scalars(squares if clips else None, step)
+        rows = [*flat, decays(parts)]
+        new: list[list[Any]] = [[None] * len(factors) for _ in range(3)]
+        for factor in dict.fromkeys(factors):
+            numbers = [number for number, each in enumerate(factors) if each == factor]
+            p, m, v, g, decay = ([row[number] for number in numbers] for row in rows)
+            for results, updated in zip(new, kernels.update(p, m, v, g, decay, _times(scalars, factor)), strict=True):
+                for number, value in zip(numbers, updated, strict=True):
+                    results[number] = value
+        return *rebuild(*new), values
 
     def _kernels(self, parts: list[Params], prefixes: Prefixes) -> "TritonAdam | None":
         """Return the kernels, where each device can update its own parameters with them."""
@@ -146,6 +189,11 @@ def _by_axes(axes: list[tuple[str, ...]], arrays: list[Array]) -> list[tuple[tup
     """Return arrays by the axes that split them."""
     rows = list(zip(axes, arrays, strict=True))
     return [(each, [array for own, array in rows if own == each]) for each in dict.fromkeys(axes)]
+
+
+def _times(scalars: StepScalars, factor: float) -> StepScalars:
+    """Return the scalars with another learning rate."""
+    return scalars if factor == 1 else scalars._replace(learning_rate=scalars.learning_rate * factor)
 
 
 def _flatten(parts: list[Params], states: list[Params], gradients: list[Params]) -> tuple[list[list[Any]], Any]:

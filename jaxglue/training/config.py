@@ -92,8 +92,9 @@ class ModelConfig(Config):
     their files; or several, such as "20 x device & 12 x host". auto streams as few layers as memory allows."""
     embeddings: Literal["device", "host", "auto"] = "device"
     """Place of frozen embedding table and output projection: on the GPU, or in host memory, from which each step reads
-    its tokens' rows and copies the projection. auto moves them there where layers' weights would be streamed, if this
-    is predicted to be faster."""
+    its tokens' rows and copies the projection. A table tied to the projection stays on the GPU, and of Gemma 4 only the
+    one of each layer's embeddings moves. auto moves them where layers' weights would be streamed, if this is predicted
+    to be faster."""
     expand_experts: bool = False
     """Expand MXFP4 experts on loading: four times their memory, faster steps."""
     quantize: Annotated[
@@ -205,6 +206,11 @@ class OptimizerConfig(Config):
     --method full; Adafactor; or Lion."""
     learning_rate: Annotated[PositiveFloat, Alias("lr")] | None = None
     """Peak learning rate; by default 2e-4 with --method lora, 2e-5 with --method full, of Lion a tenth."""
+    lora_plus_ratio: Annotated[PositiveFloat, Alias("loraplus_lr_ratio")] = 1.0
+    """Learning rate of the adapters' B as a multiple of that of A (LoRA+, arXiv 2402.12354); 16 is usual there."""
+    embedding_learning_rate: Annotated[PositiveFloat, Alias("embedding_lr", "loraplus_lr_embedding")] | None = None
+    """Peak learning rate of the embedding, by adapter, rows or whole, and of rows or the whole of lm_head; by default
+    that of the rest."""
     schedule: Annotated[
         Literal["cosine", "linear", "constant", "wsd"],
         Alias("lr_scheduler_type", "lr_scheduler"),
@@ -284,8 +290,9 @@ class RunConfig(Config):
     """Documents in an optimizer step instead, or pairs of answers, over all GPUs: packed by themselves into as many
     micro-batches as they need, as for recipes of programs that do not pack."""
     mesh: str = "auto"
-    """How GPUs share the work: sizes of the axes data, fsdp, tensor and expert, such as data=2,fsdp=4; auto takes data
-    for adapters on weights that fit each GPU, else fsdp, or expert for mixtures of experts (see docs/sharding.md)."""
+    """How GPUs share the work: sizes of the axes data, fsdp, expert, context and tensor, such as data=2,fsdp=4; auto
+    takes data for adapters on weights that fit each GPU, else fsdp, or expert for mixtures of experts, and context for
+    rows that are too long or too few (see docs/sharding.md)."""
     epochs: Annotated[int, Range(ge=1, le=10_000), Alias("num_train_epochs", "num_epochs")] = 1
     """Passes over the data, unless steps is given."""
     steps: Annotated[int, Range(ge=1, lt=2**31), Alias("max_steps")] | None = None
@@ -432,7 +439,9 @@ class TrainConfig(Config):
                 "--teacher base is the model without its adapter, and --method full has none: name a folder"
             )
         refused = {
-            "eval-data": bool(self.data.eval_data),
+            "eval-data": bool(self.data.eval_data) and not judged,
+            "keep": self.run.keep != "last",
+            "early-stopping": self.run.early_stopping is not None,
             "eval-fraction": bool(self.data.eval_fraction),
             "gradient-accumulation-steps": self.run.gradient_accumulation_steps > 1,
             "router-balance-loss": self.model.router_balance_loss > 0,
@@ -455,11 +464,13 @@ class TrainConfig(Config):
             "dynamic-sampling": "it chooses prompts by their rewards, which are not trained on",
             "weights": "each token that is sampled reads them all",
             "embeddings": "each token that is sampled reads them all",
+            "eval-data": "held-out prompts need a --reward",
+            "eval-fraction": "hold prompts out in a file, with --eval-data",
+            **dict.fromkeys(("keep", "early-stopping"), "there is no eval loss"),
         }
         for flag, is_given in refused.items():
             if is_given:
-                reason = reasons.get(flag, "held-out prompts are not answered yet")
-                raise ValueError(f"--{flag} is not for --objective {name}: {reason}: leave it out")
+                raise ValueError(f"--{flag} is not for --objective {name}: {reasons[flag]}: leave it out")
         if self.objective.beta and self.model.method == "full" and not self.objective.kind.needs_teacher:
             raise ValueError(
                 f"--beta {self.objective.beta:g} compares with the weights as training begins, of which --method full "
@@ -475,25 +486,33 @@ class TrainConfig(Config):
                 f"--dora needs whole rows of the weights: use a --mesh without tensor, not {self.run.mesh}"
             )
         whole = self.lora.modules_to_save
+        adapted = self.lora.vocabulary_targets if self.model.method == "lora" else ()
+        if self.objective.kind.trains_scores and "lm_head" in adapted:
+            raise ValueError("--targets lm_head: a reward model has a score in its place, which trains anyway")
         if self.objective.kind.trains_scores and "lm_head" in whole:
             raise ValueError("--modules-to-save lm_head: a reward model has a score in its place, which trains anyway")
         if self.model.embeddings == "host" and "embed_tokens" in whole:
             raise ValueError(
                 "--embeddings host needs a frozen table: leave it out, or embed_tokens in --modules-to-save"
             )
+        if self.model.method == "full" and self.optimizer.lora_plus_ratio != 1:
+            raise ValueError("--lora-plus-ratio is for adapters, and --method full has none: leave it out")
         for name in ("modules_to_save", "trainable_token_indices", "dora"):
             if self.model.method == "full" and getattr(self.lora, name):
                 flag = name.replace("_", "-")
                 raise ValueError(f"--{flag} is for adapters, and --method full trains all weights: leave it out")
-        if not (whole or self.lora.trainable_token_indices or self.model.new_tokens):
+        if not (whole or adapted or self.lora.trainable_token_indices or self.model.new_tokens):
             return
         if self.objective.kind.needs_reference and self.model.method == "lora":
             raise ValueError(
                 f"--objective {self.objective.objective} compares with a model without adapters, so embedding and head "
-                "stay frozen: leave out --modules-to-save, --trainable-token-indices and --new-tokens"
+                "stay frozen: leave out --modules-to-save, --trainable-token-indices and --new-tokens, and them in "
+                "--targets"
             )
         if self.model.fp8_head:
-            raise ValueError("--fp8-head needs a frozen head: leave it out, or train no embeddings and new tokens")
+            raise ValueError(
+                "--fp8-head needs a frozen head: leave it out, or train no embeddings, head and new tokens"
+            )
 
     @property
     def default_learning_rate(self) -> float:

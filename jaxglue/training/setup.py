@@ -27,7 +27,7 @@ from jaxglue.rl.loop import RolloutSteps
 from jaxglue.rl.prompts import PromptDataset, PromptReport, read_prompts
 from jaxglue.rl.rewards import Judge
 from jaxglue.sharding.mesh import AUTO, MeshShape, make_mesh, process_batch_shard
-from jaxglue.training.checks import refuse_shared_prompt, warn_of_peft
+from jaxglue.training.checks import check_mesh, refuse_shared_prompt, warn_of_peft
 from jaxglue.training.config import RunConfig, TrainConfig, warmup_steps
 from jaxglue.training.remat import RematChoice, choose_remat
 from jaxglue.training.trackers import check_trackers
@@ -177,7 +177,7 @@ def _read_model(
     folder = config.model.folder
     base = read_architecture(config, folder)
     adapter = read_start(config, base)
-    base = adapter.adapted(base) if adapter else base
+    base = adapter.adapted(base) if adapter else _untied_by_head(config, base)
     if not config.model.random_weights:
         check_weights(folder, base)
     vocabulary = read_vocabulary(folder, config.model.new_tokens, base, adapter)
@@ -188,16 +188,30 @@ def _read_model(
     return config, replace(base, vocab_size=vocabulary.size), vocabulary, adapter
 
 
+def _untied_by_head(config: TrainConfig, base: DecoderConfig) -> DecoderConfig:
+    """Return the architecture of a base whose output projection gets an adapter, and with it is no longer tied."""
+    head = config.model.method == "lora" and "lm_head" in config.lora.vocabulary_targets
+    if head and base.tie_word_embeddings and config.model.random_weights:
+        raise ValueError(
+            "--targets lm_head needs the projection apart from the embedding, and --random-weights draws them as one: "
+            "leave one of them out"
+        )
+    return base.untied if head and base.tie_word_embeddings else base
+
+
 def _read_data(
     config: TrainConfig, model: DecoderConfig, vocabulary: Vocabulary, progress: DataProgress | None
 ) -> PreparedData:
     """Read and tokenize the data, or the prompts that are answered in training."""
     if config.objective.kind.needs_rollouts:
         answer, limit = config.rollouts.max_completion_length, config.data.row_tokens
-        sizes: dict[str, int] = {"answer": answer, "limit": limit}
+        sizes: dict[str, Any] = {"answer": answer, "limit": limit}
         system = config.rollouts.teacher_system
         prompts = read_prompts(config.data, vocabulary.tokenizer, **sizes, teacher_system=system)
-        return PreparedData(train=prompts, eval=None, report=PromptReport(prompts))
+        held_out = None
+        if config.data.eval_data:
+            held_out = read_prompts(config.data, vocabulary.tokenizer, **sizes, held_out=True)
+        return PreparedData(train=prompts, eval=held_out, report=PromptReport(prompts, held_out))
     task = config.objective.task(shared_prompt=not refuse_shared_prompt(config, model))
     return prepare_data(
         config.data, vocabulary.tokenizer, model.vocab_size, progress, task, config.objective.kind.columns
@@ -208,8 +222,9 @@ def _make_rollouts(config: TrainConfig, model: DecoderConfig, data: PreparedData
     """Return the steps on answers that the model writes; their rewards are imported here, in processes of their own."""
     if processes.count > 1:
         raise ValueError(f"--objective {config.objective.objective} runs in one process yet: start one")
-    objective, dataset = config.objective.make(), data.train
+    objective, dataset, held_out = config.objective.make(), data.train, data.eval
     assert isinstance(objective, RolloutObjective) and isinstance(dataset, PromptDataset)
+    assert held_out is None or isinstance(held_out, PromptDataset)
     judge = Judge(config.rollouts)
     steps = RolloutSteps(
         dataset,
@@ -221,6 +236,7 @@ def _make_rollouts(config: TrainConfig, model: DecoderConfig, data: PreparedData
         seed=config.data.seed,
         folder=config.run.output,
         shared=not refuse_shared_prompt(config, model),
+        held_out=held_out,
     )
     judge.check()
     return steps
@@ -289,9 +305,11 @@ def choose_mesh(
     if devices > 1 and config.model.embeddings == "host":
         raise ValueError("--embeddings host is for one GPU: leave it out, or split the table with --mesh fsdp=…")
     full = config.model.method == "full"
-    shapes = _candidates(model, devices, full=full) if config.run.mesh == AUTO else [MeshShape.parse(config.run.mesh)]
+    shapes = [MeshShape.parse(config.run.mesh)] if config.run.mesh != AUTO else _candidates(model, devices, full=full)
+    if config.run.mesh == AUTO and _can_split_rows(config, model):
+        shapes = _with_split_rows(shapes, config, devices, full=full)
     for shape in shapes:
-        shape.check(model, batch_size=config.run.batch_size, devices=devices)
+        check_mesh(config, model, shape, devices=devices)
     explain, refused = config.run.explain, []
     for shape in shapes:
         workload = make_workload(config, model, document_lengths, shape)
@@ -345,6 +363,22 @@ def agree_on_mesh(
     chosen = replace(config.model, remat=policy, weights=weights, attention=attention, tile=tile)
     remat = choose_remat(chosen, replace(workload, attention=attention, tile=tile))
     return replace(workload, host_embeddings=remat.host_embeddings), remat
+
+
+def _can_split_rows(config: TrainConfig, model: DecoderConfig) -> bool:
+    return model.delta is None and not config.objective.make().forks
+
+
+def _with_split_rows(shapes: list[MeshShape], config: TrainConfig, devices: int, *, full: bool) -> list[MeshShape]:
+    """Return the candidates among which the rows divide, and after them those with ever more GPUs to a row.
+
+    Rows are split where there are fewer of them than GPUs, or where whole ones do not fit.
+    """
+    sizes = [size for size in range(2, devices + 1) if devices % size == config.data.row_tokens % size == 0]
+    axes = ("fsdp",) if full else ("data", "fsdp")
+    split = [MeshShape(**{axis: devices // size}, context=size) for size in sizes for axis in axes]
+    dividing = [shape for shape in (*shapes, *split) if config.run.batch_size % shape.batch_shards == 0]
+    return list(dict.fromkeys(dividing)) or shapes
 
 
 def _candidates(model: DecoderConfig, devices: int, *, full: bool) -> list[MeshShape]:

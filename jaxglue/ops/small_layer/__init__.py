@@ -32,8 +32,8 @@ def _check(capability: Capability | None, x: Array, projections: Sequence[Projec
     ranks = {len(projection.adapter.A) for projection in projections if projection.adapter is not None}
     if len(ranks) > 1:
         raise NotImplementedError(f"adapters must have one rank, got {', '.join(map(str, sorted(ranks)))}")
-    if axis_size("tensor") > 1:
-        raise NotImplementedError("devices along the axis tensor split its matrices")
+    if axis_size("tensor", "context") > 1:
+        raise NotImplementedError("devices along tensor split its matrices, or those along context its rows")
     check_triton_rank(capability, x.dtype, min(ranks), largest=32)
 
 
