@@ -59,7 +59,7 @@ def layer_forms(workload: Workload) -> dict[str, BackendChoice]:
     graphdefs, *trees = abstract_parts(workload)
     trainable, frozen = (tree["layers"][0] for tree in trees)
     choices = explain_forms(graphdefs.layers[0], trainable, frozen, *abstract_input(workload))
-    if workload.mesh.tensor > 1:
+    if workload.mesh.tensor > 1 or workload.mesh.context > 1:
         del choices["layers"]  # they run stage by stage, or by tiles
     return choices
 
