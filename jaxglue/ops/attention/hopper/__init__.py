@@ -67,7 +67,7 @@ class HopperAttention(Launcher):
         planes = sizes.B * sizes.packs, sizes.T * sizes.P
         statistics = [_line(x.reshape(planes)) for x in (lse * LOG2_E.value, delta)]
         ends = segments.ends
-        if segments.own_keys is not None:
+        if segments.own_keys is not None and segments.first_queries is not None:
             ends = jnp.concatenate([ends, segments.first_queries, segments.own_keys], axis=1)
         others = ends, *statistics, _cube(dout, sizes.P)
         heads = heads_summed_at_once(sizes.K, 4 * sizes.B * sizes.T * sizes.G * sizes.H)
