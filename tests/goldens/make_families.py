@@ -34,7 +34,7 @@ LONGROPE = {
 }
 STORED = ("layer_scalar", "e_score_correction_bias")
 """Buffers that are drawn."""
-OTHER_TYPES = {"phi3_longrope": "phi3", "gemma4_text_joined": "gemma4_text"}
+OTHER_TYPES = {"phi3_longrope": "phi3", "gemma4_text_joined": "gemma4_text", "gemma4_text_experts": "gemma4_text"}
 """Types of goldens that are named otherwise."""
 LATENT = {
     **{"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "head_dim": 4, "num_key_value_heads": 4},
@@ -71,6 +71,12 @@ MODELS = {
         **SLIDING,
         **{"global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
         **{"hidden_size_per_layer_input": 0, "final_logit_softcapping": 2.0, "rope_parameters": GEMMA4_ROPES},
+    },
+    "gemma4_text_experts": {
+        **SLIDING,
+        **{"global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+        **{"hidden_size_per_layer_input": 0, "rope_parameters": GEMMA4_ROPES},
+        **{"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 12},
     },
     "mixtral": {"num_local_experts": 6, "sliding_window": 4, "rope_theta": 100.0},
     "qwen2_moe": {
