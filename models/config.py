@@ -263,7 +263,7 @@ class DecoderConfig:
         made.check(sizes | shared | heads)
 
     def quantized(self, how: Storage, *, fp8_head: bool = False, fp8_experts: bool = False) -> "DecoderConfig":
-        """Return the config with linear layers in this format; `none` keeps the folder's format.
+        """Return the config with linear layers, and experts that are in no format, in this one; `none` changes nothing.
 
         Args:
             how: the format.
@@ -283,7 +283,10 @@ class DecoderConfig:
                 f"{find_format(how).flag}: the model folder is already quantized to {FORMATS[self.quantize].label}; "
                 "leave out the flag, or name the original folder"
             )
-        return replace(self, quantize=how, layer_unquantized=(), **products)
+        experts = self.moe
+        if experts and experts.quantize == "none" and FORMATS[how].weight:
+            experts = replace(experts, quantize=how)
+        return replace(self, quantize=how, moe=experts, layer_unquantized=(), **products)
 
     def leaving(self, modules: Iterable[str]) -> "DecoderConfig":
         """Return the config with these modules, and no others, unquantized."""
@@ -467,6 +470,7 @@ class HfFields:
     attention_k_eq_v: bool
     use_double_wide_mlp: bool
     enable_moe_block: bool
+    top_k_experts: _Size
     no_rope_layers: tuple[int, ...]
     mlp_only_layers: tuple[int, ...]
 
@@ -549,7 +553,8 @@ def ropes_by_type(
 
 def sparse_layers(raw: Mapping[str, Any]) -> tuple[bool, ...]:
     """Return which layers of the Qwens have experts, by `mlp_only_layers` and `decoder_sparse_step`."""
-    dense, step = set(raw.get("mlp_only_layers") or ()), raw.get("decoder_sparse_step") or 1
+    dense, step = set(raw.get("mlp_only_layers") or ()), raw.get("decoder_sparse_step")
+    step = 1 if step is None else step
     return tuple(i not in dense and (i + 1) % step == 0 for i in range(raw["num_hidden_layers"]))
 
 

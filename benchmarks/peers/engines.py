@@ -132,6 +132,18 @@ def load(engine: str, folder: str, adapter: str, **options):
     return model.train()
 
 
+def attention(engine: str) -> str:
+    """Name the attention that an engine's packed rows took, after its first step."""
+    if engine != "unsloth":
+        return "PyTorch's varlen"
+    from unsloth.utils import hf_packed_attention
+
+    calls = hf_packed_attention.HF_PACKED_ATTENTION_STATS
+    if calls["fast"] or calls["fallback"]:  # models that Unsloth leaves to transformers
+        return f"PyTorch's varlen: {calls['fast']} calls, {calls['compiled']} compiled, {calls['fallback']} dense"
+    return "Unsloth's: xformers, or what it has instead"
+
+
 def _varlen_attention() -> str:
     """Register PyTorch's FlashAttention with separate documents in transformers."""
     from torch.nn.attention.varlen import varlen_attn

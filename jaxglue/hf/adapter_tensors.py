@@ -151,14 +151,16 @@ def check_shapes(path: Path, tensors: Mapping[str, np.ndarray], config: LoraConf
             raise ValueError(f"{path}: {linear} has {MAGNITUDE} {list(magnitude.shape)}, expected [{b.shape[0]}]")
 
 
-_OURS = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<projection>gate_up_proj|down_proj)\.(?P<matrix>lora_[AB])")
-_THEIRS = re.compile(r"(?P<experts>model\.layers\.\d+\.mlp\.experts)(?P<inner>\.base_layer)?\.(?P<matrix>lora_[AB])")
+_OURS = re.compile(
+    r"(?P<experts>.+?\.(?P<path>(mlp\.)?experts))\.(?P<projection>gate_up_proj|down_proj)\.(?P<matrix>lora_[AB])"
+)
+_THEIRS = re.compile(r"(?P<experts>model\.layers\.\d+\.(mlp\.)?experts)(?P<inner>\.base_layer)?\.(?P<matrix>lora_[AB])")
 _INNER, _OUTER = "gate_up_proj", "down_proj"
 
 
 def target_parameters(names: Iterable[str]) -> list[str]:
     """Return PEFT's `target_parameters` for these tensors, such as `mlp.experts.down_proj`."""
-    return sorted({f"mlp.experts.{match['projection']}" for name in names if (match := _OURS.fullmatch(name))})
+    return sorted({f"{match['path']}.{match['projection']}" for name in names if (match := _OURS.fullmatch(name))})
 
 
 def to_peft(name: str, tensor: Any, targets: Iterable[str]) -> tuple[str, np.ndarray]:
@@ -171,7 +173,7 @@ def to_peft(name: str, tensor: Any, targets: Iterable[str]) -> tuple[str, np.nda
     """
     if not (match := _OURS.fullmatch(name)):
         return name, np.asarray(tensor)
-    inner = match["projection"] == _INNER and f"mlp.experts.{_OUTER}" in targets
+    inner = match["projection"] == _INNER and f"{match['path']}.{_OUTER}" in targets
     array = np.asarray(tensor)
     if match["matrix"] == "lora_A":
         array = array.reshape(-1, array.shape[-1])
