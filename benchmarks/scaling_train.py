@@ -233,10 +233,10 @@ class Watch:
 
 def describe_trace(folder: Path) -> list[str]:
     """Return lines about a trace: each GPU's time in kernels, in exchanges, and idle, and between which kernels."""
-    from traces import _events, exposure
+    from traces import gpu_events, exposure
 
     lines = []
-    for number, events in enumerate(_events(folder)):
+    for number, events in enumerate(gpu_events(folder)):
         kernels = sorted((span, name) for name, span in events if not name.startswith("Mem"))
         if not kernels:
             continue
