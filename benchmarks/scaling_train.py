@@ -233,7 +233,7 @@ class Watch:
 
 def describe_trace(folder: Path) -> list[str]:
     """Return lines about a trace: each GPU's time in kernels, in exchanges, and idle, and between which kernels."""
-    from traces import gpu_events, exposure
+    from traces import exposure, gpu_events
 
     lines = []
     for number, events in enumerate(gpu_events(folder)):
