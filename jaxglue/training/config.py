@@ -92,8 +92,9 @@ class ModelConfig(Config):
     their files; or several, such as "20 x device & 12 x host". auto streams as few layers as memory allows."""
     embeddings: Literal["device", "host", "auto"] = "device"
     """Place of frozen embedding table and output projection: on the GPU, or in host memory, from which each step reads
-    its tokens' rows and copies the projection. auto moves them there where layers' weights would be streamed, if this
-    is predicted to be faster."""
+    its tokens' rows and copies the projection. A table tied to the projection stays on the GPU, and of Gemma 4 only the
+    one of each layer's embeddings moves. auto moves them where layers' weights would be streamed, if this is predicted
+    to be faster."""
     expand_experts: bool = False
     """Expand MXFP4 experts on loading: four times their memory, faster steps."""
     quantize: Annotated[
