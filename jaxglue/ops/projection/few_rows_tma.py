@@ -19,7 +19,7 @@ _SLAB = GROUP_ROWS.value
 _PROGRAMS = 132
 _LINE = 128
 """Bytes of a row in a step, which shared memory's swizzle allows."""
-_SHARED = 220 << 10
+_SHARED = 225 << 10
 """Bytes of shared memory for tiles."""
 _MOST_STAGES = 6
 _LARGEST_TILE = 256
