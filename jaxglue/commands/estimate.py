@@ -30,7 +30,7 @@ from jaxglue.planner.memory import resident_bytes
 from jaxglue.planner.plan import MARGIN, DoesNotFit, Plan
 from jaxglue.planner.planner import Planner, embedding_places, fastest_place
 from jaxglue.sharding.mesh import AUTO, MeshShape
-from jaxglue.training.checks import refuse_mapped
+from jaxglue.training.checks import check_mesh, refuse_mapped
 from jaxglue.training.explain import kernel_reasons
 from jaxglue.training.remat import explain_plan
 from jaxglue.training.report import print_panel
@@ -53,7 +53,7 @@ def make_planner(config: EstimateConfig) -> Planner:
     gpu = find_gpu(config.gpu)
     if config.model.matmul == "fp8":
         check_fp8(gpu.capability)
-    mesh.check(model, batch_size=config.run.batch_size, devices=mesh.devices)
+    check_mesh(config, model, mesh, devices=mesh.devices)
     documents = (config.document_tokens,) if config.document_tokens else ()
     workload = make_workload(config, model, documents, mesh)
     files = 0.0 if gpu.unified or refuse_mapped(config.model, mesh) else FILES_RATE
@@ -171,7 +171,7 @@ def _table(planner: Planner, plans: Iterable[Plan], fitting: set[int], *, verbos
 
 def _rate(planner: Planner, plan: Plan) -> float:
     work = planner.workload
-    return work.tokens * work.gradient_accumulation_steps * work.mesh.batch_shards / plan.seconds
+    return work.tokens * work.gradient_accumulation_steps * work.mesh.batch_shards * work.mesh.context / plan.seconds
 
 
 def main(config: EstimateConfig) -> None:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -44,10 +44,27 @@ def attention_costs(workload: Workload, gpu: Gpu, window: int | None) -> dict[Ke
         workspace = max(workspace, reserved)
         in_place = in_place and _sums_queries(workload, backend)
         in_place = in_place and _heads_at_once(workload) < workload.config.num_key_value_heads
+    if (parts := workload.mesh.context) > 1:
+        rows = _row_bytes(workload)
+        # Each pass gathers keys and values and puts them in the row's order; the backward pass returns their gradients.
+        exchange = (1 - 1 / parts) * rows / gpu.peers + 2 * rows / gpu.copy
+        return {
+            KernelKind.ATTENTION_FORWARD: AttentionCost(seconds=forward / parts + exchange, workspace=2 * rows),
+            KernelKind.ATTENTION_BACKWARD: AttentionCost(
+                seconds=backward / parts + 2 * exchange, workspace=workspace + 3 * rows
+            ),
+        }
     return {
         KernelKind.ATTENTION_FORWARD: AttentionCost(seconds=forward),
         KernelKind.ATTENTION_BACKWARD: AttentionCost(seconds=backward, workspace=workspace, in_place=in_place),
     }
+
+
+def _row_bytes(workload: Workload) -> int:
+    """Return the bytes of the keys and values of whole rows."""
+    config = workload.config
+    of_token = 2 * config.num_key_value_heads * config.head_dim * jnp.dtype(workload.dtype).itemsize
+    return workload.batch_size * workload.seq_len * of_token
 
 
 def layer_attention_costs(workload: Workload, gpu: Gpu, index: int) -> dict[KernelKind, AttentionCost]:
@@ -109,7 +126,14 @@ def _attention_calls(workload: Workload) -> Iterator[tuple[MicroBatches, int | N
 
 
 def attention_shape(
-    model: DecoderConfig, dtype, seq_len: int, kind: BatchKind, *, window: int | None, forked: bool
+    model: DecoderConfig,
+    dtype,
+    seq_len: int,
+    kind: BatchKind,
+    *,
+    window: int | None,
+    forked: bool,
+    split: bool = False,
 ) -> AttentionShape:
     """Return a layer's call of attention on rows of one kind.
 
@@ -119,6 +143,7 @@ def attention_shape(
         kind: of the rows.
         window: of the layer.
         forked: segments have several continuations of one beginning.
+        split: rows are split over GPUs.
     """
     return AttentionShape(
         dtype=jnp.dtype(dtype),
@@ -131,6 +156,7 @@ def attention_shape(
         long=kind.long,
         forked=forked,
         window=window,
+        split=split,
     )
 
 
@@ -139,7 +165,8 @@ def attention_backend(workload: Workload, gpu: Gpu, kind: BatchKind, window: int
     if workload.attention != "auto":
         return workload.attention
     forked = workload.objective.forks
-    shape = attention_shape(workload.config, workload.dtype, workload.seq_len, kind, window=window, forked=forked)
+    options: dict[str, Any] = {"window": window, "forked": forked, "split": workload.mesh.context > 1}
+    shape = attention_shape(workload.config, workload.dtype, workload.seq_len, kind, **options)
     name = ATTENTION.choose(gpu.capability, shape).name
     return name if name in ("cudnn", "hopper") else "triton"
 

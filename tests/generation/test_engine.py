@@ -72,6 +72,7 @@ PARTS = {
         **{"num_hidden_layers": 4, "global_head_dim": 24, "num_kv_shared_layers": 2, "sliding_window": 5},
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
         **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97},
+        **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
     },
     "phi3": {"num_key_value_heads": 2},
     "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
@@ -89,6 +90,8 @@ PARTS = {
         "linear_value_head_dim": 8,
     },
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+PARTS["qwen3_5_moe_text"] = {**PARTS["qwen3_5_text"], **EXPERTS, "shared_expert_intermediate_size": 16}
 
 
 @pytest.mark.parametrize("model_type", repeats(PARTS, "qwen2", "mistral", "granite", "olmo3", "smollm3", "glm4"))
