@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import jax
 from rich.box import SIMPLE_HEAD
@@ -102,9 +103,14 @@ def _sampling(config: EstimateConfig, planner: Planner, plan: Plan) -> str:
     workload, objective = planner.workload, planner.workload.objective
     assert isinstance(objective, RolloutObjective)
     answers, longest = config.rollouts.generation_batch_size, config.rollouts.max_completion_length
+    each = config.rollouts.answers_to_each(objective.generations, compared=objective.compares)
     prompt = config.document_tokens or _PROMPT
     free = planner.gpu.memory - resident_bytes(workload).total(plan.weights)
-    cache = plan_cache([(prompt, prompt + longest)] * answers, workload.config, workload.dtype, free=free)
+    options: dict[str, Any] = {"free": free, "siblings": each, "limit": "--max-completion-length"}
+    try:
+        cache = plan_cache([(prompt, prompt + longest)] * answers, workload.config, workload.dtype, **options)
+    except ValueError as error:
+        return f"Sampling does not fit: {error}"
     return (
         f"Sampling in turns with training: {cache.slots:,} of {answers:,} answers at a time, prompts of {prompt:,} "
         f"tokens and answers of at most {longest:,}; keys and values {cache.bytes / GIB:.1f} of {free / GIB:.1f} GiB "

@@ -234,6 +234,19 @@ def test_requests_wait_for_pages(llama):
         plan_cache([(50, 100)], engine.config, jnp.float32, free=1e4)
 
 
+def test_answers_of_one_prompt_need_pages_for_it_once(llama):
+    (engine, _), _ = llama
+    lengths, options = [(600, 700)] * 32, {"config": engine.config, "dtype": jnp.float32}
+    page = plan_cache([(1, 128)], **options).bytes // 3  # two pages and nobody's
+    free = 0.9 * page * 200 + 1e7
+    alone = plan_cache(lengths, **options, free=free)
+    together = plan_cache(lengths, **options, free=free, siblings=8)
+    assert together.slots == 32 and alone.slots < 32
+    assert together.pages == 32 * (11 - 9) + 4 * 9 + 12  # rounded up to an eighth of a power of two
+    with pytest.raises(ValueError, match="lower --max-completion-length"):
+        plan_cache([(50, 100)], **options, free=1e4, limit="--max-completion-length")
+
+
 @pytest.mark.parametrize(("field", "value"), [("max_tokens", 0), ("temperature", -1.0), ("top_p", 0.0), ("top_p", 1.1)])
 def test_invalid_sampling_is_refused(field, value):
     with pytest.raises(ValueError, match=f"{field}: expected .*, got {value}"):
