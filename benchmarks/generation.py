@@ -152,7 +152,7 @@ class Model:
 
 
 def _unlike(model: CausalLM) -> CausalLM:
-    """Make a sparse model's tokens as unlike each other as trained routers find them; else all choose the same experts."""
+    """Make a sparse model's tokens as unlike each other as trained routers find them, which choose many experts."""
     if model.config.moe:
         model.embed_tokens.weight[...] = model.embed_tokens.weight[...] * 500
     return model
@@ -296,7 +296,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
     parser.add_argument("--quantize", default="none", help="format of the decoder layers' linear layers")
     parser.add_argument("--kv-cache", choices=["auto", "fp8"], default="auto")
-    parser.add_argument("--lora", type=int, default=0, help="rank of a live adapter, with which the steps run once more")
+    parser.add_argument(
+        "--lora", type=int, default=0, help="rank of a live adapter, with which the steps run once more"
+    )
     parser.add_argument("--streams", type=int, nargs="*", default=[1, 64, 256])
     parser.add_argument("--context", type=int, default=CONTEXT, help="mean tokens that a stream sees")
     parser.add_argument("--prompts", type=int, default=0, help="prompts of 500 tokens to prefill")

@@ -1,8 +1,8 @@
 """Projections of few rows in Gluon: one warp loads tiles through TMA, and warpgroups multiply 64 rows of weights each.
 
-Weights are the matmul's first operand, so that an instruction multiplies 64 of their rows by as many as 256 rows of x,
-and each program has all rows of x: weights are read once. Programs take an equal part of the weights, in one turn for
-gate and up of usual sizes. Gate and up alternate by eight rows in shared memory, so that a thread has both of an output.
+Weights are the matmul's first operand, so that an instruction multiplies 64 of their rows by as many as 256 rows of x.
+Each program has all rows of x, so weights are read once. Programs have equal parts of the weights, in one turn for gate
+and up of usual sizes, which alternate by eight rows in shared memory, so that a thread has both of an output.
 """
 
 from triton.experimental import gluon
@@ -28,14 +28,12 @@ BANDS = gl.constexpr(8)
 class Sizes:
     """Shape of a launch.
 
-    A unit is the sum of a tile of GROUPS slabs, which have 64 rows of the weights, for the first WHOLE tiles, and a part,
-    of SPLITS, of the sum for the others.
+    A unit is the sum of a tile of GROUPS slabs, which have 64 rows of the weights; behind the first WHOLE tiles
+    it is one of SPLITS parts of the sum.
     """
 
     M: gl.constexpr
-    N_0: gl.constexpr
-    N_1: gl.constexpr
-    N_2: gl.constexpr
+    N: gl.constexpr
     GATED: gl.constexpr
     GELU: gl.constexpr
     GROUPS: gl.constexpr
@@ -48,22 +46,14 @@ class Sizes:
     PROGRAMS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, M, N_0, N_1, N_2, GATED, GELU, GROUPS, SLABS, TOKEN_TILES, WHOLE, SPLITS, STEPS, UNITS, PROGRAMS):  # fmt: skip
-        """Bundle the sizes."""
-        self.M = gl.constexpr(M)
-        self.N_0 = gl.constexpr(N_0)
-        self.N_1 = gl.constexpr(N_1)
-        self.N_2 = gl.constexpr(N_2)
-        self.GATED = gl.constexpr(GATED)
-        self.GELU = gl.constexpr(GELU)
-        self.GROUPS = gl.constexpr(GROUPS)
-        self.SLABS = gl.constexpr(SLABS)
-        self.TOKEN_TILES = gl.constexpr(TOKEN_TILES)
-        self.WHOLE = gl.constexpr(WHOLE)
-        self.SPLITS = gl.constexpr(SPLITS)
-        self.STEPS = gl.constexpr(STEPS)
-        self.UNITS = gl.constexpr(UNITS)
-        self.PROGRAMS = gl.constexpr(PROGRAMS)
+    def __init__(self, M, N, GATED, GELU, GROUPS, SLABS, TOKEN_TILES, WHOLE, SPLITS, STEPS, UNITS, PROGRAMS):
+        """Bundle the sizes; N are the rows of the three weights."""
+        self.M, self.N = gl.constexpr(M), gl.constexpr(N)
+        self.GATED, self.GELU = gl.constexpr(GATED), gl.constexpr(GELU)
+        self.GROUPS, self.SLABS = gl.constexpr(GROUPS), gl.constexpr(SLABS)
+        self.TOKEN_TILES, self.WHOLE = gl.constexpr(TOKEN_TILES), gl.constexpr(WHOLE)
+        self.SPLITS, self.STEPS = gl.constexpr(SPLITS), gl.constexpr(STEPS)
+        self.UNITS, self.PROGRAMS = gl.constexpr(UNITS), gl.constexpr(PROGRAMS)
 
 
 @gluon.jit
@@ -84,8 +74,8 @@ def _place_of(unit, sizes):
 @gluon.jit
 def _load_slab(w_0, w_1, w_2, slab, k, full, slabs, index, sizes):
     """Load a slab's step of the sum."""
-    FIRST_1: gl.constexpr = sizes.N_0 // GROUP_ROWS
-    FIRST_2: gl.constexpr = FIRST_1 + sizes.N_1 // GROUP_ROWS
+    FIRST_1: gl.constexpr = sizes.N[0] // GROUP_ROWS
+    FIRST_2: gl.constexpr = FIRST_1 + sizes.N[1] // GROUP_ROWS
     if sizes.GATED:
         for band in gl.static_range(BANDS):
             row = slab * (GROUP_ROWS // 2) + band // 2 * BAND
@@ -93,7 +83,7 @@ def _load_slab(w_0, w_1, w_2, slab, k, full, slabs, index, sizes):
                 tma.async_copy_global_to_shared(w_0, [row, k], full, slabs.index(index * BANDS + band))
             else:
                 tma.async_copy_global_to_shared(w_1, [row, k], full, slabs.index(index * BANDS + band))
-    elif sizes.N_1 == 0:
+    elif sizes.N[1] == 0:
         tma.async_copy_global_to_shared(w_0, [slab * GROUP_ROWS, k], full, slabs.index(index))
     else:
         if slab < FIRST_1:
@@ -212,8 +202,8 @@ def _finish(acc, arrays, slab, row, sizes):
     x_scales, s_0, s_1, s_2, b_0, b_1, b_2, stream, o_0, o_1, o_2 = arrays
     LAYOUT: gl.constexpr = acc.type.layout
     BM: gl.constexpr = acc.shape[1]
-    FIRST_1: gl.constexpr = sizes.N_0 // GROUP_ROWS
-    FIRST_2: gl.constexpr = FIRST_1 + sizes.N_1 // GROUP_ROWS
+    FIRST_1: gl.constexpr = sizes.N[0] // GROUP_ROWS
+    FIRST_2: gl.constexpr = FIRST_1 + sizes.N[1] // GROUP_ROWS
     token = row * BM
     lane = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT))
     if x_scales is not None:
@@ -223,26 +213,26 @@ def _finish(acc, arrays, slab, row, sizes):
         first = slab * (GROUP_ROWS // 2)
         if s_0 is not None:
             own, is_up = first + lane // (2 * BAND) * BAND + lane % BAND, lane // BAND % 2 == 1
-            inside = own < sizes.N_0
+            inside = own < sizes.N[0]
             scale = gl.load(s_0 + own, mask=inside & (is_up == 0), other=0.0)
             acc *= (scale + gl.load(s_1 + own, mask=inside & is_up, other=0.0))[:, None]
         gate, up = acc.reshape([BANDS // 2, 2, BAND, BM]).permute((0, 2, 3, 1)).split()
         gate, up = gate.reshape([GROUP_ROWS // 2, BM]), up.reshape([GROUP_ROWS // 2, BM])
         if b_0 is not None:
             rows = first + gl.arange(0, GROUP_ROWS // 2, layout=gl.SliceLayout(1, gate.type.layout))
-            gate += gl.load(b_0 + rows, mask=rows < sizes.N_0, other=0.0).to(gl.float32)[:, None]
-            up += gl.load(b_1 + rows, mask=rows < sizes.N_0, other=0.0).to(gl.float32)[:, None]
-        _store(_activate(gate, sizes.GELU) * up, None, None, o_0, first, token, sizes.N_0, sizes.M)
-    elif sizes.N_1 == 0:
-        _scaled(acc, s_0, b_0, stream, o_0, slab, token, sizes.N_0, sizes.M)
+            gate += gl.load(b_0 + rows, mask=rows < sizes.N[0], other=0.0).to(gl.float32)[:, None]
+            up += gl.load(b_1 + rows, mask=rows < sizes.N[0], other=0.0).to(gl.float32)[:, None]
+        _store(_activate(gate, sizes.GELU) * up, None, None, o_0, first, token, sizes.N[0], sizes.M)
+    elif sizes.N[1] == 0:
+        _scaled(acc, s_0, b_0, stream, o_0, slab, token, sizes.N[0], sizes.M)
     else:
         if slab < FIRST_1:
-            _scaled(acc, s_0, b_0, None, o_0, slab, token, sizes.N_0, sizes.M)
+            _scaled(acc, s_0, b_0, None, o_0, slab, token, sizes.N[0], sizes.M)
         elif slab < FIRST_2:
-            _scaled(acc, s_1, b_1, None, o_1, slab - FIRST_1, token, sizes.N_1, sizes.M)
+            _scaled(acc, s_1, b_1, None, o_1, slab - FIRST_1, token, sizes.N[1], sizes.M)
         else:
-            if sizes.N_2 > 0:
-                _scaled(acc, s_2, b_2, None, o_2, slab - FIRST_2, token, sizes.N_2, sizes.M)
+            if sizes.N[2] > 0:
+                _scaled(acc, s_2, b_2, None, o_2, slab - FIRST_2, token, sizes.N[2], sizes.M)
 
 
 @gluon.jit
@@ -300,7 +290,8 @@ def hopper_kernel(
 
     `x` and the weights describe tiles, whose rows are zeros beyond; those of gate and up have eight rows.
     """
-    sizes = Sizes(M, N_0, N_1, N_2, GATED, GELU, GROUPS, SLABS, TOKEN_TILES, WHOLE, SPLITS, STEPS, UNITS, PROGRAMS)
+    sizes = Sizes(M, (N_0, N_1, N_2), GATED, GELU, GROUPS, SLABS, TOKEN_TILES, WHOLE, SPLITS, STEPS, UNITS,
+                  PROGRAMS)  # fmt: skip
     BM: gl.constexpr = x.block_type.shape[0]
     BK: gl.constexpr = x.block_type.shape[1]
     PLACES: gl.constexpr = STAGES * GROUPS

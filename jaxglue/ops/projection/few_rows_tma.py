@@ -120,5 +120,7 @@ def choose_tiles(slabs: int, token_tiles: int, steps: int) -> HopperTiles:
                 turns = -(-whole * token_tiles // _PROGRAMS) * steps
                 turns += -(-(count - whole) * splits * token_tiles // _PROGRAMS) * each
                 cost = turns * groups * (1.0 if groups == 3 else 1.1) + (4 * groups if splits > 1 else 0)
-                found.append((cost, splits, HopperTiles(groups=groups, splits=splits, whole=whole if splits > 1 else 0)))
+                found.append(
+                    (cost, splits, HopperTiles(groups=groups, splits=splits, whole=whole if splits > 1 else 0))
+                )
     return min(found, key=lambda entry: entry[:2])[2]
