@@ -81,6 +81,8 @@ ROWS = {
     "qwen3.5-9b, 12 GiB": Row(shape="qwen3.5-9b", memory_limit=12.0, engines=("ours",)),
     "qwen3.5-27b, 22 GiB": Row(shape="qwen3.5-27b", memory_limit=22.0, engines=("ours",), steps=6),
     "qwen3.5-35b-a3b, 60 GiB": Row(shape="qwen3.5-35b-a3b", memory_limit=60.0, engines=("ours",), steps=6),
+    "qwen3.5-35b-a3b FP8": Row(shape="qwen3.5-35b-a3b", matmul="fp8", memory_limit=60.0, engines=("ours",), steps=6),
+    "qwen3.5-35b-a3b NF4": Row(shape="qwen3.5-35b-a3b", quantize="nf4", memory_limit=24.0, engines=("ours",), steps=6),
     "tiny Qwen3.5": Row(shape="tiny-qwen3.5", tokens=1024, checkpointing="none", engines=("ours", "unsloth")),
     "tiny Gemma 3": Row(shape="tiny-gemma-3", tokens=1024, checkpointing="none", engines=("ours", "peft")),
     "tiny Gemma 4 with experts": Row(shape="tiny-gemma-4-moe", tokens=1024, checkpointing="none", engines=("ours",)),

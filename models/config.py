@@ -263,7 +263,7 @@ class DecoderConfig:
         made.check(sizes | shared | heads)
 
     def quantized(self, how: Storage, *, fp8_head: bool = False, fp8_experts: bool = False) -> "DecoderConfig":
-        """Return the config with linear layers in this format; `none` keeps the folder's format.
+        """Return the config with linear layers, and experts that are in no format, in this one; `none` changes nothing.
 
         Args:
             how: the format.
@@ -283,7 +283,10 @@ class DecoderConfig:
                 f"{find_format(how).flag}: the model folder is already quantized to {FORMATS[self.quantize].label}; "
                 "leave out the flag, or name the original folder"
             )
-        return replace(self, quantize=how, layer_unquantized=(), **products)
+        experts = self.moe
+        if experts and experts.quantize == "none" and FORMATS[how].weight:
+            experts = replace(experts, quantize=how)
+        return replace(self, quantize=how, moe=experts, layer_unquantized=(), **products)
 
     def leaving(self, modules: Iterable[str]) -> "DecoderConfig":
         """Return the config with these modules, and no others, unquantized."""

@@ -165,6 +165,8 @@ def _linear_matrices(
     Raises:
         ValueError: experts that the format cannot hold.
     """
+    if config.moe and config.moe.quantize == "none" and not made.holds_experts:
+        raise ValueError(f"{made.label} cannot hold experts, as {config.model_type} has: use fp8, or leave it out")
     model = abstract_model(config.quantized(made.name))
     experts = {
         name: parts for name, spec in abstract_parameters(model).items() if (parts := expert_parts(name, spec.shape))

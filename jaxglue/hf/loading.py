@@ -26,6 +26,7 @@ from jaxglue.models.parameters import abstract_parameters, hf_name, quantized_na
 from jaxglue.models.vocabulary import untie, vocabulary_modules
 from jaxglue.ops.choices import Storage
 from jaxglue.ops.quant.formats import FORMATS, Quantized, format_of
+from jaxglue.ops.quant.stack import hold_matrices
 from jaxglue.sharding.mesh import put_on_mesh
 
 _LAYERS = "model.layers."
@@ -164,7 +165,7 @@ def _with_parameters(config: DecoderConfig, dtype, place: Placement | None, fill
         if isinstance(array, Quantized) and (name not in quantized or made.weight is not type(array)):
             raise _unmentioned(name, array, config)
         if name in quantized:
-            array = made.hold(array)
+            array = hold_matrices(made, array)
         return put_on_mesh(array, place and place(name, array))
 
     specs = abstract_parameters(model)

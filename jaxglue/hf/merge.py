@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from jaxglue.models.wrapper import text_config, with_text
 from jaxglue.ops.choices import Quantize, Storage
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import FORMATS, Shape, Stored, experts_format, find_stored, is_unneeded
+from jaxglue.ops.quant.stack import hold_matrices
 
 _log = logging.getLogger(__name__)
 
@@ -140,6 +142,12 @@ class MergedTensors:
         shapes = base_shapes(model)
         self.adapter = None if loaded is None else check_adapter(loaded, shapes, identify(base), str(base))
         self._quantized = {name: shapes[name.removesuffix(".weight")] for name in quantized_names(model)}
+        self._experts = {
+            tensor: (name, index)
+            for name, shape in self._quantized.items()
+            if name not in files.tensors
+            for tensor, index in expert_parts(name, shape).items()
+        }
         self._vocabulary = {f"{path}.weight": path for path in PATHS.values() if path in shapes}
         matrices = _matrix_shapes(files, model) | self._quantized
         self._stored = {name: found for name, shape in matrices.items() if (found := find_stored(files, name, shape))}
@@ -161,7 +169,8 @@ class MergedTensors:
         trains_vocabulary = self.adapter and self.adapter.trains_vocabulary
         changed = self._deltas.keys() | (self._vocabulary if trains_vocabulary else {}).keys()
         changed |= {SCORE} & self.specs.keys()
-        return {self.specs[name].dtype for name in changed | self._quantized.keys()}
+        rounded = self._quantized.keys() | self._experts.keys()
+        return {self.specs[name].dtype for name in changed | (rounded & self.specs.keys())}
 
     def read(self, name: str) -> np.ndarray:
         """Return a tensor of the merged folder."""
@@ -178,9 +187,10 @@ class MergedTensors:
 
     def _read_base(self, name: str) -> np.ndarray:
         if name in self._quantized:
-            value: Any = find_source(self._files, name, self._quantized[name]).read(self._files)
-            held = FORMATS[self.config.quantize].hold(jax.tree.map(jnp.asarray, value))
-            return np.asarray(dequantize(held, self.specs[name].dtype))
+            return self._rounded(name, self.specs[name].dtype)
+        if name in self._experts:
+            parameter, index = self._experts[name]
+            return self._rounded(parameter, self.specs[name].dtype)[index]
         if found := self._stored.get(name):
             return np.asarray(dequantize(found.read(self._files), self.specs[name].dtype))
         if name not in self._files.tensors:
@@ -188,6 +198,13 @@ class MergedTensors:
             assert made is not None, name
             return np.asarray(read_expanded(self._files, made, name))
         return self._files.read(name)
+
+    @lru_cache(maxsize=1)  # noqa: B019  # experts one by one are consecutive
+    def _rounded(self, name: str, dtype: np.dtype) -> np.ndarray:
+        """Return the values of a quantized parameter as the adapter was trained on them."""
+        value: Any = find_source(self._files, name, self._quantized[name]).read(self._files)
+        held = hold_matrices(FORMATS[self.config.quantize], jax.tree.map(jnp.asarray, value))
+        return np.asarray(dequantize(held, dtype))
 
     def _read_vocabulary(self, name: str, adapter: Adapter) -> np.ndarray:
         weight = self._files.read(name)

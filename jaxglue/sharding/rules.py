@@ -17,8 +17,8 @@ from jaxglue.ops.row_split import CONTEXT
 from jaxglue.sharding.mesh import batch_specs, put_on_mesh
 from jaxglue.sharding.specs import Axes, axes_tuple, make_spec, spec_axes, without_axis
 
-_ARRAY = r"(\.codes|\.values|\.scales|\.absmax|\.divisors)?"
-"""An array of a quantized matrix with a row for each of its rows."""
+_ARRAY = r"(\.rows)?(\.codes|\.values|\.scales|\.absmax|\.divisors)?"
+"""An array of a quantized matrix, or of those of all experts, with a row for each of its rows."""
 RULES: tuple[tuple[str, P], ...] = (
     # parameter                                                     axes that split each of its dimensions
     (r"\.experts\.\w+_proj(_bias|\.lora_A|\.lora_B)$",              P("expert")),

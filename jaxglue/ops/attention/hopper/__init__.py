@@ -14,7 +14,7 @@ from jaxglue.ops.attention.hopper.forward import forward_kernel
 from jaxglue.ops.attention.hopper.visits import tiles_in_chunk
 from jaxglue.ops.attention.kernels import LOG2_E
 from jaxglue.ops.attention.tiles import heads_summed_at_once, kernel_tiles
-from jaxglue.ops.attention.triton import KernelSizes, TritonAttention, sink_gradient
+from jaxglue.ops.attention.triton import KernelSizes, TritonAttention, sink_gradient, starts_of
 from jaxglue.ops.attention.vjp import Gradients
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher, shape_dtype_of
@@ -40,10 +40,14 @@ class HopperAttention(Launcher):
         """Return (out, lse)."""
         sizes = KernelSizes.of(q, k)
         keys = _ROWS if sizes.H <= 128 else _ROWS // 2  # of a tile: wide heads fill shared memory
-        arrays = q, _rows(k, keys), _rows(v, keys), q if sinks is None else sinks, segments.starts
+        arrays = q, _rows(k, keys), _rows(v, keys), q if sinks is None else sinks, starts_of(segments)
         outputs = shape_dtype_of(q), sizes.statistics()
         grid = triton.cdiv(sizes.T, _ROWS // sizes.P) * sizes.packs, sizes.B
-        constants = sizes.constants(window) | {"SOFTCAP": softcap, "STAGES": _STAGES, "HAS_SINKS": sinks is not None}
+        constants = _constants(sizes, segments, window) | {
+            "SOFTCAP": softcap,
+            "STAGES": _STAGES,
+            "HAS_SINKS": sinks is not None,
+        }
         cost = KernelCost(kind=KernelKind.ATTENTION_FORWARD)
         return self._launch(forward_kernel, arrays, outputs, grid, constants, cost=cost)
 
@@ -62,12 +66,15 @@ class HopperAttention(Launcher):
         delta = _per_tile((out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1), sizes)
         planes = sizes.B * sizes.packs, sizes.T * sizes.P
         statistics = [_line(x.reshape(planes)) for x in (lse * LOG2_E.value, delta)]
-        others = segments.ends, *statistics, _cube(dout, sizes.P)
+        ends = segments.ends
+        if segments.own_keys is not None and segments.first_queries is not None:
+            ends = jnp.concatenate([ends, segments.first_queries, segments.own_keys], axis=1)
+        others = ends, *statistics, _cube(dout, sizes.P)
         heads = heads_summed_at_once(sizes.K, 4 * sizes.B * sizes.T * sizes.G * sizes.H)
 
         def some(first, q, k, v) -> tuple[jax.Array, ...]:
             arrays = _cube(q, sizes.P), _rows(k), _rows(v), *others
-            return self._gradients(arrays, first, sizes, heads, sizes.constants(window) | {"CHUNK": chunk})
+            return self._gradients(arrays, first, sizes, heads, _constants(sizes, segments, window) | {"CHUNK": chunk})
 
         def replaced(i, arrays):
             update = jax.lax.dynamic_update_slice_in_dim
@@ -83,23 +90,28 @@ class HopperAttention(Launcher):
 
     def _gradients(self, arrays, first_head, sizes: KernelSizes, heads: int, constants: dict):
         """Return (dq, dk, dv) of some key/value heads and their query heads."""
-        lines, planes, tiles = sizes.T * sizes.P, sizes.B * heads * sizes.G // sizes.P, triton.cdiv(sizes.T, _ROWS)
+        lines, planes = sizes.T * sizes.P, sizes.B * heads * sizes.G // sizes.P
+        tiles, rounded = triton.cdiv(sizes.S, _ROWS), triton.cdiv(triton.cdiv(sizes.T, _ROWS), _SPAN)
         sums = jnp.empty((planes, lines, sizes.H), jnp.float32)
         turns = jnp.zeros((planes, triton.cdiv(lines, _ROWS // 2)), jnp.int32)
         dkv, dq = (
-            jax.ShapeDtypeStruct((sizes.B, sizes.T, heads * group, sizes.H), arrays[1].base.dtype)
-            for group in (1, sizes.G)
+            jax.ShapeDtypeStruct((sizes.B, tokens, heads * group, sizes.H), arrays[1].base.dtype)
+            for tokens, group in ((sizes.S, 1), (sizes.T, sizes.G))
         )
         dk, dv, dq, *_ = self._launch(
             backward_kernel,
             (*arrays, jnp.asarray(first_head, jnp.int32).reshape(1), _halves(sums), turns),
             (dkv, dkv, dq, shape_dtype_of(sums), shape_dtype_of(turns)),
-            ((tiles + triton.cdiv(tiles, _SPAN)) * heads * sizes.B,),
+            ((tiles + rounded) * heads * sizes.B,),
             constants | {"STAGES": _STAGES + (sizes.H <= 64), "HEADS": heads, "ROWS": sizes.B, "SPAN": _SPAN},
             cost=KernelCost(kind=KernelKind.ATTENTION_BACKWARD),
             aliases={len(arrays) + 1: 3, len(arrays) + 2: 4},
         )
         return dq, dk, dv
+
+
+def _constants(sizes: KernelSizes, segments: PackedSegments, window: int | None) -> dict:
+    return sizes.constants(window) | {"S": sizes.S, "SPLIT": segments.own_keys is not None}
 
 
 def _per_tile(x: Float[Array, "B T N"], sizes: KernelSizes) -> Float[Array, "B N/P T P"]:

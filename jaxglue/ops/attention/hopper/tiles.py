@@ -9,12 +9,14 @@ from jaxglue.ops.tile_ring import GROUP_ROWS
 
 @aggregate
 class Sizes:
-    """Constants of a call: T tokens, K key/value heads with G query heads each, P of them in a tile, head dim H.
+    """Constants of a call: T queries, S keys, K key/value heads, G query heads each, P of them in a tile, head dim H.
 
-    CHUNK is of the backward pass (see `visits`), SOFTCAP, or None, of the forward pass.
+    With SPLIT, queries are some of a row's tokens (see `forward_kernel`, `backward_kernel`). CHUNK is of the backward
+    pass (see `visits`), SOFTCAP, or None, of the forward pass.
     """
 
     T: gl.constexpr
+    S: gl.constexpr
     K: gl.constexpr
     G: gl.constexpr
     P: gl.constexpr
@@ -23,11 +25,13 @@ class Sizes:
     SCALE: gl.constexpr
     CHUNK: gl.constexpr
     SOFTCAP: gl.constexpr
+    SPLIT: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, T, K, G, P, H, WINDOW, SCALE, CHUNK=1, SOFTCAP=None):
+    def __init__(self, T, S, K, G, P, H, WINDOW, SCALE, SPLIT, CHUNK=1, SOFTCAP=None):
         """Bundle the constants."""
-        self.T, self.K, self.G, self.P = gl.constexpr(T), gl.constexpr(K), gl.constexpr(G), gl.constexpr(P)
+        self.T, self.S, self.SPLIT = gl.constexpr(T), gl.constexpr(S), gl.constexpr(SPLIT)
+        self.K, self.G, self.P = gl.constexpr(K), gl.constexpr(G), gl.constexpr(P)
         self.H, self.WINDOW, self.SCALE = gl.constexpr(H), gl.constexpr(WINDOW), gl.constexpr(SCALE)
         self.CHUNK, self.SOFTCAP = gl.constexpr(CHUNK), gl.constexpr(SOFTCAP)
 
