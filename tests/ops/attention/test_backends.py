@@ -93,7 +93,7 @@ def arguments(**changes):
     [
         ({"q": (8, 4, 16)}, {}, r"q must be \[B, T, N, H\], got shape \(8, 4, 16\)"),
         ({"k": (1, 8, 2, 32)}, {}, r"k must be .*\[1, 8, K, 16\].*got shape \(1, 8, 2, 32\)"),
-        ({"v": (1, 8, 1, 16)}, {}, r"v must have k's shape \(1, 8, 2, 16\), got \(1, 8, 1, 16\)"),
+        ({"v": (1, 8, 1, 16)}, {}, r"v must have k's shape \(1, 8, 2, 16\), or narrower heads, got \(1, 8, 1, 16\)"),
         ({"q": (1, 8, 3, 16)}, {}, "multiple of key/value heads, got 3 and 2"),
         ({"q": (1, 9, 4, 16), "k": (1, 9, 2, 16), "v": (1, 9, 2, 16)}, {}, r"segments must be .*\[1, 9\].*\(1, 8\)"),
         ({}, {"window": 0}, "window must be a whole number from 1 or None, got 0"),
