@@ -37,23 +37,27 @@ def _take_back(
 
 
 @triton.jit
-def rotated_dq_kernel(q, k, v, starts, units, out, lse, dout, z, weight, cos, sin, dz, delta, spec: tl.constexpr):
+def rotated_dq_kernel(
+    q, k, v, q_rest, k_rest, starts, units, out, lse, dout, z, weight, cos, sin, dz, delta, spec: tl.constexpr
+):
     """Do as `dq_kernel`; write the first N heads of dz."""
     row, first, end, pack = query_tile(units, spec)
     if first >= end:
         return
-    gradient, _ = query_gradient(q, k, v, None, None, starts, out, lse, dout, delta, row, first, end, pack, spec)
+    gradient, _ = query_gradient(q, k, v, q_rest, k_rest, starts, out, lse, dout, delta, row, first, end, pack, spec)
     _take_back(gradient, z, weight, cos, sin, dz, row, first, end, pack * spec.P, spec.block_m // spec.P, spec.P, spec)
 
 
 @triton.jit
-def rotated_dkdv_kernel(q, k, v, ends, units, lse, delta, dout, z, weight, cos, sin, dz, spec: tl.constexpr):
+def rotated_dkdv_kernel(
+    q, k, v, q_rest, k_rest, ends, units, lse, delta, dout, z, weight, cos, sin, dz, spec: tl.constexpr
+):
     """Do as `dkdv_kernel`; write the last 2·K heads of dz."""
     row, first, end, head = key_tile(units, spec)
     if first >= end:
         return
     dkeys, _, dvalues = key_value_gradients(
-        q, k, v, None, None, ends, lse, delta, dout, row, first, end, head, spec
+        q, k, v, q_rest, k_rest, ends, lse, delta, dout, row, first, end, head, spec
     )
     store_tile(dz, dvalues, row, first, end, spec.V - spec.K + head, spec.V, spec.block_n, 1, VALUES, spec)
     _take_back(dkeys, z, weight, cos, sin, dz, row, first, end, spec.K * spec.G + head, spec.block_n, 1, spec)
