@@ -10,8 +10,10 @@ results, each once, at the rate of a copy, and the FLOPs of the rule's matmuls b
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,23 @@ import jax
 import jax.numpy as jnp
 from measure import log_normal_lengths, milliseconds, table, write_results
 
-from jaxglue.ops.delta_rule import DeltaHeads, causal_convolution, gated_delta_rule, gated_rms_norm
+from jaxglue.ops.backend import compute_capability
+from jaxglue.ops.delta_rule import (
+    DELTA_RULE,
+    DELTA_STEP,
+    DeltaHeads,
+    DeltaShape,
+    advance_states,
+    causal_convolution,
+    delta_rule_and_states,
+    gated_delta_rule,
+    gated_rms_norm,
+)
+from jaxglue.ops.delta_rule.chunks import ChunkedDeltaRule
 from jaxglue.ops.segments import PackedSegments, pack_segments
 
 HEADS, V = DeltaHeads(16, 32, 128), 128
+SHAPE = DeltaShape(dtype=jnp.dtype(jnp.bfloat16), key_dim=128, value_dim=128)
 COPY, MATMUL = 3.0e12, 690e12  # bytes/s and FLOP/s of an H100
 CASES = {"30 documents": (16_384, 30), "one document": (16_384, 1), "1,000 documents": (65_536, 1000)}
 NAMES = ("out", "dqkv", "dg", "dbeta")
@@ -57,9 +72,13 @@ def errors(segments: PackedSegments, tokens: int) -> dict[str, float]:
     exact = tuple(x.astype(jnp.float32) for x in values)
     got = passes("triton", segments)[1](values, dout)
     expected = passes("chunked", segments)[1](exact, dout.astype(jnp.float32))
+    return {name: relative_error(a, b) for name, a, b in zip(NAMES, got, expected, strict=True)}
+
+
+def relative_error(got: jax.Array, expected: jax.Array) -> float:
+    """Return the norm of the difference over that of the expected."""
     norm = jnp.linalg.norm
-    pairs = zip(NAMES, got, expected, strict=True)
-    return {name: float(norm((a.astype(jnp.float32) - b).ravel()) / norm(b.ravel())) for name, a, b in pairs}
+    return float(norm((got.astype(jnp.float32) - expected).ravel()) / norm(expected.ravel()))
 
 
 def limits(tokens: int) -> dict[str, float]:
@@ -91,13 +110,20 @@ def rows(fla: Path | None) -> Iterator[dict]:
         yield {"case": name, "by": "fla-core", **times}
 
 
-def _fla(folder: Path, cases: dict[str, tuple[int, list[int]]]) -> dict[str, dict]:
-    """Return fla-core's times by case, from a process of its own, which tunes its kernels first."""
+def _fla(folder: Path, cases: dict[str, tuple[int, list[int]]], limit: float = 150) -> dict[str, dict]:
+    """Return fla-core's times by case, from a process of its own, which tunes its kernels and ends after `limit` s."""
     command = sys.executable, str(Path(__file__).parent / "peers" / "delta_rule.py"), json.dumps(cases)
-    environment = os.environ | {"PYTHONPATH": str(folder)}
-    out = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    lines = [line for line in out.stdout.splitlines() if line.startswith("{")]
-    return json.loads(lines[-1]) if lines else {"all": {"error": out.stderr[-300:]}}
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])  # with our Triton
+    environment = os.environ | {"PYTHONPATH": path}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+    try:
+        out, errors = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # with the processes that compile for it
+        out, errors = process.communicate()
+    lines = [line for line in out.splitlines() if line.startswith("{")]
+    return json.loads(lines[-1]) if lines else {"all": {"error": errors[-1000:]}}
 
 
 def around() -> Iterator[dict]:
@@ -117,6 +143,46 @@ def around() -> Iterator[dict]:
             yield {"case": name, "by": backend, **times}
 
 
+def steps(sequences: int, layers: int = 8) -> dict:
+    """Return errors of the states behind documents and of a token's step from them, and the step's time in a layer."""
+    from jaxglue.ops.delta_rule.triton import TritonDeltaStep
+
+    (qkv, g, beta), _ = arguments(4096)
+    lengths = log_normal_lengths(4096, sequences)
+    segments, slots = pack_segments([lengths], seq_len=4096), jnp.arange(sequences)
+    token, begun = (qkv[0, :sequences], g[0, :sequences], beta[0, :sequences]), jnp.ones(sequences, bool)
+
+    def states(*values):
+        with DELTA_RULE.using(ChunkedDeltaRule() if values[0].dtype == jnp.float32 else DELTA_RULE.load(SHAPE)):
+            return delta_rule_and_states(*values, segments, HEADS)[1][0, :sequences]
+
+    exact, got = jax.jit(states)(*(x.astype(jnp.float32) for x in (qkv, g, beta))), jax.jit(states)(qkv, g, beta)
+    expected = advance_states(exact, slots, begun, *(x.astype(jnp.float32) for x in token), HEADS, backend="reference")
+
+    def advance(all_states, *token):
+        with DELTA_STEP.using(TritonDeltaStep.of(compute_capability())):
+            return [advance_states(states, slots, begun, *token, HEADS) for states in all_states]
+
+    program = jax.jit(advance, donate_argnums=0)
+    one = program([jnp.copy(exact)], *token)[0]
+    stored = [exact + layer for layer in range(layers)]
+    times = []
+    for _ in range(12):
+        begin = time.perf_counter()
+        for _ in range(10):
+            stored = [states for _, states in program(stored, *token)]
+        jax.block_until_ready(stored)
+        times.append((time.perf_counter() - begin) / 10 / layers)
+    rate = 2 * exact.nbytes / min(times)
+    found = zip(("states", "out", "states after"), (got, *one), (exact, *expected), strict=True)
+    return {
+        "case": f"step of {sequences}",
+        "ms": min(times) * 1e3,
+        "of a copy's rate": rate / COPY,
+        "errors": {name: relative_error(a, b) for name, a, b in found},
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
@@ -125,6 +191,8 @@ def main() -> None:
     segments = pack_segments([log_normal_lengths(16_347, 30)], seq_len=16_384)
     results: dict[str, Any] = {"errors": errors(segments, 16_384), "around": list(around()), "rows": []}
     print(results["errors"], table(results["around"]), sep="\n", flush=True)
+    results["steps"] = [steps(count) for count in (64, 256)]
+    print(*results["steps"], sep="\n", flush=True)
     for row in rows(args.fla):  # fla-core's, which take minutes to tune, come last
         results["rows"].append(row)
         print(json.dumps(row), flush=True)

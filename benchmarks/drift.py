@@ -36,6 +36,8 @@ from jaxglue.models.parameters import split_model
 from jaxglue.ops.adam import ADAM
 from jaxglue.ops.attention import ATTENTION
 from jaxglue.ops.cross_entropy import CROSS_ENTROPY
+from jaxglue.ops.delta_rule import DELTA_ROWS, DELTA_RULE
+from jaxglue.ops.delta_rule.chunks import ChunkedDeltaRule
 from jaxglue.ops.gated_mlp.swiglu import LORA_SWIGLU
 from jaxglue.ops.norm_rope import NORM_ROPE
 from jaxglue.ops.projection.lora import LORA
@@ -44,8 +46,8 @@ from jaxglue.ops.small_layer import SMALL_LAYER
 from jaxglue.training.adamw import AdamWOptimizer
 from jaxglue.training.config import OptimizerConfig
 
-OPERATIONS = ADAM, ATTENTION, CROSS_ENTROPY, LORA, LORA_SWIGLU, NORM_ROPE, SMALL_LAYER
-"""Operations of a Qwen3 that have kernels."""
+OPERATIONS = ADAM, ATTENTION, CROSS_ENTROPY, DELTA_ROWS, LORA, LORA_SWIGLU, NORM_ROPE, SMALL_LAYER
+"""Operations of a Qwen3 or Qwen3.5 that have kernels, but for the delta rule."""
 
 
 def source_batches(count: int, tokens: int, vocabulary: int, document: int | None = None) -> list[Batch]:
@@ -76,6 +78,7 @@ def train(
             plain.enter_context(jax.default_matmul_precision("highest"))
             for operation in OPERATIONS:
                 plain.enter_context(operation.using(None))
+            plain.enter_context(DELTA_RULE.using(ChunkedDeltaRule()))  # a scan by tokens would take minutes
         for step, batch in enumerate(batches):
             weight = float(batch.loss_weights.sum())
             loss, gradients = executor.loss_and_gradients(trainable, frozen, [jax.device_put(batch)], weight)
@@ -90,10 +93,17 @@ def drift(losses: list[float], truth: list[float]) -> float:
 
 
 def measure(
-    shape: str, steps: int, tokens: int, rate: float, *, document: int | None = None, window: int | None = None
+    shape: str,
+    steps: int,
+    tokens: int,
+    rate: float,
+    *,
+    document: int | None = None,
+    window: int | None = None,
+    layers: int | None = None,
 ) -> dict[str, Any]:
     """Return the losses of the three runs, and the drift of those in bf16; a window is every layer's."""
-    config = config_from_hf(SHAPES[shape])
+    config = config_from_hf({**SHAPES[shape], **({"num_hidden_layers": layers} if layers else {})})
     if window:
         config = replace(config, layer_windows=(window,) * config.num_hidden_layers)
     model = random_model(config, dtype=jnp.bfloat16)
@@ -106,7 +116,7 @@ def measure(
         for name, (dtype, reference) in runs.items()
     }
     found = {name: drift(losses[name], losses["float32"]) for name in ("reference", "kernels")}
-    return {"shape": shape, "drift": found, "losses": losses}
+    return {"shape": shape, "layers": config.num_hidden_layers, "drift": found, "losses": losses}
 
 
 def main() -> None:
@@ -117,9 +127,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=tokens, help="of a step's row")
     parser.add_argument("--document", type=int, help="tokens of a document; by default any from 64 to 1,024")
     parser.add_argument("--window", type=int, help="tokens that a query sees; by default its document's")
+    parser.add_argument("--layers", type=int, help="of the model; by default the shape's")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     args = parser.parse_args()
-    sizes = {"document": args.document, "window": args.window}
+    sizes = {"document": args.document, "window": args.window, "layers": args.layers}
     print(json.dumps(measure(args.shape, args.steps, args.tokens, args.learning_rate, **sizes)))
 
 

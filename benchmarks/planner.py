@@ -4,10 +4,11 @@
     python benchmarks/planner.py --grid --part 1/4 --json benchmarks/results/planner_grid_1.json
     python benchmarks/planner.py --grid --part 1/4 --plan-for H100 --json plans.json
     python benchmarks/planner.py --grid benchmarks/results/planner_grid_*.json
+    python benchmarks/planner.py --grid --families --minutes 5 --json benchmarks/results/planner_families.json
 
 The first form takes steps of benchmarks/offload.py and needs no GPU. The second plans and measures a quarter of 64
-settings, in at most 8 minutes; with --plans it measures those of the third form, which needs no GPU either. The last
-predicts measured settings anew and prints the error's distribution.
+settings, in at most 8 minutes; with --plans it measures those of the third form, which needs no GPU either. The fourth
+predicts measured settings anew and prints the error's distribution. The last is the second for further model types.
 """
 
 import argparse
@@ -59,6 +60,9 @@ def main() -> None:
     parser.add_argument(
         "--streamed", action="store_const", const=None, dest="seed", help="whole models in little memory"
     )
+    parser.add_argument(
+        "--families", action="store_true", help="20 settings of ten further model types, drawn likewise"
+    )
     parser.add_argument("--minutes", type=float, default=7, help="begin no setting after this time")
     parser.add_argument("--plan-for", metavar="GPU", help="only plan")
     parser.add_argument("--plans", type=Path, help="planned settings, to measure a part of")
@@ -91,11 +95,13 @@ def grid_rows(args: argparse.Namespace) -> Iterator[dict]:
         return planner_grid.predicted_anew([row for path in args.measured for row in read_rows(path)])
     if args.plan_for:
         gpu = find_gpu(args.plan_for)
-        return ({**row, "gpu": gpu.name} for row in planner_grid.plans(args.seed, part, parts, gpu))
+        return (
+            {**row, "gpu": gpu.name} for row in planner_grid.plans(args.seed, part, parts, gpu, families=args.families)
+        )
     if args.plans:
         planned = read_rows(args.plans)[part - 1 :: parts]
     else:
-        planned = list(planner_grid.plans(args.seed, part, parts, device()[0]))
+        planned = list(planner_grid.plans(args.seed, part, parts, device()[0], families=args.families))
     return planner_grid.measured(planned, args.minutes)
 
 

@@ -35,6 +35,19 @@ LAYERS = {
     "gpt-oss-20b": 4,
     "qwen3-30b-a3b": 4,
 }
+FAMILIES = {
+    "qwen2.5-7b": 4,
+    "mistral-7b": 4,
+    "gemma-2-9b": 4,
+    "gemma-3-12b": 6,
+    "olmo-3-7b": 4,
+    "smollm3-3b": 4,
+    "granite-3.3-8b": 4,
+    "phi-4": 3,
+    "glm-4-9b": 4,
+    "qwen3.5-9b": 4,
+}
+"""Further types, which no constant was fitted to: two settings each (`--families`)."""
 TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
 DOCUMENTS = ((16, 128), (64, 1024), (256, 4096), (2048, 8192), (10_000, 35_000))
 METHODS = ("lora", "lora", "lora", "nf4", "fp8", "int8", "full")
@@ -73,19 +86,23 @@ They are measured with each fresh seed, in pools that end at the limit.
 _CPU_PROCESSES = 6
 
 
-def settings(seed: int | None) -> list[dict]:
+def settings(seed: int | None, *, families: bool = False) -> list[dict]:
     """Draw the settings of a seed, every shape equally often; without one, return `STREAMED` alone."""
     if seed is None:
         return STREAMED
+    if families:
+        rng = np.random.default_rng(seed)
+        return [_draw(rng, shape, FAMILIES, TOKENS[4:9]) for _ in range(2) for shape in FAMILIES]
     rng, shapes = np.random.default_rng(seed), list(LAYERS)
     order = ((index + index // len(shapes)) % len(shapes) for index in range(COUNT))  # every part has all shapes
-    drawn = [_draw(rng, shapes[shape], listed=bool(index % 3)) for index, shape in enumerate(order)]
+    lengths = (TOKENS if index % 3 else None for index in range(COUNT))
+    drawn = [_draw(rng, shapes[shape], LAYERS, tokens) for shape, tokens in zip(order, lengths, strict=True)]
     return drawn + (STREAMED if seed >= HELD_OUT else [])
 
 
-def _draw(rng: np.random.Generator, shape: str, *, listed: bool) -> dict:
-    """Draw a setting of a shape, with a row of `TOKENS` or of any length."""
-    tokens = int(rng.choice(TOKENS)) if listed else int(rng.integers(8, 300)) * 128
+def _draw(rng: np.random.Generator, shape: str, layers: dict[str, int], lengths: tuple[int, ...] | None) -> dict:
+    """Draw a setting of a shape with these layers, and a row of one of the lengths, or of any where none are given."""
+    tokens = int(rng.choice(lengths)) if lengths else int(rng.integers(8, 300)) * 128
     ranges = [(low, min(high, tokens)) for low, high in DOCUMENTS if low < tokens]
     documents = [(tokens, tokens), *ranges][rng.integers(len(ranges) + 1)]
     methods = METHODS_OF.get(shape, METHODS)
@@ -94,7 +111,7 @@ def _draw(rng: np.random.Generator, shape: str, *, listed: bool) -> dict:
         method = "lora"
     drawn = {
         "shape": shape,
-        "layers": LAYERS[shape] // (2 if method == "full" or tokens > 100_000 else 1),
+        "layers": layers[shape] // (2 if method == "full" or tokens > 100_000 else 1),
         "tokens": tokens,
         "documents": documents,
         "method": "full" if method == "full" else "lora",
@@ -141,12 +158,13 @@ def prediction(planner: Planner, plan) -> dict:
     }
 
 
-def plans(seed: int | None, part: int, parts: int, gpu: Gpu) -> Iterator[dict]:
+def plans(seed: int | None, part: int, parts: int, gpu: Gpu, *, families: bool = False) -> Iterator[dict]:
     """Yield the planned settings of a part."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(_CPU_PROCESSES, os.cpu_count() or 1), mp_context=context) as pool:
         yield from pool.map(
-            planned, *zip(*((setting, gpu) for setting in settings(seed)[part - 1 :: parts]), strict=True)
+            planned,
+            *zip(*((setting, gpu) for setting in settings(seed, families=families)[part - 1 :: parts]), strict=True),
         )
 
 

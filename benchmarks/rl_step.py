@@ -33,7 +33,7 @@ from jaxglue.models.lora_config import LoraConfig
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.objectives.policy import StepCounts
 from jaxglue.rl.config import RolloutConfig
-from jaxglue.rl.packing import Answer, Group, pack_groups
+from jaxglue.rl.packing import Group, Packed, TrainedAnswer, pack_groups
 from jaxglue.training.config import ModelConfig, RunConfig, TrainConfig
 from jaxglue.training.policy import TrainedPolicy
 from jaxglue.training.setup import Run, resolve
@@ -73,7 +73,7 @@ def make_run(args: argparse.Namespace, folder: Path) -> Run:
             max_completion_length=args.longest,
         ),
         lora=LoraConfig(rank=16, alpha=32),
-        run=RunConfig(output=folder / "run", steps=4, compilation_cache=None),
+        run=RunConfig(output=folder / "run", steps=200, compilation_cache=None),
     )
     return resolve(config)
 
@@ -92,6 +92,8 @@ class Benchmark:
         self._prompts = rng.integers(0, self._run.model.vocab_size, (args.prompts, PROMPT)).tolist()
         self._lengths = forced_lengths(args.prompts * args.answers, args.longest).reshape(args.prompts, args.answers)
         self.remat = str(self._run.remat)
+        self.ended: list[tuple[int, float]] = []
+        """Answers' tokens, and seconds after which they were there, of the last sampling."""
 
     def _spread(self) -> None:
         """Give adapters random values, and distributions about two nats."""
@@ -108,6 +110,8 @@ class Benchmark:
         requests = [Request(prompt, sampling, index, n=count) for index, prompt in enumerate(self._prompts)]
         ends = np.minimum(self._lengths, longest or self._args.longest)
         plan = self._engine.plan(requests)
+        print(plan, flush=True)
+        begun, self.ended = time.perf_counter(), []
 
         def until(number: int, answer: int, tokens: list[int]) -> bool:
             return len(tokens) >= ends[number, answer]
@@ -116,7 +120,8 @@ class Benchmark:
         trees = self.model.trainable, self.model.frozen
         for done in self._engine.generate(*trees, requests, plan=plan, until=until, whole=True):
             own = slice(0, ends[done.number, done.answer])
-            answer = Answer(
+            self.ended.append((int(ends[done.number, done.answer]), time.perf_counter() - begun))
+            answer = TrainedAnswer(
                 tokens=done.tokens[own],
                 log_probs=done.log_probs[own],
                 counted=np.ones(len(done.tokens[own]), bool),
@@ -125,9 +130,16 @@ class Benchmark:
             groups[done.number].answers[done.answer] = answer  # type: ignore[index]
         return groups
 
+    def compile_sampling(self) -> None:
+        """Compile windows of all sizes, which answers do not wait for: in a run, its first steps go on meanwhile."""
+        for _ in range(2):  # what has not begun when answers end is left to the next call
+            self.sample(longest=17)
+            self._engine.wait()
+
     def pack(self, groups: list[Group]) -> Step:
         """Return the step's micro-batches."""
         slots = self._args.prompts * self._args.answers
+        self.groups = groups
         self.packed = pack_groups(groups, seq_len=self._args.row, batch_size=1, slots=slots)
         tokens = sum(len(answer.tokens) for group in groups for answer in group.answers)
         counts = StepCounts(slots, tokens, len(self.packed), self._args.longest)
@@ -140,25 +152,66 @@ class Benchmark:
         values = self.model.dispatch(step).values
         return {name: float(value) for name, value in values.items()}
 
-    def mismatch(self, most: int) -> dict[str, float]:
-        """Compare log-probabilities of sampling and training, in nats, on micro-batches with about `most` tokens."""
-        some = self.packed[: max(1, most // self._args.row)]
-        batches = [batch for batch, _ in some]
-        own = [self._policy.log_probs(batch) for batch in batches]
-        kept = [np.asarray(batch.loss_weights) > 0 for batch in batches]
-        trained = np.concatenate([values[mask] for values, mask in zip(own, kept, strict=True)])
-        sampled = np.concatenate(
-            [np.asarray(batch.rollouts.sampler)[mask] for batch, mask in zip(batches, kept, strict=True)]  # type: ignore
-        )
-        difference = sampled.astype(np.float64) - trained
+    def reference_pass(self) -> None:
+        """Compute log-probabilities of all answers once more, as those of a reference model are."""
+        for batch, _ in self.packed:
+            self._policy.log_probs(batch)
+
+    def mismatch(self, most: int) -> dict[str, Any]:
+        """Compare log-probabilities of sampling and training, in nats, on micro-batches with about `most` tokens.
+
+        `layouts` compares training with itself, answers in other rows and in reverse order.
+        """
+        count = max(1, most // self._args.row)
+        answers = len(self.groups[0].answers)
+        own, sampled = self._trained(self.packed[:count]), self._sampled()
+        turned = [Group(prompt, answers[::-1]) for prompt, answers in self.groups[::-1]]
+        slots = self._args.prompts * self._args.answers
+        other = self._trained(pack_groups(turned, seq_len=self._args.row, batch_size=1, slots=slots)[-count:])
+        total = len(self.groups) * answers
+        both = [number for number in own if total - 1 - number in other]
         return {
-            "tokens": len(difference),
-            "mean_log_prob": float(trained.mean()),
-            "mean_absolute": float(np.abs(difference).mean()),
-            "percentile_99.9": float(np.percentile(np.abs(difference), 99.9)),
-            "largest": float(np.abs(difference).max()),
-            "mean_signed": float(difference.mean()),
+            "sampler": differences([own[number] for number in own], [sampled[number] for number in own]),
+            "layouts": differences([own[number] for number in both], [other[total - 1 - number] for number in both]),
         }
+
+    def _trained(self, packed: list[Packed]) -> dict[int, np.ndarray]:
+        """Return the log-probabilities of micro-batches' answers by training's programs, by the answers' numbers."""
+        found = dict[int, np.ndarray]()
+        for batch, numbers in packed:
+            assert batch.rollouts is not None
+            for owners, row, own in zip(
+                np.asarray(batch.rollouts.owners), self._policy.log_probs(batch), numbers, strict=True
+            ):
+                found |= {number: row[owners == slot] for slot, number in enumerate(own)}
+        return found
+
+    def _sampled(self) -> list[np.ndarray]:
+        return [answer.log_probs for group in self.groups for answer in group.answers]
+
+
+def differences(trained: list[np.ndarray], others: list[np.ndarray]) -> dict[str, float]:
+    """Summarize other log-probabilities less training's, in nats."""
+    if not trained:
+        return {}
+    difference = np.concatenate(others).astype(np.float64) - np.concatenate(trained)
+    return {
+        "tokens": len(difference),
+        "mean_log_prob": float(np.concatenate(trained).mean()),
+        "mean_absolute": float(np.abs(difference).mean()),
+        "percentile_99.9": float(np.percentile(np.abs(difference), 99.9)),
+        "largest": float(np.abs(difference).max()),
+        "mean_signed": float(difference.mean()),
+        "half_variance": float(difference.var() / 2),
+    }
+
+
+def when(ended: list[tuple[int, float]]) -> dict[str, float]:
+    """Return the seconds after which answers of some lengths were there."""
+    lengths = sorted(ended)
+    return {str(lengths[i][0]): round(lengths[i][1], 2) for i in range(0, len(lengths), max(1, len(lengths) // 8))} | {
+        "all": round(max(seconds for _, seconds in ended), 2)
+    }
 
 
 def timed(results: dict[str, Any], name: str, call: Callable[[], Any]) -> Any:
@@ -192,16 +245,24 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         bench = timed(results, "load", partial(Benchmark, args, Path(folder)))
         print(f"device {jax.devices()[0].device_kind}; remat {bench.remat}", flush=True)
-        timed(results, "compile sampling", partial(bench.sample, longest=17))
+        timed(results, "compile sampling", bench.compile_sampling)
         groups = timed(results, "sampling", bench.sample)
+        print("seconds by answers' tokens:", results.setdefault("ended", when(bench.ended)), flush=True)
         step = timed(results, "packing", partial(bench.pack, groups))
         few = replace(step, micro_batches=step.micro_batches[:2])
         timed(results, "compile training", partial(bench.train, few))
         results["values"] = timed(results, "training", partial(bench.train, step))
+        print(json.dumps(results["values"]), flush=True)
         results["memory_gb"] = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9
         answers = [answer for group in groups for answer in group.answers]
         results |= {"answer_tokens": sum(len(answer.tokens) for answer in answers), "rows": len(step.micro_batches)}
         results["row_fill"] = round(step.tokens / (len(step.micro_batches) * args.row), 3)
+        if args.json:
+            write_results(args.json, [results])
+        bench.packed, packed = bench.packed[:1], bench.packed
+        timed(results, "compile a reference pass", bench.reference_pass)
+        bench.packed = packed
+        timed(results, "reference pass", bench.reference_pass)
         # Training has changed the adapters since sampling: compare on fresh answers, of a few tokens.
         few_tokens = partial(bench.sample, longest=min(256, args.longest))
         bench.pack(timed(results, "sampling for the comparison", few_tokens))

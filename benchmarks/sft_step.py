@@ -75,12 +75,15 @@ ROWS = {
     "mistral-7b": Row(shape="mistral-7b", peer_memory=True),
     "qwen2.5-7b": Row(shape="qwen2.5-7b", peer_memory=True),
     "gemma-3-12b": Row(shape="gemma-3-12b", peer_memory=True),
+    "gemma-4-26b-a4b": Row(shape="gemma-4-26b-a4b", engines=("ours",), steps=6),
     "qwen3.5-9b": Row(shape="qwen3.5-9b", peer_memory=True),
     "qwen3.5-9b, memory free": Row(shape="qwen3.5-9b", engines=("ours",)),
     "qwen3.5-9b, 12 GiB": Row(shape="qwen3.5-9b", memory_limit=12.0, engines=("ours",)),
     "qwen3.5-27b, 22 GiB": Row(shape="qwen3.5-27b", memory_limit=22.0, engines=("ours",), steps=6),
-    "tiny Qwen3.5": Row(shape="tiny-qwen3.5", tokens=1024, checkpointing="none", engines=("ours", "peft")),
+    "qwen3.5-35b-a3b, 60 GiB": Row(shape="qwen3.5-35b-a3b", memory_limit=60.0, engines=("ours",), steps=6),
+    "tiny Qwen3.5": Row(shape="tiny-qwen3.5", tokens=1024, checkpointing="none", engines=("ours", "unsloth")),
     "tiny Gemma 3": Row(shape="tiny-gemma-3", tokens=1024, checkpointing="none", engines=("ours", "peft")),
+    "tiny Gemma 4 with experts": Row(shape="tiny-gemma-4-moe", tokens=1024, checkpointing="none", engines=("ours",)),
     "tiny NF4": Row(shape="tiny", tokens=1024, quantize="nf4", checkpointing="none", engines=("ours", "peft")),
     "tiny FP8": Row(shape="tiny", tokens=1024, matmul="fp8", checkpointing="none", engines=("ours",)),
     "tiny": Row(shape="tiny", tokens=1024, checkpointing="none", engines=ENGINES),
@@ -123,6 +126,7 @@ class Inputs:
             if not folder.exists():
                 self._made.add(row.shape)
                 make_model(folder, config)
+            if not (folder / "adapter").exists():
                 make_adapter(folder / "adapter", config, LoraConfig())
         batches = self._scratch / f"{name}.npz"
         lengths = make_batches(batches, row, self._warm_up + (self._steps or row.steps))

@@ -302,7 +302,8 @@ class DecoderConfig:
     def attended(self, index: int) -> tuple[int, int]:
         """Return the heads of a layer's attention, linear or not, and the size of each one's output."""
         linear = self.layer_kinds[index].linear and self.delta
-        heads = self.num_attention_heads, self.layer_kinds[index].head_dim
+        size = self.layer_kinds[index].head_dim if self.latent is None else self.latent.value_dim
+        heads = self.num_attention_heads, size
         return (linear.num_value_heads, linear.value_dim) if linear else heads
 
     @property
@@ -467,6 +468,7 @@ class HfFields:
     attention_k_eq_v: bool
     use_double_wide_mlp: bool
     enable_moe_block: bool
+    top_k_experts: _Size
     no_rope_layers: tuple[int, ...]
     mlp_only_layers: tuple[int, ...]
 
@@ -549,7 +551,8 @@ def ropes_by_type(
 
 def sparse_layers(raw: Mapping[str, Any]) -> tuple[bool, ...]:
     """Return which layers of the Qwens have experts, by `mlp_only_layers` and `decoder_sparse_step`."""
-    dense, step = set(raw.get("mlp_only_layers") or ()), raw.get("decoder_sparse_step") or 1
+    dense, step = set(raw.get("mlp_only_layers") or ()), raw.get("decoder_sparse_step")
+    step = 1 if step is None else step
     return tuple(i not in dense and (i + 1) % step == 0 for i in range(raw["num_hidden_layers"]))
 
 

@@ -62,12 +62,12 @@ class LayerContext(Protocol):
         self,
         q: Float[Array, "B T N H"],
         k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
+        v: Float[Array, "B T K values"],
         *,
         window: int | None = None,
         sinks: Float[Array, " N"] | None = None,
         softcap: float | None = None,
-    ) -> Float[Array, "B T N H"]:
+    ) -> Float[Array, "B T N values"]:
         """Compute causal attention of rotated queries over their visible keys."""
 
     def convolve(self, x: Float[Array, "B T C"], weight: Float[Array, "C 1 W"]) -> Float[Array, "B T C"]:
@@ -89,7 +89,7 @@ class PackedContext:
     dropout_key: PRNGKeyArray | None = None
     router_losses: RouterLosses | None = None
     backend: str = field(default="auto", metadata={"static": True})
-    attention_out: Float[Array, "B T N H"] | None = None
+    attention_out: Float[Array, "B T N values"] | None = None
     """Attention's output, where it is known; it has no gradient."""
     tile: int | None = field(default=None, metadata={"static": True})
     """Tokens that pass through a layer at a time, apart from attention; None for all."""
@@ -116,10 +116,10 @@ class PackedContext:
         """Apply the optional q/k norms, the optional rotary embedding at the tokens' positions, and queries' factor."""
         return norm_and_rotate(q, k, self.rope, rotary, norms=norms, factor=factor)
 
-    def attend(self, q, k, v, *, window=None, sinks=None, softcap=None) -> Float[Array, "B T N H"]:
+    def attend(self, q, k, v, *, window=None, sinks=None, softcap=None) -> Float[Array, "B T N values"]:
         """Compute causal attention within each segment."""
         if self.attention_out is not None:
-            return self.attention_out.reshape(q.shape)
+            return self.attention_out.reshape(*q.shape[:3], -1)
         options: dict[str, Any] = {"window": window, "sinks": sinks, "softcap": softcap}
         return packed_attention(q, k, v, self.segments, **options, backend=self.backend)
 

@@ -10,7 +10,7 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
 from jaxglue.models.linear import Linear
 from jaxglue.models.residual import RMSNorm
-from jaxglue.models.vocabulary import Embedding, output_matrix
+from jaxglue.models.vocabulary import Embedding, extended_matrix, output_matrix, with_low_rank
 from jaxglue.ops.cross_entropy import cap_logits
 from jaxglue.ops.norm_rope import NormStyle
 from jaxglue.ops.projection import project
@@ -59,13 +59,17 @@ class CausalLM(nnx.Module):
         contexts = context.each(self.embed_tokens.layer_inputs(tokens, x), len(self.layers))
         for layer, own in zip(self.layers, contexts, strict=True):
             x = layer(x, own)
-        return cap_logits(project(self.norm(x), self.output_weight, jnp.float32), self.config.logit_softcap)
+        hidden, matrix = with_low_rank(self._output, self.norm(x)), extended_matrix(self._output)
+        return cap_logits(project(hidden, matrix, jnp.float32), self.config.logit_softcap)
 
     @property
     def output_weight(self) -> Float[Array, "V D"]:
-        """Return the output projection, tied or not, or the score's weight [1, D]."""
-        modules = (self.score, self.lm_head, self.embed_tokens)
-        return output_matrix(next(module for module in modules if module is not None))
+        """Return the output projection, tied or not, without an adapter's product, or the score's weight [1, D]."""
+        return output_matrix(self._output)
+
+    @property
+    def _output(self) -> nnx.Module:
+        return next(module for module in (self.score, self.lm_head, self.embed_tokens) if module is not None)
 
 
 def packed_context(config: DecoderConfig, segments: PackedSegments, *, backend: str = "auto") -> PackedContext:

@@ -1,26 +1,31 @@
-"""Gemma 4 (dense, text): heads of two sizes, keys and values shared by layers, embeddings for each layer."""
+"""Gemma 4 (text): heads of two sizes, keys and values shared by layers, embeddings for each layer, experts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxglue.models.config import (
     DecoderConfig,
     LayerKind,
     LayerShape,
+    MoeConfig,
     PerLayerConfig,
+    expert_format,
     layer_types,
     layer_windows,
+    require_fields,
     ropes_by_type,
 )
 from jaxglue.models.context import LayerContext
-from jaxglue.models.family import Family, Parts, register
+from jaxglue.models.family import ExpertParts, Family, Parts, register
 from jaxglue.models.gemma2 import NORMS, gemma_fields
 from jaxglue.models.layers import DecoderLayer
 from jaxglue.models.linear import layer_linear
+from jaxglue.models.moe_layers import Experts, ScaledRouter, apply_experts
 from jaxglue.models.parameters import Buffer
 from jaxglue.models.residual import Branch, RMSNorm
 from jaxglue.models.shared_kv import KeysValues, SharedAttention
@@ -35,15 +40,26 @@ _THETAS = {_FULL: 1_000_000.0, _SLIDING: 10_000.0}
 _ROPES = {_FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25}, _SLIDING: {}}
 """Where config.json has no `rope_parameters`."""
 _NORM = NormStyle(rounds_first=False)
+_EXPERT_NORMS = "post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"
+"""Of the dense feed-forward's output beside experts, of these experts' input, and of their output."""
 
 
 class Gemma4Layer(DecoderLayer):
-    """(x + norm(attention) + norm(feed-forward) + norm(branch of the layer's own embeddings)) · a stored scalar."""
+    """(x + norm(attention) + norm(feed-forward) + norm(branch of the layer's own embeddings)) · a stored scalar.
+
+    With experts, the feed-forward is the sum of a dense one and of the routed experts, each with norms of its own.
+    """
 
     attention = SharedAttention
 
     def __init__(self, config: DecoderConfig, parts: Parts, kind: LayerKind, *, dtype, rngs: nnx.Rngs):
-        super().__init__(config, parts, kind, dtype=dtype, rngs=rngs)
+        super().__init__(config, parts, kind._replace(sparse=False), dtype=dtype, rngs=rngs)
+        self.sparse = kind.sparse
+        if kind.sparse:
+            self.router = ScaledRouter(config, parts.norm, dtype=dtype, rngs=rngs)
+            self.experts = Experts(config, parts.experts, dtype=dtype, rngs=rngs)
+            for name in _EXPERT_NORMS:
+                setattr(self, name, RMSNorm(config.hidden_size, config.rms_norm_eps, style=parts.norm, dtype=dtype))
         self.layer_scalar = Buffer(jnp.ones(1, dtype))
         self.in_stages = not config.shared_width and config.per_layer is None
         self.width, self.shape = config.hidden_size, kind.shape
@@ -70,6 +86,19 @@ class Gemma4Layer(DecoderLayer):
         x = self._add_mlp(x, context)
         carried = self._written(carried, made) if self.shape.shares == "gives" else carried
         return jnp.concatenate([x, carried], axis=-1) if carried.shape[-1] else x
+
+    def _add_mlp(self, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
+        if not self.sparse:
+            return super()._add_mlp(x, context)
+        x = checkpoint_name(x, names.ATTENTION_RESIDUAL)
+        x, normed = self._fork(x, self.norms.before_mlp, self.mlp, context)
+        dense_norm, before, after = (getattr(self, name) for name in _EXPERT_NORMS)
+        dense = dense_norm.of(self.mlp(normed, context).add_to(jnp.zeros_like(x)))
+        flat = x.reshape(-1, x.shape[-1])
+        logits, routing = self.router(flat)
+        routed = apply_experts(self.experts, before(flat), logits, routing, context).reshape(x.shape)
+        both = Branch(lambda stream: stream + after.of(routed, dense))
+        return self._finish(x + self._branch(both, self.norms.after_mlp, names.MLP_BRANCH), context)
 
     def _read(self, carried: Array) -> KeysValues:
         """Return keys and values from their columns."""
@@ -99,10 +128,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Read a `Gemma4ForCausalLM` config.json.
 
     Raises:
-        ValueError: a field missing or not supported, such as experts; or layers share keys and values of none.
+        ValueError: a field missing or not supported; or layers share keys and values of none.
     """
-    if raw.get("enable_moe_block"):
-        raise ValueError("enable_moe_block in config.json is not supported for gemma4_text: only dense models are")
     if raw.get("use_bidirectional_attention") not in (None, False, "vision"):
         found = raw["use_bidirectional_attention"]
         raise ValueError(f"use_bidirectional_attention {found!r:.40} in config.json is not supported for gemma4_text")
@@ -126,6 +153,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         layer_shapes=shapes,
         shared_width=shared_width,
         per_layer=_per_layer(raw, fields),
+        moe=_experts(raw, fields) if raw.get("enable_moe_block") else None,
         logit_softcap=raw.get("final_logit_softcapping"),
     )
 
@@ -140,6 +168,23 @@ def _per_layer(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> PerLayerCon
     size = 256 if raw.get("hidden_size_per_layer_input") is None else raw["hidden_size_per_layer_input"]
     vocabulary = raw.get("vocab_size_per_layer_input") or 262_144
     return PerLayerConfig(size=size, vocab_size=vocabulary, layers=fields["num_hidden_layers"]) if size else None
+
+
+def _experts(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> MoeConfig:
+    """Read the experts of all layers; the dense feed-forward beside them serves every token, as shared ones do."""
+    require_fields(raw, ("num_experts", "top_k_experts", "moe_intermediate_size"))
+    if raw["top_k_experts"] > raw["num_experts"]:
+        raise ValueError(
+            f"top_k_experts={raw['top_k_experts']} in config.json is above num_experts={raw['num_experts']}"
+        )
+    return MoeConfig(
+        num_experts=raw["num_experts"],
+        num_experts_per_tok=raw["top_k_experts"],
+        intermediate_size=raw["moe_intermediate_size"],
+        sparse_layers=(True,) * fields["num_hidden_layers"],
+        quantize=expert_format(raw),
+        shared_size=fields["intermediate_size"],
+    )
 
 
 def _shapes(
@@ -195,7 +240,7 @@ register(
     Family(
         model_type="gemma4_text",
         config_from_hf=config_from_hf,
-        parts=Parts(**{**NORMS, "norm": _NORM}, head_norms="heads"),
+        parts=Parts(**{**NORMS, "norm": _NORM}, head_norms="heads", experts=ExpertParts(activation="geglu")),
         layer=Gemma4Layer,
     )
 )

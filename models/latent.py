@@ -16,7 +16,7 @@ from jaxglue.models.context import LayerContext
 from jaxglue.models.family import Parts
 from jaxglue.models.layers import Attention, DecoderLayer, copied
 from jaxglue.models.linear import Linear, layer_linear
-from jaxglue.models.residual import Branch, RMSNorm
+from jaxglue.models.residual import RMSNorm
 from jaxglue.ops import names
 from jaxglue.ops.projection import Projection, adapted_projection
 from jaxglue.ops.residual_norm import Normed
@@ -28,8 +28,8 @@ _EPS = 1e-6
 class LatentAttention(Attention):
     """Attention whose keys, values and, in larger models, queries are projected from norms of latent vectors.
 
-    The last dimensions of each head's query turn, and those of one key that all heads share. Attention sees heads of
-    one size: values are padded with zeros to that of the keys, and its output is cut to theirs.
+    The last dimensions of each head's query turn, and those of one key that all heads share. Values, and attention's
+    output, have heads of their own size.
     """
 
     def __init__(self, config: DecoderConfig, parts: Parts, kind: LayerKind, *, dtype, rngs: nnx.Rngs):
@@ -56,7 +56,7 @@ class LatentAttention(Attention):
         self.query_factor, self.softcap = config.query_factor(H), None
 
     def project(self, normed: Normed, context: LayerContext) -> tuple[tuple[Array, Array, Array], None]:
-        """Return queries, keys and padded values [B, T, N, H]."""
+        """Return queries and keys [B, T, N, H], and values [B, T, N, value_dim]."""
         latent = self.latent
         q, joined = adapted_projection(copied(normed), self.inputs, context)
         if latent.query_rank is not None:
@@ -71,14 +71,7 @@ class LatentAttention(Attention):
         k_turning = jnp.broadcast_to(k_turning[:, :, None], (*q.shape[:3], latent.rope_dim))
         k = jnp.concatenate([k_turning, kv[..., : latent.nope_dim]], axis=-1)
         q, k = context.rotate(q, k, self.rotary, None, self.query_factor)
-        padding = ((0, 0),) * 3 + ((0, self.head_dim - latent.value_dim),)
-        return (q, k, jnp.pad(kv[..., latent.nope_dim :], padding)), None
-
-    def output(self, attended: Array, gate: Array | None, context: LayerContext) -> Branch:
-        """Project attention's output, without its padding, back."""
-        assert gate is None
-        values = attended.reshape(*attended.shape[:2], self.heads, self.head_dim)[..., : self.latent.value_dim]
-        return super().output(values, None, context)
+        return (q, k, kv[..., latent.nope_dim :]), None
 
     @property
     def inputs(self) -> list[Projection]:

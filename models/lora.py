@@ -7,23 +7,18 @@ from flax import nnx
 
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.linear import Linear
-from jaxglue.models.lora_config import ALL_LINEAR, MODULES, LoraConfig, match_pattern, parse_patterns
+from jaxglue.models.lora_config import ALL_LINEAR, PATHS, LoraConfig, is_target, match_pattern, parse_patterns
 from jaxglue.models.moe_layers import ExpertLinear
 from jaxglue.models.parameters import Params, merge_module
-from jaxglue.models.vocabulary import train_modules, train_rows, train_score, vocabulary_modules
+from jaxglue.models.vocabulary import adapt_vocabulary, train_modules, train_rows, train_score, vocabulary_modules
 from jaxglue.spelling import nearest
-
-
-def is_target(path: str, target: str) -> bool:
-    """Tell whether a target names the module of this path, in full or by its end, as PEFT does."""
-    return path == target or path.endswith(f".{target}")
 
 
 def add_lora(model: CausalLM, config: LoraConfig, *, rngs: nnx.Rngs) -> None:
     """Add an adapter in place to every targeted linear layer and expert projection of the decoder layers.
 
-    Embedding and output projection, or rows of them, train beside the adapters where the configuration says so, and
-    always the score of a reward model.
+    Embedding and output projection get adapters where targets name them; they, or rows of them, train beside the
+    adapters where the configuration says so, and always the score of a reward model.
 
     Raises:
         ValueError: a target or pattern that names none of them, dropout, patterns or DoRA on experts, or a token index
@@ -50,6 +45,7 @@ def add_lora(model: CausalLM, config: LoraConfig, *, rngs: nnx.Rngs) -> None:
             raise ValueError(f"--dora is not supported for the adapters of experts ({path}): name other --targets")
         else:
             linear.add_lora(**options, dora=True)
+    adapt_vocabulary(model, config, rngs=rngs)
     train_score(model)
     train_modules(model, config.modules_to_save)
     train_rows(model, config.token_modules, config.trainable_token_indices)
@@ -87,17 +83,15 @@ def _check_names(config: LoraConfig, paths: list[str]) -> None:
             f"exclude: {', '.join(unknown)} do not exist in this model: use {', '.join(kinds)}"
             f"{nearest(unknown[0], kinds)}"
         )
-    named = [target for target in config.targets if target != ALL_LINEAR]
-    if unknown := [target for target in named if not any(is_target(path, target) for path in paths)]:
-        hint = nearest(unknown[0], [*kinds, ALL_LINEAR])
-        if vocabulary := [name for name in unknown if name in MODULES]:
-            hint = f"; {vocabulary[0]} has no adapter, but trains whole with --modules-to-save {vocabulary[0]}"
+    named, known = [target for target in config.targets if target != ALL_LINEAR], [*paths, *PATHS.values()]
+    if unknown := [target for target in named if not any(is_target(path, target) for path in known)]:
+        hint = nearest(unknown[0], [*kinds, ALL_LINEAR, *PATHS])
         raise ValueError(f"LoRA targets {', '.join(unknown)} do not exist in this model: use {', '.join(kinds)}{hint}")
-    if not any(_is_adapted(path, config) for path in paths):
+    if not (config.vocabulary_targets or any(_is_adapted(path, config) for path in paths)):
         raise ValueError("exclude and layers leave no linear layer to adapt: name fewer, or other targets")
     for field in ("rank_pattern", "alpha_pattern"):
         for pattern in parse_patterns(field, getattr(config, field)):
-            if not any(match_pattern({pattern: 1}, path) for path in paths):
+            if not any(match_pattern({pattern: 1}, path) for path in known):
                 raise ValueError(f"{field}: {pattern} matches none of {', '.join(kinds)}{nearest(pattern, kinds)}")
 
 
@@ -121,6 +115,5 @@ def linear_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
 
 def base_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
     """Return `linear_shapes`, and the shape [V, D] of the embedding and, unless tied to it, the output projection."""
-    paths = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head"}
     modules = vocabulary_modules(model)
-    return linear_shapes(model) | {paths[name]: tuple(module.weight.get_value().shape) for name, module in modules}
+    return linear_shapes(model) | {PATHS[name]: tuple(module.weight.get_value().shape) for name, module in modules}

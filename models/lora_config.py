@@ -13,6 +13,13 @@ ALL_LINEAR = "all-linear"
 VocabularyModule = Literal["embed_tokens", "lm_head"]
 MODULES: tuple[VocabularyModule, ...] = ("embed_tokens", "lm_head")
 """Modules with a row for each token, under PEFT's names."""
+PATHS: dict[VocabularyModule, str] = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head"}
+"""Their paths."""
+
+
+def is_target(path: str, target: str) -> bool:
+    """Tell whether a target names the module of this path, in full or by its end, as PEFT does."""
+    return path == target or path.endswith(f".{target}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +42,8 @@ class LoraConfig(Config):
         CommaSeparated(),
     ] = (ALL_LINEAR,)
     """Linear layers to adapt, such as q_proj, the experts' gate_up_proj and down_proj, or the end of a path, such
-    as 3.self_attn.q_proj; all-linear selects every one in the decoder layers, including experts, excluding routers."""
+    as 3.self_attn.q_proj; all-linear selects every one in the decoder layers, including experts, excluding routers.
+    embed_tokens and lm_head get adapters, too, where they are named; dropout is not for these."""
     exclude: Annotated[tuple[str, ...], Alias("exclude_modules"), CommaSeparated()] = ()
     """Linear layers to leave out of the targets, named as these."""
     layers: Annotated[tuple[NonNegativeInt, ...], Alias("layers_to_transform", "peft_layers_to_transform")] = ()
@@ -66,6 +74,25 @@ class LoraConfig(Config):
             if not (value.is_integer() and value >= 1):
                 raise ValueError(f"rank_pattern: expected a whole number >= 1 for {pattern}, got {value}")
         parse_patterns("alpha_pattern", self.alpha_pattern)
+        self._check_vocabulary()
+
+    def _check_vocabulary(self) -> None:
+        """Refuse adapters of embedding and output projection with settings that are not for them."""
+        for name in self.vocabulary_targets:
+            rows = self.trainable_token_indices if name in self.token_modules else ()
+            refused = {
+                "modules_to_save trains it whole": name in self.modules_to_save,
+                "trainable_token_indices trains its rows": rows,
+                "layers names decoder layers": self.layers,
+                "DoRA is of linear layers in these": self.dora,
+            }
+            if reason := next((reason for reason, holds in refused.items() if holds), ""):
+                raise ValueError(f"targets: {name} gets an adapter, and {reason}: leave one of the two out")
+
+    @property
+    def vocabulary_targets(self) -> tuple[VocabularyModule, ...]:
+        """Return the modules with a row for each token that get adapters."""
+        return tuple(name for name, path in PATHS.items() if any(is_target(path, target) for target in self.targets))
 
     @property
     def is_uniform(self) -> bool:

@@ -1,5 +1,7 @@
 """Mixture-of-experts blocks shared by the model families."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -10,6 +12,7 @@ from jaxglue.models.context import LayerContext
 from jaxglue.models.family import ExpertParts
 from jaxglue.models.linear import Linear
 from jaxglue.models.parameters import Buffer
+from jaxglue.models.per_layer import Matrix
 from jaxglue.models.residual import Branch
 from jaxglue.ops.collectives import copy_to, reduce_from
 from jaxglue.ops.moe import (
@@ -21,6 +24,7 @@ from jaxglue.ops.moe import (
     route,
     z_loss,
 )
+from jaxglue.ops.norm_rope import NormStyle, rms_norm
 from jaxglue.ops.projection import project
 from jaxglue.ops.quant.formats import FORMATS, Quantized
 from jaxglue.ops.residual_norm import Normed
@@ -145,6 +149,33 @@ class Router(nnx.Module):
         return None if self.e_score_correction_bias is None else self.e_score_correction_bias[...]
 
 
+class ScaledRouter(nnx.Module):
+    """Choice of experts by a residual stream that it norms and scales itself, and a factor of each one's weights.
+
+    The first product is in float32; the weights of a token's experts sum to one before they are multiplied.
+    """
+
+    def __init__(self, config: DecoderConfig, norm: NormStyle, *, dtype, rngs: nnx.Rngs):
+        assert config.moe is not None
+        E, D = config.moe.num_experts, config.hidden_size
+        self.proj = Matrix((E, D), config.initializer_range, dtype=dtype, rngs=rngs)
+        self.scale = nnx.Param(jnp.ones(D, dtype))
+        self.per_expert_scale = nnx.Param(jnp.ones(E, dtype))
+        self.eps, self.style, self.experts_per_token = config.rms_norm_eps, norm, config.moe.num_experts_per_tok
+
+    def __call__(self, x: Float[Array, "M D"]) -> tuple[Float[Array, "M E"], Routing]:
+        """Return the logits, and the routing."""
+        D = x.shape[-1]
+        normed = rms_norm(x, jnp.ones(D, x.dtype), self.eps, self.style) * self.scale[...].astype(x.dtype)
+        logits = project(normed * jnp.asarray(D**-0.5, x.dtype), self.proj.weight[...], jnp.float32)
+        routing = route(logits, self.experts_per_token, normalize=True)
+        factors = self.per_expert_scale[...].astype(jnp.float32)
+        # A gather's gradient would be a scatter with atomics.
+        chosen = jax.nn.one_hot(routing.expert_ids, factors.size, dtype=jnp.float32)
+        scaled = routing.weights * jnp.einsum("mke,e->mk", chosen, factors, precision=jax.lax.Precision.HIGHEST)
+        return logits, replace(routing, weights=scaled)
+
+
 class SparseMLP(nnx.Module):
     """Sparse feed-forward: each token's experts, chosen and weighted by a router, and one that all tokens share."""
 
@@ -186,9 +217,7 @@ class SparseMLP(nnx.Module):
             groups=self.groups,
             scale=self.routed_scale,
         )
-        context.observe_routing(routing)
-        y = _add_router_losses(self.experts(tokens, routing, context), logits, routing, context)
-        y = reduce_from(y.reshape(x.shape))
+        y = reduce_from(apply_experts(self.experts, tokens, logits, routing, context).reshape(x.shape))
         return Branch(lambda stream: self._add_shared(stream + y, x, context))
 
     def _add_shared(self, stream: Float[Array, "B T D"], x: Float[Array, "B T D"], context: LayerContext) -> Array:
@@ -199,6 +228,14 @@ class SparseMLP(nnx.Module):
         if self.shared_expert_gate is None:
             return stream + branch
         return stream + jax.nn.sigmoid(self.shared_expert_gate(x, context)) * branch.add_to(jnp.zeros_like(x))
+
+
+def apply_experts(
+    experts: Experts, tokens: Float[Array, "M D"], logits: Float[Array, "M E"], routing: Routing, context: LayerContext
+) -> Float[Array, "M D"]:
+    """Return the sum of each token's weighted experts, show the routing and add the router losses."""
+    context.observe_routing(routing)
+    return _add_router_losses(experts(tokens, routing, context), logits, routing, context)
 
 
 def _add_router_losses(y, logits, routing: Routing, context: LayerContext) -> Float[Array, "M D"]:

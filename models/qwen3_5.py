@@ -41,19 +41,13 @@ def _layer_types(raw: Mapping[str, Any]) -> list[str]:
     return [_LINEAR if (index + 1) % interval else _FULL for index in range(raw["num_hidden_layers"])]
 
 
-register(
-    Family(
-        model_type="qwen3_5_text",
-        config_from_hf=config_from_hf,
-        parts=Parts(norm=NormStyle(offset=1.0, rounds_first=False), head_norms="heads", gated_attention=True),
-    )
+PARTS = Parts(norm=NormStyle(offset=1.0, rounds_first=False), head_norms="heads", gated_attention=True)
+WRAPPER = Wrapper(
+    model_type="qwen3_5",
+    text_types=("qwen3_5_text",),
+    others=("visual.", "mtp."),
+    text_path=TEXT_PATH,  # AutoModelForCausalLM loads the text model alone
+    tied=False,
 )
-wrap(
-    Wrapper(
-        model_type="qwen3_5",
-        text_types=("qwen3_5_text",),
-        others=("visual.", "mtp."),
-        text_path=TEXT_PATH,  # AutoModelForCausalLM loads the text model alone
-        tied=False,
-    )
-)
+register(Family(model_type="qwen3_5_text", config_from_hf=config_from_hf, parts=PARTS))
+wrap(WRAPPER)

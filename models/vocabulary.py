@@ -13,9 +13,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.linear import Linear
-from jaxglue.models.lora_config import VocabularyModule
+from jaxglue.models.lora_config import PATHS, LoraConfig, VocabularyModule
 from jaxglue.models.per_layer import PerLayerEmbedding
 from jaxglue.ops.norm_rope import LLAMA_NORM, NormStyle
+from jaxglue.ops.projection import Adapter
 from jaxglue.ops.rows import take_rows
 
 EMBEDDING: VocabularyModule = "embed_tokens"
@@ -33,8 +34,18 @@ class Embedding(nnx.Module):
         shape = (config.vocab_size, config.hidden_size)
         self.weight = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * config.initializer_range)
         self.multiplier, self.shared_width = config.embedding_multiplier, config.shared_width
+        self.lora_A: nnx.LoRAParam | None = nnx.data(None)
+        self.lora_B: nnx.LoRAParam | None = nnx.data(None)
+        self.lora_scale = 0.0
         makes = {"dtype": dtype, "rngs": rngs}
         self.per_layer = None if config.per_layer is None else PerLayerEmbedding(config, norm, **makes)
+
+    def add_lora(self, *, rank: int, scale: float, rngs: nnx.Rngs) -> None:
+        """Add a float32 adapter with zero initial output, as PEFT does: A [R, V] zero, B [D, R] normal."""
+        V, D = self.weight.shape
+        self.lora_A = nnx.LoRAParam(jnp.zeros((rank, V)))
+        self.lora_B = nnx.LoRAParam(jax.random.normal(rngs.params(), (D, rank)))
+        self.lora_scale = scale
 
     def __call__(self, tokens: Int[Array, "B T"], dtype, ids: Int[Array, "B T"] | None = None) -> Float[Array, "B T W"]:
         """Look up the tokens' embeddings in `dtype`, with zeros in columns that layers share.
@@ -45,11 +56,15 @@ class Embedding(nnx.Module):
             ids: the tokens, where `tokens` are rows of a table that holds only those needed.
         """
         x = take_rows(self.weight[...], tokens).astype(dtype)
+        ids = tokens if ids is None else ids
         if (rows := replaced_rows(self)) is not None:
             values, indices = rows
-            ids = tokens if ids is None else ids
             slots = jnp.minimum(jnp.searchsorted(indices, ids), len(indices) - 1)
             x = jnp.where((indices[slots] == ids)[..., None], take_rows(values, slots).astype(dtype), x)
+        if self.lora_A is not None and self.lora_B is not None:
+            low_rank, B = take_rows(self.lora_A[...].T, ids), self.lora_B[...]
+            product = jnp.matmul(low_rank.astype(dtype), B.T.astype(dtype), preferred_element_type=jnp.float32)
+            x = (x + self.lora_scale * product).astype(dtype)
         x = x if self.multiplier == 1.0 else x * jnp.asarray(self.multiplier, dtype)
         return jnp.pad(x, ((0, 0), (0, 0), (0, self.shared_width))) if self.shared_width else x
 
@@ -73,11 +88,54 @@ def output_matrix(module: Any) -> Float[Array, "V D"]:
     return weight.at[indices].set(values.astype(weight.dtype))
 
 
+def with_low_rank(module: Any, hidden: Float[Array, "*B D"]) -> Float[Array, "*B W"]:
+    """Return hidden states with their products with the A of an output projection's adapter beside them, if any."""
+    if (adapter := _head_adapter(module)) is None:
+        return hidden
+    low_rank = jnp.matmul(hidden, adapter.A.T.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    return jnp.concatenate([hidden, (adapter.scale * low_rank).astype(hidden.dtype)], axis=-1)
+
+
+def low_rank_columns(module: Any) -> Float[Array, "V R"] | None:
+    """Return the B of an output projection's adapter: further columns of its matrix; None without adapter."""
+    adapter = _head_adapter(module)
+    return None if adapter is None else adapter.B
+
+
+def extended_matrix(module: Any) -> Float[Array, "V W"]:
+    """Return the `output_matrix` with its `low_rank_columns`, to multiply `with_low_rank` states."""
+    matrix, columns = output_matrix(module), low_rank_columns(module)
+    return matrix if columns is None else jnp.concatenate([matrix, columns.astype(matrix.dtype)], axis=1)
+
+
+def _head_adapter(module: Any) -> Adapter | None:
+    """Return the adapter of an output projection; that of an embedding tied to it is not one."""
+    return module.adapter if isinstance(module, Linear) else None
+
+
 def vocabulary_modules(model: Any) -> Iterator[tuple[VocabularyModule, Any]]:
     """Yield (name, module) of the embedding and, if it is not tied to that, the output projection."""
     yield EMBEDDING, model.embed_tokens
     if model.lm_head is not None:
         yield HEAD, model.lm_head
+
+
+def adapt_vocabulary(model: Any, config: LoraConfig, *, rngs: nnx.Rngs) -> None:
+    """Add an adapter in place to embedding and output projection, where they are targets.
+
+    Raises:
+        ValueError: one that the model does not have apart, whose rows train by themselves, or that has settings of
+            decoder layers.
+    """
+    modules = dict(vocabulary_modules(model))
+    for name in config.vocabulary_targets:
+        if (module := modules.get(name)) is None:
+            raise ValueError(f"LoRA targets {name}, which this model does not have apart from its embedding")
+        sizes: dict[str, Any] = {"rank": config.rank_of(PATHS[name]), "scale": config.scale_of(PATHS[name])}
+        options: dict[str, Any] = {"rngs": rngs} | (
+            {"dropout": config.dropout or 0.0, "name": name} if name == HEAD else {}
+        )
+        module.add_lora(**sizes, **options)
 
 
 def untie(model: Any) -> None:

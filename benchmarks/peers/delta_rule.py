@@ -1,10 +1,16 @@
 """Time fla-core's gated delta rule on packed documents; print milliseconds by case as JSON, after each all so far.
 
-python benchmarks/peers/delta_rule.py '{"name": [tokens, [length, …]]}'
+    python benchmarks/peers/delta_rule.py '{"name": [tokens, [length, …]]}'
+
+fla-core tries every kernel's configurations at the first call, and nearly all of that time is compilation: processes,
+each with a part of them, compile for the first case beforehand, into Triton's cache.
 """
 
 import json
+import os
+import subprocess
 import sys
+from importlib.metadata import version
 
 import numpy as np
 import torch
@@ -12,6 +18,26 @@ import triton
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
 K, N, H = 16, 32, 128
+
+
+def keep_configurations(part: int, parts: int) -> None:
+    """Let the autotuners of fla-core try every so many-th configuration alone."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("fla.")]
+    found = {}
+    for kernel in (value for module in modules for value in vars(module).values()):
+        while hasattr(kernel, "fn"):  # heuristics around an autotuner around a function
+            if isinstance(kernel, triton.runtime.Autotuner):
+                found[id(kernel)] = kernel
+            kernel = kernel.fn
+    for tuner in found.values():
+        tuner.configs = tuner.configs[part % len(tuner.configs) :: parts]
+
+
+def compile_all(case: str, parts: int) -> None:
+    """Compile all configurations that a case needs."""
+    commands = [[sys.executable, __file__, case, f"{part}/{parts}"] for part in range(parts)]
+    for process in [subprocess.Popen(command, stdout=subprocess.DEVNULL) for command in commands]:
+        process.wait()
 
 
 def milliseconds(function, calls: int = 5, repeats: int = 5) -> float:
@@ -54,12 +80,16 @@ def measure(tokens: int, lengths: list[int]) -> dict:
     with torch.no_grad():
         times = {"forward_ms": milliseconds(forward)}
     times["both_ms"] = milliseconds(both)
-    return times | {"torch": torch.__version__, "triton": triton.__version__}
+    return times | {"torch": torch.__version__, "triton": triton.__version__, "fla-core": version("fla-core")}
 
 
 def main() -> None:
-    results = {}
-    for name, case in json.loads(sys.argv[1]).items():
+    results, cases = {}, json.loads(sys.argv[1])
+    if len(sys.argv) > 2:
+        keep_configurations(*map(int, sys.argv[2].split("/")))
+    else:
+        compile_all(json.dumps(dict(list(cases.items())[:1])), max((os.cpu_count() or 1) - 2, 1))
+    for name, case in cases.items():
         results[name] = measure(*case)
         print(json.dumps(results), flush=True)
 

@@ -6,6 +6,7 @@ Imports neither jax nor jaxglue: peers run with their own packages.
 import contextlib
 import ctypes
 import glob
+import json
 import os
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 RANK = ALPHA = 16
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+_DELTA_TARGETS = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
@@ -33,6 +35,13 @@ def versions() -> dict[str, str]:
     return found
 
 
+def targets(folder: str) -> list[str]:
+    """Return the linear layers of a folder's model that get adapters, all of them."""
+    with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
+        linear_attention = json.load(file)["model_type"].startswith("qwen3_5")
+    return TARGETS + _DELTA_TARGETS * linear_attention
+
+
 def import_unsloth():
     """Import Unsloth, offline; before transformers and TRL, which it patches."""
     for name, value in _ENVIRONMENT.items():
@@ -50,6 +59,8 @@ def load_unsloth(folder: str, *, quantize: str, checkpointing: str, seq_len: int
 
     packing.mark_allow_overlength(model)  # what SFTTrainer(packing=True) switches on
     packing._enable_hf_packed_attention()
+    if any("linear_attn" in name for name, _ in model.named_modules()):
+        assert packing.patch_hybrid_linear_attention_varlen(model), "Unsloth does not pack linear attention here"
     return model
 
 
@@ -72,7 +83,7 @@ def unsloth_model(folder: str, *, quantize: str, checkpointing: str, seq_len: in
         **shared,
     )
     return unsloth.FastLanguageModel.get_peft_model(
-        model, r=RANK, lora_alpha=ALPHA, lora_dropout=0, bias="none", target_modules=TARGETS, **shared
+        model, r=RANK, lora_alpha=ALPHA, lora_dropout=0, bias="none", target_modules=targets(folder), **shared
     )
 
 
@@ -95,7 +106,8 @@ def load_peft(folder: str, *, quantize: str, checkpointing: str, seq_len: int):
     model = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation=attention, device_map={"": 0 if cuda else "cpu"}, **options
     )
-    lora = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules=TARGETS, task_type="CAUSAL_LM")
+    sizes = {"r": RANK, "lora_alpha": ALPHA, "lora_dropout": 0.0}
+    lora = LoraConfig(**sizes, target_modules=targets(folder), task_type="CAUSAL_LM")
     model = get_peft_model(model, lora)
     if checkpointing != "none":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -118,6 +130,18 @@ def load(engine: str, folder: str, adapter: str, **options):
     assert not found.unexpected_keys, found.unexpected_keys[:3]
     model.config.use_cache = False
     return model.train()
+
+
+def attention(engine: str) -> str:
+    """Name the attention that an engine's packed rows took, after its first step."""
+    if engine != "unsloth":
+        return "PyTorch's varlen"
+    from unsloth.utils import hf_packed_attention
+
+    calls = hf_packed_attention.HF_PACKED_ATTENTION_STATS
+    if calls["fast"] or calls["fallback"]:  # models that Unsloth leaves to transformers
+        return f"PyTorch's varlen: {calls['fast']} calls, {calls['compiled']} compiled, {calls['fallback']} dense"
+    return "Unsloth's: xformers, or what it has instead"
 
 
 def _varlen_attention() -> str:

@@ -116,6 +116,8 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
     times = step.milliseconds(marks)
     result = {"ms": statistics.median(times), "ms_all": times, "losses": [float(loss) for loss in losses]}
     result |= {"versions": engines.versions(), **peaks(step)}
+    if step.cuda:
+        result["attention"] = engines.attention(args.engine)
     yield result
     if step.cuda:
         yield result | {"kernels": step.kernels(batches[-1])}

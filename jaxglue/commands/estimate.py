@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import jax
 from rich.box import SIMPLE_HEAD
@@ -30,7 +31,7 @@ from jaxglue.planner.memory import resident_bytes
 from jaxglue.planner.plan import MARGIN, DoesNotFit, Plan
 from jaxglue.planner.planner import Planner, embedding_places, fastest_place
 from jaxglue.sharding.mesh import AUTO, MeshShape
-from jaxglue.training.checks import refuse_mapped
+from jaxglue.training.checks import check_mesh, refuse_mapped
 from jaxglue.training.explain import kernel_reasons
 from jaxglue.training.remat import explain_plan
 from jaxglue.training.report import print_panel
@@ -53,7 +54,7 @@ def make_planner(config: EstimateConfig) -> Planner:
     gpu = find_gpu(config.gpu)
     if config.model.matmul == "fp8":
         check_fp8(gpu.capability)
-    mesh.check(model, batch_size=config.run.batch_size, devices=mesh.devices)
+    check_mesh(config, model, mesh, devices=mesh.devices)
     documents = (config.document_tokens,) if config.document_tokens else ()
     workload = make_workload(config, model, documents, mesh)
     files = 0.0 if gpu.unified or refuse_mapped(config.model, mesh) else FILES_RATE
@@ -102,9 +103,14 @@ def _sampling(config: EstimateConfig, planner: Planner, plan: Plan) -> str:
     workload, objective = planner.workload, planner.workload.objective
     assert isinstance(objective, RolloutObjective)
     answers, longest = config.rollouts.generation_batch_size, config.rollouts.max_completion_length
+    each = config.rollouts.answers_to_each(objective.generations, compared=objective.compares)
     prompt = config.document_tokens or _PROMPT
     free = planner.gpu.memory - resident_bytes(workload).total(plan.weights)
-    cache = plan_cache([(prompt, prompt + longest)] * answers, workload.config, workload.dtype, free=free)
+    options: dict[str, Any] = {"free": free, "siblings": each, "limit": "--max-completion-length"}
+    try:
+        cache = plan_cache([(prompt, prompt + longest)] * answers, workload.config, workload.dtype, **options)
+    except ValueError as error:
+        return f"Sampling does not fit: {error}"
     return (
         f"Sampling in turns with training: {cache.slots:,} of {answers:,} answers at a time, prompts of {prompt:,} "
         f"tokens and answers of at most {longest:,}; keys and values {cache.bytes / GIB:.1f} of {free / GIB:.1f} GiB "
@@ -171,7 +177,7 @@ def _table(planner: Planner, plans: Iterable[Plan], fitting: set[int], *, verbos
 
 def _rate(planner: Planner, plan: Plan) -> float:
     work = planner.workload
-    return work.tokens * work.gradient_accumulation_steps * work.mesh.batch_shards / plan.seconds
+    return work.tokens * work.gradient_accumulation_steps * work.mesh.batch_shards * work.mesh.context / plan.seconds
 
 
 def main(config: EstimateConfig) -> None:

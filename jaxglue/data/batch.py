@@ -1,12 +1,15 @@
 """Batches of packed rows, with the units of answers that objectives compare."""
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from jaxglue.ops.row_split import split_segments, split_tokens
 from jaxglue.ops.segments import PackedSegments
 
 CHOSEN, REJECTED, PROMPT, PARTS = 0, 1, 2, 3
@@ -92,7 +95,19 @@ class Batch:
     sources: Int32[Array, "B T"] | None = None
     """Source of each token, in evaluation on several sources only."""
 
+    def split(self, devices: int) -> "Batch":
+        """Return the batch, of numpy arrays, with its rows split over so many devices (`split_segments`)."""
+        assert self.answers is None and self.rollouts is None
+        segments = split_segments(self.segments, devices)
+        assert segments.split is not None
+        fields = {"tokens": self.tokens, "targets": self.targets, "loss_weights": self.loss_weights}
+        tokens = jax.tree.map(
+            partial(split_tokens, order=np.asarray(segments.split.order)),
+            {**fields, "sources": self.sources, "columns": self.columns},
+        )
+        return replace(self, segments=segments, **tokens)
+
     def without_lengths(self) -> "Batch":
         """Drop the fields of the segments that differ between attention's kernels, so that batches share programs."""
         unused: Any = None
-        return replace(self, segments=replace(self.segments, cu_seqlens=unused, long=False))
+        return replace(self, segments=replace(self.segments, cu_seqlens=unused, long=False, split=None))

@@ -19,10 +19,16 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext, RouterLosses
 from jaxglue.models.noise import add_noise
 from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
-from jaxglue.models.vocabulary import output_matrix, replaced_rows
+from jaxglue.models.vocabulary import (
+    extended_matrix,
+    low_rank_columns,
+    output_matrix,
+    replaced_rows,
+    with_low_rank,
+)
 from jaxglue.objectives.config import SUPERVISED
 from jaxglue.objectives.objective import Objective
-from jaxglue.ops.collectives import BATCH_AXES, divide_equally, per_device, psum
+from jaxglue.ops.collectives import BATCH_AXES, TOKEN_AXES, divide_equally, per_device, psum
 from jaxglue.ops.cross_entropy import (
     chunk_size,
     linear_cross_entropy,
@@ -205,7 +211,8 @@ class EmbedHead:
             return x, rope, keys, self._scaled_router_losses(batch, scale), own
 
         rows, whole = layout.batch_spec, PartitionSpec()
-        specs, results = (stored, rows, rows, whole, whole), (rows, rows, whole, whole, rows)
+        specs = stored, rows, layout.batch_specs(batch), whole, whole
+        results = rows, rows, whole, whole, rows
         return per_device(program, layout.mesh, specs, results)((trainable, frozen), tokens, batch, key, scale)
 
     def _scaled_router_losses(self, batch: Batch, scale) -> RouterLosses | None:
@@ -214,7 +221,8 @@ class EmbedHead:
         if self._router_losses is None or moe is None or scale is None:
             return None
         terms = batch.loss_weights if batch.answers is None else batch.answers.used
-        share = scale * psum(terms.sum(), *BATCH_AXES) / sum(moe.sparse_layers)
+        axes = TOKEN_AXES if batch.answers is None else BATCH_AXES
+        share = scale * psum(terms.sum(), *axes) / sum(moe.sparse_layers)
         return RouterLosses(*(share * coefficient for coefficient in self._router_losses))
 
     def _embed_backward(self, trainable: Params, batch: Batch, dx, accumulated: Params | None) -> Params:
@@ -235,7 +243,7 @@ class EmbedHead:
             (gradients,) = jax.vjp(embed, table)[1](dx)
             return add_trees(accumulated, reduce_scatter_grads(layout, gradients, stored, name))
 
-        specs = (stored, layout.batch_spec, layout.batch_spec, None if accumulated is None else grad_specs)
+        specs = (stored, layout.batch_specs(batch), layout.batch_spec, None if accumulated is None else grad_specs)
         return per_device(program, layout.mesh, specs, grad_specs)(trainable, batch, dx, accumulated)
 
     def _loss(self, trainable: Params, frozen: Params, x, batch: Batch, scale, fp8: bool):
@@ -246,7 +254,7 @@ class EmbedHead:
             _, values = self.local_loss(trainable, frozen, x, batch, scale, fp8=fp8)
             return stack(layout, divide_equally(values, "tensor"))
 
-        specs = (stored, layout.batch_spec, layout.batch_spec, PartitionSpec())
+        specs = (stored, layout.batch_spec, layout.batch_specs(batch), PartitionSpec())
         return per_device(program, layout.mesh, specs, layout.device_spec)((trainable, frozen), x, batch, scale)
 
     def _head_backward(self, trainable: Params, frozen: Params, x, batch: Batch, scale, accumulated: Params, fp8: bool):
@@ -261,7 +269,7 @@ class EmbedHead:
             return values, dx, {name: add_trees(accumulated[name], gradients[name]) for name in self._head_parts}
 
         sum_specs = {name: None if accumulated[name] is None else grad_specs[name] for name in self._head_parts}
-        specs = (stored, layout.batch_spec, layout.batch_spec, PartitionSpec(), sum_specs)
+        specs = (stored, layout.batch_spec, layout.batch_specs(batch), PartitionSpec(), sum_specs)
         results = (layout.device_spec, layout.batch_spec, grad_specs)
         arguments = (trainable, frozen), x, batch, scale, accumulated
         return per_device(program, layout.mesh, specs, results)(*arguments)
@@ -275,8 +283,8 @@ class EmbedHead:
             values = HeadValues(hidden, output, batch, softcap=self.config.logit_softcap)
             return sum_parts(values.scores if self.config.scores else values.log_probs, batch.answers)[..., :PROMPT]
 
-        specs = (stored, layout.batch_spec, layout.batch_spec)
-        return per_device(program, layout.mesh, specs, layout.batch_spec)((trainable, frozen), x, batch)
+        specs = (stored, layout.batch_spec, layout.batch_specs(batch))
+        return per_device(program, layout.mesh, specs, layout.row_spec)((trainable, frozen), x, batch)
 
     def _token_log_probs(self, trainable: Params, frozen: Params, x, targets, counted):
         layout, stored = self._layout, self._layout.param_specs((trainable, frozen))
@@ -285,7 +293,7 @@ class EmbedHead:
         def program(weights, x, targets, counted):
             trainable, frozen = gather(layout, weights, stored)
             hidden, output = self.normed_output(trainable, frozen, x)
-            tokens = hidden, output_matrix(output), targets.ravel(), counted.ravel()
+            tokens = hidden, extended_matrix(output), targets.ravel(), counted.ravel()
             return linear_log_probs(*tokens, **shape).reshape(targets.shape)
 
         rows = layout.batch_spec
@@ -297,11 +305,11 @@ class EmbedHead:
         name = self._graphdefs.output_name
         return merge_module(self._graphdefs.output, trainable[name], frozen[name])
 
-    def normed_output(self, trainable: Params, frozen: Params, x) -> tuple[Float[Array, "M D"], Any]:
-        """Return the normed hidden states of all tokens, and the output projection's module."""
+    def normed_output(self, trainable: Params, frozen: Params, x) -> tuple[Float[Array, "M W"], Any]:
+        """Return all tokens' normed hidden states, `with_low_rank` for the output projection, and its module."""
         graphdefs = {"norm": self._graphdefs.norm, self._head_parts[1]: self._graphdefs.output}
         norm, output = (merge_module(graphdefs[name], trainable[name], frozen[name]) for name in self._head_parts)
-        return norm(x).reshape(-1, self.config.hidden_size), output
+        return with_low_rank(output, norm(x).reshape(-1, self.config.hidden_size)), output
 
     def local_loss(self, trainable: Params, frozen: Params, x, batch: Batch, scale, fp8: bool) -> tuple[Array, Array]:
         """Return scale · Σ loss of this device's rows, and the same followed by the objective's further sums."""
@@ -321,7 +329,7 @@ class HeadValues:
 
     def __init__(
         self,
-        hidden: Float[Array, "M D"],
+        hidden: Float[Array, "M W"],
         output: Any,
         batch: Batch,
         *,
@@ -338,14 +346,15 @@ class HeadValues:
     def cross_entropy(self) -> Float[Array, ""]:
         """Σ loss weight · cross-entropy, fused with the head."""
         tokens = self._hidden, self._output.weight[...], self._targets, self._weights
-        options: dict[str, Any] = {"rows": replaced_rows(self._output), "softcap": self._softcap}
+        options: dict[str, Any] = {"rows": replaced_rows(self._output), "columns": low_rank_columns(self._output)}
+        options |= {"softcap": self._softcap}
         return linear_cross_entropy(*tokens, fp8=self._fp8, **options)
 
     @cached_property
     def log_probs(self) -> Float[Array, "B T"]:
         """Log-probabilities of the targets; 0 where the loss weight is."""
-        tokens = self._hidden, self._matrix, self._targets, self._weights
-        return self._rows(linear_log_probs(*tokens, **self._shape))
+        tokens = self._hidden, output_matrix(self._output), self._targets, self._weights
+        return self._rows(linear_log_probs(*tokens, columns=low_rank_columns(self._output), **self._shape))
 
     @property
     def entropy(self) -> tuple[Float[Array, ""], Float[Array, ""]]:
@@ -382,7 +391,7 @@ class HeadValues:
 
     @cached_property
     def _matrix(self) -> Any:
-        return output_matrix(self._output)
+        return extended_matrix(self._output)
 
     def _rows(self, values: Float[Array, " M"]) -> Float[Array, "B T"]:
         return values.reshape(self._batch.targets.shape)
@@ -456,7 +465,7 @@ class ScoreHead:
     def _local(self, weights: Any, x, targets) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
         trainable, frozen = weights
         hidden, output = self._head.normed_output(trainable, frozen, x)
-        matrix = output_matrix(output)
+        matrix = extended_matrix(output)
         softcap = self._head.config.logit_softcap
         losses, hits = linear_scores(hidden, matrix, targets.ravel(), chunk_size(matrix.shape[0]), softcap)
         return losses.reshape(targets.shape), hits.reshape(targets.shape)

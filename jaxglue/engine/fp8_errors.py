@@ -46,7 +46,7 @@ def _head_error(head: EmbedHead, layout: Layout, trainable: Params, frozen: Para
             trainable, frozen = gather(layout, weights, stored)
             return jax.grad(lambda x: head.local_loss(trainable, frozen, x, batch, jnp.float32(1), fp8=fp8)[0])(x)
 
-        specs = stored, layout.batch_spec, layout.batch_spec
+        specs = stored, layout.batch_spec, layout.batch_specs(batch)
         return per_device(program, layout.mesh, specs, layout.batch_spec)(weights, x, batch)
 
     compute = jit_step(gradient, static_argnames="fp8")

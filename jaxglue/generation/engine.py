@@ -25,7 +25,7 @@ from jaxglue.generation.contexts import Places
 from jaxglue.generation.pages import PAGE, CachePlan, free_bytes, make_caches, plan_cache, ring_table
 from jaxglue.generation.programs import IDLE, NOT_FINITE, Cache, Copies, Programs, Trees, Window, make_sequences
 from jaxglue.generation.sampling import Controls, Features, Sampled, answer_keys
-from jaxglue.generation.scheduler import Answer, Finish, Prompt, Request, Scheduler, Tokens, Work
+from jaxglue.generation.scheduler import Answer, Finish, Prefill, Request, Scheduler, Tokens, Work
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.parameters import ModelGraphDefs, Params
 from jaxglue.ops.choices import KVCache
@@ -196,11 +196,19 @@ class Engine:
         for piece in self.pieces(trainable, frozen, [request], stop, plan=plan):
             yield from (token for token in piece.tokens if token not in stop)
 
-    def plan(self, requests: Sequence[Request], *, memory: float | None = None, slots: int | None = None) -> CachePlan:
-        """Plan the cache for requests; arguments and errors as of `generate`."""
+    def plan(
+        self,
+        requests: Sequence[Request],
+        *,
+        memory: float | None = None,
+        slots: int | None = None,
+        limit: str = "--max-tokens",
+    ) -> CachePlan:
+        """Plan the cache for requests; `limit` as of `plan_cache`, other arguments and errors as of `generate`."""
         lengths = [(len(r.prompt), self._end(r, number)) for number, r in enumerate(requests, 1) for _ in range(r.n)]
-        options: dict[str, Any] = {"cache_dtype": self.cache_dtype, "batch_size": slots, "free": memory}
-        return plan_cache(lengths, self.config, self._dtype, **options)
+        options: dict[str, Any] = {"cache_dtype": self.cache_dtype, "batch_size": slots, "free": memory, "limit": limit}
+        siblings = [request.n for request in requests for _ in range(request.n)]
+        return plan_cache(lengths, self.config, self._dtype, **options, siblings=siblings)
 
     def _plan_roomy(self, request: Request, memory: float | None) -> CachePlan:
         """Plan the cache for an answer and longer ones, which then need no other programs, if there is memory."""
@@ -457,7 +465,7 @@ class Batch:
         jax.tree.map(lambda x: x.copy_to_host_async(), sampled)
         return sampled
 
-    def _prefill(self, row: Sequence[Prompt]) -> None:
+    def _prefill(self, row: Sequence[Prefill]) -> None:
         """Run prompts in one packed row."""
         lengths = [len(prompt.tokens) for prompt in row]
         used = sum(lengths)
@@ -474,7 +482,7 @@ class Batch:
         places: Any = Places(pages=pages, offsets=offsets, slots=slots, windows=self._programs.windows)
         self._caches = self._programs.prefill(self._trees, tokens, segments, places, self._caches)
 
-    def _places(self, prompt: Prompt, window: int | None) -> Int[np.ndarray, " n"]:
+    def _places(self, prompt: Prefill, window: int | None) -> Int[np.ndarray, " n"]:
         """Return the page of each token of a prompt; 0 for those that a layer with this window has no more."""
         page = np.arange(len(prompt.tokens)) // PAGE
         if window is None:

@@ -65,6 +65,8 @@ def plan_cache(
     cache_dtype=None,
     batch_size: int | None = None,
     free: float | None = None,
+    siblings: Sequence[int] | int = 1,
+    limit: str = "--max-tokens",
 ) -> CachePlan:
     """Plan the cache for answers.
 
@@ -75,11 +77,14 @@ def plan_cache(
         cache_dtype: of keys and values; by default that of activations.
         batch_size: the most sequences at once; by default as many as memory holds, up to `MOST_SLOTS`.
         free: bytes for cache and activations; by default the device's.
+        siblings: answers, each included, that hold the full pages of its prompt together.
+        limit: flag of an answer's most tokens.
 
     Raises:
         ValueError: too little memory for the longest sequence.
     """
     prompts, ends = np.array(lengths).T
+    shared = (prompts - 1) // PAGE * (1 - 1 / np.asarray(siblings))
     longest, table = int(ends.max()), _bucket(pages_of(int(ends.max())))
     free = free_bytes() if free is None else free
     cache_dtype = dtype if cache_dtype is None else cache_dtype
@@ -88,19 +93,20 @@ def plan_cache(
     page, rings = _page_bytes(config, cache_dtype, CachePlan(slots=1, pages=1, table=table, bytes=0))
     state = state_bytes(config, dtype)
     slot = rings + state + _LOGITS * 4 * config.vocab_size
-    expected = -(-((prompts + ends) / 2).mean() // PAGE) * page  # many answers end early; the last to come waits
+    held = ((prompts + ends) / 2 / PAGE - shared).mean()  # many answers end early; the last to come waits
+    expected = math.ceil(held) * page
     most = min(len(lengths), batch_size or MOST_SLOTS)
     slots = max(1, min(most, _rounded_down(int(spare / (slot + expected)))))
-    needs = np.sort(-(-ends // PAGE))[-slots:]
-    needed = _bucket(int(needs.sum()))
+    longest_need = pages_of(longest)
+    needed = max(_bucket(math.ceil(np.sort(-(-ends // PAGE) - shared)[-slots:].sum())), longest_need)
     room = _rounded_down(int((spare - slots * slot) / page) - 1) if page else needed
-    pages = min(needed, max(room, int(needs[-1])))  # the estimate of activations refuses no single sequence
+    pages = min(needed, max(room, longest_need))  # the estimate of activations refuses no single sequence
     size = (pages + 1) * page + slots * rings + (slots + 1) * state
     if size > free:
-        alone = (int(needs[-1]) + 1) * page + rings + 2 * state
+        alone = (longest_need + 1) * page + rings + 2 * state
         raise ValueError(
             f"a sequence of {longest:,} tokens needs {alone / 2**30:.1f} GiB of cache, but {free / 2**30:.1f} GiB of "
-            "memory are free: lower --max-tokens, shorten the prompt, or hold the weights with --quantize nf4"
+            f"memory are free: lower {limit}, shorten the prompt, or hold the weights with --quantize nf4"
         )
     return CachePlan(slots=slots, pages=pages, table=table, bytes=size)
 

@@ -18,7 +18,7 @@ from jaxglue.generation.sampling import Controls, Counts, Features, Sampled, sam
 from jaxglue.models.config import DecoderConfig, LayerKind
 from jaxglue.models.context import PackedContext
 from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
-from jaxglue.models.vocabulary import output_matrix
+from jaxglue.models.vocabulary import extended_matrix, with_low_rank
 from jaxglue.ops.cross_entropy import cap_logits
 from jaxglue.ops.delta_rule import DeltaStates
 from jaxglue.ops.paged_attention import KVPages
@@ -256,7 +256,7 @@ class Programs:
         """Return the sequences after their next tokens, and what was sampled."""
         norm = merge_module(self._graphdefs.norm, *norm_weights)
         output = merge_module(self._graphdefs.output, *output_weights)
-        logits = project(norm(x[0]), output_matrix(output), jnp.float32)
+        logits = project(with_low_rank(output, norm(x[0])), extended_matrix(output), jnp.float32)
         logits, positions = cap_logits(logits, self._config.logit_softcap), sequences.positions + 1
         counts = sequences.counts and jax.tree.map(lambda rows: rows[window.slots], sequences.counts)
         sampled = sample(logits, window.controls, positions, counts, features)

@@ -81,7 +81,7 @@ class Answer:
         return np.concatenate(parts)
 
 
-class Prompt(NamedTuple):
+class Prefill(NamedTuple):
     """Tokens whose keys and values are to be written to a slot's pages."""
 
     tokens: Int[np.ndarray, " n"]
@@ -93,7 +93,7 @@ class Prompt(NamedTuple):
 class Work:
     """Prompts to prefill, pages to copy, and then a window of steps."""
 
-    prompts: list[Prompt] = field(default_factory=list)
+    prompts: list[Prefill] = field(default_factory=list)
     page_copies: list[tuple[int, int]] = field(default_factory=list)
     """From and to, after the prefill."""
     slot_copies: list[tuple[int, int]] = field(default_factory=list)
@@ -104,9 +104,9 @@ class Work:
     """Of the window."""
 
     @property
-    def rows(self) -> Iterator[list[Prompt]]:
+    def rows(self) -> Iterator[list[Prefill]]:
         """Yield prompts that share a row of `PREFILL_TOKENS`, or one that is longer."""
-        row, used = list[Prompt](), 0
+        row, used = list[Prefill](), 0
         for prompt in self.prompts:
             if row and used + len(prompt.tokens) > PREFILL_TOKENS:
                 yield row
@@ -235,7 +235,7 @@ class Scheduler:
     def _prefill(self, work: Work, group: Sequence[Answer], tokens: Int[np.ndarray, " n"]) -> None:
         first, *others = group
         assert first.slot is not None
-        work.prompts.append(Prompt(tokens, first.slot, first.pages))
+        work.prompts.append(Prefill(tokens, first.slot, first.pages))
         full, partial = divmod(len(tokens), PAGE)
         for answer in others:
             assert answer.slot is not None

@@ -24,7 +24,6 @@ from jaxglue.hf.adapter_config import (
     token_indices,
 )
 from jaxglue.hf.adapter_tensors import (
-    PATHS,
     SCORE,
     check_shapes,
     from_key,
@@ -40,8 +39,7 @@ from jaxglue.hf.identity import Identity, changed_settings, difference
 from jaxglue.hf.tensor_files import TensorFiles, write_file
 from jaxglue.json_file import parse_json, read_json
 from jaxglue.models.config import DecoderConfig
-from jaxglue.models.lora import is_target
-from jaxglue.models.lora_config import ALL_LINEAR, LoraConfig, VocabularyModule
+from jaxglue.models.lora_config import ALL_LINEAR, PATHS, LoraConfig, VocabularyModule, is_target
 from jaxglue.models.vocabulary import ROWS
 from jaxglue.models.wrapper import TEXT_PATH, from_text_name, to_text_name
 from jaxglue.ops.choices import QUANTIZE, Quantize
@@ -96,12 +94,18 @@ class Adapter:
         """Return the architecture of a base with this adapter, which may untie embedding and output projection."""
         return base.untied if base.tie_word_embeddings and self._unties else base
 
+    def merged(self, base: DecoderConfig) -> DecoderConfig:
+        """Return the architecture of the merge: an adapter of a tied embedding changes that alone."""
+        return self.adapted(base).untied if PATHS["embed_tokens"] in self.modules else self.adapted(base)
+
     @property
     def _unties(self) -> bool:
         """Tell whether PEFT would have the tied matrices of a base apart.
 
         A module that it saves is a copy of its own, unless it is told to tie the copies.
         """
+        if PATHS["lm_head"] in self.modules:
+            return True
         embedding, head = (self.tensors.get(f"{path}.weight") for path in PATHS.values())
         if self.peft.get("ensure_weight_tying"):
             return False
@@ -194,6 +198,9 @@ def load_adapter(folder: str | Path) -> Adapter:
         )
     stored, text_path = split_others(folder / TENSORS, stored)
     tensors = dict(from_key(folder / TENSORS, key, _as_float(files, key, stored.pop(key)), raw) for key in list(stored))
+    for module in PATHS.values():
+        if f"{module}.lora_A" in tensors:
+            tensors.pop(f"{module}.weight", None)  # the base's, which PEFT saves beside the adapter
     _require_finite(folder / TENSORS, tensors)
     tensors = join_rows(folder / TENSORS, tensors, _row_order(folder / CONFIG, tensors, raw))
     with matching(folder):
@@ -355,16 +362,18 @@ def check_adapter(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]], base:
         raise ValueError(f"{refusal}: it adapts {_some(extra)}, missing from the base")
     for path in adapter.modules:
         a, b = (adapter.tensors[f"{path}.{matrix}"] for matrix in ("lora_A", "lora_B"))
-        if (*b.shape[:-1], a.shape[-1]) != shapes[path]:
-            ours = [*b.shape[:-1], a.shape[-1]]
+        ours = [*b.shape[:-1], a.shape[-1]]
+        if path == PATHS["embed_tokens"]:
+            ours = ours[::-1]
+        if ours != list(shapes[path]):
             raise ValueError(f"{refusal}: for {path} it is {ours}, the base {list(shapes[path])}")
     vocabulary = {path: shape for path, shape in shapes.items() if path in PATHS.values()}
     linears = {path: shape for path, shape in shapes.items() if path not in vocabulary}
     with matching(adapter.folder):
-        wanted = {path for path, shape in linears.items() if _is_targeted(adapter, path, experts=len(shape) == 3)}
+        wanted = {path for path, shape in shapes.items() if _is_targeted(adapter, path, experts=len(shape) == 3)}
     if missing := sorted(wanted - set(adapter.modules)):
         raise ValueError(f"{refusal}: it lacks {_some(missing)}, which its adapter_config.json targets")
-    if ignored := sorted(linears.keys() & set(adapter.modules) - wanted):
+    if ignored := sorted(set(adapter.modules) - wanted):
         raise ValueError(f"{refusal}: it holds {_some(ignored)}, which its adapter_config.json does not target")
     if any(is_target(path, target) for target in adapter.config.targets for path in linears.keys() - adapter.modules):
         # Experts alone, where dense layers' modules have their names.
@@ -431,7 +440,9 @@ def _is_targeted(adapter: Adapter, path: str, *, experts: bool) -> bool:
     if targets is None:  # PEFT's own names of the family's modules
         targets, compared = adapter.config.targets, to_text_name(path)[0]
         targets = () if adapter.peft.get("target_parameters") else targets
-    return targets == ALL_LINEAR or _names(targets, compared)
+    if targets == ALL_LINEAR:
+        return path not in (from_text_name(each, adapter.text_path) for each in PATHS.values())
+    return _names(targets, compared)
 
 
 def _names(targets: Any, path: str) -> bool:

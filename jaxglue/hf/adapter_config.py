@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxglue.data.limits import SECONDS, time_limit
-from jaxglue.hf.adapter_tensors import PATHS, SCORE, is_adapter, target_parameters
+from jaxglue.hf.adapter_tensors import SCORE, is_adapter, target_parameters
 from jaxglue.hf.hub import BaseReference
-from jaxglue.models.lora_config import MODULES, LoraConfig, VocabularyModule, match_pattern, parse_patterns
+from jaxglue.models.lora_config import MODULES, PATHS, LoraConfig, VocabularyModule, match_pattern, parse_patterns
 from jaxglue.models.vocabulary import ROWS
 from jaxglue.models.wrapper import TEXT_PATH, from_text_name, to_text_name
 
@@ -74,7 +74,9 @@ def _target_modules(names: Iterable[str], config: LoraConfig, text_path: str) ->
     kinds = _kinds(names)
     if text_path == TEXT_PATH or not kinds:
         return kinds
-    return rf"{re.escape(text_path)}\.layers\.\d+\.(.+\.)?({'|'.join(kinds)})"
+    linears = [kind for kind in kinds if kind not in PATHS]
+    paths = [rf"{re.escape(text_path)}\.layers\.\d+\.(.+\.)?({'|'.join(linears)})"] if linears else []
+    return "|".join([*paths, *(re.escape(from_text_name(PATHS[name], text_path)) for name in PATHS if name in kinds)])
 
 
 def _patterns(config: LoraConfig, text_path: str) -> dict[str, dict[str, float]]:
@@ -160,6 +162,8 @@ def refuse_unsupported(path: Path, raw: Mapping[str, Any]) -> None:
     unsupported = [f"{name}={switched_on[name]!r:.100}" for name in sorted(set(switched_on) - _READ - _HARMLESS)]
     if (start := raw.get("init_lora_weights", True)) not in _NEUTRAL_STARTS:
         unsupported.append(f"init_lora_weights={start!r:.100}")
+    if raw.get("ensure_weight_tying") and not (raw.get("modules_to_save") or raw.get("trainable_token_indices")):
+        unsupported.append("ensure_weight_tying of adapters")
     if unsupported:
         raise ValueError(f"{path}: not supported: {', '.join(unsupported)}")
     _check_lists(path, raw)

@@ -12,17 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from jaxglue.models.lora_config import LoraConfig, VocabularyModule
+from jaxglue.models.lora_config import PATHS, LoraConfig, VocabularyModule
 from jaxglue.models.vocabulary import ROWS
 from jaxglue.models.wrapper import TEXT_PATH, from_text_name, is_beside_text, to_text_name
 
-PATHS: dict[VocabularyModule, str] = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head"}
-"""Paths of the modules with a row for each token."""
 MAGNITUDE = "lora_magnitude_vector"
 """PEFT's name of DoRA's magnitudes."""
 _MATRICES = ("lora_A", "lora_B")
 _PREFIX = "base_model.model."
-_LINEAR = re.compile(rf"model\.layers\.\d+\..+\.({'|'.join((*_MATRICES, MAGNITUDE))})")
+_LINEAR = re.compile(rf"(model\.layers\.\d+\..+|lm_head)\.({'|'.join((*_MATRICES, MAGNITUDE))})")
+_EMBEDDING = re.compile(rf"({re.escape(PATHS['embed_tokens'])}\.lora_)embedding_([AB])")
+"""PEFT's names of the matrices of an embedding's adapter."""
 SCORE = "score.weight"
 """Weight [1, D] of a reward model's score, which is stored whole."""
 _VOCABULARY = re.compile(
@@ -74,6 +74,8 @@ def _to_key(name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
     path, _, last = name.rpartition(".")
     if last == ROWS:
         return f"{_PREFIX}{path}.token_adapter.{last}", array
+    if last in _MATRICES and path.endswith(".embed_tokens"):
+        return f"{_PREFIX}{path}.{last.replace('lora_', 'lora_embedding_')}", array
     return f"{_PREFIX}{name}{'.weight' if last in _MATRICES else ''}", array
 
 
@@ -88,6 +90,8 @@ def from_key(path: Path, key: str, array: np.ndarray, raw: Mapping[str, Any]) ->
         name, axes = f"{vocabulary[1]}.{vocabulary[4]}", 2
     elif name == SCORE:
         axes = 2
+    elif embedding := _EMBEDDING.fullmatch(name):
+        name, axes = embedding[1] + embedding[2], 2
     elif _LINEAR.fullmatch(name := name.removesuffix(".weight")):
         axes = 1 if name.endswith(MAGNITUDE) else 2
     else:
@@ -147,14 +151,16 @@ def check_shapes(path: Path, tensors: Mapping[str, np.ndarray], config: LoraConf
             raise ValueError(f"{path}: {linear} has {MAGNITUDE} {list(magnitude.shape)}, expected [{b.shape[0]}]")
 
 
-_OURS = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<projection>gate_up_proj|down_proj)\.(?P<matrix>lora_[AB])")
-_THEIRS = re.compile(r"(?P<experts>model\.layers\.\d+\.mlp\.experts)(?P<inner>\.base_layer)?\.(?P<matrix>lora_[AB])")
+_OURS = re.compile(
+    r"(?P<experts>.+?\.(?P<path>(mlp\.)?experts))\.(?P<projection>gate_up_proj|down_proj)\.(?P<matrix>lora_[AB])"
+)
+_THEIRS = re.compile(r"(?P<experts>model\.layers\.\d+\.(mlp\.)?experts)(?P<inner>\.base_layer)?\.(?P<matrix>lora_[AB])")
 _INNER, _OUTER = "gate_up_proj", "down_proj"
 
 
 def target_parameters(names: Iterable[str]) -> list[str]:
     """Return PEFT's `target_parameters` for these tensors, such as `mlp.experts.down_proj`."""
-    return sorted({f"mlp.experts.{match['projection']}" for name in names if (match := _OURS.fullmatch(name))})
+    return sorted({f"{match['path']}.{match['projection']}" for name in names if (match := _OURS.fullmatch(name))})
 
 
 def to_peft(name: str, tensor: Any, targets: Iterable[str]) -> tuple[str, np.ndarray]:
@@ -167,7 +173,7 @@ def to_peft(name: str, tensor: Any, targets: Iterable[str]) -> tuple[str, np.nda
     """
     if not (match := _OURS.fullmatch(name)):
         return name, np.asarray(tensor)
-    inner = match["projection"] == _INNER and f"mlp.experts.{_OUTER}" in targets
+    inner = match["projection"] == _INNER and f"{match['path']}.{_OUTER}" in targets
     array = np.asarray(tensor)
     if match["matrix"] == "lora_A":
         array = array.reshape(-1, array.shape[-1])

@@ -20,7 +20,7 @@ Index = tuple[int | slice, ...]
 ExpertIndex = tuple[int, slice]
 Shape = tuple[int, ...]
 
-_EXPERTS = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<projection>gate_up_proj|down_proj)")
+_EXPERTS = re.compile(r"(?P<experts>.+\.experts)\.(?P<projection>gate_up_proj|down_proj)")
 _SPLIT_EXPERTS = {"qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3"}
 """Model types whose checkpoints hold one tensor per expert."""
 _HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}

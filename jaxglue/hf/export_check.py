@@ -14,7 +14,6 @@ from jaxtyping import Array, Float, Int
 
 from jaxglue.atomic import atomic_file
 from jaxglue.hf.adapter import Adapter, vocabulary_matrix
-from jaxglue.hf.adapter_tensors import PATHS
 from jaxglue.hf.checkpoint import load_tensors, read_config
 from jaxglue.hf.experts import expert_parts
 from jaxglue.hf.files import write_json
@@ -22,8 +21,9 @@ from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import packed_context
 from jaxglue.models.lora import add_lora
+from jaxglue.models.lora_config import PATHS
 from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params, get_part, hf_name, merge_module
-from jaxglue.models.vocabulary import output_matrix
+from jaxglue.models.vocabulary import extended_matrix, with_low_rank
 from jaxglue.ops.projection import project
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import FORMATS, WeightFormat, is_quantized
@@ -231,7 +231,8 @@ def _norm(graphdef, trees, x):
 
 @partial(jax.jit, static_argnums=0)
 def _project(graphdef, trees, x):
-    return project(x, output_matrix(merge_module(graphdef, *trees)), jnp.float32)
+    output = merge_module(graphdef, *trees)
+    return project(with_low_rank(output, x), extended_matrix(output), jnp.float32)
 
 
 def compare(origin: Array, files: Array, rows: Rows, limit: float) -> ExportCheck:

@@ -20,6 +20,7 @@ from jaxglue.models.wrapper import TEXT_PATH, from_text_name, text_config, to_te
 
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 _MAGNITUDES = (".lora_magnitude_vector", ".lora_magnitude_vector.weight")
+_EMBEDDING_A, _EMBEDDING_B = "model.embed_tokens.lora_embedding_A", "model.embed_tokens.lora_embedding_B"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _ROWS = 4
 """Rows compared of each matrix, evenly spaced."""
@@ -74,11 +75,16 @@ class _Expected:
 
     def row(self, name: str, row: int) -> np.ndarray | None:
         """Return a matrix's row; None where these rules do not tell."""
-        if name in (_EMBEDDING, _HEAD):
+        if name == _EMBEDDING and _EMBEDDING_A in self._adapter:
+            a, b = self._adapter[_EMBEDDING_A], self._adapter[_EMBEDDING_B]
+            weight = self._base.read_line(name, (row,)).astype(np.float32)
+            return weight + np.float32(self._scale("model.embed_tokens", len(a))) * (b @ a[:, row])
+        if name == _EMBEDDING or (name == _HEAD and f"lm_head{_A}" not in self._adapter):
             return self._vocabulary_row(name, row)
-        if name not in self._base.tensors or self._base.tensors[name].dtype.kind in "iub":
+        stored = _EMBEDDING if name == _HEAD and self._tied else name
+        if stored not in self._base.tensors or self._base.tensors[stored].dtype.kind in "iub":
             return None
-        weight = self._base.read_line(name, (row,)).astype(np.float32)
+        weight = self._base.read_line(stored, (row,)).astype(np.float32)
         module = name.removesuffix(".weight")
         if f"{module}{_A}" not in self._adapter:
             return weight

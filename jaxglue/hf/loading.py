@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxglue.data.progress import DataProgress
 from jaxglue.hf.adapter import Adapter, check_adapter, load_adapter, vocabulary_matrix
-from jaxglue.hf.adapter_tensors import PATHS, SCORE
+from jaxglue.hf.adapter_tensors import SCORE
 from jaxglue.hf.checkpoint import HEAD, find_tensors, load_tensors, open_checkpoint, read_config
 from jaxglue.hf.identity import Identity
 from jaxglue.models import abstract_model, config_from_hf
@@ -21,6 +21,7 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.family import find_family
 from jaxglue.models.lora import add_lora, base_shapes
+from jaxglue.models.lora_config import PATHS
 from jaxglue.models.parameters import abstract_parameters, hf_name, quantized_names, set_parameters
 from jaxglue.models.vocabulary import untie, vocabulary_modules
 from jaxglue.ops.choices import Storage

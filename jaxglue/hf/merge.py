@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxglue.data.progress import DataProgress
 from jaxglue.hf.adapter import Adapter, check_adapter, load_adapter, vocabulary_matrix, warn_of_adapter_inside
-from jaxglue.hf.adapter_tensors import MAGNITUDE, PATHS, SCORE
+from jaxglue.hf.adapter_tensors import MAGNITUDE, SCORE
 from jaxglue.hf.checkpoint import HEAD, open_checkpoint, read_config, stored_form, untie_files
 from jaxglue.hf.experts import expert_parts, find_source, part_shape, read_expanded
 from jaxglue.hf.export import copy_texts, describe_reward_model, expert_matrices, quantized_tensors
@@ -36,6 +36,7 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.family import find_family
 from jaxglue.models.lora import base_shapes
+from jaxglue.models.lora_config import PATHS
 from jaxglue.models.parameters import abstract_parameters, quantized_names
 from jaxglue.models.wrapper import text_config, with_text
 from jaxglue.ops.choices import Quantize, Storage
@@ -126,7 +127,7 @@ class MergedTensors:
         own = config_from_hf(read_config(base))
         loaded = None if folder is None else load_adapter(folder)
         own = own.scored if loaded and loaded.scores else own
-        own = loaded.adapted(own) if loaded else own
+        own = loaded.merged(own) if loaded else own
         if not own.tie_word_embeddings and not own.scores:
             untie_files(base, files)
         how: Storage = storage or (loaded.storage if loaded and own.quantize == "none" else own.quantize)
@@ -190,6 +191,8 @@ class MergedTensors:
 
     def _read_vocabulary(self, name: str, adapter: Adapter) -> np.ndarray:
         weight = self._files.read(name)
+        if name in self._deltas:
+            return _finite(name, self._deltas[name].add_to(weight))
         matrix = vocabulary_matrix(adapter, self._vocabulary[name], weight)
         return weight if matrix is None else _finite(name, matrix.astype(weight.dtype))
 
@@ -329,7 +332,9 @@ def adapter_deltas(adapter: Adapter, base: Mapping[str, TensorInfo], *, transpos
         scale = np.float32(adapter.config.scale_of(name))
         b, a = scale * adapter.tensors[f"{name}.lora_B"], adapter.tensors[f"{name}.lora_A"]
         magnitude = adapter.tensors.get(f"{name}.{MAGNITUDE}")
-        linear = {f"{name}.weight": Delta(b=b, a=a, magnitude=magnitude)}
+        # The embedding looks up the columns of A.
+        flipped = name == PATHS["embed_tokens"]
+        linear = {f"{name}.weight": Delta(b=b, a=a, transposed=flipped, magnitude=magnitude)}
         deltas |= linear if b.ndim == 2 else _expert_deltas(name, b, a, base, transposed)
     return deltas
 

@@ -11,6 +11,8 @@ from jaxtyping import Array, PRNGKeyArray
 
 BATCH_AXES = ("data", "fsdp", "expert")
 """Mesh axes that split the rows of a batch."""
+TOKEN_AXES = (*BATCH_AXES, "context")
+"""Mesh axes that split its tokens: rows, and the tokens of each."""
 
 
 def per_device[**Arguments, Result](
@@ -37,8 +39,8 @@ def psum(x: Array, *axes: str) -> Array:
 
 
 def psum_batch(x: Array) -> Array:
-    """Sum x over all devices' rows; the gradient flows to this device's term only."""
-    return x + jax.lax.stop_gradient(psum(x, *BATCH_AXES) - x) if axis_size(*BATCH_AXES) > 1 else x
+    """Sum x over all devices' tokens; the gradient flows to this device's term only."""
+    return x + jax.lax.stop_gradient(psum(x, *TOKEN_AXES) - x) if axis_size(*TOKEN_AXES) > 1 else x
 
 
 def reduce_scatter(x: Array, axis: str, dimension: int) -> Array:
@@ -84,5 +86,5 @@ _reduce_from.defvjp(lambda y: (_reduce_from(y), None), lambda _, dy: (dy,))
 
 
 def device_key(key: PRNGKeyArray) -> PRNGKeyArray:
-    """Return a key for this device's rows."""
-    return jax.random.fold_in(key, jax.lax.axis_index(BATCH_AXES)) if axis_size(*BATCH_AXES) > 1 else key
+    """Return a key for this device's tokens."""
+    return jax.random.fold_in(key, jax.lax.axis_index(TOKEN_AXES)) if axis_size(*TOKEN_AXES) > 1 else key

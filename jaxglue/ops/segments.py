@@ -47,11 +47,36 @@ class PackedSegments:
     """The key after the last that it does not see: those before are the other branch's."""
     units: Int[Array, "B 2 2 U"] | None = None
     """First tokens and ends of units, in the orders in which programs start on queries and on keys; see `_units`."""
+    split: "RowSplit | None" = None
+    """How rows are split over devices; fields of tokens are then in its order, and their values stay a row's."""
+    own_keys: Int[Array, "B Q"] | None = None
+    """Each query's own key, the last that it sees, where queries are some of a row's tokens, in order, and keys are all
+    (`row_split.bounds`). `starts` are then the queries' first keys, and `ends` the queries after the keys' last ones,
+    windows included."""
+    first_queries: Int[Array, "B T"] | None = None
+    """The first query at each key or after it, where `own_keys` are given."""
 
     @property
     def slots(self) -> int:
         """Return S, the segment slots of a row."""
         return self.cu_seqlens.shape[1] - 1
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class RowSplit:
+    """Rows of T tokens split over N devices, T / N tokens on each, which stay in the row's order (`split_segments`)."""
+
+    rows: Int[Array, "B T"]
+    """Row index of each token, device after device; a device has its own T / N."""
+    order: Int[Array, "B T"]
+    """The same, whole on every device."""
+    places: Int[Array, "B T"]
+    """Place of each of the row's tokens in `order`."""
+    stops: Int[Array, "B T"]
+    """`PackedSegments.ends` in the row's order."""
+    before: Int[Array, "B N T+1"]
+    """Each device's tokens before each of the row's, and all of them; a device has its own line."""
 
 
 def segment_bucket(count: int) -> int:

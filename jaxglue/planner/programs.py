@@ -59,8 +59,9 @@ class _ShapesOnly:
     """An `AttentionBackend` of stand-ins for the kernels, whose time documents' lengths decide."""
 
     def forward(self, q, k, v, sinks, segments, *, window, softcap=None):
+        out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype)
         lse = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
-        return tuple(stand_in(KernelCost(kind=KernelKind.ATTENTION_FORWARD), (q, k, v), (q, lse)))
+        return tuple(stand_in(KernelCost(kind=KernelKind.ATTENTION_FORWARD), (q, k, v), (out, lse)))
 
     def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window, softcap=None):
         dsinks = None if sinks is None else jnp.zeros_like(sinks)
@@ -72,7 +73,7 @@ class _ShapesOnly:
 
 def abstract_batch(workload: Workload) -> Batch:
     """Return the shapes of a micro-batch with one segment slot in a row."""
-    shape = (workload.batch_size, workload.seq_len)
+    shape = (workload.batch_size, workload.row_tokens)
     ids: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
     weights: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
     bounds: Any = jax.ShapeDtypeStruct((shape[0], 2), jnp.int32)
@@ -100,7 +101,7 @@ def _abstract_answers(owners: Any, units: Any) -> Answers:
 def abstract_input(workload: Workload) -> tuple[jax.ShapeDtypeStruct, PlannedContext]:
     """Return the shapes of a layer's input [B, T, D] and its context."""
     config, segments = workload.config, abstract_batch(workload).segments
-    x = jax.ShapeDtypeStruct((workload.batch_size, workload.seq_len, config.stream_width), workload.dtype)
+    x = jax.ShapeDtypeStruct((workload.batch_size, workload.row_tokens, config.stream_width), workload.dtype)
     rope = _rope_shapes(segments.positions.shape, config)
     own: Any = None
     if config.per_layer is not None:
@@ -212,7 +213,7 @@ def replay_program(
     graphdef: nnx.GraphDef, workload: Workload, trees: Sequence[Params], *, attended: tuple[int, int] | None
 ) -> ClosedJaxpr:
     """Trace a layer's second run (`LayerFunctions.replay`) on one device, given attention's output of this shape."""
-    shape = workload.batch_size, workload.seq_len
+    shape = workload.batch_size, workload.row_tokens
     attention_out = None if attended is None else jax.ShapeDtypeStruct((*shape, *attended), workload.dtype)
     layer = LayerFunctions(graphdef, PRESETS["full"])
     return layer.replay.trace(attention_out, *trees, *abstract_input(workload)).jaxpr

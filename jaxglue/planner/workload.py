@@ -93,6 +93,7 @@ class Workload:
     batch_size: int
     """Rows of a micro-batch on one GPU."""
     seq_len: int
+    """Tokens of a row, of which a GPU along `context` has its part."""
     lora: LoraConfig | None
     """None trains all weights."""
     document_lengths: tuple[int, ...] = ()
@@ -133,7 +134,12 @@ class Workload:
     @property
     def tokens(self) -> int:
         """Return the tokens of one micro-batch on one GPU."""
-        return self.batch_size * self.seq_len
+        return self.batch_size * self.row_tokens
+
+    @property
+    def row_tokens(self) -> int:
+        """Return the tokens of a row on one GPU."""
+        return max(self.seq_len // self.mesh.context, 1)
 
     @property
     def micro_batches(self) -> tuple[MicroBatches, ...]:

@@ -22,9 +22,9 @@ from jaxglue.objectives.policy import RolloutObjective, StepCounts
 from jaxglue.rl.advantages import Advantages, group_advantages, left_one_out, reward_metrics
 from jaxglue.rl.config import RolloutConfig
 from jaxglue.rl.environment import Environment
-from jaxglue.rl.packing import Answer, Group, Packed, pack_groups, unpack
+from jaxglue.rl.packing import Group, Packed, TrainedAnswer, pack_groups, unpack
 from jaxglue.rl.prompts import Prompt, PromptDataset, positions
-from jaxglue.rl.record import RolloutFolder, Rollouts
+from jaxglue.rl.record import Generation, RolloutFolder
 from jaxglue.rl.rewards import Judge, Written
 from jaxglue.rl.sampler import Sample
 
@@ -174,7 +174,7 @@ class RolloutSteps(Iterator[Step]):
                 self._step + 1,
             )
 
-    def _write(self) -> Rollouts:
+    def _write(self) -> Generation:
         """Return answers to the next prompts, and their rewards; with dynamic sampling, where these differ."""
         rollouts = self._answered(self._position)
         for _ in range(_MOST_ROUNDS if self._config.dynamic_sampling else 0):
@@ -186,7 +186,7 @@ class RolloutSteps(Iterator[Step]):
         first = np.argsort(~differ, kind="stable")[: self._count]
         return rollouts.select(np.sort(first).tolist())
 
-    def _answered(self, position: int) -> Rollouts:
+    def _answered(self, position: int) -> Generation:
         """Return answers to as many prompts as a generation has, and their rewards."""
         assert self._policy is not None
         numbers = list(range(position, position + self._count))
@@ -201,7 +201,7 @@ class RolloutSteps(Iterator[Step]):
         written = [Written(prompt, group) for prompt, group in zip(prompts, samples, strict=True)]
         rewards, following = self._judge.score(written), position + self._count
         fields: dict[str, Any] = {"numbers": numbers, "following": following, "sampled": self._count}
-        return Rollouts(**fields, prompts=prompts, samples=samples, rewards=rewards)
+        return Generation(**fields, prompts=prompts, samples=samples, rewards=rewards)
 
     def _given(self, prompt: Prompt) -> Sample:
         """Return the answer of a prompt's row; raise ValueError where it has none."""
@@ -211,7 +211,7 @@ class RolloutSteps(Iterator[Step]):
         text = str(self._tokenizer.decode(prompt.given, skip_special_tokens=True))
         return Sample(tokens, np.full(len(tokens), np.nan, np.float32), True, text)
 
-    def _with_log_probs(self, rollouts: Rollouts) -> Rollouts:
+    def _with_log_probs(self, rollouts: Generation) -> Generation:
         """Return the rollouts with the log-probabilities that later steps, the reference or rewards need."""
         assert self._policy is not None
         needs_old = self._objective.compares and (self.window > 1 or self._objective.leaves_one_out)
@@ -227,22 +227,22 @@ class RolloutSteps(Iterator[Step]):
         samples = [sample._replace(**own) for sample, own in zip(rollouts.all_samples, known, strict=True)]
         return replace(rollouts, samples=[list(group) for group in zip(*[iter(samples)] * self._answers, strict=True)])
 
-    def _keep(self, rollouts: Rollouts) -> Rollouts:
+    def _keep(self, rollouts: Generation) -> Generation:
         rows = [next(positions(len(self._dataset), self._seed, number)) for number in rollouts.numbers]
         return self._folder.save(self._step, rollouts, rows)
 
-    def _advantages(self, rollouts: Rollouts) -> Advantages:
+    def _advantages(self, rollouts: Generation) -> Advantages:
         if not self._objective.leaves_one_out:
             return group_advantages(rollouts.rewards, self._judge.weights, self._objective.config)
         divergence = [[_divergence(sample) for sample in group] for group in rollouts.samples]
         return left_one_out(rollouts.rewards, self._judge.weights, np.array(divergence), self._objective.config)
 
-    def _groups(self, rollouts: Rollouts, advantages: Float[np.ndarray, "prompts answers"]) -> list[Group]:
-        def answer(sample: Sample, advantage: float) -> Answer:
+    def _groups(self, rollouts: Generation, advantages: Float[np.ndarray, "prompts answers"]) -> list[Group]:
+        def answer(sample: Sample, advantage: float) -> TrainedAnswer:
             counts = sample.ended or not self._objective.masks_truncated
             known: dict[str, Any] = {"log_probs": sample.log_probs, "old": sample.old, "reference": sample.reference}
             counted = np.full(len(sample.tokens), counts) & (True if sample.counted is None else sample.counted)
-            return Answer(tokens=sample.tokens, **known, counted=counted, advantage=float(advantage))
+            return TrainedAnswer(tokens=sample.tokens, **known, counted=counted, advantage=float(advantage))
 
         return [
             Group(prompt.tokens, [answer(*pair) for pair in zip(samples, values, strict=True)])
@@ -284,7 +284,7 @@ class RolloutSteps(Iterator[Step]):
         slots = self._config.generation_batch_size
         return pack_groups(groups, **self._shape, slots=slots, shared=self._shared)
 
-    def _measures(self, rollouts: Rollouts, advantages: Advantages) -> dict[str, float]:
+    def _measures(self, rollouts: Generation, advantages: Advantages) -> dict[str, float]:
         """Return the metrics of answers and rewards, by TRL's names."""
         samples = rollouts.all_samples
         metrics = length_metrics(samples)

@@ -16,7 +16,7 @@ _KNOWN = ("old", "reference", "teacher")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class TrainedAnswer:
     """An answer as training reads it."""
 
     tokens: Int[np.ndarray, " L"]
@@ -46,7 +46,7 @@ class Group(NamedTuple):
     """A prompt and answers to it."""
 
     prompt: Sequence[int]
-    answers: Sequence[Answer]
+    answers: Sequence[TrainedAnswer]
 
     @property
     def length(self) -> int:

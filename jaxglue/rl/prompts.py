@@ -161,7 +161,9 @@ class _Encoder:
         if chat is None:
             if not isinstance(completion, str):
                 return None
-            return [*self._tokenizer.encode(completion, add_special_tokens=False), self._tokenizer.eos_token_id]
+            eos = self._tokenizer.eos_token_id
+            tokens = self._tokenizer.encode(completion, add_special_tokens=False)
+            return tokens if eos is None else [*tokens, eos]
         last = completion[-1] if isinstance(completion, list) and completion else None
         for key in ("messages", "conversations"):
             if (

@@ -19,7 +19,7 @@ _ARRAYS = ("tokens", "log_probs", "old", "reference", "counted")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollouts:
+class Generation:
     """Answers to some prompts, and their rewards."""
 
     numbers: list[int]
@@ -37,16 +37,16 @@ class Rollouts:
         """Return all answers in their order."""
         return [sample for group in self.samples for sample in group]
 
-    def select(self, chosen: Sequence[int]) -> "Rollouts":
+    def select(self, chosen: Sequence[int]) -> "Generation":
         """Return those of some prompts."""
         lists: dict[str, Any] = {name: [getattr(self, name)[i] for i in chosen] for name in _BY_PROMPT}
-        return Rollouts(**lists, following=self.following, rewards=self.rewards[list(chosen)], sampled=self.sampled)
+        return Generation(**lists, following=self.following, rewards=self.rewards[list(chosen)], sampled=self.sampled)
 
-    def join(self, later: "Rollouts") -> "Rollouts":
+    def join(self, later: "Generation") -> "Generation":
         """Return both."""
         lists: dict[str, Any] = {name: [*getattr(self, name), *getattr(later, name)] for name in _BY_PROMPT}
         both: dict[str, Any] = {"following": later.following, "sampled": self.sampled + later.sampled}
-        return Rollouts(**lists, **both, rewards=np.concatenate([self.rewards, later.rewards]))
+        return Generation(**lists, **both, rewards=np.concatenate([self.rewards, later.rewards]))
 
 
 _BY_PROMPT = ("numbers", "prompts", "samples")
@@ -64,7 +64,7 @@ class RolloutFolder:
         self._path, self._run = path, run
         self._is_cut = False
 
-    def load(self, step: int, dataset: Sequence[Prompt]) -> Rollouts | None:
+    def load(self, step: int, dataset: Sequence[Prompt]) -> Generation | None:
         """Return the rollouts after `step` optimizer steps; None where they are not kept."""
         file = self._file(step)
         if not file.is_file():
@@ -81,7 +81,7 @@ class RolloutFolder:
             for index, (ended, text) in enumerate(zip(meta["ended"], meta["texts"], strict=True))
         ]
         count = len(samples) // len(meta["numbers"])
-        return Rollouts(
+        return Generation(
             numbers=meta["numbers"],
             following=meta["following"],
             prompts=[dataset[row] for row in meta["rows"]],
@@ -90,7 +90,7 @@ class RolloutFolder:
             sampled=meta["sampled"],
         )
 
-    def save(self, step: int, rollouts: Rollouts, rows: Sequence[int]) -> Rollouts:
+    def save(self, step: int, rollouts: Generation, rows: Sequence[int]) -> Generation:
         """Keep rollouts, whose prompts are these rows of the data, and return them."""
         samples = rollouts.all_samples
         meta = {"run": self._run, "numbers": rollouts.numbers, "following": rollouts.following, "rows": list(rows)}
@@ -111,7 +111,7 @@ class RolloutFolder:
         return rollouts
 
     def record(
-        self, step: int, rollouts: Rollouts, names: Sequence[str], advantages: Float[np.ndarray, "prompts answers"]
+        self, step: int, rollouts: Generation, names: Sequence[str], advantages: Float[np.ndarray, "prompts answers"]
     ) -> None:
         """Append a line for each answer that optimizer step `step` is the first to train on."""
         if not self._is_cut:

@@ -1,5 +1,6 @@
 """Answers of the model in training, by the weights that it has now."""
 
+import logging
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from jaxglue.generation.pages import CachePlan
 from jaxglue.generation.scheduler import Request
 from jaxglue.models.parameters import Params
 
+_log = logging.getLogger(__name__)
 _MANY_STEPS = 1024
 """Decode steps of a run from which a program of all layers, which takes longer to compile, pays."""
 
@@ -83,7 +85,9 @@ class Sampler:
             count: answers to each.
         """
         if self._plan is None:
-            self._plan = self._engine.plan([Request(prompt, self._sampling, n=count) for prompt in self._typical])
+            typical = [Request(prompt, self._sampling, n=count) for prompt in self._typical]
+            self._plan = self._engine.plan(typical, limit="--max-completion-length")
+            _log.info("sampling: %s", self._plan)
         pairs = zip(prompts, indices, strict=True)
         requests = [Request(prompt, self._sampling, index, n=count) for prompt, index in pairs]
         found: list[dict[int, Sample]] = [{} for _ in prompts]

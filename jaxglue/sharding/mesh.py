@@ -13,6 +13,8 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.family import find_family
 from jaxglue.ops.collectives import BATCH_AXES
 from jaxglue.ops.quant.formats import FORMATS
+from jaxglue.ops.row_split import CONTEXT
+from jaxglue.sharding.specs import axes_tuple, make_spec
 
 AUTO = "auto"
 
@@ -27,6 +29,8 @@ class MeshShape:
     """Shards of every weight; a layer's are gathered when it runs."""
     expert: int = 1
     """Groups of experts, each on its own devices; tokens travel to them."""
+    context: int = 1
+    """Shards of every row's tokens; attention gathers keys and values."""
     tensor: int = 1
     """Shards of every matrix multiplication."""
 
@@ -74,7 +78,7 @@ class MeshShape:
     def __str__(self) -> str:
         return ",".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1) or "data=1"
 
-    def check(self, config: DecoderConfig, *, batch_size: int, devices: int) -> None:
+    def check(self, config: DecoderConfig, *, batch_size: int, devices: int, seq_len: int | None = None) -> None:
         """Raise ValueError, with the remedy, when the mesh does not fit the devices, the batch or the model."""
         if self.devices != devices:
             raise ValueError(
@@ -94,6 +98,21 @@ class MeshShape:
             raise ValueError(f"--mesh {self}: the model's {moe.num_experts} experts do not divide by {self.expert}")
         if self.tensor > 1:
             self._check_tensor(config)
+        if self.context > 1:
+            self._check_context(config, seq_len)
+
+    def _check_context(self, config: DecoderConfig, seq_len: int | None) -> None:
+        if seq_len is not None and seq_len % self.context:
+            nearest = -(-seq_len // self.context) * self.context
+            raise ValueError(
+                f"--mesh {self}: rows of {seq_len} tokens do not divide among {self.context} GPUs: use --seq-len "
+                f"{nearest}"
+            )
+        if config.delta is not None:
+            raise ValueError(
+                f"--mesh {self}: context cannot split the rows of linear attention, whose states pass from token to "
+                "token; use data or fsdp instead of context"
+            )
 
     def _check_tensor(self, config: DecoderConfig) -> None:
         remedy = "use data or fsdp instead of tensor"
@@ -138,11 +157,42 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
+_OF_ROWS = frozenset({"cu_seqlens", "units", "order", "places", "stops"})
+"""Fields of batches that every device along `context` has whole."""
+
+
+def batch_specs(batches: Any, axes: Sequence[str]) -> Any:
+    """Return the specs of batches' arrays [B, …] and [B, T, …], of which these axes split rows and their tokens."""
+    rows = make_spec([tuple(axis for axis in BATCH_AXES if axis in axes)])
+    if CONTEXT not in axes:
+        return jax.tree.map(lambda _: rows, batches)
+    tokens = make_spec([axes_tuple(rows[0]) if rows else (), (CONTEXT,)])
+
+    def spec(path, _):
+        fields = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
+        of_rows = fields[-1] in _OF_ROWS or ("answers" in fields and fields[-1] != "owners")
+        return rows if of_rows else tokens
+
+    return jax.tree.map_with_path(spec, batches)
+
+
 def place_batch(batches: Any, mesh: Mesh | None) -> Any:
-    """Copy batches, numpy arrays [B, …] of this process's rows, to their devices."""
+    """Copy batches, numpy arrays [B, …] of this process's rows, to their devices; split rows where the mesh does."""
     if mesh is None:
         return jax.device_put(batches)
-    return jax.tree.map(partial(jax.make_array_from_process_local_data, batch_sharding(mesh)), batches)
+    if (parts := mesh.shape.get(CONTEXT, 1)) == 1:
+        return jax.tree.map(partial(jax.make_array_from_process_local_data, batch_sharding(mesh)), batches)
+    batches = jax.tree.map(
+        lambda batch: batch.split(parts), batches, is_leaf=lambda part: not isinstance(part, tuple | list)
+    )
+    _, count = process_batch_shard(mesh, math.prod(mesh.shape[axis] for axis in BATCH_AXES))
+    specs = batch_specs(batches, [axis for axis, size in mesh.shape.items() if size > 1])
+
+    def place(array, spec):
+        shape = array.shape[0] * count, *array.shape[1:]
+        return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), array, shape)
+
+    return jax.tree.map(place, batches, specs)
 
 
 def put_on_mesh(tree: Any, shardings: Any) -> Any:

@@ -26,7 +26,8 @@ class ShardingPlan:
     reduced: float = 0.0
     """Gradients received in a step."""
     exchanged: float = 0.0
-    """Activations received in a step: tokens to experts and back, partial sums of tensor parallelism."""
+    """Activations received in a step: tokens to experts and back, partial sums of tensor parallelism, keys and values
+    of split rows."""
 
     def __str__(self) -> str:
         shards = sorted(self.shards.items(), key=lambda shard: -shard[1])
@@ -91,4 +92,6 @@ def _exchanges(layout: Layout, config: DecoderConfig) -> float:
     experts, shards = layout.size("expert"), layout.size("tensor")
     sparse = sum(config.moe.sparse_layers) if config.moe else 0
     # Experts: there and back, forward and backward, and there again to recompute for the adapters' gradients.
-    return 5 * sparse * (experts - 1) + 4 * config.num_hidden_layers * 2 * (shards - 1) / shards
+    # Keys and values twice, and their gradients.
+    rows = 3 * 2 * config.num_key_value_heads * config.head_dim / config.hidden_size * (layout.size("context") - 1)
+    return 5 * sparse * (experts - 1) + config.num_hidden_layers * (rows + 4 * 2 * (shards - 1) / shards)

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from jaxglue.models.context import PackedContext
 from jaxglue.models.parameters import hf_name
 from jaxglue.ops.collectives import BATCH_AXES
-from jaxglue.sharding.mesh import put_on_mesh
+from jaxglue.ops.row_split import CONTEXT
+from jaxglue.sharding.mesh import batch_specs, put_on_mesh
 from jaxglue.sharding.specs import Axes, axes_tuple, make_spec, spec_axes, without_axis
 
 _ARRAY = r"(\.codes|\.values|\.scales|\.absmax|\.divisors)?"
@@ -51,8 +52,11 @@ class Layout:
         self._sizes = dict(self.mesh.shape) if self.mesh else {}
         self._axes = tuple(axis for axis, size in self._sizes.items() if size > 1)
         self.dtype = jnp.dtype(dtype)
-        self.batch_spec = make_spec([tuple(axis for axis in BATCH_AXES if axis in self._axes)])
-        """Spec of arrays [B, …]."""
+        rows, tokens = (tuple(axis for axis in axes if axis in self._axes) for axes in (BATCH_AXES, (CONTEXT,)))
+        self.batch_spec = make_spec([rows, tokens])
+        """Spec of arrays [B, T, …]."""
+        self.row_spec = make_spec([rows])
+        """Spec of arrays [B, …] of rows' values."""
         self.device_spec = make_spec([self._axes])
         """Spec of arrays [devices, …], one row for each device."""
 
@@ -100,13 +104,17 @@ class Layout:
 
         return jax.tree.map(partials, self.param_specs(tree, prefix))
 
+    def batch_specs(self, batch: Any) -> Any:
+        """Return the specs of a batch's arrays."""
+        return batch_specs(batch, self._axes)
+
     def context_specs(self, context: PackedContext) -> Any:
-        """Return the specs of a layer's context: rows split as the batch is, keys and coefficients replicated."""
+        """Return the specs of a layer's context: split as the batch is, keys and coefficients replicated."""
 
-        def spec(path, _):
-            return P() if path[0].name in _REPLICATED_CONTEXT else self.batch_spec
+        def spec(path, whole):
+            return P() if path[0].name in _REPLICATED_CONTEXT else whole
 
-        return jax.tree.map_with_path(spec, context)
+        return jax.tree.map_with_path(spec, self.batch_specs(context))
 
     def place(self, name: str, value: Any) -> Any:
         """Return the sharding of a named parameter, or of each array of its value; None without a mesh."""

@@ -70,6 +70,16 @@ def warn_of_peft(config: TrainConfig, model: DecoderConfig) -> None:
         )
 
 
+def check_mesh(config: TrainConfig, model: DecoderConfig, mesh: MeshShape, *, devices: int) -> None:
+    """Raise ValueError, with the remedy, when the mesh does not fit devices, rows, objective or model."""
+    mesh.check(model, batch_size=config.run.batch_size, seq_len=config.data.row_tokens, devices=devices)
+    if mesh.context > 1 and config.objective.make().forks:
+        raise ValueError(
+            f"--mesh {mesh}: context splits rows of texts and chats, not those of --objective "
+            f"{config.objective.objective}: use data or fsdp instead of context"
+        )
+
+
 def refuse_mapped(model: ModelConfig, mesh: MeshShape) -> str | None:
     """Return why weights cannot stay in the model's files, with the remedy; None where they can."""
     if model.random_weights:
@@ -112,12 +122,14 @@ def check_dropout(folder: str, raw: Mapping[str, Any]) -> None:
 
 def _check_per_layer(config: TrainConfig, model: DecoderConfig) -> None:
     """Raise ValueError for training what a model's embeddings for each layer depend on: they take no gradient."""
-    whole = "embed_tokens" in config.lora.modules_to_save or config.lora.trainable_token_indices
+    trained = (*config.lora.modules_to_save, *config.lora.vocabulary_targets)
+    whole = "embed_tokens" in trained or config.lora.trainable_token_indices
     if model.per_layer is None or not (config.model.method == "full" or config.model.new_tokens or whole):
         return
     raise ValueError(
         f"{config.model.model} has embeddings for each layer, which are frozen, so the tokens' must be, too: use "
-        "--method lora without --new-tokens and without --modules-to-save embed_tokens or --trainable-token-indices"
+        "--method lora without --new-tokens and without --modules-to-save or --targets embed_tokens or "
+        "--trainable-token-indices"
     )
 
 

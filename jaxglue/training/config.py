@@ -284,8 +284,9 @@ class RunConfig(Config):
     """Documents in an optimizer step instead, or pairs of answers, over all GPUs: packed by themselves into as many
     micro-batches as they need, as for recipes of programs that do not pack."""
     mesh: str = "auto"
-    """How GPUs share the work: sizes of the axes data, fsdp, tensor and expert, such as data=2,fsdp=4; auto takes data
-    for adapters on weights that fit each GPU, else fsdp, or expert for mixtures of experts (see docs/sharding.md)."""
+    """How GPUs share the work: sizes of the axes data, fsdp, expert, context and tensor, such as data=2,fsdp=4; auto
+    takes data for adapters on weights that fit each GPU, else fsdp, or expert for mixtures of experts, and context for
+    rows that are too long or too few (see docs/sharding.md)."""
     epochs: Annotated[int, Range(ge=1, le=10_000), Alias("num_train_epochs", "num_epochs")] = 1
     """Passes over the data, unless steps is given."""
     steps: Annotated[int, Range(ge=1, lt=2**31), Alias("max_steps")] | None = None
@@ -475,6 +476,9 @@ class TrainConfig(Config):
                 f"--dora needs whole rows of the weights: use a --mesh without tensor, not {self.run.mesh}"
             )
         whole = self.lora.modules_to_save
+        adapted = self.lora.vocabulary_targets if self.model.method == "lora" else ()
+        if self.objective.kind.trains_scores and "lm_head" in adapted:
+            raise ValueError("--targets lm_head: a reward model has a score in its place, which trains anyway")
         if self.objective.kind.trains_scores and "lm_head" in whole:
             raise ValueError("--modules-to-save lm_head: a reward model has a score in its place, which trains anyway")
         if self.model.embeddings == "host" and "embed_tokens" in whole:
@@ -485,15 +489,18 @@ class TrainConfig(Config):
             if self.model.method == "full" and getattr(self.lora, name):
                 flag = name.replace("_", "-")
                 raise ValueError(f"--{flag} is for adapters, and --method full trains all weights: leave it out")
-        if not (whole or self.lora.trainable_token_indices or self.model.new_tokens):
+        if not (whole or adapted or self.lora.trainable_token_indices or self.model.new_tokens):
             return
         if self.objective.kind.needs_reference and self.model.method == "lora":
             raise ValueError(
                 f"--objective {self.objective.objective} compares with a model without adapters, so embedding and head "
-                "stay frozen: leave out --modules-to-save, --trainable-token-indices and --new-tokens"
+                "stay frozen: leave out --modules-to-save, --trainable-token-indices and --new-tokens, and them in "
+                "--targets"
             )
         if self.model.fp8_head:
-            raise ValueError("--fp8-head needs a frozen head: leave it out, or train no embeddings and new tokens")
+            raise ValueError(
+                "--fp8-head needs a frozen head: leave it out, or train no embeddings, head and new tokens"
+            )
 
     @property
     def default_learning_rate(self) -> float:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -160,19 +161,15 @@ def evaluation_lines(values: Mapping[str, float]) -> Iterator[str]:
             yield f"  {name.removeprefix('eval_loss/')}: {loss:.4f}"
 
 
-class _ObservingContext:
-    """Layer context of packed rows that records routing statistics."""
+@dataclass(frozen=True, kw_only=True)
+class _ObservingContext(PackedContext):
+    """Context of packed rows that records routing statistics."""
 
-    dropout_key = router_losses = None
-    fp8 = True
-
-    def __init__(self, packed: PackedContext):
-        self.rotate, self.attend, self.token_mask = packed.rotate, packed.attend, packed.token_mask
-        self.statistics: dict[str, Array] = {}
+    statistics: dict[str, Array] = field(default_factory=dict)
 
     def observe_routing(self, routing: Routing) -> None:
         """Record the statistics of the tokens that are not padding."""
-        self.statistics = routing_statistics(routing, self.token_mask)
+        self.statistics.update(routing_statistics(routing, self.token_mask))
 
 
 class ExpertLoadProbe:
@@ -230,7 +227,7 @@ def _run(graph, layout: Layout, trainable: Params, frozen: Params, x, packed: Pa
 
 
 def _apply(graph, trainable: Params, frozen: Params, x, packed: PackedContext):
-    context = _ObservingContext(packed)
+    context = _ObservingContext(**vars(packed))
     return merge_module(graph, trainable, frozen)(x, context), context.statistics
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from jaxglue.engine.layer_forms import explain_forms
 from jaxglue.ops.attention import ATTENTION
@@ -85,7 +86,8 @@ def attention_choice(
     windows, kind = model.layer_windows, BatchKind(long, min(slots, long_slots or slots))
     window = None if long and None in windows else next(filter(None, windows), None)
     forked = workload.objective.forks and not refuse_shared_prompt(config, model)
-    shape = attention_shape(model, workload.dtype, workload.seq_len, kind, window=window, forked=forked)
+    options: dict[str, Any] = {"window": window, "forked": forked, "split": workload.mesh.context > 1}
+    shape = attention_shape(model, workload.dtype, workload.seq_len, kind, **options)
     return ATTENTION.choose(compute_capability(), shape, backend=attention)
 
 

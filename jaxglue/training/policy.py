@@ -21,7 +21,7 @@ from jaxglue.hf.hub import model_path
 from jaxglue.hf.loading import load_model
 from jaxglue.models import config_from_hf
 from jaxglue.models.parameters import Params, split_model
-from jaxglue.models.vocabulary import output_matrix
+from jaxglue.models.vocabulary import extended_matrix
 from jaxglue.objectives.policy import RolloutObjective
 from jaxglue.rl.loop import RolloutSteps
 from jaxglue.rl.sampler import Sample, Sampler
@@ -40,8 +40,10 @@ class Teacher:
 
     def __init__(self, executor: Executor, trainable: Params, frozen: Params):
         self._executor, self._trees, head = executor, (trainable, frozen), executor.embed_head
-        self._norm = jax.jit(lambda trainable, frozen, x: head.normed_output(trainable, frozen, x)[0].reshape(x.shape))
-        self.matrix = output_matrix(head.output(trainable, frozen))
+        self._norm = jax.jit(
+            lambda trainable, frozen, x: head.normed_output(trainable, frozen, x)[0].reshape(*x.shape[:-1], -1)
+        )
+        self.matrix = extended_matrix(head.output(trainable, frozen))
         """Output projection."""
 
     def hidden(self, batch: Batch) -> Float[np.ndarray, "B T E"]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxglue.atomic import atomic_file
-from jaxglue.data.batch import Answers, Batch
+from jaxglue.data.batch import Answers, Batch, Rollouts
 from jaxglue.data.iterator import Step
 from jaxglue.engine.policy import AUTO
 from jaxglue.models.parameters import ParamKey, Params
@@ -53,8 +53,9 @@ _FROM_START = (
 _ROWS = "Other rows are finite with the same weights: look at these, or leave them out with --on-spike skip"
 _log = logging.getLogger(__name__)
 _ANSWER_FIELDS = ("owners", "used", "desirable", "token_weight", "reference")
-_COLUMN = "column "
-"""Begins the names of columns' arrays."""
+_ROLLOUT_FIELDS = ("owners", "advantages", "old", "sampler", "reference")
+_COLUMN, _ROLLOUT = "column ", "rollout "
+"""Begin the names of columns' and rollouts' arrays."""
 _OPTIONAL_FIELDS = ("gap_starts", "gap_ends", "units")
 _ROW_FIELDS = ("tokens", "targets", "loss_weights")
 _SEGMENT_FIELDS = ("segment_ids", "positions", "starts", "ends", "long")
@@ -229,12 +230,17 @@ def first_non_finite(model: TrainStep, step: Step) -> str | None:
 
 
 def save_step(path: Path, step: Step) -> None:
-    """Write a step's micro-batches as an `.npz`: stacked, but for the boundaries, whose slots may differ."""
+    """Write a step's micro-batches as an `.npz`: stacked, but for the boundaries, whose slots may differ.
+
+    What a teacher computed for rollouts is left out.
+    """
     batches = step.micro_batches
     arrays: dict[str, Any] = {name: np.stack([getattr(batch, name) for batch in batches]) for name in _ROW_FIELDS}
     arrays |= {name: np.stack([getattr(batch.segments, name) for batch in batches]) for name in _SEGMENT_FIELDS}
     arrays |= _stacked(_OPTIONAL_FIELDS, [batch.segments for batch in batches])
     arrays |= _stacked(_ANSWER_FIELDS, [batch.answers for batch in batches])
+    rollouts = _stacked(_ROLLOUT_FIELDS, [batch.rollouts for batch in batches])
+    arrays |= {_ROLLOUT + name: values for name, values in rollouts.items()}
     arrays |= {_COLUMN + name: np.stack([batch.columns[name] for batch in batches]) for name in batches[0].columns}
     arrays |= {_bounds(index): batch.segments.cu_seqlens for index, batch in enumerate(batches)}
     with atomic_file(path) as temporary, temporary.open("wb") as file:
@@ -260,8 +266,13 @@ def _micro_batch(arrays: dict[str, Any], index: int) -> Batch:
     )
     segments = PackedSegments(**fields | {"long": bool(fields["long"])} | others, cu_seqlens=arrays[_bounds(index)])
     rows = {name: arrays[name][index] for name in _ROW_FIELDS}
-    columns = {name.removeprefix(_COLUMN): arrays[name][index] for name in arrays if name.startswith(_COLUMN)}
-    return Batch(**rows, segments=segments, answers=Answers(**answers) if answers else None, columns=columns)
+    columns, rollouts = (
+        {name.removeprefix(kind): arrays[name][index] for name in arrays if name.startswith(kind)}
+        for kind in (_COLUMN, _ROLLOUT)
+    )
+    units: dict[str, Any] = {"answers": Answers(**answers) if answers else None}
+    units["rollouts"] = Rollouts(**rollouts) if rollouts else None
+    return Batch(**rows, segments=segments, **units, columns=columns)
 
 
 def _stacked(names: Sequence[str], parts: Sequence[Any]) -> dict[str, np.ndarray]:

@@ -27,7 +27,7 @@ from jaxglue.rl.loop import RolloutSteps
 from jaxglue.rl.prompts import PromptDataset, PromptReport, read_prompts
 from jaxglue.rl.rewards import Judge
 from jaxglue.sharding.mesh import AUTO, MeshShape, make_mesh, process_batch_shard
-from jaxglue.training.checks import refuse_shared_prompt, warn_of_peft
+from jaxglue.training.checks import check_mesh, refuse_shared_prompt, warn_of_peft
 from jaxglue.training.config import RunConfig, TrainConfig, warmup_steps
 from jaxglue.training.remat import RematChoice, choose_remat
 from jaxglue.training.trackers import check_trackers
@@ -177,7 +177,7 @@ def _read_model(
     folder = config.model.folder
     base = read_architecture(config, folder)
     adapter = read_start(config, base)
-    base = adapter.adapted(base) if adapter else base
+    base = adapter.adapted(base) if adapter else _untied_by_head(config, base)
     if not config.model.random_weights:
         check_weights(folder, base)
     vocabulary = read_vocabulary(folder, config.model.new_tokens, base, adapter)
@@ -186,6 +186,17 @@ def _read_model(
         warn_of_peft(config, base)
         warn_of_adapter_inside(folder, config.model.adapter)
     return config, replace(base, vocab_size=vocabulary.size), vocabulary, adapter
+
+
+def _untied_by_head(config: TrainConfig, base: DecoderConfig) -> DecoderConfig:
+    """Return the architecture of a base whose output projection gets an adapter, and with it is no longer tied."""
+    head = config.model.method == "lora" and "lm_head" in config.lora.vocabulary_targets
+    if head and base.tie_word_embeddings and config.model.random_weights:
+        raise ValueError(
+            "--targets lm_head needs the projection apart from the embedding, and --random-weights draws them as one: "
+            "leave one of them out"
+        )
+    return base.untied if head and base.tie_word_embeddings else base
 
 
 def _read_data(
@@ -289,9 +300,11 @@ def choose_mesh(
     if devices > 1 and config.model.embeddings == "host":
         raise ValueError("--embeddings host is for one GPU: leave it out, or split the table with --mesh fsdp=…")
     full = config.model.method == "full"
-    shapes = _candidates(model, devices, full=full) if config.run.mesh == AUTO else [MeshShape.parse(config.run.mesh)]
+    shapes = [MeshShape.parse(config.run.mesh)] if config.run.mesh != AUTO else _candidates(model, devices, full=full)
+    if config.run.mesh == AUTO and _can_split_rows(config, model):
+        shapes = _with_split_rows(shapes, config, devices, full=full)
     for shape in shapes:
-        shape.check(model, batch_size=config.run.batch_size, devices=devices)
+        check_mesh(config, model, shape, devices=devices)
     explain, refused = config.run.explain, []
     for shape in shapes:
         workload = make_workload(config, model, document_lengths, shape)
@@ -345,6 +358,22 @@ def agree_on_mesh(
     chosen = replace(config.model, remat=policy, weights=weights, attention=attention, tile=tile)
     remat = choose_remat(chosen, replace(workload, attention=attention, tile=tile))
     return replace(workload, host_embeddings=remat.host_embeddings), remat
+
+
+def _can_split_rows(config: TrainConfig, model: DecoderConfig) -> bool:
+    return model.delta is None and not config.objective.make().forks
+
+
+def _with_split_rows(shapes: list[MeshShape], config: TrainConfig, devices: int, *, full: bool) -> list[MeshShape]:
+    """Return the candidates among which the rows divide, and after them those with ever more GPUs to a row.
+
+    Rows are split where there are fewer of them than GPUs, or where whole ones do not fit.
+    """
+    sizes = [size for size in range(2, devices + 1) if devices % size == config.data.row_tokens % size == 0]
+    axes = ("fsdp",) if full else ("data", "fsdp")
+    split = [MeshShape(**{axis: devices // size}, context=size) for size in sizes for axis in axes]
+    dividing = [shape for shape in (*shapes, *split) if config.run.batch_size % shape.batch_shards == 0]
+    return list(dict.fromkeys(dividing)) or shapes
 
 
 def _candidates(model: DecoderConfig, devices: int, *, full: bool) -> list[MeshShape]:

@@ -13,10 +13,10 @@ from jaxglue.data.progress import DataProgress
 from jaxglue.engine.host_table import embeddings_to_host
 from jaxglue.engine.residency import DEVICE, HOST, MAPPED
 from jaxglue.engine.transfer import commit, pinned_host
-from jaxglue.hf.adapter_tensors import PATHS, SCORE
+from jaxglue.hf.adapter_tensors import SCORE
 from jaxglue.hf.loading import load_model, random_model, set_adapter
 from jaxglue.models.lora import add_lora
-from jaxglue.models.lora_config import MODULES
+from jaxglue.models.lora_config import MODULES, PATHS
 from jaxglue.models.parameters import ModelGraphDefs, Params, split_model
 from jaxglue.models.vocabulary import grow_vocabulary
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout

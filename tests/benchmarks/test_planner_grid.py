@@ -26,6 +26,14 @@ def test_draws_are_repeatable_and_cover_every_shape():
     assert drawn[planner_grid.COUNT :] == planner_grid.STREAMED == planner_grid.settings(None)
 
 
+def test_further_types_are_drawn_twice_each():
+    import planner_grid
+
+    drawn = planner_grid.settings(planner_grid.HELD_OUT, families=True)
+    assert [row["shape"] for row in drawn] == 2 * list(planner_grid.FAMILIES)
+    assert not planner_grid.FAMILIES.keys() & planner_grid.LAYERS.keys()
+
+
 def test_summary_counts_failures_and_errors():
     import planner_grid
 

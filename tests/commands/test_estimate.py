@@ -6,6 +6,7 @@ import re
 import pytest
 
 import jaxglue
+from jaxglue.commands import estimate as command
 from jaxglue.commands import main
 
 
@@ -38,6 +39,13 @@ def test_reinforcement_learning_names_the_memory_of_its_answers(estimate):
     printed, fits = estimate("--gpu", "4090", *sizes)
     assert fits
     assert re.search(r"Sampling in turns with training: 24 of 24\s+answers at a time, prompts of 256\s+tokens", printed)
+
+
+def test_too_little_memory_for_answers_names_their_flag(estimate, monkeypatch):
+    plan = command.plan_cache
+    monkeypatch.setattr(command, "plan_cache", lambda *args, **options: plan(*args, **options | {"free": 1e4}))
+    printed, _ = estimate("--gpu", "4090", "--objective", "grpo", "--max-completion-length", "100")
+    assert re.search(r"Sampling does not fit: .* lower\s+--max-completion-length", printed, re.DOTALL)
 
 
 def test_all_prints_every_preset_without_splitting_words(estimate):

@@ -57,9 +57,10 @@ def test_loss_and_gradients_match_peft(name):
         assert np.linalg.norm(gradient - expected) <= 1e-3 * np.linalg.norm(expected), key
 
 
-def test_rows_train_beside_a_table_in_host_memory():
-    config, graphdefs, trainable, frozen = split_adapted("dora_rows")
-    batch = golden_batch(load_file(GOLDENS / "peft/dora_rows/golden.safetensors"))
+@pytest.mark.parametrize("name", ["dora_rows", "vocabulary"])
+def test_rows_and_adapters_train_beside_a_table_in_host_memory(name):
+    config, graphdefs, trainable, frozen = split_adapted(name)
+    batch = golden_batch(load_file(GOLDENS / "peft" / name / "golden.safetensors"))
     executor = Executor(graphdefs, config, policy=parse_policy("full"), dtype=jnp.float32)
     on_device, on_host = (
         executor.loss_and_gradients(trainable, tree, [batch], 1.0) for tree in (frozen, embeddings_to_host(frozen))

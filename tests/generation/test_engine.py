@@ -72,6 +72,7 @@ PARTS = {
         **{"num_hidden_layers": 4, "global_head_dim": 24, "num_kv_shared_layers": 2, "sliding_window": 5},
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
         **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97},
+        **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
     },
     "phi3": {"num_key_value_heads": 2},
     "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
@@ -89,6 +90,8 @@ PARTS = {
         "linear_value_head_dim": 8,
     },
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+PARTS["qwen3_5_moe_text"] = {**PARTS["qwen3_5_text"], **EXPERTS, "shared_expert_intermediate_size": 16}
 
 
 @pytest.mark.parametrize("model_type", repeats(PARTS, "qwen2", "mistral", "granite", "olmo3", "smollm3", "glm4"))
@@ -229,6 +232,19 @@ def test_requests_wait_for_pages(llama):
     assert answers == answers_of(engine, trees, requests, plan=replace(plan, pages=2))
     with pytest.raises(ValueError, match=r"needs .* GiB of cache, but 0\.0 GiB of memory are free"):
         plan_cache([(50, 100)], engine.config, jnp.float32, free=1e4)
+
+
+def test_answers_of_one_prompt_need_pages_for_it_once(llama):
+    (engine, _), _ = llama
+    lengths, options = [(600, 700)] * 32, {"config": engine.config, "dtype": jnp.float32}
+    page = plan_cache([(1, 128)], **options).bytes // 3  # two pages and nobody's
+    free = 0.9 * page * 200 + 1e7
+    alone = plan_cache(lengths, **options, free=free)
+    together = plan_cache(lengths, **options, free=free, siblings=8)
+    assert together.slots == 32 and alone.slots < 32
+    assert together.pages == 32 * (11 - 9) + 4 * 9 + 12  # rounded up to an eighth of a power of two
+    with pytest.raises(ValueError, match="lower --max-completion-length"):
+        plan_cache([(50, 100)], **options, free=1e4, limit="--max-completion-length")
 
 
 @pytest.mark.parametrize(("field", "value"), [("max_tokens", 0), ("temperature", -1.0), ("top_p", 0.0), ("top_p", 1.1)])

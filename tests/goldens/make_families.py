@@ -34,7 +34,7 @@ LONGROPE = {
 }
 STORED = ("layer_scalar", "e_score_correction_bias")
 """Buffers that are drawn."""
-OTHER_TYPES = {"phi3_longrope": "phi3", "gemma4_text_joined": "gemma4_text"}
+OTHER_TYPES = {"phi3_longrope": "phi3", "gemma4_text_joined": "gemma4_text", "gemma4_text_experts": "gemma4_text"}
 """Types of goldens that are named otherwise."""
 LATENT = {
     **{"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "head_dim": 4, "num_key_value_heads": 4},
@@ -72,6 +72,12 @@ MODELS = {
         **{"global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
         **{"hidden_size_per_layer_input": 0, "final_logit_softcapping": 2.0, "rope_parameters": GEMMA4_ROPES},
     },
+    "gemma4_text_experts": {
+        **SLIDING,
+        **{"global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+        **{"hidden_size_per_layer_input": 0, "rope_parameters": GEMMA4_ROPES},
+        **{"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 12},
+    },
     "mixtral": {"num_local_experts": 6, "sliding_window": 4, "rope_theta": 100.0},
     "qwen2_moe": {
         **{"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12},
@@ -94,6 +100,18 @@ MODELS = {
         **{"attention_bias": True, "rope_parameters": {**YARN_ROPE, **MSCALES}},
     },
     "glm4_moe_lite": {**LATENT, "q_lora_rank": 10, "v_head_dim": 12, "rope_theta": 100.0},
+    "qwen3_5_moe_text": {
+        **{"layer_types": ["linear_attention", "full_attention"], "head_dim": 8},
+        **{
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 6,
+            "linear_value_head_dim": 4,
+        },
+        **{"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12},
+        **{"shared_expert_intermediate_size": 24},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+    },
     "ministral3": {
         "rope_parameters": {**YARN_ROPE, "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.3}
     },

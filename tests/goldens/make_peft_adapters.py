@@ -9,6 +9,7 @@ Contents of `golden.safetensors` as in make_models.py's, gradients of the adapte
 """
 
 import json
+import re
 import shutil
 
 import torch
@@ -78,12 +79,30 @@ CASES = {
             modules_to_save=["lm_head"],
         ),
     ),
+    "vocabulary": (
+        "qwen3_window_bias",
+        LoraConfig(r=2, lora_alpha=3, target_modules=["q_proj", "embed_tokens", "lm_head"]),
+    ),
+    "vocabulary_tied": (
+        "qwen3_tied",
+        LoraConfig(r=2, lora_alpha=3, target_modules=["v_proj", "embed_tokens"]),
+    ),
+    "vocabulary_untied": (
+        "qwen3_tied",
+        LoraConfig(
+            r=2,
+            lora_alpha=3,
+            use_rslora=True,
+            rank_pattern={"lm_head": 1},
+            target_modules=["v_proj", "embed_tokens", "lm_head"],
+        ),
+    ),
 }
 
 
 def our_name(name: str) -> str:
     """Return jaxglue's name of one of PEFT's parameters."""
-    for part in ("base_model.model.", ".default", ".modules_to_save", ".token_adapter"):
+    for part in ("base_model.model.", ".default", ".modules_to_save", ".token_adapter", "embedding_"):
         name = name.replace(part, "", 1)
     return name.removesuffix(".weight") if ".lora_" in name else name
 
@@ -96,7 +115,7 @@ def make(case: str) -> None:
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.requires_grad_(".default" in name)
-            if ".lora_A." in name or ".lora_B." in name:
+            if re.search(r"\.lora_(embedding_)?[AB]\.", name):
                 parameter.copy_(0.3 * noise)
             elif parameter.requires_grad:
                 parameter.mul_(1 + 0.2 * noise)

@@ -116,7 +116,7 @@ def test_other_methods_are_refused(folder):
 
 def test_matrices_elsewhere_are_refused(folder):
     path = folder / "adapter_model.safetensors"
-    key = "base_model.model.lm_head.lora_A.weight"
+    key = "base_model.model.model.norm.lora_A.weight"
     save_file(load_file(path) | {key: np.ones((2, 8), np.float32)}, path)
     with pytest.raises(ValueError, match=f"{key} is not the LoRA matrix"):
         load_adapter(folder)

@@ -102,6 +102,7 @@ def rewrite(tmp_path):
 def test_adapters_are_written_with_the_tensors_and_features_that_peft_gave_them(rewrite, name):
     _, folder = rewrite(name)
     theirs, ours = (load_file(path / "adapter_model.safetensors") for path in (GOLDENS / "peft" / name, folder))
+    theirs = {key: tensor for key, tensor in theirs.items() if ".base_layer.weight" not in key}  # not trained
     assert ours.keys() == theirs.keys()
     for key, tensor in theirs.items():
         order = np.argsort([7, 3, 20]) if "trainable_tokens" in key else ...

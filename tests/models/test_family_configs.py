@@ -13,6 +13,7 @@ RAW = {
     "num_hidden_layers": 6,
     "num_attention_heads": 8,
 }
+GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 16}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 EXPERTS |= {"shared_expert_intermediate_size": 24}
 KINDS = ["full_attention", "sliding_attention"]
@@ -77,6 +78,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             {**EXPERTS, "qkv_bias": False, "use_sliding_window": True, "max_window_layers": 3},
             {"layer_windows": (4096, None, 4096, None, None, None), "attention_bias": False},
         ),
+        ("qwen3_5_moe_text", EXPERTS, {"head_dim": 256, "first_of_kind": (0, 0, 0, 3, 0, 0)}),
         (
             "glm4_moe",
             GLM4_MOE,
@@ -95,6 +97,7 @@ def test_defaults_are_those_of_transformers(model_type, fields, expected):
         ("mixtral", {}, {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 20, "shared_size": 0}),
         ("mixtral", {"num_experts": 4, "norm_topk_prob": False}, {"num_experts": 4, "norm_topk_prob": True}),
         ("qwen2_moe", EXPERTS, {"norm_topk_prob": False, "shared_size": 24, "sparse_layers": (True,) * 6}),
+        ("qwen3_5_moe_text", EXPERTS, {"norm_topk_prob": True, "shared_size": 24, "sparse_layers": (True,) * 6}),
         (
             "qwen2_moe",
             {**EXPERTS, "norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [1]},
@@ -204,7 +207,12 @@ def test_rotary_embeddings_are_read(model_type, fields, expected):
         ("qwen2", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported for qwen2: only 'silu' is"),
         ("gemma2", {"hidden_activation": "silu"}, "hidden_act 'silu' is not supported for gemma2"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention in config.json"),
-        ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block in config.json is not supported"),
+        ("gemma4_text", {"enable_moe_block": True}, "config.json lacks num_experts, top_k_experts, moe_intermediate"),
+        (
+            "gemma4_text",
+            {**GEMMA4_EXPERTS, "top_k_experts": 9},
+            "top_k_experts=9 in config.json is above num_experts=8",
+        ),
         ("gemma4_text", {"rope_parameters": {"rope_theta": 3.0}}, "gemma4_text reads rope_parameters by type of layer"),
         ("gemma4_text", {"num_kv_shared_layers": 1}, "no earlier layer is of type full_attention"),
         ("gemma4_text", {"num_kv_shared_layers": 6}, "num_kv_shared_layers=6 of 6 layers: at least one"),
@@ -272,7 +280,13 @@ def test_rotary_embeddings_are_read(model_type, fields, expected):
         ),
         ("glm4_moe", {**GLM4_MOE, "n_group": 2, "topk_group": 3}, "topk_group=3: groups must divide"),
         ("glm4_moe", {**GLM4_MOE, "n_shared_experts": 0}, "n_shared_experts in config.json"),
+        (
+            "qwen3_5_moe_text",
+            {},
+            "config.json lacks num_experts, num_experts_per_tok, moe_intermediate_size, shared_ex",
+        ),
         ("qwen2_moe", {}, "config.json lacks num_experts, num_experts_per_tok, moe_intermediate_size, shared_expert"),
+        ("qwen3_moe", {**EXPERTS, "decoder_sparse_step": 0}, "decoder_sparse_step in config.json: expected int >= 1"),
         ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size in config"),
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from selection import repeat
 
 from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.loading import add_adapter, load_model
@@ -75,10 +76,11 @@ def test_adapters_match_peft_and_are_written_under_its_names(name, tmp_path):
     np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=1e-4)
 
 
-def test_experts_stored_as_one_tensor_are_merged(tmp_path):
+@pytest.mark.parametrize("family", ["qwen2_moe", repeat("qwen3_5_moe_text")])
+def test_experts_stored_as_one_tensor_are_merged(family, tmp_path):
     base = tmp_path / "base"
     base.mkdir()
-    write_folder(base, read_golden("qwen2_moe")[0])
+    write_folder(base, read_golden(family)[0])
     model, lora = load_model(base, dtype=jnp.float32), LoraConfig(rank=2, alpha=3, targets=("down_proj",))
     add_lora(model, lora, rngs=nnx.Rngs(0))
     shapes = flatten_names(split_model(model, nnx.LoRAParam)[1])

@@ -49,6 +49,7 @@ def loss_and_gradients(model, tokens, segments, trainable):
 PEFT = {
     **{"dora_rows": "qwen3_window_bias", "whole": "qwen3_window_bias", "whole_tied": "qwen3_tied"},
     **dict.fromkeys(("untied", "untied_both", "untied_head"), "qwen3_tied"),
+    **{"vocabulary": "qwen3_window_bias", "vocabulary_tied": "qwen3_tied", "vocabulary_untied": "qwen3_tied"},
 }
 """Base of each adapter in goldens/peft."""
 

@@ -23,7 +23,7 @@ from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.objectives.policy import StepCounts, k3
 from jaxglue.ops.segments import pack_segments
 from jaxglue.rl.advantages import group_advantages, left_one_out, reward_metrics
-from jaxglue.rl.packing import Answer, Group, pack_groups
+from jaxglue.rl.packing import Group, TrainedAnswer, pack_groups
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 GOLDEN = json.loads((GOLDENS / "policy.json").read_text())
@@ -61,7 +61,7 @@ def groups_of(config: ObjectiveConfig, advantages) -> list[Group]:
         for tokens, log_probs, advantage in zip(group["answers"], group["sampled"], values, strict=True):
             counted = np.full(len(tokens), tokens[-1] == EOS or not config.mask_truncated_completions)
             fields = {"tokens": np.array(tokens), "log_probs": np.array(log_probs), "counted": counted}
-            answers.append(Answer(**fields, advantage=advantage))
+            answers.append(TrainedAnswer(**fields, advantage=advantage))
         found.append(Group(group["prompt"], answers))
     return found
 

@@ -3,16 +3,16 @@
 import numpy as np
 import pytest
 
-from jaxglue.rl.packing import Answer, Group, pack_groups, unpack
+from jaxglue.rl.packing import Group, TrainedAnswer, pack_groups, unpack
 
 
 def make_groups(count: int, answers: int, prompt: int, longest: int, seed: int = 0) -> list[Group]:
     rng = np.random.default_rng(seed)
 
-    def answer() -> Answer:
+    def answer() -> TrainedAnswer:
         size = int(np.clip(rng.lognormal(np.log(longest / 2.5), 0.7), 1, longest))
         fields = {"log_probs": rng.normal(size=size).astype(np.float32), "counted": rng.random(size) < 0.8}
-        return Answer(tokens=rng.integers(0, 99, size), **fields, teacher=rng.normal(size=(size, 3)))
+        return TrainedAnswer(tokens=rng.integers(0, 99, size), **fields, teacher=rng.normal(size=(size, 3)))
 
     return [Group(rng.integers(0, 99, prompt).tolist(), [answer() for _ in range(answers)]) for _ in range(count)]
 

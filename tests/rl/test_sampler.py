@@ -14,7 +14,8 @@ class Engine:
     def __init__(self):
         self.requests, self.plans = [], []
 
-    def plan(self, requests):
+    def plan(self, requests, *, limit):
+        assert limit == "--max-completion-length"
         self.plans.append(requests)
         return "plan"
 

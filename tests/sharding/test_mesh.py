@@ -10,7 +10,7 @@ from jaxglue.sharding.rules import Layout
 
 @pytest.mark.parametrize(
     ("text", "sizes"),
-    [("data=8", (8, 1, 1, 1)), ("fsdp=4, data=2", (2, 4, 1, 1)), ("expert=2,tensor=1", (1, 1, 2, 1))],
+    [("data=8", (8, 1, 1, 1, 1)), ("fsdp=4, data=2", (2, 4, 1, 1, 1)), ("expert=2,context=3", (1, 1, 2, 3, 1))],
 )
 def test_mesh_is_parsed(text, sizes):
     shape = MeshShape.parse(text)
@@ -33,12 +33,13 @@ def test_invalid_mesh_is_refused(text):
         ("tensor=8", 1, "num_attention_heads=4 does not divide by 8"),
         ("data=2,tensor=4", 2, "num_key_value_heads=2 does not divide by 4"),
         ("data=0", 1, "an axis has at least 1 device"),
+        ("data=2,context=4", 2, "rows of 1022 tokens do not divide among 4 GPUs: use --seq-len 1024"),
     ],
 )
 def test_unfitting_mesh_is_refused_with_the_remedy(tiny_config, mesh, batch_size, message):
     config = config_from_hf({**tiny_config, "model_type": "qwen3"})
     with pytest.raises(ValueError, match=message):
-        MeshShape.parse(mesh).check(config, batch_size=batch_size, devices=8)
+        MeshShape.parse(mesh).check(config, batch_size=batch_size, devices=8, seq_len=1022)
 
 
 @pytest.mark.parametrize("model_type", ["phi3", "glm4", "olmo2"])

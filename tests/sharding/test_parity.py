@@ -18,7 +18,8 @@ from jaxglue.models.context import RouterLosses
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import split_model
-from jaxglue.sharding.mesh import MeshShape, batch_sharding, make_mesh
+from jaxglue.ops import row_split
+from jaxglue.sharding.mesh import MeshShape, make_mesh, place_batch
 from jaxglue.sharding.rules import Layout
 
 LENGTHS = [[3, 2], [9], [1, 1, 5], [10], [2], [4, 3], [7, 1], [1]]
@@ -78,7 +79,7 @@ def on_mesh(mesh, kind: str, policy: str, batches, dtype=jnp.float32, **changes)
     trainable, frozen = (jax.device_put(tree, layout.shardings(layout.param_specs(tree))) for tree in trees)
     options = {"policy": parse_policy(policy), "dtype": dtype, "router_losses": LOSSES, "mesh": mesh}
     executor = Executor(graphdefs, config, **options)
-    placed = jax.device_put(batches, batch_sharding(mesh))
+    placed = place_batch(batches, mesh)
     step = partial(executor.loss_and_gradients, trainable, frozen, placed, _weight(batches))
     got = step()
     compiled = executor.compilations()
@@ -127,6 +128,26 @@ CASES = [
 def test_mesh_equals_one_device(mesh_of, batches, expected, kind, mesh, policy, changes):
     got = on_mesh(mesh_of(mesh), kind, policy, batches, **changes)
     chex.assert_trees_all_close(got, expected(kind, **changes), rtol=1e-5, atol=1e-6)
+
+
+ROWS = [[23, 2, 7, 1, 5], [40], [9, 17, 11], [38], [40], [12, 20], [1], [30, 9]]
+"""Documents that are cut, whole, and cut to fill a device's share; padding."""
+SPLIT_CASES = [
+    ("lora", "data=2,context=4", "dots", {}),
+    ("full", "fsdp=4,context=2", "offload", GPT_OSS | WINDOWS),
+    ("lora", "context=8", "full", DEEPSEEK),
+    repeat("lora", "data=2,expert=2,context=2", "dots", MOE),
+    repeat("full", "context=2,tensor=2,data=2", "full", TIED),
+    repeat("lora", "data=4,context=2", "dots", WIDE | {"quantize": "nf4"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "mesh", "policy", "changes"), SPLIT_CASES)
+def test_split_rows_equal_whole_rows(mesh_of, random_batch, monkeypatch, kind, mesh, policy, changes):
+    monkeypatch.setattr(row_split, "_LEAST_CHUNK", 2)  # cut documents that would stay whole
+    batches = [random_batch(rows, 40, seed=seed) for seed, rows in enumerate((ROWS, ROWS[::-1]))]
+    got = on_mesh(mesh_of(mesh), kind, policy, batches, **changes)
+    chex.assert_trees_all_close(got, on_one_device(kind, batches, **changes), rtol=1e-5, atol=1e-6)
 
 
 def test_fp8_weights_agree_with_one_device_and_are_gathered_as_stored(mesh_of, batches, expected):

@@ -36,8 +36,21 @@ def test_auto_prefers_copies_for_adapters_and_parts_for_full(choose):
     assert choose("lora", {"data=8", "fsdp=8"}) == "data=8"
     assert choose("lora", {"fsdp=8"}) == "fsdp=8"
     assert choose("full", {"data=8", "fsdp=8"}) == "fsdp=8"
-    with pytest.raises(DoesNotFit, match="fsdp=8 does not fit"):
+    with pytest.raises(DoesNotFit, match="context=8 does not fit"):
         choose("lora", set())
+
+
+def test_auto_splits_rows_that_do_not_fit_or_are_fewer_than_gpus(choose, make_config, tiny_config):
+    assert choose("lora", {"data=4,context=2", "fsdp=4,context=2", "context=8"}) == "data=4,context=2"
+    assert choose("full", {"data=4,context=2", "fsdp=2,context=4", "context=8"}) == "fsdp=2,context=4"
+    model = config_from_hf({**tiny_config, "model_type": "qwen3"})
+    for batch_size, mesh in ((4, "data=4,context=2"), (1, "context=8")):
+        workload, _ = setup.choose_mesh(make_config(batch_size=batch_size), model, (32,))
+        assert str(workload.mesh) == mesh
+    with pytest.raises(ValueError, match=r"--batch-size 1 does not divide .*: use --batch-size 8"):
+        setup.choose_mesh(make_config(batch_size=1, seq_len=31), model, (32,))
+    with pytest.raises(ValueError, match="context splits rows of texts and chats, not those of --objective dpo"):
+        setup.choose_mesh(make_config(objective="dpo", mesh="context=8", batch_size=1), model, (32,))
 
 
 def test_auto_spreads_experts_over_the_fewest_gpus(choose):
@@ -71,7 +84,11 @@ def test_a_mesh_of_two_is_explained_by_those_that_do_not_fit_and_the_next(make_c
     config = make_config(batch_size=2, explain=True)
     dense, experts = (config_from_hf({**tiny_config, **kind}) for kind in ({"model_type": "qwen3"}, EXPERTS))
     parts, spread = (setup.choose_mesh(config, model, (32,))[1].reasons["mesh"] for model in (dense, experts))
-    assert (parts.choice, parts.limit, parts.runner_up) == ("fsdp=2", "the GPU's memory: data=2 needs more", None)
+    assert (parts.choice, parts.limit, parts.runner_up) == (
+        "fsdp=2",
+        "the GPU's memory: data=2 needs more",
+        "context=2: full on context=2",
+    )
     assert spread.choice == "expert=2"
     monkeypatch.setattr(
         setup, "choose_remat", lambda settings, *_, **__: RematChoice(policies=(), weights=(), remat="dots")

@@ -13,6 +13,7 @@ import pytest
 from jaxglue.data.iterator import BatchIterator, Step
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.ops.segments import BatchKind, pack_segments
+from jaxglue.rl.packing import Group, TrainedAnswer, pack_groups
 from jaxglue.training import recovery
 from jaxglue.training.array_checks import check_arrays, non_finite
 from jaxglue.training.record import Diverged, read_metrics
@@ -60,6 +61,20 @@ def test_failed_step_is_read_back(random_batch, tmp_path):
     step = load_step(tmp_path / "step.npz")
     assert (step.tokens, step.targets) == (24, 11)
     jax.tree.map(np.testing.assert_array_equal, step.micro_batches, batches)
+
+
+def test_failed_step_of_rollouts_is_read_back(tmp_path):
+    rng = np.random.default_rng(0)
+
+    def answer(size: int) -> TrainedAnswer:
+        values = {name: rng.normal(size=size).astype(np.float32) for name in ("log_probs", "old", "reference")}
+        return TrainedAnswer(tokens=rng.integers(0, 9, size), counted=np.ones(size, bool), advantage=0.5, **values)
+
+    groups = [Group([1, 2, 3], [answer(4), answer(2)]) for _ in range(3)]
+    packed = pack_groups(groups, seq_len=16, batch_size=1, slots=6)
+    batches = tuple(batch for batch, _ in packed)
+    save_step(tmp_path / "step.npz", Step(micro_batches=batches, tokens=24, targets=18))
+    jax.tree.map(np.testing.assert_array_equal, load_step(tmp_path / "step.npz").micro_batches, batches)
 
 
 def test_spikes_are_told_from_noise():

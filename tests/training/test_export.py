@@ -25,6 +25,7 @@ from jaxglue.training.result import export_result
 from jaxglue.training.train import train
 from jaxglue.training.vocabulary import Vocabulary
 from jaxglue.training.workload import settle
+from tests.selection import repeat
 
 
 @pytest.fixture
@@ -157,3 +158,21 @@ def test_a_full_model_is_read_back(with_weights, tmp_path):
         tensors = load_file(folder / "model.safetensors")
         assert {tensor.dtype for tensor in tensors.values()} == {np.dtype(np.float32)}
         assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("head", [True, repeat(False)])
+def test_adapters_of_embedding_and_head_are_trained_saved_merged_and_trained_on(with_weights, model_folder, head):
+    """As PEFT's on a tied base: the embedding's adapter is not the output projection's."""
+    targets = ("v_proj", "embed_tokens", "lm_head") if head else ("v_proj", "embed_tokens")
+    config = with_weights(steps=2, targets=targets)
+    first = train(config).adapter  # predicts as the folder
+    tensors = load_adapter(first).tensors
+    assert all(tensor.any() for tensor in tensors.values())
+    assert sum(name.startswith(("model.embed", "lm_head")) for name in tensors) == (4 if head else 2)
+    more = replace(config, lora=LoraConfig(), model=replace(config.model, adapter=first))
+    second = train(replace(more, run=replace(config.run, output=config.run.output.with_name("second")))).adapter
+    moved = np.abs(load_adapter(second).tensors["model.embed_tokens.lora_A"] - tensors["model.embed_tokens.lora_A"])
+    assert 0 < moved.max() < 0.05
+    check = export_adapter(second, model_folder, config.run.output / "merged")
+    assert check.kl <= check.limit
+    assert read_config(config.run.output / "merged")["tie_word_embeddings"] is False

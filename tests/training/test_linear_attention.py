@@ -39,6 +39,19 @@ def test_run_learns_and_saves_adapters_of_both_kinds_of_layers(make_config, hybr
     assert all(np.any(tensor) for tensor in tensors.values())
 
 
+def test_experts_of_hybrids_learn(make_config, hybrid_folder, tmp_path):
+    path = hybrid_folder / "config.json"
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    raw = {**json.loads(path.read_text()), **experts, "shared_expert_intermediate_size": 16}
+    path.write_text(json.dumps({**raw, "model_type": "qwen3_5_moe_text"}))
+    summary = train(make_config(targets=("all-linear",), steps=6))
+    assert summary.last_loss < summary.first_loss - 0.1
+    tensors = load_adapter(tmp_path / "run/adapter").tensors
+    modules = {name.partition(".lora_")[0].partition(".0.mlp.")[2] for name in tensors if ".0.mlp." in name}
+    shared = {"shared_expert_gate", *(f"shared_expert.{name}_proj" for name in ("gate", "up", "down"))}
+    assert modules == shared | {"experts.gate_up_proj", "experts.down_proj"}
+
+
 def test_samples_are_answered_and_answers_repeat_their_prompts(make_config, hybrid_folder, tmp_path):
     config = make_config(steps=1, sample_prompt=("Hello",), sample_tokens=3)
     train(config)

@@ -70,3 +70,24 @@ def test_expert_parallel_training_equals_data_parallel(make_config, moe_folder, 
             {name: expected[name] for name in figures & expected.keys()}, rel=1e-4
         )
     assert any("expert_load_max" in line for line in run)
+
+
+def test_rows_split_over_devices_resume_to_the_bit(make_config, tmp_path, monkeypatch, capsys):
+    options = {"batch_size": 2, "steps": 4, "seq_len": 64, "rank": 2, "eval_fraction": 0.2}
+    train(make_config(**options, output=tmp_path / "whole"))
+    assert "data=2,context=4" in capsys.readouterr().out  # auto: there are fewer rows than devices
+    dispatch = TrainStep.dispatch
+
+    def interrupted(self, batch):
+        result = dispatch(self, batch)
+        if result.step == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainStep, "dispatch", interrupted)
+        assert train(make_config(**options)) is None
+    assert train(make_config(**options, resume=True)) is not None
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    train(make_config(**options, output=tmp_path / "other", mesh="fsdp=2,context=4"))
+    np.testing.assert_allclose(losses(tmp_path / "other"), losses(tmp_path / "whole"), rtol=1e-5)

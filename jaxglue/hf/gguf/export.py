@@ -105,8 +105,8 @@ def export_gguf_lora(adapter: Adapter, config: DecoderConfig, output: str | Path
     remedy = "merge the adapter with --gguf"
     if adapter.config.dora:
         raise ValueError(f"--gguf-lora: llama.cpp has no DoRA adapters: {remedy}")
-    if adapter.trains_vocabulary or adapter.scores:
-        raise ValueError(f"--gguf-lora: llama.cpp's adapters have no rows of the vocabulary, nor a score: {remedy}")
+    if adapter.trains_vocabulary or adapter.config.vocabulary_targets or adapter.scores:
+        raise ValueError(f"--gguf-lora: adapters of the vocabulary and of a score are not written: {remedy}")
     model_metadata(config, config.vocab_size)  # refuses what llama.cpp computes otherwise
     matrices: dict[str, np.ndarray] = {}
     for module in adapter.modules:

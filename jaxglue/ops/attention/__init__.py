@@ -22,6 +22,7 @@ from jaxglue.ops.backend import (
     check_triton,
 )
 from jaxglue.ops.names import ATTENTION_OUT
+from jaxglue.ops.row_split import SplitAttention, bounds, whole_rows
 from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT, PackedSegments
 
 __all__ = ["ATTENTION", "AttentionShape", "Rotation", "packed_attention", "rotated_attention"]
@@ -56,6 +57,7 @@ class AttentionShape:
     query_heads: int
     kv_heads: int
     seq_len: int
+    """Tokens of a row."""
     segment_slots: int
     """S of `PackedSegments`: 1 when every row is one segment."""
     long: bool = False
@@ -65,6 +67,8 @@ class AttentionShape:
     """Segments have several continuations of one beginning (`pack_forks`)."""
     softcap: float | None = None
     """Bound of the scores (Gemma 2)."""
+    split: bool = False
+    """Queries are some of a row's tokens (`PackedSegments.split`)."""
 
     @property
     def narrow_values(self) -> bool:
@@ -98,6 +102,8 @@ def _check_cudnn(capability: Capability | None, shape: AttentionShape) -> None:
         raise NotImplementedError(f"values have a head dim of their own, {shape.value_dim}")
     if shape.forked:
         raise NotImplementedError("forked segments need another mask than causal")
+    if shape.split:
+        raise NotImplementedError("queries are some of a row's tokens")
 
 
 def _load_cudnn(_: Capability, shape: AttentionShape) -> AttentionBackend:
@@ -118,6 +124,8 @@ def _check_hopper(capability: Capability | None, shape: AttentionShape) -> None:
         raise NotImplementedError(f"head dim must be one of {_HOPPER_HEAD_DIMS}, got {shape.head_dim}")
     if shape.forked:
         raise NotImplementedError("forked segments need another mask than causal")
+    if shape.split:
+        raise NotImplementedError("queries are some of a row's tokens")
 
 
 def _load_hopper(capability: Capability, shape: AttentionShape) -> AttentionBackend:
@@ -130,6 +138,8 @@ def _check_triton(capability: Capability | None, shape: AttentionShape) -> None:
     check_triton(capability, shape.dtype)
     assert capability is not None
     _check_head_dim(shape, largest_head_dim(capability), _NARROWEST)
+    if shape.split:
+        raise NotImplementedError("queries are some of a row's tokens")
 
 
 def _load_triton(capability: Capability, shape: AttentionShape) -> AttentionBackend:
@@ -179,6 +189,8 @@ def packed_attention(
 ) -> Float[Array, "B T N values"]:
     """Compute causal attention, with scores over √H, inside each segment; padding gives zeros and gets no gradient.
 
+    Of rows that are split over devices, the keys and values of all are gathered for this one's queries.
+
     Under `jax.checkpoint`, a policy that saves `ATTENTION_OUT` and `ATTENTION_LSE` runs the forward kernel once.
 
     Args:
@@ -209,6 +221,7 @@ def rotated_attention(
 
     Only z gets a gradient.
     """
+    assert segments.split is None
     B, T, _, H = z.shape
     q, k = (jax.ShapeDtypeStruct((B, T, heads, H), z.dtype) for heads in rotation.heads)
     _check(q, k, k, segments, window, None)
@@ -231,8 +244,12 @@ def _attend(
     softcap: float | None = None,
 ) -> Array:
     if kernels is None:
+        if segments.split is not None:
+            k, v = (whole_rows(x, segments.split) for x in (k, v))
+            segments, window = bounds(segments, window), None
         out = reference_attention(q, k, v, segments, window=window, sinks=sinks, softcap=softcap)
         return checkpoint_name(out, ATTENTION_OUT)
+    kernels = kernels if segments.split is None else SplitAttention(kernels)
     return flash_attention(FlashSpec(backend=kernels, window=window, softcap=softcap), q, k, v, sinks, segments)
 
 
@@ -245,12 +262,13 @@ def _shape(
         value_dim=v.shape[3],
         query_heads=q.shape[2],
         kv_heads=k.shape[2],
-        seq_len=q.shape[1],
+        seq_len=q.shape[1] if segments.split is None else segments.split.stops.shape[1],
         segment_slots=segments.slots,
         long=segments.long,
         window=window,
         forked=segments.gap_starts is not None,
         softcap=softcap,
+        split=segments.split is not None,
     )
 
 

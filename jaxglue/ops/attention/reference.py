@@ -8,18 +8,22 @@ from jaxglue.ops.segments import PackedSegments
 
 def reference_attention(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K values"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K values"],
     segments: PackedSegments,
     *,
     window: int | None,
     sinks: Float[Array, " N"] | None,
     softcap: float | None = None,
 ) -> Float[Array, "B T N values"]:
-    """Compute causal attention inside each segment, softmax in float32; padding gives zeros."""
+    """Compute causal attention inside each segment, softmax in float32; padding gives zeros.
+
+    Queries are the S tokens of a row, or some of them (`PackedSegments.own_keys`).
+    """
     B, T, N, H = q.shape
-    K = k.shape[2]
-    q_index, k_index = jnp.arange(T)[:, None], jnp.arange(T)[None, :]
+    S, K = k.shape[1:3]
+    q_index = jnp.arange(T)[:, None] if segments.own_keys is None else segments.own_keys[:, :, None]
+    k_index = jnp.arange(S)[None, :]
     visible = (k_index <= q_index) & (k_index >= segments.starts[:, :, None])
     if segments.gap_starts is not None and segments.gap_ends is not None:
         visible &= (k_index < segments.gap_starts[:, :, None]) | (k_index >= segments.gap_ends[:, :, None])

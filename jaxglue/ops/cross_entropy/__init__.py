@@ -62,6 +62,7 @@ def linear_cross_entropy(
     *,
     fp8: bool = False,
     rows: Rows | None = None,
+    columns: Float[Array, "V R"] | None = None,
     softcap: float | None = None,
     backend: str = "auto",
 ) -> Float[Array, ""]:
@@ -79,18 +80,21 @@ def linear_cross_entropy(
         fp8: multiply in e4m3, with scales by token and by row of a frozen weight, which is quantized on every call; the
             gradient to the logits is quantized by token, the weight's scales folded into it.
         rows: values that replace rows of `weight`, with these rows' indices; only the values get a gradient.
+        columns: further columns of `weight`, for as many of x; they get a gradient by themselves.
         softcap: c of logits c·tanh(logit / c) (Gemma 2); None for none.
         backend: `auto`, `reference` or `triton`; see `CROSS_ENTROPY.choose`.
 
     Raises:
         ValueError: other shapes, a named backend that cannot serve, or a weight in FP8 that trains.
     """
-    _check(x, weight, targets, loss_weights)
+    _check(x, weight, targets, loss_weights, columns)
+    if rows is not None and columns is not None:
+        raise ValueError("rows and columns are both given: leave one out")
     if not fp8:
-        spec = _spec(x, weight, chunk, backend, softcap=softcap)
-        return chunked_cross_entropy(spec, x, weight, targets, loss_weights, rows)
-    if rows is not None:
-        raise ValueError("a head in FP8 has no rows of its own: leave out fp8, or rows")
+        spec = _spec(x, weight, chunk, backend, softcap=softcap, columns=columns)
+        return chunked_cross_entropy(spec, x, weight, targets, loss_weights, rows, columns)
+    if rows is not None or columns is not None:
+        raise ValueError("a head in FP8 has no rows or columns of its own: leave out fp8, or these")
     if softcap is not None:
         raise ValueError("a head in FP8 caps no logits: leave out fp8")
     return fp8_cross_entropy(_spec(x, weight, chunk, backend, fp8=True), x, weight, targets, loss_weights)
@@ -103,6 +107,7 @@ def linear_log_probs(
     counted: Float[Array, " M"],
     chunk: int | None = None,
     *,
+    columns: Float[Array, "V R"] | None = None,
     softcap: float | None = None,
     temperature: float = 1.0,
     backend: str = "auto",
@@ -118,6 +123,7 @@ def linear_log_probs(
         targets: the token to predict at each position.
         counted: 1, or 0 for positions without a prediction. Not differentiated.
         chunk: tokens whose logits exist at a time; `chunk_size` by default.
+        columns: as of `linear_cross_entropy`.
         softcap: c of logits c·tanh(logit / c) (Gemma 2); None for none.
         temperature: divides the logits, within their cap; kernels serve 1 alone.
         backend: `auto`, `reference` or `triton`; see `CROSS_ENTROPY.choose`.
@@ -125,8 +131,8 @@ def linear_log_probs(
     Raises:
         ValueError: a named backend that cannot serve.
     """
-    spec = _spec(x, weight, chunk, backend, softcap=softcap, temperature=temperature)
-    return chunked_log_probs(spec, x, weight, targets, counted)
+    spec = _spec(x, weight, chunk, backend, softcap=softcap, temperature=temperature, columns=columns)
+    return chunked_log_probs(spec, x, weight, targets, counted, columns)
 
 
 def linear_entropies(
@@ -196,8 +202,9 @@ def log_sum_squares(
     )
 
 
-def _check(x: Array, weight: Array, targets: Array, loss_weights: Array) -> None:
-    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
+def _check(x: Array, weight: Array, targets: Array, loss_weights: Array, columns: Array | None) -> None:
+    further = 0 if columns is None else columns.shape[1]
+    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1] + further:
         raise ValueError(f"x must be [M, D] and weight [V, D], got {x.shape} and {weight.shape}")
     if targets.shape != x.shape[:1] or not jnp.issubdtype(targets.dtype, jnp.integer):
         raise ValueError(f"targets must be integers [M] = [{len(x)}], got {targets.shape} of {targets.dtype}")
@@ -214,6 +221,7 @@ def _spec(
     fp8: bool = False,
     softcap: float | None = None,
     temperature: float = 1.0,
+    columns: Array | None = None,
 ) -> ChunkSpec:
     kernels = CROSS_ENTROPY.load(x.dtype, softcap, temperature, backend=backend)
     chunk = chunk or chunk_size(len(weight))
@@ -228,7 +236,9 @@ def _spec(
         cross_entropy=kernels or reference_cross_entropy,
         chunk=chunk,
         softmax_gradient=kernels.softmax_gradient if kernels and wide else None,
-        product_gradient=kernels.product_gradient if kernels and kernels.multiplies(x, weight) else None,
+        product_gradient=kernels.product_gradient
+        if kernels and columns is None and kernels.multiplies(x, weight)
+        else None,
     )
 
 

@@ -55,6 +55,12 @@ class ChunkSpec:
         return cap_logits(times_transposed(x, w), self.softcap, self.temperature)
 
 
+def extend(weight: Float[Array, "V D"], columns: Float[Array, "V R"] | None, dtype) -> Float[Array, "V W"]:
+    """Return a matrix in `dtype`, with further columns if there are any."""
+    w = weight.astype(dtype)
+    return w if columns is None else jnp.concatenate([w, columns.astype(dtype)], axis=1)
+
+
 def times_transposed(x: Float[Array, "M D"], w: Float[Array, "V D"]) -> Float[Array, "M V"]:
     """Return x·wᵀ in float32."""
     return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)

@@ -8,7 +8,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
-from jaxglue.ops.cross_entropy.chunks import ChunkSpec, split_chunks, times_transposed
+from jaxglue.ops.cross_entropy.chunks import ChunkSpec, extend, split_chunks, times_transposed
 from jaxglue.ops.cross_entropy.reference import token_losses
 
 
@@ -19,14 +19,15 @@ def chunked_log_probs(
     weight: Float[Array, "V D"],
     targets: Int[Array, " M"],
     counted: Float[Array, " M"],
+    columns: Float[Array, "V R"] | None = None,
 ) -> Float[Array, " M"]:
     """See `linear_log_probs`."""
-    return _scan(spec, x, weight, targets, counted, x_needs_grad=False)[0]
+    return _scan(spec, x, weight, targets, counted, columns, x_needs_grad=False)[0]
 
 
-def _scan(spec: ChunkSpec, x, weight, targets, counted, *, x_needs_grad: bool) -> tuple[Array, Array | None]:
+def _scan(spec: ChunkSpec, x, weight, targets, counted, columns, *, x_needs_grad: bool) -> tuple[Array, Array | None]:
     """Return (log-probabilities, each token's gradient of its own log-probability to x, None if not needed)."""
-    w = weight.astype(x.dtype)
+    w = extend(weight, columns, x.dtype)
 
     def step(_, inputs):
         x_chunk, target, count = inputs
@@ -39,18 +40,17 @@ def _scan(spec: ChunkSpec, x, weight, targets, counted, *, x_needs_grad: bool) -
     return log_probs.ravel()[: len(x)], None if dx is None else dx.reshape(-1, x.shape[1])[: len(x)]
 
 
-def _weight_gradient(spec: ChunkSpec, x, weight, targets, factors) -> Float[Array, "V D"]:
-    """Return Σ factors · d log-probability / d weight, from logits computed again."""
-    w = weight.astype(x.dtype)
+def _weight_gradient(spec: ChunkSpec, x, w, targets, factors, part: slice) -> Float[Array, "V part"]:
+    """Return Σ factors · d log-probability / d some columns of w, from logits computed again."""
 
     def step(total, inputs):
         x_chunk, target, factor = inputs
         _, dlogits = spec.cross_entropy(times_transposed(x_chunk, w), target, -factor, x.dtype)
         return total + lax.dot_general(
-            dlogits, x_chunk, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
+            dlogits, x_chunk[:, part], (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
         ), None
 
-    return lax.scan(step, jnp.zeros(weight.shape, jnp.float32), split_chunks(spec.chunk, x, targets, factors))[0]
+    return lax.scan(step, jnp.zeros(w[:, part].shape, jnp.float32), split_chunks(spec.chunk, x, targets, factors))[0]
 
 
 def chunked_log_sum_squares(spec: ChunkSpec, x, weight, counted) -> Float[Array, " M"]:
@@ -83,22 +83,30 @@ def _of_chunks(spec: ChunkSpec, of_logits, x, weight, counted) -> Float[Array, "
     return lax.scan(step, None, split_chunks(spec.chunk, lax.stop_gradient(x), counted))[1].ravel()[: len(x)]
 
 
-def _forward(spec, x, weight, targets, counted):
-    arguments = x.value, weight.value, targets.value, counted.value
+def _forward(spec, x, weight, targets, counted, columns):
+    further = None if columns is None else columns.value
+    arguments = x.value, weight.value, targets.value, counted.value, further
     log_probs, dx = _scan(spec, *arguments, x_needs_grad=x.perturbed)
-    return log_probs, (dx, arguments if weight.perturbed else None)
+    needs = weight.perturbed, columns is not None and columns.perturbed
+    return log_probs, (dx, *(arguments if needed else None for needed in needs))
 
 
 def _backward(spec, residuals, factors):
-    dx, arguments = residuals
+    dx, *trained = residuals
     if isinstance(factors, SymbolicZero):
-        return None, None, None, None
+        return None, None, None, None, None
     dx = None if dx is None else (dx * factors[:, None]).astype(dx.dtype)
-    if arguments is None:
-        return dx, None, None, None
-    x, weight, targets, counted = arguments
-    dweight = _weight_gradient(spec, x, weight, targets, factors * counted)
-    return dx, dweight.astype(weight.dtype), None, None
+
+    def gradient(arguments, *, of_columns: bool) -> Array | None:
+        if arguments is None:
+            return None
+        x, weight, targets, counted, columns = arguments
+        D, w = weight.shape[1], extend(weight, columns, x.dtype)
+        part, primal = (slice(D, None), columns) if of_columns else (slice(D), weight)
+        return _weight_gradient(spec, x, w, targets, factors * counted, part).astype(primal.dtype)
+
+    dweight, dcolumns = (gradient(arguments, of_columns=i == 1) for i, arguments in enumerate(trained))
+    return dx, dweight, None, None, dcolumns
 
 
 chunked_log_probs.defvjp(_forward, _backward, symbolic_zeros=True)

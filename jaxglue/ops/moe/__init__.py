@@ -93,7 +93,7 @@ def _check_few(
             raise NotImplementedError("matrices are stored in another dtype")
         if isinstance(matrix, MXFP4):
             check_tried("few rows of MXFP4 experts")
-    if not transpose_rhs and activation == "swiglu":
+    if not transpose_rhs and activation != "gpt_oss":
         raise NotImplementedError("gate and up are not in rows")
 
 
@@ -222,8 +222,8 @@ def moe_mlp(
         routing: from `route` for the same M tokens.
         gate_up, down: the experts' matrices; [E, 2F, D] and [E, D, F] with `transpose_rhs`, the layout of Qwen3-MoE
             and of every `MXFP4` checkpoint.
-        activation: `swiglu`, silu(gate)·up, the gate in the first half of 2F; or `gpt_oss`, clamped, gate and up
-            alternating.
+        activation: `swiglu`, silu(gate)·up, the gate in the first half of 2F; `geglu`, gelu_tanh(gate)·up likewise; or
+            `gpt_oss`, clamped, gate and up alternating.
         gate_up_bias, down_bias: of each expert.
         transpose_rhs: the matrices are stored [out, in].
         lora: adapters of the experts.

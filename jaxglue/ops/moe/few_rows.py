@@ -109,6 +109,7 @@ class TritonFewRowsExperts(Launcher):
             "PLAIN": self.plain,
             "GATED": gated,
             "GPT_OSS": activation == "gpt_oss",
+            "GELU": activation == "geglu",
             "ALPHA": GPT_OSS_ALPHA,
             "LIMIT": GPT_OSS_LIMIT,
             "BLOCK_M": triton.next_power_of_2(row_tiles.rows),

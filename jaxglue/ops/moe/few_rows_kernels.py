@@ -26,10 +26,12 @@ mul.rn.bf16x2 $3, c, $6;
 
 
 @triton.jit
-def _activate(gate, up, GPT_OSS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+def _activate(gate, up, GPT_OSS: tl.constexpr, GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     if GPT_OSS:
         gate, up = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
         return gate / (1.0 + tl.exp(gate * (-1.0 * ALPHA))) * up
+    elif GELU:  # see kernels.py
+        return gate / (1.0 + tl.exp(-1.5957691216 * gate * (1.0 + 0.044715 * gate * gate))) * up
     else:
         return gate / (1.0 + tl.exp(gate * -1.0)) * up
 
@@ -109,8 +111,8 @@ def _mxfp4_tile(blocks, rows, exponents, step, K: tl.constexpr, ROWS: tl.constex
 def experts_kernel(
     x, tokens, matrices, scales, bias, row_weights, table, out,
     E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TILES: tl.constexpr, TRANSPOSED: tl.constexpr,
-    MXFP4: tl.constexpr, PLAIN: tl.constexpr, GATED: tl.constexpr, GPT_OSS: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    MXFP4: tl.constexpr, PLAIN: tl.constexpr, GATED: tl.constexpr, GPT_OSS: tl.constexpr, GELU: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of rows by BLOCK_N columns of their expert's matrix; grid (TILES, ⌈N / BLOCK_N⌉).
 
@@ -174,7 +176,7 @@ def experts_kernel(
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N, 2, BLOCK_M)), (0, 2, 1)))
         weights = tl.load(row_weights + row, mask=ours, other=0.0)
-        acc = _activate(gate, up, GPT_OSS, ALPHA, LIMIT) * weights[None, :]
+        acc = _activate(gate, up, GPT_OSS, GELU, ALPHA, LIMIT) * weights[None, :]
     columns = column + tl.arange(0, BLOCK_N)
     mask = (columns < N)[:, None] & ours[None, :]
     tl.store(out + row.to(tl.int64)[None, :] * N + columns[:, None], acc.to(out.dtype.element_ty), mask=mask)

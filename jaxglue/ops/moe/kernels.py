@@ -213,7 +213,7 @@ def _gate_up(projected, start, F: tl.constexpr, GPT_OSS: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
-def _activate(gate, up, GPT_OSS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+def _activate(gate, up, GPT_OSS: tl.constexpr, GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     """Return (value, derivative by gate, derivative by up)."""
     if GPT_OSS:
         # The gate is clamped from above alone; values beyond a limit have no gradient.
@@ -222,6 +222,11 @@ def _activate(gate, up, GPT_OSS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.co
         sigmoid = 1.0 / (1.0 + tl.exp(-ALPHA * gate))
         by_gate = tl.where(low, up * sigmoid * (1.0 + ALPHA * gate * (1.0 - sigmoid)), 0.0)
         return gate * sigmoid * up, by_gate, tl.where(inside, gate * sigmoid, 0.0)
+    elif GELU:  # (1 + tanh(z)) / 2 = sigmoid(2z), of z = sqrt(2 / pi) · (g + 0.044715 · g³)
+        square = gate * gate
+        sigmoid = 1.0 / (1.0 + tl.exp(-1.5957691216 * gate * (1.0 + 0.044715 * square)))
+        slope = 1.5957691216 * gate * (1.0 + 0.134145 * square)
+        return gate * sigmoid * up, up * sigmoid * (1.0 + slope * (1.0 - sigmoid)), gate * sigmoid
     else:
         sigmoid = 1.0 / (1.0 + tl.exp(-gate))  # 0 where the exponential overflows to infinity
         return gate * sigmoid * up, up * sigmoid * (1.0 + gate * (1.0 - sigmoid)), gate * sigmoid
@@ -230,8 +235,8 @@ def _activate(gate, up, GPT_OSS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.co
 @triton.jit
 def activation_kernel(
     projected, weights, offsets, out,
-    E: tl.constexpr, F: tl.constexpr, GPT_OSS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    E: tl.constexpr, F: tl.constexpr, GPT_OSS: tl.constexpr, GELU: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute one row of out [S, F], the activation of projected [S, 2F] times the row's weight; grid (S).
 
@@ -243,7 +248,7 @@ def activation_kernel(
     weight = tl.load(weights + row)
     for start in range(0, F, BLOCK):
         gate, up = _gate_up(projected + row * 2 * F, start, F, GPT_OSS, BLOCK)
-        value, _, _ = _activate(gate, up, GPT_OSS, ALPHA, LIMIT)
+        value, _, _ = _activate(gate, up, GPT_OSS, GELU, ALPHA, LIMIT)
         columns = start + tl.arange(0, BLOCK)
         tl.store(out + row * F + columns, (value * weight).to(out.dtype.element_ty), mask=columns < F)
 
@@ -251,8 +256,8 @@ def activation_kernel(
 @triton.jit
 def activation_gradient_kernel(
     projected, weights, offsets, dout, dprojected, dweights,
-    E: tl.constexpr, F: tl.constexpr, GPT_OSS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    E: tl.constexpr, F: tl.constexpr, GPT_OSS: tl.constexpr, GELU: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute one row of dprojected [S, 2F] and of dweights [S], where it belongs to a group; grid (S)."""
     row = tl.program_id(0).to(tl.int64)
@@ -263,7 +268,7 @@ def activation_gradient_kernel(
     dprojected += row * 2 * F
     for start in range(0, F, BLOCK):
         gate, up = _gate_up(projected + row * 2 * F, start, F, GPT_OSS, BLOCK)
-        value, by_gate, by_up = _activate(gate, up, GPT_OSS, ALPHA, LIMIT)
+        value, by_gate, by_up = _activate(gate, up, GPT_OSS, GELU, ALPHA, LIMIT)
         columns = start + tl.arange(0, BLOCK)
         grad = tl.load(dout + row * F + columns, mask=columns < F, other=0.0).to(tl.float32)
         dweight += grad * value

@@ -14,7 +14,7 @@ from jaxglue.ops.moe.routing import GroupMetadata, Routing, combine, dispatch, w
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import Quantized
 
-Activation = Literal["swiglu", "gpt_oss"]
+Activation = Literal["swiglu", "geglu", "gpt_oss"]
 GPT_OSS_ALPHA = 1.702
 GPT_OSS_LIMIT = 7.0
 
@@ -50,13 +50,14 @@ def _scaled(adapter: ExpertAdapter | None, scale: float) -> ExpertAdapter | None
 def activate(projected: Float[Array, "S 2F"], activation: Activation) -> Float[Array, "S F"]:
     """Compute the gated activation in float32.
 
-    `swiglu` is silu(gate) · up with the gate in the first half. `gpt_oss` alternates gate and up, clamps both, scales
-    the gate's sigmoid by 1.702 and adds one to up (Hugging Face's `GptOssExperts`).
+    `swiglu` is silu(gate) · up with the gate in the first half, `geglu` gelu(gate) · up, in gelu's tanh form. `gpt_oss`
+    alternates gate and up, clamps both, scales the gate's sigmoid by 1.702 and adds one to up (Hugging Face's
+    `GptOssExperts`).
     """
     projected = projected.astype(jnp.float32)
-    if activation == "swiglu":
+    if activation != "gpt_oss":
         gate, up = jnp.split(projected, 2, axis=-1)
-        return jax.nn.silu(gate) * up
+        return (jax.nn.silu(gate) if activation == "swiglu" else jax.nn.gelu(gate, approximate=True)) * up
     gate = jnp.minimum(projected[:, ::2], GPT_OSS_LIMIT)
     up = jnp.clip(projected[:, 1::2], -GPT_OSS_LIMIT, GPT_OSS_LIMIT)
     return gate * jax.nn.sigmoid(GPT_OSS_ALPHA * gate) * (up + 1.0)

@@ -140,6 +140,7 @@ def _activation_constants(F: int, groups: GroupMetadata, activation: Activation)
         "F": F,
         "E": groups.sizes.shape[0],
         "GPT_OSS": activation == "gpt_oss",
+        "GELU": activation == "geglu",
         "ALPHA": GPT_OSS_ALPHA,
         "LIMIT": GPT_OSS_LIMIT,
     }

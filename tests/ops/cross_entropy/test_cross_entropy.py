@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxglue.ops import cross_entropy as module
-from jaxglue.ops.cross_entropy import chunk_size, linear_cross_entropy, reference_cross_entropy
+from jaxglue.ops.cross_entropy import chunk_size, linear_cross_entropy, linear_log_probs, reference_cross_entropy
 from jaxglue.ops.cross_entropy.chunks import split_chunks
 
 M, D, V = 11, 16, 37
@@ -93,6 +93,30 @@ def test_replaced_rows_get_gradients_and_the_weight_none(case, chunk):
     assert_close(ours(x, values), with_rows(x, values), 1e-5)
 
 
+@pytest.mark.parametrize("trains_weight", [False, True])
+def test_further_columns_get_a_gradient_of_their_own(case, trains_weight):
+    x, weight, targets, weights = case
+    columns, low_rank = (jax.random.normal(jax.random.key(key), (n, 2)) for key, n in ((5, V), (6, M)))
+    trained = (x, columns, low_rank, *([weight] if trains_weight else []))
+
+    def dense(x, columns, low_rank, weight=weight):
+        return by_definition(jnp.concatenate([x, low_rank], 1), jnp.concatenate([weight, columns], 1), targets, weights)
+
+    def fused(x, columns, low_rank, weight=weight):
+        extended = jnp.concatenate([x, low_rank], 1)
+        return linear_cross_entropy(extended, weight, targets, weights, 4, columns=columns)
+
+    def by_log_probs(x, columns, low_rank, weight=weight):
+        extended, counted = jnp.concatenate([x, low_rank], 1), (weights > 0) * 1.0
+        return -jnp.sum(weights * linear_log_probs(extended, weight, targets, counted, 4, columns=columns))
+
+    expected, fused, by_log_probs = (
+        jax.value_and_grad(function, range(len(trained)))(*trained) for function in (dense, fused, by_log_probs)
+    )
+    assert_close(fused, expected, 1e-5)
+    assert_close(by_log_probs, expected, 1e-5)
+
+
 @pytest.mark.parametrize("scale", [1.0, 200.0])
 def test_exponentials_of_products_give_the_loss_and_gradient(interpreted, case, scale):
     from jaxglue.ops.cross_entropy.triton import TritonCrossEntropy
@@ -126,7 +150,7 @@ def test_gradient_by_numerators_matches_the_definition(interpreted_cross_entropy
     x, weight, *rest = case
     with module.CROSS_ENTROPY.using(interpreted_cross_entropy):
         got = jax.value_and_grad(lambda x: linear_cross_entropy(x, weight, *rest, 4))(x)
-        log_probs = jax.grad(lambda x: -module.linear_log_probs(x, weight, *rest, 4).sum())(x)
+        log_probs = jax.grad(lambda x: -linear_log_probs(x, weight, *rest, 4).sum())(x)
     expected = jax.value_and_grad(by_definition)(x, weight, *rest)
     assert_close((*got, log_probs), (*expected, expected[1]), 1e-5)
 

@@ -53,8 +53,9 @@ def every_expert(arguments, *, activation, transpose):
         down = a["down"][e].T if transpose else a["down"][e]
         (A1, B1), (A2, B2) = a["lora"].gate_up, a["lora"].down
         h = a["x"] @ (gate_up + 0.5 * A1[e].T @ B1[e].T) + a["gate_up_bias"][e]
-        if activation == "swiglu":
-            h = jax.nn.silu(h[:, :F]) * h[:, F:]
+        if activation != "gpt_oss":
+            gate, up = h[:, :F], h[:, F:]
+            h = (jax.nn.silu(gate) if activation == "swiglu" else jax.nn.gelu(gate, approximate=True)) * up
         else:
             gate, up = jnp.minimum(h[:, ::2], 7.0), jnp.clip(h[:, 1::2], -7.0, 7.0)
             h = (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
@@ -83,7 +84,7 @@ def output_and_gradients(function, arguments):
     return out, pull(jax.random.normal(jax.random.key(1), out.shape).astype(out.dtype))
 
 
-@pytest.mark.parametrize(("activation", "transpose"), [("swiglu", True), ("gpt_oss", False)])
+@pytest.mark.parametrize(("activation", "transpose"), [("swiglu", True), ("geglu", True), ("gpt_oss", False)])
 def test_reference_matches_every_expert(activation, transpose):
     arguments = random_layer(transpose)
     options = {"activation": activation, "transpose": transpose}
@@ -105,7 +106,7 @@ def test_interpreted_kernels_match_every_expert(activation, transpose, interpret
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("M", "D", "F"), [(600, 64, 96), (700, 320, 576)])
-@pytest.mark.parametrize(("activation", "transpose"), [("swiglu", True), ("gpt_oss", False)])
+@pytest.mark.parametrize(("activation", "transpose"), [("swiglu", True), ("geglu", True), ("gpt_oss", False)])
 def test_kernels_on_a_gpu_match_every_expert(activation, transpose, M, D, F):
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_layer(transpose, M=M, D=D, F=F, R=16))
     half["logits"] = half["logits"].astype(jnp.float32)
@@ -118,7 +119,7 @@ def test_kernels_on_a_gpu_match_every_expert(activation, transpose, M, D, F):
     assert_same(got, expected, 1e-2)
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "gpt_oss"])
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "gpt_oss"])
 def test_activation_kernels_match_at_the_clamps(activation, interpreted_kernels):
     kernels = interpreted_kernels(tiles=grouped_tiles((8, 0)), compute_capability=80)
     rng = np.random.default_rng(0)
@@ -132,7 +133,7 @@ def test_activation_kernels_match_at_the_clamps(activation, interpreted_kernels)
     expected, pull = jax.vjp(plain, projected, weights)
     got, fused_pull = jax.vjp(fused, projected, weights)
     result = jax.tree.map(lambda x: x[:5], (got, fused_pull(expected)))
-    assert_same(result, jax.tree.map(lambda x: x[:5], (expected, pull(expected))), 1e-6)
+    assert_same(result, jax.tree.map(lambda x: x[:5], (expected, pull(expected))), 2e-6)
 
 
 def test_a_policy_can_save_the_projections_by_name():
@@ -145,7 +146,7 @@ def test_a_policy_can_save_the_projections_by_name():
 
 def test_mismatched_arguments_are_refused():
     arguments = random_layer(transpose=True)
-    with pytest.raises(ValueError, match="activation must be one of swiglu, gpt_oss, got 'relu'"):
+    with pytest.raises(ValueError, match="activation must be one of swiglu, geglu, gpt_oss, got 'relu'"):
         ours(arguments, activation="relu", transpose=True)
     with pytest.raises(ValueError, match="routing is for 19 tokens, but x has 18"):
         ours(arguments | {"x": arguments["x"][1:]}, activation="swiglu", transpose=True)
