@@ -29,6 +29,8 @@ from jaxglue.rl.rewards import Judge, Written
 from jaxglue.rl.sampler import Sample
 
 _log = logging.getLogger(__name__)
+_HELD_OUT = 1 << 30
+"""Number of the first held-out prompt, beyond those of all that are trained on."""
 _MOST_ROUNDS = 10
 """Rounds of dynamic sampling, after which groups of equal rewards complete a step."""
 
@@ -67,6 +69,7 @@ class RolloutSteps(Iterator[Step]):
         seed: of the order of prompts.
         folder: of the run.
         shared: a row holds a prompt once; else each answer has a copy.
+        held_out: prompts that `evaluate` answers, if there are any.
     """
 
     def __init__(
@@ -81,7 +84,9 @@ class RolloutSteps(Iterator[Step]):
         seed: int,
         folder: Path,
         shared: bool = True,
+        held_out: PromptDataset | None = None,
     ):
+        self._held_out = held_out
         self._dataset, self._objective, self._config, self._judge = dataset, objective, config, judge
         self._shape: dict[str, int] = {"seq_len": seq_len, "batch_size": batch_size}
         self._shared, self._seed, self._answers = (
@@ -123,10 +128,12 @@ class RolloutSteps(Iterator[Step]):
 
     @property
     def typical_prompts(self) -> list[list[int]]:
-        """Return as many prompts as a step answers, spread over all by their length, the longest among them."""
+        """Return as many prompts as a step answers, spread over all by length, the longest of all and held-out ones."""
         order = np.argsort(self._dataset.lengths, kind="stable")
         chosen = order[np.linspace(0, len(order) - 1, self._count).round().astype(int)[::-1]]
-        return [self._dataset.prompts[row].tokens for row in chosen]
+        found = [self._dataset.prompts[row].tokens for row in chosen]
+        longest = max((prompt.tokens for prompt in self._held_out.prompts), key=len) if self._held_out else found[0]
+        return [max(found[0], longest, key=len), *found[1:]]
 
     def begin(self, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> None:
         """Take the model that writes the answers, and load those that judge them."""
@@ -188,20 +195,43 @@ class RolloutSteps(Iterator[Step]):
 
     def _answered(self, position: int) -> Generation:
         """Return answers to as many prompts as a generation has, and their rewards."""
-        assert self._policy is not None
         numbers = list(range(position, position + self._count))
         rows = islice(positions(len(self._dataset), self._seed, position), self._count)
         prompts = [self._dataset.prompts[row] for row in rows]
         if np.random.default_rng([self._seed, position]).random() < self._config.lmbda:
-            samples = self._policy.sample([prompt.tokens for prompt in prompts], numbers, self._answers)
-            if self._environment is not None:
-                samples = self._environment.run(prompts, samples, numbers, self._policy.turn)
-        else:
-            samples = [[self._given(prompt)] for prompt in prompts]
+            return self._answer(prompts, numbers, position + self._count)
+        samples = [[self._given(prompt)] for prompt in prompts]
+        return self._judged(prompts, numbers, position + self._count, samples)
+
+    def _answer(self, prompts: list[Prompt], numbers: list[int], following: int) -> Generation:
+        """Return the model's answers to prompts with these numbers, and their rewards."""
+        assert self._policy is not None
+        samples = self._policy.sample([prompt.tokens for prompt in prompts], numbers, self._answers)
+        if self._environment is not None:
+            samples = self._environment.run(prompts, samples, numbers, self._policy.turn)
+        return self._judged(prompts, numbers, following, samples)
+
+    def _judged(
+        self, prompts: list[Prompt], numbers: list[int], following: int, samples: list[list[Sample]]
+    ) -> Generation:
         written = [Written(prompt, group) for prompt, group in zip(prompts, samples, strict=True)]
-        rewards, following = self._judge.score(written), position + self._count
-        fields: dict[str, Any] = {"numbers": numbers, "following": following, "sampled": self._count}
-        return Generation(**fields, prompts=prompts, samples=samples, rewards=rewards)
+        fields: dict[str, Any] = {"numbers": numbers, "following": following, "sampled": len(prompts)}
+        return Generation(**fields, prompts=prompts, samples=samples, rewards=self._judge.score(written))
+
+    @property
+    def has_held_out(self) -> bool:
+        """Return whether there are held-out prompts."""
+        return self._held_out is not None
+
+    def evaluate(self) -> dict[str, float]:
+        """Answer the held-out prompts, always by the same random numbers; return the metrics of rewards and lengths."""
+        assert self._held_out is not None
+        prompts = list(self._held_out.prompts)
+        numbers = list(range(_HELD_OUT, _HELD_OUT + len(prompts)))
+        found = self._answer(prompts, numbers, 0)
+        metrics = length_metrics(found.all_samples)
+        metrics |= reward_metrics(found.rewards, self._judge.names, self._advantages(found))
+        return {f"eval_{name}": value for name, value in metrics.items()}
 
     def _given(self, prompt: Prompt) -> Sample:
         """Return the answer of a prompt's row; raise ValueError where it has none."""

@@ -69,6 +69,7 @@ def read_prompts(
     answer: int,
     limit: int,
     teacher_system: str | None = None,
+    held_out: bool = False,
 ) -> PromptDataset:
     """Read rows with a `prompt`, `messages` or a `question`; a text in `prompt` is continued as it is.
 
@@ -78,13 +79,15 @@ def read_prompts(
         answer: the most tokens of an answer.
         limit: the most of a prompt and its answer.
         teacher_system: system message of a teacher's prompts; `{name}` stands for a column.
+        held_out: read the held-out rows of `config`, not those to train on.
 
     Raises:
         ValueError: no row, one without a prompt, or a prompt that leaves no room for the answer, by file and line.
     """
     adopt(tokenizer, config)
     encoder, prompts = _Encoder(tokenizer, config.system, teacher_system), list[Prompt]()
-    for row in (row for source in config.sources for row in read_rows(source)):
+    sources, named = (config.eval_sources, config.eval_data) if held_out else (config.sources, config.data)
+    for row in (row for source in sources for row in read_rows(source)):
         prompt = encoder.encode(row)
         longest = max(len(prompt.tokens), len(prompt.teacher or ()))
         if longest + answer <= limit:
@@ -95,7 +98,8 @@ def read_prompts(
                 f"in {limit:,}: raise --seq-len, lower --max-completion-length, or leave it out with --overlong drop"
             )
     if not prompts:
-        raise ValueError(f"data: {', '.join(config.data)} has no prompt that fits: check the files and --seq-len")
+        flag = "eval_data" if held_out else "data"
+        raise ValueError(f"{flag}: {', '.join(named)} has no prompt that fits: check the files and --seq-len")
     lengths = np.array([len(prompt.tokens) for prompt in prompts], np.int64)
     tokens = np.concatenate([np.array(prompt.tokens, np.int32) for prompt in prompts])
     info: StoreInfo = {
@@ -215,9 +219,10 @@ def positions(count: int, seed: int, start: int) -> Iterator[int]:
 class PromptReport:
     """Describes prompts, in place of a `DataReport`."""
 
-    def __init__(self, dataset: PromptDataset):
-        self._lengths = dataset.lengths
+    def __init__(self, dataset: PromptDataset, held_out: PromptDataset | None):
+        self._lengths, self._held_out = dataset.lengths, 0 if held_out is None else len(held_out)
 
     def __str__(self) -> str:
         shortest, longest = self._lengths.min(), self._lengths.max()
-        return f"{len(self._lengths):,} prompts of {shortest:,} to {longest:,} tokens"
+        held_out = f", {self._held_out:,} held out" if self._held_out else ""
+        return f"{len(self._lengths):,} prompts of {shortest:,} to {longest:,} tokens{held_out}"

@@ -14,7 +14,7 @@ from jaxglue.ops.adam import ADAM, AdamW, StepScalars, is_moment
 from jaxglue.sharding.gather import constrain_params
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 from jaxglue.training.config import OptimizerConfig
-from jaxglue.training.partwise import PartwiseOptimizer, decays, param_keys
+from jaxglue.training.partwise import Factors, PartwiseOptimizer, decays, param_keys
 
 if TYPE_CHECKING:
     from jaxglue.ops.adam.triton import TritonAdam
@@ -34,7 +34,8 @@ class AdamWOptimizer(PartwiseOptimizer):
             weight_decay=config.weight_decay,
             moments=config.moments,
         )
-        self._update_fused = jit_step(self._fused_step, donate_argnums=(0, 1), static_argnames=("kernels", "clips"))
+        static = ("kernels", "clips", "factors")
+        self._update_fused = jit_step(self._fused_step, donate_argnums=(0, 1), static_argnames=static)
 
     def init_part(self, part: Params, prefix: str = "") -> Params:
         """Return the moments of a part, which are 0."""
@@ -48,12 +49,19 @@ class AdamWOptimizer(PartwiseOptimizer):
         return self._adam.scalars(scale, learning_rate, step)
 
     def update_parts(
-        self, parts: list[Params], states: list[Params], gradients: list[Params], scalars: StepScalars
+        self,
+        parts: list[Params],
+        states: list[Params],
+        gradients: list[Params],
+        scalars: StepScalars,
+        factors: Factors,
     ) -> tuple[list[Params], list[Params]]:
         """Return new parts and new states."""
         flat, rebuild = _flatten(parts, states, gradients)
-        rows = zip(*flat, decays(parts), strict=True)
-        new = [self._adam.update(p, m, v, g, scalars, decays=decay) for p, m, v, g, decay in rows]
+        rows = zip(*flat, decays(parts), factors, strict=True)
+        new = [
+            self._adam.update(p, m, v, g, _times(scalars, factor), decays=decay) for p, m, v, g, decay, factor in rows
+        ]
         return rebuild(*zip(*new, strict=True))
 
     def trace_update(self, trainable: Params) -> Iterator[Traced]:
@@ -63,18 +71,23 @@ class AdamWOptimizer(PartwiseOptimizer):
         if kernels := self._kernels(old):
             shapes = self.state_shapes(trainable)
             states = [get_part(shapes, key) for key in keys]
-            yield self._update_fused.trace(old, states, old, np.int32(0), kernels=kernels)
+            factors = sum((self.factors(*each) for each in zip(keys, old, strict=True)), ())
+            yield self._update_fused.trace(old, states, old, np.int32(0), kernels=kernels, factors=factors)
 
-    def _update_all(self, parts: list[Params], states: list[Params], gradients: list[Params], step: Any):
+    def _update_all(
+        self, parts: list[Params], states: list[Params], gradients: list[Params], step: Any, factors: list[Factors]
+    ):
         if kernels := self._kernels(parts):
-            return self._update_fused(parts, states, gradients, step, kernels=kernels)
-        return super()._update_all(parts, states, gradients, step)
+            return self._update_fused(parts, states, gradients, step, kernels=kernels, factors=sum(factors, ()))
+        return super()._update_all(parts, states, gradients, step, factors)
 
-    def _update_one(self, parts: list[Params], states: list[Params], gradients: list[Params], step: int):
+    def _update_one(
+        self, parts: list[Params], states: list[Params], gradients: list[Params], step: int, factors: Factors
+    ):
         if kernels := self._kernels(parts):
-            fused = self._update_fused(parts, states, gradients, np.int32(step), kernels=kernels, clips=False)
-            return fused[:2]
-        return super()._update_one(parts, states, gradients, step)
+            options: dict[str, Any] = {"kernels": kernels, "clips": False, "factors": factors}
+            return self._update_fused(parts, states, gradients, np.int32(step), **options)[:2]
+        return super()._update_one(parts, states, gradients, step, factors)
 
     def _fused_step(
         self,
@@ -84,18 +97,31 @@ class AdamWOptimizer(PartwiseOptimizer):
         step: Array,
         *,
         kernels: "TritonAdam",
+        factors: Factors,
         clips: bool = True,
     ):
-        """Return new parts, new states and the reported values."""
+        """Return new parts, new states and the reported values; leaves with one learning rate share launches."""
         flat, rebuild = _flatten(parts, states, gradients)
-        parameters, mus, nus, gradient = flat
-        scalars, values = self._step_scalars([kernels.square_norm(gradient)] if clips else None, step)
-        return *rebuild(*kernels.update(parameters, mus, nus, gradient, decays(parts), scalars)), values
+        scalars, values = self._step_scalars([kernels.square_norm(flat[-1])] if clips else None, step)
+        rows = [*flat, decays(parts)]
+        new: list[list[Any]] = [[None] * len(factors) for _ in range(3)]
+        for factor in dict.fromkeys(factors):
+            numbers = [number for number, each in enumerate(factors) if each == factor]
+            p, m, v, g, decay = ([row[number] for number in numbers] for row in rows)
+            for results, updated in zip(new, kernels.update(p, m, v, g, decay, _times(scalars, factor)), strict=True):
+                for number, value in zip(numbers, updated, strict=True):
+                    results[number] = value
+        return *rebuild(*new), values
 
     def _kernels(self, parts: list[Params]) -> "TritonAdam | None":
         arrays = [leaf for leaf in jax.tree.leaves(parts) if not isinstance(leaf, jax.core.Tracer)]
         devices = {device for leaf in arrays for device in leaf.sharding.device_set}
         return ADAM.load(self._adam, max(len(devices), 1))  # programs that have an update in them run on one device
+
+
+def _times(scalars: StepScalars, factor: float) -> StepScalars:
+    """Return the scalars with another learning rate."""
+    return scalars if factor == 1 else scalars._replace(learning_rate=scalars.learning_rate * factor)
 
 
 def _flatten(parts: list[Params], states: list[Params], gradients: list[Params]) -> tuple[list[list[Any]], Any]:

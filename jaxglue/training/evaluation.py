@@ -29,6 +29,7 @@ from jaxglue.models.context import PackedContext
 from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
 from jaxglue.ops.collectives import per_device
 from jaxglue.ops.moe import Routing, routing_statistics
+from jaxglue.rl.loop import RolloutSteps
 from jaxglue.sharding.gather import gather
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
@@ -61,6 +62,8 @@ class Evaluation:
 
     def __init__(self, run: Run, executor: Executor, probe: "ExpertLoadProbe", mesh: Mesh | None):
         self._batches, self._executor, self._mesh = run.eval_batches, executor, mesh
+        batches = run.batches
+        self._rollouts = batches if isinstance(batches, RolloutSteps) and batches.has_held_out else None
         self._sources = run.data.eval_sources
         self._objective = run.workload.objective
         self._probe = None if run.model.moe is None else probe
@@ -72,8 +75,8 @@ class Evaluation:
 
     @property
     def is_needed(self) -> bool:
-        """Return whether the run has held-out data or routers."""
-        return self._batches is not None or self._probe is not None
+        """Return whether the run has held-out data or prompts, or routers."""
+        return self._batches is not None or self._rollouts is not None or self._probe is not None
 
     @property
     def is_stale(self) -> bool:
@@ -88,7 +91,7 @@ class Evaluation:
         return f"stopped early: no eval loss below {loss:.4f}, of step {step:,}, in {count}"
 
     def read(self, step: int, trainable: Params, frozen: Params, last_batch: Batch | None) -> dict[str, float]:
-        """Return `eval_loss`, the mean per held-out target token, with further metrics, and expert load.
+        """Return `eval_loss`, the mean per held-out target token, or `eval_reward`, further metrics, and expert load.
 
         Args:
             step: optimizer steps done.
@@ -98,6 +101,8 @@ class Evaluation:
         values = {} if self._batches is None else self._held_out(self._batches, trainable, frozen)
         if "eval_loss" in values:
             self._count(values["eval_loss"], step)
+        if self._rollouts is not None:
+            values |= self._rollouts.evaluate()
         if self._probe is not None:
             batch = last_batch if self._batches is None else next(iter(self._batches))
             values |= self._probe.read(trainable, frozen, place_batch(batch, self._mesh))
@@ -149,7 +154,11 @@ def held_out_metrics(loss: float, sums: Float[np.ndarray, "3 sources"], names: S
 
 
 def evaluation_lines(values: Mapping[str, float]) -> Iterator[str]:
-    """Yield the console's lines of an evaluation: all sources together, then each."""
+    """Yield the console's lines of an evaluation: all sources together, then each; none of expert load alone."""
+    if "eval_reward" in values:
+        yield f"eval reward {values['eval_reward']:.4g}, length {values['eval_completions/mean_length']:.4g}"
+    if "eval_loss" not in values:
+        return
     shown = [f"eval loss {values['eval_loss']:.4f}"]
     if "eval_token_accuracy" in values:
         perplexity, accuracy = values["eval_perplexity"], values["eval_token_accuracy"]

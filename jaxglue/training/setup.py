@@ -205,10 +205,13 @@ def _read_data(
     """Read and tokenize the data, or the prompts that are answered in training."""
     if config.objective.kind.needs_rollouts:
         answer, limit = config.rollouts.max_completion_length, config.data.row_tokens
-        sizes: dict[str, int] = {"answer": answer, "limit": limit}
+        sizes: dict[str, Any] = {"answer": answer, "limit": limit}
         system = config.rollouts.teacher_system
         prompts = read_prompts(config.data, vocabulary.tokenizer, **sizes, teacher_system=system)
-        return PreparedData(train=prompts, eval=None, report=PromptReport(prompts))
+        held_out = None
+        if config.data.eval_data:
+            held_out = read_prompts(config.data, vocabulary.tokenizer, **sizes, held_out=True)
+        return PreparedData(train=prompts, eval=held_out, report=PromptReport(prompts, held_out))
     task = config.objective.task(shared_prompt=not refuse_shared_prompt(config, model))
     return prepare_data(
         config.data, vocabulary.tokenizer, model.vocab_size, progress, task, config.objective.kind.columns
@@ -219,8 +222,9 @@ def _make_rollouts(config: TrainConfig, model: DecoderConfig, data: PreparedData
     """Return the steps on answers that the model writes; their rewards are imported here, in processes of their own."""
     if processes.count > 1:
         raise ValueError(f"--objective {config.objective.objective} runs in one process yet: start one")
-    objective, dataset = config.objective.make(), data.train
+    objective, dataset, held_out = config.objective.make(), data.train, data.eval
     assert isinstance(objective, RolloutObjective) and isinstance(dataset, PromptDataset)
+    assert held_out is None or isinstance(held_out, PromptDataset)
     judge = Judge(config.rollouts)
     steps = RolloutSteps(
         dataset,
@@ -232,6 +236,7 @@ def _make_rollouts(config: TrainConfig, model: DecoderConfig, data: PreparedData
         seed=config.data.seed,
         folder=config.run.output,
         shared=not refuse_shared_prompt(config, model),
+        held_out=held_out,
     )
     judge.check()
     return steps

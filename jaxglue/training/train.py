@@ -481,8 +481,9 @@ class Trainer:
         values = self._evaluation.read(step, self._model.trainable, self._model.frozen, self._last_batch)
         loggers.log(step, values)
         eval_loss = values.get("eval_loss")
+        if lines := list(evaluation_lines(values)):
+            progress.say(f"step {step}: " + "\n".join(lines))
         if eval_loss is not None:
-            progress.say(f"step {step}: " + "\n".join(evaluation_lines(values)))
             check_finite(step, {"eval_loss": eval_loss})
         self._callbacks.call(Callback.on_evaluation, step, values)
         return eval_loss

@@ -54,10 +54,11 @@ def make_steps(tmp_path):
     fields = {"documents": np.arange(5), "lengths": lengths, "targets": np.zeros(5, int)}
     dataset = PromptDataset(store=store, **fields, prompts=prompts, answer=3)
 
-    def make(equal=(), reward=1.0, **settings):
+    def make(equal=(), reward=1.0, held_out=False, **settings):
         config = RolloutConfig(reward=("exact",), num_generations=3, generation_batch_size=6, **settings)
         objective = ObjectiveConfig(objective="grpo").make()
         sizes = {"seq_len": 32, "batch_size": 1, "seed": 3, "folder": tmp_path}
+        sizes["held_out"] = dataset if held_out else None
         steps = RolloutSteps(dataset, objective, config, Judge(equal, reward), **sizes)
         steps.begin(Policy(), SimpleNamespace())
         return steps
@@ -88,6 +89,17 @@ def test_dynamic_sampling_replaces_prompts_of_equal_rewards_or_none(make_steps, 
     assert trained(first) == [1, 4] and first.metrics["sampled_prompts"] == 6
     assert trained(second) == [6, 8]  # 5 was sampled for the first step, and is not looked at again
     assert first.metrics["frac_reward_zero_std"] == 0
+
+
+def test_held_out_prompts_have_numbers_of_their_own_and_take_none(make_steps, tmp_path):
+    steps = make_steps(held_out=True, equal={(1 << 30) + n for n in range(4)}, reward=0.5)
+    next(steps)
+    lines = (tmp_path / "rollouts.jsonl").read_text()
+    found = [steps.evaluate() for _ in range(2)]
+    assert found[0] == found[1]  # the same random numbers
+    assert found[0]["eval_reward"] == pytest.approx((4 * 0.5 + 1) / 5)  # answers 0, 1, 2 to the fifth prompt
+    assert found[0]["eval_completions/mean_length"] == 3
+    assert (tmp_path / "rollouts.jsonl").read_text() == lines and trained(next(steps)) == [2, 3]
 
 
 def test_dynamic_sampling_ends_where_no_rewards_differ(make_steps):

@@ -29,7 +29,7 @@ def gemma4_folder(model_folder):
 
 
 def test_adapters_learn_in_layers_that_share_keys_and_values(make_config, gemma4_folder, tmp_path):
-    summary = train(make_config(targets=("all-linear",), steps=4))
+    summary = train(make_config(targets=("all-linear",), steps=4, embeddings="host"))
     assert summary.last_loss < summary.first_loss - 0.1
     adapter = load_adapter(tmp_path / "run/adapter")
     kinds = {name.split(".", 3)[3].partition(".lora_")[0] for name in adapter.tensors if ".layers.1." in name}

@@ -79,6 +79,20 @@ def test_a_run_samples_rewards_and_trains(make_run):
     )
 
 
+def test_held_out_prompts_are_answered_at_evaluations_and_change_nothing(make_run, write_jsonl, tmp_path):
+    rows = [{"question": f"How much are {a} eggs, and why are there no more of them?", "wanted": str(a)} for a in "789"]
+    settings = {"steps": 2, "learning_rate": 3e-2}
+    plain = make_run(**settings, output=tmp_path / "plain")
+    train(plain)
+    held_out = make_run(**settings, eval_data=(write_jsonl(rows, "held.jsonl"),), eval_every=1)
+    metrics = read_metrics(train(held_out).metrics)
+    found = [values["eval_rewards/even/mean"] for values in metrics if "eval_reward" in values]
+    assert len(found) == 2 and found[0] != found[1]
+    assert adapter(held_out) == adapter(plain)
+    with pytest.raises(ValueError, match="--keep is not for --objective grpo: there is no eval loss"):
+        make_run(eval_data=held_out.data.eval_data, keep="best")
+
+
 PHASES = {
     "sampling": (Sampler, "__call__", 2),
     "scoring": (Judge, "score", 2),
