@@ -110,6 +110,11 @@ class LatentConfig:
     """Dimensions after these that do, those of keys being the same for all heads."""
     value_dim: int
 
+    @property
+    def cached_dim(self) -> int:
+        """Return the values of a token in the cache: the key's part that turns, and the latent vector."""
+        return self.rope_dim + self.rank
+
 
 @dataclass(frozen=True, kw_only=True)
 class PerLayerConfig:

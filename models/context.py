@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
@@ -13,6 +13,10 @@ from jaxglue.ops.moe import Routing
 from jaxglue.ops.norm_rope import HeadNorms, norm_and_rotate
 from jaxglue.ops.rope import RopeTables, Rotary
 from jaxglue.ops.segments import PackedSegments
+
+
+LatentCache = Literal["none", "written", "read"]
+"""Whether latent attention keeps its latent vectors for later tokens, or attends over those that were kept."""
 
 
 class RouterLosses(NamedTuple):
@@ -40,6 +44,10 @@ class LayerContext(Protocol):
     @property
     def layer_input(self) -> Float[Array, "B T P"] | None:
         """Return the layer's own embeddings of the tokens; None where a model has none."""
+
+    @property
+    def latents(self) -> LatentCache:
+        """Return what becomes of the vectors of latent attention."""
 
     @property
     def token_mask(self) -> Bool[Array, " B*T"] | None:
@@ -97,6 +105,7 @@ class PackedContext:
     """The layer's own embeddings of the tokens, where a model has such."""
     fp8: bool = field(default=True, metadata={"static": True})
     """Multiply matrices for FP8 products so; otherwise in the activations' dtype."""
+    latents: LatentCache = field(default="none", metadata={"static": True})
 
     def each(self, layer_inputs: Sequence[Array] | None, layers: int) -> "list[PackedContext]":
         """Return the contexts of layers with these embeddings of their own."""
