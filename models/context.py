@@ -14,7 +14,6 @@ from jaxglue.ops.norm_rope import HeadNorms, norm_and_rotate
 from jaxglue.ops.rope import RopeTables, Rotary
 from jaxglue.ops.segments import PackedSegments
 
-
 LatentCache = Literal["none", "written", "read"]
 """Whether latent attention keeps its latent vectors for later tokens, or attends over those that were kept."""
 

@@ -21,7 +21,6 @@ from jaxglue.ops.norm_rope import HeadNorms, norm_and_rotate
 from jaxglue.ops.paged_attention import KVPages, LatentPages, append, latent_attention, paged_attention
 from jaxglue.ops.rope import RopeTables, Rotary
 
-
 Cache = KVPages | LatentPages | DeltaStates
 """Of a layer."""
 

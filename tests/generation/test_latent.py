@@ -23,7 +23,14 @@ RANK, TURNING = 12, 8
 FIELDS = {
     **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1},
     **{"kv_lora_rank": RANK, "qk_nope_head_dim": 16, "qk_rope_head_dim": TURNING, "v_head_dim": 10, "head_dim": None},
-    **{"q_lora_rank": None, "n_group": 2, "topk_group": 1, "num_key_value_heads": 4, "initializer_range": 0.3, "num_hidden_layers": 2},
+    **{
+        "q_lora_rank": None,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_key_value_heads": 4,
+        "initializer_range": 0.3,
+        "num_hidden_layers": 2,
+    },
     "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale_all_dim": 1.0, "mscale": 1.0},
 }
 PROMPT = np.random.default_rng(0).integers(0, 97, 61).tolist()

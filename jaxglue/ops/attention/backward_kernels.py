@@ -23,9 +23,7 @@ from jaxglue.ops.attention.kernels import (
 
 
 @triton.jit
-def query_gradient(
-    q, k, v, q_rest, k_rest, starts, out, lse, dout, delta, row, first, end, pack, spec: tl.constexpr
-):
+def query_gradient(q, k, v, q_rest, k_rest, starts, out, lse, dout, delta, row, first, end, pack, spec: tl.constexpr):
     """Store delta = Σ out·dout of one tile, and return the two parts of its dq."""
     N: tl.constexpr = spec.K * spec.G
     TOKENS: tl.constexpr = spec.block_m // spec.P
@@ -112,17 +110,13 @@ def dq_kernel(q, k, v, q_rest, k_rest, starts, units, out, lse, dout, dq, delta,
     row, first, end, pack = query_tile(units, spec)
     if first >= end:
         return
-    gradient, rest = query_gradient(
-        q, k, v, q_rest, k_rest, starts, out, lse, dout, delta, row, first, end, pack, spec
-    )
+    gradient, rest = query_gradient(q, k, v, q_rest, k_rest, starts, out, lse, dout, delta, row, first, end, pack, spec)
     N: tl.constexpr = spec.K * spec.G
     store_heads(dq, gradient, rest, row, first, end, pack * spec.P, N, spec.block_m // spec.P, spec.P, spec)
 
 
 @triton.jit
-def key_value_gradients(
-    q, k, v, q_rest, k_rest, ends, lse, delta, dout, row, first, end, kv_head, spec: tl.constexpr
-):
+def key_value_gradients(q, k, v, q_rest, k_rest, ends, lse, delta, dout, row, first, end, kv_head, spec: tl.constexpr):
     """Return (dk, its rest, dv) of one tile, summed over the group of query heads.
 
     Without `spec.dkeys` or dvalues some are none.
@@ -213,9 +207,7 @@ def dk_kernel(q, k, v, q_rest, k_rest, ends, units, lse, delta, dout, dk, spec: 
     row, first, end, head = key_tile(units, spec)
     if first >= end:
         return
-    dkeys, rest, _ = key_value_gradients(
-        q, k, v, q_rest, k_rest, ends, lse, delta, dout, row, first, end, head, spec
-    )
+    dkeys, rest, _ = key_value_gradients(q, k, v, q_rest, k_rest, ends, lse, delta, dout, row, first, end, head, spec)
     store_heads(dk, dkeys, rest, row, first, end, head, spec.K, spec.block_n, 1, spec)
 
 

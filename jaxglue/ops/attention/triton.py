@@ -195,7 +195,7 @@ def _spec(
         H=sizes.H,
         values=values,
         width=width,
-        rest=0 if sizes.H <= width else triton.next_power_of_2(sizes.H - width),
+        rest=0 if width >= sizes.H else triton.next_power_of_2(sizes.H - width),
         scale=sizes.H**-0.5,
         window=window or 0,
         forks=segments.gap_starts is not None,

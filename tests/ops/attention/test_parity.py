@@ -74,9 +74,13 @@ LARGE = {
     "head dim 96": Case(lengths=(random_lengths(900, 5),), T=960, N=8, K=8, H=96, window=100),
     "head dim 256": Case(lengths=(random_lengths(1000, 5),), T=1024, N=8, K=2, H=256),
     "head dim 256, capped scores": Case(lengths=(random_lengths(1000, 5),), T=1024, N=8, K=4, H=256, softcap=2.0),
-    "latent": Case(lengths=(random_lengths(1400, 6), random_lengths(1024, 3, seed=1)), T=1500, N=16, K=16, H=192, values=128),
+    "latent": Case(
+        lengths=(random_lengths(1400, 6), random_lengths(1024, 3, seed=1)), T=1500, N=16, K=16, H=192, values=128
+    ),
     "latent, one segment": Case(lengths=((2500,),), T=2560, N=8, K=8, H=192, values=128),
-    "latent, grouped, window": Case(lengths=(random_lengths(1900, 3),), T=2048, N=8, K=2, H=192, values=128, window=700),
+    "latent, grouped, window": Case(
+        lengths=(random_lengths(1900, 3),), T=2048, N=8, K=2, H=192, values=128, window=700
+    ),
     "head dim 512": Case(lengths=(random_lengths(1000, 5),), T=1024, N=8, K=1, H=512),
     "head dim 256, window": Case(lengths=(random_lengths(1000, 5),), T=1024, N=4, K=2, H=256, window=200),
     "hundreds of documents": Case(lengths=(random_lengths(1024, 300),), T=1024, N=8, K=4, H=64),

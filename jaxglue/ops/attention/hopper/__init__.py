@@ -44,7 +44,12 @@ class HopperAttention(Launcher):
         arrays = q, first, rest, _rows(v, keys), q if sinks is None else sinks, segments.starts
         outputs = jax.ShapeDtypeStruct((*q.shape[:3], values), q.dtype), sizes.statistics()
         grid = triton.cdiv(sizes.T, _ROWS // sizes.P) * sizes.packs, sizes.B
-        constants = sizes.constants(window) | {"V": values, "SOFTCAP": softcap, "STAGES": _STAGES, "HAS_SINKS": sinks is not None}
+        constants = sizes.constants(window) | {
+            "V": values,
+            "SOFTCAP": softcap,
+            "STAGES": _STAGES,
+            "HAS_SINKS": sinks is not None,
+        }
         cost = KernelCost(kind=KernelKind.ATTENTION_FORWARD)
         return self._launch(forward_kernel, arrays, outputs, grid, constants, cost=cost)
 
@@ -66,11 +71,14 @@ class HopperAttention(Launcher):
         statistics = -(sizes.H**0.5) * lse if narrow else lse * LOG2_E.value, delta
         statistics = [_line(x.reshape(planes)) for x in statistics]
         others = segments.ends, *statistics, _cube(dout, sizes.P, (values,))[0]
-        widths = (values, sizes.H - values) if sizes.H > values else (values,)
+        widths = (values, sizes.H - values) if values < sizes.H else (values,)
         heads = heads_summed_at_once(sizes.K, 4 * sizes.B * sizes.T * sizes.G * sizes.H)
 
         def some(first, q, k, v) -> tuple[jax.Array, ...]:
-            (query, *query_rest), (key, *key_rest) = _cube(q, sizes.P, widths), [_rows(k, width=width) for width in widths]
+            (query, *query_rest), (key, *key_rest) = (
+                _cube(q, sizes.P, widths),
+                [_rows(k, width=width) for width in widths],
+            )
             arrays = query, key, _rows(v), *(query_rest or [None]), *(key_rest or [None]), *others
             constants = sizes.constants(window) | {"V": values, "CHUNK": chunk}
             return self._gradients(arrays, first, sizes, heads, widths, constants)
