@@ -153,7 +153,7 @@ class LatentMatrices:
         out = _product("btnr,nvr->btnv", latents, self.values)
         if self.adapter is not None:
             up, A = self.adapter
-            out += _product("btnR,nvR->btnv", _product("btnr,Rr->btnR", latents, A), up[:, :size])
+            out += _product("btnR,nvR->btnv", _product("btnr,Rr->btnR", latents, A), up[:, -size:])
         if self.gain is not None:
             out *= self.gain[:, -size:]
         return out.astype(latents.dtype)

@@ -19,6 +19,7 @@ from jaxglue.ops.backend import (
     Operation,
     check_capability,
     check_half,
+    check_tried,
     check_triton,
 )
 from jaxglue.ops.names import ATTENTION_OUT
@@ -120,6 +121,8 @@ def _check_hopper(capability: Capability | None, shape: AttentionShape) -> None:
     if shape.narrow_values and (shape.head_dim, shape.value_dim) != _LATENT_HEAD_DIMS:
         got = f"{shape.head_dim} and {shape.value_dim}"
         raise NotImplementedError(f"head dims of keys and values that differ must be {_LATENT_HEAD_DIMS}, got {got}")
+    if shape.narrow_values:
+        check_tried("Hopper's latent attention")
     if not shape.narrow_values and shape.head_dim not in _HOPPER_HEAD_DIMS:
         raise NotImplementedError(f"head dim must be one of {_HOPPER_HEAD_DIMS}, got {shape.head_dim}")
     if shape.forked:

@@ -12,9 +12,10 @@ FlashAttention-2 (Dao 2023, arXiv 2307.08691) over packed rows. Three choices ar
   deterministically.
 
 Layout: q, dq [B, T, N, H]; k, dk [B, T, K, H]; out, dout [B, T, N, values]; v, dv are the last K heads of [B, T, V,
-values]; lse, delta [B, N // P, T, P] float32, lse in natural units. Heads of queries and keys wider than those of values
-(latent attention) are tiles of two parts, since a tile's columns are a power of two: 192 are 128 and 64. Offsets of tiles are 64-bit, offsets in a tile 32-bit. With
-`descriptors` (compute capability ≥ 9.0), matmul operands come through TMA, which needs no registers for addresses.
+values]; lse, delta [B, N // P, T, P] float32, lse in natural units. Heads of queries and keys wider than those of
+values (latent attention) are tiles of two parts, as a tile's columns are a power of two: 192 are 128 and 64. Offsets of
+tiles are 64-bit, offsets in a tile 32-bit. With `descriptors` (compute capability ≥ 9.0), matmul operands come through
+TMA, which needs no registers for addresses.
 
 The heads of a tile run consecutively, and the tiles with least to do run last. With a unit of tokens, tiles are parts
 of the units in `PackedSegments.units`, and a program without a tile returns at once.

@@ -1,4 +1,4 @@
-"""The cache of latent attention: one vector a token for all heads, and attention of one query for each sequence over it.
+"""The cache of latent attention, one vector a token for all heads, and attention of one query a sequence over it.
 
 A query is projected to the latents' space once, instead of each cached latent to keys and values (DeepSeek-V2, arXiv
 2405.04434, 2.1.2).

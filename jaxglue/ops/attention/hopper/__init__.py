@@ -69,8 +69,7 @@ class HopperAttention(Launcher):
         planes = sizes.B * sizes.packs, sizes.T * sizes.P
         narrow = values < sizes.H  # scores then begin with the negative lse
         statistics = -(sizes.H**0.5) * lse if narrow else lse * LOG2_E.value, delta
-        statistics = [_line(x.reshape(planes)) for x in statistics]
-        others = segments.ends, *statistics, _cube(dout, sizes.P, (values,))[0]
+        others = segments.ends, *(_line(x.reshape(planes)) for x in statistics), _cube(dout, sizes.P, (values,))[0]
         widths = (values, sizes.H - values) if values < sizes.H else (values,)
         heads = heads_summed_at_once(sizes.K, 4 * sizes.B * sizes.T * sizes.G * sizes.H)
 

@@ -252,7 +252,7 @@ def _differentiate(ends, dk_out, dv_out, tiles, row, head, bounds, sizes, HEADS:
         stops = gl.minimum(stops, keys + sizes.WINDOW)
     dk = gl.zeros([GROUP_ROWS, V], gl.float32, layout=GRADIENT)
     dv = gl.zeros([GROUP_ROWS, V], gl.float32, layout=GRADIENT)
-    dk_rest = bounds.first
+    dk_rest = bounds.first  # unused
     if sizes.REST > 0:
         dk_rest = gl.zeros([GROUP_ROWS, REST], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST, 16]))
     if bounds.count > 0:
@@ -306,8 +306,11 @@ def backward_kernel(
     The grid is ROWS · HEADS · tiles, one head after another: sums of one stay in the L2 cache. As many again over SPAN
     then round the sums, each of SPAN tiles of tokens, while the last of the others compute. dq, dk and dv are those of
     HEADS key/value heads from `first_head` on. lse is in units of exponentials of 2; turns begin as zeros. Sums [ROWS ·
-    HEADS · G // P, T · P, H] float32 are left as they were where no query sees a key. Columns of queries and keys beyond
-    those of values have descriptors and sums of their own.
+    HEADS · G // P, T · P, V] float32 are left as they were where no query sees a key.
+
+    Columns of queries and keys beyond those of values have tiles and sums of their own, `rest`. They leave few
+    registers, so a warpgroup then has one product in flight at a time, and the other's fill the time; lse is then
+    −lse / SCALE, with which scores begin.
     """
     sizes = Sizes(T, K, G, P, H, WINDOW, SCALE, V, CHUNK)
     KEYS: gl.constexpr = 2 * GROUP_ROWS

@@ -158,8 +158,8 @@ def forward_kernel(
 ):  # fmt: skip
     """Compute output and log-sum-exp of one tile of queries; grid (query tiles · N // P, B).
 
-    Programs that run together share a key/value head, whose keys and values then come from the L2 cache. Columns of keys
-    beyond those of values come by a descriptor of their own; k_rest is k where there are none.
+    Programs that run together share a key/value head, whose keys and values then come from the L2 cache. Columns of
+    keys beyond those of values come by a descriptor of their own; k_rest is k where there are none.
     """
     sizes = Sizes(T, K, G, P, H, WINDOW, SCALE, V, SOFTCAP=SOFTCAP)
     PARTS: gl.constexpr = G // P

@@ -11,8 +11,8 @@ from jaxglue.ops.tile_ring import GROUP_ROWS
 class Sizes:
     """Constants of a call: T tokens, K key/value heads with G query heads each, P of them in a tile, head dim H.
 
-    CHUNK is of the backward pass (see `visits`), SOFTCAP, or None, of the forward pass. V is the head dim of values, and
-    REST = H − V the columns of queries and keys beside as many as values have, whose tiles are apart.
+    CHUNK is of the backward pass (see `visits`), SOFTCAP, or None, of the forward pass. V is the head dim of values,
+    and REST = H − V the columns of queries and keys beside as many as values have, whose tiles are apart.
     """
 
     T: gl.constexpr
