@@ -29,7 +29,7 @@ def gemma4_folder(model_folder):
 
 
 def test_adapters_learn_in_layers_that_share_keys_and_values(make_config, gemma4_folder, tmp_path):
-    summary = train(make_config(targets=("all-linear",), steps=4, embeddings="host"))
+    summary = train(make_config(targets=("all-linear",), steps=4))
     assert summary.last_loss < summary.first_loss - 0.1
     adapter = load_adapter(tmp_path / "run/adapter")
     kinds = {name.split(".", 3)[3].partition(".lora_")[0] for name in adapter.tensors if ".layers.1." in name}
@@ -40,6 +40,14 @@ def test_adapters_learn_in_layers_that_share_keys_and_values(make_config, gemma4
     assert merged.keys() == base.keys() and "model.layers.1.layer_scalar" in merged
     name = "model.embed_tokens_per_layer.weight"
     np.testing.assert_array_equal(merged[name], base[name])
+
+
+def test_embeddings_of_layers_on_the_host_train_alike(make_config, gemma4_folder, tmp_path):
+    losses = []
+    for place in ("device", "host"):
+        summary = train(make_config(steps=2, embeddings=place, output=str(tmp_path / place)))
+        losses.append((summary.first_loss, summary.last_loss))
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("changes", [{"method": "full"}, {"modules_to_save": ("embed_tokens",)}])

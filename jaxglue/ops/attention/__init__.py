@@ -127,8 +127,6 @@ def _check_hopper(capability: Capability | None, shape: AttentionShape) -> None:
         raise NotImplementedError(f"head dim must be one of {_HOPPER_HEAD_DIMS}, got {shape.head_dim}")
     if shape.forked:
         raise NotImplementedError("forked segments need another mask than causal")
-    if shape.split:
-        raise NotImplementedError("queries are some of a row's tokens")
 
 
 def _load_hopper(capability: Capability, shape: AttentionShape) -> AttentionBackend:
@@ -141,8 +139,8 @@ def _check_triton(capability: Capability | None, shape: AttentionShape) -> None:
     check_triton(capability, shape.dtype)
     assert capability is not None
     _check_head_dim(shape, largest_head_dim(capability), _NARROWEST)
-    if shape.split:
-        raise NotImplementedError("queries are some of a row's tokens")
+    if shape.split and shape.forked:
+        raise NotImplementedError("queries of forked segments are some of a row's tokens")
 
 
 def _load_triton(capability: Capability, shape: AttentionShape) -> AttentionBackend:

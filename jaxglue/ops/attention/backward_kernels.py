@@ -15,6 +15,7 @@ from jaxglue.ops.attention.kernels import (
     key_tile,
     last_tile,
     load_tile,
+    own_keys,
     query_tile,
     store_heads,
     store_tile,
@@ -31,8 +32,13 @@ def query_gradient(q, k, v, q_rest, k_rest, starts, out, lse, dout, delta, row, 
     last = end - 1
     lane, slots = tl.arange(0, spec.block_m), tl.arange(0, spec.block_n)
     tokens = first + lane // spec.P
-    starts += row * (3 * spec.T if spec.forks else spec.T)
+    starts += row * (spec.bounds * spec.T)
     low, all_low, lows = visible_keys(starts, first, last, tokens, spec)
+    first_own, last_own, own = (
+        own_keys(starts, first, spec),
+        own_keys(starts, last, spec),
+        own_keys(starts, tokens, spec),
+    )
     dout_tile = load_tile(dout, row, first, head, N, TOKENS, spec.P, False, VALUES, spec)
     out_tile = load_tile(out, row, first, head, N, TOKENS, spec.P, False, VALUES, spec)
     # Loaded last, as a load by descriptor waits. It lands in registers, of which dout would take too many.
@@ -46,7 +52,7 @@ def query_gradient(q, k, v, q_rest, k_rest, starts, out, lse, dout, delta, row, 
 
     acc = tl.full((spec.block_m, spec.width), 0.0, tl.float32)
     more = tl.full((spec.block_m, spec.rest if spec.rest > 0 else 1), 0.0, tl.float32)
-    stop = last + 1
+    stop = last_own + 1
     if spec.forks:
         gap_starts, gap_ends = gaps(starts, tokens, spec.T)
         any_start, any_end = -tl.max(-tl.where(gap_ends > gap_starts, gap_starts, spec.T), 0), tl.max(gap_ends, 0)
@@ -56,30 +62,32 @@ def query_gradient(q, k, v, q_rest, k_rest, starts, out, lse, dout, delta, row, 
         j, before = i, tl.maximum(i - spec.block_n, low)
         if spec.forks:
             j, before = tl.where(i < bend, i, i + shift), tl.where(before < bend, before, before + shift)
-        k_tile = load_tile(k, row, j, kv_head, spec.K, spec.block_n, 1, spec.descriptors, FIRST, spec)
+        k_tile = load_tile(k, row, j, kv_head, spec.K, spec.block_n, 1, spec.descriptors, FIRST, spec.keys)
         v_tile = load_tile(
-            v, row, j, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, spec.descriptors, VALUES, spec
+            v, row, j, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, spec.descriptors, VALUES, spec.keys
         )
         scores = tl.dot(q_tile, tl.trans(k_tile))
         if spec.rest > 0:
-            k_more = load_tile(k_rest, row, j, kv_head, spec.K, spec.block_n, 1, spec.descriptors, REST, spec)
+            k_more = load_tile(k_rest, row, j, kv_head, spec.K, spec.block_n, 1, spec.descriptors, REST, spec.keys)
             scores = tl.dot(q_more, tl.trans(k_more), scores)
         scores = capped(scores, spec)
         dweights = tl.dot(dout_tile, tl.trans(v_tile))
         if spec.late:
-            before_tile = load_tile(k, row, before, kv_head, spec.K, spec.block_n, 1, spec.descriptors, FIRST, spec)
+            before_tile = load_tile(
+                k, row, before, kv_head, spec.K, spec.block_n, 1, spec.descriptors, FIRST, spec.keys
+            )
             acc = tl.dot(dscores.to(k_tile.dtype), before_tile, acc)
             if spec.rest > 0:
                 before_more = load_tile(
-                    k_rest, row, before, kv_head, spec.K, spec.block_n, 1, spec.descriptors, REST, spec
+                    k_rest, row, before, kv_head, spec.K, spec.block_n, 1, spec.descriptors, REST, spec.keys
                 )
                 more = tl.dot(dscores.to(k_tile.dtype), before_more, more)
-        cut = (j < all_low) | (j + spec.block_n - 1 > first)
+        cut = (j < all_low) | (j + spec.block_n - 1 > first_own)
         if spec.forks:
             cut = cut | ((j < any_end) & (j + spec.block_n > any_start))
         if cut:
             keys = j + slots
-            visible = (keys[None, :] <= tokens[:, None]) & (keys[None, :] >= lows[:, None])
+            visible = (keys[None, :] <= own[:, None]) & (keys[None, :] >= lows[:, None])
             if spec.forks:
                 visible &= (keys[None, :] < gap_starts[:, None]) | (keys[None, :] >= gap_ends[:, None])
                 visible &= (keys[None, :] < skipped) | (i >= bend)
@@ -96,10 +104,10 @@ def query_gradient(q, k, v, q_rest, k_rest, starts, out, lse, dout, delta, row, 
         j = last_tile(low, stop, spec.block_n)
         if spec.forks:
             j = tl.where(j < bend, j, j + shift)
-        k_tile = load_tile(k, row, j, kv_head, spec.K, spec.block_n, 1, spec.descriptors, FIRST, spec)
+        k_tile = load_tile(k, row, j, kv_head, spec.K, spec.block_n, 1, spec.descriptors, FIRST, spec.keys)
         acc = tl.dot(dscores.to(k_tile.dtype), k_tile, acc)
         if spec.rest > 0:
-            k_more = load_tile(k_rest, row, j, kv_head, spec.K, spec.block_n, 1, spec.descriptors, REST, spec)
+            k_more = load_tile(k_rest, row, j, kv_head, spec.K, spec.block_n, 1, spec.descriptors, REST, spec.keys)
             more = tl.dot(dscores.to(k_tile.dtype), k_more, more)
     return acc * spec.scale, more * spec.scale
 
@@ -129,9 +137,13 @@ def key_value_gradients(q, k, v, q_rest, k_rest, ends, lse, delta, dout, row, fi
     lane = tl.arange(0, spec.block_m)
     keys = first + tl.arange(0, spec.block_n)
     FAR: tl.constexpr = spec.forks and spec.window > 0
-    ends += row * (2 * spec.T if FAR else spec.T)
+    ends += row * (2 * spec.S if FAR or spec.split else spec.S)
     stop, all_stop = tl.load(ends + last), tl.load(ends + first)
-    stops = tl.load(ends + keys, mask=keys < spec.T, other=0)
+    stops = tl.load(ends + keys, mask=keys < spec.S, other=0)
+    first_query, last_query, queries = first, last, keys
+    if spec.split:
+        first_query, last_query = tl.load(ends + spec.S + first), tl.load(ends + spec.S + last)
+        queries = tl.load(ends + spec.S + keys, mask=keys < spec.S, other=0)
     if FAR:
         positions = tl.load(ends + spec.T + keys, mask=keys < spec.T, other=0)
     elif spec.window > 0:
@@ -139,18 +151,18 @@ def key_value_gradients(q, k, v, q_rest, k_rest, ends, lse, delta, dout, row, fi
         stops = tl.minimum(stops, keys + spec.window)
     if spec.forks:  # a beginning's keys are seen further on than its first continuation's
         stop, all_stop = tl.max(stops, 0), -tl.max(-stops, 0)
-    k_tile = load_tile(k, row, first, kv_head, spec.K, spec.block_n, 1, False, FIRST, spec)
+    k_tile = load_tile(k, row, first, kv_head, spec.K, spec.block_n, 1, False, FIRST, spec.keys)
     if spec.rest > 0:
-        k_more = load_tile(k_rest, row, first, kv_head, spec.K, spec.block_n, 1, False, REST, spec)
+        k_more = load_tile(k_rest, row, first, kv_head, spec.K, spec.block_n, 1, False, REST, spec.keys)
     if spec.dkeys:
-        v_tile = load_tile(v, row, first, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, False, VALUES, spec)
+        v_tile = load_tile(v, row, first, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, False, VALUES, spec.keys)
 
     dk_acc = tl.full((spec.block_n, spec.width if spec.dkeys else 1), 0.0, tl.float32)
     more_acc = tl.full((spec.block_n, spec.rest if spec.dkeys and spec.rest > 0 else 1), 0.0, tl.float32)
     dv_acc = tl.full((spec.block_n, spec.width if spec.dvalues else 1), 0.0, tl.float32)
     for part in range(0, spec.G // spec.P):
         pack = kv_head * (spec.G // spec.P) + part
-        for i in range(first, stop, TOKENS):
+        for i in range(first_query, stop, TOKENS):
             tokens = i + lane // spec.P
             stats = ((row * (N // spec.P) + pack) * spec.T + i) * spec.P + lane
             q_tile = load_tile(q, row, i, pack * spec.P, N, TOKENS, spec.P, spec.descriptors, FIRST, spec)
@@ -166,11 +178,11 @@ def key_value_gradients(q, k, v, q_rest, k_rest, ends, lse, delta, dout, row, fi
             scores = capped(scores, spec)
             if spec.dkeys:
                 dweights = tl.dot(v_tile, tl.trans(dout_tile))
-            cut = (i < last) | (i + TOKENS > all_stop)
+            cut = (i < last_query) | (i + TOKENS > all_stop)
             if FAR:
                 cut = i >= first
             if cut:
-                visible = (keys[:, None] <= tokens[None, :]) & (tokens[None, :] < stops[:, None])
+                visible = (queries[:, None] <= tokens[None, :]) & (tokens[None, :] < stops[:, None])
                 if FAR:
                     reached = tl.load(ends + spec.T + tokens, mask=tokens < spec.T, other=0)
                     visible &= reached[None, :] < positions[:, None] + spec.window
@@ -191,31 +203,31 @@ def key_value_gradients(q, k, v, q_rest, k_rest, ends, lse, delta, dout, row, fi
 @triton.jit
 def dkdv_kernel(q, k, v, q_rest, k_rest, ends, units, lse, delta, dout, dk, dv, spec: tl.constexpr):
     """Compute dk and dv of one tile; grid (key tiles · K, B)."""
-    row, first, end, head = key_tile(units, spec)
+    row, first, end, head = key_tile(units, spec.keys)
     if first >= end:
         return
     dkeys, rest, dvalues = key_value_gradients(
         q, k, v, q_rest, k_rest, ends, lse, delta, dout, row, first, end, head, spec
     )
-    store_heads(dk, dkeys, rest, row, first, end, head, spec.K, spec.block_n, 1, spec)
-    store_tile(dv, dvalues, row, first, end, spec.V - spec.K + head, spec.V, spec.block_n, 1, VALUES, spec)
+    store_heads(dk, dkeys, rest, row, first, end, head, spec.K, spec.block_n, 1, spec.keys)
+    store_tile(dv, dvalues, row, first, end, spec.V - spec.K + head, spec.V, spec.block_n, 1, VALUES, spec.keys)
 
 
 @triton.jit
 def dk_kernel(q, k, v, q_rest, k_rest, ends, units, lse, delta, dout, dk, spec: tl.constexpr):
     """Do as `dkdv_kernel` for dk alone."""
-    row, first, end, head = key_tile(units, spec)
+    row, first, end, head = key_tile(units, spec.keys)
     if first >= end:
         return
     dkeys, rest, _ = key_value_gradients(q, k, v, q_rest, k_rest, ends, lse, delta, dout, row, first, end, head, spec)
-    store_heads(dk, dkeys, rest, row, first, end, head, spec.K, spec.block_n, 1, spec)
+    store_heads(dk, dkeys, rest, row, first, end, head, spec.K, spec.block_n, 1, spec.keys)
 
 
 @triton.jit
 def dv_kernel(q, k, v, q_rest, k_rest, ends, units, lse, delta, dout, dv, spec: tl.constexpr):
     """Do as `dkdv_kernel` for dv alone."""
-    row, first, end, head = key_tile(units, spec)
+    row, first, end, head = key_tile(units, spec.keys)
     if first >= end:
         return
     _, _, dvalues = key_value_gradients(q, k, v, q_rest, k_rest, ends, lse, delta, dout, row, first, end, head, spec)
-    store_tile(dv, dvalues, row, first, end, spec.V - spec.K + head, spec.V, spec.block_n, 1, VALUES, spec)
+    store_tile(dv, dvalues, row, first, end, spec.V - spec.K + head, spec.V, spec.block_n, 1, VALUES, spec.keys)

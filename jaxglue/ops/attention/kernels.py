@@ -7,6 +7,8 @@ FlashAttention-2 (Dao 2023, arXiv 2307.08691) over packed rows. Three choices ar
 - With `forks`, `starts` is [B, 3, T]: beside it lie the bounds of the keys that a query skips, those of the other
   continuation of a forked segment. A tile whose queries all skip a range jumps over it. With a window too, `ends` is
   [B, 2, T], with positions in segments, by which windows go.
+- With `split`, queries are some of a row's S tokens: `starts` is [B, 2, T], with each query's own key, and `ends`
+  [B, 2, S], with the first query at each key or after it.
 - A tile of queries holds P of the G query heads of a key/value head for block_m // P tokens. Short segments and windows
   waste less of a tile, and a key's gradient is summed over the group inside one program: without atomics,
   deterministically.
@@ -24,7 +26,7 @@ With `late`, a loop's last matmul runs one tile late, while the next tile's expo
 Shah et al. 2024, arXiv 2407.08608). The sums and their order stay the same.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import triton
 import triton.language as tl
@@ -45,6 +47,9 @@ class KernelSpec:
     """Constants of a kernel: sizes of the arrays, the visible keys, and tiles."""
 
     T: int
+    """Queries of a row."""
+    S: int
+    """Keys of a row."""
     K: int
     V: int
     G: int
@@ -61,6 +66,7 @@ class KernelSpec:
     window: int
     """0 for none."""
     forks: bool
+    split: bool = False
     softcap: float | None = None
     has_sinks: bool = False
     norm_eps: float | None = None
@@ -80,6 +86,16 @@ class KernelSpec:
     """Lines of a tile of queries: tokens times P."""
     block_n: int = 0
     """Keys of a tile."""
+
+    @property
+    def keys(self) -> "KernelSpec":
+        """Return the constants for arrays of keys and values."""
+        return replace(self, T=self.S)
+
+    @property
+    def bounds(self) -> int:
+        """Return the lines of `starts`."""
+        return 3 if self.forks else 2 if self.split else 1
 
     @property
     def factor(self) -> float:
@@ -138,7 +154,7 @@ def gaps(starts, tokens, T: tl.constexpr):
 @triton.jit
 def _first_visible(starts, tokens, spec: tl.constexpr):
     """Return the first visible key of each token; T for padding and tokens past the row."""
-    low = tl.load(starts + tokens, mask=tokens < spec.T, other=spec.T)
+    low = tl.load(starts + tokens, mask=tokens < spec.T, other=spec.S)
     if spec.window > 0:
         bound = tokens - spec.window + 1
         if spec.forks:  # skipped keys do not count
@@ -146,6 +162,15 @@ def _first_visible(starts, tokens, spec: tl.constexpr):
             bound = tl.where((gap_end > gap_start) & (bound < gap_end), bound - (gap_end - gap_start), bound)
         low = tl.maximum(low, bound)
     return low
+
+
+@triton.jit
+def own_keys(starts, tokens, spec: tl.constexpr):
+    """Return the last visible key of each token."""
+    if spec.split:
+        return tl.load(starts + spec.T + tokens, mask=tokens < spec.T, other=0)
+    else:
+        return tokens
 
 
 @triton.jit
@@ -246,8 +271,13 @@ def forward_kernel(q, k, v, q_rest, k_rest, sinks, starts, units, out, lse, spec
     last = end - 1
     lane, slots = tl.arange(0, spec.block_m), tl.arange(0, spec.block_n)
     tokens = first + lane // spec.P
-    starts += row * (3 * spec.T if spec.forks else spec.T)
+    starts += row * (spec.bounds * spec.T)
     low, all_low, lows = visible_keys(starts, first, last, tokens, spec)
+    first_own, last_own, own = (
+        own_keys(starts, first, spec),
+        own_keys(starts, last, spec),
+        own_keys(starts, tokens, spec),
+    )
     q_tile = load_tile(q, row, first, head, N, TOKENS, spec.P, spec.q_descriptor, FIRST, spec)
     if spec.rest > 0:
         q_more = load_tile(q_rest, row, first, head, N, TOKENS, spec.P, spec.q_descriptor, REST, spec)
@@ -258,7 +288,7 @@ def forward_kernel(q, k, v, q_rest, k_rest, sinks, starts, units, out, lse, spec
         peak = tl.load(sinks + head + lane % spec.P).to(tl.float32) * LOG2_E
         total += 1.0
     acc = tl.full((spec.block_m, spec.width), 0.0, tl.float32)
-    stop = last + 1
+    stop = last_own + 1
     if spec.forks:
         gap_starts, gap_ends = gaps(starts, tokens, spec.T)
         any_start, any_end = -tl.max(-tl.where(gap_ends > gap_starts, gap_starts, spec.T), 0), tl.max(gap_ends, 0)
@@ -268,23 +298,23 @@ def forward_kernel(q, k, v, q_rest, k_rest, sinks, starts, units, out, lse, spec
         j, before = i, tl.maximum(i - spec.block_n, low)
         if spec.forks:
             j, before = tl.where(i < bend, i, i + shift), tl.where(before < bend, before, before + shift)
-        k_tile = load_tile(k, row, j, kv_head, spec.K, spec.block_n, 1, spec.descriptors, FIRST, spec)
+        k_tile = load_tile(k, row, j, kv_head, spec.K, spec.block_n, 1, spec.descriptors, FIRST, spec.keys)
         scores = tl.dot(q_tile, tl.trans(k_tile))
         if spec.rest > 0:
-            k_more = load_tile(k_rest, row, j, kv_head, spec.K, spec.block_n, 1, spec.descriptors, REST, spec)
+            k_more = load_tile(k_rest, row, j, kv_head, spec.K, spec.block_n, 1, spec.descriptors, REST, spec.keys)
             scores = tl.dot(q_more, tl.trans(k_more), scores)
         scores = capped(scores, spec)
         if spec.late:
             v_tile = load_tile(
-                v, row, before, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, spec.descriptors, VALUES, spec
+                v, row, before, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, spec.descriptors, VALUES, spec.keys
             )
             acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * alpha[:, None])
-        cut = (j < all_low) | (j + spec.block_n - 1 > first)
+        cut = (j < all_low) | (j + spec.block_n - 1 > first_own)
         if spec.forks:
             cut = cut | ((j < any_end) & (j + spec.block_n > any_start))
         if cut:
             keys = j + slots
-            visible = (keys[None, :] <= tokens[:, None]) & (keys[None, :] >= lows[:, None])
+            visible = (keys[None, :] <= own[:, None]) & (keys[None, :] >= lows[:, None])
             if spec.forks:
                 visible &= (keys[None, :] < gap_starts[:, None]) | (keys[None, :] >= gap_ends[:, None])
                 visible &= (keys[None, :] < skipped) | (i >= bend)
@@ -295,7 +325,7 @@ def forward_kernel(q, k, v, q_rest, k_rest, sinks, starts, units, out, lse, spec
         total = total * alpha + tl.sum(weights, 1)
         if not spec.late:
             v_tile = load_tile(
-                v, row, j, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, spec.descriptors, VALUES, spec
+                v, row, j, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, spec.descriptors, VALUES, spec.keys
             )
             acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * alpha[:, None])
         peak = new_peak
@@ -304,11 +334,11 @@ def forward_kernel(q, k, v, q_rest, k_rest, sinks, starts, units, out, lse, spec
         if spec.forks:
             j = tl.where(j < bend, j, j + shift)
         v_tile = load_tile(
-            v, row, j, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, spec.descriptors, VALUES, spec
+            v, row, j, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, spec.descriptors, VALUES, spec.keys
         )
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * alpha[:, None])
 
-    seen = (lows <= tokens) & (tokens < spec.T)
+    seen = (lows <= own) & (tokens < spec.T)
     total = tl.where(seen, total, 1.0)
     acc = tl.where(seen[:, None], acc / total[:, None], 0.0)
     store_tile(out, acc, row, first, end, head, N, TOKENS, spec.P, VALUES, spec)

@@ -39,12 +39,12 @@ class TritonAttention(Launcher):
     def forward(self, q, k, v, sinks, segments, *, window, softcap=None):
         """Return (out, lse)."""
         sizes, tiles = KernelSizes.of(q, k), self.tiles.forward
-        count, units, unit = _tiles_in_order(segments, tiles.block_m // sizes.P)
+        count, units, unit = _tiles_in_order(segments, sizes.T, tiles.block_m // sizes.P)
         spec = _spec(sizes, v, window, segments, softcap)
         operands, by_descriptor = self._operands(q, k, v, tiles, spec)
         return self._launch_tiles(
             kernels.forward_kernel,
-            (*operands, q if sinks is None else sinks, _starts(segments), units),
+            (*operands, q if sinks is None else sinks, starts_of(segments), units),
             (jax.ShapeDtypeStruct((*q.shape[:3], spec.values), q.dtype), sizes.statistics()),
             (count * sizes.packs, sizes.B),
             tiles,
@@ -83,11 +83,11 @@ class TritonAttention(Launcher):
         """Return (an array like another with the gradient, delta)."""
         q, k, v = arrays
         sizes, tiles = KernelSizes.of(q, k), self.tiles.dq
-        count, units, unit = _tiles_in_order(segments, tiles.block_m // sizes.P)
+        count, units, unit = _tiles_in_order(segments, sizes.T, tiles.block_m // sizes.P)
         operands, by_descriptor = self._operands(q, k, v, tiles, spec)
         return self._launch_tiles(
             kernel,
-            (*operands, _starts(segments), units, *given),
+            (*operands, starts_of(segments), units, *given),
             (shape_dtype_of(like), sizes.statistics()),
             (count * sizes.packs, sizes.B),
             tiles,
@@ -100,7 +100,7 @@ class TritonAttention(Launcher):
         lse, delta, dout, *others = given
         sizes, tiles = KernelSizes.of(q, k), self.tiles.dkdv if spec.dkeys else self.tiles.dv
         assert tiles is not None
-        count, units, unit = _tiles_in_order(segments, tiles.block_n)
+        count, units, unit = _tiles_in_order(segments, sizes.S, tiles.block_n)
         block, ends = (tiles.block_m // sizes.P, sizes.P), _ends(segments, spec.window)
         first, rest = self._parts(q, spec, *block)
         operands = first, k, v, rest, k if spec.rest else None
@@ -148,10 +148,11 @@ class TritonAttention(Launcher):
 
 @dataclass(frozen=True, kw_only=True)
 class KernelSizes:
-    """Sizes of a call: B rows of T tokens, K key/value heads with G query heads each, head dim H."""
+    """Sizes of a call: B rows of T queries and S keys, K key/value heads with G query heads each, head dim H."""
 
     B: int
     T: int
+    S: int
     K: int
     G: int
     P: int
@@ -163,7 +164,7 @@ class KernelSizes:
         """Return the sizes of a call."""
         B, T, N, H = q.shape
         G = N // k.shape[2]
-        return cls(B=B, T=T, K=k.shape[2], G=G, P=math.gcd(G, 16), H=H)
+        return cls(B=B, T=T, S=k.shape[1], K=k.shape[2], G=G, P=math.gcd(G, 16), H=H)
 
     @property
     def packs(self) -> int:
@@ -188,6 +189,7 @@ def _spec(
     width = triton.next_power_of_2(values)
     return KernelSpec(
         T=sizes.T,
+        S=sizes.S,
         K=sizes.K,
         V=v.shape[2],
         G=sizes.G,
@@ -199,34 +201,38 @@ def _spec(
         scale=sizes.H**-0.5,
         window=window or 0,
         forks=segments.gap_starts is not None,
+        split=segments.own_keys is not None,
         softcap=softcap,
     )
 
 
-def _tiles_in_order(segments: PackedSegments, tokens: int) -> tuple[int, Int[Array, "..."], dict]:
+def _tiles_in_order(segments: PackedSegments, T: int, tokens: int) -> tuple[int, Int[Array, "..."], dict]:
     """Return the tiles of so many tokens in a row, the units that they are in, and a unit's tokens.
 
     Without units, or for larger tiles, tiles start as they lie in a row; a unit has 0 tokens then.
     """
-    T = segments.starts.shape[1]
     if segments.units is None or tokens > UNIT:
         return triton.cdiv(T, tokens), segments.starts, {"unit": 0, "units": 0}
     count = segments.units.shape[3]
     return count * (UNIT // tokens), segments.units, {"unit": UNIT, "units": count}
 
 
-def _starts(segments: PackedSegments) -> Int[Array, "B *bounds T"]:
-    """Return the first keys of queries, in forked segments beside the bounds of the keys that they skip."""
+def starts_of(segments: PackedSegments) -> Int[Array, "B *bounds T"]:
+    """Return the first keys of queries; beside them the bounds of the keys that they skip, or their own keys."""
+    if segments.own_keys is not None:
+        return jnp.stack([segments.starts, segments.own_keys], axis=1)
     if segments.gap_starts is None or segments.gap_ends is None:
         return segments.starts
     return jnp.stack([segments.starts, segments.gap_starts, segments.gap_ends], axis=1)
 
 
 def _ends(segments: PackedSegments, window: int) -> Int[Array, "B *bounds T"]:
-    """Return the ends of keys' queries, in forked segments with a window beside positions.
+    """Return the ends of keys' queries; beside them the first ones, or in forked segments with a window positions.
 
     A second continuation's keys are followed by their own queries alone, so the window ends them.
     """
+    if segments.first_queries is not None:
+        return jnp.stack([segments.ends, segments.first_queries], axis=1)
     if segments.gap_starts is None or segments.gap_ends is None or not window:
         return segments.ends
     last = jnp.arange(segments.ends.shape[1], dtype=jnp.int32) + window

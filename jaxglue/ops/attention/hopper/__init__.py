@@ -14,7 +14,7 @@ from jaxglue.ops.attention.hopper.forward import forward_kernel
 from jaxglue.ops.attention.hopper.visits import tiles_in_chunk
 from jaxglue.ops.attention.kernels import LOG2_E
 from jaxglue.ops.attention.tiles import heads_summed_at_once, kernel_tiles
-from jaxglue.ops.attention.triton import KernelSizes, TritonAttention, sink_gradient
+from jaxglue.ops.attention.triton import KernelSizes, TritonAttention, sink_gradient, starts_of
 from jaxglue.ops.attention.vjp import Gradients
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher, shape_dtype_of
@@ -41,10 +41,10 @@ class HopperAttention(Launcher):
         sizes, values = KernelSizes.of(q, k), v.shape[3]
         keys = _ROWS if values <= 128 else _ROWS // 2  # of a tile: wide heads fill shared memory
         first, rest = _parts(k, values, keys)
-        arrays = q, first, rest, _rows(v, keys), q if sinks is None else sinks, segments.starts
+        arrays = q, first, rest, _rows(v, keys), q if sinks is None else sinks, starts_of(segments)
         outputs = jax.ShapeDtypeStruct((*q.shape[:3], values), q.dtype), sizes.statistics()
         grid = triton.cdiv(sizes.T, _ROWS // sizes.P) * sizes.packs, sizes.B
-        constants = sizes.constants(window) | {
+        constants = _constants(sizes, segments, window) | {
             "V": values,
             "SOFTCAP": softcap,
             "STAGES": _STAGES,
@@ -69,7 +69,10 @@ class HopperAttention(Launcher):
         planes = sizes.B * sizes.packs, sizes.T * sizes.P
         narrow = values < sizes.H  # scores then begin with the negative lse
         statistics = -(sizes.H**0.5) * lse if narrow else lse * LOG2_E.value, delta
-        others = segments.ends, *(_line(x.reshape(planes)) for x in statistics), _cube(dout, sizes.P, (values,))[0]
+        ends = segments.ends
+        if segments.own_keys is not None and segments.first_queries is not None:
+            ends = jnp.concatenate([ends, segments.first_queries, segments.own_keys], axis=1)
+        others = ends, *(_line(x.reshape(planes)) for x in statistics), _cube(dout, sizes.P, (values,))[0]
         widths = (values, sizes.H - values) if values < sizes.H else (values,)
         heads = heads_summed_at_once(sizes.K, 4 * sizes.B * sizes.T * sizes.G * sizes.H)
 
@@ -79,7 +82,7 @@ class HopperAttention(Launcher):
                 [_rows(k, width=width) for width in widths],
             )
             arrays = query, key, _rows(v), *(query_rest or [None]), *(key_rest or [None]), *others
-            constants = sizes.constants(window) | {"V": values, "CHUNK": chunk}
+            constants = _constants(sizes, segments, window) | {"V": values, "CHUNK": chunk}
             return self._gradients(arrays, first, sizes, heads, widths, constants)
 
         def replaced(i, arrays):
@@ -96,12 +99,13 @@ class HopperAttention(Launcher):
 
     def _gradients(self, arrays, first_head, sizes: KernelSizes, heads: int, widths: tuple[int, ...], constants: dict):
         """Return (dq, dk, dv) of some key/value heads and their query heads."""
-        lines, planes, tiles = sizes.T * sizes.P, sizes.B * heads * sizes.G // sizes.P, triton.cdiv(sizes.T, _ROWS)
+        lines, planes, tiles = sizes.T * sizes.P, sizes.B * heads * sizes.G // sizes.P, triton.cdiv(sizes.S, _ROWS)
+        rounded = triton.cdiv(triton.cdiv(sizes.T, _ROWS), _SPAN)
         turns = jnp.zeros((planes, triton.cdiv(lines, _ROWS // 2)), jnp.int32)
         sums = [jnp.empty((planes, lines, width), jnp.float32) for width in widths]
         dk, dv, dq = (
-            jax.ShapeDtypeStruct((sizes.B, sizes.T, heads * group, width), arrays[1].base.dtype)
-            for group, width in ((1, sizes.H), (1, widths[0]), (sizes.G, sizes.H))
+            jax.ShapeDtypeStruct((sizes.B, tokens, heads * group, width), arrays[1].base.dtype)
+            for tokens, group, width in ((sizes.S, 1, sizes.H), (sizes.S, 1, widths[0]), (sizes.T, sizes.G, sizes.H))
         )
         given = *arrays, jnp.asarray(first_head, jnp.int32).reshape(1), turns
         in_place, passed = (turns, *sums), sum(each is not None for each in given)
@@ -109,12 +113,16 @@ class HopperAttention(Launcher):
             backward_kernel,
             (*given, *map(_halves, sums), *([None] if len(sums) == 1 else [])),
             (dk, dv, dq, *map(shape_dtype_of, in_place)),
-            ((tiles + triton.cdiv(tiles, _SPAN)) * heads * sizes.B,),
+            ((tiles + rounded) * heads * sizes.B,),
             constants | {"STAGES": _STAGES + (sizes.H <= 64), "HEADS": heads, "ROWS": sizes.B, "SPAN": _SPAN},
             cost=KernelCost(kind=KernelKind.ATTENTION_BACKWARD),
             aliases={passed - 1 + i: 3 + i for i in range(len(in_place))},
         )
         return dq, dk, dv
+
+
+def _constants(sizes: KernelSizes, segments: PackedSegments, window: int | None) -> dict:
+    return sizes.constants(window) | {"S": sizes.S, "SPLIT": segments.own_keys is not None}
 
 
 def _per_tile(x: Float[Array, "B T N"], sizes: KernelSizes) -> Float[Array, "B N/P T P"]:

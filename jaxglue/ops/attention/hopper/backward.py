@@ -237,19 +237,22 @@ def _all_tiles(operands, sums, sizes, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _differentiate(ends, dk_out, dv_out, tiles, row, head, bounds, sizes, HEADS: gl.constexpr, GROUP: gl.constexpr):
+def _differentiate(ends, dk_out, dv_out, tiles, row, head, first, bounds, sizes, HEADS: gl.constexpr,
+                   GROUP: gl.constexpr):  # fmt: skip
     """Compute the gradients of a warpgroup's keys and values, and its halves of those of queries."""
-    T: gl.constexpr = sizes.T
+    S: gl.constexpr = sizes.S
     H: gl.constexpr = sizes.H
     V: gl.constexpr = sizes.V
     REST: gl.constexpr = sizes.REST if sizes.REST > 0 else 16
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, GROUP_ROWS, 16])
     GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
-    first = bounds.first + GROUP * GROUP_ROWS
+    first = (first if sizes.SPLIT else bounds.first) + GROUP * GROUP_ROWS
     keys = first + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, SCORES))
-    stops = gl.load(ends + keys, mask=keys < T, other=0)
+    stops = gl.load(ends + keys, mask=keys < S, other=0)
     if sizes.WINDOW > 0:
         stops = gl.minimum(stops, keys + sizes.WINDOW)
+    if sizes.SPLIT:  # a key's first query
+        keys = gl.load(ends + S + keys, mask=keys < S, other=0)
     dk = gl.zeros([GROUP_ROWS, V], gl.float32, layout=GRADIENT)
     dv = gl.zeros([GROUP_ROWS, V], gl.float32, layout=GRADIENT)
     dk_rest = bounds.first  # unused
@@ -260,29 +263,30 @@ def _differentiate(ends, dk_out, dv_out, tiles, row, head, bounds, sizes, HEADS:
         held = _hold(tiles, SCORES, V, GROUP)
         dk, dv, dk_rest = _all_tiles((bounds, keys, stops, tiles, held), (dk, dv, dk_rest), sizes, GROUP)
     values = tiles.keys.index(1).slice(GROUP * GROUP_ROWS, GROUP_ROWS, dim=0)  # only this warpgroup's
-    store_rows(dk_out, dk * sizes.SCALE, values, row, first, head, T, HEADS, H, 1)
+    store_rows(dk_out, dk * sizes.SCALE, values, row, first, head, S, HEADS, H, 1)
     if sizes.REST > 0:
         part = values.slice(0, REST, dim=1)
-        store_rows(dk_out + V, dk_rest * sizes.SCALE, part, row, first, head, T, HEADS, H, 1)
-    store_rows(dv_out, dv, values, row, first, head, T, HEADS, V, 1)
+        store_rows(dk_out + V, dk_rest * sizes.SCALE, part, row, first, head, S, HEADS, H, 1)
+    store_rows(dv_out, dv, values, row, first, head, S, HEADS, V, 1)
 
 
 @gluon.jit
-def _compute(ends, dk, dv, sums, dq, tiles, row, head, bounds, rounded, sizes, HEADS: gl.constexpr,
+def _compute(ends, dk, dv, sums, dq, tiles, row, head, first, bounds, rounded, sizes, HEADS: gl.constexpr,
              GROUP: gl.constexpr):  # fmt: skip
-    """Differentiate, or round so many tiles of sums."""
+    """Differentiate keys from `first` on, or round so many tiles of sums; without SPLIT from the bounds' first one."""
     if rounded > 0:
-        first, rest = sums
-        round_sums(first, rest, dq, tiles.queries, ends, row, head, bounds.first, rounded, sizes, HEADS, GROUP)
+        token = first if sizes.SPLIT else bounds.first
+        main, rest = sums
+        round_sums(main, rest, dq, tiles.queries, ends, row, head, token, rounded, sizes, HEADS, GROUP)
     else:
-        _differentiate(ends, dk, dv, tiles, row, head, bounds, sizes, HEADS, GROUP)
+        _differentiate(ends, dk, dv, tiles, row, head, first, bounds, sizes, HEADS, GROUP)
 
 
 @gluon.jit
 def _load(source, finished):
     """Load a program's tiles to differentiate, or its finished sums."""
-    q, k, v, lse, delta, dout, q_rest, k_rest, tiles, start, plane, kv_head, bounds, sizes = source
-    load_tiles(q, k, v, lse, delta, dout, q_rest, k_rest, tiles, start, plane, kv_head, bounds, sizes)
+    q, k, v, lse, delta, dout, q_rest, k_rest, tiles, start, key, plane, kv_head, bounds, sizes = source
+    load_tiles(q, k, v, lse, delta, dout, q_rest, k_rest, tiles, start, key, plane, kv_head, bounds, sizes)
     sums, sums_rest, turns, queries, ends, dq_plane, first, count, _ = finished
     load_sums(sums, sums_rest, turns, queries, ends, dq_plane, first, count, sizes)
 
@@ -297,51 +301,55 @@ def _add(shares, ADDER: gl.constexpr):
 @gluon.jit
 def backward_kernel(
     q, k, v, q_rest, k_rest, ends, lse, delta, dout, first_head, turns, sums, sums_rest, dk, dv, dq, T: gl.constexpr,
-    K: gl.constexpr, G: gl.constexpr, P: gl.constexpr, H: gl.constexpr, V: gl.constexpr, WINDOW: gl.constexpr,
-    SCALE: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, SPAN: gl.constexpr,
-    CHUNK: gl.constexpr,
+    S: gl.constexpr, K: gl.constexpr, G: gl.constexpr, P: gl.constexpr, H: gl.constexpr, V: gl.constexpr,
+    WINDOW: gl.constexpr, SCALE: gl.constexpr, SPLIT: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr,
+    STAGES: gl.constexpr, SPAN: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of one tile, summed over the group of query heads, and its share of dq; or round sums to dq.
 
     The grid is ROWS · HEADS · tiles, one head after another: sums of one stay in the L2 cache. As many again over SPAN
     then round the sums, each of SPAN tiles of tokens, while the last of the others compute. dq, dk and dv are those of
     HEADS key/value heads from `first_head` on. lse is in units of exponentials of 2; turns begin as zeros. Sums [ROWS ·
-    HEADS · G // P, T · P, V] float32 are left as they were where no query sees a key.
+    HEADS · G // P, T · P, V] float32 are left as they were where no query sees a key. With SPLIT, ends [B, 2 · S + T]
+    have the end of each key's queries, the first of them, and each query's own key.
 
     Columns of queries and keys beyond those of values have tiles and sums of their own, `rest`. They leave few
     registers, so a warpgroup then has one product in flight at a time, and the other's fill the time; lse is then
     −lse / SCALE, with which scores begin.
     """
-    sizes = Sizes(T, K, G, P, H, WINDOW, SCALE, V, CHUNK)
+    sizes = Sizes(T, S, K, G, P, H, WINDOW, SCALE, SPLIT, V, CHUNK)
     KEYS: gl.constexpr = 2 * GROUP_ROWS
-    TILES: gl.constexpr = (T + KEYS - 1) // KEYS
+    TILES: gl.constexpr = (S + KEYS - 1) // KEYS
+    ROUNDED: gl.constexpr = (T + KEYS - 1) // KEYS
     index = gl.program_id(0)
     rounds = index >= ROWS * HEADS * TILES
     index = gl.where(rounds, index - ROWS * HEADS * TILES, index)
-    tiles_of_head = gl.where(rounds, (TILES + SPAN - 1) // SPAN, TILES)
+    tiles_of_head = gl.where(rounds, (ROUNDED + SPAN - 1) // SPAN, TILES)
     tile, plane = index % tiles_of_head, index // tiles_of_head
     head, row = plane % HEADS, (plane // HEADS).to(gl.int64)
     kv_head = gl.load(first_head) + head
-    first, row_ends = tile * gl.where(rounds, SPAN * KEYS, KEYS), ends + row * T
+    first, row_ends = tile * gl.where(rounds, SPAN * KEYS, KEYS), ends + row * (2 * S + T if SPLIT else S)
     plane = (row.to(gl.int32) * K + kv_head) * (G // P)
     dq_plane = (row.to(gl.int32) * HEADS + head) * (G // P)
-    bounds = query_range(row_ends, first, gl.minimum(first + KEYS, T) - 1, sizes)
-    bounds = Range(first, bounds.full, bounds.cut, gl.where(rounds, 0, bounds.count))
+    bounds = query_range(row_ends, first, gl.minimum(first + KEYS, S) - 1, sizes)
+    bounds = Range(bounds.first, bounds.full, bounds.cut, gl.where(rounds, 0, bounds.count))
     tokens = gl.minimum(first + SPAN * KEYS, T) - first
     rounded = gl.where(rounds, (tokens * P + GROUP_ROWS - 1) // GROUP_ROWS * (G // P), 0)
     before = gl.where(tile > 0, visible_end(row_ends, gl.maximum(first - 1, 0), WINDOW), 0)
     tiles = allocate(q, k, lse, sums, q_rest, k_rest, sums_rest, STAGES, P, sizes)
     fence_async_shared()
     gl.barrier()
-    start = (row * T + first).to(gl.int32)
-    source = (q, k, v, lse, delta, dout, q_rest, k_rest, tiles, start, plane, kv_head, bounds, sizes)
+    start = (row * T + bounds.first).to(gl.int32)
+    # Without SPLIT the same numbers: no registers for them twice.
+    key, other = ((row * S + first).to(gl.int32), first) if SPLIT else (0, 0)
+    source = (q, k, v, lse, delta, dout, q_rest, k_rest, tiles, start, key, plane, kv_head, bounds, sizes)
     finished = (sums, sums_rest, turns, tiles.queries, row_ends, dq_plane, first, rounded, sizes)
     all_sums = (sums, sums_rest)
     shares = (sums, sums_rest, turns, tiles.dq, tiles.dq_rest, dq_plane, tile, before, bounds, sizes)
     gl.warp_specialize(
         [
-            (_compute, (row_ends, dk, dv, all_sums, dq, tiles, row, head, bounds, rounded, sizes, HEADS, 0)),
-            (_compute, (row_ends, dk, dv, all_sums, dq, tiles, row, head, bounds, rounded, sizes, HEADS, 1)),
+            (_compute, (row_ends, dk, dv, all_sums, dq, tiles, row, head, other, bounds, rounded, sizes, HEADS, 0)),
+            (_compute, (row_ends, dk, dv, all_sums, dq, tiles, row, head, other, bounds, rounded, sizes, HEADS, 1)),
             (_load, (source, finished)),
             (_add, (shares, 0)),
             (_add, (shares, 1)),

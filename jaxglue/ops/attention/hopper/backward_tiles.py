@@ -39,9 +39,16 @@ class Tiles:
 def query_range(ends, first, last, sizes):
     """Return the tiles of queries that see keys from `first` to `last`."""
     TOKENS: gl.constexpr = GROUP_ROWS // sizes.P
-    count = gl.maximum(visible_end(ends, last, sizes.WINDOW) - first + TOKENS - 1, 0) // TOKENS
+    if sizes.SPLIT:
+        end, all_end = gl.load(ends + last), gl.load(ends + first)
+        # Programs share tiles, which begin at multiples of their tokens.
+        first = gl.load(ends + sizes.S + first) // TOKENS * TOKENS
+        last = gl.load(ends + sizes.S + last)
+    else:
+        end, all_end = visible_end(ends, last, sizes.WINDOW), visible_end(ends, first, sizes.WINDOW)
+    count = gl.maximum(end - first + TOKENS - 1, 0) // TOKENS
     full = gl.minimum((last - first + TOKENS - 1) // TOKENS, count)
-    cut = gl.maximum(visible_end(ends, first, sizes.WINDOW) - first, 0) // TOKENS
+    cut = gl.maximum(all_end - first, 0) // TOKENS
     return Range(first, full, gl.minimum(gl.maximum(cut, full), count), count)
 
 
@@ -74,19 +81,23 @@ def allocate(q, k, lse, dq, q_rest, k_rest, dq_rest, STAGES: gl.constexpr, P: gl
 
 
 @gluon.jit
-def load_tiles(q, k, v, lse, delta, dout, q_rest, k_rest, tiles, start, plane, kv_head, bounds, sizes):
-    """Load the tile of keys and values, and all tiles of queries and dout with their statistics."""
+def load_tiles(q, k, v, lse, delta, dout, q_rest, k_rest, tiles, start, key, plane, kv_head, bounds, sizes):
+    """Load the tile of keys and values, and all tiles of queries and dout with their statistics.
+
+    The first query is at `start` in [B · T], the first key at `key` in [B · S] with SPLIT, or at `start`.
+    """
     P: gl.constexpr = sizes.P
     V: gl.constexpr = sizes.V
     BYTES: gl.constexpr = 2 * (q.block_type.nbytes + lse.block_type.nbytes)
     REST_BYTES: gl.constexpr = q_rest.block_type.nbytes if sizes.REST > 0 else 0
     if bounds.count > 0:
         loaded = tiles.loaded.index(0)
+        at = key if sizes.SPLIT else start
         mbarrier.expect(loaded, 2 * k.block_type.nbytes + (k_rest.block_type.nbytes if sizes.REST > 0 else 0))
-        tma.async_copy_global_to_shared(k, [start, kv_head * sizes.H], loaded, tiles.keys.index(0))
+        tma.async_copy_global_to_shared(k, [at, kv_head * sizes.H], loaded, tiles.keys.index(0))
         if sizes.REST > 0:
-            tma.async_copy_global_to_shared(k_rest, [start, kv_head * sizes.H + V], loaded, tiles.keys_rest.index(0))
-        tma.async_copy_global_to_shared(v, [start, kv_head * V], loaded, tiles.keys.index(1))
+            tma.async_copy_global_to_shared(k_rest, [at, kv_head * sizes.H + V], loaded, tiles.keys_rest.index(0))
+        tma.async_copy_global_to_shared(v, [at, kv_head * V], loaded, tiles.keys.index(1))
     for n in range(sizes.G // P * bounds.count):
         part, i = visited(n, bounds, sizes)
         token, head = start + i * (GROUP_ROWS // P), kv_head * sizes.G + part * P

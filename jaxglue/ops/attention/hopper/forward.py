@@ -19,19 +19,29 @@ from jaxglue.ops.tile_ring import GROUP_ROWS, await_tile, load, release, ring, t
 
 
 @gluon.jit
-def _first_visible(starts, tokens, T: gl.constexpr, WINDOW: gl.constexpr):
-    """Return the first visible key of each token; T for padding and tokens past the row."""
-    low = gl.load(starts + tokens, mask=tokens < T, other=T)
-    if WINDOW > 0:
-        low = gl.maximum(low, tokens - WINDOW + 1)
+def _first_visible(starts, tokens, sizes):
+    """Return the first visible key of each token; S for padding and tokens past the row."""
+    low = gl.load(starts + tokens, mask=tokens < sizes.T, other=sizes.S)
+    if sizes.WINDOW > 0:
+        low = gl.maximum(low, tokens - sizes.WINDOW + 1)
     return low
+
+
+@gluon.jit
+def _own_keys(starts, tokens, sizes):
+    """Return the last visible key of each token."""
+    if sizes.SPLIT:
+        return gl.load(starts + sizes.T + tokens, mask=tokens < sizes.T, other=0)
+    else:
+        return tokens
 
 
 @gluon.jit
 def _key_range(starts, first, last, BLOCK_N: gl.constexpr, sizes):
     """Return the tiles of keys for the queries from `first` to `last`: at least one, for the loops' sake."""
-    low = gl.minimum(_first_visible(starts, first, sizes.T, sizes.WINDOW), last)
-    all_low = gl.minimum(_first_visible(starts, last, sizes.T, sizes.WINDOW), last + 1)
+    low, all_low = _first_visible(starts, first, sizes), _first_visible(starts, last, sizes)
+    first, last = _own_keys(starts, first, sizes), _own_keys(starts, last, sizes)
+    low, all_low = gl.minimum(low, last), gl.minimum(all_low, last + 1)
     count = (last - low) // BLOCK_N + 1
     full = gl.minimum(gl.maximum((all_low - low + BLOCK_N - 1) // BLOCK_N, 1), count)
     cut = gl.minimum(gl.maximum(gl.maximum(first + 1 - low, 0) // BLOCK_N, full), count)
@@ -110,7 +120,8 @@ def _attend(q, sinks, starts, out, lse, tiles, row, head, first, bounds, sizes, 
     held = query.load(gl.DotOperandLayout(0, SCORES, 2)) if V <= 128 else query
     lane = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, SCORES))
     tokens = token + lane // P
-    lows = _first_visible(starts + row * T, tokens, T, sizes.WINDOW)
+    starts += row * (2 * T if sizes.SPLIT else T)
+    lows, own = _first_visible(starts, tokens, sizes), _own_keys(starts, tokens, sizes)
     if HAS_SINKS:
         peak = gl.load(sinks + head + lane % P).to(gl.float32) * LOG2_E
     else:
@@ -122,14 +133,14 @@ def _attend(q, sinks, starts, out, lse, tiles, row, head, first, bounds, sizes, 
     if sizes.REST > 0:
         scores = warpgroup_mma(query_rest, keys_rest.index(0).permute((1, 0)), scores)
     release(keys, 0)
-    weights, _, peak, total = _softmax(scores, peak, total, bounds.first, tokens, lows, True, sizes)
+    weights, _, peak, total = _softmax(scores, peak, total, bounds.first, own, lows, True, sizes)
     weights = gl.convert_layout(weights.to(q.dtype.element_ty), WEIGHTS)
-    operands = bounds.first, held, keys, values, tokens, lows, query_rest, keys_rest
+    operands = bounds.first, held, keys, values, own, lows, query_rest, keys_rest
     state = _tiles(1, bounds.full, True, operands, (weights, acc, peak, total), sizes)
     state = _tiles(bounds.full, bounds.cut, False, operands, state, sizes)
     weights, acc, peak, total = _tiles(bounds.cut, bounds.count, True, operands, state, sizes)
     acc = warpgroup_mma(weights, await_tile(values, bounds.count - 1), acc)
-    seen = (lows <= tokens) & (tokens < T)
+    seen = (lows <= own) & (tokens < T)
     share = gl.convert_layout(gl.where(seen, 1.0 / gl.where(seen, total, 1.0), 0.0), gl.SliceLayout(1, OUT))[:, None]
     store_rows(out, gl.where(share != 0, acc * share, 0.0), query, row, token, head, T, N, V, P)
     log_sum = gl.where(seen, (peak + gl.log2(gl.where(seen, total, 1.0))) / LOG2_E, 0.0)
@@ -152,16 +163,17 @@ def _load_tiles(k, k_rest, v, keys, keys_rest, values, token, head, count, sizes
 
 @gluon.jit
 def forward_kernel(
-    q, k, k_rest, v, sinks, starts, out, lse, T: gl.constexpr, K: gl.constexpr, G: gl.constexpr, P: gl.constexpr,
-    H: gl.constexpr, V: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr, SOFTCAP: gl.constexpr,
-    HAS_SINKS: gl.constexpr, STAGES: gl.constexpr,
+    q, k, k_rest, v, sinks, starts, out, lse, T: gl.constexpr, S: gl.constexpr, K: gl.constexpr, G: gl.constexpr,
+    P: gl.constexpr, H: gl.constexpr, V: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr, SPLIT: gl.constexpr,
+    SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Compute output and log-sum-exp of one tile of queries; grid (query tiles · N // P, B).
 
     Programs that run together share a key/value head, whose keys and values then come from the L2 cache. Columns of
-    keys beyond those of values come by a descriptor of their own; k_rest is k where there are none.
+    keys beyond those of values come by a descriptor of their own; k_rest is k where there are none. With SPLIT,
+    starts [B, 2, T] have queries' first keys, and their own.
     """
-    sizes = Sizes(T, K, G, P, H, WINDOW, SCALE, V, SOFTCAP=SOFTCAP)
+    sizes = Sizes(T, S, K, G, P, H, WINDOW, SCALE, SPLIT, V, SOFTCAP=SOFTCAP)
     PARTS: gl.constexpr = G // P
     TOKENS: gl.constexpr = 2 * GROUP_ROWS // P
     TILES: gl.constexpr = (T + TOKENS - 1) // TOKENS
@@ -169,7 +181,8 @@ def forward_kernel(
     index, row = gl.program_id(0), gl.program_id(1).to(gl.int64)
     head = index // (TILES * PARTS) * G + index % PARTS * P
     first = (TILES - 1 - index // PARTS % TILES) * TOKENS  # most work comes first
-    bounds = _key_range(starts + row * T, first, gl.minimum(first + TOKENS, T) - 1, KEYS, sizes)
+    row_starts = starts + row * (2 * T if SPLIT else T)
+    bounds = _key_range(row_starts, first, gl.minimum(first + TOKENS, T) - 1, KEYS, sizes)
     keys = ring(gl.allocate_shared_memory(k.dtype, [STAGES, KEYS, V], k.layout), STAGES)
     values = ring(gl.allocate_shared_memory(k.dtype, [STAGES, KEYS, V], v.layout), STAGES)
     queries = gl.allocate_shared_memory(k.dtype, [2, GROUP_ROWS, V], k.layout)
@@ -179,7 +192,7 @@ def forward_kernel(
         queries_rest = gl.allocate_shared_memory(k.dtype, [2, GROUP_ROWS, sizes.REST], k_rest.layout)
     fence_async_shared()
     gl.barrier()
-    start = (row * T + bounds.first).to(gl.int32)
+    start = (row * S + bounds.first).to(gl.int32)
     source = (k, k_rest, v, keys, keys_rest, values, start, head // G, bounds.count, sizes)
     tiles = (queries, keys, values, queries_rest, keys_rest)
     gl.warp_specialize(

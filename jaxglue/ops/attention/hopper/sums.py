@@ -92,9 +92,13 @@ def _locate(first, n, ends, sizes):
     """Return (part, token, number of the program that adds last, end of its queries) of the n-th tile of sums."""
     PARTS: gl.constexpr = sizes.G // sizes.P
     KEYS: gl.constexpr = 2 * GROUP_ROWS
-    token = first + n // PARTS * (GROUP_ROWS // sizes.P)
-    program = token // KEYS
-    last = gl.minimum(program * KEYS + KEYS, sizes.T) - 1
+    TOKENS: gl.constexpr = GROUP_ROWS // sizes.P
+    token = first + n // PARTS * TOKENS
+    if sizes.SPLIT:  # the program of the last query's own key
+        program = gl.load(ends + 2 * sizes.S + gl.minimum(token + TOKENS, sizes.T) - 1) // KEYS
+    else:
+        program = token // KEYS
+    last = gl.minimum(program * KEYS + KEYS, sizes.S) - 1
     return n % PARTS, token, program, visible_end(ends, last, sizes.WINDOW)
 
 
