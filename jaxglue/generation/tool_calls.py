@@ -15,8 +15,8 @@ _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)\s*", re.DOTALL)
 _XML = re.compile(r"<function=([^<>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^<>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _MESSAGE = re.compile(
-    r"(?:<\|start\|>assistant)?<\|channel\|>commentary to=functions\.([^\s<]+)[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"
-    r"(.*?)(?:<\|call\|>|<\|end\|>|\Z)",
+    r"(?:<\|start\|>assistant)?<\|channel\|>commentary to=functions\.([^\s<]+)[^<]*(?:<\|constrain\|>[^<]*)?"
+    r"<\|message\|>(.*?)(?:<\|call\|>|<\|end\|>|\Z)",
     re.DOTALL,
 )
 

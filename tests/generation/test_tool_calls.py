@@ -28,7 +28,9 @@ TEXTS = {
     "mistral": f"[{JSON}]",
     "mistral with its token": f"[TOOL_CALLS][{JSON}]",
     "openai": json.dumps({"name": "weather", "arguments": json.dumps(CALL)}),
-    "harmony": "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>" + json.dumps(CALL) + "<|call|>",
+    "harmony": "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+    + json.dumps(CALL)
+    + "<|call|>",
 }
 
 
