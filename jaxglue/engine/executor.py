@@ -21,7 +21,7 @@ from jaxglue.data.batch import Batch
 from jaxglue.engine import transfer
 from jaxglue.engine.compiler import Program, on_device
 from jaxglue.engine.embed_head import EmbedHead, ScoreHead
-from jaxglue.engine.host_buffers import HostBuffers
+from jaxglue.engine.host_buffers import Buffers
 from jaxglue.engine.layer import LayerFunctions, layer_function
 from jaxglue.engine.layer_groups import LayerGroups, WholeProgram, check_grouped
 from jaxglue.engine.layer_passes import LayerPasses
@@ -107,7 +107,7 @@ class LayerExecutor:
         reference: Sequence[nnx.GraphDef] | None = None,
         prefetch_depth: int | None = None,
         layers_per_program: int = 1,
-        host_buffers: HostBuffers | None = None,
+        host_buffers: Buffers | None = None,
     ):
         policies = [policy] * len(layers) if isinstance(policy, RematPolicy) else list(policy)
         if len(policies) != len(layers):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from jaxtyping import Array, Float
 
 from jaxglue.engine import transfer
-from jaxglue.engine.host_buffers import HostBuffers
+from jaxglue.engine.host_buffers import Buffers
 from jaxglue.engine.layer import LayerFunctions
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.engine.residuals import Residuals
@@ -27,7 +27,7 @@ class SavedLayer(NamedTuple):
 
 
 def offload(
-    policy: RematPolicy, x: Float[Array, "B T D"], residuals: Residuals, buffers: HostBuffers | None = None
+    policy: RematPolicy, x: Float[Array, "B T D"], residuals: Residuals, buffers: Buffers | None = None
 ) -> SavedLayer:
     """Drop a layer's input or start the copies of its values to the host, as its policy has them."""
     kept = None if policy.drops_input else x
