@@ -113,7 +113,7 @@ class LayerExecutor:
         if len(policies) != len(layers):
             raise ValueError(f"{len(policies)} remat policies for {len(layers)} layers: give one for each")
         self.layout, self.entry_head = layout, entry_head
-        check_dropped_inputs(policies, meshed=layout.mesh is not None)
+        check_dropped_inputs(policies)
         replayed = any(policy.drops_input for policy in policies)
         functions = {layer: layer_function(layer) for layer in set(layers)}
         types = [(functions[layer], policy) for layer, policy in zip(layers, policies, strict=True)]

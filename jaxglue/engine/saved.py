@@ -38,12 +38,10 @@ def offload(
     return SavedLayer(kept if sent is None else sent, residuals.with_offloaded(offloaded))
 
 
-def check_dropped_inputs(policies: Sequence[RematPolicy], *, meshed: bool) -> None:
-    """Raise ValueError where dropped inputs cannot be computed again: the first layer's, or any on a mesh."""
+def check_dropped_inputs(policies: Sequence[RematPolicy]) -> None:
+    """Raise ValueError where a dropped input cannot be computed again, the first layer's."""
     if policies and policies[0].drops_input:
         raise ValueError("remat drops the first layer's input, before which there is none to compute it from: keep it")
-    if meshed and any(policy.drops_input for policy in policies):
-        raise ValueError("remat drop:layer_input is for one GPU: keep the layers' inputs, or offload them")
 
 
 def restored_inputs(first: int, last: int) -> range:
