@@ -220,6 +220,7 @@ class SparseMLP(nnx.Module):
             correction=router.correction,
             groups=self.groups,
             scale=self.routed_scale,
+            inference=getattr(context, "inference", False),
         )
         y = reduce_from(apply_experts(self.experts, tokens, logits, routing, context).reshape(x.shape))
         return Branch(lambda stream: self._add_shared(stream + y, x, context))

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from jax.stages import Traced
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from jaxglue.data.batch import PROMPT, Batch, sum_parts
+from jaxglue.data.batch import PROMPT, Batch, sum_labels, sum_parts
 from jaxglue.engine import transfer
 from jaxglue.engine.compiler import jit_step, on_device
 from jaxglue.engine.host_table import TableRows, needed_rows, without_own_table
@@ -146,8 +146,11 @@ class EmbedHead:
 
     def answer_log_probs(
         self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch
-    ) -> Float[Array, "B U 2"]:
-        """Return the log-probabilities, or scores, of a batch's answers from the last layer's output."""
+    ) -> Float[Array, "B U parts"]:
+        """Return the log-probabilities, or scores, of a batch's answers from the last layer's output.
+
+        A classifier's are its scores of the first answers, [B, U, C].
+        """
         return self._log_probs_program(self.parts(trainable), self.parts_on_device(frozen), x, batch.without_lengths())
 
     def log_probs(
@@ -285,6 +288,8 @@ class EmbedHead:
             trainable, frozen = gather(layout, weights, stored)
             hidden, output = self.normed_output(trainable, frozen, x)
             values = HeadValues(hidden, output, batch, softcap=self.config.logit_softcap)
+            if self.config.labels > 1:
+                return sum_labels(values.class_scores, batch.answers)
             return sum_parts(values.scores if self.config.scores else values.log_probs, batch.answers)[..., :PROMPT]
 
         specs = (stored, layout.batch_spec, layout.batch_specs(batch))
@@ -393,17 +398,27 @@ class HeadValues:
         """Scores of the tokens under a reward model; 0 where the loss weight is."""
         return self._rows(token_scores(self._hidden, self._matrix)) * self._batch.loss_weights
 
+    @property
+    def class_scores(self) -> Float[Array, "B T C"]:
+        """Scores of the tokens under a classifier, one for each label."""
+        return self._rows(label_scores(self._hidden, self._matrix))
+
     @cached_property
     def _matrix(self) -> Any:
         return extended_matrix(self._output)
 
-    def _rows(self, values: Float[Array, " M"]) -> Float[Array, "B T"]:
-        return values.reshape(self._batch.targets.shape)
+    def _rows(self, values: Float[Array, "M ..."]) -> Float[Array, "B T ..."]:
+        return values.reshape(*self._batch.targets.shape, *values.shape[1:])
 
 
 def token_scores(hidden: Float[Array, "M D"], weight: Float[Array, "1 D"]) -> Float[Array, " M"]:
     """Return a reward model's float32 scores of hidden states."""
     return jnp.sum(hidden.astype(jnp.float32) * weight[0].astype(jnp.float32), axis=-1)
+
+
+def label_scores(hidden: Float[Array, "M D"], weight: Float[Array, "C D"]) -> Float[Array, "M C"]:
+    """Return a classifier's float32 scores of hidden states."""
+    return jnp.matmul(hidden.astype(jnp.float32), weight.T.astype(jnp.float32), precision="highest")
 
 
 class ScoreHead:

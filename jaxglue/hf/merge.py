@@ -16,7 +16,7 @@ from jaxglue.hf.adapter import Adapter, check_adapter, load_adapter, vocabulary_
 from jaxglue.hf.adapter_tensors import MAGNITUDE, SCORE
 from jaxglue.hf.checkpoint import HEAD, open_checkpoint, read_config, stored_form, untie_files
 from jaxglue.hf.experts import expert_parts, find_source, part_shape, read_expanded
-from jaxglue.hf.export import copy_texts, describe_reward_model, expert_matrices, quantized_tensors
+from jaxglue.hf.export import copy_texts, describe_classifier, expert_matrices, quantized_tensors
 from jaxglue.hf.export_check import ROWS_FILE, ExportCheck, check_merge, load_rows
 from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder, require_empty, write_json
 from jaxglue.hf.identity import identify
@@ -128,7 +128,7 @@ class MergedTensors:
         self._files = files = open_checkpoint(base).mapped()
         own = config_from_hf(read_config(base))
         loaded = None if folder is None else load_adapter(folder)
-        own = own.scored if loaded and loaded.scores else own
+        own = own.scored(loaded.labels) if loaded and loaded.scores else own
         own = loaded.merged(own) if loaded else own
         if not own.tie_word_embeddings and not own.scores:
             untie_files(base, files)
@@ -161,7 +161,7 @@ class MergedTensors:
         if self.adapter and self.adapter.scores:
             self.specs.pop(HEAD, None)
             norm = self.specs["model.norm.weight"]
-            self.specs[SCORE] = jax.ShapeDtypeStruct((1, own.hidden_size), norm.dtype)
+            self.specs[SCORE] = jax.ShapeDtypeStruct((own.labels, own.hidden_size), norm.dtype)
 
     @property
     def dtypes(self) -> set[np.dtype]:
@@ -250,7 +250,7 @@ def _describe(merge: "MergedTensors", adapter: Adapter, base: Path, output: Path
         _log.warning("the tokenizer of %s has token %d, the model only %d: do not use it", adapter.folder, most, rows)
     write_tokenizer(output, tokenizer, adapter.folder if own else None)
     if adapter.scores:
-        describe_reward_model(output, tokenizer)
+        describe_classifier(output, tokenizer, adapter.labels)
     else:
         write_stops(output, stop_tokens(tokenizer) | folder_stops(adapter.folder))
         check_serving(output, tokenizer)

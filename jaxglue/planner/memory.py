@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+import jax
 import numpy as np
 
 from jaxglue.engine.host_table import host_parts
 from jaxglue.engine.layer_groups import SMALL_ARRAYS
 from jaxglue.engine.residency import DEVICE, MAPPED
 from jaxglue.engine.transfer import HEAD_AHEAD, requested_ahead, weights_prefetch_depth
+from jaxglue.models.parameters import Params
 from jaxglue.planner import calibration as fitted
 from jaxglue.planner.layer_costs import LayerCost, TracedModel
 from jaxglue.planner.workload import Workload, abstract_parts, tree_bytes
@@ -38,6 +40,8 @@ class ResidentBytes:
     """AdamW's two moments."""
     gradients: int
     """Float32 gradients held at once."""
+    exchanged: float = 0.0
+    """Bytes of gradients received to sum them over GPUs with the same parameters, by rings."""
 
     @property
     def trainable(self) -> int:
@@ -92,7 +96,15 @@ def _resident_bytes(workload: Workload) -> ResidentBytes:
         host_head=host.get("lm_head", 0),
         moments=round(workload.moment_bytes / 4 * trained),
         gradients=max(*layers, *ends) if one_at_a_time else trained,
+        exchanged=_exchanged(layout, abstract_parts(workload)[1]),
     )
+
+
+def _exchanged(layout: Layout, trainable: Params) -> float:
+    specs = layout.param_specs(trainable)
+    rows = zip(jax.tree.leaves(layout.local_shapes(trainable, specs)), jax.tree.leaves(specs), strict=True)
+    shares = ((leaf.size, layout.copies(spec)) for leaf, spec in rows)
+    return sum(2 * 4 * size * (copies - 1) / copies for size, copies in shares)
 
 
 _SPARE = 0.05

@@ -18,6 +18,8 @@ from jaxglue.objectives.objective import Objective
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 from jaxglue.training.config import OptimizerConfig, warmup_steps
 
+Prefixes = tuple[str, ...]
+"""Names of parts, empty for layers: parameters' names, which decide how a mesh splits them, begin with these."""
 Factors = tuple[float, ...]
 """Learning rate of each leaf as a multiple of the step's."""
 
@@ -98,15 +100,16 @@ class PartwiseOptimizer:
         keys, done = param_keys(trainable), step if isinstance(step, jax.Array) else np.int32(step)
         old, states, gradient = ([get_part(tree, key) for key in keys] for tree in (trainable, state, gradients))
         factors = [self.factors(key, part) for key, part in zip(keys, old, strict=True)]
-        new, new_states, values = self._update_all(old, states, gradient, done, factors)
+        new, new_states, values = self._update_all(_prefixes(keys), old, states, gradient, done, factors)
         return _with_parts(trainable, keys, new), _with_parts(state, keys, new_states), values
 
     def update_part(
         self, trainable: Params, state: Params, key: ParamKey, gradient: Params, step: int
     ) -> tuple[Params, Params]:
         """Update one part without clipping; return trainable and state. The part's old arrays are donated."""
-        part = get_part(trainable, key)
-        new, new_states = self._update_one([part], [get_part(state, key)], [gradient], step, self.factors(key, part))
+        part, prefixes = get_part(trainable, key), _prefixes([key])
+        arguments = prefixes, [part], [get_part(state, key)], [gradient], step, self.factors(key, part)
+        new, new_states = self._update_one(*arguments)
         return _with_parts(trainable, [key], new), _with_parts(state, [key], new_states)
 
     def factors(self, key: ParamKey, part: Params) -> Factors:
@@ -125,7 +128,13 @@ class PartwiseOptimizer:
         return ()
 
     def _update_all(
-        self, parts: list[Params], states: list[Params], gradients: list[Params], step: Any, factors: list[Factors]
+        self,
+        prefixes: Prefixes,
+        parts: list[Params],
+        states: list[Params],
+        gradients: list[Params],
+        step: Any,
+        factors: list[Factors],
     ) -> tuple[list[Params], list[Params], dict[str, Array]]:
         """Return new parts, new states and the reported values."""
         batches = [list(batch) for batch in itertools.batched(range(len(parts)), self.parts_per_program)]
@@ -141,7 +150,13 @@ class PartwiseOptimizer:
         return new, new_states, values
 
     def _update_one(
-        self, parts: list[Params], states: list[Params], gradients: list[Params], step: int, factors: Factors
+        self,
+        prefixes: Prefixes,
+        parts: list[Params],
+        states: list[Params],
+        gradients: list[Params],
+        step: int,
+        factors: Factors,
     ) -> tuple[list[Params], list[Params]]:
         return self._update(parts, states, gradients, self._scalars(None, np.int32(step))[0], factors=factors)
 
@@ -182,6 +197,10 @@ def _with_parts(tree: Params, keys: list[ParamKey], parts: list[Params]) -> Para
     for key, part in zip(keys, parts, strict=True):
         set_part(tree, key, part)
     return tree
+
+
+def _prefixes(keys: Iterable[ParamKey]) -> Prefixes:
+    return tuple(key if isinstance(key, str) else "" for key in keys)
 
 
 def param_keys(tree: Params) -> list[ParamKey]:

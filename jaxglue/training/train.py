@@ -14,7 +14,7 @@ from jaxglue.console import Console
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import Step
 from jaxglue.distributed import SINGLE_PROCESS, Processes
-from jaxglue.engine.host_buffers import HostBuffers
+from jaxglue.engine.host_buffers import Buffers
 from jaxglue.engine.policy import AUTO
 from jaxglue.engine.program_cache import keep_programs
 from jaxglue.hf.files import write_json
@@ -111,7 +111,7 @@ def train(
     if config.run.compilation_cache:
         keep_programs(config.run.compilation_cache, take_turns=processes.count == 1)
     take_fitting_blocks(os.environ)
-    with bounded_pool(config.model.memory_limit, os.environ):
+    with bounded_pool(config.model.memory_limit, os.environ, exchanges=processes.count > 1):
         if config.run.dry_run:
             _dry_run(config, console, processes)
             return None
@@ -241,7 +241,7 @@ class Trainer:
         processes: Processes,
         interrupt: Interrupt,
         output: RunFolder,
-        host_buffers: HostBuffers | None = None,
+        host_buffers: Buffers | None = None,
         callbacks: Callbacks | None = None,
         *,
         plans_left: int = 0,

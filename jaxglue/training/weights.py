@@ -43,7 +43,11 @@ def build_parameters(run: Setup, layout: Layout = SINGLE_DEVICE) -> tuple[ModelG
         options: dict[str, Any] = {"expand_experts": config.model.expand_experts, "quantize": config.model.storage}
         options["fp8_experts"] = config.model.fp8_experts
         trained = [SCORE, *(f"{PATHS[module]}.weight" for module in whole)]
-        options |= {"dtypes": dict.fromkeys(trained, jnp.float32), "scores": run.model.scores, "seed": seed}
+        options |= {
+            "dtypes": dict.fromkeys(trained, jnp.float32),
+            "labels": run.model.labels if run.model.scores else 0,
+        }
+        options["seed"] = seed
         options["untied"] = not run.model.tie_word_embeddings
         options["progress"] = DataProgress() if jax.process_index() == 0 else None
         options["mapped"] = lambda name: place_of(run.remat.weights, name) == MAPPED

@@ -194,7 +194,8 @@ def test_gpu_step_is_few_launches_in_place(h200, moments):
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=h200), (parts, states, parts))
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=h200)
     kernels = TritonAdam(adam=optimizer._adam, compute_capability=90)
-    compiled = optimizer._update_fused.lower(*abstract, step, kernels=kernels, factors=(1.0,) * 16).compile()
+    static = {"kernels": kernels, "prefixes": ("",) * 8, "factors": (1.0,) * 16}
+    compiled = optimizer._update_fused.lower(*abstract, step, **static).compile()
     assert compiled.as_text().count('custom_call_target="triton_kernel_call') == 2
     assert " copy(" not in compiled.as_text()
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves((parts, states)))
