@@ -39,6 +39,7 @@ from jaxglue.ops.cross_entropy import (
     log_sum_squares,
 )
 from jaxglue.ops.rope import RopeTables
+from jaxglue.ops.row_split import CONTEXT
 from jaxglue.sharding.gather import gather, reduce_scatter_grads, stack
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 
@@ -69,6 +70,8 @@ class EmbedHead:
             )
         self._tile, self._router_losses, self._objective, self._layout = tile, router_losses, objective, layout
         self.loss_shape = objective.shape
+        self._repeating = ("tensor",) if objective.answers is None else ("tensor", CONTEXT)
+        """Axes whose devices compute the same sums: units of answers are of whole rows."""
         self._head_parts = ("norm", graphdefs.output_name)
         self.fp8_layers, self.fp8_head = [True] * len(graphdefs.layers), config.fp8_head
         self._embed_program = jit_step(self._embed)
@@ -259,7 +262,7 @@ class EmbedHead:
         def program(weights, x, batch, scale):
             trainable, frozen = gather(layout, weights, stored)
             _, values = self.local_loss(trainable, frozen, x, batch, scale, fp8=fp8)
-            return stack(layout, divide_equally(values, "tensor"))
+            return stack(layout, divide_equally(values, *self._repeating))
 
         specs = (stored, layout.batch_spec, layout.batch_specs(batch), PartitionSpec())
         return per_device(program, layout.mesh, specs, layout.device_spec)((trainable, frozen), x, batch, scale)
@@ -272,7 +275,7 @@ class EmbedHead:
             differentiate = jax.value_and_grad(partial(self.local_loss, fp8=fp8), argnums=(0, 2), has_aux=True)
             (_, values), (gradients, dx) = differentiate(*gather(layout, weights, stored), x, batch, scale)
             gradients = reduce_scatter_grads(layout, gradients, stored[0])
-            values = stack(layout, divide_equally(values, "tensor"))
+            values = stack(layout, divide_equally(values, *self._repeating))
             return values, dx, {name: add_trees(accumulated[name], gradients[name]) for name in self._head_parts}
 
         sum_specs = {name: None if accumulated[name] is None else grad_specs[name] for name in self._head_parts}
