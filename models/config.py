@@ -110,6 +110,11 @@ class LatentConfig:
     """Dimensions after these that do, those of keys being the same for all heads."""
     value_dim: int
 
+    @property
+    def cached_dim(self) -> int:
+        """Return the values of a token in the cache: the key's part that turns, and the latent vector."""
+        return self.rope_dim + self.rank
+
 
 @dataclass(frozen=True, kw_only=True)
 class PerLayerConfig:
@@ -307,7 +312,8 @@ class DecoderConfig:
     def attended(self, index: int) -> tuple[int, int]:
         """Return the heads of a layer's attention, linear or not, and the size of each one's output."""
         linear = self.layer_kinds[index].linear and self.delta
-        heads = self.num_attention_heads, self.layer_kinds[index].head_dim
+        size = self.layer_kinds[index].head_dim if self.latent is None else self.latent.value_dim
+        heads = self.num_attention_heads, size
         return (linear.num_value_heads, linear.value_dim) if linear else heads
 
     @property

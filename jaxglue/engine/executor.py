@@ -21,7 +21,7 @@ from jaxglue.data.batch import Batch
 from jaxglue.engine import transfer
 from jaxglue.engine.compiler import Program, on_device
 from jaxglue.engine.embed_head import EmbedHead, ScoreHead
-from jaxglue.engine.host_buffers import HostBuffers
+from jaxglue.engine.host_buffers import Buffers
 from jaxglue.engine.layer import LayerFunctions, layer_function
 from jaxglue.engine.layer_groups import LayerGroups, WholeProgram, check_grouped
 from jaxglue.engine.layer_passes import LayerPasses
@@ -107,13 +107,13 @@ class LayerExecutor:
         reference: Sequence[nnx.GraphDef] | None = None,
         prefetch_depth: int | None = None,
         layers_per_program: int = 1,
-        host_buffers: HostBuffers | None = None,
+        host_buffers: Buffers | None = None,
     ):
         policies = [policy] * len(layers) if isinstance(policy, RematPolicy) else list(policy)
         if len(policies) != len(layers):
             raise ValueError(f"{len(policies)} remat policies for {len(layers)} layers: give one for each")
         self.layout, self.entry_head = layout, entry_head
-        check_dropped_inputs(policies, meshed=layout.mesh is not None)
+        check_dropped_inputs(policies)
         replayed = any(policy.drops_input for policy in policies)
         functions = {layer: layer_function(layer) for layer in set(layers)}
         types = [(functions[layer], policy) for layer, policy in zip(layers, policies, strict=True)]

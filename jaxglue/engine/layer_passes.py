@@ -13,7 +13,7 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxglue.engine import transfer
-from jaxglue.engine.host_buffers import HostBuffers
+from jaxglue.engine.host_buffers import Buffers
 from jaxglue.engine.layer import LayerFunctions
 from jaxglue.engine.saved import SavedLayer, offload, restore_inputs
 from jaxglue.models.context import PackedContext
@@ -50,7 +50,7 @@ class LayerPasses:
         *,
         stream_weights: bool,
         prefetch_depth: int | None,
-        host_buffers: HostBuffers | None,
+        host_buffers: Buffers | None,
     ):
         self._layers, self._reference, self._layout = layers, reference, layout
         self._stream_weights = stream_weights

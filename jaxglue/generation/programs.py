@@ -12,16 +12,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxglue.engine.compiler import STEP_OPTIONS
 from jaxglue.engine.layer_forms import by_tiles
-from jaxglue.generation.contexts import Cursor, DecodeContext, Places, PrefillContext
+from jaxglue.generation.contexts import Cache, Cursor, DecodeContext, Places, PrefillContext
 from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, CachePlan, ring_table
 from jaxglue.generation.sampling import Controls, Counts, Features, Sampled, sample
 from jaxglue.models.config import DecoderConfig, LayerKind
-from jaxglue.models.context import PackedContext
+from jaxglue.models.context import LatentCache, PackedContext
 from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
 from jaxglue.models.vocabulary import extended_matrix, with_low_rank
 from jaxglue.ops.cross_entropy import cap_logits
-from jaxglue.ops.delta_rule import DeltaStates
-from jaxglue.ops.paged_attention import KVPages
 from jaxglue.ops.projection import project
 from jaxglue.ops.segments import PackedSegments
 
@@ -29,8 +27,6 @@ IDLE = -1
 """In place of the token of a sequence that has ended."""
 NOT_FINITE = -2
 """In place of a token whose logits are infinite or NaN."""
-Cache = KVPages | DeltaStates
-"""Of a layer."""
 _WINDOW_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0}
 """Merged matmuls of one input would copy weights together in every step."""
 _SEVERAL_OPTIONS = _WINDOW_OPTIONS | {"xla_gpu_enable_triton_gemm": False}
@@ -234,7 +230,9 @@ class Programs:
     def _embed_packed(self, weights: Trees, tokens, segments: PackedSegments):
         x, rope, own = self._embed(weights, tokens, segments.positions)
         tile = PREFILL_TOKENS if tokens.shape[1] > PREFILL_TOKENS else None
-        return x, PackedContext(segments=segments, rope=rope, backend=self._attention, tile=tile), own
+        latents: LatentCache = "none" if self._config.latent is None else "written"
+        options: dict[str, Any] = {"backend": self._attention, "tile": tile, "latents": latents}
+        return x, PackedContext(segments=segments, rope=rope, **options), own
 
     def _embed_last(self, weights: Trees, sequences: Sequences, window: Window, *, plan: CachePlan):
         """Return (hidden states [1, B, D], cursor, the layers' own embeddings, if any)."""

@@ -29,7 +29,7 @@ from jaxglue.regular_file import open_regular
 from jaxglue.training.array_checks import check_parameters, non_finite
 from jaxglue.training.checkpoint import Checkpoints
 from jaxglue.training.record import Diverged, memory_use
-from jaxglue.training.remat import choose_remat, host_memory
+from jaxglue.training.remat import choose_remat, host_memory, local_gpus
 from jaxglue.training.result import abstract_state
 from jaxglue.training.setup import Run
 from jaxglue.training.step import TrainStep
@@ -406,7 +406,7 @@ def _remedy(run: Run) -> str:
     failed = planner.plan(run.remat.policies, weights=run.remat.weights)
     limit = _LESS * min(failed.device_bytes, planner.gpu.memory) / GIB
     try:
-        pinned = planner.gpu.host_memory(host_memory())
+        pinned = planner.gpu.host_memory(host_memory()) / local_gpus(run.workload)
         plan = Planner(run.workload, planner.gpu.limited(limit)).choose(host_memory=pinned, weights=AUTO)
     except DoesNotFit as error:
         return f"With {limit:.1f} GiB, {error}"

@@ -23,7 +23,7 @@ from jaxglue.data.iterator import BatchIterator, Step
 from jaxglue.engine.compiler import Lowering, jit_exchanging, jit_step, on_device
 from jaxglue.engine.executor import Executor, LayerExecutor, Update
 from jaxglue.engine.fp8_errors import FP8Errors, fp8_errors
-from jaxglue.engine.host_buffers import HostBuffers
+from jaxglue.engine.host_buffers import Buffers
 from jaxglue.engine.layer_groups import SmallResults
 from jaxglue.models.lora import without_adapters
 from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params
@@ -64,7 +64,7 @@ class TrainStep:
         host_buffers: for offloaded values; None for JAX's pool.
     """
 
-    def __init__(self, run: Setup, mesh: Mesh | None, host_buffers: HostBuffers | None = None):
+    def __init__(self, run: Setup, mesh: Mesh | None, host_buffers: Buffers | None = None):
         self._run, self._config, self._mesh = run, run.config, mesh
         self.layout = Layout(mesh, run.config.model.compute_dtype)
         self._objective, self._host_buffers = run.workload.objective, host_buffers

@@ -14,7 +14,7 @@ from jaxglue.console import Console
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import Step
 from jaxglue.distributed import SINGLE_PROCESS, Processes
-from jaxglue.engine.host_buffers import HostBuffers
+from jaxglue.engine.host_buffers import Buffers
 from jaxglue.engine.policy import AUTO
 from jaxglue.engine.program_cache import keep_programs
 from jaxglue.hf.files import write_json
@@ -241,7 +241,7 @@ class Trainer:
         processes: Processes,
         interrupt: Interrupt,
         output: RunFolder,
-        host_buffers: HostBuffers | None = None,
+        host_buffers: Buffers | None = None,
         callbacks: Callbacks | None = None,
         *,
         plans_left: int = 0,

@@ -1,5 +1,6 @@
 """Loss and gradients on any mesh equal those of one device."""
 
+import ctypes
 from dataclasses import replace
 from functools import cache, partial
 
@@ -13,7 +14,8 @@ from selection import repeat
 
 from jaxglue.data.batch import CHOSEN, PARTS, REJECTED, Answers, Batch
 from jaxglue.engine.executor import Executor
-from jaxglue.engine.policy import parse_policy
+from jaxglue.engine.host_buffers import HostValue, MeshBuffers
+from jaxglue.engine.policy import parse_policies, parse_policy
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.context import RouterLosses
 from jaxglue.models.lora import add_lora
@@ -75,13 +77,16 @@ def on_one_device(kind: str, batches, dtype=jnp.float32, stored=None, **changes)
     return jax.device_get(executor.loss_and_gradients(trainable, frozen, batches, _weight(batches)))
 
 
-def on_mesh(mesh, kind: str, policy: str, batches, dtype=jnp.float32, layers_per_program=1, **changes):
+def on_mesh(
+    mesh, kind: str, policy: str, batches, dtype=jnp.float32, layers_per_program=1, host_buffers=None, **changes
+):
     """Return (loss, gradients); check that a second step compiles nothing and gradients are sharded as parameters."""
     config, graphdefs, *trees = parts(kind, dtype, **changes)
     layout = Layout(mesh, dtype)
     trainable, frozen = (jax.device_put(tree, layout.shardings(layout.param_specs(tree))) for tree in trees)
-    options = {"policy": parse_policy(policy), "dtype": dtype, "router_losses": LOSSES, "mesh": mesh}
-    options |= {"layers_per_program": layers_per_program}
+    policy = parse_policy(policy) if isinstance(policy, str) else policy
+    options = {"policy": policy, "dtype": dtype, "router_losses": LOSSES, "mesh": mesh}
+    options |= {"layers_per_program": layers_per_program, "host_buffers": host_buffers}
     executor = Executor(graphdefs, config, **options)
     placed = place_batch(batches, mesh)
     step = partial(executor.loss_and_gradients, trainable, frozen, placed, _weight(batches))
@@ -207,6 +212,33 @@ def test_pairs_in_split_rows_equal_those_in_whole_rows(mesh_of, monkeypatch, obj
     placed = (jax.device_put(tree, layout.shardings(layout.param_specs(tree))) for tree in trees)
     got = Executor(graphdefs, config, mesh=mesh, **given).loss_and_gradients(*placed, place_batch(batches, mesh), 3.0)
     chex.assert_trees_all_close(jax.device_get(got), jax.device_get(expected), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes", "policy"),
+    [
+        ("data=2,fsdp=4", {}, "1 x save:{0} + 3 x drop:layer_input"),
+        repeat("data=2,expert=4", MOE, "1 x offload + 3 x drop:layer_input,{0}"),
+    ],
+)
+def test_dropped_inputs_are_computed_again_on_a_mesh(mesh_of, batches, expected, mesh, changes, policy):
+    changes = changes | {"num_hidden_layers": 4}
+    policies = parse_policies(policy.format("attention_out,attention_lse"), 4)
+    got = on_mesh(mesh_of(mesh), "lora", policies, batches, **changes)
+    chex.assert_trees_all_close(got, expected("lora", **changes), rtol=1e-5, atol=1e-6)
+
+
+def test_every_device_offloads_to_buffers_of_its_own(mesh_of, batches, expected, monkeypatch):
+    content = HostValue.content.fget
+    monkeypatch.setattr(HostValue, "content", property(lambda value: content(value).copy()))  # CPUs would read it later
+    changes = {"num_hidden_layers": 4}
+    with MeshBuffers(jax.local_devices(), 2**20, ctypes.memmove) as buffers:
+        store, stored = buffers.store, []
+        monkeypatch.setattr(buffers, "store", lambda *args: stored.append(args) or store(*args))
+        policy = "offload:layer_input,up"
+        got = on_mesh(mesh_of("data=2,fsdp=4"), "lora", policy, batches, host_buffers=buffers, **changes)
+        assert {len(of._free) > 0 for of in buffers._of.values()} == {True} and stored
+    chex.assert_trees_all_close(got, expected("lora", **changes), rtol=1e-5, atol=1e-6)
 
 
 def test_fp8_weights_agree_with_one_device_and_are_gathered_as_stored(mesh_of, batches, expected):

@@ -13,9 +13,11 @@ FlashAttention-2 (Dao 2023, arXiv 2307.08691) over packed rows. Three choices ar
   waste less of a tile, and a key's gradient is summed over the group inside one program: without atomics,
   deterministically.
 
-Layout: q, out, dout, dq [B, T, N, H]; k, dk [B, T, K, H]; v, dv are the last K heads of [B, T, V, H]; lse, delta
-[B, N // P, T, P] float32, lse in natural units. Offsets of tiles are 64-bit, offsets in a tile 32-bit. With
-`descriptors` (compute capability ≥ 9.0), matmul operands come through TMA, which needs no registers for addresses.
+Layout: q, dq [B, T, N, H]; k, dk [B, T, K, H]; out, dout [B, T, N, values]; v, dv are the last K heads of [B, T, V,
+values]; lse, delta [B, N // P, T, P] float32, lse in natural units. Heads of queries and keys wider than those of
+values (latent attention) are tiles of two parts, as a tile's columns are a power of two: 192 are 128 and 64. Offsets of
+tiles are 64-bit, offsets in a tile 32-bit. With `descriptors` (compute capability ≥ 9.0), matmul operands come through
+TMA, which needs no registers for addresses.
 
 The heads of a tile run consecutively, and the tiles with least to do run last. With a unit of tokens, tiles are parts
 of the units in `PackedSegments.units`, and a program without a tile returns at once.
@@ -34,6 +36,11 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 # it is exact, where a fused multiply-add could leave a large rounding error as exponent. Its square is finite, too.
 MASKED = tl.constexpr(-(2.0**60))
 
+# Parts of a head's columns: the first of queries and keys, the rest of them, and those of values.
+FIRST = tl.constexpr(0)
+REST = tl.constexpr(1)
+VALUES = tl.constexpr(2)
+
 
 @dataclass(frozen=True, kw_only=True)
 class KernelSpec:
@@ -48,8 +55,13 @@ class KernelSpec:
     G: int
     P: int
     H: int
+    """Of queries and keys."""
+    values: int
+    """Head dim of values."""
     width: int
-    """Columns of a tile: H, or the next power of two."""
+    """Columns of a tile: the head dim of values, or the next power of two."""
+    rest: int = 0
+    """Columns of a second tile of queries and keys, where their heads are wider; 0 for none."""
     scale: float
     window: int
     """0 for none."""
@@ -183,35 +195,53 @@ def jump(gap_starts, gap_ends, low, stop, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def tile_of(row, token, end, head, HEADS: tl.constexpr, TOKENS: tl.constexpr, PACK: tl.constexpr,
-            WIDTH: tl.constexpr, spec: tl.constexpr):  # fmt: skip
-    """Return (base, offsets, mask) of the tile [TOKENS·PACK, WIDTH] of tokens before `end` of [B, T, HEADS, H]."""
+def tile_of(row, token, end, head, HEADS: tl.constexpr, TOKENS: tl.constexpr, PACK: tl.constexpr, SIZE: tl.constexpr,
+            FROM: tl.constexpr, WIDTH: tl.constexpr, spec: tl.constexpr):  # fmt: skip
+    """Return (base, offsets, mask) of the tile [TOKENS·PACK, WIDTH] of tokens before `end` of [B, T, HEADS, SIZE].
+
+    It begins at column FROM.
+    """
     lane, column = tl.arange(0, TOKENS * PACK), tl.arange(0, WIDTH)
-    base = ((row * spec.T + token) * HEADS + head) * spec.H
-    offsets = ((lane // PACK) * (HEADS * spec.H) + (lane % PACK) * spec.H)[:, None] + column[None, :]
+    base = ((row * spec.T + token) * HEADS + head) * SIZE + FROM
+    offsets = ((lane // PACK) * (HEADS * SIZE) + (lane % PACK) * SIZE)[:, None] + column[None, :]
     mask = (token + lane // PACK < end)[:, None]
-    if spec.H < WIDTH:
-        mask = mask & (column < spec.H)[None, :]
+    if FROM + WIDTH > SIZE:
+        mask = mask & (column < SIZE - FROM)[None, :]
     return base, offsets, mask
 
 
 @triton.jit
 def load_tile(source, row, token, head, HEADS: tl.constexpr, TOKENS: tl.constexpr, PACK: tl.constexpr,
-              DESCRIPTOR: tl.constexpr, spec: tl.constexpr):  # fmt: skip
+              DESCRIPTOR: tl.constexpr, PART: tl.constexpr, spec: tl.constexpr):  # fmt: skip
     """Load a tile, by pointer or descriptor; zeros past the head dim, zeros or another row's tokens past the row."""
+    SIZE: tl.constexpr = spec.values if PART == VALUES else spec.H
+    FROM: tl.constexpr = spec.width if PART == REST else 0
+    WIDTH: tl.constexpr = spec.rest if PART == REST else spec.width
     if DESCRIPTOR:
-        return source.load([(row * spec.T + token).to(tl.int32), head, 0]).reshape(TOKENS * PACK, spec.width)
+        return source.load([(row * spec.T + token).to(tl.int32), head, FROM]).reshape(TOKENS * PACK, WIDTH)
     else:
-        base, offsets, mask = tile_of(row, token, spec.T, head, HEADS, TOKENS, PACK, spec.width, spec)
+        base, offsets, mask = tile_of(row, token, spec.T, head, HEADS, TOKENS, PACK, SIZE, FROM, WIDTH, spec)
         return tl.load(source + base + offsets, mask=mask, other=0.0)
 
 
 @triton.jit
 def store_tile(target, value, row, token, end, head, HEADS: tl.constexpr, TOKENS: tl.constexpr, PACK: tl.constexpr,
-               spec: tl.constexpr):  # fmt: skip
+               PART: tl.constexpr, spec: tl.constexpr):  # fmt: skip
     """Store a tile's tokens before `end`."""
-    base, offsets, mask = tile_of(row, token, end, head, HEADS, TOKENS, PACK, spec.width, spec)
+    SIZE: tl.constexpr = spec.values if PART == VALUES else spec.H
+    FROM: tl.constexpr = spec.width if PART == REST else 0
+    WIDTH: tl.constexpr = spec.rest if PART == REST else spec.width
+    base, offsets, mask = tile_of(row, token, end, head, HEADS, TOKENS, PACK, SIZE, FROM, WIDTH, spec)
     tl.store(target + base + offsets, value.to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_heads(target, value, rest, row, token, end, head, HEADS: tl.constexpr, TOKENS: tl.constexpr,
+                PACK: tl.constexpr, spec: tl.constexpr):  # fmt: skip
+    """Store both parts of a tile like queries' or keys'."""
+    store_tile(target, value, row, token, end, head, HEADS, TOKENS, PACK, FIRST, spec)
+    if spec.rest > 0:
+        store_tile(target, rest, row, token, end, head, HEADS, TOKENS, PACK, REST, spec)
 
 
 @triton.jit
@@ -230,7 +260,7 @@ def last_tile(low, stop, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def forward_kernel(q, k, v, sinks, starts, units, out, lse, spec: tl.constexpr):
+def forward_kernel(q, k, v, q_rest, k_rest, sinks, starts, units, out, lse, spec: tl.constexpr):
     """Compute output and log-sum-exp of one tile of queries; grid (query tiles · N // P, B)."""
     N: tl.constexpr = spec.K * spec.G
     TOKENS: tl.constexpr = spec.block_m // spec.P
@@ -248,7 +278,9 @@ def forward_kernel(q, k, v, sinks, starts, units, out, lse, spec: tl.constexpr):
         own_keys(starts, last, spec),
         own_keys(starts, tokens, spec),
     )
-    q_tile = load_tile(q, row, first, head, N, TOKENS, spec.P, spec.q_descriptor, spec)
+    q_tile = load_tile(q, row, first, head, N, TOKENS, spec.P, spec.q_descriptor, FIRST, spec)
+    if spec.rest > 0:
+        q_more = load_tile(q_rest, row, first, head, N, TOKENS, spec.P, spec.q_descriptor, REST, spec)
 
     peak = tl.full((spec.block_m,), -float("inf"), tl.float32)
     total = tl.full((spec.block_m,), 0.0, tl.float32)
@@ -266,11 +298,15 @@ def forward_kernel(q, k, v, sinks, starts, units, out, lse, spec: tl.constexpr):
         j, before = i, tl.maximum(i - spec.block_n, low)
         if spec.forks:
             j, before = tl.where(i < bend, i, i + shift), tl.where(before < bend, before, before + shift)
-        k_tile = load_tile(k, row, j, kv_head, spec.K, spec.block_n, 1, spec.descriptors, spec.keys)
-        scores = capped(tl.dot(q_tile, tl.trans(k_tile)), spec)
+        k_tile = load_tile(k, row, j, kv_head, spec.K, spec.block_n, 1, spec.descriptors, FIRST, spec.keys)
+        scores = tl.dot(q_tile, tl.trans(k_tile))
+        if spec.rest > 0:
+            k_more = load_tile(k_rest, row, j, kv_head, spec.K, spec.block_n, 1, spec.descriptors, REST, spec.keys)
+            scores = tl.dot(q_more, tl.trans(k_more), scores)
+        scores = capped(scores, spec)
         if spec.late:
             v_tile = load_tile(
-                v, row, before, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, spec.descriptors, spec.keys
+                v, row, before, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, spec.descriptors, VALUES, spec.keys
             )
             acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * alpha[:, None])
         cut = (j < all_low) | (j + spec.block_n - 1 > first_own)
@@ -289,7 +325,7 @@ def forward_kernel(q, k, v, sinks, starts, units, out, lse, spec: tl.constexpr):
         total = total * alpha + tl.sum(weights, 1)
         if not spec.late:
             v_tile = load_tile(
-                v, row, j, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, spec.descriptors, spec.keys
+                v, row, j, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, spec.descriptors, VALUES, spec.keys
             )
             acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * alpha[:, None])
         peak = new_peak
@@ -297,12 +333,14 @@ def forward_kernel(q, k, v, sinks, starts, units, out, lse, spec: tl.constexpr):
         j = last_tile(low, stop, spec.block_n)
         if spec.forks:
             j = tl.where(j < bend, j, j + shift)
-        v_tile = load_tile(v, row, j, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, spec.descriptors, spec.keys)
+        v_tile = load_tile(
+            v, row, j, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, spec.descriptors, VALUES, spec.keys
+        )
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * alpha[:, None])
 
     seen = (lows <= own) & (tokens < spec.T)
     total = tl.where(seen, total, 1.0)
     acc = tl.where(seen[:, None], acc / total[:, None], 0.0)
-    store_tile(out, acc, row, first, end, head, N, TOKENS, spec.P, spec)
+    store_tile(out, acc, row, first, end, head, N, TOKENS, spec.P, VALUES, spec)
     log_sum = tl.where(seen, (peak + tl.log2(total)) / LOG2_E, 0.0)
     tl.store(lse + ((row * (N // spec.P) + pack) * spec.T + first) * spec.P + lane, log_sum, mask=tokens < end)
