@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.stages import Traced
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxglue.data.batch import PROMPT, Batch, sum_labels, sum_parts
 from jaxglue.engine import transfer
@@ -441,8 +441,8 @@ class ScoreHead:
 
     def tokens(
         self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch
-    ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-        """Return each target's cross-entropy, and whether it has the largest logit."""
+    ) -> tuple[Float[Array, "B T"], Int[Array, "B T"]]:
+        """Return each target's cross-entropy, and the token with the largest logit in its place."""
         return self._tokens_program(self._head.parts(trainable), self._head.parts(frozen), x, batch.targets)
 
     def sums(
@@ -475,7 +475,8 @@ class ScoreHead:
 
         def program(weights, x, rows):
             targets, loss_weights, owners = rows
-            losses, hits = self._local(gather(layout, weights, stored), x, targets)
+            losses, best = self._local(gather(layout, weights, stored), x, targets)
+            hits = best == targets
             values = jnp.stack([loss_weights * losses, loss_weights * hits, loss_weights]).reshape(3, -1)
             of_source = jnp.arange(sources)[:, None] == (0 if owners is None else owners.ravel())
             sums = jnp.sum(jnp.where(of_source, values[:, None], 0.0), axis=-1)
@@ -484,10 +485,10 @@ class ScoreHead:
         specs = (stored, layout.batch_spec, layout.batch_spec)
         return per_device(program, layout.mesh, specs, layout.device_spec)((trainable, frozen), x, rows)
 
-    def _local(self, weights: Any, x, targets) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+    def _local(self, weights: Any, x, targets) -> tuple[Float[Array, "B T"], Int[Array, "B T"]]:
         trainable, frozen = weights
         hidden, output = self._head.normed_output(trainable, frozen, x)
         matrix = extended_matrix(output)
         softcap = self._head.config.logit_softcap
-        losses, hits = linear_scores(hidden, matrix, targets.ravel(), chunk_size(matrix.shape[0]), softcap)
-        return losses.reshape(targets.shape), hits.reshape(targets.shape)
+        losses, best = linear_scores(hidden, matrix, targets.ravel(), chunk_size(matrix.shape[0]), softcap)
+        return losses.reshape(targets.shape), best.reshape(targets.shape)

@@ -50,6 +50,10 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
+LINEAR = {
+    **{"full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 64, "linear_value_head_dim": 64},
+}
 FAMILIES = {
     "llama": {"model_type": "llama", "rope_scaling": LLAMA3, "rms_norm_eps": 1e-5},
     "llama_tied": {"model_type": "llama", "tie_word_embeddings": True, "head_dim": 32, "rope_theta": 500000.0},
@@ -73,6 +77,8 @@ FAMILIES = {
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
     "glm4": {"model_type": "glm4"},
+    "qwen3_5": {"model_type": "qwen3_5_text", **LINEAR},
+    "qwen3_5_moe": {**{"model_type": "qwen3_5_moe_text", **LINEAR, **SPARSE, "shared_expert_intermediate_size": 256}},
     "phi3": {"model_type": "phi3", "partial_rotary_factor": 0.75},
     "phi3_longrope": {
         **{"model_type": "phi3", "max_position_embeddings": 1024, "original_max_position_embeddings": 512},
@@ -81,8 +87,8 @@ FAMILIES = {
 }
 SEEDS = {"llama": 29, "llama_tied": 28, "qwen3": 10, "qwen3_moe": 1, "gpt_oss": 33}
 SEEDS |= {"qwen2": 11, "mistral": 13, "granite": 20, "olmo2": 15, "smollm3": 11, "glm4": 4, "phi3": 17}
-SEEDS |= {"phi3_longrope": 3, "gemma2": 13, "gemma3": 19}
-"""Of models whose greedy tokens are likelier than others by 0.06 at least, which no rounding decides."""
+SEEDS |= {"phi3_longrope": 3, "gemma2": 13, "gemma3": 19, "qwen3_5": 2, "qwen3_5_moe": 3}
+"""Of models whose greedy tokens are likelier than others by 0.03 at least, which no rounding decides."""
 ENDS = (0, 2)
 """Tokens of the tokenizer that llama.cpp knows as ends by their names, whatever the file says."""
 CHATS = [
@@ -140,7 +146,9 @@ def export(folder, kind, output, tokenizer, stops):
     return export_gguf(MergedTensors(folder), config_from_hf(raw), tokenizer, stops, kind, output)
 
 
-@pytest.mark.parametrize("family", repeats(FAMILIES, "qwen2", "mistral", "olmo2", "smollm3", "gemma2", "glm4", "phi3"))
+@pytest.mark.parametrize(
+    "family", repeats(FAMILIES, "qwen2", "mistral", "olmo2", "smollm3", "gemma2", "glm4", "phi3", "qwen3_5")
+)
 def test_f16_gives_our_tokens_stops_and_template(family, make_folder, make_tokenizer, tmp_path):
     folder, tokenizer = make_folder(family), make_tokenizer("plain")
     template = ChatTemplate(tokenizer)
@@ -257,6 +265,7 @@ TARGETS = {
     "llama": ("q_proj", "k_proj", "v_proj", "down_proj"),
     "qwen3_moe": ("q_proj", "gate_up_proj", "down_proj"),
     "gpt_oss": ("o_proj", "gate_up_proj", "down_proj"),
+    "qwen3_5": ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj"),
 }
 
 

@@ -114,6 +114,40 @@ def _partial(config: DecoderConfig) -> dict[str, Any]:
     return {"rope.dimension_count": Rotary(config.rope, config.head_dim).dims}
 
 
+def _linear_attention(config: DecoderConfig) -> str | None:
+    assert config.delta is not None
+    if config.delta.key_dim != config.delta.value_dim:
+        return "keys and values of linear attention of different sizes"
+    if _interval(config) is None:
+        return "layers of linear attention in another order than all but every so many-th"
+    return _unbiased(config)
+
+
+def _interval(config: DecoderConfig) -> int | None:
+    """Return the number of layers of which the last is not of linear attention; None where there is none."""
+    assert config.delta is not None
+    layers = config.delta.layers
+    interval = layers.index(False) + 1 if False in layers else len(layers) + 1
+    return interval if layers == tuple(bool((i + 1) % interval) for i in range(len(layers))) else None
+
+
+def _linear_attention_metadata(config: DecoderConfig) -> dict[str, Any]:
+    assert config.delta is not None
+    delta, pairs = config.delta, Rotary(config.rope, config.head_dim).dims // 2
+    found = {
+        "ssm.conv_kernel": delta.conv_width,
+        "ssm.inner_size": delta.value_width,
+        "ssm.state_size": delta.key_dim,
+        "ssm.time_step_rank": delta.num_value_heads,
+        "ssm.group_count": delta.num_key_heads,
+        "full_attention_interval": _interval(config),
+        # Positions in time, height and width take turns, and those of text are alike.
+        "rope.dimension_sections": [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0],
+        **_partial(config),
+    }
+    return found | ({"expert_shared_feed_forward_length": config.moe.shared_size} if config.moe else {})
+
+
 ARCHITECTURES = {
     "llama": Architecture(name="LLAMA", permuted=True),
     "mistral": Architecture(name="LLAMA", permuted=True),
@@ -129,5 +163,7 @@ ARCHITECTURES = {
     "gemma3_text": Architecture(name="GEMMA3", obstacle=_gemma3),
     "glm4": Architecture(name="GLM4", metadata=_partial),
     "phi3": Architecture(name="PHI3", metadata=_partial),
+    "qwen3_5_text": Architecture(name="QWEN35", metadata=_linear_attention_metadata, obstacle=_linear_attention),
+    "qwen3_5_moe_text": Architecture(name="QWEN35MOE", metadata=_linear_attention_metadata, obstacle=_linear_attention),
 }
 """By Hugging Face's `model_type`."""
