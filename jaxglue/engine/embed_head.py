@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.stages import Traced
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxglue.data.batch import PROMPT, Batch, sum_labels, sum_parts
 from jaxglue.engine import transfer
@@ -39,6 +39,7 @@ from jaxglue.ops.cross_entropy import (
     log_sum_squares,
 )
 from jaxglue.ops.rope import RopeTables
+from jaxglue.ops.row_split import CONTEXT
 from jaxglue.sharding.gather import gather, reduce_scatter_grads, stack
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 
@@ -69,6 +70,8 @@ class EmbedHead:
             )
         self._tile, self._router_losses, self._objective, self._layout = tile, router_losses, objective, layout
         self.loss_shape = objective.shape
+        self._repeating = ("tensor",) if objective.answers is None else ("tensor", CONTEXT)
+        """Axes whose devices compute the same sums: units of answers are of whole rows."""
         self._head_parts = ("norm", graphdefs.output_name)
         self.fp8_layers, self.fp8_head = [True] * len(graphdefs.layers), config.fp8_head
         self._embed_program = jit_step(self._embed)
@@ -266,7 +269,7 @@ class EmbedHead:
         def program(weights, x, batch, scale):
             trainable, frozen = gather(layout, weights, stored)
             _, values = self.local_loss(trainable, frozen, x, batch, scale, fp8=fp8)
-            return stack(layout, divide_equally(values, "tensor"))
+            return stack(layout, divide_equally(values, *self._repeating))
 
         specs = (stored, layout.batch_spec, layout.batch_specs(batch), PartitionSpec())
         return per_device(program, layout.mesh, specs, layout.device_spec)((trainable, frozen), x, batch, scale)
@@ -279,7 +282,7 @@ class EmbedHead:
             differentiate = jax.value_and_grad(partial(self.local_loss, fp8=fp8), argnums=(0, 2), has_aux=True)
             (_, values), (gradients, dx) = differentiate(*gather(layout, weights, stored), x, batch, scale)
             gradients = reduce_scatter_grads(layout, gradients, stored[0])
-            values = stack(layout, divide_equally(values, "tensor"))
+            values = stack(layout, divide_equally(values, *self._repeating))
             return values, dx, {name: add_trees(accumulated[name], gradients[name]) for name in self._head_parts}
 
         sum_specs = {name: None if accumulated[name] is None else grad_specs[name] for name in self._head_parts}
@@ -445,8 +448,8 @@ class ScoreHead:
 
     def tokens(
         self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch
-    ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-        """Return each target's cross-entropy, and whether it has the largest logit."""
+    ) -> tuple[Float[Array, "B T"], Int[Array, "B T"]]:
+        """Return each target's cross-entropy, and the token with the largest logit in its place."""
         return self._tokens_program(self._head.parts(trainable), self._head.parts(frozen), x, batch.targets)
 
     def sums(
@@ -479,7 +482,8 @@ class ScoreHead:
 
         def program(weights, x, rows):
             targets, loss_weights, owners = rows
-            losses, hits = self._local(gather(layout, weights, stored), x, targets)
+            losses, best = self._local(gather(layout, weights, stored), x, targets)
+            hits = best == targets
             values = jnp.stack([loss_weights * losses, loss_weights * hits, loss_weights]).reshape(3, -1)
             of_source = jnp.arange(sources)[:, None] == (0 if owners is None else owners.ravel())
             sums = jnp.sum(jnp.where(of_source, values[:, None], 0.0), axis=-1)
@@ -488,10 +492,10 @@ class ScoreHead:
         specs = (stored, layout.batch_spec, layout.batch_spec)
         return per_device(program, layout.mesh, specs, layout.device_spec)((trainable, frozen), x, rows)
 
-    def _local(self, weights: Any, x, targets) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+    def _local(self, weights: Any, x, targets) -> tuple[Float[Array, "B T"], Int[Array, "B T"]]:
         trainable, frozen = weights
         hidden, output = self._head.normed_output(trainable, frozen, x)
         matrix = extended_matrix(output)
         softcap = self._head.config.logit_softcap
-        losses, hits = linear_scores(hidden, matrix, targets.ravel(), chunk_size(matrix.shape[0]), softcap)
-        return losses.reshape(targets.shape), hits.reshape(targets.shape)
+        losses, best = linear_scores(hidden, matrix, targets.ravel(), chunk_size(matrix.shape[0]), softcap)
+        return losses.reshape(targets.shape), best.reshape(targets.shape)

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jax.stages import Traced
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxglue.data.batch import Batch
 from jaxglue.engine import transfer
@@ -496,8 +496,8 @@ class Executor(LayerExecutor):
 
     def token_scores(
         self, trainable: Params, frozen: Params, batch: Batch
-    ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-        """Return each target's cross-entropy, and whether it has the largest logit."""
+    ) -> tuple[Float[Array, "B T"], Int[Array, "B T"]]:
+        """Return each target's cross-entropy, and the token with the largest logit in its place."""
         trainable, frozen = transfer.commit((trainable, frozen))
         x = self.last_output(trainable, frozen, batch)
         return self._scores.tokens(trainable, self.embed_head.parts_on_device(frozen), x, batch)

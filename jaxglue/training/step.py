@@ -55,6 +55,10 @@ class StepState(TypedDict):
     fp8: NotRequired[FP8Parts | None]
 
 
+_OTHER_EXECUTORS = 4
+"""Objectives beside the run's whose compiled programs are kept."""
+
+
 class TrainStep:
     """A model and its optimizer; `dispatch` advances them by one optimizer step.
 
@@ -254,13 +258,27 @@ class TrainStep:
             into: gradients whose memory the new ones take where the executor reuses it; donated.
         """
         objective = objective or self._objective
-        if objective not in self._executors:
-            self._executors[objective] = made = self._make_executor(self.graphdefs, objective)
-            if self._fp8:
-                made.multiply_in_fp8(self._fp8["layers"], self._fp8["head"])
         arguments = *self._arguments(batch), self._step_key(), into
-        sums, gradients = self._executors[objective].loss_and_gradients(*arguments)
+        sums, gradients = self._executor_of(objective).loss_and_gradients(*arguments)
         return objective.loss(sums), objective.metrics(sums), gradients
+
+    def _executor_of(self, objective: Objective) -> Executor:
+        """Return the executor of an objective; the run's and the latest others are kept, with their programs."""
+        executor = self._executors.pop(objective, None)
+        if executor is None:
+            executor = self._make_executor(self.graphdefs, objective)
+            if self._fp8:
+                executor.multiply_in_fp8(self._fp8["layers"], self._fp8["head"])
+            others = [each for each in self._executors if each != self._objective]
+            if len(others) >= _OTHER_EXECUTORS:
+                _log.warning(
+                    "%d losses were compiled, and the programs of the oldest are dropped: define a loss outside of the "
+                    "loop, since each function object is compiled by itself",
+                    len(others) + 1,
+                )
+                del self._executors[others[0]]
+        self._executors[objective] = executor
+        return executor
 
     def take_step(self, gradients: Params) -> dict[str, jax.Array]:
         """Update the parameters; return the gradients' norm and the learning rate."""
