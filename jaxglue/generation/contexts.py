@@ -142,8 +142,14 @@ class DecodeContext(_Appending):
         """Compute attention over each slot's cache, including the new token."""
         cursor, (pages, offsets) = self._cursor, self._cursor.places.of(window)
         tables = cursor.tables[cursor.places.windows.index(window)]
-        new, places = (q[0], k[0], v[0], self.cache), (pages, offsets, cursor.rope, *self._rotation)
-        out, self.cache = append_and_attend(*new, *places, tables, cursor.positions, window=window, **options)
+        out, self.cache = append_and_attend(
+            *(q[0], k[0], v[0], self.cache),
+            *(pages, offsets, cursor.rope),
+            *self._rotation,
+            *(tables, cursor.positions),
+            window=window,
+            **options,
+        )
         return out[None]
 
     def attend_latents(self, q, token, rank: int, scale: float) -> Float[Array, "1 S N rank"]:
