@@ -28,7 +28,7 @@ from jaxglue.rl.loop import RolloutSteps
 from jaxglue.rl.prompts import PromptDataset, PromptReport, read_prompts
 from jaxglue.rl.rewards import Judge
 from jaxglue.sharding.mesh import AUTO, MeshShape, make_mesh, process_batch_shard
-from jaxglue.training.checks import check_mesh, refuse_shared_prompt, warn_of_peft
+from jaxglue.training.checks import check_mesh, refuse_shared_prompt, refuse_split_rows, warn_of_peft
 from jaxglue.training.config import RunConfig, TrainConfig, warmup_steps
 from jaxglue.training.remat import RematChoice, choose_remat
 from jaxglue.training.trackers import check_trackers
@@ -312,7 +312,7 @@ def choose_mesh(
         raise ValueError("--embeddings host is for one GPU: leave it out, or split the table with --mesh fsdp=…")
     full = config.model.method == "full"
     shapes = [MeshShape.parse(config.run.mesh)] if config.run.mesh != AUTO else _candidates(model, devices, full=full)
-    if config.run.mesh == AUTO and _can_split_rows(config, model):
+    if config.run.mesh == AUTO and not refuse_split_rows(config, model):
         shapes = _with_split_rows(shapes, config, devices, full=full)
     for shape in shapes:
         check_mesh(config, model, shape, devices=devices)
@@ -369,10 +369,6 @@ def agree_on_mesh(
     chosen = replace(config.model, remat=policy, weights=weights, attention=attention, tile=tile)
     remat = choose_remat(chosen, replace(workload, attention=attention, tile=tile))
     return replace(workload, host_embeddings=remat.host_embeddings), remat
-
-
-def _can_split_rows(config: TrainConfig, model: DecoderConfig) -> bool:
-    return model.delta is None and not config.objective.make().forks
 
 
 def _with_split_rows(shapes: list[MeshShape], config: TrainConfig, devices: int, *, full: bool) -> list[MeshShape]:
