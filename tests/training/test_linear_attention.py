@@ -58,4 +58,4 @@ def test_samples_are_answered_and_answers_repeat_their_prompts(make_config, hybr
     lines = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert [(line["step"], line["prompt"]) for line in lines] == [(0, "Hello"), (1, "Hello")]
     model = config_from_hf(json.loads((hybrid_folder / "config.json").read_text()))
-    assert refuse_shared_prompt(config, model) == "a state of linear attention follows one continuation"
+    assert not refuse_shared_prompt(config, model)
