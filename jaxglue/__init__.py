@@ -19,7 +19,7 @@ if HIDES_TORCH in os.environ:
 _MODULES = {
     "api": ("evaluate", "export", "generate", "load_model", "plan", "score", "train"),
     "data.tokenizer": ("load_tokenizer",),
-    "training.callbacks": ("Callback",),
+    "training.callbacks": ("Callback", "Predictions"),
     "session": ("Session",),
     "training.config": ("TrainConfig",),
     "generation.config": ("GenerateConfig",),

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxglue.data.config import NO_COLUMNS, Columns, DataConfig
 from jaxglue.data.iterator import BatchIterator, Step, Steps
-from jaxglue.data.memory import name_sources, write_rows
+from jaxglue.data.memory import name_sources, with_named_tokenizer, write_rows
 from jaxglue.data.packing import plan_packing
 from jaxglue.data.prepare import PreparedData, prepare_data
 from jaxglue.engine.program_cache import keep_programs
@@ -35,6 +35,7 @@ from jaxglue.planner.device_memory import bounded_pool, take_fitting_blocks
 from jaxglue.recipe import from_settings
 from jaxglue.sharding.mesh import make_mesh
 from jaxglue.training.config import TrainConfig
+from jaxglue.training.own_optimizer import named_optimizer
 from jaxglue.training.remat import open_buffers, size_pool
 from jaxglue.training.result import export_result
 from jaxglue.training.setup import resolve_model
@@ -85,6 +86,15 @@ class Session:
     def __init__(self, *, recipe: str | Path | None = None, **settings: Any):
         if settings.keys() & {"data", "eval_data"}:
             raise ValueError("data: a session is given its rows step by step: pass them to forward_backward or batches")
+        with named_optimizer(with_named_tokenizer(settings)) as named:
+            self._open(recipe, named)
+        self.tokenizer = self._setup.tokenizer
+        self._engine: Engine | None = None
+        self._gradients: Params | None = None
+        self._slots = self._sampled = 0
+
+    def _open(self, recipe: str | Path | None, settings: dict[str, Any]) -> None:
+        """Settle the settings, load the weights and make the optimizer."""
         unscheduled = {"schedule": "constant", "warmup_steps": 0, "steps": _STEPS} if "steps" not in settings else {}
         config = from_settings(TrainConfig, {**unscheduled, **settings, "data": ("rows of a session",)}, recipe)
         if unscheduled and config.optimizer.schedule != "constant":
@@ -106,10 +116,6 @@ class Session:
             self._model = TrainStep(self._setup, mesh, buffers)
             self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxglue-session-")))
             self._stack = stack.pop_all()
-        self.tokenizer = self._setup.tokenizer
-        self._engine: Engine | None = None
-        self._gradients: Params | None = None
-        self._slots = self._sampled = 0
 
     def __enter__(self) -> Self:
         return self

@@ -16,17 +16,9 @@ from jaxglue.training.record import read_metrics
 
 
 @pytest.fixture
-def settings(model_folder, tmp_path):
-    return {
-        "model": str(model_folder),
-        "random_weights": True,
-        "dtype": "float32",
-        "seq_len": 96,
-        "rank": 4,
-        "cache_dir": str(tmp_path / "cache"),
-        "compilation_cache": None,
-        "learning_rate": 1e-2,
-    }
+def settings(settings):
+    """The settings of a tiny run without data or output."""
+    return settings | {"rank": 4, "learning_rate": 1e-2}
 
 
 @pytest.fixture
@@ -36,8 +28,8 @@ def pairs():
 
 @pytest.mark.parametrize("options", [{}, {"batch_size": 2, "gradient_accumulation_steps": 2, "dropout": 0.2}])
 def test_a_loop_over_batches_equals_train_to_the_bit(settings, chat_rows, tmp_path, options):
-    more = {"steps": 4, "workers": 1, **options}
-    jaxglue.train(data=chat_rows(24), output=str(tmp_path / "run"), log_every=1, sample_prompt=(), **settings, **more)
+    more = {"steps": 4, **options}
+    jaxglue.train(data=chat_rows(24), output=str(tmp_path / "run"), log_every=1, **settings, **more)
     lines = [line for line in read_metrics(tmp_path / "run/metrics.jsonl") if "loss" in line]
     with jaxglue.Session(**settings, **more) as session:
         for line, batch in zip(lines, session.batches(chat_rows(24), epochs=None), strict=False):
@@ -69,6 +61,14 @@ def test_gradients_add_up_and_losses_are_functions_of_tokens_and_columns(setting
         odd = session.forward_backward(pairs[1::2])
         both = session.forward_backward(pairs, weighted, columns={"reward": 1.0})
         assert both == pytest.approx(odd * shares[1], rel=1e-5)
+
+
+def test_programs_of_few_losses_are_kept(settings, pairs, caplog):
+    with jaxglue.Session(**settings) as session:
+        for factor in range(6):
+            session.forward_backward(pairs[:1], lambda log_probs, _, factor=factor: -factor * log_probs)
+        assert len(session._model._executors) == 5
+    assert "define a loss outside of the loop" in caplog.text
 
 
 def test_rewards_move_what_is_sampled(settings, pairs):
@@ -172,7 +172,7 @@ def test_a_step_without_gradients_is_refused(settings):
 
 
 def test_a_model_is_loaded_with_its_adapter(settings, chat_rows, tmp_path):
-    jaxglue.train(data=chat_rows(8), steps=3, output=str(tmp_path / "run"), sample_prompt=(), workers=1, **settings)
+    jaxglue.train(data=chat_rows(8), steps=3, output=str(tmp_path / "run"), **settings)
     tokens = jnp.arange(1, 9)[None]
     adapted = jaxglue.load_model(adapter=tmp_path / "run/adapter", dtype=jnp.float32)(tokens)
     named = jaxglue.load_model(tmp_path / "run/base", adapter=tmp_path / "run/adapter", dtype=jnp.float32)(tokens)
