@@ -458,7 +458,9 @@ def make_adapter(folder: Path, config: dict, lora: LoraConfig) -> None:
         bound = shape[-1] ** -0.5
         return rng.uniform(-bound, bound, shape).astype(np.float32)
 
-    save_adapter(folder, {name: matrix(name, shape) for name, shape in shapes.items()}, lora, "", model_type=config["model_type"])
+    save_adapter(
+        folder, {name: matrix(name, shape) for name, shape in shapes.items()}, lora, "", model_type=config["model_type"]
+    )
 
 
 def _tokenizer():

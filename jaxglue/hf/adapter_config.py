@@ -148,7 +148,7 @@ def config_to_peft(
 
 
 def _weights(names: Iterable[str], config: LoraConfig) -> list[str]:
-    """Return `target_parameters` for linear layers: whole names where the config has those, else ends within a layer."""
+    """Return `target_parameters` for linear layers: whole names where the config has those, else those in a layer."""
     paths = {name.rpartition(".")[0] for name in names}
     return sorted({f"{path if _names_paths(config) else _WITHIN_LAYER.sub('', path)}.weight" for path in paths})
 
