@@ -92,7 +92,7 @@ def limits(tokens: int) -> dict[str, float]:
     return {"bytes_ms": token * tokens / COPY * 1e3, "flops_ms": flops / MATMUL * 1e3}
 
 
-def rows(fla: Path | None) -> Iterator[dict]:
+def rows(fla: Path | None, backends: tuple[str, ...]) -> Iterator[dict]:
     """Yield a row for each case and implementation."""
     cases = {
         name: (tokens, log_normal_lengths(tokens - 37 * (documents > 1), documents))
@@ -100,7 +100,7 @@ def rows(fla: Path | None) -> Iterator[dict]:
     }
     for name, (tokens, lengths) in cases.items():
         segments, (values, dout) = pack_segments([lengths], seq_len=tokens), arguments(tokens)
-        for backend in ("triton", "chunked"):
+        for backend in backends:
             if backend == "chunked" and tokens > 16_384:
                 continue
             forward, both = passes(backend, segments)
@@ -110,7 +110,7 @@ def rows(fla: Path | None) -> Iterator[dict]:
         yield {"case": name, "by": "fla-core", **times}
 
 
-def _fla(folder: Path, cases: dict[str, tuple[int, list[int]]], limit: float = 150) -> dict[str, dict]:
+def _fla(folder: Path, cases: dict[str, tuple[int, list[int]]], limit: float = 110) -> dict[str, dict]:
     """Return fla-core's times by case, from a process of its own, which tunes its kernels and ends after `limit` s."""
     command = sys.executable, str(Path(__file__).parent / "peers" / "delta_rule.py"), json.dumps(cases)
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])  # with our Triton
@@ -187,13 +187,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--fla", type=Path)
+    parser.add_argument("--kernels", action="store_true", help="do not time what XLA compiles")
     args = parser.parse_args()
     segments = pack_segments([log_normal_lengths(16_347, 30)], seq_len=16_384)
-    results: dict[str, Any] = {"errors": errors(segments, 16_384), "around": list(around()), "rows": []}
-    print(results["errors"], table(results["around"]), sep="\n", flush=True)
-    results["steps"] = [steps(count) for count in (64, 256)]
-    print(*results["steps"], sep="\n", flush=True)
-    for row in rows(args.fla):  # fla-core's, which take minutes to tune, come last
+    results: dict[str, Any] = {"errors": errors(segments, 16_384), "steps": [steps(64), steps(256)], "rows": []}
+    print(results["errors"], *results["steps"], sep="\n", flush=True)
+    if not args.kernels:
+        results["around"] = list(around())
+        print(table(results["around"]), flush=True)
+    for row in rows(
+        args.fla, ("triton",) if args.kernels else ("triton", "chunked")
+    ):  # fla-core's, which take minutes to tune, come last
         results["rows"].append(row)
         print(json.dumps(row), flush=True)
         if args.json:

@@ -1,20 +1,26 @@
 """Time generation on random weights of a published shape: decode steps of some streams, and a batch of uneven answers.
 
-    python benchmarks/generation.py --shape qwen3-8b --streams 1 64 256 --requests 512 --json benchmarks/results/x.json
+    python benchmarks/generation.py --rows all --json benchmarks/results/generation.json
+    python benchmarks/generation.py --shape qwen3-0.6b --streams 1 64 --requests 0
+
+`--rows` names settings of the table in docs/generation.md; other flags describe one setting.
 
 A decode step's time is the difference of two runs, so it excludes prompts. Its limit is the time to read the weights
-and the visible keys and values at this GPU's rate of reading, measured in the same process. The batch has prompts of
+and the visible keys and values at this GPU's rate of reading, measured in the same process; of experts those that as
+many random tokens choose. The batch has prompts of
 200 tokens and answers of forced, log-normal lengths (mean 512, σ 0.7, at most 1,024). Its limit adds to each step of an
 ideal schedule, all answers at once, the prompts' matmuls at the measured rate; a step takes the longer of reading the
-weights and multiplying them.
+weights and multiplying them. Prompts are compared with the layers' forward pass of training.
 """
 
 import argparse
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +29,7 @@ from flax import nnx
 from inputs import SHAPES
 from measure import milliseconds, table, write_results
 
+from jaxglue.engine.compiler import STEP_OPTIONS
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.engine import Completion, Engine
 from jaxglue.generation.pages import PAGE, CachePlan, token_bytes
@@ -30,22 +37,59 @@ from jaxglue.generation.scheduler import Request
 from jaxglue.hf.loading import random_model
 from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
-from jaxglue.models.decoder import CausalLM
+from jaxglue.models.context import PackedContext
+from jaxglue.models.decoder import CausalLM, packed_context
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
-from jaxglue.models.parameters import abstract_parameters, split_model
+from jaxglue.models.parameters import abstract_parameters, merge_module, split_model
 from jaxglue.ops.choices import KVCache
+from jaxglue.ops.moe import Routing
+from jaxglue.ops.segments import PackedSegments, pack_segments
 
 PROMPT, MEAN, SIGMA, LONGEST = 200, 512, 0.7, 1024
 STEPS = 128
 """Decode steps that are timed."""
+CONTEXT, LONG_CONTEXT = 388, 1000
+"""Mean tokens that a stream sees."""
+ROW = 4096
+"""Tokens of a row of prompts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A row of the table, or what the flags say."""
+
+    shape: str
+    quantize: str = "none"
+    """Format of the decoder layers' linear layers."""
+    kv_cache: KVCache = "auto"
+    streams: tuple[int, ...] = ()
+    context: int = CONTEXT
+    requests: int = 0
+    """Uneven answers."""
+    prompts: int = 0
+    """Prompts of 500 tokens."""
+    lora: int = 0
+    """Rank of a live adapter on all linear layers, with which the steps run once more."""
+
+
+ROWS = {
+    "qwen3-8b": Setting(shape="qwen3-8b", streams=(1, 64, 256), requests=512, prompts=256, lora=16),
+    "qwen3-8b fp8": Setting(
+        shape="qwen3-8b", quantize="fp8", kv_cache="fp8", streams=(64, 256), context=LONG_CONTEXT, requests=512
+    ),
+    "qwen3-8b nf4": Setting(shape="qwen3-8b", quantize="nf4", streams=(1, 64)),
+    "qwen3-8b int8": Setting(shape="qwen3-8b", quantize="int8", streams=(1, 64)),
+    "qwen3-30b-a3b": Setting(shape="qwen3-30b-a3b", streams=(64, 256)),
+    "gpt-oss-20b": Setting(shape="gpt-oss-20b", streams=(64, 256)),
+}
 
 
 class Model:
     """An engine with its weights."""
 
     def __init__(self, config: DecoderConfig, dtype, kv_cache: KVCache = "auto", model: CausalLM | None = None):
-        self.model = random_model(config, dtype=dtype) if model is None else model
+        self.model = _unlike(random_model(config, dtype=dtype)) if model is None else model
         graphdefs, *self.trees = split_model(self.model, nnx.LoRAParam)
         self.config, self.dtype = config, dtype
         self.engine = Engine(graphdefs, config, dtype=dtype, kv_cache=kv_cache)
@@ -56,6 +100,34 @@ class Model:
             sum(math.prod(spec.shape) for spec in shapes.values()) - config.vocab_size * config.hidden_size
         )
         self.token_bytes = token_bytes(config, self.engine.cache_dtype)
+        named = jax.tree_util.tree_leaves_with_path(self.trees)
+        self.expert_bytes = sum(leaf.nbytes for path, leaf in named if "experts" in jax.tree_util.keystr(path))
+
+    def bytes_read(self, streams: int) -> float:
+        """Return the bytes of weights that a step of so many streams reads."""
+        return self.read_bytes - self.expert_bytes * (1 - self._experts_chosen(streams))
+
+    def _experts_chosen(self, tokens: int) -> float:
+        """Return the mean share of a layer's experts that so many random tokens, each after others, choose."""
+        if not self.config.moe:
+            return 1.0
+        length, chosen = 8, []
+        ids = jax.random.randint(jax.random.key(9), (1, tokens * length), 0, self.config.vocab_size)
+        segments = pack_segments([[length] * tokens], seq_len=tokens * length)
+        for expert_ids in self.forward(ids, segments)[1]:
+            last = np.asarray(expert_ids).reshape(tokens, length, -1)[:, -1]
+            chosen.append(len(np.unique(last)) / self.config.moe.num_experts)
+        return float(np.mean(chosen))
+
+    def forward(self, tokens, segments: PackedSegments) -> tuple[jax.Array, list[jax.Array]]:
+        """Return the last layer's output as in training, and the experts that sparse layers chose."""
+        x = self.model.embed_tokens.weight[...].astype(self.dtype)[tokens]
+        packed, chosen = packed_context(self.config, segments), []
+        graphdefs = split_model(self.model, nnx.LoRAParam)[0]
+        for graphdef, *weights in zip(graphdefs.layers, *(tree["layers"] for tree in self.trees), strict=True):
+            x, own = _layer(graphdef, weights, x, packed)
+            chosen += own
+        return x, chosen
 
     def with_lora(self, rank: int) -> "Model":
         """Return the model with a live adapter on all linear layers."""
@@ -77,6 +149,27 @@ class Model:
         begun = time.perf_counter()
         found = list(self.engine.generate(*self.trees, requests, **options))
         return time.perf_counter() - begun, found
+
+
+def _unlike(model: CausalLM) -> CausalLM:
+    """Make a sparse model's tokens as unlike each other as trained routers find them, which choose many experts."""
+    if model.config.moe:
+        model.embed_tokens.weight[...] = model.embed_tokens.weight[...] * 500
+    return model
+
+
+class _Observed(PackedContext):
+    """Context of training that keeps the experts chosen."""
+
+    def observe_routing(self, routing: Routing) -> None:
+        """Keep the experts."""
+        self.__dict__.setdefault("chosen", []).append(routing.expert_ids)
+
+
+@partial(jax.jit, static_argnums=0, compiler_options=STEP_OPTIONS)
+def _layer(graphdef, weights, x, packed: PackedContext):
+    context = _Observed(**vars(packed))
+    return merge_module(graphdef, *weights)(x, context), context.__dict__.get("chosen", [])
 
 
 def draw_requests(count: int, prompt: int, new: Sequence[int], vocabulary: int, temperature: float) -> list[Request]:
@@ -117,7 +210,7 @@ def time_steps(model: Model, streams: int, context: int, rate: float, plan: Cach
         spent(32)
     short, long = (min(spent(new) for _ in range(2)) for new in (32, 32 + STEPS))
     step = (long - short) / STEPS
-    limit = (model.read_bytes + streams * context * model.token_bytes) / rate
+    limit = (model.bytes_read(streams) + streams * context * model.token_bytes) / rate
     shown = {
         "streams": streams,
         "context": context,
@@ -158,56 +251,77 @@ def time_batch(model: Model, count: int, rate: float, flops: float, plan: CacheP
 
 
 def time_prefill(model: Model, count: int, prompt: int, flops: float) -> dict:
-    """Time the prompts alone, and one window of steps."""
+    """Time the prompts alone, and one window of steps, beside the layers' forward pass of training."""
     requests = draw_requests(count, prompt, [1] * count, model.config.vocab_size, 0.0)
     plan = model.engine.plan(requests)
     model.answer(requests, plan=plan)
     spent = min(model.answer(requests, plan=plan)[0] for _ in range(2))
+    tokens = jax.random.randint(jax.random.key(3), (1, ROW), 0, model.config.vocab_size)
+    segments = jax.device_put(pack_segments([[prompt] * (ROW // prompt)], seq_len=ROW))
+    forward = milliseconds(lambda: model.forward(tokens, segments)[0], budget=200) / 1e3 * count / (ROW // prompt)
     rate = 2 * count * prompt * model.parameters / spent
     return {
         "prompts": f"{count} of {prompt}",
         "seconds": round(spent, 2),
+        "tokens/s": round(count * prompt / spent),
         "share of matmul rate": f"{rate / flops:.0%}",
+        "share of training's forward rate": f"{forward / spent:.0%}",
     }
+
+
+def measure(setting: Setting, rate: float, flops: float, show) -> None:
+    """Time all that a setting has; show(kind, row) takes each row as it comes."""
+    config = config_from_hf(SHAPES[setting.shape]).quantized(setting.quantize)
+    model, plan = Model(config, jnp.bfloat16, setting.kv_cache), None
+    show("weights", {"GiB": round(model.read_bytes / 2**30, 2)})
+    if setting.requests:
+        requests = batch_requests(model, setting.requests)
+        plan = model.engine.plan(requests)
+        show("plan", {"slots": plan.slots, "pages": plan.pages, "compilation s": round(model.compile(requests, plan))})
+        show("batch", time_batch(model, setting.requests, rate, flops, plan))
+    for streams in setting.streams:
+        fits = plan and streams >= 8 and setting.context + STEPS <= plan.table * PAGE
+        show("steps", time_steps(model, streams, setting.context, rate, plan if fits else None))
+    if setting.prompts:
+        show("prefill", time_prefill(model, setting.prompts, 500, flops))
+    if setting.lora:
+        model = model.with_lora(setting.lora)
+        for streams in setting.streams[1:2]:
+            show("steps", {"lora": setting.lora} | time_steps(model, streams, setting.context, rate))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", choices=["all", *ROWS], default=[], help="settings of the table")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
     parser.add_argument("--quantize", default="none", help="format of the decoder layers' linear layers")
     parser.add_argument("--kv-cache", choices=["auto", "fp8"], default="auto")
-    parser.add_argument("--lora", type=int, default=0, help="rank of a live adapter on all linear layers")
+    parser.add_argument(
+        "--lora", type=int, default=0, help="rank of a live adapter, with which the steps run once more"
+    )
     parser.add_argument("--streams", type=int, nargs="*", default=[1, 64, 256])
-    parser.add_argument("--context", type=int, default=388, help="mean tokens that a stream sees")
+    parser.add_argument("--context", type=int, default=CONTEXT, help="mean tokens that a stream sees")
     parser.add_argument("--prompts", type=int, default=0, help="prompts of 500 tokens to prefill")
     parser.add_argument("--requests", type=int, default=512, help="uneven answers; 0 for none")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    config = config_from_hf(SHAPES[args.shape]).quantized(args.quantize)
-    model, rate, flops = Model(config, jnp.bfloat16, args.kv_cache), read_rate(), matmul_rate()
-    model = model.with_lora(args.lora) if args.lora else model
-    limits = {"weights GiB": round(model.read_bytes / 2**30, 2), "read TB/s": round(rate / 1e12, 2)}
-    limits |= {"matmul TFLOP/s": round(flops / 1e12)}
+    own = {name: getattr(args, name) for name in asdict(Setting(shape="")) if name != "streams"}
+    settings = {name: ROWS[name] for name in (ROWS if "all" in args.rows else args.rows)}
+    settings = settings or {args.shape: Setting(**own, streams=tuple(args.streams))}
+    rate, flops = read_rate(), matmul_rate()
+    limits = {"read TB/s": round(rate / 1e12, 2), "matmul TFLOP/s": round(flops / 1e12)}
     print(jax.devices()[0].device_kind, limits, flush=True)
-    results: dict = {"settings": vars(args) | {"json": None}, "limits": limits}
+    results: dict[str, Any] = {"gpu": jax.devices()[0].device_kind, "limits": limits}
+    for name, setting in settings.items():
+        rows = results[name] = {"setting": asdict(setting)}
 
-    def show(name: str, row: dict) -> None:
-        results.setdefault(name, []).append(row)
-        print(table([row]), flush=True)
+        def show(kind: str, row: dict, name: str = name, rows: dict[str, Any] = rows) -> None:
+            rows.setdefault(kind, []).append(row)
+            print(f"{name}: {kind}\n{table([row])}", flush=True)
+            if args.json:
+                write_results(args.json, results)  # as they come, for runs that are cut short
 
-    plan = None
-    if args.requests:
-        requests = batch_requests(model, args.requests)
-        plan = model.engine.plan(requests)
-        print(f"{args.requests} requests, {plan}, compiled in {model.compile(requests, plan):.0f} s", flush=True)
-        show("batch", time_batch(model, args.requests, rate, flops, plan))
-    for streams in args.streams:
-        shared = plan if plan and streams >= 8 and args.context + STEPS <= plan.table * PAGE else None
-        show("steps", time_steps(model, streams, args.context, rate, shared))
-    if args.prompts:
-        show("prefill", time_prefill(model, args.prompts, 500, flops))
-    if args.json:
-        write_results(args.json, results)
+        measure(setting, rate, flops, show)
 
 
 if __name__ == "__main__":

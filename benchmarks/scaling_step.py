@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from inputs import SHAPES
 from measure import uniform_lengths
-from step import LENGTHS_SEED, memory, parameters, workload
+from step import DOCUMENTS, LENGTHS_SEED, memory, parameters, workload
 from traces import collective_overlap
 
 from jaxglue.data.batch import Batch
@@ -39,6 +39,7 @@ from jaxglue.sharding.rules import Layout
 from jaxglue.training.adamw import AdamWOptimizer
 from jaxglue.training.config import OptimizerConfig
 
+_ATTENDED = "save:attention_out,attention_lse"
 MODELS = {
     "8b-lora": {"shape": "qwen3-8b", "remat": "dots"},
     "8b-full": {"shape": "qwen3-8b", "method": "full", "remat": "dots"},
@@ -46,6 +47,9 @@ MODELS = {
     "32b-nf4": {"shape": "qwen3-32b", "remat": "48 x full + 16 x dots", "quantize": "nf4"},
     "30b-a3b-lora": {"shape": "qwen3-30b-a3b", "remat": "dots"},
     "70b-lora": {"shape": "llama-3.3-70b", "remat": AUTO, "steps": 3},
+    "document": {"shape": "llama-3.1-8b", "remat": _ATTENDED, "steps": 2, "tokens": 2**17, "documents": (2**17,) * 2},
+    "documents": {"shape": "llama-3.1-8b", "remat": _ATTENDED, "steps": 4, "tokens": 2**16, "documents": (2000, 30000)},
+    "million": {"shape": "llama-3.1-8b", "remat": _ATTENDED, "steps": 1, "tokens": 2**20, "documents": (2**20,) * 2},
 }
 """Published shapes with random weights; LoRA of rank 16 on all linear layers, or all weights in float32."""
 _TINY = {
@@ -53,6 +57,7 @@ _TINY = {
     "qwen3-32b": "tiny",
     "qwen3-30b-a3b": "tiny-qwen3-moe",
     "llama-3.3-70b": "tiny-llama",
+    "llama-3.1-8b": "tiny-llama",
 }
 """Shapes of the same families for CPUs."""
 _IN_FLIGHT = 2
@@ -68,15 +73,21 @@ class Setting:
     quantize: str = "none"
     steps: int = 6
     tokens: int = 16384
+    """Of a row."""
+    documents: tuple[int, int] = DOCUMENTS
+    """Least and most tokens of a document, uniform."""
     layers: int | None = None
 
     def workload(self, layers: int | None = None) -> Workload:
         """Return the work of a row on one GPU with `layers`, by default those wanted."""
-        return workload(self.shape, layers or self.layers, self.tokens, self.method, self.quantize)
+        work = workload(self.shape, layers or self.layers, self.tokens, self.method, self.quantize)
+        return replace(work, document_lengths=tuple(uniform_lengths(self.tokens, *self.documents, seed=LENGTHS_SEED)))
 
     def tiny(self) -> "Setting":
         """Return the setting with a tiny model of the family."""
-        return replace(self, shape=_TINY[self.shape], remat="dots", steps=2, tokens=512, layers=None)
+        return replace(
+            self, shape=_TINY[self.shape], remat="dots", steps=2, tokens=512, documents=DOCUMENTS, layers=None
+        )
 
 
 class Run:
@@ -92,7 +103,7 @@ class Run:
         self._executor = Executor(graphdefs, self.work.config, mesh=mesh, **executed)
         self._optimizer = AdamWOptimizer(OptimizerConfig(), 1000, layout)
         self._state = self._optimizer.init(self._trainable)
-        self._batch = place_batch(rows(self.work, shape.batch_shards), mesh)
+        self._batch = place_batch(rows(self.work, shape.batch_shards, setting.documents), mesh)
         self.count = shape.batch_shards * setting.tokens
         self._step = 0
 
@@ -136,10 +147,10 @@ def fit(setting: Setting, shape: MeshShape) -> tuple[Workload, Sequence[RematPol
     return replace(setting.workload(fitting), tile=plan.tile), plan.policies
 
 
-def rows(work: Workload, count: int) -> Batch:
-    """Return a packed row per GPU of different documents of 64–1,024 tokens (uniform)."""
+def rows(work: Workload, count: int, documents: tuple[int, int]) -> Batch:
+    """Return packed rows of different documents of so many tokens."""
     rng, size = np.random.default_rng(0), (count, work.seq_len)
-    lengths = [uniform_lengths(work.seq_len, seed=LENGTHS_SEED + row) for row in range(count)]
+    lengths = [uniform_lengths(work.seq_len, *documents, seed=LENGTHS_SEED + row) for row in range(count)]
     ids, targets = (rng.integers(0, work.config.vocab_size, size, dtype=np.int32) for _ in range(2))
     segments = pack_segments(lengths, seq_len=work.seq_len)
     return Batch(tokens=ids, targets=targets, loss_weights=np.ones(size, np.float32), segments=segments)

@@ -43,6 +43,8 @@ class Row:
     """A setting measured with several engines."""
 
     shape: str
+    layers: int | None = None
+    """Fewer than the published ones."""
     tokens: int = 16384
     quantize: str = "none"
     matmul: str = "bf16"
@@ -60,6 +62,16 @@ class Row:
     steps: int = 10
     """Timed steps."""
 
+    @property
+    def config(self) -> dict:
+        """Return config.json."""
+        return SHAPES[self.shape] | ({"num_hidden_layers": self.layers} if self.layers else {})
+
+    @property
+    def folder(self) -> str:
+        """Return the name of the model's folder."""
+        return self.shape + (f"-{self.layers}" if self.layers else "")
+
 
 ROWS = {
     "qwen3-8b": Row(shape="qwen3-8b", memory_limit=18.8),
@@ -75,12 +87,15 @@ ROWS = {
     "mistral-7b": Row(shape="mistral-7b", peer_memory=True),
     "qwen2.5-7b": Row(shape="qwen2.5-7b", peer_memory=True),
     "gemma-3-12b": Row(shape="gemma-3-12b", peer_memory=True),
+    "gemma-3-12b, 12 layers": Row(shape="gemma-3-12b", layers=12, peer_memory=True),
     "gemma-4-26b-a4b": Row(shape="gemma-4-26b-a4b", engines=("ours",), steps=6),
     "qwen3.5-9b": Row(shape="qwen3.5-9b", peer_memory=True),
     "qwen3.5-9b, memory free": Row(shape="qwen3.5-9b", engines=("ours",)),
     "qwen3.5-9b, 12 GiB": Row(shape="qwen3.5-9b", memory_limit=12.0, engines=("ours",)),
     "qwen3.5-27b, 22 GiB": Row(shape="qwen3.5-27b", memory_limit=22.0, engines=("ours",), steps=6),
     "qwen3.5-35b-a3b, 60 GiB": Row(shape="qwen3.5-35b-a3b", memory_limit=60.0, engines=("ours",), steps=6),
+    "qwen3.5-35b-a3b FP8": Row(shape="qwen3.5-35b-a3b", matmul="fp8", memory_limit=60.0, engines=("ours",), steps=6),
+    "qwen3.5-35b-a3b NF4": Row(shape="qwen3.5-35b-a3b", quantize="nf4", memory_limit=24.0, engines=("ours",), steps=6),
     "tiny Qwen3.5": Row(shape="tiny-qwen3.5", tokens=1024, checkpointing="none", engines=("ours", "unsloth")),
     "tiny Gemma 3": Row(shape="tiny-gemma-3", tokens=1024, checkpointing="none", engines=("ours", "peft")),
     "tiny Gemma 4 with experts": Row(shape="tiny-gemma-4-moe", tokens=1024, checkpointing="none", engines=("ours",)),
@@ -114,17 +129,17 @@ class Inputs:
 
     def __init__(self, scratch: Path, names: list[str], *, warm_up: int, steps: int | None = None):
         self._scratch, self._warm_up, self._steps = scratch, warm_up, steps
-        self._rows = Counter(ROWS[name].shape for name in names)
-        self._locks: dict[str, Lock] = {shape: Lock() for shape in self._rows}
+        self._rows = Counter(ROWS[name].folder for name in names)
+        self._locks: dict[str, Lock] = {folder: Lock() for folder in self._rows}
         self._made: set[str] = set()
 
     def prepare(self, name: str) -> tuple[dict[str, Path], list[int]]:
         """Return (files by engine flag, lengths of all documents)."""
         row = ROWS[name]
-        folder, config = self._scratch / row.shape, SHAPES[row.shape]
-        with self._locks[row.shape]:
+        folder, config = self._scratch / row.folder, row.config
+        with self._locks[row.folder]:
             if not folder.exists():
-                self._made.add(row.shape)
+                self._made.add(row.folder)
                 make_model(folder, config)
             if not (folder / "adapter").exists():
                 make_adapter(folder / "adapter", config, LoraConfig())
@@ -134,11 +149,11 @@ class Inputs:
 
     def done(self, name: str) -> None:
         """Release a measured row's model."""
-        shape = ROWS[name].shape
-        with self._locks[shape]:
-            self._rows[shape] -= 1
-            if not self._rows[shape] and shape in self._made:
-                shutil.rmtree(self._scratch / shape)
+        folder = ROWS[name].folder
+        with self._locks[folder]:
+            self._rows[folder] -= 1
+            if not self._rows[folder] and folder in self._made:
+                shutil.rmtree(self._scratch / folder)
 
 
 def run(
@@ -154,7 +169,7 @@ def run(
         )
         flags["matmul"] = row.matmul
         if row.memory_limit:
-            tied = SHAPES[row.shape].get("tie_word_embeddings", False)
+            tied = row.config.get("tie_word_embeddings", False)
             flags |= {"memory-limit": row.memory_limit, "embeddings": "device" if tied else "host"}
         flags |= {"trace": args.traces / name.replace(" ", "-").replace(",", "")} if args.traces else {}
         environment = {
@@ -204,10 +219,11 @@ class Measurements:
     def measure(self, name: str) -> None:
         """Measure all engines of a row, one after the other on one GPU."""
         with self._gpus.one() as gpu:
-            row, config = ROWS[name], config_from_hf(SHAPES[ROWS[name].shape])
+            row, config = ROWS[name], config_from_hf(ROWS[name].config)
             files, lengths = self._inputs.prepare(name)
             visible = mean_visible_keys(np.array(lengths))
             flops = row.tokens * training_flops_per_token(config, visible_keys=visible, weight_gradients=False)
+            row = replace(row, memory_limit=self._args.memory_limit) if self._args.memory_limit else row
             engines = [engine for engine in row.engines if engine in self._args.engines]
             for engine in reversed(engines) if row.peer_memory else engines:
                 result = run(engine, name, row, files, gpu, self._args)
@@ -290,6 +306,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=4)
     parser.add_argument("--steps", type=int, help="timed steps, by default as many as the row says")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--memory-limit", type=float, help="of ours, GiB, in place of the rows'")
     parser.add_argument("--gpus", type=int, default=1, help="rows measured side by side")
     parser.add_argument("--peers-python", default=sys.executable)
     parser.add_argument("--peers-path", type=Path)

@@ -47,7 +47,7 @@ def copy_overlap(folder: str | Path, *, shortest: float = 0.05) -> CopyOverlap:
     Raises:
         ValueError: the folder holds no trace, or one without a GPU.
     """
-    events = _events(folder)[0]
+    events = gpu_events(folder)[0]
     kernels = [span for name, span in events if not name.startswith("Mem")]
     to_host, to_device = (
         [(start, end) for name, (start, end) in events if name == kind and end - start >= shortest]
@@ -58,14 +58,14 @@ def copy_overlap(folder: str | Path, *, shortest: float = 0.05) -> CopyOverlap:
 
 def collective_overlap(folder: str | Path) -> CollectiveOverlap:
     """Read the newest trace of `jax.profiler.trace(folder)`; raise ValueError as `copy_overlap` does."""
-    gpus = [exposure(events) for events in _events(folder)]
+    gpus = [exposure(events) for events in gpu_events(folder)]
     return CollectiveOverlap(*(sum(values) / len(gpus) for values in zip(*gpus, strict=True)))
 
 
 def kernel_milliseconds(folder: str | Path) -> dict[str, float]:
     """Return the time of all kernels and copies of a name on the first GPU, the longest first."""
     spent: dict[str, float] = {}
-    for name, (start, end) in _events(folder)[0]:
+    for name, (start, end) in gpu_events(folder)[0]:
         spent[name] = spent.get(name, 0.0) + end - start
     return dict(sorted(spent.items(), key=lambda item: -item[1]))
 
@@ -84,7 +84,7 @@ def _is_collective(name: str) -> bool:
     return plain.startswith(("nccl", "memcpyp2p", "allreduce", "allgather", "reducescatter", "alltoall"))
 
 
-def _events(folder: str | Path) -> list[list[tuple[str, Span]]]:
+def gpu_events(folder: str | Path) -> list[list[tuple[str, Span]]]:
     """Return for each GPU the name, start and end (ms) of every kernel and copy."""
     files = sorted(Path(folder).rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
     if not files:

@@ -89,7 +89,8 @@ class Session:
         config = from_settings(TrainConfig, {**unscheduled, **settings, "data": ("rows of a session",)}, recipe)
         if unscheduled and config.optimizer.schedule != "constant":
             raise ValueError(f"schedule {config.optimizer.schedule}: it needs the number of steps: give steps, too")
-        if config.objective.kind.answers is not None or config.objective.kind.needs_rollouts:
+        kind = config.objective.kind
+        if kind.answers is not None or kind.needs_rollouts or kind.trains_scores:
             raise ValueError("objective: a session trains on texts and chats: pass a function as the loss of its steps")
         if config.optimizer.update_in_backward:
             raise ValueError("update_in_backward: gradients of a session add up before its steps: leave it out")

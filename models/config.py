@@ -110,6 +110,11 @@ class LatentConfig:
     """Dimensions after these that do, those of keys being the same for all heads."""
     value_dim: int
 
+    @property
+    def cached_dim(self) -> int:
+        """Return the values of a token in the cache: the key's part that turns, and the latent vector."""
+        return self.rope_dim + self.rank
+
 
 @dataclass(frozen=True, kw_only=True)
 class PerLayerConfig:
@@ -226,7 +231,9 @@ class DecoderConfig:
     wrapper: str | None = field(default=None, repr=False)
     """Model type around it, such as one with a vision tower; see `jaxglue.models.wrapper`."""
     scores: bool = False
-    """Score every token in place of projecting it to the vocabulary, as reward models do."""
+    """Score every token in place of projecting it to the vocabulary, as reward models and classifiers do."""
+    labels: int = field(default=1, repr=False)
+    """Scores of a token where it is scored: one for each label of a classifier."""
     fp8_head: bool = False
     """Multiply the frozen output projection in FP8 in training."""
     fp8_experts: bool = False
@@ -263,7 +270,7 @@ class DecoderConfig:
         made.check(sizes | shared | heads)
 
     def quantized(self, how: Storage, *, fp8_head: bool = False, fp8_experts: bool = False) -> "DecoderConfig":
-        """Return the config with linear layers in this format; `none` keeps the folder's format.
+        """Return the config with linear layers, and experts that are in no format, in this one; `none` changes nothing.
 
         Args:
             how: the format.
@@ -283,7 +290,10 @@ class DecoderConfig:
                 f"{find_format(how).flag}: the model folder is already quantized to {FORMATS[self.quantize].label}; "
                 "leave out the flag, or name the original folder"
             )
-        return replace(self, quantize=how, layer_unquantized=(), **products)
+        experts = self.moe
+        if experts and experts.quantize == "none" and FORMATS[how].weight:
+            experts = replace(experts, quantize=how)
+        return replace(self, quantize=how, moe=experts, layer_unquantized=(), **products)
 
     def leaving(self, modules: Iterable[str]) -> "DecoderConfig":
         """Return the config with these modules, and no others, unquantized."""
@@ -302,7 +312,8 @@ class DecoderConfig:
     def attended(self, index: int) -> tuple[int, int]:
         """Return the heads of a layer's attention, linear or not, and the size of each one's output."""
         linear = self.layer_kinds[index].linear and self.delta
-        heads = self.num_attention_heads, self.layer_kinds[index].head_dim
+        size = self.layer_kinds[index].head_dim if self.latent is None else self.latent.value_dim
+        heads = self.num_attention_heads, size
         return (linear.num_value_heads, linear.value_dim) if linear else heads
 
     @property
@@ -310,9 +321,8 @@ class DecoderConfig:
         """Return the path of the decoder among the modules that PEFT adapts."""
         return WRAPPERS[self.wrapper].text_path if self.wrapper else TEXT_PATH
 
-    @property
-    def scored(self) -> "DecoderConfig":
-        """Return the config of a reward model: one score in place of the output projection.
+    def scored(self, labels: int = 1) -> "DecoderConfig":
+        """Return the config of a reward model or classifier: scores in place of the output projection.
 
         Raises:
             ValueError: a text model inside another model.
@@ -321,7 +331,7 @@ class DecoderConfig:
             raise ValueError(
                 f"reward models of {self.wrapper} are not supported: use a folder of {self.model_type}, its text model"
             )
-        return replace(self, scores=True, tie_word_embeddings=False)
+        return replace(self, scores=True, labels=labels, tie_word_embeddings=False)
 
     @property
     def stream_width(self) -> int:
@@ -609,7 +619,7 @@ def decoder_fields(
     if (act := raw.get("hidden_act", activations[0])) not in activations:
         only = ", ".join(map(repr, activations))
         raise ValueError(f"hidden_act {act!r} is not supported for {raw['model_type']}: only {only} is")
-    scores = _scores(raw)
+    labels = _labels(raw)
     heads, given = raw["num_attention_heads"], {name: value for name, value in raw.items() if value is not None}
     head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
     rope = rope or RopeConfig.from_hf(
@@ -623,8 +633,9 @@ def decoder_fields(
         "head_dim": head_dim,
         "max_position_embeddings": raw.get("max_position_embeddings") or max_position_embeddings,
         "rms_norm_eps": given.get("rms_norm_eps", eps),
-        "tie_word_embeddings": given.get("tie_word_embeddings", False) and not scores,
-        "scores": scores,
+        "tie_word_embeddings": given.get("tie_word_embeddings", False) and not labels,
+        "scores": labels > 0,
+        "labels": max(labels, 1),
         "attention_bias": given.get("attention_bias", False),
         "mlp_bias": given.get("mlp_bias", False),
         "activation": _ACTIVATIONS[act],
@@ -679,17 +690,10 @@ def describe_as_earlier(text: str) -> str:
     return re.sub(r", quantize='(\w+)'\)", lambda match: f", mxfp4={match[1] == 'mxfp4'})", text)
 
 
-def _scores(raw: Mapping[str, Any]) -> bool:
-    """Tell whether a folder holds a reward model: a sequence classification with one label.
-
-    Raises:
-        ValueError: a classification with several labels.
-    """
+def _labels(raw: Mapping[str, Any]) -> int:
+    """Return the labels of a folder's sequence classifier, of which reward models have one; 0 for a text model."""
     names = raw.get("architectures")
     if not isinstance(names, list) or not any(str(name).endswith("ForSequenceClassification") for name in names):
-        return False
+        return 0
     labels = raw.get("id2label")
-    count = len(labels) if isinstance(labels, Mapping) else raw.get("num_labels", 2)
-    if count != 1:
-        raise ValueError(f"config.json: {names[0]} has {count} labels; only reward models, with one, are supported")
-    return True
+    return len(labels) if isinstance(labels, Mapping) else raw.get("num_labels", 2)

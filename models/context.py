@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
@@ -13,6 +13,9 @@ from jaxglue.ops.moe import Routing
 from jaxglue.ops.norm_rope import HeadNorms, norm_and_rotate
 from jaxglue.ops.rope import RopeTables, Rotary
 from jaxglue.ops.segments import PackedSegments
+
+LatentCache = Literal["none", "written", "read"]
+"""Whether latent attention keeps its latent vectors for later tokens, or attends over those that were kept."""
 
 
 class RouterLosses(NamedTuple):
@@ -42,6 +45,10 @@ class LayerContext(Protocol):
         """Return the layer's own embeddings of the tokens; None where a model has none."""
 
     @property
+    def latents(self) -> LatentCache:
+        """Return what becomes of the vectors of latent attention."""
+
+    @property
     def token_mask(self) -> Bool[Array, " B*T"] | None:
         """Return False for padding tokens; None without padding."""
 
@@ -62,12 +69,12 @@ class LayerContext(Protocol):
         self,
         q: Float[Array, "B T N H"],
         k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
+        v: Float[Array, "B T K values"],
         *,
         window: int | None = None,
         sinks: Float[Array, " N"] | None = None,
         softcap: float | None = None,
-    ) -> Float[Array, "B T N H"]:
+    ) -> Float[Array, "B T N values"]:
         """Compute causal attention of rotated queries over their visible keys."""
 
     def convolve(self, x: Float[Array, "B T C"], weight: Float[Array, "C 1 W"]) -> Float[Array, "B T C"]:
@@ -89,7 +96,7 @@ class PackedContext:
     dropout_key: PRNGKeyArray | None = None
     router_losses: RouterLosses | None = None
     backend: str = field(default="auto", metadata={"static": True})
-    attention_out: Float[Array, "B T N H"] | None = None
+    attention_out: Float[Array, "B T N values"] | None = None
     """Attention's output, where it is known; it has no gradient."""
     tile: int | None = field(default=None, metadata={"static": True})
     """Tokens that pass through a layer at a time, apart from attention; None for all."""
@@ -97,6 +104,7 @@ class PackedContext:
     """The layer's own embeddings of the tokens, where a model has such."""
     fp8: bool = field(default=True, metadata={"static": True})
     """Multiply matrices for FP8 products so; otherwise in the activations' dtype."""
+    latents: LatentCache = field(default="none", metadata={"static": True})
 
     def each(self, layer_inputs: Sequence[Array] | None, layers: int) -> "list[PackedContext]":
         """Return the contexts of layers with these embeddings of their own."""
@@ -116,10 +124,10 @@ class PackedContext:
         """Apply the optional q/k norms, the optional rotary embedding at the tokens' positions, and queries' factor."""
         return norm_and_rotate(q, k, self.rope, rotary, norms=norms, factor=factor)
 
-    def attend(self, q, k, v, *, window=None, sinks=None, softcap=None) -> Float[Array, "B T N H"]:
+    def attend(self, q, k, v, *, window=None, sinks=None, softcap=None) -> Float[Array, "B T N values"]:
         """Compute causal attention within each segment."""
         if self.attention_out is not None:
-            return self.attention_out.reshape(q.shape)
+            return self.attention_out.reshape(*q.shape[:3], -1)
         options: dict[str, Any] = {"window": window, "sinks": sinks, "softcap": softcap}
         return packed_attention(q, k, v, self.segments, **options, backend=self.backend)
 

@@ -20,7 +20,7 @@ from jaxglue.ops.segments import PackedSegments, pack_segments
 class CausalLM(nnx.Module):
     """Embedding, decoder layers, final norm and output projection (None when tied to the embedding).
 
-    A reward model has `score` [1, D] in place of the projection.
+    A reward model has `score` [1, D] in place of the projection, a classifier `score` [C, D].
     """
 
     def __init__(self, config: DecoderConfig, norm: NormStyle, make_layer: Callable[[int], nnx.Module], *, dtype, rngs):
@@ -32,7 +32,7 @@ class CausalLM(nnx.Module):
         D, V, std = config.hidden_size, config.vocab_size, config.initializer_range
         without = config.tie_word_embeddings or config.scores
         self.lm_head = None if without else Linear(D, V, bias=False, std=std, dtype=dtype, rngs=rngs)
-        self.score = Linear(D, 1, bias=False, std=std, dtype=dtype, rngs=rngs) if config.scores else None
+        self.score = Linear(D, config.labels, bias=False, std=std, dtype=dtype, rngs=rngs) if config.scores else None
 
     def __call__(
         self,
@@ -42,7 +42,7 @@ class CausalLM(nnx.Module):
         dtype=jnp.float32,
         backend: str = "auto",
     ) -> Float[Array, "B T V"]:
-        """Compute float32 logits, or scores [B, T, 1], of packed rows; without segments each row is one document.
+        """Compute float32 logits, or scores [B, T, C], of packed rows; without segments each row is one document.
 
         Raises:
             ValueError: tokens that are no integers [B, T], or segments of other rows.
@@ -64,7 +64,7 @@ class CausalLM(nnx.Module):
 
     @property
     def output_weight(self) -> Float[Array, "V D"]:
-        """Return the output projection, tied or not, without an adapter's product, or the score's weight [1, D]."""
+        """Return the output projection, tied or not, without an adapter's product, or the score's weight [C, D]."""
         return output_matrix(self._output)
 
     @property

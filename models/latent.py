@@ -2,23 +2,24 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from jaxglue.models.config import DecoderConfig, LatentConfig, LayerKind, decoder_fields, require_fields
 from jaxglue.models.context import LayerContext
 from jaxglue.models.family import Parts
 from jaxglue.models.layers import Attention, DecoderLayer, copied
 from jaxglue.models.linear import Linear, layer_linear
-from jaxglue.models.residual import Branch, RMSNorm
+from jaxglue.models.residual import RMSNorm
 from jaxglue.ops import names
 from jaxglue.ops.projection import Projection, adapted_projection
+from jaxglue.ops.projection.dora import magnitude_gain, matrix
 from jaxglue.ops.residual_norm import Normed
 
 _EPS = 1e-6
@@ -28,9 +29,11 @@ _EPS = 1e-6
 class LatentAttention(Attention):
     """Attention whose keys, values and, in larger models, queries are projected from norms of latent vectors.
 
-    The last dimensions of each head's query turn, and those of one key that all heads share. Attention sees heads of
-    one size: values are padded with zeros to that of the keys, and its output is cut to theirs.
+    The last dimensions of each head's query turn, and those of one key that all heads share. Values, and attention's
+    output, have heads of their own size.
     """
+
+    value_names = (*Attention.value_names, names.KEY)
 
     def __init__(self, config: DecoderConfig, parts: Parts, kind: LayerKind, *, dtype, rngs: nnx.Rngs):
         latent = config.latent
@@ -55,30 +58,47 @@ class LatentAttention(Attention):
         self.head_dim, self.window, self.rotary = H, kind.window, kind.rotary
         self.query_factor, self.softcap = config.query_factor(H), None
 
-    def project(self, normed: Normed, context: LayerContext) -> tuple[tuple[Array, Array, Array], None]:
-        """Return queries, keys and padded values [B, T, N, H]."""
-        latent = self.latent
+    def project(self, normed: Normed, context: LayerContext) -> tuple[tuple[Array, ...], None]:
+        """Return queries and keys [B, T, N, H], and values [B, T, N, value_dim].
+
+        For a cache they are followed by the latents [B, T, rank] where these are written; where they are read, queries
+        are projected to the latents' space, and the only key has the latent in it.
+        """
+        latent, rope_dim = self.latent, self.latent.rope_dim
         q, joined = adapted_projection(copied(normed), self.inputs, context)
         if latent.query_rank is not None:
             q = self.q_b_proj(self.q_a_layernorm(q), context)
         q, joined = checkpoint_name(q, names.QUERY), checkpoint_name(joined, names.KEY)
-        compressed, k_turning = joined[..., : latent.rank], joined[..., latent.rank :]
-        kv = checkpoint_name(self.kv_b_proj(self.kv_a_layernorm(compressed), context), names.VALUE)
+        latents, k_turning = self.kv_a_layernorm(joined[..., : latent.rank]), joined[..., latent.rank :]
         q = self._heads(q)
-        kv = kv.reshape(*kv.shape[:2], self.heads, -1)
         # Scores know no order of dimensions: those that turn come first, as where a part of each head does.
         q = jnp.concatenate([q[..., latent.nope_dim :], q[..., : latent.nope_dim]], axis=-1)
-        k_turning = jnp.broadcast_to(k_turning[:, :, None], (*q.shape[:3], latent.rope_dim))
+        k_turning = k_turning[:, :, None]
+        if context.latents == "read":
+            k = jnp.pad(k_turning, ((0, 0),) * 3 + ((0, latent.nope_dim),))
+            q, k = context.rotate(q, k, self.rotary, None, self.query_factor)
+            q = jnp.concatenate([q[..., :rope_dim], self._keys_and_values().absorb(q[..., rope_dim:])], axis=-1)
+            return (q, jnp.concatenate([k[..., :rope_dim], latents[:, :, None]], axis=-1)), None
+        kv = checkpoint_name(self.kv_b_proj(latents, context), names.VALUE)
+        kv = kv.reshape(*kv.shape[:2], self.heads, -1)
+        k_turning = jnp.broadcast_to(k_turning, (*q.shape[:3], rope_dim))
         k = jnp.concatenate([k_turning, kv[..., : latent.nope_dim]], axis=-1)
         q, k = context.rotate(q, k, self.rotary, None, self.query_factor)
-        padding = ((0, 0),) * 3 + ((0, self.head_dim - latent.value_dim),)
-        return (q, k, jnp.pad(kv[..., latent.nope_dim :], padding)), None
+        values = q, k, kv[..., latent.nope_dim :]
+        return values if context.latents == "none" else (*values, latents), None
 
-    def output(self, attended: Array, gate: Array | None, context: LayerContext) -> Branch:
-        """Project attention's output, without its padding, back."""
-        assert gate is None
-        values = attended.reshape(*attended.shape[:2], self.heads, self.head_dim)[..., : self.latent.value_dim]
-        return super().output(values, None, context)
+    def attend(self, values: tuple[Array, ...], context: LayerContext) -> Float[Array, "B T N value_dim"]:
+        """Attend within the context, or over its latents."""
+        cache: Any = context
+        if context.latents == "none":
+            return super().attend(values, context)
+        if context.latents == "written":
+            return cache.attend_and_keep(*values, self.latent.rope_dim)
+        attended = cache.attend_latents(*values, self.latent.rank, self.head_dim**-0.5)
+        return self._keys_and_values().expand(attended)
+
+    def _keys_and_values(self) -> "LatentMatrices":
+        return LatentMatrices.of(self.kv_b_proj.projection, self.heads, self.latent.nope_dim)
 
     @property
     def inputs(self) -> list[Projection]:
@@ -91,6 +111,56 @@ class LatentAttention(Attention):
         """Return all projections."""
         first = (self.q_proj,) if self.latent.query_rank is None else (self.q_a_proj, self.q_b_proj)
         return *first, self.kv_a_proj_with_mqa, self.kv_b_proj, self.o_proj
+
+
+@dataclass(frozen=True)
+class LatentMatrices:
+    """The projection from latents to the keys and values of N heads, the other way around."""
+
+    keys: Float[Array, "N nope_dim rank"]
+    values: Float[Array, "N value_dim rank"]
+    gain: Float[Array, "N rows"] | None
+    """Of each head's rows, those of keys first (DoRA)."""
+    adapter: tuple[Float[Array, "N rows R"], Float[Array, "R rank"]] | None
+
+    @classmethod
+    def of(cls, projection: Projection, heads: int, nope_dim: int) -> "LatentMatrices":
+        """Read the matrices of a projection."""
+        weight, adapter = matrix(projection.weight), projection.adapter
+        by_head = weight.reshape(heads, -1, weight.shape[1])
+        keys, values, gain, low_rank = by_head[:, :nope_dim], by_head[:, nope_dim:], None, None
+        if adapter is not None:
+            low_rank = adapter.up.reshape(heads, -1, len(adapter.A)), adapter.A
+            if adapter.magnitude is not None:
+                gain = magnitude_gain(weight, adapter.A, adapter.up, adapter.magnitude, dtype=weight.dtype)
+                gain = gain.reshape(heads, -1)
+        return cls(keys, values, gain, low_rank)
+
+    def absorb(self, q: Float[Array, "B T N nope_dim"]) -> Float[Array, "B T N rank"]:
+        """Return queries whose products with latents are those of q with keys."""
+        size = q.shape[-1]
+        if self.gain is not None:
+            q = (q * self.gain[:, :size]).astype(q.dtype)
+        out = _product("btnd,ndr->btnr", q, self.keys)
+        if self.adapter is not None:
+            up, A = self.adapter
+            out += _product("btnR,Rr->btnr", _product("btnd,ndR->btnR", q, up[:, :size]), A)
+        return out.astype(q.dtype)
+
+    def expand(self, latents: Float[Array, "B T N rank"]) -> Float[Array, "B T N value_dim"]:
+        """Return the values of each head's latents."""
+        size = self.values.shape[1]
+        out = _product("btnr,nvr->btnv", latents, self.values)
+        if self.adapter is not None:
+            up, A = self.adapter
+            out += _product("btnR,nvR->btnv", _product("btnr,Rr->btnR", latents, A), up[:, -size:])
+        if self.gain is not None:
+            out *= self.gain[:, -size:]
+        return out.astype(latents.dtype)
+
+
+def _product(equation: str, x: Array, weight: Array) -> Array:
+    return jnp.einsum(equation, x, weight.astype(x.dtype), preferred_element_type=jnp.float32)
 
 
 class LatentLayer(DecoderLayer):

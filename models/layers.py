@@ -37,7 +37,7 @@ def copied(normed: Normed) -> Normed:
 class Attention(nnx.Module):
     """Grouped-query attention with rotary positions, optional q/k norms, sinks and gates of its output."""
 
-    value_names = (names.QUERY, names.KEY, names.VALUE)
+    value_names: tuple[str, ...] = (names.QUERY, names.KEY, names.VALUE)
     """Of `project`'s values, for checkpoint policies."""
 
     def __init__(self, config: DecoderConfig, parts: Parts, kind: LayerKind, *, dtype, rngs: nnx.Rngs):
@@ -71,7 +71,7 @@ class Attention(nnx.Module):
         values, gate = self.project(normed, context)
         return self.output(self.attend(values, context), gate, context)
 
-    def project(self, normed: Normed, context: LayerContext) -> tuple[tuple[Array, Array, Array], Array | None]:
+    def project(self, normed: Normed, context: LayerContext) -> tuple[tuple[Array, ...], Array | None]:
         """Return rotated queries and keys, and values [B, T, heads, H]; and the output's gate [B, T, N, H], if any."""
         projected = adapted_projection(copied(normed), self.inputs, context)
         if len(projected) == 1:

@@ -27,11 +27,12 @@ from jaxglue.ops.moe import (
 from jaxglue.ops.norm_rope import NormStyle, rms_norm
 from jaxglue.ops.projection import project
 from jaxglue.ops.quant.formats import FORMATS, Quantized
+from jaxglue.ops.quant.stack import hold_matrices
 from jaxglue.ops.residual_norm import Normed
 
 
 class ExpertLinear(nnx.Module):
-    """Parameters of one projection of all experts: matrices or the parts of quantized ones, biases, adapters.
+    """Parameters of one projection of all experts: matrices, quantized or not, or their parts, biases, adapters.
 
     Hugging Face names `weight` `gate_up_proj`, `bias` `gate_up_proj_bias` and so on: see `hf_name`.
     """
@@ -50,9 +51,12 @@ class ExpertLinear(nnx.Module):
         E, std, key = config.moe.num_experts, config.initializer_range, rngs.params()
         self.transposed, self.quantize = experts.transposed or config.moe.quantize != "none", config.moe.quantize
         shape = (E, out_features, in_features) if self.transposed else (E, in_features, out_features)
-        made, quantized = FORMATS[self.quantize], self.quantize != "none"
-        self.weight = None if quantized else nnx.Param(jax.random.normal(key, shape, dtype) * std)
-        for part, spec in made.part_specs(shape).items() if quantized else ():
+        made = FORMATS[self.quantize]
+        if made.weight is not None and not (made.parts or experts.transposed):
+            raise ValueError(f"{made.flag} needs the experts in MXFP4: leave it out")
+        weight = None if made.parts else hold_matrices(made, jax.random.normal(key, shape, dtype) * std)
+        self.weight = None if made.parts else nnx.Param(weight)
+        for part, spec in made.part_specs(shape).items() if made.parts else ():
             setattr(self, part, nnx.Param(made.random_part(part, key, spec, std)))
         self.bias = nnx.Param(jnp.zeros((E, out_features), dtype)) if experts.bias else None
         self.lora_A: nnx.LoRAParam | None = nnx.data(None)
@@ -91,7 +95,7 @@ class ExpertLinear(nnx.Module):
     @property
     def _matrix(self) -> Float[Array, "E a b"] | Quantized:
         if self.weight is not None:
-            return self.weight[...]
+            return self.weight.get_value()
         made = FORMATS[self.quantize]
         return made.join({part: getattr(self, part)[...] for part in made.parts})
 
@@ -216,6 +220,7 @@ class SparseMLP(nnx.Module):
             correction=router.correction,
             groups=self.groups,
             scale=self.routed_scale,
+            inference=getattr(context, "inference", False),
         )
         y = reduce_from(apply_experts(self.experts, tokens, logits, routing, context).reshape(x.shape))
         return Branch(lambda stream: self._add_shared(stream + y, x, context))

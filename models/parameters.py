@@ -52,6 +52,8 @@ _PER_LAYER_NAMES = {
     "norm.weight": "per_layer_projection_norm.weight",
 }
 """Names of what is in the embedding's module here, and beside it there."""
+PER_LAYER_TABLE = "model.embed_tokens_per_layer.weight"
+"""The table of embeddings for each layer."""
 _EXPERT_PARAMETER = re.compile(r"(\.experts\.\w+)\.(?!lora_)(\w+)$")
 
 

@@ -68,9 +68,17 @@ class Embedding(nnx.Module):
         x = x if self.multiplier == 1.0 else x * jnp.asarray(self.multiplier, dtype)
         return jnp.pad(x, ((0, 0), (0, 0), (0, self.shared_width))) if self.shared_width else x
 
-    def layer_inputs(self, tokens: Int[Array, "B T"], x: Float[Array, "B T W"]) -> list[Float[Array, "B T P"]] | None:
-        """Return each layer's own embeddings of the tokens, whose embeddings are x; None in models without."""
-        return None if self.per_layer is None else self.per_layer(tokens, x[..., : self.weight.shape[1]])
+    def layer_inputs(
+        self, tokens: Int[Array, "B T"] | None, x: Float[Array, "B T W"]
+    ) -> list[Float[Array, "B T P"]] | None:
+        """Return each layer's own embeddings of the tokens, rows of their table, whose embeddings are x.
+
+        None in models without.
+        """
+        if self.per_layer is None:
+            return None
+        assert tokens is not None
+        return self.per_layer(tokens, x[..., : self.weight.shape[1]])
 
 
 def replaced_rows(module: Any) -> Rows | None:

@@ -101,18 +101,19 @@ def prepare(args: argparse.Namespace) -> tuple[Steps, list[dict]]:
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict]:
-    """Yield step times after the warm-up, all losses and peak memory; then kernels."""
+    """Yield the time of each step of the warm-up; step times after it, all losses and peak memory; then kernels."""
     step, batches = prepare(args)
-    losses, marks = [], []
-    for number, batch in enumerate(batches):
-        if number == args.warm_up and step.cuda:
-            step.synchronize()
-            step._torch.cuda.reset_peak_memory_stats()
-        if number >= args.warm_up and not marks:
-            marks.append(step.mark())
+    losses, marks, begun = [], [], time.perf_counter()
+    for batch in batches[: args.warm_up]:
         losses.append(step(batch))
-        if marks:
-            marks.append(step.mark())
+        step.synchronize()
+        yield {"warm_up_s": round(time.perf_counter() - begun, 2), "warm_up_steps": len(losses)}
+    if step.cuda:
+        step._torch.cuda.reset_peak_memory_stats()
+    for batch in batches[args.warm_up :]:
+        marks = marks or [step.mark()]
+        losses.append(step(batch))
+        marks.append(step.mark())
     times = step.milliseconds(marks)
     result = {"ms": statistics.median(times), "ms_all": times, "losses": [float(loss) for loss in losses]}
     result |= {"versions": engines.versions(), **peaks(step)}

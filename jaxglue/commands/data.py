@@ -44,7 +44,7 @@ def preview(config: PreviewConfig, console: Console | None = None) -> None:
     model = _read_model(folder) if config.data.seq_len is None else None
     config = settle(config, model, devices=1) if model else config
     task = config.objective.task(shared_prompt=True)
-    columns = config.objective.kind.columns
+    columns = config.objective.columns
     prepared = prepare_data(config.data, tokenizer, progress=DataProgress(), task=task, columns=columns)
     data = prepared.train
     for document in range(min(config.rows, len(data))):

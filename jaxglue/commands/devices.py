@@ -15,14 +15,16 @@ def start_devices(config: "TrainConfig") -> None:
     """Open this machine's devices in the background; a run of several processes opens them later, together."""
     import jax
 
-    from jaxglue.planner.device_memory import bound_pool, take_fitting_blocks
+    from jaxglue.planner.device_memory import bound_pool, largest_share, take_fitting_blocks
     from jaxglue.planner.host_memory import raise_pinned_limit
 
-    # JAX reserves only three quarters of the GPU by default; NCCL needs some. Read at JAX's first device query.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9" if len(visible_gpus()) < 2 else "0.8")
-    bound_pool(config.model.memory_limit, os.environ)
+    alone = find_process_info(config.distributed, os.environ) is None
+    exchanges = not alone or len(visible_gpus()) > 1
+    # JAX reserves only three quarters of the GPU by default. Read at JAX's first device query.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{largest_share(exchanges=exchanges):.4f}")
+    bound_pool(config.model.memory_limit, os.environ, exchanges=exchanges)
     take_fitting_blocks(os.environ)
-    if find_process_info(config.distributed, os.environ) is None:
+    if alone:
         raise_pinned_limit(os.environ)
         threading.Thread(target=_open, args=(jax,), daemon=True).start()
 

@@ -58,7 +58,7 @@ def make_planner(config: EstimateConfig) -> Planner:
     documents = (config.document_tokens,) if config.document_tokens else ()
     workload = make_workload(config, model, documents, mesh)
     files = 0.0 if gpu.unified or refuse_mapped(config.model, mesh) else FILES_RATE
-    gpu = replace(gpu, files=files).limited(pool_gib(config.model.memory_limit))
+    gpu = replace(gpu, files=files).limited(pool_gib(config.model.memory_limit, exchanges=mesh.devices > 1))
     return Planner(workload, gpu, steps=config.run.steps, layers_per_program=config.model.layers_per_program)
 
 

@@ -1,4 +1,4 @@
-"""Score data with a reward model: `jaxglue score --adapter runs/reward/adapter --data pairs.jsonl`."""
+"""Score data with a reward model or classifier: `jaxglue score --adapter runs/reward/adapter --data pairs.jsonl`."""
 
 import json
 from collections.abc import Iterator
@@ -12,43 +12,53 @@ from jaxglue.generation.config import ScoreConfig
 from jaxglue.generation.scoring import score_rows
 from jaxglue.terminal import echo
 
-_KEYS: dict[int, tuple[str, ...]] = {1: ("score",), 2: ("chosen_score", "rejected_score")}
-"""Keys of the scores of a row, by their number."""
-
 
 def main(config: ScoreConfig) -> None:
     """Print the scores, or write the rows with them, and of pairs accuracy, margin and mean."""
     if config.output is None:
-        scores = list(_print_scores(config))
+        scored = list(_print_scores(config))
     else:
         with (
             atomic_file(config.output) as target,
             target.open("w", encoding="utf-8", errors="backslashreplace") as lines,
         ):
-            scores = list(_write_rows(config, lines))
+            scored = list(_write_rows(config, lines))
         echo(f"wrote {config.output}")
-    echo(_summary(scores))
+    echo(_summary(scored))
 
 
-def _print_scores(config: ScoreConfig) -> Iterator[tuple[float, ...]]:
+def _print_scores(config: ScoreConfig) -> Iterator[tuple[Row, tuple[float, ...]]]:
     for row, scores in score_rows(config):
         echo("  ".join([row.origin, *(f"{score:.4f}" for score in scores)]))
-        yield scores
+        yield row, scores
 
 
-def _write_rows(config: ScoreConfig, file: IO[str]) -> Iterator[tuple[float, ...]]:
+def _write_rows(config: ScoreConfig, file: IO[str]) -> Iterator[tuple[Row, tuple[float, ...]]]:
     for row, scores in score_rows(config):
         print(json.dumps(_scored(row, scores), ensure_ascii=False, default=str), file=file)
-        yield scores
+        yield row, scores
 
 
 def _scored(row: Row, scores: tuple[float, ...]) -> dict[str, object]:
-    return row.value | dict(zip(_KEYS[len(scores)], scores, strict=True))
+    """Return a row with its score, those of its two answers, or those of a classifier's labels and the largest one."""
+    if len(scores) == 1:
+        return row.value | {"score": scores[0]}
+    if _is_pair(row):
+        return row.value | dict(zip(("chosen_score", "rejected_score"), scores, strict=True))
+    return row.value | {"scores": list(scores), "predicted": int(np.argmax(scores))}
 
 
-def _summary(scores: list[tuple[float, ...]]) -> str:
-    pairs = np.array([each for each in scores if len(each) == 2]).reshape(-1, 2)
-    text = f"{len(scores):,} rows, mean score {np.mean([np.mean(each) for each in scores]):.4f}"
+def _is_pair(row: Row) -> bool:
+    return "chosen" in row.value
+
+
+def _summary(scored: list[tuple[Row, tuple[float, ...]]]) -> str:
+    pairs = np.array([scores for row, scores in scored if _is_pair(row)]).reshape(-1, 2)
+    classes = [(row, scores) for row, scores in scored if len(scores) > 1 and not _is_pair(row)]
+    if classes:
+        known = [row.value["label"] == int(np.argmax(scores)) for row, scores in classes if "label" in row.value]
+        return f"{len(scored):,} rows" + (f", accuracy {np.mean(known):.1%} by `label`" if known else "")
+    text = f"{len(scored):,} rows, mean score {np.mean([np.mean(scores) for _, scores in scored]):.4f}"
     if not len(pairs):
         return text
     margin = pairs[:, 0] - pairs[:, 1]

@@ -13,6 +13,7 @@ from jaxglue.config import stable_repr
 from jaxglue.data.batch import CHOSEN, PARTS, PROMPT, REJECTED, Answers, Batch
 from jaxglue.data.config import NO_COLUMNS, AnswerTask, Columns, DataConfig, Source
 from jaxglue.data.dataset import Selection, TokenDataset, overlong_error, read_columns, row_origin
+from jaxglue.data.labeled import last_tokens
 from jaxglue.data.packing import PackPlan
 from jaxglue.data.store import TokenStore
 from jaxglue.ops.segments import BatchKind, PackedSegments, pack_forks, pack_segments, segment_bucket
@@ -262,7 +263,7 @@ def select_answers(
 
 
 def _pairs(store: TokenStore, bounds: _Bounds, task: AnswerTask) -> Iterator[_Unit]:
-    ends = _scored_ends(store, task.padding) if task.scored else bounds.lasts + 1
+    ends = last_tokens(store, (task.padding,)) if task.scored else bounds.lasts + 1
     for first in range(0, len(store.lengths), 2):
         second = first + 1
         begins = min(bounds.firsts[first], bounds.firsts[second])
@@ -272,14 +273,6 @@ def _pairs(store: TokenStore, bounds: _Bounds, task: AnswerTask) -> Iterator[_Un
         if shared:
             sizes = (int(ends[first]) - shared, int(ends[second]) - shared)
             yield _Unit(first, shared - (not task.scored), sizes, int(store.offsets[second]) + shared, True)
-
-
-def _scored_ends(store: TokenStore, padding: int | None) -> Int[np.ndarray, "documents"]:
-    """Return the lengths of documents without padding tokens at their ends."""
-    others = np.flatnonzero(np.asarray(store.tokens[:]) != padding)
-    before = np.searchsorted(others, store.offsets[1:])
-    lasts = np.append(others, -1)[before - 1]
-    return np.maximum(lasts + 1 - store.offsets[:-1], 0)
 
 
 def _labeled(store: TokenStore, bounds: _Bounds) -> Iterator[_Unit]:

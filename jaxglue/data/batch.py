@@ -40,6 +40,13 @@ def sum_parts(values: Float[Array, "B T"], answers: Answers) -> Float[Array, "B 
     return jnp.where(is_own, values[:, :, None], 0).sum(1).reshape(rows, units, PARTS)
 
 
+def sum_labels(values: Float[Array, "B T C"], answers: Answers) -> Float[Array, "B U C"]:
+    """Sum values of tokens, one for each label, over the first answer of every unit."""
+    firsts = jnp.arange(answers.used.shape[1], dtype=jnp.int32) * PARTS + CHOSEN
+    is_own = (answers.owners[:, :, None] == firsts).astype(values.dtype)
+    return jnp.einsum("btu,btc->buc", is_own, values, precision="highest")
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Rollouts:

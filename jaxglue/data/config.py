@@ -132,6 +132,19 @@ def _read(kind: Kind, key: str, value: str) -> Any:
         raise ValueError(f"{key}: {error}") from error
 
 
+class LabelTask(NamedTuple):
+    """Treatment of documents with labels."""
+
+    values: int
+    """Each label is a whole number below."""
+    padding: int | None = None
+    """Token at which no label is read at the end of a document: sequence classifiers skip it."""
+    end: int | None = None
+    """End of a text, at which none is read either: transformers' pipelines do not add it."""
+    is_chat: bool = False
+    """Documents are rendered, with the ends that the template writes."""
+
+
 class AnswerTask(NamedTuple):
     """Treatment of preference data by an objective."""
 

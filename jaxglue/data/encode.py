@@ -115,7 +115,7 @@ class Encoder:
     ):
         self.columns = {**(PAIR_COLUMNS if format == PAIRS else {}), **columns}
         """Columns of numbers that are read beside the documents."""
-        self._format, self._all, self._system = format, loss_on == "all", system
+        self.format, self._all, self._system = format, loss_on == "all", system
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
         self._tokenize = WordTokenizer(tokenizer.backend_tokenizer)
@@ -173,7 +173,7 @@ class Encoder:
             raise ValueError(f"{row.origin}: {error}") from error
 
     def _documents(self, row: dict[str, Any]) -> list[Pieces]:
-        contents = read_answers(row, self._format) if self._format in ANSWER_KEYS else [read_row(row, self._format)]
+        contents = read_answers(row, self.format) if self.format in ANSWER_KEYS else [read_row(row, self.format)]
         trained, found = read_weight(row) is not False, set[str]()
         documents = [self._pieces(content, trained, found) if content else [] for content in contents]
         self._findings.update(found)

@@ -238,8 +238,13 @@ def _with_label(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_number(row: Mapping[str, Any], name: str, absent: float) -> float:
-    """Return a row's value of a column, `absent` without one, NaN for anything but a number of float32."""
-    value = row.get(name)
+    """Return a row's value of a column, `absent` without one, NaN for anything but a number of float32.
+
+    `labels.2` is the third value of the list `labels`.
+    """
+    value, (column, dot, place) = row.get(name), name.rpartition(".")
+    if dot and isinstance(listed := row.get(column), list):
+        value = listed[int(place)] if int(place) < len(listed) else absent
     if value is None:
         return absent
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
@@ -346,7 +351,7 @@ def unused_columns(rows: Iterable[Row], format: str, columns: Columns = NO_COLUM
     """Return the columns with values that neither the format nor the objective uses, in order of appearance."""
     found: dict[str, None] = {}
     for row in rows:
-        used = {*_used(row.value, format), *columns, *found}
+        used = {*_used(row.value, format), *(name.partition(".")[0] for name in columns), *found}
         found |= dict.fromkeys(key for key, value in row.value.items() if key not in used and value not in _EMPTY)
     return list(found)
 

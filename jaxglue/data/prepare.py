@@ -11,10 +11,11 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.answers import AnswerDataset, select_answers
-from jaxglue.data.config import NO_COLUMNS, AnswerTask, Columns, DataConfig, Source, short_names
+from jaxglue.data.config import NO_COLUMNS, AnswerTask, Columns, DataConfig, LabelTask, Source, short_names
 from jaxglue.data.dataset import Selection, TokenDataset, hold_out, join_selections, select_documents
 from jaxglue.data.encode import DOUBLED_BOS
-from jaxglue.data.formats import read_row, unused_note
+from jaxglue.data.formats import CHATS, read_row, unused_note
+from jaxglue.data.labeled import select_labeled
 from jaxglue.data.messages import Chat
 from jaxglue.data.mixing import check_epoch, passes_per_epoch, plan_dataset_epoch
 from jaxglue.data.packing import PackPlan
@@ -54,7 +55,7 @@ def prepare_data(
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int | None = None,
     progress: DataProgress | None = None,
-    task: AnswerTask | None = None,
+    task: AnswerTask | LabelTask | None = None,
     columns: Columns = NO_COLUMNS,
 ) -> PreparedData:
     """Read, template, tokenize, mask, truncate and split the data, on the host only.
@@ -64,7 +65,7 @@ def prepare_data(
         tokenizer: of the model; adopts the template and eos token of `config`, so that exports agree with training.
         vocab_size: exclusive upper bound of token ids, the rows of the model's embedding.
         progress: shows hashing, tokenizing and packing; by default nothing does.
-        task: treatment of preference data; None for texts and chats.
+        task: treatment of preference data or labels; None for texts and chats.
         columns: of numbers, that an objective reads beside the documents.
 
     Raises:
@@ -72,8 +73,11 @@ def prepare_data(
     """
     adopt(tokenizer, config)
     progress = progress or NoProgress()
-    if task is not None and task.scored:
+    if isinstance(task, LabelTask):
+        task = task._replace(padding=padding_token(tokenizer), end=tokenizer.eos_token_id)
+    elif task is not None and task.scored:
         task = task._replace(padding=padding_token(tokenizer))
+    pairs = isinstance(task, AnswerTask)
     if config.streaming:
         return _prepare_stream(config, tokenizer, vocab_size, progress)
     groups = [
@@ -90,7 +94,7 @@ def prepare_data(
     report = DataReport(
         format=", ".join(dict.fromkeys(one.format for one in tokenized)),
         cached=all(one.cached for one in tokenized),
-        rows=sum(len(one.store.lengths) // (1 if task is None else 2) for one in tokenized),
+        rows=sum(len(one.store.lengths) // (2 if pairs else 1) for one in tokenized),
         truncated=sum(part.truncated for part in parts),
         dropped=sum(part.dropped for part in parts),
         train=sizes[0],
@@ -99,7 +103,9 @@ def prepare_data(
         notes=(
             *_notes([[one for one, _ in group] for group in groups]),
             *_template_notes(tokenized, tokenizer),
-            *_row_notes(train.store, config, tokenizer, ends=task is None or not task.scored),
+            *_row_notes(
+                train.store, config, tokenizer, ends=task is None or (isinstance(task, AnswerTask) and not task.scored)
+            ),
             *_label_notes(train),
         ),
     )
@@ -165,11 +171,15 @@ def _select(
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int | None,
     progress: DataProgress,
-    task: AnswerTask | None = None,
+    task: AnswerTask | LabelTask | None = None,
     columns: Columns = NO_COLUMNS,
 ) -> tuple[Tokenized, Selection]:
-    tokenized = tokenize(source, config, tokenizer, progress, preferences=task is not None, columns=columns)
+    pairs = isinstance(task, AnswerTask)
+    tokenized = tokenize(source, config, tokenizer, progress, preferences=pairs, columns=columns)
     _check_vocabulary(tokenized.store, vocab_size)
+    if isinstance(task, LabelTask):
+        task = task._replace(is_chat=tokenized.format in CHATS)
+        return tokenized, select_labeled(tokenized.store, config, source, task, columns)
     if task is not None:
         if tokenized.format == "labeled" and not task.labeled:
             raise ValueError(f"{source}: rows with a label are for --objective kto; others compare two answers")

@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec
 from jax.stages import Traced
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from jaxglue.data.batch import PROMPT, Batch, sum_parts
+from jaxglue.data.batch import PROMPT, Batch, sum_labels, sum_parts
 from jaxglue.engine import transfer
 from jaxglue.engine.compiler import jit_step, on_device
-from jaxglue.engine.host_table import needed_rows
+from jaxglue.engine.host_table import TableRows, needed_rows, without_own_table
 from jaxglue.engine.layer import add_trees
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext, RouterLosses
@@ -98,9 +98,9 @@ class EmbedHead:
             key: for dropout; None drops nothing.
             scale: factor of the loss, for the routers' auxiliary losses; None without a backward pass.
         """
-        table, tokens = needed_rows(frozen["embed_tokens"], batch.tokens)
+        table, rows = needed_rows(frozen["embed_tokens"], batch.tokens)
         weights = trainable["embed_tokens"], table
-        x, *shared = self._embed_program(*weights, tokens, batch.without_lengths(), key, scale)
+        x, *shared = self._embed_program(*weights, rows, batch.without_lengths(), key, scale)
         return x, self._contexts(batch, *shared)
 
     def trace_embed(
@@ -108,7 +108,8 @@ class EmbedHead:
     ) -> tuple[Traced, Any, list[PackedContext]]:
         """Trace `embed` on `ShapeDtypeStruct`s of parameters on one device; return the shapes of its results, too."""
         weights = trainable["embed_tokens"], frozen["embed_tokens"]
-        traced = self._embed_program.trace(*weights, batch.tokens, batch.without_lengths(), key, scale)
+        own = None if self.config.per_layer is None else batch.tokens
+        traced = self._embed_program.trace(*weights, TableRows(batch.tokens, own), batch.without_lengths(), key, scale)
         x, *shared = on_device(traced.out_info)
         return traced, x, self._contexts(batch, *shared)
 
@@ -145,8 +146,11 @@ class EmbedHead:
 
     def answer_log_probs(
         self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch
-    ) -> Float[Array, "B U 2"]:
-        """Return the log-probabilities, or scores, of a batch's answers from the last layer's output."""
+    ) -> Float[Array, "B U parts"]:
+        """Return the log-probabilities, or scores, of a batch's answers from the last layer's output.
+
+        A classifier's are its scores of the first answers, [B, U, C].
+        """
         return self._log_probs_program(self.parts(trainable), self.parts_on_device(frozen), x, batch.without_lengths())
 
     def log_probs(
@@ -189,31 +193,34 @@ class EmbedHead:
 
     def parts_on_device(self, tree: Params) -> Params:
         """Return the head's entries; start copying those still in host memory."""
-        return {
-            name: transfer.to_device(part) if transfer.is_on_host(part) else part
-            for name, part in self.parts(tree).items()
-        }
 
-    def _embed(self, trainable: Params, frozen: Params, tokens, batch: Batch, key, scale):
+        def on_device(name: str, part: Params) -> Params:
+            if name == "embed_tokens":
+                return without_own_table(part)
+            return transfer.to_device(part) if transfer.is_on_host(part) else part
+
+        return {name: on_device(name, part) for name, part in self.parts(tree).items()}
+
+    def _embed(self, trainable: Params, frozen: Params, rows: TableRows, batch: Batch, key, scale):
         layout, stored = self._layout, self._layout.param_specs((trainable, frozen), "embed_tokens")
 
-        def program(weights, tokens, batch, key, scale):
+        def program(weights, rows, batch, key, scale):
             embed_tokens = merge_module(self._graphdefs.embed_tokens, *gather(layout, weights, stored))
             rope = self.config.rope_tables(batch.segments.positions, batch.segments.ends - batch.segments.starts)
             count = len(self._graphdefs.layers)
             keys = [None] * count if key is None else list(jax.random.split(key, count))
-            x = embed_tokens(tokens, self._dtype, batch.tokens)
+            x = embed_tokens(rows.tokens, self._dtype, batch.tokens)
             if key is not None and self._neftune_alpha:
                 D = self.config.hidden_size
                 noisy = add_noise(x[..., :D], batch.segments, self._neftune_alpha, key)
                 x = jnp.concatenate([noisy, x[..., D:]], axis=-1) if x.shape[-1] > D else noisy
-            own = embed_tokens.layer_inputs(batch.tokens, x) or [None] * count
+            own = embed_tokens.layer_inputs(rows.own, x) or [None] * count
             return x, rope, keys, self._scaled_router_losses(batch, scale), own
 
-        rows, whole = layout.batch_spec, PartitionSpec()
-        specs = stored, rows, layout.batch_specs(batch), whole, whole
-        results = rows, rows, whole, whole, rows
-        return per_device(program, layout.mesh, specs, results)((trainable, frozen), tokens, batch, key, scale)
+        split, whole = layout.batch_spec, PartitionSpec()
+        specs = stored, split, layout.batch_specs(batch), whole, whole
+        results = split, split, whole, whole, split
+        return per_device(program, layout.mesh, specs, results)((trainable, frozen), rows, batch, key, scale)
 
     def _scaled_router_losses(self, batch: Batch, scale) -> RouterLosses | None:
         """Scale the coefficients for one layer: the mean over layers, and over micro-batches by their targets."""
@@ -281,6 +288,8 @@ class EmbedHead:
             trainable, frozen = gather(layout, weights, stored)
             hidden, output = self.normed_output(trainable, frozen, x)
             values = HeadValues(hidden, output, batch, softcap=self.config.logit_softcap)
+            if self.config.labels > 1:
+                return sum_labels(values.class_scores, batch.answers)
             return sum_parts(values.scores if self.config.scores else values.log_probs, batch.answers)[..., :PROMPT]
 
         specs = (stored, layout.batch_spec, layout.batch_specs(batch))
@@ -389,17 +398,27 @@ class HeadValues:
         """Scores of the tokens under a reward model; 0 where the loss weight is."""
         return self._rows(token_scores(self._hidden, self._matrix)) * self._batch.loss_weights
 
+    @property
+    def class_scores(self) -> Float[Array, "B T C"]:
+        """Scores of the tokens under a classifier, one for each label."""
+        return self._rows(label_scores(self._hidden, self._matrix))
+
     @cached_property
     def _matrix(self) -> Any:
         return extended_matrix(self._output)
 
-    def _rows(self, values: Float[Array, " M"]) -> Float[Array, "B T"]:
-        return values.reshape(self._batch.targets.shape)
+    def _rows(self, values: Float[Array, "M ..."]) -> Float[Array, "B T ..."]:
+        return values.reshape(*self._batch.targets.shape, *values.shape[1:])
 
 
 def token_scores(hidden: Float[Array, "M D"], weight: Float[Array, "1 D"]) -> Float[Array, " M"]:
     """Return a reward model's float32 scores of hidden states."""
     return jnp.sum(hidden.astype(jnp.float32) * weight[0].astype(jnp.float32), axis=-1)
+
+
+def label_scores(hidden: Float[Array, "M D"], weight: Float[Array, "C D"]) -> Float[Array, "M C"]:
+    """Return a classifier's float32 scores of hidden states."""
+    return jnp.matmul(hidden.astype(jnp.float32), weight.T.astype(jnp.float32), precision="highest")
 
 
 class ScoreHead:

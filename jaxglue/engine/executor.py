@@ -121,8 +121,7 @@ class LayerExecutor:
         self.layers = [self._layer_types[kind] for kind in types]
         reference_types = {layer: LayerFunctions(layer, policies[0], layout) for layer in reference or ()}
         self._reference = None if reference is None else [reference_types[layer] for layer in reference]
-        devices = layout.mesh.size if layout.mesh else 1
-        check_grouped(layers_per_program, policies, devices=devices, stream_weights=stream_weights)
+        check_grouped(layers_per_program, policies, stream_weights=stream_weights)
         self._passes = LayerPasses(
             self.layers,
             self._reference,
@@ -131,10 +130,14 @@ class LayerExecutor:
             prefetch_depth=prefetch_depth,
             host_buffers=host_buffers,
         )
-        grouped = (self.layers, self._reference, layers_per_program)
+        grouped = (self.layers, self._reference, layers_per_program, layout)
         self._groups = LayerGroups(*grouped) if layers_per_program > 1 else None
-        self.reuses_gradients = 1 < len(layers) <= layers_per_program
+        self.is_whole = 1 < len(layers) <= layers_per_program
+        """A micro-batch is one program."""
+        self.reuses_gradients = self.is_whole and layout.mesh is None
         """Tells callers to pass a step's gradients to the next step as `into`."""
+        self._partials: Params | None = None
+        """On a mesh, each device's own gradients of the last step, for the next step to overwrite."""
         self.loss_shape = entry_head.loss_shape
         self._whole = self._make_whole()
         # Zeros of unread arguments would not be committed to their device, and programs compiled for both kinds.
@@ -162,7 +165,14 @@ class LayerExecutor:
         """
         gradients = without_parts(trainable)
         arguments = trainable, frozen, micro_batches, total_weight, partial(set_part, gradients)
-        return self.loss_and_update(*arguments, key, into), gradients
+        if self.layout.mesh is None:
+            return self._loss_and_partials(*arguments, key, into), gradients
+        partials, self._partials = self._partials, None
+        loss = self._loss_and_partials(*arguments, key, partials)
+        # One exchange at the end: after each layer, devices would wait for the slowest one's.
+        total = self._sum_partials(gradients)
+        self._partials = gradients if self.is_whole else None
+        return loss, total
 
     def loss_and_update(
         self,
@@ -179,6 +189,20 @@ class LayerExecutor:
         With one micro-batch and several programs, only one layer's gradients exist at a time. `update` may donate its
         part of `trainable`. The arguments are those of `loss_and_gradients`.
         """
+        finish = partial(self._finish, update)
+        return self._loss_and_partials(trainable, frozen, micro_batches, total_weight, finish, key, into)
+
+    def _loss_and_partials(
+        self,
+        trainable: Params,
+        frozen: Params,
+        micro_batches: Sequence[Batch],
+        total_weight: float,
+        done: Update,
+        key,
+        into,
+    ) -> Float[Array, ""]:
+        """Return Σ loss / total_weight; pass every part's gradients to `done`, on a mesh each device's own."""
         trainable, frozen = transfer.commit((trainable, frozen))
         scale = np.float32(1.0 / total_weight)
         whole, several, losses = self._whole_on(frozen), len(micro_batches) > 1, []
@@ -187,7 +211,7 @@ class LayerExecutor:
         for index, batch in enumerate(micro_batches):
             batch_key = None if key is None else jax.random.fold_in(key, index)
             last = index == len(micro_batches) - 1
-            finish = partial(self._finish, update) if last else partial(set_part, sums)
+            finish = done if last else partial(set_part, sums)
             arguments = trainable, frozen, batch, scale, batch_key, sums
             losses.append(run(*arguments, finish))
         return self._total_loss(sum(losses[1:], start=losses[0]))
@@ -280,10 +304,16 @@ class LayerExecutor:
 
     def _make_whole(self) -> WholeProgram | None:
         """Return the program of a whole micro-batch, for an executor with one; it is traced when it is called."""
-        return WholeProgram(self.loss_and_sums, self.loss_shape) if self.reuses_gradients else None
+        shape = (self.layout.mesh.size, *self.loss_shape) if self.layout.mesh else self.loss_shape
+        return WholeProgram(self._loss_and_sums, shape, self.layout) if self.is_whole else None
 
-    def loss_and_sums(self, trainable, frozen, batch, scale, key, sums: Params) -> tuple[Array, Params]:
-        """Return the loss, and `sums` plus the gradients; traced, as a part of a program that has all layers."""
+    def traced_step(self, trainable, frozen, batch, scale, key) -> tuple[Array, Params]:
+        """Return loss and gradients of a micro-batch; traced, as a part of a program that has all layers."""
+        loss, gradients = self._loss_and_sums(trainable, frozen, batch, scale, key, without_parts(trainable))
+        return self._total_loss(loss), self._sum_partials(gradients) if self.layout.mesh else gradients
+
+    def _loss_and_sums(self, trainable, frozen, batch, scale, key, sums: Params) -> tuple[Array, Params]:
+        """Return the loss, and `sums` plus the gradients, on a mesh each device's own; traced."""
         gradients = without_parts(trainable)
         loss = self._run_micro_batch(
             trainable, frozen, batch, scale, key, {**sums, "layers": [*sums["layers"]]}, partial(set_part, gradients)
@@ -318,7 +348,7 @@ class LayerExecutor:
         layers = trainable["layers"], frozen["layers"]
         if self._groups is not None:
             # Where there are several groups, the first one's programs serve the others, too.
-            constant = self.reuses_gradients and not jax.tree.leaves(trainable[self.entry_head.entry])
+            constant = self.is_whole and not jax.tree.leaves(trainable[self.entry_head.entry])
             x, groups, z = self._groups.forward(*layers, x, contexts, z, constant=constant)
             return x, z, partial(self._groups.backward, groups, *layers, contexts)
         x, saved, z = self._passes.forward(*layers, x, contexts, z, partial(self._fetch_head, ends))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,32 +27,88 @@ TABLE_ROWS = Operation(
 )
 
 
-def embeddings_to_host(frozen: Params) -> Params:
-    """Move the embedding table and the output projection to host memory; the head's programs get copies of the latter.
+def host_parts(frozen: Params) -> Params:
+    """Return what `embeddings_to_host` moves: table and output projection, and a table of embeddings for each layer.
 
-    With the Triton kernel the GPU reads rows from pinned memory during the step. Otherwise the table is a numpy array,
+    Raises:
+        ValueError: nothing, as the table trains, or the output projection is tied to it; both need it on the device.
+    """
+    parts: Params = {}
+    if "weight" in frozen["embed_tokens"] and "lm_head" in frozen:
+        parts = {"embed_tokens": {"weight": frozen["embed_tokens"]["weight"]}, "lm_head": frozen["lm_head"]}
+    if "per_layer" in frozen["embed_tokens"]:
+        own = {"per_layer": {"embedding": frozen["embed_tokens"]["per_layer"]["embedding"]}}
+        parts["embed_tokens"] = parts.get("embed_tokens", {}) | own
+    if not parts:
+        raise ValueError(
+            "embeddings on the host need a frozen table to which the output projection is not tied, or embeddings for "
+            "each layer"
+        )
+    return parts
+
+
+def embeddings_to_host(frozen: Params) -> Params:
+    """Move the parameters of `host_parts` to host memory; the head's programs get copies of the output projection.
+
+    With the Triton kernel the GPU reads rows from pinned memory during the step. Otherwise a table is a numpy array,
     and rows are selected and copied when the step is dispatched.
 
     Raises:
-        ValueError: the table trains, or the output projection is tied to it; both need it on the device.
+        ValueError: there are none.
     """
-    if "weight" not in frozen["embed_tokens"] or "lm_head" not in frozen:
-        raise ValueError("embeddings on the host need a frozen table to which the output projection is not tied")
-    kernel = TABLE_ROWS.load(frozen["embed_tokens"]["weight"].dtype)
-    table = transfer.to_host(frozen["embed_tokens"]) if kernel else jax.tree.map(np.asarray, frozen["embed_tokens"])
-    return {**frozen, "embed_tokens": table, "lm_head": transfer.to_host(frozen["lm_head"])}
+    parts = host_parts(frozen)
+    leaves = jax.tree.leaves(parts["embed_tokens"])
+    kernel = all(TABLE_ROWS.load(leaf.dtype) is not None for leaf in leaves)
+    table = transfer.to_host(parts["embed_tokens"]) if kernel else jax.tree.map(np.asarray, parts["embed_tokens"])
+    embed = {**frozen["embed_tokens"], **table}
+    if "per_layer" in table:
+        embed["per_layer"] = {**frozen["embed_tokens"]["per_layer"], **table["per_layer"]}
+    head = {"lm_head": transfer.to_host(parts["lm_head"])} if "lm_head" in parts else {}
+    return {**frozen, **head, "embed_tokens": embed}
 
 
-def needed_rows(table: Params, tokens: Any) -> tuple[Params, Any]:
-    """Return (table, tokens); for a table on the host its rows of these tokens [B, T], and the rows' indices."""
-    weight = table.get("weight")
+def without_own_table(table: Params) -> Params:
+    """Return the embedding's frozen parameters for an output projection, with no rows of a table that it never reads.
+
+    Embeddings for each layer that are on the device stay, as an unread argument costs nothing.
+    """
+    own = table.get("per_layer")
+    if own is None or not _is_on_host(weight := own["embedding"]["weight"]):
+        return table
+    empty = np.zeros((0, *weight.shape[1:]), weight.dtype)
+    return {**table, "per_layer": {**own, "embedding": {"weight": empty}}}
+
+
+def _is_on_host(weight: Any) -> bool:
+    return isinstance(weight, np.ndarray) or transfer.is_on_host(weight)
+
+
+class TableRows(NamedTuple):
+    """Rows of tokens [B, T] in the token embeddings' table, and in that of each layer's embeddings, if any."""
+
+    tokens: Any
+    own: Any
+
+
+def needed_rows(table: Params, tokens: Any) -> tuple[Params, TableRows]:
+    """Return the embedding's frozen parameters, of tables on the host the rows of these tokens; and where these are."""
+    weight, rows = _needed(table.get("weight"), tokens)
+    table = table if weight is None else {**table, "weight": weight}
+    if "per_layer" not in table:
+        return table, TableRows(rows, None)
+    own = table["per_layer"]
+    weight, own_rows = _needed(own["embedding"]["weight"], tokens)
+    return {**table, "per_layer": {**own, "embedding": {"weight": weight}}}, TableRows(rows, own_rows)
+
+
+def _needed(weight: Any, tokens: Any) -> tuple[Any, Any]:
+    """Return (matrix, rows of the tokens in it), of a table on the host those that are needed."""
     if isinstance(weight, np.ndarray):
         indices = np.arange(tokens.size, dtype=np.int32).reshape(tokens.shape)
-        return {**table, "weight": _take(weight, np.asarray(tokens))}, indices
+        return _take(weight, np.asarray(tokens)), indices
     if weight is None or not transfer.is_on_host(weight):
-        return table, tokens
-    rows, indices = _read(_address(weight), tokens, width=weight.shape[1], dtype=weight.dtype)
-    return {**table, "weight": rows}, indices
+        return weight, tokens
+    return _read(_address(weight), tokens, width=weight.shape[1], dtype=weight.dtype)
 
 
 def _take(weight: np.ndarray, tokens: np.ndarray) -> np.ndarray:

@@ -12,15 +12,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jax.stages import Traced
 from jaxtyping import Array, Float
 
 from jaxglue.engine import transfer
-from jaxglue.engine.compiler import jit_step, on_device
+from jaxglue.engine.compiler import jit_exchanging, jit_step, on_device
 from jaxglue.engine.layer import LayerFunctions
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.engine.saved import SavedLayer
 from jaxglue.models.parameters import ParamKey, Params, without_parts
+from jaxglue.sharding.gather import gather_alone, merge_gathered, select_to_gather
+from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 
 _Layers = list[Params]
 """Parameters of consecutive layers."""
@@ -32,10 +35,8 @@ SMALL_ARRAYS = _HOLE + _BOUND
 """Bytes of both."""
 
 
-def why_not_grouped(policies: Sequence[RematPolicy], *, devices: int, stream_weights: bool) -> str | None:
+def why_not_grouped(policies: Sequence[RematPolicy], *, stream_weights: bool) -> str | None:
     """Return why layers need programs of their own; None where they may share one."""
-    if devices > 1:
-        return "the model is spread over several devices"
     if stream_weights:
         return "weights are streamed from host memory"
     if any(policy.offloaded or policy.drops_input for policy in policies):
@@ -43,31 +44,32 @@ def why_not_grouped(policies: Sequence[RematPolicy], *, devices: int, stream_wei
     return None
 
 
-def check_grouped(size: int, policies: Sequence[RematPolicy], *, devices: int, stream_weights: bool) -> None:
+def check_grouped(size: int, policies: Sequence[RematPolicy], *, stream_weights: bool) -> None:
     """Raise ValueError where `size` layers cannot share a program."""
-    reason = why_not_grouped(policies, devices=devices, stream_weights=stream_weights)
+    reason = why_not_grouped(policies, stream_weights=stream_weights)
     if size > 1 and reason:
-        raise ValueError(f"--layers-per-program {size} is for one GPU that keeps everything, but {reason}: use 1")
+        raise ValueError(f"--layers-per-program {size} is for GPUs that keep everything, but {reason}: use 1")
 
 
 class GroupFunctions:
-    """Compiled `forward`, `backward` and `apply` of consecutive layers on one device.
+    """Compiled `forward`, `backward` and `apply` of consecutive layers.
 
     Trees of layers are lists. Contexts are those of the group's layers, as `_share` splits them.
     """
 
-    def __init__(self, layers: Sequence[LayerFunctions]):
-        self._layers = layers
+    def __init__(self, layers: Sequence[LayerFunctions], layout: Layout):
+        self._layers, self._layout = layers, layout
         self._recomputes = [layer.policy.saved is not None for layer in layers]
-        self.forward = jit_step(self._forward, static_argnames=("treedefs", "constant"))
-        self.backward = jit_step(self._backward, static_argnames="treedefs", donate_argnames="accumulated")
-        self.apply = jit_step(self._apply, static_argnames="treedefs")
+        jit = jit_exchanging if layout.gathers else jit_step
+        self.forward = jit(self._forward, static_argnames=("treedefs", "constant"))
+        self.backward = jit(self._backward, static_argnames="treedefs", donate_argnames="accumulated")
+        self.apply = jit(self._apply, static_argnames="treedefs")
 
     def _apply(self, trainable: _Layers, frozen: _Layers, x: Array, shared: list, keys: list, treedefs: tuple) -> Array:
         """Return the last layer's output."""
-        contexts = _contexts(shared, keys, treedefs)
-        for layer, *weights, context in zip(self._layers, trainable, frozen, contexts, strict=True):
-            x, _ = layer.apply(*weights, _round(x), context)
+        contexts, weights = _contexts(shared, keys, treedefs), GatheredWeights(self._layout, trainable, frozen)
+        for layer, context in zip(self._layers, contexts, strict=True):
+            x, weights.gathered = layer.apply(*weights.take(), _round(x), context, weights.following)
         return _round(x)
 
     def _forward(
@@ -75,10 +77,11 @@ class GroupFunctions:
     ):
         """Return (the last layer's output, every layer's saved values without the first one's input)."""
         saved: list[SavedLayer] = []
-        contexts = _contexts(shared, keys, treedefs)
-        for layer, *weights, context in zip(self._layers, trainable, frozen, contexts, strict=True):
-            x = _round(x)
-            y, residuals, _ = layer.forward(*weights, x, context, constant=constant and not saved)
+        contexts, weights = _contexts(shared, keys, treedefs), GatheredWeights(self._layout, trainable, frozen)
+        for layer, context in zip(self._layers, contexts, strict=True):
+            x, inputs = _round(x), weights.take()
+            constant = constant and not saved
+            y, residuals, weights.gathered = layer.forward(*inputs, x, context, weights.following, constant=constant)
             saved.append(SavedLayer(x if saved else None, residuals))
             x = y
         return _round(x), saved
@@ -97,16 +100,46 @@ class GroupFunctions:
     ):
         """Return (dx, every layer's accumulated + dtrainable)."""
         gradients: list[Params] = []
-        contexts = _contexts(shared, keys, treedefs)
+        contexts, weights = (
+            _contexts(shared, keys, treedefs),
+            GatheredWeights(self._layout, trainable[::-1], frozen[::-1]),
+        )
         for i in reversed(range(len(self._layers))):
             own = saved[i] if i else SavedLayer(x, saved[0].residuals)
             # Or XLA would recompute several layers' values at once.
             own, dy = _round((own, dy)) if self._recomputes[i] else (own, _round(dy))
-            weights, dy = _convert_again(frozen[i], dy)
-            inputs = trainable[i], weights, own.x, contexts[i]
-            dy, gradient, *_ = self._layers[i].backward(own.residuals, *inputs, dy, accumulated[i])
+            train, fixed = weights.take()
+            fixed, dy = _convert_again(fixed, dy)
+            arguments = own.residuals, train, fixed, own.x, contexts[i], dy, accumulated[i], weights.following
+            dy, gradient, _, weights.gathered = self._layers[i].backward(*arguments)
             gradients.append(gradient)
         return _round(dy), gradients[::-1]
+
+
+class GatheredWeights:
+    """Weights of layers in the order in which they run, each gathered while the one before it computes.
+
+    Args:
+        layout: of the weights.
+        trainable, frozen: as stored, in this order.
+    """
+
+    def __init__(self, layout: Layout, trainable: _Layers, frozen: _Layers):
+        self._stored = list(zip(trainable, frozen, strict=True))
+        self._to_gather = [select_to_gather(layout, layer) for layer in self._stored] + [None]
+        self._next = 0
+        self.gathered: Any = gather_alone(layout, self._to_gather[0]) if layout.gathers else None
+        """Those of the next layer, to set from its predecessor's result."""
+
+    def take(self) -> tuple[Params, Params]:
+        """Return the next layer's trainable and frozen parameters."""
+        self._next += 1
+        return merge_gathered(self.gathered, self._stored[self._next - 1])
+
+    @property
+    def following(self) -> Any:
+        """Return what the layer taken must gather for the one after it."""
+        return self._to_gather[self._next]
 
 
 def _round[Tree](values: Tree) -> Tree:
@@ -134,9 +167,18 @@ class LayerGroups:
         layers: of the stack.
         reference: layers of a reference model on the same frozen weights, each run where the model's layer runs.
         size: layers in a program; the last program has those that remain.
+        layout: of the model's arrays.
     """
 
-    def __init__(self, layers: Sequence[LayerFunctions], reference: Sequence[LayerFunctions] | None, size: int):
+    def __init__(
+        self,
+        layers: Sequence[LayerFunctions],
+        reference: Sequence[LayerFunctions] | None,
+        size: int,
+        layout: Layout = SINGLE_DEVICE,
+    ):
+        self._layout = layout
+        self._join = jax.jit(jax.lax.optimization_barrier, donate_argnums=0)
         self._programs: dict[tuple[LayerFunctions, ...], GroupFunctions] = {}
         self._groups = []
         for first in range(0, len(layers), size):
@@ -145,7 +187,7 @@ class LayerGroups:
             self._groups.append(_Group(self._functions(layers[part]), other, part))
 
     def _functions(self, layers: Sequence[LayerFunctions]) -> GroupFunctions:
-        return self._programs.setdefault(tuple(layers), GroupFunctions(layers))
+        return self._programs.setdefault(tuple(layers), GroupFunctions(layers, self._layout))
 
     @property
     def programs(self) -> list[Any]:
@@ -190,6 +232,8 @@ class LayerGroups:
             y, values = group.functions.forward(trainable[group.layers], *arguments, constant=constant and not saved)
             if z is not None and group.reference:
                 z = group.reference.apply(_nothing(arguments[0]), arguments[0], z, *arguments[2:])
+                if self._layout.mesh:  # all devices must run programs with collectives in one order
+                    y, z = self._join((y, z))
             saved.append([values[0]._replace(x=x), *values[1:]])
             x = y
         return x, saved, z
@@ -259,11 +303,12 @@ class SmallResults:
     """Keeps the places of a program's small results, which the program donates to itself from call to call.
 
     Args:
-        shapes: of the results, float32.
+        shapes: of the results, float32; on a mesh all devices have them whole.
+        layout: of the model's arrays.
     """
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]]):
-        self._shapes = shapes
+    def __init__(self, shapes: dict[str, tuple[int, ...]], layout: Layout = SINGLE_DEVICE):
+        self._shapes, self._sharding = shapes, layout.sharding(PartitionSpec())
         self._copy = jax.jit(lambda results: jax.tree.map(jnp.copy, results))
         self._places: dict[str, Array] | None = None
 
@@ -274,8 +319,12 @@ class SmallResults:
     def take(self) -> dict[str, Array]:
         """Return the places, to donate; make them, and the hole for small arrays, in the first call."""
         if self._places is None:
-            self._places = transfer.commit({name: jnp.zeros(shape) for name, shape in self._shapes.items()})
-            self._bound = separate_small_arrays(next(iter(self._places.values())).device)
+            zeros = jax.jit(
+                lambda: {name: jnp.zeros(shape) for name, shape in self._shapes.items()}, out_shardings=self._sharding
+            )
+            self._places = transfer.commit(zeros())
+            devices = next(iter(self._places.values())).sharding.addressable_devices
+            self._bounds = [separate_small_arrays(device) for device in devices]
         return self._places
 
     def keep(self, results: dict[str, Array]) -> dict[str, Array]:
@@ -288,13 +337,20 @@ class WholeProgram:
     """Computes a micro-batch's loss and gradients into the arrays of the last call.
 
     Args:
-        loss_and_sums: (trainable, frozen, batch, scale, key, sums) → loss, and `sums` plus the gradients.
+        loss_and_sums: (trainable, frozen, batch, scale, key, sums) → loss, and `sums` plus the gradients, on a mesh
+            each device's own.
         loss_shape: of the loss.
+        layout: of the model's arrays.
     """
 
-    def __init__(self, loss_and_sums: Callable[..., tuple[Array, Params]], loss_shape: tuple[int, ...]):
-        self._loss_and_sums, self._results = loss_and_sums, SmallResults({"loss": loss_shape})
-        self._program = jit_step(
+    def __init__(
+        self,
+        loss_and_sums: Callable[..., tuple[Array, Params]],
+        loss_shape: tuple[int, ...],
+        layout: Layout = SINGLE_DEVICE,
+    ):
+        self._loss_and_sums, self._results = loss_and_sums, SmallResults({"loss": loss_shape}, layout)
+        self._program = (jit_exchanging if layout.gathers else jit_step)(
             self._run, static_argnames="accumulates", donate_argnames=("into", "places"), keep_unused=True
         )
 

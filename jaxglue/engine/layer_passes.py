@@ -18,8 +18,7 @@ from jaxglue.engine.layer import LayerFunctions
 from jaxglue.engine.saved import SavedLayer, offload, restore_inputs
 from jaxglue.models.context import PackedContext
 from jaxglue.models.parameters import ParamKey, Params
-from jaxglue.ops.collectives import per_device
-from jaxglue.sharding.gather import gather, merge_gathered, select_to_gather
+from jaxglue.sharding.gather import gather_alone, merge_gathered, select_to_gather
 from jaxglue.sharding.rules import Layout
 
 _Weights = tuple[Params, Params]
@@ -64,7 +63,7 @@ class LayerPasses:
         self._compiled: set[Any] = set()
         """Kinds of contexts on which all programs have run."""
         self._host_buffers, self._offload = host_buffers, partial(offload, buffers=host_buffers)
-        self._gather = jax.jit(self._gather_weights)
+        self._gather = jax.jit(partial(gather_alone, layout))
         self._join = jax.jit(jax.lax.optimization_barrier, donate_argnums=0)
 
     def prepare_buffers(self, layer: LayerFunctions, x: Any, residuals: Any) -> None:
@@ -189,7 +188,7 @@ class LayerPasses:
         return transfer.Lookahead(fetched, early=self._layout.gathers)
 
     def gather_first(self, stored: transfer.Lookahead[_Weights]) -> Any:
-        """Gather the first layer's weights in a program of their own: no layer before it could."""
+        """Gather the first layer's weights in a program of their own."""
         return self._gather(select_to_gather(self._layout, stored.following)) if self._layout.gathers else None
 
     def _run_ahead(self, *, compiles: bool = False) -> transfer.RunAhead:
@@ -204,11 +203,6 @@ class LayerPasses:
         """Iterate over the layers' weights, the last first, prefetching those on the host; empty `kept` on the way."""
         loads = [lambda: transfer.request(kept.pop())] * len(kept)
         return map(transfer.received, transfer.prefetch(loads, self._prefetch_depth, reversed(moving)))
-
-    def _gather_weights(self, shards):
-        layout, specs = self._layout, self._layout.param_specs(shards)
-        program = partial(gather, layout, specs=specs)
-        return per_device(program, layout.mesh, (specs,), layout.gathered_specs(shards))(shards)
 
     def _prefetch_saved(
         self, saved: list[SavedLayer], restore: Callable[[list[SavedLayer]], None]

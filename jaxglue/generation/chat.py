@@ -16,7 +16,7 @@ from jaxglue.generation.engine import STEPS, Engine
 from jaxglue.generation.pages import free_bytes
 from jaxglue.generation.prompts import encode_messages, encode_rows, prompt_of, read_prompts, system_message
 from jaxglue.generation.scheduler import Request
-from jaxglue.hf.adapter import is_reward_adapter, warn_of_adapter_inside
+from jaxglue.hf.adapter import adapter_labels, warn_of_adapter_inside
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.identity import identify, identify_random
 from jaxglue.hf.loading import add_adapter, load_model, random_model
@@ -47,8 +47,9 @@ class Assistant:
 
     def __init__(self, config: AssistantConfig, *, stays: bool = False):
         folder = config.folder
-        if is_reward_model(config):
-            raise ValueError(f"{config.adapter or folder} is a reward model, which writes no text: use jaxglue score")
+        if count_labels(config):
+            name = config.adapter or folder
+            raise ValueError(f"{name} is a reward model or classifier, which writes no text: use jaxglue score")
         self.tokenizer, model, self.dtype = load_parts(config)
         self.config = model.config
         self.stops = stop_tokens(self.tokenizer, folder, config.adapter)
@@ -165,31 +166,37 @@ def _in_float32(dtype: str) -> bool:
     return dtype == "float32" or (dtype == "auto" and jax.default_backend() == "cpu")
 
 
-def is_reward_model(config: AssistantConfig) -> bool:
-    """Tell whether a model, or the adapter on it, scores texts; raise ValueError for a bad config.json."""
-    scores = config_from_hf(read_config(config.folder)).scores  # before transformers reads the folder
-    return scores or (config.adapter is not None and is_reward_adapter(config.adapter))
+def count_labels(config: AssistantConfig) -> int:
+    """Return the scores of a token under a model, or the adapter on it; 0 for one that writes text.
+
+    Raises:
+        ValueError: a bad config.json.
+    """
+    shape = config_from_hf(read_config(config.folder))  # before transformers reads the folder
+    if config.adapter is not None and (labels := adapter_labels(config.adapter)):
+        return labels
+    return shape.labels if shape.scores else 0
 
 
-def load_parts(config: AssistantConfig, *, scores: bool = False) -> tuple[PreTrainedTokenizerBase, CausalLM, Any]:
-    """Load a tokenizer and a model with its adapter, a reward model's if it `scores`; return also the dtype."""
+def load_parts(config: AssistantConfig, *, labels: int = 0) -> tuple[PreTrainedTokenizerBase, CausalLM, Any]:
+    """Load a tokenizer and a model with its adapter, with scores where it has labels; return also the dtype."""
     folder = config.folder
     warn_of_adapter_inside(folder, config.adapter)
     tokenizer = load_own_tokenizer(folder, config.adapter)
     dtype = jnp.float32 if _in_float32(config.dtype) else jnp.bfloat16
-    return tokenizer, load_assistant(config, folder, dtype, scores=scores), dtype
+    return tokenizer, load_assistant(config, folder, dtype, labels=labels), dtype
 
 
-def load_assistant(config: AssistantConfig, folder: Path, dtype, *, scores: bool = False) -> CausalLM:
-    """Load the model in a folder, with the configuration's storage and adapter, a reward model's if it `scores`."""
+def load_assistant(config: AssistantConfig, folder: Path, dtype, *, labels: int = 0) -> CausalLM:
+    """Load the model in a folder, with the configuration's storage and adapter, with scores where it has labels."""
     seed = config.seed
     if config.matmul == "fp8" and jax.default_backend() != "cpu":
         check_fp8(compute_capability())
     if seed is None:
-        model = load_model(folder, dtype=dtype, quantize=config.storage, scores=scores, progress=DataProgress())
+        model = load_model(folder, dtype=dtype, quantize=config.storage, labels=labels, progress=DataProgress())
     else:
         shape = config_from_hf(read_config(folder)).quantized(config.storage)
-        model = random_model(shape.scored if scores else shape, dtype=dtype, seed=seed)
+        model = random_model(shape.scored(labels) if labels else shape, dtype=dtype, seed=seed)
     if config.adapter:
         identity = identify(folder) if seed is None else identify_random(model.config, seed)
         add_adapter(model, config.adapter, identity, str(folder))

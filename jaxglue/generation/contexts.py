@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxglue.models.context import PackedContext
+from jaxglue.models.context import LatentCache, PackedContext
 from jaxglue.ops.delta_rule import (
     DeltaHeads,
     DeltaStates,
@@ -17,9 +17,12 @@ from jaxglue.ops.delta_rule import (
     last_inputs,
 )
 from jaxglue.ops.moe import Routing
-from jaxglue.ops.norm_rope import HeadNorms
-from jaxglue.ops.paged_attention import KVPages, append, paged_attention
+from jaxglue.ops.norm_rope import HeadNorms, norm_and_rotate
+from jaxglue.ops.paged_attention import KVPages, LatentPages, append, latent_attention, paged_attention
 from jaxglue.ops.rope import RopeTables, Rotary
+
+Cache = KVPages | LatentPages | DeltaStates
+"""Of a layer."""
 
 
 @jax.tree_util.register_dataclass
@@ -59,6 +62,7 @@ class _Inference:
     """Context fields used only in training."""
 
     dropout_key = router_losses = token_mask = None
+    latents: LatentCache = "none"
     fp8 = inference = True
     """`fp8`: weights for FP8 products are multiplied so."""
 
@@ -73,11 +77,17 @@ class _Appending(_Inference):
     """Context that norms, rotates and writes tokens to the cache in one pass, when it attends."""
 
     _rotation = _NO_ROTATION
+    _rope: RopeTables
 
     def rotate(
         self, q, k, rotary: Rotary | None, norms: HeadNorms | None = None, factor: float = 1.0
     ) -> tuple[Array, Array]:
-        """Remember what `attend` applies as it writes to the cache: norms, rotary embedding and queries' factor."""
+        """Remember what `attend` applies as it writes to the cache: norms, rotary embedding and queries' factor.
+
+        Latent attention, whose writes are others, rotates at once.
+        """
+        if self.latents != "none":
+            return norm_and_rotate(q, k, self._rope, rotary, norms=norms, factor=factor)
         self._rotation = rotary, norms, factor
         return q, k
 
@@ -86,17 +96,23 @@ class PrefillContext(_Appending):
     """Context of packed prompts: attention within each, and their keys and values, or states, written to the cache."""
 
     cache: Any
-    """`KVPages`, in a layer of linear attention `DeltaStates`."""
+    """`KVPages`, in a layer of linear attention `DeltaStates`, of latent attention `LatentPages`."""
 
-    def __init__(self, packed: PackedContext, cache: KVPages | DeltaStates, places: Places, *, fp8: bool = True):
+    def __init__(self, packed: PackedContext, cache: Cache, places: Places, *, fp8: bool = True):
         self._packed, self.cache, self._places, self.fp8 = packed, cache, places, fp8
-        self.layer_input = packed.layer_input
+        self.layer_input, self.latents, self._rope = packed.layer_input, packed.latents, packed.rope
 
     def attend(self, q, k, v, *, window: int | None = None, **options) -> Float[Array, "1 T N H"]:
         """Compute causal attention within each prompt."""
         new, (pages, offsets) = (q[0], k[0], v[0]), self._places.of(window)
         q, k, self.cache = append(*new, self.cache, pages, offsets, self._packed.rope, *self._rotation)
         return self._packed.attend(q[None], k[None], v, window=window, **options)
+
+    def attend_and_keep(self, q, k, v, latents, rope_dim: int) -> Float[Array, "1 T N values"]:
+        """Compute causal attention within each prompt; its first so many columns of keys are all heads'."""
+        tokens = jnp.concatenate([k[0, :, 0, :rope_dim], latents[0]], axis=-1)
+        self.cache = self.cache.write(tokens, *self._places.of(None))
+        return self._packed.attend(q, k, v)
 
     def convolve(self, x, weight) -> Float[Array, "1 T C"]:
         """Convolve each prompt, and keep its last inputs."""
@@ -115,11 +131,12 @@ class DecodeContext(_Appending):
     """Context of one token for each slot: writes to the cache and attends over it, or updates states."""
 
     cache: Any
-    """`KVPages`, in a layer of linear attention `DeltaStates`."""
+    """As in `PrefillContext`."""
 
-    def __init__(self, cache: KVPages | DeltaStates, cursor: Cursor, *, fp8: bool = True):
+    def __init__(self, cache: Cache, cursor: Cursor, *, fp8: bool = True):
         self.cache, self._cursor, self.fp8 = cache, cursor, fp8
-        self.layer_input = cursor.layer_input
+        self.layer_input, self._rope = cursor.layer_input, cursor.rope
+        self.latents = "read" if isinstance(cache, LatentPages) else "none"
 
     def attend(self, q, k, v, *, window: int | None = None, **options: Any) -> Float[Array, "1 S N H"]:
         """Compute attention over each slot's cache, including the new token."""
@@ -128,6 +145,13 @@ class DecodeContext(_Appending):
         rotated, _, self.cache = append(*new, self.cache, pages, offsets, cursor.rope, *self._rotation)
         tables = cursor.tables[cursor.places.windows.index(window)]
         return paged_attention(rotated, self.cache, tables, cursor.positions, window=window, **options)[None]
+
+    def attend_latents(self, q, token, rank: int, scale: float) -> Float[Array, "1 S N rank"]:
+        """Compute the weighted latents over each slot's cache, including the new token [1, S, 1, W]."""
+        cursor, (pages, offsets) = self._cursor, self._cursor.places.of(None)
+        self.cache = self.cache.write(token[0, :, 0], pages, offsets)
+        tables = cursor.tables[cursor.places.windows.index(None)]
+        return latent_attention(q[0], self.cache, tables, cursor.positions, rank=rank, scale=scale)[None]
 
     def convolve(self, x, weight) -> Float[Array, "1 S C"]:
         """Convolve each slot's token with those before it."""

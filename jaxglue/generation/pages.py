@@ -17,7 +17,7 @@ from jaxtyping import Array, Int
 
 from jaxglue.models.config import DecoderConfig, LayerKind
 from jaxglue.ops.delta_rule import DeltaHeads, DeltaStates, make_states
-from jaxglue.ops.paged_attention import KVPages, make_pages
+from jaxglue.ops.paged_attention import KVPages, LatentPages, make_latent_pages, make_pages
 
 PAGE = 64
 """Tokens in a page."""
@@ -113,7 +113,7 @@ def plan_cache(
 
 def _page_bytes(config: DecoderConfig, dtype, plan: CachePlan) -> tuple[int, int]:
     """Return the bytes of a page of all layers that see all tokens, and of a slot's rings in the others."""
-    pages = [(kind.window, PAGE * _layer_token_bytes(kind, dtype)) for kind in config.layer_kinds]
+    pages = [(kind.window, PAGE * _layer_token_bytes(config, kind, dtype)) for kind in config.layer_kinds]
     rings = sum(plan.ring(window) * page for window, page in pages if window is not None)
     return sum(page for window, page in pages if window is None), rings
 
@@ -137,15 +137,17 @@ def pages_of(length: int) -> int:
 
 def token_bytes(config: DecoderConfig, dtype) -> int:
     """Return a token's bytes in the cache of all layers, whose float8 values have scales."""
-    return sum(_layer_token_bytes(kind, dtype) for kind in config.layer_kinds)
+    return sum(_layer_token_bytes(config, kind, dtype) for kind in config.layer_kinds)
 
 
-def _layer_token_bytes(kind: LayerKind, dtype) -> int:
+def _layer_token_bytes(config: DecoderConfig, kind: LayerKind, dtype) -> int:
     if kind.linear:
         return 0
     dtype = jnp.dtype(dtype)
-    head = kind.head_dim * dtype.itemsize + (4 if dtype == jnp.float8_e4m3fn else 0)
-    return 2 * kind.shape.kv_heads * head
+    scale = 4 if dtype == jnp.float8_e4m3fn else 0
+    if config.latent is not None:
+        return config.latent.cached_dim * dtype.itemsize + scale
+    return 2 * kind.shape.kv_heads * (kind.head_dim * dtype.itemsize + scale)
 
 
 def state_bytes(config: DecoderConfig, dtype) -> int:
@@ -225,7 +227,9 @@ def ring_table(slots: Int[Array, " S"], ring: int, table: int) -> Int[Array, "S 
     return 1 + slots[:, None] * ring + np.arange(table) % ring
 
 
-def make_caches(plan: CachePlan, config: DecoderConfig, dtype, activations, device=None) -> list[KVPages | DeltaStates]:
+def make_caches(
+    plan: CachePlan, config: DecoderConfig, dtype, activations, device=None
+) -> list[KVPages | LatentPages | DeltaStates]:
     """Return the empty caches of all layers; page 0, and a slot more than the plan's, belong to no sequence.
 
     Args:
@@ -242,9 +246,12 @@ def make_caches(plan: CachePlan, config: DecoderConfig, dtype, activations, devi
         heads = DeltaHeads(delta.num_key_heads, delta.num_value_heads, delta.key_dim)
         return make_states(plan.slots + 1, heads, delta.value_dim, delta.conv_width, activations, device)
 
-    return [
-        states()
-        if kind.linear
-        else make_pages(plan.pages_in(kind.window), kind.shape.kv_heads, PAGE, kind.head_dim, dtype, device)
-        for kind in config.layer_kinds
-    ]
+    def cache(kind: LayerKind) -> KVPages | LatentPages | DeltaStates:
+        pages = plan.pages_in(kind.window)
+        if kind.linear:
+            return states()
+        if config.latent is not None:
+            return make_latent_pages(pages, PAGE, config.latent.cached_dim, dtype, device)
+        return make_pages(pages, kind.shape.kv_heads, PAGE, kind.head_dim, dtype, device)
+
+    return [cache(kind) for kind in config.layer_kinds]

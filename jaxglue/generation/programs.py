@@ -12,16 +12,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxglue.engine.compiler import STEP_OPTIONS
 from jaxglue.engine.layer_forms import by_tiles
-from jaxglue.generation.contexts import Cursor, DecodeContext, Places, PrefillContext
+from jaxglue.generation.contexts import Cache, Cursor, DecodeContext, Places, PrefillContext
 from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, CachePlan, ring_table
 from jaxglue.generation.sampling import Controls, Counts, Features, Sampled, sample
 from jaxglue.models.config import DecoderConfig, LayerKind
-from jaxglue.models.context import PackedContext
+from jaxglue.models.context import LatentCache, PackedContext
 from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
 from jaxglue.models.vocabulary import extended_matrix, with_low_rank
 from jaxglue.ops.cross_entropy import cap_logits
-from jaxglue.ops.delta_rule import DeltaStates
-from jaxglue.ops.paged_attention import KVPages
 from jaxglue.ops.projection import project
 from jaxglue.ops.segments import PackedSegments
 
@@ -29,10 +27,11 @@ IDLE = -1
 """In place of the token of a sequence that has ended."""
 NOT_FINITE = -2
 """In place of a token whose logits are infinite or NaN."""
-Cache = KVPages | DeltaStates
-"""Of a layer."""
 _WINDOW_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0}
 """Merged matmuls of one input would copy weights together in every step."""
+_SEVERAL_OPTIONS = _WINDOW_OPTIONS | {"xla_gpu_enable_triton_gemm": False}
+"""For several sequences: cuBLAS adds to the residual stream in place, and XLA's Triton kernels are slower among others
+than where XLA compares them."""
 Trees = tuple[Params, ...]
 """Trainable and frozen parameters of the model or a part of it."""
 
@@ -124,8 +123,12 @@ class Programs:
         self._embed_slots = jax.jit(self._embed_last, static_argnames="plan")
         self._advance = jax.jit(self._sample_next, static_argnames="features", donate_argnames="sequences")
         self._finish = jax.jit(_finish, donate_argnames="slots")
-        options: dict[str, Any] = {"donate_argnames": ("slots", "caches"), "compiler_options": _WINDOW_OPTIONS}
-        self._run = jax.jit(self._scan, static_argnames=("plan", "features", "steps"), **options)
+        options: dict[str, Any] = {
+            "donate_argnames": ("slots", "caches"),
+            "static_argnames": ("plan", "features", "steps"),
+        }
+        self._run_one = jax.jit(self._scan, compiler_options=_WINDOW_OPTIONS, **options)
+        self._run_several = jax.jit(self._scan, compiler_options=_SEVERAL_OPTIONS, **options)
         self._note = jax.jit(_count_prompts, donate_argnames="counts")
 
     def prefill(
@@ -163,7 +166,7 @@ class Programs:
         Returns:
             state, and what each step sampled (leading axis), with `IDLE` and `NOT_FINITE`.
         """
-        return self._run(trees, slots, caches, window, steps=steps, **static)
+        return self._run(static["plan"])(trees, slots, caches, window, steps=steps, **static)
 
     def window_by_layers(
         self, trees: Trees, slots: Sequences, caches: list[Cache], window: Window, *, steps: int, **static: Any
@@ -185,15 +188,19 @@ class Programs:
         """
         *others, window = arguments
         window = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), window)
-        return self._run.lower(*others, window, **options).compile()
+        return self._run(options["plan"]).lower(*others, window, **options).compile()
 
     def compilations(self) -> int:
         """Return the number of compiled programs."""
-        functions: list[Any] = [self._embed_prompts, self._embed_slots, self._advance, self._run, self._begin]
+        functions: list[Any] = [self._embed_prompts, self._embed_slots, self._advance, self._begin]
+        functions += [self._run_one, self._run_several]
         functions += [self._copy, self._finish, self._note]
         for layer in set(self._layers):
             functions += [layer.prefill, layer.decode]
         return sum(function._cache_size() for function in functions)
+
+    def _run(self, plan: CachePlan) -> Any:
+        return self._run_one if plan.slots == 1 else self._run_several
 
     def _scan(self, trees: Trees, slots: Sequences, caches: list[Cache], window: Window, *, steps: int, **options: Any):
         def body(carry, _):
@@ -223,7 +230,9 @@ class Programs:
     def _embed_packed(self, weights: Trees, tokens, segments: PackedSegments):
         x, rope, own = self._embed(weights, tokens, segments.positions)
         tile = PREFILL_TOKENS if tokens.shape[1] > PREFILL_TOKENS else None
-        return x, PackedContext(segments=segments, rope=rope, backend=self._attention, tile=tile), own
+        latents: LatentCache = "none" if self._config.latent is None else "written"
+        options: dict[str, Any] = {"backend": self._attention, "tile": tile, "latents": latents}
+        return x, PackedContext(segments=segments, rope=rope, **options), own
 
     def _embed_last(self, weights: Trees, sequences: Sequences, window: Window, *, plan: CachePlan):
         """Return (hidden states [1, B, D], cursor, the layers' own embeddings, if any)."""

@@ -120,19 +120,17 @@ def sample(
         counts: of the same sequences; None without penalties.
         features: what some sequence uses.
     """
-    model_normalizer = jax.nn.logsumexp(logits, axis=-1)
     adjusted = _adjust(logits, controls, counts, features)
     best = jnp.argmax(adjusted, axis=-1).astype(jnp.int32)
+    highest, is_model = _at(adjusted, best), not (features.penalties or features.biases)
     divisor = jnp.where(controls.temperature > 0, controls.temperature, 1.0)
+    model_normalizer = _normalizer(logits, highest if is_model else logits.max(-1))
+    tokens, normalizer = best, model_normalizer if is_model else _normalizer(adjusted, highest)
     if features.draws:
-        highest = _at(adjusted, best)
-        weights = jnp.exp((adjusted - highest[:, None]) / divisor[:, None])  # 1 for the most likely token
-        drawn = _draw(_truncate(weights, controls, features), controls.keys, positions)
-        tokens = jnp.where(controls.temperature > 0, drawn, best)
-        normalizer = highest / divisor + jnp.log(weights.sum(-1))
-    else:
-        tokens, changed = best, features.penalties or features.biases
-        normalizer = jax.nn.logsumexp(adjusted, axis=-1) if changed else model_normalizer
+        weights = _Weights(adjusted, highest, divisor)  # 1 for the most likely token
+        normalizer = highest / divisor + jnp.log(weights.sums.sum(-1))
+        kept = _Kept(_truncate(weights.all, controls, features)) if features.truncates else weights
+        tokens = jnp.where(controls.temperature > 0, _draw(kept, controls.keys, positions), best)
     top_values, top_tokens = jax.lax.top_k(logits, features.top)
     return Sampled(
         tokens=tokens,
@@ -142,6 +140,59 @@ def sample(
         top_log_probs=top_values - model_normalizer[:, None],
         finite=jnp.isfinite(model_normalizer),
     )
+
+
+class _Weights:
+    """Tokens' probabilities relative to the largest, formed where they are read: a vocabulary's would be large."""
+
+    def __init__(self, logits: Float[Array, "B V"], highest: Float[Array, " B"], divisor: Float[Array, " B"]):
+        self._blocks = _blocks(logits, -jnp.inf)
+        self._logits, self._highest, self._divisor = logits, highest[:, None], divisor[:, None]
+        self.sums = _block_sums(jnp.exp((self._blocks - highest[:, None, None]) / divisor[:, None, None]))
+        """Of the blocks."""
+
+    @property
+    def all(self) -> Float[Array, "B V"]:
+        """Return the weights."""
+        return self._of(self._logits)
+
+    def block(self, index: Int[Array, " B"]) -> Float[Array, "B n"]:
+        """Return the weights of one block of each row."""
+        return self._of(_block(self._blocks, index))
+
+    def _of(self, logits: Float[Array, "B n"]) -> Float[Array, "B n"]:
+        return jnp.exp((logits - self._highest) / self._divisor)
+
+
+class _Kept:
+    """The weights that are not left out, in memory."""
+
+    def __init__(self, weights: Float[Array, "B V"]):
+        self._blocks = _blocks(weights, 0.0)
+        self.sums = _block_sums(self._blocks)
+
+    def block(self, index: Int[Array, " B"]) -> Float[Array, "B n"]:
+        """Return the weights of one block of each row."""
+        return _block(self._blocks, index)
+
+
+def _blocks(values: Float[Array, "B V"], padding: float) -> Float[Array, "B blocks n"]:
+    B, V = values.shape
+    return jnp.pad(values, ((0, 0), (0, -V % _BLOCK)), constant_values=padding).reshape(B, -1, _BLOCK)
+
+
+def _block(blocks: Float[Array, "B blocks n"], index: Int[Array, " B"]) -> Float[Array, "B n"]:
+    return jnp.take_along_axis(blocks, index[:, None, None], axis=1)[:, 0]
+
+
+def _block_sums(blocks: Float[Array, "B blocks n"]) -> Float[Array, "B blocks"]:
+    """Return the sums of blocks, which XLA would otherwise form once more, in another pass, for the sum of all."""
+    return jax.lax.optimization_barrier(blocks.sum(-1))
+
+
+def _normalizer(logits: Float[Array, "B V"], highest: Float[Array, " B"]) -> Float[Array, " B"]:
+    """Return the logarithm of the sum of exponentials; NaN if a logit is infinite or NaN."""
+    return highest + jnp.log(_block_sums(jnp.exp(_blocks(logits, -jnp.inf) - highest[:, None, None])).sum(-1))
 
 
 def _at(values: Float[Array, "B V"], tokens: Int[Array, " B"]) -> Float[Array, " B"]:
@@ -200,16 +251,12 @@ def _search(weights: Float[Array, "B V"], measure: Any, wanted: Float[Array, " B
     return jax.lax.bitcast_convert_type(found, jnp.float32)
 
 
-def _draw(weights: Float[Array, "B V"], keys: UInt32[Array, "B words"], positions) -> Int[Array, " B"]:
+def _draw(weights: _Weights | _Kept, keys: UInt32[Array, "B words"], positions) -> Int[Array, " B"]:
     """Draw a token from each row, in proportion to the weights."""
     at_position = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys), positions)
     uniform = jax.vmap(jax.random.uniform)(at_position)
-    B, V = weights.shape
-    blocks = jnp.pad(weights, ((0, 0), (0, -V % _BLOCK))).reshape(B, -1, _BLOCK)
-    sums = blocks.sum(-1)
-    block, left = _first_above(sums, uniform * sums.sum(-1))
-    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    return (block * _BLOCK + _first_above(inside, left)[0]).astype(jnp.int32)
+    block, left = _first_above(weights.sums, uniform * weights.sums.sum(-1))
+    return (block * _BLOCK + _first_above(weights.block(block), left)[0]).astype(jnp.int32)
 
 
 def _first_above(weights: Float[Array, "B n"], target: Float[Array, " B"]) -> tuple[Int[Array, " B"], Array]:

@@ -8,19 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Float
 
 from jaxglue.data.batch import CHOSEN, PARTS, Answers, Batch
 from jaxglue.data.config import parse_source
 from jaxglue.data.encode import Encoder
 from jaxglue.data.files import Row
-from jaxglue.data.formats import PAIRS, detect_format, detect_preference
+from jaxglue.data.formats import CHATS, PAIRS, detect_format, detect_preference
 from jaxglue.data.packing import PackPlan, plan_packing
 from jaxglue.data.readers import read_rows
 from jaxglue.data.tokenize import find_format
 from jaxglue.data.tokenizer import padding_token
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import PRESETS
-from jaxglue.generation.chat import Assistant, is_reward_model, load_parts
+from jaxglue.generation.chat import Assistant, count_labels, load_parts
 from jaxglue.generation.config import AssistantConfig, ScoreConfig
 from jaxglue.generation.engine import require_known
 from jaxglue.models.parameters import split_model
@@ -104,18 +105,22 @@ def _joined(context: Tokens, continuation: Tokens, limit: int) -> Tokens:
     return tokens if len(tokens) > 1 else tokens * 2  # an empty continuation scores nothing
 
 
-class RewardModel:
-    """A loaded reward model.
+class TextScorer:
+    """A loaded reward model or classifier.
 
     Raises:
         ValueError: bad folders, tensors or tokenizer, or a model that writes text.
     """
 
     def __init__(self, config: AssistantConfig):
-        if not is_reward_model(config):
+        self.labels = count_labels(config)
+        """Scores of a document."""
+        if not self.labels:
             name = config.adapter or config.folder
-            raise ValueError(f"{name} is no reward model: train one with jaxglue train --objective reward")
-        self.tokenizer, model, dtype = load_parts(config, scores=True)
+            raise ValueError(
+                f"{name} is no reward model: train one with jaxglue train --objective reward (or classify)"
+            )
+        self.tokenizer, model, dtype = load_parts(config, labels=self.labels)
         self._vocabulary = model.config.vocab_size
         self.limit = model.config.max_position_embeddings
         """Most tokens that the model reads at once."""
@@ -123,24 +128,24 @@ class RewardModel:
         self._executor = Executor(graphdefs, model.config, policy=PRESETS["full"], dtype=dtype)
         self._padding = padding_token(self.tokenizer)
 
-    def score(self, documents: Sequence[Sequence[int] | np.ndarray]) -> list[float]:
-        """Return each document's score: that of its last token other than padding.
+    def scores(self, documents: Sequence[Sequence[int] | np.ndarray]) -> Float[np.ndarray, "documents labels"]:
+        """Return each document's scores: those of its last token other than padding.
 
         Raises:
             ValueError: an empty document, one beyond the model's limit, or a score that is not finite.
         """
         documents = [self._without_padding(document) for document in documents]
+        scores = np.zeros((len(documents), self.labels))
         if not documents:
-            return []
+            return scores
         lengths = np.array([len(document) for document in documents], np.int64)
         plan, row, slots = plan_rows(lengths)
-        scores = np.zeros(len(documents))
         for members in map(plan.row, range(plan.rows)):
             batch = _make_batch([documents[index] for index in members], row, slots)
             found = self._executor.answer_log_probs(self._trainable, self._frozen, jax.device_put(batch))
-            scores[members] = np.asarray(found)[0, : len(members), CHOSEN]
+            scores[members] = np.asarray(found)[0, : len(members), : self.labels]
         require_finite(scores)
-        return scores.tolist()
+        return scores
 
     def _without_padding(self, document: Sequence[int] | np.ndarray) -> np.ndarray:
         tokens = np.asarray(document, np.int32)
@@ -150,6 +155,24 @@ class RewardModel:
             raise ValueError(f"a document has {len(tokens):,} tokens, expected 1 to {self.limit:,}, the model's limit")
         require_known(tokens, self._vocabulary, "a document")
         return tokens
+
+
+class RewardModel(TextScorer):
+    """A loaded reward model, with a score for each document.
+
+    Raises:
+        ValueError: as `TextScorer`, or several labels.
+    """
+
+    def __init__(self, config: AssistantConfig):
+        super().__init__(config)
+        if self.labels > 1:
+            name = config.adapter or config.folder
+            raise ValueError(f"{name} is a classifier with {self.labels} labels, which is no reward")
+
+    def score(self, documents: Sequence[Sequence[int] | np.ndarray]) -> list[float]:
+        """Return each document's score; see `TextScorer.scores`."""
+        return self.scores(documents)[:, 0].tolist()
 
 
 def _make_batch(documents: Sequence[np.ndarray], row: int, slots: int) -> Batch:
@@ -168,16 +191,18 @@ def _make_batch(documents: Sequence[np.ndarray], row: int, slots: int) -> Batch:
 
 
 def score_rows(config: ScoreConfig) -> Iterator[tuple[Row, tuple[float, ...]]]:
-    """Yield rows of data with their scores: one, or those of the preferred and of the other answer.
+    """Yield rows of data with their scores: one, those of the preferred and of the other answer, or of each label.
+
+    Texts are read without their end, as transformers' pipelines read them for a classifier.
 
     Raises:
         ValueError: bad folders, tensors, tokenizer or data.
     """
-    model = RewardModel(config)
+    model = TextScorer(config)
     for source in (parse_source(name, rename=config.columns) for name in config.data):
         rows = read_rows(source)
         head = list(next(batched(rows, _CHUNK), ()))
-        format = find_format(head, source, _detect)
+        format = find_format(head, source, _detect if model.labels == 1 else detect_format)
         encoder = Encoder(model.tokenizer, format=format, loss_on="assistant", system=config.system or "")
         for chunk in batched(chain(head, rows), _CHUNK):
             yield from zip(chunk, _score_chunk(model, encoder, chunk, 2 if format == PAIRS else 1), strict=True)
@@ -187,12 +212,13 @@ def _detect(row: dict[str, Any]) -> str:
     return detect_preference(row) if "chosen" in row else detect_format(row)
 
 
-def _score_chunk(
-    model: RewardModel, encoder: Encoder, rows: Sequence[Row], answers: int
-) -> Iterator[tuple[float, ...]]:
+def _score_chunk(model: TextScorer, encoder: Encoder, rows: Sequence[Row], answers: int) -> Iterator[tuple[float, ...]]:
     encoded = encoder.encode(rows)
     documents = np.split(encoded.tokens, np.cumsum(encoded.lengths)[:-1])
     for row, length in zip(rows, encoded.lengths[::answers], strict=True):
         if length > model.limit:
             raise ValueError(f"{row.origin}: {length:,} tokens are above the model's limit of {model.limit:,}")
-    return batched(model.score(documents), answers)
+    if model.labels > 1 and encoder.format not in CHATS:
+        end = model.tokenizer.eos_token_id
+        documents = [document[:-1] if document[-1:] == end else document for document in documents]
+    return batched(model.scores(documents).ravel().tolist(), answers * model.labels)

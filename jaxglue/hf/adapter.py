@@ -87,8 +87,13 @@ class Adapter:
 
     @property
     def scores(self) -> bool:
-        """Tell whether it makes its base a reward model."""
+        """Tell whether it makes its base a reward model or a classifier."""
         return SCORE in self.tensors
+
+    @property
+    def labels(self) -> int:
+        """Return the scores of a token under it; 0 for a text model's."""
+        return len(self.tensors[SCORE]) if self.scores else 0
 
     def adapted(self, base: DecoderConfig) -> DecoderConfig:
         """Return the architecture of a base with this adapter, which may untie embedding and output projection."""
@@ -296,10 +301,13 @@ def find_base(folder: str | Path, *, weights: bool = True) -> Path:
     return model_path(name, raw.get("revision"), weights=weights)
 
 
-def is_reward_adapter(folder: str | Path) -> bool:
-    """Tell from its configuration whether an adapter makes its base a reward model."""
+def adapter_labels(folder: str | Path) -> int:
+    """Return the scores of a token under an adapter's reward model or classifier; 0 for a text model's adapter."""
     path = Path(folder) / CONFIG
-    return path.is_file() and read_json(path).get("task_type") == SEQUENCE_CLASSIFIER
+    if not path.is_file() or read_json(path).get("task_type") != SEQUENCE_CLASSIFIER:
+        return 0
+    tensors = TensorFiles([Path(folder) / TENSORS]).tensors
+    return next((info.shape[0] for key, info in tensors.items() if key.endswith(f".{SCORE}")), 1)
 
 
 def random_seed(folder: str | Path) -> int | None:

@@ -165,6 +165,8 @@ def _linear_matrices(
     Raises:
         ValueError: experts that the format cannot hold.
     """
+    if config.moe and config.moe.quantize == "none" and not made.holds_experts:
+        raise ValueError(f"{made.label} cannot hold experts, as {config.model_type} has: use fp8, or leave it out")
     model = abstract_model(config.quantized(made.name))
     experts = {
         name: parts for name, spec in abstract_parameters(model).items() if (parts := expert_parts(name, spec.shape))
@@ -280,13 +282,17 @@ def copy_texts(base: str | Path, output: Path, names: Collection[str]) -> None:
 _CLASS = "ForSequenceClassification"
 
 
-def describe_reward_model(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Enter class, label and padding token of a reward model into a folder's config.json.
+def describe_classifier(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, labels: int = 1, problem_type: str | None = None
+) -> None:
+    """Enter class, labels and padding token of a reward model or classifier into a folder's config.json.
 
     The class scores the last token that is not the padding token.
     """
     raw = read_config(folder)
     family = "".join(part.capitalize() for part in raw["model_type"].split("_"))
-    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "num_labels": 1}
-    padding = {"pad_token_id": padding_token(tokenizer)}
-    write_json(folder / "config.json", raw | {"architectures": [family + _CLASS]} | labels | padding)
+    names = {str(index): f"LABEL_{index}" for index in range(labels)}
+    described: dict[str, Any] = {"id2label": names, "label2id": {name: int(i) for i, name in names.items()}}
+    described |= {"num_labels": labels, "pad_token_id": padding_token(tokenizer)}
+    described |= {"problem_type": problem_type} if problem_type else {}
+    write_json(folder / "config.json", raw | {"architectures": [family + _CLASS]} | described)

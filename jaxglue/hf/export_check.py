@@ -27,6 +27,7 @@ from jaxglue.models.vocabulary import extended_matrix, with_low_rank
 from jaxglue.ops.projection import project
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import FORMATS, WeightFormat, is_quantized
+from jaxglue.ops.quant.stack import hold_matrices
 from jaxglue.ops.segments import PackedSegments, pack_segments
 from jaxglue.regular_file import open_regular
 
@@ -180,7 +181,7 @@ def _load_values(folder: str | Path, config: DecoderConfig, stored: Mapping[str,
     quantized = {name for name, variable in stored.items() if is_quantized(variable.get_value())}
 
     def put(name: str, array: Any) -> Any:
-        return jax.device_put(FORMATS[config.quantize].hold(array) if name in quantized else array)
+        return jax.device_put(hold_matrices(FORMATS[config.quantize], array) if name in quantized else array)
 
     specs = {name: jax.ShapeDtypeStruct(variable.shape, variable.dtype) for name, variable in stored.items()}
     return load_tensors(folder, specs, put, complete=False)

@@ -26,6 +26,7 @@ from jaxglue.models.parameters import abstract_parameters, hf_name, quantized_na
 from jaxglue.models.vocabulary import untie, vocabulary_modules
 from jaxglue.ops.choices import Storage
 from jaxglue.ops.quant.formats import FORMATS, Quantized, format_of
+from jaxglue.ops.quant.stack import hold_matrices
 from jaxglue.sharding.mesh import put_on_mesh
 
 _LAYERS = "model.layers."
@@ -42,7 +43,7 @@ def load_model(
     fp8_experts: bool = False,
     place: Placement | None = None,
     dtypes: Mapping[str, Any] | None = None,
-    scores: bool = False,
+    labels: int = 0,
     seed: int = 0,
     mapped: Callable[[str], bool] = lambda name: False,
     untied: bool = False,
@@ -59,7 +60,7 @@ def load_model(
         fp8_experts: multiply MXFP4 experts in FP8.
         place: sharding of each parameter; read directly into place unless quantized while loading.
         dtypes: other dtypes of some parameters, by name.
-        scores: load a reward model; a folder without a score gets a random one.
+        labels: scores of a reward model or classifier; a folder without a score gets a random one. 0 for others.
         seed: of that.
         mapped: whether the named parameter stays in the folder's files, to be read for each use (`FileParam`).
         untied: also give a tied folder's embedding to an output projection of its own.
@@ -72,8 +73,8 @@ def load_model(
     config = config_from_hf(read_config(folder))
     if expand_experts:
         config = config.expanded
-    if scores:
-        config = config.scored
+    if labels:
+        config = config.scored(labels)
     if untied:
         config = config.untied
 
@@ -164,7 +165,7 @@ def _with_parameters(config: DecoderConfig, dtype, place: Placement | None, fill
         if isinstance(array, Quantized) and (name not in quantized or made.weight is not type(array)):
             raise _unmentioned(name, array, config)
         if name in quantized:
-            array = made.hold(array)
+            array = hold_matrices(made, array)
         return put_on_mesh(array, place and place(name, array))
 
     specs = abstract_parameters(model)

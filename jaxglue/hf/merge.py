@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from jaxglue.hf.adapter import Adapter, check_adapter, load_adapter, vocabulary_
 from jaxglue.hf.adapter_tensors import MAGNITUDE, SCORE
 from jaxglue.hf.checkpoint import HEAD, open_checkpoint, read_config, stored_form, untie_files
 from jaxglue.hf.experts import expert_parts, find_source, part_shape, read_expanded
-from jaxglue.hf.export import copy_texts, describe_reward_model, expert_matrices, quantized_tensors
+from jaxglue.hf.export import copy_texts, describe_classifier, expert_matrices, quantized_tensors
 from jaxglue.hf.export_check import ROWS_FILE, ExportCheck, check_merge, load_rows
 from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder, require_empty, write_json
 from jaxglue.hf.identity import identify
@@ -42,6 +43,7 @@ from jaxglue.models.wrapper import text_config, with_text
 from jaxglue.ops.choices import Quantize, Storage
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import FORMATS, Shape, Stored, experts_format, find_stored, is_unneeded
+from jaxglue.ops.quant.stack import hold_matrices
 
 _log = logging.getLogger(__name__)
 
@@ -126,7 +128,7 @@ class MergedTensors:
         self._files = files = open_checkpoint(base).mapped()
         own = config_from_hf(read_config(base))
         loaded = None if folder is None else load_adapter(folder)
-        own = own.scored if loaded and loaded.scores else own
+        own = own.scored(loaded.labels) if loaded and loaded.scores else own
         own = loaded.merged(own) if loaded else own
         if not own.tie_word_embeddings and not own.scores:
             untie_files(base, files)
@@ -140,6 +142,12 @@ class MergedTensors:
         shapes = base_shapes(model)
         self.adapter = None if loaded is None else check_adapter(loaded, shapes, identify(base), str(base))
         self._quantized = {name: shapes[name.removesuffix(".weight")] for name in quantized_names(model)}
+        self._experts = {
+            tensor: (name, index)
+            for name, shape in self._quantized.items()
+            if name not in files.tensors
+            for tensor, index in expert_parts(name, shape).items()
+        }
         self._vocabulary = {f"{path}.weight": path for path in PATHS.values() if path in shapes}
         matrices = _matrix_shapes(files, model) | self._quantized
         self._stored = {name: found for name, shape in matrices.items() if (found := find_stored(files, name, shape))}
@@ -153,7 +161,7 @@ class MergedTensors:
         if self.adapter and self.adapter.scores:
             self.specs.pop(HEAD, None)
             norm = self.specs["model.norm.weight"]
-            self.specs[SCORE] = jax.ShapeDtypeStruct((1, own.hidden_size), norm.dtype)
+            self.specs[SCORE] = jax.ShapeDtypeStruct((own.labels, own.hidden_size), norm.dtype)
 
     @property
     def dtypes(self) -> set[np.dtype]:
@@ -161,7 +169,8 @@ class MergedTensors:
         trains_vocabulary = self.adapter and self.adapter.trains_vocabulary
         changed = self._deltas.keys() | (self._vocabulary if trains_vocabulary else {}).keys()
         changed |= {SCORE} & self.specs.keys()
-        return {self.specs[name].dtype for name in changed | self._quantized.keys()}
+        rounded = self._quantized.keys() | self._experts.keys()
+        return {self.specs[name].dtype for name in changed | (rounded & self.specs.keys())}
 
     def read(self, name: str) -> np.ndarray:
         """Return a tensor of the merged folder."""
@@ -178,9 +187,10 @@ class MergedTensors:
 
     def _read_base(self, name: str) -> np.ndarray:
         if name in self._quantized:
-            value: Any = find_source(self._files, name, self._quantized[name]).read(self._files)
-            held = FORMATS[self.config.quantize].hold(jax.tree.map(jnp.asarray, value))
-            return np.asarray(dequantize(held, self.specs[name].dtype))
+            return self._rounded(name, self.specs[name].dtype)
+        if name in self._experts:
+            parameter, index = self._experts[name]
+            return self._rounded(parameter, self.specs[name].dtype)[index]
         if found := self._stored.get(name):
             return np.asarray(dequantize(found.read(self._files), self.specs[name].dtype))
         if name not in self._files.tensors:
@@ -188,6 +198,13 @@ class MergedTensors:
             assert made is not None, name
             return np.asarray(read_expanded(self._files, made, name))
         return self._files.read(name)
+
+    @lru_cache(maxsize=1)  # noqa: B019  # experts one by one are consecutive
+    def _rounded(self, name: str, dtype: np.dtype) -> np.ndarray:
+        """Return the values of a quantized parameter as the adapter was trained on them."""
+        value: Any = find_source(self._files, name, self._quantized[name]).read(self._files)
+        held = hold_matrices(FORMATS[self.config.quantize], jax.tree.map(jnp.asarray, value))
+        return np.asarray(dequantize(held, dtype))
 
     def _read_vocabulary(self, name: str, adapter: Adapter) -> np.ndarray:
         weight = self._files.read(name)
@@ -233,7 +250,7 @@ def _describe(merge: "MergedTensors", adapter: Adapter, base: Path, output: Path
         _log.warning("the tokenizer of %s has token %d, the model only %d: do not use it", adapter.folder, most, rows)
     write_tokenizer(output, tokenizer, adapter.folder if own else None)
     if adapter.scores:
-        describe_reward_model(output, tokenizer)
+        describe_classifier(output, tokenizer, adapter.labels)
     else:
         write_stops(output, stop_tokens(tokenizer) | folder_stops(adapter.folder))
         check_serving(output, tokenizer)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
 from jaxglue.config import Alias, Choices, Config, NonNegativeFloat, PositiveFloat, PositiveInt, Range
-from jaxglue.data.config import AnswerTask
+from jaxglue.data.config import AnswerTask, Columns, LabelTask
 from jaxglue.objectives.objective import OBJECTIVES, Objective
 
 LossType = Literal["sigmoid", "hinge", "robust", "exo_pair", "nca_pair", "apo_zero", "apo_down", "sigmoid_norm"]
@@ -17,6 +17,7 @@ class ObjectiveConfig(Config):
     objective: Annotated[str, Choices(OBJECTIVES), Alias("rl")] = "sft"
     """Supervised cross-entropy, or a loss of preferred and other answers: DPO (arXiv 2305.18290), IPO (2310.12036),
     KTO (2402.01306, rows with a label), ORPO (2403.07691), SimPO (2405.14734), or a reward model's (Bradley-Terry);
+    or classify, the labels of documents;
     or of answers that the model writes and rewards judge: GRPO (2402.03300), Dr. GRPO (2503.20783), DAPO (2503.14476),
     BNPO, GSPO (2507.18071), CISPO (2506.13585), RLOO (2402.14740); or distill, the divergence from a teacher on the
     model's answers (2306.13649)."""
@@ -38,6 +39,10 @@ class ObjectiveConfig(Config):
     """Weight of KTO's good answers."""
     undesirable_weight: Annotated[NonNegativeFloat, Alias("kto_rejected_weight", "kto_undesirable_weight")] = 1.0
     """Weight of KTO's bad answers."""
+    num_labels: PositiveInt = 2
+    """Labels of a classifier; rows have a `label` from 0."""
+    problem_type: Literal["single_label_classification", "multi_label_classification"] = "single_label_classification"
+    """Each document has one label, or several: rows have `labels`, a list with 1 or 0 for each."""
     center_rewards_coefficient: NonNegativeFloat = 0.0
     """Weight of the squared sum of a pair's rewards, which centers them on 0 (arXiv 2312.09244); 0.01 is usual."""
     temperature: PositiveFloat = 1.0
@@ -108,13 +113,21 @@ class ObjectiveConfig(Config):
         """Return the class of the objective."""
         return OBJECTIVES[self.objective]
 
+    @property
+    def columns(self) -> Columns:
+        """Return the columns of rows that the objective reads."""
+        return self.kind.columns_of(self)
+
     def make(self) -> Objective:
         """Return the objective with these settings."""
         return self.kind(config=self)
 
-    def task(self, *, shared_prompt: bool) -> AnswerTask | None:
-        """Return the treatment of preference data; None for texts and chats."""
+    def task(self, *, shared_prompt: bool) -> AnswerTask | LabelTask | None:
+        """Return the treatment of preference data or labels; None for texts and chats."""
         answers = self.kind.answers
+        if self.kind.classifies:
+            single = self.problem_type == "single_label_classification"
+            return LabelTask(values=self.num_labels if single else 2)
         return None if answers is None else answers._replace(shared_prompt=shared_prompt)
 
 

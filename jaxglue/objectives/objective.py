@@ -44,6 +44,10 @@ class TargetValues(Protocol):
     def scores(self) -> "Float[Array, 'B T']":
         """Scores of the tokens under a reward model; 0 where the loss weight is."""
 
+    @property
+    def class_scores(self) -> "Float[Array, 'B T C']":
+        """Scores of the tokens under a classifier, one for each label."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
@@ -69,7 +73,9 @@ class Objective:
     needs_teacher: ClassVar[bool] = False
     """The loss is the divergence from a teacher on these answers."""
     trains_scores: ClassVar[bool] = False
-    """A reward model is trained: a score takes the place of the output projection."""
+    """A reward model or classifier is trained: scores take the place of the output projection."""
+    classifies: ClassVar[bool] = False
+    """Documents have labels, which are read at their last tokens."""
     learning_rates: ClassVar[Mapping[str, float]] = {"lora": 2e-4, "full": 2e-5}
     """Peak learning rates by training method."""
     default_beta: ClassVar[float] = 0.1
@@ -78,6 +84,16 @@ class Objective:
     @classmethod
     def check(cls, config: "ObjectiveConfig") -> None:
         """Refuse settings that contradict each other; override it to raise ValueError."""
+
+    @classmethod
+    def columns_of(cls, config: "ObjectiveConfig") -> Columns:  # noqa: ARG003 - for those whose settings decide
+        """Return the columns that it reads with these settings."""
+        return cls.columns
+
+    @property
+    def labels(self) -> int:
+        """Return the scores of a token, where these are trained."""
+        return 1
 
     @property
     def beta(self) -> float:
@@ -177,6 +193,7 @@ OBJECTIVES = Registry(
         "orpo": "orpo:ORPO",
         "simpo": "simpo:SimPO",
         "reward": "reward:RewardModel",
+        "classify": "classify:Classification",
         "grpo": "policy:GRPO",
         "dr_grpo": "policy:DrGRPO",
         "dapo": "policy:DAPO",

@@ -94,7 +94,9 @@ def bounds(segments: PackedSegments, window: int | None) -> PackedSegments:
         starts = jnp.maximum(starts, split.rows - window + 1)
         stops = jnp.minimum(stops, jnp.arange(stops.shape[1], dtype=jnp.int32) + window)
     ends = jnp.take_along_axis(before, stops, axis=1)
-    changes: dict[str, Any] = {"own_keys": split.rows, "first_queries": before[:, :-1]}
+    # A tile of queries passes all keys up to its last one's own; padding's would be far behind.
+    last = jnp.where(segments.segment_ids > 0, split.rows, 0).max(axis=1, keepdims=True)
+    changes: dict[str, Any] = {"own_keys": jnp.minimum(split.rows, last), "first_queries": before[:, :-1]}
     return replace(segments, starts=starts, ends=ends, split=None, **changes)
 
 

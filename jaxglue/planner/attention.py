@@ -83,7 +83,7 @@ def _passes(
     """Return the seconds of both passes over a micro-batch."""
     config = workload.config
     if backend == "hopper":
-        heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim, _value_dim(config))
         some = batches.documents[:: -(-batches.batches // _SAMPLE)]
         times = [hopper_seconds(each, heads, window, matmul=gpu.matmul, copy=gpu.copy) for each in some]
         pairs = visible_pairs(batches.lengths, window) / visible_pairs(itertools.chain(*some), window)
@@ -94,14 +94,14 @@ def _passes(
     rates = _rates(workload, backend, batches.kind)
     longest = _longest_programs(workload, batches, window) if backend == "triton" else (0.0, 0.0)
     forward = max(_seconds(workload, gpu, batches, window, rates.forward), longest[0])
-    both = 2.5 * _seconds(workload, gpu, batches, window, rates.backward)
+    both = _backward_share(config) * _seconds(workload, gpu, batches, window, rates.backward)
     return forward, sum(map(max, (_DQ * both, (1 - _DQ) * both), longest))
 
 
 def _sums_queries(workload: Workload, backend: str) -> bool:
     """Return whether a backward pass sums the gradients of queries in memory: Hopper's own one does."""
     config = workload.config
-    return backend == "hopper" and config.head_dim <= 128 and config.attention_softcap is None
+    return backend == "hopper" and _value_dim(config) <= 128 and config.attention_softcap is None
 
 
 def with_fitting_attention(workload: Workload, gpu: Gpu) -> Workload:
@@ -148,6 +148,7 @@ def attention_shape(
     return AttentionShape(
         dtype=jnp.dtype(dtype),
         head_dim=model.head_dim,
+        value_dim=_value_dim(model),
         query_heads=model.num_attention_heads,
         kv_heads=model.num_key_value_heads,
         softcap=model.attention_softcap,
@@ -184,13 +185,30 @@ def _seconds(
     """Return the seconds of a forward pass at a rate."""
     config = workload.config
     pairs = visible_pairs(batches.lengths, window) + rate.waste * sum(batches.lengths)
-    flops = 4 * config.num_attention_heads * _columns(config.head_dim) * pairs / batches.batches
+    flops = 2 * config.num_attention_heads * sum(_tile_columns(config)) * pairs / batches.batches
     return flops / (rate.share * gpu.matmul)
 
 
 def _columns(head_dim: int) -> int:
     """Return the columns of a kernel's tiles, a power of two."""
     return 1 << (head_dim - 1).bit_length()
+
+
+def _value_dim(config: DecoderConfig) -> int:
+    return config.head_dim if config.latent is None else config.latent.value_dim
+
+
+def _tile_columns(config: DecoderConfig) -> tuple[int, int]:
+    """Return the columns of tiles of keys and of values; wider keys have a second tile beside one like values'."""
+    values = _columns(_value_dim(config))
+    rest = config.head_dim - values
+    return values + (_columns(rest) if rest > 0 else 0), values
+
+
+def _backward_share(config: DecoderConfig) -> float:
+    """Return the backward pass's FLOPs over the forward pass's."""
+    keys, values = _tile_columns(config)
+    return (3 * keys + 2 * values) / (keys + values)
 
 
 def _longest_programs(workload: Workload, batches: MicroBatches, window: int | None) -> tuple[float, float]:
@@ -201,7 +219,7 @@ def _longest_programs(workload: Workload, batches: MicroBatches, window: int | N
     config, longest = workload.config, max(batches.lengths, default=0)
     span = longest if window is None else min(longest, window)
     rows = span * config.num_attention_heads // config.num_key_value_heads
-    columns = _columns(config.head_dim) / 128
+    columns = sum(_tile_columns(config)) / 256
     turns = max(min(0.4 + 0.6 * columns, 1.0), columns)
     seconds = turns * fitted.KEYS_TURN * span, turns * fitted.ROWS_TURN * rows
     return fitted.ATTENTION_START + seconds[0], fitted.ATTENTION_START + seconds[1]
@@ -209,9 +227,9 @@ def _longest_programs(workload: Workload, batches: MicroBatches, window: int | N
 
 def _rates(workload: Workload, backend: str, kind: BatchKind) -> fitted.AttentionRates:
     kernel = backend if backend == "cudnn" else "long" if kind.long else "short"
-    head_dim = workload.config.head_dim
-    if head_dim > 64:
-        return fitted.ATTENTION[kernel, 128 if head_dim <= 128 else 256]
+    size = _value_dim(workload.config)
+    if size > 64:
+        return fitted.ATTENTION[kernel, 128 if size <= 128 else 256]
     return fitted.ATTENTION.get((kernel, 64), fitted.ATTENTION["short", 64])
 
 
@@ -241,15 +259,19 @@ _AT_ONCE = 33
 """Programs that `_last_end` places together."""
 
 
-_FORWARD_MATMULS, _BACKWARD_MATMULS = 2, 5
-
-
 class Heads(NamedTuple):
     """Heads of an attention call."""
 
     queries: int
     keys: int
     dim: int
+    values: int
+    """Head dim of values."""
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Return the columns of all matmuls of the forward and of the backward pass."""
+        return self.dim + self.values, 3 * self.dim + 2 * self.values
 
     @property
     def group(self) -> int:
@@ -275,16 +297,16 @@ def hopper_seconds(
         matmul: FLOP/s of the GPU.
         copy: bytes/s of its memory.
     """
-    size = next(size for size in fitted.HOPPER_FORWARD if heads.dim <= size)
+    size = next(size for size in fitted.HOPPER_FORWARD if heads.values <= size)
     backward_rates = fitted.HOPPER_BACKWARD[min(size, max(fitted.HOPPER_BACKWARD))]
     passes = (
-        (forward_tiles(lengths, heads, window), fitted.HOPPER_FORWARD[size], 2 * _FORWARD_MATMULS, 1.0),
-        (backward_tiles(lengths, heads, window), backward_rates, _BACKWARD_MATMULS, _parted(heads)),
+        (forward_tiles(lengths, heads, window), fitted.HOPPER_FORWARD[size], 2 * heads.columns[0], 1.0),
+        (backward_tiles(lengths, heads, window), backward_rates, heads.columns[1], _parted(heads)),
     )
     elements = sum(lengths) * heads.queries * heads.dim
 
-    def seconds(tiles, rates: fitted.TileRates, matmuls: int, slower: float) -> float:
-        flops = 2 * matmuls * _ROWS * 2 * _ROWS * heads.dim
+    def seconds(tiles, rates: fitted.TileRates, columns: int, slower: float) -> float:
+        flops = 2 * columns * _ROWS * 2 * _ROWS
         tile = flops * _MULTIPROCESSORS / (slower * rates.share * matmul)
         return _last_end(rates.start + tile * tiles) + rates.moved * elements / copy
 

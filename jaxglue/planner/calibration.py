@@ -210,6 +210,8 @@ PROGRAMS_MEMORY = _grid(int(0.3 * _GIB), "bytes")
 """Loaded programs and workspaces of matmuls, for any model."""
 OUTSIDE_POOL = Fitted(0.7 * _GIB, "bytes", "H100", "benchmarks/results/memory_limit.json")
 """Of a process beside JAX's pool: CUDA's context and the code of kernels."""
+COLLECTIVES_MEMORY = Fitted(1.0 * _GIB, "bytes", "H100", _UNRECORDED)
+"""Of a process that exchanges with other GPUs, beside it: NCCL's buffers."""
 CUDNN_WORKSPACE = Fitted(8, "bytes", "H200", "compiled programs' temporary memory")
 """Bytes of cuDNN's backward pass for each token, head, head dim and segment slot."""
 SCALING_ERROR = Fitted(3e-4, "of the memory", "H200", "plans of scaled and of traced programs")

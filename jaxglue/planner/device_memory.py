@@ -14,17 +14,30 @@ POOL_SHARE = "XLA_CLIENT_MEM_FRACTION"
 _OLD_NAME = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 """Its name in older versions of JAX, which still counts."""
 _DEFAULT_SHARE = 0.75
+_MOST = 0.9
+"""Largest share of a GPU's memory for the pool."""
 _LOWEST_BLOCKS = "xla_gpu_enable_allocator_spatial_partitioning"
 
 
-def pool_gib(limit: float | None) -> float | None:
-    """Return the GiB of JAX's pool within a limit of the process, GiB, of which CUDA takes a part; None without one."""
-    return None if limit is None else max(limit - fitted.OUTSIDE_POOL / GIB, limit / 2)
+def outside_pool(*, exchanges: bool = False) -> float:
+    """Return the bytes of a GPU that a process takes beside JAX's pool; more where it exchanges with other GPUs."""
+    return fitted.OUTSIDE_POOL + (fitted.COLLECTIVES_MEMORY if exchanges else 0)
 
 
-def bound_pool(limit: float | None, environ: MutableMapping[str, str]) -> None:
+def pool_gib(limit: float | None, *, exchanges: bool = False) -> float | None:
+    """Return the GiB of JAX's pool within a limit of the process, GiB, without the rest; None without a limit."""
+    return None if limit is None else max(limit - outside_pool(exchanges=exchanges) / GIB, limit / 2)
+
+
+def largest_share(*, exchanges: bool) -> float:
+    """Return the share of a GPU's memory that JAX's pool may take beside the process's other memory."""
+    total = total_memory() if exchanges else None
+    return _MOST if total is None else min(_MOST, 1 - outside_pool(exchanges=True) / total)
+
+
+def bound_pool(limit: float | None, environ: MutableMapping[str, str], *, exchanges: bool = False) -> None:
     """Let JAX, before it starts, end its pool where the process reaches a limit, GiB: allocations beyond it fail."""
-    pool, total = pool_gib(limit), total_memory() if limit else None
+    pool, total = pool_gib(limit, exchanges=exchanges), total_memory() if limit else None
     if pool is None or not total:
         return
     name = POOL_SHARE if POOL_SHARE in environ else _OLD_NAME
@@ -33,10 +46,10 @@ def bound_pool(limit: float | None, environ: MutableMapping[str, str]) -> None:
 
 
 @contextlib.contextmanager
-def bounded_pool(limit: float | None, environ: MutableMapping[str, str]) -> Iterator[None]:
+def bounded_pool(limit: float | None, environ: MutableMapping[str, str], *, exchanges: bool = False) -> Iterator[None]:
     """Bound the pool of a client of JAX that starts, or starts anew, in the context."""
     before = {name: environ.get(name) for name in (POOL_SHARE, _OLD_NAME)}
-    bound_pool(limit, environ)
+    bound_pool(limit, environ, exchanges=exchanges)
     try:
         yield
     finally:

@@ -145,8 +145,8 @@ class _Comparison:
     def layers_per_program(self) -> Reason:
         """Explain how many layers are dispatched together."""
         chosen, layers = self._chosen, len(self._chosen.policies)
-        size, devices = chosen.layers_per_program, self._planner.workload.mesh.devices
-        obstacle = why_not_grouped(chosen.policies, devices=devices, stream_weights=is_streamed(chosen.weights))
+        size = chosen.layers_per_program
+        obstacle = why_not_grouped(chosen.policies, stream_weights=is_streamed(chosen.weights))
         if obstacle:
             return Reason(choice="1", limit=f"an obstacle: {obstacle}")
         other = 1 if size > 1 else layers

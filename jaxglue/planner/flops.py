@@ -15,7 +15,7 @@ def matmul_parameters(config: DecoderConfig) -> int:
     D = config.hidden_size
     mixers = [_linear_attention(config) if kind.linear else _attention(config, kind) for kind in config.layer_kinds]
     layers = sum(_feed_forward(config, layer) for layer in range(config.num_hidden_layers))
-    return sum(mixers) + layers + D * (1 if config.scores else config.vocab_size)
+    return sum(mixers) + layers + D * (config.labels if config.scores else config.vocab_size)
 
 
 def _attention(config: DecoderConfig, kind: LayerKind) -> int:

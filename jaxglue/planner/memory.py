@@ -4,11 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+import jax
 import numpy as np
 
+from jaxglue.engine.host_table import host_parts
 from jaxglue.engine.layer_groups import SMALL_ARRAYS
 from jaxglue.engine.residency import DEVICE, MAPPED
 from jaxglue.engine.transfer import HEAD_AHEAD, requested_ahead, weights_prefetch_depth
+from jaxglue.models.parameters import Params
 from jaxglue.planner import calibration as fitted
 from jaxglue.planner.layer_costs import LayerCost, TracedModel
 from jaxglue.planner.workload import Workload, abstract_parts, tree_bytes
@@ -30,13 +33,15 @@ class ResidentBytes:
     frozen_ends: int
     """Other frozen parameters, without those in host memory."""
     host_table: int
-    """An embedding table in host memory."""
+    """Embedding tables in host memory."""
     host_head: int
     """An output projection in host memory, which is copied to the GPU for the head."""
     moments: int
     """AdamW's two moments."""
     gradients: int
     """Float32 gradients held at once."""
+    exchanged: float = 0.0
+    """Bytes of gradients received to sum them over GPUs with the same parameters, by rings."""
 
     @property
     def trainable(self) -> int:
@@ -45,7 +50,7 @@ class ResidentBytes:
 
     @property
     def host_ends(self) -> int:
-        """Return the bytes of embedding table and output projection in host memory."""
+        """Return the bytes of embedding tables and output projection in host memory."""
         return self.host_table + self.host_head
 
     def streamed_layers(self, weights: Sequence[str]) -> list[int]:
@@ -78,19 +83,28 @@ def _resident_bytes(workload: Workload) -> ResidentBytes:
     ends = tuple(tree_bytes(part) for name, part in trainable.items() if name != "layers")
     trained = sum(layers) + sum(ends)
     one_at_a_time = workload.update_in_backward and workload.gradient_accumulation_steps == 1
-    on_host = {"embed_tokens", "lm_head"} if workload.host_embeddings else set()
-    host = {name: tree_bytes(frozen[name]) for name in on_host}
+    on_host = host_parts(frozen) if workload.host_embeddings else {}
+    host = {name: tree_bytes(part) for name, part in on_host.items()}
+    frozen_ends = sum(tree_bytes(part) for name, part in frozen.items() if name != "layers")
     return ResidentBytes(
         trainable_layers=layers,
         trainable_ends=ends,
         trainable_table=tree_bytes(trainable.get("embed_tokens", {})),
         frozen_layers=tuple(tree_bytes(layer) for layer in frozen["layers"]),
-        frozen_ends=sum(tree_bytes(part) for name, part in frozen.items() if name not in on_host | {"layers"}),
+        frozen_ends=frozen_ends - sum(host.values()),
         host_table=host.get("embed_tokens", 0),
         host_head=host.get("lm_head", 0),
         moments=round(workload.moment_bytes / 4 * trained),
         gradients=max(*layers, *ends) if one_at_a_time else trained,
+        exchanged=_exchanged(layout, abstract_parts(workload)[1]),
     )
+
+
+def _exchanged(layout: Layout, trainable: Params) -> float:
+    specs = layout.param_specs(trainable)
+    rows = zip(jax.tree.leaves(layout.local_shapes(trainable, specs)), jax.tree.leaves(specs), strict=True)
+    shares = ((leaf.size, layout.copies(spec)) for leaf, spec in rows)
+    return sum(2 * 4 * size * (copies - 1) / copies for size, copies in shares)
 
 
 _SPARE = 0.05
@@ -127,11 +141,18 @@ class PeakMemory:
         always = resident.moments + resident.trainable + resident.frozen() - streamed
         always += self.model.gathered + max(self.streamed)  # a streamed layer's buffer is freed late
         always += SMALL_ARRAYS if self.whole else 0
+        always += self._layer_inputs
         peak = fitted.PROGRAMS_MEMORY + always + max(self._forward(), self._backward())
         peak += self.model.head.temporary if self.scattered else 0
         largest = max(max(cost.forward.temporary, cost.backward.temporary) for cost in self.costs)
         peak += max(min(fitted.SCATTERED * largest, fitted.MOST_SCATTERED) - _SPARE * peak, 0)
         return int(max(peak, (1 - _SPARE) * (fitted.PROGRAMS_MEMORY + always + self._with_gaps())))
+
+    @property
+    def _layer_inputs(self) -> int:
+        """Return the bytes of the embeddings that each layer has of its own, which stay for the backward pass."""
+        own, work = self.workload.config.per_layer, self.workload
+        return 0 if own is None else work.tokens * own.layers * own.size * np.dtype(work.dtype).itemsize
 
     @property
     def _accumulates(self) -> bool:

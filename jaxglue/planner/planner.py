@@ -88,12 +88,11 @@ class Planner:
             ValueError: a text is neither policies nor places, a dropped input cannot be computed again, or layers
                 cannot share programs as they should.
         """
-        plan, devices = self._find(remat, weights, host_memory), self.workload.mesh.devices
-        check_dropped_inputs(plan.policies, meshed=devices > 1)
+        plan = self._find(remat, weights, host_memory)
+        check_dropped_inputs(plan.policies, meshed=self.workload.mesh.devices > 1)
         check_grouped(
             self.predictor.layers_per_program or 1,
             plan.policies,
-            devices=devices,
             stream_weights=is_streamed(plan.weights),
         )
         return plan

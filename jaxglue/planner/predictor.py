@@ -171,8 +171,8 @@ class Predictor:
 
     def _size(self, setting: Setting) -> int:
         """Return the layers of a program; by default one where gradients of several should not exist at once."""
-        work, streams = self.workload, any(setting.streamed)
-        if why_not_grouped(setting.policies, devices=work.mesh.devices, stream_weights=streams):
+        work = self.workload
+        if why_not_grouped(setting.policies, stream_weights=any(setting.streamed)):
             return 1
         if self.layers_per_program or work.update_in_backward:
             return self.layers_per_program or 1
@@ -275,8 +275,12 @@ class Predictor:
 
     @property
     def update_seconds(self) -> float:
-        """Return the optimizer's time: it reads parameter, gradient and two moments and writes all but the gradient."""
-        return (3 * self.resident.trainable + 2 * self.resident.moments) / self.gpu.copy
+        """Return the optimizer's time: it reads parameter, gradient and two moments and writes all but the gradient.
+
+        Gradients are exchanged before.
+        """
+        moved = 3 * self.resident.trainable + 2 * self.resident.moments
+        return moved / self.gpu.copy + self.resident.exchanged / self.gpu.peers
 
     def _work(self, costs: list[LayerCost], streamed: list[int], depth: int) -> tuple[list[Work], list[Work]]:
         """Return each layer's work forward and backward; a hidden copy still takes device memory bandwidth."""

@@ -59,8 +59,9 @@ class _ShapesOnly:
     """An `AttentionBackend` of stand-ins for the kernels, whose time documents' lengths decide."""
 
     def forward(self, q, k, v, sinks, segments, *, window, softcap=None):
+        out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype)
         lse = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
-        return tuple(stand_in(KernelCost(kind=KernelKind.ATTENTION_FORWARD), (q, k, v), (q, lse)))
+        return tuple(stand_in(KernelCost(kind=KernelKind.ATTENTION_FORWARD), (q, k, v), (out, lse)))
 
     def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window, softcap=None):
         dsinks = None if sinks is None else jnp.zeros_like(sinks)

@@ -104,7 +104,7 @@ class Workload:
     moment_bytes: float = 8.0
     """Bytes of AdamW's two moments of a trained value."""
     host_embeddings: bool = False
-    """The frozen embedding table is in host memory."""
+    """The frozen embedding table, but one that the head is tied to, and those of each layer are in host memory."""
     mesh: MeshShape = field(default_factory=MeshShape)
     """How the GPUs share the work."""
     dtype: Any = jnp.bfloat16
@@ -123,8 +123,12 @@ class Workload:
         if self.lora is None and not FORMATS[self.config.quantize].trains:
             raise ValueError(f"quantize={self.config.quantize} holds frozen weights, and all train: use adapters")
         trains = self.lora is None or "embed_tokens" in self.lora.modules_to_save
-        if self.host_embeddings and (trains or self.config.tie_word_embeddings):
-            raise ValueError("embeddings on the host need a frozen table to which the output projection is not tied")
+        tied = self.config.tie_word_embeddings and self.config.per_layer is None
+        if self.host_embeddings and (trains or tied):
+            raise ValueError(
+                "embeddings on the host need a frozen table to which the output projection is not tied, or embeddings "
+                "for each layer"
+            )
 
     @property
     def any_rows(self) -> "Workload":

@@ -3,15 +3,18 @@
 "Per device" functions run inside `per_device` and see local arrays; the others see global ones.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
 
 from jaxglue.models.parameters import Params
-from jaxglue.ops.collectives import divide_equally, reduce_scatter
+from jaxglue.ops.collectives import divide_equally, per_device, reduce_scatter
 from jaxglue.sharding.rules import Layout, is_tensor_parallel, param_name
-from jaxglue.sharding.specs import dimension_of, spec_axes
+from jaxglue.sharding.specs import axes_tuple, dimension_of, make_spec, spec_axes
 
 
 def gather(layout: Layout, shards: Any, specs: Any) -> Any:
@@ -26,11 +29,19 @@ def gather(layout: Layout, shards: Any, specs: Any) -> Any:
     return jax.tree.map_with_path(whole, shards, specs)
 
 
+def gather_alone(layout: Layout, shards: Any) -> Any:
+    """Gather a layer's selected parameters by themselves: no layer before it could."""
+    specs = layout.param_specs(shards)
+    return per_device(partial(gather, layout, specs=specs), layout.mesh, (specs,), layout.gathered_specs(shards))(
+        shards
+    )
+
+
 def select_to_gather(layout: Layout, tree: Any) -> Any:
     """Return the arrays that must be gathered before use, None in place of the others (or of all)."""
     if not layout.gathers:
         return None
-    return jax.tree.map(lambda leaf: leaf if "fsdp" in spec_axes(leaf.sharding.spec) else None, tree)
+    return jax.tree.map(lambda leaf, spec: leaf if "fsdp" in spec_axes(spec) else None, tree, layout.param_specs(tree))
 
 
 def merge_gathered(gathered: Any, stored: Any) -> Any:
@@ -57,8 +68,41 @@ def reduce_scatter_grads(layout: Layout, gradients: Any, specs: Any, prefix: str
 
 
 def sum_partials(layout: Layout, partials: Any, prefix: str = "") -> Any:
-    """Sum partial gradients [n, …] over n, into the parameters' shards."""
-    return constrain_params(layout, jax.tree.map(lambda rows: rows.sum(0), partials), prefix)
+    """Sum partial gradients [n, …] over n, into the parameters' shards.
+
+    Small arrays that the same devices share travel as one: each exchange of its own would take longer to start.
+    """
+    leaves, treedef = jax.tree.flatten(partials)
+    names = [param_name(prefix, path) for path, _ in jax.tree_util.tree_leaves_with_path(partials)]
+    specs = [layout.spec(name, leaf.shape[1:]) for name, leaf in zip(names, leaves, strict=True)]
+    axes = [layout.replicating_axes(spec) for spec in specs]
+
+    def program(rows):
+        return _sum_over([row[0] for row in rows], axes)
+
+    rows = [make_spec([over, *map(axes_tuple, spec)]) for over, spec in zip(axes, specs, strict=True)]
+    return jax.tree.unflatten(treedef, per_device(program, layout.mesh, (rows,), specs)(leaves))
+
+
+_SMALL = 2**22
+"""Most values of an array that travels with others."""
+
+
+def _sum_over(arrays: list[Array], axes: list[tuple[str, ...]]) -> list[Array]:
+    """Sum each array over the devices along its axes. Per device."""
+    sums = [
+        array if not over or array.size <= _SMALL else jax.lax.psum(array, over)
+        for array, over in zip(arrays, axes, strict=True)
+    ]
+    for over in {each for each in axes if each}:
+        small = [i for i, each in enumerate(axes) if each == over and arrays[i].size <= _SMALL]
+        if not small:
+            continue
+        whole = jax.lax.psum(jnp.concatenate([arrays[i].ravel() for i in small]), over)
+        parts = jnp.split(whole, np.cumsum([arrays[i].size for i in small])[:-1])
+        for i, part in zip(small, parts, strict=True):
+            sums[i] = part.reshape(arrays[i].shape)
+    return sums
 
 
 def zero_partials(layout: Layout, tree: Any) -> Any:

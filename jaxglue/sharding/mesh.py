@@ -100,6 +100,9 @@ class MeshShape:
             self._check_tensor(config)
         if self.context > 1:
             self._check_context(config, seq_len)
+        if self.expert > 1 and moe is not None and moe.quantize not in ("none", "mxfp4"):
+            label = FORMATS[moe.quantize].label
+            raise ValueError(f"--mesh {self}: expert cannot split experts in {label}; use fsdp instead of expert")
 
     def _check_context(self, config: DecoderConfig, seq_len: int | None) -> None:
         if seq_len is not None and seq_len % self.context:

@@ -17,13 +17,13 @@ from jaxglue.ops.row_split import CONTEXT
 from jaxglue.sharding.mesh import batch_specs, put_on_mesh
 from jaxglue.sharding.specs import Axes, axes_tuple, make_spec, spec_axes, without_axis
 
-_ARRAY = r"(\.codes|\.values|\.scales|\.absmax|\.divisors)?"
-"""An array of a quantized matrix with a row for each of its rows."""
+_ARRAY = r"(\.rows)?(\.codes|\.values|\.scales|\.absmax|\.divisors)?"
+"""An array of a quantized matrix, or of those of all experts, with a row for each of its rows."""
 RULES: tuple[tuple[str, P], ...] = (
     # parameter                                                     axes that split each of its dimensions
     (r"\.experts\.\w+_proj(_bias|\.lora_A|\.lora_B)$",              P("expert")),
     (r"\.experts\.\w+_proj(_[a-z]+)?$",                             P("expert", "fsdp")),  # [E, ·, ·], also parts
-    (r"(embed_tokens|lm_head)\.weight$",                            P("fsdp")),  # [V, D]
+    (rf"(embed_tokens|lm_head)\.weight{_ARRAY}$",                   P("fsdp")),  # [V, D]
     (rf"\.(q|k|v|gate|up)_proj\.weight{_ARRAY}$",                   P(("tensor", "fsdp"))),  # [out, in]
     (rf"\.(qkv|gate_up)_proj\.weight{_ARRAY}$",                    P("fsdp")),
     (rf"\.(o|down)_proj\.weight{_ARRAY}$",                          P("fsdp", "tensor")),
@@ -100,7 +100,7 @@ class Layout:
         """Return the specs of partial gradients [n, …], one row for each of the n devices that share a shard."""
 
         def partials(spec):
-            return make_spec([self._replicating_axes(spec), *map(axes_tuple, spec)])
+            return make_spec([self.replicating_axes(spec), *map(axes_tuple, spec)])
 
         return jax.tree.map(partials, self.param_specs(tree, prefix))
 
@@ -130,7 +130,7 @@ class Layout:
 
     def copies(self, spec: P) -> int:
         """Return the number of devices that hold the same shard."""
-        return math.prod(self._sizes[axis] for axis in self._replicating_axes(spec))
+        return math.prod(self._sizes[axis] for axis in self.replicating_axes(spec))
 
     def shards(self, axes: Axes) -> int:
         """Return the number of shards of a dimension split by these axes."""
@@ -172,7 +172,8 @@ class Layout:
                 kept = (*kept, axis)
         return kept
 
-    def _replicating_axes(self, spec: P) -> tuple[str, ...]:
+    def replicating_axes(self, spec: P) -> tuple[str, ...]:
+        """Return the axes along which devices hold the same shard."""
         return tuple(axis for axis in self._axes if axis not in spec_axes(spec))
 
 

@@ -1,20 +1,24 @@
-"""AdamW: a few kernel launches on one GPU, elsewhere compiled updates of a few parts each."""
+"""AdamW: a few kernel launches on each GPU, elsewhere compiled updates of a few parts each."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 from jax.stages import Traced
 from jaxtyping import Array
 
 from jaxglue.engine.compiler import jit_step
 from jaxglue.models.parameters import Params, get_part
 from jaxglue.ops.adam import ADAM, AdamW, StepScalars, is_moment
+from jaxglue.ops.adam.reference import BLOCK
+from jaxglue.ops.collectives import per_device, psum
 from jaxglue.sharding.gather import constrain_params
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 from jaxglue.training.config import OptimizerConfig
-from jaxglue.training.partwise import PartwiseOptimizer, decays, param_keys
+from jaxglue.training.partwise import Factors, PartwiseOptimizer, Prefixes, decays, param_keys
 
 if TYPE_CHECKING:
     from jaxglue.ops.adam.triton import TritonAdam
@@ -34,7 +38,8 @@ class AdamWOptimizer(PartwiseOptimizer):
             weight_decay=config.weight_decay,
             moments=config.moments,
         )
-        self._update_fused = jit_step(self._fused_step, donate_argnums=(0, 1), static_argnames=("kernels", "clips"))
+        static = "kernels", "prefixes", "clips", "factors"
+        self._update_fused = jit_step(self._fused_step, donate_argnums=(0, 1), static_argnames=static)
 
     def init_part(self, part: Params, prefix: str = "") -> Params:
         """Return the moments of a part, which are 0."""
@@ -48,33 +53,59 @@ class AdamWOptimizer(PartwiseOptimizer):
         return self._adam.scalars(scale, learning_rate, step)
 
     def update_parts(
-        self, parts: list[Params], states: list[Params], gradients: list[Params], scalars: StepScalars
+        self,
+        parts: list[Params],
+        states: list[Params],
+        gradients: list[Params],
+        scalars: StepScalars,
+        factors: Factors,
     ) -> tuple[list[Params], list[Params]]:
         """Return new parts and new states."""
         flat, rebuild = _flatten(parts, states, gradients)
-        rows = zip(*flat, decays(parts), strict=True)
-        new = [self._adam.update(p, m, v, g, scalars, decays=decay) for p, m, v, g, decay in rows]
+        rows = zip(*flat, decays(parts), factors, strict=True)
+        new = [
+            self._adam.update(p, m, v, g, _times(scalars, factor), decays=decay) for p, m, v, g, decay, factor in rows
+        ]
         return rebuild(*zip(*new, strict=True))
 
     def trace_update(self, trainable: Params) -> Iterator[Traced]:
         """Trace the program of `update` on shapes of parameters on one GPU, where it is one."""
         keys = param_keys(trainable)
         old = [get_part(trainable, key) for key in keys]
-        if kernels := self._kernels(old):
+        if kernels := self._kernels(old, prefixes := ("",) * len(keys)):
             shapes = self.state_shapes(trainable)
             states = [get_part(shapes, key) for key in keys]
-            yield self._update_fused.trace(old, states, old, np.int32(0), kernels=kernels)
+            factors = sum((self.factors(*each) for each in zip(keys, old, strict=True)), ())
+            static: dict[str, Any] = {"kernels": kernels, "prefixes": prefixes, "factors": factors}
+            yield self._update_fused.trace(old, states, old, np.int32(0), **static)
 
-    def _update_all(self, parts: list[Params], states: list[Params], gradients: list[Params], step: Any):
-        if kernels := self._kernels(parts):
-            return self._update_fused(parts, states, gradients, step, kernels=kernels)
-        return super()._update_all(parts, states, gradients, step)
+    def _update_all(
+        self,
+        prefixes: Prefixes,
+        parts: list[Params],
+        states: list[Params],
+        gradients: list[Params],
+        step: Any,
+        factors: list[Factors],
+    ):
+        if kernels := self._kernels(parts, prefixes):
+            static: dict[str, Any] = {"kernels": kernels, "prefixes": prefixes, "factors": sum(factors, ())}
+            return self._update_fused(parts, states, gradients, step, **static)
+        return super()._update_all(prefixes, parts, states, gradients, step, factors)
 
-    def _update_one(self, parts: list[Params], states: list[Params], gradients: list[Params], step: int):
-        if kernels := self._kernels(parts):
-            fused = self._update_fused(parts, states, gradients, np.int32(step), kernels=kernels, clips=False)
-            return fused[:2]
-        return super()._update_one(parts, states, gradients, step)
+    def _update_one(
+        self,
+        prefixes: Prefixes,
+        parts: list[Params],
+        states: list[Params],
+        gradients: list[Params],
+        step: int,
+        factors: Factors,
+    ):
+        if kernels := self._kernels(parts, prefixes):
+            static: dict[str, Any] = {"kernels": kernels, "prefixes": prefixes, "clips": False, "factors": factors}
+            return self._update_fused(parts, states, gradients, np.int32(step), **static)[:2]
+        return super()._update_one(prefixes, parts, states, gradients, step, factors)
 
     def _fused_step(
         self,
@@ -84,18 +115,85 @@ class AdamWOptimizer(PartwiseOptimizer):
         step: Array,
         *,
         kernels: "TritonAdam",
+        prefixes: Prefixes,
+        factors: Factors,
         clips: bool = True,
     ):
         """Return new parts, new states and the reported values."""
-        flat, rebuild = _flatten(parts, states, gradients)
-        parameters, mus, nus, gradient = flat
-        scalars, values = self._step_scalars([kernels.square_norm(gradient)] if clips else None, step)
-        return *rebuild(*kernels.update(parameters, mus, nus, gradient, decays(parts), scalars)), values
+        layout = self._layout
+        specs = [layout.param_specs(part, prefix) for part, prefix in zip(parts, prefixes, strict=True)]
+        of_states = [
+            {name: layout.param_specs(moments, prefix) for name, moments in state.items()}
+            for state, prefix in zip(states, prefixes, strict=True)
+        ]
+        split = [tuple(layout.axes(spec)) for spec in jax.tree.leaves(specs)]
+        program = partial(self._fused_update, kernels=kernels, factors=factors, split=split, clips=clips)
+        arguments, results = (specs, of_states, specs, PartitionSpec()), (specs, of_states, PartitionSpec())
+        return per_device(program, layout.mesh, arguments, results)(parts, states, gradients, step)
 
-    def _kernels(self, parts: list[Params]) -> "TritonAdam | None":
+    def _fused_update(
+        self,
+        parts: list[Params],
+        states: list[Params],
+        gradients: list[Params],
+        step: Array,
+        *,
+        kernels: "TritonAdam",
+        factors: Factors,
+        split: list[tuple[str, ...]],
+        clips: bool,
+    ):
+        """Update a device's own parts; leaves with one learning rate share launches, `split` are their axes."""
+        flat, rebuild = _flatten(parts, states, gradients)
+        squares = [psum(kernels.square_norm(some), *axes) for axes, some in _by_axes(split, flat[-1])]
+        scalars, values = self._step_scalars(squares if clips else None, step)
+        rows = [*flat, decays(parts)]
+        new: list[list[Any]] = [[None] * len(factors) for _ in range(3)]
+        for factor in dict.fromkeys(factors):
+            numbers = [number for number, each in enumerate(factors) if each == factor]
+            p, m, v, g, decay = ([row[number] for number in numbers] for row in rows)
+            for results, updated in zip(new, kernels.update(p, m, v, g, decay, _times(scalars, factor)), strict=True):
+                for number, value in zip(numbers, updated, strict=True):
+                    results[number] = value
+        return *rebuild(*new), values
+
+    def _kernels(self, parts: list[Params], prefixes: Prefixes) -> "TritonAdam | None":
+        """Return the kernels, where each device can update its own parameters with them."""
+        if self._layout.mesh is not None:
+            apart = all(self._has_whole_blocks(part, prefix) for part, prefix in zip(parts, prefixes, strict=True))
+            return ADAM.load(self._adam, 1 if apart else self._layout.mesh.size)
         arrays = [leaf for leaf in jax.tree.leaves(parts) if not isinstance(leaf, jax.core.Tracer)]
         devices = {device for leaf in arrays for device in leaf.sharding.device_set}
-        return ADAM.load(self._adam, max(len(devices), 1))  # programs that have an update in them run on one device
+        return ADAM.load(self._adam, max(len(devices), 1))
+
+    def _has_whole_blocks(self, part: Params, prefix: str) -> bool:
+        """Return whether blocks of 8-bit moments lie where their parameters do."""
+        if self._adam.moments != "8bit":
+            return True
+        layout, specs = self._layout, self._layout.param_specs(part, prefix)
+        scales = jax.tree.map(lambda leaf: jax.eval_shape(self._adam.init, leaf)[0], part)
+        locals_ = jax.tree.leaves(layout.local_shapes(part, specs))
+        rows = zip(
+            locals_,
+            jax.tree.leaves(specs),
+            jax.tree.leaves(layout.param_specs(scales, prefix), is_leaf=is_moment),
+            strict=True,
+        )
+        return all(
+            not layout.axes(spec) or not is_moment(moment) or (spec == moment.absmax and local.size % BLOCK == 0)
+            for local, spec, moment in rows
+        )
+
+
+def _by_axes(axes: list[tuple[str, ...]], arrays: list[Array]) -> list[tuple[tuple[str, ...], list[Array]]]:
+    """Return arrays by the axes that split them."""
+    rows = list(zip(axes, arrays, strict=True))
+    return [(each, [array for own, array in rows if own == each]) for each in dict.fromkeys(axes)]
+
+
+def _times(scalars: StepScalars, factor: float) -> StepScalars:
+    """Return the scalars with another learning rate."""
+    return scalars if factor == 1 else scalars._replace(learning_rate=scalars.learning_rate * factor)
 
 
 def _flatten(parts: list[Params], states: list[Params], gradients: list[Params]) -> tuple[list[list[Any]], Any]:

@@ -28,7 +28,7 @@ def check_model(config: TrainConfig, model: DecoderConfig) -> None:
     _check_full_fine_tuning(config, model)
     _check_per_layer(config, model)
     check_muon(config, model)
-    if config.model.embeddings == "host" and model.tie_word_embeddings:
+    if config.model.embeddings == "host" and model.tie_word_embeddings and model.per_layer is None:
         raise ValueError(
             f"--embeddings host: the output projection of {config.model.model} is tied to the table, so the GPU needs "
             "it all: leave it out"

@@ -92,8 +92,9 @@ class ModelConfig(Config):
     their files; or several, such as "20 x device & 12 x host". auto streams as few layers as memory allows."""
     embeddings: Literal["device", "host", "auto"] = "device"
     """Place of frozen embedding table and output projection: on the GPU, or in host memory, from which each step reads
-    its tokens' rows and copies the projection. auto moves them there where layers' weights would be streamed, if this
-    is predicted to be faster."""
+    its tokens' rows and copies the projection. A table tied to the projection stays on the GPU, and of Gemma 4 only the
+    one of each layer's embeddings moves. auto moves them where layers' weights would be streamed, if this is predicted
+    to be faster."""
     expand_experts: bool = False
     """Expand MXFP4 experts on loading: four times their memory, faster steps."""
     quantize: Annotated[
@@ -205,6 +206,11 @@ class OptimizerConfig(Config):
     --method full; Adafactor; or Lion."""
     learning_rate: Annotated[PositiveFloat, Alias("lr")] | None = None
     """Peak learning rate; by default 2e-4 with --method lora, 2e-5 with --method full, of Lion a tenth."""
+    lora_plus_ratio: Annotated[PositiveFloat, Alias("loraplus_lr_ratio")] = 1.0
+    """Learning rate of the adapters' B as a multiple of that of A (LoRA+, arXiv 2402.12354); 16 is usual there."""
+    embedding_learning_rate: Annotated[PositiveFloat, Alias("embedding_lr", "loraplus_lr_embedding")] | None = None
+    """Peak learning rate of the embedding, by adapter, rows or whole, and of rows or the whole of lm_head; by default
+    that of the rest."""
     schedule: Annotated[
         Literal["cosine", "linear", "constant", "wsd"],
         Alias("lr_scheduler_type", "lr_scheduler"),
@@ -489,6 +495,8 @@ class TrainConfig(Config):
             raise ValueError(
                 "--embeddings host needs a frozen table: leave it out, or embed_tokens in --modules-to-save"
             )
+        if self.model.method == "full" and self.optimizer.lora_plus_ratio != 1:
+            raise ValueError("--lora-plus-ratio is for adapters, and --method full has none: leave it out")
         for name in ("modules_to_save", "trainable_token_indices", "dora"):
             if self.model.method == "full" and getattr(self.lora, name):
                 flag = name.replace("_", "-")

@@ -59,8 +59,8 @@ def layer_forms(workload: Workload) -> dict[str, BackendChoice]:
     graphdefs, *trees = abstract_parts(workload)
     trainable, frozen = (tree["layers"][0] for tree in trees)
     choices = explain_forms(graphdefs.layers[0], trainable, frozen, *abstract_input(workload))
-    if workload.mesh.devices > 1:
-        del choices["layers"]  # on a mesh all run stage by stage, or by tiles
+    if workload.mesh.tensor > 1 or workload.mesh.context > 1:
+        del choices["layers"]  # they run stage by stage, or by tiles
     return choices
 
 

@@ -1,5 +1,6 @@
 """Optimizers of optax: Muon, Adafactor and Lion, each parameter by itself."""
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from jaxglue.models.parameters import Params
 from jaxglue.sharding.gather import constrain_params
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 from jaxglue.training.config import OptimizerConfig
-from jaxglue.training.partwise import PartwiseOptimizer, decays
+from jaxglue.training.partwise import Factors, PartwiseOptimizer, decays
 
 _MUON_MOMENTUM = 0.95
 _MUON_RMS = 0.2
@@ -60,33 +61,38 @@ class OptaxOptimizer(PartwiseOptimizer):
         return Scalars(scale, learning_rate)
 
     def update_parts(
-        self, parts: list[Params], states: list[Params], gradients: list[Params], scalars: Scalars
+        self, parts: list[Params], states: list[Params], gradients: list[Params], scalars: Scalars, factors: Factors
     ) -> tuple[list[Params], list[Params]]:
         """Return new parts and new states."""
         leaves, treedef = jax.tree.flatten(parts)
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(parts)]
         old: list[Any] = treedef.flatten_up_to(states)  # type: ignore[attr-defined]
-        rows = zip(paths, leaves, old, jax.tree.leaves(gradients), decays(parts), strict=True)
-        new, new_states = zip(*(self._step(*row, scalars) for row in rows), strict=True)
+        rates = [scalars.learning_rate if factor == 1 else scalars.learning_rate * factor for factor in factors]
+        gradient = [leaf * scalars.scale for leaf in jax.tree.leaves(gradients)]
+        rows: Any = zip(paths, leaves, old, gradient, decays(parts), rates, strict=True)
+        new, new_states = zip(*itertools.starmap(self._step, rows), strict=True)
         return jax.tree.unflatten(treedef, new), jax.tree.unflatten(treedef, new_states)
 
-    def _update_in_place(self, parts: list[Params], states: list[Params], gradients: list[Params], scalars: Scalars):
+    def _update_in_place(
+        self, parts: list[Params], states: list[Params], gradients: list[Params], scalars: Scalars, factors: Factors
+    ):
         """Update parts, whose new arrays are stored as the old ones are."""
         shardings = jax.tree.map(lambda array: array.sharding, (parts, states))
         leaves, treedef = jax.tree.flatten(shardings)
         key = (*leaves, treedef)
         if key not in self._programs:
-            self._programs[key] = jit_step(self.update_parts, donate_argnums=(0, 1), out_shardings=shardings)
-        return self._programs[key](parts, states, gradients, scalars)
+            options: dict[str, Any] = {"donate_argnums": (0, 1), "static_argnames": "factors"}
+            self._programs[key] = jit_step(self.update_parts, **options, out_shardings=shardings)
+        return self._programs[key](parts, states, gradients, scalars, factors=factors)
 
-    def _step(self, path, parameter, state, gradient, decay, scalars: Scalars) -> tuple[Any, list[Any]]:
+    def _step(self, path, parameter, state, gradient, decay: bool, learning_rate: Array) -> tuple[Any, list[Any]]:
         """Return (parameter, state) after a step."""
         transform = self.transform(path, parameter)
         old = jax.tree.unflatten(jax.tree.structure(jax.eval_shape(transform.init, parameter)), state)
-        update, new = transform.update(gradient * scalars.scale, old, parameter)
+        update, new = transform.update(gradient, old, parameter)
         if decay:
             update += self._config.weight_decay * parameter
-        return parameter - scalars.learning_rate * update, jax.tree.leaves(new)
+        return parameter - learning_rate * update, jax.tree.leaves(new)
 
 
 class Lion(OptaxOptimizer):

@@ -18,10 +18,15 @@ from jaxglue.objectives.objective import Objective
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 from jaxglue.training.config import OptimizerConfig, warmup_steps
 
+Prefixes = tuple[str, ...]
+"""Names of parts, empty for layers: parameters' names, which decide how a mesh splits them, begin with these."""
+Factors = tuple[float, ...]
+"""Learning rate of each leaf as a multiple of the step's."""
+
 
 def learning_rate_schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
     """Return the learning rate as a function of the optimizer steps done."""
-    peak = config.learning_rate or Objective.learning_rates["lora"]
+    peak = peak_rate(config)
     end, warmup = peak * config.min_lr_ratio, warmup_steps(config, total_steps)
     rest = max(total_steps - warmup, 1)
     after = {
@@ -60,7 +65,7 @@ class PartwiseOptimizer:
         self._square_norm = jit_step(optax.tree.norm, static_argnames="squared")
         self._scalars = jax.jit(self._step_scalars)
         self._learning_rate = jax.jit(lambda step: jnp.asarray(self.schedule(step), jnp.float32))
-        self._update: Any = jit_step(self.update_parts, donate_argnums=(0, 1))
+        self._update: Any = jit_step(self.update_parts, donate_argnums=(0, 1), static_argnames="factors")
 
     def init_part(self, part: Params, prefix: str = "") -> Params:
         """Return the state of a part before the first step; `prefix` is the name of one outside of the layers."""
@@ -71,7 +76,7 @@ class PartwiseOptimizer:
         raise NotImplementedError
 
     def update_parts(
-        self, parts: list[Params], states: list[Params], gradients: list[Params], scalars: Any
+        self, parts: list[Params], states: list[Params], gradients: list[Params], scalars: Any, factors: Factors
     ) -> tuple[list[Params], list[Params]]:
         """Return new parts and new states."""
         raise NotImplementedError
@@ -94,15 +99,25 @@ class PartwiseOptimizer:
         """Update all parts (see `Optimizer.update`)."""
         keys, done = param_keys(trainable), step if isinstance(step, jax.Array) else np.int32(step)
         old, states, gradient = ([get_part(tree, key) for key in keys] for tree in (trainable, state, gradients))
-        new, new_states, values = self._update_all(old, states, gradient, done)
+        factors = [self.factors(key, part) for key, part in zip(keys, old, strict=True)]
+        new, new_states, values = self._update_all(_prefixes(keys), old, states, gradient, done, factors)
         return _with_parts(trainable, keys, new), _with_parts(state, keys, new_states), values
 
     def update_part(
         self, trainable: Params, state: Params, key: ParamKey, gradient: Params, step: int
     ) -> tuple[Params, Params]:
         """Update one part without clipping; return trainable and state. The part's old arrays are donated."""
-        new, new_states = self._update_one([get_part(trainable, key)], [get_part(state, key)], [gradient], step)
+        part, prefixes = get_part(trainable, key), _prefixes([key])
+        arguments = prefixes, [part], [get_part(state, key)], [gradient], step, self.factors(key, part)
+        new, new_states = self._update_one(*arguments)
         return _with_parts(trainable, [key], new), _with_parts(state, [key], new_states)
+
+    def factors(self, key: ParamKey, part: Params) -> Factors:
+        """Return the factors on the learning rates of a part's leaves."""
+        return tuple(
+            _factor(self._config, key, str(getattr(path[-1], "key", "")))
+            for path, _ in jax.tree_util.tree_leaves_with_path(part)
+        )
 
     def learning_rate(self, step: int) -> dict[str, Float[Array, ""]]:
         """Return the learning rate after `step` optimizer steps, as `update` reports it."""
@@ -113,7 +128,13 @@ class PartwiseOptimizer:
         return ()
 
     def _update_all(
-        self, parts: list[Params], states: list[Params], gradients: list[Params], step: Any
+        self,
+        prefixes: Prefixes,
+        parts: list[Params],
+        states: list[Params],
+        gradients: list[Params],
+        step: Any,
+        factors: list[Factors],
     ) -> tuple[list[Params], list[Params], dict[str, Array]]:
         """Return new parts, new states and the reported values."""
         batches = [list(batch) for batch in itertools.batched(range(len(parts)), self.parts_per_program)]
@@ -122,14 +143,22 @@ class PartwiseOptimizer:
         new: list[Params] = []
         new_states: list[Params] = []
         for batch in batches:
-            some = self._update(*([trees[i] for i in batch] for trees in (parts, states, gradients)), scalars)
+            own = tuple(factor for i in batch for factor in factors[i])
+            trees = [[each[i] for i in batch] for each in (parts, states, gradients)]
+            some = self._update(*trees, scalars, factors=own)
             new, new_states = new + some[0], new_states + some[1]
         return new, new_states, values
 
     def _update_one(
-        self, parts: list[Params], states: list[Params], gradients: list[Params], step: int
+        self,
+        prefixes: Prefixes,
+        parts: list[Params],
+        states: list[Params],
+        gradients: list[Params],
+        step: int,
+        factors: Factors,
     ) -> tuple[list[Params], list[Params]]:
-        return self._update(parts, states, gradients, self._scalars(None, np.int32(step))[0])
+        return self._update(parts, states, gradients, self._scalars(None, np.int32(step))[0], factors=factors)
 
     def _step_scalars(self, squares: list[Array] | None, step: Array) -> tuple[Any, dict[str, Array]]:
         """Return the scalars of all updates and the reported values; without squares nothing is clipped."""
@@ -139,6 +168,19 @@ class PartwiseOptimizer:
         scale = jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12)) if clips else jnp.float32(1)
         rate = self._learning_rate(step)
         return self.scalars(scale, rate, step), {"grad_norm": norm, "learning_rate": rate}
+
+
+def _factor(config: OptimizerConfig, key: ParamKey, name: str) -> float:
+    """Return the learning rate of a leaf of this name as a multiple of the step's."""
+    rate, adapts = config.embedding_learning_rate, name.startswith("lora_")
+    if rate is not None and (key == "embed_tokens" or (key == "lm_head" and not adapts)):
+        return rate / peak_rate(config)
+    return config.lora_plus_ratio if name in ("lora_B", "lora_magnitude_vector") else 1.0
+
+
+def peak_rate(config: OptimizerConfig) -> float:
+    """Return the learning rate after the warm-up."""
+    return Objective.learning_rates["lora"] if config.learning_rate is None else config.learning_rate
 
 
 def _state_of(trainable: Params, init: Callable[[ParamKey], Params]) -> Params:
@@ -155,6 +197,10 @@ def _with_parts(tree: Params, keys: list[ParamKey], parts: list[Params]) -> Para
     for key, part in zip(keys, parts, strict=True):
         set_part(tree, key, part)
     return tree
+
+
+def _prefixes(keys: Iterable[ParamKey]) -> Prefixes:
+    return tuple(key if isinstance(key, str) else "" for key in keys)
 
 
 def param_keys(tree: Params) -> list[ParamKey]:

@@ -20,8 +20,7 @@ from jaxglue.data.iterator import Step
 from jaxglue.engine.policy import AUTO
 from jaxglue.models.parameters import ParamKey, Params
 from jaxglue.ops.segments import PackedSegments
-from jaxglue.planner import calibration as fitted
-from jaxglue.planner.device_memory import pool_gib
+from jaxglue.planner.device_memory import outside_pool, pool_gib
 from jaxglue.planner.gpus import GIB, RECORDED
 from jaxglue.planner.plan import MARGIN, DoesNotFit
 from jaxglue.planner.planner import Planner
@@ -342,7 +341,7 @@ def memory_beyond_limit(run: Run, before: int) -> Overrun | None:
 
 def _pool_within(run: Run) -> list[float]:
     """Return the bytes that `--memory-limit` leaves JAX's pool, if it is given."""
-    pool = pool_gib(run.config.model.memory_limit)
+    pool = pool_gib(run.config.model.memory_limit, exchanges=run.mesh.devices > 1)
     return [] if pool is None else [pool * GIB]
 
 
@@ -378,7 +377,7 @@ def describe(run: Run, overrun: Overrun) -> str:
 
 def smaller_limit(run: Run, overrun: Overrun) -> str:
     """Return the flag with which a new run would be planned within its limit, as far as this one tells."""
-    limit = (_less(run, overrun) * overrun.pool + fitted.OUTSIDE_POOL) / GIB
+    limit = (_less(run, overrun) * overrun.pool + outside_pool(exchanges=run.mesh.devices > 1)) / GIB
     return f"--memory-limit {limit:.1f}"
 
 

@@ -158,7 +158,7 @@ def _fastest(
     places = embedding_places(workload, settings.embeddings)
 
     def find(gpu: Gpu) -> tuple[Planner, Plan]:
-        limited = gpu.limited(pool or pool_gib(settings.memory_limit))
+        limited = gpu.limited(pool or pool_gib(settings.memory_limit, exchanges=workload.mesh.devices > 1))
         return fastest_place(places, lambda placed: _resolve(settings, placed, limited, files, steps))
 
     if AUTO not in (settings.remat, settings.weights, settings.embeddings):
@@ -201,7 +201,7 @@ def _choose_on_cpu(settings: ModelConfig, workload: Workload, *, explain: bool) 
     if MAPPED in weights and (refused := refuse_mapped(settings, workload.mesh)):
         raise ValueError(refused)
     size = settings.layers_per_program or 1
-    check_grouped(size, policies, devices=workload.mesh.devices, stream_weights=is_streamed(weights))
+    check_grouped(size, policies, stream_weights=is_streamed(weights))
     return RematChoice(
         policies=policies,
         weights=weights,

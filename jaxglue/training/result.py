@@ -16,7 +16,7 @@ from jaxglue.data.tokenize import first_row
 from jaxglue.distributed import Processes
 from jaxglue.hf.adapter import Adapter, fit_tied, load_adapter, save_adapter
 from jaxglue.hf.checkpoint import read_config
-from jaxglue.hf.export import describe_reward_model, on_host, save_model
+from jaxglue.hf.export import describe_classifier, on_host, save_model
 from jaxglue.hf.export_check import (
     ROWS_FILE,
     ExportCheck,
@@ -324,7 +324,7 @@ def why_not_kept(run: Run, frozen: Params) -> str:
         "quantized weights": run.model.quantize != "none",
         "new tokens": run.vocabulary.changes,
         "--modules-to-save": run.config.lora.modules_to_save,
-        "a reward model": run.model.scores,
+        "scores": run.model.scores,
         f"{size / 1e9:.1f} GB": size > _MOST_KEPT,
     }
     return next((reason for reason, holds in reasons.items() if holds and _has_random_base(run)), "")
@@ -341,6 +341,8 @@ def _finish_folder(run: Exportable, folder: Path) -> None:
         write_json(folder / "config.json", with_text(read_config(folder), vocab_size=vocabulary.size))
     write_tokenizer(folder, vocabulary.tokenizer)
     if run.config.objective.kind.trains_scores:
-        describe_reward_model(folder, vocabulary.tokenizer)
+        objective = run.config.objective
+        kind = objective.problem_type if objective.kind.classifies else None
+        describe_classifier(folder, vocabulary.tokenizer, objective.make().labels, kind)
     else:
         write_stops(folder, run.stops)

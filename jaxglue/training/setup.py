@@ -213,9 +213,7 @@ def _read_data(
             held_out = read_prompts(config.data, vocabulary.tokenizer, **sizes, held_out=True)
         return PreparedData(train=prompts, eval=held_out, report=PromptReport(prompts, held_out))
     task = config.objective.task(shared_prompt=not refuse_shared_prompt(config, model))
-    return prepare_data(
-        config.data, vocabulary.tokenizer, model.vocab_size, progress, task, config.objective.kind.columns
-    )
+    return prepare_data(config.data, vocabulary.tokenizer, model.vocab_size, progress, task, config.objective.columns)
 
 
 def _make_rollouts(config: TrainConfig, model: DecoderConfig, data: PreparedData, processes: Processes) -> RolloutSteps:

@@ -20,13 +20,13 @@ from jaxtyping import Array
 
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import BatchIterator, Step
-from jaxglue.engine.compiler import Lowering, jit_step, on_device
+from jaxglue.engine.compiler import Lowering, jit_exchanging, jit_step, on_device
 from jaxglue.engine.executor import Executor, LayerExecutor, Update
 from jaxglue.engine.fp8_errors import FP8Errors, fp8_errors
 from jaxglue.engine.host_buffers import HostBuffers
 from jaxglue.engine.layer_groups import SmallResults
 from jaxglue.models.lora import without_adapters
-from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params, without_parts
+from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params
 from jaxglue.objectives.objective import Objective
 from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.planner.workload import abstract_parts
@@ -112,7 +112,7 @@ class TrainStep:
 
     def _make_whole(self) -> "WholeStep | None":
         """Return the step's only program, where it can be one."""
-        alone = self.executor.reuses_gradients and not self._run.workload.host_embeddings
+        alone = self.executor.is_whole and not self._run.workload.host_embeddings
         decided = self._config.run.on_spike == "nothing" and not self._config.optimizer.update_in_backward
         one_batch = self._config.run.documents_per_step is None
         fits = alone and decided and one_batch and self._optimizer.fits_programs
@@ -221,6 +221,7 @@ class TrainStep:
     def _run_whole(self, whole: "WholeStep", batch: Step) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Run a step as one program; return as `_update` does."""
         (rows,), weight, key = batch.micro_batches, float(batch.targets), self._micro_batch_key()
+        rows = rows if self._mesh is None else place_batch(rows, self._mesh)
         state = self.trainable, self._optimizer_state
         self.trainable, self._optimizer_state, values = whole(*state, self.frozen, rows, weight, key, self.step)
         loss, metrics = self._divided(values.pop("loss"))
@@ -306,7 +307,7 @@ class TrainStep:
 
 
 class WholeStep:
-    """Runs a step of one micro-batch on one device as one compiled program.
+    """Runs a step of one micro-batch as one compiled program.
 
     Args:
         executor: with one program for all layers.
@@ -315,9 +316,12 @@ class WholeStep:
 
     def __init__(self, executor: LayerExecutor, optimizer: Optimizer):
         self._executor, self._optimizer = executor, optimizer
-        self._results = SmallResults({"loss": executor.loss_shape, "grad_norm": (), "learning_rate": ()})
+        shapes: dict[str, tuple[int, ...]] = {"loss": executor.loss_shape, "grad_norm": (), "learning_rate": ()}
+        self._results = SmallResults(shapes, executor.layout)
         donated = "trainable", "state", "places"
-        self._program = jit_step(self._run, donate_argnames=donated, keep_unused=True)
+        self._program = (jit_exchanging if executor.layout.gathers else jit_step)(
+            self._run, donate_argnames=donated, keep_unused=True
+        )
 
     def __call__(
         self, trainable: Params, state: Params, frozen: Params, batch, total_weight: float, key, step: int
@@ -325,9 +329,10 @@ class WholeStep:
         """Return new trainable, new state, and the loss beside the values of `Optimizer.update`.
 
         Args:
-            trainable, state: of the step; donated. Both are committed to the device, as is `frozen`.
+            trainable, state: of the step; donated. Both are committed to the devices, as is `frozen`.
             frozen, total_weight, key: as in `LayerExecutor.loss_and_gradients`.
-            batch: of one micro-batch; a program takes arrays on the host sooner than `jax.device_put` copies them.
+            batch: of one micro-batch, placed on a mesh; on one device a program takes arrays on the host sooner than
+                `jax.device_put` copies them.
             step: optimizer steps done before.
         """
         arguments = frozen, batch, np.float32(1 / total_weight), key, np.int32(step), self._results.take()
@@ -346,7 +351,7 @@ class WholeStep:
 
     def _run(self, trainable: Params, state: Params, frozen: Params, batch, scale, key, step, places):
         """Return trainable, state and results of the step, which XLA writes to the donated arrays."""
-        loss, gradients = self._executor.loss_and_sums(trainable, frozen, batch, scale, key, without_parts(trainable))
+        loss, gradients = self._executor.traced_step(trainable, frozen, batch, scale, key)
         trainable, state, reported = self._optimizer.update(trainable, state, gradients, step)
         return trainable, state, {"loss": loss, **reported}
 

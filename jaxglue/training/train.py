@@ -111,7 +111,7 @@ def train(
     if config.run.compilation_cache:
         keep_programs(config.run.compilation_cache, take_turns=processes.count == 1)
     take_fitting_blocks(os.environ)
-    with bounded_pool(config.model.memory_limit, os.environ):
+    with bounded_pool(config.model.memory_limit, os.environ, exchanges=processes.count > 1):
         if config.run.dry_run:
             _dry_run(config, console, processes)
             return None

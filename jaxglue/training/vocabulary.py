@@ -140,8 +140,8 @@ def read_start(config: TrainConfig, model: DecoderConfig) -> Adapter | None:
     adapter = check_adapter(
         adapter, base_shapes(abstract_model(model)), base_identity(config, model), config.model.model
     )
-    if adapter.scores != model.scores:
-        what = "a reward model's" if adapter.scores else "not a reward model's"
+    if adapter.labels != (model.labels if model.scores else 0):
+        what = f"of a model with {adapter.labels} scores" if adapter.scores else "of a text model"
         objective = config.objective.objective
         raise ValueError(f"--adapter {folder} is {what}, so --objective {objective} cannot train it on")
     lora, given = adapter.config, replace(config.lora, dropout=None)

@@ -17,7 +17,7 @@ from jaxglue.hf.adapter_tensors import SCORE
 from jaxglue.hf.loading import load_model, random_model, set_adapter
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import MODULES, PATHS
-from jaxglue.models.parameters import ModelGraphDefs, Params, split_model
+from jaxglue.models.parameters import PER_LAYER_TABLE, ModelGraphDefs, Params, split_model
 from jaxglue.models.vocabulary import grow_vocabulary
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 from jaxglue.training.setup import Setup
@@ -31,7 +31,9 @@ def build_parameters(run: Setup, layout: Layout = SINGLE_DEVICE) -> tuple[ModelG
     dtype = workload.weight_dtype
     rows_change = run.vocabulary.changes or bool(workload.lora and workload.lora.trainable_token_indices)
     whole = () if workload.lora is None else workload.lora.modules_to_save
-    frozen_ends = [f"{PATHS[name]}." for name in ("embed_tokens", "lm_head") if name not in whole]
+    tied = run.model.tie_word_embeddings
+    frozen_ends = [] if tied else [f"{PATHS[name]}." for name in ("embed_tokens", "lm_head") if name not in whole]
+    frozen_ends += [] if run.model.per_layer is None else [PER_LAYER_TABLE]
     # Rows are added and taken on the device.
     on_host = frozen_ends if workload.host_embeddings and not rows_change else []
     place = partial(place_layers, run.remat.weights, layout=layout, on_host=on_host)
@@ -41,7 +43,11 @@ def build_parameters(run: Setup, layout: Layout = SINGLE_DEVICE) -> tuple[ModelG
         options: dict[str, Any] = {"expand_experts": config.model.expand_experts, "quantize": config.model.storage}
         options["fp8_experts"] = config.model.fp8_experts
         trained = [SCORE, *(f"{PATHS[module]}.weight" for module in whole)]
-        options |= {"dtypes": dict.fromkeys(trained, jnp.float32), "scores": run.model.scores, "seed": seed}
+        options |= {
+            "dtypes": dict.fromkeys(trained, jnp.float32),
+            "labels": run.model.labels if run.model.scores else 0,
+        }
+        options["seed"] = seed
         options["untied"] = not run.model.tie_word_embeddings
         options["progress"] = DataProgress() if jax.process_index() == 0 else None
         options["mapped"] = lambda name: place_of(run.remat.weights, name) == MAPPED

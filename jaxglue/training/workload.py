@@ -28,11 +28,16 @@ def read_architecture(config: TrainConfig, folder: Path) -> DecoderConfig:
     check_dropout(config.model.model, text_config(raw))
     if model.scores and not config.objective.kind.trains_scores:
         raise ValueError(
-            f"{config.model.model} is a reward model, which --objective {config.objective.objective} cannot train: use "
-            "--objective reward, or a causal language model"
+            f"{config.model.model} is a reward model or classifier, which --objective {config.objective.objective} "
+            "cannot train: use --objective reward or classify, or a causal language model"
         )
     if config.objective.kind.trains_scores:
-        model = model.scored
+        labels = config.objective.make().labels
+        if model.scores and model.labels != labels:
+            raise ValueError(
+                f"{config.model.model} has {model.labels} labels, this run {labels}: use its base, or --num-labels"
+            )
+        model = model.scored(labels)
     if config.model.expand_experts:
         model = model.expanded
     model = model.quantized(config.model.storage, **config.model.fp8_products)

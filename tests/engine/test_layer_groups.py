@@ -126,5 +126,5 @@ def test_equal_groups_share_programs(split_parts, random_batch):
 
 @pytest.mark.parametrize("policy", ["offload", "1 x full + 4 x drop:layer_input"])
 def test_layers_that_need_programs_of_their_own_are_refused(split_parts, policy):
-    with pytest.raises(ValueError, match=r"--layers-per-program 2 is for one GPU that keeps everything.*: use 1"):
+    with pytest.raises(ValueError, match=r"--layers-per-program 2 is for GPUs that keep everything.*: use 1"):
         split_parts("lora", num_hidden_layers=LAYERS).executor(policy, layers_per_program=2)

@@ -72,7 +72,7 @@ def test_adapter_and_merged_folder_score_alike(folders, tmp_path, write_jsonl):
 def test_reward_models_write_no_text_and_others_score_none(folders):
     base, adapter = folders
     assert load_adapter(adapter).scores
-    with pytest.raises(ValueError, match="is a reward model, which writes no text: use jaxglue score"):
+    with pytest.raises(ValueError, match="is a reward model or classifier, which writes no text: use jaxglue score"):
         Assistant(AssistantConfig(adapter=adapter))
     with pytest.raises(ValueError, match="is no reward model: train one with"):
         RewardModel(AssistantConfig(model=base))

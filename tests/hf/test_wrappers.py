@@ -210,4 +210,4 @@ def test_other_text_models_are_refused(raw, message):
 
 def test_reward_models_of_wrappers_are_refused():
     with pytest.raises(ValueError, match="reward models of gemma3 are not supported: use a folder of gemma3_text"):
-        _ = config_from_hf(GEMMA).scored
+        _ = config_from_hf(GEMMA).scored()

@@ -16,7 +16,7 @@ from jaxglue.models.decoder import packed_context
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import abstract_parameters, flatten_names, set_parameters, split_model
-from jaxglue.ops.moe import auxiliary_loss, route, z_loss
+from jaxglue.ops.moe import ROUTE, auxiliary_loss, route, z_loss
 from jaxglue.ops.quant.mxfp4 import MXFP4, dequantize_mxfp4
 from jaxglue.ops.segments import pack_segments
 from jaxglue.planner.flops import matmul_parameters
@@ -166,6 +166,24 @@ def test_generation_matches_full_forward_passes(moe_model, family):
     text = np.array([prompt + tokens])
     logits = nnx.jit(lambda model, *batch: model(*batch))(model, text, pack_segments([[text.size]], seq_len=text.size))
     assert tokens == jnp.argmax(logits[0, len(prompt) - 1 : -1], axis=-1).tolist()
+
+
+def test_generation_routes_few_tokens_by_kernels_and_training_does_not(moe_model, random_batch):
+    class Kernels:
+        routed = 0
+
+        def route(self, logits, k, **options):
+            self.routed += len(logits)
+            return route(logits, k, **options)
+
+    model, kernels = moe_model("qwen3_moe"), Kernels()
+    graphdefs, *trees = split_model(model, nnx.LoRAParam)
+    with ROUTE.using(kernels):
+        list(Engine(graphdefs, model.config, dtype=jnp.float32).stream(*trees, [3, 14], SamplingConfig(max_tokens=2)))
+        routed = kernels.routed
+        batch = random_batch(LENGTHS, 16)
+        model(batch.tokens, batch.segments)
+    assert routed > 0 and kernels.routed == routed
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def make_batches(store: TokenStore, *, shared: bool = True) -> EvalBatches:
 
 
 def make_parts(folder: str):
-    model = load_model(GOLDENS / folder, dtype=jnp.float32, scores=True)
+    model = load_model(GOLDENS / folder, dtype=jnp.float32, labels=1)
     weight = model.score.weight.get_value()
     model.score.weight = nnx.Param(jnp.cos(jnp.arange(weight.size, dtype=jnp.float32)).reshape(weight.shape))
     return model.config, *split_model(model, nnx.Param)

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from selection import repeat
 
 from jaxglue.models import config_from_hf
-from jaxglue.models.config import LayerShape
+from jaxglue.models.config import LatentConfig, LayerShape
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.ops.backend import has_jax_triton
 from jaxglue.ops.kernel_cost import KernelKind
@@ -140,3 +141,17 @@ def test_few_long_programs_leave_multiprocessors_idle(workload):
 
     ratios = [seconds(4, length) / seconds(8, length) for length in (8192, 65_536)]
     assert ratios[0] > 1.2 > 1.1 > ratios[1] > 1  # 256 programs, the first of a head 64 times the last one
+
+
+@pytest.mark.parametrize("attention", ["triton", repeat("hopper")])
+def test_values_narrower_than_keys_take_the_time_of_their_columns(workload, attention):
+    latent = LatentConfig(query_rank=None, rank=512, nope_dim=128, rope_dim=64, value_dim=128)
+
+    def seconds(head_dim, latent=None):
+        config = replace(workload.config, head_dim=head_dim, latent=latent)
+        work = replace(workload, config=config, document_lengths=(4096,), attention=attention)
+        costs = attention_costs(work, H200, None)
+        return np.array([costs[kind].seconds for kind in (KernelKind.ATTENTION_FORWARD, KernelKind.ATTENTION_BACKWARD)])
+
+    ratio = seconds(192, latent) / seconds(128)
+    np.testing.assert_allclose(ratio, [320 / 256, 832 / 640], rtol=0.06)

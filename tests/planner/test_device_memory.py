@@ -4,7 +4,14 @@ import pytest
 
 from jaxglue.planner import calibration as fitted
 from jaxglue.planner import device_memory
-from jaxglue.planner.device_memory import POOL_SHARE, bound_pool, bounded_pool, pool_gib, total_memory
+from jaxglue.planner.device_memory import (
+    POOL_SHARE,
+    bound_pool,
+    bounded_pool,
+    largest_share,
+    pool_gib,
+    total_memory,
+)
 from jaxglue.planner.gpus import GIB
 
 OLD = "XLA_PYTHON_CLIENT_MEM_FRACTION"
@@ -34,6 +41,14 @@ def test_the_pool_ends_at_the_limit_unless_it_ends_before(gpu, limit, before, na
     environ = dict(before)
     bound_pool(limit, environ)
     assert environ.keys() == {name} and float(environ[name]) == pytest.approx(share, abs=1e-6)
+
+
+@pytest.mark.parametrize(("gib", "share"), [(80, 0.9), (12, 1 - (OUTSIDE + 1) / 12)])
+def test_exchanging_gpus_keep_as_much_of_the_pool_as_nccl_leaves(monkeypatch, gib, share):
+    monkeypatch.setattr(device_memory, "total_memory", lambda: gib * GIB)
+    assert largest_share(exchanges=False) == 0.9
+    assert largest_share(exchanges=True) == pytest.approx(share)
+    assert pool_gib(40.0, exchanges=True) == pytest.approx(39 - OUTSIDE)
 
 
 @pytest.mark.parametrize("before", [{}, {OLD: "0.9"}])

@@ -21,6 +21,7 @@ from jaxglue.planner.planner import Planner, plan
 from jaxglue.planner.programs import abstract_input, can_scale, layer_programs
 from jaxglue.planner.rates import device_gpu, measure_gpu
 from jaxglue.planner.workload import Workload, abstract_parts
+from jaxglue.sharding.mesh import MeshShape
 
 HOST = 64 * GIB
 TOKENS = 1280
@@ -84,6 +85,18 @@ def test_auto_gets_leaner_as_memory_shrinks(planner):
     assert middling.device_bytes < roomy.device_bytes and middling.remat != "full"
     assert roomy.seconds < middling.seconds < planner.plan(parse_policy("full")).seconds
     assert parse_policies(middling.remat, 6) == middling.policies
+
+
+@pytest.mark.parametrize(("share", "kinds"), [(0.6, 2), (1.1, 1)])
+def test_two_gpus_are_planned_as_one_but_for_the_exchange(workload, share, kinds):
+    gpu, workload = find_gpu("H100"), replace(workload, seq_len=8192)
+    small, large = (Planner(workload, gpu).plan(parse_policy(name)).device_bytes for name in ("dots", "none"))
+    gpu = replace(gpu, memory=(small + share * (large - small)) / (1 - MARGIN))
+    planners = [Planner(replace(workload, mesh=MeshShape(data=count)), gpu) for count in (1, 2)]
+    alone, together = (planner.choose(host_memory=0) for planner in planners)
+    assert together.policies == alone.policies and len(set(alone.policies)) == kinds
+    assert (together.layers_per_program, together.device_bytes) == (alone.layers_per_program, alone.device_bytes)
+    assert together.seconds - alone.seconds == pytest.approx(planners[1].predictor.resident.trainable / gpu.peers)
 
 
 def test_does_not_fit_names_the_remedy(planner):
@@ -323,7 +336,7 @@ def test_plans_are_for_the_layers_in_a_program_asked_for(planner, workload):
     grouped = Planner(workload, planner.gpu, layers_per_program=3)
     plan = grouped.resolve("none", weights="auto", host_memory=HOST)
     assert plan == planner.plan(parse_policy("none"), layers_per_program=3)
-    with pytest.raises(ValueError, match="--layers-per-program 3 is for one GPU that keeps everything"):
+    with pytest.raises(ValueError, match="--layers-per-program 3 is for GPUs that keep everything"):
         grouped.resolve("offload", weights="auto", host_memory=HOST)
 
 

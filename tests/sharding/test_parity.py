@@ -72,12 +72,13 @@ def on_one_device(kind: str, batches, dtype=jnp.float32, stored=None, **changes)
     return jax.device_get(executor.loss_and_gradients(trainable, frozen, batches, _weight(batches)))
 
 
-def on_mesh(mesh, kind: str, policy: str, batches, dtype=jnp.float32, **changes):
+def on_mesh(mesh, kind: str, policy: str, batches, dtype=jnp.float32, layers_per_program=1, **changes):
     """Return (loss, gradients); check that a second step compiles nothing and gradients are sharded as parameters."""
     config, graphdefs, *trees = parts(kind, dtype, **changes)
     layout = Layout(mesh, dtype)
     trainable, frozen = (jax.device_put(tree, layout.shardings(layout.param_specs(tree))) for tree in trees)
     options = {"policy": parse_policy(policy), "dtype": dtype, "router_losses": LOSSES, "mesh": mesh}
+    options |= {"layers_per_program": layers_per_program}
     executor = Executor(graphdefs, config, **options)
     placed = place_batch(batches, mesh)
     step = partial(executor.loss_and_gradients, trainable, frozen, placed, _weight(batches))
@@ -127,6 +128,21 @@ CASES = [
 @pytest.mark.parametrize(("kind", "mesh", "policy", "changes"), CASES)
 def test_mesh_equals_one_device(mesh_of, batches, expected, kind, mesh, policy, changes):
     got = on_mesh(mesh_of(mesh), kind, policy, batches, **changes)
+    chex.assert_trees_all_close(got, expected(kind, **changes), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "layers", "size", "changes"),
+    [
+        ("lora", "data=8", 2, 2, {}),
+        ("full", "fsdp=8", 3, 2, {}),
+        repeat("full", "data=2,fsdp=4", 3, 3, {}),
+        repeat("lora", "data=2,expert=4", 2, 2, MOE),
+    ],
+)
+def test_layers_share_programs_on_a_mesh(mesh_of, batches, expected, kind, mesh, layers, size, changes):
+    changes = changes | {"num_hidden_layers": layers}
+    got = on_mesh(mesh_of(mesh), kind, "dots", batches, layers_per_program=size, **changes)
     chex.assert_trees_all_close(got, expected(kind, **changes), rtol=1e-5, atol=1e-6)
 
 

@@ -5,10 +5,16 @@ import json
 import os
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from jaxglue.data.config import DataConfig
+from jaxglue.hf.checkpoint import read_config, save_tensors
+from jaxglue.hf.loading import random_model
+from jaxglue.models import config_from_hf
 from jaxglue.models.lora_config import LoraConfig
+from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.rl.config import RolloutConfig
 from jaxglue.training.config import ModelConfig, OptimizerConfig, RunConfig, TrainConfig
@@ -83,5 +89,19 @@ def make_config(tmp_path, model_folder, write_jsonl, chat_rows):
             configs[name] = cls(**{**defaults, **given})
         assert not changes, f"no such fields: {changes}"
         return TrainConfig(**configs)
+
+    return make
+
+
+@pytest.fixture
+def with_weights(make_config, model_folder):
+    """Build a TrainConfig as `make_config`, with weights in the model folder."""
+    model = random_model(config_from_hf(read_config(model_folder)), dtype=jnp.float32, seed=1)
+    save_tensors(model_folder / "weights", flatten_names(split_model(model, nnx.Param)[1]))
+    (model_folder / "weights/model.safetensors").rename(model_folder / "model.safetensors")
+    (model_folder / "weights").rmdir()
+
+    def make(**changes) -> TrainConfig:
+        return make_config(random_weights=False, **changes)
 
     return make

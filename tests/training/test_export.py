@@ -4,42 +4,23 @@ import json
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jaxglue.hf.adapter import TENSORS, load_adapter
-from jaxglue.hf.checkpoint import read_config, save_tensors
+from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.export_check import CHECK_FILE
-from jaxglue.hf.loading import random_model
 from jaxglue.hf.merge import export_adapter
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora_config import LoraConfig
-from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.training import result as result_module
 from jaxglue.training.checkpoint_export import export_checkpoint
-from jaxglue.training.config import TrainConfig
 from jaxglue.training.result import export_result
 from jaxglue.training.train import train
 from jaxglue.training.vocabulary import Vocabulary
 from jaxglue.training.workload import settle
 from tests.selection import repeat
-
-
-@pytest.fixture
-def with_weights(make_config, model_folder):
-    """Build a TrainConfig as `make_config`, with weights in the model folder."""
-    model = random_model(config_from_hf(read_config(model_folder)), dtype=jnp.float32, seed=1)
-    save_tensors(model_folder / "weights", flatten_names(split_model(model, nnx.Param)[1]))
-    (model_folder / "weights/model.safetensors").rename(model_folder / "model.safetensors")
-    (model_folder / "weights").rmdir()
-
-    def make(**changes) -> TrainConfig:
-        return make_config(random_weights=False, **changes)
-
-    return make
 
 
 def test_an_adapter_is_read_back_trained_on_and_merged(with_weights, model_folder, tmp_path):

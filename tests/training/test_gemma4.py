@@ -42,6 +42,14 @@ def test_adapters_learn_in_layers_that_share_keys_and_values(make_config, gemma4
     np.testing.assert_array_equal(merged[name], base[name])
 
 
+def test_embeddings_of_layers_on_the_host_train_alike(make_config, gemma4_folder, tmp_path):
+    losses = []
+    for place in ("device", "host"):
+        summary = train(make_config(steps=2, embeddings=place, output=str(tmp_path / place)))
+        losses.append((summary.first_loss, summary.last_loss))
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.parametrize("changes", [{"method": "full"}, {"modules_to_save": ("embed_tokens",)}])
 def test_training_that_embeddings_of_layers_depend_on_is_refused(make_config, gemma4_folder, changes):
     with pytest.raises(

@@ -16,6 +16,7 @@ from jaxglue.ops.adam import ADAM, AdamW, EightBit
 from jaxglue.ops.backend import tracing_for
 from jaxglue.training.adamw import AdamWOptimizer
 from jaxglue.training.config import OptimizerConfig
+from jaxglue.training.optax_optimizer import Lion
 from jaxglue.training.partwise import decays, learning_rate_schedule, param_keys
 
 
@@ -85,6 +86,33 @@ def test_part_by_part_updates_equal_a_whole_update(backend):
         gradient = get_part(gradients, key)
         trainable, state = optimizer.update_part(trainable, state, key, gradient, 2)
     chex.assert_trees_all_equal((trainable, state), expected)
+
+
+@pytest.mark.parametrize("make", [AdamWOptimizer, Lion])
+def test_learning_rates_of_b_and_of_embeddings_are_their_own(request, make):
+    """As in PEFT's LoRA+ and in axolotl's embedding_lr: an adapter of the head is one as any other."""
+    if make is AdamWOptimizer:
+        request.getfixturevalue("on_kernels")
+    adapter = {"lora_A": np.full((2, 5), 0.5, np.float32), "lora_B": np.full((5, 2), 0.5, np.float32)}
+    tree = {"embed_tokens": adapter, "lm_head": adapter, "norm": {}, "layers": [{"proj": adapter}] * 3}
+    settings = {"clip_norm": 0.0, "learning_rate": 0.01, "warmup_ratio": 0.0, "schedule": "constant"}
+
+    def change(**rates):
+        optimizer, trainable = make(OptimizerConfig(**settings, **rates), 4), jax.tree.map(jnp.asarray, tree)
+        new = optimizer.update(trainable, optimizer.init(trainable), jax.tree.map(jnp.copy, trainable), 0)[0]
+        return jax.tree.map(lambda after, before: np.asarray(after - before).mean(), new, tree)
+
+    usual = change()
+    changed = jax.tree.map(
+        lambda a, b: round(float(a / b), 4), change(lora_plus_ratio=4.0, embedding_learning_rate=0.001), usual
+    )
+    plus = {"lora_A": 1.0, "lora_B": 4.0}
+    assert changed == {
+        "embed_tokens": {"lora_A": 0.1, "lora_B": 0.1},
+        "lm_head": plus,
+        "norm": {},
+        "layers": [{"proj": plus}] * 3,
+    }
 
 
 def test_8bit_moments_equal_bitsandbytes():
@@ -166,7 +194,8 @@ def test_gpu_step_is_few_launches_in_place(h200, moments):
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=h200), (parts, states, parts))
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=h200)
     kernels = TritonAdam(adam=optimizer._adam, compute_capability=90)
-    compiled = optimizer._update_fused.lower(*abstract, step, kernels=kernels).compile()
+    static = {"kernels": kernels, "prefixes": ("",) * 8, "factors": (1.0,) * 16}
+    compiled = optimizer._update_fused.lower(*abstract, step, **static).compile()
     assert compiled.as_text().count('custom_call_target="triton_kernel_call') == 2
     assert " copy(" not in compiled.as_text()
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves((parts, states)))

@@ -19,6 +19,7 @@ from jaxglue.ops.backend import (
     Operation,
     check_capability,
     check_half,
+    check_tried,
     check_triton,
 )
 from jaxglue.ops.names import ATTENTION_OUT
@@ -28,6 +29,8 @@ from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT, PackedSegments
 __all__ = ["ATTENTION", "AttentionShape", "Rotation", "packed_attention", "rotated_attention"]
 
 _HOPPER_HEAD_DIMS = (64, 128, 256)
+_LATENT_HEAD_DIMS = (192, 128)
+"""Of keys and values of latent attention (DeepSeek)."""
 _NARROWEST = 64
 """Least head dim that the Triton kernels were checked with on a GPU."""
 _ROTATED_HEAD_DIM = 128
@@ -49,6 +52,9 @@ class AttentionShape:
 
     dtype: jnp.dtype
     head_dim: int
+    """Of queries and keys."""
+    value_dim: int | None = None
+    """Head dim of values, at most that of keys; None for the same."""
     query_heads: int
     kv_heads: int
     seq_len: int
@@ -64,6 +70,11 @@ class AttentionShape:
     """Bound of the scores (Gemma 2)."""
     split: bool = False
     """Queries are some of a row's tokens (`PackedSegments.split`)."""
+
+    @property
+    def narrow_values(self) -> bool:
+        """Return whether values are narrower than keys."""
+        return self.value_dim is not None and self.value_dim < self.head_dim
 
     def __post_init__(self):
         if self.query_heads % self.kv_heads:
@@ -88,6 +99,8 @@ def _check_cudnn(capability: Capability | None, shape: AttentionShape) -> None:
     _check_uncapped(shape)
     _check_head_dim(shape, 256)
     check_half(shape.dtype)
+    if shape.narrow_values:
+        raise NotImplementedError(f"values have a head dim of their own, {shape.value_dim}")
     if shape.forked:
         raise NotImplementedError("forked segments need another mask than causal")
     if shape.split:
@@ -105,12 +118,15 @@ def _check_hopper(capability: Capability | None, shape: AttentionShape) -> None:
     if capability is None or capability != HOPPER:
         got = ".".join(map(str, capability or ()))
         raise NotImplementedError(f"its instructions need compute capability 9.0, got {got}")
-    if shape.head_dim not in _HOPPER_HEAD_DIMS:
+    if shape.narrow_values and (shape.head_dim, shape.value_dim) != _LATENT_HEAD_DIMS:
+        got = f"{shape.head_dim} and {shape.value_dim}"
+        raise NotImplementedError(f"head dims of keys and values that differ must be {_LATENT_HEAD_DIMS}, got {got}")
+    if shape.narrow_values:
+        check_tried("Hopper's latent attention")
+    if not shape.narrow_values and shape.head_dim not in _HOPPER_HEAD_DIMS:
         raise NotImplementedError(f"head dim must be one of {_HOPPER_HEAD_DIMS}, got {shape.head_dim}")
     if shape.forked:
         raise NotImplementedError("forked segments need another mask than causal")
-    if shape.split:
-        raise NotImplementedError("queries are some of a row's tokens")
 
 
 def _load_hopper(capability: Capability, shape: AttentionShape) -> AttentionBackend:
@@ -123,14 +139,14 @@ def _check_triton(capability: Capability | None, shape: AttentionShape) -> None:
     check_triton(capability, shape.dtype)
     assert capability is not None
     _check_head_dim(shape, largest_head_dim(capability), _NARROWEST)
-    if shape.split:
-        raise NotImplementedError("queries are some of a row's tokens")
+    if shape.split and shape.forked:
+        raise NotImplementedError("queries of forked segments are some of a row's tokens")
 
 
 def _load_triton(capability: Capability, shape: AttentionShape) -> AttentionBackend:
     from jaxglue.ops.attention.triton import TritonAttention
 
-    tiles = kernel_tiles(capability, shape.head_dim, window=shape.window, long=shape.long)
+    tiles = kernel_tiles(capability, shape.head_dim, value_dim=shape.value_dim, window=shape.window, long=shape.long)
     return TritonAttention.of(capability, tiles=tiles)
 
 
@@ -141,7 +157,7 @@ def _order(shape: AttentionShape) -> tuple[str, ...]:
     if not (shape.long and suits):
         return "triton", "cudnn", "hopper"
     few = wide and unbounded and shape.segment_slots <= FEW_DOCUMENTS
-    if few and shape.head_dim > 128:
+    if few and shape.head_dim > 128 and not shape.narrow_values:
         return "cudnn", "hopper", "triton"  # faster backward, where nothing is to be skipped
     return ("hopper", "cudnn", "triton") if few else ("hopper", "triton", "cudnn")
 
@@ -164,14 +180,14 @@ ATTENTION = Operation(
 def packed_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    v: Float[Array, "B T K values"],
     segments: PackedSegments,
     *,
     window: int | None = None,
     sinks: Float[Array, " N"] | None = None,
     softcap: float | None = None,
     backend: str = "auto",
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N values"]:
     """Compute causal attention, with scores over √H, inside each segment; padding gives zeros and gets no gradient.
 
     Of rows that are split over devices, the keys and values of all are gathered for this one's queries.
@@ -179,7 +195,7 @@ def packed_attention(
     Under `jax.checkpoint`, a policy that saves `ATTENTION_OUT` and `ATTENTION_LSE` runs the forward kernel once.
 
     Args:
-        q, k, v: N query heads share K key/value heads (N a multiple of K), head dim H.
+        q, k, v: N query heads share K key/value heads (N a multiple of K), head dim H; that of values may be smaller.
         segments: bounds of the segments.
         window: tokens visible to a query, itself included; None for all.
         sinks: one learned logit per query head in the softmax's denominator (GPT-OSS).
@@ -190,7 +206,7 @@ def packed_attention(
         ValueError: arguments that do not fit together, or a named backend that cannot serve them.
     """
     _check(q, k, v, segments, window, sinks)
-    kernels = ATTENTION.load(_shape(q, k, segments, window, softcap), backend=backend)
+    kernels = ATTENTION.load(_shape(q, k, v, segments, window, softcap), backend=backend)
     return _attend(kernels, q, k, v, sinks, segments, window, softcap)
 
 
@@ -210,7 +226,7 @@ def rotated_attention(
     B, T, _, H = z.shape
     q, k = (jax.ShapeDtypeStruct((B, T, heads, H), z.dtype) for heads in rotation.heads)
     _check(q, k, k, segments, window, None)
-    kernels = ATTENTION.load(_shape(q, k, segments, window), backend=backend)
+    kernels = ATTENTION.load(_shape(q, k, k, segments, window), backend=backend)
     if kernels is not None and hasattr(kernels, "rotated_backward") and H == _ROTATED_HEAD_DIM:
         return rotated_flash_attention(FlashSpec(backend=kernels, window=window), rotation, z, segments)
     queries, keys, z = rotated_heads(rotation, z)
@@ -239,11 +255,12 @@ def _attend(
 
 
 def _shape(
-    q: _Shaped, k: _Shaped, segments: PackedSegments, window: int | None, softcap: float | None = None
+    q: _Shaped, k: _Shaped, v: _Shaped, segments: PackedSegments, window: int | None, softcap: float | None = None
 ) -> AttentionShape:
     return AttentionShape(
         dtype=q.dtype,
         head_dim=q.shape[3],
+        value_dim=v.shape[3],
         query_heads=q.shape[2],
         kv_heads=k.shape[2],
         seq_len=q.shape[1] if segments.split is None else segments.split.stops.shape[1],
@@ -262,8 +279,8 @@ def _check(q, k, v, segments, window, sinks) -> None:
     B, T, N, H = q.shape
     if k.ndim != 4 or (k.shape[0], k.shape[1], k.shape[3]) != (B, T, H):
         raise ValueError(f"k must be [B, T, K, H] = [{B}, {T}, K, {H}] to fit q, got shape {k.shape}")
-    if v.shape != k.shape:
-        raise ValueError(f"v must have k's shape {k.shape}, got {v.shape}")
+    if v.shape[:-1] != k.shape[:-1] or v.shape[-1] > k.shape[-1]:
+        raise ValueError(f"v must have k's shape {k.shape}, or narrower heads, got {v.shape}")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
     if segments.starts.shape != (B, T):

@@ -4,42 +4,55 @@ import triton
 import triton.language as tl
 
 from jaxglue.ops.attention.kernels import (
+    FIRST,
     LOG2_E,
     MASKED,
+    REST,
+    VALUES,
     capped,
     gaps,
     jump,
     key_tile,
     last_tile,
     load_tile,
+    own_keys,
     query_tile,
+    store_heads,
     store_tile,
     visible_keys,
 )
 
 
 @triton.jit
-def query_gradient(q, k, v, starts, out, lse, dout, delta, row, first, end, pack, spec: tl.constexpr):
-    """Store delta = Σ out·dout of one tile, and return its dq."""
+def query_gradient(q, k, v, q_rest, k_rest, starts, out, lse, dout, delta, row, first, end, pack, spec: tl.constexpr):
+    """Store delta = Σ out·dout of one tile, and return the two parts of its dq."""
     N: tl.constexpr = spec.K * spec.G
     TOKENS: tl.constexpr = spec.block_m // spec.P
     head, kv_head = pack * spec.P, pack * spec.P // spec.G
     last = end - 1
     lane, slots = tl.arange(0, spec.block_m), tl.arange(0, spec.block_n)
     tokens = first + lane // spec.P
-    starts += row * (3 * spec.T if spec.forks else spec.T)
+    starts += row * (spec.bounds * spec.T)
     low, all_low, lows = visible_keys(starts, first, last, tokens, spec)
-    dout_tile = load_tile(dout, row, first, head, N, TOKENS, spec.P, False, spec)
-    out_tile = load_tile(out, row, first, head, N, TOKENS, spec.P, False, spec)
+    first_own, last_own, own = (
+        own_keys(starts, first, spec),
+        own_keys(starts, last, spec),
+        own_keys(starts, tokens, spec),
+    )
+    dout_tile = load_tile(dout, row, first, head, N, TOKENS, spec.P, False, VALUES, spec)
+    out_tile = load_tile(out, row, first, head, N, TOKENS, spec.P, False, VALUES, spec)
     # Loaded last, as a load by descriptor waits. It lands in registers, of which dout would take too many.
-    q_tile = load_tile(q, row, first, head, N, TOKENS, spec.P, spec.q_descriptor, spec)
+    q_tile = load_tile(q, row, first, head, N, TOKENS, spec.P, spec.q_descriptor, FIRST, spec)
+    if spec.rest > 0:
+        q_more = load_tile(q_rest, row, first, head, N, TOKENS, spec.P, spec.q_descriptor, REST, spec)
     stats = ((row * (N // spec.P) + pack) * spec.T + first) * spec.P + lane
     row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
     tl.store(delta + stats, row_delta, mask=tokens < end)
     row_lse = tl.load(lse + stats, mask=tokens < spec.T, other=0.0) * LOG2_E
 
     acc = tl.full((spec.block_m, spec.width), 0.0, tl.float32)
-    stop = last + 1
+    more = tl.full((spec.block_m, spec.rest if spec.rest > 0 else 1), 0.0, tl.float32)
+    stop = last_own + 1
     if spec.forks:
         gap_starts, gap_ends = gaps(starts, tokens, spec.T)
         any_start, any_end = -tl.max(-tl.where(gap_ends > gap_starts, gap_starts, spec.T), 0), tl.max(gap_ends, 0)
@@ -49,19 +62,32 @@ def query_gradient(q, k, v, starts, out, lse, dout, delta, row, first, end, pack
         j, before = i, tl.maximum(i - spec.block_n, low)
         if spec.forks:
             j, before = tl.where(i < bend, i, i + shift), tl.where(before < bend, before, before + shift)
-        k_tile = load_tile(k, row, j, kv_head, spec.K, spec.block_n, 1, spec.descriptors, spec)
-        v_tile = load_tile(v, row, j, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, spec.descriptors, spec)
-        scores = capped(tl.dot(q_tile, tl.trans(k_tile)), spec)
+        k_tile = load_tile(k, row, j, kv_head, spec.K, spec.block_n, 1, spec.descriptors, FIRST, spec.keys)
+        v_tile = load_tile(
+            v, row, j, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, spec.descriptors, VALUES, spec.keys
+        )
+        scores = tl.dot(q_tile, tl.trans(k_tile))
+        if spec.rest > 0:
+            k_more = load_tile(k_rest, row, j, kv_head, spec.K, spec.block_n, 1, spec.descriptors, REST, spec.keys)
+            scores = tl.dot(q_more, tl.trans(k_more), scores)
+        scores = capped(scores, spec)
         dweights = tl.dot(dout_tile, tl.trans(v_tile))
         if spec.late:
-            before_tile = load_tile(k, row, before, kv_head, spec.K, spec.block_n, 1, spec.descriptors, spec)
+            before_tile = load_tile(
+                k, row, before, kv_head, spec.K, spec.block_n, 1, spec.descriptors, FIRST, spec.keys
+            )
             acc = tl.dot(dscores.to(k_tile.dtype), before_tile, acc)
-        cut = (j < all_low) | (j + spec.block_n - 1 > first)
+            if spec.rest > 0:
+                before_more = load_tile(
+                    k_rest, row, before, kv_head, spec.K, spec.block_n, 1, spec.descriptors, REST, spec.keys
+                )
+                more = tl.dot(dscores.to(k_tile.dtype), before_more, more)
+        cut = (j < all_low) | (j + spec.block_n - 1 > first_own)
         if spec.forks:
             cut = cut | ((j < any_end) & (j + spec.block_n > any_start))
         if cut:
             keys = j + slots
-            visible = (keys[None, :] <= tokens[:, None]) & (keys[None, :] >= lows[:, None])
+            visible = (keys[None, :] <= own[:, None]) & (keys[None, :] >= lows[:, None])
             if spec.forks:
                 visible &= (keys[None, :] < gap_starts[:, None]) | (keys[None, :] >= gap_ends[:, None])
                 visible &= (keys[None, :] < skipped) | (i >= bend)
@@ -72,28 +98,36 @@ def query_gradient(q, k, v, starts, out, lse, dout, delta, row, first, end, pack
             dscores *= 1.0 - scores * scores
         if not spec.late:
             acc = tl.dot(dscores.to(k_tile.dtype), k_tile, acc)
+            if spec.rest > 0:
+                more = tl.dot(dscores.to(k_tile.dtype), k_more, more)
     if spec.late:
         j = last_tile(low, stop, spec.block_n)
         if spec.forks:
             j = tl.where(j < bend, j, j + shift)
-        k_tile = load_tile(k, row, j, kv_head, spec.K, spec.block_n, 1, spec.descriptors, spec)
+        k_tile = load_tile(k, row, j, kv_head, spec.K, spec.block_n, 1, spec.descriptors, FIRST, spec.keys)
         acc = tl.dot(dscores.to(k_tile.dtype), k_tile, acc)
-    return acc * spec.scale
+        if spec.rest > 0:
+            k_more = load_tile(k_rest, row, j, kv_head, spec.K, spec.block_n, 1, spec.descriptors, REST, spec.keys)
+            more = tl.dot(dscores.to(k_tile.dtype), k_more, more)
+    return acc * spec.scale, more * spec.scale
 
 
 @triton.jit
-def dq_kernel(q, k, v, starts, units, out, lse, dout, dq, delta, spec: tl.constexpr):
+def dq_kernel(q, k, v, q_rest, k_rest, starts, units, out, lse, dout, dq, delta, spec: tl.constexpr):
     """Compute dq of one tile, and delta for `dkdv_kernel`; grid (query tiles · N // P, B)."""
     row, first, end, pack = query_tile(units, spec)
     if first >= end:
         return
-    gradient = query_gradient(q, k, v, starts, out, lse, dout, delta, row, first, end, pack, spec)
-    store_tile(dq, gradient, row, first, end, pack * spec.P, spec.K * spec.G, spec.block_m // spec.P, spec.P, spec)
+    gradient, rest = query_gradient(q, k, v, q_rest, k_rest, starts, out, lse, dout, delta, row, first, end, pack, spec)
+    N: tl.constexpr = spec.K * spec.G
+    store_heads(dq, gradient, rest, row, first, end, pack * spec.P, N, spec.block_m // spec.P, spec.P, spec)
 
 
 @triton.jit
-def key_value_gradients(q, k, v, ends, lse, delta, dout, row, first, end, kv_head, spec: tl.constexpr):
-    """Return (dk, dv) of one tile, summed over the group of query heads; one of them without `spec.dkeys` or dvalues.
+def key_value_gradients(q, k, v, q_rest, k_rest, ends, lse, delta, dout, row, first, end, kv_head, spec: tl.constexpr):
+    """Return (dk, its rest, dv) of one tile, summed over the group of query heads.
+
+    Without `spec.dkeys` or dvalues some are none.
 
     Scores are transposed, [keys, queries], so that no accumulator needs to be.
     """
@@ -103,9 +137,13 @@ def key_value_gradients(q, k, v, ends, lse, delta, dout, row, first, end, kv_hea
     lane = tl.arange(0, spec.block_m)
     keys = first + tl.arange(0, spec.block_n)
     FAR: tl.constexpr = spec.forks and spec.window > 0
-    ends += row * (2 * spec.T if FAR else spec.T)
+    ends += row * (2 * spec.S if FAR or spec.split else spec.S)
     stop, all_stop = tl.load(ends + last), tl.load(ends + first)
-    stops = tl.load(ends + keys, mask=keys < spec.T, other=0)
+    stops = tl.load(ends + keys, mask=keys < spec.S, other=0)
+    first_query, last_query, queries = first, last, keys
+    if spec.split:
+        first_query, last_query = tl.load(ends + spec.S + first), tl.load(ends + spec.S + last)
+        queries = tl.load(ends + spec.S + keys, mask=keys < spec.S, other=0)
     if FAR:
         positions = tl.load(ends + spec.T + keys, mask=keys < spec.T, other=0)
     elif spec.window > 0:
@@ -113,30 +151,38 @@ def key_value_gradients(q, k, v, ends, lse, delta, dout, row, first, end, kv_hea
         stops = tl.minimum(stops, keys + spec.window)
     if spec.forks:  # a beginning's keys are seen further on than its first continuation's
         stop, all_stop = tl.max(stops, 0), -tl.max(-stops, 0)
-    k_tile = load_tile(k, row, first, kv_head, spec.K, spec.block_n, 1, False, spec)
+    k_tile = load_tile(k, row, first, kv_head, spec.K, spec.block_n, 1, False, FIRST, spec.keys)
+    if spec.rest > 0:
+        k_more = load_tile(k_rest, row, first, kv_head, spec.K, spec.block_n, 1, False, REST, spec.keys)
     if spec.dkeys:
-        v_tile = load_tile(v, row, first, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, False, spec)
+        v_tile = load_tile(v, row, first, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, False, VALUES, spec.keys)
 
     dk_acc = tl.full((spec.block_n, spec.width if spec.dkeys else 1), 0.0, tl.float32)
+    more_acc = tl.full((spec.block_n, spec.rest if spec.dkeys and spec.rest > 0 else 1), 0.0, tl.float32)
     dv_acc = tl.full((spec.block_n, spec.width if spec.dvalues else 1), 0.0, tl.float32)
     for part in range(0, spec.G // spec.P):
         pack = kv_head * (spec.G // spec.P) + part
-        for i in range(first, stop, TOKENS):
+        for i in range(first_query, stop, TOKENS):
             tokens = i + lane // spec.P
             stats = ((row * (N // spec.P) + pack) * spec.T + i) * spec.P + lane
-            q_tile = load_tile(q, row, i, pack * spec.P, N, TOKENS, spec.P, spec.descriptors, spec)
-            dout_tile = load_tile(dout, row, i, pack * spec.P, N, TOKENS, spec.P, spec.descriptors, spec)
+            q_tile = load_tile(q, row, i, pack * spec.P, N, TOKENS, spec.P, spec.descriptors, FIRST, spec)
+            if spec.rest > 0:
+                q_more = load_tile(q_rest, row, i, pack * spec.P, N, TOKENS, spec.P, spec.descriptors, REST, spec)
+            dout_tile = load_tile(dout, row, i, pack * spec.P, N, TOKENS, spec.P, spec.descriptors, VALUES, spec)
             row_lse = tl.load(lse + stats, mask=tokens < spec.T, other=0.0) * LOG2_E
             if spec.dkeys:
                 row_delta = tl.load(delta + stats, mask=tokens < spec.T, other=0.0)
-            scores = capped(tl.dot(k_tile, tl.trans(q_tile)), spec)
+            scores = tl.dot(k_tile, tl.trans(q_tile))
+            if spec.rest > 0:
+                scores = tl.dot(k_more, tl.trans(q_more), scores)
+            scores = capped(scores, spec)
             if spec.dkeys:
                 dweights = tl.dot(v_tile, tl.trans(dout_tile))
-            cut = (i < last) | (i + TOKENS > all_stop)
+            cut = (i < last_query) | (i + TOKENS > all_stop)
             if FAR:
                 cut = i >= first
             if cut:
-                visible = (keys[:, None] <= tokens[None, :]) & (tokens[None, :] < stops[:, None])
+                visible = (queries[:, None] <= tokens[None, :]) & (tokens[None, :] < stops[:, None])
                 if FAR:
                     reached = tl.load(ends + spec.T + tokens, mask=tokens < spec.T, other=0)
                     visible &= reached[None, :] < positions[:, None] + spec.window
@@ -149,35 +195,39 @@ def key_value_gradients(q, k, v, ends, lse, delta, dout, row, first, end, kv_hea
                 if spec.softcap is not None:
                     dscores *= 1.0 - scores * scores
                 dk_acc = tl.dot(dscores.to(q_tile.dtype), q_tile, dk_acc)
-    return dk_acc * spec.scale, dv_acc
+                if spec.rest > 0:
+                    more_acc = tl.dot(dscores.to(q_tile.dtype), q_more, more_acc)
+    return dk_acc * spec.scale, more_acc * spec.scale, dv_acc
 
 
 @triton.jit
-def dkdv_kernel(q, k, v, ends, units, lse, delta, dout, dk, dv, spec: tl.constexpr):
+def dkdv_kernel(q, k, v, q_rest, k_rest, ends, units, lse, delta, dout, dk, dv, spec: tl.constexpr):
     """Compute dk and dv of one tile; grid (key tiles · K, B)."""
-    row, first, end, head = key_tile(units, spec)
+    row, first, end, head = key_tile(units, spec.keys)
     if first >= end:
         return
-    dkeys, dvalues = key_value_gradients(q, k, v, ends, lse, delta, dout, row, first, end, head, spec)
-    store_tile(dk, dkeys, row, first, end, head, spec.K, spec.block_n, 1, spec)
-    store_tile(dv, dvalues, row, first, end, spec.V - spec.K + head, spec.V, spec.block_n, 1, spec)
+    dkeys, rest, dvalues = key_value_gradients(
+        q, k, v, q_rest, k_rest, ends, lse, delta, dout, row, first, end, head, spec
+    )
+    store_heads(dk, dkeys, rest, row, first, end, head, spec.K, spec.block_n, 1, spec.keys)
+    store_tile(dv, dvalues, row, first, end, spec.V - spec.K + head, spec.V, spec.block_n, 1, VALUES, spec.keys)
 
 
 @triton.jit
-def dk_kernel(q, k, v, ends, units, lse, delta, dout, dk, spec: tl.constexpr):
+def dk_kernel(q, k, v, q_rest, k_rest, ends, units, lse, delta, dout, dk, spec: tl.constexpr):
     """Do as `dkdv_kernel` for dk alone."""
-    row, first, end, head = key_tile(units, spec)
+    row, first, end, head = key_tile(units, spec.keys)
     if first >= end:
         return
-    dkeys, _ = key_value_gradients(q, k, v, ends, lse, delta, dout, row, first, end, head, spec)
-    store_tile(dk, dkeys, row, first, end, head, spec.K, spec.block_n, 1, spec)
+    dkeys, rest, _ = key_value_gradients(q, k, v, q_rest, k_rest, ends, lse, delta, dout, row, first, end, head, spec)
+    store_heads(dk, dkeys, rest, row, first, end, head, spec.K, spec.block_n, 1, spec.keys)
 
 
 @triton.jit
-def dv_kernel(q, k, v, ends, units, lse, delta, dout, dv, spec: tl.constexpr):
+def dv_kernel(q, k, v, q_rest, k_rest, ends, units, lse, delta, dout, dv, spec: tl.constexpr):
     """Do as `dkdv_kernel` for dv alone."""
-    row, first, end, head = key_tile(units, spec)
+    row, first, end, head = key_tile(units, spec.keys)
     if first >= end:
         return
-    _, dvalues = key_value_gradients(q, k, v, ends, lse, delta, dout, row, first, end, head, spec)
-    store_tile(dv, dvalues, row, first, end, spec.V - spec.K + head, spec.V, spec.block_n, 1, spec)
+    _, _, dvalues = key_value_gradients(q, k, v, q_rest, k_rest, ends, lse, delta, dout, row, first, end, head, spec)
+    store_tile(dv, dvalues, row, first, end, spec.V - spec.K + head, spec.V, spec.block_n, 1, VALUES, spec.keys)

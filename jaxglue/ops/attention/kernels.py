@@ -7,13 +7,17 @@ FlashAttention-2 (Dao 2023, arXiv 2307.08691) over packed rows. Three choices ar
 - With `forks`, `starts` is [B, 3, T]: beside it lie the bounds of the keys that a query skips, those of the other
   continuation of a forked segment. A tile whose queries all skip a range jumps over it. With a window too, `ends` is
   [B, 2, T], with positions in segments, by which windows go.
+- With `split`, queries are some of a row's S tokens: `starts` is [B, 2, T], with each query's own key, and `ends`
+  [B, 2, S], with the first query at each key or after it.
 - A tile of queries holds P of the G query heads of a key/value head for block_m // P tokens. Short segments and windows
   waste less of a tile, and a key's gradient is summed over the group inside one program: without atomics,
   deterministically.
 
-Layout: q, out, dout, dq [B, T, N, H]; k, dk [B, T, K, H]; v, dv are the last K heads of [B, T, V, H]; lse, delta
-[B, N // P, T, P] float32, lse in natural units. Offsets of tiles are 64-bit, offsets in a tile 32-bit. With
-`descriptors` (compute capability ≥ 9.0), matmul operands come through TMA, which needs no registers for addresses.
+Layout: q, dq [B, T, N, H]; k, dk [B, T, K, H]; out, dout [B, T, N, values]; v, dv are the last K heads of [B, T, V,
+values]; lse, delta [B, N // P, T, P] float32, lse in natural units. Heads of queries and keys wider than those of
+values (latent attention) are tiles of two parts, as a tile's columns are a power of two: 192 are 128 and 64. Offsets of
+tiles are 64-bit, offsets in a tile 32-bit. With `descriptors` (compute capability ≥ 9.0), matmul operands come through
+TMA, which needs no registers for addresses.
 
 The heads of a tile run consecutively, and the tiles with least to do run last. With a unit of tokens, tiles are parts
 of the units in `PackedSegments.units`, and a program without a tile returns at once.
@@ -22,7 +26,7 @@ With `late`, a loop's last matmul runs one tile late, while the next tile's expo
 Shah et al. 2024, arXiv 2407.08608). The sums and their order stay the same.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import triton
 import triton.language as tl
@@ -32,23 +36,37 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 # it is exact, where a fused multiply-add could leave a large rounding error as exponent. Its square is finite, too.
 MASKED = tl.constexpr(-(2.0**60))
 
+# Parts of a head's columns: the first of queries and keys, the rest of them, and those of values.
+FIRST = tl.constexpr(0)
+REST = tl.constexpr(1)
+VALUES = tl.constexpr(2)
+
 
 @dataclass(frozen=True, kw_only=True)
 class KernelSpec:
     """Constants of a kernel: sizes of the arrays, the visible keys, and tiles."""
 
     T: int
+    """Queries of a row."""
+    S: int
+    """Keys of a row."""
     K: int
     V: int
     G: int
     P: int
     H: int
+    """Of queries and keys."""
+    values: int
+    """Head dim of values."""
     width: int
-    """Columns of a tile: H, or the next power of two."""
+    """Columns of a tile: the head dim of values, or the next power of two."""
+    rest: int = 0
+    """Columns of a second tile of queries and keys, where their heads are wider; 0 for none."""
     scale: float
     window: int
     """0 for none."""
     forks: bool
+    split: bool = False
     softcap: float | None = None
     has_sinks: bool = False
     norm_eps: float | None = None
@@ -68,6 +86,16 @@ class KernelSpec:
     """Lines of a tile of queries: tokens times P."""
     block_n: int = 0
     """Keys of a tile."""
+
+    @property
+    def keys(self) -> "KernelSpec":
+        """Return the constants for arrays of keys and values."""
+        return replace(self, T=self.S)
+
+    @property
+    def bounds(self) -> int:
+        """Return the lines of `starts`."""
+        return 3 if self.forks else 2 if self.split else 1
 
     @property
     def factor(self) -> float:
@@ -126,7 +154,7 @@ def gaps(starts, tokens, T: tl.constexpr):
 @triton.jit
 def _first_visible(starts, tokens, spec: tl.constexpr):
     """Return the first visible key of each token; T for padding and tokens past the row."""
-    low = tl.load(starts + tokens, mask=tokens < spec.T, other=spec.T)
+    low = tl.load(starts + tokens, mask=tokens < spec.T, other=spec.S)
     if spec.window > 0:
         bound = tokens - spec.window + 1
         if spec.forks:  # skipped keys do not count
@@ -134,6 +162,15 @@ def _first_visible(starts, tokens, spec: tl.constexpr):
             bound = tl.where((gap_end > gap_start) & (bound < gap_end), bound - (gap_end - gap_start), bound)
         low = tl.maximum(low, bound)
     return low
+
+
+@triton.jit
+def own_keys(starts, tokens, spec: tl.constexpr):
+    """Return the last visible key of each token."""
+    if spec.split:
+        return tl.load(starts + spec.T + tokens, mask=tokens < spec.T, other=0)
+    else:
+        return tokens
 
 
 @triton.jit
@@ -158,35 +195,53 @@ def jump(gap_starts, gap_ends, low, stop, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def tile_of(row, token, end, head, HEADS: tl.constexpr, TOKENS: tl.constexpr, PACK: tl.constexpr,
-            WIDTH: tl.constexpr, spec: tl.constexpr):  # fmt: skip
-    """Return (base, offsets, mask) of the tile [TOKENS·PACK, WIDTH] of tokens before `end` of [B, T, HEADS, H]."""
+def tile_of(row, token, end, head, HEADS: tl.constexpr, TOKENS: tl.constexpr, PACK: tl.constexpr, SIZE: tl.constexpr,
+            FROM: tl.constexpr, WIDTH: tl.constexpr, spec: tl.constexpr):  # fmt: skip
+    """Return (base, offsets, mask) of the tile [TOKENS·PACK, WIDTH] of tokens before `end` of [B, T, HEADS, SIZE].
+
+    It begins at column FROM.
+    """
     lane, column = tl.arange(0, TOKENS * PACK), tl.arange(0, WIDTH)
-    base = ((row * spec.T + token) * HEADS + head) * spec.H
-    offsets = ((lane // PACK) * (HEADS * spec.H) + (lane % PACK) * spec.H)[:, None] + column[None, :]
+    base = ((row * spec.T + token) * HEADS + head) * SIZE + FROM
+    offsets = ((lane // PACK) * (HEADS * SIZE) + (lane % PACK) * SIZE)[:, None] + column[None, :]
     mask = (token + lane // PACK < end)[:, None]
-    if spec.H < WIDTH:
-        mask = mask & (column < spec.H)[None, :]
+    if FROM + WIDTH > SIZE:
+        mask = mask & (column < SIZE - FROM)[None, :]
     return base, offsets, mask
 
 
 @triton.jit
 def load_tile(source, row, token, head, HEADS: tl.constexpr, TOKENS: tl.constexpr, PACK: tl.constexpr,
-              DESCRIPTOR: tl.constexpr, spec: tl.constexpr):  # fmt: skip
+              DESCRIPTOR: tl.constexpr, PART: tl.constexpr, spec: tl.constexpr):  # fmt: skip
     """Load a tile, by pointer or descriptor; zeros past the head dim, zeros or another row's tokens past the row."""
+    SIZE: tl.constexpr = spec.values if PART == VALUES else spec.H
+    FROM: tl.constexpr = spec.width if PART == REST else 0
+    WIDTH: tl.constexpr = spec.rest if PART == REST else spec.width
     if DESCRIPTOR:
-        return source.load([(row * spec.T + token).to(tl.int32), head, 0]).reshape(TOKENS * PACK, spec.width)
+        return source.load([(row * spec.T + token).to(tl.int32), head, FROM]).reshape(TOKENS * PACK, WIDTH)
     else:
-        base, offsets, mask = tile_of(row, token, spec.T, head, HEADS, TOKENS, PACK, spec.width, spec)
+        base, offsets, mask = tile_of(row, token, spec.T, head, HEADS, TOKENS, PACK, SIZE, FROM, WIDTH, spec)
         return tl.load(source + base + offsets, mask=mask, other=0.0)
 
 
 @triton.jit
 def store_tile(target, value, row, token, end, head, HEADS: tl.constexpr, TOKENS: tl.constexpr, PACK: tl.constexpr,
-               spec: tl.constexpr):  # fmt: skip
+               PART: tl.constexpr, spec: tl.constexpr):  # fmt: skip
     """Store a tile's tokens before `end`."""
-    base, offsets, mask = tile_of(row, token, end, head, HEADS, TOKENS, PACK, spec.width, spec)
+    SIZE: tl.constexpr = spec.values if PART == VALUES else spec.H
+    FROM: tl.constexpr = spec.width if PART == REST else 0
+    WIDTH: tl.constexpr = spec.rest if PART == REST else spec.width
+    base, offsets, mask = tile_of(row, token, end, head, HEADS, TOKENS, PACK, SIZE, FROM, WIDTH, spec)
     tl.store(target + base + offsets, value.to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_heads(target, value, rest, row, token, end, head, HEADS: tl.constexpr, TOKENS: tl.constexpr,
+                PACK: tl.constexpr, spec: tl.constexpr):  # fmt: skip
+    """Store both parts of a tile like queries' or keys'."""
+    store_tile(target, value, row, token, end, head, HEADS, TOKENS, PACK, FIRST, spec)
+    if spec.rest > 0:
+        store_tile(target, rest, row, token, end, head, HEADS, TOKENS, PACK, REST, spec)
 
 
 @triton.jit
@@ -205,7 +260,7 @@ def last_tile(low, stop, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def forward_kernel(q, k, v, sinks, starts, units, out, lse, spec: tl.constexpr):
+def forward_kernel(q, k, v, q_rest, k_rest, sinks, starts, units, out, lse, spec: tl.constexpr):
     """Compute output and log-sum-exp of one tile of queries; grid (query tiles · N // P, B)."""
     N: tl.constexpr = spec.K * spec.G
     TOKENS: tl.constexpr = spec.block_m // spec.P
@@ -216,9 +271,16 @@ def forward_kernel(q, k, v, sinks, starts, units, out, lse, spec: tl.constexpr):
     last = end - 1
     lane, slots = tl.arange(0, spec.block_m), tl.arange(0, spec.block_n)
     tokens = first + lane // spec.P
-    starts += row * (3 * spec.T if spec.forks else spec.T)
+    starts += row * (spec.bounds * spec.T)
     low, all_low, lows = visible_keys(starts, first, last, tokens, spec)
-    q_tile = load_tile(q, row, first, head, N, TOKENS, spec.P, spec.q_descriptor, spec)
+    first_own, last_own, own = (
+        own_keys(starts, first, spec),
+        own_keys(starts, last, spec),
+        own_keys(starts, tokens, spec),
+    )
+    q_tile = load_tile(q, row, first, head, N, TOKENS, spec.P, spec.q_descriptor, FIRST, spec)
+    if spec.rest > 0:
+        q_more = load_tile(q_rest, row, first, head, N, TOKENS, spec.P, spec.q_descriptor, REST, spec)
 
     peak = tl.full((spec.block_m,), -float("inf"), tl.float32)
     total = tl.full((spec.block_m,), 0.0, tl.float32)
@@ -226,7 +288,7 @@ def forward_kernel(q, k, v, sinks, starts, units, out, lse, spec: tl.constexpr):
         peak = tl.load(sinks + head + lane % spec.P).to(tl.float32) * LOG2_E
         total += 1.0
     acc = tl.full((spec.block_m, spec.width), 0.0, tl.float32)
-    stop = last + 1
+    stop = last_own + 1
     if spec.forks:
         gap_starts, gap_ends = gaps(starts, tokens, spec.T)
         any_start, any_end = -tl.max(-tl.where(gap_ends > gap_starts, gap_starts, spec.T), 0), tl.max(gap_ends, 0)
@@ -236,19 +298,23 @@ def forward_kernel(q, k, v, sinks, starts, units, out, lse, spec: tl.constexpr):
         j, before = i, tl.maximum(i - spec.block_n, low)
         if spec.forks:
             j, before = tl.where(i < bend, i, i + shift), tl.where(before < bend, before, before + shift)
-        k_tile = load_tile(k, row, j, kv_head, spec.K, spec.block_n, 1, spec.descriptors, spec)
-        scores = capped(tl.dot(q_tile, tl.trans(k_tile)), spec)
+        k_tile = load_tile(k, row, j, kv_head, spec.K, spec.block_n, 1, spec.descriptors, FIRST, spec.keys)
+        scores = tl.dot(q_tile, tl.trans(k_tile))
+        if spec.rest > 0:
+            k_more = load_tile(k_rest, row, j, kv_head, spec.K, spec.block_n, 1, spec.descriptors, REST, spec.keys)
+            scores = tl.dot(q_more, tl.trans(k_more), scores)
+        scores = capped(scores, spec)
         if spec.late:
             v_tile = load_tile(
-                v, row, before, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, spec.descriptors, spec
+                v, row, before, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, spec.descriptors, VALUES, spec.keys
             )
             acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * alpha[:, None])
-        cut = (j < all_low) | (j + spec.block_n - 1 > first)
+        cut = (j < all_low) | (j + spec.block_n - 1 > first_own)
         if spec.forks:
             cut = cut | ((j < any_end) & (j + spec.block_n > any_start))
         if cut:
             keys = j + slots
-            visible = (keys[None, :] <= tokens[:, None]) & (keys[None, :] >= lows[:, None])
+            visible = (keys[None, :] <= own[:, None]) & (keys[None, :] >= lows[:, None])
             if spec.forks:
                 visible &= (keys[None, :] < gap_starts[:, None]) | (keys[None, :] >= gap_ends[:, None])
                 visible &= (keys[None, :] < skipped) | (i >= bend)
@@ -258,19 +324,23 @@ def forward_kernel(q, k, v, sinks, starts, units, out, lse, spec: tl.constexpr):
         alpha = tl.exp2(peak - new_peak)
         total = total * alpha + tl.sum(weights, 1)
         if not spec.late:
-            v_tile = load_tile(v, row, j, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, spec.descriptors, spec)
+            v_tile = load_tile(
+                v, row, j, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, spec.descriptors, VALUES, spec.keys
+            )
             acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * alpha[:, None])
         peak = new_peak
     if spec.late:
         j = last_tile(low, stop, spec.block_n)
         if spec.forks:
             j = tl.where(j < bend, j, j + shift)
-        v_tile = load_tile(v, row, j, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, spec.descriptors, spec)
+        v_tile = load_tile(
+            v, row, j, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, spec.descriptors, VALUES, spec.keys
+        )
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * alpha[:, None])
 
-    seen = (lows <= tokens) & (tokens < spec.T)
+    seen = (lows <= own) & (tokens < spec.T)
     total = tl.where(seen, total, 1.0)
     acc = tl.where(seen[:, None], acc / total[:, None], 0.0)
-    store_tile(out, acc, row, first, end, head, N, TOKENS, spec.P, spec)
+    store_tile(out, acc, row, first, end, head, N, TOKENS, spec.P, VALUES, spec)
     log_sum = tl.where(seen, (peak + tl.log2(total)) / LOG2_E, 0.0)
     tl.store(lse + ((row * (N // spec.P) + pack) * spec.T + first) * spec.P + lane, log_sum, mask=tokens < end)

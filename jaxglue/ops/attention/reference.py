@@ -9,13 +9,13 @@ from jaxglue.ops.segments import PackedSegments
 def reference_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
+    v: Float[Array, "B S K values"],
     segments: PackedSegments,
     *,
     window: int | None,
     sinks: Float[Array, " N"] | None,
     softcap: float | None = None,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N values"]:
     """Compute causal attention inside each segment, softmax in float32; padding gives zeros.
 
     Queries are the S tokens of a row, or some of them (`PackedSegments.own_keys`).
@@ -45,4 +45,4 @@ def reference_attention(
     total = weights.sum(axis=-1, keepdims=True) + jnp.exp(sink - peak)
     weights = jnp.where(total > 0, weights / jnp.where(total > 0, total, 1.0), 0.0)
     out = jnp.einsum("bkgts,bskh->btkgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    return out.reshape(B, T, N, H).astype(q.dtype)
+    return out.reshape(B, T, N, -1).astype(q.dtype)

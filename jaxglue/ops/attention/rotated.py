@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from jaxglue.ops.attention.backward_kernels import key_value_gradients, query_gradient
-from jaxglue.ops.attention.kernels import key_tile, query_tile, store_tile, tile_of
+from jaxglue.ops.attention.kernels import VALUES, key_tile, query_tile, store_tile, tile_of
 from jaxglue.ops.norm_rope.kernels import head_norm_gradient
 
 
@@ -19,7 +19,7 @@ def _take_back(
 ):  # fmt: skip
     """Store the gradient to a tile of z from that to its rotated and perhaps normed heads."""
     HALF: tl.constexpr = spec.H // 2
-    base, offsets, mask = tile_of(row, token, end, head, spec.V, TOKENS, PACK, HALF, spec)
+    base, offsets, mask = tile_of(row, token, end, head, spec.V, TOKENS, PACK, spec.H, 0, HALF, spec)
     columns = tl.arange(0, HALF)
     turned = (row * spec.T + token) * HALF + (tl.arange(0, TOKENS * PACK) // PACK)[:, None] * HALF + columns[None, :]
     c, s = tl.load(cos + turned, mask=mask, other=0.0), tl.load(sin + turned, mask=mask, other=0.0)
@@ -37,21 +37,27 @@ def _take_back(
 
 
 @triton.jit
-def rotated_dq_kernel(q, k, v, starts, units, out, lse, dout, z, weight, cos, sin, dz, delta, spec: tl.constexpr):
+def rotated_dq_kernel(
+    q, k, v, q_rest, k_rest, starts, units, out, lse, dout, z, weight, cos, sin, dz, delta, spec: tl.constexpr
+):
     """Do as `dq_kernel`; write the first N heads of dz."""
     row, first, end, pack = query_tile(units, spec)
     if first >= end:
         return
-    gradient = query_gradient(q, k, v, starts, out, lse, dout, delta, row, first, end, pack, spec)
+    gradient, _ = query_gradient(q, k, v, q_rest, k_rest, starts, out, lse, dout, delta, row, first, end, pack, spec)
     _take_back(gradient, z, weight, cos, sin, dz, row, first, end, pack * spec.P, spec.block_m // spec.P, spec.P, spec)
 
 
 @triton.jit
-def rotated_dkdv_kernel(q, k, v, ends, units, lse, delta, dout, z, weight, cos, sin, dz, spec: tl.constexpr):
+def rotated_dkdv_kernel(
+    q, k, v, q_rest, k_rest, ends, units, lse, delta, dout, z, weight, cos, sin, dz, spec: tl.constexpr
+):
     """Do as `dkdv_kernel`; write the last 2·K heads of dz."""
     row, first, end, head = key_tile(units, spec)
     if first >= end:
         return
-    dkeys, dvalues = key_value_gradients(q, k, v, ends, lse, delta, dout, row, first, end, head, spec)
-    store_tile(dz, dvalues, row, first, end, spec.V - spec.K + head, spec.V, spec.block_n, 1, spec)
+    dkeys, _, dvalues = key_value_gradients(
+        q, k, v, q_rest, k_rest, ends, lse, delta, dout, row, first, end, head, spec
+    )
+    store_tile(dz, dvalues, row, first, end, spec.V - spec.K + head, spec.V, spec.block_n, 1, VALUES, spec)
     _take_back(dkeys, z, weight, cos, sin, dz, row, first, end, spec.K * spec.G + head, spec.block_n, 1, spec)

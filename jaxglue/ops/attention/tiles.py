@@ -67,6 +67,10 @@ _HOPPER_LONG: Table = {
     256: _tiles((64, 32, 4, 3), (64, 16, 4, 3), (32, 128, 8, 2), (64, 128, 8, 2)),
     512: _WIDEST,
 }
+_HOPPER_LATENT = {  # queries and keys of 192, values of 128
+    False: _tiles((64, 32, 4, 3), (64, 32, 4, 3), (64, 64, 8, 2)),
+    True: _tiles((128, 64, 8, 2), (128, 64, 8, 2), (64, 128, 8, 2)),
+}
 _AMPERE: Table = {  # 164 KiB of shared memory in a block
     64: _tiles((128, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3)),
     128: _tiles((128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2)),
@@ -81,16 +85,24 @@ _SHORT_WINDOW = 512
 
 
 def kernel_tiles(
-    compute_capability: tuple[int, int], head_dim: int, *, window: int | None = None, long: bool = False
+    compute_capability: tuple[int, int],
+    head_dim: int,
+    *,
+    value_dim: int | None = None,
+    window: int | None = None,
+    long: bool = False,
 ) -> AttentionKernelTiles:
     """Return the launch configurations for a GPU and a head dim up to `largest_head_dim`.
 
     Args:
         compute_capability: of the GPU, as (major, minor).
         head_dim: H.
+        value_dim: of values; None for H.
         window: tokens visible to a query; None for all.
         long: most visible pairs are in long documents, which get large tiles.
     """
+    if (9, 0) <= compute_capability < (12, 0) and 128 < head_dim <= 192 and value_dim == 128:
+        return _HOPPER_LATENT[long]
     table = _table(compute_capability, window is not None and window <= _SHORT_WINDOW, long)
     return next(tiles for size, tiles in table.items() if head_dim <= size)
 

@@ -39,13 +39,13 @@ class TritonAttention(Launcher):
     def forward(self, q, k, v, sinks, segments, *, window, softcap=None):
         """Return (out, lse)."""
         sizes, tiles = KernelSizes.of(q, k), self.tiles.forward
-        count, units, unit = _tiles_in_order(segments, tiles.block_m // sizes.P)
-        q_tile, by_descriptor = self._query_tile(q, tiles, sizes)
+        count, units, unit = _tiles_in_order(segments, sizes.T, tiles.block_m // sizes.P)
         spec = _spec(sizes, v, window, segments, softcap)
+        operands, by_descriptor = self._operands(q, k, v, tiles, spec)
         return self._launch_tiles(
             kernels.forward_kernel,
-            (q_tile, *self._tiled((k, v), tiles.block_n, 1), q if sinks is None else sinks, _starts(segments), units),
-            (shape_dtype_of(q), sizes.statistics()),
+            (*operands, q if sinks is None else sinks, starts_of(segments), units),
+            (jax.ShapeDtypeStruct((*q.shape[:3], spec.values), q.dtype), sizes.statistics()),
             (count * sizes.packs, sizes.B),
             tiles,
             replace(spec, has_sinks=sinks is not None, q_descriptor=by_descriptor, **unit),
@@ -83,11 +83,11 @@ class TritonAttention(Launcher):
         """Return (an array like another with the gradient, delta)."""
         q, k, v = arrays
         sizes, tiles = KernelSizes.of(q, k), self.tiles.dq
-        count, units, unit = _tiles_in_order(segments, tiles.block_m // sizes.P)
-        q_tile, by_descriptor = self._query_tile(q, tiles, sizes)
+        count, units, unit = _tiles_in_order(segments, sizes.T, tiles.block_m // sizes.P)
+        operands, by_descriptor = self._operands(q, k, v, tiles, spec)
         return self._launch_tiles(
             kernel,
-            (q_tile, *self._tiled((k, v), tiles.block_n, 1), _starts(segments), units, *given),
+            (*operands, starts_of(segments), units, *given),
             (shape_dtype_of(like), sizes.statistics()),
             (count * sizes.packs, sizes.B),
             tiles,
@@ -100,12 +100,14 @@ class TritonAttention(Launcher):
         lse, delta, dout, *others = given
         sizes, tiles = KernelSizes.of(q, k), self.tiles.dkdv if spec.dkeys else self.tiles.dv
         assert tiles is not None
-        count, units, unit = _tiles_in_order(segments, tiles.block_n)
-        q, dout = self._tiled((q, dout), tiles.block_m // sizes.P, sizes.P)
-        ends = _ends(segments, spec.window)
+        count, units, unit = _tiles_in_order(segments, sizes.S, tiles.block_n)
+        block, ends = (tiles.block_m // sizes.P, sizes.P), _ends(segments, spec.window)
+        first, rest = self._parts(q, spec, *block)
+        operands = first, k, v, rest, k if spec.rest else None
+        dout = self._tiled(dout, *block, spec.width)
         return self._launch_tiles(
             kernel,
-            (q, k, v, ends, units, lse, delta, dout, *others),
+            (*operands, ends, units, lse, delta, dout, *others),
             out_type,
             (count * sizes.K, sizes.B),
             tiles,
@@ -113,20 +115,28 @@ class TritonAttention(Launcher):
             KernelKind.ATTENTION_BACKWARD,
         )
 
-    def _query_tile(self, q, tiles: AttentionTiles, sizes: "KernelSizes"):
-        """Return (q or its descriptor, whether it is a descriptor).
+    def _operands(self, q, k, v, tiles: AttentionTiles, spec: KernelSpec) -> tuple[tuple, bool]:
+        """Return (q, k, v and the rests of q and k, or their descriptors; whether q is a descriptor).
 
         A tile loaded by descriptor lies in registers, which pays for small tiles of wide heads. Triton 3.7.1 multiplies
         it wrongly where a tile has as many keys as a head has columns.
         """
-        width = triton.next_power_of_2(sizes.H)
-        by_descriptor = self.descriptors and width >= 128 and tiles.block_m <= 64 and tiles.block_n < width
-        tile = _descriptor(q, tiles.block_m // sizes.P, sizes.P) if by_descriptor else q
-        return tile, by_descriptor
+        small = tiles.block_m <= 64 and tiles.block_n < spec.width
+        by_descriptor = self.descriptors and spec.width >= 128 and small and tiles.block_n != spec.rest
+        block = tiles.block_m // spec.P, spec.P
+        first, rest = self._parts(q, spec, *block) if by_descriptor else (q, q if spec.rest else None)
+        keys, keys_rest = self._parts(k, spec, tiles.block_n, 1)
+        return (first, keys, self._tiled(v, tiles.block_n, 1, spec.width), rest, keys_rest), by_descriptor
 
-    def _tiled(self, arrays, tokens: int, heads: int):
-        """Return the arrays as descriptors of [tokens, heads] tiles where the GPU has them."""
-        return tuple(_descriptor(x, tokens, heads) for x in arrays) if self.descriptors else arrays
+    def _parts(self, x, spec: KernelSpec, tokens: int, heads: int) -> tuple:
+        """Return what the first tiles of queries or keys are loaded from, and the rests, or None without such."""
+        widths = (spec.width, spec.rest) if spec.rest else (spec.width,)
+        parts = tuple(self._tiled(x, tokens, heads, width) for width in widths)
+        return parts if spec.rest else (*parts, None)
+
+    def _tiled(self, x, tokens: int, heads: int, width: int):
+        """Return the array as a descriptor of [tokens, heads, width] tiles where the GPU has them."""
+        return _descriptor(x, tokens, heads, width) if self.descriptors else x
 
     def _launch_tiles(self, kernel, arrays, out_type, grid, tiles: AttentionTiles, spec: KernelSpec, kind: KernelKind):
         block_m, block_n, late = tiles.block_m, tiles.block_n, tiles.late
@@ -138,10 +148,11 @@ class TritonAttention(Launcher):
 
 @dataclass(frozen=True, kw_only=True)
 class KernelSizes:
-    """Sizes of a call: B rows of T tokens, K key/value heads with G query heads each, head dim H."""
+    """Sizes of a call: B rows of T queries and S keys, K key/value heads with G query heads each, head dim H."""
 
     B: int
     T: int
+    S: int
     K: int
     G: int
     P: int
@@ -153,7 +164,7 @@ class KernelSizes:
         """Return the sizes of a call."""
         B, T, N, H = q.shape
         G = N // k.shape[2]
-        return cls(B=B, T=T, K=k.shape[2], G=G, P=math.gcd(G, 16), H=H)
+        return cls(B=B, T=T, S=k.shape[1], K=k.shape[2], G=G, P=math.gcd(G, 16), H=H)
 
     @property
     def packs(self) -> int:
@@ -174,45 +185,54 @@ def _spec(
     sizes: KernelSizes, v, window: int | None, segments: PackedSegments, softcap: float | None = None
 ) -> KernelSpec:
     """Return the constants of a call, but not its tiles'."""
+    values = v.shape[3]
+    width = triton.next_power_of_2(values)
     return KernelSpec(
         T=sizes.T,
+        S=sizes.S,
         K=sizes.K,
         V=v.shape[2],
         G=sizes.G,
         P=sizes.P,
         H=sizes.H,
-        width=triton.next_power_of_2(sizes.H),
+        values=values,
+        width=width,
+        rest=0 if width >= sizes.H else triton.next_power_of_2(sizes.H - width),
         scale=sizes.H**-0.5,
         window=window or 0,
         forks=segments.gap_starts is not None,
+        split=segments.own_keys is not None,
         softcap=softcap,
     )
 
 
-def _tiles_in_order(segments: PackedSegments, tokens: int) -> tuple[int, Int[Array, "..."], dict]:
+def _tiles_in_order(segments: PackedSegments, T: int, tokens: int) -> tuple[int, Int[Array, "..."], dict]:
     """Return the tiles of so many tokens in a row, the units that they are in, and a unit's tokens.
 
     Without units, or for larger tiles, tiles start as they lie in a row; a unit has 0 tokens then.
     """
-    T = segments.starts.shape[1]
     if segments.units is None or tokens > UNIT:
         return triton.cdiv(T, tokens), segments.starts, {"unit": 0, "units": 0}
     count = segments.units.shape[3]
     return count * (UNIT // tokens), segments.units, {"unit": UNIT, "units": count}
 
 
-def _starts(segments: PackedSegments) -> Int[Array, "B *bounds T"]:
-    """Return the first keys of queries, in forked segments beside the bounds of the keys that they skip."""
+def starts_of(segments: PackedSegments) -> Int[Array, "B *bounds T"]:
+    """Return the first keys of queries; beside them the bounds of the keys that they skip, or their own keys."""
+    if segments.own_keys is not None:
+        return jnp.stack([segments.starts, segments.own_keys], axis=1)
     if segments.gap_starts is None or segments.gap_ends is None:
         return segments.starts
     return jnp.stack([segments.starts, segments.gap_starts, segments.gap_ends], axis=1)
 
 
 def _ends(segments: PackedSegments, window: int) -> Int[Array, "B *bounds T"]:
-    """Return the ends of keys' queries, in forked segments with a window beside positions.
+    """Return the ends of keys' queries; beside them the first ones, or in forked segments with a window positions.
 
     A second continuation's keys are followed by their own queries alone, so the window ends them.
     """
+    if segments.first_queries is not None:
+        return jnp.stack([segments.ends, segments.first_queries], axis=1)
     if segments.gap_starts is None or segments.gap_ends is None or not window:
         return segments.ends
     last = jnp.arange(segments.ends.shape[1], dtype=jnp.int32) + window
@@ -220,9 +240,9 @@ def _ends(segments: PackedSegments, window: int) -> Int[Array, "B *bounds T"]:
     return jnp.stack([ends, segments.positions], axis=1)
 
 
-def _descriptor(x: Float[Array, "B T N H"], tokens: int, heads: int) -> TensorDescriptor:
+def _descriptor(x: Float[Array, "B T N H"], tokens: int, heads: int, width: int) -> TensorDescriptor:
     B, T, N, H = x.shape
-    return TensorDescriptor.from_array(x.reshape(B * T, N, H), (tokens, heads, triton.next_power_of_2(H)))
+    return TensorDescriptor.from_array(x.reshape(B * T, N, H), (tokens, heads, width))
 
 
 def sink_gradient(

@@ -47,10 +47,10 @@ def flash_attention(
     spec: FlashSpec,
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    v: Float[Array, "B T K values"],
     sinks: Float[Array, " N"] | None,
     segments: PackedSegments,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N values"]:
     """Compute packed attention by a fused backend."""
     return spec.backend.forward(q, k, v, sinks, segments, **spec.scores)[0]
 

@@ -6,11 +6,22 @@ from jaxtyping import Array, Float, Int
 
 from jaxglue.ops.backend import Backend, Capability, Operation, check_capability, check_triton
 from jaxglue.ops.norm_rope import HeadNorms, norm_and_rotate, scale_queries
+from jaxglue.ops.paged_attention.latent import LatentPages, latent_attention, make_latent_pages
 from jaxglue.ops.paged_attention.pages import KVPages, make_pages
 from jaxglue.ops.paged_attention.reference import reference_paged_attention
 from jaxglue.ops.rope import RopeTables, Rotary
 
-__all__ = ["APPEND", "PAGED_ATTENTION", "KVPages", "append", "make_pages", "paged_attention"]
+__all__ = [
+    "APPEND",
+    "PAGED_ATTENTION",
+    "KVPages",
+    "LatentPages",
+    "append",
+    "latent_attention",
+    "make_latent_pages",
+    "make_pages",
+    "paged_attention",
+]
 
 _FP8 = (8, 9)
 

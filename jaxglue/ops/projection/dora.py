@@ -15,7 +15,7 @@ from jaxglue.ops.quant.formats import is_quantized
 @jax.jit
 def row_norms(weight: Any) -> Float[Array, " out"]:
     """Return the norm of each row of a matrix [out, in], quantized or not, in float32."""
-    return jnp.sqrt(_squares(_matrix(weight, jnp.float32)))
+    return jnp.sqrt(_squares(matrix(weight, jnp.float32)))
 
 
 def magnitude_gain(
@@ -27,7 +27,7 @@ def magnitude_gain(
     expanded to `dtype`, that of the product, if it is quantized. `up` is s·B.
     """
     A, b = jax.lax.stop_gradient((A, up))
-    W = _matrix(jax.lax.stop_gradient(weight), dtype)
+    W = matrix(jax.lax.stop_gradient(weight), dtype)
     products = jax.lax.dot_general(W, A.astype(W.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     gram = jnp.matmul(A, A.T, precision="highest")
     squares = _squares(W) + jnp.sum(b * (2 * products + jnp.matmul(b, gram, precision="highest")), axis=1)
@@ -35,7 +35,8 @@ def magnitude_gain(
     return magnitude / jnp.maximum(norms, jnp.finfo(jnp.float32).tiny)
 
 
-def _matrix(weight: Any, dtype) -> Float[Array, "out in"]:
+def matrix(weight: Any, dtype=jnp.bfloat16) -> Float[Array, "out in"]:
+    """Return a weight as it is, or expanded to `dtype` if it is quantized."""
     return dequantize(weight, dtype) if is_quantized(weight) else weight
 
 

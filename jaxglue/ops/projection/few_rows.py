@@ -30,23 +30,55 @@ MOST_ROWS = 256
 """Rows up to which reading the weights takes longer than multiplying by them."""
 MOST_WIDE_ROWS = 128
 """The same for one or two weights in 16 bits."""
+MOST_TMA_ROWS = 256
+"""Rows up to which the kernel for Hopper is faster than others."""
+TMA = "few rows by TMA"
+_SLAB, _ALIGNED = 64, 16
+"""Rows of a weight that a warpgroup multiplies, and bytes of which TMA needs multiples."""
 LARGEST_RANK = 64
 PERMUTED = ("int8", "e4m3", "nf4")
 """Ways of multiplication that convert weights to x's dtype."""
 
 
 def _check(capability: Capability | None, x, projections: Sequence[Any], conditions) -> None:
+    rows = _check_call(capability, x, projections, MOST_ROWS)
+    _check_weights(x, projections, conditions)
+    _check_parts(projections, conditions)
+    _check_speed(rows, projections)
+
+
+def _check_tma(capability: Capability | None, x, projections: Sequence[Any], conditions) -> None:
+    check_tried(TMA)
+    rows = _check_call(capability, x, projections, MOST_TMA_ROWS)
+    _check_weights(x, projections, conditions)
+    _check_parts(projections, conditions)
+    if (kind := _kind(projections[0], conditions)) not in ("16 bits", "fp8"):
+        raise NotImplementedError(f"weights in {kind} are converted in registers")
+    if projections[0].adapter is not None:
+        raise NotImplementedError("another kernel adds the products of adapters")
+    for weight in (projection.weight for projection in projections):
+        if weight.shape[0] % _SLAB or weight.shape[1] % _ALIGNED:
+            raise NotImplementedError(f"weights must have multiples of {_SLAB} rows and {_ALIGNED} columns")
+    _check_speed_of_tma(rows, projections)
+
+
+def _check_speed_of_tma(rows: int, projections: Sequence[Any]) -> None:
+    """Raise NotImplementedError where other products are faster, as measured on an H200 with Qwen3-8B's matrices."""
+    if rows == 1:
+        raise NotImplementedError("XLA is as fast for one row")
+
+
+def _check_call(capability: Capability | None, x, projections: Sequence[Any], most: int) -> int:
+    """Return the rows of x."""
     values = x.values if isinstance(x, FP8Rows) else x
     check_triton(capability, values.dtype)
     check_hopper(capability)
     check_one_device()
-    if (rows := values.size // values.shape[-1]) > MOST_ROWS:
-        raise NotImplementedError(f"more than {MOST_ROWS} rows")
+    if (rows := values.size // values.shape[-1]) > most:
+        raise NotImplementedError(f"more than {most} rows")
     if len(projections) > 3:
         raise NotImplementedError("more than three weights")
-    _check_weights(x, projections, conditions)
-    _check_parts(projections, conditions)
-    _check_speed(rows, projections)
+    return rows
 
 
 def _check_weights(x, projections: Sequence[Any], conditions) -> None:
@@ -113,12 +145,19 @@ def _load(capability: Capability, *call: Any):
     return TritonFewRows.of(capability)
 
 
+def _load_tma(capability: Capability, *call: Any):
+    from jaxglue.ops.projection.few_rows_tma import HopperFewRows
+
+    return HopperFewRows.of(capability)
+
+
 FEW_ROWS = Operation(
     name="projection of few rows",
     backends={
+        "tma": Backend(check=_check_tma, load=_load_tma, advantage="one warp loads weights while others multiply"),
         "triton": Backend(
             check=_check, load=_load, advantage="weights are read once, as they are stored, by one kernel"
-        )
+        ),
     },
 )
 """Backends of projections without gradients; a call is described by x, projections and conditions."""

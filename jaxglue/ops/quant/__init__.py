@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from jaxglue.ops.backend import Backend, Capability, Operation, check_triton
 from jaxglue.ops.quant.formats import Quantized
 from jaxglue.ops.quant.mxfp4 import MXFP4, fp8_codes, fp8_factors, largest_exponents
+from jaxglue.ops.quant.stack import Stack
 from jaxglue.ops.quant.vjp import DequantizeBackend, dequantize_with, project
 
 for _format in ("nf4", "int8", "fp8", "mxfp4", "nvfp4"):
@@ -49,6 +50,8 @@ def dequantize(weight: Quantized, dtype=jnp.bfloat16, *, backend: str = "auto") 
     Raises:
         ValueError: a truncated `MXFP4`, or a named backend that cannot serve.
     """
+    if isinstance(weight, Stack):
+        return dequantize(weight.rows, dtype, backend=backend).reshape(weight.shape)
     return dequantize_with(DEQUANTIZE.load(weight, backend=backend), weight, dtype)
 
 

@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxglue.ops.backend import HOPPER, Backend, Capability, Operation, check_triton_rank
-from jaxglue.ops.collectives import TOKEN_AXES, axis_size
+from jaxglue.ops.collectives import axis_size
 from jaxglue.ops.projection import Projection, check_adapters
 from jaxglue.ops.small_layer.layer import LayerNorms, LayerSpec, Weights, fused_layer
 
@@ -32,8 +32,8 @@ def _check(capability: Capability | None, x: Array, projections: Sequence[Projec
     ranks = {len(projection.adapter.A) for projection in projections if projection.adapter is not None}
     if len(ranks) > 1:
         raise NotImplementedError(f"adapters must have one rank, got {', '.join(map(str, sorted(ranks)))}")
-    if axis_size("tensor", *TOKEN_AXES) > 1:
-        raise NotImplementedError("several devices")
+    if axis_size("tensor", "context") > 1:
+        raise NotImplementedError("devices along tensor split its matrices, or those along context its rows")
     check_triton_rank(capability, x.dtype, min(ranks), largest=32)
 
 

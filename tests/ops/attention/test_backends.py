@@ -46,6 +46,9 @@ LLAMA = AttentionShape(dtype=jnp.bfloat16, head_dim=128, query_heads=32, kv_head
         ({"head_dim": 256, "long": True}, (9, 0), "hopper"),
         ({"head_dim": 256, "long": True, "segment_slots": 4}, (9, 0), "cudnn"),
         ({"head_dim": 256, "long": True, "segment_slots": 4, "softcap": 50.0}, (9, 0), "hopper"),
+        ({"head_dim": 192, "value_dim": 128}, (9, 0), "triton"),
+        ({"head_dim": 192, "value_dim": 128, "long": True, "segment_slots": 4}, (9, 0), "hopper"),
+        ({"head_dim": 160, "value_dim": 128, "long": True}, (9, 0), "triton"),
         ({"head_dim": 84}, (9, 0), "reference"),
         ({"head_dim": 512}, (9, 0), "triton"),
         ({"head_dim": 32}, (9, 0), "cudnn"),
@@ -93,7 +96,7 @@ def arguments(**changes):
     [
         ({"q": (8, 4, 16)}, {}, r"q must be \[B, T, N, H\], got shape \(8, 4, 16\)"),
         ({"k": (1, 8, 2, 32)}, {}, r"k must be .*\[1, 8, K, 16\].*got shape \(1, 8, 2, 32\)"),
-        ({"v": (1, 8, 1, 16)}, {}, r"v must have k's shape \(1, 8, 2, 16\), got \(1, 8, 1, 16\)"),
+        ({"v": (1, 8, 1, 16)}, {}, r"v must have k's shape \(1, 8, 2, 16\), or narrower heads, got \(1, 8, 1, 16\)"),
         ({"q": (1, 8, 3, 16)}, {}, "multiple of key/value heads, got 3 and 2"),
         ({"q": (1, 9, 4, 16), "k": (1, 9, 2, 16), "v": (1, 9, 2, 16)}, {}, r"segments must be .*\[1, 9\].*\(1, 8\)"),
         ({}, {"window": 0}, "window must be a whole number from 1 or None, got 0"),

@@ -115,13 +115,16 @@ def test_kernels_of_wide_heads_keep_matmuls_in_flight_and_values_in_registers(h2
     assert max(int(re.search(r"(\d+) bytes spill stores", note)[1]) for note in notes) <= 32
 
 
-def compile_hopper(sharding, *, T, N, K, H, window, slots, softcap=None):
-    """Compile both passes on queries, keys and values that the program makes."""
+def compile_hopper(sharding, *, T, N, K, H, window, slots, softcap=None, split=1, values=None):
+    """Compile both passes on queries, keys and values that the program makes; queries are a part of split rows."""
 
     def gradients(scale, per_token):
-        bounds = dict.fromkeys(("segment_ids", "positions", "starts", "ends"), per_token)
-        segments = PackedSegments(**bounds, cu_seqlens=jnp.zeros((1, slots + 1), jnp.int32))
-        q, k, v = (jnp.full((1, T, heads, H), scale) for heads in (N, K, K))
+        fields = dict.fromkeys(("segment_ids", "positions", "starts"), per_token[:, : T // split])
+        if split > 1:
+            fields |= {"own_keys": fields["starts"], "first_queries": per_token}
+        segments = PackedSegments(**fields, ends=per_token, cu_seqlens=jnp.zeros((1, slots + 1), jnp.int32))
+        shapes = (T // split, N, H), (T, K, H), (T, K, values or H)
+        q, k, v = (jnp.full((1, *shape), scale) for shape in shapes)
         options = {"window": window, "softcap": softcap}
         out, lse = hopper_backend().forward(q, k, v, None, segments, **options)
         dq, dk, dv, _ = hopper_backend().backward(q, k, v, None, segments, out, lse, out, **options)
@@ -147,9 +150,26 @@ def test_hopper_kernels_keep_matmuls_in_flight_and_write_in_place(
     assert compiled.memory_analysis().temp_size_in_bytes < inputs + out + 2 * one_head
 
 
+def test_hopper_kernels_of_split_rows_keep_matmuls_in_flight(h200, compiled_kernels, tmp_path):
+    compiled = compile_hopper(h200, T=8192, N=16, K=4, H=128, window=None, slots=1, split=2)
+    assert kernels(compiled) == 2
+    notes = [assembler_notes(result.binary, tmp_path) for result in compiled_kernels]
+    assert not any("wgmma" in note for note in notes)
+    assert max(int(re.search(r"(\d+) bytes spill stores", note)[1]) for note in notes) <= 48
+
+
 @pytest.mark.parametrize("softcap", [None, repeat(50.0)])
 def test_hopper_computes_wide_heads_forward_and_triton_backward(h200, compiled_kernels, tmp_path, softcap):
     compile_hopper(h200, T=4096, N=16, K=8, H=256, window=None, slots=32, softcap=softcap)
     forward, *gradients = compiled_kernels
     assert ".reqntid 384" in forward.binary and len(gradients) == 3
     assert all("wgmma" not in assembler_notes(result.binary, tmp_path) for result in compiled_kernels)
+
+
+@pytest.mark.slow
+def test_hopper_keeps_the_sums_of_latent_attention_in_registers(h200, compiled_kernels, tmp_path):
+    compile_hopper(h200, T=4096, N=16, K=16, H=192, values=128, window=None, slots=32)
+    assert len(compiled_kernels) == 2 and all(".reqntid 384" in result.binary for result in compiled_kernels)
+    notes = [assembler_notes(result.binary, tmp_path) for result in compiled_kernels]
+    assert not any("wgmma" in note for note in notes)
+    assert max(int(re.search(r"(\d+) bytes spill stores", note)[1]) for note in notes) <= 64

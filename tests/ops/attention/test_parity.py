@@ -1,16 +1,18 @@
 """Every backend against the float32 reference: output and all gradients, on uneven segments."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxglue.ops.attention import packed_attention
+from jaxglue.ops import row_split
+from jaxglue.ops.attention import ATTENTION, _shape, packed_attention
 from jaxglue.ops.attention.reference import reference_attention
 from jaxglue.ops.attention.tiles import AttentionKernelTiles, AttentionTiles
 from jaxglue.ops.attention.vjp import FlashSpec, flash_attention
+from jaxglue.ops.row_split import bounds, split_segments
 from jaxglue.ops.segments import pack_segments
 
 
@@ -24,13 +26,17 @@ class Case:
     window: int | None = None
     sinks: bool = False
     softcap: float | None = None
+    values: int | None = None
+    """Head dim of values; None for H."""
 
     def inputs(self, dtype):
         """Return (q, k, v, sinks), segments, dout."""
         keys = jax.random.split(jax.random.key(0), 5)
+        values = self.H if self.values is None else self.values
+        sizes = self.H, self.H, values, values
         q, k, v, dout = (
-            jax.random.normal(key, (len(self.lengths), self.T, heads, self.H), dtype)
-            for key, heads in zip(keys[:4], (self.N, self.K, self.K, self.N), strict=True)
+            jax.random.normal(key, (len(self.lengths), self.T, heads, size), dtype)
+            for key, heads, size in zip(keys[:4], (self.N, self.K, self.K, self.N), sizes, strict=True)
         )
         sinks = jax.random.normal(keys[4], (self.N,)) if self.sinks else None
         segments = jax.tree.map(jnp.asarray, pack_segments(self.lengths, seq_len=self.T))
@@ -48,6 +54,8 @@ SMALL = {
     "two tiles of heads in a group": Case(lengths=((9, 4),), T=16, N=6, K=1, H=16, sinks=True),
     "a row of padding": Case(lengths=((18,), ()), T=20, N=2, K=1, H=16, sinks=True),
     "documents of one token": Case(lengths=((1,) * 17,), T=20, N=2, K=1, H=16),
+    "values narrower than keys": Case(lengths=((7, 17), (3, 1, 12)), T=25, N=4, K=2, H=24, values=16, window=12),
+    "values narrower than one part of keys": Case(lengths=((7, 17),), T=25, N=2, K=2, H=28, values=8),
     "capped scores": Case(lengths=((1, 17, 9), ()), T=31, N=4, K=2, H=24, window=11, softcap=0.7),
 }
 
@@ -68,6 +76,13 @@ LARGE = {
     "head dim 96": Case(lengths=(random_lengths(900, 5),), T=960, N=8, K=8, H=96, window=100),
     "head dim 256": Case(lengths=(random_lengths(1000, 5),), T=1024, N=8, K=2, H=256),
     "head dim 256, capped scores": Case(lengths=(random_lengths(1000, 5),), T=1024, N=8, K=4, H=256, softcap=2.0),
+    "latent": Case(
+        lengths=(random_lengths(1400, 6), random_lengths(1024, 3, seed=1)), T=1500, N=16, K=16, H=192, values=128
+    ),
+    "latent, one segment": Case(lengths=((2500,),), T=2560, N=8, K=8, H=192, values=128),
+    "latent, grouped, window": Case(
+        lengths=(random_lengths(1900, 3),), T=2048, N=8, K=2, H=192, values=128, window=700
+    ),
     "head dim 512": Case(lengths=(random_lengths(1000, 5),), T=1024, N=8, K=1, H=512),
     "head dim 256, window": Case(lengths=(random_lengths(1000, 5),), T=1024, N=4, K=2, H=256, window=200),
     "hundreds of documents": Case(lengths=(random_lengths(1024, 300),), T=1024, N=8, K=4, H=64),
@@ -86,6 +101,7 @@ HOPPER = (
     "hundreds of documents",
     "one segment and padding",
     "chunks of tiles in a window",
+    *("latent", "latent, one segment", "latent, grouped, window"),
 )
 
 
@@ -146,6 +162,68 @@ def assert_interpreted(case, segments, inputs, dout, interpreted_backend, late=F
     assert_close(got, expected_of(case, inputs, segments, dout), dout, 1e-5)
 
 
+def split_queries(case: Case, inputs, dout, device: int, devices: int = 2):
+    """Return (inputs, metadata, dout) of a device's queries, and dout of whole rows, zero for others' queries."""
+    split = jax.tree.map(jnp.asarray, split_segments(pack_segments(case.lengths, seq_len=case.T), devices))
+    own = case.T // devices
+    part = slice(device * own, (device + 1) * own)
+    names = "segment_ids", "positions", "starts", "ends"
+    fields = {name: getattr(split, name)[:, part] for name in names}
+    rows = split.split.rows[:, part]
+    parts = replace(split.split, rows=rows, before=split.split.before[:, device : device + 1])
+    take = jax.vmap(lambda values, index: values[index])
+    is_own = jnp.zeros(dout.shape[:2]).at[jnp.arange(len(rows))[:, None], rows].set(1)[:, :, None, None]
+    q, *others = inputs
+    metadata = bounds(replace(split, **fields, split=parts), case.window)
+    return (take(q, rows), *others), metadata, take(dout, rows), (dout * is_own).astype(dout.dtype), rows
+
+
+def assert_split(case: Case, backend, dtype, tolerance: float, device: int):
+    """Assert that a backend computes the queries of one device of two."""
+    inputs, segments, dout = case.inputs(dtype)
+    given, metadata, own_dout, whole_dout, rows = split_queries(case, inputs, dout, device)
+    spec = FlashSpec(backend=backend, window=None, softcap=case.softcap)
+    got = output_and_gradients(lambda *x: flash_attention(spec, *x, metadata), given, own_dout)
+    out, (dq, *others) = expected_of(case, inputs, segments, whole_dout)
+    out, dq = (jax.vmap(lambda values, index: values[index])(x, rows) for x in (out, dq))
+    assert_close(got, (out, (dq, *others)), dout, tolerance)
+
+
+SPLIT = {
+    "chunks and whole documents": Case(lengths=((90, 5, 21, 3), (41, 60, 17)), T=120, N=4, K=2, H=16, sinks=True),
+    "a window": Case(lengths=((130, 14),), T=144, N=2, K=1, H=16, window=37),
+}
+
+
+@pytest.mark.parametrize("device", [0, 1])
+@pytest.mark.parametrize("name", SPLIT)
+def test_kernels_compute_the_queries_of_split_rows(name, device, interpreted_backend, monkeypatch):
+    monkeypatch.setattr(row_split, "_LEAST_CHUNK", 8)
+    tiles = AttentionTiles(block_m=16, block_n=16, num_warps=4, num_stages=1)
+    tiles = AttentionKernelTiles(forward=tiles, dq=tiles, dkdv=tiles)
+    assert_split(SPLIT[name], interpreted_backend(tiles=tiles, compute_capability=80), jnp.float32, 1e-5, device)
+
+
+LARGE_SPLIT = {
+    "Llama": Case(lengths=(random_lengths(3900, 9), random_lengths(3000, 4, seed=1)), T=4096, N=32, K=8, H=128),
+    "GPT-OSS": Case(lengths=(random_lengths(4000, 7),), T=4096, N=64, K=8, H=64, window=128, sinks=True),
+    "Qwen3-14B": Case(lengths=((4096,),), T=4096, N=40, K=8, H=128, sinks=True),
+    "window": Case(lengths=((5000, 900),), T=6000, N=8, K=2, H=128, window=1500),
+    "head dim 256": Case(lengths=((2500, 500),), T=3072, N=8, K=2, H=256, softcap=2.0),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", [0, 1])
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+@pytest.mark.parametrize("name", LARGE_SPLIT)
+def test_backends_compute_the_queries_of_split_rows_on_a_gpu(name, backend, device):
+    case = LARGE_SPLIT[name]
+    (q, k, _, _), segments, _ = case.inputs(jnp.bfloat16)
+    shape = replace(_shape(q, k, segments, None, case.softcap), split=True, long=backend == "hopper")
+    assert_split(case, ATTENTION.load(shape, backend=backend), jnp.bfloat16, 1e-2, device)
+
+
 def test_units_of_documents_match_the_reference(interpreted_backend, monkeypatch):
     from jaxglue.ops import segments as rows
     from jaxglue.ops.attention import triton
@@ -166,8 +244,8 @@ def test_backends_match_the_reference_on_a_gpu(name, dtype, backend):
     case = LARGE[name]
     if backend == "hopper" and name not in HOPPER:
         pytest.skip("other cases show the same of these kernels, which compile slowly")
-    if backend == "cudnn" and (case.softcap is not None or case.H > 256):
-        pytest.skip("cuDNN does not cap scores, nor know wider heads")
+    if backend == "cudnn" and (case.softcap is not None or case.H > 256 or case.values is not None):
+        pytest.skip("cuDNN does not cap scores, nor know wider heads, nor are values of other heads given to it")
     inputs, segments, dout = case.inputs(dtype)
 
     def attention(q, k, v, sinks):

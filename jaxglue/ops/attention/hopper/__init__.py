@@ -14,7 +14,7 @@ from jaxglue.ops.attention.hopper.forward import forward_kernel
 from jaxglue.ops.attention.hopper.visits import tiles_in_chunk
 from jaxglue.ops.attention.kernels import LOG2_E
 from jaxglue.ops.attention.tiles import heads_summed_at_once, kernel_tiles
-from jaxglue.ops.attention.triton import KernelSizes, TritonAttention, sink_gradient
+from jaxglue.ops.attention.triton import KernelSizes, TritonAttention, sink_gradient, starts_of
 from jaxglue.ops.attention.vjp import Gradients
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher, shape_dtype_of
@@ -38,20 +38,26 @@ class HopperAttention(Launcher):
 
     def forward(self, q, k, v, sinks, segments, *, window, softcap=None):
         """Return (out, lse)."""
-        sizes = KernelSizes.of(q, k)
-        keys = _ROWS if sizes.H <= 128 else _ROWS // 2  # of a tile: wide heads fill shared memory
-        arrays = q, _rows(k, keys), _rows(v, keys), q if sinks is None else sinks, segments.starts
-        outputs = shape_dtype_of(q), sizes.statistics()
+        sizes, values = KernelSizes.of(q, k), v.shape[3]
+        keys = _ROWS if values <= 128 else _ROWS // 2  # of a tile: wide heads fill shared memory
+        first, rest = _parts(k, values, keys)
+        arrays = q, first, rest, _rows(v, keys), q if sinks is None else sinks, starts_of(segments)
+        outputs = jax.ShapeDtypeStruct((*q.shape[:3], values), q.dtype), sizes.statistics()
         grid = triton.cdiv(sizes.T, _ROWS // sizes.P) * sizes.packs, sizes.B
-        constants = sizes.constants(window) | {"SOFTCAP": softcap, "STAGES": _STAGES, "HAS_SINKS": sinks is not None}
+        constants = _constants(sizes, segments, window) | {
+            "V": values,
+            "SOFTCAP": softcap,
+            "STAGES": _STAGES,
+            "HAS_SINKS": sinks is not None,
+        }
         cost = KernelCost(kind=KernelKind.ATTENTION_FORWARD)
         return self._launch(forward_kernel, arrays, outputs, grid, constants, cost=cost)
 
     def backward(self, q, k, v, sinks, segments: PackedSegments, out, lse, dout, *, window, softcap=None) -> Gradients:
         """Return (dq, dk, dv, dsinks); dq is summed in float32, of as many heads at once as take 1 GiB."""
-        sizes = KernelSizes.of(q, k)
-        if sizes.H > 128 or softcap is not None:
-            tiles = kernel_tiles((9, 0), sizes.H, window=window, long=True)
+        sizes, values = KernelSizes.of(q, k), v.shape[3]
+        if values > 128 or softcap is not None:
+            tiles = kernel_tiles((9, 0), sizes.H, value_dim=values, window=window, long=True)
             kernels = TritonAttention(compute_capability=self.compute_capability, tiles=tiles)
             arrays = q, k, v, sinks, segments, out, lse, dout
             return kernels.backward(*arrays, window=window, softcap=softcap)
@@ -61,13 +67,23 @@ class HopperAttention(Launcher):
             sizes = replace(sizes, P=1)
         delta = _per_tile((out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1), sizes)
         planes = sizes.B * sizes.packs, sizes.T * sizes.P
-        statistics = [_line(x.reshape(planes)) for x in (lse * LOG2_E.value, delta)]
-        others = segments.ends, *statistics, _cube(dout, sizes.P)
+        narrow = values < sizes.H  # scores then begin with the negative lse
+        statistics = -(sizes.H**0.5) * lse if narrow else lse * LOG2_E.value, delta
+        ends = segments.ends
+        if segments.own_keys is not None and segments.first_queries is not None:
+            ends = jnp.concatenate([ends, segments.first_queries, segments.own_keys], axis=1)
+        others = ends, *(_line(x.reshape(planes)) for x in statistics), _cube(dout, sizes.P, (values,))[0]
+        widths = (values, sizes.H - values) if values < sizes.H else (values,)
         heads = heads_summed_at_once(sizes.K, 4 * sizes.B * sizes.T * sizes.G * sizes.H)
 
         def some(first, q, k, v) -> tuple[jax.Array, ...]:
-            arrays = _cube(q, sizes.P), _rows(k), _rows(v), *others
-            return self._gradients(arrays, first, sizes, heads, sizes.constants(window) | {"CHUNK": chunk})
+            (query, *query_rest), (key, *key_rest) = (
+                _cube(q, sizes.P, widths),
+                [_rows(k, width=width) for width in widths],
+            )
+            arrays = query, key, _rows(v), *(query_rest or [None]), *(key_rest or [None]), *others
+            constants = _constants(sizes, segments, window) | {"V": values, "CHUNK": chunk}
+            return self._gradients(arrays, first, sizes, heads, widths, constants)
 
         def replaced(i, arrays):
             update = jax.lax.dynamic_update_slice_in_dim
@@ -81,25 +97,32 @@ class HopperAttention(Launcher):
             dq, dk, dv = jax.lax.fori_loop(0, sizes.K // heads, replaced, (q, k, v))
         return dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, delta)
 
-    def _gradients(self, arrays, first_head, sizes: KernelSizes, heads: int, constants: dict):
+    def _gradients(self, arrays, first_head, sizes: KernelSizes, heads: int, widths: tuple[int, ...], constants: dict):
         """Return (dq, dk, dv) of some key/value heads and their query heads."""
-        lines, planes, tiles = sizes.T * sizes.P, sizes.B * heads * sizes.G // sizes.P, triton.cdiv(sizes.T, _ROWS)
-        sums = jnp.empty((planes, lines, sizes.H), jnp.float32)
+        lines, planes, tiles = sizes.T * sizes.P, sizes.B * heads * sizes.G // sizes.P, triton.cdiv(sizes.S, _ROWS)
+        rounded = triton.cdiv(triton.cdiv(sizes.T, _ROWS), _SPAN)
         turns = jnp.zeros((planes, triton.cdiv(lines, _ROWS // 2)), jnp.int32)
-        dkv, dq = (
-            jax.ShapeDtypeStruct((sizes.B, sizes.T, heads * group, sizes.H), arrays[1].base.dtype)
-            for group in (1, sizes.G)
+        sums = [jnp.empty((planes, lines, width), jnp.float32) for width in widths]
+        dk, dv, dq = (
+            jax.ShapeDtypeStruct((sizes.B, tokens, heads * group, width), arrays[1].base.dtype)
+            for tokens, group, width in ((sizes.S, 1, sizes.H), (sizes.S, 1, widths[0]), (sizes.T, sizes.G, sizes.H))
         )
+        given = *arrays, jnp.asarray(first_head, jnp.int32).reshape(1), turns
+        in_place, passed = (turns, *sums), sum(each is not None for each in given)
         dk, dv, dq, *_ = self._launch(
             backward_kernel,
-            (*arrays, jnp.asarray(first_head, jnp.int32).reshape(1), _halves(sums), turns),
-            (dkv, dkv, dq, shape_dtype_of(sums), shape_dtype_of(turns)),
-            ((tiles + triton.cdiv(tiles, _SPAN)) * heads * sizes.B,),
+            (*given, *map(_halves, sums), *([None] if len(sums) == 1 else [])),
+            (dk, dv, dq, *map(shape_dtype_of, in_place)),
+            ((tiles + rounded) * heads * sizes.B,),
             constants | {"STAGES": _STAGES + (sizes.H <= 64), "HEADS": heads, "ROWS": sizes.B, "SPAN": _SPAN},
             cost=KernelCost(kind=KernelKind.ATTENTION_BACKWARD),
-            aliases={len(arrays) + 1: 3, len(arrays) + 2: 4},
+            aliases={passed - 1 + i: 3 + i for i in range(len(in_place))},
         )
         return dq, dk, dv
+
+
+def _constants(sizes: KernelSizes, segments: PackedSegments, window: int | None) -> dict:
+    return sizes.constants(window) | {"S": sizes.S, "SPLIT": segments.own_keys is not None}
 
 
 def _per_tile(x: Float[Array, "B T N"], sizes: KernelSizes) -> Float[Array, "B N/P T P"]:
@@ -111,16 +134,22 @@ def _descriptor(x: jax.Array, block: tuple[int, ...], swizzle: int = 128) -> Ten
     return TensorDescriptor.from_array(x, block, layout)
 
 
-def _rows(x: Float[Array, "B T K H"], count: int = _ROWS) -> TensorDescriptor:
-    """Describe tiles of one head's keys or values."""
+def _rows(x: Float[Array, "B T K H"], count: int = _ROWS, width: int | None = None) -> TensorDescriptor:
+    """Describe tiles of one head's keys or values, or of so many columns of it."""
     B, T, K, H = x.shape
-    return _descriptor(x.reshape(B * T, K * H), (count, H))
+    return _descriptor(x.reshape(B * T, K * H), (count, H if width is None else width))
 
 
-def _cube(x: Float[Array, "B T N H"], heads: int) -> TensorDescriptor:
-    """Describe tiles of some heads for some tokens."""
+def _parts(k: Float[Array, "B T K H"], values: int, count: int = _ROWS) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Describe tiles of as many columns of keys as values have, and of those beyond; the same where there are none."""
+    first = _rows(k, count, values)
+    return first, _rows(k, count, k.shape[3] - values) if k.shape[3] > values else first
+
+
+def _cube(x: Float[Array, "B T N H"], heads: int, widths: tuple[int, ...]) -> list[TensorDescriptor]:
+    """Describe tiles of some heads for some tokens, of so many columns each."""
     B, T, N, H = x.shape
-    return _descriptor(x.reshape(B * T, N, H), (_ROWS // 2 // heads, heads, H))
+    return [_descriptor(x.reshape(B * T, N, H), (_ROWS // 2 // heads, heads, width)) for width in widths]
 
 
 def _line(x: Float[Array, "BN/P TP"]) -> TensorDescriptor:

@@ -45,7 +45,16 @@ def _end_turn(number, value):
 
 
 @gluon.jit
-def add_shares(dq, turns, shares, plane, tile, before, bounds, sizes, ADDER: gl.constexpr):
+def _add_or_store(dq, corner, tile, add):
+    """Add a tile to global memory, or store it as the first share."""
+    if add:
+        _add_tile(dq, corner, tile)
+    else:
+        tma.async_copy_shared_to_global(dq, corner, tile)
+
+
+@gluon.jit
+def add_shares(dq, dq_rest, turns, shares, shares_rest, plane, tile, before, bounds, sizes, ADDER: gl.constexpr):
     """Add one warp's shares of a program to the gradients of queries; programs before add up to token `before`."""
     P: gl.constexpr = sizes.P
     PARTS: gl.constexpr = sizes.G // P
@@ -59,11 +68,11 @@ def add_shares(dq, turns, shares, plane, tile, before, bounds, sizes, ADDER: gl.
             _await_turn(number, tile)
         place = 2 * await_place(shares, n)
         for half in gl.static_range(2):
-            corner = [plane + part, token * P, half * (sizes.H // 2)]
-            if token < before:
-                _add_tile(dq, corner, shares.tiles.index(place + half))
-            else:
-                tma.async_copy_shared_to_global(dq, corner, shares.tiles.index(place + half))
+            corner = [plane + part, token * P, half * (sizes.V // 2)]
+            _add_or_store(dq, corner, shares.tiles.index(place + half), token < before)
+            if sizes.REST > 0:
+                corner = [plane + part, token * P, half * (sizes.REST // 2)]
+                _add_or_store(dq_rest, corner, shares_rest.index(place + half), token < before)
         tma.store_wait(0)
         release(shares, n)
         _end_turn(number, tile + 1)
@@ -83,14 +92,27 @@ def _locate(first, n, ends, sizes):
     """Return (part, token, number of the program that adds last, end of its queries) of the n-th tile of sums."""
     PARTS: gl.constexpr = sizes.G // sizes.P
     KEYS: gl.constexpr = 2 * GROUP_ROWS
-    token = first + n // PARTS * (GROUP_ROWS // sizes.P)
-    program = token // KEYS
-    last = gl.minimum(program * KEYS + KEYS, sizes.T) - 1
+    TOKENS: gl.constexpr = GROUP_ROWS // sizes.P
+    token = first + n // PARTS * TOKENS
+    if sizes.SPLIT:  # the program of the last query's own key
+        program = gl.load(ends + 2 * sizes.S + gl.minimum(token + TOKENS, sizes.T) - 1) // KEYS
+    else:
+        program = token // KEYS
+    last = gl.minimum(program * KEYS + KEYS, sizes.S) - 1
     return n % PARTS, token, program, visible_end(ends, last, sizes.WINDOW)
 
 
 @gluon.jit
-def load_sums(sums, turns, ring, ends, plane, first, count, sizes):
+def _load_halves(sums, ring, n, plane, line, WIDTH: gl.constexpr):
+    """Load the halves of a tile of sums as the ring's n-th tile."""
+    place, full = vacate(ring, n, 2 * sums.block_type.nbytes)
+    for half in gl.static_range(2):
+        tile = ring.tiles.index(2 * place + half)._reinterpret(gl.float32, sums.block_type.shape, sums.layout)
+        tma.async_copy_global_to_shared(sums, [plane, line, half * (WIDTH // 2)], full, tile)
+
+
+@gluon.jit
+def load_sums(sums, sums_rest, turns, ring, ends, plane, first, count, sizes):
     """Load tiles of the gradients of queries from a token on, each as soon as it has all shares."""
     TOKENS: gl.constexpr = GROUP_ROWS // sizes.P
     TILES: gl.constexpr = (sizes.T + TOKENS - 1) // TOKENS
@@ -98,26 +120,41 @@ def load_sums(sums, turns, ring, ends, plane, first, count, sizes):
         part, token, program, end = _locate(first, n, ends, sizes)
         if token < end:
             _await_turn(turns + (plane + part) * TILES + token // TOKENS, program + 1)
-        place, full = vacate(ring, n, 2 * sums.block_type.nbytes)
-        for half in gl.static_range(2):
-            corner = [plane + part, token * sizes.P, half * (sizes.H // 2)]
-            tile = ring.tiles.index(2 * place + half)._reinterpret(gl.float32, sums.block_type.shape, sums.layout)
-            tma.async_copy_global_to_shared(sums, corner, full, tile)
+        if sizes.REST > 0:
+            _load_halves(sums, ring, 2 * n, plane + part, token * sizes.P, sizes.V)
+            _load_halves(sums_rest, ring, 2 * n + 1, plane + part, token * sizes.P, sizes.REST)
+        else:
+            _load_halves(sums, ring, n, plane + part, token * sizes.P, sizes.V)
 
 
 @gluon.jit
-def round_sums(sums, out, ring, ends, row, head, first, count, sizes, HEADS: gl.constexpr, GROUP: gl.constexpr):
-    """Store a warpgroup's half of each loaded tile, scaled and rounded; zeros for padding."""
+def _round_half(sums, out, ring, n, row, token, end, head, sizes, HEADS: gl.constexpr, GROUP: gl.constexpr,
+                WIDTH: gl.constexpr):  # fmt: skip
+    """Store a warpgroup's half of the ring's n-th tile."""
     P: gl.constexpr = sizes.P
-    HALF: gl.constexpr = sizes.H // 2
+    HALF: gl.constexpr = WIDTH // 2
     N: gl.constexpr = HEADS * sizes.G
+    base, offsets, mask = rows(row, token, head, sizes.T, N, sizes.H, P, HALF)
+    tile = ring.tiles.index(2 * await_place(ring, n) + GROUP)
+    tile = tile._reinterpret(gl.float32, sums.block_type.shape, sums.layout).reshape([GROUP_ROWS, HALF])
+    lane = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, offsets.type.layout))
+    value = gl.where((token + lane // P < end)[:, None], tile.load(offsets.type.layout) * sizes.SCALE, 0.0)
+    gl.store(out + base + GROUP * HALF + offsets, value.to(out.dtype.element_ty), mask=mask)
+    gl.barrier()
+    release(ring, n)
+
+
+@gluon.jit
+def round_sums(sums, sums_rest, out, ring, ends, row, head, first, count, sizes, HEADS: gl.constexpr,
+               GROUP: gl.constexpr):  # fmt: skip
+    """Store a warpgroup's half of each loaded tile, scaled and rounded; zeros for padding."""
     for n in range(count):
         part, token, _, end = _locate(first, n, ends, sizes)
-        base, offsets, mask = rows(row, token, head * sizes.G + part * P, sizes.T, N, sizes.H, P, HALF)
-        tile = ring.tiles.index(2 * await_place(ring, n) + GROUP)
-        tile = tile._reinterpret(gl.float32, sums.block_type.shape, sums.layout).reshape([GROUP_ROWS, HALF])
-        lane = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, offsets.type.layout))
-        value = gl.where((token + lane // P < end)[:, None], tile.load(offsets.type.layout) * sizes.SCALE, 0.0)
-        gl.store(out + base + GROUP * HALF + offsets, value.to(out.dtype.element_ty), mask=mask)
-        gl.barrier()
-        release(ring, n)
+        query_head = head * sizes.G + part * sizes.P
+        if sizes.REST > 0:
+            _round_half(sums, out, ring, 2 * n, row, token, end, query_head, sizes, HEADS, GROUP, sizes.V)
+            _round_half(
+                sums_rest, out + sizes.V, ring, 2 * n + 1, row, token, end, query_head, sizes, HEADS, GROUP, sizes.REST
+            )
+        else:
+            _round_half(sums, out, ring, n, row, token, end, query_head, sizes, HEADS, GROUP, sizes.V)

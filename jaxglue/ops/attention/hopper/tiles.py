@@ -9,12 +9,15 @@ from jaxglue.ops.tile_ring import GROUP_ROWS
 
 @aggregate
 class Sizes:
-    """Constants of a call: T tokens, K key/value heads with G query heads each, P of them in a tile, head dim H.
+    """Constants of a call: T queries, S keys, K key/value heads, G query heads each, P of them in a tile, head dim H.
 
-    CHUNK is of the backward pass (see `visits`), SOFTCAP, or None, of the forward pass.
+    With SPLIT, queries are some of a row's tokens (see `forward_kernel`, `backward_kernel`). CHUNK is of the backward
+    pass (see `visits`), SOFTCAP, or None, of the forward pass. V is the head dim of values, and REST = H − V the
+    columns of queries and keys beside as many as values have, whose tiles are apart.
     """
 
     T: gl.constexpr
+    S: gl.constexpr
     K: gl.constexpr
     G: gl.constexpr
     P: gl.constexpr
@@ -23,13 +26,18 @@ class Sizes:
     SCALE: gl.constexpr
     CHUNK: gl.constexpr
     SOFTCAP: gl.constexpr
+    SPLIT: gl.constexpr
+    V: gl.constexpr
+    REST: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, T, K, G, P, H, WINDOW, SCALE, CHUNK=1, SOFTCAP=None):
+    def __init__(self, T, S, K, G, P, H, WINDOW, SCALE, SPLIT, V, CHUNK=1, SOFTCAP=None):
         """Bundle the constants."""
-        self.T, self.K, self.G, self.P = gl.constexpr(T), gl.constexpr(K), gl.constexpr(G), gl.constexpr(P)
+        self.T, self.S, self.SPLIT = gl.constexpr(T), gl.constexpr(S), gl.constexpr(SPLIT)
+        self.K, self.G, self.P = gl.constexpr(K), gl.constexpr(G), gl.constexpr(P)
         self.H, self.WINDOW, self.SCALE = gl.constexpr(H), gl.constexpr(WINDOW), gl.constexpr(SCALE)
         self.CHUNK, self.SOFTCAP = gl.constexpr(CHUNK), gl.constexpr(SOFTCAP)
+        self.V, self.REST = gl.constexpr(V), gl.constexpr(H - V)
 
 
 @aggregate
@@ -65,7 +73,7 @@ def rows(row, token, head, T: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr
 def store_rows(target, value, tile, row, token, head, T: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr,
                P: gl.constexpr):  # fmt: skip
     """Store `rows`, through a tile in shared memory that a warpgroup no longer needs."""
-    base, offsets, mask = rows(row, token, head, T, HEADS, H, P, H)
+    base, offsets, mask = rows(row, token, head, T, HEADS, H, P, tile.shape[1])
     tile.store(value.to(target.dtype.element_ty))
     gl.barrier()
     gl.store(target + base + offsets, tile.load(offsets.type.layout), mask=mask)
@@ -75,5 +83,5 @@ def store_rows(target, value, tile, row, token, head, T: gl.constexpr, HEADS: gl
 @gluon.jit
 def load_rows(source, tile, row, token, head, T: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, P: gl.constexpr):
     """Load `rows` to shared memory; zeros past the row."""
-    base, offsets, mask = rows(row, token, head, T, HEADS, H, P, H)
+    base, offsets, mask = rows(row, token, head, T, HEADS, H, P, tile.shape[1])
     tile.store(gl.load(source + base + offsets, mask=mask, other=0.0))

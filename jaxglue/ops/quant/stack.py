@@ -1,0 +1,53 @@
+"""Matrices of all experts in a format of single matrices, as the rows of one."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxglue.ops.quant.formats import Quantized, WeightFormat
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Stack(Quantized):
+    """Quantized matrices [E, out, in]. A pytree."""
+
+    rows: Quantized
+    """Those of all matrices, [E·out, in]."""
+    count: int = field(metadata={"static": True})
+    """E."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Return the shape of the dequantized matrices."""
+        rows, columns = self.rows.shape
+        return self.count, rows // self.count, columns
+
+    @property
+    def dtype(self) -> Any:
+        """Return the dtype of the original matrices."""
+        return self.rows.dtype
+
+    def of_dtype(self, dtype) -> "Stack":
+        """Return the same as quantized from originals of this dtype."""
+        return Stack(rows=self.rows.of_dtype(dtype), count=self.count)
+
+    def check(self, name: str) -> "Stack":
+        """Return itself; raise ValueError with the name if arrays do not fit together."""
+        self.rows.check(name)
+        return self
+
+    def dequantize(self, dtype) -> Float[Array, "E out in"]:
+        """Compute the values in `dtype`, by XLA."""
+        return self.rows.dequantize(dtype).reshape(self.shape)
+
+
+def hold_matrices(made: WeightFormat, weight: Any) -> Any:
+    """Return a matrix, or matrices [E, out, in], as a model in this format holds them."""
+    if made.weight is None or isinstance(weight, Quantized) or weight.ndim < 3:
+        return made.hold(weight)
+    count, out, columns = weight.shape
+    return Stack(rows=made.hold(jnp.reshape(weight, (count * out, columns))), count=count)
