@@ -87,7 +87,8 @@ class Benchmark:
         self.model = TrainStep(self._run, None)
         self._spread()
         settings = self._run.config.model
-        self._engine = Engine(self.model.graphdefs, self._run.model, dtype=settings.compute_dtype)
+        options: dict[str, Any] = {"dtype": settings.compute_dtype, "as_written": True}
+        self._engine = Engine(self.model.graphdefs, self._run.model, **options)
         self._policy = TrainedPolicy(self._run, self.model, None)
         rng = np.random.default_rng(1)
         self._prompts = rng.integers(0, self._run.model.vocab_size, (args.prompts, PROMPT)).tolist()
