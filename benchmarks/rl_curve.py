@@ -9,6 +9,8 @@ of numbers are in no step of either.
 
 import argparse
 import json
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -74,8 +76,8 @@ def write_inputs(folder: Path, layers: int, width: int) -> None:
         (folder / f"{name}.jsonl").write_text("\n".join(found) + "\n")
 
 
-def supervise(folder: Path, args: argparse.Namespace) -> Path:
-    """Train on the demonstrations, and return the model's folder."""
+def supervise(folder: Path, args: argparse.Namespace) -> None:
+    """Train on the demonstrations."""
     jaxglue.train(
         model=str(folder / "model"),
         random_weights=True,
@@ -88,7 +90,6 @@ def supervise(folder: Path, args: argparse.Namespace) -> Path:
         log_every=max(1, args.supervised_steps // 5),
         output=folder / "supervised",
     )
-    return folder / "supervised" / "model"
 
 
 def reward(folder: Path, model: Path, function: str, args: argparse.Namespace) -> dict[str, list]:
@@ -150,25 +151,42 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--row", type=int, default=4096, help="tokens of a row")
     parser.add_argument("--rows", type=int, default=1, help="rows of a micro-batch")
+    parser.add_argument("--folder", type=Path, help="inputs, for a single run")
+    parser.add_argument("--function", help="the reward of a single run")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
+    if args.function:
+        found = reward(args.folder, args.folder / "supervised" / "model", args.function, args)
+        (args.folder / f"{args.function}.json").write_text(json.dumps(found))
+        return
     results: dict[str, dict[str, list]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_inputs(folder, args.layers, args.width)
         begun = time.perf_counter()
-        model = supervise(folder, args)
+        supervise(folder, args)
         print(f"supervised: {time.perf_counter() - begun:.1f} s on {jax.devices()[0].device_kind}", flush=True)
-        for function in ("exact", "shuffled"):
-            found = results[function] = reward(folder, model, function, args)
+        runs = {function: start(folder, function) for function in ("exact", "shuffled")}
+        for function, run in runs.items():
+            if run.wait():
+                print((folder / f"{function}.txt").read_text()[-2000:], flush=True)
+                continue
+            found = results[function] = json.loads((folder / f"{function}.json").read_text())
             rows = [{"metric": key, **_few(values)} for key, values in found.items() if key != "seconds"]
             print(f"{function}: {found['seconds'][0]} s\n{table(rows)}", flush=True)
-            settings: dict[str, Any] = {key: str(value) for key, value in vars(args).items()}
-            if args.json:
-                write_results(args.json, {"settings": settings, "curves": results})
-            if args.plot and len(results) == 2:
-                plot(results, args.plot)
+        settings: dict[str, Any] = {key: str(value) for key, value in vars(args).items()}
+        if args.json:
+            write_results(args.json, {"settings": settings, "curves": results})
+        if args.plot and len(results) == 2:
+            plot(results, args.plot)
+
+
+def start(folder: Path, function: str) -> subprocess.Popen:
+    """Start a run of this program that trains by a reward; both share the GPU."""
+    command = [sys.executable, *sys.argv, "--folder", str(folder), "--function", function]
+    with (folder / f"{function}.txt").open("w") as out:
+        return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
 
 
 def _few(values: list[tuple[int, float]]) -> dict[str, str]:
