@@ -10,6 +10,7 @@ distributions have about two nats, as those of trained models, and adapters are 
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from jaxglue.generation.scheduler import Request
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.objectives.policy import StepCounts
+from jaxglue.planner.device_memory import bounded_pool
 from jaxglue.rl.config import RolloutConfig
 from jaxglue.rl.packing import Group, Packed, TrainedAnswer, pack_groups
 from jaxglue.training.config import ModelConfig, RunConfig, TrainConfig
@@ -64,6 +66,7 @@ def make_run(args: argparse.Namespace, folder: Path) -> Run:
             dtype=args.dtype,
             quantize=args.quantize,
             matmul=args.matmul,
+            memory_limit=args.memory,
         ),
         data=DataConfig(data=(str(folder / "prompts.jsonl"),), seq_len=args.row),
         objective=ObjectiveConfig(objective="grpo"),
@@ -138,6 +141,28 @@ class Benchmark:
         for _ in range(1 if self._args.halves < 3 else 2):  # what has not begun when answers end is left to the next
             self.sample(longest=17)
             self._engine.wait()
+
+    def given(self) -> list[Group]:
+        """Return answers of random tokens, all of the greatest length."""
+        vocabulary, longest = self._run.model.vocab_size, self._args.longest
+
+        def answer(number: int) -> TrainedAnswer:
+            rng = np.random.default_rng(number)
+            return TrainedAnswer(
+                tokens=rng.integers(0, vocabulary, longest),
+                log_probs=np.full(longest, np.nan, np.float32),
+                counted=np.ones(longest, bool),
+                advantage=float(rng.normal()),
+            )
+
+        count = self._args.answers
+        return [Group(p, [answer(i * count + k) for k in range(count)]) for i, p in enumerate(self._prompts)]
+
+    def decode(self, context: int) -> None:
+        """Sample 64 tokens of each answer to a prompt of a length; call twice to leave compilation out."""
+        prompt = np.random.default_rng(2).integers(0, self._run.model.vocab_size, context).tolist()
+        request = Request(prompt, SamplingConfig(max_tokens=64, temperature=1.0, top_p=1.0), n=self._args.answers)
+        list(self._engine.generate(self.model.trainable, self.model.frozen, [request], whole=True))
 
     def pack(self, groups: list[Group]) -> Step:
         """Return the step's micro-batches."""
@@ -242,15 +267,20 @@ def main() -> None:
     parser.add_argument("--quantize", default="none")
     parser.add_argument("--matmul", default="bf16")
     parser.add_argument("--norm", type=float, default=3.5, help="scale of the final norm")
+    parser.add_argument("--given", action="store_true", help="train on given answers of the greatest length alone")
+    parser.add_argument("--memory", type=float, help="GPU memory that the step may take, GiB")
     parser.add_argument("--halves", type=int, default=3, help="halves of the slots for which windows are compiled")
     parser.add_argument("--train-rows", type=int, help="rows to train on, from which the time of all follows")
     parser.add_argument("--compared", type=int, default=10**5, help="tokens of rows whose log-probabilities to compare")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results: dict[str, Any] = {"settings": {name: str(value) for name, value in vars(args).items()}}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, bounded_pool(args.memory, os.environ):
         bench = timed(results, "load", partial(Benchmark, args, Path(folder)))
         print(f"device {jax.devices()[0].device_kind}; remat {bench.remat}", flush=True)
+        if args.given:
+            long_answers(args, bench, results)
+            return
         timed(results, "compile sampling", bench.compile_sampling)
         groups = timed(results, "sampling", bench.sample)
         print("seconds by answers' tokens:", results.setdefault("ended", when(bench.ended)), flush=True)
@@ -275,6 +305,21 @@ def main() -> None:
         timed(results, "reference pass of 4 rows", bench.reference_pass)
     results["step"] = round(sum(results.get(name, 0) for name in ("sampling", "packing", "training")), 2)
     results["sampled_tokens_per_second"] = round(results["answer_tokens"] / results.get("sampling", np.inf))
+    print(json.dumps(results, indent=1), flush=True)
+    save(args, results)
+
+
+def long_answers(args: argparse.Namespace, bench: Benchmark, results: dict[str, Any]) -> None:
+    """Time a training step on given answers of the greatest length, and decoding after as many tokens."""
+    step = bench.pack(bench.given())
+    results["rows"] = len(step.micro_batches)
+    few = replace(step, micro_batches=step.micro_batches[:1])
+    timed(results, "compile training", partial(bench.train, few))
+    timed(results, "training", partial(bench.train, step))
+    results["memory_gb"] = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9
+    save(args, results)
+    timed(results, "compile decoding", partial(bench.decode, args.longest))
+    timed(results, "prefill and 64 decode steps", partial(bench.decode, args.longest))
     print(json.dumps(results, indent=1), flush=True)
     save(args, results)
 

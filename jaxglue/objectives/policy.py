@@ -182,7 +182,9 @@ class PolicyGradient(RolloutObjective):
         low, high = self.clipped(ratio, advantages, weights)
         entropy, measured = values.entropy
         metrics = [counted, shares, sampled, measured, entropy, counted * divergence]
-        metrics += [(shares if self.by_answer else counted) * clipped for clipped in (low, high, jnp.logical_or(low, high))]
+        metrics += [
+            (shares if self.by_answer else counted) * clipped for clipped in (low, high, jnp.logical_or(low, high))
+        ]
         return jnp.stack([loss, *(stop_gradient(jnp.sum(value)) for value in (*metrics, *sampling))])
 
     def _kept(
