@@ -19,8 +19,8 @@ if HIDES_TORCH in os.environ:
 _MODULES = {
     "api": ("evaluate", "export", "generate", "load_model", "plan", "score", "train"),
     "data.tokenizer": ("load_tokenizer",),
-    "training.callbacks": ("Callback",),
-    "session": ("Session",),
+    "training.callbacks": ("Callback", "Predictions"),
+    "session": ("DistillationLoss", "Session"),
     "training.config": ("TrainConfig",),
     "generation.config": ("GenerateConfig",),
     "engine.layer_stack": ("LayerStack",),

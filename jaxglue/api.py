@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from jaxglue.commands.configs import EstimateConfig, ExportConfig
 from jaxglue.commands.estimate import make_planner
 from jaxglue.commands.export import main as write_exports
-from jaxglue.data.config import DataConfig
-from jaxglue.data.memory import holds_rows, name_sources
+from jaxglue.data.config import NO_COLUMNS, Columns, DataConfig
+from jaxglue.data.memory import holds_rows, name_sources, with_named_tokenizer
 from jaxglue.generation import chat, scoring
 from jaxglue.generation.config import AssistantConfig, EvaluateConfig, GenerateConfig, ScoreConfig
 from jaxglue.generation.harness import run_tasks
@@ -19,8 +19,9 @@ from jaxglue.planner.plan import Plan
 from jaxglue.planner.workload import Workload
 from jaxglue.recipe import from_settings
 from jaxglue.training import train as training
-from jaxglue.training.callbacks import Callback
+from jaxglue.training.callbacks import Callback, Metrics
 from jaxglue.training.config import TrainConfig
+from jaxglue.training.own_optimizer import named_optimizer
 from jaxglue.training.report import RunSummary
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ def train(
     *,
     recipe: str | Path | None = None,
     callbacks: Sequence[Callback] = (),
+    compute_metrics: Metrics | None = None,
+    columns: Columns = NO_COLUMNS,
     **settings: Any,
 ) -> RunSummary | None:
     """Train, and write adapter or model, checkpoints, metrics and curve to the output folder.
@@ -40,9 +43,12 @@ def train(
         config: the run, as a `TrainConfig` or a dictionary of settings.
         recipe: file or shipped name, as in `--recipe`; settings win over it.
         callbacks: receive the run's events.
+        compute_metrics: function of the `Predictions` on held-out data to numbers by name, as TRL's.
+        columns: of numbers in rows that it reads, each with the value of rows without it.
         settings: by the names of the command's flags: `model`, `data`, `steps`, `lora_r`, … `data` and `eval_data` may
             be rows in memory: dictionaries in a list or generator, a table of pandas or pyarrow, a data set of
-            `datasets`.
+            `datasets`; `tokenizer` one of transformers, and `optimizer` a transformation of optax, which then has its
+            own learning rate, decay and clipping.
 
     Returns:
         the results; None after a dry run or an interruption.
@@ -50,7 +56,9 @@ def train(
     Raises:
         ValueError: a bad setting or bad input, before the accelerator is used.
     """
-    return training.train(_configured(TrainConfig, config, settings, recipe), callbacks=callbacks)
+    with named_optimizer(settings) as settings:
+        configured = _configured(TrainConfig, config, settings, recipe)
+        return training.train(configured, callbacks=callbacks, compute_metrics=compute_metrics, columns=columns)
 
 
 def generate(
@@ -179,6 +187,7 @@ def _configured[C](cls: type[C], config: Any, settings: Mapping[str, Any], recip
 
 def _from_settings[C](cls: type[C], settings: dict[str, Any], recipe: str | Path | None) -> C:
     """Build a configuration; rows in memory are written once all other settings are known to be good."""
+    settings = with_named_tokenizer(settings)
     rows = {name: settings[name] for name in ("data", "eval_data", "eval_dataset") if holds_rows(settings.get(name))}
     config = from_settings(cls, settings | {name: (f"{name} in memory",) for name in rows}, recipe)
     if not rows:

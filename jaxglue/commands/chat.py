@@ -2,7 +2,7 @@
 
 import contextlib
 
-from jaxglue.generation.chat import HELP, Assistant, Session, converse
+from jaxglue.generation.chat import HELP, Assistant, ChatSession, converse
 from jaxglue.generation.config import AssistantConfig
 from jaxglue.terminal import echo
 
@@ -11,6 +11,6 @@ def main(config: AssistantConfig) -> None:
     """Load the model once and answer until Ctrl-D."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  edits lines and recalls earlier ones
-    session = Session(Assistant(config, stays=True), config.sampling, config.system)
+    session = ChatSession(Assistant(config, stays=True), config.sampling, config.system)
     echo(HELP)
     converse(session, input, lambda text: echo(text, end=""))

@@ -40,7 +40,7 @@ def preview(config: PreviewConfig, console: Console | None = None) -> None:
     """
     console = console or Console()
     folder = model_path(config.model.model, config.model.revision, weights=False)
-    tokenizer = load_own_tokenizer(folder, config.model.adapter)
+    tokenizer = load_own_tokenizer(config.model.tokenizer or folder, config.model.adapter)
     model = _read_model(folder) if config.data.seq_len is None else None
     config = settle(config, model, devices=1) if model else config
     task = config.objective.task(shared_prompt=True)

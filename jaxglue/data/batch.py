@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from jaxglue.ops.row_split import split_segments, split_tokens
+from jaxglue.ops.collectives import reduce_from
+from jaxglue.ops.row_split import CONTEXT, split_segments, split_tokens
 from jaxglue.ops.segments import PackedSegments
 
 CHOSEN, REJECTED, PROMPT, PARTS = 0, 1, 2, 3
@@ -34,17 +35,21 @@ class Answers:
 
 
 def sum_parts(values: Float[Array, "B T"], answers: Answers) -> Float[Array, "B U PARTS"]:
-    """Sum values of tokens over the parts of every unit, without a scatter, whose atomics add in any order."""
+    """Sum values of tokens, on all devices that share a row, over the parts of every unit.
+
+    Without a scatter, whose atomics add in any order.
+    """
     rows, units = answers.used.shape
     is_own = answers.owners[:, :, None] == jnp.arange(units * PARTS, dtype=jnp.int32)
-    return jnp.where(is_own, values[:, :, None], 0).sum(1).reshape(rows, units, PARTS)
+    sums = jnp.where(is_own, values[:, :, None], 0).sum(1).reshape(rows, units, PARTS)
+    return reduce_from(sums, CONTEXT)
 
 
 def sum_labels(values: Float[Array, "B T C"], answers: Answers) -> Float[Array, "B U C"]:
-    """Sum values of tokens, one for each label, over the first answer of every unit."""
+    """Sum values of tokens, one for each label, over the first answer of every unit, on all devices of its row."""
     firsts = jnp.arange(answers.used.shape[1], dtype=jnp.int32) * PARTS + CHOSEN
     is_own = (answers.owners[:, :, None] == firsts).astype(values.dtype)
-    return jnp.einsum("btu,btc->buc", is_own, values, precision="highest")
+    return reduce_from(jnp.einsum("btu,btc->buc", is_own, values, precision="highest"), CONTEXT)
 
 
 @jax.tree_util.register_dataclass
@@ -104,15 +109,14 @@ class Batch:
 
     def split(self, devices: int) -> "Batch":
         """Return the batch, of numpy arrays, with its rows split over so many devices (`split_segments`)."""
-        assert self.answers is None and self.rollouts is None
+        assert self.rollouts is None and (self.answers is None or not self.columns)
         segments = split_segments(self.segments, devices)
         assert segments.split is not None
-        fields = {"tokens": self.tokens, "targets": self.targets, "loss_weights": self.loss_weights}
-        tokens = jax.tree.map(
-            partial(split_tokens, order=np.asarray(segments.split.order)),
-            {**fields, "sources": self.sources, "columns": self.columns},
-        )
-        return replace(self, segments=segments, **tokens)
+        own = partial(split_tokens, order=np.asarray(segments.split.order))
+        names = "tokens", "targets", "loss_weights", "sources"
+        fields = {name: own(getattr(self, name)) for name in names}
+        answers = self.answers and replace(self.answers, owners=own(self.answers.owners))
+        return replace(self, segments=segments, answers=answers, columns=jax.tree.map(own, self.columns), **fields)
 
     def without_lengths(self) -> "Batch":
         """Drop the fields of the segments that differ between attention's kernels, so that batches share programs."""

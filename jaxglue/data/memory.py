@@ -6,11 +6,14 @@ A run reads that file as any other: checks, token cache, `--resume` and the reco
 import hashlib
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxglue.atomic import temporary_beside
+from jaxglue.data.config import DataConfig
 from jaxglue.data.readers import arrow_values
 from jaxglue.json_file import without_nulls
 
@@ -23,6 +26,28 @@ _NAMED = 120
 def holds_rows(data: Any) -> bool:
     """Tell whether a setting of data is not names alone."""
     return data is not None and not all(map(_is_name, _parts(data)))
+
+
+def with_named_tokenizer(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings in which a tokenizer, if it is an object, is a folder of the cache, named by its content."""
+    tokenizer = settings.get("tokenizer")
+    if tokenizer is None or _is_name(tokenizer):
+        return {**settings}
+    if not hasattr(tokenizer, "save_pretrained"):
+        raise ValueError(f"tokenizer: expected a folder or a tokenizer of transformers, got {tokenizer!r:.100}")
+    folder = Path(settings.get("cache_dir") or DataConfig.cache_dir) / "tokenizers"
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=folder))
+    tokenizer.save_pretrained(temporary)
+    digest = hashlib.sha256()
+    for path in sorted(temporary.iterdir()):
+        digest.update(path.name.encode() + path.read_bytes())
+    target = folder / digest.hexdigest()[:32]
+    try:
+        os.rename(temporary, target)
+    except OSError:  # it is there
+        shutil.rmtree(temporary)
+    return {**settings, "tokenizer": str(target)}
 
 
 def name_sources(data: Any, folder: Path) -> tuple[str, ...]:

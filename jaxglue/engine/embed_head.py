@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.stages import Traced
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxglue.data.batch import PROMPT, Batch, sum_labels, sum_parts
 from jaxglue.engine import transfer
-from jaxglue.engine.compiler import jit_step, on_device
+from jaxglue.engine.compiler import jit_step, on_devices
 from jaxglue.engine.host_table import TableRows, needed_rows, without_own_table
 from jaxglue.engine.layer import add_trees
 from jaxglue.models.config import DecoderConfig
@@ -39,6 +39,7 @@ from jaxglue.ops.cross_entropy import (
     log_sum_squares,
 )
 from jaxglue.ops.rope import RopeTables
+from jaxglue.ops.row_split import CONTEXT
 from jaxglue.sharding.gather import gather, reduce_scatter_grads, stack
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 
@@ -69,6 +70,8 @@ class EmbedHead:
             )
         self._tile, self._router_losses, self._objective, self._layout = tile, router_losses, objective, layout
         self.loss_shape = objective.shape
+        self._repeating = ("tensor",) if objective.answers is None else ("tensor", CONTEXT)
+        """Axes whose devices compute the same sums: units of answers are of whole rows."""
         self._head_parts = ("norm", graphdefs.output_name)
         self.fp8_layers, self.fp8_head = [True] * len(graphdefs.layers), config.fp8_head
         self._embed_program = jit_step(self._embed)
@@ -106,11 +109,11 @@ class EmbedHead:
     def trace_embed(
         self, trainable: Params, frozen: Params, batch: Batch, key: PRNGKeyArray | None, scale=None
     ) -> tuple[Traced, Any, list[PackedContext]]:
-        """Trace `embed` on `ShapeDtypeStruct`s of parameters on one device; return the shapes of its results, too."""
+        """Trace `embed` on `ShapeDtypeStruct`s of parameters; return the shapes of its results, too."""
         weights = trainable["embed_tokens"], frozen["embed_tokens"]
         own = None if self.config.per_layer is None else batch.tokens
         traced = self._embed_program.trace(*weights, TableRows(batch.tokens, own), batch.without_lengths(), key, scale)
-        x, *shared = on_device(traced.out_info)
+        x, *shared = on_devices(self._layout, traced.out_info, self._embedded_specs)
         return traced, x, self._contexts(batch, *shared)
 
     def _contexts(
@@ -219,8 +222,15 @@ class EmbedHead:
 
         split, whole = layout.batch_spec, PartitionSpec()
         specs = stored, split, layout.batch_specs(batch), whole, whole
-        results = split, split, whole, whole, split
-        return per_device(program, layout.mesh, specs, results)((trainable, frozen), rows, batch, key, scale)
+        return per_device(program, layout.mesh, specs, self._embedded_specs)(
+            (trainable, frozen), rows, batch, key, scale
+        )
+
+    @property
+    def _embedded_specs(self) -> tuple[PartitionSpec, ...]:
+        """Return the specs of hidden states, rotary tables, keys, router losses and layers' own embeddings."""
+        split, whole = self._layout.batch_spec, PartitionSpec()
+        return split, split, whole, whole, split
 
     def _scaled_router_losses(self, batch: Batch, scale) -> RouterLosses | None:
         """Scale the coefficients for one layer: the mean over layers, and over micro-batches by their targets."""
@@ -259,7 +269,7 @@ class EmbedHead:
         def program(weights, x, batch, scale):
             trainable, frozen = gather(layout, weights, stored)
             _, values = self.local_loss(trainable, frozen, x, batch, scale, fp8=fp8)
-            return stack(layout, divide_equally(values, "tensor"))
+            return stack(layout, divide_equally(values, *self._repeating))
 
         specs = (stored, layout.batch_spec, layout.batch_specs(batch), PartitionSpec())
         return per_device(program, layout.mesh, specs, layout.device_spec)((trainable, frozen), x, batch, scale)
@@ -272,7 +282,7 @@ class EmbedHead:
             differentiate = jax.value_and_grad(partial(self.local_loss, fp8=fp8), argnums=(0, 2), has_aux=True)
             (_, values), (gradients, dx) = differentiate(*gather(layout, weights, stored), x, batch, scale)
             gradients = reduce_scatter_grads(layout, gradients, stored[0])
-            values = stack(layout, divide_equally(values, "tensor"))
+            values = stack(layout, divide_equally(values, *self._repeating))
             return values, dx, {name: add_trees(accumulated[name], gradients[name]) for name in self._head_parts}
 
         sum_specs = {name: None if accumulated[name] is None else grad_specs[name] for name in self._head_parts}
@@ -438,8 +448,8 @@ class ScoreHead:
 
     def tokens(
         self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch
-    ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-        """Return each target's cross-entropy, and whether it has the largest logit."""
+    ) -> tuple[Float[Array, "B T"], Int[Array, "B T"]]:
+        """Return each target's cross-entropy, and the token with the largest logit in its place."""
         return self._tokens_program(self._head.parts(trainable), self._head.parts(frozen), x, batch.targets)
 
     def sums(
@@ -472,7 +482,8 @@ class ScoreHead:
 
         def program(weights, x, rows):
             targets, loss_weights, owners = rows
-            losses, hits = self._local(gather(layout, weights, stored), x, targets)
+            losses, best = self._local(gather(layout, weights, stored), x, targets)
+            hits = best == targets
             values = jnp.stack([loss_weights * losses, loss_weights * hits, loss_weights]).reshape(3, -1)
             of_source = jnp.arange(sources)[:, None] == (0 if owners is None else owners.ravel())
             sums = jnp.sum(jnp.where(of_source, values[:, None], 0.0), axis=-1)
@@ -481,10 +492,10 @@ class ScoreHead:
         specs = (stored, layout.batch_spec, layout.batch_spec)
         return per_device(program, layout.mesh, specs, layout.device_spec)((trainable, frozen), x, rows)
 
-    def _local(self, weights: Any, x, targets) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+    def _local(self, weights: Any, x, targets) -> tuple[Float[Array, "B T"], Int[Array, "B T"]]:
         trainable, frozen = weights
         hidden, output = self._head.normed_output(trainable, frozen, x)
         matrix = extended_matrix(output)
         softcap = self._head.config.logit_softcap
-        losses, hits = linear_scores(hidden, matrix, targets.ravel(), chunk_size(matrix.shape[0]), softcap)
-        return losses.reshape(targets.shape), hits.reshape(targets.shape)
+        losses, best = linear_scores(hidden, matrix, targets.ravel(), chunk_size(matrix.shape[0]), softcap)
+        return losses.reshape(targets.shape), best.reshape(targets.shape)

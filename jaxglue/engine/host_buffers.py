@@ -11,7 +11,7 @@ import mmap
 import os
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -170,6 +170,57 @@ class HostValue:
         """Return the complete copy, in the buffer."""
         self._done.result()
         return self.buffer.bytes[: self.nbytes].view(self.dtype).reshape(self.shape)
+
+
+class MeshBuffers:
+    """Context with the page-locked buffers of several devices, each beside its own.
+
+    Args:
+        devices: of this process.
+        size: bytes to touch ahead for each.
+        copy: of `HostBuffers`.
+    """
+
+    def __init__(self, devices: Sequence[jax.Device], size: int, copy: Callable[[int, int, int], None] | None = None):
+        self._of = {device: HostBuffers(device, size, copy) for device in devices}
+
+    def __enter__(self) -> "MeshBuffers":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for buffers in self._of.values():
+            buffers.__exit__(*error)
+
+    def prepare(self, sizes: Iterable[int]) -> None:
+        """Pin buffers for parts of so many bytes on each device, in the order of their use, in the background."""
+        sizes = list(sizes)
+        for buffers in self._of.values():
+            buffers.prepare(sizes)
+
+    def store(self, array: jax.Array, sharding: jax.sharding.Sharding) -> "MeshValue":
+        """Start copying every device's part; the result has the sharding of such an array on the host."""
+        kind = sharding.memory_kind
+        parts = [(part.device, part.data) for part in array.addressable_shards]
+        own = [jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for device, _ in parts]
+        values = [self._of[device].store(data, to) for (device, data), to in zip(parts, own, strict=True)]
+        return MeshValue(array, sharding, values)
+
+
+Buffers = HostBuffers | MeshBuffers
+
+
+class MeshValue:
+    """Copies of an array's parts on the devices of this process."""
+
+    def __init__(self, array: jax.Array, sharding: jax.sharding.Sharding, parts: list[HostValue]):
+        self.shape, self.dtype, self.nbytes, self.sharding = array.shape, array.dtype, array.nbytes, sharding
+        self.parts = parts
+
+    def block_until_ready(self) -> "MeshValue":
+        """Wait until all copies are complete, as a JAX array's method does."""
+        for part in self.parts:
+            part.block_until_ready()
+        return self
 
 
 def _whole_pages(size: int) -> int:

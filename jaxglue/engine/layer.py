@@ -121,14 +121,40 @@ class LayerFunctions:
     def _replay(
         self, attention_out: Array | None, trainable: Params, frozen: Params, x: Hidden, context: PackedContext
     ) -> Hidden:
-        """Return y again, from attention's output where it was kept; on one device."""
-        if attention_out is not None:
-            context = replace(context, attention_out=attention_out)
-        return self._layer(trainable, frozen, x, context)
+        """Return y again, from attention's output where it was kept."""
+
+        def program(attention_out, trainable, frozen, x, context):
+            if attention_out is not None:
+                context = replace(context, attention_out=unstack(self._layout, attention_out))
+            return self._layer(trainable, frozen, x, context)
+
+        kept = None if attention_out is None else self._layout.device_spec
+        results = self._layout.batch_spec
+        return self._on_stored(program, results, trainable, frozen, x, context, (attention_out,), (kept,))
 
     def _restore(self, trainable: Params, frozen: Params, x: Hidden, context: PackedContext):
-        """Return y again, and residuals with the values that the policy drops; on one device."""
-        return differentiate(self._layer, self.policy.restored(), (trainable, frozen, x, context), self._forms)
+        """Return y again, and residuals with the values that the policy drops."""
+        layout = self._layout
+
+        def program(*inputs):
+            y, residuals = differentiate(self._layer, self.policy.restored(), inputs, self._forms)
+            return y, stack(layout, residuals)
+
+        return self._on_stored(program, (layout.batch_spec, layout.device_spec), trainable, frozen, x, context)
+
+    def _on_stored(
+        self, program: Any, results: Any, trainable: Params, frozen: Params, x: Hidden, context: PackedContext,
+        first: tuple = (), first_specs: tuple = (),
+    ) -> Any:  # fmt: skip
+        """Run a function of `first` and a layer's inputs on weights as they are stored, which it gathers itself."""
+        layout, weights = self._layout, (trainable, frozen)
+        stored = layout.param_specs(weights)
+
+        def gathering(first, weights, x, context):
+            return program(*first, *gather(layout, weights, stored), x, context)
+
+        specs = (first_specs, stored, layout.batch_spec, layout.context_specs(context))
+        return per_device(gathering, layout.mesh, specs, results)(first, weights, x, context)
 
     def _input_specs(self, trainable: Params, frozen: Params, context: PackedContext) -> tuple:
         layout = self._layout

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from jaxtyping import Array, Float
 
 from jaxglue.engine import transfer
-from jaxglue.engine.host_buffers import HostBuffers
+from jaxglue.engine.host_buffers import Buffers
 from jaxglue.engine.layer import LayerFunctions
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.engine.residuals import Residuals
@@ -27,7 +27,7 @@ class SavedLayer(NamedTuple):
 
 
 def offload(
-    policy: RematPolicy, x: Float[Array, "B T D"], residuals: Residuals, buffers: HostBuffers | None = None
+    policy: RematPolicy, x: Float[Array, "B T D"], residuals: Residuals, buffers: Buffers | None = None
 ) -> SavedLayer:
     """Drop a layer's input or start the copies of its values to the host, as its policy has them."""
     kept = None if policy.drops_input else x
@@ -38,12 +38,10 @@ def offload(
     return SavedLayer(kept if sent is None else sent, residuals.with_offloaded(offloaded))
 
 
-def check_dropped_inputs(policies: Sequence[RematPolicy], *, meshed: bool) -> None:
-    """Raise ValueError where dropped inputs cannot be computed again: the first layer's, or any on a mesh."""
+def check_dropped_inputs(policies: Sequence[RematPolicy]) -> None:
+    """Raise ValueError where a dropped input cannot be computed again, the first layer's."""
     if policies and policies[0].drops_input:
         raise ValueError("remat drops the first layer's input, before which there is none to compute it from: keep it")
-    if meshed and any(policy.drops_input for policy in policies):
-        raise ValueError("remat drop:layer_input is for one GPU: keep the layers' inputs, or offload them")
 
 
 def restored_inputs(first: int, last: int) -> range:

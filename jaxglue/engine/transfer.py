@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxglue.engine.host_buffers import HostBuffers, HostValue
+from jaxglue.engine.host_buffers import Buffers, HostValue, MeshValue
 from jaxglue.models.file_param import FileParam
 
 FILE_READERS = 8
@@ -74,7 +74,7 @@ def is_on_host(tree: Any) -> bool:
     return any(isinstance(leaf, FileParam | np.ndarray) or leaf.sharding.memory_kind == PINNED for leaf in first)
 
 
-def to_host(tree: Any, buffers: HostBuffers | None = None) -> Any:
+def to_host(tree: Any, buffers: Buffers | None = None) -> Any:
     """Start copying a tree's arrays to pinned host memory, keeping their shardings: JAX's, or that of buffers."""
     if buffers is None:
         return _move(tree, PINNED)
@@ -116,11 +116,21 @@ def _move(tree: Any, kind: str) -> Any:
     moving = [i for i, leaf in enumerate(leaves) if leaf.sharding.memory_kind != kind]
     if not moving:
         return tree
-    shardings = [leaves[i].sharding.with_memory_kind(kind) for i in moving]
-    arrays = [leaves[i].content if isinstance(leaves[i], HostValue) else leaves[i] for i in moving]
-    for i, array in zip(moving, jax.device_put(arrays, shardings), strict=True):
-        leaves[i] = array
+    parts = [leaf.parts if isinstance(leaf, MeshValue) else [leaf] for leaf in (leaves[i] for i in moving)]
+    every = [part for each in parts for part in each]
+    shardings = [part.sharding.with_memory_kind(kind) for part in every]
+    contents = [part.content if isinstance(part, HostValue) else part for part in every]
+    arrived = iter(jax.device_put(contents, shardings))
+    for i, each in zip(moving, parts, strict=True):
+        leaves[i] = _joined(leaves[i], kind, [next(arrived) for _ in each])
     return jax.tree.unflatten(treedef, leaves)
+
+
+def _joined(value: Any, kind: str, parts: list[jax.Array]) -> jax.Array:
+    """Return the array whose parts have arrived on their devices."""
+    if not isinstance(value, MeshValue):
+        return parts[0]
+    return jax.make_array_from_single_device_arrays(value.shape, value.sharding.with_memory_kind(kind), parts)
 
 
 def commit(tree: Any) -> Any:

@@ -264,7 +264,7 @@ class TextStream:
         self.text += shown
 
 
-class Session:
+class ChatSession:
     """Messages so far, answered by one loaded model."""
 
     def __init__(self, assistant: Assistant, sampling: SamplingConfig, system: str | None = None):
@@ -300,7 +300,7 @@ class Session:
         return HELP if name == "/help" else f"unknown command {name}\n{HELP}"
 
 
-def converse(session: Session, read: Callable[[str], str], write: Callable[[str], None]) -> None:
+def converse(session: ChatSession, read: Callable[[str], str], write: Callable[[str], None]) -> None:
     """Read lines and write answers until the input ends.
 
     Args:
@@ -323,7 +323,7 @@ def converse(session: Session, read: Callable[[str], str], write: Callable[[str]
             _answer(session, line, write)
 
 
-def _answer(session: Session, line: str, write: Callable[[str], None]) -> None:
+def _answer(session: ChatSession, line: str, write: Callable[[str], None]) -> None:
     pieces = session.ask(line)
     try:
         for piece in pieces:

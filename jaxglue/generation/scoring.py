@@ -77,9 +77,9 @@ class Scorer:
         arrays[1, 0, :filled] = np.concatenate([tokens[1:] for tokens in members])
         fields: dict[str, Any] = {"tokens": arrays[0], "targets": arrays[1]}
         batch = Batch(**fields, loss_weights=jnp.ones((1, row)), segments=segments)
-        losses, hits = jax.device_get(self._executor.token_scores(*self._trees, jax.device_put(batch)))
+        losses, best = jax.device_get(self._executor.token_scores(*self._trees, jax.device_put(batch)))
         require_finite(losses[0, :filled])
-        return losses[0], hits[0]
+        return losses[0], best[0] == arrays[1, 0]
 
 
 def require_finite(scores: np.ndarray) -> None:

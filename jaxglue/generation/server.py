@@ -14,11 +14,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from jaxglue.data.messages import read_chat
 from jaxglue.generation.chat import Assistant, TextStream
 from jaxglue.generation.config import SamplingConfig, ServeConfig
 from jaxglue.generation.prompts import encode_messages, encode_prompt, system_message
 from jaxglue.generation.scheduler import Request
 from jaxglue.generation.service import EndedError, Event, FullError, Service, Ticket
+from jaxglue.generation.tool_calls import ToolCall, parameters_of, shown_before_calls, split_calls
 
 _LARGEST_BODY = 4 * 2**20
 _MOST_ANSWERS = 16
@@ -57,6 +59,8 @@ class Call:
     """Report the tokens at the end of a stream."""
     log_probs: bool
     chat: bool
+    functions: dict[str, dict[str, Any]]
+    """The tools that the answer may call, with the schemas of their parameters."""
 
 
 def make_app(assistant: Assistant, service: Service, config: ServeConfig) -> Starlette:
@@ -115,8 +119,10 @@ class _Server:
             raise BadRequestError("messages must be a list of objects, and not empty")
         if self._config.system is not None and messages[0].get("role") != "system":
             messages = [*system_message(self._config.system), *messages]
-        tokens = encode_messages(self._assistant.tokenizer, messages, body.get("tools"))
-        return await self._answer(http, self._call(body, tokens, chat=True))
+        tools = None if body.get("tool_choice") == "none" else body.get("tools")
+        chat = read_chat(messages, tools, "messages")
+        tokens = encode_messages(self._assistant.tokenizer, chat.messages, chat.tools)
+        return await self._answer(http, self._call(body, tokens, chat=True, functions=parameters_of(chat.tools)))
 
     async def _complete(self, http: HttpRequest) -> Response:
         body = await _read(http)
@@ -129,7 +135,9 @@ class _Server:
             raise BadRequestError("prompt must be a text or a list of token ids, and not empty")
         return await self._answer(http, self._call(body, tokens, chat=False))
 
-    def _call(self, body: dict[str, Any], tokens: list[int], *, chat: bool) -> Call:
+    def _call(
+        self, body: dict[str, Any], tokens: list[int], *, chat: bool, functions: dict[str, Any] | None = None
+    ) -> Call:
         """Return a parsed request; refuse what would change the answer and is not known."""
         if unknown := [name for name in sorted(body.keys() - _KNOWN - _IGNORED - _SAMPLING.keys()) if body[name]]:
             raise BadRequestError(f"unknown or unsupported parameters: {', '.join(unknown)}")
@@ -158,6 +166,7 @@ class _Server:
             usage=bool(options and options.get("include_usage")),
             log_probs=bool(body.get("logprobs")),
             chat=chat,
+            functions=functions or {},
         )
 
     async def _answer(self, http: HttpRequest, call: Call) -> Response:
@@ -224,7 +233,9 @@ class _Answer:
         self._tokenizer, self._stops, self._call = assistant.tokenizer, assistant.stops, call
         self._text = TextStream(assistant.tokenizer, call.request.sampling.stop)
         self._shown, self.tokens, self.log_probs = 0, list[int](), list[float]()
-        self._reported = 0
+        self._reported, self._calls = 0, list[ToolCall]()
+        self._content: str | None = None
+        """The text beside tool calls, once these have come."""
         self.finish: str | None = None
 
     def add(self, event: Event) -> None:
@@ -240,23 +251,42 @@ class _Answer:
             self.finish = "stop"
         elif event.finish:
             self.finish = _FINISH[event.finish]
+        if self.finish == "stop" and self._call.functions:
+            content, self._calls = split_calls(self._text.text, self._call.functions)
+            if self._calls:
+                self._content, self.finish = content, "tool_calls"
+
+    @property
+    def _visible(self) -> str:
+        """Return the text that is certain to be shown."""
+        if self._content is not None:
+            return self._content
+        grows = self.finish is None and self._call.functions
+        return shown_before_calls(self._text.text) if grows else self._text.text
 
     def choice(self, index: int) -> dict[str, Any]:
         """Return the whole answer."""
-        text, shared = self._text.text, {"index": index, "finish_reason": self.finish, "logprobs": self._log_probs()}
-        return (
-            {**shared, "message": {"role": "assistant", "content": text}}
-            if self._call.chat
-            else {**shared, "text": text}
-        )
+        shared = {"index": index, "finish_reason": self.finish, "logprobs": self._log_probs()}
+        if not self._call.chat:
+            return {**shared, "text": self._visible}
+        message: dict[str, Any] = {"role": "assistant", "content": self._visible}
+        if self._calls:
+            message |= {"content": self._visible.strip() or None, "tool_calls": [_called(call) for call in self._calls]}
+        return {**shared, "message": message}
 
     def chunk(self, index: int) -> dict[str, Any] | None:
         """Return what is new; None for nothing."""
-        new, self._shown = self._text.text[self._shown :], len(self._text.text)
+        visible = self._visible
+        new, self._shown = visible[self._shown :], max(self._shown, len(visible))
         if not new and self.finish is None:
             return None
         shared = {"index": index, "finish_reason": self.finish, "logprobs": self._log_probs()}
-        return {**shared, "delta": {"content": new}} if self._call.chat else {**shared, "text": new}
+        if not self._call.chat:
+            return {**shared, "text": new}
+        delta: dict[str, Any] = {"content": new}
+        if self._calls:
+            delta["tool_calls"] = [{"index": number, **_called(call)} for number, call in enumerate(self._calls)]
+        return {**shared, "delta": delta}
 
     def _log_probs(self) -> dict[str, Any] | None:
         """Return the log-probabilities of tokens that were not reported yet."""
@@ -328,6 +358,11 @@ def _biases(body: dict[str, Any], vocabulary: int) -> dict[int, float]:
 def _usage(call: Call, answers: list[_Answer]) -> dict[str, int]:
     prompt, new = len(call.request.prompt), sum(len(answer.tokens) for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+
+def _called(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
 
 
 def _sent(value: dict[str, Any]) -> str:

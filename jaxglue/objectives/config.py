@@ -135,13 +135,13 @@ class ObjectiveConfig(Config):
         """Return the objective with these settings."""
         return self.kind(config=self)
 
-    def task(self, *, shared_prompt: bool) -> AnswerTask | LabelTask | None:
+    def task(self, *, shared_prompt: bool, copies: bool = False) -> AnswerTask | LabelTask | None:
         """Return the treatment of preference data or labels; None for texts and chats."""
         answers = self.kind.answers
         if self.kind.classifies:
             single = self.problem_type == "single_label_classification"
             return LabelTask(values=self.num_labels if single else 2)
-        return None if answers is None else answers._replace(shared_prompt=shared_prompt)
+        return None if answers is None else answers._replace(shared_prompt=shared_prompt, copies=copies)
 
 
 def _former_default(name: str) -> float | None:

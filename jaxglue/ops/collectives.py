@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -65,9 +66,9 @@ def copy_to(x: Array) -> Array:
     return _copy_to(x) if axis_size("tensor") > 1 else x
 
 
-def reduce_from(y: Array) -> Array:
-    """Sum y over the devices along `tensor`; pass its gradient on unchanged (Megatron's g, arXiv 1909.08053)."""
-    return _reduce_from(y) if axis_size("tensor") > 1 else y
+def reduce_from(y: Array, axis: str = "tensor") -> Array:
+    """Sum y over the devices along an axis; pass its gradient on unchanged (Megatron's g, arXiv 1909.08053)."""
+    return _reduce_from(axis, y) if axis_size(axis) > 1 else y
 
 
 @jax.custom_vjp
@@ -75,14 +76,14 @@ def _copy_to(x):
     return x
 
 
-@jax.custom_vjp
-def _reduce_from(y):
-    return jax.lax.psum(y, "tensor")
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _reduce_from(axis, y):
+    return jax.lax.psum(y, axis)
 
 
 # JAX cannot know that x and the sum are the same on all devices.
 _copy_to.defvjp(lambda x: (x, None), lambda _, dx: (jax.lax.psum(dx, "tensor"),))
-_reduce_from.defvjp(lambda y: (_reduce_from(y), None), lambda _, dy: (dy,))
+_reduce_from.defvjp(lambda axis, y: (_reduce_from(axis, y), None), lambda _axis, _, dy: (dy,))
 
 
 def device_key(key: PRNGKeyArray) -> PRNGKeyArray:

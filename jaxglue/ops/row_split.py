@@ -88,7 +88,7 @@ def _fill(room: np.ndarray, devices: np.ndarray, tokens: int) -> np.ndarray:
 def bounds(segments: PackedSegments, window: int | None) -> PackedSegments:
     """Return what this device's queries see of whole rows, and which of them see each of a row's keys. Per device."""
     split = segments.split
-    assert split is not None
+    assert split is not None and (window is None or segments.gap_starts is None)
     starts, stops, before = segments.starts, split.stops, split.before[:, 0]
     if window is not None:
         starts = jnp.maximum(starts, split.rows - window + 1)

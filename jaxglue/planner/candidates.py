@@ -189,7 +189,7 @@ class Candidates:
     @property
     def _group_sizes(self) -> list[int]:
         """Return sizes of groups of layers that drop their inputs, where a row is long enough to need them."""
-        if self._workload.mesh.devices > 1 or not (self._model.keeps_attention or self._workload.tile):
+        if not (self._model.keeps_attention or self._workload.tile):
             return []
         return [size for size in _GROUP_SIZES if size < self._layers]
 

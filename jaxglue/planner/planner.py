@@ -89,7 +89,7 @@ class Planner:
                 cannot share programs as they should.
         """
         plan = self._find(remat, weights, host_memory)
-        check_dropped_inputs(plan.policies, meshed=self.workload.mesh.devices > 1)
+        check_dropped_inputs(plan.policies)
         check_grouped(
             self.predictor.layers_per_program or 1,
             plan.policies,

@@ -1,13 +1,14 @@
 """Rates of the GPU and the host at hand: from the table or, what depends on the machine or is not there, measured."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jaxglue.engine import transfer
@@ -46,14 +47,14 @@ def device_gpu(device: jax.Device, dispatch: Dispatch | None = None) -> Gpu:
 
 @cache
 def host_dispatch() -> Dispatch:
-    """Return this process's rates of dispatch to its first device, measured once."""
-    return measure_dispatch(jax.local_devices()[0])
+    """Return this process's rates of dispatch to its devices, measured once."""
+    return measure_dispatch(*jax.local_devices())
 
 
 @cache
 def host_link() -> float:
-    """Return the rate at which pinned memory reaches this process's first device, bytes/s, measured once."""
-    return measure_link(jax.local_devices()[0])
+    """Return the rate at which pinned memory reaches each of this process's devices, bytes/s, measured once."""
+    return measure_link(*jax.local_devices())
 
 
 def measure_gpu(device: jax.Device, *, clock: Callable[[], float] = time.perf_counter, size: int = _SIZE) -> Gpu:
@@ -81,10 +82,16 @@ def measure_gpu(device: jax.Device, *, clock: Callable[[], float] = time.perf_co
     )
 
 
-def measure_link(device: jax.Device, *, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Return the rate of copies from pinned host memory to a device on which nothing else runs, bytes/s."""
-    host = transfer.to_host(jax.device_put(jnp.zeros(_LINK_BYTES // 4), device))
-    return host.nbytes / _seconds(transfer.to_device, (host,), clock)
+def measure_link(*devices: jax.Device, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return the rate of copies from pinned host memory to each of some idle devices at the same time, bytes/s."""
+    parts = _on(devices, PartitionSpec("devices"))
+    host = transfer.to_host(jax.device_put(jnp.zeros(len(devices) * _LINK_BYTES // 4), parts))
+    return _LINK_BYTES / _seconds(transfer.to_device, (host,), clock)
+
+
+def _on(devices: Sequence[jax.Device], spec: PartitionSpec) -> jax.Device | NamedSharding:
+    """Return a place for arrays on all of the devices."""
+    return devices[0] if len(devices) == 1 else NamedSharding(Mesh(np.array(devices), ("devices",)), spec)
 
 
 def measure_files(*, clock: Callable[[], float] = time.perf_counter, size: int = _BYTES) -> float:
@@ -116,18 +123,18 @@ _COPIED = 17
 _DISPATCHES, _DISPATCH_ROUNDS = 8, 25
 
 
-def measure_dispatch(device: jax.Device, *, clock: Callable[[], float] = time.perf_counter) -> Dispatch:
-    """Time calls of small programs, and copies to the host, on a device on which nothing else runs, in about 0.5 s.
+def measure_dispatch(*devices: jax.Device, clock: Callable[[], float] = time.perf_counter) -> Dispatch:
+    """Time calls of small programs, and copies to the host, on idle devices that share each, in about 0.5 s.
 
     Args:
-        device: with pinned host memory, or a CPU, whose copies stay on it.
+        devices: with pinned host memory, or CPUs, whose copies stay on them.
         clock: seconds.
     """
     program = jax.jit(_increase, keep_unused=True)
-    few, many = (_dispatch_seconds(program, _arrays(count, device), clock) for count in (1, _MANY))
-    kinds = {memory.kind for memory in device.addressable_memories()}
+    few, many = (_dispatch_seconds(program, _arrays(count, devices), clock) for count in (1, _MANY))
+    kinds = {memory.kind for memory in devices[0].addressable_memories()}
     copy = transfer.to_host if transfer.PINNED in kinds else _put
-    one, several = (_dispatch_seconds(copy, _arrays(count, device), clock) for count in (1, _COPIED))
+    one, several = (_dispatch_seconds(copy, _arrays(count, devices), clock) for count in (1, _COPIED))
     taken = (_MANY - 1) * (1 + 1 / _RETURNED)
     return Dispatch(
         call=few,
@@ -140,8 +147,9 @@ def _increase(arrays: list[Array]) -> list[Array]:
     return [array + 1 for array in arrays[::_RETURNED]]
 
 
-def _arrays(count: int, device: jax.Device) -> list[Array]:
-    return [jax.device_put(jnp.zeros(16), device) for _ in range(count)]
+def _arrays(count: int, devices: Sequence[jax.Device]) -> list[Array]:
+    whole = _on(devices, PartitionSpec())
+    return [jax.device_put(jnp.zeros(16), whole) for _ in range(count)]
 
 
 def _put(arrays: list[Array]) -> list[Array]:

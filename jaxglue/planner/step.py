@@ -299,5 +299,5 @@ def compile_seconds(
 
 
 def pinning_seconds(size: int, compiling: float, *, devices: int = 1) -> float:
-    """Predict the time by which pinning values' bytes on each of some devices lengthens a start that compiles."""
-    return max(size / fitted.PINNING - compiling, 0.0) if devices == 1 else size / fitted.JAX_PINNING
+    """Predict the time by which pinning values' bytes for each of some devices lengthens a start that compiles."""
+    return max(devices * size / fitted.PINNING - compiling, 0.0)

@@ -111,11 +111,6 @@ class MeshShape:
                 f"--mesh {self}: rows of {seq_len} tokens do not divide among {self.context} GPUs: use --seq-len "
                 f"{nearest}"
             )
-        if config.delta is not None:
-            raise ValueError(
-                f"--mesh {self}: context cannot split the rows of linear attention, whose states pass from token to "
-                "token; use data or fsdp instead of context"
-            )
 
     def _check_tensor(self, config: DecoderConfig) -> None:
         remedy = "use data or fsdp instead of tensor"

@@ -1,13 +1,36 @@
 """Events of a run, for functions of the user's; importing it loads no JAX."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Concatenate, Literal
+
+import numpy as np
+from jaxtyping import Float32, Int
 
 from jaxglue.training.report import RunSummary
 
 Decision = Literal["stop"] | None
 """Whether a run ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictions:
+    """Target tokens of held-out data with their predictions, document after document."""
+
+    targets: Int[np.ndarray, " N"]
+    predicted: Int[np.ndarray, " N"]
+    """Tokens with the largest logits in the targets' places."""
+    log_probs: Float32[np.ndarray, " N"]
+    """Of the targets."""
+    documents: Int[np.ndarray, " N"]
+    """Number of the target's document, in the order in which they are evaluated."""
+    columns: Mapping[str, Float32[np.ndarray, " N"]] = field(default_factory=dict)
+    """The documents' values of the columns that were asked for."""
+
+
+Metrics = Callable[[Predictions], Mapping[str, float]]
+"""Values of held-out data by name, which are recorded and shown as `eval_name`."""
 
 
 class Callback:

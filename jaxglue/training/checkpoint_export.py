@@ -145,7 +145,7 @@ def _read_run(config: TrainConfig) -> FinishedRun:
     folder = config.model.folder
     base, start = read_architecture(config, folder), _start(config)
     base = start.adapted(base) if start else base
-    vocabulary = read_vocabulary(folder, config.model.new_tokens, base, start)
+    vocabulary = read_vocabulary(folder, config.model.new_tokens, base, start, config.model.tokenizer)
     adopt(vocabulary.tokenizer, config.data)
     stops = run_stops(config, vocabulary.tokenizer)
     return FinishedRun(config=config, base=base, vocabulary=vocabulary, stops=stops)

@@ -73,11 +73,22 @@ def warn_of_peft(config: TrainConfig, model: DecoderConfig) -> None:
 def check_mesh(config: TrainConfig, model: DecoderConfig, mesh: MeshShape, *, devices: int) -> None:
     """Raise ValueError, with the remedy, when the mesh does not fit devices, rows, objective or model."""
     mesh.check(model, batch_size=config.run.batch_size, seq_len=config.data.row_tokens, devices=devices)
-    if mesh.context > 1 and config.objective.make().forks:
-        raise ValueError(
-            f"--mesh {mesh}: context splits rows of texts and chats, not those of --objective "
-            f"{config.objective.objective}: use data or fsdp instead of context"
-        )
+    if mesh.context > 1 and (refused := refuse_split_rows(config, model)):
+        raise ValueError(f"--mesh {mesh}: context cannot split rows {refused}: use data or fsdp instead of context")
+
+
+def refuse_split_rows(config: TrainConfig, model: DecoderConfig) -> str:
+    """Return which rows of a run cannot be split over GPUs; empty where they can."""
+    kind, name = config.objective.kind, config.objective.objective
+    if model.delta is not None:
+        return "of linear attention, whose states pass from token to token"
+    if kind.needs_rollouts:
+        return f"of --objective {name}, which the model writes"
+    if kind.answers is not None and any(model.layer_windows):
+        return f"of --objective {name} in layers with windows"
+    if kind.answers is not None and config.objective.columns:
+        return f"of --objective {name} with columns of units"
+    return ""
 
 
 def refuse_mapped(model: ModelConfig, mesh: MeshShape) -> str | None:
@@ -147,8 +158,8 @@ def _check_full_fine_tuning(config: TrainConfig, model: DecoderConfig) -> None:
 
 def refuse_shared_prompt(config: TrainConfig, model: DecoderConfig) -> str:
     """Return why nothing serves forked segments, empty if an attention kernel does."""
-    if model.delta is not None:
-        return "a state of linear attention follows one continuation"
+    if model.delta is not None and jax.process_count() > 1:
+        return "a state of linear attention follows one continuation, and rows of copies differ between processes"
     if jax.default_backend() == "cpu":
         return ""
     dtype, seq_len, kind = config.model.compute_dtype, config.data.row_tokens, BatchKind(long=False, slots=2)

@@ -63,6 +63,8 @@ class ModelConfig(Config):
     """Train adapters on frozen weights, or all weights."""
     adapter: Annotated[Path | None, Alias("lora_model_dir", "adapter_name_or_path")] = None
     """Train on from this PEFT adapter, with its rank, alpha and targets."""
+    tokenizer: Annotated[Path | None, Alias("tokenizer_config", "tokenizer_name_or_path")] = None
+    """Folder of another tokenizer with its chat template, for the same vocabulary; by default the model's."""
     new_tokens: Path | None = None
     """Text file with a token a line to add to the vocabulary, each with the mean of the others' rows; with --method
     lora only the new rows train, unless --modules-to-save names embed_tokens and lm_head."""

@@ -33,6 +33,7 @@ from jaxglue.rl.loop import RolloutSteps
 from jaxglue.sharding.gather import gather
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
+from jaxglue.training.callbacks import Metrics, Predictions
 from jaxglue.training.json_lines import read_steps, rewrite_lines
 from jaxglue.training.progress import SHOWN
 from jaxglue.training.setup import Run
@@ -58,9 +59,18 @@ class Evaluation:
         executor: runs the model.
         probe: reads its routers.
         mesh: devices that share the work; None for one device.
+        compute_metrics: of the caller's; None for none.
     """
 
-    def __init__(self, run: Run, executor: Executor, probe: "ExpertLoadProbe", mesh: Mesh | None):
+    def __init__(
+        self,
+        run: Run,
+        executor: Executor,
+        probe: "ExpertLoadProbe",
+        mesh: Mesh | None,
+        compute_metrics: Metrics | None = None,
+    ):
+        self._compute_metrics = compute_metrics
         self._batches, self._executor, self._mesh = run.eval_batches, executor, mesh
         batches = run.batches
         self._rollouts = batches if isinstance(batches, RolloutSteps) and batches.has_held_out else None
@@ -115,11 +125,33 @@ class Evaluation:
             means: Any = np.sum(jax.device_get(losses), 0) / batches.targets
             metrics = {f"eval_{name}": float(value) for name, value in self._objective.metrics(means).items()}
             return {"eval_loss": float(self._objective.loss(means))} | metrics
+        if self._compute_metrics is not None:
+            return self._with_metrics(self._compute_metrics, batches, trainable, frozen)
         count = len(self._sources)
         found = [self._executor.evaluate(trainable, frozen, batch, count) for batch in placed]
         sums = np.sum(jax.device_get(found), 0, dtype=np.float64)
         loss = float(sums[0].sum() / batches.targets)
         return {"eval_loss": loss} | held_out_metrics(loss, sums, self._sources)
+
+    def _with_metrics(
+        self, compute: Metrics, batches: EvalBatches, trainable: Params, frozen: Params
+    ) -> dict[str, float]:
+        """Return the values of `_held_out` from single tokens, and the caller's of these."""
+        count, sums, parts = len(self._sources), np.zeros((3, len(self._sources))), []
+        for batch in batches:
+            scores = self._executor.token_scores(trainable, frozen, place_batch(batch, self._mesh))
+            losses, best = (np.asarray(each) for each in scores)
+            weights, hits = np.asarray(batch.loss_weights), best == batch.targets
+            owners = np.zeros_like(best) if batch.sources is None else np.asarray(batch.sources)
+            for values, total in zip((weights * losses, weights * hits, weights), sums, strict=True):
+                total += np.bincount(owners.ravel(), values.ravel().astype(np.float64), minlength=count)
+            parts.append(_predictions(batch, losses, best))
+        found = compute(_joined(parts))
+        if not isinstance(found, Mapping):
+            raise ValueError(f"compute_metrics returned {found!r:.100}: expected a dictionary of numbers by name")
+        loss = float(sums[0].sum() / batches.targets)
+        values = {"eval_loss": loss} | held_out_metrics(loss, sums, self._sources)
+        return values | {f"eval_{name.removeprefix('eval_')}": float(value) for name, value in found.items()}
 
     def _count(self, loss: float, step: int) -> None:
         self.since_best += 1
@@ -134,6 +166,32 @@ class Evaluation:
         """Continue from `get_state`."""
         best = state["best_eval"]
         self.best, self.since_best = best and (best[0], best[1]), state.get("since_best", 0)
+
+
+def _predictions(batch: Batch, losses: np.ndarray, best: np.ndarray) -> Predictions:
+    """Return the targets of a batch that are trained on, row after row; documents count from 0."""
+    counted = np.asarray(batch.loss_weights) > 0
+    ids = np.asarray(batch.segments.segment_ids, np.int64)
+    firsts = np.cumsum([0, *ids.max(axis=1)[:-1]])[:, None]
+    return Predictions(
+        targets=np.asarray(batch.targets)[counted],
+        predicted=best[counted],
+        log_probs=-losses[counted],
+        documents=(ids - 1 + firsts)[counted],
+        columns={name: np.asarray(values)[counted] for name, values in batch.columns.items()},
+    )
+
+
+def _joined(parts: Sequence[Predictions]) -> Predictions:
+    """Return the predictions of all batches, whose documents are numbered on."""
+    names = ("targets", "predicted", "log_probs")
+    counts = [int(part.documents.max(initial=-1)) + 1 for part in parts]
+    firsts = np.cumsum([0, *counts[:-1]])
+    return Predictions(
+        **{name: np.concatenate([getattr(part, name) for part in parts]) for name in names},
+        documents=np.concatenate([part.documents + first for part, first in zip(parts, firsts, strict=True)]),
+        columns={name: np.concatenate([part.columns[name] for part in parts]) for name in parts[0].columns},
+    )
 
 
 def held_out_metrics(loss: float, sums: Float[np.ndarray, "3 sources"], names: Sequence[str]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.extend.backend import clear_backends
 
-from jaxglue.engine.host_buffers import HostBuffers
+from jaxglue.engine.host_buffers import Buffers, HostBuffers, MeshBuffers
 from jaxglue.engine.layer_groups import check_grouped
 from jaxglue.engine.policy import AUTO, RematPolicy, parse_policies
 from jaxglue.engine.residency import DEVICE, HOST, MAPPED, is_streamed, parse_weights
@@ -130,7 +130,7 @@ def choose_remat(
         compile_seconds=plan.compile_seconds,
         files=planner.gpu.files,
         note=note,
-        reasons=explain_plan(settings, planner, plan, planner.gpu.host_memory(host_memory())) if explain else {},
+        reasons=explain_plan(settings, planner, plan, _pinned_for(planner.workload, planner.gpu)) if explain else {},
     )
 
 
@@ -175,7 +175,7 @@ def _resolve(
 
     `files` measures the rate of these.
     """
-    pinned = gpu.host_memory(host_memory())
+    pinned = _pinned_for(workload, gpu)
     options: dict[str, Any] = {"steps": steps, "layers_per_program": settings.layers_per_program}
     refused = refuse_mapped(settings, workload.mesh)
     if MAPPED in settings.weights and refused:
@@ -190,6 +190,11 @@ def _resolve(
             raise
     planner = Planner(workload, replace(gpu, files=files()), **options)
     return planner, planner.resolve(settings.remat, weights=settings.weights, host_memory=pinned)
+
+
+def _pinned_for(workload: Workload, gpu: Gpu) -> float:
+    """Return the bytes of host memory that may be pinned for each GPU of this process."""
+    return gpu.host_memory(host_memory()) / local_gpus(workload)
 
 
 def _choose_on_cpu(settings: ModelConfig, workload: Workload, *, explain: bool) -> RematChoice:
@@ -245,32 +250,37 @@ def _programs(plan: Plan) -> str:
     return f"{plan.layers_per_program} layers in a program, " if plan.layers_per_program > 1 else ""
 
 
-def open_buffers(workload: Workload, remat: RematChoice) -> AbstractContextManager[HostBuffers | None]:
-    """Return a context with page-locked buffers for a run's offloaded values; None on CPUs, and on several GPUs.
+def open_buffers(workload: Workload, remat: RematChoice) -> AbstractContextManager[Buffers | None]:
+    """Return a context with page-locked buffers for a run's offloaded values on this process's GPUs; None on CPUs.
 
     Raises:
         ValueError: the host's memory was taken by others since the run was planned.
     """
-    if not remat.offloaded_bytes or not _is_alone(workload):
+    if not remat.offloaded_bytes or jax.default_backend() == "cpu":
         return nullcontext()
-    if remat.offloaded_bytes > (free := available_memory()):
+    count = local_gpus(workload)
+    if (needed := count * remat.offloaded_bytes) > (free := available_memory()):
         raise ValueError(
-            f"--remat {remat.remat} offloads {gib(remat.offloaded_bytes)} to host memory, of which {gib(free)} are "
+            f"--remat {remat.remat} offloads {gib(needed)} to host memory, of which {gib(free)} are "
             "free: end other programs, or choose a policy that offloads less"
         )
-    return HostBuffers(jax.local_devices()[0], remat.offloaded_bytes)
+    devices = jax.local_devices()[:count]
+    if workload.mesh.devices == 1:
+        return HostBuffers(devices[0], remat.offloaded_bytes)
+    return MeshBuffers(devices, remat.offloaded_bytes)
 
 
 def size_pool(workload: Workload, remat: RematChoice, environ: MutableMapping[str, str]) -> int:
     """Renew JAX's client with the limit that streamed weights need; return its GiB, 0 where the limit stays.
 
     JAX's pool doubles up to its limit, which a client reads when it begins. The limit stays where no weights are
-    streamed, on several GPUs, where the caller set `PREALLOCATE`, and where arrays exist, which would not survive.
+    streamed, in runs of several processes, where the caller set `PREALLOCATE`, and where arrays exist, which would not
+    survive.
 
     Raises:
         ValueError: the old client is still in use and holds the GPU's memory.
     """
-    if HOST not in remat.weights or not _is_alone(workload) or PREALLOCATE in environ:
+    if HOST not in remat.weights or not _is_alone() or PREALLOCATE in environ:
         return 0
     gc.collect()
     if jax.live_arrays():
@@ -300,13 +310,18 @@ def pinned_gib(workload: Workload, remat: RematChoice, limit: float) -> int:
     """Return the whole GiB to pin: the plan's and one of the largest arrays more, or the plan's within a limit."""
     frozen = abstract_parts(workload)[2]
     largest = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(frozen))
-    least = remat.host_bytes - remat.offloaded_bytes + _SLACK
+    least = local_gpus(workload) * (remat.host_bytes - remat.offloaded_bytes) + _SLACK
     return math.ceil(max(least, min((1 + _LOST) * least + largest, limit * GIB)) / GIB)
 
 
-def _is_alone(workload: Workload) -> bool:
-    """Return whether one process trains on one GPU."""
-    return workload.mesh.devices == 1 and jax.process_count() == 1 and jax.default_backend() != "cpu"
+def local_gpus(workload: Workload) -> int:
+    """Return the number of the mesh's GPUs that this process has."""
+    return max(workload.mesh.devices // jax.process_count(), 1)
+
+
+def _is_alone() -> bool:
+    """Return whether one process trains on GPUs."""
+    return jax.process_count() == 1 and jax.default_backend() != "cpu"
 
 
 def _renew_client() -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from jaxglue.data.config import NO_COLUMNS, Columns
 from jaxglue.data.iterator import BatchIterator, EvalBatches
 from jaxglue.data.prepare import PreparedData, prepare_data
 from jaxglue.data.progress import DataProgress
@@ -27,7 +28,7 @@ from jaxglue.rl.loop import RolloutSteps
 from jaxglue.rl.prompts import PromptDataset, PromptReport, read_prompts
 from jaxglue.rl.rewards import Judge
 from jaxglue.sharding.mesh import AUTO, MeshShape, make_mesh, process_batch_shard
-from jaxglue.training.checks import check_mesh, refuse_shared_prompt, warn_of_peft
+from jaxglue.training.checks import check_mesh, refuse_shared_prompt, refuse_split_rows, warn_of_peft
 from jaxglue.training.config import RunConfig, TrainConfig, warmup_steps
 from jaxglue.training.remat import RematChoice, choose_remat
 from jaxglue.training.trackers import check_trackers
@@ -99,12 +100,13 @@ class Run(Setup):
         return training_flops_per_token(self.model, visible_keys=keys, weight_gradients=full)
 
 
-def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Run:
+def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns: Columns = NO_COLUMNS) -> Run:
     """Read and check model folder, tokenizer and data, and choose mesh and plan; load no weights.
 
     Args:
         config: of the run.
         processes: of the run; process 0 tokenizes, the others read its cache.
+        columns: of the rows, beside those that the objective reads.
 
     Raises:
         ValueError: bad model folder, data or settings; names the file and the remedy.
@@ -112,7 +114,8 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Run:
     check_trackers(config.run.trackers)
     config, model, vocabulary, adapter = _read_model(config, processes)
     with processes.main_process_first():
-        data = _read_data(config, model, vocabulary, DataProgress() if processes.is_main else None)
+        progress = DataProgress() if processes.is_main else None
+        data = _read_data(config, model, vocabulary, progress, columns)
     lengths = sample_lengths(data.train.document_lengths)
     planned = replace(config, run=_with_micro_batches(config, data))
     workload, remat = agree_on_mesh(planned, model, lengths, processes, _expected_steps(planned, data))
@@ -180,7 +183,7 @@ def _read_model(
     base = adapter.adapted(base) if adapter else _untied_by_head(config, base)
     if not config.model.random_weights:
         check_weights(folder, base)
-    vocabulary = read_vocabulary(folder, config.model.new_tokens, base, adapter)
+    vocabulary = read_vocabulary(folder, config.model.new_tokens, base, adapter, config.model.tokenizer)
     config = settle(config, base, devices=jax.device_count(), adapter=adapter, vocabulary=vocabulary)
     if processes.is_main:
         warn_of_peft(config, base)
@@ -200,7 +203,11 @@ def _untied_by_head(config: TrainConfig, base: DecoderConfig) -> DecoderConfig:
 
 
 def _read_data(
-    config: TrainConfig, model: DecoderConfig, vocabulary: Vocabulary, progress: DataProgress | None
+    config: TrainConfig,
+    model: DecoderConfig,
+    vocabulary: Vocabulary,
+    progress: DataProgress | None,
+    columns: Columns = NO_COLUMNS,
 ) -> PreparedData:
     """Read and tokenize the data, or the prompts that are answered in training."""
     if config.objective.kind.needs_rollouts:
@@ -212,8 +219,10 @@ def _read_data(
         if config.data.eval_data:
             held_out = read_prompts(config.data, vocabulary.tokenizer, **sizes, held_out=True)
         return PreparedData(train=prompts, eval=held_out, report=PromptReport(prompts, held_out))
-    task = config.objective.task(shared_prompt=not refuse_shared_prompt(config, model))
-    return prepare_data(config.data, vocabulary.tokenizer, model.vocab_size, progress, task, config.objective.columns)
+    shared = not refuse_shared_prompt(config, model)
+    task = config.objective.task(shared_prompt=shared, copies=model.delta is not None)
+    columns = {**config.objective.columns, **columns}
+    return prepare_data(config.data, vocabulary.tokenizer, model.vocab_size, progress, task, columns)
 
 
 def _make_rollouts(config: TrainConfig, model: DecoderConfig, data: PreparedData, processes: Processes) -> RolloutSteps:
@@ -234,6 +243,7 @@ def _make_rollouts(config: TrainConfig, model: DecoderConfig, data: PreparedData
         seed=config.data.seed,
         folder=config.run.output,
         shared=not refuse_shared_prompt(config, model),
+        copies=model.delta is not None,
         held_out=held_out,
     )
     judge.check()
@@ -304,7 +314,7 @@ def choose_mesh(
         raise ValueError("--embeddings host is for one GPU: leave it out, or split the table with --mesh fsdp=…")
     full = config.model.method == "full"
     shapes = [MeshShape.parse(config.run.mesh)] if config.run.mesh != AUTO else _candidates(model, devices, full=full)
-    if config.run.mesh == AUTO and _can_split_rows(config, model):
+    if config.run.mesh == AUTO and not refuse_split_rows(config, model):
         shapes = _with_split_rows(shapes, config, devices, full=full)
     for shape in shapes:
         check_mesh(config, model, shape, devices=devices)
@@ -361,10 +371,6 @@ def agree_on_mesh(
     chosen = replace(config.model, remat=policy, weights=weights, attention=attention, tile=tile)
     remat = choose_remat(chosen, replace(workload, attention=attention, tile=tile))
     return replace(workload, host_embeddings=remat.host_embeddings), remat
-
-
-def _can_split_rows(config: TrainConfig, model: DecoderConfig) -> bool:
-    return model.delta is None and not config.objective.make().forks
 
 
 def _with_split_rows(shapes: list[MeshShape], config: TrainConfig, devices: int, *, full: bool) -> list[MeshShape]:

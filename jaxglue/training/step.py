@@ -20,10 +20,10 @@ from jaxtyping import Array
 
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import BatchIterator, Step
-from jaxglue.engine.compiler import Lowering, jit_exchanging, jit_step, on_device, rounding_as_written
+from jaxglue.engine.compiler import Lowering, jit_exchanging, jit_step, on_devices, rounding_as_written
 from jaxglue.engine.executor import Executor, LayerExecutor, Update
 from jaxglue.engine.fp8_errors import FP8Errors, fp8_errors
-from jaxglue.engine.host_buffers import HostBuffers
+from jaxglue.engine.host_buffers import Buffers
 from jaxglue.engine.layer_groups import SmallResults
 from jaxglue.models.lora import without_adapters
 from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params
@@ -55,6 +55,10 @@ class StepState(TypedDict):
     fp8: NotRequired[FP8Parts | None]
 
 
+_OTHER_EXECUTORS = 4
+"""Objectives beside the run's whose compiled programs are kept."""
+
+
 class TrainStep:
     """A model and its optimizer; `dispatch` advances them by one optimizer step.
 
@@ -64,7 +68,7 @@ class TrainStep:
         host_buffers: for offloaded values; None for JAX's pool.
     """
 
-    def __init__(self, run: Setup, mesh: Mesh | None, host_buffers: HostBuffers | None = None):
+    def __init__(self, run: Setup, mesh: Mesh | None, host_buffers: Buffers | None = None):
         self._run, self._config, self._mesh = run, run.config, mesh
         self.layout = Layout(mesh, run.config.model.compute_dtype)
         self._objective, self._host_buffers = run.workload.objective, host_buffers
@@ -126,17 +130,20 @@ class TrainStep:
         batches = run.batches if isinstance(run, Run) else None
         grouped = 1 < run.remat.layers_per_program < run.model.num_hidden_layers
         others = grouped or run.workload.host_embeddings or run.config.objective.kind.needs_reference
-        if self._mesh is not None or others or not isinstance(batches, BatchIterator):
+        splits = self.layout.gathers or self.layout.size("context") > 1
+        if splits or others or not isinstance(batches, BatchIterator):
             return None
         graphdefs, trainable, frozen = abstract_parts(run.workload)
         self.executor, first = self._make_executor(graphdefs, self._objective), batches.first
         self._whole, key = self._make_whole(), self._micro_batch_key()
         if self._whole and len(first.micro_batches) == 1:
-            self._lowering = Lowering(self._whole.trace(trainable, frozen, first.micro_batches[0], key))
+            (rows,) = first.micro_batches if self._mesh is None else self.place(first)
+            self._lowering = Lowering(self._whole.trace(trainable, frozen, rows, key))
             return graphdefs
         step = self.executor.trace_step(trainable, frozen, self.place(first), key)
         in_backward = self._config.optimizer.update_in_backward
-        update = () if in_backward else self._optimizer.trace_update(on_device(trainable))
+        shapes = on_devices(self.layout, trainable, self.layout.param_specs(trainable))
+        update = () if in_backward else self._optimizer.trace_update(shapes)
         self._lowering = Lowering(chain(step, update))
         return graphdefs
 
@@ -253,13 +260,27 @@ class TrainStep:
             into: gradients whose memory the new ones take where the executor reuses it; donated.
         """
         objective = objective or self._objective
-        if objective not in self._executors:
-            self._executors[objective] = made = self._make_executor(self.graphdefs, objective)
-            if self._fp8:
-                made.multiply_in_fp8(self._fp8["layers"], self._fp8["head"])
         arguments = *self._arguments(batch), self._step_key(), into
-        sums, gradients = self._executors[objective].loss_and_gradients(*arguments)
+        sums, gradients = self._executor_of(objective).loss_and_gradients(*arguments)
         return objective.loss(sums), objective.metrics(sums), gradients
+
+    def _executor_of(self, objective: Objective) -> Executor:
+        """Return the executor of an objective; the run's and the latest others are kept, with their programs."""
+        executor = self._executors.pop(objective, None)
+        if executor is None:
+            executor = self._make_executor(self.graphdefs, objective)
+            if self._fp8:
+                executor.multiply_in_fp8(self._fp8["layers"], self._fp8["head"])
+            others = [each for each in self._executors if each != self._objective]
+            if len(others) >= _OTHER_EXECUTORS:
+                _log.warning(
+                    "%d losses were compiled, and the programs of the oldest are dropped: define a loss outside of the "
+                    "loop, since each function object is compiled by itself",
+                    len(others) + 1,
+                )
+                del self._executors[others[0]]
+        self._executors[objective] = executor
+        return executor
 
     def take_step(self, gradients: Params) -> dict[str, jax.Array]:
         """Update the parameters; return the gradients' norm and the learning rate."""
@@ -343,7 +364,8 @@ class WholeStep:
 
     def trace(self, trainable: Params, frozen: Params, batch, key) -> Iterator[Traced]:
         """Trace the program for shapes of parameters."""
-        trainable, frozen = on_device((trainable, frozen))
+        layout = self._executor.layout
+        trainable, frozen = (on_devices(layout, tree, layout.param_specs(tree)) for tree in (trainable, frozen))
         state, places = self._optimizer.state_shapes(trainable), self._results.abstract()
         yield self._program.trace(trainable, state, frozen, batch, np.float32(1), key, np.int32(0), places)
 

@@ -12,9 +12,10 @@ import jax
 
 from jaxglue.console import Console
 from jaxglue.data.batch import Batch
+from jaxglue.data.config import NO_COLUMNS, Columns
 from jaxglue.data.iterator import Step
 from jaxglue.distributed import SINGLE_PROCESS, Processes
-from jaxglue.engine.host_buffers import HostBuffers
+from jaxglue.engine.host_buffers import Buffers
 from jaxglue.engine.policy import AUTO
 from jaxglue.engine.program_cache import keep_programs
 from jaxglue.hf.files import write_json
@@ -25,7 +26,7 @@ from jaxglue.recipe import as_dict, load_config, to_toml
 from jaxglue.rl.loop import RolloutSteps
 from jaxglue.rl.page import write_page
 from jaxglue.sharding.mesh import make_mesh
-from jaxglue.training.callbacks import Callback, Callbacks
+from jaxglue.training.callbacks import Callback, Callbacks, Metrics
 from jaxglue.training.checkpoint import Checkpoints, NonFinite
 from jaxglue.training.config import ModelConfig, TrainConfig
 from jaxglue.training.evaluation import BestState, Evaluation, ExpertLoadProbe, Samples, evaluation_lines
@@ -83,6 +84,8 @@ def train(
     processes: Processes = SINGLE_PROCESS,
     interrupt: Interrupt | None = None,
     callbacks: Sequence[Callback] = (),
+    compute_metrics: Metrics | None = None,
+    columns: Columns = NO_COLUMNS,
 ) -> RunSummary | None:
     """Train as configured and write adapter or model, checkpoints, metrics and curve to the output folder.
 
@@ -93,6 +96,8 @@ def train(
         processes: all call this; process 0 alone prints and writes, apart from checkpoints.
         interrupt: tells after an interruption which signal it was.
         callbacks: receive the run's events, in a run of one process.
+        compute_metrics: of the predictions on held-out data.
+        columns: of numbers in rows that it reads, each with the value of rows without it.
 
     Returns:
         the results of the run; None after a dry run or an interruption.
@@ -101,8 +106,9 @@ def train(
         ValueError: bad input, before the accelerator is used.
         OSError: a file cannot be written, as on a full disk.
     """
-    if callbacks and processes.count > 1:
+    if (callbacks or compute_metrics) and processes.count > 1:
         raise ValueError("callbacks: they run in one process alone, and this run has several: leave them out")
+    _check_metrics(config, compute_metrics, columns)
     events, interrupt = Callbacks(callbacks), interrupt or Interrupt()
     console = console or Console(file=cast(IO[str], Output(interrupt.output_closed)), quiet=not processes.is_main)
     timer = timer or StartupTimer()
@@ -115,7 +121,21 @@ def train(
         if config.run.dry_run:
             _dry_run(config, console, processes)
             return None
-        return _train(config, console, timer, processes, interrupt, events)
+        settle = partial(resolve, processes=processes, columns=columns)
+        return _train(config, console, timer, processes, interrupt, events, compute_metrics, settle)
+
+
+def _check_metrics(config: TrainConfig, compute_metrics: Metrics | None, columns: Columns) -> None:
+    """Refuse metrics without predictions, and columns that nothing reads."""
+    if columns and (compute_metrics is None or config.data.streaming):
+        raise ValueError("columns: compute_metrics reads them, of data that are no stream: leave them out")
+    if compute_metrics is None:
+        return
+    if not config.objective.kind.supervised:
+        name = config.objective.objective
+        raise ValueError(f"compute_metrics: it reads predictions of tokens, which --objective {name} has none of")
+    if not (config.data.eval_data or config.data.eval_fraction):
+        raise ValueError("compute_metrics: it reads held-out data: give eval_data, or eval_fraction")
 
 
 def _train(
@@ -125,10 +145,12 @@ def _train(
     processes: Processes,
     interrupt: Interrupt,
     callbacks: Callbacks,
+    compute_metrics: Metrics | None,
+    settle: Callable[[TrainConfig], Run],
 ) -> RunSummary | None:
     """Settle the run, hold its folder and train."""
     settings = config.run
-    run = resolve(config, processes) if settings.resume else None
+    run = settle(config) if settings.resume else None
     if run and (summary := finished_run(run, processes)):
         print_panel(console, "done before: no step is left to train", summary_rows(summary))
         return summary
@@ -136,7 +158,7 @@ def _train(
     with folder as output:
         if settings.overwrite and processes.is_main:
             check_inputs(output, config.inputs)
-        run = run or resolve(config, processes)
+        run = run or settle(config)
         identity = fingerprint(run)
         processes.agree("model and data", identity)
         timer.stage("data")
@@ -144,7 +166,7 @@ def _train(
         _explain(run, console, processes)
         files = RunFolder(output, overwrite=settings.overwrite, processes=processes)
         shared: dict[str, Any] = {"identity": identity, "timer": timer, "processes": processes, "interrupt": interrupt}
-        shared |= {"console": console, "output": files, "callbacks": callbacks}
+        shared |= {"console": console, "output": files, "callbacks": callbacks, "compute_metrics": compute_metrics}
         with closing(run.batches):
             return _train_as_planned(run, console, files, partial(_attempt, **shared))
 
@@ -228,6 +250,7 @@ class Trainer:
         output: the run's folder.
         host_buffers: for offloaded values; None for JAX's pool.
         callbacks: of the run.
+        compute_metrics: of `train`.
         plans_left: how often the run may be planned again.
         again: it was, and began before.
     """
@@ -241,8 +264,9 @@ class Trainer:
         processes: Processes,
         interrupt: Interrupt,
         output: RunFolder,
-        host_buffers: HostBuffers | None = None,
+        host_buffers: Buffers | None = None,
         callbacks: Callbacks | None = None,
+        compute_metrics: Metrics | None = None,
         *,
         plans_left: int = 0,
         again: bool = False,
@@ -261,7 +285,7 @@ class Trainer:
             timer.stage("reference")
         shared: dict[str, Any] = {"dtype": run.config.model.compute_dtype, "attention": run.config.model.attention}
         probe = ExpertLoadProbe(self._model.graphdefs, run.model, **shared, layout=self._model.layout)
-        self._evaluation = Evaluation(run, self._model.executor, probe, mesh)
+        self._evaluation = Evaluation(run, self._model.executor, probe, mesh, compute_metrics)
         self._samples = Samples(run, self._model.graphdefs, folder if processes.is_main else None, console)
         self._recorder = Recorder(run, timer)
         self._result = ResultWriter(run, self._model, self._output, processes, console)

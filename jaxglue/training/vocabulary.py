@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxglue.data.tokenizer import known_tokens
 from jaxglue.hf.adapter import Adapter, check_adapter, load_adapter
 from jaxglue.hf.identity import Identity, identify, identify_random
-from jaxglue.hf.serving import load_own_tokenizer, stop_tokens
+from jaxglue.hf.serving import has_tokenizer, load_own_tokenizer, stop_tokens
 from jaxglue.models import abstract_model
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora import base_shapes
@@ -47,22 +47,32 @@ class Vocabulary:
         return bool(self.new) or self.size > self.base_size
 
 
-def read_vocabulary(folder: Path, new_tokens: Path | None, model: DecoderConfig, adapter: Adapter | None) -> Vocabulary:
+def read_vocabulary(
+    folder: Path,
+    new_tokens: Path | None,
+    model: DecoderConfig,
+    adapter: Adapter | None,
+    other: Path | None = None,
+) -> Vocabulary:
     """Return the vocabulary of a run.
 
-    One that trains on from an adapter has that adapter's tokenizer, where it brings one.
+    One that trains on from an adapter has that adapter's tokenizer, where it brings one and no other is named.
 
     Args:
         folder: of the base.
         new_tokens: file of tokens to add; None for none.
         model: the base's architecture.
         adapter: to train on from, if there is one.
+        other: folder of another tokenizer than the base's, if there is one.
 
     Raises:
         ValueError: a bad tokenizer or file of tokens.
     """
     base = size = model.vocab_size
-    tokenizer = load_own_tokenizer(folder, adapter.folder if adapter else None)
+    if other is None:
+        tokenizer = load_own_tokenizer(folder, adapter.folder if adapter else None)
+    else:
+        tokenizer = _load_other(other, size)
     if adapter is not None and adapter.trains_vocabulary:
         return Vocabulary(tokenizer=tokenizer, base_size=base, size=max(size, adapter.vocab_size))
     if new_tokens is None:
@@ -71,6 +81,19 @@ def read_vocabulary(folder: Path, new_tokens: Path | None, model: DecoderConfig,
     if max(new) >= size:
         size = -(-(max(new) + 1) // _MULTIPLE) * _MULTIPLE
     return Vocabulary(tokenizer=tokenizer, base_size=base, size=size, new=new)
+
+
+def _load_other(folder: Path, size: int) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of another folder, whose tokens a model of this vocabulary must have."""
+    if not has_tokenizer(folder):
+        raise ValueError(f"--tokenizer {folder}: it has no tokenizer.json: name a folder with one")
+    tokenizer = load_own_tokenizer(folder)
+    if (largest := max(tokenizer.get_vocab().values())) >= size:
+        raise ValueError(
+            f"--tokenizer {folder}: its token {largest} is beyond the model's {size:,} rows: use the model's own, and "
+            "add tokens with --new-tokens"
+        )
+    return tokenizer
 
 
 def run_stops(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

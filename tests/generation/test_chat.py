@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxglue.commands import main
-from jaxglue.generation.chat import Session, before, converse, generate, stream_text
+from jaxglue.generation.chat import ChatSession, before, converse, generate, stream_text
 from jaxglue.generation.config import GREEDY, AssistantConfig, GenerateConfig, SamplingConfig
 from jaxglue.generation.engine import Engine
 from jaxglue.generation.prompts import encode_prompt, encode_rows, read_prompts
@@ -195,7 +195,7 @@ def talk(make_tokenizer):
                 raise line
             return line
 
-        session = Session(SimpleNamespace(tokenizer=tokenizer, answer=answer), GREEDY, system)
+        session = ChatSession(SimpleNamespace(tokenizer=tokenizer, answer=answer), GREEDY, system)
         converse(session, read, shown.append)
         return "".join(shown), seen, session
 

@@ -42,9 +42,9 @@ def expected(assistant, context, continuation):
     targets = np.array([(context + continuation)[1:]])
     segments = pack_segments([[T]], seq_len=T)
     batch = Batch(tokens=tokens, targets=targets, loss_weights=jnp.ones((1, T)), segments=segments)
-    losses, hits = jax.device_get(scorer._executor.token_scores(*scorer._trees, jax.device_put(batch)))
+    losses, best = jax.device_get(scorer._executor.token_scores(*scorer._trees, jax.device_put(batch)))
     own = slice(T - len(continuation), T)
-    return -losses[0, own].sum(), hits[0, own].all()
+    return -losses[0, own].sum(), (best == targets)[0, own].all()
 
 
 def test_packed_scores_equal_single_ones(assistant):

@@ -17,7 +17,7 @@ pytest.importorskip("httpx")
 from starlette.testclient import TestClient
 
 from jaxglue.generation.server import make_app
-from jaxglue.generation.service import EndedError, Service
+from jaxglue.generation.service import EndedError, Event, Service
 
 GREEDY = SamplingConfig(temperature=0.0, top_p=1.0)
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -73,6 +73,61 @@ def test_several_answers_stop_and_are_seeded(client):
     assert cut["message"]["content"] == texts[0][: texts[0].index(stop)] and cut["finish_reason"] == "stop"
     usage = events(post(client, **options, stream=True, stream_options={"include_usage": True}))[-1]
     assert usage["usage"]["completion_tokens"] >= 3
+
+
+class Told:
+    """A service whose answers are given."""
+
+    length = 512
+
+    def __init__(self, *pieces):
+        self._pieces = pieces
+
+    def submit(self, request, listen):
+        self.request = request
+        for tokens in self._pieces[:-1]:
+            listen(Event(0, tokens, [0.0] * len(tokens), None))
+        listen(Event(0, self._pieces[-1], [0.0], "stop"))
+
+    def cancel(self, *_):
+        pass
+
+
+def test_tool_calls_are_parsed_streamed_or_whole(served):
+    assistant, _, config = served
+    text = 'I look.<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>'
+    tokens, stop = assistant.tokenizer.encode(text), min(assistant.stops)
+    service = Told(tokens[:5], tokens[5:9], tokens[9:], [stop])
+    client = TestClient(make_app(assistant, service, config))
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    call = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
+    (choice,) = post(client, messages=MESSAGES, tools=tools).json()["choices"]
+    message, (found,) = choice["message"], choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls" and message["content"] == "I look."
+    assert found.pop("id").startswith("call_") and found == call
+    chunks = [event["choices"][0] for event in events(post(client, messages=MESSAGES, tools=tools, stream=True))]
+    assert "".join(chunk["delta"]["content"] for chunk in chunks) == "I look."
+    (streamed,) = chunks[-1]["delta"]["tool_calls"]
+    assert streamed["function"] == call["function"] and streamed["index"] == 0
+    assert chunks[-1]["finish_reason"] == "tool_calls"
+    for options in ({"tools": tools, "tool_choice": "none"}, {}):
+        (choice,) = post(client, messages=MESSAGES, **options).json()["choices"]
+        assert choice["message"]["content"] == text and choice["finish_reason"] == "stop"
+
+
+def test_calls_and_results_of_tools_reach_the_template_as_in_training(served):
+    assistant, _, config = served
+    service = Told([min(assistant.stops)])
+    history = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "now", "arguments": "{}"}}]},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "noon"}]},
+    ]
+    reply = post(TestClient(make_app(assistant, service, config)), messages=history)
+    assert reply.status_code == 200, reply.json()
+    assert "noon" in assistant.tokenizer.decode(service.request.prompt)
+    broken = [*MESSAGES, {"role": "assistant", "tool_calls": [{"function": {"name": "now", "arguments": "{"}}]}]
+    assert post(TestClient(make_app(assistant, service, config)), messages=broken).status_code == 400
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from jaxglue.hf.gguf import writer
 from jaxglue.hf.gguf.export import export_gguf
 from jaxglue.hf.gguf.importance import measure_importance
 from jaxglue.hf.gguf.layout import interleaved_rows
+from jaxglue.hf.gguf.linear_attention import in_file, inputs_in_file
 from jaxglue.hf.gguf.modelfile import ollama_template
 from jaxglue.hf.gguf.types import Shape, tensor_type
 from jaxglue.hf.gguf.vocabulary import vocabulary_metadata
@@ -42,6 +43,7 @@ RAW = {
     "num_key_value_heads": 2,
     "initializer_range": 0.1,
 }
+GLM4_MOE = {"n_routed_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 64, "topk_group": 1}
 GPT_OSS = {"model_type": "gpt_oss", "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 64}
 
 
@@ -109,6 +111,17 @@ def test_rotary_rows_of_llama_become_neighbors(make_folder, export):
     heads = original.reshape(2, 2, 32, 256)  # head, half, pair, input
     np.testing.assert_array_equal(written.reshape(2, 32, 2, 256), heads.swapaxes(1, 2))
     assert sorted(interleaved_rows(128, 2)) == list(range(128))
+
+
+def test_columns_and_inputs_of_value_heads_move_alike():
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_value_head_dim": 4}
+    config = config_from_hf(RAW | sizes | {"model_type": "qwen3_5_text"})
+    weight, inputs = np.random.default_rng(0).normal(size=(3, 24)), np.arange(24.0)
+    moved = in_file(config, "model.layers.0.linear_attn.out_proj.weight", weight)
+    moved_inputs = inputs_in_file(config, "linear_attn.out_proj", inputs)
+    assert moved_inputs[:12].tolist() == [0, 1, 2, 3, 12, 13, 14, 15, 4, 5, 6, 7]  # heads 0 and 3, 1 and 4, …
+    np.testing.assert_allclose(moved @ moved_inputs, weight @ inputs)
+    np.testing.assert_array_equal(inputs_in_file(config, "mlp.down_proj", inputs), inputs)
 
 
 def test_types_fall_back_for_rows_of_other_lengths(make_folder, export):
@@ -267,7 +280,13 @@ def test_matrices_in_portions_are_quantized_as_at_once(weighed, make_folder, exp
         ({"model_type": "gemma2", "head_dim": 64}, "f16", "query_pre_attn_scalar other than 64"),
         ({"model_type": "gemma3_text", "rope_local_base_freq": 5.0}, "f16", "rotary embeddings of windows other"),
         ({"model_type": "olmo2", "attention_bias": True}, "f16", "biases in attention"),
-        ({"model_type": "olmo3"}, "f16", "models of type olmo3"),
+        (
+            {"model_type": "olmo3", "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8},
+            *("f16", "OLMo 3 with other layers in windows than three of four"),
+        ),
+        ({"model_type": "olmo3", "sliding_window": 8, "rope_theta": 3.0}, "f16", "windows with another base than"),
+        ({"model_type": "glm4_moe", **GLM4_MOE, "n_group": 2}, "f16", "experts in groups"),
+        ({"model_type": "gemma4_text"}, "f16", "models of type gemma4_text"),
     ],
 )
 def test_what_llama_cpp_lacks_is_refused(changes, kind, message, make_folder, export):
@@ -299,6 +318,7 @@ def byte_level(*before, use_regex=False):
 
 
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+MARKS = QWEN.replace(r"]?\p{L}+", r"]?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 O200K = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re)?|\p{N}{1,3}|\s+"
 
 
@@ -311,6 +331,7 @@ def split(pattern):
     [
         (byte_level(use_regex=True), "gpt-2"),
         (byte_level(split(QWEN)), "qwen2"),
+        (byte_level(split(MARKS)), "qwen35"),
         (byte_level(split(QWEN.replace(r"\p{N}| ?", r"\p{N}{1,3}| ?"))), "llama-bpe"),
         (byte_level(split(O200K)), "gpt-4o"),
         (byte_level(pre_tokenizers.Digits(individual_digits=True), use_regex=True), "smollm"),

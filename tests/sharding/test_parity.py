@@ -1,5 +1,6 @@
 """Loss and gradients on any mesh equal those of one device."""
 
+import ctypes
 from dataclasses import replace
 from functools import cache, partial
 
@@ -11,14 +12,19 @@ import pytest
 from flax import nnx
 from selection import repeat
 
+from jaxglue.data.batch import CHOSEN, PARTS, REJECTED, Answers, Batch
+from jaxglue.engine.compiler import Lowering
 from jaxglue.engine.executor import Executor
-from jaxglue.engine.policy import parse_policy
+from jaxglue.engine.host_buffers import HostValue, MeshBuffers
+from jaxglue.engine.policy import parse_policies, parse_policy
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.context import RouterLosses
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import split_model
+from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.ops import row_split
+from jaxglue.ops.segments import pack_forks
 from jaxglue.sharding.mesh import MeshShape, make_mesh, place_batch
 from jaxglue.sharding.rules import Layout
 
@@ -72,13 +78,16 @@ def on_one_device(kind: str, batches, dtype=jnp.float32, stored=None, **changes)
     return jax.device_get(executor.loss_and_gradients(trainable, frozen, batches, _weight(batches)))
 
 
-def on_mesh(mesh, kind: str, policy: str, batches, dtype=jnp.float32, layers_per_program=1, **changes):
+def on_mesh(
+    mesh, kind: str, policy: str, batches, dtype=jnp.float32, layers_per_program=1, host_buffers=None, **changes
+):
     """Return (loss, gradients); check that a second step compiles nothing and gradients are sharded as parameters."""
     config, graphdefs, *trees = parts(kind, dtype, **changes)
     layout = Layout(mesh, dtype)
     trainable, frozen = (jax.device_put(tree, layout.shardings(layout.param_specs(tree))) for tree in trees)
-    options = {"policy": parse_policy(policy), "dtype": dtype, "router_losses": LOSSES, "mesh": mesh}
-    options |= {"layers_per_program": layers_per_program}
+    policy = parse_policy(policy) if isinstance(policy, str) else policy
+    options = {"policy": policy, "dtype": dtype, "router_losses": LOSSES, "mesh": mesh}
+    options |= {"layers_per_program": layers_per_program, "host_buffers": host_buffers}
     executor = Executor(graphdefs, config, **options)
     placed = place_batch(batches, mesh)
     step = partial(executor.loss_and_gradients, trainable, frozen, placed, _weight(batches))
@@ -164,6 +173,95 @@ def test_split_rows_equal_whole_rows(mesh_of, random_batch, monkeypatch, kind, m
     batches = [random_batch(rows, 40, seed=seed) for seed, rows in enumerate((ROWS, ROWS[::-1]))]
     got = on_mesh(mesh_of(mesh), kind, policy, batches, **changes)
     chex.assert_trees_all_close(got, on_one_device(kind, batches, **changes), rtol=1e-5, atol=1e-6)
+
+
+def random_pairs(rows, seq_len: int, seed: int) -> Batch:
+    """Return a batch of random pairs: rows of (tokens of a prompt, of its first answer, of its second)."""
+    rng, shape = np.random.default_rng(seed), (len(rows), seq_len)
+    units = max(map(len, rows))
+    owners, used = np.full(shape, PARTS * units, np.int32), np.zeros((len(rows), units), np.float32)
+    for b, row in enumerate(rows):
+        used[b, : len(row)] = 1
+        parts = [(-1, prompt, PARTS * unit + CHOSEN, chosen, PARTS * unit + REJECTED, rejected)
+                 for unit, (prompt, chosen, rejected) in enumerate(row)]  # fmt: skip
+        values = np.concatenate([np.repeat(each[::2], each[1::2]) for each in parts])
+        owners[b, : len(values)] = np.where(values < 0, PARTS * units, values)
+    numbers = {name: rng.random(used.shape, np.float32) for name in ("desirable", "token_weight")}
+    reference = -rng.random((*used.shape, 2), np.float32) * 9
+    return Batch(
+        tokens=rng.integers(0, 104, shape, np.int32),
+        targets=rng.integers(0, 104, shape, np.int32),
+        loss_weights=(owners < PARTS * units).astype(np.float32),
+        segments=pack_forks(rows, seq_len=seq_len),
+        answers=Answers(owners=owners, used=used, reference=reference, **numbers),
+    )
+
+
+@pytest.mark.parametrize("objective", ["dpo", repeat("kto")])
+def test_pairs_in_split_rows_equal_those_in_whole_rows(mesh_of, monkeypatch, objective):
+    monkeypatch.setattr(row_split, "_LEAST_CHUNK", 2)
+    rows = [[(9, 11, 6), (2, 3, 5)], [(1, 14, 20)]]
+    batches = [random_pairs(order, 40, seed) for seed, order in enumerate((rows, rows[::-1]))]
+    mesh = mesh_of("data=2,context=4")
+    config, graphdefs, *trees = parts("lora", jnp.float32)
+    given = {"policy": parse_policy("dots"), "dtype": jnp.float32}
+    given["objective"] = ObjectiveConfig(
+        objective=objective, **({"rpo_alpha": 0.3} if objective == "dpo" else {})
+    ).make()
+    expected = Executor(graphdefs, config, **given).loss_and_gradients(*trees, batches, 3.0)
+    layout = Layout(mesh, jnp.float32)
+    placed = (jax.device_put(tree, layout.shardings(layout.param_specs(tree))) for tree in trees)
+    got = Executor(graphdefs, config, mesh=mesh, **given).loss_and_gradients(*placed, place_batch(batches, mesh), 3.0)
+    chex.assert_trees_all_close(jax.device_get(got), jax.device_get(expected), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes", "policy"),
+    [
+        ("data=2,fsdp=4", {}, "1 x save:{0} + 3 x drop:layer_input"),
+        repeat("data=2,expert=4", MOE, "1 x offload + 3 x drop:layer_input,{0}"),
+    ],
+)
+def test_dropped_inputs_are_computed_again_on_a_mesh(mesh_of, batches, expected, mesh, changes, policy):
+    changes = changes | {"num_hidden_layers": 4}
+    policies = parse_policies(policy.format("attention_out,attention_lse"), 4)
+    got = on_mesh(mesh_of(mesh), "lora", policies, batches, **changes)
+    chex.assert_trees_all_close(got, expected("lora", **changes), rtol=1e-5, atol=1e-6)
+
+
+def test_every_device_offloads_to_buffers_of_its_own(mesh_of, batches, expected, monkeypatch):
+    content = HostValue.content.fget
+    monkeypatch.setattr(HostValue, "content", property(lambda value: content(value).copy()))  # CPUs would read it later
+    changes = {"num_hidden_layers": 4}
+    with MeshBuffers(jax.local_devices(), 2**20, ctypes.memmove) as buffers:
+        store, stored = buffers.store, []
+        monkeypatch.setattr(buffers, "store", lambda *args: stored.append(args) or store(*args))
+        policy = "offload:layer_input,up"
+        got = on_mesh(mesh_of("data=2,fsdp=4"), "lora", policy, batches, host_buffers=buffers, **changes)
+        assert {len(of._free) > 0 for of in buffers._of.values()} == {True} and stored
+    chex.assert_trees_all_close(got, expected("lora", **changes), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("mesh", "size", "lowered"), [("data=8", 1, 4), ("data=8", 2, 1)])
+def test_a_step_compiles_no_program_again_that_was_lowered(mesh_of, batches, mesh, size, lowered):
+    mesh, (config, graphdefs, *trees) = mesh_of(mesh), parts("lora", jnp.float32)
+    layout, compiled = Layout(mesh, jnp.float32), []
+    executor = Executor(
+        graphdefs, config, policy=parse_policy("dots"), dtype=jnp.float32, mesh=mesh, layers_per_program=size
+    )
+    placed = place_batch(batches[:1], mesh)
+
+    def note(event, duration, *, fun_name="", **_):
+        compiled.extend([fun_name] if event == "/jax/core/compile/backend_compile_duration" else [])
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        Lowering(executor.trace_step(*trees, placed)).compile()
+        foreseen = compiled[:]
+        executor.loss_and_gradients(*map(layout.put, trees), placed, 30.0)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert len(foreseen) == lowered and not set(foreseen) & set(compiled[lowered:])
 
 
 def test_fp8_weights_agree_with_one_device_and_are_gathered_as_stored(mesh_of, batches, expected):

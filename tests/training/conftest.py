@@ -105,3 +105,18 @@ def with_weights(make_config, model_folder):
         return make_config(random_weights=False, **changes)
 
     return make
+
+
+@pytest.fixture
+def settings(model_folder, tmp_path):
+    """Settings of a tiny run, or session, by name."""
+    return {
+        "model": str(model_folder),
+        "random_weights": True,
+        "dtype": "float32",
+        "seq_len": 96,
+        "workers": 1,
+        "cache_dir": str(tmp_path / "cache"),
+        "compilation_cache": None,
+        "sample_prompt": (),
+    }

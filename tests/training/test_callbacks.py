@@ -38,21 +38,6 @@ class Log(jaxglue.Callback):
         return [event[1:] for event in self.events if event[0] == kind]
 
 
-@pytest.fixture
-def settings(model_folder, tmp_path):
-    return {
-        "model": str(model_folder),
-        "random_weights": True,
-        "dtype": "float32",
-        "seq_len": 96,
-        "batch_size": 1,
-        "workers": 1,
-        "cache_dir": str(tmp_path / "cache"),
-        "compilation_cache": None,
-        "sample_prompt": (),
-    }
-
-
 def test_events_in_order_from_rows_in_memory(settings, chat_rows, tmp_path):
     log, out = Log(), tmp_path / "run"
     more = {"eval_data": chat_rows(3), "steps": 4, "eval_every": 2, "output": str(out)}

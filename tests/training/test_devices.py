@@ -49,8 +49,13 @@ def test_auto_splits_rows_that_do_not_fit_or_are_fewer_than_gpus(choose, make_co
         assert str(workload.mesh) == mesh
     with pytest.raises(ValueError, match=r"--batch-size 1 does not divide .*: use --batch-size 8"):
         setup.choose_mesh(make_config(batch_size=1, seq_len=31), model, (32,))
-    with pytest.raises(ValueError, match="context splits rows of texts and chats, not those of --objective dpo"):
-        setup.choose_mesh(make_config(objective="dpo", mesh="context=8", batch_size=1), model, (32,))
+    with pytest.raises(ValueError, match="context cannot split rows of --objective grpo, which the model writes"):
+        setup.choose_mesh(
+            make_config(objective="grpo", reward=("exact",), mesh="context=8", batch_size=1), model, (32,)
+        )
+    windows = config_from_hf({**tiny_config, "model_type": "mistral", "sliding_window": 8})
+    with pytest.raises(ValueError, match="rows of --objective dpo in layers with windows: use data or fsdp"):
+        setup.choose_mesh(make_config(objective="dpo", mesh="context=8", batch_size=1), windows, (32,))
 
 
 def test_auto_spreads_experts_over_the_fewest_gpus(choose):

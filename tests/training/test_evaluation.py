@@ -50,11 +50,11 @@ def test_sums_by_source_equal_single_tokens(make_config, write_jsonl, chat_rows)
     for batch in jax.device_put(list(setup.eval_batches)):
         sums = model.executor.evaluate(model.trainable, model.frozen, batch, 2)
         assert float(sums[0].sum()) == pytest.approx(float(model.executor.loss(model.trainable, model.frozen, batch)))
-        losses, hits = jax.device_get(model.executor.token_scores(model.trainable, model.frozen, batch))
+        losses, best = jax.device_get(model.executor.token_scores(model.trainable, model.frozen, batch))
         weights, owners = np.asarray(batch.loss_weights), np.asarray(batch.sources)
         for source in (0, 1):
             own = weights * (owners == source)
-            expected[:, source] += [(own * losses).sum(), (own * hits).sum(), own.sum()]
+            expected[:, source] += [(own * losses).sum(), (own * (best == batch.targets)).sum(), own.sum()]
         totals = totals + np.asarray(sums, np.float64)
     np.testing.assert_allclose(totals, expected, rtol=1e-5)
     assert totals[2].sum() == setup.eval_batches.targets and (totals[2] > 0).all()

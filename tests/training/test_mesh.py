@@ -103,3 +103,18 @@ def test_rows_split_over_devices_resume_to_the_bit(make_config, tmp_path, monkey
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     train(make_config(**options, output=tmp_path / "other", mesh="fsdp=2,context=4"))
     np.testing.assert_allclose(losses(tmp_path / "other"), losses(tmp_path / "whole"), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_pairs_train_alike_in_whole_and_split_rows(make_config, write_jsonl, tmp_path):
+    turn = [{"role": "user", "content": "What is 1 plus 1?"}]
+    answers = ("It is 2.", "It is 3, I think, but who knows?")
+    pair = {"prompt": turn} | {
+        name: [{"role": "assistant", "content": text}]
+        for name, text in zip(("chosen", "rejected"), answers, strict=True)
+    }
+    data = (write_jsonl([pair] * 24, "pairs.jsonl"),)
+    options = {"objective": "dpo", "data": data, "batch_size": 8, "steps": 3, "seq_len": 96, "rank": 2}
+    train(make_config(**options, output=tmp_path / "whole", mesh="data=8", reference_cache="off"))
+    train(make_config(**options, mesh="data=4,context=2", reference_cache="on"))
+    np.testing.assert_allclose(losses(tmp_path / "run"), losses(tmp_path / "whole"), rtol=1e-5)

@@ -69,12 +69,12 @@ def test_pool_has_the_size_of_streamed_weights(workload, renewed):
     assert renewed == [True] and environ == {HOST_LIMIT: "5"}
 
 
-@pytest.mark.parametrize("case", ["resident", "mapped", "mesh", "preallocated", "arrays"])
+@pytest.mark.parametrize("case", ["resident", "mapped", "processes", "preallocated", "arrays"])
 def test_pool_is_left_to_grow(workload, renewed, monkeypatch, case):
     environ = {remat.PREALLOCATE: "false"} if case == "preallocated" else {}
     weights = {"resident": "device", "mapped": "mapped"}.get(case, "host")
-    if case == "mesh":
-        object.__setattr__(workload, "mesh", MeshShape.parse("data=2"))
+    if case == "processes":
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
     if case == "arrays":
         monkeypatch.setattr(jax, "live_arrays", lambda: [0])
     assert remat.size_pool(workload, choice(weights), environ) == 0 and not renewed and HOST_LIMIT not in environ
@@ -91,6 +91,16 @@ def test_values_have_buffers_unless_the_hosts_memory_was_taken(workload, renewed
             remat.open_buffers(workload, offloading)
     remat.open_buffers(workload, choice("device"))
     assert made == [3 * GIB] and not renewed
+
+
+def test_gpus_of_a_process_share_its_memory(workload, renewed, monkeypatch):
+    object.__setattr__(workload, "mesh", MeshShape.parse("data=2"))
+    monkeypatch.setattr(remat, "available_memory", lambda: 5 * GIB)
+    with pytest.raises(ValueError, match=r"offloads 6\.0 GiB to host memory, of which 5\.0 GiB are free"):
+        remat.open_buffers(workload, replace(choice("device", "offload"), offloaded_bytes=3 * GIB))
+    assert remat.size_pool(workload, choice("host"), {}) == 8  # twice the plan's 3 GiB, and slack
+    monkeypatch.setattr(remat, "host_memory", lambda: 4 * GIB)
+    assert remat._pinned_for(workload, find_gpu("H100")) == 2 * GIB
 
 
 RENEWAL = """

@@ -78,3 +78,11 @@ def test_disagreeing_processes_both_name_the_values(make_config, run_two):
         assert status == 1
         assert "the processes disagree on the configuration:" in errors
         assert "  optimizer.learning_rate: 0.01 on process 0, 0.5 on process 1" in errors
+
+
+@pytest.mark.slow
+def test_processes_share_rows(make_config, run_two, tmp_path):
+    options = {**OPTIONS, "batch_size": 1, "steps": 3}
+    train(make_config(**options, output=tmp_path / "whole"))
+    assert [status for status, _ in run_two(make_config(**options, mesh="context=2"))] == [0, 0]
+    np.testing.assert_allclose([*losses(tmp_path / "run").values()], [*losses(tmp_path / "whole").values()], 1e-5)

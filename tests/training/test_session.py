@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,23 +11,16 @@ import jaxglue
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.fp8_errors import FP8Errors
 from jaxglue.hf.adapter import load_adapter
+from jaxglue.hf.loading import random_model
 from jaxglue.hf.tensor_files import TensorFiles
 from jaxglue.training import step
 from jaxglue.training.record import read_metrics
 
 
 @pytest.fixture
-def settings(model_folder, tmp_path):
-    return {
-        "model": str(model_folder),
-        "random_weights": True,
-        "dtype": "float32",
-        "seq_len": 96,
-        "rank": 4,
-        "cache_dir": str(tmp_path / "cache"),
-        "compilation_cache": None,
-        "learning_rate": 1e-2,
-    }
+def settings(settings):
+    """The settings of a tiny run without data or output."""
+    return settings | {"rank": 4, "learning_rate": 1e-2}
 
 
 @pytest.fixture
@@ -36,8 +30,8 @@ def pairs():
 
 @pytest.mark.parametrize("options", [{}, {"batch_size": 2, "gradient_accumulation_steps": 2, "dropout": 0.2}])
 def test_a_loop_over_batches_equals_train_to_the_bit(settings, chat_rows, tmp_path, options):
-    more = {"steps": 4, "workers": 1, **options}
-    jaxglue.train(data=chat_rows(24), output=str(tmp_path / "run"), log_every=1, sample_prompt=(), **settings, **more)
+    more = {"steps": 4, **options}
+    jaxglue.train(data=chat_rows(24), output=str(tmp_path / "run"), log_every=1, **settings, **more)
     lines = [line for line in read_metrics(tmp_path / "run/metrics.jsonl") if "loss" in line]
     with jaxglue.Session(**settings, **more) as session:
         for line, batch in zip(lines, session.batches(chat_rows(24), epochs=None), strict=False):
@@ -69,6 +63,48 @@ def test_gradients_add_up_and_losses_are_functions_of_tokens_and_columns(setting
         odd = session.forward_backward(pairs[1::2])
         both = session.forward_backward(pairs, weighted, columns={"reward": 1.0})
         assert both == pytest.approx(odd * shares[1], rel=1e-5)
+
+
+def test_programs_of_few_losses_are_kept(settings, pairs, caplog):
+    with jaxglue.Session(**settings) as session:
+        for factor in range(6):
+            session.forward_backward(pairs[:1], lambda log_probs, _, factor=factor: -factor * log_probs)
+        assert len(session._model._executors) == 5
+    assert "define a loss outside of the loop" in caplog.text
+
+
+@pytest.mark.parametrize(("temperature", "beta", "alpha"), [(1.0, 0.0, 1.0), (2.0, 0.5, 0.5)])
+def test_a_teachers_distributions_are_distilled_from_logits(settings, pairs, tiny_model, temperature, beta, alpha):
+    """The loss is that of both models' logits, by definition; steps lower it."""
+    teacher = tiny_model(vocab_size=400)
+    loss = jaxglue.DistillationLoss(teacher, temperature=temperature, beta=beta, alpha=alpha)
+    with jaxglue.Session(**settings, batch_size=2) as session:
+        student = random_model(session._setup.model, dtype=jnp.float32)  # which the adapter does not change yet
+        (batch,) = (step.micro_batches[0] for step in session.batches(pairs))
+        logits = [model(batch.tokens, batch.segments) / temperature for model in (teacher, student)]
+        p, q = (jax.nn.log_softmax(values) for values in logits)
+        mixture = jnp.log(beta * jnp.exp(p) + (1 - beta) * jnp.exp(q))
+        forward, reverse = (jnp.sum(jnp.exp(a) * (a - b), -1) for a, b in ((p, mixture if beta else q), (q, mixture)))
+        divergence = beta * forward + (1 - beta) * reverse if beta else forward
+        weights, own = batch.loss_weights, jax.nn.log_softmax(logits[1] * temperature)
+        cross_entropy = -jnp.take_along_axis(own, batch.targets[..., None], -1)[..., 0]
+        tokens = alpha * temperature**2 * divergence + (1 - alpha) * cross_entropy
+        expected = float(jnp.sum(weights * tokens) / weights.sum())
+        first = session.forward_backward(pairs, loss)
+        assert first == pytest.approx(expected, rel=1e-4)
+        for _ in range(3):
+            session.optim_step()
+            last = session.forward_backward(pairs, loss)
+        assert last < first
+
+
+def test_a_session_teaches_another(settings, pairs):
+    with jaxglue.Session(**settings) as one, jaxglue.Session(**settings) as other:
+        loss = jaxglue.DistillationLoss(one)
+        assert other.forward_backward(pairs[:2], loss) == pytest.approx(0, abs=1e-6)
+        one.forward_backward(pairs)
+        one.optim_step()
+        assert other.forward_backward(pairs[:2], loss) > 1e-4
 
 
 def test_rewards_move_what_is_sampled(settings, pairs):
@@ -172,7 +208,7 @@ def test_a_step_without_gradients_is_refused(settings):
 
 
 def test_a_model_is_loaded_with_its_adapter(settings, chat_rows, tmp_path):
-    jaxglue.train(data=chat_rows(8), steps=3, output=str(tmp_path / "run"), sample_prompt=(), workers=1, **settings)
+    jaxglue.train(data=chat_rows(8), steps=3, output=str(tmp_path / "run"), **settings)
     tokens = jnp.arange(1, 9)[None]
     adapted = jaxglue.load_model(adapter=tmp_path / "run/adapter", dtype=jnp.float32)(tokens)
     named = jaxglue.load_model(tmp_path / "run/base", adapter=tmp_path / "run/adapter", dtype=jnp.float32)(tokens)

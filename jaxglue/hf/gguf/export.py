@@ -13,6 +13,7 @@ from jaxglue.hf.adapter import Adapter
 from jaxglue.hf.files import atomic_folder
 from jaxglue.hf.gguf.architectures import ARCHITECTURES
 from jaxglue.hf.gguf.layout import GgufTensor, Tensors, file_tensors, interleaved_rows
+from jaxglue.hf.gguf.linear_attention import matrices_in_file
 from jaxglue.hf.gguf.metadata import model_metadata
 from jaxglue.hf.gguf.modelfile import modelfile
 from jaxglue.hf.gguf.package import load_gguf
@@ -154,6 +155,7 @@ def _lora_matrices(module: str, adapter: Adapter, config: DecoderConfig) -> dict
         heads = config.num_attention_heads if last == "q_proj" else config.num_key_value_heads
         parts = {module: b[interleaved_rows(len(b), heads)]}
     else:
+        a, b = matrices_in_file(config, module, a, b)
         parts = {module: b}
     gguf = load_gguf()
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[ARCHITECTURES[config.model_type].name], config.num_hidden_layers)

@@ -12,6 +12,7 @@ from jax.extend.core import Jaxpr, Literal
 
 from jaxglue.hf.export_check import Parts, Rows, embed_rows
 from jaxglue.hf.gguf.architectures import ARCHITECTURES
+from jaxglue.hf.gguf.linear_attention import inputs_in_file
 from jaxglue.hf.gguf.package import load_gguf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import packed_context
@@ -57,6 +58,7 @@ def measure_importance(config: DecoderConfig, parts: Parts, rows: Sequence[Rows]
                     mean = np.asarray(value, np.float64) / sum(
                         int((one.segments.segment_ids > 0).sum()) for one in rows
                     )
+                    mean = inputs_in_file(config, target, mean)
                     found[f"{tensor}.weight"] = (mean + _FLOOR * mean.mean()).astype(np.float32)
     if not found:
         _log.warning("no inputs of matrices were found in the layers' programs: errors are weighed by size alone")

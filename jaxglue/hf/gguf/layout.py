@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxglue.hf.gguf.architectures import ARCHITECTURES
+from jaxglue.hf.gguf.linear_attention import in_file, module_in_file, shape_in_file
 from jaxglue.hf.gguf.package import load_gguf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.family import find_family
@@ -121,7 +122,8 @@ class _Layout:
 
     def _name(self, name: str) -> str:
         """Return llama.cpp's name."""
-        found = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
+        module = module_in_file(name).replace("e_score_correction_bias", "e_score_correction.bias")
+        found = self._names.get_name(module, try_suffixes=(".weight", ".bias"))
         if found is None:
             raise ValueError(f"{name}: llama.cpp has no such tensor in its {self._config.model_type} models")
         return f"{found}.weight" if name.endswith(".sinks") else found
@@ -135,11 +137,13 @@ class _Layout:
 
         def read() -> np.ndarray:
             array = self._tensors.read(name)
+            if (changed := in_file(self._config, name, array)) is not None:
+                return changed
             if self._offset and name.endswith("norm.weight"):
                 return array.astype(np.float32) + np.float32(self._offset)
             return array if order is None else array[order]
 
-        return self._make(name, spec.shape, (name,), lambda: iter([read]))
+        return self._make(name, shape_in_file(name, spec.shape), (name,), lambda: iter([read]))
 
     def _from_experts(self, name: str, parts: list[str]) -> GgufTensor:
         """Return the stack of experts that the checkpoint holds one by one."""

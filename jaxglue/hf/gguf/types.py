@@ -52,8 +52,9 @@ def tensor_type(name: str, shape: tuple[int, ...], kind: GgufType, model: Shape)
         kind: what was asked for.
         model: the model's shape.
     """
-    # llama.cpp computes norms, biases, sinks and routers in float32.
-    if len(shape) < 2 or not name.endswith("weight") or "_norm." in name or "ffn_gate_inp" in name:
+    # llama.cpp computes norms, biases, sinks, routers and convolutions in float32.
+    plain = "_norm." in name or "ffn_gate_inp" in name or "ssm_conv1d" in name
+    if len(shape) < 2 or not name.endswith("weight") or plain:
         return "f32"
     if kind in ("f16", "bf16"):
         return kind

@@ -54,8 +54,8 @@ def query_gradient(q, k, v, q_rest, k_rest, starts, out, lse, dout, delta, row, 
     more = tl.full((spec.block_m, spec.rest if spec.rest > 0 else 1), 0.0, tl.float32)
     stop = last_own + 1
     if spec.forks:
-        gap_starts, gap_ends = gaps(starts, tokens, spec.T)
-        any_start, any_end = -tl.max(-tl.where(gap_ends > gap_starts, gap_starts, spec.T), 0), tl.max(gap_ends, 0)
+        gap_starts, gap_ends = gaps(starts, tokens, spec)
+        any_start, any_end = -tl.max(-tl.where(gap_ends > gap_starts, gap_starts, spec.S), 0), tl.max(gap_ends, 0)
         stop, bend, shift, skipped = jump(gap_starts, gap_ends, low, stop, spec.block_n)
     dscores = tl.full((spec.block_m, spec.block_n), 0.0, tl.float32)
     for i in range(low, stop, spec.block_n):

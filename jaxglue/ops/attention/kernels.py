@@ -7,8 +7,8 @@ FlashAttention-2 (Dao 2023, arXiv 2307.08691) over packed rows. Three choices ar
 - With `forks`, `starts` is [B, 3, T]: beside it lie the bounds of the keys that a query skips, those of the other
   continuation of a forked segment. A tile whose queries all skip a range jumps over it. With a window too, `ends` is
   [B, 2, T], with positions in segments, by which windows go.
-- With `split`, queries are some of a row's S tokens: `starts` is [B, 2, T], with each query's own key, and `ends`
-  [B, 2, S], with the first query at each key or after it.
+- With `split`, queries are some of a row's S tokens: each query's own key is the last line of `starts`, [B, 2, T] or
+  [B, 4, T], and `ends` is [B, 2, S], with the first query at each key or after it.
 - A tile of queries holds P of the G query heads of a key/value head for block_m // P tokens. Short segments and windows
   waste less of a tile, and a key's gradient is summed over the group inside one program: without atomics,
   deterministically.
@@ -95,7 +95,7 @@ class KernelSpec:
     @property
     def bounds(self) -> int:
         """Return the lines of `starts`."""
-        return 3 if self.forks else 2 if self.split else 1
+        return 1 + 2 * self.forks + self.split
 
     @property
     def factor(self) -> float:
@@ -145,10 +145,10 @@ def key_tile(units, spec: tl.constexpr):
 
 
 @triton.jit
-def gaps(starts, tokens, T: tl.constexpr):
+def gaps(starts, tokens, spec: tl.constexpr):
     """Return the keys [from, to) that each token skips; padding and tokens past the row skip all."""
-    gap_start = tl.load(starts + T + tokens, mask=tokens < T, other=0)
-    return gap_start, tl.load(starts + 2 * T + tokens, mask=tokens < T, other=T)
+    gap_start = tl.load(starts + spec.T + tokens, mask=tokens < spec.T, other=0)
+    return gap_start, tl.load(starts + 2 * spec.T + tokens, mask=tokens < spec.T, other=spec.S)
 
 
 @triton.jit
@@ -158,7 +158,7 @@ def _first_visible(starts, tokens, spec: tl.constexpr):
     if spec.window > 0:
         bound = tokens - spec.window + 1
         if spec.forks:  # skipped keys do not count
-            gap_start, gap_end = gaps(starts, tokens, spec.T)
+            gap_start, gap_end = gaps(starts, tokens, spec)
             bound = tl.where((gap_end > gap_start) & (bound < gap_end), bound - (gap_end - gap_start), bound)
         low = tl.maximum(low, bound)
     return low
@@ -168,7 +168,7 @@ def _first_visible(starts, tokens, spec: tl.constexpr):
 def own_keys(starts, tokens, spec: tl.constexpr):
     """Return the last visible key of each token."""
     if spec.split:
-        return tl.load(starts + spec.T + tokens, mask=tokens < spec.T, other=0)
+        return tl.load(starts + (spec.bounds - 1) * spec.T + tokens, mask=tokens < spec.T, other=0)
     else:
         return tokens
 
@@ -290,8 +290,8 @@ def forward_kernel(q, k, v, q_rest, k_rest, sinks, starts, units, out, lse, spec
     acc = tl.full((spec.block_m, spec.width), 0.0, tl.float32)
     stop = last_own + 1
     if spec.forks:
-        gap_starts, gap_ends = gaps(starts, tokens, spec.T)
-        any_start, any_end = -tl.max(-tl.where(gap_ends > gap_starts, gap_starts, spec.T), 0), tl.max(gap_ends, 0)
+        gap_starts, gap_ends = gaps(starts, tokens, spec)
+        any_start, any_end = -tl.max(-tl.where(gap_ends > gap_starts, gap_starts, spec.S), 0), tl.max(gap_ends, 0)
         stop, bend, shift, skipped = jump(gap_starts, gap_ends, low, stop, spec.block_n)
     weights, alpha = tl.full((spec.block_m, spec.block_n), 0.0, tl.float32), tl.full((spec.block_m,), 1.0, tl.float32)
     for i in range(low, stop, spec.block_n):

@@ -219,11 +219,9 @@ def _tiles_in_order(segments: PackedSegments, T: int, tokens: int) -> tuple[int,
 
 def starts_of(segments: PackedSegments) -> Int[Array, "B *bounds T"]:
     """Return the first keys of queries; beside them the bounds of the keys that they skip, or their own keys."""
-    if segments.own_keys is not None:
-        return jnp.stack([segments.starts, segments.own_keys], axis=1)
-    if segments.gap_starts is None or segments.gap_ends is None:
-        return segments.starts
-    return jnp.stack([segments.starts, segments.gap_starts, segments.gap_ends], axis=1)
+    lines = segments.starts, segments.gap_starts, segments.gap_ends, segments.own_keys
+    given = [line for line in lines if line is not None]
+    return jnp.stack(given, axis=1) if len(given) > 1 else segments.starts
 
 
 def _ends(segments: PackedSegments, window: int) -> Int[Array, "B *bounds T"]:

@@ -1,8 +1,8 @@
-"""Losses and hits of single tokens, without gradients."""
+"""Losses and predictions of single tokens, without gradients."""
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxglue.ops.cross_entropy.chunks import split_chunks
 from jaxglue.ops.cross_entropy.reference import cap_logits, token_losses
@@ -14,8 +14,8 @@ def linear_scores(
     targets: Int[Array, " M"],
     chunk: int,
     softcap: float | None = None,
-) -> tuple[Float[Array, " M"], Bool[Array, " M"]]:
-    """Return each token's cross-entropy, and whether its target has the largest logit.
+) -> tuple[Float[Array, " M"], Int[Array, " M"]]:
+    """Return each token's cross-entropy, and the token with the largest logit.
 
     Args:
         x: hidden states of M tokens, after the final norm.
@@ -29,7 +29,7 @@ def linear_scores(
     def step(_, inputs):
         x_chunk, target = inputs
         logits = lax.dot_general(x_chunk, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-        return None, (token_losses(cap_logits(logits, softcap), target)[0], jnp.argmax(logits, axis=-1) == target)
+        return None, (token_losses(cap_logits(logits, softcap), target)[0], jnp.argmax(logits, axis=-1))
 
-    _, (losses, hits) = lax.scan(step, None, split_chunks(chunk, x, targets))
-    return losses.ravel()[: len(targets)], hits.ravel()[: len(targets)]
+    _, (losses, best) = lax.scan(step, None, split_chunks(chunk, x, targets))
+    return losses.ravel()[: len(targets)], best.ravel()[: len(targets)]

@@ -13,7 +13,7 @@ from jaxglue.ops.attention.reference import reference_attention
 from jaxglue.ops.attention.tiles import AttentionKernelTiles, AttentionTiles
 from jaxglue.ops.attention.vjp import FlashSpec, flash_attention
 from jaxglue.ops.row_split import bounds, split_segments
-from jaxglue.ops.segments import pack_segments
+from jaxglue.ops.segments import pack_forks, pack_segments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,13 +162,13 @@ def assert_interpreted(case, segments, inputs, dout, interpreted_backend, late=F
     assert_close(got, expected_of(case, inputs, segments, dout), dout, 1e-5)
 
 
-def split_queries(case: Case, inputs, dout, device: int, devices: int = 2):
+def split_queries(case: Case, segments, inputs, dout, device: int, devices: int = 2):
     """Return (inputs, metadata, dout) of a device's queries, and dout of whole rows, zero for others' queries."""
-    split = jax.tree.map(jnp.asarray, split_segments(pack_segments(case.lengths, seq_len=case.T), devices))
+    split = jax.tree.map(jnp.asarray, split_segments(segments, devices))
     own = case.T // devices
     part = slice(device * own, (device + 1) * own)
-    names = "segment_ids", "positions", "starts", "ends"
-    fields = {name: getattr(split, name)[:, part] for name in names}
+    names = "segment_ids", "positions", "starts", "ends", "gap_starts", "gap_ends"
+    fields = {name: values[:, part] for name in names if (values := getattr(split, name)) is not None}
     rows = split.split.rows[:, part]
     parts = replace(split.split, rows=rows, before=split.split.before[:, device : device + 1])
     take = jax.vmap(lambda values, index: values[index])
@@ -178,10 +178,12 @@ def split_queries(case: Case, inputs, dout, device: int, devices: int = 2):
     return (take(q, rows), *others), metadata, take(dout, rows), (dout * is_own).astype(dout.dtype), rows
 
 
-def assert_split(case: Case, backend, dtype, tolerance: float, device: int):
+def assert_split(case: Case, backend, dtype, tolerance: float, device: int, forks=None):
     """Assert that a backend computes the queries of one device of two."""
     inputs, segments, dout = case.inputs(dtype)
-    given, metadata, own_dout, whole_dout, rows = split_queries(case, inputs, dout, device)
+    if forks is not None:
+        segments = jax.tree.map(jnp.asarray, pack_forks(forks, seq_len=case.T))
+    given, metadata, own_dout, whole_dout, rows = split_queries(case, segments, inputs, dout, device)
     spec = FlashSpec(backend=backend, window=None, softcap=case.softcap)
     got = output_and_gradients(lambda *x: flash_attention(spec, *x, metadata), given, own_dout)
     out, (dq, *others) = expected_of(case, inputs, segments, whole_dout)
@@ -202,6 +204,17 @@ def test_kernels_compute_the_queries_of_split_rows(name, device, interpreted_bac
     tiles = AttentionTiles(block_m=16, block_n=16, num_warps=4, num_stages=1)
     tiles = AttentionKernelTiles(forward=tiles, dq=tiles, dkdv=tiles)
     assert_split(SPLIT[name], interpreted_backend(tiles=tiles, compute_capability=80), jnp.float32, 1e-5, device)
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_kernels_compute_the_queries_of_split_forks(device, interpreted_backend, monkeypatch):
+    monkeypatch.setattr(row_split, "_LEAST_CHUNK", 4)
+    forks = [(30, 21, 19), (3, 17, 40, 2)], [(5, 50, 60)]
+    case = Case(lengths=tuple(tuple(map(sum, row)) for row in forks), T=142, N=2, K=1, H=16)
+    tiles = AttentionTiles(block_m=16, block_n=16, num_warps=4, num_stages=1)
+    tiles = AttentionKernelTiles(forward=tiles, dq=tiles, dkdv=tiles)
+    backend = interpreted_backend(tiles=tiles, compute_capability=80)
+    assert_split(case, backend, jnp.float32, 1e-5, device, forks=forks)
 
 
 LARGE_SPLIT = {
