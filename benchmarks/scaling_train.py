@@ -335,7 +335,7 @@ def visible_gpus() -> list[str]:
     return [str(number) for number, _ in enumerate(listed.splitlines())]
 
 
-def main() -> None:
+def main(flags: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--rounds", type=int, default=2, help="alternations of single GPUs and all")
@@ -350,7 +350,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="tiny models on CPUs, to rehearse")
     parser.add_argument("--json", type=Path)
     parser.add_argument("flags", nargs="*", help="further flags of `jaxglue train`, after --")
-    args = parser.parse_args()
+    args = parser.parse_args(flags)
     gpus = [str(number) for number in range(args.gpus or 2)] if args.tiny else visible_gpus()[: args.gpus]
     rows = {name: ROWS[name].tiny() if args.tiny else ROWS[name] for name in args.rows}
     measure(args, gpus, rows)
