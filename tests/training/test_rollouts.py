@@ -8,6 +8,7 @@ import pytest
 from selection import repeat
 
 from jaxglue.data.tokenizer import load_tokenizer
+from jaxglue.engine import compiler
 from jaxglue.generation.config import AssistantConfig
 from jaxglue.generation.scoring import RewardModel
 from jaxglue.rl.loop import RolloutSteps
@@ -56,9 +57,20 @@ def rollouts(config) -> list[dict]:
     return [json.loads(line) for line in (config.run.output / "rollouts.jsonl").read_text().splitlines()]
 
 
-def test_a_run_samples_rewards_and_trains(make_run):
-    config = make_run(temperature=0.5)
+def test_a_run_samples_rewards_and_trains(make_run, monkeypatch):
+    config, made = make_run(temperature=0.5), set[str]()
+    make = compiler.Program.__init__
+
+    def noted(self, function, **options):
+        make(self, function, **options)
+        if compiler.rounds_as_written():
+            made.add(function.__qualname__)
+
+    monkeypatch.setattr(compiler.Program, "__init__", noted)
     summary = train(config)
+    # Sampling and training round alike: both sides' layers, and the heads.
+    assert {"CachedLayer._prefill", "CachedLayer._decode", "Programs._scan", "Programs._sample_next"} <= made
+    assert {"LayerFunctions._forward", "EmbedHead._loss", "EmbedHead._log_probs"} <= made
     assert summary.steps == 3
     metrics, lines = read_metrics(summary.metrics), rollouts(config)
     assert [line["step"] for line in lines] == [step for step in (1, 2, 3) for _ in range(8)]
