@@ -47,9 +47,7 @@ class Layer:
 
 MODELS = {
     "gpt-oss-20b": Layer(D=2880, F=2880, E=32, X=4, order="topk_softmax", activation="gpt_oss", transpose=False),
-    "DeepSeek-V2-Lite": Layer(
-        D=2048, F=1408, E=64, X=6, order="softmax_topk", activation="swiglu", transpose=True
-    ),
+    "DeepSeek-V2-Lite": Layer(D=2048, F=1408, E=64, X=6, order="softmax_topk", activation="swiglu", transpose=True),
     "Qwen3-30B-A3B": Layer(D=2048, F=768, E=128, X=8, order="softmax_topk", activation="swiglu", transpose=True),
 }
 
@@ -158,7 +156,7 @@ def random_inputs(layer: Layer, tokens: int):
 
 
 def router_logits(layer: Layer, tokens: int, load: str):
-    """Draw logits; `skewed` makes expert e about e + 1 times rarer than the first, `eight` sends all tokens to eight."""
+    """Draw logits; `skewed` makes expert e about e + 1 times rarer than the first, `eight` leaves eight of them."""
     logits = jax.random.normal(jax.random.key(1), (tokens, layer.E))
     if load == "eight":
         return logits.at[:, 8:].add(-100.0)

@@ -178,7 +178,9 @@ def test_folders_of_latent_attention_load_as_published(tmp_path, tiny_config):
         stored |= store(name, matrix, "block") if "_proj" in name else {name: matrix}
     stored["model.layers.1.mlp.gate.e_score_correction_bias"] = jnp.zeros(2)
     further = {name.replace("layers.1.", "layers.2."): x for name, x in stored.items() if "layers.1." in name}
-    save_tensors(tmp_path / "model", stored | further | store("model.layers.2.eh_proj.weight", jnp.ones((8, 8)), "block"))
+    save_tensors(
+        tmp_path / "model", stored | further | store("model.layers.2.eh_proj.weight", jnp.ones((8, 8)), "block")
+    )
     (tmp_path / "model" / "config.json").write_text(json.dumps(raw | {"quantization_config": DEEPSEEK}))
     model = load_model(tmp_path / "model", dtype=jnp.float32)
     found = weights(model)
