@@ -158,8 +158,8 @@ def _check_full_fine_tuning(config: TrainConfig, model: DecoderConfig) -> None:
 
 def refuse_shared_prompt(config: TrainConfig, model: DecoderConfig) -> str:
     """Return why nothing serves forked segments, empty if an attention kernel does."""
-    if model.delta is not None:
-        return "a state of linear attention follows one continuation"
+    if model.delta is not None and jax.process_count() > 1:
+        return "a state of linear attention follows one continuation, and rows of copies differ between processes"
     if jax.default_backend() == "cpu":
         return ""
     dtype, seq_len, kind = config.model.compute_dtype, config.data.row_tokens, BatchKind(long=False, slots=2)
