@@ -9,10 +9,12 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 from jax.stages import Lowered, Traced
 
 from jaxglue.ops.equations import equations
 from jaxglue.ops.kernel_cost import KERNEL
+from jaxglue.sharding.rules import Layout
 
 STEP_OPTIONS = {
     # cuBLAS for every matmul: it reads adapters' narrow ones at 90% of copy bandwidth, accumulates into its output, and
@@ -123,12 +125,23 @@ class Lowering:
 def on_device(tree: Any) -> Any:
     """Return the shapes of a tree's arrays as those of arrays that are committed to the first device."""
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind="device")
+    return jax.tree.map(lambda leaf: _shape(leaf, sharding), tree)
 
-    def shape(leaf: Any) -> jax.ShapeDtypeStruct:
-        weak = getattr(leaf, "weak_type", False)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak)
 
-    return jax.tree.map(shape, tree)
+def on_devices(layout: Layout, tree: Any, specs: Any) -> Any:
+    """Return those shapes as of arrays with these specs, a tree or its beginnings; without a mesh as `on_device`."""
+    if layout.mesh is None:
+        return on_device(tree)
+
+    def shapes(spec: PartitionSpec, part: Any) -> Any:
+        return jax.tree.map(lambda leaf: _shape(leaf, layout.sharding(spec)), part)
+
+    return jax.tree.map(shapes, specs, tree)
+
+
+def _shape(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    weak = getattr(leaf, "weak_type", False)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak)
 
 
 def _kernel(call: Any) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxglue.data.batch import PROMPT, Batch, sum_labels, sum_parts
 from jaxglue.engine import transfer
-from jaxglue.engine.compiler import jit_step, on_device
+from jaxglue.engine.compiler import jit_step, on_devices
 from jaxglue.engine.host_table import TableRows, needed_rows, without_own_table
 from jaxglue.engine.layer import add_trees
 from jaxglue.models.config import DecoderConfig
@@ -109,11 +109,11 @@ class EmbedHead:
     def trace_embed(
         self, trainable: Params, frozen: Params, batch: Batch, key: PRNGKeyArray | None, scale=None
     ) -> tuple[Traced, Any, list[PackedContext]]:
-        """Trace `embed` on `ShapeDtypeStruct`s of parameters on one device; return the shapes of its results, too."""
+        """Trace `embed` on `ShapeDtypeStruct`s of parameters; return the shapes of its results, too."""
         weights = trainable["embed_tokens"], frozen["embed_tokens"]
         own = None if self.config.per_layer is None else batch.tokens
         traced = self._embed_program.trace(*weights, TableRows(batch.tokens, own), batch.without_lengths(), key, scale)
-        x, *shared = on_device(traced.out_info)
+        x, *shared = on_devices(self._layout, traced.out_info, self._embedded_specs)
         return traced, x, self._contexts(batch, *shared)
 
     def _contexts(
@@ -222,8 +222,15 @@ class EmbedHead:
 
         split, whole = layout.batch_spec, PartitionSpec()
         specs = stored, split, layout.batch_specs(batch), whole, whole
-        results = split, split, whole, whole, split
-        return per_device(program, layout.mesh, specs, results)((trainable, frozen), rows, batch, key, scale)
+        return per_device(program, layout.mesh, specs, self._embedded_specs)(
+            (trainable, frozen), rows, batch, key, scale
+        )
+
+    @property
+    def _embedded_specs(self) -> tuple[PartitionSpec, ...]:
+        """Return the specs of hidden states, rotary tables, keys, router losses and layers' own embeddings."""
+        split, whole = self._layout.batch_spec, PartitionSpec()
+        return split, split, whole, whole, split
 
     def _scaled_router_losses(self, batch: Batch, scale) -> RouterLosses | None:
         """Scale the coefficients for one layer: the mean over layers, and over micro-batches by their targets."""

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxglue.data.batch import Batch
 from jaxglue.engine import transfer
-from jaxglue.engine.compiler import Program, on_device
+from jaxglue.engine.compiler import Program, on_devices
 from jaxglue.engine.embed_head import EmbedHead, ScoreHead
 from jaxglue.engine.host_buffers import Buffers
 from jaxglue.engine.layer import LayerFunctions, layer_function
@@ -427,17 +427,21 @@ class Executor(LayerExecutor):
         micro_batches: Sequence[Batch],
         key: PRNGKeyArray | None = None,
     ) -> Iterator[Traced]:
-        """Trace the programs of a step on one device: each layer's, or the one of all; pin buffers for values.
+        """Trace the programs of a step: each layer's, or the one of all; pin buffers for values.
+
+        Layers that gather weights have other programs.
 
         Args:
             trainable, frozen: parameters' shapes, of any arrays.
-            micro_batches: of the step, on the device.
+            micro_batches: of the step, on the devices.
             key: for dropout and noise.
         """
-        trainable, frozen = on_device((trainable, frozen))
+        layout = self.layout
+        trainable, frozen = (on_devices(layout, tree, layout.param_specs(tree)) for tree in (trainable, frozen))
         sums, accumulates = without_parts(trainable), len(micro_batches) > 1
         if accumulates or self._whole is not None:
-            sums = on_device(jax.eval_shape(self._zero_partials, trainable, None))
+            zeros = jax.eval_shape(self._zero_partials, trainable, None)
+            sums = on_devices(layout, zeros, layout.grad_specs(trainable))
         head, scale = self.embed_head, np.float32(1)
         for kind, batch in enumerate({jax.tree.structure(batch): batch for batch in micro_batches}.values()):
             if self._whole is not None:
@@ -451,7 +455,7 @@ class Executor(LayerExecutor):
             for layer, (*weights, context, accumulated) in reversed(first.items()):
                 traced = layer.forward.trace(*weights, x, context, None)
                 yield traced
-                y, residuals, _ = on_device(traced.out_info)
+                y, residuals = on_devices(layout, traced.out_info[:2], (layout.batch_spec, layout.device_spec))
                 if not kind:
                     self._passes.prepare_buffers(layer, x, residuals)
                 x = y

@@ -17,7 +17,7 @@ from jax.stages import Traced
 from jaxtyping import Array, Float
 
 from jaxglue.engine import transfer
-from jaxglue.engine.compiler import jit_exchanging, jit_step, on_device
+from jaxglue.engine.compiler import jit_exchanging, jit_step, on_devices
 from jaxglue.engine.layer import LayerFunctions
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.engine.saved import SavedLayer
@@ -303,24 +303,33 @@ class SmallResults:
     """Keeps the places of a program's small results, which the program donates to itself from call to call.
 
     Args:
-        shapes: of the results, float32; on a mesh all devices have them whole.
+        shapes: of the results, float32.
         layout: of the model's arrays.
+        spec: of the results on a mesh, by default whole on all devices.
     """
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]], layout: Layout = SINGLE_DEVICE):
-        self._shapes, self._sharding = shapes, layout.sharding(PartitionSpec())
+    def __init__(
+        self,
+        shapes: dict[str, tuple[int, ...]],
+        layout: Layout = SINGLE_DEVICE,
+        spec: PartitionSpec | None = None,
+    ):
+        self._shapes, self._layout = shapes, layout
+        self._spec = PartitionSpec() if spec is None else spec
         self._copy = jax.jit(lambda results: jax.tree.map(jnp.copy, results))
         self._places: dict[str, Array] | None = None
 
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shapes of the places."""
-        return on_device({name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in self._shapes.items()})
+        shapes = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in self._shapes.items()}
+        return on_devices(self._layout, shapes, self._spec)
 
     def take(self) -> dict[str, Array]:
         """Return the places, to donate; make them, and the hole for small arrays, in the first call."""
         if self._places is None:
             zeros = jax.jit(
-                lambda: {name: jnp.zeros(shape) for name, shape in self._shapes.items()}, out_shardings=self._sharding
+                lambda: {name: jnp.zeros(shape) for name, shape in self._shapes.items()},
+                out_shardings=self._layout.sharding(self._spec),
             )
             self._places = transfer.commit(zeros())
             devices = next(iter(self._places.values())).sharding.addressable_devices
@@ -349,7 +358,10 @@ class WholeProgram:
         loss_shape: tuple[int, ...],
         layout: Layout = SINGLE_DEVICE,
     ):
-        self._loss_and_sums, self._results = loss_and_sums, SmallResults({"loss": loss_shape}, layout)
+        self._loss_and_sums, self._results = (
+            loss_and_sums,
+            SmallResults({"loss": loss_shape}, layout, layout.device_spec),
+        )
         self._program = (jit_exchanging if layout.gathers else jit_step)(
             self._run, static_argnames="accumulates", donate_argnames=("into", "places"), keep_unused=True
         )

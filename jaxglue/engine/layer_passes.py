@@ -4,6 +4,7 @@ The executor, not the compiler, decides where residuals are kept and when they a
 until they save nothing, or serializes them.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -73,7 +74,8 @@ class LayerPasses:
         sent = jax.tree.leaves((x if layer.policy.offloads_input else None, residuals.offloaded))
         stays = partial(transfer.keep_on_device, layers=len(self._layers), depth=self._prefetch_depth)
         leaving = sum(own is layer and not stays(index) for index, own in enumerate(self._layers))
-        self._host_buffers.prepare([value.size * value.dtype.itemsize for value in sent] * leaving)
+        parts = [(math.prod(value.sharding.shard_shape(value.shape)), value.dtype.itemsize) for value in sent]
+        self._host_buffers.prepare([count * size for count, size in parts] * leaving)
 
     def outputs(
         self,

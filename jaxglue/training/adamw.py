@@ -18,7 +18,7 @@ from jaxglue.ops.collectives import per_device, psum
 from jaxglue.sharding.gather import constrain_params
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 from jaxglue.training.config import OptimizerConfig
-from jaxglue.training.partwise import Factors, PartwiseOptimizer, Prefixes, decays, param_keys
+from jaxglue.training.partwise import Factors, PartwiseOptimizer, Prefixes, decays, param_keys, part_prefixes
 
 if TYPE_CHECKING:
     from jaxglue.ops.adam.triton import TritonAdam
@@ -48,6 +48,10 @@ class AdamWOptimizer(PartwiseOptimizer):
         mu, nu = (constrain_params(self._layout, tree, prefix) for tree in moments)
         return {"mu": mu, "nu": nu}
 
+    def state_specs(self, state: Params, prefix: str) -> Params:
+        """Return the specs of a part's moments on a mesh."""
+        return {name: self._layout.param_specs(moments, prefix) for name, moments in state.items()}
+
     def scalars(self, scale: Array, learning_rate: Array, step: Array) -> StepScalars:
         """Return the values that a step's updates share."""
         return self._adam.scalars(scale, learning_rate, step)
@@ -69,10 +73,10 @@ class AdamWOptimizer(PartwiseOptimizer):
         return rebuild(*zip(*new, strict=True))
 
     def trace_update(self, trainable: Params) -> Iterator[Traced]:
-        """Trace the program of `update` on shapes of parameters on one GPU, where it is one."""
+        """Trace the program of `update` on shapes of parameters, where it is one."""
         keys = param_keys(trainable)
         old = [get_part(trainable, key) for key in keys]
-        if kernels := self._kernels(old, prefixes := ("",) * len(keys)):
+        if kernels := self._kernels(old, prefixes := part_prefixes(keys)):
             shapes = self.state_shapes(trainable)
             states = [get_part(shapes, key) for key in keys]
             factors = sum((self.factors(*each) for each in zip(keys, old, strict=True)), ())
@@ -122,10 +126,7 @@ class AdamWOptimizer(PartwiseOptimizer):
         """Return new parts, new states and the reported values."""
         layout = self._layout
         specs = [layout.param_specs(part, prefix) for part, prefix in zip(parts, prefixes, strict=True)]
-        of_states = [
-            {name: layout.param_specs(moments, prefix) for name, moments in state.items()}
-            for state, prefix in zip(states, prefixes, strict=True)
-        ]
+        of_states = [self.state_specs(state, prefix) for state, prefix in zip(states, prefixes, strict=True)]
         split = [tuple(layout.axes(spec)) for spec in jax.tree.leaves(specs)]
         program = partial(self._fused_update, kernels=kernels, factors=factors, split=split, clips=clips)
         arguments, results = (specs, of_states, specs, PartitionSpec()), (specs, of_states, PartitionSpec())

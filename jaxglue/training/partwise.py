@@ -11,7 +11,7 @@ import optax
 from jax.stages import Traced
 from jaxtyping import Array, Float
 
-from jaxglue.engine.compiler import jit_step, on_device
+from jaxglue.engine.compiler import jit_step, on_devices
 from jaxglue.engine.transfer import commit
 from jaxglue.models.parameters import ParamKey, Params, get_part, set_part
 from jaxglue.objectives.objective import Objective
@@ -90,8 +90,17 @@ class PartwiseOptimizer:
         return _state_of(trainable, init)
 
     def state_shapes(self, trainable: Params) -> Params:
-        """Return the shapes of the state on one device for shapes of parameters."""
-        return _state_of(trainable, lambda key: on_device(jax.eval_shape(self.init_part, get_part(trainable, key))))
+        """Return the shapes of the state for shapes of parameters."""
+
+        def shapes(key: ParamKey) -> Params:
+            state = jax.eval_shape(self.init_part, get_part(trainable, key))
+            return on_devices(self._layout, state, self.state_specs(state, key if isinstance(key, str) else ""))
+
+        return _state_of(trainable, shapes)
+
+    def state_specs(self, state: Params, prefix: str) -> Any:
+        """Return the specs of a part's state on a mesh."""
+        return self._layout.param_specs(state, prefix)
 
     def update(
         self, trainable: Params, state: Params, gradients: Params, step: int | Array
@@ -100,14 +109,14 @@ class PartwiseOptimizer:
         keys, done = param_keys(trainable), step if isinstance(step, jax.Array) else np.int32(step)
         old, states, gradient = ([get_part(tree, key) for key in keys] for tree in (trainable, state, gradients))
         factors = [self.factors(key, part) for key, part in zip(keys, old, strict=True)]
-        new, new_states, values = self._update_all(_prefixes(keys), old, states, gradient, done, factors)
+        new, new_states, values = self._update_all(part_prefixes(keys), old, states, gradient, done, factors)
         return _with_parts(trainable, keys, new), _with_parts(state, keys, new_states), values
 
     def update_part(
         self, trainable: Params, state: Params, key: ParamKey, gradient: Params, step: int
     ) -> tuple[Params, Params]:
         """Update one part without clipping; return trainable and state. The part's old arrays are donated."""
-        part, prefixes = get_part(trainable, key), _prefixes([key])
+        part, prefixes = get_part(trainable, key), part_prefixes([key])
         arguments = prefixes, [part], [get_part(state, key)], [gradient], step, self.factors(key, part)
         new, new_states = self._update_one(*arguments)
         return _with_parts(trainable, [key], new), _with_parts(state, [key], new_states)
@@ -199,7 +208,8 @@ def _with_parts(tree: Params, keys: list[ParamKey], parts: list[Params]) -> Para
     return tree
 
 
-def _prefixes(keys: Iterable[ParamKey]) -> Prefixes:
+def part_prefixes(keys: Iterable[ParamKey]) -> Prefixes:
+    """Return the names of the parts with these keys."""
     return tuple(key if isinstance(key, str) else "" for key in keys)
 
 

@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import BatchIterator, Step
-from jaxglue.engine.compiler import Lowering, jit_exchanging, jit_step, on_device
+from jaxglue.engine.compiler import Lowering, jit_exchanging, jit_step, on_devices
 from jaxglue.engine.executor import Executor, LayerExecutor, Update
 from jaxglue.engine.fp8_errors import FP8Errors, fp8_errors
 from jaxglue.engine.host_buffers import Buffers
@@ -128,17 +128,20 @@ class TrainStep:
         batches = run.batches if isinstance(run, Run) else None
         grouped = 1 < run.remat.layers_per_program < run.model.num_hidden_layers
         others = grouped or run.workload.host_embeddings or run.config.objective.kind.needs_reference
-        if self._mesh is not None or others or not isinstance(batches, BatchIterator):
+        splits = self.layout.gathers or self.layout.size("context") > 1
+        if splits or others or not isinstance(batches, BatchIterator):
             return None
         graphdefs, trainable, frozen = abstract_parts(run.workload)
         self.executor, first = self._make_executor(graphdefs, self._objective), batches.first
         self._whole, key = self._make_whole(), self._micro_batch_key()
         if self._whole and len(first.micro_batches) == 1:
-            self._lowering = Lowering(self._whole.trace(trainable, frozen, first.micro_batches[0], key))
+            (rows,) = first.micro_batches if self._mesh is None else self.place(first)
+            self._lowering = Lowering(self._whole.trace(trainable, frozen, rows, key))
             return graphdefs
         step = self.executor.trace_step(trainable, frozen, self.place(first), key)
         in_backward = self._config.optimizer.update_in_backward
-        update = () if in_backward else self._optimizer.trace_update(on_device(trainable))
+        shapes = on_devices(self.layout, trainable, self.layout.param_specs(trainable))
+        update = () if in_backward else self._optimizer.trace_update(shapes)
         self._lowering = Lowering(chain(step, update))
         return graphdefs
 
@@ -359,7 +362,8 @@ class WholeStep:
 
     def trace(self, trainable: Params, frozen: Params, batch, key) -> Iterator[Traced]:
         """Trace the program for shapes of parameters."""
-        trainable, frozen = on_device((trainable, frozen))
+        layout = self._executor.layout
+        trainable, frozen = (on_devices(layout, tree, layout.param_specs(tree)) for tree in (trainable, frozen))
         state, places = self._optimizer.state_shapes(trainable), self._results.abstract()
         yield self._program.trace(trainable, state, frozen, batch, np.float32(1), key, np.int32(0), places)
 

@@ -43,6 +43,7 @@ RAW = {
     "num_key_value_heads": 2,
     "initializer_range": 0.1,
 }
+GLM4_MOE = {"n_routed_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 64, "topk_group": 1}
 GPT_OSS = {"model_type": "gpt_oss", "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 64}
 
 
@@ -279,7 +280,13 @@ def test_matrices_in_portions_are_quantized_as_at_once(weighed, make_folder, exp
         ({"model_type": "gemma2", "head_dim": 64}, "f16", "query_pre_attn_scalar other than 64"),
         ({"model_type": "gemma3_text", "rope_local_base_freq": 5.0}, "f16", "rotary embeddings of windows other"),
         ({"model_type": "olmo2", "attention_bias": True}, "f16", "biases in attention"),
-        ({"model_type": "olmo3"}, "f16", "models of type olmo3"),
+        (
+            {"model_type": "olmo3", "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8},
+            *("f16", "OLMo 3 with other layers in windows than three of four"),
+        ),
+        ({"model_type": "olmo3", "sliding_window": 8, "rope_theta": 3.0}, "f16", "windows with another base than"),
+        ({"model_type": "glm4_moe", **GLM4_MOE, "n_group": 2}, "f16", "experts in groups"),
+        ({"model_type": "gemma4_text"}, "f16", "models of type gemma4_text"),
     ],
 )
 def test_what_llama_cpp_lacks_is_refused(changes, kind, message, make_folder, export):

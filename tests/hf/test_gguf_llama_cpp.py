@@ -67,6 +67,25 @@ FAMILIES = {
         **{"attention_multiplier": 0.1, "embedding_multiplier": 6.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
     },
     "olmo2": {"model_type": "olmo2"},
+    "olmo3": {
+        **{"model_type": "olmo3", "sliding_window": 16},
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+    },
+    "ministral3": {
+        "model_type": "ministral3",
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16},
+            **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
+        },
+    },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        **{"model_type": "qwen2_moe", **SPARSE, "norm_topk_prob": False, "shared_expert_intermediate_size": 512},
+    },
+    "glm4_moe": {
+        **{"model_type": "glm4_moe", "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256},
+        **{"n_shared_experts": 2, "routed_scaling_factor": 1.5, "use_qk_norm": True, "attention_bias": True},
+    },
     "smollm3": {"model_type": "smollm3"},
     "gemma2": {
         **{"model_type": "gemma2", "sliding_window": 16, "query_pre_attn_scalar": 64, "initializer_range": 0.03}
@@ -87,7 +106,8 @@ FAMILIES = {
 }
 SEEDS = {"llama": 29, "llama_tied": 28, "qwen3": 10, "qwen3_moe": 1, "gpt_oss": 33}
 SEEDS |= {"qwen2": 11, "mistral": 13, "granite": 20, "olmo2": 15, "smollm3": 11, "glm4": 4, "phi3": 17}
-SEEDS |= {"phi3_longrope": 3, "gemma2": 13, "gemma3": 19, "qwen3_5": 2, "qwen3_5_moe": 3}
+SEEDS |= {"phi3_longrope": 3, "gemma2": 13, "gemma3": 19, "qwen3_5": 2, "qwen3_5_moe": 3, "olmo3": 24, "ministral3": 2}
+SEEDS |= {"mixtral": 22, "qwen2_moe": 3, "glm4_moe": 7}
 """Of models whose greedy tokens are likelier than others by 0.03 at least, which no rounding decides."""
 ENDS = (0, 2)
 """Tokens of the tokenizer that llama.cpp knows as ends by their names, whatever the file says."""
@@ -111,7 +131,8 @@ def make_folder(tmp_path_factory, make_tokenizer):
         seed = seed[family] if isinstance(seed, dict) else seed
         folder = tmp_path_factory.mktemp(family) / "model"
         model = random_model(config_from_hf(raw), dtype=jnp.float32, seed=seed)
-        tensors = flatten_names(split_model(model, nnx.Param)[1])
+        _, weights, buffers = split_model(model, nnx.Param)
+        tensors = flatten_names(weights) | flatten_names(buffers)
         rng = np.random.default_rng(0)
         tensors = {
             name: (np.asarray(value) + (rng.normal(size=value.shape) * 0.1 if value.ndim == 1 else 0)).astype(
@@ -146,9 +167,11 @@ def export(folder, kind, output, tokenizer, stops):
     return export_gguf(MergedTensors(folder), config_from_hf(raw), tokenizer, stops, kind, output)
 
 
-@pytest.mark.parametrize(
-    "family", repeats(FAMILIES, "qwen2", "mistral", "olmo2", "smollm3", "gemma2", "glm4", "phi3", "qwen3_5")
-)
+OTHERS = ("qwen2", "mistral", "olmo2", "smollm3", "gemma2", "glm4", "phi3", "mixtral", "olmo3", "qwen2_moe", "qwen3_5")
+"""Families whose parts in llama.cpp those of the others have, too."""
+
+
+@pytest.mark.parametrize("family", repeats(FAMILIES, *OTHERS))
 def test_f16_gives_our_tokens_stops_and_template(family, make_folder, make_tokenizer, tmp_path):
     folder, tokenizer = make_folder(family), make_tokenizer("plain")
     template = ChatTemplate(tokenizer)
@@ -265,11 +288,12 @@ TARGETS = {
     "llama": ("q_proj", "k_proj", "v_proj", "down_proj"),
     "qwen3_moe": ("q_proj", "gate_up_proj", "down_proj"),
     "gpt_oss": ("o_proj", "gate_up_proj", "down_proj"),
+    "qwen2_moe": ("q_proj", "gate_proj", "down_proj"),
     "qwen3_5": ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj"),
 }
 
 
-@pytest.mark.parametrize("family", TARGETS)
+@pytest.mark.parametrize("family", repeats(TARGETS, "qwen2_moe"))
 def test_adapter_alone_and_merged_predict_alike(family, make_folder, make_adapter, make_tokenizer, tmp_path):
     folder, tokenizer = make_folder(family), make_tokenizer("plain")
     adapter = make_adapter(folder, TARGETS[family])

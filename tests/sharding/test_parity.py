@@ -13,6 +13,7 @@ from flax import nnx
 from selection import repeat
 
 from jaxglue.data.batch import CHOSEN, PARTS, REJECTED, Answers, Batch
+from jaxglue.engine.compiler import Lowering
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.host_buffers import HostValue, MeshBuffers
 from jaxglue.engine.policy import parse_policies, parse_policy
@@ -239,6 +240,28 @@ def test_every_device_offloads_to_buffers_of_its_own(mesh_of, batches, expected,
         got = on_mesh(mesh_of("data=2,fsdp=4"), "lora", policy, batches, host_buffers=buffers, **changes)
         assert {len(of._free) > 0 for of in buffers._of.values()} == {True} and stored
     chex.assert_trees_all_close(got, expected("lora", **changes), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("mesh", "size", "lowered"), [("data=8", 1, 4), ("data=8", 2, 1)])
+def test_a_step_compiles_no_program_again_that_was_lowered(mesh_of, batches, mesh, size, lowered):
+    mesh, (config, graphdefs, *trees) = mesh_of(mesh), parts("lora", jnp.float32)
+    layout, compiled = Layout(mesh, jnp.float32), []
+    executor = Executor(
+        graphdefs, config, policy=parse_policy("dots"), dtype=jnp.float32, mesh=mesh, layers_per_program=size
+    )
+    placed = place_batch(batches[:1], mesh)
+
+    def note(event, duration, *, fun_name="", **_):
+        compiled.extend([fun_name] if event == "/jax/core/compile/backend_compile_duration" else [])
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        Lowering(executor.trace_step(*trees, placed)).compile()
+        foreseen = compiled[:]
+        executor.loss_and_gradients(*map(layout.put, trees), placed, 30.0)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert len(foreseen) == lowered and not set(foreseen) & set(compiled[lowered:])
 
 
 def test_fp8_weights_agree_with_one_device_and_are_gathered_as_stored(mesh_of, batches, expected):

@@ -110,6 +110,80 @@ def _gemma3(config: DecoderConfig) -> str | None:
     return "a cap of logits" if config.logit_softcap is not None else _gemma_scale(config)
 
 
+def _olmo3(config: DecoderConfig) -> str | None:
+    kinds, windows = config.layer_kinds, _windows(config)
+    if any(windows) and any((window is None) != ((layer + 1) % 4 == 0) for layer, window in enumerate(windows)):
+        return "OLMo 3 with other layers in windows than three of four"
+    sliding = [kind.rope for kind, window in zip(kinds, windows, strict=True) if window is not None]
+    if any(
+        rope is None or rope.rope_type != "default" or rope.rope_theta != config.rope.rope_theta for rope in sliding
+    ):
+        return "rotary embeddings of windows with another base than those of full attention, or scaled"
+    return "biases in attention" if config.attention_bias else _square_heads(config)
+
+
+def _square_heads(config: DecoderConfig) -> str | None:
+    """Return an obstacle where heads are not as wide as the model together: llama.cpp reads no other width of these."""
+    width = config.num_attention_heads * config.head_dim
+    return None if width == config.hidden_size else f"heads that are {width} wide together, not hidden_size"
+
+
+def _ministral3(config: DecoderConfig) -> dict[str, Any]:
+    assert config.rope.query_scale is not None
+    scale, length = config.rope.query_scale
+    return {
+        "attention.temperature_scale": scale,
+        "rope.scaling.original_context_length": length,
+        **({"rope.scaling.yarn_log_multiplier": 1.0} if config.rope.rope_type == "yarn" else {}),
+    }
+
+
+def _ministral3_rope(config: DecoderConfig) -> str | None:
+    rope = config.rope
+    if rope.rope_type == "yarn" and (rope.attention_factor or (rope.mscale, rope.mscale_all_dim) != (1.0, 1.0)):
+        return "Ministral's YaRN with other factors than mscale and mscale_all_dim of 1"
+    return _all_attended(config)
+
+
+def _qwen2_moe(config: DecoderConfig) -> str | None:
+    assert config.moe is not None
+    if not all(config.moe.sparse_layers):
+        return "dense layers between sparse ones"
+    return (
+        "norm_topk_prob=true in Qwen2-MoE"
+        if config.moe.norm_topk_prob
+        else _all_attended(config) or _square_heads(config)
+    )
+
+
+def _qwen2_moe_metadata(config: DecoderConfig) -> dict[str, Any]:
+    assert config.moe is not None
+    return {"expert_shared_feed_forward_length": config.moe.shared_size}
+
+
+def _glm4_moe(config: DecoderConfig) -> str | None:
+    assert config.moe is not None
+    if config.moe.groups.total > 1:
+        return "experts in groups"
+    return "GLM without shared experts" if not config.moe.shared_size else _all_attended(config)
+
+
+_SIGMOID = 2
+"""llama.cpp's number of routers by sigmoids."""
+
+
+def _glm4_moe_metadata(config: DecoderConfig) -> dict[str, Any]:
+    moe = config.moe
+    assert moe is not None
+    return _partial(config) | {
+        "expert_shared_count": moe.shared_size // moe.intermediate_size,
+        "leading_dense_block_count": moe.sparse_layers.count(False),
+        "expert_weights_scale": float(moe.routed_scale),
+        "expert_weights_norm": moe.norm_topk_prob,
+        "expert_gating_func": _SIGMOID,
+    }
+
+
 def _partial(config: DecoderConfig) -> dict[str, Any]:
     return {"rope.dimension_count": Rotary(config.rope, config.head_dim).dims}
 
@@ -158,6 +232,11 @@ ARCHITECTURES = {
     "gpt_oss": Architecture(name="GPT_OSS", obstacle=_gpt_oss),
     "granite": Architecture(name="GRANITE", permuted=True, metadata=_granite),
     "olmo2": Architecture(name="OLMO2", obstacle=_unbiased),
+    "olmo3": Architecture(name="OLMO2", obstacle=_olmo3),
+    "ministral3": Architecture(name="MISTRAL3", permuted=True, metadata=_ministral3, obstacle=_ministral3_rope),
+    "mixtral": Architecture(name="LLAMA", permuted=True),
+    "qwen2_moe": Architecture(name="QWEN2MOE", metadata=_qwen2_moe_metadata, obstacle=_qwen2_moe),
+    "glm4_moe": Architecture(name="GLM4_MOE", metadata=_glm4_moe_metadata, obstacle=_glm4_moe),
     "smollm3": Architecture(name="SMOLLM3", permuted=True, obstacle=_smollm3),
     "gemma2": Architecture(name="GEMMA2", metadata=_gemma2_metadata, obstacle=_gemma2),
     "gemma3_text": Architecture(name="GEMMA3", obstacle=_gemma3),

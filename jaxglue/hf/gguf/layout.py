@@ -122,7 +122,8 @@ class _Layout:
 
     def _name(self, name: str) -> str:
         """Return llama.cpp's name."""
-        found = self._names.get_name(module_in_file(name), try_suffixes=(".weight", ".bias"))
+        module = module_in_file(name).replace("e_score_correction_bias", "e_score_correction.bias")
+        found = self._names.get_name(module, try_suffixes=(".weight", ".bias"))
         if found is None:
             raise ValueError(f"{name}: llama.cpp has no such tensor in its {self._config.model_type} models")
         return f"{found}.weight" if name.endswith(".sinks") else found
