@@ -20,7 +20,7 @@ _MODULES = {
     "api": ("evaluate", "export", "generate", "load_model", "plan", "score", "train"),
     "data.tokenizer": ("load_tokenizer",),
     "training.callbacks": ("Callback", "Predictions"),
-    "session": ("Session",),
+    "session": ("DistillationLoss", "Session"),
     "training.config": ("TrainConfig",),
     "generation.config": ("GenerateConfig",),
     "engine.layer_stack": ("LayerStack",),

@@ -12,13 +12,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxglue.data.batch import Rollouts
 from jaxglue.data.config import NO_COLUMNS, Columns, DataConfig
 from jaxglue.data.iterator import BatchIterator, Step, Steps
 from jaxglue.data.memory import name_sources, with_named_tokenizer, write_rows
 from jaxglue.data.packing import plan_packing
 from jaxglue.data.prepare import PreparedData, prepare_data
+from jaxglue.engine.executor import Executor
+from jaxglue.engine.policy import PRESETS
 from jaxglue.engine.program_cache import keep_programs
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.engine import Engine
@@ -28,7 +32,7 @@ from jaxglue.hf.checkpoint import save_tensors
 from jaxglue.hf.files import write_json
 from jaxglue.hf.tensor_files import TensorFiles
 from jaxglue.json_file import read_json
-from jaxglue.models.parameters import Params
+from jaxglue.models.parameters import Params, split_model
 from jaxglue.objectives.objective import Objective, TargetValues
 from jaxglue.ops.segments import segment_bucket
 from jaxglue.planner.device_memory import bounded_pool, take_fitting_blocks
@@ -36,13 +40,15 @@ from jaxglue.recipe import from_settings
 from jaxglue.sharding.mesh import make_mesh
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.own_optimizer import named_optimizer
+from jaxglue.training.policy import Teacher
 from jaxglue.training.remat import open_buffers, size_pool
 from jaxglue.training.result import export_result
-from jaxglue.training.setup import resolve_model
+from jaxglue.training.setup import Setup, resolve_model
 from jaxglue.training.step import TrainStep
 
 if TYPE_CHECKING:
     from jaxglue.data.batch import Batch
+    from jaxglue.models.decoder import CausalLM
     from jaxglue.objectives.config import ObjectiveConfig
 
 Loss = Callable[[Float[Array, "B T"], Mapping[str, Float[Array, "B T"]]], Float[Array, "B T"]]
@@ -155,13 +161,17 @@ class Session:
             steps.close()
 
     def forward_backward(
-        self, rows: Step | Iterable[Mapping[str, Any]], loss: Loss | None = None, *, columns: Columns = NO_COLUMNS
+        self,
+        rows: Step | Iterable[Mapping[str, Any]],
+        loss: "Loss | DistillationLoss | None" = None,
+        *,
+        columns: Columns = NO_COLUMNS,
     ) -> float:
         """Add the gradients of the mean loss over the rows' target tokens; return that mean.
 
         Args:
             rows: dictionaries in any format of `train`, or a step of `batches`.
-            loss: of tokens; None for cross-entropy.
+            loss: function of tokens, or the divergence from a teacher; None for cross-entropy.
             columns: of the rows that the loss reads, each with the value of rows without it.
 
         Raises:
@@ -170,7 +180,11 @@ class Session:
         step = rows if isinstance(rows, Step) else self._pack(rows, columns)
         if note := self._model.check_fp8(step.micro_batches[-1]):
             _log.info(note)
-        objective = None if loss is None else FunctionLoss(config=self._setup.config.objective, function=loss)
+        objective: Objective | None = None
+        if isinstance(loss, DistillationLoss):
+            step, objective = loss.prepared(step, self._setup)
+        elif loss is not None:
+            objective = FunctionLoss(config=self._setup.config.objective, function=loss)
         value, _, gradients = self._model.loss_and_gradients(step, objective)
         self._gradients = gradients if self._gradients is None else _add(self._gradients, gradients)
         return float(value)
@@ -265,6 +279,10 @@ class Session:
         self._model.set_state({"fp8": known["fp8"]})
         self._gradients, self._sampled = None, known["sampled"]
 
+    def as_teacher(self) -> Teacher:
+        """Return the model as it is now, for `DistillationLoss`."""
+        return Teacher(self._model.executor, self._model.trainable, self._model.frozen)
+
     def _prepare(self, config: DataConfig, columns: Columns) -> PreparedData:
         return prepare_data(config, self.tokenizer, self._setup.model.vocab_size, columns=columns)
 
@@ -298,6 +316,77 @@ class FunctionLoss(Objective):
         """Return Σ loss over the tokens that are trained on."""
         losses = self.function(values.log_probs, batch.columns)
         return jnp.sum(jnp.where(batch.loss_weights > 0, losses * batch.loss_weights, 0.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Divergence(Objective):
+    """A divergence from a teacher's distributions as objective, beside the cross-entropy."""
+
+    config: "ObjectiveConfig"
+    divergence: float
+    scale: float
+    alpha: float
+
+    @property
+    def temperature(self) -> float:
+        """Return the divisor of both models' logits."""
+        return self.scale
+
+    def __call__(self, values: TargetValues, batch: "Batch") -> Float[Array, ""]:
+        """Return Σ loss over the tokens that are trained on."""
+        distilled = jnp.sum(values.divergences(self.divergence, None)) * (self.alpha * self.scale**2)
+        return distilled if self.alpha == 1 else distilled + (1 - self.alpha) * values.cross_entropy
+
+
+class DistillationLoss:
+    """Divergence between a teacher's distributions and a session's, over the whole vocabulary, for `forward_backward`.
+
+    The loss is α · T² · divergence of the distributions at temperature T + (1 − α) · cross-entropy (arXiv 1503.02531).
+    Logits exist for a chunk of tokens at a time.
+
+    Args:
+        teacher: a loaded model, or another session, as it is at each call; with the student's vocabulary.
+        temperature: T.
+        beta: 0 for the forward divergence KL(teacher‖student), 1 for the reverse, between for Jensen and Shannon's.
+        alpha: share of the divergence.
+    """
+
+    def __init__(
+        self, teacher: "CausalLM | Session", *, temperature: float = 1.0, beta: float = 0.0, alpha: float = 1.0
+    ):
+        if temperature <= 0 or not (0 <= beta <= 1 and 0 <= alpha <= 1):
+            raise ValueError(
+                f"expected temperature > 0, beta and alpha from 0 to 1, got {temperature:g}, {beta:g} and {alpha:g}"
+            )
+        self._teacher: Session | Teacher = teacher if isinstance(teacher, Session) else _load(teacher)
+        self._settings: dict[str, Any] = {"divergence": float(beta), "scale": float(temperature), "alpha": float(alpha)}
+
+    def prepared(self, step: Step, setup: Setup) -> tuple[Step, Objective]:
+        """Return a step with the teacher's hidden states, and the objective that reads them.
+
+        Raises:
+            ValueError: another vocabulary, or several devices.
+        """
+        teacher = self._teacher.as_teacher() if isinstance(self._teacher, Session) else self._teacher
+        if setup.mesh.devices > 1:
+            raise ValueError("a teacher is for one GPU yet: use mesh data=1")
+        if len(teacher.matrix) != setup.model.vocab_size:
+            sizes = f"{len(teacher.matrix):,} tokens, the student {setup.model.vocab_size:,}"
+            raise ValueError(f"the teacher has {sizes}: distributions over one vocabulary are compared")
+        batches = tuple(_with_teacher(batch, teacher) for batch in step.micro_batches)
+        return replace(step, micro_batches=batches), _Divergence(config=setup.config.objective, **self._settings)
+
+
+def _with_teacher(batch: "Batch", teacher: Teacher) -> "Batch":
+    nobody: dict[str, Any] = {"owners": np.ones_like(batch.tokens), "advantages": np.zeros((len(batch.tokens), 1))}
+    rollouts = Rollouts(**nobody, teacher=jnp.asarray(teacher.hidden(batch)), teacher_matrix=teacher.matrix)
+    return replace(batch, rollouts=rollouts)
+
+
+def _load(model: "CausalLM") -> Teacher:
+    graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)
+    dtype = model.norm.weight.get_value().dtype
+    return Teacher(Executor(graphdefs, model.config, policy=PRESETS["full"], dtype=dtype), trainable, frozen)
 
 
 @jax.jit

@@ -18,7 +18,7 @@ from jaxglue.ops.delta_rule import (
 )
 from jaxglue.ops.moe import Routing
 from jaxglue.ops.norm_rope import HeadNorms, norm_and_rotate
-from jaxglue.ops.paged_attention import KVPages, LatentPages, append, latent_attention, paged_attention
+from jaxglue.ops.paged_attention import KVPages, LatentPages, append, append_and_attend, latent_attention
 from jaxglue.ops.rope import RopeTables, Rotary
 
 Cache = KVPages | LatentPages | DeltaStates
@@ -141,10 +141,16 @@ class DecodeContext(_Appending):
     def attend(self, q, k, v, *, window: int | None = None, **options: Any) -> Float[Array, "1 S N H"]:
         """Compute attention over each slot's cache, including the new token."""
         cursor, (pages, offsets) = self._cursor, self._cursor.places.of(window)
-        new = q[0], k[0], v[0]
-        rotated, _, self.cache = append(*new, self.cache, pages, offsets, cursor.rope, *self._rotation)
         tables = cursor.tables[cursor.places.windows.index(window)]
-        return paged_attention(rotated, self.cache, tables, cursor.positions, window=window, **options)[None]
+        out, self.cache = append_and_attend(
+            *(q[0], k[0], v[0], self.cache),
+            *(pages, offsets, cursor.rope),
+            *self._rotation,
+            *(tables, cursor.positions),
+            window=window,
+            **options,
+        )
+        return out[None]
 
     def attend_latents(self, q, token, rank: int, scale: float) -> Float[Array, "1 S N rank"]:
         """Compute the weighted latents over each slot's cache, including the new token [1, S, 1, W]."""

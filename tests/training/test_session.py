@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import jaxglue
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.fp8_errors import FP8Errors
 from jaxglue.hf.adapter import load_adapter
+from jaxglue.hf.loading import random_model
 from jaxglue.hf.tensor_files import TensorFiles
 from jaxglue.training import step
 from jaxglue.training.record import read_metrics
@@ -69,6 +71,40 @@ def test_programs_of_few_losses_are_kept(settings, pairs, caplog):
             session.forward_backward(pairs[:1], lambda log_probs, _, factor=factor: -factor * log_probs)
         assert len(session._model._executors) == 5
     assert "define a loss outside of the loop" in caplog.text
+
+
+@pytest.mark.parametrize(("temperature", "beta", "alpha"), [(1.0, 0.0, 1.0), (2.0, 0.5, 0.5)])
+def test_a_teachers_distributions_are_distilled_from_logits(settings, pairs, tiny_model, temperature, beta, alpha):
+    """The loss is that of both models' logits, by definition; steps lower it."""
+    teacher = tiny_model(vocab_size=400)
+    loss = jaxglue.DistillationLoss(teacher, temperature=temperature, beta=beta, alpha=alpha)
+    with jaxglue.Session(**settings, batch_size=2) as session:
+        student = random_model(session._setup.model, dtype=jnp.float32)  # which the adapter does not change yet
+        (batch,) = (step.micro_batches[0] for step in session.batches(pairs))
+        logits = [model(batch.tokens, batch.segments) / temperature for model in (teacher, student)]
+        p, q = (jax.nn.log_softmax(values) for values in logits)
+        mixture = jnp.log(beta * jnp.exp(p) + (1 - beta) * jnp.exp(q))
+        forward, reverse = (jnp.sum(jnp.exp(a) * (a - b), -1) for a, b in ((p, mixture if beta else q), (q, mixture)))
+        divergence = beta * forward + (1 - beta) * reverse if beta else forward
+        weights, own = batch.loss_weights, jax.nn.log_softmax(logits[1] * temperature)
+        cross_entropy = -jnp.take_along_axis(own, batch.targets[..., None], -1)[..., 0]
+        tokens = alpha * temperature**2 * divergence + (1 - alpha) * cross_entropy
+        expected = float(jnp.sum(weights * tokens) / weights.sum())
+        first = session.forward_backward(pairs, loss)
+        assert first == pytest.approx(expected, rel=1e-4)
+        for _ in range(3):
+            session.optim_step()
+            last = session.forward_backward(pairs, loss)
+        assert last < first
+
+
+def test_a_session_teaches_another(settings, pairs):
+    with jaxglue.Session(**settings) as one, jaxglue.Session(**settings) as other:
+        loss = jaxglue.DistillationLoss(one)
+        assert other.forward_backward(pairs[:2], loss) == pytest.approx(0, abs=1e-6)
+        one.forward_backward(pairs)
+        one.optim_step()
+        assert other.forward_backward(pairs[:2], loss) > 1e-4
 
 
 def test_rewards_move_what_is_sampled(settings, pairs):

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxglue.ops.backend import HOPPER, Backend, Capability, Operation, check_tried, check_triton
 from jaxglue.ops.delta_rule.chunks import ChunkedDeltaRule
 from jaxglue.ops.delta_rule.convolution import fused_convolution, reference_convolution
+from jaxglue.ops.delta_rule.forks import with_copies
 from jaxglue.ops.delta_rule.gated_norm import fused_gated_norm, reference_gated_norm
 from jaxglue.ops.delta_rule.reference import DeltaHeads, gates, normalize, reference_delta_rule
 from jaxglue.ops.delta_rule.split import SplitDeltaRule, exchanged, outputs, own_heads
@@ -165,15 +166,22 @@ def gated_delta_rule(
         own = own_heads(heads)
     shape = DeltaShape(dtype=qkv.dtype, key_dim=heads.key_dim, value_dim=own.value_dim(qkv.shape[-1]))
     rule: Any = DELTA_RULE.load(shape, backend=backend) or reference_delta_rule
-    if split is not None and hasattr(rule, "prepare"):
-        rule = SplitDeltaRule(rule)
-    elif split is not None:
+    if split is not None and not hasattr(rule, "prepare"):
         g, beta = (to_heads(gate, split) for gate in (g, beta))
         out = rule(*own.split(qkv), g, beta, whole_segments(segments))
         return checkpoint_name(outputs(out, segments), ATTENTION_OUT)
-    if hasattr(rule, "prepare"):
-        return fused_delta_rule(DeltaSpec(backend=rule, heads=heads), qkv, g, beta, segments)
-    return checkpoint_name(rule(*heads.split(qkv), g, beta, segments), ATTENTION_OUT)
+    rule = rule if split is None else SplitDeltaRule(rule)
+    forked = segments.copies is not None
+
+    def compute(segments: PackedSegments, qkv, g, beta) -> Array:
+        if hasattr(rule, "prepare"):
+            return fused_delta_rule(DeltaSpec(backend=rule, heads=heads, named=not forked), qkv, g, beta, segments)
+        return rule(*heads.split(qkv), g, beta, segments)
+
+    if forked:
+        return checkpoint_name(with_copies(compute, segments, qkv, g, beta), ATTENTION_OUT)
+    out = compute(segments, qkv, g, beta)
+    return out if hasattr(rule, "prepare") else checkpoint_name(out, ATTENTION_OUT)
 
 
 def delta_rule_and_states(
@@ -234,9 +242,13 @@ def causal_convolution(
         assert heads is not None
         x, weight = exchanged(x, weight, segments, heads)
         segments = whole_segments(segments)
-    if kernels is None:
-        return reference_convolution(x, weight, segments)
-    return fused_convolution(kernels, x, weight, segments)
+
+    def compute(segments: PackedSegments, x) -> Array:
+        if kernels is None:
+            return reference_convolution(x, weight, segments)
+        return fused_convolution(kernels, x, weight, segments)
+
+    return compute(segments, x) if segments.copies is None else with_copies(compute, segments, x)
 
 
 def gated_rms_norm(
@@ -271,8 +283,8 @@ def _check(qkv, g, beta, segments: PackedSegments, heads: DeltaHeads) -> None:
         raise ValueError(f"g and beta must be {gates} to fit qkv, g float32, got {g.shape} {g.dtype} and {beta.shape}")
     if segments.segment_ids.shape != qkv.shape[:2]:
         raise ValueError(f"segments are of rows {segments.segment_ids.shape}, and qkv of {qkv.shape[:2]}")
-    if segments.gap_starts is not None:
-        raise ValueError("segments fork, and a state follows one continuation: pack the answers as documents")
+    if segments.gap_starts is not None and segments.copies is None:
+        raise ValueError("segments fork, and a state follows one continuation: add copies of their beginnings")
 
 
 def advance_states(

@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from jaxglue.ops.backend import Backend, Capability, Operation, check_capability, check_triton
+from jaxglue.ops.backend import Backend, Capability, Operation, check_capability, check_tried, check_triton
 from jaxglue.ops.norm_rope import HeadNorms, norm_and_rotate, scale_queries
 from jaxglue.ops.paged_attention.latent import LatentPages, latent_attention, make_latent_pages
 from jaxglue.ops.paged_attention.pages import KVPages, make_pages
@@ -13,10 +13,12 @@ from jaxglue.ops.rope import RopeTables, Rotary
 
 __all__ = [
     "APPEND",
+    "APPEND_AND_ATTEND",
     "PAGED_ATTENTION",
     "KVPages",
     "LatentPages",
     "append",
+    "append_and_attend",
     "latent_attention",
     "make_latent_pages",
     "make_pages",
@@ -54,6 +56,64 @@ APPEND = Operation(
     backends={"triton": Backend(check=_check_append, load=_load, advantage="norms, rotation and writes are one pass")},
 )
 """Backends of `append`; a call is described by the dtype of queries, the cache and rotation."""
+
+
+OWN_TOKEN = "attention of a token as it is written"
+
+
+def _check_both(
+    capability: Capability | None, q, cache: KVPages, tables, rope: RopeTables, rotary: Rotary | None, factor: float
+) -> None:
+    check_tried(OWN_TOKEN)
+    _check_append(capability, q.dtype, cache, rotary)
+    S, _, H = q.shape
+    if H & (H - 1):
+        raise NotImplementedError("a head's size must be a power of two")
+    if (whole := q[None]) is not scale_queries(whole, rope, rotary, factor):
+        raise NotImplementedError("queries have factors")
+    from jaxglue.ops.paged_attention.triton import is_split
+
+    if is_split(S * cache.keys.shape[1], tables.shape[1], cache.page):
+        raise NotImplementedError("several programs share the keys of a sequence")
+
+
+def _load_both(capability: Capability, *call: Any):
+    return _load(capability)
+
+
+APPEND_AND_ATTEND = Operation(
+    name="attention of new tokens",
+    backends={"triton": Backend(check=_check_both, load=_load_both, advantage="one launch instead of two")},
+)
+"""Backends of `append_and_attend`; a call is described by queries, cache, tables, rotation and queries' factor."""
+
+
+def append_and_attend(
+    q: Float[Array, "S N H"],
+    k: Float[Array, "S K H"],
+    v: Float[Array, "S K H"],
+    cache: KVPages,
+    pages: Int[Array, " S"],
+    offsets: Int[Array, " S"],
+    rope: RopeTables,
+    rotary: Rotary | None,
+    norms: HeadNorms | None,
+    factor: float,
+    tables: Int[Array, "S P"],
+    positions: Int[Array, " S"],
+    **options: Any,
+) -> tuple[Float[Array, "S N H"], KVPages]:
+    """Write the last token of each sequence as `append`, and attend it as `paged_attention`; return also the cache.
+
+    Errors are those of both.
+    """
+    if (kernels := APPEND_AND_ATTEND.load(q, cache, tables, rope, rotary, factor)) is not None:
+        _check_shapes(cache, *q.shape[1:])
+        options = {"window": None, "sinks": None, "softcap": None} | options
+        turns = None if rotary is None else rope.of(rotary)
+        return kernels.append_and_attend(q, k, v, cache, pages, offsets, turns, norms, tables, positions, **options)
+    rotated, _, cache = append(q, k, v, cache, pages, offsets, rope, rotary, norms, factor)
+    return paged_attention(rotated, cache, tables, positions, **options), cache
 
 
 def paged_attention(

@@ -35,6 +35,49 @@ def _finish(acc, highest, total, sinks, head, lane, G: tl.constexpr):
 
 
 @triton.jit
+def _attend_pages(
+    query, keys, values, key_scales, value_scales, table, head, first, last, position, newest, acc, highest, total,
+    K: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Attend queries at a position over the pages in [first, last) of a table, up to the token `newest`.
+
+    acc, highest and total are the softmax's before, and are returned after.
+    """
+    if key_scales is not None:
+        query = query.to(tl.float16)  # float8 becomes float16 in one instruction, and bfloat16 in several
+    token, column = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_H)
+    STEPS: tl.constexpr = PAGE // BLOCK_T
+    FACTOR: tl.constexpr = SCALE if CAP > 0 else SCALE * LOG2_E
+    for step in range(first * STEPS, last * STEPS):
+        row = (tl.load(table + step // STEPS).to(tl.int64) * K + head) * PAGE + step % STEPS * BLOCK_T
+        inside = token[:, None] * H + column[None, :]
+        known = step * BLOCK_T + token
+        visible = known <= newest
+        # A mask over columns alone would keep loads of whole rows from being wide.
+        loaded = visible[:, None] if BLOCK_H == H else visible[:, None] & (column < H)[None, :]
+        key = tl.load(keys + row * H + inside, mask=loaded, other=0.0)
+        value = tl.load(values + row * H + inside, mask=loaded, other=0.0)  # 0 · NaN of a page's last owner is NaN
+        scores = tl.dot(query, tl.trans(key.to(query.dtype))) * FACTOR
+        if key_scales is not None:
+            scores *= tl.load(key_scales + row + token, mask=visible, other=0.0)[None, :]
+        if CAP > 0:
+            scores = _cap(scores, CAP) * LOG2_E
+        if WINDOW > 0:
+            visible = visible & (known > position - WINDOW)
+        scores = tl.where(visible[None, :], scores, MASKED)
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        weights, rescale = tl.exp2(scores - higher[:, None]), tl.exp2(highest - higher)
+        total, highest = total * rescale + tl.sum(weights, 1), higher
+        if value_scales is not None:
+            # A scale is a head's largest value / 448: times 448, its product with a weight is no tiny float16.
+            scale = tl.load(value_scales + row + token, mask=visible, other=0.0) * LARGEST
+            weights *= tl.minimum(scale, LARGEST_HALF)[None, :]
+        acc = acc * rescale[:, None] + tl.dot(weights.to(query.dtype), value.to(query.dtype))
+    return acc, highest, total
+
+
+@triton.jit
 def paged_kernel(
     q, keys, values, key_scales, value_scales, tables, positions, sinks, out, lse,
     P: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
@@ -62,40 +105,13 @@ def paged_kernel(
         last = tl.minimum(first + share, last)
 
     query = tl.load(q + (slot * K + head) * G * H + tile, mask=heads, other=0.0)
-    if key_scales is not None:
-        query = query.to(tl.float16)  # float8 becomes float16 in one instruction, and bfloat16 in several
     highest = tl.full([BLOCK_G], MASKED, tl.float32)
     total = tl.full([BLOCK_G], 0.0, tl.float32)
     acc = tl.full([BLOCK_G, BLOCK_H], 0.0, tl.float32)
-    token = tl.arange(0, BLOCK_T)
-    table = tables + slot * P
-    STEPS: tl.constexpr = PAGE // BLOCK_T
-    FACTOR: tl.constexpr = SCALE if CAP > 0 else SCALE * LOG2_E
-    for step in range(first * STEPS, last * STEPS):
-        row = (tl.load(table + step // STEPS).to(tl.int64) * K + head) * PAGE + step % STEPS * BLOCK_T
-        inside = token[:, None] * H + column[None, :]
-        known = step * BLOCK_T + token
-        visible = known <= position
-        # A mask over columns alone would keep loads of whole rows from being wide.
-        loaded = visible[:, None] if BLOCK_H == H else visible[:, None] & (column < H)[None, :]
-        key = tl.load(keys + row * H + inside, mask=loaded, other=0.0)
-        value = tl.load(values + row * H + inside, mask=loaded, other=0.0)  # 0 · NaN of a page's last owner is NaN
-        scores = tl.dot(query, tl.trans(key.to(query.dtype))) * FACTOR
-        if key_scales is not None:
-            scores *= tl.load(key_scales + row + token, mask=visible, other=0.0)[None, :]
-        if CAP > 0:
-            scores = _cap(scores, CAP) * LOG2_E
-        if WINDOW > 0:
-            visible = visible & (known > position - WINDOW)
-        scores = tl.where(visible[None, :], scores, MASKED)
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        weights, rescale = tl.exp2(scores - higher[:, None]), tl.exp2(highest - higher)
-        total, highest = total * rescale + tl.sum(weights, 1), higher
-        if value_scales is not None:
-            # A scale is a head's largest value / 448: times 448, its product with a weight is no tiny float16.
-            scale = tl.load(value_scales + row + token, mask=visible, other=0.0) * LARGEST
-            weights *= tl.minimum(scale, LARGEST_HALF)[None, :]
-        acc = acc * rescale[:, None] + tl.dot(weights.to(query.dtype), value.to(query.dtype))
+    acc, highest, total = _attend_pages(
+        query, keys, values, key_scales, value_scales, tables + slot * P, head, first, last, position, position, acc,
+        highest, total, K, H, PAGE, WINDOW, SCALE, CAP, BLOCK_H, BLOCK_T,
+    )  # fmt: skip
 
     if value_scales is not None:
         acc /= LARGEST
@@ -157,17 +173,23 @@ def _rotated(x, weight, column, mask, c, s, H: tl.constexpr, EPS: tl.constexpr, 
 
 @triton.jit
 def _write(left, right, array, scales, row, column, H: tl.constexpr):
-    """Write a head's halves [1, H / 2] to the given row of the cache, in float8 times the row's own scale."""
+    """Write a head's halves [1, H / 2] to the given row of the cache, in float8 times the row's own scale.
+
+    Return them as they are read again, in float32.
+    """
     HALF: tl.constexpr = H // 2
     mask = (column < HALF)[None, :]
+    scale = 1.0
     if scales is not None:
         left, right = left.to(tl.float32), right.to(tl.float32)
         scale = e4m3_scale(tl.max(tl.maximum(tl.abs(left), tl.abs(right))))
         tl.store(scales + row, scale)
         left, right = clip_e4m3(left / scale), clip_e4m3(right / scale)
     at = array + row * H + column[None, :]
-    tl.store(at, left.to(array.dtype.element_ty), mask=mask)
-    tl.store(at + HALF, right.to(array.dtype.element_ty), mask=mask)
+    left, right = left.to(array.dtype.element_ty), right.to(array.dtype.element_ty)
+    tl.store(at, left, mask=mask)
+    tl.store(at + HALF, right, mask=mask)
+    return left.to(tl.float32) * scale, right.to(tl.float32) * scale
 
 
 @triton.jit
@@ -200,3 +222,57 @@ def append_kernel(
     _write(left, right, keys, key_scales, row, column, H)
     left, right = tl.load(v + at, mask=mask, other=0.0), tl.load(v + at + HALF, mask=mask, other=0.0)
     _write(left, right, values, value_scales, row, column, H)
+
+
+@triton.jit
+def _joined(left, right, ROWS: tl.constexpr, H: tl.constexpr):
+    """Return whole heads [ROWS, H] of their halves."""
+    return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (ROWS, H))
+
+
+@triton.jit
+def append_attend_kernel(
+    q, k, v, q_weight, k_weight, cos, sin, pages, offsets, tables, positions, sinks, key_scales, value_scales, keys,
+    values, out,
+    P: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr, ROUNDS_FIRST: tl.constexpr,
+    ROTATES: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Do as `append_kernel` for the last token of a slot, and attend its heads as `paged_kernel`; grid (S · K).
+
+    The token's own key and value come from registers; H is a power of two.
+    """
+    HALF: tl.constexpr = H // 2
+    slot, head = (tl.program_id(0) // K).to(tl.int64), tl.program_id(0) % K
+    lane, column, one = tl.arange(0, BLOCK_G), tl.arange(0, HALF), tl.arange(0, 1)
+    dtype = out.dtype.element_ty
+    position = tl.load(positions + slot)
+    c, s = 0.0, 0.0
+    if ROTATES:
+        c = tl.load(cos + slot * HALF + column).to(tl.float32)[None, :]
+        s = tl.load(sin + slot * HALF + column).to(tl.float32)[None, :]
+    at = (slot * K + head) * H + one[:, None] + column[None, :]
+    whole = (column < HALF)[None, :]
+    left, right = _rotated(k + at, k_weight, column, whole, c, s, H, EPS, OFFSET, ROUNDS_FIRST, ROTATES, dtype)
+    row = (tl.load(pages + slot).to(tl.int64) * K + head) * PAGE + tl.load(offsets + slot)
+    key_left, key_right = _write(left, right, keys, key_scales, row, column, H)
+    left, right = _write(tl.load(v + at), tl.load(v + at + HALF), values, value_scales, row, column, H)
+    value = _joined(left, right, 1, H)
+
+    heads = (slot * K + head) * G * H + lane[:, None] * H
+    at, mask = heads + column[None, :], (lane < G)[:, None] & whole
+    left, right = _rotated(q + at, q_weight, column, mask, c, s, H, EPS, OFFSET, ROUNDS_FIRST, ROTATES, dtype)
+    highest = tl.sum(left.to(tl.float32) * key_left + right.to(tl.float32) * key_right, 1)
+    highest = _cap(highest * SCALE, CAP) * LOG2_E if CAP > 0 else highest * (SCALE * LOG2_E)
+    total = tl.full([BLOCK_G], 1.0, tl.float32)
+    acc = tl.full([BLOCK_G, H], 0.0, tl.float32) + (value * LARGEST if value_scales is not None else value)
+    first = tl.maximum(position - WINDOW + 1, 0) // PAGE if WINDOW > 0 else 0
+    acc, highest, total = _attend_pages(
+        _joined(left, right, BLOCK_G, H), keys, values, key_scales, value_scales, tables + slot * P, head, first,
+        (position + PAGE - 1) // PAGE, position, position - 1, acc, highest, total, K, H, PAGE, WINDOW, SCALE, CAP, H,
+        BLOCK_T,
+    )  # fmt: skip
+    if value_scales is not None:
+        acc /= LARGEST
+    acc = _finish(acc, highest, total, sinks, head, lane, G)
+    tl.store(out + heads + tl.arange(0, H)[None, :], acc.to(dtype), mask=(lane < G)[:, None])

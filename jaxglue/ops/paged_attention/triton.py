@@ -72,6 +72,27 @@ class TritonPagedAttention(Launcher):
         )
         return out if splits == 1 else self._combine(out, lse, sinks, q)
 
+    def append_and_attend(
+        self, q, k, v, cache: KVPages, pages, offsets, turns, norms, tables, positions, *, window, sinks, softcap
+    ):
+        """See `append_and_attend`: one launch."""
+        (S, N, H), (_, K, page, _), tiles = q.shape, cache.keys.shape, self.tiles
+        G, (cos, sin) = N // K, turns or (None, None)
+        constants = {"P": tables.shape[1], "K": K, "G": G, "H": H, "PAGE": page, "WINDOW": window or 0}
+        constants |= {"SCALE": H**-0.5, "CAP": softcap or 0.0, "ROTATES": turns is not None, **_norm_constants(norms)}
+        constants |= {"BLOCK_G": max(16, triton.next_power_of_2(G)), "BLOCK_T": min(tiles.tokens, page, _VALUES // H)}
+        written = [x for x in (cache.key_scales, cache.value_scales) if x is not None] + [cache.keys, cache.values]
+        refs = [jax.new_ref(x) for x in (*written, jax.lax.empty(q.shape, q.dtype))]
+        weights = (None, None) if norms is None else norms.weights
+        arrays = q, k, v, *weights, cos, sin, pages, offsets, tables, positions, sinks
+        arrays = *arrays, *([] if len(written) == 4 else [None, None]), *refs
+        cost = KernelCost(kind=KernelKind.ATTENTION_FORWARD)
+        kernel, compiled = kernels.append_attend_kernel, (tiles.num_warps, tiles.num_stages)
+        self._launch(kernel, arrays, (), (S * K,), constants, *compiled, cost=cost)
+        *scales, keys, values, out = map(jax.freeze, refs)
+        key_scales, value_scales = scales or (None, None)
+        return out, KVPages(keys=keys, values=values, key_scales=key_scales, value_scales=value_scales)
+
     def _combine(self, parts, lse, sinks, q) -> Float[Array, "S N H"]:
         S, K, splits, G, H = parts.shape
         constants = {"K": K, "G": G, "H": H, "SPLITS": splits}
@@ -85,9 +106,7 @@ class TritonPagedAttention(Launcher):
         (T, N, H), K = q.shape, k.shape[1]
         G, (cos, sin) = N // K, turns or (None, None)
         weights = (None, None) if norms is None else norms.weights
-        constants = {"K": K, "G": G, "H": H, "PAGE": cache.page, "EPS": 0.0 if norms is None else norms.eps}
-        offset, rounds_first = LLAMA_NORM if norms is None else norms.style
-        constants |= {"OFFSET": offset, "ROUNDS_FIRST": rounds_first, "ROTATES": turns is not None}
+        constants = {"K": K, "G": G, "H": H, "PAGE": cache.page, "ROTATES": turns is not None, **_norm_constants(norms)}
         constants |= {"BLOCK_G": triton.next_power_of_2(G), "BLOCK_H": triton.next_power_of_2(H // 2)}
         written = [x for x in (cache.key_scales, cache.value_scales) if x is not None] + [cache.keys, cache.values]
         refs = [jax.new_ref(x) for x in (*written, *(jax.lax.empty(x.shape, x.dtype) for x in (q, k)))]
@@ -97,6 +116,16 @@ class TritonPagedAttention(Launcher):
         *scales, keys, values, q, k = map(jax.freeze, refs)
         key_scales, value_scales = scales or (None, None)
         return q, k, KVPages(keys=keys, values=values, key_scales=key_scales, value_scales=value_scales)
+
+
+def _norm_constants(norms: HeadNorms | None) -> dict[str, float | bool]:
+    offset, rounds_first = LLAMA_NORM if norms is None else norms.style
+    return {"EPS": 0.0 if norms is None else norms.eps, "OFFSET": offset, "ROUNDS_FIRST": rounds_first}
+
+
+def is_split(programs: int, pages: int, page: int) -> bool:
+    """Return whether several programs share a sequence's pages."""
+    return _splits(programs, pages, page)[0] > 1
 
 
 def _splits(programs: int, pages: int, page: int) -> tuple[int, int]:

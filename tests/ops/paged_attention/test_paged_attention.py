@@ -10,7 +10,16 @@ from selection import repeat
 
 from jaxglue.ops.backend import tracing_for
 from jaxglue.ops.norm_rope import LLAMA_NORM, HeadNorms, NormStyle, norm_and_rotate
-from jaxglue.ops.paged_attention import APPEND, PAGED_ATTENTION, KVPages, append, make_pages, paged_attention
+from jaxglue.ops.paged_attention import (
+    APPEND,
+    APPEND_AND_ATTEND,
+    PAGED_ATTENTION,
+    KVPages,
+    append,
+    append_and_attend,
+    make_pages,
+    paged_attention,
+)
 from jaxglue.ops.rope import RopeConfig, RopeTables, Rotary, rope_tables
 
 PAGE = 16
@@ -114,6 +123,41 @@ def mostly_close(got, want):
     assert np.isclose(got, want, rtol=1e-5, atol=1e-6).mean() > 0.98
 
 
+@pytest.mark.parametrize(
+    ("group", "window", "has_sinks", "softcap", "rotates", "cache_dtype"),
+    [
+        (4, None, False, None, True, jnp.float32),
+        (5, 20, True, 3.0, True, jnp.float32),
+        (1, None, True, None, False, jnp.float32),
+        (4, 20, True, None, True, FP8),
+    ],
+)
+def test_a_token_attended_as_it_is_written_equals_two_passes(
+    group, window, has_sinks, softcap, rotates, cache_dtype, interpreted, monkeypatch
+):
+    monkeypatch.setattr("jaxglue.ops.paged_attention.triton._PROGRAMS", 1)
+    positions = [0, 1, PAGE - 1, PAGE, 3 * PAGE - 1, 50]
+    _, cache, tables, positions, sinks = random_case(
+        6, 2 * group, 2, 16, 4, cache_dtype=cache_dtype, positions=positions
+    )
+    (q, k, v, _, _, _, rope), rotary, norms = append_case(6, 2 * group, 2, 16)
+    rows = jnp.arange(6)
+    places = tables[rows, positions // PAGE], positions % PAGE, rope, rotary if rotates else None, norms, 1.0
+    options = {"window": window, "sinks": sinks if has_sinks else None, "softcap": softcap}
+
+    own = kernels(interpreted)
+
+    def run(at_once):
+        with APPEND_AND_ATTEND.using(at_once), APPEND.using(own), PAGED_ATTENTION.using(own):
+            return append_and_attend(q, k, v, cache, *places, tables, positions, **options)
+
+    (got, written), (want, expected) = run(own), run(None)
+    close = {"rtol": 2e-3, "atol": 2e-3} if cache_dtype == FP8 else {"rtol": 1e-4, "atol": 1e-5}
+    np.testing.assert_allclose(got, want, **close)
+    for array, other in zip(jax.tree.leaves(written), jax.tree.leaves(expected), strict=True):
+        mostly_close(np.asarray(array, np.float32), np.asarray(other, np.float32))
+
+
 @pytest.mark.parametrize("cache_dtype", [jnp.float32, FP8])
 @pytest.mark.parametrize(("group", "has_norms", "rotates"), [(4, True, True), repeat(5, False, True), (1, True, False)])
 def test_interpreted_append_matches_the_reference(group, has_norms, rotates, cache_dtype, interpreted):
@@ -182,3 +226,24 @@ def test_kernels_compile_for_a_gpu_and_write_in_place(h200, cache_dtype):
     text = program.as_text()
     assert text.count("triton_kernel_call_ffi") == 2
     assert not [line for line in text.splitlines() if " copy(" in line and "[100,8,64" in line], "the cache is copied"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache_dtype", [jnp.bfloat16, FP8])
+def test_a_token_attended_as_it_is_written_equals_two_passes_on_a_gpu(cache_dtype):
+    S, N, K, H, pages = 64, 32, 8, 128, 20
+    positions = np.random.default_rng(1).integers(0, pages * PAGE, S, dtype=np.int32)
+    case = random_case(S, N, K, H, pages, jnp.bfloat16, cache_dtype, positions)
+    _, cache, tables, positions, _ = case
+    (q, k, v, _, _, _, rope), rotary, norms = append_case(S, N, K, H)
+    q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
+    rows = jnp.arange(S)
+    places = tables[rows, positions // PAGE], positions % PAGE, rope, rotary, norms, 1.0
+    assert APPEND_AND_ATTEND.load(q, cache, tables, rope, rotary, 1.0) is not None
+    got, written = append_and_attend(q, k, v, cache, *places, tables, positions)
+    with APPEND_AND_ATTEND.using(None):
+        want, expected = append_and_attend(q, k, v, cache, *places, tables, positions)
+    difference = np.linalg.norm(np.asarray(got - want, np.float32)) / np.linalg.norm(np.asarray(want, np.float32))
+    assert difference < 0.01
+    for array, other in zip(jax.tree.leaves(written), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(array, np.float32), np.asarray(other, np.float32))
