@@ -27,8 +27,8 @@ def split_segments(segments: PackedSegments, devices: int) -> PackedSegments:
     Raises:
         ValueError: the devices do not divide a row.
     """
-    starts = np.asarray(segments.starts)
-    B, T = starts.shape
+    assert segments.copies is None
+    B, T = np.asarray(segments.starts).shape
     if T % devices:
         raise ValueError(f"rows of {T} tokens do not divide among {devices} devices: use a multiple of {devices}")
     lengths = np.diff(np.asarray(segments.cu_seqlens), axis=1)
