@@ -338,7 +338,8 @@ class RowLoads:
 
     def __init__(self, planner: "Planner", host_memory: float, weights: str, *, scales: bool = True):
         self._planner, self._limits = planner, (host_memory, weights)
-        self._scales = scales and planner.workload.mesh.devices == 1
+        mesh = planner.workload.mesh
+        self._scales = scales and mesh.expert == mesh.context == 1  # whose programs exchange rows
         self._traced: dict[bool, list[Programs]] = {False: [], True: []}
         self._scaled: dict[int, tuple[int | None, float]] = {}
         self._tiled_from = math.inf

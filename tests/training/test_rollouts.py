@@ -91,6 +91,18 @@ def test_a_run_samples_rewards_and_trains(make_run, monkeypatch):
     )
 
 
+@pytest.mark.slow
+def test_states_give_the_sampler_what_the_trainer_computes(make_run, model_folder):
+    """Answers begin with copies of their prompt's state, packed ones behind a copy of the prompt."""
+    path = model_folder / "config.json"
+    sizes = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 16}
+    kinds = {"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | sizes | kinds | {"linear_value_head_dim": 16}))
+    metrics = read_metrics(train(make_run(temperature=0.5)).metrics)
+    assert [values["sampling/sampling_logp_difference/mean"] for values in metrics] == pytest.approx([0] * 3, abs=1e-5)
+    assert metrics[0]["grad_norm"] > 0
+
+
 def test_held_out_prompts_are_answered_at_evaluations_and_change_nothing(make_run, write_jsonl, tmp_path):
     rows = [{"question": f"How much are {a} eggs, and why are there no more of them?", "wanted": str(a)} for a in "789"]
     settings = {"steps": 2, "learning_rate": 3e-2}
