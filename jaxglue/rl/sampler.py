@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -59,7 +60,7 @@ class Sample(NamedTuple):
 def copies_of(trees: _Trees) -> list[_Trees]:
     """Return the trees on each of their devices where every one holds all values, without copying; else as they are."""
     arrays = [leaf for leaf in jax.tree.leaves(trees) if isinstance(leaf, jax.Array)]
-    devices = sorted(arrays[0].sharding.device_set, key=lambda device: device.id) if arrays else []
+    devices = sorted(arrays[0].sharding.device_set, key=attrgetter("id")) if arrays else []
     whole = all(array.is_fully_replicated and array.is_fully_addressable for array in arrays)
     if len(devices) < 2 or not whole:
         return [trees]
