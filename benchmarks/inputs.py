@@ -247,6 +247,70 @@ _QWEN3_5 = {
     "max_position_embeddings": 262144,
     "tie_word_embeddings": False,
 }
+_LATENT = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "q_lora_rank": None,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1408,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_DEEPSEEK_V2_LITE = {
+    **_LATENT,
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "vocab_size": 102400,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 40,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096,
+    },
+    "max_position_embeddings": 163840,
+    "topk_method": "greedy",
+    "routed_scaling_factor": 1.0,
+}
+_MOONLIGHT = {
+    **_LATENT,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "vocab_size": 163840,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 50_000.0,
+    "max_position_embeddings": 8192,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.446,
+}
+_GLM4_MOE_LITE = {
+    **_LATENT,
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "model_type": "glm4_moe_lite",
+    "vocab_size": 154880,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1536,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1_000_000,
+    "max_position_embeddings": 202752,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8,
+}
 
 
 def _shape(base: dict, hidden: int, intermediate: int, layers: int, heads: int, **more) -> dict:
@@ -315,6 +379,15 @@ SHAPES = {
         linear_key_head_dim=64,
         linear_value_head_dim=64,
     ),
+    "deepseek-v2-lite": _shape(_DEEPSEEK_V2_LITE, 2048, 10944, 27, 16, num_key_value_heads=16),
+    "moonlight-16b-a3b": _shape(_MOONLIGHT, 2048, 11264, 27, 16, num_key_value_heads=16),
+    "glm-4.7-flash": _shape(_GLM4_MOE_LITE, 2048, 10240, 47, 20, num_key_value_heads=20),
+    "tiny-deepseek": _shape(
+        {**_MOONLIGHT, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+        *(128, 256, 3, 4),
+        **{"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16},
+        **{"v_head_dim": 16, "vocab_size": 2048},
+    ),
     "tiny-moe": _shape(_GPT_OSS, 64, 64, 4, 8, head_dim=16, vocab_size=2048, num_local_experts=8),
     "gpt-oss-20b": _shape(_GPT_OSS, 2880, 2880, 24, 64, num_local_experts=32),
     "gpt-oss-120b": _shape(_GPT_OSS, 2880, 2880, 36, 64, num_local_experts=128),
@@ -362,9 +435,19 @@ def make_model(folder: Path, config: dict) -> None:
         return pool[start:].view(spec.dtype)[: math.prod(spec.shape)].reshape(spec.shape)
 
     with atomic_folder(folder) as temporary:
-        (temporary / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}, indent=2))
-        _tokenizer().save_pretrained(temporary)
+        _write_description(temporary, config)
         write_shards(temporary, specs, weight, 5 * 10**9)
+
+
+def make_description(folder: Path, config: dict) -> None:
+    """Write config.json and the tokenizer alone, for `--random-weights`."""
+    with atomic_folder(folder) as temporary:
+        _write_description(temporary, config)
+
+
+def _write_description(folder: Path, config: dict) -> None:
+    (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}, indent=2))
+    _tokenizer().save_pretrained(folder)
 
 
 def make_adapter(folder: Path, config: dict, lora: LoraConfig) -> None:
@@ -385,7 +468,9 @@ def make_adapter(folder: Path, config: dict, lora: LoraConfig) -> None:
         bound = shape[-1] ** -0.5
         return rng.uniform(-bound, bound, shape).astype(np.float32)
 
-    save_adapter(folder, {name: matrix(name, shape) for name, shape in shapes.items()}, lora, "")
+    save_adapter(
+        folder, {name: matrix(name, shape) for name, shape in shapes.items()}, lora, "", model_type=config["model_type"]
+    )
 
 
 def _tokenizer():
@@ -434,10 +519,12 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), required=True)
     parser.add_argument("--layers", type=int, help="decoder layers, by default the published number")
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--no-weights", action="store_true", help="config.json and tokenizer alone")
     parser.add_argument("--chats", type=int, default=0, help="chats to write to OUTPUT/../chats.jsonl")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    make_model(args.output, {**SHAPES[args.shape], **({"num_hidden_layers": args.layers} if args.layers else {})})
+    config = {**SHAPES[args.shape], **({"num_hidden_layers": args.layers} if args.layers else {})}
+    (make_description if args.no_weights else make_model)(args.output, config)
     if args.chats:
         make_chats(args.output.parent / "chats.jsonl", args.chats)
 

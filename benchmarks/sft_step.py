@@ -89,6 +89,14 @@ ROWS = {
     "gemma-3-12b": Row(shape="gemma-3-12b", peer_memory=True),
     "gemma-3-12b, 12 layers": Row(shape="gemma-3-12b", layers=12, peer_memory=True),
     "gemma-4-26b-a4b": Row(shape="gemma-4-26b-a4b", engines=("ours",), steps=6),
+    "deepseek-v2-lite": Row(shape="deepseek-v2-lite", checkpointing="device", engines=("ours", "peft"), steps=6),
+    "moonlight-16b-a3b": Row(shape="moonlight-16b-a3b", checkpointing="device", engines=("ours", "peft"), steps=6),
+    "moonlight-16b-a3b, 9 layers": Row(
+        shape="moonlight-16b-a3b", layers=9, checkpointing="device", engines=("ours", "peft"), steps=6
+    ),
+    "glm-4.7-flash": Row(shape="glm-4.7-flash", memory_limit=70.0, engines=("ours",), steps=6),
+    "glm-4.7-flash FP8": Row(shape="glm-4.7-flash", matmul="fp8", memory_limit=70.0, engines=("ours",), steps=6),
+    "qwen3-30b-a3b": Row(shape="qwen3-30b-a3b", memory_limit=70.0, engines=("ours",), steps=6),
     "qwen3.5-9b": Row(shape="qwen3.5-9b", peer_memory=True),
     "qwen3.5-9b, memory free": Row(shape="qwen3.5-9b", engines=("ours",)),
     "qwen3.5-9b, 12 GiB": Row(shape="qwen3.5-9b", memory_limit=12.0, engines=("ours",)),
@@ -97,6 +105,7 @@ ROWS = {
     "qwen3.5-35b-a3b FP8": Row(shape="qwen3.5-35b-a3b", matmul="fp8", memory_limit=60.0, engines=("ours",), steps=6),
     "qwen3.5-35b-a3b NF4": Row(shape="qwen3.5-35b-a3b", quantize="nf4", memory_limit=24.0, engines=("ours",), steps=6),
     "tiny Qwen3.5": Row(shape="tiny-qwen3.5", tokens=1024, checkpointing="none", engines=("ours", "unsloth")),
+    "tiny DeepSeek": Row(shape="tiny-deepseek", tokens=1024, checkpointing="none", engines=("ours", "peft")),
     "tiny Gemma 3": Row(shape="tiny-gemma-3", tokens=1024, checkpointing="none", engines=("ours", "peft")),
     "tiny Gemma 4 with experts": Row(shape="tiny-gemma-4-moe", tokens=1024, checkpointing="none", engines=("ours",)),
     "tiny NF4": Row(shape="tiny", tokens=1024, quantize="nf4", checkpointing="none", engines=("ours", "peft")),

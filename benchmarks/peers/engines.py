@@ -52,8 +52,9 @@ def import_unsloth():
     return unsloth
 
 
-def load_unsloth(folder: str, *, quantize: str, checkpointing: str, seq_len: int):
-    """Load Unsloth's model for packed rows."""
+def load_unsloth(folder: str, *, adapter: str, quantize: str, checkpointing: str, seq_len: int):
+    """Load Unsloth's model for packed rows; its targets are all linear layers, whatever the adapter's."""
+    del adapter
     model = unsloth_model(folder, quantize=quantize, checkpointing=checkpointing, seq_len=seq_len)
     from unsloth.utils import packing
 
@@ -87,8 +88,11 @@ def unsloth_model(folder: str, *, quantize: str, checkpointing: str, seq_len: in
     )
 
 
-def load_peft(folder: str, *, quantize: str, checkpointing: str, seq_len: int):
-    """Load AutoModelForCausalLM with PEFT's adapters; `checkpointing` is none or device; `seq_len` is unused."""
+def load_peft(folder: str, *, adapter: str, quantize: str, checkpointing: str, seq_len: int):
+    """Load AutoModelForCausalLM with the targets of a PEFT folder, experts among them; `checkpointing` none or device.
+
+    `seq_len` is unused.
+    """
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -106,8 +110,8 @@ def load_peft(folder: str, *, quantize: str, checkpointing: str, seq_len: int):
     model = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation=attention, device_map={"": 0 if cuda else "cpu"}, **options
     )
-    sizes = {"r": RANK, "lora_alpha": ALPHA, "lora_dropout": 0.0}
-    lora = LoraConfig(**sizes, target_modules=targets(folder), task_type="CAUSAL_LM")
+    lora = LoraConfig.from_pretrained(adapter)
+    lora.inference_mode = False
     model = get_peft_model(model, lora)
     if checkpointing != "none":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -122,7 +126,7 @@ def load(engine: str, folder: str, adapter: str, **options):
     """Load an engine's model for training, with the adapter of a PEFT folder."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    model = ENGINES[engine](folder, **options)
+    model = ENGINES[engine](folder, adapter=adapter, **options)
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 
@@ -146,6 +150,7 @@ def attention(engine: str) -> str:
 
 def _varlen_attention() -> str:
     """Register PyTorch's FlashAttention with separate documents in transformers."""
+    import torch
     from torch.nn.attention.varlen import varlen_attn
     from transformers import AttentionInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
@@ -153,9 +158,11 @@ def _varlen_attention() -> str:
     def attend(module, query, key, value, mask, scaling=None, cu_seq_lens_q=None, max_length_q=None, **_):
         group = module.num_key_value_groups
         key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+        width = value.shape[-1]  # padded where it is less than that of keys, as transformers does for FlashAttention
+        value = torch.nn.functional.pad(value, (0, key.shape[-1] - width))
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         bounds = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
-        return varlen_attn(q, k, v, *bounds, scale=scaling, window_size=(-1, 0))[None], None
+        return varlen_attn(q, k, v, *bounds, scale=scaling, window_size=(-1, 0))[None, ..., :width], None
 
     AttentionInterface.register("varlen", attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register("varlen", flash_attention_mask)

@@ -146,6 +146,7 @@ def save_adapter(
     base: Identity | None = None,
     *,
     tied: bool = False,
+    model_type: str | None = None,
     text_path: str = TEXT_PATH,
 ) -> None:
     """Write an adapter for `peft.PeftModel.from_pretrained`.
@@ -160,6 +161,7 @@ def save_adapter(
         base_model: folder or hub name of the base model; recorded as absolute path, or as hub name and commit.
         base: identity of the base, to be recorded.
         tied: the base's output projection is its embedding.
+        model_type: of the base.
         text_path: of the decoder among the base's modules, such as `model.language_model` beside a vision tower.
 
     Raises:
@@ -175,7 +177,8 @@ def save_adapter(
     with atomic_file(folder / TENSORS) as temporary:
         write_file(temporary, specs, by_key.__getitem__, metadata)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    described = config_to_peft(config, shapes, base_reference(base_model), tied=tied, text_path=text_path)
+    names: dict[str, Any] = {"tied": tied, "model_type": model_type, "text_path": text_path}
+    described = config_to_peft(config, shapes, base_reference(base_model), **names)
     write_json(folder / CONFIG, described)
 
 
@@ -439,8 +442,11 @@ def _check_family(adapter: Adapter, model_type: str, refusal: str) -> None:
 def _is_targeted(adapter: Adapter, path: str, *, experts: bool) -> bool:
     """Tell whether PEFT would adapt the module of this path."""
     path = from_text_name(path, adapter.text_path)
+    parameters = adapter.peft.get("target_parameters") or []
     if experts:
-        return _names(adapter.peft.get("target_parameters") or [], path)
+        return _names(parameters, path)
+    if _names(parameters, f"{path}.weight"):
+        return True
     excluded = adapter.peft.get("exclude_modules")
     if excluded and _names(excluded, path):
         return False

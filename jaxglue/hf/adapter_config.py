@@ -64,12 +64,18 @@ def _kinds(names: Iterable[str]) -> list[str]:
     return sorted({name.split(".")[-2] for name in names})
 
 
+_WITH_EXPERTS = {"qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"}
+"""Types in which PEFT 0.21 takes targets of the names of an expert's matrices for all experts."""
+_EXPERT_NAME = re.compile(r"\.(gate_proj|up_proj|down_proj)\.lora_[^.]+$")
+_WITHIN_LAYER = re.compile(r"^model\.layers\.\d+\.")
+
+
 def _target_modules(names: Iterable[str], config: LoraConfig, text_path: str) -> list[str] | str:
     """Return PEFT's `target_modules`: last components of paths, or whole paths where the config has those.
 
     Beside other parts, whose modules may have the same last components, a regular expression names those in layers.
     """
-    if config.layers or any("." in target for target in (*config.targets, *config.exclude)):
+    if _names_paths(config):
         return sorted({from_text_name(name.rpartition(".")[0], text_path) for name in names})
     kinds = _kinds(names)
     if text_path == TEXT_PATH or not kinds:
@@ -79,12 +85,17 @@ def _target_modules(names: Iterable[str], config: LoraConfig, text_path: str) ->
     return "|".join([*paths, *(re.escape(from_text_name(PATHS[name], text_path)) for name in PATHS if name in kinds)])
 
 
-def _patterns(config: LoraConfig, text_path: str) -> dict[str, dict[str, float]]:
+def _patterns(config: LoraConfig, text_path: str, *, weights: bool) -> dict[str, dict[str, float]]:
+    """Return PEFT's patterns, with `weights` also for linear layers that are targeted as parameters."""
     fields = {name: parse_patterns(name, getattr(config, name)) for name in ("rank_pattern", "alpha_pattern")}
     numbers = {
         name: {from_text_name(key, text_path): _short(value) for key, value in field.items()}
         for name, field in fields.items()
     }
+    if weights:
+        numbers = {
+            name: field | {f"{key}.weight": value for key, value in field.items()} for name, field in numbers.items()
+        }
     return {name: field for name, field in numbers.items() if field}
 
 
@@ -98,6 +109,7 @@ def config_to_peft(
     base: BaseReference,
     *,
     tied: bool,
+    model_type: str | None = None,
     text_path: str = TEXT_PATH,
 ) -> dict[str, Any]:
     """Return adapter_config.json.
@@ -107,10 +119,13 @@ def config_to_peft(
         names: shapes of the tensors by name.
         base: of the adapter.
         tied: the base's output projection is its embedding, which PEFT keeps so where it is told to.
+        model_type: of the base.
         text_path: of the decoder among the base's modules.
     """
-    experts = target_parameters(names)
     linears = [name for name, shape in names.items() if is_adapter(name) and len(shape) == 2]
+    mistaken = [name for name in linears if model_type in _WITH_EXPERTS and _EXPERT_NAME.search(name)]
+    linears = [name for name in linears if name not in mistaken]
+    parameters = target_parameters(names) + _weights(mistaken, config)
     return {
         "base_model_name_or_path": base.name,
         **({"revision": base.revision} if base.revision else {}),
@@ -124,12 +139,22 @@ def config_to_peft(
         "r": config.rank,
         **_vocabulary(config, names, tied=tied),
         "target_modules": _target_modules(linears, config, text_path),
-        **({"target_parameters": experts} if experts else {}),
+        **({"target_parameters": parameters} if parameters else {}),
         "task_type": SEQUENCE_CLASSIFIER if SCORE in names else "CAUSAL_LM",
         "use_dora": config.dora,
         "use_rslora": config.rslora,
-        **_patterns(config, text_path),
+        **_patterns(config, text_path, weights=bool(mistaken)),
     }
+
+
+def _weights(names: Iterable[str], config: LoraConfig) -> list[str]:
+    """Return `target_parameters` for linear layers: whole names where the config has those, else those in a layer."""
+    paths = {name.rpartition(".")[0] for name in names}
+    return sorted({f"{path if _names_paths(config) else _WITHIN_LAYER.sub('', path)}.weight" for path in paths})
+
+
+def _names_paths(config: LoraConfig) -> bool:
+    return bool(config.layers) or any("." in target for target in (*config.targets, *config.exclude))
 
 
 def _vocabulary(config: LoraConfig, names: Iterable[str], *, tied: bool) -> dict[str, Any]:

@@ -299,9 +299,9 @@ def export_result(
     adapter = {name: on_host(tensor) for name, tensor in tensors.items()}
     if write:
         identity = identify(kept_base) if kept_base else base_identity(config, run.base)
-        tied = run.base.tie_word_embeddings
-        path = run.base.text_path
-        save_adapter(output, adapter, config.lora, kept_base or base, identity, tied=tied, text_path=path)
+        names: dict[str, Any] = {"tied": run.base.tie_word_embeddings, "text_path": run.base.text_path}
+        names["model_type"] = run.base.model_type
+        save_adapter(output, adapter, config.lora, kept_base or base, identity, **names)
         run.vocabulary.tokenizer.save_pretrained(output)
         if not config.objective.kind.trains_scores:
             write_stops(output, run.stops, Path(base))

@@ -32,7 +32,7 @@ def registries(monkeypatch):
     QUANTIZE[:] = kept[1]
 
 
-@pytest.mark.parametrize("page", ["python", "own_layers", "extend"])
+@pytest.mark.parametrize("page", ["python", "own_layers", "adding_a_model", "extend"])
 def test_examples_of_a_page_run_in_order(page, registries, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -42,7 +42,7 @@ def test_examples_of_a_page_run_in_order(page, registries, tmp_path, monkeypatch
 
 
 def test_parts_of_the_guide_are_known_by_their_names(registries, tiny_config):
-    text = (DOCS / "extend.md").read_text(encoding="utf-8")
+    text = "\n".join((DOCS / f"{page}.md").read_text(encoding="utf-8") for page in ("adding_a_model", "extend"))
     names: dict = {"__name__": "extend"}
     exec("\n".join(_BLOCK.findall(text)), names)
     raw = {**tiny_config, "model_type": "my_model"}

@@ -271,3 +271,19 @@ def test_zero_is_no_absent_option(tmp_path):
 def test_the_seed_of_a_random_base_is_recorded(tmp_path, tensors, weights, seed):
     save_adapter(tmp_path, tensors, CONFIG, "some/base", {"model_type": "qwen3", "weights": weights})
     assert random_seed(tmp_path) == seed
+
+
+def test_linear_layers_named_as_matrices_of_experts_are_targeted_as_parameters(tmp_path):
+    """PEFT 0.21 takes a target `gate_proj` of types with experts for all experts, and adapts no linear layer."""
+    paths = ("0.self_attn.o_proj", "0.mlp.gate_proj", "1.mlp.shared_experts.gate_proj")
+    tensors = {f"model.layers.{path}.lora_A": np.ones((3 if "gate" in path else 2, 8), np.float32) for path in paths}
+    tensors |= {name.replace("_A", "_B"): array.T for name, array in tensors.items()}
+    config = LoraConfig(rank=2, targets=("o_proj", "gate_proj"), rank_pattern=("gate_proj=3",))
+    save_adapter(tmp_path, tensors, config, "", model_type="deepseek_v3")
+    raw = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert raw["target_modules"] == ["o_proj"]
+    assert raw["target_parameters"] == ["mlp.gate_proj.weight", "mlp.shared_experts.gate_proj.weight"]
+    assert raw["rank_pattern"] == {"gate_proj": 3, "gate_proj.weight": 3}
+    adapter = load_adapter(tmp_path)
+    assert set(adapter.config.targets) == {"o_proj", "gate_proj"} and adapter.config.rank_pattern == ("gate_proj=3",)
+    assert adapter.tensors.keys() == tensors.keys()

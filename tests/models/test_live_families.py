@@ -37,7 +37,8 @@ def test_peft_and_transformers_open_what_is_written(name, tmp_path):
     add_lora(model, lora, rngs=nnx.Rngs(0))
     shapes = flatten_names(split_model(model, nnx.LoRAParam)[1])
     tensors = {path: drawn(path, leaf.shape) for path, leaf in shapes.items()}
-    save_adapter(adapter, tensors, lora, base, identify(base), tied=model.config.tie_word_embeddings)
+    names = {"tied": model.config.tie_word_embeddings, "model_type": model.config.model_type}
+    save_adapter(adapter, tensors, lora, base, identify(base), **names)
     export_adapter(adapter, base, merged)
     np.save(tmp_path / "tokens.npy", golden["tokens"][None, :12].astype(np.int64))
     files = [str(tmp_path / file) for file in ("base", "adapter", "merged", "tokens.npy", "logits.npy")]
