@@ -60,14 +60,15 @@ def forced_lengths(count: int, longest: int) -> np.ndarray:
 def make_run(args: argparse.Namespace, folder: Path) -> Run:
     """Return a run of GRPO on random prompts."""
     shape = SHAPES[args.shape] | ({"num_hidden_layers": args.layers} if args.layers else {})
-    tokenizer = load_tokenizer(Path(__file__).parents[1] / "jaxglue" / "recipes" / "quickstart" / "model")
-    tokenizer.save_pretrained(folder / "model")
-    (folder / "model" / "config.json").write_text(json.dumps(shape))
+    if args.model is None:
+        tokenizer = load_tokenizer(Path(__file__).parents[1] / "jaxglue" / "recipes" / "quickstart" / "model")
+        tokenizer.save_pretrained(folder / "model")
+        (folder / "model" / "config.json").write_text(json.dumps(shape))
     (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n' * args.prompts)
     config = TrainConfig(
         model=ModelConfig(
-            model=str(folder / "model"),
-            random_weights=True,
+            model=str(args.model or folder / "model"),
+            random_weights=args.model is None,
             dtype=args.dtype,
             quantize=args.quantize,
             matmul=args.matmul,
@@ -101,6 +102,9 @@ class Benchmark:
         self._policy = TrainedPolicy(self._run, self.model, self._mesh)
         rng = np.random.default_rng(1)
         self._prompts = rng.integers(0, self._run.model.vocab_size, (args.prompts, PROMPT)).tolist()
+        if args.texts is not None:
+            texts = [json.loads(line)["text"] for line in args.texts.read_text().splitlines()[: args.prompts]]
+            self._prompts = [self._run.tokenizer.encode(text)[:PROMPT] for text in texts]
         self._lengths = forced_lengths(args.prompts * args.answers, args.longest).reshape(args.prompts, args.answers)
         self.remat = str(self._run.remat)
         self.ended: list[tuple[int, float]] = []
@@ -285,6 +289,8 @@ def main() -> None:
     parser.add_argument("--quantize", default="none")
     parser.add_argument("--matmul", default="bf16")
     parser.add_argument("--norm", type=float, default=3.5, help="scale of the final norm")
+    parser.add_argument("--model", type=Path, help="folder of a trained model, in place of random weights")
+    parser.add_argument("--texts", type=Path, help="rows of text whose beginnings are the prompts")
     parser.add_argument("--given", action="store_true", help="train on given answers of the greatest length alone")
     parser.add_argument("--memory", type=float, help="GPU memory that the step may take, GiB")
     parser.add_argument("--halves", type=int, default=3, help="halves of the slots for which windows are compiled")
