@@ -16,7 +16,7 @@ from jaxglue.data.dataset import Selection, TokenDataset, overlong_error, read_c
 from jaxglue.data.labeled import last_tokens
 from jaxglue.data.packing import PackPlan
 from jaxglue.data.store import TokenStore
-from jaxglue.ops.segments import BatchKind, PackedSegments, pack_forks, pack_segments, segment_bucket
+from jaxglue.ops.segments import BatchKind, PackedSegments, copy_beginnings, pack_forks, pack_segments, segment_bucket
 
 _DIGESTED = ("labeled", "shared_prompt", "prompt_loss", "scored", "padding")
 """Fields of the task that fingerprints always hold; later ones only where they are not at their defaults."""
@@ -141,7 +141,8 @@ class AnswerDataset(TokenDataset):
         parts = np.concatenate([self.prompts[:, None], self.sizes], axis=1)
         sizes = [[(int(a), int(b), int(c)) for a, b, c in parts[units]] for units in members]
         if self.task.shared_prompt:
-            return pack_forks(sizes, seq_len=seq_len, max_segments=slots)
+            forks = pack_forks(sizes, seq_len=seq_len, max_segments=slots)
+            return copy_beginnings(forks) if self.task.copies else forks
         copies = [[prompt + size for prompt, *answers in units for size in answers] for units in sizes]
         return pack_segments(copies, seq_len=seq_len, kind=BatchKind(False, segment_bucket(2 * slots)))
 

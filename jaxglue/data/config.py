@@ -152,6 +152,8 @@ class AnswerTask(NamedTuple):
     """Answers are judged one by one, each beside another prompt's answer (KTO)."""
     shared_prompt: bool = True
     """Rows hold a pair's prompt once."""
+    copies: bool = False
+    """Such rows say where operations that follow one continuation find copies of prompts."""
     prompt_loss: bool = False
     """The prompt's tokens count as a part of their own (ORPO)."""
     scored: bool = False

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -47,6 +48,8 @@ class PackedSegments:
     """The key after the last that it does not see: those before are the other branch's."""
     units: Int[Array, "B 2 2 U"] | None = None
     """First tokens and ends of units, in the orders in which programs start on queries and on keys; see `_units`."""
+    copies: "Copies | None" = None
+    """Of forked segments, for operations that follow one continuation (`copy_beginnings`)."""
     split: "RowSplit | None" = None
     """How rows are split over devices; fields of tokens are then in its order, and their values stay a row's."""
     own_keys: Int[Array, "B Q"] | None = None
@@ -60,6 +63,21 @@ class PackedSegments:
     def slots(self) -> int:
         """Return S, the segment slots of a row."""
         return self.cu_seqlens.shape[1] - 1
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Copies:
+    """Rows of C tokens in which each continuation of forked segments stands behind a copy of its beginning."""
+
+    rows: Int[Array, "B C"]
+    """Index of each token in the forked row; T for padding."""
+    starts: Int[Array, "B C"]
+    """Place of the first token of each token's copy; C for padding."""
+    ends: Int[Array, "B C"]
+    """Place behind its last; the number of real tokens for padding."""
+    places: Int[Array, "B K T"]
+    """Places of each of the forked row's tokens: its own, then those of its further copies; C where there is none."""
 
 
 @jax.tree_util.register_dataclass
@@ -215,6 +233,57 @@ def pack_forks(rows: Sequence[Sequence[Fork]], *, seq_len: int, max_segments: in
     gap_ends[np.asarray(whole.segment_ids) == 0] = seq_len
     fields: dict[str, Any] = {"ends": ends, "positions": positions, "gap_starts": gap_starts, "gap_ends": gap_ends}
     return replace(whole, **fields)
+
+
+_WIDTHS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0)
+"""Tokens of rows of copies, in those of forked rows: few, since each is compiled."""
+
+
+def copy_beginnings(segments: PackedSegments) -> PackedSegments:
+    """Return the segments with `copies`, in numpy; without forks, as they are."""
+    if segments.gap_starts is None or segments.gap_ends is None:
+        return segments
+    lines = [
+        _copied(starts, gap_starts, gap_ends)
+        for starts, gap_starts, gap_ends in zip(
+            np.asarray(segments.cu_seqlens), np.asarray(segments.gap_starts), np.asarray(segments.gap_ends), strict=True
+        )
+    ]
+    (B, T), needed = segments.segment_ids.shape, max(sum(map(len, line)) for line in lines)
+    C = next(int(T * width) for width in _WIDTHS if T * width >= needed)
+    found: list[list[list[int]]] = [[[] for _ in range(T)] for _ in range(B)]
+    rows, starts, ends = np.full((B, C), T), np.full((B, C), C), np.zeros((B, C), np.int64)
+    for b, line in enumerate(lines):
+        begin = 0
+        for tokens in line:
+            own = slice(begin, begin + len(tokens))
+            rows[b, own], starts[b, own], ends[b, own] = tokens, begin, own.stop
+            begin = own.stop
+        ends[b, begin:] = begin
+        for place, token in enumerate(rows[b, :begin]):
+            found[b][token].append(place)
+    K = segment_bucket(max((len(places) for line in found for places in line), default=1))
+    places = np.full((B, K, T), C)
+    for b, tokens_places in enumerate(found):
+        for token, where in enumerate(tokens_places):
+            places[b, : len(where), token] = where
+    fields = {"rows": rows, "starts": starts, "ends": ends, "places": places}
+    return replace(segments, copies=Copies(**{name: x.astype(np.int32) for name, x in fields.items()}))  # type: ignore[arg-type]
+
+
+def _copied(bounds: np.ndarray, gap_starts: np.ndarray, gap_ends: np.ndarray) -> list[np.ndarray]:
+    """Return a row's documents as the indices of their tokens: a segment's first continuation follows its beginning."""
+    found: list[np.ndarray] = []
+    for start, stop in pairwise(bounds):
+        if start == stop:
+            continue
+        tokens = np.arange(start, stop)
+        later = tokens[gap_ends[start:stop] > gap_starts[start:stop]]
+        begins = np.unique(gap_ends[later])  # of further continuations
+        found.append(np.arange(start, begins[0] if len(begins) else stop))
+        for begin, end in pairwise([*begins, stop]):
+            found.append(np.concatenate([np.arange(start, gap_starts[begin]), np.arange(begin, end)]))
+    return found
 
 
 def _check_row(b: int, row: np.ndarray, seq_len: int) -> None:

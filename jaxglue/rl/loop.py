@@ -69,6 +69,7 @@ class RolloutSteps(Iterator[Step]):
         seed: of the order of prompts.
         folder: of the run.
         shared: a row holds a prompt once; else each answer has a copy.
+        copies: rows with shared prompts say where operations that follow one continuation find copies.
         held_out: prompts that `evaluate` answers, if there are any.
     """
 
@@ -84,11 +85,12 @@ class RolloutSteps(Iterator[Step]):
         seed: int,
         folder: Path,
         shared: bool = True,
+        copies: bool = False,
         held_out: PromptDataset | None = None,
     ):
         self._held_out = held_out
         self._dataset, self._objective, self._config, self._judge = dataset, objective, config, judge
-        self._shape: dict[str, int] = {"seq_len": seq_len, "batch_size": batch_size}
+        self._shape: dict[str, Any] = {"seq_len": seq_len, "batch_size": batch_size, "copies": copies}
         self._shared, self._seed, self._answers = (
             shared,
             seed,

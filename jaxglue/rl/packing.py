@@ -1,7 +1,7 @@
 """Packed batches of answers: a row holds a prompt once and its answers after it, and many such groups."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import batched
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from jaxglue.data.batch import Batch, Rollouts
-from jaxglue.ops.segments import BatchKind, pack_forks, pack_segments, segment_bucket
+from jaxglue.ops.segments import BatchKind, copy_beginnings, pack_forks, pack_segments, segment_bucket
 
 _KNOWN = ("old", "reference", "teacher")
 """Values of answers' tokens, where they are known."""
@@ -55,7 +55,7 @@ class Group(NamedTuple):
 
 
 def pack_groups(
-    groups: Sequence[Group], *, seq_len: int, batch_size: int, slots: int, shared: bool = True
+    groups: Sequence[Group], *, seq_len: int, batch_size: int, slots: int, shared: bool = True, copies: bool = False
 ) -> list[Packed]:
     """Pack groups into micro-batches of one shape; a group longer than a row repeats its prompt in further ones.
 
@@ -65,13 +65,17 @@ def pack_groups(
         batch_size: B, rows of a micro-batch; empty rows complete the last.
         slots: the most answers of all groups; batches with equal slots share programs.
         shared: a row holds a prompt once; else each answer has a copy.
+        copies: rows with shared prompts say where operations that follow one continuation find copies.
 
     Raises:
         ValueError: a prompt and one of its answers are longer than a row.
     """
     rows = _rows(groups, seq_len, shared)
     rows += [[] for _ in range(-len(rows) % batch_size)]
-    return [_pack(part, seq_len, segment_bucket(slots), shared) for part in batched(rows, batch_size)]
+    packed = [_pack(part, seq_len, segment_bucket(slots), shared) for part in batched(rows, batch_size)]
+    if not copies:
+        return packed
+    return [Packed(replace(b, segments=copy_beginnings(b.segments)), numbers) for b, numbers in packed]
 
 
 def unpack(packed: Sequence[Packed], values: Sequence[Float[np.ndarray, "B T *E"]]) -> list[Float[np.ndarray, "L *E"]]:

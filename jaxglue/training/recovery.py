@@ -19,7 +19,7 @@ from jaxglue.data.batch import Answers, Batch, Rollouts
 from jaxglue.data.iterator import Step
 from jaxglue.engine.policy import AUTO
 from jaxglue.models.parameters import ParamKey, Params
-from jaxglue.ops.segments import PackedSegments
+from jaxglue.ops.segments import PackedSegments, copy_beginnings
 from jaxglue.planner.device_memory import outside_pool, pool_gib
 from jaxglue.planner.gpus import GIB, RECORDED
 from jaxglue.planner.plan import MARGIN, DoesNotFit
@@ -237,6 +237,7 @@ def save_step(path: Path, step: Step) -> None:
     arrays: dict[str, Any] = {name: np.stack([getattr(batch, name) for batch in batches]) for name in _ROW_FIELDS}
     arrays |= {name: np.stack([getattr(batch.segments, name) for batch in batches]) for name in _SEGMENT_FIELDS}
     arrays |= _stacked(_OPTIONAL_FIELDS, [batch.segments for batch in batches])
+    arrays |= {"copies": np.array([batch.segments.copies is not None for batch in batches])}
     arrays |= _stacked(_ANSWER_FIELDS, [batch.answers for batch in batches])
     rollouts = _stacked(_ROLLOUT_FIELDS, [batch.rollouts for batch in batches])
     arrays |= {_ROLLOUT + name: values for name, values in rollouts.items()}
@@ -264,6 +265,8 @@ def _micro_batch(arrays: dict[str, Any], index: int) -> Batch:
         {name: arrays[name][index] for name in names if name in arrays} for names in (_OPTIONAL_FIELDS, _ANSWER_FIELDS)
     )
     segments = PackedSegments(**fields | {"long": bool(fields["long"])} | others, cu_seqlens=arrays[_bounds(index)])
+    if "copies" in arrays and arrays["copies"][index]:
+        segments = copy_beginnings(segments)
     rows = {name: arrays[name][index] for name in _ROW_FIELDS}
     columns, rollouts = (
         {name.removeprefix(kind): arrays[name][index] for name in arrays if name.startswith(kind)}

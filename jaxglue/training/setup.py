@@ -219,7 +219,8 @@ def _read_data(
         if config.data.eval_data:
             held_out = read_prompts(config.data, vocabulary.tokenizer, **sizes, held_out=True)
         return PreparedData(train=prompts, eval=held_out, report=PromptReport(prompts, held_out))
-    task = config.objective.task(shared_prompt=not refuse_shared_prompt(config, model))
+    shared = not refuse_shared_prompt(config, model)
+    task = config.objective.task(shared_prompt=shared, copies=model.delta is not None)
     columns = {**config.objective.columns, **columns}
     return prepare_data(config.data, vocabulary.tokenizer, model.vocab_size, progress, task, columns)
 
@@ -242,6 +243,7 @@ def _make_rollouts(config: TrainConfig, model: DecoderConfig, data: PreparedData
         seed=config.data.seed,
         folder=config.run.output,
         shared=not refuse_shared_prompt(config, model),
+        copies=model.delta is not None,
         held_out=held_out,
     )
     judge.check()

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from selection import repeat
 
 from jaxglue.data.batch import Batch, Rollouts
 from jaxglue.engine.executor import Executor
@@ -21,6 +22,7 @@ from jaxglue.models import config_from_hf
 from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.objectives.policy import StepCounts, k3
+from jaxglue.ops.delta_rule import DELTA_RULE
 from jaxglue.ops.segments import pack_segments
 from jaxglue.rl.advantages import group_advantages, left_one_out, reward_metrics
 from jaxglue.rl.packing import Group, TrainedAnswer, pack_groups
@@ -182,6 +184,22 @@ def test_packed_groups_equal_answers_one_by_one_in_any_micro_batches(settings):
         results.append(executor.loss_and_gradients(trained, frozen, batches, total))
     for a, b in zip(*map(jax.tree.leaves, results), strict=True):
         assert np.abs(np.asarray(a) - np.asarray(b)).max() <= 2e-6 * max(np.abs(np.asarray(b)).max(), 1)
+
+
+@pytest.mark.parametrize("policy", ["dots", repeat("full")])
+def test_groups_of_a_model_with_linear_attention_equal_answers_one_by_one(policy):
+    config, folder = ObjectiveConfig(**SEQUENCES | {"beta": 0.0}), GOLDENS / "qwen3_5"
+    graphdefs, trainable, frozen = split_model(load_model(folder, dtype=jnp.float32), nnx.Param)
+    shape = config_from_hf(read_config(folder))
+    executor = Executor(graphdefs, shape, policy=PRESETS[policy], dtype=jnp.float32, objective=config.make())
+    groups = groups_of(config, group_advantages(rewards(), WEIGHTS, config).values)
+    total, results = config.make().normalizer(counts_of(groups)), []
+    packed = [batch for batch, _ in pack_groups(groups, seq_len=24, batch_size=2, slots=16, copies=True)]
+    with DELTA_RULE.using(None):  # token by token: chunks would round otherwise where documents begin elsewhere
+        for batches in (packed, [one_by_one(groups, 24)]):
+            results.append(executor.loss_and_gradients(trainable, frozen, batches, total))
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        assert np.abs(np.asarray(a) - np.asarray(b)).max() <= 3e-4 * max(np.abs(np.asarray(b)).max(), 1)
 
 
 def test_log_probabilities_of_uncounted_tokens_change_nothing():

@@ -58,4 +58,17 @@ def test_samples_are_answered_and_answers_repeat_their_prompts(make_config, hybr
     lines = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert [(line["step"], line["prompt"]) for line in lines] == [(0, "Hello"), (1, "Hello")]
     model = config_from_hf(json.loads((hybrid_folder / "config.json").read_text()))
-    assert refuse_shared_prompt(config, model) == "a state of linear attention follows one continuation"
+    assert not refuse_shared_prompt(config, model)
+
+
+@pytest.mark.slow
+def test_pairs_share_their_prompt(make_config, hybrid_folder, write_jsonl, monkeypatch, tmp_path):
+    """One batch of three pairs, whose steps are those of pairs with a copy of the prompt for each answer."""
+    pair = {"prompt": "What is 1 and 2? ", "chosen": "It is 3.", "rejected": "Good"}
+    pairs = {"objective": "dpo", "data": (write_jsonl([pair] * 3, "pairs.jsonl"),), "seq_len": 192}
+    shared = train(make_config(**pairs, steps=3, output=tmp_path / "shared"))
+    monkeypatch.setattr("jaxglue.training.setup.refuse_shared_prompt", lambda *_: "copies")
+    copied = train(make_config(**pairs, steps=3, output=tmp_path / "copied"))
+    assert shared.first_loss == pytest.approx(np.log(2), abs=1e-5)
+    assert shared.last_loss < shared.first_loss - 1e-3
+    assert shared.last_loss == pytest.approx(copied.last_loss, rel=1e-4)

@@ -62,6 +62,8 @@ class DeltaSpec:
 
     backend: DeltaBackend
     heads: DeltaHeads
+    named: bool = True
+    """Name the outputs for checkpoint policies."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -72,7 +74,8 @@ def fused_delta_rule(spec: DeltaSpec, qkv, g, beta, segments: PackedSegments) ->
 
 def _forward(spec: DeltaSpec, qkv, g, beta, segments: PackedSegments):
     prepared = spec.backend.prepare(qkv, g, beta, segments, spec.heads)
-    out = checkpoint_name(spec.backend.forward(qkv, prepared, segments, spec.heads), ATTENTION_OUT)
+    out = spec.backend.forward(qkv, prepared, segments, spec.heads)
+    out = checkpoint_name(out, ATTENTION_OUT) if spec.named else out
     return out, (qkv, beta, prepared, segments)
 
 

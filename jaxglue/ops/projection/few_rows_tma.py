@@ -1,5 +1,6 @@
 """Launches of the Gluon kernel of few rows, and its tiles."""
 
+import itertools
 from dataclasses import dataclass
 
 import jax
@@ -59,7 +60,7 @@ class HopperFewRows(Launcher):
         block_m, block_k = min(_LARGEST_TILE, max(16, triton.next_power_of_2(M))), _LINE // itemsize
         layout = NVMMASharedLayout(_LINE, 8 * itemsize, rank=2)
         slabs, token_tiles, steps = sum(sizes) // _SLAB, triton.cdiv(M, block_m), triton.cdiv(K, block_k)
-        tiles = self.tiles or choose_tiles(slabs, token_tiles, steps)
+        tiles = self.tiles or choose_tiles(slabs, token_tiles, steps, block_m)
         count = triton.cdiv(slabs, tiles.groups)
         split = tiles.splits > 1
         units = (tiles.whole + (count - tiles.whole) * tiles.splits if split else count) * token_tiles
@@ -92,7 +93,7 @@ class HopperFewRows(Launcher):
             stream,
             jnp.zeros(max(2 * left, 1), jnp.int32),
             jax.new_ref(jax.lax.empty((max(left * tiles.splits * _SLAB * block_m, 1),), jnp.float32)),
-            *_three(outs, fill=True),
+            *_three(outs),  # not one several times: each would be a copy of its own
         )
         moved = sum(weight.size * itemsize for weight in operands.weights) + M * K * itemsize
         moved += M * sum(sizes[: 1 if gated else None]) * jnp.dtype(operands.dtype).itemsize
@@ -108,19 +109,17 @@ def _three(arrays, *, fill: bool = False) -> tuple:
     return (*arrays, absent, absent, absent)[:3]
 
 
-def choose_tiles(slabs: int, token_tiles: int, steps: int) -> HopperTiles:
-    """Return tiles by which each program has an equal part of the weights, of few sums that are split."""
+def choose_tiles(slabs: int, token_tiles: int, steps: int, block_m: int) -> HopperTiles:
+    """Return the tiles by which the busiest program moves the fewest bytes to and from its multiprocessor."""
     found = []
-    for groups in (3, 2):
+    for groups, splits in itertools.product((3, 2), (1, 2, 3, 4, 6, 8)):
         count = -(-slabs // groups)
-        for splits in (1, 2, 3, 4, 6, 8):
-            full = count * token_tiles // _PROGRAMS * _PROGRAMS // token_tiles if splits > 1 else count
-            for whole in {0, full} if splits > 1 else {count}:
-                each = -(-steps // splits)
-                turns = -(-whole * token_tiles // _PROGRAMS) * steps
-                turns += -(-(count - whole) * splits * token_tiles // _PROGRAMS) * each
-                cost = turns * groups * (1.0 if groups == 3 else 1.1) + (4 * groups if splits > 1 else 0)
-                found.append(
-                    (cost, splits, HopperTiles(groups=groups, splits=splits, whole=whole if splits > 1 else 0))
-                )
-    return min(found, key=lambda entry: entry[:2])[2]
+        full = count * token_tiles // _PROGRAMS * _PROGRAMS // token_tiles
+        for whole in {0, full} if splits > 1 else {count}:
+            turns = -(-whole * token_tiles // _PROGRAMS)
+            parts = -(-(count - whole) * splits * token_tiles // _PROGRAMS)
+            loads = (turns * steps + parts * -(-steps // splits)) * (block_m + groups * _SLAB) * _LINE
+            sums = parts * groups * _SLAB * block_m * 8  # written and read in float32
+            tiles = HopperTiles(groups=groups, splits=splits, whole=whole if splits > 1 else 0)
+            found.append((loads + sums, splits, -groups, tiles))
+    return min(found, key=lambda entry: entry[:3])[3]

@@ -191,7 +191,7 @@ def test_programs_have_equal_parts_of_the_weights(slabs, token_tiles, steps):
     pytest.importorskip("jax_triton")
     from jaxglue.ops.projection.few_rows_tma import choose_tiles
 
-    tiles = choose_tiles(slabs, token_tiles, steps)
+    tiles = choose_tiles(slabs, token_tiles, steps, 64)
     count, each = -(-slabs // tiles.groups), -(-steps // tiles.splits)
     whole = tiles.whole if tiles.splits > 1 else count
     work = [steps] * (whole * token_tiles) + [each] * ((count - whole) * tiles.splits * token_tiles)
