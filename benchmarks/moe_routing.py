@@ -47,6 +47,7 @@ class Layer:
 
 MODELS = {
     "gpt-oss-20b": Layer(D=2880, F=2880, E=32, X=4, order="topk_softmax", activation="gpt_oss", transpose=False),
+    "DeepSeek-V2-Lite": Layer(D=2048, F=1408, E=64, X=6, order="softmax_topk", activation="swiglu", transpose=True),
     "Qwen3-30B-A3B": Layer(D=2048, F=768, E=128, X=8, order="softmax_topk", activation="swiglu", transpose=True),
 }
 
@@ -155,8 +156,10 @@ def random_inputs(layer: Layer, tokens: int):
 
 
 def router_logits(layer: Layer, tokens: int, load: str):
-    """Draw logits; `skewed` makes expert e about e + 1 times rarer than the first."""
+    """Draw logits; `skewed` makes expert e about e + 1 times rarer than the first, `eight` leaves eight of them."""
     logits = jax.random.normal(jax.random.key(1), (tokens, layer.E))
+    if load == "eight":
+        return logits.at[:, 8:].add(-100.0)
     return logits - jnp.log(jnp.arange(1.0, layer.E + 1)) if load == "skewed" else logits
 
 
@@ -249,7 +252,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16_384, 4096, 32_768])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--loads", nargs="+", choices=["even", "skewed"], default=["even", "skewed"])
+    parser.add_argument("--loads", nargs="+", choices=["even", "skewed", "eight"], default=["even", "skewed"])
     parser.add_argument("--slow-tokens", type=int, nargs="*", default=[8192], help="where the slow ways run")
     parser.add_argument("--json", type=Path, help="where to write the results, as they come")
     args = parser.parse_args()

@@ -10,6 +10,7 @@ distributions have about two nats, as those of trained models, and adapters are 
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,12 +27,14 @@ from measure import write_results
 from jaxglue.data.config import DataConfig
 from jaxglue.data.iterator import Step
 from jaxglue.data.tokenizer import load_tokenizer
+from jaxglue.generation import engine as engine_module
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.engine import Engine
 from jaxglue.generation.scheduler import Request
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.objectives.policy import StepCounts
+from jaxglue.planner.device_memory import bounded_pool
 from jaxglue.rl.config import RolloutConfig
 from jaxglue.rl.packing import Group, Packed, TrainedAnswer, pack_groups
 from jaxglue.training.config import ModelConfig, RunConfig, TrainConfig
@@ -63,6 +66,7 @@ def make_run(args: argparse.Namespace, folder: Path) -> Run:
             dtype=args.dtype,
             quantize=args.quantize,
             matmul=args.matmul,
+            memory_limit=args.memory,
         ),
         data=DataConfig(data=(str(folder / "prompts.jsonl"),), seq_len=args.row),
         objective=ObjectiveConfig(objective="grpo"),
@@ -86,7 +90,8 @@ class Benchmark:
         self.model = TrainStep(self._run, None)
         self._spread()
         settings = self._run.config.model
-        self._engine = Engine(self.model.graphdefs, self._run.model, dtype=settings.compute_dtype)
+        options: dict[str, Any] = {"dtype": settings.compute_dtype, "as_written": True}
+        self._engine = Engine(self.model.graphdefs, self._run.model, **options)
         self._policy = TrainedPolicy(self._run, self.model, None)
         rng = np.random.default_rng(1)
         self._prompts = rng.integers(0, self._run.model.vocab_size, (args.prompts, PROMPT)).tolist()
@@ -132,9 +137,32 @@ class Benchmark:
 
     def compile_sampling(self) -> None:
         """Compile windows of all sizes, which answers do not wait for: in a run, its first steps go on meanwhile."""
-        for _ in range(2):  # what has not begun when answers end is left to the next call
+        vars(engine_module)["_HALVES"] = self._args.halves
+        for _ in range(1 if self._args.halves < 3 else 2):  # what has not begun when answers end is left to the next
             self.sample(longest=17)
             self._engine.wait()
+
+    def given(self) -> list[Group]:
+        """Return answers of random tokens, all of the greatest length."""
+        vocabulary, longest = self._run.model.vocab_size, self._args.longest
+
+        def answer(number: int) -> TrainedAnswer:
+            rng = np.random.default_rng(number)
+            return TrainedAnswer(
+                tokens=rng.integers(0, vocabulary, longest),
+                log_probs=np.full(longest, np.nan, np.float32),
+                counted=np.ones(longest, bool),
+                advantage=float(rng.normal()),
+            )
+
+        count = self._args.answers
+        return [Group(p, [answer(i * count + k) for k in range(count)]) for i, p in enumerate(self._prompts)]
+
+    def decode(self, context: int) -> None:
+        """Sample 64 tokens of each answer to a prompt of a length; call twice to leave compilation out."""
+        prompt = np.random.default_rng(2).integers(0, self._run.model.vocab_size, context).tolist()
+        request = Request(prompt, SamplingConfig(max_tokens=64, temperature=1.0, top_p=1.0), n=self._args.answers)
+        list(self._engine.generate(self.model.trainable, self.model.frozen, [request], whole=True))
 
     def pack(self, groups: list[Group]) -> Step:
         """Return the step's micro-batches."""
@@ -239,37 +267,65 @@ def main() -> None:
     parser.add_argument("--quantize", default="none")
     parser.add_argument("--matmul", default="bf16")
     parser.add_argument("--norm", type=float, default=3.5, help="scale of the final norm")
+    parser.add_argument("--given", action="store_true", help="train on given answers of the greatest length alone")
+    parser.add_argument("--memory", type=float, help="GPU memory that the step may take, GiB")
+    parser.add_argument("--halves", type=int, default=3, help="halves of the slots for which windows are compiled")
+    parser.add_argument("--train-rows", type=int, help="rows to train on, from which the time of all follows")
+    parser.add_argument("--compared", type=int, default=10**5, help="tokens of rows whose log-probabilities to compare")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results: dict[str, Any] = {"settings": {name: str(value) for name, value in vars(args).items()}}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, bounded_pool(args.memory, os.environ):
         bench = timed(results, "load", partial(Benchmark, args, Path(folder)))
         print(f"device {jax.devices()[0].device_kind}; remat {bench.remat}", flush=True)
+        if args.given:
+            long_answers(args, bench, results)
+            return
         timed(results, "compile sampling", bench.compile_sampling)
         groups = timed(results, "sampling", bench.sample)
         print("seconds by answers' tokens:", results.setdefault("ended", when(bench.ended)), flush=True)
+        answers = [answer for group in groups for answer in group.answers]
+        results["answer_tokens"] = sum(len(answer.tokens) for answer in answers)
         step = timed(results, "packing", partial(bench.pack, groups))
+        results["rows"] = len(step.micro_batches)
+        results["row_fill"] = round(step.tokens / (len(step.micro_batches) * args.row), 3)
+        # Training changes the adapters: compare before it.
+        results["mismatch"] = timed(results, "comparison", partial(bench.mismatch, args.compared))
+        print(json.dumps(results["mismatch"], indent=1), flush=True)
+        save(args, results)
         few = replace(step, micro_batches=step.micro_batches[:2])
         timed(results, "compile training", partial(bench.train, few))
-        results["values"] = timed(results, "training", partial(bench.train, step))
-        print(json.dumps(results["values"]), flush=True)
+        some = replace(step, micro_batches=step.micro_batches[: args.train_rows])
+        results["values"] = timed(results, "training", partial(bench.train, some))
         results["memory_gb"] = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9
-        answers = [answer for group in groups for answer in group.answers]
-        results |= {"answer_tokens": sum(len(answer.tokens) for answer in answers), "rows": len(step.micro_batches)}
-        results["row_fill"] = round(step.tokens / (len(step.micro_batches) * args.row), 3)
-        if args.json:
-            write_results(args.json, [results])
-        bench.packed, packed = bench.packed[:1], bench.packed
-        timed(results, "compile a reference pass", bench.reference_pass)
-        bench.packed = packed
-        timed(results, "reference pass", bench.reference_pass)
-        # Training has changed the adapters since sampling: compare on fresh answers, of a few tokens.
-        few_tokens = partial(bench.sample, longest=min(256, args.longest))
-        bench.pack(timed(results, "sampling for the comparison", few_tokens))
-        results["mismatch"] = timed(results, "comparison", partial(bench.mismatch, 10**5))
+        if args.train_rows:  # all rows take as long
+            results["training"] = round(results["training"] * results["rows"] / len(some.micro_batches), 2)
+        save(args, results)
+        bench.packed = bench.packed[:4]
+        timed(results, "reference pass of 4 rows", bench.reference_pass)
     results["step"] = round(sum(results.get(name, 0) for name in ("sampling", "packing", "training")), 2)
     results["sampled_tokens_per_second"] = round(results["answer_tokens"] / results.get("sampling", np.inf))
     print(json.dumps(results, indent=1), flush=True)
+    save(args, results)
+
+
+def long_answers(args: argparse.Namespace, bench: Benchmark, results: dict[str, Any]) -> None:
+    """Time a training step on given answers of the greatest length, and decoding after as many tokens."""
+    step = bench.pack(bench.given())
+    results["rows"] = len(step.micro_batches)
+    few = replace(step, micro_batches=step.micro_batches[:1])
+    timed(results, "compile training", partial(bench.train, few))
+    timed(results, "training", partial(bench.train, step))
+    results["memory_gb"] = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9
+    save(args, results)
+    timed(results, "compile decoding", partial(bench.decode, args.longest))
+    timed(results, "prefill and 64 decode steps", partial(bench.decode, args.longest))
+    print(json.dumps(results, indent=1), flush=True)
+    save(args, results)
+
+
+def save(args: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Write the results so far."""
     if args.json:
         write_results(args.json, [results])
 

@@ -1,5 +1,6 @@
 """Compile the programs of a training step: with XLA's options, and from shapes while values are on their way."""
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator
@@ -29,6 +30,30 @@ _EXCHANGING = STEP_OPTIONS | {"xla_gpu_experimental_parallel_collective_overlap_
 _LAUNCH_ONLY = {"grid", "name", "cost_estimate", "serialized_metadata"}
 """Parameters of a kernel's call that its compilation does not read."""
 _tracing = ContextVar("tracing", default=False)
+_as_written = ContextVar("as_written", default=False)
+
+
+@contextlib.contextmanager
+def rounding_as_written(wanted: bool = True) -> Iterator[None]:
+    """Let XLA round values wherever the code does, in programs that are made in the context.
+
+    By default a value that is rounded inside a fusion keeps its float32 bits there, so that two programs with other
+    fusions, as those of sampling and training, compute different numbers from the same code.
+    """
+    token = _as_written.set(wanted)
+    try:
+        yield
+    finally:
+        _as_written.reset(token)
+
+
+def rounds_as_written() -> bool:
+    """Return whether `rounding_as_written` holds for programs that are made now."""
+    return _as_written.get()
+
+
+def _with_rounding(options: dict[str, Any]) -> dict[str, Any]:
+    return options | {"xla_allow_excess_precision": False} if rounds_as_written() else options
 
 
 class Program:
@@ -49,7 +74,7 @@ class Program:
             finally:
                 _tracing.reset(token)
 
-        self._alone: Any = jax.jit(trace, compiler_options=compiler_options, **options)
+        self._alone: Any = jax.jit(trace, compiler_options=_with_rounding(compiler_options), **options)
         self._nested = jax.jit(trace, **options)  # JAX refuses XLA's options inside a program
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from jaxglue.engine.compiler import rounding_as_written
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.contexts import Cursor, Places
 from jaxglue.generation.pages import PAGE, CachePlan, free_bytes, make_caches, plan_cache, ring_table
@@ -105,6 +106,8 @@ class Engine:
         kv_cache: format of keys and values.
         ahead: let a thread compile windows as one program also while few steps run layer by layer: for a process that
             stays. Its end waits for the thread.
+        as_written: round values wherever the code does, as training does whose log-probabilities are compared; see
+            `rounding_as_written`.
     """
 
     def __init__(
@@ -116,12 +119,14 @@ class Engine:
         attention: str = "auto",
         kv_cache: KVCache = "auto",
         ahead: bool = False,
+        as_written: bool = False,
     ):
+        self._as_written = as_written
         self.config, self._dtype, self._ahead = config, dtype, ahead
         self.cache_dtype = jnp.float8_e4m3fn if kv_cache == "fp8" else dtype
         self._model = graphdefs, config, dtype, attention
         self._fp8_layers = [True] * len(graphdefs.layers)
-        self._programs = Programs(*self._model, self._fp8_layers)
+        self._programs = self._make_programs()
         self._sizes = dict[Any, _Sizes]()
         self._compiler = ThreadPoolExecutor(_COMPILERS, "windows")
         self._plan: CachePlan | None = None
@@ -131,9 +136,13 @@ class Engine:
         """Say which layers multiply matrices for FP8 products so, as training does; at first all do."""
         if list(layers) != self._fp8_layers:
             self._fp8_layers = list(layers)
-            self._programs = Programs(*self._model, self._fp8_layers)
+            self._programs = self._make_programs()
             self.compilations = self._programs.compilations
             self._sizes.clear()
+
+    def _make_programs(self) -> Programs:
+        with rounding_as_written(self._as_written):
+            return Programs(*self._model, self._fp8_layers)
 
     def generate(
         self,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxglue.engine.compiler import STEP_OPTIONS
+from jaxglue.engine.compiler import Program, jit_step
 from jaxglue.engine.layer_forms import by_tiles
 from jaxglue.generation.contexts import Cache, Cursor, DecodeContext, ExtendContext, Places, PrefillContext
 from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, CachePlan, ring_table
@@ -32,6 +32,8 @@ _WINDOW_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0}
 _SEVERAL_OPTIONS = _WINDOW_OPTIONS | {"xla_gpu_enable_triton_gemm": False}
 """For several sequences: cuBLAS adds to the residual stream in place, and XLA's Triton kernels are slower among others
 than where XLA compares them."""
+_jit = partial(Program, compiler_options={})
+"""`jax.jit` for programs that windows call, or are a part of."""
 Trees = tuple[Params, ...]
 """Trainable and frozen parameters of the model or a part of it."""
 
@@ -76,9 +78,9 @@ class CachedLayer:
 
     def __init__(self, graphdef: nnx.GraphDef, *, fp8: bool = True):
         self._graphdef, self._fp8 = graphdef, fp8
-        self.prefill = jax.jit(self._prefill, donate_argnames="cache", compiler_options=STEP_OPTIONS)
-        self.decode = jax.jit(self._decode, donate_argnames="cache")
-        self.extend = jax.jit(self._extend, donate_argnames="cache", compiler_options=STEP_OPTIONS)
+        self.prefill = jit_step(self._prefill, donate_argnames="cache")
+        self.decode = _jit(self._decode, donate_argnames="cache")
+        self.extend = jit_step(self._extend, donate_argnames="cache")
 
     def _prefill(self, weights: Trees, x, cache: Cache, packed: PackedContext, places: Places):
         layer, context = merge_module(self._graphdef, *weights), PrefillContext(packed, cache, places, fp8=self._fp8)
@@ -126,18 +128,18 @@ class Programs:
             self.windows == (None,) and config.latent is None and not any(k.linear for k in config.layer_kinds)
         )
         """Whether `extend` serves: all layers have the keys and values of all tokens in numbered pages."""
-        self._embed_prompts, self._embed_suffixes = jax.jit(self._embed_packed), jax.jit(self._embed)
+        self._embed_prompts, self._embed_suffixes = _jit(self._embed_packed), _jit(self._embed)
         self._copy = jax.jit(self._copy_pages, donate_argnames="caches")
         self._begin = jax.jit(_begin)
-        self._embed_slots = jax.jit(self._embed_last, static_argnames="plan")
-        self._advance = jax.jit(self._sample_next, static_argnames="features", donate_argnames="sequences")
+        self._embed_slots = _jit(self._embed_last, static_argnames="plan")
+        self._advance = _jit(self._sample_next, static_argnames="features", donate_argnames="sequences")
         self._finish = jax.jit(_finish, donate_argnames="slots")
         options: dict[str, Any] = {
             "donate_argnames": ("slots", "caches"),
             "static_argnames": ("plan", "features", "steps"),
         }
-        self._run_one = jax.jit(self._scan, compiler_options=_WINDOW_OPTIONS, **options)
-        self._run_several = jax.jit(self._scan, compiler_options=_SEVERAL_OPTIONS, **options)
+        self._run_one = Program(self._scan, compiler_options=_WINDOW_OPTIONS, **options)
+        self._run_several = Program(self._scan, compiler_options=_SEVERAL_OPTIONS, **options)
         self._note = jax.jit(_count_prompts, donate_argnames="counts")
 
     def prefill(
@@ -213,20 +215,15 @@ class Programs:
 
     def compilations(self) -> int:
         """Return the number of compiled programs."""
-        functions: list[Any] = [
-            self._embed_prompts,
-            self._embed_suffixes,
-            self._embed_slots,
-            self._advance,
-            self._begin,
-        ]
-        functions += [self._run_one, self._run_several]
-        functions += [self._copy, self._finish, self._note]
+        functions: list[Any] = [self._begin, self._copy, self._finish, self._note]
+        programs = [self._embed_prompts, self._embed_suffixes, self._embed_slots, self._advance]
+        programs += [self._run_one, self._run_several]
         for layer in set(self._layers):
-            functions += [layer.prefill, layer.decode, layer.extend]
-        return sum(function._cache_size() for function in functions)
+            programs += [layer.prefill, layer.decode, layer.extend]
+        compiled = sum(program.compilations() for program in programs)
+        return compiled + sum(function._cache_size() for function in functions)
 
-    def _run(self, plan: CachePlan) -> Any:
+    def _run(self, plan: CachePlan) -> Program:
         return self._run_one if plan.slots == 1 else self._run_several
 
     def _scan(self, trees: Trees, slots: Sequences, caches: list[Cache], window: Window, *, steps: int, **options: Any):

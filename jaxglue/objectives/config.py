@@ -19,7 +19,8 @@ class ObjectiveConfig(Config):
     KTO (2402.01306, rows with a label), ORPO (2403.07691), SimPO (2405.14734), or a reward model's (Bradley-Terry);
     or classify, the labels of documents;
     or of answers that the model writes and rewards judge: GRPO (2402.03300), Dr. GRPO (2503.20783), DAPO (2503.14476),
-    BNPO, GSPO (2507.18071), CISPO (2506.13585), RLOO (2402.14740); or distill, the divergence from a teacher on the
+    BNPO, GSPO (2507.18071), CISPO (2506.13585), SAPO (2511.20347), LUSPO (2602.05261), VESPO,
+    RLOO (2402.14740); or distill, the divergence from a teacher on the
     model's answers (2306.13649)."""
     loss_type: Annotated[LossType, Alias("dpo_loss_type")] = "sigmoid"
     """Form of DPO's loss: sigmoid; sigmoid_norm, of log-probabilities for each token; or another of TRL's."""
@@ -67,6 +68,18 @@ class ObjectiveConfig(Config):
     """Share of the tokens, those of the largest entropy, on which the policy is trained (arXiv 2506.01939)."""
     off_policy_mask_threshold: PositiveFloat | None = None
     """Leave bad answers out whose tokens have become less probable than this divergence, in nats a token."""
+    sapo_temperature_pos: PositiveFloat = 1.0
+    """Sharpness of SAPO's sigmoid in good answers."""
+    sapo_temperature_neg: PositiveFloat = 1.05
+    """Sharpness in other answers."""
+    vespo_k_pos: NonNegativeFloat = 2.0
+    """Power of the ratio in VESPO's weight of good answers."""
+    vespo_lambda_pos: PositiveFloat = 3.0
+    """Decay of this weight with the ratio."""
+    vespo_k_neg: NonNegativeFloat = 3.0
+    """Power of the ratio in the weight of bad answers."""
+    vespo_lambda_neg: PositiveFloat = 2.0
+    """Decay of this weight with the ratio."""
     distill_top_k: PositiveInt | None = None
     """Distinguish so many of the teacher's most likely tokens, and all others together; by default all tokens."""
     importance_sampling_mode: Annotated[

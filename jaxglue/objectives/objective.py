@@ -200,6 +200,9 @@ OBJECTIVES = Registry(
         "bnpo": "policy:BNPO",
         "gspo": "policy:GSPO",
         "cispo": "policy:CISPO",
+        "sapo": "policy:SAPO",
+        "luspo": "policy:LUSPO",
+        "vespo": "policy:VESPO",
         "rloo": "policy:RLOO",
         "distill": "distill:Distillation",
     }

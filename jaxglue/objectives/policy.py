@@ -1,7 +1,9 @@
 """Policy gradients of answers that the model wrote: GRPO and its kin, in TRL's forms and under its names."""
 
+import math
 from typing import ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jaxtyping import Array, Float
@@ -133,7 +135,21 @@ class PolicyGradient(RolloutObjective):
             ratio = jnp.minimum(ratio, self.config.delta)
         return -jnp.minimum(ratio * advantages, clipped * advantages)
 
-    def clipped(self, ratio: Tokens, advantages: Tokens) -> tuple[Tokens, Tokens]:
+    def corrected(
+        self, correction: Tokens, difference: Tokens, advantages: Tokens, rollouts: Rollouts, counted: Tokens
+    ) -> Tokens:
+        """Return the constant weights of the losses of tokens, from those that correct for sampling.
+
+        Args:
+            correction: weights for differences between sampling and training; 1 without.
+            difference: log-probabilities less those under the weights that wrote the answers; 0 where none counts.
+            advantages: of each token's answer.
+            rollouts: the answers.
+            counted: 1 for tokens of answers, 0 for others.
+        """
+        return correction
+
+    def clipped(self, ratio: Tokens, advantages: Tokens, weights: Tokens) -> tuple[Tokens, Tokens]:
         """Tell where the ratio is below its range in a bad answer, and above it in a good one."""
         low, high = self.bounds
         return (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
@@ -147,10 +163,12 @@ class PolicyGradient(RolloutObjective):
         lengths = jnp.maximum(rollouts.spread(rollouts.sums(counted)), 1)
         advantages = rollouts.spread(rollouts.advantages)
 
-        ratio = jnp.exp(self.log_ratio(_where(counted, log_probs - old), rollouts, lengths))
+        difference = _where(counted, log_probs - old)
+        ratio = jnp.exp(self.log_ratio(difference, rollouts, lengths))
         correction, sampled, sampling = self._correct(old, rollouts, counted)
+        weights = self.corrected(correction, stop_gradient(difference), advantages, rollouts, counted)
         losses = self.policy_losses(ratio, advantages, log_probs)
-        losses *= correction * self._kept(values, now, old, rollouts, batch, lengths)
+        losses *= weights * self._kept(values, now, old, rollouts, batch, lengths)
         divergence = jnp.zeros_like(ratio)
         if self.beta and not self.leaves_one_out:
             assert rollouts.reference is not None
@@ -161,10 +179,12 @@ class PolicyGradient(RolloutObjective):
 
         loss = jnp.sum(self.token_weights(counted, lengths) * _where(counted, losses))
         shares = counted / lengths
-        low, high = self.clipped(ratio, advantages)
+        low, high = self.clipped(ratio, advantages, weights)
         entropy, measured = values.entropy
         metrics = [counted, shares, sampled, measured, entropy, counted * divergence]
-        metrics += [(shares if self.by_answer else counted) * clipped for clipped in (low, high, low | high)]
+        metrics += [
+            (shares if self.by_answer else counted) * clipped for clipped in (low, high, jnp.logical_or(low, high))
+        ]
         return jnp.stack([loss, *(stop_gradient(jnp.sum(value)) for value in (*metrics, *sampling))])
 
     def _kept(
@@ -292,6 +312,79 @@ class CISPO(DAPO):
         named = super().metrics(values)
         capped = named["clip_ratio/high_mean"]
         return {name: value for name, value in named.items() if name not in _CLIPPED} | {"cispo_clip_ratio": capped}
+
+
+class SAPO(GRPO):
+    """Ratios through a sigmoid, whose gradient falls off around 1, in place of clipped ones (arXiv 2511.20347)."""
+
+    settings = (
+        *(name for name in PolicyGradient.settings if name not in ("epsilon_low", "epsilon_high", "delta")),
+        *("sapo_temperature_pos", "sapo_temperature_neg"),
+    )
+
+    def policy_losses(self, ratio: Tokens, advantages: Tokens, log_probs: Tokens) -> Tokens:
+        """Return the losses of tokens without the divergence."""
+        sharpness = jnp.where(advantages > 0, self.config.sapo_temperature_pos, self.config.sapo_temperature_neg)
+        return -jax.nn.sigmoid(sharpness * (ratio - 1)) * 4 / sharpness * advantages
+
+    def metrics(self, values: Float[Array, " sums"]) -> dict[str, Array]:
+        """Return the metrics; nothing is clipped."""
+        return {name: value for name, value in super().metrics(values).items() if name not in _CLIPPED}
+
+
+class LUSPO(GSPO):
+    """GSPO with answers weighted by their length, so that no token of a long one counts less (arXiv 2602.05261)."""
+
+    def token_weights(self, counted: Tokens, lengths: Tokens) -> Tokens:
+        """Return 1 for each token of an answer."""
+        return counted
+
+
+class VESPO(DAPO):
+    """Log-probabilities weighted by e^λ · w^k · e^(−λw) of the answers' ratios w, which favors those near 1."""
+
+    settings = (
+        *(name for name in SAPO.settings if not name.startswith("sapo")),
+        *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+    )
+    by_answer = True
+
+    @classmethod
+    def check(cls, config: ObjectiveConfig) -> None:
+        """Refuse corrections of whole answers, whose ratios the weights contain."""
+        super().check(config)
+        if config.importance_sampling_mode.startswith("sequence"):
+            raise ValueError(
+                f"--importance-sampling-mode {config.importance_sampling_mode} is not for --objective vespo, whose "
+                "weights are of whole answers: use token_truncate, token_mask or none"
+            )
+
+    def policy_losses(self, ratio: Tokens, advantages: Tokens, log_probs: Tokens) -> Tokens:
+        """Return the losses of tokens without the divergence."""
+        return -advantages * log_probs
+
+    def corrected(
+        self, correction: Tokens, difference: Tokens, advantages: Tokens, rollouts: Rollouts, counted: Tokens
+    ) -> Tokens:
+        """Return the answers' weights, of ratios to the probabilities of sampling."""
+        least, most = math.log(1e-8), 20.0
+        sampled = jnp.clip(jnp.log(correction), least, most)
+        tokens = _where(counted, jnp.clip(difference, -most, most) + sampled)
+        log_ratio = jnp.clip(rollouts.spread(rollouts.sums(tokens)), least, most)
+        config, good = self.config, advantages >= 0
+        k = jnp.where(good, config.vespo_k_pos, config.vespo_k_neg)
+        slope = jnp.where(good, config.vespo_lambda_pos, config.vespo_lambda_neg)
+        return jnp.exp(slope + k * log_ratio - slope * jnp.exp(log_ratio))
+
+    def clipped(self, ratio: Tokens, advantages: Tokens, weights: Tokens) -> tuple[Tokens, Tokens]:
+        """Return no clipped ratios, and the weights."""
+        return jnp.zeros_like(weights), weights
+
+    def metrics(self, values: Float[Array, " sums"]) -> dict[str, Array]:
+        """Return the metrics, with the answers' mean weight in place of clipped ratios."""
+        named = super().metrics(values)
+        weight = named["clip_ratio/high_mean"]
+        return {name: value for name, value in named.items() if name not in _CLIPPED} | {"vespo/phi_seq_mean": weight}
 
 
 class RLOO(GRPO):

@@ -16,7 +16,7 @@ _POINTS = 500
 """Points of a chart."""
 _CHARTS = (
     *("reward", "rewards/", "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio", "kl"),
-    *("entropy", "clip_ratio/", "cispo_clip_ratio", "sampling/", "teacher_kl", "loss", "grad_norm"),
+    *("entropy", "clip_ratio/", "cispo_clip_ratio", "vespo/", "sampling/", "teacher_kl", "loss", "grad_norm"),
 )
 """Metrics, or beginnings of their names, in the order of their charts."""
 

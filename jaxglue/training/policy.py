@@ -93,7 +93,8 @@ class TrainedPolicy:
     def __init__(self, run: Run, model: TrainStep, mesh: Mesh | None):
         self._model, self._mesh, self._tokenizer = model, mesh, run.tokenizer
         settings, objective = run.config.model, run.workload.objective
-        self._engine = Engine(model.graphdefs, run.model, dtype=settings.compute_dtype, attention=settings.attention)
+        options: dict[str, Any] = {"dtype": settings.compute_dtype, "attention": settings.attention}
+        self._engine = Engine(model.graphdefs, run.model, **options, as_written=True)
         sampling = SamplingConfig(
             max_tokens=run.config.rollouts.max_completion_length,
             temperature=objective.temperature,
@@ -101,8 +102,8 @@ class TrainedPolicy:
             seed=run.config.data.seed,
         )
         assert isinstance(run.batches, RolloutSteps)
-        options: dict[str, Any] = {"rounds": run.total_steps // run.batches.window}
-        self._sample = Sampler(self._engine, run.stops, sampling, **options, typical=run.batches.typical_prompts)
+        rounds = run.total_steps // run.batches.window
+        self._sample = Sampler(self._engine, run.stops, sampling, rounds=rounds, typical=run.batches.typical_prompts)
         # Training donates its arrays, so the reference needs its own.
         assert isinstance(objective, RolloutObjective)
         self._reference = jax.tree.map(jnp.copy, model.trainable) if objective.uses_reference else None

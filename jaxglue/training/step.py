@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import BatchIterator, Step
-from jaxglue.engine.compiler import Lowering, jit_exchanging, jit_step, on_devices
+from jaxglue.engine.compiler import Lowering, jit_exchanging, jit_step, on_devices, rounding_as_written
 from jaxglue.engine.executor import Executor, LayerExecutor, Update
 from jaxglue.engine.fp8_errors import FP8Errors, fp8_errors
 from jaxglue.engine.host_buffers import Buffers
@@ -97,22 +97,23 @@ class TrainStep:
         self, graphdefs: ModelGraphDefs, objective: Objective, reference: list[nnx.GraphDef] | None = None
     ) -> Executor:
         run = self._run
-        return Executor(
-            graphdefs,
-            run.model,
-            policy=run.remat.policies,
-            dtype=run.config.model.compute_dtype,
-            attention=run.remat.attention,
-            tile=run.remat.tile,
-            layers_per_program=run.remat.layers_per_program,
-            stream_weights=run.remat.streams_weights,
-            router_losses=run.config.model.router_losses,
-            objective=objective,
-            reference=reference,
-            neftune_alpha=run.config.model.neftune_alpha,
-            mesh=self._mesh,
-            host_buffers=self._host_buffers,
-        )
+        with rounding_as_written(objective.needs_rollouts):
+            return Executor(
+                graphdefs,
+                run.model,
+                policy=run.remat.policies,
+                dtype=run.config.model.compute_dtype,
+                attention=run.remat.attention,
+                tile=run.remat.tile,
+                layers_per_program=run.remat.layers_per_program,
+                stream_weights=run.remat.streams_weights,
+                router_losses=run.config.model.router_losses,
+                objective=objective,
+                reference=reference,
+                neftune_alpha=run.config.model.neftune_alpha,
+                mesh=self._mesh,
+                host_buffers=self._host_buffers,
+            )
 
     def _make_whole(self) -> "WholeStep | None":
         """Return the step's only program, where it can be one."""
@@ -120,7 +121,8 @@ class TrainStep:
         decided = self._config.run.on_spike == "nothing" and not self._config.optimizer.update_in_backward
         one_batch = self._config.run.documents_per_step is None
         fits = alone and decided and one_batch and self._optimizer.fits_programs
-        return WholeStep(self.executor, self._optimizer) if fits else None
+        with rounding_as_written(self._objective.needs_rollouts):
+            return WholeStep(self.executor, self._optimizer) if fits else None
 
     def _lower_ahead(self) -> ModelGraphDefs | None:
         """Begin to trace and lower the step's programs, and return the modules foreseen; None where shapes say less."""

@@ -1,10 +1,13 @@
 """Programs lowered from shapes are those that a step runs."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 from selection import repeat
 
-from jaxglue.engine.compiler import Lowering
+from jaxglue.engine.compiler import Lowering, jit_step, rounding_as_written
+from jaxglue.ops.norm_rope import rms_norm
+from jaxglue.ops.rope import apply_rope
 
 
 @pytest.mark.parametrize(
@@ -29,3 +32,16 @@ def test_a_step_compiles_no_lowered_program_again(split_parts, random_batch, cou
         jax.monitoring.unregister_event_duration_listener(note)
     assert len(lowered) == programs
     assert not set(lowered) & set(compiled[len(lowered) :])
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_programs_round_alike_whatever_they_fuse(nested):
+    """Or sampling would compute other log-probabilities than training by the same code."""
+    norm = lambda x: rms_norm(x, jnp.full(64, 1.3, jnp.bfloat16), 1e-6)  # noqa: E731
+    turn = lambda x: apply_rope(x, jnp.full((1, 9, 32), 0.9), jnp.full((1, 9, 32), 0.4))  # noqa: E731
+    x = jax.random.normal(jax.random.key(0), (1, 9, 4, 64), jnp.bfloat16)
+    with rounding_as_written():
+        parts = [jit_step(part) for part in (norm, turn)]
+        whole = jit_step(lambda x: parts[1](parts[0](x)) if nested else turn(norm(x)))
+    assert (whole(x) == parts[1](parts[0](x))).all()
+    assert not (jit_step(lambda x: turn(norm(x)))(x) == whole(x)).all()  # XLA's default, a bit more exact

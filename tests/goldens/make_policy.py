@@ -43,6 +43,10 @@ CASES = {
     "dapo, token_mask": {"importance_sampling_mode": "token_mask", "importance_sampling_max": 1.02},
     "dapo, sequence_truncate": {"importance_sampling_mode": "sequence_truncate", "importance_sampling_max": 1.02},
     "grpo, sequence_mask": {"importance_sampling_mode": "sequence_mask", "importance_sampling_max": 1.02},
+    "sapo": {"sapo_temperature_neg": 1.3, "beta": 0.04},
+    "luspo": {"epsilon_low": 0.003, "epsilon_high": 0.004},
+    "vespo": {"vespo_k_pos": 1.5},
+    "vespo, token_truncate": {"importance_sampling_mode": "token_truncate", "importance_sampling_max": 1.02},
     "rloo": {"beta": 0.05, "epsilon_low": 0.02},
     "rloo, normalized": {"beta": 0.0, "normalize_advantages": True},
 }
@@ -125,11 +129,10 @@ def trainer_of(name: str, settings: dict, groups: list[dict]):
     if objective == "rloo":
         config, cls = RLOOConfig(**common, **settings), RLOO
     else:
-        sequence = {"loss_type": "grpo", "importance_sampling_level": "sequence"}
-        config, cls = (
-            GRPOConfig(**common, **(sequence if objective == "gspo" else {"loss_type": objective}), **settings),
-            GRPO,
-        )
+        kind = {"loss_type": "grpo" if objective == "gspo" else objective}
+        if objective in ("gspo", "luspo"):
+            kind["importance_sampling_level"] = "sequence"
+        config, cls = GRPOConfig(**common, **kind, **settings), GRPO
     data = Dataset.from_list([{"prompt": "a"}] * rows)
     model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32, attn_implementation="eager")
     functions = [function(0), function(1)]

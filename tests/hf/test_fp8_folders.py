@@ -160,6 +160,41 @@ def test_experts_expand_on_load(mixture, memory):
         np.testing.assert_array_equal(found[name][index], expected)
 
 
+LATENT = {
+    **{"kv_lora_rank": 12, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "q_lora_rank": 136},
+    **{"n_routed_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1},
+    **{"num_hidden_layers": 2, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1, "head_dim": None},
+    **{"model_type": "deepseek_v3", "num_nextn_predict_layers": 1},
+}
+
+
+def test_folders_of_latent_attention_load_as_published(tmp_path, tiny_config):
+    """Of DeepSeek-V3: all of its projections and experts in blocks of FP8, and a layer that predicts further tokens."""
+    raw = {**tiny_config, **LATENT}
+    plain = flatten_names(split_model(random_model(config_from_hf(raw), dtype=jnp.float32), nnx.Param)[1])
+    stored, shapes = {}, {name: x.shape for name, x in plain.items()}
+    for name, (parameter, index) in checkpoint_layout(shapes, raw).items():
+        matrix = plain[parameter][index]
+        stored |= store(name, matrix, "block") if "_proj" in name else {name: matrix}
+    stored["model.layers.1.mlp.gate.e_score_correction_bias"] = jnp.zeros(2)
+    further = {name.replace("layers.1.", "layers.2."): x for name, x in stored.items() if "layers.1." in name}
+    save_tensors(
+        tmp_path / "model", stored | further | store("model.layers.2.eh_proj.weight", jnp.ones((8, 8)), "block")
+    )
+    (tmp_path / "model" / "config.json").write_text(json.dumps(raw | {"quantization_config": DEEPSEEK}))
+    model = load_model(tmp_path / "model", dtype=jnp.float32)
+    found = weights(model)
+    assert len(found) == 5 + 3 + 5 + 3  # of two attentions, a dense feed-forward, and a shared one
+    for name, weight in found.items():
+        np.testing.assert_array_equal(dequantize_fp8(weight, jnp.float32), values(stored, name))
+    expert = values(stored, "model.layers.1.mlp.experts.1.down_proj.weight")
+    experts = flatten_names(split_model(model, nnx.Param)[1])["model.layers.1.mlp.experts.down_proj"]
+    np.testing.assert_array_equal(experts[1], expert.astype(jnp.bfloat16).astype(np.float32))
+    rounded = load_model(tmp_path / "model", quantize="fp8").layers[1].mlp.experts.down_proj.weight.get_value()
+    assert rounded.rows.values.dtype == E4M3
+    assert np.linalg.norm(rounded.dequantize(jnp.float32)[1] - expert) < 0.04 * np.linalg.norm(expert)
+
+
 def test_a_merged_mixture_has_no_fp8(mixture, tmp_path):
     folder, _, stored = mixture
     q_proj, config = "model.layers.0.self_attn.q_proj", LoraConfig(rank=2, targets=("q_proj",))

@@ -8,6 +8,7 @@ import pytest
 from selection import repeat
 
 from jaxglue.data.tokenizer import load_tokenizer
+from jaxglue.engine import compiler
 from jaxglue.generation.config import AssistantConfig
 from jaxglue.generation.scoring import RewardModel
 from jaxglue.rl.loop import RolloutSteps
@@ -56,9 +57,20 @@ def rollouts(config) -> list[dict]:
     return [json.loads(line) for line in (config.run.output / "rollouts.jsonl").read_text().splitlines()]
 
 
-def test_a_run_samples_rewards_and_trains(make_run):
-    config = make_run(temperature=0.5)
+def test_a_run_samples_rewards_and_trains(make_run, monkeypatch):
+    config, made = make_run(temperature=0.5), set[str]()
+    make = compiler.Program.__init__
+
+    def noted(self, function, **options):
+        make(self, function, **options)
+        if compiler.rounds_as_written():
+            made.add(function.__qualname__)
+
+    monkeypatch.setattr(compiler.Program, "__init__", noted)
     summary = train(config)
+    # Sampling and training round alike: both sides' layers, and the heads.
+    assert {"CachedLayer._prefill", "CachedLayer._decode", "Programs._scan", "Programs._sample_next"} <= made
+    assert {"LayerFunctions._forward", "EmbedHead._loss", "EmbedHead._log_probs"} <= made
     assert summary.steps == 3
     metrics, lines = read_metrics(summary.metrics), rollouts(config)
     assert [line["step"] for line in lines] == [step for step in (1, 2, 3) for _ in range(8)]
@@ -77,6 +89,18 @@ def test_a_run_samples_rewards_and_trains(make_run):
         json.loads(page.partition('id="data">')[2].partition("</script>")[0])["rollouts"][-1]["answer"]
         == lines[-1]["answer"]
     )
+
+
+@pytest.mark.slow
+def test_states_give_the_sampler_what_the_trainer_computes(make_run, model_folder):
+    """Answers begin with copies of their prompt's state, packed ones behind a copy of the prompt."""
+    path = model_folder / "config.json"
+    sizes = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 16}
+    kinds = {"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | sizes | kinds | {"linear_value_head_dim": 16}))
+    metrics = read_metrics(train(make_run(temperature=0.5)).metrics)
+    assert [values["sampling/sampling_logp_difference/mean"] for values in metrics] == pytest.approx([0] * 3, abs=1e-5)
+    assert metrics[0]["grad_norm"] > 0
 
 
 def test_held_out_prompts_are_answered_at_evaluations_and_change_nothing(make_run, write_jsonl, tmp_path):

@@ -33,6 +33,8 @@ _METHODS = {
     "modelopt": ("quant_algo", "FP8"),
 }
 """Methods that store e4m3 values with their scales, each with an entry and its value for that."""
+_LINEAR = ("_proj.weight", "_proj_with_mqa.weight")
+"""Ends of the names of linear layers."""
 _SCALES = ("weight_scale", "weight_scale_inv")
 _ACTIVATION_SCALE = "input_scale"
 _CACHE_SCALE = re.compile(r".*\.self_attn\.([kv]_proj\.(output|[kv])_scale|(q|k|v|kv|prob)_scale)")
@@ -210,7 +212,7 @@ class StoredFP8Format(WeightFormat):
         if name not in files.tensors or files.tensors[name].dtype != E4M3 or name.endswith("_scale"):
             return None
         module, file = name.removesuffix("weight"), files.tensors[name].file
-        if not name.endswith("_proj.weight"):
+        if not name.endswith(_LINEAR):
             raise ValueError(f"{name} in {file} is in FP8; only linear layers of decoder layers may be")
         scales = [f"{module}{scale}" for scale in _SCALES if f"{module}{scale}" in files.tensors]
         if len(scales) != 1:
