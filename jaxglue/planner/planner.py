@@ -347,7 +347,7 @@ class RowLoads:
     def __call__(self, seq_len: int) -> float:
         """Return the larger share, of whole rows or, where these do not fit, of the smallest tiles."""
         work = self._planner.workload
-        tiles = [] if work.tile else tile_sizes(work.batch_size * seq_len)
+        tiles = [] if work.tile else tile_sizes(replace(work, seq_len=seq_len).tokens)
         if seq_len < self._tiled_from or not tiles:
             if (needed := self._load(seq_len, work.tile)) <= 1 or not tiles:
                 return needed
