@@ -435,9 +435,19 @@ def make_model(folder: Path, config: dict) -> None:
         return pool[start:].view(spec.dtype)[: math.prod(spec.shape)].reshape(spec.shape)
 
     with atomic_folder(folder) as temporary:
-        (temporary / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}, indent=2))
-        _tokenizer().save_pretrained(temporary)
+        _write_description(temporary, config)
         write_shards(temporary, specs, weight, 5 * 10**9)
+
+
+def make_description(folder: Path, config: dict) -> None:
+    """Write config.json and the tokenizer alone, for `--random-weights`."""
+    with atomic_folder(folder) as temporary:
+        _write_description(temporary, config)
+
+
+def _write_description(folder: Path, config: dict) -> None:
+    (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}, indent=2))
+    _tokenizer().save_pretrained(folder)
 
 
 def make_adapter(folder: Path, config: dict, lora: LoraConfig) -> None:
@@ -509,10 +519,12 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), required=True)
     parser.add_argument("--layers", type=int, help="decoder layers, by default the published number")
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--no-weights", action="store_true", help="config.json and tokenizer alone")
     parser.add_argument("--chats", type=int, default=0, help="chats to write to OUTPUT/../chats.jsonl")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    make_model(args.output, {**SHAPES[args.shape], **({"num_hidden_layers": args.layers} if args.layers else {})})
+    config = {**SHAPES[args.shape], **({"num_hidden_layers": args.layers} if args.layers else {})}
+    (make_description if args.no_weights else make_model)(args.output, config)
     if args.chats:
         make_chats(args.output.parent / "chats.jsonl", args.chats)
 

@@ -4,6 +4,7 @@
     python benchmarks/scaling.py --suite hgx --json benchmarks/results/hgx.json              # all GPUs against targets
     python benchmarks/scaling.py --suite hgx --gpus 4 --json benchmarks/results/hgx_4.json
     python benchmarks/scaling.py --suite hgx --gpus 4 --tiny                                 # a rehearsal on CPUs
+    python benchmarks/scaling.py --suite train --rows bf16 small                             # scaling_train.py
 
 Every case runs in its own process (benchmarks/scaling_step.py), so that its peak is its own; cases run in parallel
 while GPUs are free. A step is loss, gradients and AdamW of a packed row of 16,384 tokens for each GPU. Results are
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import IO
 
 import psutil
+import scaling_train
 from compare_checkouts import own_checkout
 from measure import table, write_results
 from scaling_suite import hgx_cases, is_shortened, verdicts
@@ -213,9 +215,14 @@ def visible_gpus() -> list[str]:
 
 
 def main() -> None:
+    if sys.argv[1:3] == ["--suite", "train"]:
+        scaling_train.main(sys.argv[3:])
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", help=f"default: those of these that fit: {' '.join(CASES)}")
-    parser.add_argument("--suite", choices=["hgx"], help="cases with targets: see scaling_suite.py")
+    parser.add_argument(
+        "--suite", choices=["hgx"], help="cases with targets: see scaling_suite.py; train: scaling_train.py"
+    )
     parser.add_argument("--steps", type=int, help="timed steps of a case; default 6, of the longest models 3")
     parser.add_argument("--layers", nargs="+", default=[], help="most layers of models, as 70b-lora=16; by default all")
     parser.add_argument("--tiny", action="store_true", help="tiny models on CPUs, to rehearse")

@@ -3,9 +3,9 @@
     python benchmarks/scaling.py --suite train --json benchmarks/results/scaling_train.json
     python benchmarks/scaling_train.py --rows bf16 fp8 --rounds 2 --budget 200
 
-A row is a model of random weights with LoRA on all linear layers and as many packed tokens on each GPU. Runs on single
-GPUs are side by side, a process each; the slowest counts. Speeds are medians over a run's log windows, without its
-first steps. Results are printed and stored as they come.
+A row is a model of random weights, drawn on the GPUs, with LoRA on all linear layers and as many packed tokens on each
+GPU. Runs on single GPUs are side by side, a process each; the slowest counts. Speeds are medians over a run's log
+windows, without its first steps. Results are printed and stored as they come.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from measure import table, write_results
 
 HERE = Path(__file__).parent
 _PLAN = re.compile(r"predicted ([\d,]+) ms a step, ([\d.]+) GiB")
-_WARM = 8
+_WARM = 6
 """First steps that do not count: compilation, the profiler's, and clocks that fall as GPUs warm up."""
 
 
@@ -50,16 +50,16 @@ class Row:
         """Return the row with a tiny model, to rehearse on CPUs."""
         flags = tuple(flag for flag in self.flags if flag not in ("--matmul", "fp8"))
         return replace(
-            self, shape="tiny-qwen3-moe" if self.mesh == "expert" else "tiny", tokens=256, steps=16, flags=flags
+            self, shape="tiny-qwen3-moe" if self.mesh == "expert" else "tiny", tokens=256, steps=14, flags=flags
         )
 
 
 ROWS = {
-    "bf16": Row(shape="llama-3.1-8b", tokens=16384, steps=24, target=0.97),
-    "fp8": Row(shape="llama-3.1-8b", tokens=16384, steps=28, target=0.95, flags=("--matmul", "fp8")),
-    "small": Row(shape="qwen3-0.6b", tokens=8192, steps=240, target=0.93),
-    "dpo": Row(shape="llama-3.1-8b", tokens=16384, steps=20, target=0.96, flags=("--objective", "dpo")),
-    "experts": Row(shape="qwen3-30b-a3b", tokens=16384, steps=24, target=0.925, mesh="expert"),
+    "bf16": Row(shape="llama-3.1-8b", tokens=16384, steps=14, target=0.97),
+    "fp8": Row(shape="llama-3.1-8b", tokens=16384, steps=21, target=0.95, flags=("--matmul", "fp8")),
+    "small": Row(shape="qwen3-0.6b", tokens=8192, steps=210, target=0.93),
+    "dpo": Row(shape="llama-3.1-8b", tokens=16384, steps=14, target=0.96, flags=("--objective", "dpo")),
+    "experts": Row(shape="qwen3-30b-a3b", tokens=16384, steps=21, target=0.925, mesh="expert"),
 }
 
 
@@ -77,18 +77,10 @@ class Running:
     def start(cls, name: str, row: Row, gpus: list[str], files: "Files", args: argparse.Namespace) -> "Running":
         """Start a run on some GPUs."""
         folder = Path(tempfile.mkdtemp(prefix=f"{name}-{len(gpus)}-", dir=args.scratch))
-        log_every = max(row.steps // 6, 1)
+        log_every = max(row.steps // 7, 1)
         command = [
-            *(
-                sys.executable,
-                "-m",
-                "jaxglue",
-                "train",
-                "--model",
-                str(files.model(row)),
-                "--data",
-                str(files.data(row)),
-            ),
+            *(sys.executable, "-m", "jaxglue", "train", "--random-weights"),
+            *("--model", str(files.model(row)), "--data", str(files.data(row))),
             *("--seq-len", str(row.tokens), "--batch-size", str(len(gpus)), "--steps", str(row.steps)),
             *("--mesh", f"{row.mesh}={len(gpus)}", "--log-every", str(log_every), "--log-to", "none"),
             *("--output", str(folder / "run"), "--compilation-cache", str(args.scratch / "cache")),
@@ -167,15 +159,8 @@ class Files:
         makers = []
         for row in rows:
             if not self.model(row).exists() and not any(str(self.model(row)) in maker.args for maker in makers):
-                command = [
-                    sys.executable,
-                    str(HERE / "inputs.py"),
-                    "--shape",
-                    row.shape,
-                    "--output",
-                    str(self.model(row)),
-                ]
-                command += ["--layers", str(row.layers)] if row.layers else []
+                command = [sys.executable, str(HERE / "inputs.py"), "--no-weights", "--shape", row.shape]
+                command += ["--output", str(self.model(row)), *(["--layers", str(row.layers)] if row.layers else [])]
                 command += ["--chats", str(count)] if not makers else []
                 makers.append(subprocess.Popen(command, env=os.environ | own_checkout() | {"JAX_PLATFORMS": "cpu"}))
         for maker in makers:
@@ -350,13 +335,13 @@ def visible_gpus() -> list[str]:
     return [str(number) for number, _ in enumerate(listed.splitlines())]
 
 
-def main() -> None:
+def main(flags: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--rounds", type=int, default=2, help="alternations of single GPUs and all")
     parser.add_argument("--gpus", type=int, help="number to use; default: all that nvidia-smi lists")
     parser.add_argument(
-        "--scratch", type=Path, default=Path("/dev/shm/scaling"), help="where weights go: best in memory"
+        "--scratch", type=Path, default=Path("/dev/shm/scaling"), help="where descriptions of models and data go"
     )
     parser.add_argument("--chats", type=int, default=4000)
     parser.add_argument("--profile", action="store_true", help="trace two steps of the runs on all GPUs")
@@ -365,7 +350,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="tiny models on CPUs, to rehearse")
     parser.add_argument("--json", type=Path)
     parser.add_argument("flags", nargs="*", help="further flags of `jaxglue train`, after --")
-    args = parser.parse_args()
+    args = parser.parse_args(flags)
     gpus = [str(number) for number in range(args.gpus or 2)] if args.tiny else visible_gpus()[: args.gpus]
     rows = {name: ROWS[name].tiny() if args.tiny else ROWS[name] for name in args.rows}
     measure(args, gpus, rows)

@@ -77,8 +77,10 @@ class LayerContext(Protocol):
     ) -> Float[Array, "B T N values"]:
         """Compute causal attention of rotated queries over their visible keys."""
 
-    def convolve(self, x: Float[Array, "B T C"], weight: Float[Array, "C 1 W"]) -> Float[Array, "B T C"]:
-        """Apply a causal convolution and silu to each channel."""
+    def convolve(
+        self, x: Float[Array, "B T C"], weight: Float[Array, "C 1 W"], heads: DeltaHeads
+    ) -> Float[Array, "B T C"]:
+        """Apply a causal convolution and silu to each channel of these heads."""
 
     def delta_rule(
         self, qkv: Float[Array, "B T W"], g: Float[Array, "B T N"], beta: Float[Array, "B T N"], heads: DeltaHeads
@@ -131,9 +133,9 @@ class PackedContext:
         options: dict[str, Any] = {"window": window, "sinks": sinks, "softcap": softcap}
         return packed_attention(q, k, v, self.segments, **options, backend=self.backend)
 
-    def convolve(self, x, weight) -> Float[Array, "B T C"]:
+    def convolve(self, x, weight, heads: DeltaHeads) -> Float[Array, "B T C"]:
         """Apply a causal convolution and silu to each channel within each segment."""
-        return causal_convolution(x, weight, self.segments)
+        return causal_convolution(x, weight, self.segments, heads)
 
     def delta_rule(self, qkv, g, beta, heads: DeltaHeads) -> Float[Array, "B T N V"]:
         """Compute linear attention by the gated delta rule within each segment."""

@@ -61,9 +61,9 @@ class DeltaNet(nnx.Module):
     def attend(self, values: tuple[Array, ...], context: LayerContext) -> Float[Array, "B T N V"]:
         """Convolve, and apply the delta rule within the context."""
         qkv, b, a = values
-        mixed = context.convolve(qkv, self.conv1d.weight[...])
-        g, beta = gates(a, b, self.A_log[...], self.dt_bias[...])
         heads = DeltaHeads(self.shape.num_key_heads, self.shape.num_value_heads, self.shape.key_dim)
+        mixed = context.convolve(qkv, self.conv1d.weight[...], heads)
+        g, beta = gates(a, b, self.A_log[...], self.dt_bias[...])
         return context.delta_rule(mixed, g, beta, heads)
 
     def output(self, attended: Array, gate: Array, context: LayerContext) -> Branch:

@@ -114,11 +114,11 @@ class PrefillContext(_Appending):
         self.cache = self.cache.write(tokens, *self._places.of(None))
         return self._packed.attend(q, k, v)
 
-    def convolve(self, x, weight) -> Float[Array, "1 T C"]:
+    def convolve(self, x, weight, heads: DeltaHeads) -> Float[Array, "1 T C"]:
         """Convolve each prompt, and keep its last inputs."""
         inputs = last_inputs(x, self._packed.segments, weight.shape[2] - 1)
         self.cache = self.cache.write(self._places.slots, inputs=inputs[0])
-        return self._packed.convolve(x, weight)
+        return self._packed.convolve(x, weight, heads)
 
     def delta_rule(self, qkv, g, beta, heads: DeltaHeads) -> Float[Array, "1 T N V"]:
         """Compute linear attention within each prompt, and keep its last state."""
@@ -159,7 +159,7 @@ class DecodeContext(_Appending):
         tables = cursor.tables[cursor.places.windows.index(None)]
         return latent_attention(q[0], self.cache, tables, cursor.positions, rank=rank, scale=scale)[None]
 
-    def convolve(self, x, weight) -> Float[Array, "1 S C"]:
+    def convolve(self, x, weight, heads: DeltaHeads) -> Float[Array, "1 S C"]:
         """Convolve each slot's token with those before it."""
         slots, begun = self._cursor.slots, self._cursor.positions > 0
         inputs = jnp.where(begun[:, None, None], self.cache.inputs[slots], 0)

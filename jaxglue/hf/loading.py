@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import jax
@@ -159,13 +160,16 @@ Fill = Callable[[dict[str, jax.ShapeDtypeStruct], Put], dict[str, Any]]
 
 def _with_parameters(config: DecoderConfig, dtype, place: Placement | None, fill: Fill) -> CausalLM:
     model = abstract_model(config, dtype=dtype)
-    quantized, made = quantized_names(model), FORMATS[config.quantize]
+    quantized, made, one_stack = quantized_names(model), FORMATS[config.quantize], Lock()
 
     def put(name: str, array) -> jax.Array | Quantized:
         if isinstance(array, Quantized) and (name not in quantized or made.weight is not type(array)):
             raise _unmentioned(name, array, config)
-        if name in quantized:
-            array = hold_matrices(made, array)
+        if name in quantized and len(array.shape) == 3:
+            with one_stack:  # a stack of experts takes several times its size meanwhile
+                array = jax.block_until_ready(hold_matrices(made, array))
+        elif name in quantized:
+            array = made.hold(array)
         return put_on_mesh(array, place and place(name, array))
 
     specs = abstract_parameters(model)

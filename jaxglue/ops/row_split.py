@@ -27,8 +27,8 @@ def split_segments(segments: PackedSegments, devices: int) -> PackedSegments:
     Raises:
         ValueError: the devices do not divide a row.
     """
-    starts = np.asarray(segments.starts)
-    B, T = starts.shape
+    assert segments.copies is None
+    B, T = np.asarray(segments.starts).shape
     if T % devices:
         raise ValueError(f"rows of {T} tokens do not divide among {devices} devices: use a multiple of {devices}")
     lengths = np.diff(np.asarray(segments.cu_seqlens), axis=1)
@@ -117,6 +117,32 @@ def _take(x: Float[Array, "B T K H"], tokens: Int[Array, "B T"]) -> Float[Array,
 
 
 whole_rows.defvjp(lambda x, split: (whole_rows(x, split), split), lambda split, dx: (own_tokens(dx, split), None))
+
+
+@jax.custom_vjp
+def to_heads(x: Float[Array, "B T/N C"], split: RowSplit) -> Float[Array, "B T C/N"]:
+    """Return whole rows of this device's part of the channels, from all devices along `context`. Per device."""
+    return _take(jax.lax.all_to_all(x, CONTEXT, 2, 1, tiled=True), split.places)
+
+
+@jax.custom_vjp
+def to_tokens(x: Float[Array, "B T C/N"], split: RowSplit) -> Float[Array, "B T/N C"]:
+    """Return all channels of this device's tokens: the inverse of `to_heads`, and its gradient. Per device."""
+    return jax.lax.all_to_all(_take(x, split.order), CONTEXT, 1, 2, tiled=True)
+
+
+to_heads.defvjp(lambda x, split: (to_heads(x, split), split), lambda split, dx: (to_tokens(dx, split), None))
+to_tokens.defvjp(lambda x, split: (to_tokens(x, split), split), lambda split, dx: (to_heads(dx, split), None))
+
+
+def whole_segments(segments: PackedSegments) -> PackedSegments:
+    """Return the metadata of whole rows on every device. Per device."""
+    split = segments.split
+    assert split is not None and segments.gap_starts is None
+    fields: dict[str, Any] = {
+        name: whole_rows(getattr(segments, name), split) for name in ("segment_ids", "positions", "starts")
+    }
+    return replace(segments, **fields, ends=split.stops, split=None)
 
 
 @dataclass(frozen=True)

@@ -338,7 +338,8 @@ class RowLoads:
 
     def __init__(self, planner: "Planner", host_memory: float, weights: str, *, scales: bool = True):
         self._planner, self._limits = planner, (host_memory, weights)
-        self._scales = scales and planner.workload.mesh.devices == 1
+        mesh = planner.workload.mesh
+        self._scales = scales and mesh.expert == mesh.context == 1  # whose programs exchange rows
         self._traced: dict[bool, list[Programs]] = {False: [], True: []}
         self._scaled: dict[int, tuple[int | None, float]] = {}
         self._tiled_from = math.inf
@@ -346,7 +347,7 @@ class RowLoads:
     def __call__(self, seq_len: int) -> float:
         """Return the larger share, of whole rows or, where these do not fit, of the smallest tiles."""
         work = self._planner.workload
-        tiles = [] if work.tile else tile_sizes(work.batch_size * seq_len)
+        tiles = [] if work.tile else tile_sizes(replace(work, seq_len=seq_len).tokens)
         if seq_len < self._tiled_from or not tiles:
             if (needed := self._load(seq_len, work.tile)) <= 1 or not tiles:
                 return needed

@@ -3,9 +3,13 @@
 import logging
 import math
 from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
@@ -14,10 +18,14 @@ from jaxglue.generation.engine import Engine
 from jaxglue.generation.pages import CachePlan
 from jaxglue.generation.scheduler import Request
 from jaxglue.models.parameters import Params
+from jaxglue.ops.backend import one_device_each
 
 _log = logging.getLogger(__name__)
 _MANY_STEPS = 1024
 """Decode steps of a run from which a program of all layers, which takes longer to compile, pays."""
+
+_Trees = tuple[Params, Params]
+"""Trainable and frozen parameters."""
 
 _TURN = 1_000_003
 """Separates the seeds of turns."""
@@ -49,8 +57,26 @@ class Sample(NamedTuple):
         return len(self.tokens) if self.counted is None else int(self.counted.sum())
 
 
+def copies_of(trees: _Trees) -> list[_Trees]:
+    """Return the trees on each of their devices where every one holds all values, without copying; else as they are."""
+    arrays = [leaf for leaf in jax.tree.leaves(trees) if isinstance(leaf, jax.Array)]
+    devices = sorted(arrays[0].sharding.device_set, key=attrgetter("id")) if arrays else []
+    whole = all(array.is_fully_replicated and array.is_fully_addressable for array in arrays)
+    if len(devices) < 2 or not whole:
+        return [trees]
+
+    def on(device: jax.Device, value: Any) -> Any:
+        if not isinstance(value, jax.Array):
+            return value
+        return next(shard.data for shard in value.addressable_shards if shard.device == device)
+
+    return [jax.tree.map(partial(on, device), trees) for device in devices]
+
+
 class Sampler:
     """Writes answers; one serves a whole run, whatever the weights.
+
+    Devices that hold the same weights each answer a part of the prompts.
 
     Args:
         engine: of the model.
@@ -73,6 +99,28 @@ class Sampler:
         self._whole = rounds * sampling.max_tokens >= _MANY_STEPS
         self._plan: CachePlan | None = None
 
+    def _answer(self, trees: _Trees, requests: Sequence[Request], count: int) -> list[list[Sample]]:
+        """Return the answers to each request."""
+        found: list[dict[int, Sample]] = [{} for _ in requests]
+        for done in self._engine.generate(*trees, requests, self._stops, plan=self._plan, whole=self._whole):
+            found[done.number][done.answer] = Sample(done.tokens, done.log_probs, done.finish == "stop")
+        return [[group[index] for index in range(count)] for group in found]
+
+    def _divided(self, trees: _Trees, requests: Sequence[Request], count: int) -> list[list[Sample]]:
+        """Return the answers to each request, of which devices with the same weights take every second, third, …"""
+        copies = copies_of(trees)
+        parts = [requests[first :: len(copies)] for first in range(len(copies))]
+        if len(copies) == 1:
+            return self._answer(trees, requests, count)
+
+        def answer(copy: _Trees, part: Sequence[Request]) -> list[list[Sample]]:
+            with one_device_each():
+                return self._answer(copy, part, count)
+
+        with ThreadPoolExecutor(len(copies), "sampling") as pool:
+            found = list(pool.map(answer, copies, parts))
+        return [found[index % len(copies)][index // len(copies)] for index in range(len(requests))]
+
     def __call__(
         self, trainable: Params, frozen: Params, prompts: Sequence[Sequence[int]], indices: Sequence[int], count: int
     ) -> list[list[Sample]]:
@@ -85,15 +133,13 @@ class Sampler:
             count: answers to each.
         """
         if self._plan is None:
-            typical = [Request(prompt, self._sampling, n=count) for prompt in self._typical]
+            own = self._typical[:: len(copies_of((trainable, frozen)))]
+            typical = [Request(prompt, self._sampling, n=count) for prompt in own]
             self._plan = self._engine.plan(typical, limit="--max-completion-length")
             _log.info("sampling: %s", self._plan)
         pairs = zip(prompts, indices, strict=True)
         requests = [Request(prompt, self._sampling, index, n=count) for prompt, index in pairs]
-        found: list[dict[int, Sample]] = [{} for _ in prompts]
-        for done in self._engine.generate(trainable, frozen, requests, self._stops, plan=self._plan, whole=self._whole):
-            found[done.number][done.answer] = Sample(done.tokens, done.log_probs, done.finish == "stop")
-        return [[group[index] for index in range(count)] for group in found]
+        return self._divided((trainable, frozen), requests, count)
 
     def turn(
         self,
@@ -110,7 +156,4 @@ class Sampler:
             Request(prompt, replace(self._sampling, max_tokens=most, seed=seed), index)
             for prompt, index, most in zip(prompts, indices, room, strict=True)
         ]
-        options: dict[str, Any] = {"plan": self._plan, "whole": self._whole}
-        done = self._engine.generate(trainable, frozen, requests, self._stops, **options)
-        found = {one.number: Sample(one.tokens, one.log_probs, one.finish == "stop") for one in done}
-        return [found[number] for number in range(len(requests))]
+        return [answer for (answer,) in self._divided((trainable, frozen), requests, 1)]

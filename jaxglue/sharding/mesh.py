@@ -111,6 +111,11 @@ class MeshShape:
                 f"--mesh {self}: rows of {seq_len} tokens do not divide among {self.context} GPUs: use --seq-len "
                 f"{nearest}"
             )
+        if config.delta is not None and config.delta.num_key_heads % self.context:
+            raise ValueError(
+                f"--mesh {self}: the {config.delta.num_key_heads} key heads of linear attention do not divide among "
+                f"{self.context} GPUs of context, which exchange tokens for heads there; use data or fsdp for the rest"
+            )
 
     def _check_tensor(self, config: DecoderConfig) -> None:
         remedy = "use data or fsdp instead of tensor"

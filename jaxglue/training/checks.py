@@ -80,10 +80,10 @@ def check_mesh(config: TrainConfig, model: DecoderConfig, mesh: MeshShape, *, de
 def refuse_split_rows(config: TrainConfig, model: DecoderConfig) -> str:
     """Return which rows of a run cannot be split over GPUs; empty where they can."""
     kind, name = config.objective.kind, config.objective.objective
-    if model.delta is not None:
-        return "of linear attention, whose states pass from token to token"
     if kind.needs_rollouts:
         return f"of --objective {name}, which the model writes"
+    if kind.answers is not None and model.delta is not None:
+        return f"of --objective {name} in layers of linear attention"
     if kind.answers is not None and any(model.layer_windows):
         return f"of --objective {name} in layers with windows"
     if kind.answers is not None and config.objective.columns:

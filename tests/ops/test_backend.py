@@ -2,10 +2,20 @@
 
 import re
 
+import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxglue.ops.backend import Backend, Operation, check_capability, check_half, check_triton, tracing_for
+from jaxglue.ops.backend import (
+    Backend,
+    Operation,
+    check_capability,
+    check_half,
+    check_one_device,
+    check_triton,
+    one_device_each,
+    tracing_for,
+)
 
 
 def check(capability, dtype):
@@ -64,3 +74,11 @@ def test_kernels_need_jax_triton(monkeypatch):
     monkeypatch.setattr("jaxglue.ops.backend.find_spec", lambda name: None)
     with pytest.raises(NotImplementedError, match="jax-triton is not installed"):
         check_triton((9, 0), jnp.bfloat16)
+
+
+def test_kernels_for_one_device_serve_programs_of_one_among_several(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    with one_device_each():
+        check_one_device()
+    with pytest.raises(NotImplementedError, match="several devices"):
+        check_one_device()

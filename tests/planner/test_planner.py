@@ -70,6 +70,18 @@ def test_streamed_weights_leave_the_device(planner):
     assert here.device_bytes - there.device_bytes == pytest.approx(layer - input_, rel=0.01)
 
 
+def test_a_row_on_two_gpus_takes_half_the_memory_and_almost_half_the_time(workload):
+    seq_len, full, gpu = 64 * 1024, parse_policy("full"), find_gpu("H100")
+    long = replace(workload, seq_len=seq_len, document_lengths=(seq_len,))
+    whole, half = (Planner(replace(long, mesh=MeshShape(context=parts)), gpu).plan(full) for parts in (1, 2))
+    assert 0.5 < half.seconds / whole.seconds < 0.53
+    inputs = workload.config.num_hidden_layers * seq_len * workload.config.hidden_size * 2
+    assert half.device_bytes < whole.device_bytes - inputs / 2
+    split = Planner(replace(workload, mesh=MeshShape(context=2)), find_gpu("RTX 4090").limited(3))
+    whole = Planner(workload, split.gpu)
+    assert whole.longest_row(host_memory=0) < 0.6 * split.longest_row(host_memory=0)
+
+
 def test_time_grows_with_tokens_and_shrinks_with_the_gpu(planner, workload):
     full = parse_policy("full")
     longer = Planner(replace(workload, seq_len=2 * TOKENS), planner.gpu).plan(full)

@@ -171,6 +171,8 @@ SPLIT_CASES = [
     ("lora", "data=2,context=4", "dots", {}),
     ("full", "fsdp=4,context=2", "offload", GPT_OSS | WINDOWS),
     ("lora", "context=8", "full", DEEPSEEK),
+    ("lora", "data=4,context=2", "dots", LINEAR),
+    repeat("full", "fsdp=4,context=2", "save:attention_out", LINEAR),
     repeat("lora", "data=2,expert=2,context=2", "dots", MOE),
     repeat("full", "context=2,tensor=2,data=2", "full", TIED),
     repeat("lora", "data=4,context=2", "dots", WIDE | {"quantize": "nf4"}),
@@ -182,7 +184,8 @@ def test_split_rows_equal_whole_rows(mesh_of, random_batch, monkeypatch, kind, m
     monkeypatch.setattr(row_split, "_LEAST_CHUNK", 2)  # cut documents that would stay whole
     batches = [random_batch(rows, 40, seed=seed) for seed, rows in enumerate((ROWS, ROWS[::-1]))]
     got = on_mesh(mesh_of(mesh), kind, policy, batches, **changes)
-    chex.assert_trees_all_close(got, on_one_device(kind, batches, **changes), rtol=1e-5, atol=1e-6)
+    # Queries and keys of unit length make rounding larger, on any mesh.
+    assert error(got, on_one_device(kind, batches, **changes)) < (3e-5 if changes == LINEAR else 1e-5)
 
 
 def random_pairs(rows, seq_len: int, seed: int) -> Batch:

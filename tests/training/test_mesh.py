@@ -1,11 +1,13 @@
 """Whole runs on a mesh of eight devices; see tests/sharding/test_devices.py."""
 
+import json
 import signal
 
 import jax
 import numpy as np
 import pytest
 
+from jaxglue.generation.engine import Engine
 from jaxglue.training.record import read_metrics
 from jaxglue.training.step import TrainStep, WholeStep
 from jaxglue.training.train import train
@@ -118,3 +120,27 @@ def test_pairs_train_alike_in_whole_and_split_rows(make_config, write_jsonl, tmp
     train(make_config(**options, output=tmp_path / "whole", mesh="data=8", reference_cache="off"))
     train(make_config(**options, mesh="data=4,context=2", reference_cache="on"))
     np.testing.assert_allclose(losses(tmp_path / "run"), losses(tmp_path / "whole"), rtol=1e-5)
+
+
+def test_devices_with_the_same_weights_share_the_prompts(make_config, write_jsonl, tmp_path, monkeypatch):
+    rows = [{"prompt": f"{a} plus {b}", "answer": str(a + b)} for a in range(4) for b in range(2)]
+    settings = {"data": (write_jsonl(rows, "prompts.jsonl"),), "seq_len": 64, "objective": "grpo", "steps": 2}
+    settings |= {"reward": ("length?soft=2&hard=8",), "num_generations": 2, "generation_batch_size": 16}
+    settings |= {"max_completion_length": 8, "learning_rate": 1e-2, "temperature": 0.7, "batch_size": 8}
+    shares, generate = [], Engine.generate
+
+    def noted(self, trainable, frozen, requests, *args, **options):
+        devices = {device for leaf in jax.tree.leaves(trainable) for device in leaf.devices()}
+        shares.append((frozenset(devices), len(requests)))
+        return generate(self, trainable, frozen, requests, *args, **options)
+
+    monkeypatch.setattr(Engine, "generate", noted)
+    train(make_config(**settings, output=tmp_path / "split", mesh="data=2,fsdp=4"))
+    assert [(len(devices), count) for devices, count in shares] == [(8, 8), (8, 8)]  # all work on all prompts
+    shares.clear()
+    train(make_config(**settings, output=tmp_path / "copied", mesh="data=8"))
+    assert len(shares) == 16 and len(set(shares)) == 8  # in each of two steps, each device answers a prompt
+    assert {(len(devices), count) for devices, count in shares} == {(1, 1)}
+    texts = [(tmp_path / name / "rollouts.jsonl").read_text().splitlines() for name in ("split", "copied")]
+    answers = [[json.loads(line)["answer"] for line in lines] for lines in texts]
+    assert answers[0] == answers[1]

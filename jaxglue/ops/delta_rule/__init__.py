@@ -16,6 +16,7 @@ from jaxglue.ops.delta_rule.convolution import fused_convolution, reference_conv
 from jaxglue.ops.delta_rule.forks import with_copies
 from jaxglue.ops.delta_rule.gated_norm import fused_gated_norm, reference_gated_norm
 from jaxglue.ops.delta_rule.reference import DeltaHeads, gates, normalize, reference_delta_rule
+from jaxglue.ops.delta_rule.split import SplitDeltaRule, exchanged, outputs, own_heads
 from jaxglue.ops.delta_rule.states import (
     DeltaStates,
     convolution_step,
@@ -26,6 +27,7 @@ from jaxglue.ops.delta_rule.states import (
 )
 from jaxglue.ops.delta_rule.vjp import DeltaSpec, fused_delta_rule
 from jaxglue.ops.names import ATTENTION_OUT
+from jaxglue.ops.row_split import to_heads, whole_segments
 from jaxglue.ops.segments import PackedSegments
 
 __all__ = [
@@ -146,7 +148,8 @@ def gated_delta_rule(
     Under `jax.checkpoint`, a policy that saves `ATTENTION_OUT` computes the outputs once.
 
     Args:
-        qkv: queries and keys [K, H] of any length, and values [N, V], side by side for each token.
+        qkv: queries and keys [K, H] of any length, and values [N, V], side by side for each token. Of rows split over
+            devices, whole rows of this device's heads, as `causal_convolution` returns them.
         g: logarithm of each token's decay, at most 0; float32, see `gates`.
         beta: step size of each token's update.
         segments: the rows' documents.
@@ -156,9 +159,18 @@ def gated_delta_rule(
     Raises:
         ValueError: shapes or dtypes that do not fit, forked segments, or a named backend that cannot serve.
     """
-    _check(qkv, g, beta, segments, heads)
-    shape = DeltaShape(dtype=qkv.dtype, key_dim=heads.key_dim, value_dim=heads.value_dim(qkv.shape[-1]))
+    own, split = heads, segments.split
+    if split is None:
+        _check(qkv, g, beta, segments, heads)
+    else:
+        own = own_heads(heads)
+    shape = DeltaShape(dtype=qkv.dtype, key_dim=heads.key_dim, value_dim=own.value_dim(qkv.shape[-1]))
     rule: Any = DELTA_RULE.load(shape, backend=backend) or reference_delta_rule
+    if split is not None and not hasattr(rule, "prepare"):
+        g, beta = (to_heads(gate, split) for gate in (g, beta))
+        out = rule(*own.split(qkv), g, beta, whole_segments(segments))
+        return checkpoint_name(outputs(out, segments), ATTENTION_OUT)
+    rule = rule if split is None else SplitDeltaRule(rule)
     forked = segments.copies is not None
 
     def compute(segments: PackedSegments, qkv, g, beta) -> Array:
@@ -199,17 +211,23 @@ def delta_rule_and_states(
 
 
 def causal_convolution(
-    x: Float[Array, "B T C"], weight: Float[Array, "C 1 W"], segments: PackedSegments, *, backend: str = "auto"
+    x: Float[Array, "B T C"],
+    weight: Float[Array, "C 1 W"],
+    segments: PackedSegments,
+    heads: DeltaHeads | None = None,
+    *,
+    backend: str = "auto",
 ) -> Float[Array, "B T C"]:
     """Return silu of the sum over the last W tokens of a document, each channel by its weights, in x's dtype.
 
     Sums are in float32; tokens before a document's first are zeros, and so is padding's result. The backward pass
-    computes the sums again.
+    computes the sums again. Of rows split over devices, the result is whole rows of this device's part of the heads.
 
     Args:
         x: packed rows.
         weight: the last of a channel's is the token's own, as torch's `Conv1d` with groups of one channel stores them.
         segments: the rows' documents.
+        heads: whose channels x has; needed only where rows are split.
         backend: `auto`, `reference` or `triton`; see `DELTA_ROWS.choose`.
 
     Raises:
@@ -220,6 +238,10 @@ def causal_convolution(
     if x.ndim != 3 or segments.segment_ids.shape != x.shape[:2]:
         raise ValueError(f"x must be [B, T, C] with rows {segments.segment_ids.shape}, got shape {x.shape}")
     kernels = DELTA_ROWS.load(x.dtype, weight.shape[2], backend=backend)
+    if segments.split is not None:
+        assert heads is not None
+        x, weight = exchanged(x, weight, segments, heads)
+        segments = whole_segments(segments)
 
     def compute(segments: PackedSegments, x) -> Array:
         if kernels is None:
