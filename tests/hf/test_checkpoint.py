@@ -83,6 +83,7 @@ def test_few_tensors_are_on_the_host_at_a_time(folder, tensors, monkeypatch):
 
 def test_large_tensors_are_on_their_way_two_at_a_time(folder, tensors, monkeypatch):
     monkeypatch.setattr("jaxglue.hf.checkpoint._LARGE", 1)
+    monkeypatch.setattr("jaxglue.hf.checkpoint._READERS", 4)
     active, most = [], []
 
     def put(name, array):

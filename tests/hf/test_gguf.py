@@ -20,7 +20,7 @@ from jaxglue.hf.gguf import writer
 from jaxglue.hf.gguf.export import export_gguf
 from jaxglue.hf.gguf.importance import measure_importance
 from jaxglue.hf.gguf.layout import interleaved_rows
-from jaxglue.hf.gguf.linear_attention import in_file, inputs_in_file
+from jaxglue.hf.gguf.linear_attention import in_file, inputs_in_file, matrices_in_file
 from jaxglue.hf.gguf.modelfile import ollama_template
 from jaxglue.hf.gguf.types import Shape, tensor_type
 from jaxglue.hf.gguf.vocabulary import vocabulary_metadata
@@ -113,7 +113,7 @@ def test_rotary_rows_of_llama_become_neighbors(make_folder, export):
     assert sorted(interleaved_rows(128, 2)) == list(range(128))
 
 
-def test_columns_and_inputs_of_value_heads_move_alike():
+def test_columns_inputs_and_adapters_of_value_heads_move_alike():
     sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_value_head_dim": 4}
     config = config_from_hf(RAW | sizes | {"model_type": "qwen3_5_text"})
     weight, inputs = np.random.default_rng(0).normal(size=(3, 24)), np.arange(24.0)
@@ -122,6 +122,15 @@ def test_columns_and_inputs_of_value_heads_move_alike():
     assert moved_inputs[:12].tolist() == [0, 1, 2, 3, 12, 13, 14, 15, 4, 5, 6, 7]  # heads 0 and 3, 1 and 4, …
     np.testing.assert_allclose(moved @ moved_inputs, weight @ inputs)
     np.testing.assert_array_equal(inputs_in_file(config, "mlp.down_proj", inputs), inputs)
+    for module, out, width in (
+        ("linear_attn.out_proj", 3, 24),
+        ("linear_attn.in_proj_z", 24, 3),
+        ("mlp.up_proj", 3, 3),
+    ):
+        A, B = np.random.default_rng(1).normal(size=(2, width)), np.random.default_rng(2).normal(size=(out, 2))
+        product, (a, b) = B @ A, matrices_in_file(config, f"model.layers.0.{module}", A, B)
+        moved = in_file(config, f"model.layers.0.{module}.weight", product)
+        np.testing.assert_allclose(b @ a, product if moved is None else moved)
 
 
 def test_types_fall_back_for_rows_of_other_lengths(make_folder, export):
