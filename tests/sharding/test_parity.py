@@ -160,8 +160,8 @@ ROWS = [[23, 2, 7, 1, 5], [40], [9, 17, 11], [38], [40], [12, 20], [1], [30, 9]]
 SPLIT_CASES = [
     ("lora", "data=2,context=4", "dots", {}),
     ("full", "fsdp=4,context=2", "offload", GPT_OSS | WINDOWS),
-    ("lora", "context=8", "full", DEEPSEEK),
-    ("lora", "data=4,context=2", "dots", LINEAR),
+    repeat("lora", "context=8", "full", DEEPSEEK),
+    repeat("lora", "data=4,context=2", "dots", LINEAR),
     repeat("full", "fsdp=4,context=2", "save:attention_out", LINEAR),
     repeat("lora", "data=2,expert=2,context=2", "dots", MOE),
     repeat("full", "context=2,tensor=2,data=2", "full", TIED),
