@@ -1,11 +1,16 @@
 """Recipes: shipped ones, YAML, misplaced keys, and those of other programs."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
 from jaxglue.cli import parse_config
+from jaxglue.config import groups, plain_fields
 from jaxglue.data.readers import read_rows
+from jaxglue.dialects import NOTES, REFUSED
+from jaxglue.dialects.values import CONVERTERS
 from jaxglue.recipe import find_recipe, from_settings, load_config, shipped_recipes
 from jaxglue.training.config import TrainConfig
 
@@ -385,3 +390,33 @@ def test_an_own_type_of_axolotl_names_fields_and_formats(write, tmp_path):
         wrong = {**recipe, "datasets": [{"path": "a.jsonl", "type": {**OWN, key: value}}]}
         with pytest.raises(ValueError, match=message):
             load_config(TrainConfig, write(json.dumps(wrong)))
+
+
+def test_settings_in_the_table_of_programs_are_treated_as_it_says():
+    page = (Path(__file__).parents[1] / "docs/from_other_tools.md").read_text(encoding="utf-8")
+    lines = page.partition("### Each program")[2].partition("Five recipes")[0].strip().splitlines()[2:]
+    known = {
+        name
+        for group in groups(TrainConfig).values()
+        for f, kind in plain_fields(group).values()
+        for name in (f.name, *kind.aliases)
+    }
+    handled = {
+        "datasets",
+        "adapter",
+        "train_on_inputs",
+        "sample_packing",
+        "dataset",
+        "stage",
+        "packing",
+        "wandb_project",
+        "rl",
+    }
+    for line in lines[:4]:
+        honored, translated, left_out, rejected = (
+            set(re.findall(r"`([a-z_0-9]+)`", cell)) for cell in line.split("|")[2:6]
+        )
+        assert honored <= known, honored - known
+        assert translated <= known | CONVERTERS.keys() | handled | {"dataset_info"}, translated
+        assert left_out <= NOTES.keys(), left_out - NOTES.keys()
+        assert rejected <= REFUSED.keys(), rejected - REFUSED.keys()

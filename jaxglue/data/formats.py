@@ -155,7 +155,7 @@ def _read_content(row: Mapping[str, Any], format: str) -> Chat | list[str]:
             return [alpaca_prompt(instruction, given), output]
         case "alpaca_chat":
             instruction, given, output = _alpaca(row)
-            return _exchange(f"{instruction}\n\n{given}" if given else instruction, output)
+            return _exchange(_asked(instruction, given), output)
     return _strings(row, *KEYS[format])
 
 
@@ -164,6 +164,11 @@ def alpaca_prompt(instruction: str, given: str) -> str:
     context = ", paired with an input that provides further context" if given else ""
     section = f"### Input:\n{given}\n\n" if given else ""
     return ALPACA.format(instruction=instruction, context=context, input=section)
+
+
+def _asked(instruction: str, given: str) -> str:
+    """Return the user's message of an instruction and its input, which may be empty, as LLaMA-Factory joins them."""
+    return f"{instruction}\n{given}" if given else instruction
 
 
 def _alpaca(row: Mapping[str, Any]) -> list[str]:
@@ -233,7 +238,7 @@ def _with_label(row: Mapping[str, Any]) -> Mapping[str, Any]:
     if row.get("instruction") is None:
         return {**row, "label": row["kto_tag"], "messages": row.get("messages", row.get("conversations"))}
     instruction, given, output = _alpaca(row)
-    chat = _exchange(f"{instruction}\n\n{given}" if given else instruction, output)
+    chat = _exchange(_asked(instruction, given), output)
     return {**row, "label": row["kto_tag"], "messages": chat.messages}
 
 
@@ -259,7 +264,7 @@ def _pair(row: Mapping[str, Any]) -> AnswerTexts:
     prompt, chosen, rejected = row.get("prompt"), _conversation(row["chosen"]), _conversation(row["rejected"])
     if prompt is None and isinstance(row.get("instruction"), str):  # LLaMA-Factory's rows in Alpaca's form
         instruction, given, _ = _alpaca({**row, "output": ""})
-        prompt = [{"role": "user", "content": f"{instruction}\n\n{given}" if given else instruction}]
+        prompt = [{"role": "user", "content": _asked(instruction, given)}]
         chosen, rejected = (
             [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
             for answer in (chosen, rejected)

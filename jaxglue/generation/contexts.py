@@ -18,7 +18,14 @@ from jaxglue.ops.delta_rule import (
 )
 from jaxglue.ops.moe import Routing
 from jaxglue.ops.norm_rope import HeadNorms, norm_and_rotate
-from jaxglue.ops.paged_attention import KVPages, LatentPages, append, append_and_attend, latent_attention
+from jaxglue.ops.paged_attention import (
+    KVPages,
+    LatentPages,
+    append,
+    append_and_attend,
+    latent_attention,
+    paged_attention,
+)
 from jaxglue.ops.rope import RopeTables, Rotary
 
 Cache = KVPages | LatentPages | DeltaStates
@@ -173,3 +180,15 @@ class DecodeContext(_Appending):
         out, states = advance_states(self.cache.states, slots, begun, qkv[0], g[0], beta[0], heads)
         self.cache = replace(self.cache, states=states)
         return out[None]
+
+
+class ExtendContext(DecodeContext):
+    """Context of several tokens of each slot, which attend over the cache and those before them."""
+
+    def attend(self, q, k, v, *, window: int | None = None, **options: Any) -> Float[Array, "1 S N H"]:
+        """Write all tokens to the cache, and then compute attention of each."""
+        cursor, (pages, offsets) = self._cursor, self._cursor.places.of(window)
+        new = q[0], k[0], v[0]
+        rotated, _, self.cache = append(*new, self.cache, pages, offsets, cursor.rope, *self._rotation)
+        tables = cursor.tables[cursor.places.windows.index(window)]
+        return paged_attention(rotated, self.cache, tables, cursor.positions, window=window, **options)[None]

@@ -22,11 +22,20 @@ from jaxtyping import Float, Int
 
 from jaxglue.engine.compiler import rounding_as_written
 from jaxglue.generation.config import SamplingConfig
-from jaxglue.generation.contexts import Places
+from jaxglue.generation.contexts import Cursor, Places
 from jaxglue.generation.pages import PAGE, CachePlan, free_bytes, make_caches, plan_cache, ring_table
 from jaxglue.generation.programs import IDLE, NOT_FINITE, Cache, Copies, Programs, Trees, Window, make_sequences
 from jaxglue.generation.sampling import Controls, Features, Sampled, answer_keys
-from jaxglue.generation.scheduler import Answer, Finish, Prefill, Request, Scheduler, Tokens, Work
+from jaxglue.generation.scheduler import (
+    LONGEST_SUFFIX,
+    Answer,
+    Finish,
+    Prefill,
+    Request,
+    Scheduler,
+    Tokens,
+    Work,
+)
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.parameters import ModelGraphDefs, Params
 from jaxglue.ops.choices import KVCache
@@ -35,7 +44,7 @@ from jaxglue.ops.segments import pack_segments, segment_bucket
 _log = logging.getLogger(__name__)
 STEPS = 8
 """Tokens of a window: ended answers idle for half of it, and one window more if a stop token ended them."""
-_SMALLEST_ROW, _SMALLEST_TEXT = 128, 1024
+_SMALLEST_ROW, _SHORT_SUFFIX, _SMALLEST_TEXT = 128, 64, 1024
 _MANY_STEPS = 1024
 """Decode steps from which a program of all layers, whose compile time grows with depth, is worth compiling."""
 _SMALLEST_SIZE, _FLAT = 8, 256
@@ -418,7 +427,7 @@ class Batch:
         self._features, self._sizes, self._compiler, self._whole = kind.features, sizes, compiler, whole
         self._table = _SlotTable(plan, kind, vocabulary)
         self._slots = make_sequences(plan, vocabulary, kind.features, place_of(trees))
-        self._scheduler = Scheduler(plan, STEPS)
+        self._scheduler = Scheduler(plan, STEPS, remembers=programs.extends)
         self._under_way = deque[tuple[Work, Any]]()
 
     @property
@@ -457,6 +466,8 @@ class Batch:
         """Start the prefill and the window; return its results to come."""
         for row in work.rows:
             self._prefill(row)
+        for row in work.suffix_rows:
+            self._extend(row)
         self._copy_pages(work)
         if self._slots.counts is not None and work.fresh:
             self._count(work.fresh)
@@ -490,6 +501,25 @@ class Batch:
         slots[: len(row)] = [prompt.slot for prompt in row]
         places: Any = Places(pages=pages, offsets=offsets, slots=slots, windows=self._programs.windows)
         self._caches = self._programs.prefill(self._trees, tokens, segments, places, self._caches)
+
+    def _extend(self, row: Sequence[Prefill]) -> None:
+        """Run what follows the beginnings that are in the cache, a row of the cache's table for each token."""
+        used = sum(len(prompt.tokens) - prompt.begin for prompt in row)
+        T = _SHORT_SUFFIX if used <= _SHORT_SUFFIX else LONGEST_SUFFIX
+        zeros: Any = partial(np.zeros, dtype=np.int32)
+        rope: Any = None  # made by `extend`
+        tokens, positions, slots, pages = (zeros(T) for _ in range(4))
+        tables = zeros((T, self._plan.table))
+        slots[:], end = self._plan.slots, 0
+        for prompt in row:
+            begin, end = end, end + len(prompt.tokens) - prompt.begin
+            tokens[begin:end], slots[begin:end] = prompt.tokens[prompt.begin :], prompt.slot
+            positions[begin:end] = np.arange(prompt.begin, len(prompt.tokens))
+            tables[begin:end, : len(prompt.pages)] = prompt.pages
+            pages[begin:end] = np.array(prompt.pages, np.int32)[positions[begin:end] // PAGE]
+        places = Places(pages=(pages,), offsets=positions % PAGE, slots=slots, windows=self._programs.windows)
+        cursor = Cursor(places=places, tables=(tables,), slots=slots, positions=positions, rope=rope)
+        self._caches = self._programs.extend(self._trees, tokens, cursor, self._caches)
 
     def _places(self, prompt: Prefill, window: int | None) -> Int[np.ndarray, " n"]:
         """Return the page of each token of a prompt; 0 for those that a layer with this window has no more."""

@@ -5,6 +5,7 @@ its full pages together. Layers with a window have a ring of pages for each slot
 those of linear attention a state for each slot.
 """
 
+import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -192,34 +193,74 @@ def free_bytes(limit: float = math.inf) -> float:
 
 
 class PagePool:
-    """Pages with the number of their holders; page 0 is nobody's."""
+    """Pages with the number of their holders; page 0 is nobody's.
+
+    Free pages keep what they hold until they are taken: those with a name are taken last, the oldest first.
+    """
 
     def __init__(self, pages: int):
-        self._free = list(range(pages, 0, -1))
+        self._free, self._kept = list(range(pages, 0, -1)), dict[int, None]()
         self._holders = [0] * (pages + 1)
+        self._named, self._names = dict[bytes, int](), dict[int, bytes]()
 
     def __len__(self) -> int:
         """Return the number of free pages."""
-        return len(self._free)
+        return len(self._free) + len(self._kept)
 
     def take(self, count: int) -> list[int]:
         """Return free pages, with one holder each."""
-        assert count <= len(self._free)
-        taken = [self._free.pop() for _ in range(count)]
+        assert count <= len(self)
+        taken = [self._free.pop() if self._free else self._forget() for _ in range(count)]
         self.share(taken)
         return taken
 
     def share(self, pages: Iterable[int]) -> None:
         """Add a holder of these pages."""
         for page in pages:
+            self._kept.pop(page, None)
             self._holders[page] += 1
 
     def give_back(self, pages: Iterable[int]) -> None:
         """Remove a holder of these pages; those without any are free."""
-        for page in pages:
+        for page in reversed(list(pages)):  # the first ones, which more texts begin with, are kept longest
             self._holders[page] -= 1
-            if not self._holders[page]:
+            if not self._holders[page] and page in self._names:
+                self._kept[page] = None
+            elif not self._holders[page]:
                 self._free.append(page)
+
+    def name(self, pages: Iterable[int], names: Iterable[bytes]) -> None:
+        """Name held pages by what they hold; names that are given stay where they are."""
+        for page, name in zip(pages, names, strict=False):
+            if name not in self._named and page not in self._names:
+                self._named[name], self._names[page] = page, name
+
+    def find(self, names: Iterable[bytes]) -> list[int]:
+        """Return the pages with these names, up to the first that there is none of."""
+        found = []
+        for name in names:
+            if (page := self._named.get(name)) is None:
+                break
+            found.append(page)
+        return found
+
+    def kept(self, pages: Iterable[int]) -> int:
+        """Return how many of these pages are free."""
+        return sum(page in self._kept for page in pages)
+
+    def _forget(self) -> int:
+        page = next(iter(self._kept))
+        del self._kept[page], self._named[self._names.pop(page)]
+        return page
+
+
+def page_names(tokens: Int[np.ndarray, " n"]) -> list[bytes]:
+    """Return a name for each full page of a text, which says what it holds and all before it."""
+    names, name = list[bytes](), b""
+    for page in np.asarray(tokens, np.int32)[: len(tokens) // PAGE * PAGE].reshape(-1, PAGE):
+        name = hashlib.blake2b(name + page.tobytes(), digest_size=16).digest()
+        names.append(name)
+    return names
 
 
 def ring_table(slots: Int[Array, " S"], ring: int, table: int) -> Int[Array, "S P"]:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxglue.engine.compiler import Program, jit_step
 from jaxglue.engine.layer_forms import by_tiles
-from jaxglue.generation.contexts import Cache, Cursor, DecodeContext, Places, PrefillContext
+from jaxglue.generation.contexts import Cache, Cursor, DecodeContext, ExtendContext, Places, PrefillContext
 from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, CachePlan, ring_table
 from jaxglue.generation.sampling import Controls, Counts, Features, Sampled, sample
 from jaxglue.models.config import DecoderConfig, LayerKind
@@ -74,12 +74,13 @@ class Window:
 
 
 class CachedLayer:
-    """The compiled prefill and decode step of one layer type; both update the cache in place."""
+    """The compiled prefill, decode step and extension of one layer type; all update the cache in place."""
 
     def __init__(self, graphdef: nnx.GraphDef, *, fp8: bool = True):
         self._graphdef, self._fp8 = graphdef, fp8
         self.prefill = jit_step(self._prefill, donate_argnames="cache")
         self.decode = _jit(self._decode, donate_argnames="cache")
+        self.extend = jit_step(self._extend, donate_argnames="cache")
 
     def _prefill(self, weights: Trees, x, cache: Cache, packed: PackedContext, places: Places):
         layer, context = merge_module(self._graphdef, *weights), PrefillContext(packed, cache, places, fp8=self._fp8)
@@ -89,6 +90,10 @@ class CachedLayer:
 
     def _decode(self, weights: Trees, x, cache: Cache, cursor: Cursor):
         context = DecodeContext(cache, cursor, fp8=self._fp8)
+        return merge_module(self._graphdef, *weights)(x, context), context.cache
+
+    def _extend(self, weights: Trees, x, cache: Cache, cursor: Cursor):
+        context = ExtendContext(cache, cursor, fp8=self._fp8)
         return merge_module(self._graphdef, *weights)(x, context), context.cache
 
 
@@ -119,7 +124,11 @@ class Programs:
         self._output_name = graphdefs.output_name
         self.windows = tuple(dict.fromkeys(kind.window for kind in config.layer_kinds))
         """Windows of attention, None for all tokens: layers with one number their pages alike."""
-        self._embed_prompts = _jit(self._embed_packed)
+        self.extends = (
+            self.windows == (None,) and config.latent is None and not any(k.linear for k in config.layer_kinds)
+        )
+        """Whether `extend` serves: all layers have the keys and values of all tokens in numbered pages."""
+        self._embed_prompts, self._embed_suffixes = _jit(self._embed_packed), _jit(self._embed)
         self._copy = jax.jit(self._copy_pages, donate_argnames="caches")
         self._begin = jax.jit(_begin)
         self._embed_slots = _jit(self._embed_last, static_argnames="plan")
@@ -141,6 +150,18 @@ class Programs:
         contexts = packed.each(own, len(self._layers))
         for i, (layer, weights) in enumerate(self._layer_weights(trees)):
             x, caches[i] = layer.prefill(weights, x, caches[i], contexts[i], places)
+        return caches
+
+    def extend(self, trees: Trees, tokens: Int[Array, " T"], cursor: Cursor, caches: list[Cache]) -> list[Cache]:
+        """Write the keys and values of texts that go on behind what is in their pages; the cursor's rope is not read.
+
+        Each token has a row of the cursor's, as decoding sequences have.
+        """
+        x, rope, own = self._embed_suffixes(_part(trees, "embed_tokens"), tokens[None], cursor.positions[None])
+        cursor = replace(cursor, rope=rope)
+        for i, (layer, weights) in enumerate(self._layer_weights(trees)):
+            cursor = cursor if own is None else replace(cursor, layer_input=own[i])
+            x, caches[i] = layer.extend(weights, x, caches[i], cursor)
         return caches
 
     def copy(self, caches: list[Cache], copies: Copies) -> list[Cache]:
@@ -195,9 +216,10 @@ class Programs:
     def compilations(self) -> int:
         """Return the number of compiled programs."""
         functions: list[Any] = [self._begin, self._copy, self._finish, self._note]
-        programs = [self._embed_prompts, self._embed_slots, self._advance, self._run_one, self._run_several]
+        programs = [self._embed_prompts, self._embed_suffixes, self._embed_slots, self._advance]
+        programs += [self._run_one, self._run_several]
         for layer in set(self._layers):
-            programs += [layer.prefill, layer.decode]
+            programs += [layer.prefill, layer.decode, layer.extend]
         compiled = sum(program.compilations() for program in programs)
         return compiled + sum(function._cache_size() for function in functions)
 

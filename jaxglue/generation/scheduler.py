@@ -13,8 +13,10 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jaxglue.generation.config import SamplingConfig
-from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, CachePlan, PagePool, pages_of
+from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, CachePlan, PagePool, page_names, pages_of
 
+LONGEST_SUFFIX = 512
+"""Tokens after a known beginning up to which reading its keys for each takes less time than computing them again."""
 Finish = Literal["stop", "length", "until"]
 """Why an answer ended: a stop token, its limit or the model's, or the caller."""
 
@@ -87,6 +89,8 @@ class Prefill(NamedTuple):
     tokens: Int[np.ndarray, " n"]
     slot: int
     pages: list[int]
+    begin: int = 0
+    """Tokens whose keys and values are there."""
 
 
 @dataclass
@@ -94,6 +98,8 @@ class Work:
     """Prompts to prefill, pages to copy, and then a window of steps."""
 
     prompts: list[Prefill] = field(default_factory=list)
+    suffixes: list[Prefill] = field(default_factory=list)
+    """Prompts of which the beginnings are there, or are among the prompts; after these."""
     page_copies: list[tuple[int, int]] = field(default_factory=list)
     """From and to, after the prefill."""
     slot_copies: list[tuple[int, int]] = field(default_factory=list)
@@ -116,6 +122,20 @@ class Work:
         if row:
             yield row
 
+    @property
+    def suffix_rows(self) -> Iterator[list[Prefill]]:
+        """Yield suffixes that share a row of `LONGEST_SUFFIX` tokens."""
+        row, used = list[Prefill](), 0
+        for suffix in self.suffixes:
+            count = len(suffix.tokens) - suffix.begin
+            if row and used + count > LONGEST_SUFFIX:
+                yield row
+                row, used = [], 0
+            row.append(suffix)
+            used += count
+        if row:
+            yield row
+
 
 class Scheduler:
     """Slots and pages of answers.
@@ -123,9 +143,11 @@ class Scheduler:
     Args:
         plan: of the cache.
         steps: of a window.
+        remembers: let prompts share the pages of texts that begin alike, also after these have ended.
     """
 
-    def __init__(self, plan: CachePlan, steps: int):
+    def __init__(self, plan: CachePlan, steps: int, *, remembers: bool = False):
+        self._remembers = remembers
         self._waiting, self._steps = deque[Answer](), steps
         self._pool, self._slots = PagePool(plan.pages), list(range(plan.slots - 1, -1, -1))
         self._running: list[Answer] = []
@@ -173,6 +195,9 @@ class Scheduler:
     def _leave(self, answer: Answer) -> None:
         assert answer.slot is not None
         self._running.remove(answer)
+        if self._remembers and answer.length == answer.end:
+            # The last token is not in the cache, nor any of those after it in a window under way in a full page.
+            self._pool.name(answer.pages, page_names(answer.tokens[:-1]))
         self._pool.give_back(answer.pages)
         self._slots.append(answer.slot)
         answer.slot, answer.pages = None, []
@@ -202,14 +227,20 @@ class Scheduler:
         first = self._waiting[0]
         known = first.length - 1  # the window begins with the last known token
         shared, all_pages = known // PAGE, pages_of(min(first.length + self._steps, first.end))
-        group = self._siblings(first)
-        spare = len(self._pool) - self._promised() - shared
+        group, names = self._siblings(first), page_names(first.tokens[:known]) if self._remembers else []
+        there = self._pool.find(names)
+        if known - len(there) * PAGE > LONGEST_SUFFIX:
+            there = []
+        shared_anew = shared - len(there) + self._pool.kept(there)
+        spare = len(self._pool) - self._promised() - shared_anew
         fits = min(len(group), len(self._slots), max(spare, 0) // max(self._expected(first) - shared, 1))
         if not self._running and not work.fresh:
             fits = max(fits, 1)  # the pool holds the longest sequence
-        if fits < 1 or shared + fits * (all_pages - shared) > len(self._pool):
+        if fits < 1 or shared_anew + fits * (all_pages - shared) > len(self._pool):
             return False
-        prefix = self._pool.take(shared)
+        self._pool.share(there)
+        prefix = there + self._pool.take(shared - len(there))
+        self._pool.name(prefix, names)
         for index, answer in enumerate(group[:fits]):
             self._waiting.popleft()
             answer.slot, answer.pages = self._slots.pop(), prefix + self._pool.take(all_pages - shared)
@@ -218,7 +249,7 @@ class Scheduler:
             self._running.append(answer)
             work.fresh.append(answer)
         if known:
-            self._prefill(work, group[:fits], first.tokens[:known])
+            self._prefill(work, group[:fits], first.tokens[:known], len(there) * PAGE)
         return True
 
     def _siblings(self, first: Answer) -> list[Answer]:
@@ -232,10 +263,11 @@ class Scheduler:
             group.append(answer)
         return group
 
-    def _prefill(self, work: Work, group: Sequence[Answer], tokens: Int[np.ndarray, " n"]) -> None:
+    def _prefill(self, work: Work, group: Sequence[Answer], tokens: Int[np.ndarray, " n"], begin: int) -> None:
         first, *others = group
         assert first.slot is not None
-        work.prompts.append(Prefill(tokens, first.slot, first.pages))
+        if begin < len(tokens):
+            (work.suffixes if begin else work.prompts).append(Prefill(tokens, first.slot, first.pages, begin))
         full, partial = divmod(len(tokens), PAGE)
         for answer in others:
             assert answer.slot is not None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from jaxglue.generation.chat import Assistant
 from jaxglue.generation.config import GREEDY
 from jaxglue.generation.engine import Batch, Kind
-from jaxglue.generation.pages import plan_cache
+from jaxglue.generation.pages import PAGE, plan_cache
 from jaxglue.generation.sampling import Features
 from jaxglue.generation.scheduler import Answer, Finish, Request
 
@@ -110,15 +110,17 @@ class Service:
         ticket.cancelled.update(range(len(ticket.answers)) if answer is None else [answer])
 
     def warm_up(self) -> None:
-        """Compile the programs with a short answer.
+        """Compile the programs with short answers, also to prompts that go on where one before them ended.
 
         Raises:
             EndedError: an error has ended the service.
         """
         events = queue.SimpleQueue[Event]()
-        self.submit(Request([0], replace(GREEDY, max_tokens=1)), events.put)
-        if (error := events.get().error) is not None:
-            raise EndedError(error)
+        for length in (1, PAGE + 1, PAGE + 6, 2 * PAGE + 3):
+            if length < self.length:
+                self.submit(Request([0] * length, replace(GREEDY, max_tokens=1)), events.put)
+                if (error := events.get().error) is not None:
+                    raise EndedError(error)
 
     def close(self) -> None:
         """End the thread, after the window under way."""

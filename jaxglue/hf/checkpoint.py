@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from threading import BoundedSemaphore
 from typing import Any
 
 import jax
@@ -31,6 +32,8 @@ HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _KEYS_VALUES = re.compile(r"(.+\.self_attn\.)[kv]_(proj|norm)\.(weight|bias)")
 _SHOWN = 5
 _READERS = min(8, os.cpu_count() or 1)
+_LARGE = 1 << 29
+"""Bytes of tensors of which two at most are on their way, such as stacks of experts that are quantized on a GPU."""
 """Tensors read concurrently."""
 
 
@@ -182,10 +185,11 @@ def load_tensors(
         if wanted[name].sharding is not None and source.read_rows is not None:
             return jax.block_until_ready(_load_parts(partial(source.read_rows, files), wanted[name]))
         as_it_is = name in source.shapes and not source.packed and files.tensors[name].dtype == dtype
-        array = buffers.upload(files, name) if buffers and as_it_is else source.read(files)
-        return jax.block_until_ready(put(name, _cast(array, dtype)))
+        with few if sizes[name] >= _LARGE else nullcontext():
+            array = buffers.upload(files, name) if buffers and as_it_is else source.read(files)
+            return jax.block_until_ready(put(name, _cast(array, dtype)))
 
-    sizes = {name: source.nbytes(files) for name, source in sources.items()}
+    sizes, few = {name: source.nbytes(files) for name, source in sources.items()}, BoundedSemaphore(2)
     on_gpu = compute_capability() is not None
     with (
         UploadBuffers(_READERS) if on_gpu else nullcontext() as buffers,

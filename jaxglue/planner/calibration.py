@@ -193,6 +193,8 @@ COMPILE_IN_WHOLE = _grid(0.4, "s")
 """To compile a micro-batch's only program, and for each layer in it."""
 PINNING = Fitted(8 * _GIB, "bytes/s", "H200", _UNRECORDED)
 """Rate at which a run pins host memory, by threads beside compilation (`engine/host_buffers.py`)."""
+JAX_PINNING = Fitted(1.2 * _GIB, "bytes/s", "H100", _UNRECORDED)
+"""Rate at which JAX does, where a virtual machine's memory grows as it is touched."""
 WORTH_COMPILING = Fitted(1.2 * _GIB, "bytes", "H100", _UNRECORDED)
 """Host memory whose use is as bad as a second of compilation."""
 
@@ -208,8 +210,8 @@ PROGRAMS_MEMORY = _grid(int(0.3 * _GIB), "bytes")
 """Loaded programs and workspaces of matmuls, for any model."""
 OUTSIDE_POOL = Fitted(0.7 * _GIB, "bytes", "H100", "benchmarks/results/memory_limit.json")
 """Of a process beside JAX's pool: CUDA's context and the code of kernels."""
-COLLECTIVES_MEMORY = Fitted(1.0 * _GIB, "bytes", "H100", _UNRECORDED)
-"""Of a process that exchanges with other GPUs, beside it: NCCL's buffers."""
+COLLECTIVES_MEMORY = Fitted(1.0 * _GIB, "bytes", "H200", "benchmarks/results/scaling_train.json")
+"""Of a process that exchanges with other GPUs, beside it: NCCL's buffers, 0.8 GiB on two GPUs."""
 CUDNN_WORKSPACE = Fitted(8, "bytes", "H200", "compiled programs' temporary memory")
 """Bytes of cuDNN's backward pass for each token, head, head dim and segment slot."""
 SCALING_ERROR = Fitted(3e-4, "of the memory", "H200", "plans of scaled and of traced programs")

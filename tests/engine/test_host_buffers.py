@@ -7,7 +7,8 @@ import jax
 import pytest
 
 from jaxglue.engine import transfer
-from jaxglue.engine.host_buffers import HostBuffers, local_cpus
+from jaxglue.engine.host_buffers import HostBuffers, MeshBuffers, local_cpus
+from jaxglue.sharding.mesh import MeshShape, batch_sharding, make_mesh
 
 
 @pytest.mark.parametrize("listed", ["0-3,8", "5", "", None, "no list"])
@@ -25,3 +26,18 @@ def test_values_come_back_from_the_host_as_they_left():
         buffers.prepare(value.nbytes for value in values[:4])
         for _ in range(2):
             chex.assert_trees_all_equal(transfer.to_device(transfer.to_host(values, buffers)), values)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.local_device_count() < 2, reason="needs two GPUs")
+def test_parts_on_several_gpus_come_back_as_they_left():
+    """Try what `UNTRIED` calls buffers of several GPUs."""
+    count = jax.local_device_count()
+    sharding = batch_sharding(make_mesh(MeshShape(data=count)))
+    values = [jax.device_put(jax.random.bits(jax.random.key(n), (count, 2**20 + n)), sharding) for n in range(8)]
+    with MeshBuffers(jax.local_devices(), 2**23) as buffers:
+        buffers.prepare(value.nbytes // count for value in values[:4])
+        for _ in range(2):
+            moved = transfer.to_device(transfer.to_host(values, buffers))
+            chex.assert_trees_all_equal(moved, values)
+            assert [value.sharding for value in moved] == [value.sharding for value in values]

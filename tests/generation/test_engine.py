@@ -10,7 +10,7 @@ from selection import repeat, repeats
 
 from jaxglue.generation import programs
 from jaxglue.generation.config import GREEDY, SamplingConfig
-from jaxglue.generation.engine import Engine
+from jaxglue.generation.engine import Engine, Kind
 from jaxglue.generation.pages import PREFILL_TOKENS, plan_cache
 from jaxglue.generation.scheduler import Request
 from jaxglue.models.lora import add_lora
@@ -376,3 +376,44 @@ def test_an_answer_goes_on_in_a_program_that_was_compiled_meanwhile(tiny_model):
     before = staying.compilations()
     assert found + list(stream) == wanted and staying.compilations() == before
     assert list(staying.stream(*trees, PROMPT, replace(SAMPLED, max_tokens=30))) == wanted[:30]
+
+
+def follow(engine, trees, prompts, **options):
+    """Return the batch's greedy answers to prompts, given one after the other, and the tokens that each wrote anew."""
+    requests = [Request(prompt, SamplingConfig(temperature=0, max_tokens=70)) for prompt in prompts]
+    batch = engine.open(*trees, engine.plan(requests, slots=2), Kind.of(requests, ()), whole=False)
+    written, found = [], []
+    for name in ("_prefill", "_extend"):
+        run = getattr(batch, name)
+        counted = lambda row, run=run: written.append(sum(len(p.tokens) - p.begin for p in row)) or run(row)  # noqa: E731
+        setattr(batch, name, counted)
+    for number, request in enumerate(requests):
+        answers = engine.answers(request, number)
+        batch.add(answers, ())
+        while batch.is_busy:
+            list(batch.advance())
+        found.append(answers[0].new)
+    return found, written
+
+
+def test_texts_that_begin_alike_share_pages_also_after_they_ended(llama):
+    engine, trees = llama[0]
+    first, *ends = (np.random.default_rng(seed).integers(0, 97, 150).tolist() for seed in range(3))
+    alone = list(engine.stream(*trees, first, SamplingConfig(temperature=0, max_tokens=70)))
+    goes_on = first + alone + ends[1][:9]
+    prompts = [first, first[:140] + ends[0][:20], first, goes_on, ends[0]]
+    found, written = follow(engine, trees, prompts)
+    for prompt, answer in zip(prompts, found, strict=True):
+        assert answer == list(engine.stream(*trees, prompt, SamplingConfig(temperature=0, max_tokens=70)))
+    # but for full pages of 64: of the prompt, and of prompt and answer
+    assert written == [149, 159 - 128, 149 - 128, len(goes_on) - 1 - 192, 149]
+
+
+def test_prompts_of_one_call_share_what_they_begin_with(llama):
+    engine, trees = llama[0]
+    shared, *ends = (np.random.default_rng(seed).integers(0, 97, 130).tolist() for seed in range(3))
+    greedy = SamplingConfig(temperature=0, max_tokens=5)
+    requests = [Request(shared + end[: 3 + 2 * i], greedy, i, n=2) for i, end in enumerate(ends)]
+    together = {(c.number, c.answer): c.tokens.tolist() for c in engine.generate(*trees, requests)}
+    for number, request in enumerate(requests):
+        assert together[number, 0] == together[number, 1] == list(engine.stream(*trees, request.prompt, greedy))

@@ -1,5 +1,6 @@
 import json
 import resource
+import time
 import weakref
 
 import jax
@@ -78,6 +79,22 @@ def test_few_tensors_are_on_the_host_at_a_time(folder, tensors, monkeypatch):
         return array.copy()  # JAX's own copy would release its source some time later
 
     assert len(load_tensors(folder, specs(tensors), put)) == len(alive) == len(tensors)
+
+
+def test_large_tensors_are_on_their_way_two_at_a_time(folder, tensors, monkeypatch):
+    monkeypatch.setattr("jaxglue.hf.checkpoint._LARGE", 1)
+    monkeypatch.setattr("jaxglue.hf.checkpoint._READERS", 4)
+    active, most = [], []
+
+    def put(name, array):
+        active.append(name)
+        time.sleep(0.02)
+        most.append(len(active))
+        active.remove(name)
+        return array
+
+    assert load_tensors(folder, specs(tensors), put).keys() == tensors.keys()
+    assert max(most) <= 2
 
 
 def test_put_receives_names_and_replaces_arrays(folder, tensors):

@@ -54,6 +54,7 @@ LINEAR = {
     **{"full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
     **{"linear_key_head_dim": 64, "linear_value_head_dim": 64},
 }
+MSCALES = {"mscale": 0.7, "mscale_all_dim": 0.7}
 FAMILIES = {
     "llama": {"model_type": "llama", "rope_scaling": LLAMA3, "rms_norm_eps": 1e-5},
     "llama_tied": {"model_type": "llama", "tie_word_embeddings": True, "head_dim": 32, "rope_theta": 500000.0},
@@ -86,6 +87,24 @@ FAMILIES = {
         **{"model_type": "glm4_moe", "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256},
         **{"n_shared_experts": 2, "routed_scaling_factor": 1.5, "use_qk_norm": True, "attention_bias": True},
     },
+    "deepseek_v2": {
+        **{
+            "model_type": "deepseek_v2",
+            "q_lora_rank": None,
+            "num_hidden_layers": 27,
+            "kv_lora_rank": 64,
+            "n_routed_experts": 4,
+        },
+        **{"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "num_key_value_heads": 4, "head_dim": 32},
+        **{"num_experts_per_tok": 2, "moe_intermediate_size": 256, "n_shared_experts": 1, "first_k_dense_replace": 1},
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, **MSCALES},
+    },
+    "deepseek_v3": {
+        **{"model_type": "deepseek_v3", "q_lora_rank": 96, "kv_lora_rank": 64, "n_routed_experts": 8},
+        **{"qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "num_key_value_heads": 4, "head_dim": 32},
+        **{"num_experts_per_tok": 3, "moe_intermediate_size": 256, "first_k_dense_replace": 1},
+        **{"n_group": 4, "topk_group": 2},
+    },
     "smollm3": {"model_type": "smollm3"},
     "gemma2": {
         **{"model_type": "gemma2", "sliding_window": 16, "query_pre_attn_scalar": 64, "initializer_range": 0.03}
@@ -107,7 +126,7 @@ FAMILIES = {
 SEEDS = {"llama": 29, "llama_tied": 28, "qwen3": 10, "qwen3_moe": 1, "gpt_oss": 33}
 SEEDS |= {"qwen2": 11, "mistral": 13, "granite": 20, "olmo2": 15, "smollm3": 11, "glm4": 4, "phi3": 17}
 SEEDS |= {"phi3_longrope": 3, "gemma2": 13, "gemma3": 19, "qwen3_5": 2, "qwen3_5_moe": 3, "olmo3": 24, "ministral3": 2}
-SEEDS |= {"mixtral": 22, "qwen2_moe": 3, "glm4_moe": 7}
+SEEDS |= {"deepseek_v2": 2, "deepseek_v3": 4, "mixtral": 22, "qwen2_moe": 3, "glm4_moe": 7}
 """Of models whose greedy tokens are likelier than others by 0.03 at least, which no rounding decides."""
 ENDS = (0, 2)
 """Tokens of the tokenizer that llama.cpp knows as ends by their names, whatever the file says."""

@@ -3,11 +3,19 @@
 import json
 import signal
 
+import chex
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from jaxglue.generation.engine import Engine
+from jaxglue.ops.adam import ADAM
+from jaxglue.ops.backend import tracing_for
+from jaxglue.sharding.mesh import MeshShape, make_mesh
+from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
+from jaxglue.training.adamw import AdamWOptimizer
+from jaxglue.training.config import OptimizerConfig
 from jaxglue.training.record import read_metrics
 from jaxglue.training.step import TrainStep, WholeStep
 from jaxglue.training.train import train
@@ -71,6 +79,35 @@ def test_a_step_on_a_mesh_is_one_program(make_config, tmp_path, caplog, mesh):
         train(make_config(**options, output=tmp_path / "one", layers_per_program=2))
     assert len(calls) == 3 and not caplog.records  # of programs compiled again
     np.testing.assert_allclose(losses(tmp_path / "one"), losses(tmp_path / "several"), rtol=1e-5)
+
+
+@pytest.mark.parametrize("moments", ["float32", pytest.param("8bit", marks=pytest.mark.slow)])
+def test_kernels_update_each_devices_own_parameters(interpreted, monkeypatch, moments):
+    from jaxglue.ops.adam import triton as adam_triton
+
+    kernels = interpreted(adam_triton.TritonAdam)
+    monkeypatch.setattr(adam_triton, "_TILE", 1024)
+    monkeypatch.setattr(adam_triton, "TritonAdam", kernels)
+
+    def tree(seed):
+        split, whole = jax.random.normal(jax.random.key(seed), (2, 64, 128))
+        return {"norm": {}, "layers": [{"mlp": {"up_proj": {"weight": split, "lora_A": whole}}}]}
+
+    def two_steps(layout):
+        config = OptimizerConfig(moments=moments, weight_decay=0.1, learning_rate=0.01)
+        optimizer, trainable = AdamWOptimizer(config, 9, layout), layout.put(tree(0))
+        state = optimizer.init(trainable)
+        for step in range(2):
+            trainable, state, values = optimizer.update(trainable, state, layout.put(tree(step + 1)), step)
+        return trainable, values
+
+    layout, launch, launched = Layout(make_mesh(MeshShape(data=4, fsdp=2))), kernels._launch, []
+    monkeypatch.setattr(kernels, "_launch", lambda *args, **kw: launched.append(args[1]) or launch(*args, **kw))
+    with tracing_for((9, 0)):
+        trainable, values = two_steps(layout)
+    assert launched and trainable["layers"][0]["mlp"]["up_proj"]["weight"].sharding.spec == PartitionSpec("fsdp")
+    with ADAM.using(None):
+        chex.assert_trees_all_close((trainable, values), two_steps(SINGLE_DEVICE), rtol=1e-4, atol=1e-5)
 
 
 def test_expert_parallel_training_equals_data_parallel(make_config, moe_folder, tmp_path):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxglue.models.config import DecoderConfig
+from jaxglue.models.family import find_family
 from jaxglue.ops.rope import Rotary
 
 _LOCAL_THETA = 10_000.0
@@ -168,20 +169,71 @@ def _glm4_moe(config: DecoderConfig) -> str | None:
     return "GLM without shared experts" if not config.moe.shared_size else _all_attended(config)
 
 
-_SIGMOID = 2
-"""llama.cpp's number of routers by sigmoids."""
+_SOFTMAX, _SIGMOID = 1, 2
+"""llama.cpp's numbers of routers."""
 
 
 def _glm4_moe_metadata(config: DecoderConfig) -> dict[str, Any]:
+    return _partial(config) | _routed(config)
+
+
+def _routed(config: DecoderConfig) -> dict[str, Any]:
+    """Return the metadata of routed experts beside shared ones, after dense layers."""
     moe = config.moe
     assert moe is not None
-    return _partial(config) | {
+    softmax = find_family(config.model_type).parts.experts.order == "softmax_topk"
+    return {
         "expert_shared_count": moe.shared_size // moe.intermediate_size,
         "leading_dense_block_count": moe.sparse_layers.count(False),
         "expert_weights_scale": float(moe.routed_scale),
         "expert_weights_norm": moe.norm_topk_prob,
-        "expert_gating_func": _SIGMOID,
+        "expert_gating_func": _SOFTMAX if softmax else _SIGMOID,
     }
+
+
+_LAYERS_OF_LITE = (26, 27)
+"""By which llama.cpp knows models whose queries come from no latent vector, such as DeepSeek-V2-Lite."""
+
+
+def _latent(config: DecoderConfig) -> str | None:
+    moe, rope, latent = config.moe, config.rope, config.latent
+    assert moe is not None and latent is not None
+    if latent.query_rank is None and config.num_hidden_layers not in _LAYERS_OF_LITE:
+        return "queries without a latent vector in a model of other than 26 or 27 layers"
+    dense = moe.sparse_layers.count(False)
+    if any(moe.sparse_layers[:dense]):
+        return "dense layers between sparse ones"
+    if not moe.shared_size:
+        return "latent attention without shared experts"
+    if moe.groups.total > 1 and config.model_type == "deepseek_v2":
+        return "groups of experts by their best one"
+    if config.attention_bias:
+        return "biases in latent attention"
+    if not rope.interleaved:
+        return "latent attention whose pairs are halves apart"
+    return "YaRN with other factors for rotation and scale" if rope.mscale != rope.mscale_all_dim else None
+
+
+def _latent_metadata(config: DecoderConfig) -> dict[str, Any]:
+    """Return the metadata of attention to latents: all heads have one key, a latent and what turns."""
+    latent, moe, rope = config.latent, config.moe, config.rope
+    assert latent is not None and moe is not None
+    found: dict[str, Any] = {
+        "attention.head_count_kv": 1,
+        "attention.kv_lora_rank": latent.rank,
+        "attention.key_length": latent.rank + latent.rope_dim,
+        "attention.value_length": latent.rank,
+        "attention.key_length_mla": config.head_dim,
+        "attention.value_length_mla": latent.value_dim,
+        "rope.dimension_count": latent.rope_dim,
+    }
+    if latent.query_rank is not None:
+        found["attention.q_lora_rank"] = latent.query_rank
+    if moe.groups.total > 1:
+        found |= {"expert_group_count": moe.groups.total, "expert_group_used_count": moe.groups.kept}
+    if rope.rope_type == "yarn" and rope.mscale_all_dim:
+        found["rope.scaling.yarn_log_multiplier"] = 0.1 * rope.mscale_all_dim
+    return found | _routed(config)
 
 
 def _partial(config: DecoderConfig) -> dict[str, Any]:
@@ -236,6 +288,10 @@ ARCHITECTURES = {
     "ministral3": Architecture(name="MISTRAL3", permuted=True, metadata=_ministral3, obstacle=_ministral3_rope),
     "mixtral": Architecture(name="LLAMA", permuted=True),
     "qwen2_moe": Architecture(name="QWEN2MOE", metadata=_qwen2_moe_metadata, obstacle=_qwen2_moe),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+        Architecture(name="DEEPSEEK2", metadata=_latent_metadata, obstacle=_latent),
+    ),
     "glm4_moe": Architecture(name="GLM4_MOE", metadata=_glm4_moe_metadata, obstacle=_glm4_moe),
     "smollm3": Architecture(name="SMOLLM3", permuted=True, obstacle=_smollm3),
     "gemma2": Architecture(name="GEMMA2", metadata=_gemma2_metadata, obstacle=_gemma2),

@@ -12,7 +12,7 @@ from jaxglue.data.progress import DataProgress
 from jaxglue.hf.adapter import Adapter
 from jaxglue.hf.files import atomic_folder
 from jaxglue.hf.gguf.architectures import ARCHITECTURES
-from jaxglue.hf.gguf.layout import GgufTensor, Tensors, file_tensors, interleaved_rows
+from jaxglue.hf.gguf.layout import KEYS_AND_VALUES, GgufTensor, Tensors, file_tensors, interleaved_rows
 from jaxglue.hf.gguf.linear_attention import matrices_in_file
 from jaxglue.hf.gguf.metadata import model_metadata
 from jaxglue.hf.gguf.modelfile import modelfile
@@ -146,6 +146,8 @@ def _lora_matrices(module: str, adapter: Adapter, config: DecoderConfig) -> dict
     rank = a.shape[-2]
     b = b * np.float32(adapter.config.scale_of(module) * rank / _ALPHA)
     path, _, last = module.rpartition(".")
+    if f"{module}.weight".endswith(KEYS_AND_VALUES):
+        raise ValueError(f"--gguf-lora: llama.cpp's files hold {module} in two parts: merge the adapter with --gguf")
     if last == "gate_up_proj":
         rows = b.shape[1] // 2
         interleaved = config.model_type == "gpt_oss"

@@ -22,6 +22,8 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<expert>\d+)\.(?P<projection>\w+)\.weight")
 _STACK = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<projection>gate_up_proj|down_proj)(?P<part>|_bias|_blocks)")
 _PERMUTED = re.compile(r".+\.self_attn\.(?P<projection>[qk])_proj\.(weight|bias)")
+KEYS_AND_VALUES = ".self_attn.kv_b_proj.weight"
+"""The projection from latents to keys and values, which llama.cpp's files hold apart."""
 _HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
@@ -117,6 +119,8 @@ class _Layout:
                 yield self._from_experts(name, parts)
             elif match := _STACK.fullmatch(name):
                 yield from self._from_stack(name, match)
+            elif name.endswith(KEYS_AND_VALUES):
+                yield from self._from_latents(name)
             elif not name.endswith("_scales"):
                 yield self._plain(name)
 
@@ -175,6 +179,24 @@ class _Layout:
             yield self._make(
                 f"{match['experts']}.{half}.{suffix}", half_shape, (name,), pieces, is_mxfp4=match["part"] == "_blocks"
             )
+
+    def _from_latents(self, name: str) -> Iterator[GgufTensor]:
+        """Yield the matrices from latents to each head's keys, transposed, and to its values."""
+        latent, heads, (_, rank) = self._config.latent, self._config.num_attention_heads, self._specs[name].shape
+        assert latent is not None
+        sizes = {"k_b_proj": (rank, latent.nope_dim), "v_b_proj": (latent.value_dim, rank)}
+        rows = {"k_b_proj": slice(latent.nope_dim), "v_b_proj": slice(latent.nope_dim, None)}
+
+        def matrix(part: str, head: int) -> np.ndarray:
+            own = self._whole(name).reshape(heads, -1, rank)[head, rows[part]]
+            return own.T if part == "k_b_proj" else own
+
+        for part, size in sizes.items():
+            pieces = partial(self._of_heads, partial(matrix, part))
+            yield self._make(name.replace("kv_b_proj", part), (heads, *size), (name,), pieces)
+
+    def _of_heads(self, matrix: Callable[[int], np.ndarray]) -> Iterator[Callable[[], np.ndarray]]:
+        return (partial(matrix, head) for head in range(self._config.num_attention_heads))
 
     def _whole(self, name: str) -> np.ndarray:
         """Read a stack of experts, which serves many pieces, once."""

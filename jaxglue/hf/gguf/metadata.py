@@ -75,7 +75,8 @@ def _refuse_others(config: DecoderConfig) -> None:
         found = "reward models" if config.scores else architecture.obstacle(config)
     if len({rotary.config.rope_type for rotary in config.rotaries} - {"default"}) > 1:
         found = "several scalings of rotary embeddings"
-    own_factor = config.rope.attention_factor or (config.rope.mscale and config.rope.query_scale is None)
+    knows_scale = config.rope.query_scale is not None or config.latent is not None
+    own_factor = config.rope.attention_factor or (config.rope.mscale and not knows_scale)
     if config.rope.rope_type == "yarn" and own_factor:
         found = "YaRN with an attention factor of its own"
     if found:

@@ -93,6 +93,8 @@ def _check_few(
             raise NotImplementedError("matrices are stored in another dtype")
         if isinstance(matrix, MXFP4):
             check_tried("few rows of MXFP4 experts")
+    if activation == "geglu":
+        check_tried("GeGLU of experts")
     if not transpose_rhs and activation != "gpt_oss":
         raise NotImplementedError("gate and up are not in rows")
 
