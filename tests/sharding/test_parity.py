@@ -288,6 +288,7 @@ def test_embedding_gradient_of_a_frequent_token_sums_in_float32(mesh_of, random_
 
 LARGER = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 1000, "initializer_range": 0.05}
 """Sizes that the kernels support."""
+LARGER_LINEAR = LARGER | LINEAR | {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
 LARGER_MOE = LARGER | MOE | {"moe_intermediate_size": 128}
 
 
@@ -299,6 +300,8 @@ LARGER_MOE = LARGER | MOE | {"moe_intermediate_size": 128}
         ("lora", "data=2", LARGER),
         ("full", "fsdp=2", LARGER),
         ("lora", "tensor=2", LARGER),
+        ("lora", "context=2", LARGER),
+        ("lora", "context=2", LARGER_LINEAR),
         ("lora", "expert=2", LARGER_MOE),
         ("full", "expert=2", LARGER_MOE),
         ("lora", "data=4", LARGER),
