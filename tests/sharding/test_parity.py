@@ -25,6 +25,7 @@ from jaxglue.models.parameters import split_model
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.ops import row_split
 from jaxglue.ops.segments import pack_forks
+from jaxglue.ops.small_layer import SMALL_LAYER
 from jaxglue.sharding.mesh import MeshShape, make_mesh, place_batch
 from jaxglue.sharding.rules import Layout
 
@@ -230,6 +231,22 @@ def test_dropped_inputs_are_computed_again_on_a_mesh(mesh_of, batches, expected,
     policies = parse_policies(policy.format("attention_out,attention_lse"), 4)
     got = on_mesh(mesh_of(mesh), "lora", policies, batches, **changes)
     chex.assert_trees_all_close(got, expected("lora", **changes), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_small_layers_on_a_mesh_equal_separate_operations(mesh_of, batches, expected, interpreted):
+    from jaxglue.ops.small_layer.triton import LayerTiles, TritonSmallLayer
+
+    tiles = LayerTiles(block_m=16, block_n=32, length=32, num_warps=1, num_stages=1)
+    names = "extend", "add_norm", "middle", "entered", "swiglu", "swiglu_gradient", "ranks", "gradient", "weight"
+    kernels = interpreted(TritonSmallLayer)(compute_capability=90, **{f"{name}_tiles": tiles for name in names})
+    changes = {"num_hidden_layers": 1}
+    alone, launch, launched = expected("lora", **changes), kernels._launch, []
+    object.__setattr__(kernels, "_launch", lambda *args, **kw: launched.append(args[0]) or launch(*args, **kw))
+    with SMALL_LAYER.using(kernels):
+        got = on_mesh(mesh_of("data=8"), "lora", "none", batches, **changes)
+    assert launched
+    chex.assert_trees_all_close(got, alone, rtol=1e-4, atol=1e-5)
 
 
 def test_every_device_offloads_to_buffers_of_its_own(mesh_of, batches, expected, monkeypatch):
