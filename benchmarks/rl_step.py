@@ -14,6 +14,8 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,9 +36,12 @@ from jaxglue.generation.scheduler import Request
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.objectives.policy import StepCounts
-from jaxglue.planner.device_memory import bounded_pool
+from jaxglue.ops.backend import one_device_each
+from jaxglue.planner.device_memory import bounded_pool, take_fitting_blocks
 from jaxglue.rl.config import RolloutConfig
 from jaxglue.rl.packing import Group, Packed, TrainedAnswer, pack_groups
+from jaxglue.rl.sampler import copies_of
+from jaxglue.sharding.mesh import make_mesh
 from jaxglue.training.config import ModelConfig, RunConfig, TrainConfig
 from jaxglue.training.policy import TrainedPolicy
 from jaxglue.training.setup import Run, resolve
@@ -55,14 +60,15 @@ def forced_lengths(count: int, longest: int) -> np.ndarray:
 def make_run(args: argparse.Namespace, folder: Path) -> Run:
     """Return a run of GRPO on random prompts."""
     shape = SHAPES[args.shape] | ({"num_hidden_layers": args.layers} if args.layers else {})
-    tokenizer = load_tokenizer(Path(__file__).parents[1] / "jaxglue" / "recipes" / "quickstart" / "model")
-    tokenizer.save_pretrained(folder / "model")
-    (folder / "model" / "config.json").write_text(json.dumps(shape))
+    if args.model is None:
+        tokenizer = load_tokenizer(Path(__file__).parents[1] / "jaxglue" / "recipes" / "quickstart" / "model")
+        tokenizer.save_pretrained(folder / "model")
+        (folder / "model" / "config.json").write_text(json.dumps(shape))
     (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n' * args.prompts)
     config = TrainConfig(
         model=ModelConfig(
-            model=str(folder / "model"),
-            random_weights=True,
+            model=str(args.model or folder / "model"),
+            random_weights=args.model is None,
             dtype=args.dtype,
             quantize=args.quantize,
             matmul=args.matmul,
@@ -77,7 +83,7 @@ def make_run(args: argparse.Namespace, folder: Path) -> Run:
             max_completion_length=args.longest,
         ),
         lora=LoraConfig(rank=16, alpha=32),
-        run=RunConfig(output=folder / "run", steps=200, compilation_cache=None),
+        run=RunConfig(batch_size=jax.device_count(), output=folder / "run", steps=200, compilation_cache=None),
     )
     return resolve(config)
 
@@ -86,15 +92,19 @@ class Benchmark:
     """A model, and the phases of a step."""
 
     def __init__(self, args: argparse.Namespace, folder: Path):
-        self._args, self._run = args, make_run(args, folder)
-        self.model = TrainStep(self._run, None)
+        self._args, self._run, self._rows = args, make_run(args, folder), jax.device_count()
+        self._mesh = make_mesh(self._run.mesh) if self._run.mesh.devices > 1 else None
+        self.model = TrainStep(self._run, self._mesh)
         self._spread()
         settings = self._run.config.model
         options: dict[str, Any] = {"dtype": settings.compute_dtype, "as_written": True}
         self._engine = Engine(self.model.graphdefs, self._run.model, **options)
-        self._policy = TrainedPolicy(self._run, self.model, None)
+        self._policy = TrainedPolicy(self._run, self.model, self._mesh)
         rng = np.random.default_rng(1)
         self._prompts = rng.integers(0, self._run.model.vocab_size, (args.prompts, PROMPT)).tolist()
+        if args.texts is not None:
+            texts = [json.loads(line)["text"] for line in args.texts.read_text().splitlines()[: args.prompts]]
+            self._prompts = [self._run.tokenizer.encode(text)[:PROMPT] for text in texts]
         self._lengths = forced_lengths(args.prompts * args.answers, args.longest).reshape(args.prompts, args.answers)
         self.remat = str(self._run.remat)
         self.ended: list[tuple[int, float]] = []
@@ -114,26 +124,38 @@ class Benchmark:
         count = self._args.answers
         requests = [Request(prompt, sampling, index, n=count) for index, prompt in enumerate(self._prompts)]
         ends = np.minimum(self._lengths, longest or self._args.longest)
-        plan = self._engine.plan(requests)
+        copies = copies_of((self.model.trainable, self.model.frozen))
+        plan = self._engine.plan(requests[:: len(copies)])
         print(plan, flush=True)
         begun, self.ended = time.perf_counter(), []
+        groups = [Group(prompt, [None] * count) for prompt in self._prompts]  # type: ignore[list-item]
+
+        def share(first: int) -> None:
+            with one_device_each() if len(copies) > 1 else nullcontext():
+                self._sample_part(copies[first], requests, range(first, len(requests), len(copies)), ends, plan, groups)
+
+        with ThreadPoolExecutor(len(copies)) as pool:
+            list(pool.map(share, range(len(copies))))
+        self.ended = [(tokens, at - begun) for tokens, at in self.ended]
+        return groups
+
+    def _sample_part(self, trees, requests, own, ends, plan, groups) -> None:
+        """Sample the answers to some of the requests by one device's copy of the weights."""
 
         def until(number: int, answer: int, tokens: list[int]) -> bool:
-            return len(tokens) >= ends[number, answer]
+            return len(tokens) >= ends[own[number], answer]
 
-        groups = [Group(prompt, [None] * count) for prompt in self._prompts]  # type: ignore[list-item]
-        trees = self.model.trainable, self.model.frozen
-        for done in self._engine.generate(*trees, requests, plan=plan, until=until, whole=True):
-            own = slice(0, ends[done.number, done.answer])
-            self.ended.append((int(ends[done.number, done.answer]), time.perf_counter() - begun))
+        mine = [requests[index] for index in own]
+        for done in self._engine.generate(*trees, mine, plan=plan, until=until, whole=True):
+            number, end = own[done.number], ends[own[done.number], done.answer]
+            self.ended.append((int(end), time.perf_counter()))
             answer = TrainedAnswer(
-                tokens=done.tokens[own],
-                log_probs=done.log_probs[own],
-                counted=np.ones(len(done.tokens[own]), bool),
-                advantage=float(np.random.default_rng([done.number, done.answer]).normal()),
+                tokens=done.tokens[:end],
+                log_probs=done.log_probs[:end],
+                counted=np.ones(len(done.tokens[:end]), bool),
+                advantage=float(np.random.default_rng([number, done.answer]).normal()),
             )
-            groups[done.number].answers[done.answer] = answer  # type: ignore[index]
-        return groups
+            groups[number].answers[done.answer] = answer  # type: ignore[index]
 
     def compile_sampling(self) -> None:
         """Compile windows of all sizes, which answers do not wait for: in a run, its first steps go on meanwhile."""
@@ -168,7 +190,7 @@ class Benchmark:
         """Return the step's micro-batches."""
         slots = self._args.prompts * self._args.answers
         self.groups = groups
-        self.packed = pack_groups(groups, seq_len=self._args.row, batch_size=1, slots=slots)
+        self.packed = pack_groups(groups, seq_len=self._args.row, batch_size=self._rows, slots=slots)
         tokens = sum(len(answer.tokens) for group in groups for answer in group.answers)
         counts = StepCounts(slots, tokens, len(self.packed), self._args.longest)
         objective: Any = self._run.workload.objective
@@ -195,7 +217,7 @@ class Benchmark:
         own, sampled = self._trained(self.packed[:count]), self._sampled()
         turned = [Group(prompt, answers[::-1]) for prompt, answers in self.groups[::-1]]
         slots = self._args.prompts * self._args.answers
-        other = self._trained(pack_groups(turned, seq_len=self._args.row, batch_size=1, slots=slots)[-count:])
+        other = self._trained(pack_groups(turned, seq_len=self._args.row, batch_size=self._rows, slots=slots)[-count:])
         total = len(self.groups) * answers
         both = [number for number in own if total - 1 - number in other]
         return {
@@ -267,6 +289,8 @@ def main() -> None:
     parser.add_argument("--quantize", default="none")
     parser.add_argument("--matmul", default="bf16")
     parser.add_argument("--norm", type=float, default=3.5, help="scale of the final norm")
+    parser.add_argument("--model", type=Path, help="folder of a trained model, in place of random weights")
+    parser.add_argument("--texts", type=Path, help="rows of text whose beginnings are the prompts")
     parser.add_argument("--given", action="store_true", help="train on given answers of the greatest length alone")
     parser.add_argument("--memory", type=float, help="GPU memory that the step may take, GiB")
     parser.add_argument("--halves", type=int, default=3, help="halves of the slots for which windows are compiled")
@@ -275,6 +299,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results: dict[str, Any] = {"settings": {name: str(value) for name, value in vars(args).items()}}
+    take_fitting_blocks(os.environ)
     with tempfile.TemporaryDirectory() as folder, bounded_pool(args.memory, os.environ):
         bench = timed(results, "load", partial(Benchmark, args, Path(folder)))
         print(f"device {jax.devices()[0].device_kind}; remat {bench.remat}", flush=True)

@@ -49,6 +49,15 @@ LINEAR = {
     "model_type": "qwen3_5_text", "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 8, "linear_value_head_dim": 8,
 }  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ROUTERS = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 24},
+    "deepseek_v2": DEEPSEEK | {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1},
+    "glm4_moe": {name: DEEPSEEK[name] for name in DEEPSEEK if "_dim" not in name and "lora" not in name}
+    | {"n_group": 2, "num_key_value_heads": 2, "head_dim": 8},
+    "qwen3_5_moe_text": LINEAR | EXPERTS | {"shared_expert_intermediate_size": 16},
+}
 FULL, WINDOWS = ({"layer_types": (f"{kind}_attention",) * 2} for kind in ("full", "sliding"))
 """Layers of one type compile once."""
 WIDE = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
@@ -132,6 +141,7 @@ CASES = [
     ("lora", "fsdp=8", "full", WIDE | {"quantize": "int8"}),
     ("lora", "fsdp=8", "offload", LINEAR),
     repeat("full", "data=2,fsdp=4", "full", LINEAR),
+    *(repeat("lora", "fsdp=2,expert=4", "dots", fields | {"model_type": name}) for name, fields in ROUTERS.items()),
 ]
 
 
