@@ -94,7 +94,9 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 PARTS["qwen3_5_moe_text"] = {**PARTS["qwen3_5_text"], **EXPERTS, "shared_expert_intermediate_size": 16}
 
 
-@pytest.mark.parametrize("model_type", repeats(PARTS, "qwen2", "mistral", "granite", "olmo3", "smollm3", "glm4"))
+@pytest.mark.parametrize(
+    "model_type", repeats(PARTS, "qwen2", "mistral", "granite", "olmo3", "smollm3", "glm4", "qwen3_5_moe_text")
+)
 def test_parts_of_families_decode_beyond_a_page(tiny_model, model_type):
     model = tiny_model(model_type, **PARTS[model_type])
     engine, trees = engine_of(model, lora=False)

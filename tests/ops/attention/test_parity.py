@@ -10,6 +10,7 @@ from selection import repeat
 
 from jaxglue.ops import row_split
 from jaxglue.ops.attention import ATTENTION, _shape, packed_attention
+from jaxglue.ops.attention.padded import PaddedValues
 from jaxglue.ops.attention.reference import reference_attention
 from jaxglue.ops.attention.tiles import AttentionKernelTiles, AttentionTiles
 from jaxglue.ops.attention.vjp import FlashSpec, flash_attention
@@ -147,6 +148,12 @@ def test_interpreted_kernels_match_the_reference(name, late, interpreted_backend
     assert_interpreted(case, segments, inputs, dout, interpreted_backend, late=late)
 
 
+def test_kernels_without_narrow_values_get_padded_ones(interpreted_backend):
+    case = SMALL["values narrower than keys"]
+    inputs, segments, dout = case.inputs(jnp.float32)
+    assert_interpreted(case, segments, inputs, dout, lambda **options: PaddedValues(interpreted_backend(**options)))
+
+
 def test_gradients_of_values_in_a_kernel_of_their_own_match_the_reference(interpreted_backend):
     case = SMALL["capped scores"]
     inputs, segments, dout = case.inputs(jnp.float32)
@@ -260,8 +267,8 @@ def test_backends_match_the_reference_on_a_gpu(name, dtype, backend):
     case = LARGE[name]
     if backend == "hopper" and name not in HOPPER:
         pytest.skip("other cases show the same of these kernels, which compile slowly")
-    if backend == "cudnn" and (case.softcap is not None or case.H > 256 or case.values is not None):
-        pytest.skip("cuDNN does not cap scores, nor know wider heads, nor are values of other heads given to it")
+    if backend == "cudnn" and (case.softcap is not None or case.H > 256):
+        pytest.skip("cuDNN does not cap scores, nor know wider heads")
     inputs, segments, dout = case.inputs(dtype)
 
     def attention(q, k, v, sinks):
