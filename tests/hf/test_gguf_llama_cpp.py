@@ -187,6 +187,7 @@ def export(folder, kind, output, tokenizer, stops):
 
 
 OTHERS = ("qwen2", "mistral", "olmo2", "smollm3", "gemma2", "glm4", "phi3", "mixtral", "olmo3", "qwen2_moe", "qwen3_5")
+OTHERS += ("glm4_moe", "deepseek_v2", "deepseek_v3")
 """Families whose parts in llama.cpp those of the others have, too."""
 
 
