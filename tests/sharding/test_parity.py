@@ -171,8 +171,8 @@ ROWS = [[23, 2, 7, 1, 5], [40], [9, 17, 11], [38], [40], [12, 20], [1], [30, 9]]
 SPLIT_CASES = [
     ("lora", "data=2,context=4", "dots", {}),
     ("full", "fsdp=4,context=2", "offload", GPT_OSS | WINDOWS),
-    ("lora", "context=8", "full", DEEPSEEK),
-    ("lora", "data=4,context=2", "dots", LINEAR),
+    repeat("lora", "context=8", "full", DEEPSEEK),
+    repeat("lora", "data=4,context=2", "dots", LINEAR),
     repeat("full", "fsdp=4,context=2", "save:attention_out", LINEAR),
     repeat("lora", "data=2,expert=2,context=2", "dots", MOE),
     repeat("full", "context=2,tensor=2,data=2", "full", TIED),
@@ -315,6 +315,7 @@ def test_embedding_gradient_of_a_frequent_token_sums_in_float32(mesh_of, random_
 
 LARGER = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 1000, "initializer_range": 0.05}
 """Sizes that the kernels support."""
+LARGER_LINEAR = LARGER | LINEAR | {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
 LARGER_MOE = LARGER | MOE | {"moe_intermediate_size": 128}
 
 
@@ -326,6 +327,8 @@ LARGER_MOE = LARGER | MOE | {"moe_intermediate_size": 128}
         ("lora", "data=2", LARGER),
         ("full", "fsdp=2", LARGER),
         ("lora", "tensor=2", LARGER),
+        ("lora", "context=2", LARGER),
+        ("lora", "context=2", LARGER_LINEAR),
         ("lora", "expert=2", LARGER_MOE),
         ("full", "expert=2", LARGER_MOE),
         ("lora", "data=4", LARGER),
