@@ -15,6 +15,7 @@ from jaxglue.training.report import plan_rows
 from jaxglue.training.setup import resolve
 from jaxglue.training.step import TrainStep
 from jaxglue.training.train import train
+from tests.selection import repeat
 
 
 class SignMomentum:
@@ -71,7 +72,9 @@ def test_planner_takes_the_bytes_of_its_state(make_config):
     assert plan_rows(setup)["optimizer"].startswith("sign of momentum, learning rate")
 
 
-@pytest.mark.parametrize("options", [{}, {"update_in_backward": True, "clip_norm": 0}, {"layers_per_program": 2}])
+@pytest.mark.parametrize(
+    "options", [{}, repeat({"update_in_backward": True, "clip_norm": 0}), repeat({"layers_per_program": 2})]
+)
 def test_registered_optimizer_trains_and_resumes_to_the_bit(make_config, tmp_path, options):
     options |= {"optimizer": "toy", "learning_rate": 1e-3, "steps": 4, "save_every": 2}
     whole = train(make_config(**options, output=tmp_path / "whole"))

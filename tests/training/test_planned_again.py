@@ -91,7 +91,7 @@ def assert_equal(one, other) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "number", "share"),
-    [repeat("exhausted", 1, 0.8), ("exhausted", 2, 0.8), ("peak", 1, PLANNED / POOL / GIB / 1.25)],
+    [repeat("exhausted", 1, 0.8), ("exhausted", 2, 0.8), repeat("peak", 1, PLANNED / POOL / GIB / 1.25)],
 )
 def test_an_overrun_is_planned_again_with_the_results_of_that_plan(
     make_config, tmp_path, planned, overrun, capsys, kind, number, share
