@@ -20,7 +20,7 @@ from jaxglue.hf.gguf import writer
 from jaxglue.hf.gguf.export import export_gguf
 from jaxglue.hf.gguf.importance import measure_importance
 from jaxglue.hf.gguf.layout import interleaved_rows
-from jaxglue.hf.gguf.linear_attention import in_file, inputs_in_file
+from jaxglue.hf.gguf.linear_attention import in_file, inputs_in_file, matrices_in_file
 from jaxglue.hf.gguf.modelfile import ollama_template
 from jaxglue.hf.gguf.types import Shape, tensor_type
 from jaxglue.hf.gguf.vocabulary import vocabulary_metadata
@@ -113,7 +113,7 @@ def test_rotary_rows_of_llama_become_neighbors(make_folder, export):
     assert sorted(interleaved_rows(128, 2)) == list(range(128))
 
 
-def test_columns_and_inputs_of_value_heads_move_alike():
+def test_columns_inputs_and_adapters_of_value_heads_move_alike():
     sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_value_head_dim": 4}
     config = config_from_hf(RAW | sizes | {"model_type": "qwen3_5_text"})
     weight, inputs = np.random.default_rng(0).normal(size=(3, 24)), np.arange(24.0)
@@ -122,6 +122,15 @@ def test_columns_and_inputs_of_value_heads_move_alike():
     assert moved_inputs[:12].tolist() == [0, 1, 2, 3, 12, 13, 14, 15, 4, 5, 6, 7]  # heads 0 and 3, 1 and 4, …
     np.testing.assert_allclose(moved @ moved_inputs, weight @ inputs)
     np.testing.assert_array_equal(inputs_in_file(config, "mlp.down_proj", inputs), inputs)
+    for module, out, width in (
+        ("linear_attn.out_proj", 3, 24),
+        ("linear_attn.in_proj_z", 24, 3),
+        ("mlp.up_proj", 3, 3),
+    ):
+        A, B = np.random.default_rng(1).normal(size=(2, width)), np.random.default_rng(2).normal(size=(out, 2))
+        product, (a, b) = B @ A, matrices_in_file(config, f"model.layers.0.{module}", A, B)
+        moved = in_file(config, f"model.layers.0.{module}.weight", product)
+        np.testing.assert_allclose(b @ a, product if moved is None else moved)
 
 
 def test_types_fall_back_for_rows_of_other_lengths(make_folder, export):
@@ -267,9 +276,32 @@ def test_matrices_in_portions_are_quantized_as_at_once(weighed, make_folder, exp
     assert np.mean(tensors["blk.0.ffn_down.weight"].data == expected) > 0.99
 
 
+LATENT = {
+    **{"model_type": "deepseek_v2", "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8},
+    **{"v_head_dim": 24, "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 32, "first_k_dense_replace": 1},
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_shared_experts": 1},
+}
+
+
+def test_projections_from_latents_are_cut_into_heads_and_keys_transposed(make_folder, export):
+    folder = make_folder(**LATENT)
+    tensors, fields = export(folder, "f16")
+    whole = MergedTensors(folder).read("model.layers.1.self_attn.kv_b_proj.weight").reshape(4, 40, 32)
+    keys, values = (tensors[f"blk.1.attn_{part}_b.weight"].data for part in "kv")
+    np.testing.assert_array_equal(keys, whole[:, :16].swapaxes(1, 2).astype(np.float16))
+    np.testing.assert_array_equal(values, whole[:, 16:].astype(np.float16))
+    found = {
+        name: fields[f"deepseek2.{name}"].contents() for name in ("leading_dense_block_count", "expert_gating_func")
+    }
+    assert found == {"leading_dense_block_count": 1, "expert_gating_func": 1}
+    assert fields["deepseek2.attention.key_length"].contents() == 40
+
+
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [
+        ({**LATENT, "q_lora_rank": None}, "f16", "queries without a latent vector in a model of other than 26"),
+        ({**LATENT, "attention_bias": True}, "f16", "biases in latent attention"),
         ({}, "mxfp4", "for the experts of a sparse model"),
         ({"model_type": "qwen3", "attention_bias": True}, "f16", "biases in Qwen3's attention"),
         ({**GPT_OSS, "layer_types": ["full_attention"] * 2}, "f16", "other layers in windows"),
@@ -286,7 +318,7 @@ def test_matrices_in_portions_are_quantized_as_at_once(weighed, make_folder, exp
         ),
         ({"model_type": "olmo3", "sliding_window": 8, "rope_theta": 3.0}, "f16", "windows with another base than"),
         ({"model_type": "glm4_moe", **GLM4_MOE, "n_group": 2}, "f16", "experts in groups"),
-        ({"model_type": "gemma4_text"}, "f16", "models of type gemma4_text"),
+        ({"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}, "f16", "models of type gemma4_text"),
     ],
 )
 def test_what_llama_cpp_lacks_is_refused(changes, kind, message, make_folder, export):

@@ -187,6 +187,7 @@ def export(folder, kind, output, tokenizer, stops):
 
 
 OTHERS = ("qwen2", "mistral", "olmo2", "smollm3", "gemma2", "glm4", "phi3", "mixtral", "olmo3", "qwen2_moe", "qwen3_5")
+OTHERS += ("glm4_moe", "deepseek_v2", "deepseek_v3")
 """Families whose parts in llama.cpp those of the others have, too."""
 
 
@@ -312,7 +313,7 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize("family", repeats(TARGETS, "qwen2_moe"))
+@pytest.mark.parametrize("family", repeats(TARGETS, "qwen2_moe", "qwen3_5"))
 def test_adapter_alone_and_merged_predict_alike(family, make_folder, make_adapter, make_tokenizer, tmp_path):
     folder, tokenizer = make_folder(family), make_tokenizer("plain")
     adapter = make_adapter(folder, TARGETS[family])

@@ -189,7 +189,7 @@ class _Layout:
 
         def matrix(part: str, head: int) -> np.ndarray:
             own = self._whole(name).reshape(heads, -1, rank)[head, rows[part]]
-            return own.T if part == "k_b_proj" else own
+            return np.ascontiguousarray(own.T) if part == "k_b_proj" else own
 
         for part, size in sizes.items():
             pieces = partial(self._of_heads, partial(matrix, part))
