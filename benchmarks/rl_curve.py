@@ -102,6 +102,7 @@ def reward(folder: Path, model: Path, function: str, args: argparse.Namespace) -
         eval_data=(str(folder / "held_out.jsonl"),),
         eval_every=args.steps // 4,
         save_every=args.steps,
+        log_every=1,
         seq_len=args.row,
         batch_size=args.rows,
         objective="grpo",
