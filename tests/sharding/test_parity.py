@@ -158,6 +158,8 @@ def test_mesh_equals_one_device(mesh_of, batches, expected, kind, mesh, policy, 
         ("full", "fsdp=8", 3, 2, {}),
         repeat("full", "data=2,fsdp=4", 3, 3, {}),
         repeat("lora", "data=2,expert=4", 2, 2, MOE),
+        repeat("lora", "data=2,fsdp=4", 3, 2, WIDE | {"quantize": "nf4"}),
+        repeat("lora", "data=2,context=4", 2, 2, {}),
     ],
 )
 def test_layers_share_programs_on_a_mesh(mesh_of, batches, expected, kind, mesh, layers, size, changes):
