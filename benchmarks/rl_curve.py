@@ -133,9 +133,13 @@ def plot(results: dict[str, dict[str, list]], path: Path) -> None:
     colors = {"exact": "tab:blue", "shuffled": "tab:gray"}
     for name, found in results.items():
         steps, values = np.array(found["reward"]).T
-        smooth = np.convolve(values, np.ones(5) / 5, "valid")
+        width = min(5, len(values))
+        smooth = np.convolve(values, np.ones(width) / width, "valid")
         axes.plot(
-            steps[4:], smooth, color=colors[name], label={"exact": "reward", "shuffled": "shuffled rewards"}[name]
+            steps[width - 1 :],
+            smooth,
+            color=colors[name],
+            label={"exact": "reward", "shuffled": "shuffled rewards"}[name],
         )
         axes.plot(*np.array(found["eval_reward"]).T, "o", color=colors[name], label=f"held-out prompts, {name}")
     axes.set(xlabel="step", ylabel="share of right sums", ylim=(0, 1.02))
