@@ -3,8 +3,8 @@
     python benchmarks/rl_curve.py --json benchmarks/results/rl_curve.json --plot docs/rl_curve.png
 
 A Qwen3 of a few million parameters is trained on sums of two numbers of two digits, `4 7 + 8 5 =`; in seven of ten
-answers a digit is replaced by any other, so that it is right in about two of five. Then GRPO has 200 steps of 32 prompts × 16 answers. Held-out pairs
-of numbers are in no step of either.
+answers a digit is replaced by any other, so that it is right in about two of five. Then GRPO has 200 steps of
+32 prompts × 16 answers. Held-out pairs of numbers are in no step of either.
 """
 
 import argparse
