@@ -139,6 +139,7 @@ CASES = [
     ("lora", "fsdp=4,expert=2", "dots", GPT_OSS | WIDE | FULL | {"quantize": "mxfp4"}),
     ("lora", "data=2,fsdp=4", "dots", WIDE | {"quantize": "nf4"}),
     ("lora", "fsdp=8", "full", WIDE | {"quantize": "int8"}),
+    repeat("lora", "data=2,fsdp=4", "dots", MOE | WIDE | {"moe_intermediate_size": 64, "quantize": "nf4"}),
     ("lora", "fsdp=8", "offload", LINEAR),
     repeat("full", "data=2,fsdp=4", "full", LINEAR),
     *(repeat("lora", "fsdp=2,expert=4", "dots", fields | {"model_type": name}) for name, fields in ROUTERS.items()),
