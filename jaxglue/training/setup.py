@@ -365,12 +365,16 @@ def agree_on_mesh(
     if processes.is_main:
         workload, remat = choose_mesh(config, model, document_lengths, steps)
         processes.all_gather_object(
-            [str(workload.mesh), remat.remat, format_weights(remat.weights), remat.attention, remat.tile]
+            [
+                *(str(workload.mesh), remat.remat, format_weights(remat.weights), remat.attention, remat.tile),
+                remat.layers_per_program,
+            ]
         )
         return workload, remat
-    mesh, policy, weights, attention, tile = processes.all_gather_object(None)[0]
+    mesh, policy, weights, attention, tile, size = processes.all_gather_object(None)[0]
     workload = make_workload(config, model, document_lengths, MeshShape.parse(mesh))
-    chosen = replace(config.model, remat=policy, weights=weights, attention=attention, tile=tile)
+    shared = {"remat": policy, "weights": weights, "attention": attention, "tile": tile, "layers_per_program": size}
+    chosen = replace(config.model, **shared)
     remat = choose_remat(chosen, replace(workload, attention=attention, tile=tile))
     return replace(workload, host_embeddings=remat.host_embeddings), remat
 
