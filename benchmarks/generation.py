@@ -42,6 +42,7 @@ from jaxglue.models.decoder import CausalLM, packed_context
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import abstract_parameters, merge_module, split_model
+from jaxglue.ops import backend
 from jaxglue.ops.choices import KVCache
 from jaxglue.ops.moe import Routing
 from jaxglue.ops.segments import PackedSegments, pack_segments
@@ -303,8 +304,11 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=CONTEXT, help="mean tokens that a stream sees")
     parser.add_argument("--prompts", type=int, default=0, help="prompts of 500 tokens to prefill")
     parser.add_argument("--requests", type=int, default=512, help="uneven answers; 0 for none")
+    parser.add_argument("--untried", action="store_true", help="take kernels that no GPU has run, too")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.untried:
+        backend.UNTRIED.clear()
     own = {name: getattr(args, name) for name in asdict(Setting(shape="")) if name != "streams"}
     settings = {name: ROWS[name] for name in (ROWS if "all" in args.rows else args.rows)}
     settings = settings or {args.shape: Setting(**own, streams=tuple(args.streams))}

@@ -193,7 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-8b", choices=SHAPES)
     parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=250)
+    parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results = []

@@ -16,7 +16,10 @@ from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, CachePlan, PagePool, page_names, pages_of
 
 LONGEST_SUFFIX = 512
-"""Tokens after a known beginning up to which reading its keys for each takes less time than computing them again."""
+"""Tokens after a known beginning up to which reading its keys for each takes less time than computing them again.
+
+For short texts it is half of them: a prompt's tokens cost less in longer rows.
+"""
 Finish = Literal["stop", "length", "until"]
 """Why an answer ended: a stop token, its limit or the model's, or the caller."""
 
@@ -229,7 +232,7 @@ class Scheduler:
         shared, all_pages = known // PAGE, pages_of(min(first.length + self._steps, first.end))
         group, names = self._siblings(first), page_names(first.tokens[:known]) if self._remembers else []
         there = self._pool.find(names)
-        if known - len(there) * PAGE > LONGEST_SUFFIX:
+        if known - len(there) * PAGE > min(LONGEST_SUFFIX, known // 2):
             there = []
         shared_anew = shared - len(there) + self._pool.kept(there)
         spare = len(self._pool) - self._promised() - shared_anew

@@ -116,7 +116,7 @@ class Service:
             EndedError: an error has ended the service.
         """
         events = queue.SimpleQueue[Event]()
-        for length in (1, PAGE + 1, PAGE + 6, 2 * PAGE + 3):
+        for length in (1, 2 * PAGE + 1, 2 * PAGE + 6, 3 * PAGE + 6):  # the last two behind two known pages
             if length < self.length:
                 self.submit(Request([0] * length, replace(GREEDY, max_tokens=1)), events.put)
                 if (error := events.get().error) is not None:

@@ -15,6 +15,7 @@ import numpy as np
 from jaxglue.hf.tensor_files import TensorFiles
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import FORMATS, Quantized, Stored, WeightFormat, experts_format, find_stored, format_of
+from jaxglue.ops.quant.stack import Stack
 
 Index = tuple[int | slice, ...]
 ExpertIndex = tuple[int, slice]
@@ -119,7 +120,7 @@ def _stacked_quantized(
     shapes: dict[str, Shape],
     shape: Shape,
 ) -> Source:
-    """Return how to read experts, quantized one by one, as bfloat16, on the default device."""
+    """Return how to read experts, quantized one by one, as a `Stack` on the default device, or some as bfloat16."""
     if others := [tensor for tensor in parts if tensor in files.tensors and tensor not in quantized]:
         info, one = files.tensors[others[0]], next(iter(quantized.values())).read(files)
         label = format_of(one).label.upper()
@@ -127,7 +128,7 @@ def _stacked_quantized(
             f"{others[0]} in {info.file} is {info.dtype}, but other experts are in {label}: store all alike"
         )
 
-    def read_rows(files: TensorFiles, start: int, stop: int) -> jax.Array:
+    def read_stack(files: TensorFiles, start: int, stop: int) -> Stack:
         within = sorted(
             (expert, rows.start, tensor) for tensor, (expert, rows) in parts.items() if start <= expert < stop
         )
@@ -136,13 +137,21 @@ def _stacked_quantized(
         if not made.row_wise:
             raise ValueError(f"{within[0][2]} is in {made.label}, which is not read for experts one by one")
         # One product on the device instead of one for each expert.
-        stack = jax.tree.map(lambda *arrays: jax.device_put(np.concatenate(arrays)), *matrices)
-        return dequantize(stack, jnp.bfloat16).reshape(stop - start, *shape[1:])
+        rows = jax.tree.map(lambda *arrays: jax.device_put(np.concatenate(arrays)), *matrices)
+        return Stack(rows=rows, count=stop - start)
+
+    def read_rows(files: TensorFiles, start: int, stop: int) -> jax.Array:
+        return expand(read_stack(files, start, stop), jnp.bfloat16)
 
     shapes = {tensor: shape for tensor, shape in shapes.items() if tensor not in quantized}
     for found in quantized.values():
         shapes |= found.shapes
-    return Source(shapes=shapes, read=lambda files: read_rows(files, 0, shape[0]), read_rows=read_rows, packed=True)
+    return Source(shapes=shapes, read=lambda files: read_stack(files, 0, shape[0]), read_rows=read_rows, packed=True)
+
+
+def expand(experts: Any, dtype) -> Any:
+    """Return a folder's experts as an array; those in FP8 or NVFP4 are rounded to bfloat16."""
+    return dequantize(experts, jnp.bfloat16).astype(dtype) if isinstance(experts, Stack) else experts
 
 
 def part_shape(shape: Shape, index: Index) -> Shape:

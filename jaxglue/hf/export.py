@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -167,7 +168,7 @@ def _linear_matrices(
     """
     if config.moe and config.moe.quantize == "none" and not made.holds_experts:
         raise ValueError(f"{made.label} cannot hold experts, as {config.model_type} has: use fp8, or leave it out")
-    model = abstract_model(config.quantized(made.name))
+    model = abstract_model(replace(config.quantized(made.name), moe=config.moe))
     experts = {
         name: parts for name, spec in abstract_parameters(model).items() if (parts := expert_parts(name, spec.shape))
     }

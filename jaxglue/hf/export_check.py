@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from jaxglue.atomic import atomic_file
 from jaxglue.hf.adapter import Adapter, vocabulary_matrix
 from jaxglue.hf.checkpoint import load_tensors, read_config
-from jaxglue.hf.experts import expert_parts
+from jaxglue.hf.experts import expand, expert_parts
 from jaxglue.hf.files import write_json
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
@@ -181,7 +181,8 @@ def _load_values(folder: str | Path, config: DecoderConfig, stored: Mapping[str,
     quantized = {name for name, variable in stored.items() if is_quantized(variable.get_value())}
 
     def put(name: str, array: Any) -> Any:
-        return jax.device_put(hold_matrices(FORMATS[config.quantize], array) if name in quantized else array)
+        held = hold_matrices(FORMATS[config.quantize], array) if name in quantized else expand(array, array.dtype)
+        return jax.device_put(held)
 
     specs = {name: jax.ShapeDtypeStruct(variable.shape, variable.dtype) for name, variable in stored.items()}
     return load_tensors(folder, specs, put, complete=False)

@@ -16,6 +16,7 @@ from jaxglue.data.progress import DataProgress
 from jaxglue.hf.adapter import Adapter, check_adapter, load_adapter, vocabulary_matrix
 from jaxglue.hf.adapter_tensors import SCORE
 from jaxglue.hf.checkpoint import HEAD, find_tensors, load_tensors, open_checkpoint, read_config
+from jaxglue.hf.experts import expand
 from jaxglue.hf.identity import Identity
 from jaxglue.models import abstract_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
@@ -27,7 +28,7 @@ from jaxglue.models.parameters import abstract_parameters, hf_name, quantized_na
 from jaxglue.models.vocabulary import untie, vocabulary_modules
 from jaxglue.ops.choices import Storage
 from jaxglue.ops.quant.formats import FORMATS, Quantized, format_of
-from jaxglue.ops.quant.stack import hold_matrices
+from jaxglue.ops.quant.stack import Stack, hold_matrices, matrix_of
 from jaxglue.sharding.mesh import put_on_mesh
 
 _LAYERS = "model.layers."
@@ -163,8 +164,10 @@ def _with_parameters(config: DecoderConfig, dtype, place: Placement | None, fill
     quantized, made, one_stack = quantized_names(model), FORMATS[config.quantize], Lock()
 
     def put(name: str, array) -> jax.Array | Quantized:
-        if isinstance(array, Quantized) and (name not in quantized or made.weight is not type(array)):
-            raise _unmentioned(name, array, config)
+        if isinstance(array, Stack) and name not in quantized:
+            array = expand(array, array.dtype)
+        elif isinstance(array, Quantized) and (name not in quantized or made.weight is not type(matrix_of(array))):
+            raise _unmentioned(name, matrix_of(array), config)
         if name in quantized and len(array.shape) == 3:
             with one_stack:  # a stack of experts takes several times its size meanwhile
                 array = jax.block_until_ready(hold_matrices(made, array))

@@ -60,19 +60,16 @@ def _owners(lengths: Int[np.ndarray, " documents"], T: int, devices: int) -> Int
     room = np.full(devices, T // devices)
     for document in np.argsort(-lengths, kind="stable"):
         length, end = int(lengths[document]), int(ends[document])
-        fullest_last = np.argsort(-room, kind="stable")
+        roomiest = np.argsort(-room, kind="stable")
         if length >= 2 * devices * _LEAST_CHUNK:
             sizes = np.full(devices, length // devices)
-            sizes[fullest_last[: length % devices]] += 1
+            sizes[roomiest[: length % devices]] += 1
             first = -(-sizes // 2)
             chunks = np.concatenate([first, (sizes - first)[::-1]])
             owners[end - length : end] = np.repeat(np.r_[:devices, devices - 1 : -1 : -1], chunks)
-        elif length <= room[fullest_last[0]]:
-            sizes = np.bincount(fullest_last[:1], minlength=devices) * length
-            owners[end - length : end] = fullest_last[0]
         else:
-            sizes = _fill(room, fullest_last, length)
-            owners[end - length : end] = np.repeat(fullest_last, sizes[fullest_last])
+            sizes = _fill(room, roomiest, length)
+            owners[end - length : end] = np.repeat(roomiest, sizes[roomiest])
         room -= sizes
     owners[len(owners) - room.sum() :] = np.repeat(np.arange(devices), room)
     return owners

@@ -181,11 +181,20 @@ class TracedModel:
 
     def _cost_passes(self, kind: int, policy: RematPolicy) -> _Passes:
         attention, (programs, roomy) = self._attention(kind), self.programs.layer(self._alike[kind], policy)
-        return _Passes(
-            forward=self._program_cost(programs.forward, roomy.forward, attention),
-            backward=self._program_cost(programs.backward, roomy.backward, attention),
-            kept=roomy.kept,
-        )
+        forward = self._program_cost(programs.forward, roomy.forward, attention)
+        backward = self._program_cost(programs.backward, roomy.backward, attention)
+        if exchange := self._exchange_seconds(kind):
+            forward = replace(forward, seconds=forward.seconds + exchange)
+            backward = replace(backward, seconds=backward.seconds + 2 * exchange)
+        return _Passes(forward=forward, backward=backward, kept=roomy.kept)
+
+    def _exchange_seconds(self, kind: int) -> float:
+        """Return the time in which linear attention exchanges tokens for heads, where rows are split."""
+        work, delta = self._workload, self._workload.config.delta
+        if work.mesh.context == 1 or delta is None or not delta.layers[kind]:
+            return 0.0
+        moved = work.tokens * (delta.channels + delta.value_width) * jnp.dtype(work.dtype).itemsize
+        return (1 - 1 / work.mesh.context) * moved / self._gpu.peers
 
     def _cost_replay(self, kind: int, keeps_attention: bool) -> Cost:
         program = self.programs.replay(self._alike[kind], keeps_attention)

@@ -23,6 +23,8 @@ from jaxglue.planner.workload import Workload
 
 _AS_FAST = 0.01
 """Share by which a run may be slower where its first step begins sooner: less than predictions are off by."""
+_FLOAT32, _EIGHT_BIT = 8.0, 2 + 8 / 256
+"""Bytes of AdamW's two moments of a value, in float32 and in 8 bits."""
 _SMALLEST = ("full", "offload")
 """Presets that need the least device memory, without and with host memory."""
 
@@ -252,11 +254,28 @@ class Planner:
         """Return the fastest setting that fits, or else the longest row with which one does."""
         for plan in self.fitting_plans(host_memory):
             return f"{plan} would fit in {gib(plan.device_bytes)}"
+        for flags, changes in self._lighter_optimizers():
+            if self._with(**changes).memory_share(host_memory, AUTO) <= 1:
+                return f"{flags} would fit"
         shorter = self.longest_row(host_memory=host_memory)
         if shorter:
             return f"--seq-len {shorter} would fit"
         lighter = "--method lora, " if self.workload.lora is None else ""
         return f"no setting fits: use {lighter}a larger GPU or a smaller model"
+
+    def _lighter_optimizers(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield flags under which all weights train in less memory, and what they change of the workload."""
+        work = self.workload
+        if work.lora is not None:
+            return
+        smaller = {"moment_bytes": _EIGHT_BIT} if work.moment_bytes == _FLOAT32 else {}
+        at_once = {"update_in_backward": True} if work.gradient_accumulation_steps == 1 else {}
+        if smaller:
+            yield "--moments 8bit", smaller
+        if at_once and not work.update_in_backward:
+            yield "--update-in-backward --clip-norm 0", at_once
+            if smaller:
+                yield "--moments 8bit --update-in-backward --clip-norm 0", smaller | at_once
 
 
 @without_collection()

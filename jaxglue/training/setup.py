@@ -314,7 +314,9 @@ def choose_mesh(
         raise ValueError("--embeddings host is for one GPU: leave it out, or split the table with --mesh fsdp=…")
     full = config.model.method == "full"
     shapes = [MeshShape.parse(config.run.mesh)] if config.run.mesh != AUTO else _candidates(model, devices, full=full)
-    if config.run.mesh == AUTO and not refuse_split_rows(config, model):
+    # No GPU has run pairs and linear attention in split rows.
+    tried = config.objective.kind.answers is None and model.delta is None
+    if config.run.mesh == AUTO and tried and not refuse_split_rows(config, model):
         shapes = _with_split_rows(shapes, config, devices, full=full)
     for shape in shapes:
         check_mesh(config, model, shape, devices=devices)
@@ -363,12 +365,16 @@ def agree_on_mesh(
     if processes.is_main:
         workload, remat = choose_mesh(config, model, document_lengths, steps)
         processes.all_gather_object(
-            [str(workload.mesh), remat.remat, format_weights(remat.weights), remat.attention, remat.tile]
+            [
+                *(str(workload.mesh), remat.remat, format_weights(remat.weights), remat.attention, remat.tile),
+                remat.layers_per_program,
+            ]
         )
         return workload, remat
-    mesh, policy, weights, attention, tile = processes.all_gather_object(None)[0]
+    mesh, policy, weights, attention, tile, size = processes.all_gather_object(None)[0]
     workload = make_workload(config, model, document_lengths, MeshShape.parse(mesh))
-    chosen = replace(config.model, remat=policy, weights=weights, attention=attention, tile=tile)
+    shared = {"remat": policy, "weights": weights, "attention": attention, "tile": tile, "layers_per_program": size}
+    chosen = replace(config.model, **shared)
     remat = choose_remat(chosen, replace(workload, attention=attention, tile=tile))
     return replace(workload, host_embeddings=remat.host_embeddings), remat
 

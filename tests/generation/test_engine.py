@@ -403,12 +403,12 @@ def test_texts_that_begin_alike_share_pages_also_after_they_ended(llama):
     first, *ends = (np.random.default_rng(seed).integers(0, 97, 150).tolist() for seed in range(3))
     alone = list(engine.stream(*trees, first, SamplingConfig(temperature=0, max_tokens=70)))
     goes_on = first + alone + ends[1][:9]
-    prompts = [first, first[:140] + ends[0][:20], first, goes_on, ends[0]]
+    prompts = [first, first[:140] + ends[0][:20], first, goes_on, ends[0], first[:70] + ends[1][:70]]
     found, written = follow(engine, trees, prompts)
     for prompt, answer in zip(prompts, found, strict=True):
         assert answer == list(engine.stream(*trees, prompt, SamplingConfig(temperature=0, max_tokens=70)))
-    # but for full pages of 64: of the prompt, and of prompt and answer
-    assert written == [149, 159 - 128, 149 - 128, len(goes_on) - 1 - 192, 149]
+    # but for full pages of 64: of the prompt, and of prompt and answer; and not where more than half is new
+    assert written == [149, 159 - 128, 149 - 128, len(goes_on) - 1 - 192, 149, 139]
 
 
 def test_prompts_of_one_call_share_what_they_begin_with(llama):

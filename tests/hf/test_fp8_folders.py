@@ -160,6 +160,17 @@ def test_experts_expand_on_load(mixture, memory):
         np.testing.assert_array_equal(found[name][index], expected)
 
 
+def test_experts_stay_as_they_are_where_layers_are_multiplied_in_fp8(mixture):
+    folder, raw, stored = mixture
+    mlp = load_model(folder, dtype=jnp.float32, quantize="fp8").layers[0].mlp
+    stacks = {name: getattr(mlp.experts, name).weight.get_value() for name in ("gate_up_proj", "down_proj")}
+    assert all(stack.rows.values.dtype == E4M3 for stack in stacks.values())
+    shapes = {f"model.layers.0.mlp.experts.{name}": stack.shape for name, stack in stacks.items()}
+    for part, (name, index) in checkpoint_layout(shapes, raw).items():
+        found = stacks[name.rpartition(".")[2]].dequantize(jnp.float32)[index]
+        np.testing.assert_array_equal(found, values(stored, part))
+
+
 LATENT = {
     **{"kv_lora_rank": 12, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "q_lora_rank": 136},
     **{"n_routed_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1},

@@ -1,13 +1,19 @@
 """Plans of models with linear attention."""
 
+from dataclasses import replace
+
 import pytest
 
+from jaxglue.engine.policy import parse_policy
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.ops.backend import HOPPER
 from jaxglue.planner.flops import matmul_parameters, training_flops_per_token
+from jaxglue.planner.gpus import find_gpu
+from jaxglue.planner.layer_costs import TracedModel
 from jaxglue.planner.programs import Programs
 from jaxglue.planner.workload import Workload
+from jaxglue.sharding.mesh import MeshShape
 
 SIZES = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
 
@@ -33,3 +39,14 @@ def test_only_attention_reads_all_visible_keys(config):
     assert matmul_parameters(config) == 3 * (qkv + z + b_a + out) + attention + 4 * mlp + head
     few, many = (training_flops_per_token(config, visible_keys=keys, weight_gradients=False) for keys in (0, 1))
     assert many - few == 12 * 4 * 16
+
+
+def test_split_rows_exchange_tokens_for_heads_in_linear_layers(config):
+    work = Workload(config=config, batch_size=1, seq_len=2048, lora=LoraConfig(), mesh=MeshShape(context=2))
+    gpu = find_gpu("H100")
+    near, far = (TracedModel(work, replace(gpu, peers=peers), kernels=False) for peers in (gpu.peers, gpu.peers / 9))
+    moved = work.tokens * (2 * 8 + 2 * 2 * 12) * 2 / 2  # of queries, keys, values and outputs, half
+    full = parse_policy("full")
+    for passes, times in (("forward", 1), ("backward", 2)):
+        slower = [getattr(model.layer(0, full), passes).seconds for model in (far, near)]
+        assert slower[0] - slower[1] == pytest.approx(times * 8 * moved / gpu.peers, rel=1e-3)

@@ -111,6 +111,17 @@ def test_two_gpus_are_planned_as_one_but_for_the_exchange(workload, share, kinds
     assert together.seconds - alone.seconds == pytest.approx(planners[1].predictor.resident.trainable / gpu.peers)
 
 
+@pytest.mark.parametrize(
+    ("share", "flags"),
+    [(0.95, "--moments 8bit would fit"), (0.62, "--moments 8bit --update-in-backward --clip-norm 0 would fit")],
+)
+def test_lighter_optimizers_are_named_where_all_weights_train(workload, share, flags):
+    full = Planner(replace(workload, lora=None), find_gpu("H100"))
+    least = min(full.memory(parse_policy(name)).device_bytes for name in ("full", "offload"))
+    with pytest.raises(DoesNotFit, match=flags):
+        _with_memory(full, share * least / GIB / (1 - MARGIN)).choose(host_memory=HOST)
+
+
 def test_does_not_fit_names_the_remedy(planner):
     offload = planner.plan(parse_policy("offload")).device_bytes
     small = _with_memory(planner, 1.05 * offload / (1 - MARGIN) / GIB)

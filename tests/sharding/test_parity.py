@@ -25,6 +25,7 @@ from jaxglue.models.parameters import split_model
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.ops import row_split
 from jaxglue.ops.segments import pack_forks
+from jaxglue.ops.small_layer import SMALL_LAYER
 from jaxglue.sharding.mesh import MeshShape, make_mesh, place_batch
 from jaxglue.sharding.rules import Layout
 
@@ -48,6 +49,15 @@ LINEAR = {
     "model_type": "qwen3_5_text", "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 8, "linear_value_head_dim": 8,
 }  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ROUTERS = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 24},
+    "deepseek_v2": DEEPSEEK | {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1},
+    "glm4_moe": {name: DEEPSEEK[name] for name in DEEPSEEK if "_dim" not in name and "lora" not in name}
+    | {"n_group": 2, "num_key_value_heads": 2, "head_dim": 8},
+    "qwen3_5_moe_text": LINEAR | EXPERTS | {"shared_expert_intermediate_size": 16},
+}
 FULL, WINDOWS = ({"layer_types": (f"{kind}_attention",) * 2} for kind in ("full", "sliding"))
 """Layers of one type compile once."""
 WIDE = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
@@ -129,8 +139,10 @@ CASES = [
     ("lora", "fsdp=4,expert=2", "dots", GPT_OSS | WIDE | FULL | {"quantize": "mxfp4"}),
     ("lora", "data=2,fsdp=4", "dots", WIDE | {"quantize": "nf4"}),
     ("lora", "fsdp=8", "full", WIDE | {"quantize": "int8"}),
+    repeat("lora", "data=2,fsdp=4", "dots", MOE | WIDE | {"moe_intermediate_size": 64, "quantize": "nf4"}),
     ("lora", "fsdp=8", "offload", LINEAR),
     repeat("full", "data=2,fsdp=4", "full", LINEAR),
+    *(repeat("lora", "fsdp=2,expert=4", "dots", fields | {"model_type": name}) for name, fields in ROUTERS.items()),
 ]
 
 
@@ -147,6 +159,8 @@ def test_mesh_equals_one_device(mesh_of, batches, expected, kind, mesh, policy, 
         ("full", "fsdp=8", 3, 2, {}),
         repeat("full", "data=2,fsdp=4", 3, 3, {}),
         repeat("lora", "data=2,expert=4", 2, 2, MOE),
+        repeat("lora", "data=2,fsdp=4", 3, 2, WIDE | {"quantize": "nf4"}),
+        repeat("lora", "data=2,context=4", 2, 2, {}),
     ],
 )
 def test_layers_share_programs_on_a_mesh(mesh_of, batches, expected, kind, mesh, layers, size, changes):
@@ -160,8 +174,8 @@ ROWS = [[23, 2, 7, 1, 5], [40], [9, 17, 11], [38], [40], [12, 20], [1], [30, 9]]
 SPLIT_CASES = [
     ("lora", "data=2,context=4", "dots", {}),
     ("full", "fsdp=4,context=2", "offload", GPT_OSS | WINDOWS),
-    ("lora", "context=8", "full", DEEPSEEK),
-    ("lora", "data=4,context=2", "dots", LINEAR),
+    repeat("lora", "context=8", "full", DEEPSEEK),
+    repeat("lora", "data=4,context=2", "dots", LINEAR),
     repeat("full", "fsdp=4,context=2", "save:attention_out", LINEAR),
     repeat("lora", "data=2,expert=2,context=2", "dots", MOE),
     repeat("full", "context=2,tensor=2,data=2", "full", TIED),
@@ -232,6 +246,22 @@ def test_dropped_inputs_are_computed_again_on_a_mesh(mesh_of, batches, expected,
     chex.assert_trees_all_close(got, expected("lora", **changes), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
+def test_small_layers_on_a_mesh_equal_separate_operations(mesh_of, batches, expected, interpreted):
+    from jaxglue.ops.small_layer.triton import LayerTiles, TritonSmallLayer
+
+    tiles = LayerTiles(block_m=16, block_n=32, length=32, num_warps=1, num_stages=1)
+    names = "extend", "add_norm", "middle", "entered", "swiglu", "swiglu_gradient", "ranks", "gradient", "weight"
+    kernels = interpreted(TritonSmallLayer)(compute_capability=90, **{f"{name}_tiles": tiles for name in names})
+    changes = {"num_hidden_layers": 1}
+    alone, launch, launched = expected("lora", **changes), kernels._launch, []
+    object.__setattr__(kernels, "_launch", lambda *args, **kw: launched.append(args[0]) or launch(*args, **kw))
+    with SMALL_LAYER.using(kernels):
+        got = on_mesh(mesh_of("data=8"), "lora", "none", batches, **changes)
+    assert launched
+    chex.assert_trees_all_close(got, alone, rtol=1e-4, atol=1e-5)
+
+
 def test_every_device_offloads_to_buffers_of_its_own(mesh_of, batches, expected, monkeypatch):
     content = HostValue.content.fget
     monkeypatch.setattr(HostValue, "content", property(lambda value: content(value).copy()))  # CPUs would read it later
@@ -288,6 +318,7 @@ def test_embedding_gradient_of_a_frequent_token_sums_in_float32(mesh_of, random_
 
 LARGER = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 1000, "initializer_range": 0.05}
 """Sizes that the kernels support."""
+LARGER_LINEAR = LARGER | LINEAR | {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
 LARGER_MOE = LARGER | MOE | {"moe_intermediate_size": 128}
 
 
@@ -299,6 +330,8 @@ LARGER_MOE = LARGER | MOE | {"moe_intermediate_size": 128}
         ("lora", "data=2", LARGER),
         ("full", "fsdp=2", LARGER),
         ("lora", "tensor=2", LARGER),
+        ("lora", "context=2", LARGER),
+        ("lora", "context=2", LARGER_LINEAR),
         ("lora", "expert=2", LARGER_MOE),
         ("full", "expert=2", LARGER_MOE),
         ("lora", "data=4", LARGER),

@@ -109,13 +109,14 @@ def test_other_processes_plan_for_the_choice_of_process_0(make_config, tiny_conf
     planned = []
 
     def choose_remat(settings, workload):
-        planned.append((settings.remat, settings.weights, workload.attention, workload.tile, str(workload.mesh)))
+        chosen = settings.remat, settings.weights, settings.layers_per_program
+        planned.append((*chosen, workload.attention, workload.tile, str(workload.mesh)))
         return RematChoice(policies=(), weights=(), remat=settings.remat)
 
     monkeypatch.setattr(setup, "choose_remat", choose_remat)
-    choice = ["fsdp=2", "full", "device", "reference", 16]
+    choice = ["fsdp=2", "full", "device", "reference", 16, 2]
     processes = SimpleNamespace(is_main=False, all_gather_object=lambda value: [choice, value])
     model = config_from_hf({**tiny_config, "model_type": "qwen3"})
     workload, remat = setup.agree_on_mesh(make_config(batch_size=2), model, (32,), processes)
-    assert planned == [("full", "device", "reference", 16, "fsdp=2")]
+    assert planned == [("full", "device", 2, "reference", 16, "fsdp=2")]
     assert (str(workload.mesh), workload.attention, workload.tile, remat.remat) == ("fsdp=2", "auto", None, "full")

@@ -124,7 +124,7 @@ def test_expert_parallel_training_equals_data_parallel(make_config, moe_folder, 
 
 
 def test_rows_split_over_devices_resume_to_the_bit(make_config, tmp_path, monkeypatch, capsys):
-    options = {"batch_size": 2, "steps": 4, "seq_len": 64, "rank": 2, "eval_fraction": 0.2}
+    options = {"batch_size": 2, "steps": 3, "seq_len": 64, "rank": 2, "eval_fraction": 0.2}
     train(make_config(**options, output=tmp_path / "whole"))
     assert "data=2,context=4" in capsys.readouterr().out  # auto: there are fewer rows than devices
     dispatch = TrainStep.dispatch
@@ -140,8 +140,6 @@ def test_rows_split_over_devices_resume_to_the_bit(make_config, tmp_path, monkey
         assert train(make_config(**options)) is None
     assert train(make_config(**options, resume=True)) is not None
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-    train(make_config(**options, output=tmp_path / "other", mesh="fsdp=2,context=4"))
-    np.testing.assert_allclose(losses(tmp_path / "other"), losses(tmp_path / "whole"), rtol=1e-5)
 
 
 @pytest.mark.slow

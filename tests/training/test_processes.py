@@ -71,6 +71,16 @@ def test_death_is_reported_and_any_process_count_resumes(make_config, run_two, t
     assert whole.steps == 8
 
 
+@pytest.mark.slow
+@pytest.mark.long
+def test_processes_take_steps_of_one_program(make_config, run_two, tmp_path):
+    options = {"steps": 3, "batch_size": 2, "seq_len": 48}
+    train(make_config(**options, output=tmp_path / "whole"))
+    assert [status for status, _ in run_two(make_config(**options, layers_per_program=2))] == [0, 0]
+    expected, got = (list(losses(tmp_path / name).values()) for name in ("whole", "run"))
+    np.testing.assert_allclose(got, expected, rtol=2e-5)
+
+
 def test_disagreeing_processes_both_name_the_values(make_config, run_two):
     config = make_config(**OPTIONS)
     results = run_two(config, flags=((), ("--learning-rate", "0.5")))

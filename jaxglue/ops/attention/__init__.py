@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from jaxglue.ops.attention.padded import PaddedValues
 from jaxglue.ops.attention.reference import reference_attention
 from jaxglue.ops.attention.rotation import Rotation, rotated_flash_attention, rotated_heads
 from jaxglue.ops.attention.tiles import kernel_tiles, largest_head_dim
@@ -21,16 +22,27 @@ from jaxglue.ops.backend import (
     check_half,
     check_tried,
     check_triton,
+    is_tried,
 )
 from jaxglue.ops.names import ATTENTION_OUT
 from jaxglue.ops.row_split import SplitAttention, bounds, whole_rows
 from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT, PackedSegments
 
-__all__ = ["ATTENTION", "AttentionShape", "Rotation", "packed_attention", "rotated_attention"]
+__all__ = [
+    "ATTENTION",
+    "NARROW_VALUES",
+    "AttentionShape",
+    "Rotation",
+    "has_narrow_values",
+    "packed_attention",
+    "rotated_attention",
+]
 
 _HOPPER_HEAD_DIMS = (64, 128, 256)
 _LATENT_HEAD_DIMS = (192, 128)
 """Of keys and values of latent attention (DeepSeek)."""
+NARROW_VALUES = "attention of narrow values"
+"""Name of kernels in `UNTRIED`."""
 _NARROWEST = 64
 """Least head dim that the Triton kernels were checked with on a GPU."""
 _ROTATED_HEAD_DIM = 128
@@ -99,8 +111,6 @@ def _check_cudnn(capability: Capability | None, shape: AttentionShape) -> None:
     _check_uncapped(shape)
     _check_head_dim(shape, 256)
     check_half(shape.dtype)
-    if shape.narrow_values:
-        raise NotImplementedError(f"values have a head dim of their own, {shape.value_dim}")
     if shape.forked:
         raise NotImplementedError("forked segments need another mask than causal")
     if shape.split:
@@ -110,7 +120,7 @@ def _check_cudnn(capability: Capability | None, shape: AttentionShape) -> None:
 def _load_cudnn(_: Capability, shape: AttentionShape) -> AttentionBackend:
     from jaxglue.ops.attention.cudnn import CudnnAttention
 
-    return CudnnAttention()
+    return PaddedValues(CudnnAttention()) if shape.narrow_values else CudnnAttention()
 
 
 def _check_hopper(capability: Capability | None, shape: AttentionShape) -> None:
@@ -122,7 +132,7 @@ def _check_hopper(capability: Capability | None, shape: AttentionShape) -> None:
         got = f"{shape.head_dim} and {shape.value_dim}"
         raise NotImplementedError(f"head dims of keys and values that differ must be {_LATENT_HEAD_DIMS}, got {got}")
     if shape.narrow_values:
-        check_tried("Hopper's latent attention")
+        check_tried(NARROW_VALUES)
     if not shape.narrow_values and shape.head_dim not in _HOPPER_HEAD_DIMS:
         raise NotImplementedError(f"head dim must be one of {_HOPPER_HEAD_DIMS}, got {shape.head_dim}")
     if shape.forked:
@@ -146,8 +156,15 @@ def _check_triton(capability: Capability | None, shape: AttentionShape) -> None:
 def _load_triton(capability: Capability, shape: AttentionShape) -> AttentionBackend:
     from jaxglue.ops.attention.triton import TritonAttention
 
-    tiles = kernel_tiles(capability, shape.head_dim, value_dim=shape.value_dim, window=shape.window, long=shape.long)
-    return TritonAttention.of(capability, tiles=tiles)
+    value_dim = shape.value_dim if has_narrow_values() else None
+    tiles = kernel_tiles(capability, shape.head_dim, value_dim=value_dim, window=shape.window, long=shape.long)
+    kernels = TritonAttention.of(capability, tiles=tiles)
+    return PaddedValues(kernels) if shape.narrow_values and not has_narrow_values() else kernels
+
+
+def has_narrow_values() -> bool:
+    """Return whether kernels for values narrower than keys are used; else values are padded."""
+    return is_tried(NARROW_VALUES)
 
 
 def _order(shape: AttentionShape) -> tuple[str, ...]:

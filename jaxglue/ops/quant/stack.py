@@ -45,6 +45,11 @@ class Stack(Quantized):
         return self.rows.dequantize(dtype).reshape(self.shape)
 
 
+def matrix_of(weight: Quantized) -> Quantized:
+    """Return a quantized matrix, a stack's of the rows of all its matrices."""
+    return weight.rows if isinstance(weight, Stack) else weight
+
+
 def hold_matrices(made: WeightFormat, weight: Any) -> Any:
     """Return a matrix, or matrices [E, out, in], as a model in this format holds them."""
     if made.weight is None or isinstance(weight, Quantized) or weight.ndim < 3:

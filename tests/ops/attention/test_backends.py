@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxglue.ops.attention import ATTENTION, AttentionShape, packed_attention
+from jaxglue.ops import backend
+from jaxglue.ops.attention import ATTENTION, NARROW_VALUES, AttentionShape, has_narrow_values, packed_attention
 from jaxglue.ops.attention.reference import reference_attention
 from jaxglue.ops.choices import Attention
 from jaxglue.ops.segments import pack_segments
@@ -140,3 +141,11 @@ def test_reference_is_softmax_attention_in_each_document(window, with_sinks):
 
 def test_the_flag_names_every_backend():
     assert set(get_args(Attention)) == set(ATTENTION.names)
+
+
+def test_kernels_of_narrow_values_that_no_gpu_has_run_are_left_out(monkeypatch):
+    pytest.importorskip("jax_triton", reason="without jax-triton, auto never chooses triton")
+    latent = replace(LLAMA, head_dim=192, value_dim=128, long=True, segment_slots=16)
+    assert ATTENTION.choose((9, 0), latent).name == "hopper" and has_narrow_values()
+    monkeypatch.setattr(backend, "UNTRIED", {NARROW_VALUES})
+    assert ATTENTION.choose((9, 0), latent).name == "triton" and not has_narrow_values()

@@ -150,6 +150,7 @@ def test_hopper_kernels_keep_matmuls_in_flight_and_write_in_place(
     assert compiled.memory_analysis().temp_size_in_bytes < inputs + out + 2 * one_head
 
 
+@pytest.mark.slow
 def test_hopper_kernels_of_split_rows_keep_matmuls_in_flight(h200, compiled_kernels, tmp_path):
     compiled = compile_hopper(h200, T=8192, N=16, K=4, H=128, window=None, slots=1, split=2)
     assert kernels(compiled) == 2

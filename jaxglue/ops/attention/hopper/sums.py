@@ -11,7 +11,11 @@ from jaxglue.ops.attention.hopper.visits import visited
 from jaxglue.ops.tile_ring import GROUP_ROWS, await_place, release, vacate
 
 _ADDERS = gl.constexpr(2)
-"""Warps that add a program's shares in turns: one waits for its additions to be done while another begins its own."""
+"""Warps that add a program's shares in turns: one waits for its additions to be done while another begins its own.
+
+Of a ring of one place the first adds all: a barrier tells two turns apart, and the second would take the place before
+its first turn for that after it.
+"""
 
 
 @builtin
@@ -60,7 +64,9 @@ def add_shares(dq, dq_rest, turns, shares, shares_rest, plane, tile, before, bou
     PARTS: gl.constexpr = sizes.G // P
     TOKENS: gl.constexpr = GROUP_ROWS // P
     TILES: gl.constexpr = (sizes.T + TOKENS - 1) // TOKENS
-    for n in range(ADDER, PARTS * bounds.count, _ADDERS):
+    ADDERS: gl.constexpr = 1 if sizes.REST > 0 else _ADDERS
+    last = 0 if ADDER >= ADDERS else PARTS * bounds.count
+    for n in range(ADDER, last, ADDERS):
         part, i = visited(n, bounds, sizes)
         token = bounds.first + i * TOKENS
         number = turns + (plane + part) * TILES + token // TOKENS
