@@ -3,7 +3,7 @@
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxglue.data.batch import Rollouts
+from jaxglue.data.batch import Batch, Rollouts
 from jaxglue.data.config import NO_COLUMNS, Columns, DataConfig
 from jaxglue.data.iterator import BatchIterator, Step, Steps
 from jaxglue.data.memory import name_sources, with_named_tokenizer, write_rows
@@ -25,7 +25,7 @@ from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import PRESETS
 from jaxglue.engine.program_cache import keep_programs
 from jaxglue.generation.config import SamplingConfig
-from jaxglue.generation.engine import Engine
+from jaxglue.generation.engine import Completion, Engine
 from jaxglue.generation.prompts import encode_messages, encode_prompt
 from jaxglue.generation.scheduler import Request
 from jaxglue.hf.checkpoint import save_tensors
@@ -34,7 +34,7 @@ from jaxglue.hf.tensor_files import TensorFiles
 from jaxglue.json_file import read_json
 from jaxglue.models.parameters import Params, split_model
 from jaxglue.objectives.objective import Objective, TargetValues
-from jaxglue.ops.segments import segment_bucket
+from jaxglue.ops.segments import pack_segments, segment_bucket
 from jaxglue.planner.device_memory import bounded_pool, take_fitting_blocks
 from jaxglue.recipe import from_settings
 from jaxglue.sharding.mesh import make_mesh
@@ -47,7 +47,6 @@ from jaxglue.training.setup import Setup, resolve_model
 from jaxglue.training.step import TrainStep
 
 if TYPE_CHECKING:
-    from jaxglue.data.batch import Batch
     from jaxglue.models.decoder import CausalLM
     from jaxglue.objectives.config import ObjectiveConfig
 
@@ -71,6 +70,14 @@ class Answer(NamedTuple):
     """Of the tokens, at the temperature."""
     ended: bool
     """False for an answer that reached its longest length."""
+
+
+class TokenDocument(NamedTuple):
+    """Tokens with a target each, and numbers of theirs that a loss reads."""
+
+    tokens: Int[np.ndarray, " T"]
+    targets: Int[np.ndarray, " T"]
+    columns: Mapping[str, Float[np.ndarray, " T"]]
 
 
 class Session:
@@ -134,6 +141,11 @@ class Session:
         self._stack.close()
 
     @property
+    def architecture(self) -> str:
+        """Return the model's type."""
+        return self._setup.model.model_type
+
+    @property
     def step(self) -> int:
         """Return the optimizer steps done."""
         return self._model.step
@@ -189,6 +201,79 @@ class Session:
         self._gradients = gradients if self._gradients is None else _add(self._gradients, gradients)
         return float(value)
 
+    def forward_backward_tokens(
+        self, documents: Sequence["TokenDocument"], loss: Loss, *, backward: bool = True
+    ) -> tuple[float, list[Float[np.ndarray, " T"]]]:
+        """Add the gradients of a loss's sum over the documents' tokens.
+
+        Args:
+            documents: at least one.
+            loss: function of the targets' log-probabilities and of the documents' columns.
+            backward: add gradients; False changes nothing.
+
+        Returns:
+            the sum, and of each document the log-probabilities of its targets.
+
+        Raises:
+            ValueError: no document, or one that is longer than a row.
+        """
+        step, places = self._pack_tokens(documents)
+        objective = FunctionLoss(config=self._setup.config.objective, function=loss)
+        found = np.concatenate([np.asarray(part) for part in self.log_probs(step)])
+        if backward:
+            value, _, gradients = self._model.loss_and_gradients(step, objective)
+            self._gradients = gradients if self._gradients is None else _add(self._gradients, gradients)
+        else:
+            columns = [batch.columns for batch in step.micro_batches]
+            whole: dict[str, Any] = {name: np.concatenate([each[name] for each in columns]) for name in columns[0]}
+            counted = np.concatenate([batch.loss_weights for batch in step.micro_batches])
+            value = jnp.sum(jnp.where(counted > 0, loss(jnp.asarray(found), whole), 0.0))
+        return float(value), [found[row, first:last] for row, first, last in places]
+
+    def _pack_tokens(self, documents: Sequence["TokenDocument"]) -> tuple[Step, list[tuple[int, int, int]]]:
+        """Pack documents into one step whose loss is a sum; return also each one's row, first and last token."""
+        size, seq_len = self._setup.config.run.batch_size, self._setup.config.data.row_tokens
+        if not documents or max(len(each.tokens) for each in documents) > seq_len:
+            raise ValueError(f"expected documents of at most {seq_len} tokens, and at least one: raise seq_len")
+        lengths = np.array([len(each.tokens) for each in documents])
+        plan = plan_packing(lengths, seq_len=seq_len)
+        self._slots = max(self._slots, segment_bucket(plan.max_segments))
+        count = -(-plan.rows // size)
+        members = [plan.row(row) if row < plan.rows else np.zeros(0, np.int64) for row in range(count * size)]
+        names = ("", *documents[0].columns)  # the first is of the tokens that count
+        arrays = {name: np.zeros((len(members), seq_len), np.float32) for name in names}
+        tokens, targets = np.zeros((2, len(members), seq_len), np.int32)
+        places: list[tuple[int, int, int]] = [(0, 0, 0)] * len(documents)
+        for row, own in enumerate(members):
+            for document, last in zip(own, np.cumsum(lengths[own]), strict=True):
+                each, part = documents[document], slice(last - lengths[document], last)
+                places[document] = row, part.start, part.stop
+                tokens[row, part], targets[row, part], arrays[""][row, part] = each.tokens, each.targets, 1
+                for name, values in each.columns.items():
+                    arrays[name][row, part] = values
+        batches = []
+        for first in range(0, len(members), size):
+            rows = slice(first, first + size)
+            segments = pack_segments(
+                [lengths[each].tolist() for each in members[rows]], seq_len=seq_len, max_segments=self._slots
+            )
+            columns: dict[str, Any] = {name: values[rows] for name, values in arrays.items() if name}
+            given: dict[str, Any] = {"tokens": tokens[rows], "targets": targets[rows], "loss_weights": arrays[""][rows]}
+            batches.append(Batch(**given, segments=segments, columns=columns))
+        return Step(micro_batches=tuple(batches), tokens=int(lengths.sum()), targets=1.0), places
+
+    def sample_tokens(
+        self, requests: Sequence[Request], stops: Collection[int] | None = None, weights: Params | None = None
+    ) -> Iterator[Completion]:
+        """Yield the answers to tokens as they end, by the present weights or a `snapshot`; stops are the model's."""
+        engine, model = self._sampling_engine(), self._model
+        trainable = model.trainable if weights is None else weights
+        return engine.generate(trainable, model.frozen, requests, self._setup.stops if stops is None else stops)
+
+    def snapshot(self) -> Params:
+        """Return a copy of the trained parameters, for `sample_tokens`."""
+        return jax.tree.map(jnp.copy, self._model.trainable)
+
     def optim_step(self) -> dict[str, float]:
         """Update the parameters by the gradients since the last step; return `grad_norm` and `learning_rate`.
 
@@ -226,20 +311,23 @@ class Session:
         Raises:
             ValueError: bad sampling, an empty or too long prompt, or too little memory.
         """
-        settings, model = self._setup.config.model, self._model
-        if self._engine is None:
-            options: dict[str, Any] = {"dtype": settings.compute_dtype, "attention": settings.attention}
-            self._engine = Engine(model.graphdefs, self._setup.model, **options)
-        self._engine.multiply_in_fp8(model.executor.fp8_layers)
         config = SamplingConfig(**sampling)
         tokens = [self._encode(prompt) for prompt in prompts]
         requests = [Request(prompt, config, self._sampled + i, n=n) for i, prompt in enumerate(tokens)]
         self._sampled += len(requests)
         found: list[dict[int, Answer]] = [{} for _ in prompts]
-        for done in self._engine.generate(model.trainable, model.frozen, requests, self._setup.stops):
+        for done in self.sample_tokens(requests):
             text = str(self.tokenizer.decode(done.tokens.tolist(), skip_special_tokens=True))
             found[done.number][done.answer] = Answer(text, done.tokens, done.log_probs, done.finish == "stop")
         return [[group[index] for index in range(n)] for group in found]
+
+    def _sampling_engine(self) -> Engine:
+        settings, model = self._setup.config.model, self._model
+        if self._engine is None:
+            options: dict[str, Any] = {"dtype": settings.compute_dtype, "attention": settings.attention}
+            self._engine = Engine(model.graphdefs, self._setup.model, **options)
+        self._engine.multiply_in_fp8(model.executor.fp8_layers)
+        return self._engine
 
     def save(self, path: str | Path) -> Path:
         """Write the adapter, or the whole model, to a folder that PEFT, transformers and `load` read.
@@ -255,8 +343,12 @@ class Session:
         write_json(path / _STATE / "session.json", host)
         return path
 
-    def load(self, path: str | Path) -> None:
+    def load(self, path: str | Path, *, optimizer: bool = True) -> None:
         """Continue from a folder of `save`: weights, optimizer and number of steps.
+
+        Args:
+            path: the folder.
+            optimizer: read its state, too; False begins one anew.
 
         Raises:
             ValueError: no such folder, or that of another model or optimizer.
@@ -276,6 +368,8 @@ class Session:
             lambda key, leaf: jax.device_put(read[jax.tree_util.keystr(key)].astype(leaf.dtype), leaf.sharding), state
         )
         self._model.restore(restored, known["step"])
+        if not optimizer:
+            self._model.begin_anew()
         self._model.set_state({"fp8": known["fp8"]})
         self._gradients, self._sampled = None, known["sampled"]
 
@@ -312,7 +406,7 @@ class FunctionLoss(Objective):
     config: "ObjectiveConfig"
     function: Loss
 
-    def __call__(self, values: TargetValues, batch: "Batch") -> Float[Array, ""]:
+    def __call__(self, values: TargetValues, batch: Batch) -> Float[Array, ""]:
         """Return Σ loss over the tokens that are trained on."""
         losses = self.function(values.log_probs, batch.columns)
         return jnp.sum(jnp.where(batch.loss_weights > 0, losses * batch.loss_weights, 0.0))
@@ -332,7 +426,7 @@ class _Divergence(Objective):
         """Return the divisor of both models' logits."""
         return self.scale
 
-    def __call__(self, values: TargetValues, batch: "Batch") -> Float[Array, ""]:
+    def __call__(self, values: TargetValues, batch: Batch) -> Float[Array, ""]:
         """Return Σ loss over the tokens that are trained on."""
         distilled = jnp.sum(values.divergences(self.divergence, None)) * (self.alpha * self.scale**2)
         return distilled if self.alpha == 1 else distilled + (1 - self.alpha) * values.cross_entropy
@@ -377,7 +471,7 @@ class DistillationLoss:
         return replace(step, micro_batches=batches), _Divergence(config=setup.config.objective, **self._settings)
 
 
-def _with_teacher(batch: "Batch", teacher: Teacher) -> "Batch":
+def _with_teacher(batch: Batch, teacher: Teacher) -> Batch:
     nobody: dict[str, Any] = {"owners": np.ones_like(batch.tokens), "advantages": np.zeros((len(batch.tokens), 1))}
     rollouts = Rollouts(**nobody, teacher=jnp.asarray(teacher.hidden(batch)), teacher_matrix=teacher.matrix)
     return replace(batch, rollouts=rollouts)

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = (
-    {"__main__", "api"},
+    {"__main__", "api", "tinker"},
     {"commands", "session"},
     {"training"},
     {"rl"},

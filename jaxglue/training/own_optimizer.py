@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from jaxglue.engine.compiler import on_device
 from jaxglue.engine.transfer import commit
 from jaxglue.models.parameters import ParamKey, Params
-from jaxglue.training.optimizer import OPTIMIZERS, OptimizerKind
+from jaxglue.training.optimizer import OPTIMIZERS, Optimizer, OptimizerKind
 
 NAME = "given"
 """Name of the optimizer in a run's record."""
@@ -69,6 +69,63 @@ class TransformOptimizer:
         return new, {"arrays": jax.tree.leaves(after)}, optax.tree.norm(gradients)
 
 
+class SteppedAdam:
+    """AdamW whose learning rate, decays and clipping are those of `settings` at each step; float32 moments."""
+
+    fits_programs = False
+
+    def __init__(self) -> None:
+        self.settings = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12}
+        self.settings |= {"weight_decay": 0.0, "grad_clip_norm": 0.0}
+        self._update = jax.jit(self._step, donate_argnums=(0, 1))
+
+    def init(self, trainable: Params) -> Params:
+        """Return the state before the first step."""
+        return commit({name: jax.tree.map(jnp.zeros_like, trainable) for name in ("mu", "nu")})
+
+    def state_shapes(self, trainable: Params) -> Params:
+        """Return the shapes of the state on one device for shapes of parameters."""
+        return on_device(jax.eval_shape(lambda tree: {"mu": tree, "nu": tree}, trainable))
+
+    def update(
+        self, trainable: Params, state: Params, gradients: Params, step: int | Array
+    ) -> tuple[Params, Params, dict[str, Float[Array, ""]]]:
+        """Update all parts (see `Optimizer.update`)."""
+        values = {name: jnp.float32(value) for name, value in self.settings.items()}
+        trainable, state, norm = self._update(trainable, state, gradients, jnp.float32(step + 1), values)
+        return trainable, state, {"grad_norm": norm, **self.learning_rate(0)}
+
+    def update_part(
+        self, trainable: Params, state: Params, key: ParamKey, gradient: Params, step: int
+    ) -> tuple[Params, Params]:
+        """Refuse: clipping needs all gradients."""
+        raise ValueError("update_in_backward: this optimizer sees all gradients at once: leave it out")
+
+    def learning_rate(self, step: int) -> dict[str, Float[Array, ""]]:
+        """Return the present learning rate."""
+        return {"learning_rate": jnp.float32(self.settings["learning_rate"])}
+
+    def trace_update(self, trainable: Params) -> tuple[Traced, ...]:
+        """Trace no program."""
+        return ()
+
+    @staticmethod
+    def _step(trainable: Params, state: Params, gradients: Params, count: Array, s: dict[str, Array]):
+        norm = optax.tree.norm(gradients)
+        limit = s["grad_clip_norm"]
+        scale = jnp.where(limit > 0, jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12)), 1.0)
+        gradients = jax.tree.map(lambda g: g * scale, gradients)
+        mu = jax.tree.map(lambda m, g: s["beta1"] * m + (1 - s["beta1"]) * g, state["mu"], gradients)
+        nu = jax.tree.map(lambda v, g: s["beta2"] * v + (1 - s["beta2"]) * g * g, state["nu"], gradients)
+        first, second = (1 - s[name] ** count for name in ("beta1", "beta2"))
+
+        def moved(p, m, v):
+            step = m / first / (jnp.sqrt(v / second) + s["eps"]) + s["weight_decay"] * p
+            return p - s["learning_rate"] * step
+
+        return jax.tree.map(moved, trainable, mu, nu), {"mu": mu, "nu": nu}, norm
+
+
 _IGNORED = (
     *("learning_rate", "lr", "schedule", "lr_scheduler_type", "warmup_steps", "warmup_ratio", "weight_decay"),
     *("clip_norm", "max_grad_norm", "beta1", "beta2", "epsilon", "moments", "lora_plus_ratio"),
@@ -78,18 +135,23 @@ _IGNORED = (
 
 @contextmanager
 def named_optimizer(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield settings in which a transformation of optax, if there is one, has a name that is known meanwhile.
+    """Yield settings in which an optimizer that is an object, such as optax's, has a name that is known meanwhile.
 
     Raises:
         ValueError: settings that the transformation has itself.
     """
     given = settings.get("optimizer")
-    if not isinstance(given, optax.GradientTransformation):
+    if given is None or isinstance(given, str):
         yield settings
         return
+    if not isinstance(given, optax.GradientTransformation | SteppedAdam):
+        raise ValueError(f"optimizer: expected a name or a transformation of optax, got {given!r:.100}")
     if ignored := [name for name in _IGNORED if name in settings]:
         raise ValueError(f"{ignored[0]}: an optimizer given as an object has its own: leave it out")
-    make = lambda config, total_steps, layout: TransformOptimizer(given)  # noqa: E731
+
+    def make(*_: Any) -> Optimizer:
+        return given if isinstance(given, SteppedAdam) else TransformOptimizer(given)
+
     before = OPTIMIZERS.get(NAME)
     OPTIMIZERS[NAME] = OptimizerKind(make=make, title="transformation of optax, its own rate and schedule")
     try:

@@ -264,6 +264,10 @@ class TrainStep:
         sums, gradients = self._executor_of(objective).loss_and_gradients(*arguments)
         return objective.loss(sums), objective.metrics(sums), gradients
 
+    def begin_anew(self) -> None:
+        """Forget the optimizer's state and the steps done; keep the weights."""
+        self._optimizer_state, self.step = self._optimizer.init(self.trainable), 0
+
     def _executor_of(self, objective: Objective) -> Executor:
         """Return the executor of an objective; the run's and the latest others are kept, with their programs."""
         executor = self._executors.pop(objective, None)

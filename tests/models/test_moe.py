@@ -168,7 +168,7 @@ def test_generation_matches_full_forward_passes(moe_model, family):
     assert tokens == jnp.argmax(logits[0, len(prompt) - 1 : -1], axis=-1).tolist()
 
 
-def test_generation_routes_few_tokens_by_kernels_and_training_does_not(moe_model, random_batch):
+def test_generation_routes_few_tokens_by_kernels(moe_model):
     class Kernels:
         routed = 0
 
@@ -179,11 +179,8 @@ def test_generation_routes_few_tokens_by_kernels_and_training_does_not(moe_model
     model, kernels = moe_model("qwen3_moe"), Kernels()
     graphdefs, *trees = split_model(model, nnx.LoRAParam)
     with ROUTE.using(kernels):
-        list(Engine(graphdefs, model.config, dtype=jnp.float32).stream(*trees, [3, 14], SamplingConfig(max_tokens=2)))
-        routed = kernels.routed
-        batch = random_batch(LENGTHS, 16)
-        model(batch.tokens, batch.segments)
-    assert routed > 0 and kernels.routed == routed
+        list(Engine(graphdefs, model.config, dtype=jnp.float32).stream(*trees, [3], SamplingConfig(max_tokens=1)))
+    assert kernels.routed > 0
 
 
 @pytest.mark.parametrize(

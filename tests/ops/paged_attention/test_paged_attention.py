@@ -126,9 +126,9 @@ def mostly_close(got, want):
 @pytest.mark.parametrize(
     ("group", "window", "has_sinks", "softcap", "rotates", "cache_dtype"),
     [
-        (4, None, False, None, True, jnp.float32),
+        repeat(4, None, False, None, True, jnp.float32),
         (5, 20, True, 3.0, True, jnp.float32),
-        (1, None, True, None, False, jnp.float32),
+        repeat(1, None, True, None, False, jnp.float32),
         (4, 20, True, None, True, FP8),
     ],
 )

@@ -1,0 +1,416 @@
+"""The HTTP interface of the `tinker` SDK to sessions of this library, for this machine alone.
+
+    from jaxglue.tinker.server import TinkerServer
+
+    server = TinkerServer(model="Qwen3-8B")  # its token is server.api_key
+    server.run(port=8001)
+
+and in the loop `tinker.ServiceClient(base_url="http://127.0.0.1:8001", api_key=…)`. A request is answered with the name
+of its result, which the SDK asks for; one thread computes results in the order of the requests.
+"""
+
+import asyncio
+import hmac
+import re
+import secrets
+import tempfile
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from jaxglue.generation.config import SamplingConfig
+from jaxglue.generation.scheduler import Request
+from jaxglue.json_file import parse_json
+from jaxglue.models.parameters import Params
+from jaxglue.session import Loss, Session, TokenDocument
+from jaxglue.terminal import echo
+from jaxglue.tinker.wire import LossRequest, loss_response, read_loss_request, sample_response
+from jaxglue.training.own_optimizer import SteppedAdam
+
+_LARGEST_BODY = 64 * 2**20
+_WAIT = 20.0
+"""Seconds after which a client asks for a result again."""
+_KEPT_RESULTS = 1024
+_PROTOBUF = "application/x-protobuf"
+_NAME = re.compile(r"[\w.-]{1,100}")
+_CLIENT = {"use_pyqwest_transport": False, "parallel_fwdbwd_chunks": False, "proto_compress_fwdbwd": False}
+"""What the SDK's client is told to do."""
+
+
+class RefusedError(Exception):
+    """A request that is refused, with HTTP's status."""
+
+    def __init__(self, message: str, status: int = 400):
+        super().__init__(message)
+        self.status = status
+
+
+class _Model(NamedTuple):
+    session: Session
+    optimizer: SteppedAdam
+    rank: int
+
+
+class _Sampler(NamedTuple):
+    model: _Model
+    weights: Params
+
+
+class TinkerServer:
+    """Models in training for the `tinker` SDK, each a session with the base's weights of its own.
+
+    Args:
+        api_key: that requests must bring; drawn if none is given. The SDK wants it to begin with `tml-`.
+        models: most models in training at a time.
+        settings: of every session: `model`, `quantize`, `seq_len`, …
+    """
+
+    def __init__(self, *, api_key: str | None = None, models: int = 2, **settings: Any):
+        self.api_key = api_key or f"tml-{secrets.token_hex(16)}"
+        self._settings, self._most = settings, models
+        self._models: dict[str, _Model] = {}
+        self._samplers: dict[str, _Sampler] = {}
+        self._results: dict[str, Future] = {}
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="jaxglue-tinker")
+        self._folder = tempfile.TemporaryDirectory(prefix="jaxglue-tinker-")
+        posts: dict[str, Callable] = {
+            "client/config": lambda body: _CLIENT,
+            "client/dynamic_config": lambda body: {},
+            "telemetry": lambda body: {"status": "accepted"},
+            "create_session": lambda body: {"type": "create_session", "session_id": f"session-{uuid.uuid4()}"},
+            "session_heartbeat": lambda body: {"type": "session_heartbeat"},
+            "create_sampling_session": self._create_sampling_session,
+            "get_info": self._get_info,
+        }
+        later: dict[str, Callable] = {
+            "create_model": self._create_model,
+            "optim_step": self._optim_step,
+            "save_weights": self._save_weights,
+            "save_weights_for_sampler": self._save_for_sampler,
+            "load_weights": self._load_weights,
+            "unload_model": self._unload_model,
+            "asample": self._sample,
+        }
+        capability = {"model_name": str(settings.get("model", settings.get("recipe"))), "trainable": True}
+        routes = [
+            Route("/api/v1/healthz", self._guarded(lambda http: _now({"status": "ok"}))),
+            Route(
+                "/api/v1/get_server_capabilities",
+                self._guarded(lambda http: _now({"supported_models": [capability | {"sampleable": True}]})),
+            ),
+            Route("/api/v1/forward_backward", self._guarded(self._losses), methods=["POST"]),
+            Route("/api/v1/retrieve_future", self._guarded(self._retrieve), methods=["POST"]),
+        ]
+        routes += [
+            Route(f"/api/v1/{name}", self._guarded(_answering(do)), methods=["POST"]) for name, do in posts.items()
+        ]
+        routes += [
+            Route(f"/api/v1/{name}", self._guarded(self._promising(do)), methods=["POST"]) for name, do in later.items()
+        ]
+        self.app = Starlette(routes=routes)
+
+    def run(self, *, port: int = 8001) -> None:
+        """Answer requests on this machine until Ctrl-C."""
+        import uvicorn
+
+        echo(f"serving tinker's interface at http://127.0.0.1:{port}; TINKER_API_KEY={self.api_key}", error=True)
+        try:
+            uvicorn.run(self.app, host="127.0.0.1", port=port, log_level="warning", timeout_graceful_shutdown=5)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Free the models."""
+        self._worker.shutdown(cancel_futures=True)
+        for model in self._models.values():
+            model.session.close()
+        self._folder.cleanup()
+
+    def _guarded(self, handler: Callable) -> Callable:
+        """Return the handler behind the token, with errors as the SDK reads them."""
+
+        async def run(http: HttpRequest) -> Response:
+            given = http.headers.get("x-api-key", "")
+            if not hmac.compare_digest(given.encode(), self.api_key.encode()):
+                return JSONResponse({"error": "no or a wrong API key"}, 401)
+            try:
+                return await handler(http)
+            except RefusedError as error:
+                return JSONResponse({"error": str(error)}, error.status)
+            except (ValueError, KeyError, TypeError) as error:
+                return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 400)
+
+        return run
+
+    def _promising(self, do: Callable) -> Callable:
+        async def run(http: HttpRequest) -> Response:
+            return self._promise(do, await _read_json(http))
+
+        return run
+
+    def _promise(self, do: Callable, argument: Any) -> Response:
+        """Begin an operation after those before it; return the name of its result."""
+        name = f"request-{uuid.uuid4()}"
+        self._results[name] = self._worker.submit(do, argument)
+        while len(self._results) > _KEPT_RESULTS and next(iter(self._results.values())).done():
+            del self._results[next(iter(self._results))]
+        promised: dict[str, Any] = {"request_id": name}
+        if isinstance(argument, dict) and "num_samples" in argument:
+            promised["sample_sequence_ids"] = [f"{name}:{i}" for i in range(argument["num_samples"])]
+        return JSONResponse(promised)
+
+    async def _losses(self, http: HttpRequest) -> Response:
+        return self._promise(self._forward_backward, read_loss_request(await _read(http)))
+
+    async def _retrieve(self, http: HttpRequest) -> Response:
+        name = (await _read_json(http)).get("request_id", "")
+        future = self._results.get(name)
+        if future is None:
+            raise RefusedError("no such request, or its result is too old", 404)
+        done, _ = await asyncio.wait([asyncio.wrap_future(future)], timeout=_WAIT)
+        if not done:
+            return JSONResponse({"type": "try_again", "request_id": name, "queue_state": "active"})
+        if (error := future.exception()) is not None:
+            category = "user" if isinstance(error, ValueError | KeyError | RefusedError) else "server"
+            return JSONResponse({"error": str(error), "category": category})
+        result = future.result()
+        return Response(result, media_type=_PROTOBUF) if isinstance(result, bytes) else JSONResponse(result)
+
+    def _model(self, body: Mapping[str, Any]) -> _Model:
+        if (model := self._models.get(str(body.get("model_id")))) is None:
+            raise RefusedError(f"no model {body.get('model_id')!r:.100}")
+        return model
+
+    def _create_model(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        if len(self._models) >= self._most:
+            raise ValueError(f"{self._most} models are in training: unload one, or serve with models=…")
+        lora = body.get("lora_config") or {"rank": 32}
+        if not (lora.get("train_attn", True) and lora.get("train_mlp", True)):
+            raise ValueError("lora_config: attention and feed-forwards are adapted together")
+        targets = ["all-linear", *(["lm_head"] if lora.get("train_unembed", True) else [])]
+        rank = int(lora["rank"])
+        adapter: dict[str, Any] = {"rank": rank, "alpha": 32.0, "targets": tuple(targets)}
+        optimizer = SteppedAdam()
+        session = Session(optimizer=optimizer, **{**adapter, **self._settings})
+        name = f"model-{uuid.uuid4()}"
+        self._models[name] = _Model(session, optimizer, rank)
+        return {"type": "create_model", "model_id": name}
+
+    def _unload_model(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        self._model(body).session.close()
+        del self._models[body["model_id"]]
+        return {"type": "unload_model", "model_id": body["model_id"]}
+
+    def _get_info(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        model = self._model(body)
+        name = str(self._settings.get("model", self._settings.get("recipe")))
+        data = {"arch": model.session.architecture, "model_name": name, "tokenizer_id": name}
+        info: dict[str, Any] = {"type": "get_info", "model_id": body["model_id"], "model_name": name}
+        return info | {"model_data": data, "is_lora": True, "lora_rank": model.rank}
+
+    def _forward_backward(self, request: LossRequest) -> bytes:
+        model, loss = self._model({"model_id": request.model_id}), _loss(request.loss, request.config)
+        documents = [_document(datum.tokens, datum.inputs, loss.columns) for datum in request.data]
+        total, log_probs = model.session.forward_backward_tokens(
+            documents, loss.function, backward=not request.forward_only
+        )
+        return loss_response(log_probs, {"loss:sum": total})
+
+    def _optim_step(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        model, given = self._model(body), body.get("adam_params")
+        if given is None:
+            raise ValueError("optim_step: AdamW alone is served: give adam_params")
+        known = model.optimizer.settings.keys()
+        if unknown := sorted(given.keys() - known):
+            raise ValueError(f"optim_step: unknown {', '.join(unknown)}: expected {', '.join(known)}")
+        model.optimizer.settings.update({name: float(value) for name, value in given.items()})
+        return {"metrics": model.session.optim_step()}
+
+    def _save_weights(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        model, name = self._model(body), _name(body.get("path"))
+        model.session.save(self._path(body["model_id"], name))
+        return {"type": "save_weights", "path": f"tinker://{body['model_id']}/weights/{name}"}
+
+    def _load_weights(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        model = self._model(body)
+        found = re.fullmatch(r"tinker://([\w.-]+)/weights/([\w.-]+)", str(body.get("path")))
+        if found is None or not self._path(found[1], found[2]).is_dir():
+            raise ValueError(f"no weights at {body.get('path')!r:.200}")
+        model.session.load(self._path(found[1], found[2]), optimizer=bool(body.get("optimizer", True)))
+        return {"type": "load_weights", "path": body["path"], "model_id": body["model_id"]}
+
+    def _save_for_sampler(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        model, given = self._model(body), body.get("path")
+        name = f"tinker://{body['model_id']}/sampler_weights/{_name(given)}"
+        self._samplers[name] = _Sampler(model, model.session.snapshot())
+        return {"type": "save_weights_for_sampler", **({"path": name} if given else {"sampling_session_id": name})}
+
+    def _path(self, model: str, name: str) -> Path:
+        return Path(self._folder.name) / model / name
+
+    def _create_sampling_session(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        name = body.get("model_path")
+        if name not in self._samplers:
+            raise ValueError("create_sampling_session: expected the model_path of saved weights")
+        return {"type": "create_sampling_session", "sampling_session_id": name}
+
+    def _sample(self, body: Mapping[str, Any]) -> bytes:
+        sampler = self._samplers.get(str(body.get("sampling_session_id") or body.get("model_path")))
+        if sampler is None:
+            raise ValueError("asample: expected a sampling session of saved weights")
+        given, session = dict(body.get("sampling_params") or {}), sampler.model.session
+        asked = {name: body[name] for name in ("topk_prompt_logprobs", "prompt_logprobs") if body.get(name)}
+        if asked:
+            raise ValueError(f"asample: {', '.join(asked)} are not computed: use a forward pass")
+        seed = given.get("seed")
+        config = SamplingConfig(
+            max_tokens=given.get("max_tokens") or 512,
+            temperature=given.get("temperature", 1.0),
+            top_p=given.get("top_p", 1.0),
+            top_k=max(given.get("top_k", -1), 0),
+            seed=secrets.randbits(31) if seed is None else int(seed),
+        )
+        prompt = [token for chunk in body["prompt"]["chunks"] for token in chunk["tokens"]]
+        request = Request(prompt, config, n=int(body.get("num_samples", 1)))
+        stops = None if given.get("stop") is None else _stops(session, given["stop"])
+        done = sorted(session.sample_tokens([request], stops, sampler.weights), key=lambda each: each.answer)
+        return sample_response([(each.tokens, each.log_probs, each.finish == "stop") for each in done])
+
+
+class _TokenLoss(NamedTuple):
+    function: Loss
+    columns: tuple[str, ...]
+
+
+def _loss(name: str, config: Mapping[str, float]) -> _TokenLoss:
+    """Return one of Tinker's losses; equal ones are one object, so that its programs are compiled once."""
+    key = name, tuple(sorted(config.items()))
+    if key not in _LOSSES:
+        if name not in _MAKERS:
+            raise ValueError(f"loss_fn: expected {', '.join(_MAKERS)}, got {name!r:.100}")
+        make, columns, defaults = _MAKERS[name]
+        if unknown := sorted(config.keys() - defaults.keys()):
+            raise ValueError(f"loss_fn_config: {', '.join(unknown)} is not for {name}")
+        _LOSSES[key] = _TokenLoss(make(**{**defaults, **config}), columns)
+    return _LOSSES[key]
+
+
+_LOSSES: dict[Any, _TokenLoss] = {}
+
+
+def _cross_entropy() -> Loss:
+    return lambda log_probs, columns: -columns["weights"] * log_probs
+
+
+def _importance_sampling() -> Loss:
+    return lambda log_probs, columns: -jnp.exp(log_probs - columns["logprobs"]) * columns["advantages"]
+
+
+def _ppo(clip_low_threshold: float, clip_high_threshold: float) -> Loss:
+    def loss(log_probs: Any, columns: Mapping[str, Any]) -> Any:
+        ratio = jnp.exp(log_probs - columns["logprobs"])
+        clipped = jnp.clip(ratio, clip_low_threshold, clip_high_threshold)
+        return -jnp.minimum(ratio * columns["advantages"], clipped * columns["advantages"])
+
+    return loss
+
+
+def _cispo(clip_low_threshold: float, clip_high_threshold: float) -> Loss:
+    def loss(log_probs: Any, columns: Mapping[str, Any]) -> Any:
+        ratio = jnp.exp(log_probs - columns["logprobs"])
+        clipped = jax.lax.stop_gradient(jnp.clip(ratio, clip_low_threshold, clip_high_threshold))
+        return -clipped * log_probs * columns["advantages"]
+
+    return loss
+
+
+def _dro(beta: float) -> Loss:
+    def loss(log_probs: Any, columns: Mapping[str, Any]) -> Any:
+        return 0.5 * beta * (log_probs - columns["logprobs"]) ** 2 - log_probs * columns["advantages"]
+
+    return loss
+
+
+_CLIPS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+_RATIO = ("logprobs", "advantages")
+_MAKERS: dict[str, tuple[Callable[..., Loss], tuple[str, ...], dict[str, float]]] = {
+    "cross_entropy": (_cross_entropy, ("weights",), {}),
+    "importance_sampling": (_importance_sampling, _RATIO, {}),
+    "ppo": (_ppo, _RATIO, _CLIPS),
+    "cispo": (_cispo, _RATIO, _CLIPS),
+    "dro": (_dro, _RATIO, {"beta": 0.05}),
+}
+"""Losses of tokens by Tinker's names, which are summed: makers, arrays that they read, settings."""
+
+
+def _document(tokens: np.ndarray, inputs: Mapping[str, np.ndarray], columns: tuple[str, ...]) -> TokenDocument:
+    """Return a document with the arrays that a loss reads; weights are 1 where none are given."""
+    given = dict(inputs)
+    targets = given.pop("target_tokens", None)
+    if "weights" in columns:
+        given.setdefault("weights", np.ones(len(tokens), np.float32))
+    if targets is None or not given.keys() >= set(columns):
+        raise ValueError(f"loss_fn_inputs: expected target_tokens, {', '.join(columns)}, got {', '.join(inputs)}")
+    own = {name: given[name].astype(np.float32) for name in columns}
+    if "weights" in given and "weights" not in columns and "advantages" in own:
+        own["advantages"] = own["advantages"] * given["weights"].astype(np.float32)
+    if any(values.shape != tokens.shape for values in (targets, *own.values())):
+        raise ValueError(f"loss_fn_inputs: expected arrays of the {len(tokens)} tokens of model_input")
+    return TokenDocument(tokens, targets, own)
+
+
+def _stops(session: Session, given: Any) -> set[int]:
+    """Return the stop tokens of a request: ids, or texts of one token each."""
+    listed = [given] if isinstance(given, str) else list(given)
+    found: set[int] = set()
+    for each in listed:
+        ids = [each] if isinstance(each, int) else session.tokenizer.encode(each, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ValueError(f"stop: {each!r:.50} is {len(ids)} tokens: give ids, or texts of one token")
+        found.add(ids[0])
+    return found
+
+
+def _name(given: Any) -> str:
+    name = uuid.uuid4().hex if given is None else str(given)
+    if not _NAME.fullmatch(name) or name.startswith("."):
+        raise ValueError(f"path: expected letters, digits, dots and dashes, got {name!r:.100}")
+    return name
+
+
+def _answering(do: Callable) -> Callable:
+    async def run(http: HttpRequest) -> Response:
+        return JSONResponse(do(await _read_json(http)))
+
+    return run
+
+
+async def _now(value: Any) -> Response:
+    return JSONResponse(value)
+
+
+async def _read(http: HttpRequest) -> bytes:
+    body = bytearray()
+    async for chunk in http.stream():
+        body += chunk
+        if len(body) > _LARGEST_BODY:
+            raise RefusedError(f"the request is larger than {_LARGEST_BODY >> 20} MiB", 413)
+    return bytes(body)
+
+
+async def _read_json(http: HttpRequest) -> dict[str, Any]:
+    body = await _read(http)
+    value = parse_json(body.decode(), "the request") if body else {}
+    if not isinstance(value, dict):
+        raise RefusedError("the request is no JSON object")
+    return value

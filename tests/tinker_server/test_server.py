@@ -1,0 +1,241 @@
+"""Loops of the `tinker` SDK over HTTP, without it, and with it where it is installed."""
+
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("httpx")
+from starlette.testclient import TestClient
+
+import jaxglue
+from tests.tinker_server.test_wire import loss_request
+
+MODEL = str(Path(jaxglue.__file__).parent / "recipes/quickstart/model")
+SETTINGS = {"model": MODEL, "random_weights": True, "dtype": "float32", "seq_len": 64, "compilation_cache": None}
+KEY = "tml-test"
+LORA = {"rank": 4, "train_unembed": False}
+
+
+@pytest.fixture(scope="module")
+def server():
+    from jaxglue.tinker.server import TinkerServer
+
+    server = TinkerServer(api_key=KEY, **SETTINGS)
+    yield server
+    server.close()
+
+
+class Client:
+    """Posts requests and waits for their results."""
+
+    def __init__(self, server):
+        self.http = TestClient(server.app, headers={"X-API-Key": KEY})
+
+    def post(self, name, body):
+        given = {"content": body} if isinstance(body, bytes) else {"json": body}
+        return self.http.post(f"/api/v1/{name}", **given)
+
+    def call(self, name, body):
+        promised = self.post(name, body).json()
+        reply = self.post("retrieve_future", {"request_id": promised["request_id"]})
+        return reply.content if reply.headers["content-type"] == "application/x-protobuf" else reply.json()
+
+
+@pytest.fixture
+def client(server):
+    return Client(server)
+
+
+@pytest.fixture
+def model(client):
+    name = client.call("create_model", {"session_id": "s", "base_model": MODEL, "lora_config": LORA})["model_id"]
+    yield name
+    client.call("unload_model", {"model_id": name})
+
+
+def read_loss(body):
+    """Return the sum and the log-probabilities of a loss response, without the SDK."""
+    from jaxglue.tinker.wire import _fields
+
+    (record,) = (dict(_fields(value)) for number, value in _fields(body) if number == 2)
+    (metric,) = (dict(_fields(value)) for number, value in _fields(body) if number == 3)
+    tensor = dict(_fields(dict(_fields(record[2]))[2]))
+    sizes = np.frombuffer(tensor[2], np.int64) // 4
+    log_probs = np.split(np.frombuffer(tensor[1], np.float32), sizes[1:-1])
+    return float(np.frombuffer(metric[2], np.float64)[0]), log_probs
+
+
+def test_a_supervised_loop_lowers_its_loss_and_goes_on_from_saved_weights(client, model):
+    documents = [([5, 6, 7, 8], {"target_tokens": [6, 7, 8, 9], "weights": [0, 1, 1, 1]})]
+    documents += [([9, 9], {"target_tokens": [9, 2], "weights": [1, 0.5]})]
+    request = loss_request(model, documents, "cross_entropy")
+    first, log_probs = read_loss(client.call("forward_backward", request))
+    expected = sum(-(np.array(a["weights"]) * p).sum() for (_, a), p in zip(documents, log_probs, strict=True))
+    assert first == pytest.approx(expected, rel=1e-5) and [len(each) for each in log_probs] == [4, 2]
+    for _ in range(4):
+        found = client.call("optim_step", {"model_id": model, "adam_params": {"learning_rate": 1e-2}})
+        assert found["metrics"]["grad_norm"] > 0 and found["metrics"]["learning_rate"] == pytest.approx(1e-2)
+        last, _ = read_loss(client.call("forward_backward", request))
+    assert last < 0.9 * first
+    client.call("optim_step", {"model_id": model, "adam_params": {"learning_rate": 0.0}})
+    saved = client.call("save_weights", {"model_id": model, "path": "first"})["path"]
+    forward = loss_request(model, documents, "cross_entropy", forward_only=True)
+    assert read_loss(client.call("forward_backward", forward))[0] == pytest.approx(last, rel=1e-5)
+    read_loss(client.call("forward_backward", request))
+    client.call("optim_step", {"model_id": model, "adam_params": {"learning_rate": 0.1}})
+    assert read_loss(client.call("forward_backward", forward))[0] != pytest.approx(last, rel=1e-3)
+    assert client.call("load_weights", {"model_id": model, "path": saved, "optimizer": True})["path"] == saved
+    assert read_loss(client.call("forward_backward", forward))[0] == pytest.approx(last, rel=1e-5)
+
+
+def read_answers(body):
+    from jaxglue.tinker.wire import _fields
+
+    parts = [dict(_fields(value)) for number, value in _fields(body) if number == 1]
+    return [(np.frombuffer(p[2], np.int32), np.frombuffer(p[3], np.float32)) for p in parts]
+
+
+def test_a_policy_gradient_loop_moves_what_is_sampled_and_samplers_keep_their_weights(client, model):
+    """A token is rewarded; sampled log-probabilities are those of the forward pass, so ratios begin at 1."""
+    prompt = [5, 6, 7]
+
+    def sample(session, **more):
+        chunks = {"chunks": [{"type": "encoded_text", "tokens": prompt}]}
+        params = {"max_tokens": 4, "temperature": 1.0, "seed": 3, "stop": []}
+        body = {"prompt": chunks, "num_samples": 6, "sampling_params": params, "sampling_session_id": session}
+        return read_answers(client.call("asample", body | more))
+
+    def sampler():
+        return client.call("save_weights_for_sampler", {"model_id": model, "sampling_session_seq_id": 1})
+
+    before = sampler()["sampling_session_id"]
+    first = answers = sample(before)
+    rewarded = int(np.bincount(np.concatenate([tokens for tokens, _ in first])).argmax())
+    for _ in range(4):
+        documents = []
+        for tokens, log_probs in answers:
+            advantage = (tokens == rewarded) - np.mean([(each == rewarded).mean() for each, _ in answers])
+            zeros = np.zeros(len(prompt) - 1)
+            arrays = {"logprobs": [*zeros, *log_probs], "advantages": [*zeros, *advantage]}
+            whole = [*prompt, *tokens]
+            documents.append((whole[:-1], {"target_tokens": whole[1:], **arrays}))
+        total, found = read_loss(client.call("forward_backward", loss_request(model, documents, "importance_sampling")))
+        for (_, log_probs), each in zip(answers, found, strict=True):
+            np.testing.assert_allclose(each[len(prompt) - 1 :], log_probs, atol=1e-4)
+        expected = -sum(float(np.sum(arrays["advantages"])) for _, arrays in documents)
+        assert total == pytest.approx(expected, abs=1e-3)
+        client.call("optim_step", {"model_id": model, "adam_params": {"learning_rate": 3e-2}})
+        answers = sample(sampler()["sampling_session_id"])
+    share = [np.mean([(tokens == rewarded).mean() for tokens, _ in each]) for each in (first, answers)]
+    assert share[1] > share[0]
+    for (tokens, _), (again, _) in zip(first, sample(before), strict=True):
+        np.testing.assert_array_equal(tokens, again)
+
+
+def test_losses_are_tinkers(client, model):
+    """By their definitions, from the log-probabilities that come back."""
+    old, advantages = np.array([-6.0, -8.0, -7.5]), np.array([1.0, -2.0, 0.5])
+    arrays = {"target_tokens": [6, 7, 8], "logprobs": old, "advantages": advantages}
+
+    def run(name, config=None):
+        request = loss_request(model, [([5, 6, 7], arrays)], name, config, forward_only=True)
+        total, (found,) = read_loss(client.call("forward_backward", request))
+        return total, found.astype(np.float64)
+
+    total, p = run("ppo", {"clip_low_threshold": 0.5, "clip_high_threshold": 1.5})
+    ratio = np.exp(p - old)
+    clipped = np.clip(ratio, 0.5, 1.5)
+    assert total == pytest.approx(-np.minimum(ratio * advantages, clipped * advantages).sum(), rel=1e-4)
+    assert run("cispo")[0] == pytest.approx(-(np.clip(ratio, 0.8, 1.2) * p * advantages).sum(), rel=1e-4)
+    assert run("dro", {"beta": 0.1})[0] == pytest.approx((0.05 * (p - old) ** 2 - p * advantages).sum(), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "message"),
+    [
+        ("optim_step", {"adam_params": {"lr": 1}}, "unknown lr: expected learning_rate"),
+        ("save_weights", {"path": "../up"}, "path: expected letters, digits, dots and dashes"),
+        ("load_weights", {"path": "tinker://other/weights/x"}, "no weights at"),
+        ("asample", {"prompt": {"chunks": []}}, "expected a sampling session of saved weights"),
+    ],
+)
+def test_bad_requests_fail_with_a_reason(client, model, name, body, message):
+    assert message in client.call(name, {"model_id": model, **body})["error"]
+
+
+def test_bad_losses_fail_with_a_reason(client, model):
+    arrays = {"target_tokens": [6, 7]}
+    for loss, given, message in (
+        ("ppo", arrays, "expected target_tokens, logprobs, advantages"),
+        ("magic", arrays, "loss_fn: expected cross_entropy"),
+        ("cross_entropy", {"target_tokens": [6]}, "expected arrays of the 2 tokens"),
+    ):
+        found = client.call("forward_backward", loss_request(model, [([5, 6], given)], loss))
+        assert message in found["error"]
+    assert "no model" in client.call("optim_step", {"model_id": "other", "adam_params": {}})["error"]
+
+
+def test_requests_need_the_key(server):
+    http = TestClient(server.app)
+    assert http.get("/api/v1/healthz").status_code == 401
+    assert http.get("/api/v1/healthz", headers={"X-API-Key": KEY}).json() == {"status": "ok"}
+    assert http.post("/api/v1/forward_backward", content=b"\xff", headers={"X-API-Key": KEY}).status_code == 400
+
+
+def test_the_sdk_runs_unchanged(server):
+    """Supervised and policy-gradient loops as its guides have them."""
+    tinker = pytest.importorskip("tinker")
+    import socket
+
+    import uvicorn
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    runner = uvicorn.Server(uvicorn.Config(server.app, port=port, log_level="warning"))
+    thread = threading.Thread(target=runner.run, daemon=True)
+    thread.start()
+    while not runner.started:
+        time.sleep(0.05)
+    run_loops(tinker, f"http://127.0.0.1:{port}", KEY)
+    runner.should_exit = True
+    thread.join(10)
+
+
+def run_loops(tinker, url, key):
+    """Run both loops of the SDK; losses fall and the sampler answers."""
+    service = tinker.ServiceClient(base_url=url, api_key=key)
+    client = service.create_lora_training_client(base_model=MODEL, rank=4, train_unembed=False)
+    adam = tinker.AdamParams(learning_rate=1e-2)
+    whole = [5, 6, 7, 8, 9]
+    inputs = {"target_tokens": whole[1:], "weights": [0.0, 1.0, 1.0, 1.0]}
+    datum = tinker.Datum(model_input=tinker.ModelInput.from_ints(whole[:-1]), loss_fn_inputs=inputs)
+    losses = []
+    for _ in range(4):
+        done = client.forward_backward([datum], "cross_entropy")
+        step = client.optim_step(adam)
+        losses.append(done.result().metrics["loss:sum"])
+        step.result()
+    assert losses[-1] < losses[0]
+    sampler = client.save_weights_and_get_sampling_client(name="policy")
+    prompt, params = tinker.ModelInput.from_ints([5, 6]), tinker.SamplingParams(max_tokens=4, temperature=1.0, seed=1)
+    answers = sampler.sample(prompt=prompt, num_samples=3, sampling_params=params).result().sequences
+    assert len(answers) == 3 and all(0 < len(each.tokens) <= 4 for each in answers)
+    data = []
+    for each in answers:
+        tokens = [5, 6, *each.tokens]
+        arrays = {
+            "target_tokens": tokens[1:],
+            "logprobs": [0.0, *each.logprobs],
+            "advantages": [0.0, *[1.0 / len(each.tokens)] * len(each.tokens)],
+        }
+        data.append(tinker.Datum(model_input=tinker.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=arrays))
+    found = client.forward_backward(data, "importance_sampling").result()
+    assert abs(found.metrics["loss:sum"] + 3) < 1e-3
+    client.optim_step(adam).result()
+    state = client.save_state("first").result()
+    client.load_state(state.path).result()
