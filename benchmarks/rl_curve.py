@@ -2,9 +2,9 @@
 
     python benchmarks/rl_curve.py --json benchmarks/results/rl_curve.json --plot docs/rl_curve.png
 
-A Qwen3 of a few million parameters is trained on sums of two numbers of two digits, `4 7 + 8 5 =`, of which some
-answers are wrong in a digit, as demonstrations are. Then GRPO has 200 steps of 32 prompts × 16 answers. Held-out pairs
-of numbers are in no step of either.
+A Qwen3 of a few million parameters is trained on sums of two numbers of two digits, `4 7 + 8 5 =`; in seven of ten
+answers a digit is replaced by any other, so that it is right in about two of five. Then GRPO has 200 steps of
+32 prompts × 16 answers. Held-out pairs of numbers are in no step of either.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast
 import jaxglue
 from jaxglue.training.record import read_metrics
 
-HELD_OUT, WRONG = 256, 0.4
+HELD_OUT, WRONG = 256, 0.7
 """Pairs that are not trained on, and the share of demonstrations with a wrong digit."""
 SHOWN = ("reward", "eval_reward", "entropy", "sampling/sampling_logp_difference/mean")
 REWARDS = """
@@ -133,9 +133,13 @@ def plot(results: dict[str, dict[str, list]], path: Path) -> None:
     colors = {"exact": "tab:blue", "shuffled": "tab:gray"}
     for name, found in results.items():
         steps, values = np.array(found["reward"]).T
-        smooth = np.convolve(values, np.ones(5) / 5, "valid")
+        width = min(5, len(values))
+        smooth = np.convolve(values, np.ones(width) / width, "valid")
         axes.plot(
-            steps[4:], smooth, color=colors[name], label={"exact": "reward", "shuffled": "shuffled rewards"}[name]
+            steps[width - 1 :],
+            smooth,
+            color=colors[name],
+            label={"exact": "reward", "shuffled": "shuffled rewards"}[name],
         )
         axes.plot(*np.array(found["eval_reward"]).T, "o", color=colors[name], label=f"held-out prompts, {name}")
     axes.set(xlabel="step", ylabel="share of right sums", ylim=(0, 1.02))
@@ -147,7 +151,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--supervised-steps", type=int, default=600)
+    parser.add_argument("--supervised-steps", type=int, default=800)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--row", type=int, default=4096, help="tokens of a row")

@@ -265,6 +265,8 @@ class DecoderConfig:
         if self.quantize != "none" and not made.holds_experts and experts_in_dtype:
             raise ValueError(f"{made.flag} needs the experts in MXFP4: leave it out")
         shared = {"shared_expert_intermediate_size": self.moe.shared_size} if self.moe and self.moe.shared_size else {}
+        if self.moe and self.moe.quantize == self.quantize:
+            shared |= {"moe_intermediate_size": self.moe.intermediate_size}
         heads = {"num_attention_heads × head_dim": self.num_attention_heads * self.head_dim}
         sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
         made.check(sizes | shared | heads)

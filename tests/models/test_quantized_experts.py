@@ -104,6 +104,8 @@ def test_what_cannot_be_held_or_split_is_refused(tiny_config, tiny_model):
     raw = {**tiny_config, **SIZES, **EXPERTS, "model_type": "qwen3_moe"}
     with pytest.raises(ValueError, match="expert cannot split experts in nf4; use fsdp instead of expert"):
         MeshShape(expert=2).check(config_from_hf(raw).quantized("nf4"), batch_size=2, devices=2)
+    with pytest.raises(ValueError, match="multiples of 64, got moe_intermediate_size=48"):
+        config_from_hf({**raw, "moe_intermediate_size": 48}).quantized("nf4")
     gpt_oss = config_from_hf({**raw, "model_type": "gpt_oss", "num_local_experts": 4, "sliding_window": 3})
     with pytest.raises(ValueError, match="--quantize nf4 needs the experts in MXFP4"):
         random_model(gpt_oss.quantized("nf4"))

@@ -53,9 +53,6 @@ def test_auto_splits_rows_that_do_not_fit_or_are_fewer_than_gpus(choose, make_co
         setup.choose_mesh(
             make_config(objective="grpo", reward=("exact",), mesh="context=8", batch_size=1), model, (32,)
         )
-    windows = config_from_hf({**tiny_config, "model_type": "mistral", "sliding_window": 8})
-    with pytest.raises(ValueError, match="rows of --objective dpo in layers with windows: use data or fsdp"):
-        setup.choose_mesh(make_config(objective="dpo", mesh="context=8", batch_size=1), windows, (32,))
 
 
 def test_auto_spreads_experts_over_the_fewest_gpus(choose):
