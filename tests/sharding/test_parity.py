@@ -159,6 +159,8 @@ def test_mesh_equals_one_device(mesh_of, batches, expected, kind, mesh, policy, 
         ("full", "fsdp=8", 3, 2, {}),
         repeat("full", "data=2,fsdp=4", 3, 3, {}),
         repeat("lora", "data=2,expert=4", 2, 2, MOE),
+        repeat("lora", "data=2,fsdp=4", 3, 2, WIDE | {"quantize": "nf4"}),
+        repeat("lora", "data=2,context=4", 2, 2, {}),
     ],
 )
 def test_layers_share_programs_on_a_mesh(mesh_of, batches, expected, kind, mesh, layers, size, changes):
@@ -212,13 +214,14 @@ def random_pairs(rows, seq_len: int, seed: int) -> Batch:
     )
 
 
-@pytest.mark.parametrize("objective", ["dpo", repeat("kto")])
-def test_pairs_in_split_rows_equal_those_in_whole_rows(mesh_of, monkeypatch, objective):
+@pytest.mark.parametrize(("objective", "changes"), [("dpo", WINDOWS), repeat("dpo", {}), repeat("kto", {})])
+def test_pairs_in_split_rows_equal_those_in_whole_rows(mesh_of, monkeypatch, objective, changes):
     monkeypatch.setattr(row_split, "_LEAST_CHUNK", 2)
     rows = [[(9, 11, 6), (2, 3, 5)], [(1, 14, 20)]]
     batches = [random_pairs(order, 40, seed) for seed, order in enumerate((rows, rows[::-1]))]
     mesh = mesh_of("data=2,context=4")
-    config, graphdefs, *trees = parts("lora", jnp.float32)
+    changes = changes and GPT_OSS | changes | {"sliding_window": 7}
+    config, graphdefs, *trees = parts("lora", jnp.float32, **changes)
     given = {"policy": parse_policy("dots"), "dtype": jnp.float32}
     given["objective"] = ObjectiveConfig(
         objective=objective, **({"rpo_alpha": 0.3} if objective == "dpo" else {})
