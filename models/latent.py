@@ -20,6 +20,7 @@ from jaxglue.models.residual import RMSNorm
 from jaxglue.ops import names
 from jaxglue.ops.projection import Projection, adapted_projection
 from jaxglue.ops.projection.dora import magnitude_gain, matrix
+from jaxglue.ops.quant.fp8 import rounded_rows
 from jaxglue.ops.residual_norm import Normed
 
 _EPS = 1e-6
@@ -70,6 +71,8 @@ class LatentAttention(Attention):
             q = self.q_b_proj(self.q_a_layernorm(q), context)
         q, joined = checkpoint_name(q, names.QUERY), checkpoint_name(joined, names.KEY)
         latents, k_turning = self.kv_a_layernorm(joined[..., : latent.rank]), joined[..., latent.rank :]
+        if context.latents != "none" and context.fp8 and self.kv_b_proj.projection.is_for_fp8:
+            latents = rounded_rows(latents)  # as the product with them in FP8
         q = self._heads(q)
         # Scores know no order of dimensions: those that turn come first, as where a part of each head does.
         q = jnp.concatenate([q[..., latent.nope_dim :], q[..., : latent.nope_dim]], axis=-1)
@@ -77,7 +80,7 @@ class LatentAttention(Attention):
         if context.latents == "read":
             k = jnp.pad(k_turning, ((0, 0),) * 3 + ((0, latent.nope_dim),))
             q, k = context.rotate(q, k, self.rotary, None, self.query_factor)
-            q = jnp.concatenate([q[..., :rope_dim], self._keys_and_values().absorb(q[..., rope_dim:])], axis=-1)
+            q = jnp.concatenate([q[..., :rope_dim], self._keys_and_values(q.dtype).absorb(q[..., rope_dim:])], axis=-1)
             return (q, jnp.concatenate([k[..., :rope_dim], latents[:, :, None]], axis=-1)), None
         kv = checkpoint_name(self.kv_b_proj(latents, context), names.VALUE)
         kv = kv.reshape(*kv.shape[:2], self.heads, -1)
@@ -95,10 +98,10 @@ class LatentAttention(Attention):
         if context.latents == "written":
             return cache.attend_and_keep(*values, self.latent.rope_dim)
         attended = cache.attend_latents(*values, self.latent.rank, self.head_dim**-0.5)
-        return self._keys_and_values().expand(attended)
+        return self._keys_and_values(attended.dtype).expand(attended)
 
-    def _keys_and_values(self) -> "LatentMatrices":
-        return LatentMatrices.of(self.kv_b_proj.projection, self.heads, self.latent.nope_dim)
+    def _keys_and_values(self, dtype) -> "LatentMatrices":
+        return LatentMatrices.of(self.kv_b_proj.projection, self.heads, self.latent.nope_dim, dtype)
 
     @property
     def inputs(self) -> list[Projection]:
@@ -124,9 +127,9 @@ class LatentMatrices:
     adapter: tuple[Float[Array, "N rows R"], Float[Array, "R rank"]] | None
 
     @classmethod
-    def of(cls, projection: Projection, heads: int, nope_dim: int) -> "LatentMatrices":
-        """Read the matrices of a projection."""
-        weight, adapter = matrix(projection.weight), projection.adapter
+    def of(cls, projection: Projection, heads: int, nope_dim: int, dtype) -> "LatentMatrices":
+        """Read the matrices of a projection, expanded to `dtype` if they are quantized."""
+        weight, adapter = matrix(projection.weight, dtype), projection.adapter
         by_head = weight.reshape(heads, -1, weight.shape[1])
         keys, values, gain, low_rank = by_head[:, :nope_dim], by_head[:, nope_dim:], None, None
         if adapter is not None:

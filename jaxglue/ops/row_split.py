@@ -39,7 +39,8 @@ def split_segments(segments: PackedSegments, devices: int) -> PackedSegments:
     before = np.zeros((B, devices, T + 1), np.int32)
     np.cumsum(owners[:, None] == np.arange(devices)[:, None], axis=2, out=before[:, :, 1:])
     stops: Any = np.asarray(segments.ends)
-    arrays: dict[str, Any] = {"rows": order, "order": order, "places": places, "before": before}
+    positions: Any = None if segments.gap_starts is None else np.asarray(segments.positions)
+    arrays: dict[str, Any] = {"positions": positions, "rows": order, "order": order, "places": places, "before": before}
     names = "segment_ids", "positions", "starts", "ends", "gap_starts", "gap_ends"
     fields = {name: split_tokens(getattr(segments, name), order) for name in names}
     return replace(segments, **fields, units=None, split=RowSplit(stops=stops, **arrays))
@@ -85,15 +86,21 @@ def _fill(room: np.ndarray, devices: np.ndarray, tokens: int) -> np.ndarray:
 def bounds(segments: PackedSegments, window: int | None) -> PackedSegments:
     """Return what this device's queries see of whole rows, and which of them see each of a row's keys. Per device."""
     split = segments.split
-    assert split is not None and (window is None or segments.gap_starts is None)
+    assert split is not None
     starts, stops, before = segments.starts, split.stops, split.before[:, 0]
     if window is not None:
-        starts = jnp.maximum(starts, split.rows - window + 1)
+        first = split.rows - window + 1
+        if segments.gap_starts is not None and segments.gap_ends is not None:  # skipped keys do not count
+            gap = segments.gap_ends - segments.gap_starts
+            first = jnp.where((gap > 0) & (first < segments.gap_ends), first - gap, first)
+        starts = jnp.maximum(starts, first)
+    if window is not None and segments.gap_starts is None:
         stops = jnp.minimum(stops, jnp.arange(stops.shape[1], dtype=jnp.int32) + window)
     ends = jnp.take_along_axis(before, stops, axis=1)
     # A tile of queries passes all keys up to its last one's own; padding's would be far behind.
     last = jnp.where(segments.segment_ids > 0, split.rows, 0).max(axis=1, keepdims=True)
     changes: dict[str, Any] = {"own_keys": jnp.minimum(split.rows, last), "first_queries": before[:, :-1]}
+    changes["key_positions"] = split.positions
     return replace(segments, starts=starts, ends=ends, split=None, **changes)
 
 
@@ -155,11 +162,18 @@ class SplitAttention:
     def forward(self, q, k, v, sinks, segments, *, window, softcap=None):
         """Return (out, lse)."""
         keys, values = (whole_rows(x, segments.split) for x in (k, v))
-        return self.backend.forward(q, keys, values, sinks, bounds(segments, window), window=None, softcap=softcap)
+        arrays = q, keys, values, sinks, bounds(segments, window)
+        return self.backend.forward(*arrays, window=_by_positions(segments, window), softcap=softcap)
 
     def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window, softcap=None):
         """Return (dq, dk, dv, dsinks)."""
         keys, values = (whole_rows(x, segments.split) for x in (k, v))
         arrays = q, keys, values, sinks, bounds(segments, window), out, lse, dout
-        dq, dk, dv, dsinks = self.backend.backward(*arrays, window=None, softcap=softcap)
+        window = _by_positions(segments, window)
+        dq, dk, dv, dsinks = self.backend.backward(*arrays, window=window, softcap=softcap)
         return dq, *(own_tokens(dx, segments.split) for dx in (dk, dv)), dsinks
+
+
+def _by_positions(segments: PackedSegments, window: int | None) -> int | None:
+    """Return the window of forked segments, by which kernels mask positions; of others the bounds have it."""
+    return None if segments.gap_starts is None else window

@@ -58,6 +58,8 @@ class PackedSegments:
     windows included."""
     first_queries: Int[Array, "B T"] | None = None
     """The first query at each key or after it, where `own_keys` are given."""
+    key_positions: Int[Array, "B T"] | None = None
+    """Positions of forked segments' keys, where `own_keys` are given."""
 
     @property
     def slots(self) -> int:
@@ -93,6 +95,8 @@ class RowSplit:
     """Place of each of the row's tokens in `order`."""
     stops: Int[Array, "B T"]
     """`PackedSegments.ends` in the row's order."""
+    positions: Int[Array, "B T"] | None
+    """`PackedSegments.positions` of forked segments in the row's order."""
     before: Int[Array, "B N T+1"]
     """Each device's tokens before each of the row's, and all of them; a device has its own line."""
 

@@ -173,7 +173,11 @@ def batch_specs(batches: Any, axes: Sequence[str]) -> Any:
 
     def spec(path, _):
         fields = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
-        of_rows = fields[-1] in _OF_ROWS or ("answers" in fields and fields[-1] != "owners")
+        of_rows = (
+            fields[-1] in _OF_ROWS
+            or fields[-2:] == ["split", "positions"]
+            or ("answers" in fields and fields[-1] != "owners")
+        )
         return rows if of_rows else tokens
 
     return jax.tree.map_with_path(spec, batches)

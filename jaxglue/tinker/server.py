@@ -177,10 +177,11 @@ class TinkerServer:
         future = self._results.get(name)
         if future is None:
             raise RefusedError("no such request, or its result is too old", 404)
-        done, _ = await asyncio.wait([asyncio.wrap_future(future)], timeout=_WAIT)
+        waiting = asyncio.wrap_future(future)
+        done, _ = await asyncio.wait([waiting], timeout=_WAIT)
         if not done:
             return JSONResponse({"type": "try_again", "request_id": name, "queue_state": "active"})
-        if (error := future.exception()) is not None:
+        if (error := waiting.exception()) is not None:
             category = "user" if isinstance(error, ValueError | KeyError | RefusedError) else "server"
             return JSONResponse({"error": str(error), "category": category})
         result = future.result()

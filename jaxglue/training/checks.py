@@ -84,8 +84,6 @@ def refuse_split_rows(config: TrainConfig, model: DecoderConfig) -> str:
         return f"of --objective {name}, which the model writes"
     if kind.answers is not None and model.delta is not None:
         return f"of --objective {name} in layers of linear attention"
-    if kind.answers is not None and any(model.layer_windows):
-        return f"of --objective {name} in layers with windows"
     if kind.answers is not None and config.objective.columns:
         return f"of --objective {name} with columns of units"
     return ""

@@ -43,6 +43,8 @@ RAW = {
     "num_key_value_heads": 2,
     "initializer_range": 0.1,
 }
+KINDS = ["sliding_attention", "full_attention"]
+GEMMA4 = {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "global_head_dim": 64, "head_dim": 64}
 GLM4_MOE = {"n_routed_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 64, "topk_group": 1}
 GPT_OSS = {"model_type": "gpt_oss", "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 64}
 
@@ -318,7 +320,16 @@ def test_projections_from_latents_are_cut_into_heads_and_keys_transposed(make_fo
         ),
         ({"model_type": "olmo3", "sliding_window": 8, "rope_theta": 3.0}, "f16", "windows with another base than"),
         ({"model_type": "glm4_moe", **GLM4_MOE, "n_group": 2}, "f16", "experts in groups"),
-        ({"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}, "f16", "models of type gemma4_text"),
+        ({**GEMMA4, "layer_types": ["full_attention"] * 2}, "f16", "Gemma 4 with layers of one kind"),
+        (
+            {
+                **GEMMA4,
+                "num_hidden_layers": 4,
+                "num_kv_shared_layers": 1,
+                "layer_types": ["full_attention"] * 2 + KINDS,
+            },
+            *("f16", "keys and values of other layers than the last two"),
+        ),
     ],
 )
 def test_what_llama_cpp_lacks_is_refused(changes, kind, message, make_folder, export):

@@ -214,13 +214,14 @@ def random_pairs(rows, seq_len: int, seed: int) -> Batch:
     )
 
 
-@pytest.mark.parametrize("objective", ["dpo", repeat("kto")])
-def test_pairs_in_split_rows_equal_those_in_whole_rows(mesh_of, monkeypatch, objective):
+@pytest.mark.parametrize(("objective", "changes"), [("dpo", WINDOWS), repeat("dpo", {}), repeat("kto", {})])
+def test_pairs_in_split_rows_equal_those_in_whole_rows(mesh_of, monkeypatch, objective, changes):
     monkeypatch.setattr(row_split, "_LEAST_CHUNK", 2)
     rows = [[(9, 11, 6), (2, 3, 5)], [(1, 14, 20)]]
     batches = [random_pairs(order, 40, seed) for seed, order in enumerate((rows, rows[::-1]))]
     mesh = mesh_of("data=2,context=4")
-    config, graphdefs, *trees = parts("lora", jnp.float32)
+    changes = changes and GPT_OSS | changes | {"sliding_window": 7}
+    config, graphdefs, *trees = parts("lora", jnp.float32, **changes)
     given = {"policy": parse_policy("dots"), "dtype": jnp.float32}
     given["objective"] = ObjectiveConfig(
         objective=objective, **({"rpo_alpha": 0.3} if objective == "dpo" else {})

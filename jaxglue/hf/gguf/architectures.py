@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jaxglue.models.config import DecoderConfig
+from jaxglue.models.config import DecoderConfig, LayerKind
 from jaxglue.models.family import find_family
-from jaxglue.ops.rope import Rotary
+from jaxglue.ops.rope import RopeConfig, Rotary
 
 _LOCAL_THETA = 10_000.0
 """Rotary base of Gemma 3's windows, which its files do not say."""
@@ -236,6 +236,57 @@ def _latent_metadata(config: DecoderConfig) -> dict[str, Any]:
     return found | _routed(config)
 
 
+def _gemma4(config: DecoderConfig) -> str | None:
+    kinds, own = config.layer_kinds, config.per_layer
+    sliding, full = ([kind for kind in kinds if (kind.window is not None) is slides] for slides in (True, False))
+    if not sliding or not full:
+        return "Gemma 4 with layers of one kind"
+    if any(len({part(kind) for kind in each}) > 1 for each in (sliding, full) for part in (_rope_of, _head_of)):
+        return "Gemma 4 with layers of one kind that differ"
+    if sliding[0].rope is None or sliding[0].rope.rope_type != "default":
+        return "scaled rotary embeddings of windows"
+    first = len(kinds) - _taking(config)
+    if first < len(kinds) and (kinds[first - 1].window is not None or kinds[first - 2].window is None):
+        return "keys and values of other layers than the last two that have some, of which the last attends to all"
+    if own is not None and own.vocab_size != config.vocab_size:
+        return "embeddings for each layer of another vocabulary"
+    return "biases in attention" if config.attention_bias else None
+
+
+def _rope_of(kind: LayerKind) -> RopeConfig | None:
+    return kind.rope
+
+
+def _head_of(kind: LayerKind) -> int:
+    return kind.head_dim
+
+
+def _taking(config: DecoderConfig) -> int:
+    """Return the number of layers that read others' keys and values."""
+    return sum(shape.shares == "takes" for shape in config.shapes)
+
+
+def _gemma4_metadata(config: DecoderConfig) -> dict[str, Any]:
+    """Return the metadata of two kinds of layers, under names of their own where they slide."""
+    kinds, own = config.layer_kinds, config.per_layer
+    full = next(kind for kind in kinds if kind.window is None)
+    sliding = next(kind for kind in kinds if kind.window is not None)
+    assert full.rope is not None and sliding.rope is not None
+    found: dict[str, Any] = {
+        "feed_forward_length": [shape.intermediate_size for shape in config.shapes],
+        "attention.head_count_kv": [shape.kv_heads for shape in config.shapes],
+        "attention.sliding_window": sliding.window,
+        "attention.sliding_window_pattern": [kind.window is not None for kind in kinds],
+        "attention.shared_kv_layers": _taking(config),
+        "embedding_length_per_layer_input": 0 if own is None else own.size,
+    }
+    for suffix, kind in (("", full), ("_swa", sliding)):
+        found |= {f"attention.{part}_length{suffix}": kind.head_dim for part in ("key", "value")}
+        found[f"rope.dimension_count{suffix}"] = kind.head_dim
+        found[f"rope.freq_base{suffix}"] = float(kind.rope.rope_theta) if kind.rope else 0.0
+    return found | ({"final_logit_softcapping": float(config.logit_softcap)} if config.logit_softcap else {})
+
+
 def _partial(config: DecoderConfig) -> dict[str, Any]:
     return {"rope.dimension_count": Rotary(config.rope, config.head_dim).dims}
 
@@ -295,6 +346,7 @@ ARCHITECTURES = {
     "glm4_moe": Architecture(name="GLM4_MOE", metadata=_glm4_moe_metadata, obstacle=_glm4_moe),
     "smollm3": Architecture(name="SMOLLM3", permuted=True, obstacle=_smollm3),
     "gemma2": Architecture(name="GEMMA2", metadata=_gemma2_metadata, obstacle=_gemma2),
+    "gemma4_text": Architecture(name="GEMMA4", metadata=_gemma4_metadata, obstacle=_gemma4),
     "gemma3_text": Architecture(name="GEMMA3", obstacle=_gemma3),
     "glm4": Architecture(name="GLM4", metadata=_partial),
     "phi3": Architecture(name="PHI3", metadata=_partial),

@@ -148,7 +148,9 @@ def _lora_matrices(module: str, adapter: Adapter, config: DecoderConfig) -> dict
     path, _, last = module.rpartition(".")
     if f"{module}.weight".endswith(KEYS_AND_VALUES):
         raise ValueError(f"--gguf-lora: llama.cpp's files hold {module} in two parts: merge the adapter with --gguf")
-    if last == "gate_up_proj":
+    if b.ndim == 3 and ".mlp." not in module:
+        raise ValueError(f"--gguf-lora: llama.cpp applies no adapter of {module}: merge the adapter with --gguf")
+    if last == "gate_up_proj" and b.ndim == 3:
         rows = b.shape[1] // 2
         interleaved = config.model_type == "gpt_oss"
         halves = (b[:, ::2], b[:, 1::2]) if interleaved else (b[:, :rows], b[:, rows:])

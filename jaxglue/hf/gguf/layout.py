@@ -27,6 +27,18 @@ KEYS_AND_VALUES = ".self_attn.kv_b_proj.weight"
 _HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
+_STILL = 1e30
+"""Divisor of frequencies of dimensions that do not turn."""
+_APART = re.compile(r".+\.layers\.\d+\.experts\.(gate_up_proj|down_proj)")
+"""All experts beside a dense feed-forward, which llama.cpp's files hold as they are."""
+_OWN_NAMES = {
+    ".layer_scalar": ".layer_scalar.weight",
+    ".router.scale": ".router.proj.scale",
+    ".router.per_expert_scale": ".experts.down_proj.scale",
+}
+"""Names by which the gguf package knows tensors of Gemma 4."""
+
+
 class Tensors(Protocol):
     """A model's tensors in the layout of its checkpoint."""
 
@@ -76,8 +88,12 @@ def _order(name: str) -> tuple[int, int]:
 
 def _frequency_factors(config: DecoderConfig) -> list[GgufTensor]:
     """Return the divisors of rotary frequencies, which Llama 3.1 and longrope stretch."""
-    rope = config.rope
-    if rope.rope_type == "longrope":
+    rope = next((rotary.config for rotary in config.rotaries if rotary.config.rope_type == "proportional"), config.rope)
+    if rope.rope_type == "proportional":
+        rotary = next(rotary for rotary in config.rotaries if rotary.config == rope)
+        turning = inverse_frequencies(rope, rotary.head_dim)[0] > 0
+        found = {"rope_freqs.weight": np.where(turning, 1.0, _STILL).astype(np.float32)}
+    elif rope.rope_type == "longrope":
         lists = {"rope_factors_short.weight": rope.short_factor, "rope_factors_long.weight": rope.long_factor}
         found = {name: np.array(factors, np.float32) for name, factors in lists.items()}
     elif rope.rope_type == "llama3":
@@ -119,6 +135,10 @@ class _Layout:
                 yield self._from_experts(name, parts)
             elif match := _STACK.fullmatch(name):
                 yield from self._from_stack(name, match)
+            elif _APART.fullmatch(name):
+                experts = range(self._specs[name].shape[0])
+                pieces = partial(self._each_of, name, experts)
+                yield self._make(f"{name}.weight", self._specs[name].shape, (name,), pieces)
             elif name.endswith(KEYS_AND_VALUES):
                 yield from self._from_latents(name)
             elif not name.endswith("_scales"):
@@ -127,7 +147,9 @@ class _Layout:
     def _name(self, name: str) -> str:
         """Return llama.cpp's name."""
         module = module_in_file(name).replace("e_score_correction_bias", "e_score_correction.bias")
-        found = self._names.get_name(module, try_suffixes=(".weight", ".bias"))
+        for ours, theirs in _OWN_NAMES.items():
+            module = module.removesuffix(ours) + theirs if module.endswith(ours) else module
+        found = self._names.get_name(module, try_suffixes=(".weight", ".bias", ".scale"))
         if found is None:
             raise ValueError(f"{name}: llama.cpp has no such tensor in its {self._config.model_type} models")
         return f"{found}.weight" if name.endswith(".sinks") else found
@@ -194,6 +216,9 @@ class _Layout:
         for part, size in sizes.items():
             pieces = partial(self._of_heads, partial(matrix, part))
             yield self._make(name.replace("kv_b_proj", part), (heads, *size), (name,), pieces)
+
+    def _each_of(self, name: str, experts: range) -> Iterator[Callable[[], np.ndarray]]:
+        return (partial(self._expert, name, expert, slice(None), False) for expert in experts)
 
     def _of_heads(self, matrix: Callable[[int], np.ndarray]) -> Iterator[Callable[[], np.ndarray]]:
         return (partial(matrix, head) for head in range(self._config.num_attention_heads))

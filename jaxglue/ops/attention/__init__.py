@@ -149,8 +149,6 @@ def _check_triton(capability: Capability | None, shape: AttentionShape) -> None:
     check_triton(capability, shape.dtype)
     assert capability is not None
     _check_head_dim(shape, largest_head_dim(capability), _NARROWEST)
-    if shape.split and shape.forked and shape.window is not None:
-        raise NotImplementedError("queries of forked segments in windows are some of a row's tokens")
 
 
 def _load_triton(capability: Capability, shape: AttentionShape) -> AttentionBackend:

@@ -136,16 +136,16 @@ def key_value_gradients(q, k, v, q_rest, k_rest, ends, lse, delta, dout, row, fi
     last = end - 1
     lane = tl.arange(0, spec.block_m)
     keys = first + tl.arange(0, spec.block_n)
-    FAR: tl.constexpr = spec.forks and spec.window > 0
-    ends += row * (2 * spec.S if FAR or spec.split else spec.S)
+    ends += row * spec.ends
+    reach = ends + spec.S * (1 + spec.split)  # positions of keys
     stop, all_stop = tl.load(ends + last), tl.load(ends + first)
     stops = tl.load(ends + keys, mask=keys < spec.S, other=0)
     first_query, last_query, queries = first, last, keys
     if spec.split:
         first_query, last_query = tl.load(ends + spec.S + first), tl.load(ends + spec.S + last)
         queries = tl.load(ends + spec.S + keys, mask=keys < spec.S, other=0)
-    if FAR:
-        positions = tl.load(ends + spec.T + keys, mask=keys < spec.T, other=0)
+    if spec.far:
+        positions = tl.load(reach + keys, mask=keys < spec.S, other=0)
     elif spec.window > 0:
         stop, all_stop = tl.minimum(stop, last + spec.window), tl.minimum(all_stop, first + spec.window)
         stops = tl.minimum(stops, keys + spec.window)
@@ -179,12 +179,12 @@ def key_value_gradients(q, k, v, q_rest, k_rest, ends, lse, delta, dout, row, fi
             if spec.dkeys:
                 dweights = tl.dot(v_tile, tl.trans(dout_tile))
             cut = (i < last_query) | (i + TOKENS > all_stop)
-            if FAR:
-                cut = i >= first
+            if spec.far:
+                cut = i >= first_query
             if cut:
                 visible = (queries[:, None] <= tokens[None, :]) & (tokens[None, :] < stops[:, None])
-                if FAR:
-                    reached = tl.load(ends + spec.T + tokens, mask=tokens < spec.T, other=0)
+                if spec.far:
+                    reached = tl.load(reach + (spec.S if spec.split else 0) + tokens, mask=tokens < spec.T, other=0)
                     visible &= reached[None, :] < positions[:, None] + spec.window
                 scores = tl.where(visible, scores, MASKED)
             weights = tl.exp2(scores * (spec.factor * LOG2_E) - row_lse[None, :])

@@ -8,7 +8,8 @@ FlashAttention-2 (Dao 2023, arXiv 2307.08691) over packed rows. Three choices ar
   continuation of a forked segment. A tile whose queries all skip a range jumps over it. With a window too, `ends` is
   [B, 2, T], with positions in segments, by which windows go.
 - With `split`, queries are some of a row's S tokens: each query's own key is the last line of `starts`, [B, 2, T] or
-  [B, 4, T], and `ends` is [B, 2, S], with the first query at each key or after it.
+  [B, 4, T], and the first query at each key or after it follows `ends` of the S keys; positions of keys and of queries
+  come last. Windows are in the bounds.
 - A tile of queries holds P of the G query heads of a key/value head for block_m // P tokens. Short segments and windows
   waste less of a tile, and a key's gradient is summed over the group inside one program: without atomics,
   deterministically.
@@ -98,6 +99,16 @@ class KernelSpec:
         return 1 + 2 * self.forks + self.split
 
     @property
+    def far(self) -> bool:
+        """Tell whether windows go by positions, for some of a window may be on the other side of a gap."""
+        return self.forks and self.window > 0
+
+    @property
+    def ends(self) -> int:
+        """Return the numbers of a row of `ends`."""
+        return self.S * (1 + self.split + self.far) + self.T * (self.split and self.far)
+
+    @property
     def factor(self) -> float:
         """Return what turns `capped` values into scores."""
         return self.scale if self.softcap is None else self.softcap
@@ -155,7 +166,7 @@ def gaps(starts, tokens, spec: tl.constexpr):
 def _first_visible(starts, tokens, spec: tl.constexpr):
     """Return the first visible key of each token; T for padding and tokens past the row."""
     low = tl.load(starts + tokens, mask=tokens < spec.T, other=spec.S)
-    if spec.window > 0:
+    if spec.window > 0 and not spec.split:
         bound = tokens - spec.window + 1
         if spec.forks:  # skipped keys do not count
             gap_start, gap_end = gaps(starts, tokens, spec)
@@ -179,7 +190,7 @@ def visible_keys(starts, first, last, tokens, spec: tl.constexpr):
     low = _first_visible(starts, first, spec)
     all_low = _first_visible(starts, last, spec)
     lows = _first_visible(starts, tokens, spec)
-    if spec.forks and spec.window > 0:  # a second continuation begins further back than a first one ends
+    if spec.far:  # a second continuation begins further back than a first one ends
         low, all_low = -tl.max(-lows, 0), tl.max(lows, 0)
     return low, all_low, lows
 

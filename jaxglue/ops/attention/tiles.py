@@ -68,8 +68,8 @@ _HOPPER_LONG: Table = {
     512: _WIDEST,
 }
 _HOPPER_LATENT = {  # queries and keys of 192, values of 128
-    False: _tiles((64, 32, 4, 3), (64, 32, 4, 3), (64, 64, 8, 2)),
-    True: _tiles((128, 64, 8, 2), (128, 64, 8, 2), (64, 128, 8, 2)),
+    False: _tiles((64, 32, 4, 3), (64, 32, 4, 3), (32, 64, 4, 2)),
+    True: _tiles((128, 64, 8, 2), (128, 64, 8, 2), (32, 64, 4, 2)),
 }
 _AMPERE: Table = {  # 164 KiB of shared memory in a block
     64: _tiles((128, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3)),

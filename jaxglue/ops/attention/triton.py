@@ -224,13 +224,15 @@ def starts_of(segments: PackedSegments) -> Int[Array, "B *bounds T"]:
     return jnp.stack(given, axis=1) if len(given) > 1 else segments.starts
 
 
-def _ends(segments: PackedSegments, window: int) -> Int[Array, "B *bounds T"]:
-    """Return the ends of keys' queries; beside them the first ones, or in forked segments with a window positions.
+def _ends(segments: PackedSegments, window: int) -> Int[Array, "B ..."]:
+    """Return the ends of keys' queries; beside them the first ones, and in forked segments with a window positions.
 
     A second continuation's keys are followed by their own queries alone, so the window ends them.
     """
     if segments.first_queries is not None:
-        return jnp.stack([segments.ends, segments.first_queries], axis=1)
+        lines = segments.ends, segments.first_queries
+        positions = (segments.key_positions, segments.positions) if window and segments.gap_starts is not None else ()
+        return jnp.concatenate([*lines, *positions], axis=1)
     if segments.gap_starts is None or segments.gap_ends is None or not window:
         return segments.ends
     last = jnp.arange(segments.ends.shape[1], dtype=jnp.int32) + window

@@ -35,7 +35,7 @@ def magnitude_gain(
     return magnitude / jnp.maximum(norms, jnp.finfo(jnp.float32).tiny)
 
 
-def matrix(weight: Any, dtype=jnp.bfloat16) -> Float[Array, "out in"]:
+def matrix(weight: Any, dtype) -> Float[Array, "out in"]:
     """Return a weight as it is, or expanded to `dtype` if it is quantized."""
     return dequantize(weight, dtype) if is_quantized(weight) else weight
 

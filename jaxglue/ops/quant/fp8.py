@@ -83,6 +83,12 @@ def quantize_rows(x: Float[Array, "*B n"]) -> tuple[Float[Array, "*B n"], Float[
     return encode_rows(x, row_scales(jnp.abs(x).max(axis=-1, keepdims=True)))
 
 
+def rounded_rows(x: Float[Array, "*B n"]) -> Float[Array, "*B n"]:
+    """Return x as its e4m3 values with a scale for each row, in its dtype."""
+    values, scales = quantize_rows(x)
+    return (values.astype(jnp.float32) * scales).astype(x.dtype)
+
+
 def row_scales(absmax: Float[Array, "*B 1"]) -> Float[Array, "*B 1"]:
     """Return float32 scales for rows of these largest magnitudes; 1 for rows of zeros."""
     scales = jnp.maximum(absmax.astype(jnp.float32) * (1 / LARGEST), SMALLEST_SCALE)

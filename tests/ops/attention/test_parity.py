@@ -192,7 +192,8 @@ def assert_split(case: Case, backend, dtype, tolerance: float, device: int, fork
     if forks is not None:
         segments = jax.tree.map(jnp.asarray, pack_forks(forks, seq_len=case.T))
     given, metadata, own_dout, whole_dout, rows = split_queries(case, segments, inputs, dout, device)
-    spec = FlashSpec(backend=backend, window=None, softcap=case.softcap)
+    # Windows of forked segments go by positions, others are in the bounds.
+    spec = FlashSpec(backend=backend, window=None if forks is None else case.window, softcap=case.softcap)
     got = output_and_gradients(lambda *x: flash_attention(spec, *x, metadata), given, own_dout)
     out, (dq, *others) = expected_of(case, inputs, segments, whole_dout)
     out, dq = (jax.vmap(lambda values, index: values[index])(x, rows) for x in (out, dq))
@@ -216,11 +217,11 @@ def test_kernels_compute_the_queries_of_split_rows(name, device, interpreted_bac
     assert_split(SPLIT[name], interpreted_backend(tiles=tiles, compute_capability=80), jnp.float32, 1e-5, device)
 
 
-@pytest.mark.parametrize("device", [0, repeat(1)])
-def test_kernels_compute_the_queries_of_split_forks(device, interpreted_backend, monkeypatch):
+@pytest.mark.parametrize(("device", "window"), [(0, None), (1, 19), repeat(1, None), repeat(0, 19)])
+def test_kernels_compute_the_queries_of_split_forks(device, window, interpreted_backend, monkeypatch):
     monkeypatch.setattr(row_split, "_LEAST_CHUNK", 4)
     forks = ([(20, 17, 13), (3, 17, 25, 2)],)
-    case = Case(lengths=tuple(tuple(map(sum, row)) for row in forks), T=100, N=2, K=1, H=16)
+    case = Case(lengths=tuple(tuple(map(sum, row)) for row in forks), T=100, N=2, K=1, H=16, window=window)
     tiles = AttentionTiles(block_m=16, block_n=16, num_warps=4, num_stages=1)
     tiles = AttentionKernelTiles(forward=tiles, dq=tiles, dkdv=tiles)
     backend = interpreted_backend(tiles=tiles, compute_capability=80)
