@@ -204,8 +204,7 @@ class Benchmark:
 
     def reference_pass(self) -> None:
         """Compute log-probabilities of all answers once more, as those of a reference model are."""
-        for batch, _ in self.packed:
-            self._policy.log_probs(batch)
+        jax.block_until_ready([self._policy.log_probs(batch) for batch, _ in self.packed])
 
     def mismatch(self, most: int) -> dict[str, Any]:
         """Compare log-probabilities of sampling and training, in nats, on micro-batches with about `most` tokens.
@@ -231,7 +230,7 @@ class Benchmark:
         for batch, numbers in packed:
             assert batch.rollouts is not None
             for owners, row, own in zip(
-                np.asarray(batch.rollouts.owners), self._policy.log_probs(batch), numbers, strict=True
+                np.asarray(batch.rollouts.owners), np.asarray(self._policy.log_probs(batch)), numbers, strict=True
             ):
                 found |= {number: row[owners == slot] for slot, number in enumerate(own)}
         return found

@@ -103,9 +103,7 @@ def environment_of(gpus: list[str], args: argparse.Namespace) -> dict[str, str]:
     """Return a case's own variables: its GPUs, or as many CPU devices."""
     if args.tiny:  # a device that waits for another holds one of XLA's NPROC threads
         return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(len(gpus)), "NPROC": "32"}
-    # NCCL's buffers are outside of what JAX preallocates; equal shares let cases choose equal policies.
-    fraction = "0.85" if args.suite or len(gpus) > 1 else "0.9"
-    return {"XLA_PYTHON_CLIENT_MEM_FRACTION": fraction, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    return {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9", "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 
 
 def command_of(name: str, args: argparse.Namespace) -> list[str]:

@@ -201,7 +201,13 @@ def check_hopper(capability: Capability | None) -> None:
         raise NotImplementedError(f"tiles are for compute capability 9.0, got {'.'.join(map(str, capability))}")
 
 
-UNTRIED = {"few rows by TMA", "GeGLU of experts", "attention of narrow values", "buffers of several GPUs"}
+UNTRIED = {
+    "few rows by TMA",
+    "GeGLU of experts",
+    "attention of narrow values",
+    "buffers of several GPUs",
+    "attention over latents",
+}
 """Kernels and the like that no GPU has run since they were last changed. Tests marked gpu run them; until these have
 passed, no other call does."""
 

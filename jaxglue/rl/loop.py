@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.batch import Batch
@@ -53,8 +53,8 @@ class Policy(Protocol):
     def teacher_hidden(self, batch: Batch) -> Float[np.ndarray, "B T E"]:
         """Return the teacher's hidden states after its final norm."""
 
-    def log_probs(self, batch: Batch, *, reference: bool = False) -> Float[np.ndarray, "B T"]:
-        """Return log-probabilities of targets under the present weights, or under those that training began with."""
+    def log_probs(self, batch: Batch, *, reference: bool = False) -> Float[Array, "B T"]:
+        """Return log-probabilities of targets, perhaps on their way, under the present weights or the reference's."""
 
 
 class RolloutSteps(Iterator[Step]):

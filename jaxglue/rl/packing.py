@@ -78,7 +78,7 @@ def pack_groups(
     return [Packed(replace(b, segments=copy_beginnings(b.segments)), numbers) for b, numbers in packed]
 
 
-def unpack(packed: Sequence[Packed], values: Sequence[Float[np.ndarray, "B T *E"]]) -> list[Float[np.ndarray, "L *E"]]:
+def unpack(packed: Sequence[Packed], values: Sequence[Float[Any, "B T *E"]]) -> list[Float[np.ndarray, "L *E"]]:
     """Return the values of each answer's tokens from those of the micro-batches, in the order of the answers."""
     found: dict[int, np.ndarray] = {}
     for (batch, numbers), own in zip(packed, values, strict=True):

@@ -122,12 +122,15 @@ class TrainedPolicy:
         found = self._sample.turn(self._model.trainable, self._model.frozen, prompts, indices, turn, room)
         return [sample._replace(text=self._decode(sample)) for sample in found]
 
-    def log_probs(self, batch: Batch, *, reference: bool = False) -> Float[np.ndarray, "B T"]:
-        """Return log-probabilities of targets under the present weights, or under those that training began with."""
+    def log_probs(self, batch: Batch, *, reference: bool = False) -> Float[Array, "B T"]:
+        """Return log-probabilities of targets under the present weights, or under those that training began with.
+
+        They are on their way: the next batch's may be asked for meanwhile.
+        """
         trainable = self._reference if reference else self._model.trainable
         assert trainable is not None
         placed = place_batch(batch, self._mesh)
-        return np.asarray(self._model.executor.log_probs(trainable, self._model.frozen, placed))
+        return self._model.executor.log_probs(trainable, self._model.frozen, placed)
 
     @property
     def teacher_matrix(self) -> Float[Array, "V E"]:

@@ -345,7 +345,11 @@ def _of_mesh(config: TrainConfig, chosen: MeshShape, refused: list[str], others:
     if chosen.devices == 1:
         return Reason(choice="one GPU", limit="the machine: it has no other", change="more GPUs")
     order = "the order for full fine-tuning, parts alone" if config.model.method == "full" else "copies before parts"
-    limit, runner_up = (f"the GPU's memory: {'; '.join(refused)}" if refused else f"preference: {order}"), None
+    limit, runner_up = f"preference: {order}", None
+    if refused:
+        limit = f"the GPU's memory: {'; '.join(refused)}"
+    elif chosen.context > 1:
+        limit = f"the rows: --batch-size {config.run.batch_size} for {chosen.devices} GPUs"
     for workload in others[:1]:
         try:
             runner_up = f"{workload.mesh}: {choose_remat(config.model, workload)}"

@@ -350,6 +350,7 @@ def test_adapter_alone_and_merged_predict_alike(family, make_folder, make_adapte
     assert max(differences(tmp_path / "whole", base, PROMPTS, lora=lora)) < near
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "targets", "message"),
     [

@@ -95,6 +95,8 @@ def test_a_mesh_of_two_is_explained_by_those_that_do_not_fit_and_the_next(make_c
     monkeypatch.setattr(
         setup, "choose_remat", lambda settings, *_, **__: RematChoice(policies=(), weights=(), remat="dots")
     )
+    alone = setup.choose_mesh(make_config(batch_size=1, explain=True), dense, (32,))[1].reasons["mesh"]
+    assert (alone.choice, alone.limit) == ("context=2", "the rows: --batch-size 1 for 2 GPUs")
     copies = setup.choose_mesh(config, dense, (32,))[1].reasons["mesh"]
     assert str(copies) == (
         "data=2; bound by preference: copies before parts; runner-up: fsdp=2: dots; to change it: "

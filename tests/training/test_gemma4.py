@@ -42,6 +42,7 @@ def test_adapters_learn_in_layers_that_share_keys_and_values(make_config, gemma4
     np.testing.assert_array_equal(merged[name], base[name])
 
 
+@pytest.mark.slow
 def test_embeddings_of_layers_on_the_host_train_alike(make_config, gemma4_folder, tmp_path):
     losses = []
     for place in ("device", "host"):

@@ -23,8 +23,7 @@ from jaxglue.ops.moe.reference import (
     reference_grouped_matmul,
     reference_mlp,
 )
-from jaxglue.ops.moe.routing import ONE_GROUP, GroupMetadata, Groups, Order, Routing, make_routing
-from jaxglue.ops.moe.routing import route as sorted_route
+from jaxglue.ops.moe.routing import ONE_GROUP, GroupMetadata, Groups, Order, Routing, make_routing, sorted_route
 from jaxglue.ops.moe.vjp import GroupedSpec, MoeBackend, fused_grouped_matmul, fused_mlp
 from jaxglue.ops.quant.formats import Quantized
 from jaxglue.ops.quant.mxfp4 import MXFP4
@@ -151,6 +150,9 @@ def route(
         groups: of experts; those kept have the largest sum of their two best sigmoids, or the largest probability.
         scale: of the weights.
         inference: no gradients are taken: few tokens have kernels of their own.
+
+    Raises:
+        ValueError: k is not between 1 and E, the order is unknown, or groups do not fit.
     """
     M, E = router_logits.shape
     softmax = order != "sigmoid_topk" and groups.kept == groups.total and scale == 1.0

@@ -153,31 +153,17 @@ class Routing:
         return (self.weights[:, :, None] * served).sum(1)
 
 
-def route(
+def sorted_route(
     router_logits: Float[Array, "M E"],
     k: int,
     *,
-    order: Order = "softmax_topk",
-    normalize: bool = False,
-    correction: Float[Array, " E"] | None = None,
-    groups: Groups = ONE_GROUP,
-    scale: float = 1.0,
+    order: Order,
+    normalize: bool,
+    correction: Float[Array, " E"] | None,
+    groups: Groups,
+    scale: float,
 ) -> Routing:
-    """Choose k of E experts for each of M tokens.
-
-    Args:
-        router_logits: any float dtype; computed in float32.
-        k: experts for each token.
-        order: `softmax_topk`, a softmax over all experts (Qwen3), `topk_softmax`, one over the chosen (GPT-OSS), or
-            `sigmoid_topk`, a sigmoid of each (DeepSeek-V3).
-        normalize: divide the chosen weights by their sum (Qwen3's `norm_topk_prob`); `topk_softmax` always sums to 1.
-        correction: added to sigmoids for the choice alone, without a gradient.
-        groups: of experts; those kept have the largest sum of their two best sigmoids, or the largest probability.
-        scale: of the weights.
-
-    Raises:
-        ValueError: k is not between 1 and E, the order is unknown, or groups do not fit.
-    """
+    """Choose experts in plain JAX; see `jaxglue.ops.moe.route`."""
     E = router_logits.shape[-1]
     if not 1 <= k <= E:
         raise ValueError(f"k must be between 1 and the {E} experts, got {k}")

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxglue.ops.backend import Backend, Capability, Operation, check_capability, check_tried, check_triton
 from jaxglue.ops.norm_rope import HeadNorms, norm_and_rotate, scale_queries
-from jaxglue.ops.paged_attention.latent import LatentPages, latent_attention, make_latent_pages
+from jaxglue.ops.paged_attention.latent import LatentPages, make_latent_pages, reference_latent_attention
 from jaxglue.ops.paged_attention.pages import KVPages, make_pages
 from jaxglue.ops.paged_attention.reference import reference_paged_attention
 from jaxglue.ops.rope import RopeTables, Rotary
@@ -14,6 +14,7 @@ from jaxglue.ops.rope import RopeTables, Rotary
 __all__ = [
     "APPEND",
     "APPEND_AND_ATTEND",
+    "LATENT_ATTENTION",
     "PAGED_ATTENTION",
     "KVPages",
     "LatentPages",
@@ -114,6 +115,47 @@ def append_and_attend(
         return kernels.append_and_attend(q, k, v, cache, pages, offsets, turns, norms, tables, positions, **options)
     rotated, _, cache = append(q, k, v, cache, pages, offsets, rope, rotary, norms, factor)
     return paged_attention(rotated, cache, tables, positions, **options), cache
+
+
+def _check_latents(capability: Capability | None, dtype, cache: LatentPages) -> None:
+    check_triton(capability, dtype)
+    check_tried("attention over latents")
+    if cache.scales is not None:
+        raise NotImplementedError("latents in float8 have no kernel")
+
+
+LATENT_ATTENTION = Operation(
+    name="attention over latents",
+    backends={"triton": Backend(check=_check_latents, load=_load, advantage="reads latents once, in visible pages")},
+)
+"""Backends of `latent_attention`; a call is described by the dtype of queries and the cache."""
+
+
+def latent_attention(
+    q: Float[Array, "S N W"],
+    cache: LatentPages,
+    tables: Int[Array, "S P"],
+    positions: Int[Array, " S"],
+    *,
+    rank: int,
+    scale: float,
+    backend: str = "auto",
+) -> Float[Array, "S N rank"]:
+    """Compute the weighted latents of each sequence's last token over its cache.
+
+    Args:
+        q: rotated parts of queries, then their others projected to the latents' space.
+        cache: of all sequences.
+        tables: each sequence's pages in order, as in `paged_attention`.
+        positions: of the queries; they see the tokens up to and including their own.
+        rank: width of a latent, a token's last values.
+        scale: of the scores.
+        backend: one of `LATENT_ATTENTION.names`.
+    """
+    options: dict[str, Any] = {"rank": rank, "scale": scale}
+    if (kernels := LATENT_ATTENTION.load(q.dtype, cache, backend=backend)) is not None:
+        return kernels.attend_latents(q, cache, tables, positions, **options)
+    return reference_latent_attention(q, cache, tables, positions, **options)
 
 
 def paged_attention(

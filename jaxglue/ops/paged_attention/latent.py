@@ -48,7 +48,7 @@ def make_latent_pages(pages: int, page: int, width: int, dtype, device=None) -> 
     return LatentPages(tokens=tokens, scales=jnp.zeros((pages, page), jnp.float32, device=device))
 
 
-def latent_attention(
+def reference_latent_attention(
     q: Float[Array, "S N W"],
     cache: LatentPages,
     tables: Int[Array, "S P"],
@@ -57,16 +57,7 @@ def latent_attention(
     rank: int,
     scale: float,
 ) -> Float[Array, "S N rank"]:
-    """Compute the weighted latents of each sequence's last token over its cache; softmax in float32.
-
-    Args:
-        q: rotated parts of queries, then their others projected to the latents' space.
-        cache: of all sequences.
-        tables: each sequence's pages in order, as in `paged_attention`.
-        positions: of the queries; they see the tokens up to and including their own.
-        rank: width of a latent, a token's last values.
-        scale: of the scores.
-    """
+    """See `latent_attention`; softmax in float32."""
     tokens = cache.read(tables, q.dtype)
     visible = jnp.arange(tokens.shape[1]) <= positions[:, None]
     tokens = jnp.where(visible[..., None], tokens, 0)  # 0 · NaN of a page's last owner is NaN

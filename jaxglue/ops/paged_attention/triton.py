@@ -10,7 +10,8 @@ from jaxtyping import Array, Float
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher, shape_dtype_of
 from jaxglue.ops.norm_rope import LLAMA_NORM, HeadNorms
-from jaxglue.ops.paged_attention import kernels
+from jaxglue.ops.paged_attention import kernels, latent_kernels
+from jaxglue.ops.paged_attention.latent import LatentPages
 from jaxglue.ops.paged_attention.pages import KVPages
 
 _PROGRAMS = 264
@@ -19,6 +20,8 @@ _LONGEST = 4096
 """Tokens from which a share is split, so that one long sequence does not keep the others waiting."""
 
 
+_LATENT_HEADS, _LATENT_TOKENS = 32, 32
+"""Heads of a program over latents, whose sums are wide, and tokens in a step."""
 _VALUES = 8192
 """Values of keys in a step, so that wide heads fit into shared memory."""
 
@@ -92,6 +95,24 @@ class TritonPagedAttention(Launcher):
         *scales, keys, values, out = map(jax.freeze, refs)
         key_scales, value_scales = scales or (None, None)
         return out, KVPages(keys=keys, values=values, key_scales=key_scales, value_scales=value_scales)
+
+    def attend_latents(self, q, cache: LatentPages, tables, positions, *, rank: int, scale: float):
+        """See `latent_attention`."""
+        (S, N, W), (_, page, _), P = q.shape, cache.tokens.shape, tables.shape[1]
+        heads = min(max(16, triton.next_power_of_2(N)), _LATENT_HEADS)
+        groups = triton.cdiv(N, heads)
+        splits, least = _splits(S * groups, P, page)
+        constants = {"P": P, "N": N, "TURNING": W - rank, "RANK": rank, "PAGE": page, "SPLITS": splits, "LEAST": least}
+        constants |= {"SCALE": scale, "BLOCK_N": heads, "BLOCK_R": max(16, triton.next_power_of_2(rank))}
+        constants |= {"BLOCK_E": max(16, triton.next_power_of_2(W - rank)), "BLOCK_T": min(_LATENT_TOKENS, page)}
+        types = (
+            jax.ShapeDtypeStruct(*(((S, N, rank), q.dtype) if splits == 1 else ((S, 1, splits, N, rank), jnp.float32))),
+            jax.ShapeDtypeStruct((1,) if splits == 1 else (S, 1, splits, N), jnp.float32),
+        )
+        arrays, cost = (q, cache.tokens, tables, positions), KernelCost(kind=KernelKind.ATTENTION_FORWARD)
+        grid = S * groups, splits
+        out, lse = self._launch(latent_kernels.latent_kernel, arrays, types, grid, constants, 4, 3, cost=cost)
+        return out if splits == 1 else self._combine(out, lse, None, jax.ShapeDtypeStruct((S, N, rank), q.dtype))
 
     def _combine(self, parts, lse, sinks, q) -> Float[Array, "S N H"]:
         S, K, splits, G, H = parts.shape
