@@ -8,6 +8,7 @@ from safetensors.numpy import load_file
 
 import jaxglue
 from jaxglue.training.record import read_metrics
+from tests.selection import repeat
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def test_parts_that_do_not_fit_are_refused(settings, rows, given, message):
         jaxglue.train(data=rows, steps=1, **settings | given)
 
 
-@pytest.mark.parametrize("by_session", [False, True])
+@pytest.mark.parametrize("by_session", [True, repeat(False)])
 def test_a_transformation_of_optax_updates_the_whole_tree(settings, rows, tmp_path, by_session):
     """Two groups with rates of their own, one of which sees the norm of all gradients."""
 

@@ -15,6 +15,7 @@ from jaxglue.hf.loading import random_model
 from jaxglue.hf.tensor_files import TensorFiles
 from jaxglue.training import step
 from jaxglue.training.record import read_metrics
+from tests.selection import repeat
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def test_programs_of_few_losses_are_kept(settings, pairs, caplog, monkeypatch):
     assert "define a loss outside of the loop" in caplog.text
 
 
-@pytest.mark.parametrize(("temperature", "beta", "alpha"), [(1.0, 0.0, 1.0), (2.0, 0.5, 0.5)])
+@pytest.mark.parametrize(("temperature", "beta", "alpha"), [repeat(1.0, 0.0, 1.0), (2.0, 0.5, 0.5)])
 def test_a_teachers_distributions_are_distilled_from_logits(settings, pairs, tiny_model, temperature, beta, alpha):
     """The loss is that of both models' logits, by definition; steps lower it."""
     teacher = tiny_model(vocab_size=400)
