@@ -88,6 +88,7 @@ class Session:
 
     Args:
         recipe: file or shipped name; its data are not read.
+        base: a session of the same model, whose weights the new adapters are on; they are then held once.
         settings: by the names of `jaxglue train`'s flags: `model`, `quantize`, `lora_r`, `learning_rate`, … The
             learning rate is constant, whatever a recipe says, unless `steps` is among them: it then follows the
             schedule over these.
@@ -96,17 +97,17 @@ class Session:
         ValueError: a bad setting or model folder.
     """
 
-    def __init__(self, *, recipe: str | Path | None = None, **settings: Any):
+    def __init__(self, *, recipe: str | Path | None = None, base: "Session | None" = None, **settings: Any):
         if settings.keys() & {"data", "eval_data"}:
             raise ValueError("data: a session is given its rows step by step: pass them to forward_backward or batches")
         with named_optimizer(with_named_tokenizer(settings)) as named:
-            self._open(recipe, named)
+            self._open(recipe, named, base)
         self.tokenizer = self._setup.tokenizer
         self._engine: Engine | None = None
         self._gradients: Params | None = None
         self._slots = self._sampled = 0
 
-    def _open(self, recipe: str | Path | None, settings: dict[str, Any]) -> None:
+    def _open(self, recipe: str | Path | None, settings: dict[str, Any], base: "Session | None") -> None:
         """Settle the settings, load the weights and make the optimizer."""
         unscheduled = {"schedule": "constant", "warmup_steps": 0, "steps": _STEPS} if "steps" not in settings else {}
         config = from_settings(TrainConfig, {**unscheduled, **settings, "data": ("rows of a session",)}, recipe)
@@ -126,7 +127,9 @@ class Session:
             size_pool(self._setup.workload, self._setup.remat, os.environ)
             buffers = stack.enter_context(open_buffers(self._setup.workload, self._setup.remat))
             mesh = make_mesh(self._setup.mesh) if self._setup.mesh.devices > 1 else None
-            self._model = TrainStep(self._setup, mesh, buffers)
+            if base is not None and base.origin != self.origin:
+                raise ValueError(f"base: a session of {base.origin}, this one is of {self.origin}")
+            self._model = TrainStep(self._setup, mesh, buffers, None if base is None else base.frozen)
             self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxglue-session-")))
             self._stack = stack.pop_all()
 
@@ -139,6 +142,19 @@ class Session:
     def close(self) -> None:
         """Free the host's buffers and the temporary files."""
         self._stack.close()
+
+    @property
+    def frozen(self) -> Params:
+        """Return the weights below the adapters."""
+        return self._model.frozen
+
+    @property
+    def origin(self) -> tuple[Any, ...]:
+        """Return the settings that decide these weights."""
+        config = self._setup.config
+        names = ("model", "revision", "random_weights", "quantize", "matmul", "expand_experts", "weights")
+        given = [getattr(config.model, name) for name in names]
+        return (*given, config.model.random_weights and config.data.seed, str(config.model.compute_dtype))
 
     @property
     def architecture(self) -> str:

@@ -59,6 +59,8 @@ class _Model(NamedTuple):
     session: Session
     optimizer: SteppedAdam
     rank: int
+    unembed: bool
+    """The output projection is adapted; where the base ties it to the embedding, the model has it apart."""
 
 
 class _Sampler(NamedTuple):
@@ -67,7 +69,7 @@ class _Sampler(NamedTuple):
 
 
 class TinkerServer:
-    """Models in training for the `tinker` SDK, each a session with the base's weights of its own.
+    """Models in training for the `tinker` SDK: sessions on the weights of one base.
 
     Args:
         api_key: that requests must bring; drawn if none is given. The SDK wants it to begin with `tml-`.
@@ -75,7 +77,7 @@ class TinkerServer:
         settings: of every session: `model`, `quantize`, `seq_len`, …
     """
 
-    def __init__(self, *, api_key: str | None = None, models: int = 2, **settings: Any):
+    def __init__(self, *, api_key: str | None = None, models: int = 8, **settings: Any):
         self.api_key = api_key or f"tml-{secrets.token_hex(16)}"
         self._settings, self._most = settings, models
         self._models: dict[str, _Model] = {}
@@ -198,13 +200,15 @@ class TinkerServer:
         lora = body.get("lora_config") or {"rank": 32}
         if not (lora.get("train_attn", True) and lora.get("train_mlp", True)):
             raise ValueError("lora_config: attention and feed-forwards are adapted together")
-        targets = ["all-linear", *(["lm_head"] if lora.get("train_unembed", True) else [])]
+        unembed = bool(lora.get("train_unembed", True))
+        targets = ["all-linear", *(["lm_head"] if unembed else [])]
         rank = int(lora["rank"])
         adapter: dict[str, Any] = {"rank": rank, "alpha": 32.0, "targets": tuple(targets)}
         optimizer = SteppedAdam()
-        session = Session(optimizer=optimizer, **{**adapter, **self._settings})
+        base = next((model.session for model in self._models.values() if model.unembed == unembed), None)
+        session = Session(optimizer=optimizer, base=base, **{**adapter, **self._settings})
         name = f"model-{uuid.uuid4()}"
-        self._models[name] = _Model(session, optimizer, rank)
+        self._models[name] = _Model(session, optimizer, rank, unembed)
         return {"type": "create_model", "model_id": name}
 
     def _unload_model(self, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from jaxglue.sharding.mesh import place_batch
 from jaxglue.sharding.rules import Layout
 from jaxglue.training.optimizer import Optimizer, make_optimizer
 from jaxglue.training.setup import Run, Setup
-from jaxglue.training.weights import build_parameters
+from jaxglue.training.weights import build_parameters, new_adapters
 
 Accepts = Callable[[int, Mapping[str, float]], bool]
 """Tells of a step's loss and gradient norm whether its update may be applied."""
@@ -66,9 +66,12 @@ class TrainStep:
         run: the run, or a model alone, whose steps are given one by one.
         mesh: devices that share the work; None for one device.
         host_buffers: for offloaded values; None for JAX's pool.
+        frozen: weights of another model to train new adapters on; None loads them.
     """
 
-    def __init__(self, run: Setup, mesh: Mesh | None, host_buffers: Buffers | None = None):
+    def __init__(
+        self, run: Setup, mesh: Mesh | None, host_buffers: Buffers | None = None, frozen: Params | None = None
+    ):
         self._run, self._config, self._mesh = run, run.config, mesh
         self.layout = Layout(mesh, run.config.model.compute_dtype)
         self._objective, self._host_buffers = run.workload.objective, host_buffers
@@ -79,7 +82,9 @@ class TrainStep:
         self._optimizer = make_optimizer(run.config.optimizer, run.total_steps, self.layout)
         foreseen = self._lower_ahead()
         with self._lowering or nullcontext():
-            self.graphdefs, self.trainable, self.frozen = build_parameters(run, self.layout)
+            self.graphdefs, self.trainable, self.frozen = (
+                build_parameters(run, self.layout) if frozen is None else _on_frozen(run, frozen)
+            )
         if foreseen != self.graphdefs:
             self._lowering = None
             reference = reference_layers(run, self.graphdefs, self.trainable, self.frozen)
@@ -331,6 +336,15 @@ class TrainStep:
         if not drops and not self._config.model.neftune_alpha:
             return None
         return jax.random.fold_in(jax.random.key(self._config.data.seed), self.step)
+
+
+def _on_frozen(run: Setup, frozen: Params) -> tuple[ModelGraphDefs, Params, Params]:
+    """Return the modules, new adapters and the weights of another model, which must be those of the run."""
+    graphdefs, trainable, wanted = new_adapters(run)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), frozen)
+    if shapes != wanted:
+        raise ValueError("base: another model, storage or dtype, or an output projection that is tied there alone")
+    return graphdefs, trainable, frozen
 
 
 class WholeStep:

@@ -15,6 +15,7 @@ from jaxglue.engine.residency import DEVICE, HOST, MAPPED
 from jaxglue.engine.transfer import commit, pinned_host
 from jaxglue.hf.adapter_tensors import SCORE
 from jaxglue.hf.loading import load_model, random_model, set_adapter
+from jaxglue.models import build_model
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import MODULES, PATHS
 from jaxglue.models.parameters import PER_LAYER_TABLE, ModelGraphDefs, Params, split_model
@@ -64,6 +65,35 @@ def build_parameters(run: Setup, layout: Layout = SINGLE_DEVICE) -> tuple[ModelG
     if workload.host_embeddings:
         frozen = embeddings_to_host(frozen)
     return graphdefs, commit(layout.put(trainable)), commit(frozen)
+
+
+def new_adapters(run: Setup) -> tuple[ModelGraphDefs, Params, Any]:
+    """Return (graphdefs, trainable, shapes of the frozen parameters) of adapters as they begin; load no weights.
+
+    Raises:
+        ValueError: values that train begin with the base's.
+    """
+    lora, config = run.workload.lora, run.model
+    if (
+        lora is None
+        or lora.dora
+        or lora.modules_to_save
+        or lora.trainable_token_indices
+        or run.adapter
+        or config.scores
+    ):
+        raise ValueError("base: adapters alone share the weights of another session: leave the other settings out")
+    kept: list[Any] = []
+
+    def build() -> Params:
+        model = build_model(config, dtype=run.workload.weight_dtype, rngs=nnx.Rngs(0))
+        add_lora(model, lora, rngs=nnx.Rngs(run.config.data.seed))
+        graphdefs, trainable, frozen = split_model(model, run.workload.trainable_type)
+        kept.extend((graphdefs, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), frozen)))
+        return trainable
+
+    trainable = jax.jit(build)()  # in which XLA leaves out the weights
+    return kept[0], commit(trainable), kept[1]
 
 
 def place_layers(

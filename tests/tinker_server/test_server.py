@@ -92,6 +92,23 @@ def test_a_supervised_loop_lowers_its_loss_and_goes_on_from_saved_weights(client
     assert read_loss(client.call("forward_backward", forward))[0] == pytest.approx(last, rel=1e-5)
 
 
+def test_two_models_share_their_base(client, server, model):
+    other = client.call("create_model", {"session_id": "s", "base_model": MODEL, "lora_config": {**LORA, "rank": 2}})
+    sessions = [server._models[name].session for name in (model, other["model_id"])]
+    assert sessions[0].frozen is sessions[1].frozen
+    documents = [([5, 6, 7], {"target_tokens": [6, 7, 8], "weights": [1, 1, 1]})]
+
+    def losses():
+        requests = [loss_request(name, documents, "cross_entropy") for name in (model, other["model_id"])]
+        return [read_loss(client.call("forward_backward", request))[0] for request in requests]
+
+    before = losses()
+    client.call("optim_step", {"model_id": model, "adam_params": {"learning_rate": 1e-2}})
+    after = losses()
+    assert after[0] < before[0] and after[1] == before[1]
+    client.call("unload_model", {"model_id": other["model_id"]})
+
+
 def read_answers(body):
     from jaxglue.tinker.wire import _fields
 

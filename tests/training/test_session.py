@@ -99,6 +99,26 @@ def test_a_teachers_distributions_are_distilled_from_logits(settings, pairs, tin
         assert last < first
 
 
+def test_sessions_on_one_base_hold_its_weights_once_and_train_as_alone(settings, pairs):
+    def losses(session):
+        found = []
+        for _ in range(3):
+            found.append(session.forward_backward(pairs))
+            session.optim_step()
+        return found
+
+    with jaxglue.Session(**settings) as first, jaxglue.Session(**settings | {"rank": 2}) as alone:
+        expected, other = losses(alone), losses(first)
+        with jaxglue.Session(base=first, **settings | {"rank": 2}) as second:
+            assert second.frozen is first.frozen
+            assert losses(second) == expected != other
+            assert first.forward_backward(pairs) < other[-1]
+        with pytest.raises(ValueError, match="base: a session of"):
+            jaxglue.Session(base=first, **settings | {"seed": 1})
+        with pytest.raises(ValueError, match="base: adapters alone share"):
+            jaxglue.Session(base=first, **settings | {"modules_to_save": ("embed_tokens",)})
+
+
 def test_a_session_teaches_another(settings, pairs):
     with jaxglue.Session(**settings) as one, jaxglue.Session(**settings) as other:
         loss = jaxglue.DistillationLoss(one)
