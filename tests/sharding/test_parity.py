@@ -363,6 +363,21 @@ def test_gpus_equal_one_gpu(random_batch, kind, mesh, changes, dtype):
     assert together < (1e-5 if dtype == jnp.float32 else 1.5 * alone)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("mesh", "policy", "size"), [("data=2", "none", 2), ("fsdp=2", "dots", 2)])
+def test_gpus_share_programs_as_one_gpu(random_batch, mesh, policy, size):
+    shape = MeshShape.parse(mesh)
+    if jax.local_device_count() < shape.devices:
+        pytest.skip(f"needs {shape.devices} GPUs")
+    batches = [random_batch([[32 * n for n in row] for row in LENGTHS], 384, LARGER["vocab_size"])]
+    with jax.default_matmul_precision("highest"):
+        exact = on_one_device("lora", batches, jnp.float32, stored=jnp.bfloat16, **LARGER)
+    alone = error(on_one_device("lora", batches, jnp.bfloat16, **LARGER), exact)
+    mesh = make_mesh(shape, jax.devices()[: shape.devices])
+    together = on_mesh(mesh, "lora", policy, batches, jnp.bfloat16, layers_per_program=size, **LARGER)
+    assert error(together, exact) < 1.5 * alone
+
+
 def error(got, expected) -> float:
     """Return the largest relative error of the loss and the gradients."""
     errors = jax.tree.map(lambda g, e: np.linalg.norm(np.float32(g) - e) / np.linalg.norm(e), got, expected)
