@@ -10,6 +10,11 @@ def repeat(*values: Any, **options: Any):
     return pytest.param(*values, marks=pytest.mark.slow, **options)
 
 
+def repeats_parts_of(test: str):
+    """Mark a test whose parts another one, of this name, runs in `make test`, each by itself or in a smaller case."""
+    return pytest.mark.slow(test)
+
+
 def repeats(cases: Any, *names: Any) -> list:
     """Return cases of one value, those of these names marked as repeats."""
     assert set(names) < set(cases), "some case runs in make test"

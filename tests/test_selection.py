@@ -20,9 +20,21 @@ def test_repeats_stand_beside_a_case_that_runs():
     assert "test_compile.py" in repeated
 
 
-def test_no_test_is_marked_slow_but_through_its_cases():
+def test_no_test_is_marked_slow_but_as_a_repeat():
     named = [path.name for path in TESTS.rglob("*.py") if "mark.slow" in path.read_text(encoding="utf-8")]
     assert set(named) <= {"selection.py", "test_selection.py"}
+
+
+def test_repeated_tests_run():
+    run, repeated = set(), set()
+    for path in TESTS.rglob("test_*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef):
+                marks = [ast.unparse(mark) for mark in node.decorator_list]
+                originals = {mark.split("'")[1] for mark in marks if mark.startswith("repeats_parts_of(")}
+                repeated |= originals
+                run |= set() if originals or "pytest.mark.gpu" in marks else {node.name}
+    assert repeated and repeated <= run
 
 
 def test_named_repeats_leave_a_case():

@@ -35,6 +35,10 @@ SMALL_ARRAYS = _HOLE + _BOUND
 """Bytes of both."""
 
 
+MESH_PROGRAMS = "programs of several layers on several GPUs"
+"""Name in `UNTRIED`."""
+
+
 def why_not_grouped(policies: Sequence[RematPolicy], *, stream_weights: bool) -> str | None:
     """Return why layers need programs of their own; None where they may share one."""
     if stream_weights:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from selection import repeat
+from selection import repeat, repeats_parts_of
 
 from jaxglue.generation import programs
 from jaxglue.generation.config import SamplingConfig
@@ -82,7 +82,7 @@ def test_log_probabilities_equal_those_of_a_forward_pass(latent_model, adapters)
     assert len({tuple(found.tokens.tolist()) for found in answers}) == 3
 
 
-@pytest.mark.slow
+@repeats_parts_of("test_log_probabilities_equal_those_of_a_forward_pass")
 def test_long_prompts_pass_in_pieces(latent_model, monkeypatch):
     monkeypatch.setattr(programs, "PREFILL_TOKENS", 16)
     model = latent_model()
@@ -99,7 +99,7 @@ def test_the_cache_holds_latents_and_one_key(latent_model):
     assert size == (plan.pages + 1) * PAGE * token_bytes(config, jnp.bfloat16)
 
 
-@pytest.mark.slow
+@repeats_parts_of("test_log_probabilities_equal_those_of_a_forward_pass")
 def test_a_cache_in_float8_changes_log_probabilities_little(latent_model):
     engines = [engine_of(latent_model(initializer_range=0.1), kv_cache=kind) for kind in ("auto", "fp8")]
     request = Request(PROMPT, replace(SAMPLING, temperature=0))

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from llama_cpp import ask
 from safetensors.numpy import load_file, save_file
-from selection import repeats
+from selection import repeat, repeats
 
 from jaxglue.commands import main
 from jaxglue.data.template import ChatTemplate
@@ -350,12 +350,11 @@ def test_adapter_alone_and_merged_predict_alike(family, make_folder, make_adapte
     assert max(differences(tmp_path / "whole", base, PROMPTS, lora=lora)) < near
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "targets", "message"),
     [
         ("gemma4_experts", ("gate_up_proj",), "llama.cpp applies no adapter of model.layers.0.experts.gate_up_proj"),
-        ("deepseek_v3", ("kv_b_proj",), "files hold model.layers.0.self_attn.kv_b_proj in two parts"),
+        repeat("deepseek_v3", ("kv_b_proj",), "files hold model.layers.0.self_attn.kv_b_proj in two parts"),
     ],
 )
 def test_adapters_that_files_have_no_place_for_are_refused(

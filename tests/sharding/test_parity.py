@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from selection import repeat
+from selection import repeat, repeats_parts_of
 
 from jaxglue.data.batch import CHOSEN, PARTS, REJECTED, Answers, Batch
 from jaxglue.engine.compiler import Lowering
@@ -23,7 +23,7 @@ from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import split_model
 from jaxglue.objectives.config import ObjectiveConfig
-from jaxglue.ops import row_split
+from jaxglue.ops import backend, row_split
 from jaxglue.ops.segments import pack_forks
 from jaxglue.ops.small_layer import SMALL_LAYER
 from jaxglue.sharding.mesh import MeshShape, make_mesh, place_batch
@@ -247,8 +247,9 @@ def test_dropped_inputs_are_computed_again_on_a_mesh(mesh_of, batches, expected,
     chex.assert_trees_all_close(got, expected("lora", **changes), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
-def test_small_layers_on_a_mesh_equal_separate_operations(mesh_of, batches, expected, interpreted):
+@repeats_parts_of("test_outputs_and_gradients_match_separate_operations")
+def test_small_layers_on_a_mesh_equal_separate_operations(mesh_of, batches, expected, interpreted, monkeypatch):
+    monkeypatch.setattr(backend, "UNTRIED", set())
     from jaxglue.ops.small_layer.triton import LayerTiles, TritonSmallLayer
 
     tiles = LayerTiles(block_m=16, block_n=32, length=32, num_warps=1, num_stages=1)
@@ -263,7 +264,6 @@ def test_small_layers_on_a_mesh_equal_separate_operations(mesh_of, batches, expe
     chex.assert_trees_all_close(got, alone, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_every_device_offloads_to_buffers_of_its_own(mesh_of, batches, expected, monkeypatch):
     content = HostValue.content.fget
     monkeypatch.setattr(HostValue, "content", property(lambda value: content(value).copy()))  # CPUs would read it later
@@ -365,7 +365,8 @@ def test_gpus_equal_one_gpu(random_batch, kind, mesh, changes, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("mesh", "policy", "size"), [("data=2", "none", 2), ("fsdp=2", "dots", 2)])
-def test_gpus_share_programs_as_one_gpu(random_batch, mesh, policy, size):
+def test_gpus_share_programs_as_one_gpu(random_batch, monkeypatch, mesh, policy, size):
+    monkeypatch.setattr(backend, "UNTRIED", set())
     shape = MeshShape.parse(mesh)
     if jax.local_device_count() < shape.devices:
         pytest.skip(f"needs {shape.devices} GPUs")

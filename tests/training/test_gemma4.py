@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from selection import repeats_parts_of
 
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.hf.merge import export_adapter
@@ -42,7 +43,7 @@ def test_adapters_learn_in_layers_that_share_keys_and_values(make_config, gemma4
     np.testing.assert_array_equal(merged[name], base[name])
 
 
-@pytest.mark.slow
+@repeats_parts_of("test_table_of_embeddings_for_each_layer_gives_the_same_step_and_is_left_out_of_the_plan")
 def test_embeddings_of_layers_on_the_host_train_alike(make_config, gemma4_folder, tmp_path):
     losses = []
     for place in ("device", "host"):

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from selection import repeats_parts_of
 
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.models import config_from_hf
@@ -61,7 +62,7 @@ def test_samples_are_answered_and_answers_repeat_their_prompts(make_config, hybr
     assert not refuse_shared_prompt(config, model)
 
 
-@pytest.mark.slow
+@repeats_parts_of("test_continuations_equal_documents_of_their_own_and_gradients_add_up")
 def test_pairs_share_their_prompt(make_config, hybrid_folder, write_jsonl, monkeypatch, tmp_path):
     """One batch of three pairs, whose steps are those of pairs with a copy of the prompt for each answer."""
     pair = {"prompt": "What is 1 and 2? ", "chosen": "It is 3.", "rejected": "Good"}

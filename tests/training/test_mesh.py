@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from selection import repeat, repeats_parts_of
 
 from jaxglue.generation.engine import Engine
 from jaxglue.ops.adam import ADAM
@@ -69,7 +70,7 @@ def test_adapters_train_alike_on_data_and_fsdp(make_config, tmp_path, capsys):
     assert samples[0] == samples[1]
 
 
-@pytest.mark.parametrize("mesh", ["data=8", pytest.param("fsdp=8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mesh", ["data=8", repeat("fsdp=8")])
 def test_a_step_on_a_mesh_is_one_program(make_config, tmp_path, caplog, mesh):
     options = {"batch_size": 8, "steps": 3, "seq_len": 48, "rank": 2, "dropout": 0.2, "mesh": mesh}
     train(make_config(**options, output=tmp_path / "several"))
@@ -81,7 +82,7 @@ def test_a_step_on_a_mesh_is_one_program(make_config, tmp_path, caplog, mesh):
     np.testing.assert_allclose(losses(tmp_path / "one"), losses(tmp_path / "several"), rtol=1e-5)
 
 
-@pytest.mark.parametrize("moments", ["float32", pytest.param("8bit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("moments", ["float32", repeat("8bit")])
 def test_kernels_update_each_devices_own_parameters(interpreted, monkeypatch, moments):
     from jaxglue.ops.adam import triton as adam_triton
 
@@ -142,7 +143,7 @@ def test_rows_split_over_devices_resume_to_the_bit(make_config, tmp_path, monkey
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
-@pytest.mark.slow
+@repeats_parts_of("test_pairs_in_split_rows_equal_those_in_whole_rows")
 def test_pairs_train_alike_in_whole_and_split_rows(make_config, write_jsonl, tmp_path):
     turn = [{"role": "user", "content": "What is 1 plus 1?"}]
     answers = ("It is 2.", "It is 3, I think, but who knows?")

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from forked import Forked
+from selection import repeats_parts_of
 from training.one_process import train_or_die
 
 from jaxglue.hf.adapter import load_adapter
@@ -71,7 +72,7 @@ def test_death_is_reported_and_any_process_count_resumes(make_config, run_two, t
     assert whole.steps == 8
 
 
-@pytest.mark.slow
+@repeats_parts_of("test_a_step_on_a_mesh_is_one_program")
 @pytest.mark.long
 def test_processes_take_steps_of_one_program(make_config, run_two, tmp_path):
     options = {"steps": 3, "batch_size": 2, "seq_len": 48}
@@ -90,7 +91,7 @@ def test_disagreeing_processes_both_name_the_values(make_config, run_two):
         assert "  optimizer.learning_rate: 0.01 on process 0, 0.5 on process 1" in errors
 
 
-@pytest.mark.slow
+@repeats_parts_of("test_rows_split_over_devices_resume_to_the_bit")
 def test_processes_share_rows(make_config, run_two, tmp_path):
     options = {**OPTIONS, "batch_size": 1, "steps": 3}
     train(make_config(**options, output=tmp_path / "whole"))

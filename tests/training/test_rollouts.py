@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from selection import repeat
+from selection import repeat, repeats_parts_of
 
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.engine import compiler
@@ -91,7 +91,7 @@ def test_a_run_samples_rewards_and_trains(make_run, monkeypatch):
     )
 
 
-@pytest.mark.slow
+@repeats_parts_of("test_a_run_samples_rewards_and_trains")
 def test_states_give_the_sampler_what_the_trainer_computes(make_run, model_folder):
     """Answers begin with copies of their prompt's state, packed ones behind a copy of the prompt."""
     path = model_folder / "config.json"

@@ -6,7 +6,7 @@ import subprocess
 import jax
 import jax.numpy as jnp
 import pytest
-from selection import repeat
+from selection import repeat, repeats_parts_of
 
 from jaxglue.ops.attention.vjp import FlashSpec, flash_attention
 from jaxglue.ops.names import ATTENTION_LSE, ATTENTION_OUT
@@ -150,7 +150,7 @@ def test_hopper_kernels_keep_matmuls_in_flight_and_write_in_place(
     assert compiled.memory_analysis().temp_size_in_bytes < inputs + out + 2 * one_head
 
 
-@pytest.mark.slow
+@repeats_parts_of("test_hopper_kernels_keep_matmuls_in_flight_and_write_in_place")
 def test_hopper_kernels_of_split_rows_keep_matmuls_in_flight(h200, compiled_kernels, tmp_path):
     compiled = compile_hopper(h200, T=8192, N=16, K=4, H=128, window=None, slots=1, split=2)
     assert kernels(compiled) == 2
@@ -167,7 +167,7 @@ def test_hopper_computes_wide_heads_forward_and_triton_backward(h200, compiled_k
     assert all("wgmma" not in assembler_notes(result.binary, tmp_path) for result in compiled_kernels)
 
 
-@pytest.mark.slow
+@repeats_parts_of("test_hopper_kernels_keep_matmuls_in_flight_and_write_in_place")
 def test_hopper_keeps_the_sums_of_latent_attention_in_registers(h200, compiled_kernels, tmp_path):
     compile_hopper(h200, T=4096, N=16, K=16, H=192, values=128, window=None, slots=32)
     assert len(compiled_kernels) == 2 and all(".reqntid 384" in result.binary for result in compiled_kernels)
