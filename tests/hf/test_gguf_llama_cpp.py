@@ -335,7 +335,7 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize("family", repeats(TARGETS, "qwen2_moe", "qwen3_5"))
+@pytest.mark.parametrize("family", repeats(TARGETS, "qwen2_moe", "qwen3_5", "gemma4"))
 def test_adapter_alone_and_merged_predict_alike(family, make_folder, make_adapter, make_tokenizer, tmp_path):
     folder, tokenizer = make_folder(family), make_tokenizer("plain")
     adapter = make_adapter(folder, TARGETS[family])

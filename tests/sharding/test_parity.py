@@ -128,17 +128,17 @@ def expected(batches):
 LOSSES = RouterLosses(balance=0.1, z=0.1)
 TIED = {"tie_word_embeddings": True}
 CASES = [
-    ("lora", "data=8", "dots", {}),
+    repeat("lora", "data=8", "dots", {}),
     ("lora", "fsdp=8", "offload", {}),
     ("lora", "data=2,fsdp=2,tensor=2", "dots", {}),
     ("full", "data=2,fsdp=4", "full", TIED),
-    ("full", "fsdp=4,tensor=2", "dots", TIED),
+    repeat("full", "fsdp=4,tensor=2", "dots", TIED),
     ("lora", "data=2,expert=4", "dots", MOE),
     ("lora", "fsdp=2,expert=4", "dots", DEEPSEEK),
     ("full", "fsdp=4,expert=2", "full", GPT_OSS | WINDOWS),
     ("lora", "fsdp=4,expert=2", "dots", GPT_OSS | WIDE | FULL | {"quantize": "mxfp4"}),
     ("lora", "data=2,fsdp=4", "dots", WIDE | {"quantize": "nf4"}),
-    ("lora", "fsdp=8", "full", WIDE | {"quantize": "int8"}),
+    repeat("lora", "fsdp=8", "full", WIDE | {"quantize": "int8"}),
     repeat("lora", "data=2,fsdp=4", "dots", MOE | WIDE | {"moe_intermediate_size": 64, "quantize": "nf4"}),
     ("lora", "fsdp=8", "offload", LINEAR),
     repeat("full", "data=2,fsdp=4", "full", LINEAR),

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from selection import repeats_parts_of
 
 from jaxglue import commands
 from jaxglue.hf.adapter import load_adapter
@@ -99,6 +100,7 @@ def test_resuming_with_more_steps_extends_the_run(make_config, tmp_path, capsys)
         train(make_config(steps=5, resume=True, learning_rate=0.02))
 
 
+@repeats_parts_of("test_resuming_with_more_steps_extends_the_run")
 def test_resuming_with_more_epochs_extends_the_run(make_config, tmp_path):
     first = train(make_config(epochs=1, output=tmp_path / "short"))
     longer = train(make_config(epochs=2, output=tmp_path / "short", resume=True))

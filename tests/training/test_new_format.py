@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file
+from selection import repeats_parts_of
 
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.hf.checkpoint import read_config, save_tensors
@@ -203,6 +204,7 @@ def sparse_folder(model_folder):
     del FORMATS["toy_experts"]
 
 
+@repeats_parts_of("test_its_flag_trains_and_its_folder_is_written_and_read")
 def test_a_format_of_experts_is_read_and_trains_adapters(sparse_folder, make_config):
     raw = read_config(sparse_folder)
     config = config_from_hf(raw)

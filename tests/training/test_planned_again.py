@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from selection import repeat
+from selection import repeat, repeats_parts_of
 
 from jaxglue.engine.policy import parse_policies
 from jaxglue.planner import calibration as fitted
@@ -108,6 +108,7 @@ def test_an_overrun_is_planned_again_with_the_results_of_that_plan(
     assert "(13.8 planned): planned again and started again, with --remat full" in printed
 
 
+@repeats_parts_of("test_an_overrun_is_planned_again_with_the_results_of_that_plan")
 def test_an_overrun_after_a_checkpoint_goes_on_from_there(make_config, tmp_path, planned, overrun, capsys):
     planned["remat"] = "dots"
     train(make_config(steps=4, remat="dots", output=tmp_path / "whole", save_every=2))
@@ -117,6 +118,7 @@ def test_an_overrun_after_a_checkpoint_goes_on_from_there(make_config, tmp_path,
     assert "resumed from step 2" in capsys.readouterr().out and len(planned["pools"]) == 1
 
 
+@repeats_parts_of("test_an_overrun_is_planned_again_with_the_results_of_that_plan")
 def test_a_resumed_run_is_planned_again(make_config, tmp_path, planned, overrun):
     options = {"memory_limit": LIMIT, "schedule": "constant"}
     train(make_config(steps=3, remat="full", output=tmp_path / "whole", **options))

@@ -64,7 +64,7 @@ def test_run_learns_and_writes_its_results(make_config, tmp_path):
 
 @pytest.mark.parametrize(
     ("dropout", "gradient_accumulation_steps", "moments", "layers_per_program"),
-    [(0.0, 2, "8bit", 1), repeat(0.2, 1, "float32", 1), (0.2, 1, "8bit", 2)],
+    [(0.0, 2, "8bit", 1), repeat(0.2, 1, "float32", 1), repeat(0.2, 1, "8bit", 2)],
 )
 def test_resumed_run_is_bit_identical(
     make_config, tmp_path, monkeypatch, dropout, gradient_accumulation_steps, moments, layers_per_program
@@ -255,7 +255,12 @@ def test_streams_are_closed_with_their_run(make_config, monkeypatch):
 
     monkeypatch.setattr("jaxglue.data.stream.encode_in_processes", encode)
     runs = []  # as in a traceback or at the interpreter's end, nothing frees them
-    monkeypatch.setattr("jaxglue.training.train.resolve", lambda *args: runs.append(resolve(*args)) or runs[-1])
+
+    def settle(*args, **options):
+        runs.append(resolve(*args, **options))
+        return runs[-1]
+
+    monkeypatch.setattr("jaxglue.training.train.resolve", settle)
     settings = {"streaming": True, "stream_tokens": 200, "save_every": 1}
     train(make_config(steps=1, **settings))
     assert len(opened) == len(ended) > 0

@@ -39,11 +39,11 @@ def trained(make_config, write_jsonl, tmp_path):
     "options",
     [
         {},
-        {"objective": "dpo"},
+        repeat({"objective": "dpo"}),
         repeat({"objective": "kto"}),
-        {"on_spike": "skip"},
+        repeat({"on_spike": "skip"}),
         {"gradient_accumulation_steps": 2},
-        {"optimizer": "lion"},
+        repeat({"optimizer": "lion"}),
     ],
 )
 def test_one_program_trains_as_several_do(trained, caplog, options):
