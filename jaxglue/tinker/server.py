@@ -41,10 +41,13 @@ _LARGEST_BODY = 64 * 2**20
 _WAIT = 20.0
 """Seconds after which a client asks for a result again."""
 _KEPT_RESULTS = 1024
+_KEPT_SAMPLERS = 16
+"""Saved weights that can be sampled from: each is a copy of an adapter on the GPU."""
+_MOST_SAMPLES = 1024
 _PROTOBUF = "application/x-protobuf"
 _NAME = re.compile(r"[\w.-]{1,100}")
 _CLIENT = {"use_pyqwest_transport": False, "parallel_fwdbwd_chunks": False, "proto_compress_fwdbwd": False}
-"""What the SDK's client is told to do."""
+"""Settings of the SDK's client."""
 
 
 class RefusedError(Exception):
@@ -162,13 +165,16 @@ class TinkerServer:
 
     def _promise(self, do: Callable, argument: Any) -> Response:
         """Begin an operation after those before it; return the name of its result."""
+        samples = argument.get("num_samples", 1) if isinstance(argument, dict) else 1
+        if not isinstance(samples, int) or not 1 <= samples <= _MOST_SAMPLES:
+            raise ValueError(f"num_samples: expected 1 to {_MOST_SAMPLES}, got {samples!r:.100}")
         name = f"request-{uuid.uuid4()}"
         self._results[name] = self._worker.submit(do, argument)
         while len(self._results) > _KEPT_RESULTS and next(iter(self._results.values())).done():
             del self._results[next(iter(self._results))]
         promised: dict[str, Any] = {"request_id": name}
         if isinstance(argument, dict) and "num_samples" in argument:
-            promised["sample_sequence_ids"] = [f"{name}:{i}" for i in range(argument["num_samples"])]
+            promised["sample_sequence_ids"] = [f"{name}:{i}" for i in range(samples)]
         return JSONResponse(promised)
 
     async def _losses(self, http: HttpRequest) -> Response:
@@ -212,8 +218,10 @@ class TinkerServer:
         return {"type": "create_model", "model_id": name}
 
     def _unload_model(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        self._model(body).session.close()
+        model = self._model(body)
+        model.session.close()
         del self._models[body["model_id"]]
+        self._samplers = {name: sampler for name, sampler in self._samplers.items() if sampler.model is not model}
         return {"type": "unload_model", "model_id": body["model_id"]}
 
     def _get_info(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,6 +265,9 @@ class TinkerServer:
     def _save_for_sampler(self, body: Mapping[str, Any]) -> dict[str, Any]:
         model, given = self._model(body), body.get("path")
         name = f"tinker://{body['model_id']}/sampler_weights/{_name(given)}"
+        self._samplers.pop(name, None)
+        while len(self._samplers) >= _KEPT_SAMPLERS:
+            del self._samplers[next(iter(self._samplers))]
         self._samplers[name] = _Sampler(model, model.session.snapshot())
         return {"type": "save_weights_for_sampler", **({"path": name} if given else {"sampling_session_id": name})}
 
@@ -266,20 +277,22 @@ class TinkerServer:
     def _create_sampling_session(self, body: Mapping[str, Any]) -> dict[str, Any]:
         name = body.get("model_path")
         if name not in self._samplers:
-            raise ValueError("create_sampling_session: expected the model_path of saved weights")
+            raise ValueError(
+                f"create_sampling_session: expected the model_path of the last {_KEPT_SAMPLERS} saved weights"
+            )
         return {"type": "create_sampling_session", "sampling_session_id": name}
 
     def _sample(self, body: Mapping[str, Any]) -> bytes:
         sampler = self._samplers.get(str(body.get("sampling_session_id") or body.get("model_path")))
         if sampler is None:
-            raise ValueError("asample: expected a sampling session of saved weights")
+            raise ValueError(f"asample: expected a sampling session of the last {_KEPT_SAMPLERS} saved weights")
         given, session = dict(body.get("sampling_params") or {}), sampler.model.session
         asked = {name: body[name] for name in ("topk_prompt_logprobs", "prompt_logprobs") if body.get(name)}
         if asked:
             raise ValueError(f"asample: {', '.join(asked)} are not computed: use a forward pass")
-        seed = given.get("seed")
+        seed, longest = given.get("seed"), given.get("max_tokens")
         config = SamplingConfig(
-            max_tokens=given.get("max_tokens") or 512,
+            max_tokens=512 if longest is None else longest,
             temperature=given.get("temperature", 1.0),
             top_p=given.get("top_p", 1.0),
             top_k=max(given.get("top_k", -1), 0),

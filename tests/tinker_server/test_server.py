@@ -177,11 +177,22 @@ def test_losses_are_tinkers(client, model):
         ("optim_step", {"adam_params": {"lr": 1}}, "unknown lr: expected learning_rate"),
         ("save_weights", {"path": "../up"}, "path: expected letters, digits, dots and dashes"),
         ("load_weights", {"path": "tinker://other/weights/x"}, "no weights at"),
-        ("asample", {"prompt": {"chunks": []}}, "expected a sampling session of saved weights"),
+        ("asample", {"prompt": {"chunks": []}}, "expected a sampling session of the last 16 saved weights"),
     ],
 )
 def test_bad_requests_fail_with_a_reason(client, model, name, body, message):
     assert message in client.call(name, {"model_id": model, **body})["error"]
+
+
+def test_so_many_saved_weights_are_kept_and_no_more_samples_than_those_are_asked(client, server, model, monkeypatch):
+    monkeypatch.setattr("jaxglue.tinker.server._KEPT_SAMPLERS", 2)
+    for name in ("a", "b", "b", "c"):
+        client.call("save_weights_for_sampler", {"model_id": model, "path": name})
+    assert [path.rpartition("/")[2] for path in server._samplers] == ["b", "c"]
+    asked = client.post("asample", {"num_samples": 10**9, "sampling_session_id": next(iter(server._samplers))})
+    assert asked.status_code == 400 and "num_samples: expected 1 to 1024" in asked.json()["error"]
+    client.call("unload_model", {"model_id": model})
+    assert not server._samplers
 
 
 def test_bad_losses_fail_with_a_reason(client, model):
