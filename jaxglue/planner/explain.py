@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from jaxglue.engine.layer_groups import MESH_PROGRAMS, why_not_grouped
+from jaxglue.engine.layer_groups import why_not_grouped, why_untried
 from jaxglue.engine.policy import AUTO, PRESETS
 from jaxglue.engine.residency import DEVICE, HOST, is_streamed
-from jaxglue.ops.backend import is_tried
 from jaxglue.planner.candidates import tile_sizes
 from jaxglue.planner.plan import Memory, Plan, gib
 from jaxglue.planner.planner import Planner, embedding_places
@@ -148,8 +147,8 @@ class _Comparison:
         chosen, layers = self._chosen, len(self._chosen.policies)
         size = chosen.layers_per_program
         obstacle = why_not_grouped(chosen.policies, stream_weights=is_streamed(chosen.weights))
-        if size == 1 and self._planner.workload.mesh.devices > 1 and not is_tried(MESH_PROGRAMS):
-            obstacle = obstacle or f"no GPU has run {MESH_PROGRAMS}"
+        if obstacle is None and size == 1:
+            obstacle = why_untried(self._planner.workload.mesh.devices)
         if obstacle:
             return Reason(choice="1", limit=f"an obstacle: {obstacle}")
         other = 1 if size > 1 else layers

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
-from jaxglue.engine.layer_groups import MESH_PROGRAMS, why_not_grouped
+from jaxglue.engine.layer_groups import why_not_grouped, why_untried
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.engine.residency import DEVICE, is_streamed, parse_weights
 from jaxglue.engine.transfer import (
@@ -14,7 +14,7 @@ from jaxglue.engine.transfer import (
     keep_on_device,
     weights_prefetch_depth,
 )
-from jaxglue.ops.backend import has_jax_triton, is_tried
+from jaxglue.ops.backend import has_jax_triton
 from jaxglue.planner import calibration as fitted
 from jaxglue.planner.attention import with_fitting_attention
 from jaxglue.planner.cost import fused_seconds
@@ -176,7 +176,7 @@ class Predictor:
             return 1
         if self.layers_per_program or work.update_in_backward:
             return self.layers_per_program or 1
-        if work.mesh.devices > 1 and not is_tried(MESH_PROGRAMS):
+        if why_untried(work.mesh.devices):
             return 1
         return choose_group(setting.costs, whole=not work.host_embeddings)
 
