@@ -139,7 +139,7 @@ class GatheredWeights:
         self._to_gather = [select_to_gather(layout, layer) for layer in self._stored] + [None]
         self._next = 0
         self.gathered: Any = gather_alone(layout, self._to_gather[0]) if layout.gathers else None
-        """Those of the next layer, to set from its predecessor's result."""
+        """Gathered weights of the next layer, which its predecessor's result sets."""
 
     def take(self) -> tuple[Params, Params]:
         """Return the next layer's trainable and frozen parameters."""

@@ -29,7 +29,7 @@ from jaxglue.ops.paged_attention import (
 from jaxglue.ops.rope import RopeTables, Rotary
 
 Cache = KVPages | LatentPages | DeltaStates
-"""Of a layer."""
+"""Cache of a layer."""
 
 
 @jax.tree_util.register_dataclass

@@ -149,7 +149,7 @@ class _Weights:
         self._blocks = _blocks(logits, -jnp.inf)
         self._logits, self._highest, self._divisor = logits, highest[:, None], divisor[:, None]
         self.sums = _block_sums(jnp.exp((self._blocks - highest[:, None, None]) / divisor[:, None, None]))
-        """Of the blocks."""
+        """Sums of the exponentials in each block."""
 
     @property
     def all(self) -> Float[Array, "B V"]:

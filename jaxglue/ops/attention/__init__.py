@@ -40,7 +40,7 @@ __all__ = [
 
 _HOPPER_HEAD_DIMS = (64, 128, 256)
 _LATENT_HEAD_DIMS = (192, 128)
-"""Of keys and values of latent attention (DeepSeek)."""
+"""Head sizes of keys and of values in latent attention (DeepSeek)."""
 NARROW_VALUES = "attention of narrow values"
 """Name of kernels in `UNTRIED`."""
 _NARROWEST = 64
@@ -64,7 +64,7 @@ class AttentionShape:
 
     dtype: jnp.dtype
     head_dim: int
-    """Of queries and keys."""
+    """Head size of queries and keys."""
     value_dim: int | None = None
     """Head dim of values, at most that of keys; None for the same."""
     query_heads: int

@@ -56,7 +56,7 @@ class KernelSpec:
     G: int
     P: int
     H: int
-    """Of queries and keys."""
+    """Head size of queries and keys."""
     values: int
     """Head dim of values."""
     width: int
