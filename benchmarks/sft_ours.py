@@ -226,7 +226,9 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
     batches = read_batches(args.batches)
     plan = choose(args, config, batches)
     timer.stage("plan")
-    run = Run(load(args, config, plan), config, plan, steps=len(batches), learning_rate=args.learning_rate, depth=args.depth)
+    run = Run(
+        load(args, config, plan), config, plan, steps=len(batches), learning_rate=args.learning_rate, depth=args.depth
+    )
     jax.block_until_ready((run.trainable, run.frozen))
     timer.stage("load")
     yield {"seconds": timer.stages}
