@@ -8,6 +8,7 @@ time of all micro-batches follows from some. Random weights, adapters on all lin
 """
 
 import argparse
+import contextlib
 import json
 import statistics
 import tempfile
@@ -214,10 +215,8 @@ def main() -> None:
     clock.result |= {"versions": engines.versions()}
     trainer = build_trainer(args, clock, prompts[chosen], config, int(lengths.max()))
     clock.result["load_s"] = round(time.perf_counter() - began, 1)
-    try:
+    with contextlib.suppress(Finished):
         trainer.train()
-    except Finished:
-        pass
 
 
 if __name__ == "__main__":
