@@ -107,7 +107,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
     losses and peak memory; then kernels."""
     begun = time.perf_counter()
     step, batches = prepare(args)
-    yield {"loaded_s": round(time.perf_counter() - begun, 2), "implementation": step.model.config._attn_implementation}
+    yield {"loaded_s": round(time.perf_counter() - begun, 2)}
     losses, marks, seconds = [], [], []
     for batch in batches[: args.warm_up]:
         begun = time.perf_counter()
