@@ -35,7 +35,7 @@ from jaxglue.generation.engine import Engine
 from jaxglue.generation.scheduler import Request
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.objectives.config import ObjectiveConfig
-from jaxglue.objectives.policy import StepCounts
+from jaxglue.objectives.policy_gradient import StepCounts
 from jaxglue.ops.backend import one_device_each
 from jaxglue.planner.device_memory import bounded_pool, take_fitting_blocks
 from jaxglue.rl.config import RolloutConfig
@@ -43,7 +43,7 @@ from jaxglue.rl.packing import Group, Packed, TrainedAnswer, pack_groups
 from jaxglue.rl.sampler import copies_of
 from jaxglue.sharding.mesh import make_mesh
 from jaxglue.training.config import ModelConfig, RunConfig, TrainConfig
-from jaxglue.training.policy import TrainedPolicy
+from jaxglue.training.rollout_policy import TrainedPolicy
 from jaxglue.training.setup import Run, resolve
 from jaxglue.training.step import TrainStep
 

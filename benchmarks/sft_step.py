@@ -3,8 +3,9 @@
     python benchmarks/sft_step.py --scratch /dev/shm/sft --json benchmarks/results/sft_step.json
 
 Engines are ours, unsloth and peft (transformers + PEFT), each in its own process, one after the other. A batch is one
-row of documents of 64–1,024 tokens; LoRA has rank 16 on all linear layers, with AdamW. Results are written as they
-arrive; `--merge` combines files. `--gpus` measures several rows side by side, all engines of a row on the same GPU.
+row of documents of 64–1,024 tokens; LoRA has rank 16 on all linear layers, with AdamW. Where ours alone is measured,
+it draws its weights itself, and no files hold them. Results are written as they arrive; `--merge` combines files.
+`--gpus` measures several rows side by side, all engines of a row on the same GPU.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -28,7 +30,7 @@ from threading import Lock, Thread
 import jax
 import numpy as np
 from gpus import FreeGpus
-from inputs import SHAPES, make_adapter, make_model
+from inputs import SHAPES, make_adapter, make_description, make_model
 from kernel_profile import MATMUL
 from measure import table, uniform_lengths, write_json
 
@@ -110,6 +112,7 @@ ROWS = {
     "tiny DeepSeek": Row(shape="tiny-deepseek", tokens=1024, checkpointing="none", engines=("ours", "peft")),
     "tiny Gemma 3": Row(shape="tiny-gemma-3", tokens=1024, checkpointing="none", engines=("ours", "peft")),
     "tiny Gemma 4 with experts": Row(shape="tiny-gemma-4-moe", tokens=1024, checkpointing="none", engines=("ours",)),
+    "tiny experts NF4": Row(shape="tiny-qwen3-moe", tokens=1024, quantize="nf4", engines=("ours",)),
     "tiny NF4": Row(shape="tiny", tokens=1024, quantize="nf4", checkpointing="none", engines=("ours", "peft")),
     "tiny FP8": Row(shape="tiny", tokens=1024, matmul="fp8", checkpointing="none", engines=("ours",)),
     "tiny": Row(shape="tiny", tokens=1024, checkpointing="none", engines=ENGINES),
@@ -136,10 +139,22 @@ def make_batches(path: Path, row: Row, steps: int) -> list[int]:
 
 
 class Inputs:
-    """Models and batches on disk, made on demand; models made here are deleted after their last row."""
+    """Models and batches on disk, made on demand; models made here are deleted after their last row.
 
-    def __init__(self, scratch: Path, names: list[str], *, warm_up: int, steps: int | None = None):
+    Weights are made only for models that another engine than ours reads.
+    """
+
+    def __init__(
+        self,
+        scratch: Path,
+        names: list[str],
+        *,
+        warm_up: int,
+        steps: int | None = None,
+        engines: Sequence[str] = ENGINES,
+    ):
         self._scratch, self._warm_up, self._steps = scratch, warm_up, steps
+        self._shared = {ROWS[name].folder for name in names if {*ROWS[name].engines} & {*engines} - {"ours"}}
         self._rows = Counter(ROWS[name].folder for name in names)
         self._locks: dict[str, Lock] = {folder: Lock() for folder in self._rows}
         self._made: set[str] = set()
@@ -151,7 +166,7 @@ class Inputs:
         with self._locks[row.folder]:
             if not folder.exists():
                 self._made.add(row.folder)
-                make_model(folder, config)
+                (make_model if row.folder in self._shared else make_description)(folder, config)
             if not (folder / "adapter").exists():
                 make_adapter(folder / "adapter", config, LoraConfig())
         batches = self._scratch / f"{name}.npz"
@@ -239,7 +254,7 @@ class Measurements:
 
     def __init__(self, args: argparse.Namespace):
         self._args, self._lock = args, Lock()
-        self._inputs = Inputs(args.scratch, args.rows, warm_up=args.warm_up, steps=args.steps)
+        self._inputs = Inputs(args.scratch, args.rows, warm_up=args.warm_up, steps=args.steps, engines=args.engines)
         self._gpus = FreeGpus(args.gpus)
         self._results: dict[str, list[dict]] = {name: [] for name in args.rows}
 
@@ -272,9 +287,18 @@ class Measurements:
                 write(self._args.json, self.results)
 
 
+YARDSTICK = "qwen3-30b-a3b"
+"""Row whose FLOPs per second those of other mixtures are compared with."""
+
+
 def summary(results: list[dict]) -> list[dict]:
-    """Return the table's rows; shares of the limit exclude recomputation."""
+    """Return the table's rows; shares of the limit exclude recomputation.
+
+    Of mixtures measured by ours beside `YARDSTICK`, the FLOPs per second are compared with its: their speed at equal
+    active FLOPs.
+    """
     rows = []
+    rates = {r["row"]: r["flops"] / r["ms"] for r in results if r["engine"] == "ours" and "ms" in r}
     for result in results:
         row = {"row": result["row"], "engine": result["engine"]}
         if "ms" not in result:
@@ -291,6 +315,9 @@ def summary(results: list[dict]) -> list[dict]:
                 "of the limit": f"{share:.0%}" if "kernels" in result else "-",
             }
         )
+    for row in rows if YARDSTICK in rates else ():
+        rate = rates.get(row["row"]) if row["engine"] == "ours" else None
+        row[f"FLOP/s beside {YARDSTICK}"] = f"{rate / rates[YARDSTICK]:.2f}" if rate else "-"
     return rows
 
 

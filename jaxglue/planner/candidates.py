@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 
-from jaxglue.engine.per_layer import interleave
+from jaxglue.engine.layer_settings import interleave
 from jaxglue.engine.policy import AUTO, RematPolicy, parse_policy
 from jaxglue.engine.residency import DEVICE, HOST, parse_weights, stream_evenly
 from jaxglue.models.family import find_family
