@@ -23,7 +23,7 @@ END = 1
 """Token that ends and pads answers: the padding after a short one begins with TRL's end of it."""
 
 
-class Finished(Exception):
+class Finished(Exception):  # noqa: N818 - no error
     """All that is timed has run."""
 
 
