@@ -203,7 +203,6 @@ def check_hopper(capability: Capability | None) -> None:
 
 UNTRIED = {
     "few rows by TMA",
-    "GeGLU of experts",
     "attention of narrow values",
     "buffers of several GPUs",
     "programs of several layers on several GPUs",
