@@ -125,8 +125,8 @@ class Batch:
         fields = {name: own(getattr(self, name)) for name in names}
         answers = self.answers and replace(self.answers, owners=own(self.answers.owners))
         rollouts = self.rollouts and self.rollouts.split(np.asarray(segments.split.order))
-        units = {"answers": answers, "rollouts": rollouts}
-        return replace(self, segments=segments, columns=jax.tree.map(own, self.columns), **units, **fields)
+        columns = jax.tree.map(own, self.columns)
+        return replace(self, segments=segments, answers=answers, rollouts=rollouts, columns=columns, **fields)
 
     def without_lengths(self) -> "Batch":
         """Drop the fields of the segments that differ between attention's kernels, so that batches share programs."""

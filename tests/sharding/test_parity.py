@@ -23,7 +23,7 @@ from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import split_model
 from jaxglue.objectives.config import ObjectiveConfig
-from jaxglue.ops import backend, row_split
+from jaxglue.ops import row_split
 from jaxglue.ops.segments import pack_forks
 from jaxglue.ops.small_layer import SMALL_LAYER
 from jaxglue.rl.packing import Group, TrainedAnswer, pack_groups
@@ -290,8 +290,7 @@ def test_dropped_inputs_are_computed_again_on_a_mesh(mesh_of, batches, expected,
 
 
 @repeats_parts_of("test_outputs_and_gradients_match_separate_operations")
-def test_small_layers_on_a_mesh_equal_separate_operations(mesh_of, batches, expected, interpreted, monkeypatch):
-    monkeypatch.setattr(backend, "UNTRIED", set())
+def test_small_layers_on_a_mesh_equal_separate_operations(mesh_of, batches, expected, interpreted):
     from jaxglue.ops.small_layer.triton import LayerTiles, TritonSmallLayer
 
     tiles = LayerTiles(block_m=16, block_n=32, length=32, num_warps=1, num_stages=1)
@@ -407,8 +406,7 @@ def test_gpus_equal_one_gpu(random_batch, kind, mesh, changes, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("mesh", "policy", "size"), [("data=2", "none", 2), ("fsdp=2", "dots", 2)])
-def test_gpus_share_programs_as_one_gpu(random_batch, monkeypatch, mesh, policy, size):
-    monkeypatch.setattr(backend, "UNTRIED", set())
+def test_gpus_share_programs_as_one_gpu(random_batch, mesh, policy, size):
     shape = MeshShape.parse(mesh)
     if jax.local_device_count() < shape.devices:
         pytest.skip(f"needs {shape.devices} GPUs")
