@@ -50,6 +50,8 @@ class Sample(NamedTuple):
     """False for tokens of an environment; None where the model wrote all."""
     reward: float = math.nan
     """Of an environment; NaN without one."""
+    messages: list[dict[str, Any]] | None = None
+    """Of a conversation with an environment, after the prompt's."""
 
     @property
     def length(self) -> int:
