@@ -67,7 +67,7 @@ class Answer(NamedTuple):
     tokens: Int[np.ndarray, " L"]
     """With the token that ended it."""
     log_probs: Float[np.ndarray, " L"]
-    """Of the tokens, at the temperature."""
+    """Log-probabilities of the tokens, at the temperature."""
     ended: bool
     """False for an answer that reached its longest length."""
 

@@ -41,7 +41,7 @@ _ROPES = {_FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25}, _
 """Where config.json has no `rope_parameters`."""
 _NORM = NormStyle(rounds_first=False)
 _EXPERT_NORMS = "post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"
-"""Of the dense feed-forward's output beside experts, of these experts' input, and of their output."""
+"""Norms of the dense feed-forward's output beside experts, of these experts' input, and of their output."""
 
 
 class Gemma4Layer(DecoderLayer):

@@ -24,7 +24,7 @@ from jaxglue.ops.quant.fp8 import rounded_rows
 from jaxglue.ops.residual_norm import Normed
 
 _EPS = 1e-6
-"""Of the norms of latent vectors, whatever config.json has for the others."""
+"""Epsilon of the norms of latent vectors, whatever config.json has for the others."""
 
 
 class LatentAttention(Attention):
@@ -123,7 +123,7 @@ class LatentMatrices:
     keys: Float[Array, "N nope_dim rank"]
     values: Float[Array, "N value_dim rank"]
     gain: Float[Array, "N rows"] | None
-    """Of each head's rows, those of keys first (DoRA)."""
+    """Factors of each head's rows, those of keys first (DoRA)."""
     adapter: tuple[Float[Array, "N rows R"], Float[Array, "R rank"]] | None
 
     @classmethod

@@ -38,7 +38,7 @@ class Attention(nnx.Module):
     """Grouped-query attention with rotary positions, optional q/k norms, sinks and gates of its output."""
 
     value_names: tuple[str, ...] = (names.QUERY, names.KEY, names.VALUE)
-    """Of `project`'s values, for checkpoint policies."""
+    """Names of `project`'s values, for checkpoint policies."""
 
     def __init__(self, config: DecoderConfig, parts: Parts, kind: LayerKind, *, dtype, rngs: nnx.Rngs):
         D, H = config.hidden_size, kind.head_dim
@@ -62,7 +62,7 @@ class Attention(nnx.Module):
         std = config.initializer_range
         self.sinks = nnx.Param(jax.random.normal(rngs.params(), (N,), dtype) * std) if parts.sinks else None
         self.bounds = N * H, (N + K) * H
-        """Of queries, keys and values in a fused projection."""
+        """Ends of queries and of keys in a fused projection."""
         self.head_dim, self.window, self.rotary = H, kind.window, kind.rotary
         self.query_factor, self.softcap = config.query_factor(H), config.attention_softcap
 
@@ -201,7 +201,7 @@ class DecoderLayer(nnx.Module):
 
     attention: type[Attention] = Attention
     in_stages = True
-    """What precedes and what follows attention treat each token by itself, given the residual stream alone."""
+    """The stages before and after attention treat each token by itself, given the residual stream alone."""
 
     def __init__(self, config: DecoderConfig, parts: Parts, kind: LayerKind, *, dtype, rngs: nnx.Rngs):
         options: dict[str, Any] = {"dtype": dtype, "rngs": rngs}

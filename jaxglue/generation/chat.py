@@ -243,7 +243,7 @@ class TextStream:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Sequence[str]):
         self._decoder, self._ends, self._held = _Decoder(tokenizer), ends, ""
         self.text = ""
-        """What is certain to be shown."""
+        """Text certain to be shown."""
         self.stopped = False
         """One of the texts came."""
 

@@ -72,7 +72,7 @@ class Completion:
     log_probs: Float[np.ndarray, " L"]
     """At the temperature, with penalties and biases, before top-k, top-p and min-p; at temperature 0 as at 1."""
     model_log_probs: Float[np.ndarray, " L"]
-    """Of the model alone, at temperature 1."""
+    """Log-probabilities by the model alone, at temperature 1."""
     top: tuple[Int[np.ndarray, "L top"], Float[np.ndarray, "L top"]] | None
     """The most likely tokens and their log-probabilities in the model, if `top_log_probs` asks for any."""
     finish: Finish
@@ -586,7 +586,7 @@ class Batch:
 
 
 class _SlotTable:
-    """What the device reads of each slot's answer, in numpy; a further row stands for no answer.
+    """The device's inputs for each slot's answer, in numpy; a further row stands for no answer.
 
     Args:
         plan: of the cache.

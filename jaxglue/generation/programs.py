@@ -50,18 +50,18 @@ class Sequences:
     live: Bool[Array, " S"]
     """True for sequences that go on."""
     counts: Counts | None
-    """Of all slots; None without penalties."""
+    """Counts of tokens in all slots; None without penalties."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """What the host says about the B sequences of a window."""
+    """The host's inputs for the B sequences of a window."""
 
     slots: Int[Array, " B"]
     """The slot that is nobody's where there are fewer sequences."""
     fresh: Bool[Array, " B"]
-    """Those that begin here, with these `tokens` and `positions`; others go on from the last window."""
+    """Sequences that begin here, with these `tokens` and `positions`; others go on from the last window."""
     tokens: Int[Array, " B"]
     positions: Int[Array, " B"]
     ends: Int[Array, " B"]

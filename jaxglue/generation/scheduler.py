@@ -110,7 +110,7 @@ class Work:
     fresh: list[Answer] = field(default_factory=list)
     """Answers that begin, or go on after they waited."""
     answers: list[Answer] = field(default_factory=list)
-    """Of the window."""
+    """Answers that decode in the window."""
 
     @property
     def rows(self) -> Iterator[list[Prefill]]:

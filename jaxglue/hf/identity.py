@@ -71,7 +71,7 @@ _UNQUANTIZED = ("norm.weight", ".bias", ".sinks", "embed_tokens.weight", "lm_hea
 """Ends of the names of tensors that every storage format keeps as they are."""
 _COPY_OF_TIED = "lm_head.weight"
 _NUMBER = re.compile(r"^\d+\.")
-"""Of an expert, in the name of its own tensor."""
+"""Number of an expert, in the name of its own tensor."""
 _EXPERTS = ".experts."
 """In names of tensors that folders lay out in several ways."""
 

@@ -209,9 +209,9 @@ LARGER_TEMPORARY = _grid(0.1, "of a layer's temporary memory")
 PROGRAMS_MEMORY = _grid(int(0.3 * _GIB), "bytes")
 """Loaded programs and workspaces of matmuls, for any model."""
 OUTSIDE_POOL = Fitted(0.7 * _GIB, "bytes", "H100", "benchmarks/results/memory_limit.json")
-"""Of a process beside JAX's pool: CUDA's context and the code of kernels."""
+"""Memory of a process beside JAX's pool: CUDA's context and the code of kernels."""
 COLLECTIVES_MEMORY = Fitted(1.0 * _GIB, "bytes", "H200", "benchmarks/results/scaling_train.json")
-"""Of a process that exchanges with other GPUs, beside it: NCCL's buffers, 0.8 GiB on two GPUs."""
+"""Memory of a process that exchanges with other GPUs, beside it: NCCL's buffers, 0.8 GiB on two GPUs."""
 CUDNN_WORKSPACE = Fitted(8, "bytes", "H200", "compiled programs' temporary memory")
 """Bytes of cuDNN's backward pass for each token, head, head dim and segment slot."""
 SCALING_ERROR = Fitted(3e-4, "of the memory", "H200", "plans of scaled and of traced programs")

@@ -37,7 +37,7 @@ _MIXES = (
     *((small, f"{other}; save:up") for other, small in pairwise(_OFFLOADS[1:])),
 )
 _KEPT = ("full", f"save:{ATTENTION}", f"offload; save:{ATTENTION}", f"offload:layer_input,{ATTENTION}")
-"""Of layers by tiles, in which only attention's values and the layer's input can be kept."""
+"""Policies of layers by tiles, in which only attention's values and the layer's input can be kept."""
 _TILED_POLICIES = (*_KEPT, "offload", f"offload:layer_input,query,key,value,{ATTENTION}")
 _TILED_MIXES = (
     ("offload", f"offload:layer_input,{ATTENTION}"),

@@ -74,7 +74,7 @@ class RematChoice:
     note: str = ""
     """Reason, and predicted time and memory."""
     reasons: Mapping[str, Reason] = field(default_factory=dict)
-    """Of what was chosen, by the name of the setting, where they are asked for."""
+    """Reasons for choices, by the name of the setting, where they are asked for."""
 
     @property
     def streams_weights(self) -> bool:

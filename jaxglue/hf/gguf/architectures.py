@@ -39,7 +39,7 @@ class Architecture:
     metadata: Callable[[DecoderConfig], dict[str, Any]] = _nothing
     """Further entries of the file, without the architecture's name in front."""
     obstacle: Callable[[DecoderConfig], str | None] = _all_attended
-    """What llama.cpp would compute otherwise, in a model's words."""
+    """Return a part that llama.cpp would compute otherwise, in words; None without one."""
 
 
 def _granite(config: DecoderConfig) -> dict[str, Any]:

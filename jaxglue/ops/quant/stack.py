@@ -16,7 +16,7 @@ class Stack(Quantized):
     """Quantized matrices [E, out, in]. A pytree."""
 
     rows: Quantized
-    """Those of all matrices, [E·out, in]."""
+    """Rows of all matrices, [E·out, in]."""
     count: int = field(metadata={"static": True})
     """E."""
 
