@@ -65,7 +65,7 @@ class Answer(NamedTuple):
 
     text: str
     tokens: Int[np.ndarray, " L"]
-    """With the token that ended it."""
+    """Tokens, with the one that ended it."""
     log_probs: Float[np.ndarray, " L"]
     """Log-probabilities of the tokens, at the temperature."""
     ended: bool

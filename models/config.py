@@ -561,7 +561,7 @@ def ropes_by_type(
 
 
 def sparse_layers(raw: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Return which layers of the Qwens have experts, by `mlp_only_layers` and `decoder_sparse_step`."""
+    """Return for each layer of the Qwens whether it has experts, by `mlp_only_layers` and `decoder_sparse_step`."""
     dense, step = set(raw.get("mlp_only_layers") or ()), raw.get("decoder_sparse_step")
     step = 1 if step is None else step
     return tuple(i not in dense and (i + 1) % step == 0 for i in range(raw["num_hidden_layers"]))
@@ -587,7 +587,7 @@ def later_windows(raw: Mapping[str, Any], window: int | None = None) -> tuple[in
 
 
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-"""By transformers' names."""
+"""Activations by transformers' names."""
 
 
 def decoder_fields(

@@ -80,5 +80,5 @@ class DeltaNet(nnx.Module):
 
     @property
     def inputs(self) -> list[Projection]:
-        """Return all that reads the layer's norm."""
+        """Return the readers of the layer's norm."""
         return [linear.projection for linear in self.inputs_of_norm]

@@ -76,7 +76,7 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {}
-"""By `model_type`."""
+"""Families by `model_type`."""
 
 
 def register(family: Family) -> Family:

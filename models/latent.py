@@ -105,7 +105,7 @@ class LatentAttention(Attention):
 
     @property
     def inputs(self) -> list[Projection]:
-        """Return all that reads the layer's norm: the projections to queries, or their latent vector, and to keys'."""
+        """Return the readers of the layer's norm: the projections to queries, or their latent vector, and to keys'."""
         first = self.q_proj if self.latent.query_rank is None else self.q_a_proj
         return [first.projection, self.kv_a_proj_with_mqa.projection]
 

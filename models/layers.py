@@ -30,7 +30,7 @@ from jaxglue.ops.residual_norm import GatedInput, Normed, Reader
 
 
 def copied(normed: Normed) -> Normed:
-    """Return what the devices that split a layer multiply; its gradient is their sum."""
+    """Return the input of the devices that split a layer; its gradient is their sum."""
     return normed if isinstance(normed, FP8Rows) else copy_to(normed)
 
 
@@ -104,7 +104,7 @@ class Attention(nnx.Module):
 
     @property
     def inputs(self) -> list[Projection]:
-        """Return all that reads the layer's norm: the projections to queries, keys and values, or one to all."""
+        """Return the readers of the layer's norm: the projections to queries, keys and values, or one to all."""
         if self.fused:
             return self.qkv_proj.projection.split(*self.bounds)
         return [linear.projection for linear in self.linears[:-1]]
@@ -143,7 +143,7 @@ class GatedMLP(nnx.Module):
 
     @property
     def inputs(self) -> GatedInput:
-        """Return all that reads the layer's norm."""
+        """Return the readers of the layer's norm."""
         return GatedInput(self.parts, self.activation)
 
     @property
@@ -180,7 +180,7 @@ class FusedMLP(nnx.Module):
 
     @property
     def inputs(self) -> Reader:
-        """Return all that reads the layer's norm."""
+        """Return the readers of the layer's norm."""
         parts = self.parts
         return [self.gate_up_proj.projection] if parts is None else GatedInput(parts, self.activation)
 

@@ -79,7 +79,7 @@ class StoreInfo(TypedDict):
     """Digest of the content."""
     max_token: int
     findings: NotRequired[dict[str, int]]
-    """As in `Encoded`."""
+    """See `Encoded`."""
     files: NotRequired[dict[str, str]]
     """Digests of the files by name."""
     format: NotRequired[str]

@@ -253,7 +253,7 @@ class TextStream:
             self._take(self._decoder.add(token))
 
     def end(self) -> None:
-        """Add what waited for further tokens."""
+        """Add the text that waited for further tokens."""
         if not self.stopped:
             self._take(self._decoder.rest())
         if not self.stopped:

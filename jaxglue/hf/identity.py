@@ -73,7 +73,7 @@ _COPY_OF_TIED = "lm_head.weight"
 _NUMBER = re.compile(r"^\d+\.")
 """Number of an expert, in the name of its own tensor."""
 _EXPERTS = ".experts."
-"""In names of tensors that folders lay out in several ways."""
+"""Part of the names of tensors that folders lay out in several ways."""
 
 Identity = Mapping[str, str]
 """`model_type`, and digests: `weights` of tensors that stay unquantized, `experts`, and `linears` of the others.

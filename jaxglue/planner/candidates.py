@@ -26,7 +26,7 @@ _OFFLOADS = (
     f"offload:layer_input,attention_residual,key,value,gate,{_RANKS}",
     f"offload:layer_input,attention_residual,query,key,value,gate,{_RANKS}",
 )
-"""In the order of bytes offloaded. All values save about as much recomputation per byte, so their total decides."""
+"""Policies in the order of bytes offloaded, as all values save about as much recomputation per byte."""
 _SMALLEST = f"save:{_RANKS}", f"offload:layer_input,{_RANKS}"
 _POLICIES: tuple[str, ...] = ("none", "dots", "dots; offload:layer_input", "full", "offload", *_SMALLEST, *_OFFLOADS)
 _MIXES = (

@@ -64,7 +64,7 @@ class RewardSpec(NamedTuple):
     """A reward as `--reward` names it."""
 
     name: str
-    """In metrics."""
+    """Name in metrics."""
     file: str
     """A Python file; empty for a reward model."""
     options: Mapping[str, str]

@@ -35,7 +35,7 @@ class Sample(NamedTuple):
     """An answer."""
 
     tokens: Int[np.ndarray, " L"]
-    """With the token that ended it."""
+    """Tokens, with the one that ended it."""
     log_probs: Float[np.ndarray, " L"]
     """Log-probabilities of the tokens, at the temperature of sampling."""
     ended: bool

@@ -44,7 +44,7 @@ def _tiles(*sizes: tuple[int, ...]) -> AttentionKernelTiles:
 
 
 Table = dict[int, AttentionKernelTiles]
-"""By largest head dim: (block_m, block_n, warps, stages, registers) of forward, dq, dkdv and dv."""
+"""Tiles by largest head dim: (block_m, block_n, warps, stages, registers) of forward, dq, dkdv and dv."""
 
 _WIDEST = _tiles((64, 16, 8, 2), (64, 16, 8, 2), (32, 64, 8, 1), (32, 64, 8, 1))
 """Tiles of heads of 512, whose sums leave few registers (Gemma 4)."""
