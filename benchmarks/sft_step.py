@@ -13,17 +13,19 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryFile
-from threading import Lock
+from threading import Lock, Thread
 
 import jax
 import numpy as np
@@ -202,7 +204,7 @@ def run(
         } | environment
     else:
         command = [args.peers_python, str(HERE / "peers" / "train.py"), "--engine", engine]
-        flags["checkpointing"] = row.checkpointing
+        flags |= {"checkpointing": row.checkpointing, "stacks-after": max(args.limit - 5, 1)}
         environment.pop("PYTHONPATH", None)
         environment |= {"PYTHONPATH": str(args.peers_path)} if args.peers_path else {}
     command += [str(part) for flag, value in flags.items() for part in (f"--{flag}", value)] + further
@@ -210,21 +212,41 @@ def run(
 
 
 def execute(command: list[str], environment: dict[str, str], limit: float) -> dict:
-    """Return the last JSON line printed by a process, with `error` if it failed afterwards."""
-    begun, error = time.perf_counter(), {}
-    with TemporaryFile("w+") as out, TemporaryFile("w+") as log:
+    """Return what a process printed as JSON lines, with `error` if it failed afterwards; show lines as they come.
+
+    It ends after `limit` seconds, and the processes that it started end with it.
+    """
+    begun, printed, error = time.perf_counter(), {}, {}
+
+    def read(lines) -> None:
+        for line in lines:
+            if line.startswith("{"):
+                printed.update(json.loads(line))
+                print(f"{time.perf_counter() - begun:.0f} s: {line[:200].rstrip()}", flush=True)
+
+    with (
+        TemporaryFile("w+") as log,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, start_new_session=True
+        ) as process,
+    ):
+        reader = Thread(target=read, args=(process.stdout,))
+        reader.start()
         try:
-            subprocess.run(command, stdout=out, stderr=log, check=True, env=environment, timeout=limit)
-        except subprocess.SubprocessError as failure:
+            status = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            with suppress(ProcessLookupError):  # compile workers hold its output open
+                os.killpg(process.pid, signal.SIGKILL)
+            reader.join()
+        if status != 0:
             log.seek(0)
             text = log.read().strip()
             print(text[-3000:], file=sys.stderr)
-            timeout = isinstance(failure, subprocess.TimeoutExpired)
-            error = {"error": f"timed out after {limit:.0f} s" if timeout else (text or str(failure)).splitlines()[-1]}
-        out.seek(0)
-        printed = [line for line in out.read().splitlines() if line.startswith("{")]
-    seconds = {"process_s": round(time.perf_counter() - begun, 1)}
-    return (json.loads(printed[-1]) if printed else {}) | error | seconds
+            last = text.splitlines()[-1] if text else f"status {status}"
+            error = {"error": f"timed out after {limit:.0f} s" if status is None else last}
+    return printed | error | {"process_s": round(time.perf_counter() - begun, 1)}
 
 
 class Measurements:

@@ -62,7 +62,7 @@ class Operation:
 
     name: str
     backends: Mapping[str, Backend]
-    """By name, in order of preference."""
+    """Backends by name, in order of preference."""
     order: Callable[..., Sequence[str]] | None = None
     """`order(*call)` returns the names in order of preference, where it depends on the call."""
 

@@ -115,6 +115,16 @@ def test_what_was_measured_survives_what_fails_afterwards(capfd, rest, error):
     assert sft_step.execute([sys.executable, "-c", "raise ValueError('early')"], {}, limit=9)["error"].endswith("early")
 
 
+def test_workers_of_an_engine_that_ended_do_not_hold_a_measurement(capfd):
+    import sft_step
+
+    child = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    script = f"import os, subprocess, sys; {child}; print('{{\"warm_up_s\": [3.0]}}', flush=True); os._exit(0)"
+    result = sft_step.execute([sys.executable, "-c", script], {}, limit=50)
+    assert result.pop("process_s") < 40 and result == {"warm_up_s": [3.0]}
+    assert "warm_up_s" in capfd.readouterr().out
+
+
 def test_later_files_replace_results_when_merged(tmp_path):
     import sft_step
 

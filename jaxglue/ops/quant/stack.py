@@ -16,9 +16,9 @@ class Stack(Quantized):
     """Quantized matrices [E, out, in]. A pytree."""
 
     rows: Quantized
-    """Those of all matrices, [E·out, in], or of a device's share of them."""
+    """Rows of all matrices, [E·out, in], or of a device's share of them."""
     out: int = field(metadata={"static": True})
-    """Rows of a matrix."""
+    """Rows of one matrix."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
