@@ -93,7 +93,7 @@ def test_design_names_folders_and_names_that_exist():
     page = (DOCS / "design.md").read_text(encoding="utf-8")
     paths = [path for folder in ("jaxglue", "models", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.py")]
     known = {*re.findall(r"\w+", "\n".join(path.read_text(encoding="utf-8") for path in paths))}
-    folders = {part for path in paths for part in path.relative_to(ROOT).parts[:-1]} | {"scripts", "recipes"}
+    folders = {part for path in paths for part in path.relative_to(ROOT).parts[:-1]} | {"scripts", "recipes", "results"}
     named = [name for name in re.findall(r"`([^`\n]+)`", page) if not name.endswith((".py", ".json", ".toml"))]
     code = re.sub("#.*", "", "".join(re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)))
     assert len(named) > 100
