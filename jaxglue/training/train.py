@@ -231,7 +231,7 @@ def pinned_model(config: TrainConfig) -> ModelConfig:
 
 
 class RunState(BestState, StepState):
-    """What a checkpoint holds of a run beside its arrays, as JSON."""
+    """State of a run in a checkpoint, beside its arrays, as JSON."""
 
     batches: Any
     """State of the run's iterator, `BatchState` or another's."""
