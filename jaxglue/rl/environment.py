@@ -60,7 +60,6 @@ class Episode:
             messages=self.messages,
         )
 
-
     def _text(self, written: Sequence[str]) -> str:
         """Return the conversation as a text, the model's turns as they were written."""
         if len(written) == 1:
@@ -90,7 +89,7 @@ class Environment:
     ):
         self._reply, self._turns, self._longest = reply, turns, longest
         self._template, self._tokenizer = ChatTemplate(tokenizer), tokenizer
-        self._ends = tokenizer.convert_ids_to_tokens(sorted(trained_stops(tokenizer)))
+        self._ends = [str(tokenizer.convert_ids_to_tokens(token)) for token in trained_stops(tokenizer)]
         self._refused = False
 
     def run(self, prompts: Sequence[Prompt], first: list[list[Sample]], indices: Sequence[int], sample: Turns) -> list:
@@ -150,7 +149,12 @@ class Environment:
             return
         replies = _named(reply, episode.messages[-1].get("tool_calls", []))
         tokens = self._between(episode, replies)
-        if is_last or not episode.parts[-1].ended or tokens is None or len(episode.tokens) + len(tokens) >= self._longest:
+        if (
+            is_last
+            or not episode.parts[-1].ended
+            or tokens is None
+            or len(episode.tokens) + len(tokens) >= self._longest
+        ):
             episode.is_over = True
             return
         unknown, apart = np.full(len(tokens), np.nan, np.float32), np.zeros(len(tokens), bool)
@@ -185,7 +189,7 @@ class Environment:
         if not calls:
             tokens = self._template.encode(rest)
             return tokens[1:] if tokens[0] == episode.parts[-1].tokens[-1] else tokens
-        last = self._tokenizer.convert_ids_to_tokens(int(episode.parts[-1].tokens[-1]))
+        last = str(self._tokenizer.convert_ids_to_tokens(int(episode.parts[-1].tokens[-1])))
         if last in rest:
             return self._template.encode(rest.partition(last)[2])
         ends = [place for end in self._ends if (place := rest.find(end)) >= 0]
