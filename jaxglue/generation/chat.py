@@ -250,7 +250,7 @@ class TextStream:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Sequence[str]):
         self._decoder, self._ends, self._held = _Decoder(tokenizer), ends, ""
         self.text = ""
-        """What is certain to be shown."""
+        """Text certain to be shown."""
         self.stopped = False
         """One of the texts came."""
 
@@ -260,7 +260,7 @@ class TextStream:
             self._take(self._decoder.add(token))
 
     def end(self) -> None:
-        """Add what waited for further tokens."""
+        """Add the text that waited for further tokens."""
         if not self.stopped:
             self._take(self._decoder.rest())
         if not self.stopped:

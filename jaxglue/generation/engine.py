@@ -68,11 +68,11 @@ class Completion:
     answer: int
     """Index among the answers of its request."""
     tokens: Int[np.ndarray, " L"]
-    """With the stop token that ended it, if one did."""
+    """Tokens, with the stop token that ended it, if one did."""
     log_probs: Float[np.ndarray, " L"]
-    """At the temperature, with penalties and biases, before top-k, top-p and min-p; at temperature 0 as at 1."""
+    """Log-probabilities at the temperature, with penalties and biases, before top-k, top-p and min-p; 0 counts as 1."""
     model_log_probs: Float[np.ndarray, " L"]
-    """Of the model alone, at temperature 1."""
+    """Log-probabilities by the model alone, at temperature 1."""
     top: tuple[Int[np.ndarray, "L top"], Float[np.ndarray, "L top"]] | None
     """The most likely tokens and their log-probabilities in the model, if `top_log_probs` asks for any."""
     finish: Finish
@@ -86,7 +86,7 @@ class Piece(NamedTuple):
     answer: int
     """Index among the answers of its request."""
     tokens: list[int]
-    """With the stop token that ended it, if one did."""
+    """Tokens, with the stop token that ended it, if one did."""
     finish: Finish | None
     """Why it ended; None while it grows."""
 
@@ -133,7 +133,7 @@ class Engine:
         self.compilations = self._programs.compilations
 
     def multiply_in_fp8(self, layers: Sequence[bool]) -> None:
-        """Say which layers multiply matrices for FP8 products so, as training does; at first all do."""
+        """Multiply matrices for FP8 products so in these layers alone, as training does; at first all do."""
         if list(layers) != self._fp8_layers:
             self._fp8_layers = list(layers)
             self._programs = self._make_programs()
@@ -504,7 +504,7 @@ class Batch:
         self._caches = self._programs.prefill(self._trees, tokens, segments, places, self._caches)
 
     def _extend(self, row: Sequence[Prefill]) -> None:
-        """Run what follows the beginnings that are in the cache, a row of the cache's table for each token."""
+        """Run the prompts' rests after the beginnings in the cache, a row of the cache's table for each token."""
         used = sum(len(prompt.tokens) - prompt.begin for prompt in row)
         T = _SHORT_SUFFIX if used <= _SHORT_SUFFIX else LONGEST_SUFFIX
         zeros: Any = partial(np.zeros, dtype=np.int32)
@@ -596,7 +596,7 @@ class Batch:
 
 
 class _SlotTable:
-    """What the device reads of each slot's answer, in numpy; a further row stands for no answer.
+    """The device's inputs for each slot's answer, in numpy; a further row stands for no answer.
 
     Args:
         plan: of the cache.

@@ -25,9 +25,9 @@ from jaxglue.ops.projection import project
 from jaxglue.ops.segments import PackedSegments
 
 IDLE = -1
-"""In place of the token of a sequence that has ended."""
+"""Stands for the token of a sequence that has ended."""
 NOT_FINITE = -2
-"""In place of a token whose logits are infinite or NaN."""
+"""Stands for a token whose logits are infinite or NaN."""
 _WINDOW_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0}
 """Merged matmuls of one input would copy weights together in every step."""
 _SEVERAL_OPTIONS = _WINDOW_OPTIONS | {"xla_gpu_enable_triton_gemm": False}
@@ -51,18 +51,18 @@ class Sequences:
     live: Bool[Array, " S"]
     """True for sequences that go on."""
     counts: Counts | None
-    """Of all slots; None without penalties."""
+    """Counts of tokens in all slots; None without penalties."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """What the host says about the B sequences of a window."""
+    """The host's inputs for the B sequences of a window."""
 
     slots: Int[Array, " B"]
     """The slot that is nobody's where there are fewer sequences."""
     fresh: Bool[Array, " B"]
-    """Those that begin here, with these `tokens` and `positions`; others go on from the last window."""
+    """Sequences that begin here, with these `tokens` and `positions`; others go on from the last window."""
     tokens: Int[Array, " B"]
     positions: Int[Array, " B"]
     ends: Int[Array, " B"]
@@ -106,7 +106,7 @@ class Copies(NamedTuple):
     sources: tuple[Int[Array, " n"], ...]
     targets: tuple[Int[Array, " n"], ...]
     slots: tuple[Int[Array, " n"], Int[Array, " n"]]
-    """From and to, of states."""
+    """Slots from and to which states are copied."""
 
 
 class Programs:

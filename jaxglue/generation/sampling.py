@@ -84,10 +84,10 @@ class Sampled(NamedTuple):
     log_probs: Float[Array, " B"]
     """At the temperature, with penalties and biases, before unlikely tokens are left out."""
     model_log_probs: Float[Array, " B"]
-    """Of the model alone, at temperature 1."""
+    """Log-probabilities by the model alone, at temperature 1."""
     top_tokens: Int[Array, "B top"]
     top_log_probs: Float[Array, "B top"]
-    """Of the model alone."""
+    """Their log-probabilities by the model alone."""
     finite: Bool[Array, " B"]
     """False where logits are infinite or NaN."""
 

@@ -120,13 +120,13 @@ class Work:
     suffixes: list[Prefill] = field(default_factory=list)
     """Prompts of which the beginnings are there, or are among the prompts; after these."""
     page_copies: list[tuple[int, int]] = field(default_factory=list)
-    """From and to, after the prefill."""
+    """Pages from and to, copied after the prefill."""
     slot_copies: list[tuple[int, int]] = field(default_factory=list)
-    """From slots and to slots, of all that a slot has besides numbered pages."""
+    """Slots from and to, copied with all that a slot has besides numbered pages."""
     fresh: list[Answer] = field(default_factory=list)
     """Answers that begin, or go on from what the host knows: after they waited, or by a grammar."""
     answers: list[Answer] = field(default_factory=list)
-    """Of the window."""
+    """Answers that decode in the window."""
 
     @property
     def rows(self) -> Iterator[list[Prefill]]:

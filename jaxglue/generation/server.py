@@ -301,7 +301,7 @@ class _Answer:
         return {**shared, "message": message}
 
     def chunk(self, index: int) -> dict[str, Any] | None:
-        """Return what is new; None for nothing."""
+        """Return the new part of the answer; None without one."""
         visible = self._visible
         new, self._shown = visible[self._shown :], max(self._shown, len(visible))
         if not new and self.finish is None:

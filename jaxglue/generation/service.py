@@ -42,7 +42,7 @@ class Ticket:
 
 
 class FullError(Exception):
-    """As many requests wait as the service takes."""
+    """Reports that as many requests wait as the service takes."""
 
 
 class EndedError(ValueError):

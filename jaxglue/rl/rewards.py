@@ -64,7 +64,7 @@ class RewardSpec(NamedTuple):
     """A reward as `--reward` names it."""
 
     name: str
-    """In metrics."""
+    """Name in metrics."""
     file: str
     """A Python file; empty for a reward model."""
     options: Mapping[str, str]
@@ -281,7 +281,7 @@ class _Process:
     def __init__(self, memory: float):
         self._memory, self._process, self._read = memory, None, b""  # type: tuple[float, subprocess.Popen | None, bytes]
         self.is_stopped = False
-        """It judges nothing any more."""
+        """Whether it judges no more."""
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Return the reply; beyond the time, or where the process has died, end it and return the `limit`."""
