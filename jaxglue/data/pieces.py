@@ -44,7 +44,9 @@ class PieceTokenizer:
         else:
             parts = [*chain.from_iterable(map(self._split, texts))]
             inside, whole = self._inside([p.inside for p in parts]), self._whole([p.before + p.rest for p in parts])
-            tokens = iter([i + w[_TOKEN_BYTES * bool(p.before) :] for i, w, p in zip(inside, whole, parts, strict=True)])
+            tokens = iter(
+                [i + w[_TOKEN_BYTES * bool(p.before) :] for i, w, p in zip(inside, whole, parts, strict=True)]
+            )
         return [[next(tokens) for _ in pieces] for pieces in texts]
 
     def encode(self, pieces: Sequence[str]) -> list[list[int]]:
