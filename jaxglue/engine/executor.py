@@ -465,11 +465,11 @@ class Executor(LayerExecutor):
 
     @property
     def fp8_layers(self) -> list[bool]:
-        """Return which layers multiply matrices for FP8 products so."""
+        """Return for each layer whether it multiplies matrices for FP8 products so."""
         return self.embed_head.fp8_layers
 
     def multiply_in_fp8(self, layers: Sequence[bool], head: bool) -> None:
-        """Say which layers, and whether the head, multiply matrices for FP8 products so; at first all do."""
+        """Multiply matrices for FP8 products so in these layers, and perhaps the head, alone; at first all do."""
         self.embed_head.fp8_layers, self.embed_head.fp8_head = list(layers), head
         self._whole = self._make_whole()
 

@@ -148,7 +148,7 @@ class GatheredWeights:
 
     @property
     def following(self) -> Any:
-        """Return what the layer taken must gather for the one after it."""
+        """Return the weights that the layer taken gathers for the one after it."""
         return self._to_gather[self._next]
 
 

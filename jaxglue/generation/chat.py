@@ -1,6 +1,7 @@
 """Chat with a model: templates, end-of-turn tokens, streamed decoding, and a conversation in the terminal."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxglue.data.progress import DataProgress
 from jaxglue.generation.config import AssistantConfig, GenerateConfig, SamplingConfig
 from jaxglue.generation.engine import STEPS, Engine
+from jaxglue.generation.grammar import Grammars
 from jaxglue.generation.pages import free_bytes
 from jaxglue.generation.prompts import encode_messages, encode_rows, prompt_of, read_prompts, system_message
 from jaxglue.generation.scheduler import Request
@@ -56,6 +58,11 @@ class Assistant:
         ahead = stays and jax.default_backend() != "cpu"
         self.engine = Engine(self.graphdefs, self.config, dtype=self.dtype, kv_cache=config.kv_cache, ahead=ahead)
         self.memory = None if config.memory_limit is None else free_bytes(config.memory_limit * 2**30)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Return what makes grammars of the model's tokens; raise ValueError where llguidance is not installed."""
+        return Grammars(self.tokenizer, self.config.vocab_size, self.stops)
 
     def answer(self, tokens: list[int], sampling: SamplingConfig, index: int = 0) -> Iterator[str]:
         """Yield the answer to an encoded prompt in pieces; `index` and errors as of `Engine.stream`."""
@@ -257,7 +264,7 @@ class TextStream:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Sequence[str]):
         self._decoder, self._ends, self._held = _Decoder(tokenizer), ends, ""
         self.text = ""
-        """What is certain to be shown."""
+        """Text certain to be shown."""
         self.stopped = False
         """One of the texts came."""
 
@@ -267,7 +274,7 @@ class TextStream:
             self._take(self._decoder.add(token))
 
     def end(self) -> None:
-        """Add what waited for further tokens."""
+        """Add the text that waited for further tokens."""
         if not self.stopped:
             self._take(self._decoder.rest())
         if not self.stopped:

@@ -84,7 +84,7 @@ def _fill(room: np.ndarray, devices: np.ndarray, tokens: int) -> np.ndarray:
 
 
 def bounds(segments: PackedSegments, window: int | None) -> PackedSegments:
-    """Return what this device's queries see of whole rows, and which of them see each of a row's keys. Per device."""
+    """Return the keys of whole rows that this device's queries see, and the queries that see each key. Per device."""
     split = segments.split
     assert split is not None
     starts, stops, before = segments.starts, split.stops, split.before[:, 0]

@@ -44,7 +44,7 @@ class Explanation:
 
     @property
     def limit(self) -> str:
-        """Return what binds the choice: `gpu`, `host`, or `time` where more memory would not help."""
+        """Return the binding constraint: `gpu`, `host`, or `time` where more memory would not help."""
         if self.barred is None:
             return "time"
         return "gpu" if self.missing.device_bytes >= self.missing.host_bytes else "host"
@@ -90,7 +90,7 @@ def explain(planner: Planner, chosen: Plan, *, host_memory: float, weights: str 
 def plan_reasons(
     planner: Planner, chosen: Plan, *, host_memory: float, remat: str, weights: str, embeddings: str
 ) -> dict[str, Reason]:
-    """Explain what was chosen with a plan, by the name of the setting; settings that were given are left out.
+    """Explain a plan's choices by the name of the setting; settings that were given are left out.
 
     Args:
         planner: that chose, with the embeddings where they are.

@@ -73,7 +73,7 @@ class Restoration(NamedTuple):
 
 
 def restorations(policies: Sequence[RematPolicy], depth: int) -> list[Restoration]:
-    """Return what runs again to restore dropped inputs, in the order of the backward pass.
+    """Return the runs that restore dropped inputs, in the order of the backward pass.
 
     Args:
         policies: of all layers.

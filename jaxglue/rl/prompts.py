@@ -40,6 +40,8 @@ class Prompt(NamedTuple):
     """Tokens of the row's own answer, where it has one."""
     teacher: list[int] | None = None
     """Tokens of the teacher's prompt, where it is another."""
+    tools: list[Any] | None = None
+    """Of the row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +132,7 @@ class _Encoder:
             content, chat, columns = self._read(row.value)
             tokens = self._tokens(content, chat)
             given, teacher = self._given(row.value, chat, tokens), self._teacher(chat, columns)
-            return Prompt(row.origin, content, tokens, columns, given, teacher)
+            return Prompt(row.origin, content, tokens, columns, given, teacher, chat and chat.tools)
         except ValueError as error:
             raise ValueError(f"{row.origin}: {error}") from error
 

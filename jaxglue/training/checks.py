@@ -78,7 +78,7 @@ def check_mesh(config: TrainConfig, model: DecoderConfig, mesh: MeshShape, *, de
 
 
 def refuse_split_rows(config: TrainConfig, model: DecoderConfig) -> str:
-    """Return which rows of a run cannot be split over GPUs; empty where they can."""
+    """Return words for the rows of a run, where these cannot be split over GPUs; empty where they can."""
     kind, name = config.objective.kind, config.objective.objective
     if kind.needs_rollouts:
         return f"of --objective {name}, which the model writes"

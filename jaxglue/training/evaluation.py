@@ -39,7 +39,7 @@ from jaxglue.training.progress import SHOWN
 from jaxglue.training.setup import Run
 
 _LARGEST_EXPONENT = 700.0
-"""Of a float64, whose exponential is finite."""
+"""A float64 whose exponential is finite."""
 _AT_ONCE = 8
 """Prompts answered together: training leaves little memory."""
 

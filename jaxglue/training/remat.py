@@ -74,7 +74,7 @@ class RematChoice:
     note: str = ""
     """Reason, and predicted time and memory."""
     reasons: Mapping[str, Reason] = field(default_factory=dict)
-    """Of what was chosen, by the name of the setting, where they are asked for."""
+    """Reasons for choices, by the name of the setting, where they are asked for."""
 
     @property
     def streams_weights(self) -> bool:
@@ -135,7 +135,7 @@ def choose_remat(
 
 
 def explain_plan(settings: ModelConfig, planner: Planner, plan: Plan, host_memory: float) -> dict[str, Reason]:
-    """Explain what was chosen with a plan, by the name of the setting; those that the settings name are left out."""
+    """Explain a plan's choices by the name of the setting, without those that the settings name."""
     asked = {"remat": settings.remat, "weights": settings.weights, "embeddings": settings.embeddings}
     return plan_reasons(planner, plan, host_memory=host_memory, **asked)
 

@@ -58,7 +58,7 @@ class RunSummary:
     peak_memory_gb: float
     seconds: float
     startup_seconds: dict[str, float]
-    """By stage, up to the end of the first step."""
+    """Seconds by stage, up to the end of the first step."""
     adapter: Path | None
     """Folder of the trained adapter, or of the model after full fine-tuning."""
     checkpoints: Path | None

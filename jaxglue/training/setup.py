@@ -17,7 +17,7 @@ from jaxglue.engine.residency import format_weights
 from jaxglue.hf.adapter import Adapter, warn_of_adapter_inside
 from jaxglue.hf.loading import check_weights
 from jaxglue.models.config import DecoderConfig
-from jaxglue.objectives.policy import RolloutObjective
+from jaxglue.objectives.policy_gradient import RolloutObjective
 from jaxglue.planner.explain import Reason
 from jaxglue.planner.flops import mean_visible_keys, training_flops_per_token
 from jaxglue.planner.plan import DoesNotFit

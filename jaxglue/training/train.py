@@ -33,7 +33,6 @@ from jaxglue.training.evaluation import BestState, Evaluation, ExpertLoadProbe, 
 from jaxglue.training.explain import run_reasons
 from jaxglue.training.fingerprint import fingerprint
 from jaxglue.training.interrupt import Interrupt, Output
-from jaxglue.training.policy import TrainedPolicy
 from jaxglue.training.progress import Compiling, StartupTimer, TrainingProgress
 from jaxglue.training.record import (
     Diverged,
@@ -65,6 +64,7 @@ from jaxglue.training.remat import open_buffers, restore_pool, size_pool
 from jaxglue.training.report import RunSummary, plan_rows, print_panel, summary_json, summary_rows
 from jaxglue.training.result import Result, ResultWriter, abstract_state
 from jaxglue.training.resuming import check_resumable, finished_run, resume_notes
+from jaxglue.training.rollout_policy import TrainedPolicy
 from jaxglue.training.run_folder import RunFolder, check_inputs, check_output, shared_output_folder
 from jaxglue.training.secrets import masked
 from jaxglue.training.setup import Run, resolve
@@ -231,7 +231,7 @@ def pinned_model(config: TrainConfig) -> ModelConfig:
 
 
 class RunState(BestState, StepState):
-    """What a checkpoint holds of a run beside its arrays, as JSON."""
+    """State of a run in a checkpoint, beside its arrays, as JSON."""
 
     batches: Any
     """State of the run's iterator, `BatchState` or another's."""

@@ -22,7 +22,7 @@ from jaxglue.hf.loading import load_model
 from jaxglue.models import config_from_hf
 from jaxglue.models.parameters import Params, split_model
 from jaxglue.models.vocabulary import extended_matrix
-from jaxglue.objectives.policy import RolloutObjective
+from jaxglue.objectives.policy_gradient import RolloutObjective
 from jaxglue.rl.loop import RolloutSteps
 from jaxglue.rl.sampler import Sample, Sampler
 from jaxglue.sharding.mesh import place_batch
