@@ -137,9 +137,11 @@ CASES = [
     ("lora", "fsdp=2,expert=4", "dots", DEEPSEEK),
     ("full", "fsdp=4,expert=2", "full", GPT_OSS | WINDOWS),
     ("lora", "fsdp=4,expert=2", "dots", GPT_OSS | WIDE | FULL | {"quantize": "mxfp4"}),
-    ("lora", "data=2,fsdp=4", "dots", WIDE | {"quantize": "nf4"}),
+    repeat("lora", "data=2,fsdp=4", "dots", WIDE | {"quantize": "nf4"}),
     repeat("lora", "fsdp=8", "full", WIDE | {"quantize": "int8"}),
+    ("lora", "fsdp=4,expert=2", "dots", MOE | WIDE | {"moe_intermediate_size": 64, "quantize": "nf4"}),
     repeat("lora", "data=2,fsdp=4", "dots", MOE | WIDE | {"moe_intermediate_size": 64, "quantize": "nf4"}),
+    repeat("lora", "data=2,expert=4", "full", MOE | WIDE | {"moe_intermediate_size": 64, "quantize": "int8"}),
     ("lora", "fsdp=8", "offload", LINEAR),
     repeat("full", "data=2,fsdp=4", "full", LINEAR),
     *(repeat("lora", "fsdp=2,expert=4", "dots", fields | {"model_type": name}) for name, fields in ROUTERS.items()),
@@ -299,8 +301,12 @@ def test_a_step_compiles_no_program_again_that_was_lowered(mesh_of, batches, mes
     assert len(foreseen) == lowered and not set(foreseen) & set(compiled[lowered:])
 
 
-def test_fp8_weights_agree_with_one_device_and_are_gathered_as_stored(mesh_of, batches, expected):
-    mesh, changes = mesh_of("data=2,fsdp=4"), WIDE | {"quantize": "fp8"}
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [("data=2,fsdp=4", WIDE), repeat("fsdp=2,expert=4", MOE | WIDE | {"moe_intermediate_size": 64})],
+)
+def test_fp8_weights_agree_with_one_device_and_are_gathered_as_stored(mesh_of, batches, expected, mesh, changes):
+    mesh, changes = mesh_of(mesh), changes | {"quantize": "fp8"}
     got = on_mesh(mesh, "lora", "dots", batches, **changes)
     assert error(got, expected("lora", **changes)) < 0.02  # a last bit may round to another e4m3 value
     _, _, _, frozen = parts("lora", jnp.float32, **changes)
