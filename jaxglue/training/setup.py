@@ -93,6 +93,11 @@ class Run(Setup):
     eval_batches: EvalBatches | None
 
     @property
+    def rollouts(self) -> RolloutSteps | None:
+        """Return the steps on answers that the model writes in training; None for other data."""
+        return self.batches if isinstance(self.batches, RolloutSteps) else None
+
+    @property
     def flops_per_token(self) -> float:
         """Return a token's FLOPs of forward and backward over the training documents."""
         full = self.config.model.method == "full"
