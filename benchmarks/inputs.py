@@ -435,6 +435,8 @@ def make_model(folder: Path, config: dict) -> None:
         if len(spec.shape) == 1:
             return np.full(spec.shape, unit, spec.dtype)
         start = zlib.crc32(name.encode()) % 4096  # a different offset per matrix
+        if spec.dtype == np.float32:
+            return pool[start : start + math.prod(spec.shape)].astype(spec.dtype).reshape(spec.shape)
         values = pool[start:].view(spec.dtype)[: math.prod(spec.shape)].reshape(spec.shape)
         return values * embedding_scale(model) if name.endswith("embed_tokens.weight") else values
 

@@ -65,9 +65,9 @@ class Answer(NamedTuple):
 
     text: str
     tokens: Int[np.ndarray, " L"]
-    """With the token that ended it."""
+    """Tokens, with the one that ended it."""
     log_probs: Float[np.ndarray, " L"]
-    """Of the tokens, at the temperature."""
+    """Log-probabilities of the tokens, at the temperature."""
     ended: bool
     """False for an answer that reached its longest length."""
 

@@ -35,7 +35,7 @@ class MoeConfig:
     shared_size: int = field(default=0, repr=False)
     """F of the shared expert, which serves every token; 0 without one."""
     groups: Groups = field(default=ONE_GROUP, repr=False)
-    """Of experts, from some of which alone a token chooses."""
+    """Groups of experts, from some of which alone a token chooses."""
     routed_scale: float = field(default=1.0, repr=False)
     """Factor of the weights of routed experts."""
 
@@ -64,7 +64,7 @@ class DeltaConfig:
     """Shape of the layers with linear attention by the gated delta rule."""
 
     num_key_heads: int
-    """Of queries and keys."""
+    """Heads of queries and keys."""
     num_value_heads: int
     key_dim: int
     value_dim: int
@@ -101,9 +101,9 @@ class LatentConfig:
     """Shape of latent attention."""
 
     query_rank: int | None
-    """Of the queries' latent vector; None where they are projected at once."""
+    """Size of the queries' latent vector; None where they are projected at once."""
     rank: int
-    """Of the latent vector of keys and values."""
+    """Size of the latent vector of keys and values."""
     nope_dim: int
     """Dimensions of each query and key that do not turn."""
     rope_dim: int
@@ -202,9 +202,9 @@ class DecoderConfig:
     layer_unquantized: tuple[tuple[str, ...], ...] = field(default=(), repr=False)
     """Linear layers of each layer that are not in this format, such as mlp.up_proj; empty where all are."""
     activation: Activation = field(default="silu", repr=False)
-    """Of the gate of dense feed-forwards."""
+    """Activation of the gate of dense feed-forwards."""
     attention_output_bias: bool | None = field(default=None, repr=False)
-    """Of attention's output projection; None where `attention_bias` is of all four."""
+    """Whether attention's output projection has a bias; None where `attention_bias` says so of all four."""
     head_norms: bool = field(default=True, repr=False)
     """Queries and keys have the norms that the family has for them."""
     attention_scale: float | None = field(default=None, repr=False)
@@ -561,7 +561,7 @@ def ropes_by_type(
 
 
 def sparse_layers(raw: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Return which layers of the Qwens have experts, by `mlp_only_layers` and `decoder_sparse_step`."""
+    """Return for each layer of the Qwens whether it has experts, by `mlp_only_layers` and `decoder_sparse_step`."""
     dense, step = set(raw.get("mlp_only_layers") or ()), raw.get("decoder_sparse_step")
     step = 1 if step is None else step
     return tuple(i not in dense and (i + 1) % step == 0 for i in range(raw["num_hidden_layers"]))
@@ -587,7 +587,7 @@ def later_windows(raw: Mapping[str, Any], window: int | None = None) -> tuple[in
 
 
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-"""By transformers' names."""
+"""Activations by transformers' names."""
 
 
 def decoder_fields(

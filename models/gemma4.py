@@ -38,10 +38,10 @@ _POSITIONS = 131_072
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _THETAS = {_FULL: 1_000_000.0, _SLIDING: 10_000.0}
 _ROPES = {_FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25}, _SLIDING: {}}
-"""Where config.json has no `rope_parameters`."""
+"""Rotary embeddings where config.json has no `rope_parameters`."""
 _NORM = NormStyle(rounds_first=False)
 _EXPERT_NORMS = "post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"
-"""Of the dense feed-forward's output beside experts, of these experts' input, and of their output."""
+"""Norms of the dense feed-forward's output beside experts, of these experts' input, and of their output."""
 
 
 class Gemma4Layer(DecoderLayer):

@@ -46,7 +46,7 @@ class LayerFunctions:
         self._layer, self._layout = layer_function(layer), layout
         self.policy, self._replayed = policy, replayed
         self._forms: list[VjpForm] = []
-        """Of the residuals."""
+        """Forms of the residuals."""
         jit = jit_exchanging if layout.gathers else jit_step
         self.forward = jit(self._forward, static_argnames="constant")
         # dy is not donated: dx would take its place, and XLA copy dy for matmuls that it schedules after dx.

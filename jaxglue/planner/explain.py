@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from jaxglue.engine.layer_groups import why_not_grouped, why_untried
+from jaxglue.engine.layer_groups import why_not_grouped
 from jaxglue.engine.policy import AUTO, PRESETS
 from jaxglue.engine.residency import DEVICE, HOST, is_streamed
 from jaxglue.planner.candidates import tile_sizes
@@ -44,7 +44,7 @@ class Explanation:
 
     @property
     def limit(self) -> str:
-        """Return what binds the choice: `gpu`, `host`, or `time` where more memory would not help."""
+        """Return the binding constraint: `gpu`, `host`, or `time` where more memory would not help."""
         if self.barred is None:
             return "time"
         return "gpu" if self.missing.device_bytes >= self.missing.host_bytes else "host"
@@ -90,7 +90,7 @@ def explain(planner: Planner, chosen: Plan, *, host_memory: float, weights: str 
 def plan_reasons(
     planner: Planner, chosen: Plan, *, host_memory: float, remat: str, weights: str, embeddings: str
 ) -> dict[str, Reason]:
-    """Explain what was chosen with a plan, by the name of the setting; settings that were given are left out.
+    """Explain a plan's choices by the name of the setting; settings that were given are left out.
 
     Args:
         planner: that chose, with the embeddings where they are.
@@ -147,8 +147,6 @@ class _Comparison:
         chosen, layers = self._chosen, len(self._chosen.policies)
         size = chosen.layers_per_program
         obstacle = why_not_grouped(chosen.policies, stream_weights=is_streamed(chosen.weights))
-        if obstacle is None and size == 1:
-            obstacle = why_untried(self._planner.workload.mesh.devices)
         if obstacle:
             return Reason(choice="1", limit=f"an obstacle: {obstacle}")
         other = 1 if size > 1 else layers

@@ -162,7 +162,7 @@ class Postmortem:
         return f"{cause}. {resume}"
 
     def _replay(self, failed: int) -> str | None:
-        """Return what was first not finite in the step, and the remedy; None where it cannot be replayed."""
+        """Return the first value of the step that is not finite, and the remedy; None where it cannot be replayed."""
         try:
             if not self._return_to(failed - 1):
                 return None
@@ -370,7 +370,7 @@ def plan_again(run: Run, overrun: Overrun, pool: float) -> Run:
 
 
 def describe(run: Run, overrun: Overrun) -> str:
-    """Describe what a run took, beside its limit and its plan."""
+    """Describe the memory that a run took, beside its limit and its plan."""
     limit, planned = run.config.model.memory_limit, run.remat.device_bytes
     took, pool = "the run asked for" if overrun.exhausted else "the first step took", f"{overrun.pool / GIB:.1f}"
     pool = f"the {pool} that --memory-limit {limit:g} leaves" if limit else f"the {pool} of JAX's pool"

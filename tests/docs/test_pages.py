@@ -89,6 +89,18 @@ def test_files_that_pages_name_exist():
     assert not missing
 
 
+def test_design_names_folders_and_names_that_exist():
+    page = (DOCS / "design.md").read_text(encoding="utf-8")
+    paths = [path for folder in ("jaxglue", "models", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.py")]
+    known = {*re.findall(r"\w+", "\n".join(path.read_text(encoding="utf-8") for path in paths))}
+    folders = {part for path in paths for part in path.relative_to(ROOT).parts[:-1]} | {"scripts", "recipes", "results"}
+    named = [name for name in re.findall(r"`([^`\n]+)`", page) if not name.endswith((".py", ".json", ".toml"))]
+    code = re.sub("#.*", "", "".join(re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)))
+    assert len(named) > 100
+    assert {name for name in named if name.endswith("/") and not folders >= {*name.strip("/").split("/")}} == set()
+    assert {*re.findall(r"[A-Za-z_]\w+", " ".join(named) + code)} - known - folders == set()
+
+
 def test_promises_name_tests_that_exist():
     rows = re.findall(r"^\| .* \| .* \| (.*) \|$", (DOCS / "reliability.md").read_text(encoding="utf-8"), re.M)
     named = [spec for row in rows for spec in re.findall(r"`([^`]*test_\w+\.py[^`]*)`", row)]

@@ -112,7 +112,7 @@ class KernelSpec:
 
     @property
     def factor(self) -> float:
-        """Return what turns `capped` values into scores."""
+        """Return the factor from `capped` values to scores."""
         return self.scale if self.softcap is None else self.softcap
 
 

@@ -131,7 +131,7 @@ class TritonAttention(Launcher):
         return (first, keys, self._tiled(v, tiles.block_n, 1, spec.width), rest, keys_rest), by_descriptor
 
     def _parts(self, x, spec: KernelSpec, tokens: int, heads: int) -> tuple:
-        """Return what the first tiles of queries or keys are loaded from, and the rests, or None without such."""
+        """Return the sources of the first tiles of queries or keys, and of the rests, or None without such."""
         widths = (spec.width, spec.rest) if spec.rest else (spec.width,)
         parts = tuple(self._tiled(x, tokens, heads, width) for width in widths)
         return parts if spec.rest else (*parts, None)

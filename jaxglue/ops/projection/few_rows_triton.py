@@ -36,7 +36,7 @@ def _tiles(block_k: int, num_warps: int, num_stages: int) -> FewRowsTiles:
 
 
 _TILES = ((64, _tiles(128, 4, 4), _tiles(128, 4, 3)), (256, _tiles(64, 4, 5), _tiles(64, 8, 4)))
-"""By the most rows: of projections, and of gate and up together; measured on an H100."""
+"""Tiles by the most rows: of projections, and of gate and up together; measured on an H100."""
 
 
 @dataclass(frozen=True, kw_only=True)
