@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from jaxglue.engine.layer_groups import why_not_grouped, why_untried
+from jaxglue.engine.layer_groups import why_not_grouped
 from jaxglue.engine.policy import AUTO, PRESETS
 from jaxglue.engine.residency import DEVICE, HOST, is_streamed
 from jaxglue.planner.candidates import tile_sizes
@@ -147,8 +147,6 @@ class _Comparison:
         chosen, layers = self._chosen, len(self._chosen.policies)
         size = chosen.layers_per_program
         obstacle = why_not_grouped(chosen.policies, stream_weights=is_streamed(chosen.weights))
-        if obstacle is None and size == 1:
-            obstacle = why_untried(self._planner.workload.mesh.devices)
         if obstacle:
             return Reason(choice="1", limit=f"an obstacle: {obstacle}")
         other = 1 if size > 1 else layers
