@@ -316,7 +316,8 @@ def _leave(finished, READERS: tl.constexpr):
 @triton.jit
 def _finish(
     acc, WHICH: tl.constexpr, x_scales, scales, FACTOR: tl.constexpr, biases, low_ranks, ups, factors, n, rows,
-    dtype: tl.constexpr, ROUND: tl.constexpr, ROUND_ADAPTER: tl.constexpr, R: tl.constexpr, N: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+    dtype: tl.constexpr, ROUND: tl.constexpr, ROUND_ADAPTER: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
+    M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Apply scales, and add the adapter's product and the bias of one of the weights."""
     if ROUND and x_scales is not None:  # training's products of e4m3 values have no scales
