@@ -401,6 +401,7 @@ class Kind(NamedTuple):
             min_p=any(sampling.min_p for sampling in sampled),
             penalties=any(request.sampling.has_penalties for request in requests),
             biases=any(request.logit_bias for request in requests),
+            grammars=any(request.grammar for request in requests),
             top=max(request.top_log_probs for request in requests),
         )
         stops = max(len(set(stop).union(request.stop)) for request in requests)
@@ -427,7 +428,7 @@ class Batch:
         self._features, self._sizes, self._compiler, self._whole = kind.features, sizes, compiler, whole
         self._table = _SlotTable(plan, kind, vocabulary)
         self._slots = make_sequences(plan, vocabulary, kind.features, place_of(trees))
-        self._scheduler = Scheduler(plan, STEPS, remembers=programs.extends)
+        self._scheduler = Scheduler(plan, STEPS, remembers=programs.extends, rewinds=programs.rewinds)
         self._under_way = deque[tuple[Work, Any]]()
 
     @property
@@ -469,8 +470,8 @@ class Batch:
         for row in work.suffix_rows:
             self._extend(row)
         self._copy_pages(work)
-        if self._slots.counts is not None and work.fresh:
-            self._count(work.fresh)
+        if penalized := [answer for answer in work.fresh if answer.request.sampling.has_penalties]:
+            self._count(penalized)
         size, run = self._sizes.take(len(work.answers), self._whole)
         arguments = self._trees, self._slots, self._caches, self._table.window(work, size)
         options: dict[str, Any] = {"plan": self._plan, "steps": STEPS, "features": self._features}
@@ -575,14 +576,23 @@ class Batch:
             answer.windows -= 1
             if not count or answer.length >= answer.end:
                 continue  # it ended in the last window, or the caller ended it
+            if answer.matcher:
+                count = answer.matcher.take(steps.tokens[:count, column].tolist())
             parts = steps.log_probs, steps.model_log_probs, steps.top_tokens, steps.top_log_probs
             tokens = Tokens(*(part[:count, column] for part in (steps.tokens, *parts)))
-            stopped = int(tokens.ids[-1]) in self._table.stop_tokens(answer)
-            self._scheduler.receive(answer, tokens, stopped)
-            ended = "stop" if stopped else "length" if answer.length >= answer.end else None
+            ended = self._ended(answer, tokens)
+            self._scheduler.receive(answer, tokens, ended is not None)
             if ended:
                 self._table.remove(answer)
-            yield answer, tokens.ids, ended  # type: ignore[misc]
+            yield answer, tokens.ids, ended
+
+    def _ended(self, answer: Answer, new: Tokens) -> Finish | None:
+        """Return why an answer ends with its new tokens, if it does."""
+        if len(new.ids) and int(new.ids[-1]) in self._table.stop_tokens(answer):
+            return "stop"
+        if answer.matcher and (answer.matcher.is_over or not len(new.ids)):  # none: a grammar beyond its limits
+            return "stop" if answer.matcher.is_complete else "length"
+        return "length" if answer.length + len(new.ids) >= answer.end else None
 
 
 class _SlotTable:
@@ -596,6 +606,7 @@ class _SlotTable:
 
     def __init__(self, plan: CachePlan, kind: Kind, vocabulary: int):
         self._nobody, self._vocabulary, rows = plan.slots, vocabulary, plan.slots + 1
+        self._words = -(-vocabulary // 32) if kind.features.grammars else None
         self._answers = dict[int, tuple[Any, frozenset[int]]]()
         self._tables: Any = np.zeros((rows, plan.table), np.int32)
         self._filled = [0] * rows
@@ -634,7 +645,18 @@ class _SlotTable:
         fresh: Any = np.isin(slots, np.array([answer.slot for answer in work.fresh], np.int32))
         fields = {name: rows[slots] for name, rows in self._fields.items()}
         controls = Controls(**{name: rows[slots] for name, rows in self._controls.items()})
-        return Window(slots=slots, fresh=fresh, tables=self._tables[slots], controls=controls, **fields)
+        masks = self._masks(work.answers, size)
+        return Window(slots=slots, fresh=fresh, tables=self._tables[slots], controls=controls, masks=masks, **fields)
+
+    def _masks(self, answers: Sequence[Answer], size: int) -> Any:
+        """Return the tokens that may come next; all of them in answers without a grammar."""
+        if self._words is None:
+            return None
+        masks = np.full((size, self._words), 0xFFFFFFFF, np.uint32)
+        for row, answer in enumerate(answers):
+            if answer.matcher:
+                masks[row] = answer.matcher.mask()
+        return masks
 
     def _begin(self, answer: Answer) -> None:
         slot, request, (key, stop) = answer.slot or 0, answer.request, self._answers[id(answer)]

@@ -50,6 +50,8 @@ class Sample(NamedTuple):
     """False for tokens of an environment; None where the model wrote all."""
     reward: float = math.nan
     """Reward by an environment; NaN without one."""
+    messages: list[dict[str, Any]] | None = None
+    """Messages of a conversation with an environment, after those of the prompt."""
 
     @property
     def length(self) -> int:

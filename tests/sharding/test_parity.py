@@ -23,9 +23,10 @@ from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import split_model
 from jaxglue.objectives.config import ObjectiveConfig
-from jaxglue.ops import backend, row_split
+from jaxglue.ops import row_split
 from jaxglue.ops.segments import pack_forks
 from jaxglue.ops.small_layer import SMALL_LAYER
+from jaxglue.rl.packing import Group, TrainedAnswer, pack_groups
 from jaxglue.sharding.mesh import MeshShape, make_mesh, place_batch
 from jaxglue.sharding.rules import Layout
 
@@ -235,6 +236,47 @@ def test_pairs_in_split_rows_equal_those_in_whole_rows(mesh_of, monkeypatch, obj
     chex.assert_trees_all_close(jax.device_get(got), jax.device_get(expected), rtol=1e-5, atol=1e-6)
 
 
+def random_rollouts(shape, seq_len: int, seed: int) -> Batch:
+    """Return a packed batch of random answers: groups of (tokens of a prompt, of each answer)."""
+    rng = np.random.default_rng(seed)
+
+    def answer(length):
+        known = {name: -rng.random(length, np.float32) * 4 for name in ("log_probs", "old", "reference")}
+        fields = {"tokens": rng.integers(0, 104, length, np.int32), "counted": rng.random(length) < 0.9}
+        return TrainedAnswer(**fields, **known, advantage=rng.normal())
+
+    groups = [Group(rng.integers(0, 104, prompt), [answer(n) for n in answers]) for prompt, *answers in shape]
+    (packed,) = pack_groups(groups, seq_len=seq_len, batch_size=2, slots=8)
+    return packed.batch
+
+
+@pytest.mark.parametrize(
+    ("objective", "settings"),
+    [
+        ("gspo", {"top_entropy_quantile": 0.5, "off_policy_mask_threshold": 0.1}),
+        repeat("bnpo", {"beta": 0.1}),
+        repeat("vespo", {}),
+        repeat("rloo", {"importance_sampling_mode": "sequence_truncate"}),
+    ],
+)
+def test_answers_in_split_rows_equal_those_in_whole_rows(mesh_of, monkeypatch, objective, settings):
+    monkeypatch.setattr(row_split, "_LEAST_CHUNK", 2)
+    shape = [(9, 11, 6, 5), (4, 3, 20)]
+    batches = [random_rollouts(order, 40, seed) for seed, order in enumerate((shape, shape[::-1]))]
+    mesh = mesh_of("data=2,context=4")
+    config, graphdefs, *trees = parts("lora", jnp.float32)
+    given = {"policy": parse_policy("dots"), "dtype": jnp.float32}
+    given["objective"] = ObjectiveConfig(objective=objective, **settings).make()
+    alone, together = Executor(graphdefs, config, **given), Executor(graphdefs, config, mesh=mesh, **given)
+    layout = Layout(mesh, jnp.float32)
+    placed = [jax.device_put(tree, layout.shardings(layout.param_specs(tree))) for tree in trees]
+    split = place_batch(batches, mesh)
+    got, expected = together.loss_and_gradients(*placed, split, 3.0), alone.loss_and_gradients(*trees, batches, 3.0)
+    chex.assert_trees_all_close(jax.device_get(got), jax.device_get(expected), rtol=2e-5, atol=1e-6)
+    found = together.log_probs(*placed, split[0]), alone.log_probs(*trees, batches[0])
+    chex.assert_trees_all_close(*map(jax.device_get, found), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("mesh", "changes", "policy"),
     [
@@ -250,8 +292,7 @@ def test_dropped_inputs_are_computed_again_on_a_mesh(mesh_of, batches, expected,
 
 
 @repeats_parts_of("test_outputs_and_gradients_match_separate_operations")
-def test_small_layers_on_a_mesh_equal_separate_operations(mesh_of, batches, expected, interpreted, monkeypatch):
-    monkeypatch.setattr(backend, "UNTRIED", set())
+def test_small_layers_on_a_mesh_equal_separate_operations(mesh_of, batches, expected, interpreted):
     from jaxglue.ops.small_layer.triton import LayerTiles, TritonSmallLayer
 
     tiles = LayerTiles(block_m=16, block_n=32, length=32, num_warps=1, num_stages=1)
@@ -371,8 +412,7 @@ def test_gpus_equal_one_gpu(random_batch, kind, mesh, changes, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("mesh", "policy", "size"), [("data=2", "none", 2), ("fsdp=2", "dots", 2)])
-def test_gpus_share_programs_as_one_gpu(random_batch, monkeypatch, mesh, policy, size):
-    monkeypatch.setattr(backend, "UNTRIED", set())
+def test_gpus_share_programs_as_one_gpu(random_batch, mesh, policy, size):
     shape = MeshShape.parse(mesh)
     if jax.local_device_count() < shape.devices:
         pytest.skip(f"needs {shape.devices} GPUs")
