@@ -337,7 +337,7 @@ def choose_mesh(
             continue
         if explain and config.run.mesh == AUTO:
             others = shapes[shapes.index(shape) + 1 :]
-            reason = _of_mesh(
+            reason = _mesh_reason(
                 config, shape, refused, [make_workload(config, model, document_lengths, s) for s in others]
             )
             remat = replace(remat, reasons={"mesh": reason, **remat.reasons})
@@ -345,7 +345,7 @@ def choose_mesh(
     raise AssertionError("no candidate")
 
 
-def _of_mesh(config: TrainConfig, chosen: MeshShape, refused: list[str], others: list[Workload]) -> Reason:
+def _mesh_reason(config: TrainConfig, chosen: MeshShape, refused: list[str], others: list[Workload]) -> Reason:
     """Explain a mesh by those before it, which do not fit, and by the next, as its plan predicts it."""
     if chosen.devices == 1:
         return Reason(choice="one GPU", limit="the machine: it has no other", change="more GPUs")
