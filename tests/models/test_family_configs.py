@@ -231,7 +231,11 @@ def test_rotary_embeddings_are_read(model_type, fields, expected):
         ("granite", {"attention_multiplier": 0}, "attention_multiplier in config.json: expected"),
         ("olmo3", {"layer_types": ["linear_attention"] * 6}, "layer_types linear_attention are not supported"),
         ("gemma3_text", {"rope_parameters": {"full_attention": 3}}, "rope_parameters in config.json: expected an obj"),
-        ("olmo3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "names its type 'linear' as type, which transfo"),
+        (
+            "olmo3",
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "names its type 'linear' as type, which transfo",
+        ),
         ("phi3", {"rope_scaling": {"type": "llama3", "factor": 2.0}}, "rope type 'llama3' is not supported for phi3"),
         ("phi3", {"rope_scaling": {"type": "su", "long_factor": [1.0]}}, "rope type 'longrope' needs short_factor"),
         (
