@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 
@@ -58,7 +57,7 @@ class Ours:
         make_batches(args.batches, Row(shape=self.shape, tokens=args.tokens), 3)
         self._batches = read_batches(args.batches)
         storage, fp8_head = FORMATS[label]
-        config = replace(config_from_hf(SHAPES[self.shape]), quantize=storage, fp8_head=fp8_head)
+        config = config_from_hf(SHAPES[self.shape]).quantized(storage, fp8_head=fp8_head)
         host_embeddings = bool(limit) and not config.tie_word_embeddings
         work = Workload(
             config=config,

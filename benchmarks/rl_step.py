@@ -1,6 +1,7 @@
 """Time a whole step of reinforcement learning on random weights of a published shape, and compare log-probabilities.
 
     python benchmarks/rl_step.py --shape qwen3-8b --prompts 64 --answers 8 --json benchmarks/results/x.json
+    python benchmarks/rl_step.py --inputs-only FILE.npz    # prompts and lengths, for benchmarks/peers/grpo.py
 
 Prompts have 200 tokens, answers forced, log-normal lengths (mean 512, σ 0.7, at most 1,024). The step has the phases of
 `jaxglue train --objective grpo` with adapters: sampling by the live weights, packing, and forward, backward and update.
@@ -35,7 +36,7 @@ from jaxglue.generation.engine import Engine
 from jaxglue.generation.scheduler import Request
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.objectives.config import ObjectiveConfig
-from jaxglue.objectives.policy import StepCounts
+from jaxglue.objectives.policy_gradient import StepCounts
 from jaxglue.ops.backend import one_device_each
 from jaxglue.planner.device_memory import bounded_pool, take_fitting_blocks
 from jaxglue.rl.config import RolloutConfig
@@ -43,7 +44,7 @@ from jaxglue.rl.packing import Group, Packed, TrainedAnswer, pack_groups
 from jaxglue.rl.sampler import copies_of
 from jaxglue.sharding.mesh import make_mesh
 from jaxglue.training.config import ModelConfig, RunConfig, TrainConfig
-from jaxglue.training.policy import TrainedPolicy
+from jaxglue.training.rollout_policy import TrainedPolicy
 from jaxglue.training.setup import Run, resolve
 from jaxglue.training.step import TrainStep
 
@@ -55,6 +56,19 @@ def forced_lengths(count: int, longest: int) -> np.ndarray:
     mu = np.log(MEAN) - SIGMA**2 / 2
     drawn = np.random.default_rng(0).lognormal(mu, SIGMA, count) * longest / LONGEST
     return np.clip(drawn.round().astype(int), 1, longest)
+
+
+def forced_prompts(count: int, vocabulary: int) -> np.ndarray:
+    """Return prompts of random tokens."""
+    return np.random.default_rng(1).integers(0, vocabulary, (count, PROMPT))
+
+
+def save_inputs(args: argparse.Namespace) -> None:
+    """Write prompts, lengths of answers [prompts, answers] and the architecture."""
+    config, shape = SHAPES[args.shape], (args.prompts, args.answers)
+    lengths = forced_lengths(args.prompts * args.answers, args.longest).reshape(shape)
+    prompts = forced_prompts(args.prompts, config["vocab_size"])
+    np.savez(args.inputs_only, prompts=prompts, lengths=lengths, config=json.dumps(config))
 
 
 def make_run(args: argparse.Namespace, folder: Path) -> Run:
@@ -100,8 +114,7 @@ class Benchmark:
         options: dict[str, Any] = {"dtype": settings.compute_dtype, "as_written": True}
         self._engine = Engine(self.model.graphdefs, self._run.model, **options)
         self._policy = TrainedPolicy(self._run, self.model, self._mesh)
-        rng = np.random.default_rng(1)
-        self._prompts = rng.integers(0, self._run.model.vocab_size, (args.prompts, PROMPT)).tolist()
+        self._prompts = forced_prompts(args.prompts, self._run.model.vocab_size).tolist()
         if args.texts is not None:
             texts = [json.loads(line)["text"] for line in args.texts.read_text().splitlines()[: args.prompts]]
             self._prompts = [self._run.tokenizer.encode(text)[:PROMPT] for text in texts]
@@ -295,8 +308,12 @@ def main() -> None:
     parser.add_argument("--halves", type=int, default=3, help="halves of the slots for which windows are compiled")
     parser.add_argument("--train-rows", type=int, help="rows to train on, from which the time of all follows")
     parser.add_argument("--compared", type=int, default=10**5, help="tokens of rows whose log-probabilities to compare")
+    parser.add_argument("--inputs-only", type=Path, help="write prompts and lengths for a peer, and end")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.inputs_only:
+        save_inputs(args)
+        return
     results: dict[str, Any] = {"settings": {name: str(value) for name, value in vars(args).items()}}
     take_fitting_blocks(os.environ)
     with tempfile.TemporaryDirectory() as folder, bounded_pool(args.memory, os.environ):
@@ -339,7 +356,10 @@ def long_answers(args: argparse.Namespace, bench: Benchmark, results: dict[str, 
     results["rows"] = len(step.micro_batches)
     few = replace(step, micro_batches=step.micro_batches[:1])
     timed(results, "compile training", partial(bench.train, few))
-    timed(results, "training", partial(bench.train, step))
+    some = replace(step, micro_batches=step.micro_batches[: args.train_rows])
+    timed(results, "training", partial(bench.train, some))
+    if args.train_rows and "training" in results:  # all rows take as long
+        results["training"] = round(results["training"] * results["rows"] / len(some.micro_batches), 2)
     results["memory_gb"] = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9
     save(args, results)
     timed(results, "compile decoding", partial(bench.decode, args.longest))

@@ -13,7 +13,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +20,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from flax import nnx
+from inputs import embedding_scale
 from kernel_profile import is_copy, kernel_times, profile_rows
 from measure import milliseconds
 
@@ -31,7 +31,7 @@ from jaxglue.engine.policy import AUTO, parse_policies
 from jaxglue.engine.residency import is_streamed
 from jaxglue.engine.transfer import commit
 from jaxglue.hf.checkpoint import read_config
-from jaxglue.hf.loading import add_adapter, load_model
+from jaxglue.hf.loading import add_adapter, load_model, random_model
 from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora_config import LoraConfig
@@ -75,6 +75,11 @@ def storage(args: argparse.Namespace) -> str:
     return "fp8" if args.matmul == "fp8" else args.quantize
 
 
+def settle_config(args: argparse.Namespace) -> DecoderConfig:
+    """Return the folder's architecture in the formats of the flags, experts among them."""
+    return config_from_hf(read_config(args.model)).quantized(storage(args), fp8_head=args.fp8_head)
+
+
 def choose(args: argparse.Namespace, config: DecoderConfig, batches: list[Batch]) -> Plan | None:
     """Return the plan for the flags, including the weights' location; None without a GPU."""
     if jax.default_backend() == "cpu":
@@ -94,11 +99,16 @@ def choose(args: argparse.Namespace, config: DecoderConfig, batches: list[Batch]
     return planner.plan(parse_policies(args.remat, config.num_hidden_layers), weights=args.weights)
 
 
-def load(args: argparse.Namespace, plan: Plan | None) -> tuple:
-    """Return (graphdefs, trainable, frozen) of the folders, where the plan places them."""
+def load(args: argparse.Namespace, config: DecoderConfig, plan: Plan | None) -> tuple:
+    """Return (graphdefs, trainable, frozen), of random weights if the folder has none, where the plan places them."""
     dtype = np.dtype("float32") if plan is None else jax.numpy.bfloat16
     place = partial(place_layers, plan.weights) if plan is not None and is_streamed(plan.weights) else None
-    model = load_model(args.model, dtype=dtype, quantize=storage(args), place=place)
+    if any(Path(args.model).glob("*.safetensors")):
+        model = load_model(args.model, dtype=dtype, quantize=storage(args), place=place)
+    else:
+        model = random_model(config, dtype=dtype, place=place)
+        embedding = model.embed_tokens.weight
+        embedding.set_value(embedding.get_value() * embedding_scale(config))
     add_adapter(model, args.adapter)
     graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)
     if args.embeddings == "host":
@@ -212,11 +222,13 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
     Each stands whatever becomes of the rest; the first thing known is how long loading took.
     """
     timer = StartupTimer.since_process_start()
-    config = replace(config_from_hf(read_config(args.model)), quantize=storage(args), fp8_head=args.fp8_head)
+    config = settle_config(args)
     batches = read_batches(args.batches)
     plan = choose(args, config, batches)
     timer.stage("plan")
-    run = Run(load(args, plan), config, plan, steps=len(batches), learning_rate=args.learning_rate, depth=args.depth)
+    run = Run(
+        load(args, config, plan), config, plan, steps=len(batches), learning_rate=args.learning_rate, depth=args.depth
+    )
     jax.block_until_ready((run.trainable, run.frozen))
     timer.stage("load")
     yield {"seconds": timer.stages}

@@ -3,8 +3,9 @@
     python benchmarks/sft_step.py --scratch /dev/shm/sft --json benchmarks/results/sft_step.json
 
 Engines are ours, unsloth and peft (transformers + PEFT), each in its own process, one after the other. A batch is one
-row of documents of 64–1,024 tokens; LoRA has rank 16 on all linear layers, with AdamW. Results are written as they
-arrive; `--merge` combines files. `--gpus` measures several rows side by side, all engines of a row on the same GPU.
+row of documents of 64–1,024 tokens; LoRA has rank 16 on all linear layers, with AdamW. Where ours alone is measured,
+it draws its weights itself, and no files hold them. Results are written as they arrive; `--merge` combines files.
+`--gpus` measures several rows side by side, all engines of a row on the same GPU.
 """
 
 import argparse
@@ -12,21 +13,24 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryFile
-from threading import Lock
+from threading import Lock, Thread
 
 import jax
 import numpy as np
 from gpus import FreeGpus
-from inputs import SHAPES, make_adapter, make_model
+from inputs import SHAPES, make_adapter, make_description, make_model
 from kernel_profile import MATMUL
 from measure import table, uniform_lengths, write_json
 
@@ -108,6 +112,7 @@ ROWS = {
     "tiny DeepSeek": Row(shape="tiny-deepseek", tokens=1024, checkpointing="none", engines=("ours", "peft")),
     "tiny Gemma 3": Row(shape="tiny-gemma-3", tokens=1024, checkpointing="none", engines=("ours", "peft")),
     "tiny Gemma 4 with experts": Row(shape="tiny-gemma-4-moe", tokens=1024, checkpointing="none", engines=("ours",)),
+    "tiny experts NF4": Row(shape="tiny-qwen3-moe", tokens=1024, quantize="nf4", engines=("ours",)),
     "tiny NF4": Row(shape="tiny", tokens=1024, quantize="nf4", checkpointing="none", engines=("ours", "peft")),
     "tiny FP8": Row(shape="tiny", tokens=1024, matmul="fp8", checkpointing="none", engines=("ours",)),
     "tiny": Row(shape="tiny", tokens=1024, checkpointing="none", engines=ENGINES),
@@ -134,10 +139,22 @@ def make_batches(path: Path, row: Row, steps: int) -> list[int]:
 
 
 class Inputs:
-    """Models and batches on disk, made on demand; models made here are deleted after their last row."""
+    """Models and batches on disk, made on demand; models made here are deleted after their last row.
 
-    def __init__(self, scratch: Path, names: list[str], *, warm_up: int, steps: int | None = None):
+    Weights are made only for models that another engine than ours reads.
+    """
+
+    def __init__(
+        self,
+        scratch: Path,
+        names: list[str],
+        *,
+        warm_up: int,
+        steps: int | None = None,
+        engines: Sequence[str] = ENGINES,
+    ):
         self._scratch, self._warm_up, self._steps = scratch, warm_up, steps
+        self._shared = {ROWS[name].folder for name in names if {*ROWS[name].engines} & {*engines} - {"ours"}}
         self._rows = Counter(ROWS[name].folder for name in names)
         self._locks: dict[str, Lock] = {folder: Lock() for folder in self._rows}
         self._made: set[str] = set()
@@ -149,7 +166,7 @@ class Inputs:
         with self._locks[row.folder]:
             if not folder.exists():
                 self._made.add(row.folder)
-                make_model(folder, config)
+                (make_model if row.folder in self._shared else make_description)(folder, config)
             if not (folder / "adapter").exists():
                 make_adapter(folder / "adapter", config, LoraConfig())
         batches = self._scratch / f"{name}.npz"
@@ -187,29 +204,55 @@ def run(
         } | environment
     else:
         command = [args.peers_python, str(HERE / "peers" / "train.py"), "--engine", engine]
-        flags["checkpointing"] = row.checkpointing
+        flags |= {"checkpointing": row.checkpointing, "stacks-every": max(args.limit / 8, 1)}
         environment.pop("PYTHONPATH", None)
         environment |= {"PYTHONPATH": str(args.peers_path)} if args.peers_path else {}
     command += [str(part) for flag, value in flags.items() for part in (f"--{flag}", value)] + further
-    return execute(command, environment, args.limit)
+    log = args.logs and args.logs / f"{name.replace(' ', '-').replace(',', '')}-{engine}.txt"
+    return execute(command, environment, args.limit, log)
 
 
-def execute(command: list[str], environment: dict[str, str], limit: float) -> dict:
-    """Return the last JSON line printed by a process, with `error` if it failed afterwards."""
-    begun, error = time.perf_counter(), {}
-    with TemporaryFile("w+") as out, TemporaryFile("w+") as log:
+def execute(command: list[str], environment: dict[str, str], limit: float, log_file: Path | None = None) -> dict:
+    """Return what a process printed as JSON lines, with `error` if it failed afterwards; show lines as they come.
+
+    It ends after `limit` seconds, and the processes that it started end with it. A log file gets all else it prints.
+    """
+    begun, printed, other, error = time.perf_counter(), {}, [], {}
+
+    def read(lines) -> None:
+        for line in lines:
+            if line.startswith("{"):
+                printed.update(json.loads(line))
+                print(f"{time.perf_counter() - begun:.0f} s: {line[:200].rstrip()}", flush=True)
+            else:
+                other.append(line)
+
+    with (
+        open(log_file, "w+", encoding="utf-8") if log_file else TemporaryFile("w+") as log,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, start_new_session=True
+        ) as process,
+    ):
+        reader = Thread(target=read, args=(process.stdout,))
+        reader.start()
         try:
-            subprocess.run(command, stdout=out, stderr=log, check=True, env=environment, timeout=limit)
-        except subprocess.SubprocessError as failure:
+            status = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            with suppress(ProcessLookupError):  # compile workers hold its output open
+                os.killpg(process.pid, signal.SIGKILL)
+            reader.join()
+        if status != 0:
             log.seek(0)
             text = log.read().strip()
             print(text[-3000:], file=sys.stderr)
-            timeout = isinstance(failure, subprocess.TimeoutExpired)
-            error = {"error": f"timed out after {limit:.0f} s" if timeout else (text or str(failure)).splitlines()[-1]}
-        out.seek(0)
-        printed = [line for line in out.read().splitlines() if line.startswith("{")]
-    seconds = {"process_s": round(time.perf_counter() - begun, 1)}
-    return (json.loads(printed[-1]) if printed else {}) | error | seconds
+            last = text.splitlines()[-1] if text else f"status {status}"
+            error = {"error": f"timed out after {limit:.0f} s" if status is None else last}
+        if log_file:
+            log.seek(0, os.SEEK_END)
+            log.writelines(other)
+    return printed | error | {"process_s": round(time.perf_counter() - begun, 1)}
 
 
 class Measurements:
@@ -217,7 +260,7 @@ class Measurements:
 
     def __init__(self, args: argparse.Namespace):
         self._args, self._lock = args, Lock()
-        self._inputs = Inputs(args.scratch, args.rows, warm_up=args.warm_up, steps=args.steps)
+        self._inputs = Inputs(args.scratch, args.rows, warm_up=args.warm_up, steps=args.steps, engines=args.engines)
         self._gpus = FreeGpus(args.gpus)
         self._results: dict[str, list[dict]] = {name: [] for name in args.rows}
 
@@ -250,9 +293,18 @@ class Measurements:
                 write(self._args.json, self.results)
 
 
+YARDSTICK = "qwen3-30b-a3b"
+"""Row whose FLOPs per second those of other mixtures are compared with."""
+
+
 def summary(results: list[dict]) -> list[dict]:
-    """Return the table's rows; shares of the limit exclude recomputation."""
+    """Return the table's rows; shares of the limit exclude recomputation.
+
+    Of mixtures measured by ours beside `YARDSTICK`, the FLOPs per second are compared with its: their speed at equal
+    active FLOPs.
+    """
     rows = []
+    rates = {r["row"]: r["flops"] / r["ms"] for r in results if r["engine"] == "ours" and "ms" in r}
     for result in results:
         row = {"row": result["row"], "engine": result["engine"]}
         if "ms" not in result:
@@ -269,6 +321,9 @@ def summary(results: list[dict]) -> list[dict]:
                 "of the limit": f"{share:.0%}" if "kernels" in result else "-",
             }
         )
+    for row in rows if YARDSTICK in rates else ():
+        rate = rates.get(row["row"]) if row["engine"] == "ours" else None
+        row[f"FLOP/s beside {YARDSTICK}"] = f"{rate / rates[YARDSTICK]:.2f}" if rate else "-"
     return rows
 
 
@@ -320,6 +375,7 @@ def main() -> None:
     parser.add_argument("--peers-python", default=sys.executable)
     parser.add_argument("--peers-path", type=Path)
     parser.add_argument("--traces", type=Path, help="where to keep a profile of a step of ours, a folder per row")
+    parser.add_argument("--logs", type=Path, help="folder for what engines print beside results")
     parser.add_argument("--limit", type=float, default=600, help="seconds that an engine may take for a row")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing: put these files' results into --json")

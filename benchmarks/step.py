@@ -46,6 +46,7 @@ from jaxglue.ops.quant.formats import FORMATS, is_quantized, quantize_matrix
 from jaxglue.ops.quant.fp8 import FP8Weight
 from jaxglue.ops.quant.mxfp4 import BLOCK, mxfp4_scale
 from jaxglue.ops.quant.nf4 import NF4
+from jaxglue.ops.quant.stack import Stack
 from jaxglue.ops.segments import pack_segments
 from jaxglue.planner.device_memory import take_fitting_blocks
 from jaxglue.planner.gpus import GIB
@@ -87,7 +88,7 @@ def workload(
     """Return LoRA (rank 16, all linear layers) or full fine-tuning of one packed row of uniform document lengths."""
     raw = {**SHAPES[shape], **({"num_hidden_layers": layers} if layers else {})}
     return Workload(
-        config=replace(config_from_hf(raw), quantize=quantize),
+        config=config_from_hf(raw).quantized(quantize),
         batch_size=1,
         seq_len=tokens,
         lora=LoraConfig() if method == "lora" else None,
@@ -153,6 +154,8 @@ def _maker(treedef, leaves: tuple):
 
 def _random(key, leaf):
     """Return normal matrices with σ = 0.02, ones for vectors, uniform NF4 and MXFP4 codes with that σ."""
+    if isinstance(leaf, Stack):
+        return replace(leaf, rows=_random(key, leaf.rows))
     if leaf.dtype == jnp.uint8 and not is_quantized(leaf):
         is_block = leaf.shape[-1] == BLOCK // 2
         return (

@@ -21,7 +21,7 @@ from jaxglue.recipe import from_settings
 from jaxglue.training import train as training
 from jaxglue.training.callbacks import Callback, Metrics
 from jaxglue.training.config import TrainConfig
-from jaxglue.training.own_optimizer import named_optimizer
+from jaxglue.training.optimizer_objects import named_optimizer
 from jaxglue.training.report import RunSummary
 
 if TYPE_CHECKING:

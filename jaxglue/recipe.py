@@ -27,7 +27,7 @@ _FOLDER = "{recipe}"
 _REMEDIES = NOTES | REFUSED
 _YAML = (".yaml", ".yml")
 _MAX_BYTES, _MAX_DOTS = 2**18, 1000
-"""Of a recipe, and of one of its lines."""
+"""Largest recipe, and most dots in one of its lines."""
 
 
 def find_recipe(name: str | Path) -> Path:

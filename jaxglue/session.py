@@ -39,10 +39,10 @@ from jaxglue.planner.device_memory import bounded_pool, take_fitting_blocks
 from jaxglue.recipe import from_settings
 from jaxglue.sharding.mesh import make_mesh
 from jaxglue.training.config import TrainConfig
-from jaxglue.training.own_optimizer import named_optimizer
-from jaxglue.training.policy import Teacher
+from jaxglue.training.optimizer_objects import named_optimizer
 from jaxglue.training.remat import open_buffers, size_pool
 from jaxglue.training.result import export_result
+from jaxglue.training.rollout_policy import Teacher
 from jaxglue.training.setup import Setup, resolve_model
 from jaxglue.training.step import TrainStep
 
@@ -65,9 +65,9 @@ class Answer(NamedTuple):
 
     text: str
     tokens: Int[np.ndarray, " L"]
-    """With the token that ended it."""
+    """Tokens, with the one that ended it."""
     log_probs: Float[np.ndarray, " L"]
-    """Of the tokens, at the temperature."""
+    """Log-probabilities of the tokens, at the temperature."""
     ended: bool
     """False for an answer that reached its longest length."""
 

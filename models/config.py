@@ -35,7 +35,7 @@ class MoeConfig:
     shared_size: int = field(default=0, repr=False)
     """F of the shared expert, which serves every token; 0 without one."""
     groups: Groups = field(default=ONE_GROUP, repr=False)
-    """Of experts, from some of which alone a token chooses."""
+    """Groups of experts, from some of which alone a token chooses."""
     routed_scale: float = field(default=1.0, repr=False)
     """Factor of the weights of routed experts."""
 
@@ -64,7 +64,7 @@ class DeltaConfig:
     """Shape of the layers with linear attention by the gated delta rule."""
 
     num_key_heads: int
-    """Of queries and keys."""
+    """Heads of queries and keys."""
     num_value_heads: int
     key_dim: int
     value_dim: int
@@ -101,9 +101,9 @@ class LatentConfig:
     """Shape of latent attention."""
 
     query_rank: int | None
-    """Of the queries' latent vector; None where they are projected at once."""
+    """Size of the queries' latent vector; None where they are projected at once."""
     rank: int
-    """Of the latent vector of keys and values."""
+    """Size of the latent vector of keys and values."""
     nope_dim: int
     """Dimensions of each query and key that do not turn."""
     rope_dim: int
@@ -202,9 +202,9 @@ class DecoderConfig:
     layer_unquantized: tuple[tuple[str, ...], ...] = field(default=(), repr=False)
     """Linear layers of each layer that are not in this format, such as mlp.up_proj; empty where all are."""
     activation: Activation = field(default="silu", repr=False)
-    """Of the gate of dense feed-forwards."""
+    """Activation of the gate of dense feed-forwards."""
     attention_output_bias: bool | None = field(default=None, repr=False)
-    """Of attention's output projection; None where `attention_bias` is of all four."""
+    """Whether attention's output projection has a bias; None where `attention_bias` says so of all four."""
     head_norms: bool = field(default=True, repr=False)
     """Queries and keys have the norms that the family has for them."""
     attention_scale: float | None = field(default=None, repr=False)
@@ -493,7 +493,9 @@ def check_fields(raw: Mapping[str, Any]) -> None:
         value = raw.get(name)
         if value is None:
             continue
-        if kind.many and not isinstance(value, list | tuple):
+        items = value if isinstance(value, list | tuple) else (value,)
+        whole = kind.scalar is int and any(isinstance(item, float) for item in items)  # as in 16.0
+        if whole or (kind.many and items is not value):
             raise ValueError(f"{name} in config.json: expected {kind}, got {value!r:.100}")
         try:
             kind.read(value)
@@ -550,7 +552,13 @@ def ropes_by_type(
     given = {kind: parameters.get(kind) or {} for kind in thetas}
     if wrong := [own for own in given.values() if not isinstance(own, Mapping)]:
         raise ValueError(f"rope_parameters in config.json: expected an object for each type of layer, got {wrong[0]!r}")
-    given["full_attention"] = {**given["full_attention"], **(raw.get("rope_scaling") or {})}
+    scaling = raw.get("rope_scaling") or {}
+    if scaling.get("rope_type") is None and scaling.get("type") not in (None, "default"):
+        raise ValueError(
+            f"rope_scaling in config.json names its type {scaling['type']!r} as type, which transformers 4 reads here "
+            "and transformers 5 does not: name it as rope_type if it is meant, or remove rope_scaling"
+        )
+    given["full_attention"] = {**given["full_attention"], **scaling}
     whole = {name: raw.get(name) for name in ("max_position_embeddings", "original_max_position_embeddings")}
     return {
         kind: RopeConfig.from_hf(
@@ -561,7 +569,7 @@ def ropes_by_type(
 
 
 def sparse_layers(raw: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Return which layers of the Qwens have experts, by `mlp_only_layers` and `decoder_sparse_step`."""
+    """Return for each layer of the Qwens whether it has experts, by `mlp_only_layers` and `decoder_sparse_step`."""
     dense, step = set(raw.get("mlp_only_layers") or ()), raw.get("decoder_sparse_step")
     step = 1 if step is None else step
     return tuple(i not in dense and (i + 1) % step == 0 for i in range(raw["num_hidden_layers"]))
@@ -587,7 +595,7 @@ def later_windows(raw: Mapping[str, Any], window: int | None = None) -> tuple[in
 
 
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-"""By transformers' names."""
+"""Activations by transformers' names."""
 
 
 def decoder_fields(
@@ -618,6 +626,8 @@ def decoder_fields(
     """
     needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     require_fields(raw, needed)
+    if raw.get("per_layer_config"):
+        raise ValueError(f"per_layer_config in config.json is not supported for {raw['model_type']}")
     if (act := raw.get("hidden_act", activations[0])) not in activations:
         only = ", ".join(map(repr, activations))
         raise ValueError(f"hidden_act {act!r} is not supported for {raw['model_type']}: only {only} is")

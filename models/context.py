@@ -46,7 +46,7 @@ class LayerContext(Protocol):
 
     @property
     def latents(self) -> LatentCache:
-        """Return what becomes of the vectors of latent attention."""
+        """Return the use of the vectors of latent attention."""
 
     @property
     def token_mask(self) -> Bool[Array, " B*T"] | None:

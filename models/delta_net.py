@@ -29,7 +29,7 @@ class DeltaNet(nnx.Module):
     """Convolution of queries, keys and values, the gated delta rule, and a gated norm of each head's output."""
 
     value_names = (names.DELTA_INPUT, names.DELTA_GATES, names.DELTA_GATES)
-    """Of `project`'s values, for checkpoint policies."""
+    """Names of `project`'s values, for checkpoint policies."""
 
     def __init__(self, config: DecoderConfig, kind: LayerKind, *, dtype, rngs: nnx.Rngs):
         shape = config.delta
@@ -80,5 +80,5 @@ class DeltaNet(nnx.Module):
 
     @property
     def inputs(self) -> list[Projection]:
-        """Return all that reads the layer's norm."""
+        """Return the readers of the layer's norm."""
         return [linear.projection for linear in self.inputs_of_norm]

@@ -16,7 +16,7 @@ class NormNames:
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
-    """Of attention's output, before it is added to the residual stream."""
+    """Norm of attention's output, before it is added to the residual stream."""
     before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
 
@@ -33,7 +33,7 @@ class ExpertParts:
     transposed: bool = True
     """Matrices are stored [E, out, in]; MXFP4 ones always are."""
     bias: bool = False
-    """Of router and experts."""
+    """Router and experts have biases."""
     float32_router: bool = False
     """The router's weight is in float32 whatever the model's dtype, and so is its product."""
     correction: bool = False
@@ -46,7 +46,7 @@ class ExpertParts:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What all models of a family share; what config.json decides is in `DecoderConfig`."""
+    """Parts that all models of a family share; `DecoderConfig` has those that config.json decides."""
 
     norms: NormNames = NormNames()
     norm: NormStyle = LLAMA_NORM
@@ -76,7 +76,7 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {}
-"""By `model_type`."""
+"""Families by `model_type`."""
 
 
 def register(family: Family) -> Family:

@@ -16,7 +16,7 @@ NORMS: dict[str, Any] = {
     ),
     "norm": NormStyle(offset=1.0, rounds_first=False),
 }
-"""Of all Gemmas' parts."""
+"""Parts of all Gemmas."""
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:

@@ -24,7 +24,7 @@ from jaxglue.ops.quant.fp8 import rounded_rows
 from jaxglue.ops.residual_norm import Normed
 
 _EPS = 1e-6
-"""Of the norms of latent vectors, whatever config.json has for the others."""
+"""Epsilon of the norms of latent vectors, whatever config.json has for the others."""
 
 
 class LatentAttention(Attention):
@@ -105,7 +105,7 @@ class LatentAttention(Attention):
 
     @property
     def inputs(self) -> list[Projection]:
-        """Return all that reads the layer's norm: the projections to queries, or their latent vector, and to keys'."""
+        """Return the readers of the layer's norm: the projections to queries, or their latent vector, and to keys'."""
         first = self.q_proj if self.latent.query_rank is None else self.q_a_proj
         return [first.projection, self.kv_a_proj_with_mqa.projection]
 
@@ -123,7 +123,7 @@ class LatentMatrices:
     keys: Float[Array, "N nope_dim rank"]
     values: Float[Array, "N value_dim rank"]
     gain: Float[Array, "N rows"] | None
-    """Of each head's rows, those of keys first (DoRA)."""
+    """Factors of each head's rows, those of keys first (DoRA)."""
     adapter: tuple[Float[Array, "N rows R"], Float[Array, "R rank"]] | None
 
     @classmethod

@@ -30,7 +30,7 @@ from jaxglue.ops.residual_norm import GatedInput, Normed, Reader
 
 
 def copied(normed: Normed) -> Normed:
-    """Return what the devices that split a layer multiply; its gradient is their sum."""
+    """Return the input of the devices that split a layer; its gradient is their sum."""
     return normed if isinstance(normed, FP8Rows) else copy_to(normed)
 
 
@@ -38,7 +38,7 @@ class Attention(nnx.Module):
     """Grouped-query attention with rotary positions, optional q/k norms, sinks and gates of its output."""
 
     value_names: tuple[str, ...] = (names.QUERY, names.KEY, names.VALUE)
-    """Of `project`'s values, for checkpoint policies."""
+    """Names of `project`'s values, for checkpoint policies."""
 
     def __init__(self, config: DecoderConfig, parts: Parts, kind: LayerKind, *, dtype, rngs: nnx.Rngs):
         D, H = config.hidden_size, kind.head_dim
@@ -62,7 +62,7 @@ class Attention(nnx.Module):
         std = config.initializer_range
         self.sinks = nnx.Param(jax.random.normal(rngs.params(), (N,), dtype) * std) if parts.sinks else None
         self.bounds = N * H, (N + K) * H
-        """Of queries, keys and values in a fused projection."""
+        """Ends of queries and of keys in a fused projection."""
         self.head_dim, self.window, self.rotary = H, kind.window, kind.rotary
         self.query_factor, self.softcap = config.query_factor(H), config.attention_softcap
 
@@ -104,7 +104,7 @@ class Attention(nnx.Module):
 
     @property
     def inputs(self) -> list[Projection]:
-        """Return all that reads the layer's norm: the projections to queries, keys and values, or one to all."""
+        """Return the readers of the layer's norm: the projections to queries, keys and values, or one to all."""
         if self.fused:
             return self.qkv_proj.projection.split(*self.bounds)
         return [linear.projection for linear in self.linears[:-1]]
@@ -143,7 +143,7 @@ class GatedMLP(nnx.Module):
 
     @property
     def inputs(self) -> GatedInput:
-        """Return all that reads the layer's norm."""
+        """Return the readers of the layer's norm."""
         return GatedInput(self.parts, self.activation)
 
     @property
@@ -180,7 +180,7 @@ class FusedMLP(nnx.Module):
 
     @property
     def inputs(self) -> Reader:
-        """Return all that reads the layer's norm."""
+        """Return the readers of the layer's norm."""
         parts = self.parts
         return [self.gate_up_proj.projection] if parts is None else GatedInput(parts, self.activation)
 
@@ -201,7 +201,7 @@ class DecoderLayer(nnx.Module):
 
     attention: type[Attention] = Attention
     in_stages = True
-    """What precedes and what follows attention treat each token by itself, given the residual stream alone."""
+    """The stages before and after attention treat each token by itself, given the residual stream alone."""
 
     def __init__(self, config: DecoderConfig, parts: Parts, kind: LayerKind, *, dtype, rngs: nnx.Rngs):
         options: dict[str, Any] = {"dtype": dtype, "rngs": rngs}

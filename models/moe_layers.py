@@ -149,7 +149,7 @@ class Router(nnx.Module):
 
     @property
     def correction(self) -> Float[Array, " E"] | None:
-        """Return what is added to the scores for the choice of experts alone, if anything."""
+        """Return the correction of the scores for the choice of experts alone, if there is one."""
         return None if self.e_score_correction_bias is None else self.e_score_correction_bias[...]
 
 

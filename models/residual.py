@@ -41,11 +41,11 @@ class Branch:
     add_to: Callable[[Array], Array]
     """Return a residual stream plus the output."""
     norm: RMSNorm | None = None
-    """Of the output, before it is added."""
+    """Norm of the output, before it is added."""
     factor: float = 1.0
-    """Of the output, before it is added."""
+    """Factor of the output, before it is added."""
     name: str | None = None
-    """Of the norm's input, for checkpoint policies: its gradient needs that, and so the branch's last product."""
+    """Name of the norm's input, for checkpoint policies: its gradient needs that, and so the branch's last product."""
 
     def __radd__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Return x + factor · norm(output)."""

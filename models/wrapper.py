@@ -51,7 +51,7 @@ class Wrapper:
 
 
 WRAPPERS: dict[str, Wrapper] = {}
-"""By `model_type`."""
+"""Wrappers by `model_type`."""
 
 
 def wrap(wrapper: Wrapper) -> Wrapper:
@@ -117,9 +117,9 @@ class TensorNames:
 
     wrapper: Wrapper
     decoder: str = _SPELLINGS[0]
-    """In place of `model.`."""
+    """Beginning of names, in place of `model.`."""
     head: str = ""
-    """Before `lm_head.`."""
+    """Beginning of names, before `lm_head.`."""
 
     @classmethod
     def of(cls, wrapper: Wrapper, names: Iterable[str]) -> "TensorNames":
@@ -183,7 +183,7 @@ class Spelling:
 
 
 SPELLINGS: dict[str, Spelling] = {}
-"""By `model_type`."""
+"""Spellings by `model_type`."""
 
 
 def spell(spelling: Spelling) -> Spelling:
@@ -193,7 +193,7 @@ def spell(spelling: Spelling) -> Spelling:
 
 
 def find_names(raw: Mapping[str, Any]) -> "Wrapper | Spelling | None":
-    """Return what names the files' tensors otherwise than the text model does; None where names are the same."""
+    """Return the names of the files' tensors where they differ from the text model's; None where they are the same."""
     model_type = raw.get("model_type")
     spelling = SPELLINGS.get(model_type) if isinstance(model_type, str) else None
     if spelling is not None and spelling.layers is not None:

@@ -135,7 +135,10 @@ HELP = "argparse has no public way to lay out help"
 AGGREGATE = "Triton has no public kind of value that holds tensors and constants"
 TRITON = "Triton has no public way to add a builtin, or to see a tile in another layout"
 PRIVATE_OF_OTHERS = {
-    "benchmarks/peers/engines.py": {"_enable_hf_packed_attention": "switches a peer's packing on, as its trainer does"},
+    "benchmarks/peers/engines.py": {
+        "_attn_implementation": "transformers has no public name for the attention that it took",
+        "_enable_hf_packed_attention": "switches a peer's packing on, as its trainer does",
+    },
     "benchmarks/programs.py": {"jax._src.lib": "XLA's parser of HLO modules"},
     "jaxglue/cli.py": {"_ArgumentGroup": HELP, "_actions": HELP},
     "jaxglue/data/hub_client.py": {

@@ -21,6 +21,7 @@ _ENVIRONMENT = {
     "HF_DATASETS_OFFLINE": "1",
     "UNSLOTH_DISABLE_STATISTICS": "1",
     "UNSLOTH_SKIP_TORCHVISION_CHECK": "1",
+    "UNSLOTH_FORCE_SINGLE_COMPILE_WORKER": "0",  # else one thread compiles where a container names its GPUs
     "UNSLOTH_COMPILE_LOCATION": os.path.join(tempfile.gettempdir(), "unsloth_compiled"),  # else in the working folder
 }
 _PACKAGES = ("torch", "transformers", "peft", "trl", "liger-kernel", "triton", "unsloth", "xformers", "bitsandbytes")
@@ -136,8 +137,8 @@ def load(engine: str, folder: str, adapter: str, **options):
     return model.train()
 
 
-def attention(engine: str) -> str:
-    """Name the attention that an engine's packed rows took, after its first step."""
+def attention(engine: str, model) -> str:
+    """Name the attention of an engine's packed rows; what Unsloth took is known after its first step."""
     if engine != "unsloth":
         return "PyTorch's varlen"
     from unsloth.utils import hf_packed_attention
@@ -145,6 +146,8 @@ def attention(engine: str) -> str:
     calls = hf_packed_attention.HF_PACKED_ATTENTION_STATS
     if calls["fast"] or calls["fallback"]:  # models that Unsloth leaves to transformers
         return f"PyTorch's varlen: {calls['fast']} calls, {calls['compiled']} compiled, {calls['fallback']} dense"
+    if model.config._attn_implementation == "flex_attention":  # Gemma 3, whose masks are compiled
+        return "PyTorch's flex_attention"
     return "Unsloth's: xformers, or what it has instead"
 
 

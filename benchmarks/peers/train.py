@@ -3,10 +3,12 @@ another one with its kernels too.
 
     python benchmarks/peers/train.py --engine unsloth --model DIR --adapter DIR --batches FILE.npz
 
-Times are of steps dispatched back to back, from one step's end on the GPU to the next one's.
+Times are of steps dispatched back to back, from one step's end on the GPU to the next one's. Lines before that say how
+far it is: the model loaded, and each step of the warm-up, in which Unsloth compiles, with the memory used so far.
 """
 
 import argparse
+import faulthandler
 import itertools
 import json
 import os
@@ -25,7 +27,7 @@ class Steps:
     def __init__(self, model, engine: str, learning_rate: float):
         import torch
 
-        self._torch, self._model, self._engine = torch, model, engine
+        self._torch, self.model, self._engine = torch, model, engine
         self.cuda = torch.cuda.is_available()
         self.device = "cuda" if self.cuda else "cpu"
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -54,7 +56,7 @@ class Steps:
         """Run a step; the loss stays on the device."""
         torch = self._torch
         with torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.cuda):
-            loss = self._model(**batch, use_cache=False).loss
+            loss = self.model(**batch, use_cache=False).loss
         loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -101,13 +103,18 @@ def prepare(args: argparse.Namespace) -> tuple[Steps, list[dict]]:
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict]:
-    """Yield the time of each step of the warm-up; step times after it, all losses and peak memory; then kernels."""
+    """Yield the time until the model is loaded and each step of the warm-up, with peak memory; step times after it, all
+    losses and peak memory; then kernels."""
+    begun = time.perf_counter()
     step, batches = prepare(args)
-    losses, marks, begun = [], [], time.perf_counter()
+    yield {"loaded_s": round(time.perf_counter() - begun, 2)}
+    losses, marks, seconds = [], [], []
     for batch in batches[: args.warm_up]:
+        begun = time.perf_counter()
         losses.append(step(batch))
         step.synchronize()
-        yield {"warm_up_s": round(time.perf_counter() - begun, 2), "warm_up_steps": len(losses)}
+        seconds.append(round(time.perf_counter() - begun, 2))
+        yield {"warm_up_s": seconds, **peaks(step)}
     if step.cuda:
         step._torch.cuda.reset_peak_memory_stats()
     for batch in batches[args.warm_up :]:
@@ -116,9 +123,9 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
         marks.append(step.mark())
     times = step.milliseconds(marks)
     result = {"ms": statistics.median(times), "ms_all": times, "losses": [float(loss) for loss in losses]}
-    result |= {"versions": engines.versions(), **peaks(step)}
+    result |= {"versions": engines.versions(), "warm_up_s": seconds, **peaks(step)}
     if step.cuda:
-        result["attention"] = engines.attention(args.engine)
+        result["attention"] = engines.attention(args.engine, step.model)
     yield result
     if step.cuda:
         yield result | {"kernels": step.kernels(batches[-1])}
@@ -162,7 +169,10 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--warm-up", type=int, default=5)
     parser.add_argument("--turns", action="store_true", help="run steps when stdin says how many (alternate.py)")
+    parser.add_argument("--stacks-every", type=float, help="print where it is each time so many seconds have passed")
     args = parser.parse_args()
+    if args.stacks_every:
+        faulthandler.dump_traceback_later(args.stacks_every, repeat=True)
     for result in take_turns(args) if args.turns else measure(args):
         print(json.dumps(result), flush=True)
     os._exit(0)  # compile workers would linger

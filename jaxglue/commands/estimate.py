@@ -19,7 +19,7 @@ from jaxglue.console import Console
 from jaxglue.engine.policy import PRESETS
 from jaxglue.generation.pages import plan_cache
 from jaxglue.hf.hub import model_path
-from jaxglue.objectives.policy import RolloutObjective
+from jaxglue.objectives.policy_gradient import RolloutObjective
 from jaxglue.ops.backend import tracing_for
 from jaxglue.ops.projection.fp8 import check_fp8
 from jaxglue.planner.calibration import FILES_RATE
@@ -133,7 +133,8 @@ def _reasons(config: EstimateConfig, planner: Planner, plan: Plan, host_memory: 
 def _verdict(planner: Planner, plan: Plan, longest: int | None) -> str:
     """Return one line: memory, speed, and the longest row that would fit."""
     memory = f"{plan.device_bytes / GIB:.1f} of {planner.gpu.memory / GIB:.1f} GiB"
-    host = f", {plan.host_bytes / GIB:.0f} GiB of host memory" if plan.host_bytes else ""
+    each = " for each GPU" if planner.workload.mesh.devices > 1 else ""
+    host = f", {plan.host_bytes / GIB:.0f} GiB of host memory{each}" if plan.host_bytes else ""
     host += ", embeddings on the host" if planner.workload.host_embeddings else ""
     host += f", {plan.mapped_bytes / GIB:.0f} GiB of weights in their files" if plan.mapped_bytes else ""
     limit = " (the model's limit)" if longest == planner.workload.config.max_position_embeddings else ""

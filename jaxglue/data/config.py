@@ -31,7 +31,7 @@ Columns = Mapping[str, float]
 """Columns of numbers that an objective reads beside a row's text, each with the value of rows without it."""
 NO_COLUMNS: Columns = MappingProxyType({})
 TURN_END = "turn_end"
-"""In place of a token's text: the one that ends the chat template's turns."""
+"""Stands for a token's text: the one that ends the chat template's turns."""
 Overlong = Literal["truncate", "drop", "error"]
 DEFAULT_SEQ_LEN = 4096
 """Tokens in a row where no length is given; fewer for a model of fewer positions."""

@@ -24,10 +24,10 @@ from jaxglue.data.formats import (
 )
 from jaxglue.data.limits import memory_limit, template_time_limit
 from jaxglue.data.messages import Chat, Messages, Tools, read_weight
+from jaxglue.data.pieces import PieceTokenizer
 from jaxglue.data.store import TOKEN_BYTES, Encoded
 from jaxglue.data.template import NO_TEMPLATE, ChatTemplate, Span, TemplateCheck, plain_pieces, split_at
 from jaxglue.data.tokenizer import require_unicode
-from jaxglue.data.words import WordTokenizer
 
 DOUBLED_BOS = ""
 """Finding of a text that begins with the beginning-of-text token, which the tokenizer adds too."""
@@ -98,8 +98,8 @@ class Encoder:
     generation and the mask is exact.
 
     Raises:
-        ValueError: chats without a chat template, texts without an end-of-text token, or a tokenizer that prepends a
-            space to each piece (SentencePiece) where pieces are needed.
+        ValueError: chats without a chat template, texts without an end-of-text token, or a tokenizer that adds
+            something other than a space to each piece, where pieces are needed.
     """
 
     def __init__(
@@ -116,9 +116,7 @@ class Encoder:
         self.columns = {**(PAIR_COLUMNS if format == PAIRS else {}), **columns}
         """Columns of numbers that are read beside the documents."""
         self.format, self._all, self._system = format, loss_on == "all", system
-        tokenizer.backend_tokenizer.no_truncation()
-        tokenizer.backend_tokenizer.no_padding()
-        self._tokenize = WordTokenizer(tokenizer.backend_tokenizer)
+        self._tokenize = PieceTokenizer(tokenizer.backend_tokenizer)
         is_chat = format in CHATS
         template = ChatTemplate(tokenizer, allowed) if is_chat or tokenizer.chat_template else None
         self._template = template
@@ -128,9 +126,9 @@ class Encoder:
         self._bos, self._eos = (b"", b"") if is_chat else _text_ends(tokenizer)
         self._ends = str(tokenizer.bos_token), str(tokenizer.eos_token)
         self._findings: Counter[str] = Counter()
-        if format != "text" and not self._all and self._prepends_space(tokenizer):
-            hint = "use --loss-on all, or convert the tokenizer to byte-level BPE"
-            raise ValueError(f"the tokenizer prepends a space to texts, so loss masks would be inexact: {hint}")
+        if format != "text" and not self._all and not self._tokenize.exact:
+            hint = "use --loss-on all, or a tokenizer without that"
+            raise ValueError(f"the tokenizer's normalizer adds to texts, so loss masks would be inexact: {hint}")
 
     def encode(self, rows: Sequence[Row]) -> Encoded:
         """Tokenize rows to documents, in order.
@@ -141,7 +139,8 @@ class Encoder:
         self._findings.clear()
         with memory_limit():
             documents = [pieces for row in rows for pieces in self._named_documents(row)]
-        tokens = iter(self._tokenize([piece for piece, _ in chain(*documents) if isinstance(piece, str)]))
+        texts = [[piece for piece, _ in pieces if isinstance(piece, str)] for pieces in documents]
+        tokens = chain.from_iterable(self._tokenize(texts))
         parts = [[next(tokens) if isinstance(piece, str) else piece for piece, _ in pieces] for pieces in documents]
         lengths = np.array([len(part) for part in chain(*parts)], np.int64) // TOKEN_BYTES
         trained = np.array([trained for _, trained in chain(*documents)], np.uint8)
@@ -155,10 +154,6 @@ class Encoder:
             },
             dict(self._findings),
         )
-
-    def _prepends_space(self, tokenizer: PreTrainedTokenizerBase) -> bool:
-        (tokens,) = self._tokenize(["b"])
-        return np.frombuffer(tokens, np.int32).tolist() != [tokenizer.convert_tokens_to_ids("b")]
 
     def _named_documents(self, row: Row) -> list[Pieces]:
         """Return the documents of a row: one, or two answers, of which a labeled row leaves one empty."""

@@ -76,14 +76,14 @@ class StoreInfo(TypedDict):
     """Facts about a store's documents, as JSON."""
 
     digest: str
-    """Of the content."""
+    """Digest of the content."""
     max_token: int
     findings: NotRequired[dict[str, int]]
-    """As in `Encoded`."""
+    """See `Encoded`."""
     files: NotRequired[dict[str, str]]
     """Digests of the files by name."""
     format: NotRequired[str]
-    """Of the rows."""
+    """Format of the rows."""
     unused: NotRequired[list[str]]
     """Columns of the rows that the format does not use."""
 

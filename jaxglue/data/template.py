@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import date
-from itertools import pairwise
+from functools import cached_property
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import jinja2
@@ -16,6 +17,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from jaxglue.data.config import TURN_END, DataConfig
 from jaxglue.data.limits import TemplateTimeoutError, memory_limit, template_time_limit
 from jaxglue.data.messages import REASONING, Messages, Tools
+from jaxglue.data.pieces import PieceTokenizer
 from jaxglue.data.tokenizer import known_tokens, read_template
 
 Span = tuple[int, int]
@@ -129,10 +131,13 @@ class ChatTemplate:
         self.split.add(found[0])
         return f"{found[0][0]}{PLAIN}{found[0][1:]}"
 
+    @cached_property
+    def _pieces(self) -> PieceTokenizer:
+        return PieceTokenizer(self._tokenizer.backend_tokenizer)
+
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a rendering of protected messages, as in training."""
-        pieces = (self._tokenizer.encode(piece, add_special_tokens=False) for piece in plain_pieces(text))
-        return [token for piece in pieces for token in piece]
+        return [*chain.from_iterable(self._pieces.encode(plain_pieces(text)))]
 
     def render(self, messages: Messages, tools: Tools = None) -> str:
         """Render the whole conversation."""

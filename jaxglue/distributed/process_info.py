@@ -94,7 +94,7 @@ def _is_address(text: str) -> bool:
 
 
 class _Launcher(NamedTuple):
-    """What started this process among others, and what it says of them; all absent for a single process."""
+    """The program that started this process among others, and its account of them; all absent for a single process."""
 
     name: str | None = None
     job: str = ""

@@ -28,7 +28,7 @@ TABLE_ROWS = Operation(
 
 
 def host_parts(frozen: Params) -> Params:
-    """Return what `embeddings_to_host` moves: table and output projection, and a table of embeddings for each layer.
+    """Return the parts for `embeddings_to_host`: table and output projection, and a table of embeddings for each layer.
 
     Raises:
         ValueError: nothing, as the table trains, or the output projection is tied to it; both need it on the device.

@@ -6,7 +6,7 @@ from functools import cached_property, lru_cache
 
 import jax
 
-from jaxglue.engine.per_layer import AUTO, PerLayer
+from jaxglue.engine.layer_settings import AUTO, LayerSettings
 from jaxglue.ops.names import ATTENTION_LSE, ATTENTION_OUT, LAYER_INPUT, LAYER_VALUES
 
 _INTERMEDIATES = frozenset(LAYER_VALUES) - {LAYER_INPUT}
@@ -149,22 +149,22 @@ def parse_policy(text: str) -> RematPolicy:
 
 
 def parse_policies(text: str, layers: int) -> tuple[RematPolicy, ...]:
-    """Parse one policy per layer: a single policy, or counts (see `per_layer`) as in `10 x full + 26 x dots`.
+    """Parse one policy per layer: a single policy, or counts (see `layer_settings`) as in `10 x full + 26 x dots`.
 
     Raises:
         ValueError: an invalid policy (see `parse_policy`), or counts that do not sum to the number of layers.
     """
-    return _PER_LAYER.read(text, layers)
+    return _SETTINGS.read(text, layers)
 
 
 def check_remat(text: str) -> None:
     """Raise ValueError for text that is neither `auto` nor valid for `parse_policies`."""
-    _PER_LAYER.check(text)
+    _SETTINGS.check(text)
 
 
 def format_policies(policies: Sequence[RematPolicy]) -> str:
     """Format policies so that `parse_policies` reads them."""
-    return _PER_LAYER.write(policies)
+    return _SETTINGS.write(policies)
 
 
 def _preset(name: str, text: str) -> RematPolicy:
@@ -180,4 +180,4 @@ def _ordered(names: frozenset[str]) -> list[str]:
     return [name for name in LAYER_VALUES if name in names]
 
 
-_PER_LAYER = PerLayer(flag="remat", item="POLICY", parse=parse_policy)
+_SETTINGS = LayerSettings(flag="remat", item="POLICY", parse=parse_policy)

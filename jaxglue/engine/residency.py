@@ -1,6 +1,6 @@
 """Places of the layers' frozen weights: on the device, or streamed from pinned host memory or from their files."""
 
-from jaxglue.engine.per_layer import AUTO, PerLayer, spread
+from jaxglue.engine.layer_settings import AUTO, LayerSettings, spread
 
 DEVICE, HOST, MAPPED = "device", "host", "mapped"
 PLACES = (DEVICE, HOST, MAPPED)
@@ -15,7 +15,7 @@ def _parse_place(text: str) -> str:
     return text
 
 
-_PER_LAYER = PerLayer(flag="weights", item="PLACE", parse=_parse_place)
+_SETTINGS = LayerSettings(flag="weights", item="PLACE", parse=_parse_place)
 
 
 def parse_weights(text: str, layers: int) -> tuple[str, ...]:
@@ -28,18 +28,18 @@ def parse_weights(text: str, layers: int) -> tuple[str, ...]:
     """
     if text in (HOST, MAPPED):
         return stream_evenly(layers, layers - 1, mapped=layers - 1 if text == MAPPED else 0)
-    return _PER_LAYER.read(text, layers)
+    return _SETTINGS.read(text, layers)
 
 
 def check_weights(text: str) -> None:
     """Raise ValueError for text that is neither `auto` nor valid for `parse_weights`."""
-    _PER_LAYER.check(text)
+    _SETTINGS.check(text)
 
 
 def format_weights(places: tuple[str, ...]) -> str:
     """Format places so that `parse_weights` reads them."""
     alone = (text for text in PLACES if parse_weights(text, len(places)) == places)
-    return next(alone, None) or _PER_LAYER.write(places)
+    return next(alone, None) or _SETTINGS.write(places)
 
 
 def stream_evenly(layers: int, count: int, mapped: int = 0) -> tuple[str, ...]:

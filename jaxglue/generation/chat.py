@@ -1,18 +1,19 @@
 """Chat with a model: templates, end-of-turn tokens, streamed decoding, and a conversation in the terminal."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.progress import DataProgress
 from jaxglue.generation.config import AssistantConfig, GenerateConfig, SamplingConfig
 from jaxglue.generation.engine import STEPS, Engine
+from jaxglue.generation.grammar import Grammars
 from jaxglue.generation.pages import free_bytes
 from jaxglue.generation.prompts import encode_messages, encode_rows, prompt_of, read_prompts, system_message
 from jaxglue.generation.scheduler import Request
@@ -57,6 +58,11 @@ class Assistant:
         ahead = stays and jax.default_backend() != "cpu"
         self.engine = Engine(self.graphdefs, self.config, dtype=self.dtype, kv_cache=config.kv_cache, ahead=ahead)
         self.memory = None if config.memory_limit is None else free_bytes(config.memory_limit * 2**30)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Return what makes grammars of the model's tokens; raise ValueError where llguidance is not installed."""
+        return Grammars(self.tokenizer, self.config.vocab_size, self.stops)
 
     def answer(self, tokens: list[int], sampling: SamplingConfig, index: int = 0) -> Iterator[str]:
         """Yield the answer to an encoded prompt in pieces; `index` and errors as of `Engine.stream`."""
@@ -222,19 +228,34 @@ def stream_text(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> It
 
 
 class _Decoder:
+    """Decoder of tokens one by one.
+
+    A run of single bytes that is no character makes characters before it unreadable, too: what is shown stays.
+    """
+
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._skips = _CHANNEL not in tokenizer.get_added_vocab()
-        self._tokenizer, self._seen, self._shown = tokenizer.backend_tokenizer, list[int](), 0
-        self._stream = DecodeStream(skip_special_tokens=self._skips)
+        self._tokenizer = tokenizer.backend_tokenizer
+        self._tokens, self._shown = list[int](), 0
+        """Tokens of the last piece and after it, whose text shows what comes after a token; those that are shown."""
+        self._before = ""
+        """Text of those that are shown."""
 
     def add(self, token: int) -> str:
-        self._seen.append(token)
-        piece = self._stream.step(self._tokenizer, token) or ""
-        self._shown += len(piece)
+        self._tokens.append(token)
+        text = self._decode(self._tokens)
+        if len(text) <= len(self._before) or text.endswith("\ufffd"):  # else a character may be incomplete
+            return ""
+        piece = text[len(self._before) :]
+        self._tokens = self._tokens[self._shown :]
+        self._shown, self._before = len(self._tokens), self._decode(self._tokens)
         return piece
 
     def rest(self) -> str:
-        return self._tokenizer.decode(self._seen, skip_special_tokens=self._skips)[self._shown :]
+        return self._decode(self._tokens)[len(self._before) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=self._skips))
 
 
 class TextStream:
@@ -243,7 +264,7 @@ class TextStream:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Sequence[str]):
         self._decoder, self._ends, self._held = _Decoder(tokenizer), ends, ""
         self.text = ""
-        """What is certain to be shown."""
+        """Text certain to be shown."""
         self.stopped = False
         """One of the texts came."""
 
@@ -253,7 +274,7 @@ class TextStream:
             self._take(self._decoder.add(token))
 
     def end(self) -> None:
-        """Add what waited for further tokens."""
+        """Add the text that waited for further tokens."""
         if not self.stopped:
             self._take(self._decoder.rest())
         if not self.stopped:

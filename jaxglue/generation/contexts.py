@@ -138,7 +138,7 @@ class DecodeContext(_Appending):
     """Context of one token for each slot: writes to the cache and attends over it, or updates states."""
 
     cache: Any
-    """As in `PrefillContext`."""
+    """See `PrefillContext`."""
 
     def __init__(self, cache: Cache, cursor: Cursor, *, fp8: bool = True):
         self.cache, self._cursor, self.fp8 = cache, cursor, fp8

@@ -68,11 +68,11 @@ class Completion:
     answer: int
     """Index among the answers of its request."""
     tokens: Int[np.ndarray, " L"]
-    """With the stop token that ended it, if one did."""
+    """Tokens, with the stop token that ended it, if one did."""
     log_probs: Float[np.ndarray, " L"]
-    """At the temperature, with penalties and biases, before top-k, top-p and min-p; at temperature 0 as at 1."""
+    """Log-probabilities at the temperature, with penalties and biases, before top-k, top-p and min-p; 0 counts as 1."""
     model_log_probs: Float[np.ndarray, " L"]
-    """Of the model alone, at temperature 1."""
+    """Log-probabilities by the model alone, at temperature 1."""
     top: tuple[Int[np.ndarray, "L top"], Float[np.ndarray, "L top"]] | None
     """The most likely tokens and their log-probabilities in the model, if `top_log_probs` asks for any."""
     finish: Finish
@@ -86,7 +86,7 @@ class Piece(NamedTuple):
     answer: int
     """Index among the answers of its request."""
     tokens: list[int]
-    """With the stop token that ended it, if one did."""
+    """Tokens, with the stop token that ended it, if one did."""
     finish: Finish | None
     """Why it ended; None while it grows."""
 
@@ -133,7 +133,7 @@ class Engine:
         self.compilations = self._programs.compilations
 
     def multiply_in_fp8(self, layers: Sequence[bool]) -> None:
-        """Say which layers multiply matrices for FP8 products so, as training does; at first all do."""
+        """Multiply matrices for FP8 products so in these layers alone, as training does; at first all do."""
         if list(layers) != self._fp8_layers:
             self._fp8_layers = list(layers)
             self._programs = self._make_programs()
@@ -401,6 +401,7 @@ class Kind(NamedTuple):
             min_p=any(sampling.min_p for sampling in sampled),
             penalties=any(request.sampling.has_penalties for request in requests),
             biases=any(request.logit_bias for request in requests),
+            grammars=any(request.grammar for request in requests),
             top=max(request.top_log_probs for request in requests),
         )
         stops = max(len(set(stop).union(request.stop)) for request in requests)
@@ -427,7 +428,7 @@ class Batch:
         self._features, self._sizes, self._compiler, self._whole = kind.features, sizes, compiler, whole
         self._table = _SlotTable(plan, kind, vocabulary)
         self._slots = make_sequences(plan, vocabulary, kind.features, place_of(trees))
-        self._scheduler = Scheduler(plan, STEPS, remembers=programs.extends)
+        self._scheduler = Scheduler(plan, STEPS, remembers=programs.extends, rewinds=programs.rewinds)
         self._under_way = deque[tuple[Work, Any]]()
 
     @property
@@ -469,8 +470,8 @@ class Batch:
         for row in work.suffix_rows:
             self._extend(row)
         self._copy_pages(work)
-        if self._slots.counts is not None and work.fresh:
-            self._count(work.fresh)
+        if penalized := [answer for answer in work.fresh if answer.request.sampling.has_penalties]:
+            self._count(penalized)
         size, run = self._sizes.take(len(work.answers), self._whole)
         arguments = self._trees, self._slots, self._caches, self._table.window(work, size)
         options: dict[str, Any] = {"plan": self._plan, "steps": STEPS, "features": self._features}
@@ -503,7 +504,7 @@ class Batch:
         self._caches = self._programs.prefill(self._trees, tokens, segments, places, self._caches)
 
     def _extend(self, row: Sequence[Prefill]) -> None:
-        """Run what follows the beginnings that are in the cache, a row of the cache's table for each token."""
+        """Run the prompts' rests after the beginnings in the cache, a row of the cache's table for each token."""
         used = sum(len(prompt.tokens) - prompt.begin for prompt in row)
         T = _SHORT_SUFFIX if used <= _SHORT_SUFFIX else LONGEST_SUFFIX
         zeros: Any = partial(np.zeros, dtype=np.int32)
@@ -575,18 +576,27 @@ class Batch:
             answer.windows -= 1
             if not count or answer.length >= answer.end:
                 continue  # it ended in the last window, or the caller ended it
+            if answer.matcher:
+                count = answer.matcher.take(steps.tokens[:count, column].tolist())
             parts = steps.log_probs, steps.model_log_probs, steps.top_tokens, steps.top_log_probs
             tokens = Tokens(*(part[:count, column] for part in (steps.tokens, *parts)))
-            stopped = int(tokens.ids[-1]) in self._table.stop_tokens(answer)
-            self._scheduler.receive(answer, tokens, stopped)
-            ended = "stop" if stopped else "length" if answer.length >= answer.end else None
+            ended = self._ended(answer, tokens)
+            self._scheduler.receive(answer, tokens, ended is not None)
             if ended:
                 self._table.remove(answer)
-            yield answer, tokens.ids, ended  # type: ignore[misc]
+            yield answer, tokens.ids, ended
+
+    def _ended(self, answer: Answer, new: Tokens) -> Finish | None:
+        """Return why an answer ends with its new tokens, if it does."""
+        if len(new.ids) and int(new.ids[-1]) in self._table.stop_tokens(answer):
+            return "stop"
+        if answer.matcher and (answer.matcher.is_over or not len(new.ids)):  # none: a grammar beyond its limits
+            return "stop" if answer.matcher.is_complete else "length"
+        return "length" if answer.length + len(new.ids) >= answer.end else None
 
 
 class _SlotTable:
-    """What the device reads of each slot's answer, in numpy; a further row stands for no answer.
+    """The device's inputs for each slot's answer, in numpy; a further row stands for no answer.
 
     Args:
         plan: of the cache.
@@ -596,6 +606,7 @@ class _SlotTable:
 
     def __init__(self, plan: CachePlan, kind: Kind, vocabulary: int):
         self._nobody, self._vocabulary, rows = plan.slots, vocabulary, plan.slots + 1
+        self._words = -(-vocabulary // 32) if kind.features.grammars else None
         self._answers = dict[int, tuple[Any, frozenset[int]]]()
         self._tables: Any = np.zeros((rows, plan.table), np.int32)
         self._filled = [0] * rows
@@ -634,7 +645,18 @@ class _SlotTable:
         fresh: Any = np.isin(slots, np.array([answer.slot for answer in work.fresh], np.int32))
         fields = {name: rows[slots] for name, rows in self._fields.items()}
         controls = Controls(**{name: rows[slots] for name, rows in self._controls.items()})
-        return Window(slots=slots, fresh=fresh, tables=self._tables[slots], controls=controls, **fields)
+        masks = self._masks(work.answers, size)
+        return Window(slots=slots, fresh=fresh, tables=self._tables[slots], controls=controls, masks=masks, **fields)
+
+    def _masks(self, answers: Sequence[Answer], size: int) -> Any:
+        """Return the tokens that may come next; all of them in answers without a grammar."""
+        if self._words is None:
+            return None
+        masks = np.full((size, self._words), 0xFFFFFFFF, np.uint32)
+        for row, answer in enumerate(answers):
+            if answer.matcher:
+                masks[row] = answer.matcher.mask()
+        return masks
 
     def _begin(self, answer: Answer) -> None:
         slot, request, (key, stop) = answer.slot or 0, answer.request, self._answers[id(answer)]

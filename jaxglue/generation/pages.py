@@ -40,7 +40,7 @@ class CachePlan:
     slots: int
     """S, sequences that decode at once."""
     pages: int
-    """Of layers that see all tokens, without page 0."""
+    """Pages of layers that see all tokens, without page 0."""
     table: int
     """P, the most pages of a sequence."""
     bytes: int

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxglue.engine.compiler import Program, jit_step
 from jaxglue.engine.layer_forms import by_tiles
@@ -24,9 +25,9 @@ from jaxglue.ops.projection import project
 from jaxglue.ops.segments import PackedSegments
 
 IDLE = -1
-"""In place of the token of a sequence that has ended."""
+"""Stands for the token of a sequence that has ended."""
 NOT_FINITE = -2
-"""In place of a token whose logits are infinite or NaN."""
+"""Stands for a token whose logits are infinite or NaN."""
 _WINDOW_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0}
 """Merged matmuls of one input would copy weights together in every step."""
 _SEVERAL_OPTIONS = _WINDOW_OPTIONS | {"xla_gpu_enable_triton_gemm": False}
@@ -50,18 +51,18 @@ class Sequences:
     live: Bool[Array, " S"]
     """True for sequences that go on."""
     counts: Counts | None
-    """Of all slots; None without penalties."""
+    """Counts of tokens in all slots; None without penalties."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """What the host says about the B sequences of a window."""
+    """The host's inputs for the B sequences of a window."""
 
     slots: Int[Array, " B"]
     """The slot that is nobody's where there are fewer sequences."""
     fresh: Bool[Array, " B"]
-    """Those that begin here, with these `tokens` and `positions`; others go on from the last window."""
+    """Sequences that begin here, with these `tokens` and `positions`; others go on from the last window."""
     tokens: Int[Array, " B"]
     positions: Int[Array, " B"]
     ends: Int[Array, " B"]
@@ -71,6 +72,8 @@ class Window:
     stops: Int[Array, "B n"]
     """Tokens that end it; -1 beyond those that it has."""
     controls: Controls
+    masks: UInt32[Array, "B words"] | None = None
+    """Tokens that its first one is among, a bit each; None where no answer of the batch follows a grammar."""
 
 
 class CachedLayer:
@@ -103,7 +106,7 @@ class Copies(NamedTuple):
     sources: tuple[Int[Array, " n"], ...]
     targets: tuple[Int[Array, " n"], ...]
     slots: tuple[Int[Array, " n"], Int[Array, " n"]]
-    """From and to, of states."""
+    """Slots from and to which states are copied."""
 
 
 class Programs:
@@ -128,6 +131,8 @@ class Programs:
             self.windows == (None,) and config.latent is None and not any(k.linear for k in config.layer_kinds)
         )
         """Whether `extend` serves: all layers have the keys and values of all tokens in numbered pages."""
+        self.rewinds = not any(kind.linear for kind in config.layer_kinds)
+        """Whether a sequence may go back some tokens: no layer has a state in which these are."""
         self._embed_prompts, self._embed_suffixes = _jit(self._embed_packed), _jit(self._embed)
         self._copy = jax.jit(self._copy_pages, donate_argnames="caches")
         self._begin = jax.jit(_begin)
@@ -196,8 +201,9 @@ class Programs:
     ) -> tuple[Sequences, list[Cache], list[Sampled]]:
         """Compute `window` layer by layer and step by step; return a list of what the steps sampled."""
         sequences, caches, out = self._begin(slots, window), list(caches), []
-        for _ in range(steps):
-            sequences, caches, sampled = self._step(trees, sequences, caches, window, **static)
+        for step in range(steps):
+            masks = _masks(window, step == 0)
+            sequences, caches, sampled = self._step(trees, sequences, caches, window, masks, **static)
             out.append(sampled)
         return self._finish(slots, window, sequences), caches, out
 
@@ -227,25 +233,27 @@ class Programs:
         return self._run_one if plan.slots == 1 else self._run_several
 
     def _scan(self, trees: Trees, slots: Sequences, caches: list[Cache], window: Window, *, steps: int, **options: Any):
-        def body(carry, _):
+        def body(carry, first):
             # or XLA would expand all quantized weights once, before the loop
             weights, (sequences, caches) = jax.lax.optimization_barrier((trees, carry))
-            sequences, caches, sampled = self._step(weights, sequences, caches, window, **options)
+            masks = _masks(window, first)
+            sequences, caches, sampled = self._step(weights, sequences, caches, window, masks, **options)
             return (sequences, caches), sampled
 
         # a known number of steps: with an end that depends on values, the host would wait for each
-        carry, sampled = jax.lax.scan(body, (_begin(slots, window), caches), None, length=steps)
+        first = None if window.masks is None else jnp.arange(steps) == 0
+        carry, sampled = jax.lax.scan(body, (_begin(slots, window), caches), first, length=steps)
         return _finish(slots, window, carry[0]), carry[1], sampled
 
-    def _step(self, trees: Trees, sequences: Sequences, caches: list[Cache], window: Window, *, plan, features):
-        """Decode a token of each sequence; return (sequences, caches, sampled)."""
+    def _step(self, trees: Trees, sequences: Sequences, caches: list[Cache], window: Window, masks, *, plan, features):
+        """Decode a token of each sequence, of those in `masks`; return (sequences, caches, sampled)."""
         x, cursor, own = self._embed_slots(_part(trees, "embed_tokens"), sequences, window, plan=plan)
         caches = list(caches)
         for i, (layer, weights) in enumerate(self._layer_weights(trees)):
             cursor = cursor if own is None else replace(cursor, layer_input=own[i])
             x, caches[i] = layer.decode(weights, x, caches[i], cursor)
         output = _part(trees, "norm"), _part(trees, self._output_name)
-        sequences, sampled = self._advance(*output, x, sequences, window, features=features)
+        sequences, sampled = self._advance(*output, x, sequences, window, masks, features=features)
         return sequences, caches, sampled
 
     def _layer_weights(self, trees: Trees) -> Iterator[tuple[CachedLayer, Any]]:
@@ -283,6 +291,7 @@ class Programs:
         x: Float[Array, "1 B D"],
         sequences: Sequences,
         window: Window,
+        masks: UInt32[Array, "B words"] | None,
         *,
         features: Features,
     ) -> tuple[Sequences, Sampled]:
@@ -292,7 +301,7 @@ class Programs:
         logits = project(with_low_rank(output, norm(x[0])), extended_matrix(output), jnp.float32)
         logits, positions = cap_logits(logits, self._config.logit_softcap), sequences.positions + 1
         counts = sequences.counts and jax.tree.map(lambda rows: rows[window.slots], sequences.counts)
-        sampled = sample(logits, window.controls, positions, counts, features)
+        sampled = sample(logits, window.controls, positions, counts, features, masks)
         tokens, was_live = sampled.tokens, sequences.live
         live = was_live & sampled.finite & (tokens[:, None] != window.stops).all(-1) & (positions + 1 < window.ends)
         shown = jnp.where(was_live, jnp.where(sampled.finite, tokens, NOT_FINITE), IDLE)
@@ -336,6 +345,11 @@ def _finish(slots: Sequences, window: Window, sequences: Sequences) -> Sequences
     new = replace(sequences, counts=None)
     after = jax.tree.map(lambda rows, own: rows.at[window.slots].set(own), replace(slots, counts=None), new)
     return replace(after, counts=sequences.counts)
+
+
+def _masks(window: Window, first) -> UInt32[Array, "B words"] | None:
+    """Return the masks of a step, where only the first one's tokens are known to the host beforehand."""
+    return None if window.masks is None else jnp.where(first, window.masks, np.uint32(0xFFFFFFFF))
 
 
 def _ring(window: Window, plan: CachePlan, size: int) -> Int[Array, "B P"]:

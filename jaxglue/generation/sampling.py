@@ -20,6 +20,10 @@ _DIGIT = 3
 """Bits of a threshold that a pass over the vocabulary decides: more passes read, larger ones compare, longer."""
 
 
+_ALL, _AGAIN = np.uint32(0xFFFFFFFF), 1 << 30
+"""A word of a mask that leaves nothing out; added to the positions of tokens that are chosen again."""
+
+
 class Features(NamedTuple):
     """Parts of sampling that some request of a batch uses; programs are compiled for them."""
 
@@ -30,6 +34,8 @@ class Features(NamedTuple):
     min_p: bool = False
     penalties: bool = False
     """Tokens are counted."""
+    grammars: bool = False
+    """Some tokens may not come next."""
     biases: bool = False
     """Some tokens' logits are raised or lowered."""
     top: int = 0
@@ -78,10 +84,10 @@ class Sampled(NamedTuple):
     log_probs: Float[Array, " B"]
     """At the temperature, with penalties and biases, before unlikely tokens are left out."""
     model_log_probs: Float[Array, " B"]
-    """Of the model alone, at temperature 1."""
+    """Log-probabilities by the model alone, at temperature 1."""
     top_tokens: Int[Array, "B top"]
     top_log_probs: Float[Array, "B top"]
-    """Of the model alone."""
+    """Their log-probabilities by the model alone."""
     finite: Bool[Array, " B"]
     """False where logits are infinite or NaN."""
 
@@ -110,6 +116,7 @@ def sample(
     positions: Int[Array, " B"],
     counts: Counts | None,
     features: Features,
+    masks: UInt32[Array, "B words"] | None = None,
 ) -> Sampled:
     """Choose the token at each sequence's position from float32 logits.
 
@@ -119,18 +126,25 @@ def sample(
         positions: of the tokens to choose; with the keys, they decide the random numbers.
         counts: of the same sequences; None without penalties.
         features: what some sequence uses.
+        masks: a bit for each token, the lowest of a word first: those that may come; None for all. Sequences with some
+            left out use other random numbers than without, since a token that was refused here had used those.
     """
     adjusted = _adjust(logits, controls, counts, features)
-    best = jnp.argmax(adjusted, axis=-1).astype(jnp.int32)
-    highest, is_model = _at(adjusted, best), not (features.penalties or features.biases)
+    allowed = adjusted if masks is None else _leave_out(adjusted, masks)
+    best = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
+    highest, is_model = _at(allowed, best), not (features.penalties or features.biases or features.grammars)
     divisor = jnp.where(controls.temperature > 0, controls.temperature, 1.0)
     model_normalizer = _normalizer(logits, highest if is_model else logits.max(-1))
     tokens, normalizer = best, model_normalizer if is_model else _normalizer(adjusted, highest)
     if features.draws:
-        weights = _Weights(adjusted, highest, divisor)  # 1 for the most likely token
+        weights = _Weights(allowed, highest, divisor)  # 1 for the most likely token
         normalizer = highest / divisor + jnp.log(weights.sums.sum(-1))
         kept = _Kept(_truncate(weights.all, controls, features)) if features.truncates else weights
+        if masks is not None:
+            positions += jnp.where((masks != _ALL).any(-1), _AGAIN, 0)
         tokens = jnp.where(controls.temperature > 0, _draw(kept, controls.keys, positions), best)
+    if masks is not None:  # whose normalizer is above that of the allowed ones
+        normalizer = _normalizer(adjusted / divisor[:, None], adjusted.max(-1) / divisor)
     top_values, top_tokens = jax.lax.top_k(logits, features.top)
     return Sampled(
         tokens=tokens,
@@ -211,6 +225,11 @@ def _adjust(logits, controls: Controls, counts: Counts | None, features: Feature
         rows = jnp.arange(len(logits))[:, None]
         logits = logits.at[rows, controls.bias_tokens].add(controls.biases, mode="drop")
     return logits
+
+
+def _leave_out(logits: Float[Array, "B V"], masks: UInt32[Array, "B words"]) -> Float[Array, "B V"]:
+    bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+    return jnp.where(bits.reshape(len(logits), -1)[:, : logits.shape[1]] > 0, logits, -jnp.inf)
 
 
 def _truncate(weights: Float[Array, "B V"], controls: Controls, features: Features) -> Float[Array, "B V"]:

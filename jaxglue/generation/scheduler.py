@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jaxglue.generation.config import SamplingConfig
+from jaxglue.generation.grammar import Grammar, Matcher
 from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, CachePlan, PagePool, page_names, pages_of
 
 LONGEST_SUFFIX = 512
@@ -41,6 +42,8 @@ class Request:
     """Added to these tokens' logits."""
     top_log_probs: int = 0
     """Most likely tokens to report with each of its answers'."""
+    grammar: Grammar | None = None
+    """What its answers may be."""
 
 
 class Tokens(NamedTuple):
@@ -75,9 +78,22 @@ class Answer:
     """Given out and not received yet."""
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
+    matcher: Matcher | None = None
+    """Its place in the grammar, if it follows one."""
 
     def __post_init__(self) -> None:
         self.length = self.reach = len(self.request.prompt)
+        self.matcher = self.request.grammar.start() if self.request.grammar else None
+
+    @property
+    def waits(self) -> bool:
+        """Return whether its next window depends on the result of the one under way."""
+        return self.matcher is not None and self.windows > 0
+
+    @property
+    def ends_under_way(self) -> bool:
+        """Return whether it certainly ends in the windows that were given out."""
+        return (self.reach if self.matcher is None else self.length) >= self.end
 
     @property
     def tokens(self) -> Int[np.ndarray, " n"]:
@@ -104,13 +120,13 @@ class Work:
     suffixes: list[Prefill] = field(default_factory=list)
     """Prompts of which the beginnings are there, or are among the prompts; after these."""
     page_copies: list[tuple[int, int]] = field(default_factory=list)
-    """From and to, after the prefill."""
+    """Pages from and to, copied after the prefill."""
     slot_copies: list[tuple[int, int]] = field(default_factory=list)
-    """From slots and to slots, of all that a slot has besides numbered pages."""
+    """Slots from and to, copied with all that a slot has besides numbered pages."""
     fresh: list[Answer] = field(default_factory=list)
-    """Answers that begin, or go on after they waited."""
+    """Answers that begin, or go on from what the host knows: after they waited, or by a grammar."""
     answers: list[Answer] = field(default_factory=list)
-    """Of the window."""
+    """Answers that decode in the window."""
 
     @property
     def rows(self) -> Iterator[list[Prefill]]:
@@ -147,10 +163,11 @@ class Scheduler:
         plan: of the cache.
         steps: of a window.
         remembers: let prompts share the pages of texts that begin alike, also after these have ended.
+        rewinds: answers can go back some tokens in what they hold; otherwise it is computed again.
     """
 
-    def __init__(self, plan: CachePlan, steps: int, *, remembers: bool = False):
-        self._remembers = remembers
+    def __init__(self, plan: CachePlan, steps: int, *, remembers: bool = False, rewinds: bool = True):
+        self._remembers, self._rewinds = remembers, rewinds
         self._waiting, self._steps = deque[Answer](), steps
         self._pool, self._slots = PagePool(plan.pages), list(range(plan.slots - 1, -1, -1))
         self._running: list[Answer] = []
@@ -162,30 +179,37 @@ class Scheduler:
     @property
     def is_done(self) -> bool:
         """Return whether all answers have ended, or will in windows under way."""
-        return not self._waiting and all(answer.reach >= answer.end for answer in self._running)
+        return not self._waiting and all(answer.ends_under_way for answer in self._running)
 
     def next(self) -> Work | None:
         """Return the next window and what precedes it; None while results of windows under way decide."""
-        for answer in [answer for answer in self._running if answer.reach >= answer.end]:
+        for answer in [answer for answer in self._running if answer.ends_under_way]:
             self._leave(answer)  # it ends in a window under way, so its slot is free after that
         work = Work()
         if not self._grow():
             return None
         while self._waiting and self._slots and self._admit(work):
             pass
-        work.answers = sorted(self._running, key=lambda answer: answer.slot or 0)
+        going = [answer for answer in self._running if not answer.waits]
+        work.fresh += [answer for answer in going if answer.matcher and answer not in work.fresh]
+        work.answers = sorted(going, key=lambda answer: answer.slot or 0)
         for answer in work.answers:
             answer.reach = min(answer.reach + self._steps, answer.end)
             answer.windows += 1
         return work if work.answers else None
 
     def receive(self, answer: Answer, tokens: Tokens, ends: bool) -> None:
-        """Note an answer's new tokens, and whether it ended before its limit."""
+        """Note an answer's new tokens, and whether it ended before its limit; it goes back if they are fewer."""
         answer.received.append(tokens)
         answer.new += tokens.ids.tolist()
         answer.length += len(tokens.ids)
         if ends:
             self.end(answer)
+        elif answer.matcher and answer.length < answer.reach:
+            answer.reach = answer.length
+            if not self._rewinds:
+                self._leave(answer)
+                self._waiting.appendleft(answer)
 
     def end(self, answer: Answer) -> None:
         """End an answer early."""
@@ -211,7 +235,7 @@ class Scheduler:
         Returns:
             False if it must be known first how far these came.
         """
-        for answer in list(self._running):
+        for answer in [answer for answer in self._running if not answer.waits]:
             while answer.slot is not None and (lack := self._lack(answer)) > len(self._pool):
                 last = self._running[-1]
                 if last.windows:

@@ -17,6 +17,7 @@ from starlette.routing import Route
 from jaxglue.data.messages import read_chat
 from jaxglue.generation.chat import Assistant, TextStream
 from jaxglue.generation.config import SamplingConfig, ServeConfig
+from jaxglue.generation.grammar import Grammar
 from jaxglue.generation.prompts import encode_messages, encode_prompt, system_message
 from jaxglue.generation.scheduler import Request
 from jaxglue.generation.service import EndedError, Event, FullError, Service, Ticket
@@ -39,6 +40,14 @@ _SAMPLING: dict[str, tuple[Any, float, float]] = {
 _IGNORED = {"user", "store", "metadata", "parallel_tool_calls", "service_tier"}
 _KNOWN = {"model", "messages", "prompt", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "n", "stop"}
 _KNOWN |= {"stream", "stream_options", "logit_bias", "logprobs", "top_logprobs"}
+_GRAMMARS = {
+    "json": (dict, "a JSON schema, as an object or text"),
+    "regex": (str, "a regular expression"),
+    "choice": (list, "a list of texts that are not empty"),
+    "grammar": (str, "a grammar in Lark's notation"),
+}
+"""Kinds of grammars and their values; requests give `guided_…` or an entry of `structured_outputs`, as in vLLM."""
+_KNOWN |= {"response_format", "structured_outputs", *(f"guided_{kind}" for kind in _GRAMMARS)}
 
 
 class BadRequestError(Exception):
@@ -122,7 +131,7 @@ class _Server:
         tools = None if body.get("tool_choice") == "none" else body.get("tools")
         chat = read_chat(messages, tools, "messages")
         tokens = encode_messages(self._assistant.tokenizer, chat.messages, chat.tools)
-        return await self._answer(http, self._call(body, tokens, chat=True, functions=parameters_of(chat.tools)))
+        return await self._answer(http, await self._call(body, tokens, chat=True, functions=parameters_of(chat.tools)))
 
     async def _complete(self, http: HttpRequest) -> Response:
         body = await _read(http)
@@ -133,9 +142,9 @@ class _Server:
             tokens = prompt
         else:
             raise BadRequestError("prompt must be a text or a list of token ids, and not empty")
-        return await self._answer(http, self._call(body, tokens, chat=False))
+        return await self._answer(http, await self._call(body, tokens, chat=False))
 
-    def _call(
+    async def _call(
         self, body: dict[str, Any], tokens: list[int], *, chat: bool, functions: dict[str, Any] | None = None
     ) -> Call:
         """Return a parsed request; refuse what would change the answer and is not known."""
@@ -160,14 +169,31 @@ class _Server:
             **{**defaults, **settings}, max_tokens=room if most is None else most, stop=_stops(body)
         )
         count = _number(body, "n", int, 1, _MOST_ANSWERS) or 1
+        biases = _biases(body, self._assistant.config.vocab_size)
+        grammar = await asyncio.to_thread(self._grammar, body)
         return Call(
-            request=Request(tokens, sampling, n=count, logit_bias=_biases(body, self._assistant.config.vocab_size)),
+            request=Request(tokens, sampling, n=count, logit_bias=biases, grammar=grammar),
             stream=bool(body.get("stream")),
             usage=bool(options and options.get("include_usage")),
             log_probs=bool(body.get("logprobs")),
             chat=chat,
             functions=functions or {},
         )
+
+    def _grammar(self, body: dict[str, Any]) -> Grammar | None:
+        """Return what the answer may be, if the request says it."""
+        found = _grammars(body)
+        if not found:
+            return None
+        if len(found) > 1:
+            raise BadRequestError("an answer follows one grammar: give one of response_format, guided_… and others")
+        ((kind, value),) = found
+        grammars = self._assistant.grammars
+        if kind == "json":
+            return grammars.json(value)
+        if kind == "choice":
+            return grammars.choice(value)
+        return grammars.regex(value) if kind == "regex" else grammars.lark(value)
 
     async def _answer(self, http: HttpRequest, call: Call) -> Response:
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
@@ -275,7 +301,7 @@ class _Answer:
         return {**shared, "message": message}
 
     def chunk(self, index: int) -> dict[str, Any] | None:
-        """Return what is new; None for nothing."""
+        """Return the new part of the answer; None without one."""
         visible = self._visible
         new, self._shown = visible[self._shown :], max(self._shown, len(visible))
         if not new and self.finish is None:
@@ -342,6 +368,47 @@ def _stops(body: dict[str, Any]) -> tuple[str, ...]:
     ):
         raise BadRequestError("stop must be a text or a list of at most 16 texts of fewer than 1,024 characters")
     return tuple(stops)
+
+
+def _grammars(body: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return the kinds and values of the grammars that a request gives, schemas as objects."""
+    options = body.get("structured_outputs") or {}
+    if not isinstance(options, dict) or options.keys() - _GRAMMARS.keys():
+        raise BadRequestError(f"structured_outputs must be an object with one of: {', '.join(_GRAMMARS)}")
+    given = [(f"structured_outputs.{kind}", kind, value) for kind, value in options.items()]
+    given += [(f"guided_{kind}", kind, body.get(f"guided_{kind}")) for kind in _GRAMMARS]
+    found = [(kind, _value(name, kind, value)) for name, kind, value in given if value is not None]
+    schema = _schema(body.get("response_format") or {"type": "text"})
+    return found if schema is None else [*found, ("json", schema)]
+
+
+def _value(name: str, kind: str, value: Any) -> Any:
+    """Return the value of a grammar, checked, with a schema read from its text."""
+    if kind == "json" and isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise BadRequestError(f"{name} is no JSON: {error}") from error
+    texts = kind != "choice" or (isinstance(value, list) and value and all(isinstance(t, str) and t for t in value))
+    type_, wanted = _GRAMMARS[kind]
+    if not isinstance(value, type_) or not texts:
+        raise BadRequestError(f"{name} must be {wanted}")
+    return value
+
+
+def _schema(wanted: Any) -> dict[str, Any] | None:
+    """Return the JSON schema of a `response_format`; None for text."""
+    kind = wanted.get("type") if isinstance(wanted, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    described = wanted.get("json_schema") if kind == "json_schema" else None
+    if not isinstance(described, dict) or not isinstance(described.get("schema"), dict):
+        raise BadRequestError(
+            "response_format must have the type text, json_object, or json_schema with a name and schema in json_schema"
+        )
+    return described["schema"]
 
 
 def _biases(body: dict[str, Any], vocabulary: int) -> dict[int, float]:

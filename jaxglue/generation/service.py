@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from jaxglue.generation.chat import Assistant
 from jaxglue.generation.config import GREEDY
 from jaxglue.generation.engine import Batch, Kind
+from jaxglue.generation.grammar import is_installed
 from jaxglue.generation.pages import PAGE, plan_cache
 from jaxglue.generation.sampling import Features
 from jaxglue.generation.scheduler import Answer, Finish, Request
@@ -41,7 +42,7 @@ class Ticket:
 
 
 class FullError(Exception):
-    """As many requests wait as the service takes."""
+    """Reports that as many requests wait as the service takes."""
 
 
 class EndedError(ValueError):
@@ -73,7 +74,8 @@ class Service:
         lengths = [(self.length // 2, self.length)] * slots
         options = {"cache_dtype": self._engine.cache_dtype, "free": memory}
         plan = plan_cache(lengths, assistant.config, assistant.dtype, **options)  # type: ignore[arg-type]
-        kind, weights = Kind(_FEATURES, STOPS, BIASES), (assistant.adapter, assistant.frozen)
+        features = _FEATURES._replace(grammars=is_installed())
+        kind, weights = Kind(features, STOPS, BIASES), (assistant.adapter, assistant.frozen)
         self._failure: str | None = None
         self._batch: Batch = self._engine.open(*weights, plan, kind, whole=True)
         self._thread = threading.Thread(target=self._serve, name="service", daemon=True)

@@ -138,7 +138,7 @@ def _stacked_quantized(
             raise ValueError(f"{within[0][2]} is in {made.label}, which is not read for experts one by one")
         # One product on the device instead of one for each expert.
         rows = jax.tree.map(lambda *arrays: jax.device_put(np.concatenate(arrays)), *matrices)
-        return Stack(rows=rows, count=stop - start)
+        return Stack(rows=rows, out=shape[1])
 
     def read_rows(files: TensorFiles, start: int, stop: int) -> jax.Array:
         return expand(read_stack(files, start, stop), jnp.bfloat16)

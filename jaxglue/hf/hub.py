@@ -45,7 +45,7 @@ _REMEDIES = {
     403: "log in with `hf auth login` or HF_TOKEN, of an account that may read it",
     429: "it has had too many requests: wait some minutes, or log in with `hf auth login`",
 }
-"""By the status of a refusal."""
+"""Remedies by the status of a refusal."""
 _TRANSPORT = {
     "TimeoutException": "the hub did not answer in time",
     "ConnectError": "the hub cannot be reached",

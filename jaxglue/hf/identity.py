@@ -71,9 +71,9 @@ _UNQUANTIZED = ("norm.weight", ".bias", ".sinks", "embed_tokens.weight", "lm_hea
 """Ends of the names of tensors that every storage format keeps as they are."""
 _COPY_OF_TIED = "lm_head.weight"
 _NUMBER = re.compile(r"^\d+\.")
-"""Of an expert, in the name of its own tensor."""
+"""Number of an expert, in the name of its own tensor."""
 _EXPERTS = ".experts."
-"""In names of tensors that folders lay out in several ways."""
+"""Part of the names of tensors that folders lay out in several ways."""
 
 Identity = Mapping[str, str]
 """`model_type`, and digests: `weights` of tensors that stay unquantized, `experts`, and `linears` of the others.

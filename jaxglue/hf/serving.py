@@ -165,7 +165,7 @@ def write_stops(folder: Path, stops: Collection[int], base: Path | None = None) 
 
 
 def _first_settings(settings: dict[str, Any], base: Path | None) -> dict[str, Any]:
-    """Return what a folder's first generation_config.json begins with."""
+    """Return the first entries of a folder's first generation_config.json."""
     if base is not None and (base / GENERATION).is_file():
         return read_json(base / GENERATION)
     settings = _read_settings(base / CONFIG) if base is not None and (base / CONFIG).is_file() else settings

@@ -81,7 +81,7 @@ def check_serving(
 
 
 def reading(tokenizer: PreTrainedTokenizerBase, chats: Chats) -> dict[str, Any]:
-    """Return what a tokenizer makes of conversations and a text, by name; conversations that it refuses are None."""
+    """Return renderings of conversations, None for refused ones, and tokens of a text by a tokenizer, by name."""
     found: dict[str, Any] = {"eos token": tokenizer.eos_token, "tokens of a text": tokenizer(_TEXT)["input_ids"]}
     for number, chat in enumerate(chats if tokenizer.chat_template else (), 1):
         prompt = chat["messages"][-1]["role"] != "assistant"

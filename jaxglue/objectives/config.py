@@ -12,7 +12,7 @@ LossType = Literal["sigmoid", "hinge", "robust", "exo_pair", "nca_pair", "apo_ze
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig(Config):
-    """What training minimizes."""
+    """The loss that training minimizes."""
 
     objective: Annotated[str, Choices(OBJECTIVES), Alias("rl")] = "sft"
     """Supervised cross-entropy, or a loss of preferred and other answers: DPO (arXiv 2305.18290), IPO (2310.12036),

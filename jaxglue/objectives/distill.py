@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 from jaxglue.data.batch import Batch
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.objectives.objective import TargetValues
-from jaxglue.objectives.policy import RolloutObjective, StepCounts
+from jaxglue.objectives.policy_gradient import RolloutObjective, StepCounts
 
 
 class Distillation(RolloutObjective):

@@ -25,7 +25,7 @@ class RewardModel(AnswerObjective):
 
     @property
     def title(self) -> str:
-        """Return what is scored."""
+        """Return the objective's name in the plan's panel."""
         return "reward model, a score of each answer's last token"
 
     def units(self, values: TargetValues, batch: Batch, answers: Answers) -> tuple[Values, list[Values]]:

@@ -62,7 +62,7 @@ class Operation:
 
     name: str
     backends: Mapping[str, Backend]
-    """By name, in order of preference."""
+    """Backends by name, in order of preference."""
     order: Callable[..., Sequence[str]] | None = None
     """`order(*call)` returns the names in order of preference, where it depends on the call."""
 
@@ -203,12 +203,6 @@ def check_hopper(capability: Capability | None) -> None:
 
 UNTRIED = {
     "few rows by TMA",
-    "GeGLU of experts",
-    "attention of narrow values",
-    "buffers of several GPUs",
-    "programs of several layers on several GPUs",
-    "small layers on several GPUs",
-    "attention over latents",
 }
 """Kernels and the like that no GPU has run since they were last changed. Tests marked gpu run them; until these have
 passed, no other call does."""

@@ -43,7 +43,7 @@ def live_program(program: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _live(jaxpr: Jaxpr, used: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
-    """Return what of a program these results need, and whether each argument is needed.
+    """Return the part of a program that these results need, and whether each argument is needed.
 
     JAX's own elimination keeps every call of a Triton kernel.
     """

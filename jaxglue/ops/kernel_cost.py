@@ -43,7 +43,7 @@ class KernelCost:
     flops: int = 0
     """Operations of matmuls, including padded rows of tiles."""
     fp8: bool = False
-    """These multiply FP8 values by FP8 values."""
+    """Its matmuls multiply FP8 values by FP8 values."""
     bytes: int | None = None
     """Read and written; None for those of all arguments and results, each once."""
     turns: int = 0

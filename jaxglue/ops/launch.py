@@ -82,7 +82,7 @@ class Launcher:
     """Base of every class that launches kernels, on one kind of GPU."""
 
     compute_capability: int
-    """In Triton's form: 90 for 9.0."""
+    """Compute capability in Triton's form: 90 for 9.0."""
 
     @classmethod
     def of(cls, capability: Capability, **fields: Any) -> Self:

@@ -54,6 +54,12 @@ def split_tokens(values: Any, order: Int[np.ndarray, "B T"]) -> Any:
     return np.take_along_axis(values, order.reshape(*order.shape, *[1] * (values.ndim - 2)), axis=1)
 
 
+@jax.jit
+def in_rows(values: Float[Array, "B T"], split: RowSplit) -> Float[Array, "B T"]:
+    """Return values of tokens in the devices' order, of all devices, in the order of their rows."""
+    return jnp.take_along_axis(values, split.places, axis=1)
+
+
 def _owners(lengths: Int[np.ndarray, " documents"], T: int, devices: int) -> Int[np.ndarray, " T"]:
     """Return the device of each token of a row, of which each has as many."""
     owners = np.empty(T, np.int16)
@@ -84,7 +90,7 @@ def _fill(room: np.ndarray, devices: np.ndarray, tokens: int) -> np.ndarray:
 
 
 def bounds(segments: PackedSegments, window: int | None) -> PackedSegments:
-    """Return what this device's queries see of whole rows, and which of them see each of a row's keys. Per device."""
+    """Return the keys of whole rows that this device's queries see, and the queries that see each key. Per device."""
     split = segments.split
     assert split is not None
     starts, stops, before = segments.starts, split.stops, split.before[:, 0]

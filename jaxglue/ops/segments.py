@@ -49,7 +49,7 @@ class PackedSegments:
     units: Int[Array, "B 2 2 U"] | None = None
     """First tokens and ends of units, in the orders in which programs start on queries and on keys; see `_units`."""
     copies: "Copies | None" = None
-    """Of forked segments, for operations that follow one continuation (`copy_beginnings`)."""
+    """Copies of forked segments' beginnings, for operations that follow one continuation (`copy_beginnings`)."""
     split: "RowSplit | None" = None
     """How rows are split over devices; fields of tokens are then in its order, and their values stay a row's."""
     own_keys: Int[Array, "B Q"] | None = None

@@ -137,8 +137,8 @@ ATTENTION = {
     ("long", 256): AttentionRates(_rate(0.67, 160, _wide), _rate(0.40, 250, _wide)),
     ("cudnn", 256): AttentionRates(_rate(0.86, 490, _wide), _rate(0.53, 400, _wide)),
 }
-"""By kernel and largest head dim: Triton kernels with tiles for short and long documents, and cuDNN's. In whole steps,
-where power limits long passes to nine tenths of their rate alone."""
+"""Rates by kernel and largest head dim: Triton kernels with tiles for short and long documents, and cuDNN's. In whole
+steps, where power limits long passes to nine tenths of their rate alone."""
 ATTENTION_START = _lengths(3e-6, "s")
 """Time in which a program of a Triton kernel starts and ends."""
 KEYS_TURN = _lengths(0.65e-6 / 32, "s")
@@ -147,7 +147,7 @@ ROWS_TURN = _lengths(1.15e-6 / 64, "s")
 """Its time for a query row of its keys, with a head dim of 128."""
 HOPPER_FORWARD = {64: _tiles(0.68, 4e-6), 128: _tiles(0.94, 3e-6), 256: _tiles(0.94, 4e-6, fitted=_wide)}
 HOPPER_BACKWARD = {64: _tiles(0.62, 6e-6, 8), 128: _tiles(0.83, 4e-6, 12)}
-"""By head dim."""
+"""Rates by head dim."""
 HOPPER_PARTED = _long(0.94, "of the backward pass's rate")
 """Rate of the backward pass where a token's query heads do not fit a tile."""
 
@@ -173,28 +173,26 @@ STREAMED_LAYER = _grid(12.0, "calls")
 STREAMED_ARRAY = _grid(1.5, "copies")
 """For each array among them."""
 OFFLOADED_VALUE = _grid(9.0, "copies")
-"""For a value to or from own page-locked buffers."""
+"""Time for a value to or from own page-locked buffers."""
 SHORT_PASS = _grid(1.2e-3, "s")
 """GPU's time of a layer's pass, of which the host hardly dispatches one in this time."""
 OVERLAP = _grid(4.0, "exponent")
 GROUPED_OVERLAP = _grid(1.7, "exponent")
 WHOLE_OVERLAP = _grid(6.0, "exponent")
-"""With which GPU's and host's time make a step's: the higher, the better is the shorter one hidden. Of several programs
-of layers, one starts once the host has passed all their parameters."""
+"""Exponents with which GPU's and host's time make a step's: the higher, the better is the shorter one hidden. Of
+several programs of layers, one starts once the host has passed all their parameters."""
 COMPILE_ENDS = _grid(5.0, "s")
-"""To compile embedding and head, with autotuning."""
+"""Time to compile embedding and head, with autotuning."""
 COMPILE_LAYER = _grid(3.5, "s")
 COMPILE_EXPERTS = _grid(4.0, "s")
-"""To compile the passes of a layer, and of one with experts."""
+"""Time to compile the passes of a layer, and of one with experts."""
 COMPILE_GROUPED = _grid(0.15, "s")
-"""To compile each further layer of a program."""
+"""Time to compile each further layer of a program."""
 COMPILE_WHOLE = _grid(17.0, "s")
 COMPILE_IN_WHOLE = _grid(0.4, "s")
-"""To compile a micro-batch's only program, and for each layer in it."""
+"""Time to compile a micro-batch's only program, and for each layer in it."""
 PINNING = Fitted(8 * _GIB, "bytes/s", "H200", _UNRECORDED)
 """Rate at which a run pins host memory, by threads beside compilation (`engine/host_buffers.py`)."""
-JAX_PINNING = Fitted(1.2 * _GIB, "bytes/s", "H100", _UNRECORDED)
-"""Rate at which JAX does, where a virtual machine's memory grows as it is touched."""
 WORTH_COMPILING = Fitted(1.2 * _GIB, "bytes", "H100", _UNRECORDED)
 """Host memory whose use is as bad as a second of compilation."""
 
@@ -205,14 +203,14 @@ SCATTERED = _grid(0.35, "of the largest temporary memory")
 MOST_SCATTERED = _grid(1.5 * _GIB, "bytes")
 """Memory that a pool loses between other values, of which the largest temporary memory is one block, and its most."""
 LARGER_TEMPORARY = _grid(0.1, "of a layer's temporary memory")
-"""By which it may exceed the prediction, counted where gaps take the spare."""
+"""Most by which it may exceed the prediction, counted where gaps take the spare."""
 PROGRAMS_MEMORY = _grid(int(0.3 * _GIB), "bytes")
 """Loaded programs and workspaces of matmuls, for any model."""
 OUTSIDE_POOL = Fitted(0.7 * _GIB, "bytes", "H100", "benchmarks/results/memory_limit.json")
-"""Of a process beside JAX's pool: CUDA's context and the code of kernels."""
+"""Memory of a process beside JAX's pool: CUDA's context and the code of kernels."""
 COLLECTIVES_MEMORY = Fitted(1.0 * _GIB, "bytes", "H200", "benchmarks/results/scaling_train.json")
-"""Of a process that exchanges with other GPUs, beside it: NCCL's buffers, 0.8 GiB on two GPUs."""
+"""Memory of a process that exchanges with other GPUs, beside it: NCCL's buffers, 0.8 GiB on two GPUs."""
 CUDNN_WORKSPACE = Fitted(8, "bytes", "H200", "compiled programs' temporary memory")
 """Bytes of cuDNN's backward pass for each token, head, head dim and segment slot."""
 SCALING_ERROR = Fitted(3e-4, "of the memory", "H200", "plans of scaled and of traced programs")
-"""By which scaled programs may differ from traced ones."""
+"""Most by which scaled programs differ from traced ones."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 
-from jaxglue.engine.per_layer import interleave
+from jaxglue.engine.layer_settings import interleave
 from jaxglue.engine.policy import AUTO, RematPolicy, parse_policy
 from jaxglue.engine.residency import DEVICE, HOST, parse_weights, stream_evenly
 from jaxglue.models.family import find_family
@@ -26,7 +26,7 @@ _OFFLOADS = (
     f"offload:layer_input,attention_residual,key,value,gate,{_RANKS}",
     f"offload:layer_input,attention_residual,query,key,value,gate,{_RANKS}",
 )
-"""In the order of bytes offloaded. All values save about as much recomputation per byte, so their total decides."""
+"""Policies in the order of bytes offloaded, as all values save about as much recomputation per byte."""
 _SMALLEST = f"save:{_RANKS}", f"offload:layer_input,{_RANKS}"
 _POLICIES: tuple[str, ...] = ("none", "dots", "dots; offload:layer_input", "full", "offload", *_SMALLEST, *_OFFLOADS)
 _MIXES = (
@@ -37,7 +37,7 @@ _MIXES = (
     *((small, f"{other}; save:up") for other, small in pairwise(_OFFLOADS[1:])),
 )
 _KEPT = ("full", f"save:{ATTENTION}", f"offload; save:{ATTENTION}", f"offload:layer_input,{ATTENTION}")
-"""Of layers by tiles, in which only attention's values and the layer's input can be kept."""
+"""Policies of layers by tiles, in which only attention's values and the layer's input can be kept."""
 _TILED_POLICIES = (*_KEPT, "offload", f"offload:layer_input,query,key,value,{ATTENTION}")
 _TILED_MIXES = (
     ("offload", f"offload:layer_input,{ATTENTION}"),

@@ -48,7 +48,7 @@ class Gpu:
     files: float = 0.0
     """Mapped files in the page cache to the device, bytes/s; 0 where weights may not stay in files."""
     dispatch: Dispatch = RECORDED
-    """By the host."""
+    """The host's times."""
     peak: float | None = None
     """Dense bf16 matmuls with float32 accumulation by the data sheet, FLOP/s; None where it is not known."""
     unified: bool = False

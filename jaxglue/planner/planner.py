@@ -62,7 +62,7 @@ class Planner:
 
     @property
     def workload(self) -> Workload:
-        """Return what is trained, with attention's kernels that fit the GPU."""
+        """Return the workload, with attention's kernels that fit the GPU."""
         return self.predictor.workload
 
     @property

@@ -235,7 +235,7 @@ def _local_program(program: ClosedJaxpr) -> ClosedJaxpr:
 
 
 _shared: WeakValueDictionary[tuple[Workload, Capability | None], "Programs"] = WeakValueDictionary()
-"""By workload, and by the compute capability for whose kernels programs are traced."""
+"""Programs by workload, and by the compute capability for whose kernels programs are traced."""
 
 
 def shared_programs(workload: Workload, capability: Capability | None) -> "Programs":

@@ -108,7 +108,7 @@ class Workload:
     mesh: MeshShape = field(default_factory=MeshShape)
     """How the GPUs share the work."""
     dtype: Any = jnp.bfloat16
-    """Of activations and frozen weights; trained parameters are float32."""
+    """Dtype of activations and frozen weights; trained parameters are float32."""
 
     attention: str = "auto"
     """Attention's backend."""

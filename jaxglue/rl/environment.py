@@ -1,5 +1,7 @@
 """Answers of several turns: an environment reads a conversation and says the next message, or gives a reward."""
 
+import json
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,14 +10,16 @@ from typing import Any, Protocol
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.data.template import ChatTemplate
+from jaxglue.data.template import ChatTemplate, trained_stops
+from jaxglue.generation.tool_calls import parameters_of, split_calls
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.sampler import Sample
 
-Reply = dict[str, Any] | float | None
-"""The next message, the reward that ends the conversation, or its end without one."""
+Reply = list[dict[str, Any]] | float | None
+"""The next messages, the reward that ends the conversation, or its end without one."""
 _TURN = "■"
 """Stands for the text of a turn, and is in no template: a letter might be in the token that ends the turn."""
+_log = logging.getLogger(__name__)
 
 
 class Turns(Protocol):
@@ -50,10 +54,19 @@ class Episode:
             np.concatenate([part.tokens for part in self.parts]),
             np.concatenate([part.log_probs for part in self.parts]),
             written[-1].ended,
-            "\n".join(f"{m['role']}: {m['content']}" for m in self.messages) if len(written) > 1 else written[0].text,
+            self._text([part.text for part in written]),
             counted=np.concatenate(counted),
             reward=self.reward,
+            messages=self.messages,
         )
+
+    def _text(self, written: Sequence[str]) -> str:
+        """Return the conversation as a text, the model's turns as they were written."""
+        if len(written) == 1:
+            return written[0]
+        turns = iter(written)
+        said = [(m["role"], next(turns) if m["role"] == "assistant" else m["content"]) for m in self.messages]
+        return "\n".join(f"{role}: {text}" for role, text in said)
 
 
 class Environment:
@@ -75,7 +88,9 @@ class Environment:
         longest: int,
     ):
         self._reply, self._turns, self._longest = reply, turns, longest
-        self._template = ChatTemplate(tokenizer)
+        self._template, self._tokenizer = ChatTemplate(tokenizer), tokenizer
+        self._ends = [str(tokenizer.convert_ids_to_tokens(token)) for token in trained_stops(tokenizer)]
+        self._refused = False
 
     def run(self, prompts: Sequence[Prompt], first: list[list[Sample]], indices: Sequence[int], sample: Turns) -> list:
         """Return the first answers, continued by further turns.
@@ -88,7 +103,7 @@ class Environment:
         """
         count = len(first[0])
         episodes = [
-            Episode(prompt, [{"role": "assistant", "content": answer.text}], [answer])
+            Episode(prompt, [self._message(prompt, answer, 0)], [answer])
             for prompt, group in zip(prompts, first, strict=True)
             for answer in group
         ]
@@ -104,34 +119,97 @@ class Environment:
             room = [self._longest - len(episodes[place].tokens) for place in going]
             for place, answer in zip(going, sample(asked, [numbers[p] for p in going], turn, room), strict=True):
                 episodes[place].parts.append(answer)
-                episodes[place].messages.append({"role": "assistant", "content": answer.text})
+                message = self._message(episodes[place].prompt, answer, turn)
+                episodes[place].messages.append(message)
         answers = [episode.answer() for episode in episodes]
         return [answers[start : start + count] for start in range(0, len(answers), count)]
 
+    def _message(self, prompt: Prompt, answer: Sample, turn: int) -> dict[str, Any]:
+        """Return an answer as a message, with its calls of the prompt's tools; these stand between special tokens."""
+        if not prompt.tools:
+            return {"role": "assistant", "content": answer.text}
+        text = str(self._tokenizer.decode(answer.tokens[: -1 if answer.ended else None].tolist()))
+        rest, calls = split_calls(text, parameters_of(prompt.tools))
+        if not calls:
+            return {"role": "assistant", "content": answer.text}
+        for token in self._tokenizer.all_special_tokens:
+            rest = rest.replace(token, "")
+        listed = [
+            # nine digits, which Mistral's templates ask for
+            {"id": f"{turn:04}{number:05}", "type": "function"}
+            | {"function": {"name": call.name, "arguments": json.loads(call.arguments)}}
+            for number, call in enumerate(calls)
+        ]
+        return {"role": "assistant", "content": rest.strip(), "tool_calls": listed}
+
     def _receive(self, episode: Episode, reply: Reply, *, is_last: bool) -> None:
-        """Append the environment's message, or end the conversation: also where no token is left for an answer."""
-        if not isinstance(reply, dict):
+        """Append the environment's messages, or end the conversation: also where no token is left for an answer."""
+        if not isinstance(reply, list):
             episode.reward, episode.is_over = math.nan if reply is None else float(reply), True
             return
-        tokens = self._between(episode, reply)
-        if is_last or not episode.parts[-1].ended or len(episode.tokens) + len(tokens) >= self._longest:
+        replies = _named(reply, episode.messages[-1].get("tool_calls", []))
+        tokens = self._between(episode, replies)
+        if (
+            is_last
+            or not episode.parts[-1].ended
+            or tokens is None
+            or len(episode.tokens) + len(tokens) >= self._longest
+        ):
             episode.is_over = True
             return
         unknown, apart = np.full(len(tokens), np.nan, np.float32), np.zeros(len(tokens), bool)
         episode.parts.append(Sample(np.array(tokens, np.int32), unknown, True, counted=apart))
-        episode.messages.append(reply)
+        episode.messages += replies
 
-    def _between(self, episode: Episode, message: dict[str, Any]) -> list[int]:
+    def _between(self, episode: Episode, replies: list[dict[str, Any]]) -> list[int] | None:
         """Return the tokens from the end of the model's turn to the start of its next.
 
-        The turn's own tokens stay as they were sampled: a sign stands for its text in the template.
+        The turn's own tokens stay as they were sampled: a sign stands for its text in the template. None where the
+        template refuses the model's tool calls, such as several at a time.
         """
         assert not isinstance(episode.prompt.content, str)
-        before = [*episode.prompt.content, *episode.messages[:-1], {"role": "assistant", "content": _TURN}]
-        messages, _ = self._template.protect([*before, message])
-        turn = self._template.render(messages[:-1])
-        whole = self._template.render_prompt(messages)
-        if not whole.startswith(turn):
-            raise ValueError("--environment: the chat template changes earlier turns, so that they cannot be continued")
-        tokens = self._template.encode(turn[turn.rindex(_TURN) + 1 :] + whole[len(turn) :])
-        return tokens[1:] if tokens[0] == episode.parts[-1].tokens[-1] else tokens
+        sign, said = _TURN, json.dumps(replies, ensure_ascii=False)
+        while sign in said:
+            sign += _TURN
+        turns = [_signed(m, sign) if m["role"] == "assistant" else m for m in episode.messages]
+        messages = [*episode.prompt.content, *turns, *replies]
+        calls = bool(episode.messages[-1].get("tool_calls"))
+        try:
+            rendered = self._template.render_prompt(*self._template.protect(messages, episode.prompt.tools))
+        except ValueError as error:
+            if not calls:
+                raise ValueError(f"--environment, {episode.prompt.origin}: {error}") from error
+            if not self._refused:
+                self._refused = True
+                _log.warning("%s: %s; such conversations end at this turn", episode.prompt.origin, error)
+            return None
+        if sign not in rendered:
+            raise ValueError(f"--environment, {episode.prompt.origin}: the chat template leaves out the model's turn")
+        rest = rendered[rendered.rindex(sign) + len(sign) :]
+        if not calls:
+            tokens = self._template.encode(rest)
+            return tokens[1:] if tokens[0] == episode.parts[-1].tokens[-1] else tokens
+        last = str(self._tokenizer.convert_ids_to_tokens(int(episode.parts[-1].tokens[-1])))
+        if last in rest:
+            return self._template.encode(rest.partition(last)[2])
+        ends = [place for end in self._ends if (place := rest.find(end)) >= 0]
+        return self._template.encode(rest[min(ends) :]) if ends else None
+
+
+def _signed(message: dict[str, Any], sign: str) -> dict[str, Any]:
+    """Put a sign in place of the text of a turn, or of the arguments of its last tool call."""
+    if not (calls := message.get("tool_calls")):
+        return message | {"content": sign}
+    last = calls[-1] | {"function": calls[-1]["function"] | {"arguments": {sign: sign}}}
+    return message | {"content": "", "tool_calls": [*calls[:-1], last]}
+
+
+def _named(replies: list[dict[str, Any]], calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Give results of tools the names and numbers of the calls in their order, where they say none."""
+    known = iter(calls)
+    named = []
+    for reply in replies:
+        call = next(known, None) if reply["role"] == "tool" else None
+        own = {} if call is None else {"name": call["function"]["name"], "tool_call_id": call["id"]}
+        named.append(own | reply)
+    return named

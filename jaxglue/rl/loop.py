@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import Step, check_run
-from jaxglue.objectives.policy import RolloutObjective, StepCounts
+from jaxglue.objectives.policy_gradient import RolloutObjective, StepCounts
 from jaxglue.rl.advantages import Advantages, group_advantages, left_one_out, reward_metrics
 from jaxglue.rl.config import RolloutConfig
 from jaxglue.rl.environment import Environment

@@ -20,16 +20,17 @@ class TrainedAnswer:
     """An answer as training reads it."""
 
     tokens: Int[np.ndarray, " L"]
-    """With the token that ended it."""
+    """Tokens, with the one that ended it."""
     log_probs: Float[np.ndarray, " L"]
-    """Of its tokens as sampling computed them; NaN where it did not."""
+    """Log-probabilities of its tokens as sampling computed them; NaN where it did not."""
     counted: Bool[np.ndarray, " L"]
     """False for tokens that the model did not write, such as results of tools, and those left out of the loss."""
     advantage: float = 0.0
     old: Float[np.ndarray, " L"] | None = None
-    """Of its tokens under the weights that wrote it, where these are not the present ones; of all answers or none."""
+    """Log-probabilities under the weights that wrote it, where these are not the present ones; of all answers or
+    none."""
     reference: Float[np.ndarray, " L"] | None = None
-    """Of its tokens under the reference, where an objective has one; of all answers or none."""
+    """Log-probabilities under the reference, where an objective has one; of all answers or none."""
     teacher: Float[np.ndarray, "L E"] | None = None
     """A teacher's hidden states that predict its tokens; of all answers or none."""
 

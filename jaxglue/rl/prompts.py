@@ -16,6 +16,7 @@ from jaxglue.data.dataset import TokenDataset
 from jaxglue.data.files import Row
 from jaxglue.data.limits import template_time_limit
 from jaxglue.data.messages import Chat, listed, read_chat
+from jaxglue.data.pieces import PieceTokenizer
 from jaxglue.data.readers import read_rows
 from jaxglue.data.store import StoreInfo, TokenStore
 from jaxglue.data.template import ChatTemplate, adopt
@@ -39,6 +40,8 @@ class Prompt(NamedTuple):
     """Tokens of the row's own answer, where it has one."""
     teacher: list[int] | None = None
     """Tokens of the teacher's prompt, where it is another."""
+    tools: list[Any] | None = None
+    """Of the row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,13 +125,14 @@ class _Encoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, system: str, teacher_system: str | None):
         self._tokenizer, self._system, self._teacher_system = tokenizer, system, teacher_system
         self._template = ChatTemplate(tokenizer) if tokenizer.chat_template else None
+        self._pieces = PieceTokenizer(tokenizer.backend_tokenizer)
 
     def encode(self, row: Row) -> Prompt:
         try:
             content, chat, columns = self._read(row.value)
             tokens = self._tokens(content, chat)
             given, teacher = self._given(row.value, chat, tokens), self._teacher(chat, columns)
-            return Prompt(row.origin, content, tokens, columns, given, teacher)
+            return Prompt(row.origin, content, tokens, columns, given, teacher, chat and chat.tools)
         except ValueError as error:
             raise ValueError(f"{row.origin}: {error}") from error
 
@@ -166,7 +170,8 @@ class _Encoder:
             if not isinstance(completion, str):
                 return None
             eos = self._tokenizer.eos_token_id
-            tokens = self._tokenizer.encode(completion, add_special_tokens=False)
+            assert isinstance(row["prompt"], str)
+            _, tokens = self._pieces.encode([row["prompt"], completion])
             return tokens if eos is None else [*tokens, eos]
         last = completion[-1] if isinstance(completion, list) and completion else None
         for key in ("messages", "conversations"):

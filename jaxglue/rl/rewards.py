@@ -54,17 +54,17 @@ class Written(NamedTuple):
 
     @property
     def completions(self) -> list[Any]:
-        """Return the answers to a text as texts, those to a conversation as conversations of one message."""
+        """Return the answers to a text as texts, those to a conversation as its further messages."""
         if isinstance(self.prompt.content, str):
             return self.texts
-        return [[{"role": "assistant", "content": text}] for text in self.texts]
+        return [sample.messages or [{"role": "assistant", "content": sample.text}] for sample in self.samples]
 
 
 class RewardSpec(NamedTuple):
     """A reward as `--reward` names it."""
 
     name: str
-    """In metrics."""
+    """Name in metrics."""
     file: str
     """A Python file; empty for a reward model."""
     options: Mapping[str, str]
@@ -219,14 +219,16 @@ class Judge:
             return None
         reply = found["reply"]
         if isinstance(reply, str):
-            return {"role": "user", "content": reply}
-        is_message = isinstance(reply, dict) and {"role", "content"} <= reply.keys()
-        if not (reply is None or is_message or (isinstance(reply, float) and math.isfinite(reply))):
-            raise ValueError(
-                f"environment of {episode.prompt.origin}: expected a text, a message with role and content, a finite "
-                f"number or None, got {reply!r:.200}"
-            )
-        return reply
+            return [{"role": "user", "content": reply}]
+        replies = [reply] if isinstance(reply, dict) else reply
+        if isinstance(replies, list) and replies and all(map(_is_message, replies)):
+            return replies
+        if reply is None or (isinstance(reply, float) and math.isfinite(reply)):
+            return reply
+        raise ValueError(
+            f"environment of {episode.prompt.origin}: expected a text, a message with role and content, a list of "
+            f"messages, a finite number or None, got {reply!r:.200}"
+        )
 
     def _ask(self, spec: RewardSpec, group: Written) -> list[float] | None:
         """Return a function's rewards of the answers to a prompt; None beyond a limit."""
@@ -267,6 +269,10 @@ class Judge:
         self.close()
 
 
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
 def _checked(rewards: Sequence[float | None], count: int, where: str) -> list[float]:
     if len(rewards) != count:
         raise ValueError(f"{where}: expected a reward for each of {count} answers, got {len(rewards)}")
@@ -281,7 +287,7 @@ class _Process:
     def __init__(self, memory: float):
         self._memory, self._process, self._read = memory, None, b""  # type: tuple[float, subprocess.Popen | None, bytes]
         self.is_stopped = False
-        """It judges nothing any more."""
+        """Whether it judges no more."""
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Return the reply; beyond the time, or where the process has died, end it and return the `limit`."""

@@ -35,9 +35,9 @@ class Sample(NamedTuple):
     """An answer."""
 
     tokens: Int[np.ndarray, " L"]
-    """With the token that ended it."""
+    """Tokens, with the one that ended it."""
     log_probs: Float[np.ndarray, " L"]
-    """Of the tokens, at the temperature of sampling."""
+    """Log-probabilities of the tokens, at the temperature of sampling."""
     ended: bool
     """False for one that reached its longest length."""
     text: str = ""
@@ -45,11 +45,13 @@ class Sample(NamedTuple):
     old: Float[np.ndarray, " L"] | None = None
     """Log-probabilities by training's programs, where several steps are made on the answer."""
     reference: Float[np.ndarray, " L"] | None = None
-    """Those of the reference, where the objective has one."""
+    """Log-probabilities under the reference, where the objective has one."""
     counted: Bool[np.ndarray, " L"] | None = None
     """False for tokens of an environment; None where the model wrote all."""
     reward: float = math.nan
-    """Of an environment; NaN without one."""
+    """Reward by an environment; NaN without one."""
+    messages: list[dict[str, Any]] | None = None
+    """Messages of a conversation with an environment, after those of the prompt."""
 
     @property
     def length(self) -> int:

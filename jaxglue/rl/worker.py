@@ -105,7 +105,7 @@ def reply(line: str) -> dict[str, Any]:
             return {}
         rewards = judge(function, request)
         if "messages" in request:
-            return {"reply": rewards[0] if isinstance(rewards[0], str | dict | None) else float(rewards[0])}
+            return {"reply": rewards[0] if isinstance(rewards[0], str | dict | list | None) else float(rewards[0])}
         return {"rewards": [value if value is None else float(value) for value in rewards]}
     except MemoryError:
         return {"limit": "its limit of memory"}

@@ -9,7 +9,7 @@ from typing import Any, Self
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxglue.models.config import DecoderConfig
+from jaxglue.models.config import DecoderConfig, MoeConfig
 from jaxglue.models.family import find_family
 from jaxglue.ops.collectives import BATCH_AXES
 from jaxglue.ops.quant.formats import FORMATS
@@ -100,9 +100,16 @@ class MeshShape:
             self._check_tensor(config)
         if self.context > 1:
             self._check_context(config, seq_len)
-        if self.expert > 1 and moe is not None and moe.quantize not in ("none", "mxfp4"):
-            label = FORMATS[moe.quantize].label
-            raise ValueError(f"--mesh {self}: expert cannot split experts in {label}; use fsdp instead of expert")
+        if self.expert > 1 and moe is not None:
+            self._check_expert(moe, config.hidden_size)
+
+    def _check_expert(self, moe: MoeConfig, hidden_size: int) -> None:
+        made, sizes = FORMATS[moe.quantize], (hidden_size, moe.intermediate_size)
+        if not made.divides((moe.num_experts, *sizes), self.expert):
+            raise ValueError(
+                f"--mesh {self}: {moe.num_experts // self.expert} experts of {' × '.join(map(str, sizes))} do not fill "
+                f"the groups in which {made.label} stores scales; use fewer devices along expert, or fsdp"
+            )
 
     def _check_context(self, config: DecoderConfig, seq_len: int | None) -> None:
         if seq_len is not None and seq_len % self.context:
@@ -160,7 +167,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
-_OF_ROWS = frozenset({"cu_seqlens", "units", "order", "places", "stops"})
+_OF_ROWS = frozenset({"cu_seqlens", "units", "order", "places", "stops", "advantages"})
 """Fields of batches that every device along `context` has whole."""
 
 

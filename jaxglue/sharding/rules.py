@@ -17,12 +17,14 @@ from jaxglue.ops.row_split import CONTEXT
 from jaxglue.sharding.mesh import batch_specs, put_on_mesh
 from jaxglue.sharding.specs import Axes, axes_tuple, make_spec, spec_axes, without_axis
 
-_ARRAY = r"(\.rows)?(\.codes|\.values|\.scales|\.absmax|\.divisors)?"
-"""An array of a quantized matrix, or of those of all experts, with a row for each of its rows."""
+_ARRAY = r"(\.codes|\.values|\.scales|\.absmax|\.divisors)?"
+"""An array of a quantized matrix with a row for each of its rows."""
 RULES: tuple[tuple[str, P], ...] = (
     # parameter                                                     axes that split each of its dimensions
     (r"\.experts\.\w+_proj(_bias|\.lora_A|\.lora_B)$",              P("expert")),
     (r"\.experts\.\w+_proj(_[a-z]+)?$",                             P("expert", "fsdp")),  # [E, ·, ·], also parts
+    (rf"\.experts\.\w+_proj(\.weight)?\.rows{_ARRAY}$",            P(("expert", "fsdp"))),  # [E·out, ·]
+    (r"\.experts\.\w+_proj(\.weight)?\.rows\.scale_absmax$",       P("expert")),
     (rf"(embed_tokens|lm_head)\.weight{_ARRAY}$",                   P("fsdp")),  # [V, D]
     (rf"\.(q|k|v|gate|up)_proj\.weight{_ARRAY}$",                   P(("tensor", "fsdp"))),  # [out, in]
     (rf"\.(qkv|gate_up)_proj\.weight{_ARRAY}$",                    P("fsdp")),

@@ -35,7 +35,7 @@ from jaxglue.models.parameters import Params
 from jaxglue.session import Loss, Session, TokenDocument
 from jaxglue.terminal import echo
 from jaxglue.tinker.wire import LossRequest, loss_response, read_loss_request, sample_response
-from jaxglue.training.own_optimizer import SteppedAdam
+from jaxglue.training.optimizer_objects import SteppedAdam
 
 _LARGEST_BODY = 64 * 2**20
 _WAIT = 20.0

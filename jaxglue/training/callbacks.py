@@ -22,7 +22,7 @@ class Predictions:
     predicted: Int[np.ndarray, " N"]
     """Tokens with the largest logits in the targets' places."""
     log_probs: Float32[np.ndarray, " N"]
-    """Of the targets."""
+    """Log-probabilities of the targets."""
     documents: Int[np.ndarray, " N"]
     """Number of the target's document, in the order in which they are evaluated."""
     columns: Mapping[str, Float32[np.ndarray, " N"]] = field(default_factory=dict)

@@ -29,7 +29,6 @@ from jaxglue.models.context import PackedContext
 from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
 from jaxglue.ops.collectives import per_device
 from jaxglue.ops.moe import Routing, routing_statistics
-from jaxglue.rl.loop import RolloutSteps
 from jaxglue.sharding.gather import gather
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
@@ -39,7 +38,7 @@ from jaxglue.training.progress import SHOWN
 from jaxglue.training.setup import Run
 
 _LARGEST_EXPONENT = 700.0
-"""Of a float64, whose exponential is finite."""
+"""A float64 whose exponential is finite."""
 _AT_ONCE = 8
 """Prompts answered together: training leaves little memory."""
 
@@ -72,8 +71,7 @@ class Evaluation:
     ):
         self._compute_metrics = compute_metrics
         self._batches, self._executor, self._mesh = run.eval_batches, executor, mesh
-        batches = run.batches
-        self._rollouts = batches if isinstance(batches, RolloutSteps) and batches.has_held_out else None
+        self._rollouts = run.rollouts if run.rollouts and run.rollouts.has_held_out else None
         self._sources = run.data.eval_sources
         self._objective = run.workload.objective
         self._probe = None if run.model.moe is None else probe

@@ -48,7 +48,7 @@ class StepReport:
     data_wait: float
     """Share of time spent waiting for a batch, 0–1."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Those of the objective, by TRL's names."""
+    """Metrics of the objective, by TRL's names."""
 
 
 class TrainingProgress:

@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 class FP8Parts(TypedDict):
-    """Which layers, and whether the head, are multiplied in FP8, as JSON, with the error that was allowed."""
+    """The layers, and perhaps the head, multiplied in FP8, as JSON, with the largest error allowed."""
 
     max_error: float
     layers: Sequence[bool]
@@ -50,7 +50,7 @@ class FP8Parts(TypedDict):
 
 
 class StepState(TypedDict):
-    """What a checkpoint holds of a step beside its arrays, as JSON."""
+    """State of the step in a checkpoint, beside its arrays, as JSON."""
 
     fp8: NotRequired[FP8Parts | None]
 

@@ -1,4 +1,4 @@
-"""What settings, model folder and devices decide before any data is read: architecture, batch, rows and workload."""
+"""Architecture, batch, rows and workload, decided by settings, model folder and devices before any data is read."""
 
 from dataclasses import replace
 from pathlib import Path

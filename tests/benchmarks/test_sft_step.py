@@ -33,6 +33,37 @@ def test_a_document_never_predicts_the_next_ones_first_token(prepared):
             start += size
 
 
+def test_ours_alone_draws_its_weights_with_experts_in_their_format(tmp_path):
+    import sft_ours
+    import sft_step
+
+    from jaxglue.ops.quant.nf4 import NF4
+
+    files, _ = sft_step.Inputs(tmp_path, ["tiny experts NF4"], warm_up=0, steps=1).prepare("tiny experts NF4")
+    assert not [*files["model"].glob("*.safetensors")]
+    flags = [word for name in ("model", "adapter", "batches") for word in (f"--{name}", str(files[name]))]
+    args = sft_ours.parse([*flags, "--quantize", "nf4"])
+    _, trainable, frozen = sft_ours.load(args, sft_ours.settle_config(args), None)
+    assert isinstance(frozen["layers"][0]["mlp"]["experts"]["down_proj"]["weight"].rows, NF4)
+    assert trainable["layers"][0]["mlp"]["experts"]["down_proj"]["lora_A"].shape == (8, 16, 64)
+    tokens = np.array(frozen["embed_tokens"]["weight"])
+    assert 0.9 < tokens.std() < 1.1  # routers tell them apart
+
+
+def test_mixtures_are_compared_at_equal_active_flops():
+    import sft_step
+
+    measured = {"qwen3-30b-a3b": (100.0, 50.0), "glm-4.7-flash": (120.0, 80.0)}
+    rows = [
+        {"row": row, "engine": "ours", "tokens": 1, "flops": flops, "ms": ms, "kernels": 1}
+        for row, (flops, ms) in measured.items()
+    ]
+    failed = {"row": "gemma-4-26b-a4b", "engine": "ours", "error": "x"}
+    beside = [[*row.values()][-1] for row in sft_step.summary([*rows, failed])]
+    assert beside == ["1.00", "0.75", "-"]
+    assert len({len(row) for row in sft_step.summary([*rows, failed])}) == 1
+
+
 @pytest.mark.long
 def test_ours_learns_and_results_are_written_as_they_come(tmp_path, monkeypatch, capsys):
     import sft_step
@@ -84,6 +115,16 @@ def test_what_was_measured_survives_what_fails_afterwards(capfd, rest, error):
     assert sft_step.execute([sys.executable, "-c", "raise ValueError('early')"], {}, limit=9)["error"].endswith("early")
 
 
+def test_workers_of_an_engine_that_ended_do_not_hold_a_measurement(capfd):
+    import sft_step
+
+    child = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    script = f"import os, subprocess, sys; {child}; print('{{\"warm_up_s\": [3.0]}}', flush=True); os._exit(0)"
+    result = sft_step.execute([sys.executable, "-c", script], {}, limit=50)
+    assert result.pop("process_s") < 40 and result == {"warm_up_s": [3.0]}
+    assert "warm_up_s" in capfd.readouterr().out
+
+
 def test_later_files_replace_results_when_merged(tmp_path):
     import sft_step
 
@@ -100,8 +141,6 @@ def test_what_a_gpu_would_run_is_planned(prepared, monkeypatch, limit):
     import jax
     import sft_ours
 
-    from jaxglue.hf.checkpoint import read_config
-    from jaxglue.models import config_from_hf
     from jaxglue.planner.gpus import GIB, find_gpu
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -109,5 +148,5 @@ def test_what_a_gpu_would_run_is_planned(prepared, monkeypatch, limit):
     files = prepared[1]
     flags = [word for name in ("model", "adapter", "batches") for word in (f"--{name}", str(files[name]))]
     args = sft_ours.parse(flags + (["--memory-limit", str(limit)] if limit else []))
-    plan = sft_ours.choose(args, config_from_hf(read_config(args.model)), sft_ours.read_batches(args.batches))
+    plan = sft_ours.choose(args, sft_ours.settle_config(args), sft_ours.read_batches(args.batches))
     assert plan.seconds > 0 and plan.device_bytes < (limit or 140) * GIB

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from jaxglue.commands import main
 from jaxglue.generation.chat import ChatSession, before, converse, generate, stream_text
@@ -118,6 +120,32 @@ def test_an_unfinished_character_is_shown_at_the_end(tokenizer):
     texts = ["".join(stream_text(tokenizer, tokens[:count])) for count in range(1, len(tokens) + 1)]
     assert texts == [tokenizer.decode(tokens[:count]) for count in range(1, len(tokens) + 1)]
     assert len(tokens) > 2 and texts[-2].endswith("\ufffd")
+
+
+@pytest.fixture
+def of_bytes():
+    """Make a tokenizer as Llama 2's: characters, and single bytes for others."""
+    vocabulary = {"<unk>": 0, **{f"<0x{i:02X}>": 1 + i for i in range(256)}, "▁a": 257, "b": 258}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+
+
+def test_bytes_that_are_no_character_do_not_end_a_stream(of_bytes):
+    smile = [1 + byte for byte in "😀".encode()]
+    text = "".join(stream_text(of_bytes, [257, *smile, *smile[:2], 257, 258, *smile]))
+    assert text.startswith("a😀\ufffd") and text.endswith("\ufffd ab😀")
+
+
+def test_any_tokens_stream_as_text(of_bytes, tokenizer):
+    draw = np.random.default_rng(0)
+    for made in (of_bytes, tokenizer):
+        for _ in range(100):
+            tokens = draw.integers(0, len(made), 8).tolist()
+            whole = made.decode(tokens, skip_special_tokens=True)
+            assert "".join(stream_text(made, tokens)) == whole or "\ufffd" in whole
 
 
 @pytest.fixture

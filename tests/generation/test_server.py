@@ -138,7 +138,24 @@ def test_calls_and_results_of_tools_reach_the_template_as_in_training(served):
         ({"messages": MESSAGES, "n": True}, "n must be a number from 1 to 16, got True"),
         ({"messages": MESSAGES, "max_tokens": 65}, "max_tokens must be a number from 1 to 64"),
         ({"messages": MESSAGES, "max_tokens": 60}, "max_tokens is 60, and the prompt leaves"),
-        ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, "unsupported parameters: response_format"),
+        ({"messages": MESSAGES, "suffix": "end"}, "unsupported parameters: suffix"),
+        (
+            {"messages": MESSAGES, "response_format": {"type": "json_schema"}},
+            "response_format must have the type text,",
+        ),
+        (
+            {"messages": MESSAGES, "guided_choice": ["a", ""]},
+            "guided_choice must be a list of texts that are not empty",
+        ),
+        ({"messages": MESSAGES, "guided_json": "{"}, "guided_json is no JSON"),
+        (
+            {"messages": MESSAGES, "structured_outputs": {"xml": 1}},
+            "an object with one of: json, regex, choice, grammar",
+        ),
+        (
+            {"messages": MESSAGES, "guided_regex": "a", "response_format": {"type": "json_object"}},
+            "an answer follows one grammar",
+        ),
         ({"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens must be a number from 1 to 64"),
         ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice is not supported"),
         ({"messages": MESSAGES, "stream_options": "all"}, "stream_options must be an object"),
@@ -151,6 +168,36 @@ def test_calls_and_results_of_tools_reach_the_template_as_in_training(served):
 def test_bad_requests_are_refused(client, body, message):
     response = post(client, **body)
     assert response.status_code == 400 and message in response.json()["error"]["message"]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}},
+    "required": ["ok"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
+
+
+def test_answers_follow_a_schema_or_expression_streamed_or_whole(client):
+    pytest.importorskip("llguidance")
+    ask = {"messages": MESSAGES, "max_tokens": 40, "seed": 3, "temperature": 1.0}
+    for form in ({"response_format": FORMAT}, {"guided_json": json.dumps(SCHEMA)}):
+        (choice,) = post(client, **ask, **form, logit_bias={"1": 5}).json()["choices"]
+        assert choice["finish_reason"] in ("stop", "length")
+        if choice["finish_reason"] == "stop":
+            assert json.loads(choice["message"]["content"]) in ({"ok": True}, {"ok": False})
+    for form, texts in [
+        ({"guided_choice": ["cold", "hot"]}, {"cold", "hot"}),
+        ({"structured_outputs": {"regex": "(ab){2}"}}, {"abab"}),
+        ({"guided_grammar": 'start: "x" "y"'}, {"xy"}),
+    ]:
+        (choice,) = post(client, **ask, **form).json()["choices"]
+        assert choice["message"]["content"] in texts and choice["finish_reason"] == "stop"
+        chunks = [event["choices"][0] for event in events(post(client, **ask, **form, stream=True))]
+        assert "".join(chunk["delta"]["content"] for chunk in chunks) == choice["message"]["content"]
+    refused = post(client, messages=MESSAGES, guided_regex="(a")
+    assert refused.status_code == 400 and "is not understood" in refused.json()["error"]["message"]
 
 
 def test_bodies_are_bounded_and_json(client):

@@ -15,7 +15,7 @@ from jaxglue.hf.experts import checkpoint_layout
 from jaxglue.hf.identity import identify
 from jaxglue.hf.loading import load_model, random_model
 from jaxglue.hf.merge import export_adapter
-from jaxglue.models import config_from_hf
+from jaxglue.models import abstract_model, config_from_hf
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import flatten_names, hf_name, set_parameters, split_model
@@ -23,6 +23,7 @@ from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import FORMATS, is_quantized
 from jaxglue.ops.quant.stack import Stack, hold_matrices
 from jaxglue.sharding.mesh import MeshShape
+from jaxglue.sharding.rules import Layout
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "initializer_range": 0.2}
@@ -100,10 +101,24 @@ def test_adapters_are_merged_into_the_values_that_they_were_trained_on(make_fold
     np.testing.assert_allclose(np.stack(merged), values + added, atol=1e-5)
 
 
+@pytest.mark.parametrize("how", ["nf4", "int8", "fp8"])
+def test_experts_load_where_a_step_takes_them(tiny_config, how):
+    raw = {**tiny_config, **SIZES, **EXPERTS, "num_experts": 8, "model_type": "qwen3_moe"}
+    model = abstract_model(config_from_hf(raw).quantized(how))
+    layout = Layout(MeshShape.parse("fsdp=2,expert=2").abstract)
+    experts = split_model(model, nnx.LoRAParam)[2]["layers"][0]["mlp"]["experts"]
+    taken = jax.tree.leaves(layout.param_specs({"mlp": {"experts": experts}}))
+    loaded = [layout.place(name, x) for name, x in parameters(model).items() if ".experts." in name]
+    assert [sharding.spec for sharding in jax.tree.leaves(loaded)] == taken
+    assert {spec[0] for spec in taken if spec} <= {("expert", "fsdp"), "expert"} and any(taken)
+
+
 def test_what_cannot_be_held_or_split_is_refused(tiny_config, tiny_model):
     raw = {**tiny_config, **SIZES, **EXPERTS, "model_type": "qwen3_moe"}
-    with pytest.raises(ValueError, match="expert cannot split experts in nf4; use fsdp instead of expert"):
+    with pytest.raises(ValueError, match="2 experts of 64 × 64 do not fill the groups in which nf4 stores scales"):
         MeshShape(expert=2).check(config_from_hf(raw).quantized("nf4"), batch_size=2, devices=2)
+    MeshShape(expert=2).check(config_from_hf(raw | {"num_experts": 8}).quantized("nf4"), batch_size=2, devices=2)
+    MeshShape(expert=2).check(config_from_hf(raw).quantized("int8"), batch_size=2, devices=2)
     with pytest.raises(ValueError, match="multiples of 64, got moe_intermediate_size=48"):
         config_from_hf({**raw, "moe_intermediate_size": 48}).quantized("nf4")
     gpt_oss = config_from_hf({**raw, "model_type": "gpt_oss", "num_local_experts": 4, "sliding_window": 3})

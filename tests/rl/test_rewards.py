@@ -37,6 +37,10 @@ async def reply(messages, wanted):
     return wanted + messages[-1]["content"]
 
 
+def tool(messages):
+    return [{"role": "tool", "content": messages[-1]["content"]}] * 2 if len(messages) == 2 else ["no message"]
+
+
 async def later(completion):
     await asyncio.sleep(0.01)
     return 1.5
@@ -130,7 +134,12 @@ def test_environments_reply_also_when_async_and_are_named_by_their_flag(tmp_path
     said = Episode(group().prompt, [{"role": "assistant", "content": "!"}], [])
     with closing(Judge(config)) as judge:
         judge.check()
-        assert judge.reply([said]) == [{"role": "user", "content": "a!"}]
+        assert judge.reply([said]) == [[{"role": "user", "content": "a!"}]]
+    several = Judge(replace(config, environment=f"{tmp_path}/rewards.py:tool"))
+    with closing(several) as judge:
+        assert judge.reply([said]) == [[{"role": "tool", "content": "!"}] * 2]
+        with pytest.raises(ValueError, match=r"prompts.jsonl:4: expected a text, .* got \['no message'\]"):
+            judge.reply([replace(said, messages=said.messages * 2)])
     absent = replace(config, environment=f"{tmp_path}/rewards.py:absent")
     with closing(Judge(absent)) as judge, pytest.raises(ValueError, match=r"--environment .*has no function 'absent'"):
         judge.check()

@@ -11,7 +11,7 @@ from jaxglue.ops.rope import RopeConfig, Rotary
 _LOCAL_THETA = 10_000.0
 """Rotary base of Gemma 3's windows, which its files do not say."""
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3_text": 62}
-"""By which llama.cpp knows the models whose scores have another scale."""
+"""Layers by which llama.cpp knows the models whose scores have another scale."""
 
 
 def _nothing(_config: DecoderConfig) -> dict[str, Any]:
@@ -33,13 +33,13 @@ class Architecture:
     """A family in llama.cpp."""
 
     name: str
-    """In `gguf.MODEL_ARCH`."""
+    """Its name in `gguf.MODEL_ARCH`."""
     permuted: bool = False
     """Rows of queries and keys are stored in the order in which rotary pairs are neighbors."""
     metadata: Callable[[DecoderConfig], dict[str, Any]] = _nothing
     """Further entries of the file, without the architecture's name in front."""
     obstacle: Callable[[DecoderConfig], str | None] = _all_attended
-    """What llama.cpp would compute otherwise, in a model's words."""
+    """Return a part that llama.cpp would compute otherwise, in words; None without one."""
 
 
 def _granite(config: DecoderConfig) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def _routed(config: DecoderConfig) -> dict[str, Any]:
 
 
 _LAYERS_OF_LITE = (26, 27)
-"""By which llama.cpp knows models whose queries come from no latent vector, such as DeepSeek-V2-Lite."""
+"""Layers by which llama.cpp knows models whose queries come from no latent vector, such as DeepSeek-V2-Lite."""
 
 
 def _latent(config: DecoderConfig) -> str | None:
@@ -353,4 +353,4 @@ ARCHITECTURES = {
     "qwen3_5_text": Architecture(name="QWEN35", metadata=_linear_attention_metadata, obstacle=_linear_attention),
     "qwen3_5_moe_text": Architecture(name="QWEN35MOE", metadata=_linear_attention_metadata, obstacle=_linear_attention),
 }
-"""By Hugging Face's `model_type`."""
+"""Families of llama.cpp by Hugging Face's `model_type`."""

@@ -55,7 +55,7 @@ class GgufTensor:
     """A tensor to write, in pieces that are read one after another."""
 
     name: str
-    """In the file, such as `blk.0.attn_q.weight`."""
+    """Name in the file, such as `blk.0.attn_q.weight`."""
     shape: tuple[int, ...]
     sources: tuple[str, ...]
     """Names of the model's tensors."""

@@ -20,9 +20,9 @@ class _Texts(NamedTuple):
 
     begin: str
     default: str
-    """In place of a system message, where there is none."""
+    """Text in place of a system message, where there is none."""
     around: dict[str, tuple[str, str]]
-    """Before and after the content, by role."""
+    """Texts before and after the content, by role."""
     prompt: str
     """Before the answer."""
 

@@ -43,7 +43,7 @@ class FileTensor:
 
     tensor: GgufTensor
     type: str
-    """In lower case, such as `q4_k`."""
+    """Type in lower case, such as `q4_k`."""
     importance: np.ndarray | None = None
     """Mean square of each input [in], or [pieces, in] of each piece."""
 

@@ -22,6 +22,8 @@ class AttentionTiles:
     """Limit for a thread, where it makes room for one more program on a multiprocessor; None for no limit."""
     late: bool = False
     """Run a loop's last matmul one tile late, under the next tile's exponentials; not for dkdv and dv."""
+    k_descriptor: bool = False
+    """Load keys, from Hopper on, through TMA into registers, from which they are multiplied; for dkdv and dv."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +33,9 @@ class AttentionKernelTiles:
     forward: AttentionTiles
     dq: AttentionTiles
     dkdv: AttentionTiles
-    """Of dk alone, if dv has a kernel of its own."""
+    """Tiles of dk and dv, or of dk alone if dv has a kernel of its own."""
     dv: AttentionTiles | None = None
-    """Of dv where both sums leave no registers; scores are then multiplied once more."""
+    """Tiles of dv where both sums leave no registers; scores are then multiplied once more."""
 
 
 def _tiles(*sizes: tuple[int, ...]) -> AttentionKernelTiles:
@@ -44,10 +46,10 @@ def _tiles(*sizes: tuple[int, ...]) -> AttentionKernelTiles:
 
 
 Table = dict[int, AttentionKernelTiles]
-"""By largest head dim: (block_m, block_n, warps, stages, registers) of forward, dq, dkdv and dv."""
+"""Tiles by largest head dim: (block_m, block_n, warps, stages, registers) of forward, dq, dkdv and dv."""
 
 _WIDEST = _tiles((64, 16, 8, 2), (64, 16, 8, 2), (32, 64, 8, 1), (32, 64, 8, 1))
-"""Of heads of 512, whose sums leave few registers (Gemma 4)."""
+"""Tiles of heads of 512, whose sums leave few registers (Gemma 4)."""
 # Several small programs on a multiprocessor hide their start, most of the time of a short loop.
 _HOPPER: Table = {
     64: _tiles((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3)),

@@ -48,7 +48,7 @@ class KernelSpec:
     H: int
     V: int
     precision: str
-    """Of matmuls of float32 values."""
+    """Precision of matmuls of float32 values."""
     chunk: int = 64
     columns: int = 0
     """Columns of values that a program, or its turn, computes."""

@@ -110,7 +110,7 @@ class TritonDeltaRows(Launcher):
     """`RowsBackend` by our own kernels."""
 
     tokens: int = 8
-    """Of a tile of the convolution."""
+    """Tokens in a tile of the convolution."""
     num_warps: int = 4
 
     def convolve(self, x, taps, starts) -> jax.Array:

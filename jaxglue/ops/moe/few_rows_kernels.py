@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 NAN = tl.constexpr(0x7FC0)
-"""Of bfloat16."""
+"""Bits of a NaN in bfloat16."""
 MXFP4_ASSEMBLY = tl.constexpr("""{
 .reg .b32 a, b, c, d;
 prmt.b32 a, $4, 0, 0x4140;

@@ -21,7 +21,7 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 BAND = gl.constexpr(8)
 """Rows of gate or up in a row: a thread has the outputs of row r and of row r + 8 of 16."""
 BANDS = gl.constexpr(8)
-"""Of 64 rows."""
+"""Bands of 64 rows."""
 
 
 @aggregate

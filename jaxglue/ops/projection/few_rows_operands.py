@@ -30,7 +30,7 @@ class FewRows(NamedTuple):
     """Operands of a launch."""
 
     dtype: Any
-    """Of the products."""
+    """Dtype of the products."""
     x: Float[Array, "M K"]
     x_scales: Float[Array, " M"] | None
     """float32, of e4m3 values."""

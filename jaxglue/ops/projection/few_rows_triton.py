@@ -36,7 +36,7 @@ def _tiles(block_k: int, num_warps: int, num_stages: int) -> FewRowsTiles:
 
 
 _TILES = ((64, _tiles(128, 4, 4), _tiles(128, 4, 3)), (256, _tiles(64, 4, 5), _tiles(64, 8, 4)))
-"""By the most rows: of projections, and of gate and up together; measured on an H100."""
+"""Tiles by the most rows: of projections, and of gate and up together; measured on an H100."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,8 @@ class TritonFewRows(Launcher):
     """Tiles; None takes those measured."""
     plain: bool = False
     """Decode NF4 without instructions that Triton's interpreter lacks."""
+    rounds: bool = True
+    """Round values where training does."""
 
     def project(self, operands: FewRows, stream: Float[Array, "M N"] | None) -> list[Float[Array, "M N"]]:
         """Return the products, adapters' and biases included, of one weight with the stream added."""
@@ -88,6 +90,8 @@ class TritonFewRows(Launcher):
             "BLOCK_R": max(16, triton.next_power_of_2(rank)),
             "NF4": operands.nf4 is not None,
             "FACTOR": operands.factor,
+            "ROUND": self.rounds and (rank > 0 or gated),
+            "ROUND_ADAPTER": self.rounds and not gated and stream is None and operands.x_scales is None,
         }
         return self._run(operands, stream, constants, tiles)
 

@@ -156,6 +156,10 @@ class WeightFormat:
         """Return the `quantization_config` of a folder, with these modules beside decoder layers left as they are."""
         raise NotImplementedError
 
+    def divides(self, matrices: Shape, devices: int) -> bool:
+        """Return whether each of the devices may hold an equal share of the experts' matrices [E, out, in]."""
+        return matrices[0] % devices == 0
+
     def part_specs(self, shape: Shape) -> Specs:
         """Return the arrays of experts' matrices [E, out, in] by part.
 

@@ -5,6 +5,7 @@ JSON text with sizes and the scales' mean, as bytes. Source: bitsandbytes' `Quan
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -152,6 +153,10 @@ class NF4Format(BitsAndBytesFormat):
                 raise ValueError(
                     f"--quantize nf4 needs multiples of {BLOCK}, got {name}={width}: leave it out, or use int8"
                 )
+
+    def divides(self, matrices: Shape, devices: int) -> bool:
+        """Return whether a device's matrices fill groups of scales."""
+        return super().divides(matrices, devices) and math.prod(matrices) // devices % (BLOCK * GROUP) == 0
 
     def quantize(self, matrix: Float[Array, "out in"]) -> NF4:
         """Convert a matrix."""

@@ -16,15 +16,15 @@ class Stack(Quantized):
     """Quantized matrices [E, out, in]. A pytree."""
 
     rows: Quantized
-    """Those of all matrices, [E·out, in]."""
-    count: int = field(metadata={"static": True})
-    """E."""
+    """Rows of all matrices, [E·out, in], or of a device's share of them."""
+    out: int = field(metadata={"static": True})
+    """Rows of one matrix."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Return the shape of the dequantized matrices."""
         rows, columns = self.rows.shape
-        return self.count, rows // self.count, columns
+        return rows // self.out, self.out, columns
 
     @property
     def dtype(self) -> Any:
@@ -33,7 +33,7 @@ class Stack(Quantized):
 
     def of_dtype(self, dtype) -> "Stack":
         """Return the same as quantized from originals of this dtype."""
-        return Stack(rows=self.rows.of_dtype(dtype), count=self.count)
+        return Stack(rows=self.rows.of_dtype(dtype), out=self.out)
 
     def check(self, name: str) -> "Stack":
         """Return itself; raise ValueError with the name if arrays do not fit together."""
@@ -55,4 +55,4 @@ def hold_matrices(made: WeightFormat, weight: Any) -> Any:
     if made.weight is None or isinstance(weight, Quantized) or weight.ndim < 3:
         return made.hold(weight)
     count, out, columns = weight.shape
-    return Stack(rows=made.hold(jnp.reshape(weight, (count * out, columns))), count=count)
+    return Stack(rows=made.hold(jnp.reshape(weight, (count * out, columns))), out=out)

@@ -59,7 +59,7 @@ class LayerSpec:
     """Static, hashable arguments of `small_layer`."""
 
     rotary: Rotary
-    """Whose halves turn."""
+    """Rotary embedding whose halves turn."""
     eps: float
     """Added to a mean square by the norms."""
     window: int | None
@@ -106,7 +106,7 @@ class Partials(NamedTuple):
 
     sums: Array
     is_second: bool
-    """As in `Pair`."""
+    """See `Pair`."""
 
 
 def extended_width(columns: int, ranks: int) -> int:
@@ -210,7 +210,7 @@ fused_layer.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _swiglu_matrices(adapters: tuple[Adapter, ...]) -> Matrices:
-    """Return what SwiGLU's kernels read of the adapters."""
+    """Return the adapters' matrices for SwiGLU's kernels."""
     (_, gate), (_, up) = adapters[_GATE_UP]
     return gate, up, adapters[-1][0]
 

@@ -243,8 +243,8 @@ LARGE_SPLIT = {
 @pytest.mark.parametrize("name", LARGE_SPLIT)
 def test_backends_compute_the_queries_of_split_rows_on_a_gpu(name, backend, device):
     case = LARGE_SPLIT[name]
-    (q, k, _, _), segments, _ = case.inputs(jnp.bfloat16)
-    shape = replace(_shape(q, k, segments, None, case.softcap), split=True, long=backend == "hopper")
+    (q, k, v, _), segments, _ = case.inputs(jnp.bfloat16)
+    shape = replace(_shape(q, k, v, segments, None, case.softcap), split=True, long=backend == "hopper")
     assert_split(case, ATTENTION.load(shape, backend=backend), jnp.bfloat16, 1e-2, device)
 
 

@@ -34,7 +34,7 @@ def spread[Item](parts: Sequence[tuple[Item, int]]) -> tuple[Item, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerLayer[Item]:
+class LayerSettings[Item]:
     """Reader and writer of one setting for each layer."""
 
     flag: str

@@ -21,7 +21,7 @@ from jaxglue.hf.loading import load_model
 from jaxglue.models import config_from_hf
 from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.objectives.config import ObjectiveConfig
-from jaxglue.objectives.policy import StepCounts, k3
+from jaxglue.objectives.policy_gradient import StepCounts, k3
 from jaxglue.ops.delta_rule import DELTA_RULE
 from jaxglue.ops.segments import pack_segments
 from jaxglue.rl.advantages import group_advantages, left_one_out, reward_metrics

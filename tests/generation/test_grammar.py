@@ -1,0 +1,200 @@
+"""Answers held to a grammar: one of numbers for the engine's part, and those of llguidance on a tokenizer."""
+
+import json
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from selection import repeat
+
+from jaxglue.generation.config import GREEDY, SamplingConfig
+from jaxglue.generation.engine import Engine
+from jaxglue.generation.grammar import Grammars
+from jaxglue.generation.scheduler import Request
+from jaxglue.hf.serving import stop_tokens
+from jaxglue.models.parameters import split_model
+from jaxglue.ops.segments import pack_segments
+
+PROMPT = [5, 3, 60, 17, 17, 2, 90, 41]
+VOCABULARY = 97
+
+
+@dataclass
+class Thirds:
+    """Takes token t at place i if t and i differ modulo 3, up to a length."""
+
+    length: int
+    place: int = 0
+
+    def start(self):
+        return replace(self)
+
+    @staticmethod
+    def allowed(place):
+        return np.arange(VOCABULARY) % 3 != place % 3
+
+    def mask(self):
+        bits = np.pad(self.allowed(self.place), (0, -VOCABULARY % 32))
+        return np.packbits(bits, bitorder="little").view(np.uint32)
+
+    def take(self, tokens):
+        fits = [token % 3 != (self.place + i) % 3 for i, token in enumerate(tokens)]
+        taken = min([*fits, False].index(False), self.length - self.place)
+        self.place += taken
+        return taken
+
+    @property
+    def is_over(self):
+        return self.place == self.length
+
+    is_complete = is_over
+
+
+def engine_of(model):
+    graphdefs, *trees = split_model(model, nnx.LoRAParam)
+    return Engine(graphdefs, model.config, dtype="float32"), trees
+
+
+def forward(model):
+    """Return a function from a text's tokens to the logits behind each."""
+    run = jax.jit(lambda tokens, segments: model(tokens, segments)[0])
+
+    def logits(tokens):
+        tokens = np.array(tokens, np.int32)[None]
+        return np.array(run(tokens, pack_segments([[tokens.shape[1]]], seq_len=tokens.shape[1])), np.float64)
+
+    return logits
+
+
+FAMILIES = {
+    "llama": {},
+    "gemma3_text": {"sliding_window": 5, "sliding_window_pattern": 2},
+    "qwen3_5_text": {
+        **{"full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "whole"),
+    [("llama", True), ("qwen3_5_text", False), repeat("llama", False), repeat("gemma3_text", False)],
+)
+def test_answers_are_the_likeliest_that_a_grammar_takes(tiny_model, family, whole):
+    model = tiny_model(family, initializer_range=0.3, **FAMILIES[family])
+    engine, trees = engine_of(model)
+    sampling = replace(GREEDY, max_tokens=30)
+    requests = [
+        Request(PROMPT, sampling, grammar=Thirds(21), n=2),
+        Request(PROMPT[:5], sampling),
+        Request(PROMPT[:4] * 16, sampling, grammar=Thirds(100)),
+        Request(PROMPT, sampling, grammar=Thirds(0), stop={0}),
+    ]
+    plan = replace(engine.plan(requests, slots=3), pages=5)  # fewer than they need: the last one waits
+    found = {(c.number, c.answer): c for c in engine.generate(*trees, requests, plan=plan, whole=whole)}
+    logits_behind = forward(model)
+    for (number, _), answer in found.items():
+        prompt, tokens = requests[number].prompt, answer.tokens.tolist()
+        logits = logits_behind([*prompt, *tokens])[len(prompt) - 1 : -1]
+        if number != 1:
+            logits = [np.where(Thirds.allowed(i), row, -np.inf) for i, row in enumerate(logits)]
+        assert tokens == [row.argmax() for row in logits]
+        wanted = 21 if number == 0 else 0 if number == 3 else 30
+        assert len(tokens) == wanted and answer.finish == ("stop" if number in (0, 3) else "length")
+
+
+def test_draws_follow_the_probabilities_of_what_a_grammar_takes(tiny_model):
+    model, count = tiny_model("llama"), 800
+    engine, trees = engine_of(model)
+    bias = {4: 21.0, 5: 19.4, 6: 20.8}  # an unlikely one behind one that the second place refuses
+    sampling = SamplingConfig(temperature=1.3, top_p=1.0, max_tokens=3, seed=2)
+    request = Request(PROMPT, sampling, n=count, logit_bias=bias, grammar=Thirds(3))
+    found = list(engine.generate(*trees, [request], slots=256))
+    pairs = np.zeros((8, 8))
+    for answer in found:
+        pairs[tuple(answer.tokens[1:])] += 1
+    wanted, logits_behind = np.zeros((8, 8)), forward(model)
+
+    def probabilities(tokens, place):
+        logits = logits_behind([*PROMPT, *tokens])[-1]
+        logits[list(bias)] += list(bias.values())
+        logits /= sampling.temperature
+        p = np.exp(logits - np.logaddexp.reduce(logits))
+        return p, p * Thirds.allowed(place) / p[Thirds.allowed(place)].sum()
+
+    for first in bias:
+        p = probabilities([], 0)[1][first]
+        for second in bias if p else ():
+            q = p * probabilities([first], 1)[1][second]
+            if q:
+                wanted[second] += q * probabilities([first, second], 2)[1][:8]
+    sigma = np.sqrt(wanted * (1 - wanted) / count)
+    assert (np.abs(pairs / count - wanted) <= 4 * sigma + 1e-4).all()
+    first = found[0].tokens[0]
+    np.testing.assert_allclose(found[0].log_probs[0], np.log(probabilities([], 0)[0][first]), atol=1e-4)
+
+
+def test_penalties_count_what_a_grammar_took(tiny_model):
+    engine, trees = engine_of(tiny_model("llama"))
+    sampling = SamplingConfig(temperature=0, max_tokens=24, repetition_penalty=1e9, frequency_penalty=0.1)
+    (found,) = engine.generate(*trees, [Request(PROMPT, sampling, grammar=Thirds(100))])
+    text = [*PROMPT, *found.tokens.tolist()]
+    assert len(set(text)) == len(set(PROMPT)) + 24
+    assert len({token % 3 for token in found.tokens.tolist()[::3]}) == 2
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "sizes": {"type": "array", "items": {"enum": [1, 2]}}},
+    "required": ["name", "sizes"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer, quickstart):
+    pytest.importorskip("llguidance")
+    return Grammars(tokenizer, 1024, stop_tokens(tokenizer, quickstart, None))
+
+
+def written(tokenizer, base, grammar, stops, seed=0, **options):
+    """Return the answers of a model that knows nothing, and why they ended."""
+    engine, trees = engine_of(nnx.clone(base[1]))
+    sampling = SamplingConfig(temperature=1.0, top_p=1.0, max_tokens=200, seed=seed, **options)
+    requests = [Request(tokenizer.encode("Say it"), sampling, grammar=grammar, n=3)]
+    found = engine.generate(*trees, requests, stops)
+    return [(tokenizer.decode([t for t in c.tokens.tolist() if t not in stops]), c.finish) for c in found]
+
+
+def test_any_model_writes_json_of_a_schema(tokenizer, quickstart, base, grammars):
+    stops = stop_tokens(tokenizer, quickstart, None)
+    ended = [(text, finish) for text, finish in written(tokenizer, base, grammars.json(SCHEMA), stops)]
+    assert "stop" in {finish for _, finish in ended}
+    for text, finish in ended:
+        if finish == "stop":
+            value = json.loads(text)
+            assert value.keys() == {"name", "sizes"} and set(value["sizes"]) <= {1, 2} and len(value["name"]) <= 8
+
+
+def test_answers_are_choices_expressions_and_grammars(tokenizer, quickstart, base, grammars):
+    stops = stop_tokens(tokenizer, quickstart, None)
+    for grammar, texts in [
+        (grammars.choice(["yes, so", 'a "no"']), {"yes, so", 'a "no"'}),
+        (grammars.regex(r"a/b?[0-9]"), {f"a/{b}{n}" for b in ("", "b") for n in range(10)}),
+        (grammars.lark('start: "x" y\ny: "1" | "2" "3"'), {"x1", "x23"}),
+    ]:
+        found = written(tokenizer, base, grammar, stops)
+        assert {text for text, _ in found} <= texts and {finish for _, finish in found} == {"stop"}
+
+
+def test_malformed_grammars_are_refused(grammars):
+    for make, text, message in [
+        (grammars.regex, "(yes", "a regular expression is not understood: (?s:.*)unclosed group"),
+        (grammars.lark, "start: foo", "a grammar is not understood: (?s:.*)unknown name"),
+        (grammars.json, {"type": "nope"}, "a JSON schema is not understood: .*nope"),
+        (grammars.regex, "a" * 70_000, "at most 65,536"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            make(text)
