@@ -364,7 +364,7 @@ class RunConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Config):
-    """Fine-tune a Llama, Qwen3 or GPT-OSS on packed rows."""
+    """Fine-tune a language model on packed rows."""
 
     help_layout: ClassVar = HelpLayout(
         common=(
