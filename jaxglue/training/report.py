@@ -106,15 +106,15 @@ def summary_rows(summary: RunSummary) -> dict[str, object]:
         "peak memory": f"{summary.peak_memory_gb:.1f} GB",
         "time": format_duration(summary.seconds),
         "stopped early": summary.stopped_early,
-        "adapter": _of_step(summary.adapter, summary.adapter_step),
-        "last adapter": _of_step(summary.last_adapter, summary.steps),
+        "adapter": _with_step(summary.adapter, summary.adapter_step),
+        "last adapter": _with_step(summary.last_adapter, summary.steps),
         "checkpoints": summary.checkpoints,
         "metrics": summary.metrics,
         "loss curve": summary.curve,
     }
 
 
-def _of_step(folder: Path | None, step: int | None) -> str | None:
+def _with_step(folder: Path | None, step: int | None) -> str | None:
     return None if folder is None else f"{folder}" + (f" (step {step:,})" if step is not None else "")
 
 

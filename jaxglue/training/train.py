@@ -27,10 +27,23 @@ from jaxglue.sharding.mesh import make_mesh
 from jaxglue.training.callbacks import Callback, Callbacks, Metrics
 from jaxglue.training.checkpoint import Checkpoints, NonFinite
 from jaxglue.training.config import ModelConfig, TrainConfig
+from jaxglue.training.divergence import Postmortem, Spikes, SpikeState, save_step
 from jaxglue.training.evaluation import BestState, Evaluation, ExpertLoadProbe, Samples, evaluation_lines
 from jaxglue.training.explain import run_reasons
 from jaxglue.training.fingerprint import fingerprint
 from jaxglue.training.interrupt import Interrupt, Output
+from jaxglue.training.out_of_memory import (
+    OutOfMemory,
+    Overrun,
+    describe,
+    explained_out_of_memory,
+    failed_allocation,
+    is_out_of_memory,
+    memory_beyond_limit,
+    plan_again,
+    smaller_limit,
+    smaller_pool,
+)
 from jaxglue.training.progress import Compiling, StartupTimer, TrainingProgress
 from jaxglue.training.record import (
     Diverged,
@@ -40,22 +53,6 @@ from jaxglue.training.record import (
     memory_use,
     read_metrics,
     save_loss_curve,
-)
-from jaxglue.training.recovery import (
-    OutOfMemory,
-    Overrun,
-    Postmortem,
-    Spikes,
-    SpikeState,
-    describe,
-    explained_out_of_memory,
-    failed_allocation,
-    is_out_of_memory,
-    memory_beyond_limit,
-    plan_again,
-    save_step,
-    smaller_limit,
-    smaller_pool,
 )
 from jaxglue.training.reference_cache import add_reference
 from jaxglue.training.remat import open_buffers, restore_pool, size_pool
