@@ -190,8 +190,8 @@ class RolloutSteps(Iterator[Step]):
         if cut and not self._cut:
             self._cut = True
             _log.warning(
-                "step %d: all answers reached --max-completion-length and leave the loss (--mask-truncated-completions), "
-                "so nothing is learned from them: raise it, where this goes on",
+                "step %d: all answers reached --max-completion-length and leave the loss "
+                "(--mask-truncated-completions), so nothing is learned from them: raise it, where this goes on",
                 self._step + 1,
             )
 
