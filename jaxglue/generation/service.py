@@ -75,7 +75,8 @@ class Service:
         options = {"cache_dtype": self._engine.cache_dtype, "free": memory}
         plan = plan_cache(lengths, assistant.config, assistant.dtype, **options)  # type: ignore[arg-type]
         features = _FEATURES._replace(grammars=is_installed())
-        kind, weights = Kind(features, STOPS, BIASES), (assistant.adapter, assistant.frozen)
+        kind = Kind(features, STOPS, BIASES, assistant.ranks)
+        weights = assistant.adapter, assistant.frozen
         self._failure: str | None = None
         self._batch: Batch = self._engine.open(*weights, plan, kind, whole=True)
         self._thread = threading.Thread(target=self._serve, name="service", daemon=True)

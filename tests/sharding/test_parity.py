@@ -195,7 +195,7 @@ def test_split_rows_equal_whole_rows(mesh_of, random_batch, monkeypatch, kind, m
     assert error(got, on_one_device(kind, batches, **changes)) < (3e-5 if changes == LINEAR else 1e-5)
 
 
-def random_pairs(rows, seq_len: int, seed: int) -> Batch:
+def random_pairs(rows, seq_len: int, seed: int, vocab_size: int = 104) -> Batch:
     """Return a batch of random pairs: rows of (tokens of a prompt, of its first answer, of its second)."""
     rng, shape = np.random.default_rng(seed), (len(rows), seq_len)
     units = max(map(len, rows))
@@ -209,8 +209,8 @@ def random_pairs(rows, seq_len: int, seed: int) -> Batch:
     numbers = {name: rng.random(used.shape, np.float32) for name in ("desirable", "token_weight")}
     reference = -rng.random((*used.shape, 2), np.float32) * 9
     return Batch(
-        tokens=rng.integers(0, 104, shape, np.int32),
-        targets=rng.integers(0, 104, shape, np.int32),
+        tokens=rng.integers(0, vocab_size, shape, np.int32),
+        targets=rng.integers(0, vocab_size, shape, np.int32),
         loss_weights=(owners < PARTS * units).astype(np.float32),
         segments=pack_forks(rows, seq_len=seq_len),
         answers=Answers(owners=owners, used=used, reference=reference, **numbers),
@@ -423,6 +423,38 @@ def test_gpus_share_programs_as_one_gpu(random_batch, mesh, policy, size):
     mesh = make_mesh(shape, jax.devices()[: shape.devices])
     together = on_mesh(mesh, "lora", policy, batches, jnp.bfloat16, layers_per_program=size, **LARGER)
     assert error(together, exact) < 1.5 * alone
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("objective", "changes"), [("dpo", LARGER), ("dpo", LARGER | GPT_OSS | WINDOWS), ("gspo", LARGER)]
+)
+def test_gpus_share_rows_of_answers(objective, changes):
+    if jax.local_device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    changes = changes | {"sliding_window": 200}
+    if objective == "dpo":
+        batches = [random_pairs([[(300, 500, 200)], [(90, 1400, 800)]], 2304, 0, LARGER["vocab_size"])]
+    else:
+        batches = [random_rollouts([(300, 500, 200, 160), (90, 1400, 800)], 2304, 0)]
+    config, graphdefs, *trees = parts("lora", jnp.bfloat16, **changes)
+    settings = ObjectiveConfig(objective=objective).make()
+
+    def gradients(dtype, mesh=None):
+        given = {"policy": parse_policy("dots"), "dtype": dtype, "objective": settings, "mesh": mesh}
+        layout = Layout(mesh, dtype)
+        own = [jax.tree.map(lambda w: w.astype(dtype), trees[1])]
+        placed = [layout.put(tree) if mesh else tree for tree in (trees[0], *own)]
+        return jax.device_get(
+            Executor(graphdefs, config, **given).loss_and_gradients(*placed, place_batch(batches, mesh), 3.0)[1]
+        )
+
+    with jax.default_matmul_precision("highest"):
+        exact = gradients(jnp.float32)
+    mesh = make_mesh(MeshShape.parse("context=2"), jax.devices()[:2])
+    alone, together = error(gradients(jnp.bfloat16), exact), error(gradients(jnp.bfloat16, mesh), exact)
+    print(f"{objective}: {together:.2g}, one GPU {alone:.2g}")
+    assert together < 1.5 * alone
 
 
 def error(got, expected) -> float:
