@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from transformers import PreTrainedTokenizerBase
 
+from jaxglue.data.decoding import TokenDecoder
 from jaxglue.data.progress import DataProgress
 from jaxglue.generation.config import AssistantConfig, GenerateConfig, SamplingConfig
 from jaxglue.generation.engine import STEPS, Engine
@@ -219,7 +220,7 @@ def stream_text(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> It
 
     Special tokens are skipped, except with channels (GPT-OSS), where they separate reasoning from the answer.
     """
-    stream = _Decoder(tokenizer)
+    stream = _decoder(tokenizer)
     for token in tokens:
         if piece := stream.add(token):
             yield piece
@@ -227,42 +228,15 @@ def stream_text(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> It
         yield rest
 
 
-class _Decoder:
-    """Decoder of tokens one by one.
-
-    A run of single bytes that is no character makes characters before it unreadable, too: what is shown stays.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self._skips = _CHANNEL not in tokenizer.get_added_vocab()
-        self._tokenizer = tokenizer.backend_tokenizer
-        self._tokens, self._shown = list[int](), 0
-        """Tokens of the last piece and after it, whose text shows what comes after a token; those that are shown."""
-        self._before = ""
-        """Text of those that are shown."""
-
-    def add(self, token: int) -> str:
-        self._tokens.append(token)
-        text = self._decode(self._tokens)
-        if len(text) <= len(self._before) or text.endswith("\ufffd"):  # else a character may be incomplete
-            return ""
-        piece = text[len(self._before) :]
-        self._tokens = self._tokens[self._shown :]
-        self._shown, self._before = len(self._tokens), self._decode(self._tokens)
-        return piece
-
-    def rest(self) -> str:
-        return self._decode(self._tokens)[len(self._before) :]
-
-    def _decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=self._skips))
+def _decoder(tokenizer: PreTrainedTokenizerBase) -> TokenDecoder:
+    return TokenDecoder(tokenizer.backend_tokenizer, skip_special_tokens=_CHANNEL not in tokenizer.get_added_vocab())
 
 
 class TextStream:
     """Text of an answer whose tokens come one by one, up to the first of some texts."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Sequence[str]):
-        self._decoder, self._ends, self._held = _Decoder(tokenizer), ends, ""
+        self._decoder, self._ends, self._held = _decoder(tokenizer), ends, ""
         self.text = ""
         """Text certain to be shown."""
         self.stopped = False
