@@ -59,9 +59,8 @@ def select_labeled(
         if len(bad := np.flatnonzero((values != np.round(values)) | (values < 0) | (values >= task.values))):
             origin = row_origin(source, int(documents[bad[0]]))
             remedy = "mend it" if "." in name else "mend it, or raise --num-labels"
-            raise ValueError(
-                f"{origin}: {name!r} is {values[bad[0]]:g}, expected a whole number from 0 to {task.values - 1}: {remedy}"
-            )
+            wanted = f"a whole number from 0 to {task.values - 1}"
+            raise ValueError(f"{origin}: {name!r} is {values[bad[0]]:g}, expected {wanted}: {remedy}")
     dataset = LabeledDataset(
         store=store,
         documents=documents,
