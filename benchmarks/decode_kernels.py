@@ -94,8 +94,14 @@ class Case(NamedTuple):
         }
 
 
-def looped(function: Callable, *arguments) -> Callable:
-    """Return a program that calls a function `TURNS` times, one after another, and returns its last results."""
+def looped(function: Callable, *arguments, **options) -> Any:
+    """Return a program that calls a function `TURNS` times, one after another, and returns its last results.
+
+    Args:
+        function: of arrays.
+        arguments: its arrays.
+        options: of `jax.jit`.
+    """
     results = jax.eval_shape(function, *arguments)
 
     def run(*arguments):
@@ -105,7 +111,7 @@ def looped(function: Callable, *arguments) -> Callable:
 
         return jax.lax.fori_loop(0, TURNS, turn, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), results))
 
-    return jax.jit(run)
+    return jax.jit(run, **options)
 
 
 def read_rate() -> float:

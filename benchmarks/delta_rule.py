@@ -98,7 +98,7 @@ def limits(tokens: int) -> dict[str, float]:
     return {"bytes_ms": token * tokens / copy_rate() * 1e3, "flops_ms": flops / MATMUL * 1e3}
 
 
-def rows(fla: Path | None, backends: tuple[str, ...]) -> Iterator[dict]:
+def rows(fla: Path | None, seconds: float, backends: tuple[str, ...]) -> Iterator[dict]:
     """Yield a row for each case and implementation."""
     cases = {
         name: (tokens, log_normal_lengths(tokens - 37 * (documents > 1), documents))
@@ -112,19 +112,23 @@ def rows(fla: Path | None, backends: tuple[str, ...]) -> Iterator[dict]:
             forward, both = passes(backend, segments)
             times = {"forward_ms": milliseconds(forward, *values), "both_ms": milliseconds(both, values, dout)}
             yield {"case": name, "by": backend, **times, **limits(tokens)}
-    for name, times in (_fla(fla, cases) if fla else {}).items():
+    for name, times in (_fla(fla, seconds, cases) if fla else {}).items():
         yield {"case": name, "by": "fla-core", **times}
 
 
-def _fla(folder: Path, cases: dict[str, tuple[int, list[int]]], limit: float = 400) -> dict[str, dict]:
-    """Return fla-core's times by case, from a process of its own, which tunes its kernels and ends after `limit` s."""
-    command = sys.executable, str(Path(__file__).parent / "peers" / "delta_rule.py"), json.dumps(cases)
+def _fla(folder: Path, seconds: float, cases: dict[str, tuple[int, list[int]]], tuning: float = 120) -> dict[str, dict]:
+    """Return fla-core's times by case, from a process of its own.
+
+    It compiles its kernels for so many seconds, and ends `tuning` s after.
+    """
+    script = str(Path(__file__).parent / "peers" / "delta_rule.py")
+    command = sys.executable, script, json.dumps(cases), "--seconds", str(seconds)
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])  # with our Triton
     environment = os.environ | {"PYTHONPATH": path}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
     try:
-        out, errors = process.communicate(timeout=limit)
+        out, errors = process.communicate(timeout=seconds + tuning)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # with the processes that compile for it
         out, errors = process.communicate()
@@ -194,8 +198,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--fla", type=Path)
+    parser.add_argument("--fla-seconds", type=float, default=240, help="that compilation of its kernels may take")
     parser.add_argument("--kernels", action="store_true", help="do not time what XLA compiles")
     args = parser.parse_args()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # fla-core's processes need memory, too
     segments = pack_segments([log_normal_lengths(16_347, 30)], seq_len=16_384)
     results: dict[str, Any] = {"errors": errors(segments, 16_384), "steps": [steps(64), steps(256)], "rows": []}
     print(results["errors"], *results["steps"], sep="\n", flush=True)
@@ -203,7 +209,7 @@ def main() -> None:
         results["around"] = list(around())
         print(table(results["around"]), flush=True)
     for row in rows(
-        args.fla, ("triton",) if args.kernels else ("triton", "chunked")
+        args.fla, args.fla_seconds, ("triton",) if args.kernels else ("triton", "chunked")
     ):  # fla-core's, which take minutes to tune, come last
         results["rows"].append(row)
         print(json.dumps(row), flush=True)

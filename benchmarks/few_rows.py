@@ -3,12 +3,12 @@
     python benchmarks/few_rows.py --json benchmarks/results/few_rows.json
 
 Matrices are Qwen3-8B's, several layers' worth in one program, without XLA's Triton matmuls, as in windows. `tma` is the
-Gluon kernel, `triton` the other one of few rows, `cublas` neither. Rows are printed as they come, the kernel that needs
-it most first. `error` is the relative difference from float32, and `again` whether a second run gave the same bits.
+Gluon kernel, `triton` the other one of few rows, `cublas` neither. Rows are printed as they come. `error`
+is the relative difference from float32, and `again` whether a second run gave the same bits.
 """
 
 import argparse
-import time
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from decode_kernels import PAGE, TURNS, Decoding, draw, looped, seconds
 from measure import table, write_results
 
 from jaxglue.ops import backend
@@ -45,16 +46,8 @@ KERNELS: dict[str, Callable[[], Any]] = {
     "cublas": lambda: None,
 }
 OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
-TURNS, LARGE, PAGE, CONTEXT = 10, 2e8, 64, 388
-"""Calls in a program, values of the weights in it, and of attention a page and the mean tokens of a stream."""
-
-
-class Decoding(NamedTuple):
-    """Conditions of decoding."""
-
-    dropout_key: None = None
-    fp8: bool = True
-    inference: bool = True
+LARGE, CONTEXT = 2e8, 388
+"""Values of the weights in a program, and of attention the mean tokens of a stream."""
 
 
 class Case(NamedTuple):
@@ -64,34 +57,6 @@ class Case(NamedTuple):
     name: str
     fp8: bool
     kernel: str
-
-
-def seconds(function: Callable, *arguments, repeats: int = 4) -> float:
-    """Return the least time of a call."""
-    times = []
-    for _ in range(repeats):
-        begun = time.perf_counter()
-        jax.block_until_ready(function(*arguments))
-        times.append(time.perf_counter() - begun)
-    return min(times)
-
-
-def draw(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
-    return (scale * jax.random.normal(jax.random.key(seed), shape)).astype(jnp.bfloat16)
-
-
-def looped(function: Callable, *arguments) -> Callable:
-    """Return a function that calls another `TURNS` times, and returns its last results."""
-    results = jax.eval_shape(function, *arguments)
-
-    def run(*arguments):
-        def turn(i, _):
-            again, _ = jax.lax.optimization_barrier((arguments, i))  # or XLA would call it once, before the loop
-            return function(*again)
-
-        return jax.lax.fori_loop(0, TURNS, turn, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), results))
-
-    return run
 
 
 def products(case: Case) -> Callable:
@@ -111,8 +76,8 @@ def products(case: Case) -> Callable:
     return lambda x, layers, stream: [one(x, weights, stream) for weights in layers]
 
 
-def compile_products(cases: Sequence[Case]) -> list[tuple[Any, tuple]]:
-    """Return each case's program, or the error, and its arguments."""
+def draw_weights() -> dict[bool, dict[str, list[tuple]]]:
+    """Return the weights of several layers by name, in bfloat16 (False) and stored for FP8 (True)."""
     dense = {
         name: [
             tuple(draw(10 * c + i, n, K, scale=K**-0.5) for i, n in enumerate(sizes))
@@ -120,28 +85,29 @@ def compile_products(cases: Sequence[Case]) -> list[tuple[Any, tuple]]:
         ]
         for name, (K, sizes) in MATRICES.items()
     }
-    coded = {name: [tuple(map(quantize_fp8, ws)) for ws in layers] for name, layers in dense.items()}
+    return {
+        False: dense,
+        True: {name: [tuple(map(quantize_fp8, ws)) for ws in layers] for name, layers in dense.items()},
+    }
 
-    def lowered(case: Case) -> tuple[Any, tuple]:
+
+def compile_products(cases: Sequence[Case], weights: dict[bool, dict]) -> list[tuple[Any, tuple]]:
+    """Return each case's program, or the error, and its arguments."""
+    dense = weights[False]
+
+    def compiled(case: Case) -> tuple[Any, tuple]:
         K, sizes = MATRICES[case.name]
         stream = draw(8, 1, case.rows, sizes[0]) if case.name in ("o", "down") else None
-        arguments = draw(7, 1, case.rows, K), (coded if case.fp8 else dense)[case.name], stream
+        arguments = draw(7, 1, case.rows, K), weights[case.fp8][case.name], stream
         try:
             with FEW_ROWS.using(None):
-                run = looped(products(case), *arguments)
-                return jax.jit(run, compiler_options=OPTIONS).lower(*arguments), (*arguments, dense[case.name][-1])
+                run = looped(products(case), *arguments, compiler_options=OPTIONS)
+                return run.lower(*arguments).compile(), (*arguments, dense[case.name][-1])
         except Exception as error:
             return error, arguments
 
-    def compiled(found: tuple[Any, tuple]) -> tuple[Any, tuple]:
-        program, arguments = found
-        try:
-            return (program if isinstance(program, Exception) else program.compile()), arguments
-        except Exception as error:
-            return error, arguments
-
-    with ThreadPoolExecutor(12) as pool:
-        return list(pool.map(compiled, map(lowered, cases)))
+    with ThreadPoolExecutor(len(MATRICES)) as pool:
+        return list(pool.map(compiled, cases))
 
 
 def time_products(case: Case, program: Any, arguments: tuple) -> dict[str, Any]:
@@ -232,18 +198,13 @@ def main() -> None:
             write_results(args.json, results)
 
     print(jax.devices()[0].device_kind, flush=True)
+    sizes, weights = [(rows, False) for rows in args.rows] + [(rows, True) for rows in args.fp8_rows], draw_weights()
+    for (rows, fp8), kernel in itertools.product(sizes, args.kernels):
+        cases = [Case(rows, name, fp8, kernel) for name in MATRICES if kernel != "triton" or rows <= 256]
+        for case, (program, arguments) in zip(cases, compile_products(cases, weights), strict=True):
+            show("products", time_products(case, program, arguments))
     for streams, dtype in ((64, jnp.bfloat16), (256, jnp.bfloat16), (256, jnp.float8_e4m3fn)):
         show("attention", time_attention(streams, dtype))
-    sizes = [(rows, False) for rows in args.rows] + [(rows, True) for rows in args.fp8_rows]
-    for kernel in args.kernels:
-        cases = [
-            Case(rows, name, fp8, kernel)
-            for rows, fp8 in sizes
-            for name in MATRICES
-            if kernel != "triton" or rows <= 256
-        ]
-        for case, (program, arguments) in zip(cases, compile_products(cases), strict=True):
-            show("products", time_products(case, program, arguments))
 
 
 if __name__ == "__main__":

@@ -10,15 +10,20 @@ and the visible keys and values at this GPU's rate of reading, measured in the s
 many random tokens choose. The batch has prompts of
 200 tokens and answers of forced, log-normal lengths (mean 512, σ 0.7, at most 1,024). Its limit adds to each step of an
 ideal schedule, all answers at once, the prompts' matmuls at the measured rate; a step takes the longer of reading the
-weights and multiplying them. Prompts are compared with the layers' forward pass of training.
+weights and multiplying them. Prompts are compared with the layers' forward pass of training. `--profile` adds the time
+of each kernel in some windows.
 """
 
 import argparse
 import math
+import re
+import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +33,7 @@ import numpy as np
 from flax import nnx
 from inputs import SHAPES
 from measure import milliseconds, table, write_results
+from traces import gpu_events
 
 from jaxglue.engine.compiler import STEP_OPTIONS
 from jaxglue.generation.config import SamplingConfig
@@ -52,6 +58,8 @@ STEPS = 128
 """Decode steps that are timed."""
 CONTEXT, LONG_CONTEXT = 388, 1000
 """Mean tokens that a stream sees."""
+ATTENTION = "paged_kernel", "append_attend_kernel", "latent_kernel"
+"""Kernels that run once for each layer and step."""
 ROW = 4096
 """Tokens of a row of prompts."""
 
@@ -221,6 +229,33 @@ def time_steps(model: Model, streams: int, context: int, rate: float, plan: Cach
     return shown | {"share of limit": f"{limit / step:.0%}", "tokens/s": round(streams / step)}
 
 
+def profile_steps(model: Model, streams: int, context: int, plan: CachePlan | None) -> dict:
+    """Return the milliseconds of a step's kernels, the longest first, in windows behind those that begin."""
+    new, windows = STEPS, 3
+    requests = draw_requests(streams, context - new // 2, [new] * streams, model.config.vocab_size, 1.0)
+    pieces = model.engine.pieces(*model.trees, requests, plan=plan or model.engine.plan(requests), whole=True)
+    for _ in islice(pieces, 4 * streams):
+        pass
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in islice(pieces, windows * streams):
+                pass
+            model.engine.wait()
+        pieces.close()
+        events = sorted(gpu_events(folder)[0], key=lambda event: event[1])
+    spent = defaultdict[str, list[float]](list)
+    for name, (start, end) in events:
+        spent[re.sub(r"\d+", "#", name)[:70]].append(end - start)
+    layers = sum(not kind.linear for kind in model.config.layer_kinds)
+    steps = max(1, sum(len(times) for name, times in spent.items() if any(k in name for k in ATTENTION)) / layers)
+    longest = sorted(spent.items(), key=lambda item: -sum(item[1]))[:20]
+    shown = {"streams": streams, "ms a step": round((events[-1][1][1] - events[0][1][0]) / steps, 2)}
+    shown["kernels"] = round(sum(map(sum, spent.values())) / steps, 2)
+    return shown | {
+        name: f"{len(times) / steps:.1f} x {sum(times) / len(times) * 1e3:.1f} us" for name, times in longest
+    }
+
+
 def forced_lengths(count: int) -> np.ndarray:
     """Return log-normal lengths of answers."""
     drawn = np.random.default_rng(0).lognormal(np.log(MEAN) - SIGMA**2 / 2, SIGMA, count)
@@ -270,7 +305,7 @@ def time_prefill(model: Model, count: int, prompt: int, flops: float) -> dict:
     }
 
 
-def measure(setting: Setting, rate: float, flops: float, show) -> None:
+def measure(setting: Setting, rate: float, flops: float, show, *, profile: bool) -> None:
     """Time all that a setting has; show(kind, row) takes each row as it comes."""
     config = config_from_hf(SHAPES[setting.shape]).quantized(setting.quantize)
     model, plan = Model(config, jnp.bfloat16, setting.kv_cache), None
@@ -283,6 +318,8 @@ def measure(setting: Setting, rate: float, flops: float, show) -> None:
     for streams in setting.streams:
         fits = plan and streams >= 8 and setting.context + STEPS <= plan.table * PAGE
         show("steps", time_steps(model, streams, setting.context, rate, plan if fits else None))
+        if profile:
+            show("profile", profile_steps(model, streams, setting.context, plan if fits else None))
     if setting.prompts:
         show("prefill", time_prefill(model, setting.prompts, 500, flops))
     if setting.lora:
@@ -305,6 +342,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=0, help="prompts of 500 tokens to prefill")
     parser.add_argument("--requests", type=int, default=512, help="uneven answers; 0 for none")
     parser.add_argument("--untried", action="store_true", help="take kernels that no GPU has run, too")
+    parser.add_argument("--profile", action="store_true", help="show the time of each kernel of some windows")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.untried:
@@ -321,11 +359,12 @@ def main() -> None:
 
         def show(kind: str, row: dict, name: str = name, rows: dict[str, Any] = rows) -> None:
             rows.setdefault(kind, []).append(row)
-            print(f"{name}: {kind}\n{table([row])}", flush=True)
+            shown = "\n".join(f"{key}: {value}" for key, value in row.items()) if kind == "profile" else table([row])
+            print(f"{name}: {kind}\n{shown}", flush=True)
             if args.json:
                 write_results(args.json, results)  # as they come, for runs that are cut short
 
-        measure(setting, rate, flops, show)
+        measure(setting, rate, flops, show, profile=args.profile)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
     python benchmarks/rl_curve.py --json benchmarks/results/rl_curve.json --plot docs/rl_curve.png
 
 A Qwen3 of a few million parameters is trained on sums of two numbers of two digits, `4 7 + 8 5 =`; in seven of ten
-answers a digit is replaced by any other, so that it is right in about two of five. Then GRPO has 200 steps of
-32 prompts × 16 answers. Held-out pairs of numbers are in no step of either.
+answers a digit is replaced by any other, so that it is right in about two of five. Each sum has several such answers,
+which few steps do not memorize. Then GRPO has 200 steps of 32 prompts × 16 answers. Held-out pairs of numbers are in no
+step of either.
 """
 
 import argparse
@@ -27,8 +28,8 @@ from transformers import PreTrainedTokenizerFast
 import jaxglue
 from jaxglue.training.record import read_metrics
 
-HELD_OUT, WRONG = 256, 0.7
-"""Pairs that are not trained on, and the share of demonstrations with a wrong digit."""
+HELD_OUT, WRONG, SHOWN_TIMES = 256, 0.7, 5
+"""Pairs that are not trained on, the share of demonstrations with a wrong digit, and those of each pair."""
 SHOWN = ("reward", "eval_reward", "entropy", "sampling/sampling_logp_difference/mean")
 REWARDS = """
 import random
@@ -67,7 +68,7 @@ def write_inputs(folder: Path, layers: int, width: int) -> None:
         answer = " ".join(f"{pair // 100 + pair % 100:03d}")
         row = {"prompt": f"{spaced[0]} + {spaced[1]} =", "answer": answer}
         lines["held_out" if place < HELD_OUT else "prompts"].append(json.dumps(row))
-        if place >= HELD_OUT:
+        for _ in range(SHOWN_TIMES if place >= HELD_OUT else 0):
             digits = answer.split()
             if rng.random() < WRONG:
                 digits[rng.integers(3)] = str(rng.integers(10))
@@ -151,7 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--supervised-steps", type=int, default=800)
+    parser.add_argument("--supervised-steps", type=int, default=240)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--row", type=int, default=4096, help="tokens of a row")

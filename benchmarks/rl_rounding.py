@@ -5,6 +5,7 @@
 A packed row has documents of equal length. Training computes all their tokens; sampling the last one of each, from
 pages that hold the row's keys and values. Its operations get training's inputs, so differences do not add up, but for
 `layer`, which is one program. `layout` is training again, on a row of half as many documents. Adapters are random.
+Formulas tell where both sides round keys: the share of their values that equals sums of float64, rounded there.
 """
 
 import argparse
@@ -183,6 +184,28 @@ def sampling_values(layer: Layer, known: dict[str, Any], sequences: int) -> dict
     return found
 
 
+def formulas(layer: Layer, known: dict[str, Any], few: dict[str, Any], last: np.ndarray) -> list[dict[str, str]]:
+    """Compare both sides' keys with sums of float64 that are rounded in several places."""
+    part = nnx.merge(layer.graphdef, layer.state).layers[0].mixer.inputs[1]
+    exact = lambda array: np.asarray(jnp.asarray(array).astype(jnp.float32), np.float64)  # noqa: E731
+    rounded = lambda array: exact(jnp.asarray(array, jnp.float32).astype(jnp.bfloat16))  # noqa: E731
+    x = exact(known["norm"][0, last])
+    product = x @ exact(part.weight).T
+    adapted = rounded(x @ rounded(part.adapter.A).T) @ rounded(part.adapter.up).T
+    places = {
+        "the sum": rounded(product + adapted),
+        "adapter's product, sum": rounded(product + rounded(adapted)),
+        "product, sum": rounded(rounded(product) + adapted),
+        "both products, sum": rounded(rounded(product) + rounded(adapted)),
+    }
+    sides = {"training": known["k"][0, last], "sampling": few["k"][0]}
+    found = {side: exact(values).reshape(len(last), -1) for side, values in sides.items()}
+    return [
+        {"rounded": name} | {side: f"{(values == want).mean():.3%}" for side, values in found.items()}
+        for name, want in places.items()
+    ]
+
+
 def compare(got: Any, want: Any) -> tuple[str, str]:
     """Return the share of equal values, and the relative difference."""
     got, want = (np.asarray(values.astype(jnp.float32), np.float64) for values in (got, want))
@@ -212,6 +235,7 @@ def main() -> None:
             sides = {"equal": equal, "difference": far, "layout: equal": same, "layout: difference": moved}
             results.append({"XLA": form, "operation": name} | sides)
         print(table(results[-len(few) :]), flush=True)
+        print(table(formulas(layer, many, few, last)), flush=True)
         if args.json:
             write_results(args.json, results)
 

@@ -6,6 +6,7 @@ Prints a line of JSON, and another with the trace's figures.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import tempfile
@@ -31,6 +32,7 @@ from jaxglue.planner.candidates import most
 from jaxglue.planner.device_memory import take_fitting_blocks
 from jaxglue.planner.flops import training_flops_per_token
 from jaxglue.planner.gpus import peak_flops
+from jaxglue.planner.plan import DoesNotFit
 from jaxglue.planner.planner import Planner
 from jaxglue.planner.rates import device_gpu
 from jaxglue.planner.workload import Workload, abstract_parts
@@ -136,7 +138,14 @@ def fit(setting: Setting, shape: MeshShape) -> tuple[Workload, Sequence[RematPol
     def planner(layers: int) -> Planner:
         return Planner(replace(setting.workload(layers), mesh=shape), gpu)
 
-    fitting = most(range(1, layers + 1), lambda count: planner(count).memory_share(0, DEVICE) <= 1)
+    def fits(count: int) -> bool:
+        with contextlib.suppress(DoesNotFit):
+            return bool(planner(count).choose(host_memory=0))
+        return False
+
+    counts = range(1, layers + 1)
+    whole = most(counts, lambda count: planner(count).memory_share(0, DEVICE) <= 1)
+    fitting = most(counts, fits) if whole is None else whole  # in tiles where not one layer has room for whole rows
     if fitting is None:
         raise ValueError(f"one layer of {setting.shape} and its embeddings do not fit {gpu.name} on {shape}")
     if fitting == layers and setting.remat != AUTO:

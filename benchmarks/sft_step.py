@@ -204,28 +204,31 @@ def run(
         } | environment
     else:
         command = [args.peers_python, str(HERE / "peers" / "train.py"), "--engine", engine]
-        flags |= {"checkpointing": row.checkpointing, "stacks-after": max(args.limit - 5, 1)}
+        flags |= {"checkpointing": row.checkpointing, "stacks-every": max(args.limit / 8, 1)}
         environment.pop("PYTHONPATH", None)
         environment |= {"PYTHONPATH": str(args.peers_path)} if args.peers_path else {}
     command += [str(part) for flag, value in flags.items() for part in (f"--{flag}", value)] + further
-    return execute(command, environment, args.limit)
+    log = args.logs and args.logs / f"{name.replace(' ', '-').replace(',', '')}-{engine}.txt"
+    return execute(command, environment, args.limit, log)
 
 
-def execute(command: list[str], environment: dict[str, str], limit: float) -> dict:
+def execute(command: list[str], environment: dict[str, str], limit: float, log_file: Path | None = None) -> dict:
     """Return what a process printed as JSON lines, with `error` if it failed afterwards; show lines as they come.
 
-    It ends after `limit` seconds, and the processes that it started end with it.
+    It ends after `limit` seconds, and the processes that it started end with it. A log file gets all else it prints.
     """
-    begun, printed, error = time.perf_counter(), {}, {}
+    begun, printed, other, error = time.perf_counter(), {}, [], {}
 
     def read(lines) -> None:
         for line in lines:
             if line.startswith("{"):
                 printed.update(json.loads(line))
                 print(f"{time.perf_counter() - begun:.0f} s: {line[:200].rstrip()}", flush=True)
+            else:
+                other.append(line)
 
     with (
-        TemporaryFile("w+") as log,
+        open(log_file, "w+", encoding="utf-8") if log_file else TemporaryFile("w+") as log,
         subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, start_new_session=True
         ) as process,
@@ -246,6 +249,9 @@ def execute(command: list[str], environment: dict[str, str], limit: float) -> di
             print(text[-3000:], file=sys.stderr)
             last = text.splitlines()[-1] if text else f"status {status}"
             error = {"error": f"timed out after {limit:.0f} s" if status is None else last}
+        if log_file:
+            log.seek(0, os.SEEK_END)
+            log.writelines(other)
     return printed | error | {"process_s": round(time.perf_counter() - begun, 1)}
 
 
@@ -369,6 +375,7 @@ def main() -> None:
     parser.add_argument("--peers-python", default=sys.executable)
     parser.add_argument("--peers-path", type=Path)
     parser.add_argument("--traces", type=Path, help="where to keep a profile of a step of ours, a folder per row")
+    parser.add_argument("--logs", type=Path, help="folder for what engines print beside results")
     parser.add_argument("--limit", type=float, default=600, help="seconds that an engine may take for a row")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing: put these files' results into --json")

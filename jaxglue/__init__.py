@@ -1,4 +1,4 @@
-"""Fine-tune Llama, Qwen3 and GPT-OSS in JAX on NVIDIA GPUs.
+"""Fine-tune open language models in JAX on NVIDIA GPUs.
 
 Public names are imported on first use, so `import jaxglue` loads neither JAX nor Triton.
 """

@@ -493,7 +493,9 @@ def check_fields(raw: Mapping[str, Any]) -> None:
         value = raw.get(name)
         if value is None:
             continue
-        if kind.many and not isinstance(value, list | tuple):
+        items = value if isinstance(value, list | tuple) else (value,)
+        whole = kind.scalar is int and any(isinstance(item, float) for item in items)  # as in 16.0
+        if whole or (kind.many and items is not value):
             raise ValueError(f"{name} in config.json: expected {kind}, got {value!r:.100}")
         try:
             kind.read(value)
@@ -550,7 +552,13 @@ def ropes_by_type(
     given = {kind: parameters.get(kind) or {} for kind in thetas}
     if wrong := [own for own in given.values() if not isinstance(own, Mapping)]:
         raise ValueError(f"rope_parameters in config.json: expected an object for each type of layer, got {wrong[0]!r}")
-    given["full_attention"] = {**given["full_attention"], **(raw.get("rope_scaling") or {})}
+    scaling = raw.get("rope_scaling") or {}
+    if scaling.get("rope_type") is None and scaling.get("type") not in (None, "default"):
+        raise ValueError(
+            f"rope_scaling in config.json names its type {scaling['type']!r} as type, which transformers 4 reads here "
+            "and transformers 5 does not: name it as rope_type if it is meant, or remove rope_scaling"
+        )
+    given["full_attention"] = {**given["full_attention"], **scaling}
     whole = {name: raw.get(name) for name in ("max_position_embeddings", "original_max_position_embeddings")}
     return {
         kind: RopeConfig.from_hf(
@@ -618,6 +626,8 @@ def decoder_fields(
     """
     needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     require_fields(raw, needed)
+    if raw.get("per_layer_config"):
+        raise ValueError(f"per_layer_config in config.json is not supported for {raw['model_type']}")
     if (act := raw.get("hidden_act", activations[0])) not in activations:
         only = ", ".join(map(repr, activations))
         raise ValueError(f"hidden_act {act!r} is not supported for {raw['model_type']}: only {only} is")

@@ -40,6 +40,8 @@ _THETAS = {_FULL: 1_000_000.0, _SLIDING: 10_000.0}
 _ROPES = {_FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25}, _SLIDING: {}}
 """Rotary embeddings where config.json has no `rope_parameters`."""
 _NORM = NormStyle(rounds_first=False)
+_READ_HERE = "use_bidirectional_attention", "per_layer_config"
+"""Fields that other types may not have."""
 _EXPERT_NORMS = "post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"
 """Norms of the dense feed-forward's output beside experts, of these experts' input, and of their output."""
 
@@ -133,7 +135,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     if raw.get("use_bidirectional_attention") not in (None, False, "vision"):
         found = raw["use_bidirectional_attention"]
         raise ValueError(f"use_bidirectional_attention {found!r:.40} in config.json is not supported for gemma4_text")
-    given = {name: value for name, value in raw.items() if name != "use_bidirectional_attention"}
+    given = {name: value for name, value in raw.items() if name not in _READ_HERE}
     if given.get("rope_parameters") is None:
         given["rope_parameters"] = _ROPES
     if raw.get("rope_scaling") or not {_FULL, _SLIDING} & given["rope_parameters"].keys():
@@ -201,7 +203,9 @@ def _shapes(
             f"num_kv_shared_layers={count - first}: no earlier layer is of type {min(missing)}, whose keys and values "
             "later ones read"
         )
-    sizes = [_sizes(raw, fields, index, kind) for index, kind in enumerate(types)]
+    # Named, even as null, it says all; transformers 5 writes it in place of the sizes by type.
+    entries = _entries(raw["per_layer_config"] or {}, count) if "per_layer_config" in raw else None
+    sizes = [_sizes(raw, fields, index, kind, entries) for index, kind in enumerate(types)]
     read = {kind: givers[kind] for kind in sorted(set(types[first:]))}
     places, width = {}, 0
     for kind, index in read.items():
@@ -221,16 +225,39 @@ def _shapes(
     return tuple(shapes), width
 
 
-def _sizes(raw: Mapping[str, Any], fields: Mapping[str, Any], index: int, kind: str) -> LayerShape:
+_OWN = "head_dim", "num_key_value_heads"
+"""Sizes in an entry of `per_layer_config`."""
+
+
+def _entries(given: Mapping[str, Any], count: int) -> dict[int, Mapping[str, Any]]:
+    """Read `per_layer_config`, whose keys transformers fills with zeros to equal lengths: "05" beside "11"."""
+    entries: dict[int, Mapping[str, Any]] = {}
+    for key, own in given.items():
+        number = str(key).isdecimal() and int(key) < count
+        if not number or not isinstance(own, Mapping) or not own.keys() <= set(_OWN):
+            raise ValueError(
+                f"per_layer_config in config.json: expected layers below {count} with {' and '.join(_OWN)}, got "
+                f"{key!r}: {own!r:.100}"
+            )
+        entries[int(key)] = own
+    return entries
+
+
+def _sizes(
+    raw: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    index: int,
+    kind: str,
+    entries: Mapping[int, Mapping[str, Any]] | None,
+) -> LayerShape:
     """Return a layer's sizes: by its own entry of `per_layer_config`, else by its type."""
     joined = kind == _FULL and bool(raw.get("attention_k_eq_v"))
-    entries = raw.get("per_layer_config")
-    if isinstance(entries, Mapping):
-        own = entries.get(str(index)) or {}
+    if entries is not None:
+        own = entries.get(index, {})
     else:
         heads = raw.get("num_global_key_value_heads") if joined else None
         own = {"head_dim": raw.get("global_head_dim") or 512, "num_key_value_heads": heads} if kind == _FULL else {}
-    H, K = (own.get(name) or fields[name] for name in ("head_dim", "num_key_value_heads"))
+    H, K = (own.get(name) or fields[name] for name in _OWN)
     if not all(type(size) is int and size > 0 for size in (H, K)) or H % 2 or fields["num_attention_heads"] % K:
         raise ValueError(f"layer {index} of config.json has head_dim={H!r} and num_key_value_heads={K!r}")
     return LayerShape(H, K, fields["intermediate_size"], keys_as_values=joined)

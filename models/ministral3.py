@@ -26,6 +26,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         ValueError: a field missing or not supported, such as rope parameters without `llama_4_scaling_beta`.
     """
     rope: Mapping[str, Any] = raw.get("rope_scaling") or raw.get("rope_parameters") or _ROPE
+    if (original := raw.get("original_max_position_embeddings")) is not None:
+        rope = {**rope, "original_max_position_embeddings": original}
     given = {"head_dim": 128, "num_key_value_heads": 8, **raw, "rope_scaling": None, "rope_parameters": rope}
     fields = decoder_fields(given, max_position_embeddings=262_144, eps=1e-5)
     beta: Any = rope.get("llama_4_scaling_beta")

@@ -11,7 +11,7 @@ from jaxglue.hf.tensor_files import TensorFiles
 from jaxglue.json_file import read_json
 from jaxglue.recipe import read_tables
 from jaxglue.regular_file import open_regular, read_regular, read_regular_text
-from jaxglue.training.recovery import load_step
+from jaxglue.training.divergence import load_step
 from jaxglue.training.vocabulary import add_tokens
 
 READERS = {

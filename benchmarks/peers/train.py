@@ -169,10 +169,10 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--warm-up", type=int, default=5)
     parser.add_argument("--turns", action="store_true", help="run steps when stdin says how many (alternate.py)")
-    parser.add_argument("--stacks-after", type=float, help="print where it is after so many seconds")
+    parser.add_argument("--stacks-every", type=float, help="print where it is each time so many seconds have passed")
     args = parser.parse_args()
-    if args.stacks_after:
-        faulthandler.dump_traceback_later(args.stacks_after)
+    if args.stacks_every:
+        faulthandler.dump_traceback_later(args.stacks_every, repeat=True)
     for result in take_turns(args) if args.turns else measure(args):
         print(json.dumps(result), flush=True)
     os._exit(0)  # compile workers would linger

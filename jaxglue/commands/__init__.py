@@ -210,7 +210,7 @@ def _help() -> str:
         [
             "usage: jaxglue COMMAND [--flag value …]",
             "",
-            "Fine-tune Llama, Qwen3 and GPT-OSS in JAX on NVIDIA GPUs.",
+            "Fine-tune open language models in JAX on NVIDIA GPUs.",
             "",
             *lines,
             "",

@@ -56,7 +56,7 @@ class EstimateConfig(TrainConfig):
     document_tokens: PositiveInt | None = None
     """Mean length of the documents in a row; by default one document fills it."""
     host_memory_gib: NonNegativeFloat = 64.0
-    """Host memory that may be pinned, GiB."""
+    """Host memory that may be pinned for each GPU, GiB."""
     model: PlannedModel
     data: PlannedRows = field(default_factory=PlannedRows)
 

@@ -133,7 +133,8 @@ def _reasons(config: EstimateConfig, planner: Planner, plan: Plan, host_memory: 
 def _verdict(planner: Planner, plan: Plan, longest: int | None) -> str:
     """Return one line: memory, speed, and the longest row that would fit."""
     memory = f"{plan.device_bytes / GIB:.1f} of {planner.gpu.memory / GIB:.1f} GiB"
-    host = f", {plan.host_bytes / GIB:.0f} GiB of host memory" if plan.host_bytes else ""
+    each = " for each GPU" if planner.workload.mesh.devices > 1 else ""
+    host = f", {plan.host_bytes / GIB:.0f} GiB of host memory{each}" if plan.host_bytes else ""
     host += ", embeddings on the host" if planner.workload.host_embeddings else ""
     host += f", {plan.mapped_bytes / GIB:.0f} GiB of weights in their files" if plan.mapped_bytes else ""
     limit = " (the model's limit)" if longest == planner.workload.config.max_position_embeddings else ""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from jaxglue.ops.collectives import reduce_from
+from jaxglue.ops.collectives import psum, reduce_from
 from jaxglue.ops.row_split import CONTEXT, split_segments, split_tokens
 from jaxglue.ops.segments import PackedSegments
 
@@ -73,12 +73,20 @@ class Rollouts:
     """Its output projection."""
 
     def sums(self, values: Float[Array, "B T"]) -> Float[Array, "B A"]:
-        """Sum values of tokens over each answer, without a scatter, whose atomics add in any order."""
-        return jnp.where(self._owned, values[:, :, None], 0).sum(1)
+        """Sum values of tokens, on all devices that share a row, over each answer; gradients are summed alike.
+
+        Without a scatter, whose atomics add in any order.
+        """
+        return psum(jnp.where(self._owned, values[:, :, None], 0).sum(1), CONTEXT)
 
     def spread(self, values: Float[Array, "B A"]) -> Float[Array, "B T"]:
-        """Return each token's value of its answer, 0 for other tokens; its gradient is `sums`."""
+        """Return each token's value of its answer, 0 for other tokens."""
         return jnp.where(self._owned, values[:, None, :], 0).sum(2)
+
+    def split(self, order: Int32[np.ndarray, "B T"]) -> "Rollouts":
+        """Return the answers, of numpy arrays, with tokens in the devices' order."""
+        names = "owners", "old", "sampler", "reference", "teacher"
+        return replace(self, **{name: split_tokens(getattr(self, name), order) for name in names})
 
     @property
     def _owned(self) -> Bool[Array, "B T A"]:
@@ -109,14 +117,16 @@ class Batch:
 
     def split(self, devices: int) -> "Batch":
         """Return the batch, of numpy arrays, with its rows split over so many devices (`split_segments`)."""
-        assert self.rollouts is None and (self.answers is None or not self.columns)
+        assert self.answers is None or not self.columns
         segments = split_segments(self.segments, devices)
         assert segments.split is not None
         own = partial(split_tokens, order=np.asarray(segments.split.order))
         names = "tokens", "targets", "loss_weights", "sources"
         fields = {name: own(getattr(self, name)) for name in names}
         answers = self.answers and replace(self.answers, owners=own(self.answers.owners))
-        return replace(self, segments=segments, answers=answers, columns=jax.tree.map(own, self.columns), **fields)
+        rollouts = self.rollouts and self.rollouts.split(np.asarray(segments.split.order))
+        columns = jax.tree.map(own, self.columns)
+        return replace(self, segments=segments, answers=answers, rollouts=rollouts, columns=columns, **fields)
 
     def without_lengths(self) -> "Batch":
         """Drop the fields of the segments that differ between attention's kernels, so that batches share programs."""

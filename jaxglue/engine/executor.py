@@ -33,6 +33,7 @@ from jaxglue.models.context import PackedContext, RouterLosses
 from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params, set_part, without_parts
 from jaxglue.objectives.config import SUPERVISED
 from jaxglue.objectives.objective import Objective
+from jaxglue.ops.row_split import in_rows
 from jaxglue.sharding.gather import merge_gathered, select_to_gather, sum_partials, zero_partials
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 
@@ -480,10 +481,14 @@ class Executor(LayerExecutor):
         return self.embed_head.answer_log_probs(trainable, frozen, x, batch)
 
     def log_probs(self, trainable: Params, frozen: Params, batch: Batch) -> Float[Array, "B T"]:
-        """Return the log-probabilities of a batch's targets, at the objective's temperature; 0 where they count not."""
+        """Return the log-probabilities of a batch's targets, at the objective's temperature; 0 where they count not.
+
+        Of rows that are split over devices they are in the order of whole rows.
+        """
         trainable, frozen = transfer.commit((trainable, frozen))
         x = self.last_output(trainable, frozen, batch)
-        return self.embed_head.log_probs(trainable, frozen, x, batch)
+        found = self.embed_head.log_probs(trainable, frozen, x, batch)
+        return found if batch.segments.split is None else in_rows(found, batch.segments.split)
 
     def evaluate(self, trainable: Params, frozen: Params, batch: Batch, sources: int = 1) -> Float[Array, "3 sources"]:
         """Return a batch's Σ weight · loss, Σ weight · hit and Σ weight by source.

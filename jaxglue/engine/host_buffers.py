@@ -19,8 +19,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxglue.ops import backend
-
 _PAGE, _HUGE_PAGE = 2**12, 2**21
 _CHUNK = 2**28
 """Bytes that a thread touches at a time."""
@@ -172,15 +170,6 @@ class HostValue:
         """Return the complete copy, in the buffer."""
         self._done.result()
         return self.buffer.bytes[: self.nbytes].view(self.dtype).reshape(self.shape)
-
-
-MESH_BUFFERS = "buffers of several GPUs"
-"""Name of `MeshBuffers` in `UNTRIED`."""
-
-
-def have_own_buffers(devices: int) -> bool:
-    """Return whether values of so many GPUs have buffers of the run's own; JAX's pool holds them otherwise."""
-    return devices == 1 or MESH_BUFFERS not in backend.UNTRIED
 
 
 class MeshBuffers:

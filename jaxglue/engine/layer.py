@@ -78,7 +78,7 @@ class LayerFunctions:
     ):
         """Return (y, residuals, the next layer's gathered weights); the gradient to a constant x is zero."""
         layout, ahead_specs = self._layout, self._layout.param_specs(ahead)
-        layer = partial(_of_constant, self._layer) if constant else self._layer
+        layer = partial(_with_constant_input, self._layer) if constant else self._layer
 
         def program(ahead, *inputs):
             gathered = gather(layout, ahead, ahead_specs)
@@ -176,7 +176,7 @@ def _run_module(graphdef: nnx.GraphDef, trainable: Params, frozen: Params, x: Hi
     return run_layer(merge_module(graphdef, trainable, frozen), x, context)
 
 
-def _of_constant(layer: Layer, trainable: Params, frozen: Params, x: Hidden, context: PackedContext) -> Hidden:
+def _with_constant_input(layer: Layer, trainable: Params, frozen: Params, x: Hidden, context: PackedContext) -> Hidden:
     return layer(trainable, frozen, jax.lax.stop_gradient(x), context)
 
 

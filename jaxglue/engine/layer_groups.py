@@ -22,7 +22,6 @@ from jaxglue.engine.layer import LayerFunctions
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.engine.saved import SavedLayer
 from jaxglue.models.parameters import ParamKey, Params, without_parts
-from jaxglue.ops.backend import is_tried
 from jaxglue.sharding.gather import gather_alone, merge_gathered, select_to_gather
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 
@@ -34,15 +33,6 @@ _HOLE, _BOUND = 16 << 20, 2 << 20
 """Bytes for small arrays, and of the array behind them."""
 SMALL_ARRAYS = _HOLE + _BOUND
 """Bytes of both."""
-
-
-MESH_PROGRAMS = "programs of several layers on several GPUs"
-"""Name in `UNTRIED`."""
-
-
-def why_untried(devices: int) -> str | None:
-    """Return why `auto` gives each layer a program of its own on so many GPUs; None where it need not."""
-    return f"no GPU has run {MESH_PROGRAMS}" if devices > 1 and not is_tried(MESH_PROGRAMS) else None
 
 
 def why_not_grouped(policies: Sequence[RematPolicy], *, stream_weights: bool) -> str | None:

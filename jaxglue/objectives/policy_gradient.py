@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from jaxglue.data.batch import Batch, Rollouts
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.objectives.objective import Objective, TargetValues
-from jaxglue.ops.collectives import BATCH_AXES, psum
+from jaxglue.ops.collectives import TOKEN_AXES, all_gather, psum
 
 Tokens = Float[Array, "B T"]
 """A value for each token."""
@@ -194,7 +194,8 @@ class PolicyGradient(RolloutObjective):
         counted, kept = batch.loss_weights, jnp.ones_like(batch.loss_weights)
         if self.config.top_entropy_quantile < 1:
             entropies = jnp.where(counted > 0, values.entropies, jnp.nan)
-            kept *= entropies >= jnp.nanquantile(entropies, 1 - self.config.top_entropy_quantile)
+            whole = all_gather(entropies.ravel(), *TOKEN_AXES)
+            kept *= entropies >= jnp.nanquantile(whole, 1 - self.config.top_entropy_quantile)
         if (threshold := self.config.off_policy_mask_threshold) is not None:
             before = old if rollouts.sampler is None else rollouts.sampler
             moved = rollouts.spread(rollouts.sums(_where(counted, jnp.nan_to_num(before - now)))) / lengths
@@ -282,7 +283,7 @@ class BNPO(PolicyGradient):
 
     def token_weights(self, counted: Tokens, lengths: Tokens) -> Tokens:
         """Return 1 over the tokens of the micro-batch."""
-        return counted / jnp.maximum(psum(counted.sum(), *BATCH_AXES), 1)
+        return counted / jnp.maximum(psum(counted.sum(), *TOKEN_AXES), 1)
 
 
 class GSPO(GRPO):

@@ -203,9 +203,6 @@ def check_hopper(capability: Capability | None) -> None:
 
 UNTRIED = {
     "few rows by TMA",
-    "buffers of several GPUs",
-    "programs of several layers on several GPUs",
-    "small layers on several GPUs",
 }
 """Kernels and the like that no GPU has run since they were last changed. Tests marked gpu run them; until these have
 passed, no other call does."""

@@ -39,6 +39,11 @@ def psum(x: Array, *axes: str) -> Array:
     return jax.lax.psum(x, axes) if axis_size(*axes) > 1 else x
 
 
+def all_gather(x: Array, *axes: str) -> Array:
+    """Return x of all devices along these axes, one after the other."""
+    return jax.lax.all_gather(x, axes, tiled=True) if axis_size(*axes) > 1 else x
+
+
 def psum_batch(x: Array) -> Array:
     """Sum x over all devices' tokens; the gradient flows to this device's term only."""
     return x + jax.lax.stop_gradient(psum(x, *TOKEN_AXES) - x) if axis_size(*TOKEN_AXES) > 1 else x

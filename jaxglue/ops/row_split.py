@@ -54,6 +54,12 @@ def split_tokens(values: Any, order: Int[np.ndarray, "B T"]) -> Any:
     return np.take_along_axis(values, order.reshape(*order.shape, *[1] * (values.ndim - 2)), axis=1)
 
 
+@jax.jit
+def in_rows(values: Float[Array, "B T"], split: RowSplit) -> Float[Array, "B T"]:
+    """Return values of tokens in the devices' order, of all devices, in the order of their rows."""
+    return jnp.take_along_axis(values, split.places, axis=1)
+
+
 def _owners(lengths: Int[np.ndarray, " documents"], T: int, devices: int) -> Int[np.ndarray, " T"]:
     """Return the device of each token of a row, of which each has as many."""
     owners = np.empty(T, np.int16)

@@ -193,8 +193,6 @@ COMPILE_IN_WHOLE = _grid(0.4, "s")
 """Time to compile a micro-batch's only program, and for each layer in it."""
 PINNING = Fitted(8 * _GIB, "bytes/s", "H200", _UNRECORDED)
 """Rate at which a run pins host memory, by threads beside compilation (`engine/host_buffers.py`)."""
-JAX_PINNING = Fitted(1.2 * _GIB, "bytes/s", "H100", _UNRECORDED)
-"""Rate at which JAX does, where a virtual machine's memory grows as it is touched."""
 WORTH_COMPILING = Fitted(1.2 * _GIB, "bytes", "H100", _UNRECORDED)
 """Host memory whose use is as bad as a second of compilation."""
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from jaxglue.engine.layer_groups import why_not_grouped, why_untried
+from jaxglue.engine.layer_groups import why_not_grouped
 from jaxglue.engine.policy import AUTO, PRESETS
 from jaxglue.engine.residency import DEVICE, HOST, is_streamed
 from jaxglue.planner.candidates import tile_sizes
@@ -72,7 +72,7 @@ def explain(planner: Planner, chosen: Plan, *, host_memory: float, weights: str 
         host_memory: bytes of host memory that may be pinned.
         weights: places of the layers' weights that were considered.
     """
-    planner = _of(planner, chosen)
+    planner = _planner_of_tile(planner, chosen)
     others = [plan for plan in planner.plans(host_memory, weights) if plan != chosen]
     fitting = [plan for plan in others if planner.fits(plan, host_memory)]
     fastest = min(plan.seconds for plan in (chosen, *fitting))  # the choice may start sooner instead
@@ -120,7 +120,7 @@ class _Comparison:
 
     def __init__(self, planner: Planner, chosen: Plan, host_memory: float):
         self._given, self._chosen, self._host_memory = planner, chosen, host_memory
-        self._planner = _of(planner, chosen)
+        self._planner = _planner_of_tile(planner, chosen)
 
     def weights(self) -> Reason:
         """Explain the places of the layers' weights."""
@@ -147,8 +147,6 @@ class _Comparison:
         chosen, layers = self._chosen, len(self._chosen.policies)
         size = chosen.layers_per_program
         obstacle = why_not_grouped(chosen.policies, stream_weights=is_streamed(chosen.weights))
-        if obstacle is None and size == 1:
-            obstacle = why_untried(self._planner.workload.mesh.devices)
         if obstacle:
             return Reason(choice="1", limit=f"an obstacle: {obstacle}")
         other = 1 if size > 1 else layers
@@ -185,7 +183,7 @@ class _Comparison:
         return Reason(choice=choice, limit=_LIMITS["time"], runner_up=fits, change=flag and f"{flag} {name}")
 
 
-def _of(planner: Planner, plan: Plan) -> Planner:
+def _planner_of_tile(planner: Planner, plan: Plan) -> Planner:
     """Return the planner of the plan's tile."""
     return planner if plan.tile == planner.workload.tile else planner.with_rows(planner.workload.seq_len, plan.tile)
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
-from jaxglue.engine.layer_groups import why_not_grouped, why_untried
+from jaxglue.engine.layer_groups import why_not_grouped
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.engine.residency import DEVICE, is_streamed, parse_weights
 from jaxglue.engine.transfer import (
@@ -176,8 +176,6 @@ class Predictor:
             return 1
         if self.layers_per_program or work.update_in_backward:
             return self.layers_per_program or 1
-        if why_untried(work.mesh.devices):
-            return 1
         return choose_group(setting.costs, whole=not work.host_embeddings)
 
     def _is_whole(self, size: int) -> bool:

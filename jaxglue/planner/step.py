@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from operator import mul
 from typing import NamedTuple
 
-from jaxglue.engine.host_buffers import have_own_buffers
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.engine.saved import keeps_values, restored_inputs
 from jaxglue.engine.transfer import requested_ahead, weights_prefetch_depth
@@ -301,6 +300,4 @@ def compile_seconds(
 
 def pinning_seconds(size: int, compiling: float, *, devices: int = 1) -> float:
     """Predict the time by which pinning values' bytes for each of some devices lengthens a start that compiles."""
-    if not have_own_buffers(devices):
-        return devices * size / fitted.JAX_PINNING
     return max(devices * size / fitted.PINNING - compiling, 0.0)

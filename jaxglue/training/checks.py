@@ -80,9 +80,9 @@ def check_mesh(config: TrainConfig, model: DecoderConfig, mesh: MeshShape, *, de
 def refuse_split_rows(config: TrainConfig, model: DecoderConfig) -> str:
     """Return words for the rows of a run, where these cannot be split over GPUs; empty where they can."""
     kind, name = config.objective.kind, config.objective.objective
-    if kind.needs_rollouts:
-        return f"of --objective {name}, which the model writes"
-    if kind.answers is not None and model.delta is not None:
+    if kind.needs_teacher:
+        return f"of --objective {name}, whose teacher is on one"
+    if (kind.answers is not None or kind.needs_rollouts) and model.delta is not None:
         return f"of --objective {name} in layers of linear attention"
     if kind.answers is not None and config.objective.columns:
         return f"of --objective {name} with columns of units"

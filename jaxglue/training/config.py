@@ -364,7 +364,7 @@ class RunConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Config):
-    """Fine-tune a Llama, Qwen3 or GPT-OSS on packed rows."""
+    """Fine-tune a language model on packed rows."""
 
     help_layout: ClassVar = HelpLayout(
         common=(
@@ -440,44 +440,45 @@ class TrainConfig(Config):
             raise ValueError(
                 "--teacher base is the model without its adapter, and --method full has none: name a folder"
             )
-        refused = {
-            "eval-data": bool(self.data.eval_data) and not judged,
-            "keep": self.run.keep != "last",
-            "early-stopping": self.run.early_stopping is not None,
-            "eval-fraction": bool(self.data.eval_fraction),
-            "gradient-accumulation-steps": self.run.gradient_accumulation_steps > 1,
-            "router-balance-loss": self.model.router_balance_loss > 0,
-            "router-z-loss": self.model.router_z_loss > 0,
-            "documents-per-step": self.run.documents_per_step is not None,
-            "streaming": self.data.streaming,
-            "teacher-system": self.rollouts.teacher_system is not None and not self.objective.kind.needs_teacher,
-            "lmbda": self.rollouts.lmbda < 1 and not self.objective.kind.needs_teacher,
-            "dynamic-sampling": self.rollouts.dynamic_sampling and self.objective.kind.needs_teacher,
-            "weights": self.model.weights != "device",
-            "embeddings": self.model.embeddings != "device",
-        }
-        reasons = {
-            "gradient-accumulation-steps": "a step has as many micro-batches as its answers fill",
-            **dict.fromkeys(("router-balance-loss", "router-z-loss"), "its losses are no means over tokens"),
-            "documents-per-step": "--generation-batch-size has the answers of a step",
-            "streaming": "prompts are read before training",
-            "teacher-system": "it has no teacher",
-            "lmbda": "rewards judge answers of the model alone",
-            "dynamic-sampling": "it chooses prompts by their rewards, which are not trained on",
-            "weights": "each token that is sampled reads them all",
-            "embeddings": "each token that is sampled reads them all",
-            "eval-data": "held-out prompts need a --reward",
-            "eval-fraction": "hold prompts out in a file, with --eval-data",
-            **dict.fromkeys(("keep", "early-stopping"), "there is no eval loss"),
-        }
-        for flag, is_given in refused.items():
-            if is_given:
-                raise ValueError(f"--{flag} is not for --objective {name}: {reasons[flag]}: leave it out")
+        self._refuse_beside_rollouts(judged=bool(judged))
         if self.objective.beta and self.model.method == "full" and not self.objective.kind.needs_teacher:
             raise ValueError(
                 f"--beta {self.objective.beta:g} compares with the weights as training begins, of which --method full "
                 "would need a copy: use --method lora, or --beta 0"
             )
+
+    def _refuse_beside_rollouts(self, *, judged: bool) -> None:
+        """Refuse settings that answers written in training leave without a meaning."""
+        name, has_teacher = self.objective.objective, self.objective.kind.needs_teacher
+        no_loss, streamed = "there is no eval loss", "each token that is sampled reads them all"
+        routers = "its losses are no means over tokens"
+        refused = (
+            ("eval-data", self.data.eval_data and not judged, "held-out prompts need a --reward"),
+            ("keep", self.run.keep != "last", no_loss),
+            ("early-stopping", self.run.early_stopping is not None, no_loss),
+            ("eval-fraction", self.data.eval_fraction, "hold prompts out in a file, with --eval-data"),
+            (
+                "gradient-accumulation-steps",
+                self.run.gradient_accumulation_steps > 1,
+                "a step has as many micro-batches as its answers fill",
+            ),
+            ("router-balance-loss", self.model.router_balance_loss, routers),
+            ("router-z-loss", self.model.router_z_loss, routers),
+            ("documents-per-step", self.run.documents_per_step, "--generation-batch-size has the answers of a step"),
+            ("streaming", self.data.streaming, "prompts are read before training"),
+            ("teacher-system", self.rollouts.teacher_system is not None and not has_teacher, "it has no teacher"),
+            ("lmbda", self.rollouts.lmbda < 1 and not has_teacher, "rewards judge answers of the model alone"),
+            (
+                "dynamic-sampling",
+                self.rollouts.dynamic_sampling and has_teacher,
+                "it chooses prompts by their rewards, which are not trained on",
+            ),
+            ("weights", self.model.weights != "device", streamed),
+            ("embeddings", self.model.embeddings != "device", streamed),
+        )
+        for flag, is_given, reason in refused:
+            if is_given:
+                raise ValueError(f"--{flag} is not for --objective {name}: {reason}: leave it out")
 
     def _check_trainables(self) -> None:
         """Refuse a trained embedding in host memory, settings of adapters where all train, and DoRA on split rows."""

@@ -29,7 +29,6 @@ from jaxglue.models.context import PackedContext
 from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
 from jaxglue.ops.collectives import per_device
 from jaxglue.ops.moe import Routing, routing_statistics
-from jaxglue.rl.loop import RolloutSteps
 from jaxglue.sharding.gather import gather
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
@@ -72,8 +71,7 @@ class Evaluation:
     ):
         self._compute_metrics = compute_metrics
         self._batches, self._executor, self._mesh = run.eval_batches, executor, mesh
-        batches = run.batches
-        self._rollouts = batches if isinstance(batches, RolloutSteps) and batches.has_held_out else None
+        self._rollouts = run.rollouts if run.rollouts and run.rollouts.has_held_out else None
         self._sources = run.data.eval_sources
         self._objective = run.workload.objective
         self._probe = None if run.model.moe is None else probe

@@ -27,7 +27,7 @@ _FLAGS = {"fp8": "--matmul fp8"}
 def run_reasons(run: Run) -> dict[str, Reason]:
     """Explain a run's automatic choices, by the name of the setting; those of the plan are in `run.remat.reasons`."""
     kernels = kernel_reasons(run.config, run.workload, attention=run.remat.attention, slots=run.batches.max_segments)
-    return {**run.remat.reasons, **dict(_of_reference(run)), **kernels}
+    return {**run.remat.reasons, **dict(_reference_reason(run)), **kernels}
 
 
 def kernel_reasons(config: TrainConfig, workload: Workload, *, attention: str, slots: int) -> dict[str, Reason]:
@@ -44,13 +44,13 @@ def kernel_reasons(config: TrainConfig, workload: Workload, *, attention: str, s
     if config.model.dtype == "auto":
         reasons["dtype"] = Reason(choice=str(dtype), limit="the device: bfloat16 on GPUs, float32 on CPUs")
     if config.objective.kind.answers is not None:
-        reasons["prompts"] = _of_prompts(refuse_shared_prompt(config, model))
-    reasons |= dict(_of_attention(config, workload, attention, slots))
+        reasons["prompts"] = _prompt_reason(refuse_shared_prompt(config, model))
+    reasons |= dict(_attention_reasons(config, workload, attention, slots))
     choices = {"rotation": rotation_choice(workload), **layer_forms(workload), **linear_attention_choice(workload)}
     if model.moe is not None:
         choices["experts"] = GROUPED_MATMUL.choose(capability, dtype)
     choices["loss"] = CROSS_ENTROPY.choose(capability, dtype, model.logit_softcap)
-    reasons |= {title: _of_backend(choice) for title, choice in choices.items()}
+    reasons |= {title: _backend_reason(choice) for title, choice in choices.items()}
     return reasons
 
 
@@ -107,7 +107,7 @@ def long_attention_choices(
             yield f"rows of {count} documents, mostly of {LONG_DOCUMENT:,} tokens or more", choice
 
 
-def _of_backend(choice: BackendChoice, flag: str | None = None) -> Reason:
+def _backend_reason(choice: BackendChoice, flag: str | None = None) -> Reason:
     limit = f"an obstacle: {choice.reason}" if choice.barred else f"preference: {choice.reason}"
     change = _FLAGS.get(choice.barred, f"{choice.barred} serves without the first obstacle") if choice.barred else None
     if change is None and flag and choice.runner_up:
@@ -115,7 +115,9 @@ def _of_backend(choice: BackendChoice, flag: str | None = None) -> Reason:
     return Reason(choice=choice.name, limit=limit, runner_up=choice.runner_up, change=change)
 
 
-def _of_attention(config: TrainConfig, workload: Workload, attention: str, slots: int) -> Iterator[tuple[str, Reason]]:
+def _attention_reasons(
+    config: TrainConfig, workload: Workload, attention: str, slots: int
+) -> Iterator[tuple[str, Reason]]:
     if config.model.attention != "auto":
         return
     usual = attention_choice(config, workload, attention="auto", slots=slots)
@@ -123,20 +125,20 @@ def _of_attention(config: TrainConfig, workload: Workload, attention: str, slots
         limit = "the GPU's memory: workspace of other kernels would take too much of it"
         yield "attention", Reason(choice=attention, limit=limit, runner_up=usual.name, change="shorter rows")
         return
-    yield "attention", _of_backend(usual, "--attention")
+    yield "attention", _backend_reason(usual, "--attention")
     long = long_attention_choices(config, workload, attention="auto", slots=slots)
     for index, (rows, choice) in enumerate(long, start=1):
-        reason = _of_backend(choice, "--attention")
+        reason = _backend_reason(choice, "--attention")
         yield f"long documents {index}", replace(reason, choice=f"{reason.choice} for {rows}")
 
 
-def _of_prompts(obstacle: str) -> Reason:
+def _prompt_reason(obstacle: str) -> Reason:
     if obstacle:
         return Reason(choice="a copy for each answer", limit=f"an obstacle: {obstacle}")
     return Reason(choice="shared by two answers", limit="preference: tokens are computed once", runner_up="copies")
 
 
-def _of_reference(run: Run) -> Iterator[tuple[str, Reason]]:
+def _reference_reason(run: Run) -> Iterator[tuple[str, Reason]]:
     """Explain when an objective's reference runs, where that was not given."""
     if not run.config.objective.kind.needs_reference or run.config.objective.reference_cache != "auto":
         return

@@ -23,7 +23,7 @@ from jaxglue.distributed import Processes
 from jaxglue.hf.export import on_host
 from jaxglue.sharding.mesh import place_batch, process_batch_shard
 from jaxglue.training.array_checks import check_parameters
-from jaxglue.training.recovery import bad_weights
+from jaxglue.training.divergence import bad_weights
 from jaxglue.training.setup import Run
 from jaxglue.training.step import TrainStep
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.extend.backend import clear_backends
 
-from jaxglue.engine.host_buffers import Buffers, HostBuffers, MeshBuffers, have_own_buffers
+from jaxglue.engine.host_buffers import Buffers, HostBuffers, MeshBuffers
 from jaxglue.engine.layer_groups import check_grouped
 from jaxglue.engine.policy import AUTO, RematPolicy, parse_policies
 from jaxglue.engine.residency import DEVICE, HOST, MAPPED, is_streamed, parse_weights
@@ -253,13 +253,12 @@ def _programs(plan: Plan) -> str:
 def open_buffers(workload: Workload, remat: RematChoice) -> AbstractContextManager[Buffers | None]:
     """Return a context with page-locked buffers for a run's offloaded values on this process's GPUs.
 
-    None on CPUs, and on several GPUs while no GPU has run these (`UNTRIED`): JAX's pool then holds the values.
+    None on CPUs.
 
     Raises:
         ValueError: the host's memory was taken by others since the run was planned.
     """
-    own = have_own_buffers(workload.mesh.devices)
-    if not remat.offloaded_bytes or jax.default_backend() == "cpu" or not own:
+    if not remat.offloaded_bytes or jax.default_backend() == "cpu":
         return nullcontext()
     count = local_gpus(workload)
     if (needed := count * remat.offloaded_bytes) > (free := available_memory()):

@@ -19,7 +19,6 @@ from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.memory import resident_bytes
 from jaxglue.planner.workload import abstract_parts, parameter_counts
-from jaxglue.rl.loop import RolloutSteps
 from jaxglue.sharding.mesh import AUTO
 from jaxglue.sharding.plan import plan_sharding
 from jaxglue.sharding.rules import Layout
@@ -107,15 +106,15 @@ def summary_rows(summary: RunSummary) -> dict[str, object]:
         "peak memory": f"{summary.peak_memory_gb:.1f} GB",
         "time": format_duration(summary.seconds),
         "stopped early": summary.stopped_early,
-        "adapter": _of_step(summary.adapter, summary.adapter_step),
-        "last adapter": _of_step(summary.last_adapter, summary.steps),
+        "adapter": _with_step(summary.adapter, summary.adapter_step),
+        "last adapter": _with_step(summary.last_adapter, summary.steps),
         "checkpoints": summary.checkpoints,
         "metrics": summary.metrics,
         "loss curve": summary.curve,
     }
 
 
-def _of_step(folder: Path | None, step: int | None) -> str | None:
+def _with_step(folder: Path | None, step: int | None) -> str | None:
     return None if folder is None else f"{folder}" + (f" (step {step:,})" if step is not None else "")
 
 
@@ -140,7 +139,7 @@ def plan_rows(run: Run) -> dict[str, object]:
         "method": f"{model.method}, {trained:,} parameters train ({trained / total:.2%})",
         "objective": _objective(run),
         "data": run.data.report,
-        **({"answers": run.batches.description} if isinstance(run.batches, RolloutSteps) else {}),
+        **({"answers": run.rollouts.description} if run.rollouts else {}),
         "batch": _batch(run),
         "optimizer": _optimizer(run),
         "steps": _steps(run),
@@ -158,7 +157,7 @@ def plan_rows(run: Run) -> dict[str, object]:
 
 def _batch(run: Run) -> str:
     settings, rows = run.config.run, row_text(run.config.data.row_tokens, run.model)
-    if isinstance(run.batches, RolloutSteps):
+    if run.rollouts:
         return f"as many × {settings.batch_size} rows of {rows} as the answers fill"
     count = str(settings.gradient_accumulation_steps)
     if settings.documents_per_step is not None:

@@ -23,7 +23,6 @@ from jaxglue.models import config_from_hf
 from jaxglue.models.parameters import Params, split_model
 from jaxglue.models.vocabulary import extended_matrix
 from jaxglue.objectives.policy_gradient import RolloutObjective
-from jaxglue.rl.loop import RolloutSteps
 from jaxglue.rl.sampler import Sample, Sampler
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.training.setup import Run
@@ -101,9 +100,9 @@ class TrainedPolicy:
             top_p=1.0,
             seed=run.config.data.seed,
         )
-        assert isinstance(run.batches, RolloutSteps)
-        rounds = run.total_steps // run.batches.window
-        self._sample = Sampler(self._engine, run.stops, sampling, rounds=rounds, typical=run.batches.typical_prompts)
+        assert run.rollouts is not None
+        rounds, typical = run.total_steps // run.rollouts.window, run.rollouts.typical_prompts
+        self._sample = Sampler(self._engine, run.stops, sampling, rounds=rounds, typical=typical)
         # Training donates its arrays, so the reference needs its own.
         assert isinstance(objective, RolloutObjective)
         self._reference = jax.tree.map(jnp.copy, model.trainable) if objective.uses_reference else None

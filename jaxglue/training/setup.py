@@ -93,6 +93,11 @@ class Run(Setup):
     eval_batches: EvalBatches | None
 
     @property
+    def rollouts(self) -> RolloutSteps | None:
+        """Return the steps on answers that the model writes in training; None for other data."""
+        return self.batches if isinstance(self.batches, RolloutSteps) else None
+
+    @property
     def flops_per_token(self) -> float:
         """Return a token's FLOPs of forward and backward over the training documents."""
         full = self.config.model.method == "full"
@@ -314,8 +319,8 @@ def choose_mesh(
         raise ValueError("--embeddings host is for one GPU: leave it out, or split the table with --mesh fsdp=…")
     full = config.model.method == "full"
     shapes = [MeshShape.parse(config.run.mesh)] if config.run.mesh != AUTO else _candidates(model, devices, full=full)
-    # No GPU has run pairs and linear attention in split rows.
-    tried = config.objective.kind.answers is None and model.delta is None
+    kind = config.objective.kind
+    tried = kind.answers is None and not kind.needs_rollouts  # no GPU has run pairs and rollouts in split rows
     if config.run.mesh == AUTO and tried and not refuse_split_rows(config, model):
         shapes = _with_split_rows(shapes, config, devices, full=full)
     for shape in shapes:
@@ -332,7 +337,7 @@ def choose_mesh(
             continue
         if explain and config.run.mesh == AUTO:
             others = shapes[shapes.index(shape) + 1 :]
-            reason = _of_mesh(
+            reason = _mesh_reason(
                 config, shape, refused, [make_workload(config, model, document_lengths, s) for s in others]
             )
             remat = replace(remat, reasons={"mesh": reason, **remat.reasons})
@@ -340,7 +345,7 @@ def choose_mesh(
     raise AssertionError("no candidate")
 
 
-def _of_mesh(config: TrainConfig, chosen: MeshShape, refused: list[str], others: list[Workload]) -> Reason:
+def _mesh_reason(config: TrainConfig, chosen: MeshShape, refused: list[str], others: list[Workload]) -> Reason:
     """Explain a mesh by those before it, which do not fit, and by the next, as its plan predicts it."""
     if chosen.devices == 1:
         return Reason(choice="one GPU", limit="the machine: it has no other", change="more GPUs")

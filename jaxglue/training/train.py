@@ -2,10 +2,9 @@
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import IO, Any, NotRequired, cast
 
 import jax
@@ -23,16 +22,28 @@ from jaxglue.hf.hub import is_hub_id
 from jaxglue.planner.device_memory import bounded_pool, take_fitting_blocks
 from jaxglue.planner.host_memory import HOST_LIMIT
 from jaxglue.recipe import as_dict, load_config, to_toml
-from jaxglue.rl.loop import RolloutSteps
 from jaxglue.rl.page import write_page
 from jaxglue.sharding.mesh import make_mesh
 from jaxglue.training.callbacks import Callback, Callbacks, Metrics
 from jaxglue.training.checkpoint import Checkpoints, NonFinite
 from jaxglue.training.config import ModelConfig, TrainConfig
+from jaxglue.training.divergence import Postmortem, Spikes, SpikeState, save_step
 from jaxglue.training.evaluation import BestState, Evaluation, ExpertLoadProbe, Samples, evaluation_lines
 from jaxglue.training.explain import run_reasons
 from jaxglue.training.fingerprint import fingerprint
 from jaxglue.training.interrupt import Interrupt, Output
+from jaxglue.training.out_of_memory import (
+    OutOfMemory,
+    Overrun,
+    describe,
+    explained_out_of_memory,
+    failed_allocation,
+    is_out_of_memory,
+    memory_beyond_limit,
+    plan_again,
+    smaller_limit,
+    smaller_pool,
+)
 from jaxglue.training.progress import Compiling, StartupTimer, TrainingProgress
 from jaxglue.training.record import (
     Diverged,
@@ -42,22 +53,6 @@ from jaxglue.training.record import (
     memory_use,
     read_metrics,
     save_loss_curve,
-)
-from jaxglue.training.recovery import (
-    OutOfMemory,
-    Overrun,
-    Postmortem,
-    Spikes,
-    SpikeState,
-    describe,
-    explained_out_of_memory,
-    failed_allocation,
-    is_out_of_memory,
-    memory_beyond_limit,
-    plan_again,
-    save_step,
-    smaller_limit,
-    smaller_pool,
 )
 from jaxglue.training.reference_cache import add_reference
 from jaxglue.training.remat import open_buffers, restore_pool, size_pool
@@ -75,6 +70,18 @@ _STEPS_IN_FLIGHT = 2
 """Steps that the host runs ahead of the device: enough to keep it busy, few enough to stop soon."""
 _MOST_PLANS = 3
 """How often a run that takes more memory than there is may be planned again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """The surroundings of a run: the arguments of `train` beside its configuration."""
+
+    console: Console
+    timer: StartupTimer
+    processes: Processes
+    interrupt: Interrupt
+    callbacks: Callbacks
+    compute_metrics: Metrics | None
 
 
 def train(
@@ -109,20 +116,25 @@ def train(
     if (callbacks or compute_metrics) and processes.count > 1:
         raise ValueError("callbacks: they run in one process alone, and this run has several: leave them out")
     _check_metrics(config, compute_metrics, columns)
-    events, interrupt = Callbacks(callbacks), interrupt or Interrupt()
-    console = console or Console(file=cast(IO[str], Output(interrupt.output_closed)), quiet=not processes.is_main)
-    timer = timer or StartupTimer()
+    interrupt = interrupt or Interrupt()
+    context = RunContext(
+        console=console or Console(file=cast(IO[str], Output(interrupt.output_closed)), quiet=not processes.is_main),
+        timer=timer or StartupTimer(),
+        processes=processes,
+        interrupt=interrupt,
+        callbacks=Callbacks(callbacks),
+        compute_metrics=compute_metrics,
+    )
     config = replace(config, model=pinned_model(config))
     processes.agree("configuration", {**as_dict(config.shared), "jax": jax.__version__})
     if config.run.compilation_cache:
         keep_programs(config.run.compilation_cache, take_turns=processes.count == 1)
     take_fitting_blocks(os.environ)
     with bounded_pool(config.model.memory_limit, os.environ, exchanges=processes.count > 1):
-        if config.run.dry_run:
-            _dry_run(config, console, processes)
-            return None
-        settle = partial(resolve, processes=processes, columns=columns)
-        return _train(config, console, timer, processes, interrupt, events, compute_metrics, settle)
+        if not config.run.dry_run:
+            return _train_in_folder(config, columns, context)
+        _dry_run(config, context)
+        return None
 
 
 def _check_metrics(config: TrainConfig, compute_metrics: Metrics | None, columns: Columns) -> None:
@@ -138,46 +150,33 @@ def _check_metrics(config: TrainConfig, compute_metrics: Metrics | None, columns
         raise ValueError("compute_metrics: it reads held-out data: give eval_data, or eval_fraction")
 
 
-def _train(
-    config: TrainConfig,
-    console: Console,
-    timer: StartupTimer,
-    processes: Processes,
-    interrupt: Interrupt,
-    callbacks: Callbacks,
-    compute_metrics: Metrics | None,
-    settle: Callable[[TrainConfig], Run],
-) -> RunSummary | None:
+def _train_in_folder(config: TrainConfig, columns: Columns, context: RunContext) -> RunSummary | None:
     """Settle the run, hold its folder and train."""
-    settings = config.run
-    run = settle(config) if settings.resume else None
+    settings, console, processes = config.run, context.console, context.processes
+    run = resolve(config, processes, columns) if settings.resume else None
     if run and (summary := finished_run(run, processes)):
         print_panel(console, "done before: no step is left to train", summary_rows(summary))
         return summary
     folder = shared_output_folder(settings.output, processes, resume=settings.resume, overwrite=settings.overwrite)
-    with folder as output:
+    with folder as path:
         if settings.overwrite and processes.is_main:
-            check_inputs(output, config.inputs)
-        run = run or settle(config)
+            check_inputs(path, config.inputs)
+        run = run or resolve(config, processes, columns)
         identity = fingerprint(run)
         processes.agree("model and data", identity)
-        timer.stage("data")
+        context.timer.stage("data")
         print_panel(console, "plan", plan_rows(run))
-        _explain(run, console, processes)
-        files = RunFolder(output, overwrite=settings.overwrite, processes=processes)
-        shared: dict[str, Any] = {"identity": identity, "timer": timer, "processes": processes, "interrupt": interrupt}
-        shared |= {"console": console, "output": files, "callbacks": callbacks, "compute_metrics": compute_metrics}
+        _explain(run, context)
+        output = RunFolder(path, overwrite=settings.overwrite, processes=processes)
         with closing(run.batches):
-            return _train_as_planned(run, console, files, partial(_attempt, **shared))
+            return _train_as_planned(run, identity, output, context)
 
 
-def _train_as_planned(
-    run: Run, console: Console, output: RunFolder, attempt: Callable[..., RunSummary | Overrun | None]
-) -> RunSummary | None:
+def _train_as_planned(run: Run, identity: dict[str, Any], output: RunFolder, context: RunContext) -> RunSummary | None:
     """Train; where a run takes more memory than there is, plan with less and go on from its checkpoint or the start."""
     start: Any = run.batches.get_state()
     pinned, pool = os.environ.get(HOST_LIMIT), None
-    result = attempt(run, plans_left=_MOST_PLANS)
+    result = _attempt(run, identity, output, context, plans_left=_MOST_PLANS)
     if not isinstance(result, Overrun):
         return result
     with output.replacing():  # the run before comes back if nothing else fits
@@ -185,39 +184,43 @@ def _train_as_planned(
             restore_pool(os.environ, pinned)
             pool = smaller_pool(run, result, pool)
             again = plan_again(run, result, pool)
-            console.print(f"{describe(run, result)}: planned again and started again, with --remat {again.remat}")
+            context.console.print(
+                f"{describe(run, result)}: planned again and started again, with --remat {again.remat}"
+            )
             again.batches.set_state(start)
-            result, run = attempt(again, plans_left=left, again=True), again
+            result, run = _attempt(again, identity, output, context, plans_left=left, again=True), again
             if not isinstance(result, Overrun):
                 return result
     raise AssertionError("the last plan's overrun is an error")
 
 
-def _attempt(run: Run, **options: Any) -> RunSummary | Overrun | None:
+def _attempt(
+    run: Run, identity: dict[str, Any], output: RunFolder, context: RunContext, *, plans_left: int, again: bool = False
+) -> RunSummary | Overrun | None:
     """Train as a run is planned, with the memory of the host that this needs."""
     size_pool(run.workload, run.remat, os.environ)
     with explained_out_of_memory(run), open_buffers(run.workload, run.remat) as buffers:
-        return Trainer(run, **options, host_buffers=buffers).run()
+        return Trainer(run, identity, output, context, buffers, plans_left=plans_left, again=again).run()
 
 
-def _dry_run(config: TrainConfig, console: Console, processes: Processes) -> None:
+def _dry_run(config: TrainConfig, context: RunContext) -> None:
     """Print the plan of a run; refuse what the run would refuse before it trains, and write nothing."""
     settings = config.run
-    if processes.is_main:
+    if context.processes.is_main:
         check_output(settings.output, resume=settings.resume, overwrite=settings.overwrite)
         if settings.overwrite:
             check_inputs(settings.output, config.inputs)
-    run = resolve(config, processes)
+    run = resolve(config, context.processes)
     if settings.resume:
         check_resumable(run)
-    print_panel(console, "plan (dry run: nothing is trained)", plan_rows(run))
-    _explain(run, console, processes)
+    print_panel(context.console, "plan (dry run: nothing is trained)", plan_rows(run))
+    _explain(run, context)
 
 
-def _explain(run: Run, console: Console, processes: Processes) -> None:
+def _explain(run: Run, context: RunContext) -> None:
     """Print the reasons for automatic choices, where these are asked for."""
-    if run.config.run.explain and processes.is_main:
-        print_panel(console, "choices", run_reasons(run))
+    if run.config.run.explain and context.processes.is_main:
+        print_panel(context.console, "choices", run_reasons(run))
 
 
 def pinned_model(config: TrainConfig) -> ModelConfig:
@@ -246,11 +249,9 @@ class Trainer:
     Args:
         run: the run.
         identity: its fingerprint.
-        console, timer, processes, interrupt: of `train`.
-        output: the run's folder.
+        output: its folder.
+        context: its surroundings.
         host_buffers: for offloaded values; None for JAX's pool.
-        callbacks: of the run.
-        compute_metrics: of `train`.
         plans_left: how often the run may be planned again.
         again: it was, and began before.
     """
@@ -259,40 +260,35 @@ class Trainer:
         self,
         run: Run,
         identity: dict[str, Any],
-        console: Console,
-        timer: StartupTimer,
-        processes: Processes,
-        interrupt: Interrupt,
         output: RunFolder,
-        host_buffers: Buffers | None = None,
-        callbacks: Callbacks | None = None,
-        compute_metrics: Metrics | None = None,
+        context: RunContext,
+        host_buffers: Buffers | None,
         *,
-        plans_left: int = 0,
-        again: bool = False,
+        plans_left: int,
+        again: bool,
     ):
-        self._run, self._settings, self._processes, self._identity = run, run.config.run, processes, identity
-        self._console, self._timer, self._interrupt = console, timer, interrupt
-        self._output, self._again, self._folder = output, again, output.path
-        self._is_planned = run.config.model.remat == AUTO and processes.count == 1
+        self._run, self._settings, self._identity, self._again = run, run.config.run, identity, again
+        self._output, self._folder = output, output.path
+        self._console, self._timer, self._processes = context.console, context.timer, context.processes
+        self._interrupt, self._callbacks = context.interrupt, context.callbacks
+        self._is_planned = run.config.model.remat == AUTO and self._processes.count == 1
         self._may_plan = self._is_planned and plans_left > 0
-        folder = output.path
         mesh = make_mesh(run.mesh) if run.mesh.devices > 1 else None
         self._model = TrainStep(run, mesh, host_buffers)
-        timer.stage("weights")
-        if note := add_reference(run, self._model, mesh, processes):
-            console.print(note)
-            timer.stage("reference")
+        self._timer.stage("weights")
+        if note := add_reference(run, self._model, mesh, self._processes):
+            self._console.print(note)
+            self._timer.stage("reference")
         shared: dict[str, Any] = {"dtype": run.config.model.compute_dtype, "attention": run.config.model.attention}
         probe = ExpertLoadProbe(self._model.graphdefs, run.model, **shared, layout=self._model.layout)
-        self._evaluation = Evaluation(run, self._model.executor, probe, mesh, compute_metrics)
-        self._samples = Samples(run, self._model.graphdefs, folder if processes.is_main else None, console)
-        self._recorder = Recorder(run, timer)
-        self._result = ResultWriter(run, self._model, self._output, processes, console)
-        self._callbacks = callbacks or Callbacks(())
-        if isinstance(run.batches, RolloutSteps):
-            run.batches.begin(TrainedPolicy(run, self._model, mesh), run.tokenizer)
-        self._ahead = 0 if isinstance(run.batches, RolloutSteps) else _STEPS_IN_FLIGHT
+        self._evaluation = Evaluation(run, self._model.executor, probe, mesh, context.compute_metrics)
+        folder = self._folder if self._processes.is_main else None
+        self._samples = Samples(run, self._model.graphdefs, folder, self._console)
+        self._recorder = Recorder(run, self._timer)
+        self._result = ResultWriter(run, self._model, output, self._processes, self._console)
+        if run.rollouts:
+            run.rollouts.begin(TrainedPolicy(run, self._model, mesh), run.tokenizer)
+        self._ahead = 0 if run.rollouts else _STEPS_IN_FLIGHT
         self._last_batch: Batch | None = None
         self._recent: dict[int, Step] = {}
         self._spikes = None if self._settings.on_spike == "nothing" else Spikes(self._settings.spike_sigma)
@@ -314,8 +310,8 @@ class Trainer:
             if self._model.step == 0 and not self._again:
                 self._answer_samples("before")
             if (overrun := self._train(checkpoints)) is not None:
-                if isinstance(self._run.batches, RolloutSteps):
-                    self._run.batches.release()
+                if self._run.rollouts:
+                    self._run.rollouts.release()
                 return overrun
             if self._has_ended:
                 return self._finish(begun, checkpoints)
@@ -527,9 +523,9 @@ class Trainer:
         }
         try:
             checkpoints.save(self._model.step, self._model.state(), host, eval_loss=eval_loss)
-            if isinstance(self._run.batches, RolloutSteps):
+            if self._run.rollouts:
                 checkpoints.wait()
-                self._run.batches.saved()
+                self._run.rollouts.saved()
                 self._write_page()
         except NonFinite as error:
             raise Diverged(self._model.step, f"after its update {error}") from error
@@ -569,7 +565,7 @@ class Trainer:
 
     def _write_page(self) -> None:
         """Write the page about rollouts, where there are some."""
-        if isinstance(self._run.batches, RolloutSteps):
+        if self._run.rollouts:
             write_page(self._folder, read_metrics(self._folder / "metrics.jsonl"))
 
     def _summarize(self, result: Result, seconds: float) -> RunSummary:

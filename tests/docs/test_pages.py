@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -14,6 +15,9 @@ import jaxglue
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+README_AND_INDEX = ROOT / "README.md", DOCS / "index.md"
+ENGINES = "ours", "unsloth", "peft"
+"""Columns of the README's table, as `benchmarks/sft_step.py` names them."""
 
 
 def load_script(name):
@@ -99,6 +103,37 @@ def test_design_names_folders_and_names_that_exist():
     assert len(named) > 100
     assert {name for name in named if name.endswith("/") and not folders >= {*name.strip("/").split("/")}} == set()
     assert {*re.findall(r"[A-Za-z_]\w+", " ".join(named) + code)} - known - folders == set()
+
+
+def test_readme_opens_as_the_site_does():
+    openings = [
+        re.search(r"^# jaxglue\n\n(.*)", page.read_text(encoding="utf-8"), re.M)[1] for page in README_AND_INDEX
+    ]
+    assert openings[0] == openings[1]
+
+
+def test_speeds_of_the_readme_are_measured():
+    """tokens/s and GiB of each row are those of `sft_step.json`."""
+    results = json.loads((ROOT / "benchmarks/results/sft_step.json").read_text(encoding="utf-8"))["results"]
+    shown = {
+        (each["row"], each["engine"]): f"{each['tokens'] / each['ms'] * 1e3:,.0f}, {each['peak_gib']:.1f} GiB"
+        for each in results
+    }
+    rows = re.findall(
+        r"^\| (.*), [\d,]+ tokens \| (.*) \| (.*) \| (.*) \| ", README_AND_INDEX[0].read_text("utf-8"), re.M
+    )
+    assert len(rows) > 5
+    for name, *cells in rows:
+        expected = [
+            shown.get((name.replace("NF4", "nf4").lower().replace("nf4", "NF4"), engine), "–") for engine in ENGINES
+        ]
+        assert cells == expected, name
+
+
+def test_shipped_recipes_are_named():
+    page = (DOCS / "command.md").read_text(encoding="utf-8")
+    recipes = [path.stem for path in (ROOT / "jaxglue" / "recipes").glob("*.toml")]
+    assert [name for name in recipes if f"`{name}`" not in page] == []
 
 
 def test_promises_name_tests_that_exist():

@@ -31,7 +31,6 @@ def test_values_come_back_from_the_host_as_they_left():
 @pytest.mark.gpu
 @pytest.mark.skipif(jax.local_device_count() < 2, reason="needs two GPUs")
 def test_parts_on_several_gpus_come_back_as_they_left():
-    """Try what `UNTRIED` calls buffers of several GPUs."""
     count = jax.local_device_count()
     sharding = batch_sharding(make_mesh(MeshShape(data=count)))
     values = [jax.device_put(jax.random.bits(jax.random.key(n), (count, 2**20 + n)), sharding) for n in range(8)]

@@ -193,6 +193,11 @@ def test_layers_turn_by_their_type(model_type, fields, thetas, full_type):
             {"rope_scaling": {**YARN, "llama_4_scaling_beta": 1}, "rope_parameters": {"rope_theta": 3.0}},
             {"query_scale": (1.0, 16), "rope_theta": 10_000.0},
         ),
+        (
+            "ministral3",
+            {"original_max_position_embeddings": 32},
+            {"query_scale": (0.1, 32), "original_max_position_embeddings": 32},
+        ),
         ("llama", {"rope_scaling": {**YARN, "llama_4_scaling_beta": 1}}, {"query_scale": None}),
     ],
 )
@@ -217,11 +222,20 @@ def test_rotary_embeddings_are_read(model_type, fields, expected):
         ("gemma4_text", {"num_kv_shared_layers": 1}, "no earlier layer is of type full_attention"),
         ("gemma4_text", {"num_kv_shared_layers": 6}, "num_kv_shared_layers=6 of 6 layers: at least one"),
         ("gemma4_text", {"per_layer_config": {"5": {"head_dim": 7}}}, "layer 5 of config.json has head_dim=7"),
+        ("gemma4_text", {"per_layer_config": {"5": {"intermediate_size": 7}}}, "got '5': {'intermediate_size': 7}"),
+        ("gemma4_text", {"per_layer_config": {"06": {"head_dim": 8}}}, "expected layers below 6 with head_dim and num"),
+        ("qwen3", {"per_layer_config": {"1": {"head_dim": 8}}}, "per_layer_config in config.json is not supported for"),
+        ("olmo3", {"num_hidden_layers": 6.0}, "num_hidden_layers in config.json: expected int >= 1 .*, got 6.0"),
         ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all'"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries for num_hidden_layers=6"),
         ("granite", {"attention_multiplier": 0}, "attention_multiplier in config.json: expected"),
         ("olmo3", {"layer_types": ["linear_attention"] * 6}, "layer_types linear_attention are not supported"),
         ("gemma3_text", {"rope_parameters": {"full_attention": 3}}, "rope_parameters in config.json: expected an obj"),
+        (
+            "olmo3",
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "names its type 'linear' as type, which transfo",
+        ),
         ("phi3", {"rope_scaling": {"type": "llama3", "factor": 2.0}}, "rope type 'llama3' is not supported for phi3"),
         ("phi3", {"rope_scaling": {"type": "su", "long_factor": [1.0]}}, "rope type 'longrope' needs short_factor"),
         (
@@ -304,3 +318,6 @@ def test_gemma_4_reads_sizes_of_layers_in_both_forms():
     assert (shapes[0].head_dim, shapes[0].kv_heads, shapes[0].keys_as_values) == (256, 4, False)
     assert (shapes[5].head_dim, shapes[5].kv_heads, shapes[5].keys_as_values) == (128, 2, True)
     assert config_from_hf(raw).layer_shapes[5].head_dim == 512
+    own = {"head_dim": 128, "num_key_value_heads": 2}  # of a dozen layers, written by transformers 5
+    dozen = config_from_hf({**raw, "num_hidden_layers": 12, "per_layer_config": {"05": own, "11": own}})
+    assert dozen.layer_shapes[:6] == shapes and dozen.layer_shapes[6:] == shapes

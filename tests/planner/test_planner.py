@@ -10,7 +10,6 @@ from jaxglue.engine.policy import parse_policies, parse_policy
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.objectives.config import ObjectiveConfig
-from jaxglue.ops import backend
 from jaxglue.ops.backend import tracing_for
 from jaxglue.planner import rates
 from jaxglue.planner.candidates import policies_and_mixes
@@ -101,8 +100,7 @@ def test_auto_gets_leaner_as_memory_shrinks(planner):
 
 
 @pytest.mark.parametrize(("share", "kinds"), [(0.6, 2), (1.1, 1)])
-def test_two_gpus_are_planned_as_one_but_for_the_exchange(workload, monkeypatch, share, kinds):
-    monkeypatch.setattr(backend, "UNTRIED", set())
+def test_two_gpus_are_planned_as_one_but_for_the_exchange(workload, share, kinds):
     gpu, workload = find_gpu("H100"), replace(workload, seq_len=8192)
     small, large = (Planner(workload, gpu).plan(parse_policy(name)).device_bytes for name in ("dots", "none"))
     gpu = replace(gpu, memory=(small + share * (large - small)) / (1 - MARGIN))

@@ -23,9 +23,10 @@ from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import split_model
 from jaxglue.objectives.config import ObjectiveConfig
-from jaxglue.ops import backend, row_split
+from jaxglue.ops import row_split
 from jaxglue.ops.segments import pack_forks
 from jaxglue.ops.small_layer import SMALL_LAYER
+from jaxglue.rl.packing import Group, TrainedAnswer, pack_groups
 from jaxglue.sharding.mesh import MeshShape, make_mesh, place_batch
 from jaxglue.sharding.rules import Layout
 
@@ -194,7 +195,7 @@ def test_split_rows_equal_whole_rows(mesh_of, random_batch, monkeypatch, kind, m
     assert error(got, on_one_device(kind, batches, **changes)) < (3e-5 if changes == LINEAR else 1e-5)
 
 
-def random_pairs(rows, seq_len: int, seed: int) -> Batch:
+def random_pairs(rows, seq_len: int, seed: int, vocab_size: int = 104) -> Batch:
     """Return a batch of random pairs: rows of (tokens of a prompt, of its first answer, of its second)."""
     rng, shape = np.random.default_rng(seed), (len(rows), seq_len)
     units = max(map(len, rows))
@@ -208,8 +209,8 @@ def random_pairs(rows, seq_len: int, seed: int) -> Batch:
     numbers = {name: rng.random(used.shape, np.float32) for name in ("desirable", "token_weight")}
     reference = -rng.random((*used.shape, 2), np.float32) * 9
     return Batch(
-        tokens=rng.integers(0, 104, shape, np.int32),
-        targets=rng.integers(0, 104, shape, np.int32),
+        tokens=rng.integers(0, vocab_size, shape, np.int32),
+        targets=rng.integers(0, vocab_size, shape, np.int32),
         loss_weights=(owners < PARTS * units).astype(np.float32),
         segments=pack_forks(rows, seq_len=seq_len),
         answers=Answers(owners=owners, used=used, reference=reference, **numbers),
@@ -235,6 +236,47 @@ def test_pairs_in_split_rows_equal_those_in_whole_rows(mesh_of, monkeypatch, obj
     chex.assert_trees_all_close(jax.device_get(got), jax.device_get(expected), rtol=1e-5, atol=1e-6)
 
 
+def random_rollouts(shape, seq_len: int, seed: int) -> Batch:
+    """Return a packed batch of random answers: groups of (tokens of a prompt, of each answer)."""
+    rng = np.random.default_rng(seed)
+
+    def answer(length):
+        known = {name: -rng.random(length, np.float32) * 4 for name in ("log_probs", "old", "reference")}
+        fields = {"tokens": rng.integers(0, 104, length, np.int32), "counted": rng.random(length) < 0.9}
+        return TrainedAnswer(**fields, **known, advantage=rng.normal())
+
+    groups = [Group(rng.integers(0, 104, prompt), [answer(n) for n in answers]) for prompt, *answers in shape]
+    (packed,) = pack_groups(groups, seq_len=seq_len, batch_size=2, slots=8)
+    return packed.batch
+
+
+@pytest.mark.parametrize(
+    ("objective", "settings"),
+    [
+        ("gspo", {"top_entropy_quantile": 0.5, "off_policy_mask_threshold": 0.1}),
+        repeat("bnpo", {"beta": 0.1}),
+        repeat("vespo", {}),
+        repeat("rloo", {"importance_sampling_mode": "sequence_truncate"}),
+    ],
+)
+def test_answers_in_split_rows_equal_those_in_whole_rows(mesh_of, monkeypatch, objective, settings):
+    monkeypatch.setattr(row_split, "_LEAST_CHUNK", 2)
+    shape = [(9, 11, 6, 5), (4, 3, 20)]
+    batches = [random_rollouts(order, 40, seed) for seed, order in enumerate((shape, shape[::-1]))]
+    mesh = mesh_of("data=2,context=4")
+    config, graphdefs, *trees = parts("lora", jnp.float32)
+    given = {"policy": parse_policy("dots"), "dtype": jnp.float32}
+    given["objective"] = ObjectiveConfig(objective=objective, **settings).make()
+    alone, together = Executor(graphdefs, config, **given), Executor(graphdefs, config, mesh=mesh, **given)
+    layout = Layout(mesh, jnp.float32)
+    placed = [jax.device_put(tree, layout.shardings(layout.param_specs(tree))) for tree in trees]
+    split = place_batch(batches, mesh)
+    got, expected = together.loss_and_gradients(*placed, split, 3.0), alone.loss_and_gradients(*trees, batches, 3.0)
+    chex.assert_trees_all_close(jax.device_get(got), jax.device_get(expected), rtol=2e-5, atol=1e-6)
+    found = together.log_probs(*placed, split[0]), alone.log_probs(*trees, batches[0])
+    chex.assert_trees_all_close(*map(jax.device_get, found), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("mesh", "changes", "policy"),
     [
@@ -250,8 +292,7 @@ def test_dropped_inputs_are_computed_again_on_a_mesh(mesh_of, batches, expected,
 
 
 @repeats_parts_of("test_outputs_and_gradients_match_separate_operations")
-def test_small_layers_on_a_mesh_equal_separate_operations(mesh_of, batches, expected, interpreted, monkeypatch):
-    monkeypatch.setattr(backend, "UNTRIED", set())
+def test_small_layers_on_a_mesh_equal_separate_operations(mesh_of, batches, expected, interpreted):
     from jaxglue.ops.small_layer.triton import LayerTiles, TritonSmallLayer
 
     tiles = LayerTiles(block_m=16, block_n=32, length=32, num_warps=1, num_stages=1)
@@ -371,8 +412,7 @@ def test_gpus_equal_one_gpu(random_batch, kind, mesh, changes, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("mesh", "policy", "size"), [("data=2", "none", 2), ("fsdp=2", "dots", 2)])
-def test_gpus_share_programs_as_one_gpu(random_batch, monkeypatch, mesh, policy, size):
-    monkeypatch.setattr(backend, "UNTRIED", set())
+def test_gpus_share_programs_as_one_gpu(random_batch, mesh, policy, size):
     shape = MeshShape.parse(mesh)
     if jax.local_device_count() < shape.devices:
         pytest.skip(f"needs {shape.devices} GPUs")
@@ -383,6 +423,38 @@ def test_gpus_share_programs_as_one_gpu(random_batch, monkeypatch, mesh, policy,
     mesh = make_mesh(shape, jax.devices()[: shape.devices])
     together = on_mesh(mesh, "lora", policy, batches, jnp.bfloat16, layers_per_program=size, **LARGER)
     assert error(together, exact) < 1.5 * alone
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("objective", "changes"), [("dpo", LARGER), ("dpo", LARGER | GPT_OSS | WINDOWS), ("gspo", LARGER)]
+)
+def test_gpus_share_rows_of_answers(objective, changes):
+    if jax.local_device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    changes = changes | {"sliding_window": 200}
+    if objective == "dpo":
+        batches = [random_pairs([[(300, 500, 200)], [(90, 1400, 800)]], 2304, 0, LARGER["vocab_size"])]
+    else:
+        batches = [random_rollouts([(300, 500, 200, 160), (90, 1400, 800)], 2304, 0)]
+    config, graphdefs, *trees = parts("lora", jnp.bfloat16, **changes)
+    settings = ObjectiveConfig(objective=objective).make()
+
+    def gradients(dtype, mesh=None):
+        given = {"policy": parse_policy("dots"), "dtype": dtype, "objective": settings, "mesh": mesh}
+        layout = Layout(mesh, dtype)
+        own = [jax.tree.map(lambda w: w.astype(dtype), trees[1])]
+        placed = [layout.put(tree) if mesh else tree for tree in (trees[0], *own)]
+        return jax.device_get(
+            Executor(graphdefs, config, **given).loss_and_gradients(*placed, place_batch(batches, mesh), 3.0)[1]
+        )
+
+    with jax.default_matmul_precision("highest"):
+        exact = gradients(jnp.float32)
+    mesh = make_mesh(MeshShape.parse("context=2"), jax.devices()[:2])
+    alone, together = error(gradients(jnp.bfloat16), exact), error(gradients(jnp.bfloat16, mesh), exact)
+    print(f"{objective}: {together:.2g}, one GPU {alone:.2g}")
+    assert together < 1.5 * alone
 
 
 def error(got, expected) -> float:

@@ -49,9 +49,9 @@ def test_auto_splits_rows_that_do_not_fit_or_are_fewer_than_gpus(choose, make_co
         assert str(workload.mesh) == mesh
     with pytest.raises(ValueError, match=r"--batch-size 1 does not divide .*: use --batch-size 8"):
         setup.choose_mesh(make_config(batch_size=1, seq_len=31), model, (32,))
-    with pytest.raises(ValueError, match="context cannot split rows of --objective grpo, which the model writes"):
+    with pytest.raises(ValueError, match="context cannot split rows of --objective distill, whose teacher is on one"):
         setup.choose_mesh(
-            make_config(objective="grpo", reward=("exact",), mesh="context=8", batch_size=1), model, (32,)
+            make_config(objective="distill", teacher="base", mesh="context=8", batch_size=1), model, (32,)
         )
 
 

@@ -14,10 +14,10 @@ from jaxglue.data.iterator import BatchIterator, Step
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.ops.segments import BatchKind, pack_segments
 from jaxglue.rl.packing import Group, TrainedAnswer, pack_groups
-from jaxglue.training import recovery
+from jaxglue.training import divergence
 from jaxglue.training.array_checks import check_arrays, non_finite
+from jaxglue.training.divergence import Postmortem, Spikes, load_step, save_step
 from jaxglue.training.record import Diverged, read_metrics
-from jaxglue.training.recovery import Postmortem, Spikes, load_step, save_step
 from jaxglue.training.step import TrainStep
 from jaxglue.training.train import train
 
@@ -211,7 +211,7 @@ def test_spikes_are_no_part_of_what_they_are_judged_by():
 
 @pytest.mark.parametrize(("step", "blames"), [(1, "No update came before it"), (7, "Its rows or the updates before")])
 def test_a_cause_that_is_not_found_is_not_named(monkeypatch, step, blames):
-    monkeypatch.setattr(recovery, "check_parameters", lambda frozen: [])
+    monkeypatch.setattr(divergence, "check_parameters", lambda frozen: [])
     checkpoints = SimpleNamespace(reject=lambda first: [], latest_step=None)
     postmortem = Postmortem(None, SimpleNamespace(frozen=None), checkpoints, {})
     text = postmortem.explain(Diverged(step, "loss nan"), first=step, replay=False)

@@ -158,6 +158,19 @@ def test_pairs_train_alike_in_whole_and_split_rows(make_config, write_jsonl, tmp
     np.testing.assert_allclose(losses(tmp_path / "run"), losses(tmp_path / "whole"), rtol=1e-5)
 
 
+@repeats_parts_of("test_answers_in_split_rows_equal_those_in_whole_rows")
+def test_answers_are_learned_alike_in_whole_and_split_rows(make_config, write_jsonl, tmp_path):
+    rows = [{"prompt": f"{a} plus {b}", "answer": str(a + b)} for a in range(4) for b in range(2)]
+    settings = {"data": (write_jsonl(rows, "prompts.jsonl"),), "seq_len": 64, "objective": "grpo", "steps": 2}
+    settings |= {"reward": ("length?soft=2&hard=8",), "num_generations": 2, "generation_batch_size": 16, "beta": 0.1}
+    settings |= {"max_completion_length": 8, "learning_rate": 1e-3, "temperature": 0.7, "num_iterations": 2}
+    train(make_config(**settings, batch_size=8, output=tmp_path / "whole", mesh="data=8"))
+    train(make_config(**settings, batch_size=4, output=tmp_path / "split", mesh="data=4,context=2"))
+    texts = [(tmp_path / name / "rollouts.jsonl").read_text().splitlines() for name in ("whole", "split")]
+    assert texts[0] == texts[1]
+    np.testing.assert_allclose(losses(tmp_path / "split"), losses(tmp_path / "whole"), rtol=1e-4, atol=1e-6)
+
+
 def test_devices_with_the_same_weights_share_the_prompts(make_config, write_jsonl, tmp_path, monkeypatch):
     rows = [{"prompt": f"{a} plus {b}", "answer": str(a + b)} for a in range(4) for b in range(2)]
     settings = {"data": (write_jsonl(rows, "prompts.jsonl"),), "seq_len": 64, "objective": "grpo", "steps": 2}

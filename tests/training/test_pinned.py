@@ -14,7 +14,6 @@ from jaxglue.engine.policy import parse_policies, parse_policy
 from jaxglue.engine.residency import is_streamed, parse_weights
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora_config import LoraConfig
-from jaxglue.ops import backend
 from jaxglue.planner.gpus import GIB, Dispatch, find_gpu
 from jaxglue.planner.host_memory import HOST_LIMIT, available_memory
 from jaxglue.planner.plan import MARGIN
@@ -97,7 +96,6 @@ def test_values_have_buffers_unless_the_hosts_memory_was_taken(workload, renewed
 def test_gpus_of_a_process_share_its_memory(workload, renewed, monkeypatch):
     object.__setattr__(workload, "mesh", MeshShape.parse("data=2"))
     monkeypatch.setattr(remat, "available_memory", lambda: 5 * GIB)
-    monkeypatch.setattr(backend, "UNTRIED", set())
     with pytest.raises(ValueError, match=r"offloads 6\.0 GiB to host memory, of which 5\.0 GiB are free"):
         remat.open_buffers(workload, replace(choice("device", "offload"), offloaded_bytes=3 * GIB))
     assert remat.size_pool(workload, choice("host"), {}) == 8  # twice the plan's 3 GiB, and slack

@@ -14,9 +14,9 @@ from selection import repeat, repeats_parts_of
 from jaxglue.engine.policy import parse_policies
 from jaxglue.planner import calibration as fitted
 from jaxglue.planner.gpus import GIB
-from jaxglue.training import recovery, setup
+from jaxglue.training import out_of_memory, setup
+from jaxglue.training.out_of_memory import OutOfMemory
 from jaxglue.training.record import Memory
-from jaxglue.training.recovery import OutOfMemory
 from jaxglue.training.step import TrainStep
 from jaxglue.training.train import train
 
@@ -48,7 +48,7 @@ def planned(monkeypatch, models) -> dict:
         return replace(again, device_bytes=int(0.95 * pool * GIB))
 
     monkeypatch.setattr(setup, "choose_remat", chosen)
-    monkeypatch.setattr(recovery, "choose_remat", chosen_again)
+    monkeypatch.setattr(out_of_memory, "choose_remat", chosen_again)
     return plans
 
 
@@ -72,7 +72,7 @@ def overrun(monkeypatch, models) -> Callable[..., None]:
         steps[0] = 0
         models.clear()
         monkeypatch.setattr(TrainStep, "dispatch", dispatched)
-        monkeypatch.setattr(recovery, "memory_use", memory_use if kind == "peak" else recovery.memory_use)
+        monkeypatch.setattr(out_of_memory, "memory_use", memory_use if kind == "peak" else out_of_memory.memory_use)
 
     return make
 
@@ -132,7 +132,7 @@ def test_a_resumed_run_is_planned_again(make_config, tmp_path, planned, overrun)
 def test_overruns_of_all_plans_end_the_run_with_a_remedy(make_config, tmp_path, planned, overrun, monkeypatch, kind):
     train(make_config(steps=1))
     before, recipe = results(tmp_path / "run"), (tmp_path / "run" / "config.toml").read_text()
-    monkeypatch.setattr(recovery, "_remedy", lambda run: "--remat offload would fit")
+    monkeypatch.setattr(out_of_memory, "_remedy", lambda run: "--remat offload would fit")
     overrun(kind, 1, 2, 3, 4)
     line = {
         "exhausted": "ran out of memory, .*planned was --remat 'full'",

@@ -151,11 +151,12 @@ def key_value_gradients(q, k, v, q_rest, k_rest, ends, lse, delta, dout, row, fi
         stops = tl.minimum(stops, keys + spec.window)
     if spec.forks:  # a beginning's keys are seen further on than its first continuation's
         stop, all_stop = tl.max(stops, 0), -tl.max(-stops, 0)
-    k_tile = load_tile(k, row, first, kv_head, spec.K, spec.block_n, 1, False, FIRST, spec.keys)
-    if spec.rest > 0:
-        k_more = load_tile(k_rest, row, first, kv_head, spec.K, spec.block_n, 1, False, REST, spec.keys)
     if spec.dkeys:
         v_tile = load_tile(v, row, first, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, False, VALUES, spec.keys)
+    if spec.rest > 0:
+        k_more = load_tile(k_rest, row, first, kv_head, spec.K, spec.block_n, 1, False, REST, spec.keys)
+    # Loaded last, as a load by descriptor waits. It lands in registers, which leave no room for values beside it.
+    k_tile = load_tile(k, row, first, kv_head, spec.K, spec.block_n, 1, spec.k_descriptor, FIRST, spec.keys)
 
     dk_acc = tl.full((spec.block_n, spec.width if spec.dkeys else 1), 0.0, tl.float32)
     more_acc = tl.full((spec.block_n, spec.rest if spec.dkeys and spec.rest > 0 else 1), 0.0, tl.float32)

@@ -78,6 +78,8 @@ class KernelSpec:
     descriptors: bool = False
     q_descriptor: bool = False
     """Queries, which are loaded once, come through TMA, too."""
+    k_descriptor: bool = False
+    """Keys, which the kernels of their gradients load once, do."""
     late: bool = False
     dkeys: bool = True
     """Sum the gradients of keys."""

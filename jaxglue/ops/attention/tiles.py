@@ -22,6 +22,8 @@ class AttentionTiles:
     """Limit for a thread, where it makes room for one more program on a multiprocessor; None for no limit."""
     late: bool = False
     """Run a loop's last matmul one tile late, under the next tile's exponentials; not for dkdv and dv."""
+    k_descriptor: bool = False
+    """Load keys, from Hopper on, through TMA into registers, from which they are multiplied; for dkdv and dv."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,7 +103,9 @@ class TritonAttention(Launcher):
         count, units, unit = _tiles_in_order(segments, sizes.S, tiles.block_n)
         block, ends = (tiles.block_m // sizes.P, sizes.P), _ends(segments, spec.window)
         first, rest = self._parts(q, spec, *block)
-        operands = first, k, v, rest, k if spec.rest else None
+        by_descriptor = self.descriptors and tiles.k_descriptor
+        keys = _descriptor(k, tiles.block_n, 1, spec.width) if by_descriptor else k
+        operands = first, keys, v, rest, k if spec.rest else None
         dout = self._tiled(dout, *block, spec.width)
         return self._launch_tiles(
             kernel,
@@ -111,7 +113,7 @@ class TritonAttention(Launcher):
             out_type,
             (count * sizes.K, sizes.B),
             tiles,
-            replace(spec, **unit),
+            replace(spec, k_descriptor=by_descriptor, **unit),
             KernelKind.ATTENTION_BACKWARD,
         )
 

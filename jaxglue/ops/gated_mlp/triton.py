@@ -59,7 +59,8 @@ class TritonLoraSwiglu(Launcher):
         constants |= _absent(absmax=scaled)
         passed = turns(min(tiles.length, F), tiles.block_n)
         cost = KernelCost(kind=KernelKind.ROWS, flops=6 * M * F * R, turns=passed)
-        arrays, grid = (gate, up, low_rank, *matrices, *scales), (triton.cdiv(M, tiles.block_m), parts)
+        arrays = gate, up, low_rank, *_rounded(matrices, low_rank.dtype), *scales
+        grid = triton.cdiv(M, tiles.block_m), parts
         compiled = tiles.num_warps, tiles.num_stages
         return self._launch(kernels.swiglu_kernel, arrays, tuple(out_type), grid, constants, *compiled, cost=cost)
 
@@ -86,11 +87,17 @@ class TritonLoraSwiglu(Launcher):
         constants |= {"ACTIVATION": activation} | _absent(absmax=scaled, dlow_rank=False, dgate_b=False, dup_b=False)
         passed = turns(min(tiles.length, M), tiles.block_m)
         cost = KernelCost(kind=KernelKind.ROWS, flops=8 * M * F * R, turns=passed)
+        matrices = _rounded(matrices, low_rank.dtype)
         arrays, grid = (gate, up, low_rank, *matrices, dout, ddown_ranks, *scales), (blocks, parts)
         compiled = tiles.num_warps, tiles.num_stages
         return self._launch(
             kernels.swiglu_gradient_kernel, arrays, tuple(out_type), grid, constants, *compiled, cost=cost
         )
+
+
+def _rounded(matrices, dtype) -> tuple:
+    """Return the matrices as tensor cores read them: so they are copied to shared memory while others are used."""
+    return tuple(matrix.astype(dtype) for matrix in matrices)
 
 
 def _constants(gate, low_rank, R: int, tiles: LoraSwigluTiles) -> dict[str, Any]:

@@ -3,17 +3,15 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import triton
 from jax_triton.triton_lib import TensorDescriptor
 
-from jaxglue.ops import backend
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher, shape_dtype_of
 from jaxglue.ops.moe import kernels
-from jaxglue.ops.moe.reference import GPT_OSS_ALPHA, GPT_OSS_LIMIT, Activation, activate
+from jaxglue.ops.moe.reference import GPT_OSS_ALPHA, GPT_OSS_LIMIT, Activation
 from jaxglue.ops.moe.routing import GroupMetadata
 from jaxglue.ops.moe.tiles import GroupedTiles, fit, row_block, row_blocks
 from jaxglue.ops.moe.vjp import ExpertRows, LowRank, Scales
@@ -91,8 +89,6 @@ class TritonMoe(Launcher):
 
     def activate(self, projected, weights, groups: GroupMetadata, activation: Activation):
         """See `MoeBackend`."""
-        if _is_untried(activation):
-            return _activate_by_xla(activation, projected, weights)
         S, F = projected.shape[0], projected.shape[1] // 2
         out_type, arrays = jax.ShapeDtypeStruct((S, F), projected.dtype), (projected, weights, groups.offsets)
         constants = _activation_constants(F, groups, activation)
@@ -100,8 +96,6 @@ class TritonMoe(Launcher):
 
     def activate_gradient(self, projected, weights, groups: GroupMetadata, dout, activation: Activation):
         """See `MoeBackend`."""
-        if _is_untried(activation):
-            return jax.vjp(partial(_activate_by_xla, activation), projected, weights)[1](dout)
         (S, F), arrays = dout.shape, (projected, weights, groups.offsets, dout)
         out_types = tuple(map(shape_dtype_of, (projected, weights)))
         constants = _activation_constants(F, groups, activation)
@@ -139,15 +133,6 @@ def _tile_rows(experts: int, tiles: int) -> float:
 
 def _cost(flops: float, moved: int, *, fp8: bool = False) -> KernelCost:
     return KernelCost(kind=KernelKind.EXPERTS_MATMUL, flops=round(flops), bytes=moved, fp8=fp8)
-
-
-def _is_untried(activation: Activation) -> bool:
-    """Return whether no GPU has run the kernels of an activation."""
-    return activation == "geglu" and "GeGLU of experts" in backend.UNTRIED
-
-
-def _activate_by_xla(activation: Activation, projected, weights):
-    return (activate(projected, activation) * weights[:, None]).astype(projected.dtype)
 
 
 def _activation_constants(F: int, groups: GroupMetadata, activation: Activation) -> dict:

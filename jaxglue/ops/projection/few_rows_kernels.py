@@ -6,6 +6,9 @@ its second, which may have as few as 16. Up to three weights of one input share 
 feed-forward, gate and up share a program. The last program to finish a tile sums its parts in their order, so results
 do not depend on who is last.
 
+Values are rounded where training rounds them, so that log-probabilities of both are near: a product with a weight
+before adapters, activation or stream, and an adapter's product before it is added to nothing else.
+
 Programs of one launch wait for each other through `counters`, which are zeros before and after it: no other launch
 clears them. Launches of a program run one after another, so all share them.
 """
@@ -183,7 +186,7 @@ def few_rows_kernel(
     FIRST_1: tl.constexpr, FIRST_2: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr,
     WHOLE: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, R: tl.constexpr, SHRINKS: tl.constexpr,
     SHRINK_STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr, NF4: tl.constexpr, FACTOR: tl.constexpr,
+    BLOCK_R: tl.constexpr, NF4: tl.constexpr, FACTOR: tl.constexpr, ROUND: tl.constexpr, ROUND_ADAPTER: tl.constexpr,
 ):  # fmt: skip
     """Compute x·Wᵀ of COUNT weights (+ adapters' products) (+ biases) (+ stream), or activation(gate)·up of two.
 
@@ -275,27 +278,28 @@ def few_rows_kernel(
         while tl.atomic_add(counters + TILES + COUNT, 0, sem="acquire") < COUNT:
             pass
         tl.debug_barrier()
+    dtype: tl.constexpr = outs[0].dtype.element_ty
     if GATED:
-        acc = _finish(acc, 0, x_scales, scales, FACTOR, biases, low_ranks, ups, factors, n, rows, R,
-                      N_0, M, BLOCK_M, BLOCK_R)  # fmt: skip
-        up = _finish(up, 1, x_scales, scales, FACTOR, biases, low_ranks, ups, factors, n, rows, R,
-                      N_0, M, BLOCK_M, BLOCK_R)  # fmt: skip
+        acc = _finish(acc, 0, x_scales, scales, FACTOR, biases, low_ranks, ups, factors, n, rows, dtype, ROUND,
+                      ROUND_ADAPTER, R, N_0, M, BLOCK_M, BLOCK_R)  # fmt: skip
+        up = _finish(up, 1, x_scales, scales, FACTOR, biases, low_ranks, ups, factors, n, rows, dtype, ROUND,
+                      ROUND_ADAPTER, R, N_0, M, BLOCK_M, BLOCK_R)  # fmt: skip
         _store(_activate(acc, GELU) * up, None, outs[0], n, rows, N_0, M, BLOCK_M, WHOLE)
     elif COUNT == 1:
-        acc = _finish(acc, 0, x_scales, scales, FACTOR, biases, low_ranks, ups, factors, n, rows, R,
-                      N_0, M, BLOCK_M, BLOCK_R)  # fmt: skip
+        acc = _finish(acc, 0, x_scales, scales, FACTOR, biases, low_ranks, ups, factors, n, rows, dtype, ROUND,
+                      ROUND_ADAPTER, R, N_0, M, BLOCK_M, BLOCK_R)  # fmt: skip
         _store(acc, stream, outs[0], n, rows, N_0, M, BLOCK_M, WHOLE)
     elif tile < FIRST_1:
-        acc = _finish(acc, 0, x_scales, scales, FACTOR, biases, low_ranks, ups, factors, n, rows, R,
-                      N_0, M, BLOCK_M, BLOCK_R)  # fmt: skip
+        acc = _finish(acc, 0, x_scales, scales, FACTOR, biases, low_ranks, ups, factors, n, rows, dtype, ROUND,
+                      ROUND_ADAPTER, R, N_0, M, BLOCK_M, BLOCK_R)  # fmt: skip
         _store(acc, None, outs[0], n, rows, N_0, M, BLOCK_M, WHOLE)
     elif tile < FIRST_2:
-        acc = _finish(acc, 1, x_scales, scales, FACTOR, biases, low_ranks, ups, factors, n, rows, R,
-                      N_1, M, BLOCK_M, BLOCK_R)  # fmt: skip
+        acc = _finish(acc, 1, x_scales, scales, FACTOR, biases, low_ranks, ups, factors, n, rows, dtype, ROUND,
+                      ROUND_ADAPTER, R, N_1, M, BLOCK_M, BLOCK_R)  # fmt: skip
         _store(acc, None, outs[1], n, rows, N_1, M, BLOCK_M, WHOLE)
     elif COUNT > 2:
-        acc = _finish(acc, 2, x_scales, scales, FACTOR, biases, low_ranks, ups, factors, n, rows, R,
-                      N_2, M, BLOCK_M, BLOCK_R)  # fmt: skip
+        acc = _finish(acc, 2, x_scales, scales, FACTOR, biases, low_ranks, ups, factors, n, rows, dtype, ROUND,
+                      ROUND_ADAPTER, R, N_2, M, BLOCK_M, BLOCK_R)  # fmt: skip
         _store(acc, None, outs[2], n, rows, N_2, M, BLOCK_M, WHOLE)
     if R > 0:
         _leave(counters + TILES + COUNT, TILES)
@@ -312,16 +316,25 @@ def _leave(finished, READERS: tl.constexpr):
 @triton.jit
 def _finish(
     acc, WHICH: tl.constexpr, x_scales, scales, FACTOR: tl.constexpr, biases, low_ranks, ups, factors, n, rows,
-    R: tl.constexpr, N: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+    dtype: tl.constexpr, ROUND: tl.constexpr, ROUND_ADAPTER: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
+    M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Apply scales, and add the adapter's product and the bias of one of the weights."""
+    if ROUND and x_scales is not None:  # training's products of e4m3 values have no scales
+        acc = acc.to(dtype).to(tl.float32)
     if scales is not None:
         acc *= (tl.load(scales[WHICH] + n, mask=n < N, other=0.0) * FACTOR)[:, None]
     if x_scales is not None:
         acc *= tl.load(x_scales + rows, mask=rows < M, other=0.0)[None, :]
+    elif ROUND:
+        acc = acc.to(dtype).to(tl.float32)
     if R > 0:
-        own = low_ranks + WHICH * BLOCK_M * BLOCK_R
-        acc = _expand(acc, own, ups[WHICH], n, tl.load(factors + WHICH), R, N, BLOCK_M, BLOCK_R)
+        own, factor = low_ranks + WHICH * BLOCK_M * BLOCK_R, tl.load(factors + WHICH)
+        if ROUND_ADAPTER:
+            zeros = tl.full(acc.shape, 0.0, tl.float32)
+            acc += _expand(zeros, own, ups[WHICH], n, factor, R, N, BLOCK_M, BLOCK_R).to(dtype).to(tl.float32)
+        else:
+            acc = _expand(acc, own, ups[WHICH], n, factor, R, N, BLOCK_M, BLOCK_R)
     if biases is not None:
         acc += tl.load(biases[WHICH] + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     return acc

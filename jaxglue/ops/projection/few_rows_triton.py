@@ -47,6 +47,8 @@ class TritonFewRows(Launcher):
     """Tiles; None takes those measured."""
     plain: bool = False
     """Decode NF4 without instructions that Triton's interpreter lacks."""
+    rounds: bool = True
+    """Round values where training does."""
 
     def project(self, operands: FewRows, stream: Float[Array, "M N"] | None) -> list[Float[Array, "M N"]]:
         """Return the products, adapters' and biases included, of one weight with the stream added."""
@@ -88,6 +90,8 @@ class TritonFewRows(Launcher):
             "BLOCK_R": max(16, triton.next_power_of_2(rank)),
             "NF4": operands.nf4 is not None,
             "FACTOR": operands.factor,
+            "ROUND": self.rounds and (rank > 0 or gated),
+            "ROUND_ADAPTER": self.rounds and not gated and stream is None and operands.x_scales is None,
         }
         return self._run(operands, stream, constants, tiles)
 

@@ -105,7 +105,8 @@ class TritonLora(Launcher):
             constants["fp8_values"] = None
         else:
             out_type.append(jax.ShapeDtypeStruct((M, N), E4M3))
-        arrays = dy, matrix, low_rank, *(quantizer or (None, None))
+        # As tensor cores read it: so it is copied to shared memory while other columns are used.
+        arrays = dy, matrix.astype(dy.dtype), low_rank, *(quantizer or (None, None))
         compiled, passed = (tiles.num_warps, tiles.num_stages), turns(min(tiles.columns, N), tiles.block_n)
         cost = KernelCost(kind=KernelKind.ADAPTER_GRADIENTS, flops=4 * M * N * R, turns=passed)
         dlow_rank, dmatrix, *fp8_values = self._launch(

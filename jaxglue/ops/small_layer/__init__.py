@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
-from jaxglue.ops.backend import HOPPER, Backend, Capability, Operation, check_tried, check_triton_rank
-from jaxglue.ops.collectives import BATCH_AXES, axis_size
+from jaxglue.ops.backend import HOPPER, Backend, Capability, Operation, check_triton_rank
+from jaxglue.ops.collectives import axis_size
 from jaxglue.ops.projection import Projection, check_adapters
 from jaxglue.ops.small_layer.layer import LayerNorms, LayerSpec, Weights, fused_layer
 
@@ -34,8 +34,6 @@ def _check(capability: Capability | None, x: Array, projections: Sequence[Projec
         raise NotImplementedError(f"adapters must have one rank, got {', '.join(map(str, sorted(ranks)))}")
     if axis_size("tensor", "context") > 1:
         raise NotImplementedError("devices along tensor split its matrices, or those along context its rows")
-    if axis_size(*BATCH_AXES) > 1:
-        check_tried("small layers on several GPUs")
     check_triton_rank(capability, x.dtype, min(ranks), largest=32)
 
 

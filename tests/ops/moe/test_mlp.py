@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxglue.ops import backend, names
+from jaxglue.ops import names
 from jaxglue.ops.moe import GROUPED_MATMUL, ExpertAdapter, ExpertLora, GroupMetadata, moe_mlp, route
 from jaxglue.ops.moe.reference import activate
 from jaxglue.ops.moe.tiles import GroupedTiles, MatmulTiles, grouped_tiles
@@ -134,19 +134,6 @@ def test_activation_kernels_match_at_the_clamps(activation, interpreted_kernels)
     got, fused_pull = jax.vjp(fused, projected, weights)
     result = jax.tree.map(lambda x: x[:5], (got, fused_pull(expected)))
     assert_same(result, jax.tree.map(lambda x: x[:5], (expected, pull(expected))), 2e-6)
-
-
-def test_untried_activations_are_computed_by_xla(interpreted_kernels, monkeypatch):
-    monkeypatch.setattr(backend, "UNTRIED", {"GeGLU of experts"})
-    kernels = interpreted_kernels(tiles=grouped_tiles((8, 0)), compute_capability=80)
-    monkeypatch.setattr(kernels.__class__, "_launch", None)
-    projected, weights = jnp.linspace(-3, 3, 40).reshape(2, 20), jnp.array([0.5, 2.0])
-    groups = GroupMetadata.of(jnp.array([1, 1]), 2)
-    fused = lambda projected: fused_activation(kernels, "geglu", projected, weights, groups)  # noqa: E731
-    plain = lambda projected: activate(projected, "geglu") * weights[:, None]  # noqa: E731
-    for function in (fused, plain):
-        out, pull = jax.vjp(function, projected)
-        assert_same((out, pull(out)), (plain(projected), jax.vjp(plain, projected)[1](plain(projected))), 1e-6)
 
 
 def test_a_policy_can_save_the_projections_by_name():

@@ -104,6 +104,24 @@ def test_interpreted_feed_forward_matches_its_formula(activation, rank, kernels)
     close(got, stream + product(activate(product(x, parts.gate)) * product(x, parts.up), parts.down))
 
 
+def test_interpreted_products_are_rounded_where_training_rounds(kernels):
+    """With adapters about as large as weights, half of the bits differ between the places of rounding."""
+    x, stream = (draw(seed, 1, 8, 64).astype(jnp.float16) for seed in (99, 98))
+    parts = [projection(10 * i, 64, 64, rank=4) for i in range(3)]
+    halves = [replace(p, weight=p.weight.astype(jnp.float16), adapter=replace(p.adapter, scale=0.5)) for p in parts]
+    rounded = lambda y: y.astype(jnp.float16)  # noqa: E731
+    wide = lambda x, w: x.astype(jnp.float32) @ w.astype(jnp.float32).T  # noqa: E731
+    products = [rounded(wide(x, part.weight)) for part in halves]
+    adapted = [wide(rounded(wide(x, rounded(p.adapter.A))), rounded(p.adapter.up)) for p in halves]
+    with FEW_ROWS.using(kernels):
+        several = adapted_projection(x, halves, Decoding())
+        (onto,) = adapted_projection(x, halves[:1], Decoding(), stream=stream)
+    for y, base, adapter in zip(several, products, adapted, strict=True):
+        assert (y == base + rounded(adapter)).mean() > 0.99
+    total = stream.astype(jnp.float32) + products[0].astype(jnp.float32) + adapted[0]
+    assert (onto == rounded(total)).mean() > 0.99
+
+
 @pytest.mark.parametrize("rank", [0, 4])
 def test_norms_write_e4m3_values_for_interpreted_kernels(rank, kernels):
     parts = [projection(10 * i, N, 64, rank=rank, quantize=quantize_fp8) for i, N in enumerate((32, 16))]
