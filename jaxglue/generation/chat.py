@@ -1,6 +1,7 @@
 """Chat with a model: templates, end-of-turn tokens, streamed decoding, and a conversation in the terminal."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -67,9 +68,8 @@ class Assistant:
 
     def answer(self, tokens: list[int], sampling: SamplingConfig, index: int = 0) -> Iterator[str]:
         """Yield the answer to an encoded prompt in pieces; `index` and errors as of `Engine.stream`."""
-        new = self.engine.stream(
-            self.adapter, self.frozen, tokens, sampling, self.stops, index=index, memory=self.memory
-        )
+        stops = self.stops | special_stops(self.tokenizer, sampling.stop)
+        new = self.engine.stream(self.adapter, self.frozen, tokens, sampling, stops, index=index, memory=self.memory)
         return before(stream_text(self.tokenizer, new), sampling.stop)
 
     def answers(
@@ -91,6 +91,10 @@ class Assistant:
         """
         if not requests:
             return
+        requests = [
+            replace(request, stop={*request.stop, *special_stops(self.tokenizer, request.sampling.stop)})
+            for request in requests
+        ]
         plan = self.engine.plan(requests, slots=batch_size, memory=self.memory)
         if say:
             say(f"{len(requests)} prompts, {plan}")
@@ -106,6 +110,12 @@ class Assistant:
         numbered = ((completion.number, without(completion.tokens, self.stops)) for completion in found)
         for text, own in zip(in_order(self.tokenizer, numbered), ends, strict=True):
             yield "".join(before([text], own))
+
+
+def special_stops(tokenizer: PreTrainedTokenizerBase, ends: Collection[str]) -> frozenset[int]:
+    """Return the special tokens among texts at which answers end: they are no part of an answer's text."""
+    tokens = tokenizer.added_tokens_decoder.items() if ends else ()
+    return frozenset(number for number, token in tokens if token.special and token.content in ends)
 
 
 def before(pieces: Iterable[str], ends: Sequence[str]) -> Iterator[str]:
