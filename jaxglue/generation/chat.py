@@ -1,14 +1,16 @@
 """Chat with a model: templates, end-of-turn tokens, streamed decoding, and a conversation in the terminal."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jaxtyping import Bool
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.decoding import TokenDecoder
@@ -21,9 +23,10 @@ from jaxglue.generation.prompts import encode_messages, encode_rows, prompt_of, 
 from jaxglue.generation.scheduler import Request
 from jaxglue.hf.adapter import adapter_labels, warn_of_adapter_inside
 from jaxglue.hf.checkpoint import read_config
-from jaxglue.hf.identity import identify, identify_random
+from jaxglue.hf.identity import Identity, identify, identify_random
 from jaxglue.hf.loading import add_adapter, load_model, random_model
 from jaxglue.hf.serving import load_own_tokenizer, stop_tokens
+from jaxglue.hf.several import add_adapters
 from jaxglue.models import config_from_hf
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.parameters import split_model
@@ -35,6 +38,17 @@ _CHANNEL = "<|channel|>"
 HELP = "/reset forgets the conversation · /system TEXT sets the system message\nCtrl-C stops an answer · Ctrl-D leaves"
 _FINAL = "<|channel|>final<|message|>"
 """Start of the answer proper in the harmony format; its template takes no other channel back."""
+
+
+@dataclass(frozen=True)
+class Voice:
+    """An adapter among several: its tokenizer, with a template of its own, and its part of their ranks."""
+
+    tokenizer: PreTrainedTokenizerBase
+    stops: frozenset[int]
+    """Tokens that end its answers."""
+    ranks: Bool[np.ndarray, " R"] | None
+    """None where all requests use all."""
 
 
 class Assistant:
@@ -49,22 +63,32 @@ class Assistant:
     """
 
     def __init__(self, config: AssistantConfig, *, stays: bool = False):
-        folder = config.folder
+        folder, named = config.folder, config.named_adapters
         if count_labels(config):
             name = config.adapter or folder
             raise ValueError(f"{name} is a reward model or classifier, which writes no text: use jaxglue score")
         self.tokenizer, model, self.dtype = load_parts(config)
         self.config = model.config
         self.stops = stop_tokens(self.tokenizer, folder, config.adapter)
+        ranks = add_adapters(model, named, _identity(config, model), str(folder)) if named else {}
+        self.voices = {name: self._voice(folder, named[name], own) for name, own in ranks.items()}
+        """What requests to each of the adapters by name differ in."""
+        self.ranks = max(map(len, ranks.values()), default=0)
+        """Of all adapters by name."""
         self.graphdefs, self.adapter, self.frozen = split_model(model, nnx.LoRAParam)
         ahead = stays and jax.default_backend() != "cpu"
         self.engine = Engine(self.graphdefs, self.config, dtype=self.dtype, kv_cache=config.kv_cache, ahead=ahead)
         self.memory = None if config.memory_limit is None else free_bytes(config.memory_limit * 2**30)
 
+    def _voice(self, base: Path, adapter: Path, ranks: Bool[np.ndarray, " R"]) -> Voice:
+        tokenizer = load_own_tokenizer(base, adapter)
+        return Voice(tokenizer, self.stops | stop_tokens(tokenizer, base, adapter), ranks)
+
     @cached_property
     def grammars(self) -> Grammars:
         """Return what makes grammars of the model's tokens; raise ValueError where llguidance is not installed."""
-        return Grammars(self.tokenizer, self.config.vocab_size, self.stops)
+        stops = self.stops.union(*(voice.stops for voice in self.voices.values()))
+        return Grammars(self.tokenizer, self.config.vocab_size, stops)
 
     def answer(self, tokens: list[int], sampling: SamplingConfig, index: int = 0) -> Iterator[str]:
         """Yield the answer to an encoded prompt in pieces; `index` and errors as of `Engine.stream`."""
@@ -215,9 +239,12 @@ def load_assistant(config: AssistantConfig, folder: Path, dtype, *, labels: int 
         shape = config_from_hf(read_config(folder)).quantized(config.storage)
         model = random_model(shape.scored(labels) if labels else shape, dtype=dtype, seed=seed)
     if config.adapter:
-        identity = identify(folder) if seed is None else identify_random(model.config, seed)
-        add_adapter(model, config.adapter, identity, str(folder))
+        add_adapter(model, config.adapter, _identity(config, model), str(folder))
     return model
+
+
+def _identity(config: AssistantConfig, model: CausalLM) -> Identity:
+    return identify(config.folder) if config.seed is None else identify_random(model.config, config.seed)
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> str:

@@ -75,7 +75,8 @@ class Service:
         options = {"cache_dtype": self._engine.cache_dtype, "free": memory}
         plan = plan_cache(lengths, assistant.config, assistant.dtype, **options)  # type: ignore[arg-type]
         features = _FEATURES._replace(grammars=is_installed())
-        kind, weights = Kind(features, STOPS, BIASES), (assistant.adapter, assistant.frozen)
+        kind = Kind(features, STOPS, BIASES, assistant.ranks)
+        weights = assistant.adapter, assistant.frozen
         self.failure: str | None = None
         """What has ended the service."""
         self._batch: Batch = self._engine.open(*weights, plan, kind, whole=True)
