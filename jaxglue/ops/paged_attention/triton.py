@@ -22,6 +22,8 @@ _LONGEST = 4096
 
 _LATENT_HEADS, _LATENT_TOKENS = 32, 32
 """Heads of a program over latents, whose sums are wide, and tokens in a step."""
+_LATENT_SPLITS = 64
+"""Most programs that share a sequence's latents: to add up the wide sums of more takes longer than to read more."""
 _VALUES = 8192
 """Values of keys in a step, so that wide heads fit into shared memory."""
 
@@ -102,6 +104,7 @@ class TritonPagedAttention(Launcher):
         heads = min(max(16, triton.next_power_of_2(N)), _LATENT_HEADS)
         groups = triton.cdiv(N, heads)
         splits, least = _splits(S * groups, P, page)
+        splits = min(splits, _LATENT_SPLITS)
         constants = {"P": P, "N": N, "TURNING": W - rank, "RANK": rank, "PAGE": page, "SPLITS": splits, "LEAST": least}
         constants |= {"SCALE": scale, "BLOCK_N": heads, "BLOCK_R": max(16, triton.next_power_of_2(rank))}
         constants |= {"BLOCK_E": max(16, triton.next_power_of_2(W - rank)), "BLOCK_T": min(_LATENT_TOKENS, page)}
