@@ -126,7 +126,9 @@ class TritonPagedAttention(Launcher):
         constants |= {"BLOCK_S": triton.next_power_of_2(splits), "BLOCK_H": columns}
         out_type, cost = shape_dtype_of(q), KernelCost(kind=KernelKind.ROWS)
         arrays = parts, lse, sinks
-        return self._launch(kernels.combine_kernel, arrays, (out_type,), (S * K, G, triton.cdiv(H, columns)), constants, cost=cost)[0]
+        return self._launch(
+            kernels.combine_kernel, arrays, (out_type,), (S * K, G, triton.cdiv(H, columns)), constants, cost=cost
+        )[0]
 
     def append(self, q, k, v, cache: KVPages, pages, offsets, turns, norms: HeadNorms | None):
         """See `append`; `turns` are cosines and sines, or None for no rotation."""
