@@ -69,7 +69,7 @@ def compile_all(case: str, seconds: float) -> dict[str, set[int]]:
         for part in range(parts):
             command = [sys.executable, __file__, case, "--part", f"{part}/{parts}"]
             with (Path(folder) / str(part)).open("w") as out:
-                processes.append(subprocess.Popen(command, stdout=out, stderr=subprocess.DEVNULL))
+                processes.append(subprocess.Popen(command, stdout=out, stderr=out))
         for process in processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(end - time.monotonic(), 0))
@@ -81,6 +81,8 @@ def compile_all(case: str, seconds: float) -> dict[str, set[int]]:
         with suppress(ValueError):  # the last one may be cut
             name, index = json.loads(line)
             compiled.setdefault(name, set()).add(index)
+    if not compiled:
+        raise RuntimeError(f"no configuration was compiled in {seconds:.0f} s: {texts[0][-800:]}")
     return compiled
 
 
