@@ -7,8 +7,10 @@ import importlib.util
 import itertools
 import json
 import os
+import sys
 import threading
 from contextlib import contextmanager
+from types import SimpleNamespace
 from unittest import mock
 
 if os.environ.get("JAX_PLATFORMS") == "cpu":  # before JAX reads it: tiny models compile longer than they run
@@ -54,6 +56,20 @@ def compile_without_turns():
     """Let this process compile again while others do, whatever a run asked for."""
     yield
     program_cache._turns().take = False
+
+
+@pytest.fixture(autouse=True)
+def short_ends(request, monkeypatch):
+    """Let runs draw no curve and collect no garbage, a quarter of a short one's time, but those of `whole_runs`."""
+    if (module := sys.modules.get("jaxglue.training.train")) and "whole_runs" not in request.fixturenames:
+        monkeypatch.setattr(module, "save_loss_curve", lambda *_: None)
+        nothing = SimpleNamespace(collect=lambda: 0, freeze=lambda: None, unfreeze=lambda: None)
+        monkeypatch.setattr(sys.modules["jaxglue.training.record"], "gc", nothing)
+
+
+@pytest.fixture
+def whole_runs():
+    """Let runs do all that they do for users."""
 
 
 TINY = {

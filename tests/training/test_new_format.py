@@ -134,8 +134,6 @@ def test_its_flag_trains_and_its_folder_is_written_and_read(toy4, make_config, f
     config = make_config(**options, model=str(tmp_path / "stored"), output=tmp_path / "from_stored")
     assert resolve(config).model.quantize == "toy4"
     assert train(config).last_loss == flagged.last_loss
-    plain = train(make_config(**options, output=tmp_path / "plain"))
-    assert plain.last_loss != flagged.last_loss
 
     adapter = load_adapter(tmp_path / "flagged/adapter")
     assert adapter.storage == "toy4"

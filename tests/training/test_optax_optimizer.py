@@ -15,7 +15,7 @@ from jaxglue.training.config import OptimizerConfig
 from jaxglue.training.optimizer import make_optimizer, state_bytes
 from jaxglue.training.step import TrainStep
 from jaxglue.training.train import train
-from tests.selection import repeat
+from tests.selection import repeats_parts_of
 
 SHAPES = {
     "embed_tokens": {"weight": (256, 128)},
@@ -137,7 +137,8 @@ def test_muon_is_refused_for_adapters_and_experts(make_config, model_folder):
         train(make_config(optimizer="muon", method="full"))
 
 
-@pytest.mark.parametrize(("name", "update_in_backward"), [repeat("muon", False), ("adafactor", True)])
+@repeats_parts_of("test_registered_optimizer_trains_and_resumes_to_the_bit")
+@pytest.mark.parametrize(("name", "update_in_backward"), [("muon", False), ("adafactor", True)])
 def test_resumed_run_is_bit_identical(make_config, tmp_path, monkeypatch, name, update_in_backward):
     options = {"optimizer": name, "method": "full", "steps": 4, "learning_rate": 1e-3, "schedule": "wsd"}
     options |= {"clip_norm": 0, "update_in_backward": True} if update_in_backward else {}

@@ -39,7 +39,7 @@ def losses(folder):
     return {line["step"]: line["loss"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line}
 
 
-def test_run_learns_and_writes_its_results(make_config, tmp_path):
+def test_run_learns_and_writes_its_results(whole_runs, make_config, tmp_path):
     prompts = ("What is 3 plus 4?", "Hello")
     summary = train(make_config(epochs=4, batch_size=2, eval_fraction=0.2, sample_prompt=prompts, sample_tokens=5))
     run = tmp_path / "run"
@@ -136,7 +136,7 @@ def test_offload_changes_no_loss(make_config, tmp_path):
     np.testing.assert_allclose([*got.values()], [*expected.values()], rtol=1e-5)
 
 
-def test_the_collector_leaves_out_what_lives_on_until_the_last_step(make_config, monkeypatch):
+def test_the_collector_leaves_out_what_lives_on_until_the_last_step(whole_runs, make_config, monkeypatch):
     left_out, unfreeze = [], gc.unfreeze
     monkeypatch.setattr(gc, "unfreeze", lambda: (left_out.append(gc.get_freeze_count()), unfreeze()))
     train(make_config(steps=2))

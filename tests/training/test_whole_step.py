@@ -38,7 +38,7 @@ def trained(make_config, write_jsonl, tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        repeat({}),
         repeat({"objective": "dpo"}),
         repeat({"objective": "kto"}),
         repeat({"on_spike": "skip"}),

@@ -132,9 +132,12 @@ def combine_kernel(
     K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Sum a query head's shares, weighted by their parts of the softmax's denominator; grid (S · K, G)."""
+    """Sum BLOCK_H columns of a query head's shares, weighted by their parts of the softmax's denominator.
+
+    The grid is (S · K, G, ⌈H / BLOCK_H⌉).
+    """
     pair, lane = tl.program_id(0), tl.program_id(1)
-    split, column = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_H)
+    split, column = tl.arange(0, BLOCK_S), tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
     row = (pair * SPLITS + split) * G + lane
     size = tl.load(lse + row, mask=split < SPLITS, other=MASKED)
     some = size > MASKED / 2
