@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -102,6 +103,8 @@ class _Server:
             try:
                 self._check_token(http)
                 return await handler(http)
+            except ClientDisconnect:  # before the whole body came: nobody reads the answer
+                return Response(status_code=499)
             except BadRequestError as error:
                 return _error(str(error), error.status)
             except EndedError as error:
