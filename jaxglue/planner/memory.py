@@ -141,7 +141,7 @@ class PeakMemory:
         always = resident.moments + resident.trainable + resident.frozen() - streamed
         always += self.model.gathered + max(self.streamed)  # a streamed layer's buffer is freed late
         always += SMALL_ARRAYS if self.whole else 0
-        always += self._layer_inputs
+        always += self._layer_inputs + self.workload.other_models
         peak = fitted.PROGRAMS_MEMORY + always + max(self._forward(), self._backward())
         peak += self.model.head.temporary if self.scattered else 0
         largest = max(max(cost.forward.temporary, cost.backward.temporary) for cost in self.costs)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import jax
 
@@ -28,18 +29,19 @@ def agree_on_mesh(
     """Return process 0's choice on every process: programs must be the same, and GPUs' free memory may differ."""
     if processes.is_main:
         workload, remat = choose_mesh(config, model, document_lengths, steps)
-        processes.all_gather_object(
-            [
-                *(str(workload.mesh), remat.remat, format_weights(remat.weights), remat.attention, remat.tile),
-                remat.layers_per_program,
-            ]
-        )
+        settings: dict[str, Any] = {
+            "remat": remat.remat,
+            "weights": format_weights(remat.weights),
+            "attention": remat.attention,
+        }
+        settings |= {"tile": remat.tile, "layers_per_program": remat.layers_per_program}
+        processes.all_gather_object({"mesh": str(workload.mesh), "settings": settings})
         return workload, remat
-    mesh, policy, weights, attention, tile, size = processes.all_gather_object(None)[0]
-    workload = make_workload(config, model, document_lengths, MeshShape.parse(mesh))
-    shared = {"remat": policy, "weights": weights, "attention": attention, "tile": tile, "layers_per_program": size}
-    chosen = replace(config.model, **shared)
-    remat = choose_remat(chosen, replace(workload, attention=attention, tile=tile))
+    chosen = processes.all_gather_object(None)[0]
+    settings = chosen["settings"]
+    workload = make_workload(config, model, document_lengths, MeshShape.parse(chosen["mesh"]))
+    placed = replace(workload, attention=settings["attention"], tile=settings["tile"])
+    remat = choose_remat(replace(config.model, **settings), placed)
     return replace(workload, host_embeddings=remat.host_embeddings), remat
 
 

@@ -12,8 +12,10 @@ from jaxglue.data.iterator import BatchIterator, EvalBatches
 from jaxglue.data.prepare import PreparedData, prepare_data
 from jaxglue.data.progress import DataProgress
 from jaxglue.data.stream import StreamIterator
+from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.distributed import SINGLE_PROCESS, Processes
 from jaxglue.hf.adapter import Adapter, warn_of_adapter_inside
+from jaxglue.hf.hub import model_path
 from jaxglue.hf.loading import check_weights
 from jaxglue.models.config import DecoderConfig
 from jaxglue.objectives.policy_gradient import RolloutObjective
@@ -31,7 +33,7 @@ from jaxglue.training.mesh_choice import agree_on_mesh
 from jaxglue.training.remat import RematChoice
 from jaxglue.training.trackers import check_trackers
 from jaxglue.training.vocabulary import Vocabulary, read_start, read_vocabulary, run_stops
-from jaxglue.training.workload import read_architecture, settle
+from jaxglue.training.workload import read_architecture, read_teacher, settle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -124,7 +126,7 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
     workload, remat = agree_on_mesh(planned, model, lengths, processes, _expected_steps(planned, data))
     batches: BatchIterator | StreamIterator | RolloutSteps
     if config.objective.kind.needs_rollouts:
-        batches, eval_batches = _make_rollouts(config, model, data, processes), None
+        batches, eval_batches = _make_rollouts(config, model, data, processes, vocabulary.tokenizer), None
         total_steps = config.run.steps or config.run.epochs * batches.steps_per_epoch
     else:
         batches, eval_batches = _make_batches(config, data, workload.mesh)
@@ -228,13 +230,35 @@ def _read_data(
     return prepare_data(config.data, vocabulary.tokenizer, model.vocab_size, progress, task, columns)
 
 
-def _make_rollouts(config: TrainConfig, model: DecoderConfig, data: PreparedData, processes: Processes) -> RolloutSteps:
+def _check_teacher(config: TrainConfig, model: DecoderConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Raise ValueError for a teacher of another vocabulary."""
+    name = config.rollouts.teacher
+    assert name is not None
+    rows = read_teacher(config).vocab_size
+    tokens, own = load_tokenizer(model_path(name, weights=False)).get_vocab(), tokenizer.get_vocab()
+    if tokens != own or rows != model.vocab_size:
+        differing = f"{len(set(tokens.items()) ^ set(own.items())):,} tokens differ" if tokens != own else "same tokens"
+        raise ValueError(
+            f"--teacher {name} has another vocabulary ({differing}; rows of its embedding: {rows:,}, of the student's "
+            f"{model.vocab_size:,}): distributions over one vocabulary are compared"
+        )
+
+
+def _make_rollouts(
+    config: TrainConfig,
+    model: DecoderConfig,
+    data: PreparedData,
+    processes: Processes,
+    tokenizer: "PreTrainedTokenizerBase",
+) -> RolloutSteps:
     """Return the steps on answers that the model writes; their rewards are imported here, in processes of their own."""
     if processes.count > 1:
         raise ValueError(f"--objective {config.objective.objective} runs in one process yet: start one")
     objective, dataset, held_out = config.objective.make(), data.train, data.eval
     assert isinstance(objective, RolloutObjective) and isinstance(dataset, PromptDataset)
     assert held_out is None or isinstance(held_out, PromptDataset)
+    if config.rollouts.teacher not in (None, "base"):
+        _check_teacher(config, model, tokenizer)
     judge = Judge(config.rollouts)
     steps = RolloutSteps(
         dataset,

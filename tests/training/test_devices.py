@@ -113,7 +113,8 @@ def test_other_processes_plan_for_the_choice_of_process_0(make_config, tiny_conf
         return RematChoice(policies=(), weights=(), remat=settings.remat)
 
     monkeypatch.setattr(mesh_choice, "choose_remat", choose_remat)
-    choice = ["fsdp=2", "full", "device", "reference", 16, 2]
+    settings = {"remat": "full", "weights": "device", "attention": "reference", "tile": 16, "layers_per_program": 2}
+    choice = {"mesh": "fsdp=2", "settings": settings}
     processes = SimpleNamespace(is_main=False, all_gather_object=lambda value: [choice, value])
     model = config_from_hf({**tiny_config, "model_type": "qwen3"})
     workload, remat = mesh_choice.agree_on_mesh(make_config(batch_size=2), model, (32,), processes)
