@@ -1,7 +1,7 @@
 """Chat with a model: templates, end-of-turn tokens, streamed decoding, and a conversation in the terminal."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtyping import Bool
 from transformers import PreTrainedTokenizerBase
 
+from jaxglue.data.decoding import TokenDecoder
 from jaxglue.data.progress import DataProgress
 from jaxglue.generation.config import AssistantConfig, GenerateConfig, SamplingConfig
 from jaxglue.generation.engine import STEPS, Engine
@@ -91,9 +92,8 @@ class Assistant:
 
     def answer(self, tokens: list[int], sampling: SamplingConfig, index: int = 0) -> Iterator[str]:
         """Yield the answer to an encoded prompt in pieces; `index` and errors as of `Engine.stream`."""
-        new = self.engine.stream(
-            self.adapter, self.frozen, tokens, sampling, self.stops, index=index, memory=self.memory
-        )
+        stops = self.stops | special_stops(self.tokenizer, sampling.stop)
+        new = self.engine.stream(self.adapter, self.frozen, tokens, sampling, stops, index=index, memory=self.memory)
         return before(stream_text(self.tokenizer, new), sampling.stop)
 
     def answers(
@@ -115,6 +115,10 @@ class Assistant:
         """
         if not requests:
             return
+        requests = [
+            replace(request, stop={*request.stop, *special_stops(self.tokenizer, request.sampling.stop)})
+            for request in requests
+        ]
         plan = self.engine.plan(requests, slots=batch_size, memory=self.memory)
         if say:
             say(f"{len(requests)} prompts, {plan}")
@@ -130,6 +134,12 @@ class Assistant:
         numbered = ((completion.number, without(completion.tokens, self.stops)) for completion in found)
         for text, own in zip(in_order(self.tokenizer, numbered), ends, strict=True):
             yield "".join(before([text], own))
+
+
+def special_stops(tokenizer: PreTrainedTokenizerBase, ends: Collection[str]) -> frozenset[int]:
+    """Return the special tokens among texts at which answers end: they are no part of an answer's text."""
+    tokens = tokenizer.added_tokens_decoder.items() if ends else ()
+    return frozenset(number for number, token in tokens if token.special and token.content in ends)
 
 
 def before(pieces: Iterable[str], ends: Sequence[str]) -> Iterator[str]:
@@ -247,7 +257,7 @@ def stream_text(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> It
 
     Special tokens are skipped, except with channels (GPT-OSS), where they separate reasoning from the answer.
     """
-    stream = _Decoder(tokenizer)
+    stream = _decoder(tokenizer)
     for token in tokens:
         if piece := stream.add(token):
             yield piece
@@ -255,42 +265,15 @@ def stream_text(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> It
         yield rest
 
 
-class _Decoder:
-    """Decoder of tokens one by one.
-
-    A run of single bytes that is no character makes characters before it unreadable, too: what is shown stays.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self._skips = _CHANNEL not in tokenizer.get_added_vocab()
-        self._tokenizer = tokenizer.backend_tokenizer
-        self._tokens, self._shown = list[int](), 0
-        """Tokens of the last piece and after it, whose text shows what comes after a token; those that are shown."""
-        self._before = ""
-        """Text of those that are shown."""
-
-    def add(self, token: int) -> str:
-        self._tokens.append(token)
-        text = self._decode(self._tokens)
-        if len(text) <= len(self._before) or text.endswith("\ufffd"):  # else a character may be incomplete
-            return ""
-        piece = text[len(self._before) :]
-        self._tokens = self._tokens[self._shown :]
-        self._shown, self._before = len(self._tokens), self._decode(self._tokens)
-        return piece
-
-    def rest(self) -> str:
-        return self._decode(self._tokens)[len(self._before) :]
-
-    def _decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=self._skips))
+def _decoder(tokenizer: PreTrainedTokenizerBase) -> TokenDecoder:
+    return TokenDecoder(tokenizer.backend_tokenizer, skip_special_tokens=_CHANNEL not in tokenizer.get_added_vocab())
 
 
 class TextStream:
     """Text of an answer whose tokens come one by one, up to the first of some texts."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Sequence[str]):
-        self._decoder, self._ends, self._held = _Decoder(tokenizer), ends, ""
+        self._decoder, self._ends, self._held = _decoder(tokenizer), ends, ""
         self.text = ""
         """Text certain to be shown."""
         self.stopped = False

@@ -15,8 +15,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from jaxglue.data.decoding import TokenDecoder
 from jaxglue.data.messages import read_chat
-from jaxglue.generation.chat import Assistant, TextStream, Voice
+from jaxglue.generation.chat import Assistant, TextStream, Voice, special_stops
 from jaxglue.generation.config import SamplingConfig, ServeConfig
 from jaxglue.generation.grammar import Grammar
 from jaxglue.generation.prompts import encode_messages, encode_prompt, system_message
@@ -35,7 +36,7 @@ _SAMPLING: dict[str, tuple[Any, float, float]] = {
     "repetition_penalty": (float, 1e-3, 1e3),
     "presence_penalty": (float, -1e3, 1e3),
     "frequency_penalty": (float, -1e3, 1e3),
-    "seed": (int, -(2**63), 2**63 - 1),
+    "seed": (int, -(2**53), 2**53),
 }
 """Numbers that a request may set: type, least and greatest value."""
 _IGNORED = {"user", "store", "metadata", "parallel_tool_calls", "service_tier"}
@@ -120,7 +121,8 @@ class _Server:
             raise BadRequestError("no or a wrong API key: send it as a bearer token", 401)
 
     async def _health(self, _: HttpRequest) -> Response:
-        return JSONResponse({"status": "ok"})
+        failure = self._service.failure
+        return _error(failure, 503) if failure else JSONResponse({"status": "ok"})
 
     async def _models(self, _: HttpRequest) -> Response:
         shared = {"object": "model", "created": 0, "owned_by": "jaxglue"}
@@ -186,14 +188,16 @@ class _Server:
         biases = _biases(body, self._assistant.config.vocab_size)
         grammar = await asyncio.to_thread(self._grammar, body)
         name, voice = self._voice(body)
-        asked: dict[str, Any] = {"stop": voice.stops, "logit_bias": biases, "ranks": voice.ranks, "grammar": grammar}
+        stops = {*voice.stops, *special_stops(voice.tokenizer, sampling.stop)}
+        asked: dict[str, Any] = {"stop": stops, "logit_bias": biases, "ranks": voice.ranks, "grammar": grammar}
+        wanted = body.get("logprobs")  # in completions a number of alternatives
         return Call(
             model=name,
             voice=voice,
             request=Request(tokens, sampling, n=count, **asked),
             stream=bool(body.get("stream")),
             usage=bool(options and options.get("include_usage")),
-            log_probs=bool(body.get("logprobs")),
+            log_probs=bool(wanted) or (type(wanted) is int and not chat),
             chat=chat,
             functions=functions or {},
         )
@@ -274,8 +278,9 @@ class _Answer:
     """Text of an answer as it grows."""
 
     def __init__(self, call: Call):
-        self._tokenizer, self._stops, self._call = call.voice.tokenizer, call.voice.stops, call
-        self._text = TextStream(self._tokenizer, call.request.sampling.stop)
+        self._stops, self._call = call.voice.stops, call
+        self._text = TextStream(call.voice.tokenizer, call.request.sampling.stop)
+        self._decoder = TokenDecoder(call.voice.tokenizer.backend_tokenizer, skip_special_tokens=False)
         self._shown, self.tokens, self.log_probs = 0, list[int](), list[float]()
         self._reported, self._calls = 0, list[ToolCall]()
         self._content: str | None = None
@@ -337,7 +342,7 @@ class _Answer:
         if not self._call.log_probs:
             return None
         begin, self._reported = self._reported, len(self.tokens)
-        texts = [str(self._tokenizer.decode([token])) for token in self.tokens[begin:]]
+        texts = [self._decoder.add(token) for token in self.tokens[begin:]]  # a character is its last token's
         values = self.log_probs[begin:]
         if not self._call.chat:
             return {"tokens": texts, "token_logprobs": values, "top_logprobs": None}
@@ -455,7 +460,8 @@ def _sent(value: dict[str, Any]) -> str:
 
 
 def _error(message: str, status: int) -> JSONResponse:
-    kind = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error"}.get(
+    kind = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}.get(
         status, "invalid_request_error"
     )
-    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": None}}, status)
+    readable = message.encode(errors="backslashreplace").decode()  # it may quote half of a surrogate pair
+    return JSONResponse({"error": {"message": readable, "type": kind, "param": None, "code": None}}, status)
