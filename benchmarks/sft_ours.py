@@ -25,6 +25,7 @@ from kernel_profile import is_copy, kernel_times, profile_rows
 from measure import milliseconds
 
 from jaxglue.data.batch import Batch
+from jaxglue.engine.compiler import Lowering
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.host_table import embeddings_to_host
 from jaxglue.engine.policy import AUTO, parse_policies
@@ -145,6 +146,11 @@ class Run:
         self._state, self._step = self._optimizer.init(self.trainable), 0
         self._spent: Params | None = None
 
+    def compile(self, batch: Batch) -> None:
+        """Compile the programs of a step, their kernels side by side."""
+        layer_by_layer = self._executor.trace_step(self.trainable, self.frozen, [jax.device_put(batch)])
+        Lowering(layer_by_layer).compile()
+
     def step(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Dispatch a step; return (loss, an array ready once the backward pass is done)."""
         weight = float(batch.loss_weights.sum())
@@ -232,6 +238,8 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
     jax.block_until_ready((run.trainable, run.frozen))
     timer.stage("load")
     yield {"seconds": timer.stages}
+    run.compile(batches[0])
+    timer.stage("compile")
     result, device = train(run, batches, args.warm_up), jax.devices()[0]
     timer.stage("train")
     result |= {"gpu": device.device_kind, "versions": {package: version(package) for package in PACKAGES}}

@@ -321,3 +321,10 @@ def test_gemma_4_reads_sizes_of_layers_in_both_forms():
     own = {"head_dim": 128, "num_key_value_heads": 2}  # of a dozen layers, written by transformers 5
     dozen = config_from_hf({**raw, "num_hidden_layers": 12, "per_layer_config": {"05": own, "11": own}})
     assert dozen.layer_shapes[:6] == shapes and dozen.layer_shapes[6:] == shapes
+
+
+def test_mistral_inside_another_model_has_one_window():
+    text = {**RAW, "sliding_window": 5, "layer_types": ["full_attention"] * 5 + ["sliding_attention"]}
+    alone = config_from_hf({**text, "model_type": "mistral"})
+    inside = config_from_hf({"model_type": "mistral3", "text_config": {**text, "model_type": "mistral"}})
+    assert alone.layer_windows == (None,) * 5 + (5,) and inside.layer_windows == (5,) * 6
