@@ -245,7 +245,7 @@ def _dispatch(host: Dispatch) -> str:
 
 
 def _programs(plan: Plan) -> str:
-    if plan.whole:
+    if plan.one_program:
         return "a micro-batch is one program, "
     return f"{plan.layers_per_program} layers in a program, " if plan.layers_per_program > 1 else ""
 
