@@ -22,7 +22,7 @@ FLOORS = (
     {"recipe"},
     {"dialects"},
     {"atomic", "config", "console", "json_file", "yaml_file"},
-    {"regular_file", "spelling", "terminal"},
+    {"garbage_collection", "regular_file", "spelling", "terminal"},
 )
 """From the top; packages of one floor do not import each other."""
 
