@@ -265,15 +265,19 @@ def stream_text(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> It
         yield rest
 
 
-def _decoder(tokenizer: PreTrainedTokenizerBase) -> TokenDecoder:
-    return TokenDecoder(tokenizer.backend_tokenizer, skip_special_tokens=_CHANNEL not in tokenizer.get_added_vocab())
+def _decoder(tokenizer: PreTrainedTokenizerBase, *, specials: bool = False) -> TokenDecoder:
+    shown = specials or _CHANNEL in tokenizer.get_added_vocab()
+    return TokenDecoder(tokenizer.backend_tokenizer, skip_special_tokens=not shown)
 
 
 class TextStream:
-    """Text of an answer whose tokens come one by one, up to the first of some texts."""
+    """Text of an answer whose tokens come one by one, up to the first of some texts.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Sequence[str]):
-        self._decoder, self._ends, self._held = _decoder(tokenizer), ends, ""
+    Special tokens are skipped as in `stream_text` unless `specials` are asked for.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Sequence[str], *, specials: bool = False):
+        self._decoder, self._ends, self._held = _decoder(tokenizer, specials=specials), ends, ""
         self.text = ""
         """Text certain to be shown."""
         self.stopped = False

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -23,7 +24,7 @@ from jaxglue.generation.grammar import Grammar
 from jaxglue.generation.prompts import encode_messages, encode_prompt, system_message
 from jaxglue.generation.scheduler import Request
 from jaxglue.generation.service import EndedError, Event, FullError, Service, Ticket
-from jaxglue.generation.tool_calls import ToolCall, parameters_of, shown_before_calls, split_calls
+from jaxglue.generation.tool_calls import CALLS, ToolCall, parameters_of, shown_before_calls, split_calls
 
 _LARGEST_BODY = 4 * 2**20
 _MOST_ANSWERS = 16
@@ -102,6 +103,8 @@ class _Server:
             try:
                 self._check_token(http)
                 return await handler(http)
+            except ClientDisconnect:  # before the whole body came: nobody reads the answer
+                return Response(status_code=499)
             except BadRequestError as error:
                 return _error(str(error), error.status)
             except EndedError as error:
@@ -279,7 +282,8 @@ class _Answer:
 
     def __init__(self, call: Call):
         self._stops, self._call = call.voice.stops, call
-        self._text = TextStream(call.voice.tokenizer, call.request.sampling.stop)
+        specials = bool(call.functions) and CALLS in call.voice.tokenizer.get_added_vocab()
+        self._text = TextStream(call.voice.tokenizer, call.request.sampling.stop, specials=specials)
         self._decoder = TokenDecoder(call.voice.tokenizer.backend_tokenizer, skip_special_tokens=False)
         self._shown, self.tokens, self.log_probs = 0, list[int](), list[float]()
         self._reported, self._calls = 0, list[ToolCall]()

@@ -1,5 +1,6 @@
 """The server for OpenAI's clients, without a network."""
 
+import asyncio
 import json
 import threading
 from dataclasses import replace
@@ -233,6 +234,20 @@ def test_bodies_are_bounded_and_json(client):
     assert big.status_code == 413
     assert client.post("/v1/chat/completions", content=b"[").status_code == 400
     assert client.post("/v1/chat/completions", content=b"[" * 100_000).status_code == 400
+
+
+def test_a_client_that_hangs_up_in_its_body_is_no_error(served):
+    sent = []
+
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
+    asyncio.run(make_app(*served)(scope, receive, send))
+    assert sent[0]["status"] == 499
 
 
 def test_answers_that_nobody_waits_for_end(served):
