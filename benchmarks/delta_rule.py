@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,12 +98,11 @@ def limits(tokens: int) -> dict[str, float]:
     return {"bytes_ms": token * tokens / copy_rate() * 1e3, "flops_ms": flops / MATMUL * 1e3}
 
 
-def rows(fla: Path | None, seconds: float, backends: tuple[str, ...]) -> Iterator[dict]:
+def rows(names: Sequence[str], fla: Path | None, seconds: float, backends: tuple[str, ...]) -> Iterator[dict]:
     """Yield a row for each case and implementation."""
-    cases = {
-        name: (tokens, log_normal_lengths(tokens - 37 * (documents > 1), documents))
-        for name, (tokens, documents) in CASES.items()
-    }
+    cases = {}
+    for name, (tokens, documents) in ((name, CASES[name]) for name in names):
+        cases[name] = tokens, log_normal_lengths(tokens - 37 * (documents > 1), documents)
     for name, (tokens, lengths) in cases.items():
         segments, (values, dout) = pack_segments([lengths], seq_len=tokens), arguments(tokens)
         for backend in backends:
@@ -197,6 +196,7 @@ def steps(sequences: int, layers: int = 8) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--fla", type=Path)
     parser.add_argument("--fla-seconds", type=float, default=240, help="that compilation of its kernels may take")
     parser.add_argument("--kernels", action="store_true", help="do not time what XLA compiles")
@@ -208,9 +208,8 @@ def main() -> None:
     if not args.kernels:
         results["around"] = list(around())
         print(table(results["around"]), flush=True)
-    for row in rows(
-        args.fla, args.fla_seconds, ("triton",) if args.kernels else ("triton", "chunked")
-    ):  # fla-core's, which take minutes to tune, come last
+    backends = ("triton",) if args.kernels else ("triton", "chunked")
+    for row in rows(args.cases, args.fla, args.fla_seconds, backends):  # fla-core's, which take minutes, come last
         results["rows"].append(row)
         print(json.dumps(row), flush=True)
         if args.json:

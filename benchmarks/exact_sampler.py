@@ -8,7 +8,7 @@ that sums along K in one order, whatever its tiles. Attention is over 1,000 keys
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -123,10 +123,10 @@ def case(name: str, rows: int, form: str) -> Case | None:
         return None
 
 
-def products(name: str) -> list[dict[str, Any]]:
+def products(name: str, forms: Sequence[str]) -> list[dict[str, Any]]:
     """Compare and time the products with a matrix."""
-    calls = [(MANY, form) for form in (*OPTIONS, "fixed")]
-    calls += [(rows, form) for rows in FEW for form in (*OPTIONS, "fixed", "ours")]
+    calls = [(MANY, form) for form in forms if form != "ours"]
+    calls += [(rows, form) for rows in FEW for form in forms]
     with ThreadPoolExecutor(8) as pool:
         cases = [found for found in pool.map(lambda call: case(name, *call), calls) if found is not None]
     many = {each.form: np.asarray(each.out).view(np.int16) for each in cases if each.rows == MANY}
@@ -174,11 +174,13 @@ def attention(sequences: int, tokens: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--matrices", nargs="+", choices=MATRICES, default=[*MATRICES])
+    parser.add_argument("--forms", nargs="+", default=[*OPTIONS, "fixed", "ours"])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results: dict[str, Any] = {"products": [], "attention": []}
-    calls: list[tuple[str, Callable]] = [("attention", partial(attention, *shape)) for shape in ((64, 1000),)]
-    calls += [("products", partial(products, name)) for name in MATRICES]
+    calls: list[tuple[str, Callable]] = [("products", partial(products, name, args.forms)) for name in args.matrices]
+    calls += [("attention", partial(attention, *shape)) for shape in ((64, 1000),)]
     for name, call in calls:
         try:
             rows = call()

@@ -80,10 +80,12 @@ class Setting:
     """Prompts of 500 tokens."""
     lora: int = 0
     """Rank of a live adapter on all linear layers, with which the steps run once more."""
+    adapters: int = 0
+    """Adapters of that rank, in turn those of the streams, with which the steps run once more."""
 
 
 ROWS = {
-    "qwen3-8b": Setting(shape="qwen3-8b", streams=(1, 64, 256), requests=512, prompts=256, lora=16),
+    "qwen3-8b": Setting(shape="qwen3-8b", streams=(1, 64, 256), requests=512, prompts=256, lora=16, adapters=4),
     "qwen3-8b fp8": Setting(
         shape="qwen3-8b", quantize="fp8", kv_cache="fp8", streams=(64, 256), context=LONG_CONTEXT, requests=512
     ),
@@ -100,7 +102,7 @@ class Model:
     def __init__(self, config: DecoderConfig, dtype, kv_cache: KVCache = "auto", model: CausalLM | None = None):
         self.model = _unlike(random_model(config, dtype=dtype)) if model is None else model
         graphdefs, *self.trees = split_model(self.model, nnx.LoRAParam)
-        self.config, self.dtype = config, dtype
+        self.config, self.dtype, self.rank = config, dtype, 0
         self.engine = Engine(graphdefs, config, dtype=dtype, kv_cache=kv_cache)
         embedding = 0 if graphdefs.lm_head is None else self.model.embed_tokens.weight[...].nbytes
         self.read_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self.trees)) - embedding
@@ -141,7 +143,9 @@ class Model:
     def with_lora(self, rank: int) -> "Model":
         """Return the model with a live adapter on all linear layers."""
         add_lora(self.model, LoraConfig(rank=rank, alpha=2 * rank), rngs=nnx.Rngs(0))
-        return Model(self.config, self.dtype, model=self.model)
+        model = Model(self.config, self.dtype, model=self.model)
+        model.rank = rank
+        return model
 
     def compile(self, requests: Sequence[Request], plan: CachePlan) -> float:
         """Compile all programs for requests of this kind; return the seconds."""
@@ -204,12 +208,16 @@ def matmul_rate() -> float:
     return 2 * x.size * len(w) / milliseconds(product, x, w, budget=300) * 1e3
 
 
-def time_steps(model: Model, streams: int, context: int, rate: float, plan: CachePlan | None = None) -> dict:
-    """Time decode steps of some streams, whose contexts have `context` tokens on average."""
+def time_steps(
+    model: Model, streams: int, context: int, rate: float, plan: CachePlan | None = None, adapters: int = 0
+) -> dict:
+    """Time decode steps of some streams, whose contexts have `context` tokens on average, in turn of some adapters."""
     vocabulary, prompt = model.config.vocab_size, context - STEPS // 2 - 32
+    parts = np.repeat(np.eye(adapters, dtype=bool), model.rank // max(adapters, 1), axis=1)
 
     def requests(new: int) -> list[Request]:
-        return draw_requests(streams, prompt, [new] * streams, vocabulary, 1.0)
+        drawn = draw_requests(streams, prompt, [new] * streams, vocabulary, 1.0)
+        return [replace(r, ranks=parts[i % adapters]) for i, r in enumerate(drawn)] if adapters else drawn
 
     def spent(new: int) -> float:
         return model.answer(requests(new), plan=plan, whole=True)[0]
@@ -315,17 +323,25 @@ def measure(setting: Setting, rate: float, flops: float, show, *, profile: bool)
         plan = model.engine.plan(requests)
         show("plan", {"slots": plan.slots, "pages": plan.pages, "compilation s": round(model.compile(requests, plan))})
         show("batch", time_batch(model, setting.requests, rate, flops, plan))
-    for streams in setting.streams:
-        fits = plan and streams >= 8 and setting.context + STEPS <= plan.table * PAGE
-        show("steps", time_steps(model, streams, setting.context, rate, plan if fits else None))
-        if profile:
-            show("profile", profile_steps(model, streams, setting.context, plan if fits else None))
+    plans = {
+        n: plan if n >= 8 and plan and setting.context + STEPS <= plan.table * PAGE else None for n in setting.streams
+    }
+    for streams, own in plans.items():
+        show("steps", time_steps(model, streams, setting.context, rate, own))
     if setting.prompts:
         show("prefill", time_prefill(model, setting.prompts, 500, flops))
+    some = setting.streams[1:2]
     if setting.lora:
-        model = model.with_lora(setting.lora)
-        for streams in setting.streams[1:2]:
-            show("steps", {"lora": setting.lora} | time_steps(model, streams, setting.context, rate))
+        adapted = model.with_lora(setting.lora)
+        for streams in some:
+            show("steps", {"lora": setting.lora} | time_steps(adapted, streams, setting.context, rate))
+    for streams in some if profile else ():
+        show("profile", profile_steps(model, streams, setting.context, plans[streams]))
+    if setting.adapters:
+        adapted = model.with_lora(setting.adapters * setting.lora)
+        for streams in some:
+            timed = time_steps(adapted, streams, setting.context, rate, adapters=setting.adapters)
+            show("steps", {"adapters": setting.adapters, "lora": setting.lora} | timed)
 
 
 def main() -> None:
@@ -337,6 +353,7 @@ def main() -> None:
     parser.add_argument(
         "--lora", type=int, default=0, help="rank of a live adapter, with which the steps run once more"
     )
+    parser.add_argument("--adapters", type=int, default=0, help="adapters of that rank, in turn those of the streams")
     parser.add_argument("--streams", type=int, nargs="*", default=[1, 64, 256])
     parser.add_argument("--context", type=int, default=CONTEXT, help="mean tokens that a stream sees")
     parser.add_argument("--prompts", type=int, default=0, help="prompts of 500 tokens to prefill")

@@ -24,7 +24,7 @@ from jaxglue.engine.policy import parse_policy
 from jaxglue.models.parameters import Params
 from jaxglue.training.adamw import AdamWOptimizer
 from jaxglue.training.config import OptimizerConfig
-from jaxglue.training.step import WholeStep
+from jaxglue.training.step import StepProgram
 
 
 class Variant:
@@ -45,7 +45,7 @@ class Variant:
         self._trainable = jax.tree.map(jnp.copy, trainable)
         self._state = self._optimizer.init(self._trainable)
         self._spent: Params | None = None
-        self._whole = WholeStep(self._executor, self._optimizer) if whole else None
+        self._program = StepProgram(self._executor, self._optimizer) if whole else None
         self.steps: list[float] = []
         self.dispatches: list[float] = []
         begun = time.perf_counter()
@@ -55,9 +55,9 @@ class Variant:
     def step(self) -> jax.Array:
         """Dispatch a step and return its loss."""
         total = float(self._batch.tokens.size)
-        if self._whole:
+        if self._program:
             arguments = self._frozen, self._batch, total, None, self._count
-            self._trainable, self._state, values = self._whole(self._trainable, self._state, *arguments)
+            self._trainable, self._state, values = self._program(self._trainable, self._state, *arguments)
             loss = values["loss"]
         else:
             arguments = self._trainable, self._frozen, [jax.device_put(self._batch)], total
@@ -101,7 +101,7 @@ class Variant:
     def row(self) -> dict:
         """Return the table's row."""
         return {
-            "layers in a program": f"{self.size} and the update" if self._whole else self.size,
+            "layers in a program": f"{self.size} and the update" if self._program else self.size,
             "ms a step": round(statistics.median(self.steps), 2),
             "rounds": [round(each, 1) for each in self.steps],
             "dispatch ms": round(statistics.median(self.dispatches), 1),

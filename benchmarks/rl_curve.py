@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerFast
 import jaxglue
 from jaxglue.training.record import read_metrics
 
-HELD_OUT, WRONG, SHOWN_TIMES = 256, 0.7, 5
+HELD_OUT, WRONG, SHOWN_TIMES = 256, 0.7, 2
 """Pairs that are not trained on, the share of demonstrations with a wrong digit, and those of each pair."""
 SHOWN = ("reward", "eval_reward", "entropy", "sampling/sampling_logp_difference/mean")
 REWARDS = """
@@ -152,7 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--supervised-steps", type=int, default=240)
+    parser.add_argument("--supervised-steps", type=int, default=150)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--row", type=int, default=4096, help="tokens of a row")

@@ -217,10 +217,12 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3-8b", choices=SHAPES)
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=[*FORMS])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results = []
-    for form, options in FORMS.items():
+    for form in args.forms:
+        options = FORMS[form]
         layer = Layer(SHAPES[args.shape], args.sequences, args.tokens, options)
         many = training_values(layer, args.sequences)
         few = sampling_values(layer, many, args.sequences)

@@ -25,6 +25,7 @@ from kernel_profile import is_copy, kernel_times, profile_rows
 from measure import milliseconds
 
 from jaxglue.data.batch import Batch
+from jaxglue.engine.compiler import Lowering
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.host_table import embeddings_to_host
 from jaxglue.engine.policy import AUTO, parse_policies
@@ -145,6 +146,12 @@ class Run:
         self._state, self._step = self._optimizer.init(self.trainable), 0
         self._spent: Params | None = None
 
+    def compile(self, batch: Batch) -> None:
+        """Compile the programs of single layers ahead of the first step, their kernels side by side."""
+        programs = self._executor.trace_step(self.trainable, self.frozen, [jax.device_put(batch)])
+        # Those around the layers read tables on the host otherwise.
+        Lowering(program for program in programs if program.fun_name in ("_forward", "_backward")).compile()
+
     def step(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Dispatch a step; return (loss, an array ready once the backward pass is done)."""
         weight = float(batch.loss_weights.sum())
@@ -232,6 +239,9 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
     jax.block_until_ready((run.trainable, run.frozen))
     timer.stage("load")
     yield {"seconds": timer.stages}
+    if plan is None or plan.layers_per_program == 1:
+        run.compile(batches[0])
+        timer.stage("compile")
     result, device = train(run, batches, args.warm_up), jax.devices()[0]
     timer.stage("train")
     result |= {"gpu": device.device_kind, "versions": {package: version(package) for package in PACKAGES}}

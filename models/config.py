@@ -626,6 +626,8 @@ def decoder_fields(
     """
     needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     require_fields(raw, needed)
+    if not raw.get("is_causal", True):
+        raise ValueError(f"is_causal={raw['is_causal']!r} in config.json: attention to later tokens is not supported")
     if raw.get("per_layer_config"):
         raise ValueError(f"per_layer_config in config.json is not supported for {raw['model_type']}")
     if (act := raw.get("hidden_act", activations[0])) not in activations:

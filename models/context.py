@@ -107,6 +107,8 @@ class PackedContext:
     fp8: bool = field(default=True, metadata={"static": True})
     """Multiply matrices for FP8 products so; otherwise in the activations' dtype."""
     latents: LatentCache = field(default="none", metadata={"static": True})
+    ranks: Bool[Array, "tokens R"] | None = None
+    """Ranks of the adapters that each token uses; None for all. One row serves all tokens."""
 
     def each(self, layer_inputs: Sequence[Array] | None, layers: int) -> "list[PackedContext]":
         """Return the contexts of layers with these embeddings of their own."""

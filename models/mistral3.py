@@ -7,5 +7,6 @@ wrap(
         model_type="mistral3",
         text_types=("mistral", "ministral3"),
         others=("vision_tower.", "multi_modal_projector."),
+        unread=("layer_types",),
     )
 )

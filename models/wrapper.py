@@ -34,6 +34,8 @@ class Wrapper:
     """Whether the output projection is the embedding where config.json says nothing; None: where files lack it."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Fields that its `text_config` may lack."""
+    unread: tuple[str, ...] = ()
+    """Fields of `text_config` that count for nothing, though the text model alone reads them."""
 
     def names(self, stored: Iterable[str]) -> "TensorNames":
         """Return the names of a folder that has these tensors."""
@@ -85,6 +87,8 @@ def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
             f"text_config in config.json: model_type {fields['model_type']!r:.100} is not supported inside "
             f"{wrapper.model_type}: known are {', '.join(wrapper.text_types)}"
         )
+    for name in wrapper.unread:
+        fields.pop(name, None)
     fields["tie_word_embeddings"] = ties(raw) or False
     if isinstance(quantization := raw.get("quantization_config", text.get("quantization_config")), Mapping):
         fields["quantization_config"] = _by_text_names(quantization)

@@ -23,6 +23,7 @@ import torch
 import triton
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from triton.runtime import Autotuner, OutOfResources
+from triton.runtime.errors import PTXASError
 
 K, N, H = 16, 32, 128
 PROCESSES = 14
@@ -52,9 +53,9 @@ def compile_part(case: tuple[int, list[int]], part: int, parts: int) -> None:
         name, first = numbered[id(tuner)]
         for index, config in enumerate(tuner.configs):
             if (first + index) % parts == part:
-                with suppress(OutOfResources):
+                with suppress(OutOfResources, PTXASError):
                     tuner.fn.warmup(*args, **options, **config.all_kwargs())
-                print(json.dumps([name, index]), flush=True)
+                    print(json.dumps([name, index]), flush=True)
 
     Autotuner.run = compile_only
     _, both = passes(*case)
@@ -69,7 +70,7 @@ def compile_all(case: str, seconds: float) -> dict[str, set[int]]:
         for part in range(parts):
             command = [sys.executable, __file__, case, "--part", f"{part}/{parts}"]
             with (Path(folder) / str(part)).open("w") as out:
-                processes.append(subprocess.Popen(command, stdout=out, stderr=subprocess.DEVNULL))
+                processes.append(subprocess.Popen(command, stdout=out, stderr=out))
         for process in processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(end - time.monotonic(), 0))
@@ -78,9 +79,11 @@ def compile_all(case: str, seconds: float) -> dict[str, set[int]]:
         texts = [path.read_text() for path in Path(folder).iterdir()]
     compiled: dict[str, set[int]] = {}
     for line in "".join(texts).splitlines():
-        with suppress(ValueError):  # the last one may be cut
+        with suppress(ValueError, TypeError):  # others are warnings, and the last one may be cut
             name, index = json.loads(line)
             compiled.setdefault(name, set()).add(index)
+    if not compiled:
+        raise RuntimeError(f"no configuration was compiled in {seconds:.0f} s: {texts[0][-800:]}")
     return compiled
 
 

@@ -56,6 +56,8 @@ def import_unsloth():
 def load_unsloth(folder: str, *, adapter: str, quantize: str, checkpointing: str, seq_len: int):
     """Load Unsloth's model for packed rows; its targets are all linear layers, whatever the adapter's."""
     del adapter
+    import_unsloth()
+    _leave_masks_uncompiled()
     model = unsloth_model(folder, quantize=quantize, checkpointing=checkpointing, seq_len=seq_len)
     from unsloth.utils import packing
 
@@ -170,6 +172,21 @@ def _varlen_attention() -> str:
     AttentionInterface.register("varlen", attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register("varlen", flash_attention_mask)
     return "varlen"
+
+
+def _leave_masks_uncompiled() -> None:
+    """Let transformers build flex_attention's masks by plain operations; attention itself stays compiled.
+
+    Triton's kernel of a mask of packed documents keeps ptxas busy for more than 150 s (torch 2.11, Triton 3.6).
+    """
+    from transformers import masking_utils
+
+    build = masking_utils.create_block_mask
+
+    def create_block_mask(*args, **options):
+        return build(*args, **options | {"_compile": False})
+
+    masking_utils.create_block_mask = create_block_mask
 
 
 def _preload_cuda12() -> None:

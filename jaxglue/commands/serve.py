@@ -25,7 +25,8 @@ def main(config: ServeConfig) -> None:
     service = Service(assistant, **limits, memory=assistant.memory)
     echo("compiling the programs", error=True)
     service.warm_up()
-    echo(f"serving {config.served_name} at http://{config.host}:{config.port}/v1", error=True)
+    names = ", ".join([config.served_name, *config.named_adapters])
+    echo(f"serving {names} at http://{config.host}:{config.port}/v1", error=True)
     try:
         app = make_app(assistant, service, config)
         uvicorn.run(app, host=config.host, port=config.port, log_level="warning", timeout_graceful_shutdown=5)

@@ -1,6 +1,7 @@
 """Data sets of tokenized documents: selection, truncation, the held-out split, and their batches."""
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -211,7 +212,11 @@ def read_columns(
         found[name] = np.full(len(rows), absent, np.float32) if values is None else values[rows]
         if len(bad := np.flatnonzero(~np.isfinite(found[name]))):
             origin = row_origin(source, int(rows[bad[0]]))
-            raise ValueError(f"{origin}: {name!r} must be a finite number: mend it, or leave out the column")
+            remedy = "mend it, or leave out the column"
+            if math.isnan(absent):
+                column, listed, _ = name.rpartition(".")
+                remedy = f"every row needs a list of numbers in {column!r}" if listed else "every row needs one"
+            raise ValueError(f"{origin}: {name!r} must be a finite number: {remedy}")
     return found
 
 

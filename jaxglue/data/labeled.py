@@ -58,10 +58,9 @@ def select_labeled(
     for name, values in found.items():
         if len(bad := np.flatnonzero((values != np.round(values)) | (values < 0) | (values >= task.values))):
             origin = row_origin(source, int(documents[bad[0]]))
-            raise ValueError(
-                f"{origin}: {name!r} is {values[bad[0]]:g}, expected a whole number from 0 to {task.values - 1}: mend "
-                "it, or raise --num-labels"
-            )
+            remedy = "mend it" if "." in name else "mend it, or raise --num-labels"
+            wanted = f"a whole number from 0 to {task.values - 1}"
+            raise ValueError(f"{origin}: {name!r} is {values[bad[0]]:g}, expected {wanted}: {remedy}")
     dataset = LabeledDataset(
         store=store,
         documents=documents,

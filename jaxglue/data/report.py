@@ -11,8 +11,12 @@ from transformers import PreTrainedTokenizerBase
 from jaxglue.data.answers import AnswerDataset
 from jaxglue.data.config import Source
 from jaxglue.data.dataset import TokenDataset
+from jaxglue.data.decoding import TokenDecoder
 from jaxglue.data.packing import PackPlan
 from jaxglue.data.readers import read_rows
+
+_BYTES = 4
+"""Longest character in UTF-8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,18 +131,15 @@ def trained_parts(data: TokenDataset, document: int, tokenizer: PreTrainedTokeni
     """Yield the tokens of a document one by one, decoded, and whether each is trained on; a pair's answers in lines."""
     tokens, mask = _tokens(data, document)
     second = len(tokens) - data.sizes[document, 1] if isinstance(data, AnswerDataset) else None
-    pending: list[int] = []
-    decode = tokenizer.backend_tokenizer.decode
+    decoder = TokenDecoder(tokenizer.backend_tokenizer, skip_special_tokens=False)
     for index, (token, trained) in enumerate(zip(tokens.tolist(), mask.tolist(), strict=True)):
         if index == second:
             yield "\n", False
-        pending.append(token)
-        text = decode(pending, skip_special_tokens=False)
-        if not text.endswith("\ufffd") or len(pending) > 4:  # else the token ends inside a character
+        text = decoder.add(token)
+        if text := text or (decoder.rest() if decoder.waiting > _BYTES else ""):  # no character has more tokens
             yield text, bool(trained)
-            pending = []
-    if pending:
-        yield decode(pending, skip_special_tokens=False), bool(mask[-1])
+    if text := decoder.rest():
+        yield text, bool(mask[-1])
 
 
 def _tokens(data: TokenDataset, document: int) -> tuple[np.ndarray, np.ndarray]:

@@ -23,7 +23,7 @@ from jaxglue.engine.compiler import Program, on_devices
 from jaxglue.engine.embed_head import EmbedHead, ScoreHead
 from jaxglue.engine.host_buffers import Buffers
 from jaxglue.engine.layer import LayerFunctions, layer_function
-from jaxglue.engine.layer_groups import LayerGroups, WholeProgram, check_grouped
+from jaxglue.engine.layer_groups import LayerGroups, MicroBatchProgram, check_grouped
 from jaxglue.engine.layer_passes import LayerPasses
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.engine.residuals import Layer
@@ -133,14 +133,14 @@ class LayerExecutor:
         )
         grouped = (self.layers, self._reference, layers_per_program, layout)
         self._groups = LayerGroups(*grouped) if layers_per_program > 1 else None
-        self.is_whole = 1 < len(layers) <= layers_per_program
+        self.is_one_program = 1 < len(layers) <= layers_per_program
         """A micro-batch is one program."""
-        self.reuses_gradients = self.is_whole and layout.mesh is None
+        self.reuses_gradients = self.is_one_program and layout.mesh is None
         """Tells callers to pass a step's gradients to the next step as `into`."""
         self._partials: Params | None = None
         """On a mesh, each device's own gradients of the last step, for the next step to overwrite."""
         self.loss_shape = entry_head.loss_shape
-        self._whole = self._make_whole()
+        self._program = self._make_program()
         # Zeros of unread arguments would not be committed to their device, and programs compiled for both kinds.
         self._zero_partials = jax.jit(self._zeros, keep_unused=True, donate_argnames="into")
         self._sum_partials = jax.jit(partial(sum_partials, layout), static_argnames="prefix")
@@ -172,7 +172,7 @@ class LayerExecutor:
         loss = self._loss_and_partials(*arguments, key, partials)
         # One exchange at the end: after each layer, devices would wait for the slowest one's.
         total = self._sum_partials(gradients)
-        self._partials = gradients if self.is_whole else None
+        self._partials = gradients if self.is_one_program else None
         return loss, total
 
     def loss_and_update(
@@ -206,9 +206,9 @@ class LayerExecutor:
         """Return Σ loss / total_weight; pass every part's gradients to `done`, on a mesh each device's own."""
         trainable, frozen = transfer.commit((trainable, frozen))
         scale = np.float32(1.0 / total_weight)
-        whole, several, losses = self._whole_on(frozen), len(micro_batches) > 1, []
-        sums = self._first_sums(trainable, into, whole=whole is not None, several=several)
-        run = self._run_micro_batch if whole is None else partial(self._run_whole, whole, accumulates=several)
+        program, several, losses = self._program_on(frozen), len(micro_batches) > 1, []
+        sums = self._first_sums(trainable, into, one_program=program is not None, several=several)
+        run = self._run_micro_batch if program is None else partial(self._run_program, program, accumulates=several)
         for index, batch in enumerate(micro_batches):
             batch_key = None if key is None else jax.random.fold_in(key, index)
             last = index == len(micro_batches) - 1
@@ -271,30 +271,40 @@ class LayerExecutor:
     def compilations(self) -> int:
         """Return the number of compiled programs, constant after the first step."""
         groups = self._groups.programs if self._groups else []
-        programs: list[Program | WholeProgram] = [*self.entry_head.programs, *groups]
+        programs: list[Program | MicroBatchProgram] = [*self.entry_head.programs, *groups]
         for layer in [*self._layer_types.values(), *set(self._reference or ())]:
             programs += [layer.forward, layer.backward, layer.apply, layer.replay, layer.restore]
-        programs += [self._whole] if self._whole else []
+        programs += [self._program] if self._program else []
         return sum(program.compilations() for program in programs)
 
-    def _first_sums(self, trainable: Params, into: Params | None, *, whole: bool, several: bool) -> Params:
+    def _first_sums(self, trainable: Params, into: Params | None, *, one_program: bool, several: bool) -> Params:
         """Return zeros for several micro-batches, arrays for one program to overwrite, or nothing."""
-        if several or (whole and into is None):
+        if several or (one_program and into is None):
             return transfer.commit(self._zero_partials(trainable, into))
-        return into if whole and into is not None else without_parts(trainable)
+        return into if one_program and into is not None else without_parts(trainable)
 
     def _zeros(self, trainable: Params, into: Params | None) -> Params:
         return zero_partials(self.layout, trainable)
 
-    def _whole_on(self, frozen: Params) -> WholeProgram | None:
+    def _program_on(self, frozen: Params) -> MicroBatchProgram | None:
         """Return the program of a whole micro-batch where there is one and the entry is on the device."""
-        return None if transfer.is_on_host(frozen[self.entry_head.entry]) else self._whole
+        return None if transfer.is_on_host(frozen[self.entry_head.entry]) else self._program
 
-    def _run_whole(
-        self, whole: WholeProgram, trainable, frozen, batch, scale, key, sums: Params, finish: Update, *, accumulates
+    def _run_program(
+        self,
+        program: MicroBatchProgram,
+        trainable,
+        frozen,
+        batch,
+        scale,
+        key,
+        sums: Params,
+        finish: Update,
+        *,
+        accumulates,
     ) -> Array:
         """Run a micro-batch as `_run_micro_batch` does, in one program."""
-        loss, gradients = whole(trainable, frozen, batch, scale, key, sums, accumulates=accumulates)
+        loss, gradients = program(trainable, frozen, batch, scale, key, sums, accumulates=accumulates)
         layers, entry = gradients.pop("layers"), gradients.pop(self.entry_head.entry)
         for name in list(gradients):
             finish(name, gradients.pop(name))
@@ -303,10 +313,10 @@ class LayerExecutor:
         finish(self.entry_head.entry, entry)
         return loss
 
-    def _make_whole(self) -> WholeProgram | None:
+    def _make_program(self) -> MicroBatchProgram | None:
         """Return the program of a whole micro-batch, for an executor with one; it is traced when it is called."""
         shape = (self.layout.mesh.size, *self.loss_shape) if self.layout.mesh else self.loss_shape
-        return WholeProgram(self._loss_and_sums, shape, self.layout) if self.is_whole else None
+        return MicroBatchProgram(self._loss_and_sums, shape, self.layout) if self.is_one_program else None
 
     def traced_step(self, trainable, frozen, batch, scale, key) -> tuple[Array, Params]:
         """Return loss and gradients of a micro-batch; traced, as a part of a program that has all layers."""
@@ -349,7 +359,7 @@ class LayerExecutor:
         layers = trainable["layers"], frozen["layers"]
         if self._groups is not None:
             # Where there are several groups, the first one's programs serve the others, too.
-            constant = self.is_whole and not jax.tree.leaves(trainable[self.entry_head.entry])
+            constant = self.is_one_program and not jax.tree.leaves(trainable[self.entry_head.entry])
             x, groups, z = self._groups.forward(*layers, x, contexts, z, constant=constant)
             return x, z, partial(self._groups.backward, groups, *layers, contexts)
         x, saved, z = self._passes.forward(*layers, x, contexts, z, partial(self._fetch_head, ends))
@@ -440,13 +450,13 @@ class Executor(LayerExecutor):
         layout = self.layout
         trainable, frozen = (on_devices(layout, tree, layout.param_specs(tree)) for tree in (trainable, frozen))
         sums, accumulates = without_parts(trainable), len(micro_batches) > 1
-        if accumulates or self._whole is not None:
+        if accumulates or self._program is not None:
             zeros = jax.eval_shape(self._zero_partials, trainable, None)
             sums = on_devices(layout, zeros, layout.grad_specs(trainable))
         head, scale = self.embed_head, np.float32(1)
         for kind, batch in enumerate({jax.tree.structure(batch): batch for batch in micro_batches}.values()):
-            if self._whole is not None:
-                yield self._whole.trace(trainable, frozen, batch, scale, key, sums, accumulates=accumulates)
+            if self._program is not None:
+                yield self._program.trace(trainable, frozen, batch, scale, key, sums, accumulates=accumulates)
                 continue
             traced, x, contexts = head.trace_embed(trainable, frozen, batch, key, scale)
             yield traced
@@ -472,7 +482,7 @@ class Executor(LayerExecutor):
     def multiply_in_fp8(self, layers: Sequence[bool], head: bool) -> None:
         """Multiply matrices for FP8 products so in these layers, and perhaps the head, alone; at first all do."""
         self.embed_head.fp8_layers, self.embed_head.fp8_head = list(layers), head
-        self._whole = self._make_whole()
+        self._program = self._make_program()
 
     def answer_log_probs(self, trainable: Params, frozen: Params, batch: Batch) -> Float[Array, "B U 2"]:
         """Return the log-probabilities of a batch's answers."""

@@ -342,7 +342,7 @@ class SmallResults:
         return self._copy(results)
 
 
-class WholeProgram:
+class MicroBatchProgram:
     """Computes a micro-batch's loss and gradients into the arrays of the last call.
 
     Args:

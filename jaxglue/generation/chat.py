@@ -1,15 +1,19 @@
 """Chat with a model: templates, end-of-turn tokens, streamed decoding, and a conversation in the terminal."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jaxtyping import Bool
 from transformers import PreTrainedTokenizerBase
 
+from jaxglue.data.decoding import TokenDecoder
 from jaxglue.data.progress import DataProgress
 from jaxglue.generation.config import AssistantConfig, GenerateConfig, SamplingConfig
 from jaxglue.generation.engine import STEPS, Engine
@@ -19,9 +23,10 @@ from jaxglue.generation.prompts import encode_messages, encode_rows, prompt_of, 
 from jaxglue.generation.scheduler import Request
 from jaxglue.hf.adapter import adapter_labels, warn_of_adapter_inside
 from jaxglue.hf.checkpoint import read_config
-from jaxglue.hf.identity import identify, identify_random
+from jaxglue.hf.identity import Identity, identify, identify_random
 from jaxglue.hf.loading import add_adapter, load_model, random_model
 from jaxglue.hf.serving import load_own_tokenizer, stop_tokens
+from jaxglue.hf.several import add_adapters
 from jaxglue.models import config_from_hf
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.parameters import split_model
@@ -33,6 +38,17 @@ _CHANNEL = "<|channel|>"
 HELP = "/reset forgets the conversation · /system TEXT sets the system message\nCtrl-C stops an answer · Ctrl-D leaves"
 _FINAL = "<|channel|>final<|message|>"
 """Start of the answer proper in the harmony format; its template takes no other channel back."""
+
+
+@dataclass(frozen=True)
+class Voice:
+    """An adapter among several: its tokenizer, with a template of its own, and its part of their ranks."""
+
+    tokenizer: PreTrainedTokenizerBase
+    stops: frozenset[int]
+    """Tokens that end its answers."""
+    ranks: Bool[np.ndarray, " R"] | None
+    """None where all requests use all."""
 
 
 class Assistant:
@@ -47,28 +63,37 @@ class Assistant:
     """
 
     def __init__(self, config: AssistantConfig, *, stays: bool = False):
-        folder = config.folder
+        folder, named = config.folder, config.named_adapters
         if count_labels(config):
             name = config.adapter or folder
             raise ValueError(f"{name} is a reward model or classifier, which writes no text: use jaxglue score")
         self.tokenizer, model, self.dtype = load_parts(config)
         self.config = model.config
         self.stops = stop_tokens(self.tokenizer, folder, config.adapter)
+        ranks = add_adapters(model, named, _identity(config, model), str(folder)) if named else {}
+        self.voices = {name: self._voice(folder, named[name], own) for name, own in ranks.items()}
+        """What requests to each of the adapters by name differ in."""
+        self.ranks = max(map(len, ranks.values()), default=0)
+        """Of all adapters by name."""
         self.graphdefs, self.adapter, self.frozen = split_model(model, nnx.LoRAParam)
         ahead = stays and jax.default_backend() != "cpu"
         self.engine = Engine(self.graphdefs, self.config, dtype=self.dtype, kv_cache=config.kv_cache, ahead=ahead)
         self.memory = None if config.memory_limit is None else free_bytes(config.memory_limit * 2**30)
 
+    def _voice(self, base: Path, adapter: Path, ranks: Bool[np.ndarray, " R"]) -> Voice:
+        tokenizer = load_own_tokenizer(base, adapter)
+        return Voice(tokenizer, self.stops | stop_tokens(tokenizer, base, adapter), ranks)
+
     @cached_property
     def grammars(self) -> Grammars:
         """Return what makes grammars of the model's tokens; raise ValueError where llguidance is not installed."""
-        return Grammars(self.tokenizer, self.config.vocab_size, self.stops)
+        stops = self.stops.union(*(voice.stops for voice in self.voices.values()))
+        return Grammars(self.tokenizer, self.config.vocab_size, stops)
 
     def answer(self, tokens: list[int], sampling: SamplingConfig, index: int = 0) -> Iterator[str]:
         """Yield the answer to an encoded prompt in pieces; `index` and errors as of `Engine.stream`."""
-        new = self.engine.stream(
-            self.adapter, self.frozen, tokens, sampling, self.stops, index=index, memory=self.memory
-        )
+        stops = self.stops | special_stops(self.tokenizer, sampling.stop)
+        new = self.engine.stream(self.adapter, self.frozen, tokens, sampling, stops, index=index, memory=self.memory)
         return before(stream_text(self.tokenizer, new), sampling.stop)
 
     def answers(
@@ -90,6 +115,10 @@ class Assistant:
         """
         if not requests:
             return
+        requests = [
+            replace(request, stop={*request.stop, *special_stops(self.tokenizer, request.sampling.stop)})
+            for request in requests
+        ]
         plan = self.engine.plan(requests, slots=batch_size, memory=self.memory)
         if say:
             say(f"{len(requests)} prompts, {plan}")
@@ -105,6 +134,12 @@ class Assistant:
         numbered = ((completion.number, without(completion.tokens, self.stops)) for completion in found)
         for text, own in zip(in_order(self.tokenizer, numbered), ends, strict=True):
             yield "".join(before([text], own))
+
+
+def special_stops(tokenizer: PreTrainedTokenizerBase, ends: Collection[str]) -> frozenset[int]:
+    """Return the special tokens among texts at which answers end: they are no part of an answer's text."""
+    tokens = tokenizer.added_tokens_decoder.items() if ends else ()
+    return frozenset(number for number, token in tokens if token.special and token.content in ends)
 
 
 def before(pieces: Iterable[str], ends: Sequence[str]) -> Iterator[str]:
@@ -204,9 +239,12 @@ def load_assistant(config: AssistantConfig, folder: Path, dtype, *, labels: int 
         shape = config_from_hf(read_config(folder)).quantized(config.storage)
         model = random_model(shape.scored(labels) if labels else shape, dtype=dtype, seed=seed)
     if config.adapter:
-        identity = identify(folder) if seed is None else identify_random(model.config, seed)
-        add_adapter(model, config.adapter, identity, str(folder))
+        add_adapter(model, config.adapter, _identity(config, model), str(folder))
     return model
+
+
+def _identity(config: AssistantConfig, model: CausalLM) -> Identity:
+    return identify(config.folder) if config.seed is None else identify_random(model.config, config.seed)
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> str:
@@ -219,7 +257,7 @@ def stream_text(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> It
 
     Special tokens are skipped, except with channels (GPT-OSS), where they separate reasoning from the answer.
     """
-    stream = _Decoder(tokenizer)
+    stream = _decoder(tokenizer)
     for token in tokens:
         if piece := stream.add(token):
             yield piece
@@ -227,42 +265,19 @@ def stream_text(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> It
         yield rest
 
 
-class _Decoder:
-    """Decoder of tokens one by one.
-
-    A run of single bytes that is no character makes characters before it unreadable, too: what is shown stays.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self._skips = _CHANNEL not in tokenizer.get_added_vocab()
-        self._tokenizer = tokenizer.backend_tokenizer
-        self._tokens, self._shown = list[int](), 0
-        """Tokens of the last piece and after it, whose text shows what comes after a token; those that are shown."""
-        self._before = ""
-        """Text of those that are shown."""
-
-    def add(self, token: int) -> str:
-        self._tokens.append(token)
-        text = self._decode(self._tokens)
-        if len(text) <= len(self._before) or text.endswith("\ufffd"):  # else a character may be incomplete
-            return ""
-        piece = text[len(self._before) :]
-        self._tokens = self._tokens[self._shown :]
-        self._shown, self._before = len(self._tokens), self._decode(self._tokens)
-        return piece
-
-    def rest(self) -> str:
-        return self._decode(self._tokens)[len(self._before) :]
-
-    def _decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=self._skips))
+def _decoder(tokenizer: PreTrainedTokenizerBase, *, specials: bool = False) -> TokenDecoder:
+    shown = specials or _CHANNEL in tokenizer.get_added_vocab()
+    return TokenDecoder(tokenizer.backend_tokenizer, skip_special_tokens=not shown)
 
 
 class TextStream:
-    """Text of an answer whose tokens come one by one, up to the first of some texts."""
+    """Text of an answer whose tokens come one by one, up to the first of some texts.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Sequence[str]):
-        self._decoder, self._ends, self._held = _Decoder(tokenizer), ends, ""
+    Special tokens are skipped as in `stream_text` unless `specials` are asked for.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Sequence[str], *, specials: bool = False):
+        self._decoder, self._ends, self._held = _decoder(tokenizer, specials=specials), ends, ""
         self.text = ""
         """Text certain to be shown."""
         self.stopped = False

@@ -88,6 +88,11 @@ class AssistantConfig(Config):
             raise ValueError("no model: give --model, or an --adapter, which names its base")
 
     @property
+    def named_adapters(self) -> dict[str, Path]:
+        """Return the folders of adapters beside which the base answers, by name."""
+        return {}
+
+    @property
     def seed(self) -> int | None:
         """Return the seed of random weights; None for loaded ones."""
         if self.random_weights is None and self.adapter:
@@ -173,6 +178,8 @@ class ServeConfig(AssistantConfig):
     """Token that clients must send; by default none, for clients on this machine."""
     name: str | None = None
     """Name of the model for clients; by default the folder's."""
+    adapters: Annotated[tuple[str, ...], Alias("lora_modules")] = ()
+    """Adapters to serve beside the base, such as first=runs/first/adapter: requests name one, or the base, as model."""
     batch_size: PositiveInt = 64
     """The most answers at a time."""
     max_length: PositiveInt = 8192
@@ -181,10 +188,27 @@ class ServeConfig(AssistantConfig):
     """Requests being answered or waiting, beyond which further ones are refused."""
 
     def validate(self) -> None:
-        """Refuse to serve other machines without a token."""
+        """Refuse to serve other machines without a token, and adapters without names, folders or a base."""
         super().validate()
+        if self.adapters and self.adapter:
+            raise ValueError("--adapter is the one of all requests: name it among --adapters, or leave these out")
+        if absent := [folder for folder in self.named_adapters.values() if not folder.is_dir()]:
+            raise ValueError(f"--adapters: no such folder: {absent[0]}")
+        if self.served_name in self.named_adapters:
+            raise ValueError(f"--adapters: {self.served_name} is the base's name: use another, or give --name")
         if self.host not in _LOOPBACK and not self.api_key:
             raise ValueError(f"--host {self.host} lets other machines in: give --api-key, which clients must send")
+
+    @property
+    def named_adapters(self) -> dict[str, Path]:
+        """Return the folders of adapters by their names; raise ValueError for one that is malformed or given twice."""
+        named = dict[str, Path]()
+        for entry in self.adapters:
+            name, equals, folder = entry.partition("=")
+            if not (name and equals and folder) or name in named:
+                raise ValueError(f"--adapters: expected NAME=FOLDER with a name of its own, got {entry!r:.100}")
+            named[name] = Path(folder)
+        return named
 
     @property
     def served_name(self) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxglue.models.context import LatentCache, PackedContext
 from jaxglue.ops.delta_rule import (
@@ -44,6 +44,8 @@ class Places:
     """The slot of each document; nobody's for those that are none."""
     windows: tuple[int | None, ...] = field(metadata={"static": True})
     """Kinds of layers, which have page numbers of their own."""
+    ranks: Bool[Array, "T R"] | None = None
+    """Ranks of the adapters that each token uses; None for all. One row serves all tokens."""
 
     def of(self, window: int | None) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
         """Return pages and offsets in layers with this window."""
@@ -108,6 +110,7 @@ class PrefillContext(_Appending):
     def __init__(self, packed: PackedContext, cache: Cache, places: Places, *, fp8: bool = True):
         self._packed, self.cache, self._places, self.fp8 = packed, cache, places, fp8
         self.layer_input, self.latents, self._rope = packed.layer_input, packed.latents, packed.rope
+        self.ranks = packed.ranks
 
     def attend(self, q, k, v, *, window: int | None = None, **options) -> Float[Array, "1 T N H"]:
         """Compute causal attention within each prompt."""
@@ -142,7 +145,7 @@ class DecodeContext(_Appending):
 
     def __init__(self, cache: Cache, cursor: Cursor, *, fp8: bool = True):
         self.cache, self._cursor, self.fp8 = cache, cursor, fp8
-        self.layer_input, self._rope = cursor.layer_input, cursor.rope
+        self.layer_input, self._rope, self.ranks = cursor.layer_input, cursor.rope, cursor.places.ranks
         self.latents = "read" if isinstance(cache, LatentPages) else "none"
 
     def attend(self, q, k, v, *, window: int | None = None, **options: Any) -> Float[Array, "1 S N H"]:

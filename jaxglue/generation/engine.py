@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 from jaxglue.engine.compiler import rounding_as_written
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.contexts import Cursor, Places
-from jaxglue.generation.pages import PAGE, CachePlan, free_bytes, make_caches, plan_cache, ring_table
+from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, CachePlan, free_bytes, make_caches, plan_cache, ring_table
 from jaxglue.generation.programs import IDLE, NOT_FINITE, Cache, Copies, Programs, Trees, Window, make_sequences
 from jaxglue.generation.sampling import Controls, Features, Sampled, answer_keys
 from jaxglue.generation.scheduler import (
@@ -389,6 +389,8 @@ class Kind(NamedTuple):
     """Stop tokens of an answer, at most."""
     biases: int
     """Tokens of an answer that have a bias, at most."""
+    ranks: int = 0
+    """Ranks of the adapters, of which answers use some; 0 where all use all."""
 
     @classmethod
     def of(cls, requests: Sequence[Request], stop: Collection[int]) -> "Kind":
@@ -405,7 +407,9 @@ class Kind(NamedTuple):
             top=max(request.top_log_probs for request in requests),
         )
         stops = max(len(set(stop).union(request.stop)) for request in requests)
-        return cls(features, _padded(stops), _padded(max(len(request.logit_bias) for request in requests)))
+        biases = max(len(request.logit_bias) for request in requests)
+        ranks = max(0 if request.ranks is None else len(request.ranks) for request in requests)
+        return cls(features, _padded(stops), _padded(biases), ranks)
 
 
 class Batch:
@@ -425,7 +429,7 @@ class Batch:
         whole: bool,
     ):
         self._programs, self._trees, self._caches, self._plan = programs, trees, caches, plan
-        self._features, self._sizes, self._compiler, self._whole = kind.features, sizes, compiler, whole
+        self._kind, self._sizes, self._compiler, self._whole = kind, sizes, compiler, whole
         self._table = _SlotTable(plan, kind, vocabulary)
         self._slots = make_sequences(plan, vocabulary, kind.features, place_of(trees))
         self._scheduler = Scheduler(plan, STEPS, remembers=programs.extends, rewinds=programs.rewinds)
@@ -474,7 +478,7 @@ class Batch:
             self._count(penalized)
         size, run = self._sizes.take(len(work.answers), self._whole)
         arguments = self._trees, self._slots, self._caches, self._table.window(work, size)
-        options: dict[str, Any] = {"plan": self._plan, "steps": STEPS, "features": self._features}
+        options: dict[str, Any] = {"plan": self._plan, "steps": STEPS, "features": self._kind.features}
         if run is None:
             run = partial(self._programs.window if self._whole else self._programs.window_by_layers, **options)
             if self._whole:
@@ -500,7 +504,9 @@ class Batch:
         offsets: Any = segments.positions[0] % PAGE
         slots: Any = np.full(segments.slots, self._plan.slots, np.int32)
         slots[: len(row)] = [prompt.slot for prompt in row]
-        places: Any = Places(pages=pages, offsets=offsets, slots=slots, windows=self._programs.windows)
+        options: Any = {"slots": slots, "windows": self._programs.windows}
+        options["ranks"] = self._ranks(row[:1], [1]) if T > PREFILL_TOKENS else self._ranks(row, lengths, T)
+        places: Any = Places(pages=pages, offsets=offsets, **options)
         self._caches = self._programs.prefill(self._trees, tokens, segments, places, self._caches)
 
     def _extend(self, row: Sequence[Prefill]) -> None:
@@ -518,9 +524,19 @@ class Batch:
             positions[begin:end] = np.arange(prompt.begin, len(prompt.tokens))
             tables[begin:end, : len(prompt.pages)] = prompt.pages
             pages[begin:end] = np.array(prompt.pages, np.int32)[positions[begin:end] // PAGE]
-        places = Places(pages=(pages,), offsets=positions % PAGE, slots=slots, windows=self._programs.windows)
+        ranks = self._ranks(row, [len(prompt.tokens) - prompt.begin for prompt in row], T)
+        options: Any = {"windows": self._programs.windows, "ranks": ranks}
+        places = Places(pages=(pages,), offsets=positions % PAGE, slots=slots, **options)
         cursor = Cursor(places=places, tables=(tables,), slots=slots, positions=positions, rope=rope)
         self._caches = self._programs.extend(self._trees, tokens, cursor, self._caches)
+
+    def _ranks(self, row: Sequence[Prefill], lengths: Sequence[int], rows: int = 1) -> Any:
+        """Return the ranks that each token of prompts uses, in so many rows; None where all use all."""
+        if not self._kind.ranks:
+            return None
+        own = [prompt.ranks if prompt.ranks is not None else np.ones(self._kind.ranks, bool) for prompt in row]
+        used = np.repeat(own, lengths, axis=0)
+        return np.pad(used, ((0, rows - len(used)), (0, 0)))
 
     def _places(self, prompt: Prefill, window: int | None) -> Int[np.ndarray, " n"]:
         """Return the page of each token of a prompt; 0 for those that a layer with this window has no more."""
@@ -609,6 +625,7 @@ class _SlotTable:
         self._words = -(-vocabulary // 32) if kind.features.grammars else None
         self._answers = dict[int, tuple[Any, frozenset[int]]]()
         self._tables: Any = np.zeros((rows, plan.table), np.int32)
+        self._ranks: Any = np.ones((rows, kind.ranks), bool) if kind.ranks else None
         self._filled = [0] * rows
         zeros: dict[str, Any] = {name: np.zeros(rows, np.int32) for name in ("ends", "tokens", "positions")}
         self._fields = zeros | {"stops": np.full((rows, kind.stops), -1, np.int32)}
@@ -645,8 +662,9 @@ class _SlotTable:
         fresh: Any = np.isin(slots, np.array([answer.slot for answer in work.fresh], np.int32))
         fields = {name: rows[slots] for name, rows in self._fields.items()}
         controls = Controls(**{name: rows[slots] for name, rows in self._controls.items()})
-        masks = self._masks(work.answers, size)
-        return Window(slots=slots, fresh=fresh, tables=self._tables[slots], controls=controls, masks=masks, **fields)
+        ranks, masks = None if self._ranks is None else self._ranks[slots], self._masks(work.answers, size)
+        options: Any = {"controls": controls, "ranks": ranks, "masks": masks}
+        return Window(slots=slots, fresh=fresh, tables=self._tables[slots], **fields, **options)
 
     def _masks(self, answers: Sequence[Answer], size: int) -> Any:
         """Return the tokens that may come next; all of them in answers without a grammar."""
@@ -668,6 +686,8 @@ class _SlotTable:
         for name, (setting, _) in _SETTINGS.items():
             controls[name][slot] = getattr(request.sampling, setting)
         controls["keys"][slot] = key
+        if self._ranks is not None:
+            self._ranks[slot] = True if request.ranks is None else request.ranks
         controls["bias_tokens"][slot], count = self._vocabulary, len(request.logit_bias)
         controls["bias_tokens"][slot, :count] = list(request.logit_bias)
         controls["biases"][slot, :count] = list(request.logit_bias.values())

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import psutil
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from jaxglue.models.config import DecoderConfig, LayerKind
 from jaxglue.ops.delta_rule import DeltaHeads, DeltaStates, make_states
@@ -254,9 +254,9 @@ class PagePool:
         return page
 
 
-def page_names(tokens: Int[np.ndarray, " n"]) -> list[bytes]:
-    """Return a name for each full page of a text, which says what it holds and all before it."""
-    names, name = list[bytes](), b""
+def page_names(tokens: Int[np.ndarray, " n"], ranks: Bool[np.ndarray, " R"] | None = None) -> list[bytes]:
+    """Return a name for each full page of a text, which says what it holds, all before it, and the ranks in use."""
+    names, name = list[bytes](), b"" if ranks is None else ranks.tobytes()
     for page in np.asarray(tokens, np.int32)[: len(tokens) // PAGE * PAGE].reshape(-1, PAGE):
         name = hashlib.blake2b(name + page.tobytes(), digest_size=16).digest()
         names.append(name)

@@ -72,6 +72,8 @@ class Window:
     stops: Int[Array, "B n"]
     """Tokens that end it; -1 beyond those that it has."""
     controls: Controls
+    ranks: Bool[Array, "B R"] | None = None
+    """Ranks of the adapters that it uses; None where all sequences use all."""
     masks: UInt32[Array, "B words"] | None = None
     """Tokens that its first one is among, a bit each; None where no answer of the batch follows a grammar."""
 
@@ -152,6 +154,7 @@ class Programs:
     ) -> list[Cache]:
         """Write the keys and values of packed prompts to the caches."""
         x, packed, own = self._embed_prompts(_part(trees, "embed_tokens"), tokens, segments)
+        packed = replace(packed, ranks=places.ranks)
         contexts = packed.each(own, len(self._layers))
         for i, (layer, weights) in enumerate(self._layer_weights(trees)):
             x, caches[i] = layer.prefill(weights, x, caches[i], contexts[i], places)
@@ -275,7 +278,8 @@ class Programs:
         )
         rows = jnp.arange(len(positions))
         pages = tuple(table[rows, positions // PAGE] for table in tables)
-        places = Places(pages=pages, offsets=positions % PAGE, slots=window.slots, windows=self.windows)
+        options: dict[str, Any] = {"windows": self.windows, "ranks": window.ranks}
+        places = Places(pages=pages, offsets=positions % PAGE, slots=window.slots, **options)
         cursor = Cursor(places=places, tables=tables, slots=window.slots, positions=positions, rope=rope)
         return x, cursor, own
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.grammar import Grammar, Matcher
@@ -42,6 +42,8 @@ class Request:
     """Added to these tokens' logits."""
     top_log_probs: int = 0
     """Most likely tokens to report with each of its answers'."""
+    ranks: Bool[np.ndarray, " R"] | None = None
+    """Ranks of the adapters that its tokens use; None for all."""
     grammar: Grammar | None = None
     """What its answers may be."""
 
@@ -110,6 +112,8 @@ class Prefill(NamedTuple):
     pages: list[int]
     begin: int = 0
     """Tokens whose keys and values are there."""
+    ranks: Bool[np.ndarray, " R"] | None = None
+    """As in `Request`."""
 
 
 @dataclass
@@ -192,7 +196,8 @@ class Scheduler:
             pass
         going = [answer for answer in self._running if not answer.waits]
         work.fresh += [answer for answer in going if answer.matcher and answer not in work.fresh]
-        work.answers = sorted(going, key=lambda answer: answer.slot or 0)
+        # The longest first: programs of attention begin in this order, and the last ones to end are short.
+        work.answers = sorted(going, key=lambda answer: -answer.reach)
         for answer in work.answers:
             answer.reach = min(answer.reach + self._steps, answer.end)
             answer.windows += 1
@@ -224,7 +229,7 @@ class Scheduler:
         self._running.remove(answer)
         if self._remembers and answer.length == answer.end:
             # The last token is not in the cache, nor any of those after it in a window under way in a full page.
-            self._pool.name(answer.pages, page_names(answer.tokens[:-1]))
+            self._pool.name(answer.pages, page_names(answer.tokens[:-1], answer.request.ranks))
         self._pool.give_back(answer.pages)
         self._slots.append(answer.slot)
         answer.slot, answer.pages = None, []
@@ -254,7 +259,8 @@ class Scheduler:
         first = self._waiting[0]
         known = first.length - 1  # the window begins with the last known token
         shared, all_pages = known // PAGE, pages_of(min(first.length + self._steps, first.end))
-        group, names = self._siblings(first), page_names(first.tokens[:known]) if self._remembers else []
+        group, ranks = self._siblings(first), first.request.ranks
+        names = page_names(first.tokens[:known], ranks) if self._remembers else []
         there = self._pool.find(names)
         if known - len(there) * PAGE > min(LONGEST_SUFFIX, known // 2):
             there = []
@@ -294,7 +300,8 @@ class Scheduler:
         first, *others = group
         assert first.slot is not None
         if begin < len(tokens):
-            (work.suffixes if begin else work.prompts).append(Prefill(tokens, first.slot, first.pages, begin))
+            prefill = Prefill(tokens, first.slot, first.pages, begin, first.request.ranks)
+            (work.suffixes if begin else work.prompts).append(prefill)
         full, partial = divmod(len(tokens), PAGE)
         for answer in others:
             assert answer.slot is not None

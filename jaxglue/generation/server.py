@@ -9,19 +9,22 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from jaxglue.data.decoding import TokenDecoder
 from jaxglue.data.messages import read_chat
-from jaxglue.generation.chat import Assistant, TextStream
+from jaxglue.generation.chat import Assistant, TextStream, Voice, special_stops
 from jaxglue.generation.config import SamplingConfig, ServeConfig
 from jaxglue.generation.grammar import Grammar
 from jaxglue.generation.prompts import encode_messages, encode_prompt, system_message
 from jaxglue.generation.scheduler import Request
 from jaxglue.generation.service import EndedError, Event, FullError, Service, Ticket
-from jaxglue.generation.tool_calls import ToolCall, parameters_of, shown_before_calls, split_calls
+from jaxglue.generation.tool_calls import CALLS, ToolCall, parameters_of, shown_before_calls, split_calls
 
 _LARGEST_BODY = 4 * 2**20
 _MOST_ANSWERS = 16
@@ -34,7 +37,7 @@ _SAMPLING: dict[str, tuple[Any, float, float]] = {
     "repetition_penalty": (float, 1e-3, 1e3),
     "presence_penalty": (float, -1e3, 1e3),
     "frequency_penalty": (float, -1e3, 1e3),
-    "seed": (int, -(2**63), 2**63 - 1),
+    "seed": (int, -(2**53), 2**53),
 }
 """Numbers that a request may set: type, least and greatest value."""
 _IGNORED = {"user", "store", "metadata", "parallel_tool_calls", "service_tier"}
@@ -62,6 +65,8 @@ class BadRequestError(Exception):
 class Call:
     """A parsed request."""
 
+    model: str
+    voice: Voice
     request: Request
     stream: bool
     usage: bool
@@ -80,7 +85,9 @@ def make_app(assistant: Assistant, service: Service, config: ServeConfig) -> Sta
 class _Server:
     def __init__(self, assistant: Assistant, service: Service, config: ServeConfig):
         self._assistant, self._service, self._config = assistant, service, config
-        self._name, self._requests = config.served_name, 0
+        none = np.zeros(assistant.ranks, np.bool_) if assistant.ranks else None
+        base = Voice(assistant.tokenizer, assistant.stops, none)
+        self._requests, self._voices = 0, {config.served_name: base, **assistant.voices}
         routes = [
             Route("/v1/models", self._guarded(self._models)),
             Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
@@ -96,6 +103,8 @@ class _Server:
             try:
                 self._check_token(http)
                 return await handler(http)
+            except ClientDisconnect:  # before the whole body came: nobody reads the answer
+                return Response(status_code=499)
             except BadRequestError as error:
                 return _error(str(error), error.status)
             except EndedError as error:
@@ -115,11 +124,21 @@ class _Server:
             raise BadRequestError("no or a wrong API key: send it as a bearer token", 401)
 
     async def _health(self, _: HttpRequest) -> Response:
-        return JSONResponse({"status": "ok"})
+        failure = self._service.failure
+        return _error(failure, 503) if failure else JSONResponse({"status": "ok"})
 
     async def _models(self, _: HttpRequest) -> Response:
-        entry = {"id": self._name, "object": "model", "created": 0, "owned_by": "jaxglue"}
-        return JSONResponse({"object": "list", "data": [entry]})
+        shared = {"object": "model", "created": 0, "owned_by": "jaxglue"}
+        return JSONResponse({"object": "list", "data": [{"id": name, **shared} for name in self._voices]})
+
+    def _voice(self, body: dict[str, Any]) -> tuple[str, Voice]:
+        """Return the name and the voice that a request asks for: the only one, whatever it says."""
+        name, (first, *others) = body.get("model"), self._voices
+        if not others or name is None:
+            return first, self._voices[first]
+        if not isinstance(name, str) or name not in self._voices:
+            raise BadRequestError(f"model {name!r:.100} is not served: use one of {', '.join(self._voices)}", 404)
+        return name, self._voices[name]
 
     async def _chat(self, http: HttpRequest) -> Response:
         body = await _read(http)
@@ -130,14 +149,14 @@ class _Server:
             messages = [*system_message(self._config.system), *messages]
         tools = None if body.get("tool_choice") == "none" else body.get("tools")
         chat = read_chat(messages, tools, "messages")
-        tokens = encode_messages(self._assistant.tokenizer, chat.messages, chat.tools)
+        tokens = encode_messages(self._voice(body)[1].tokenizer, chat.messages, chat.tools)
         return await self._answer(http, await self._call(body, tokens, chat=True, functions=parameters_of(chat.tools)))
 
     async def _complete(self, http: HttpRequest) -> Response:
         body = await _read(http)
         prompt = body.get("prompt")
         if isinstance(prompt, str) and prompt:
-            tokens = encode_prompt(self._assistant.tokenizer, prompt, raw=True)
+            tokens = encode_prompt(self._voice(body)[1].tokenizer, prompt, raw=True)
         elif isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
             tokens = prompt
         else:
@@ -171,11 +190,17 @@ class _Server:
         count = _number(body, "n", int, 1, _MOST_ANSWERS) or 1
         biases = _biases(body, self._assistant.config.vocab_size)
         grammar = await asyncio.to_thread(self._grammar, body)
+        name, voice = self._voice(body)
+        stops = {*voice.stops, *special_stops(voice.tokenizer, sampling.stop)}
+        asked: dict[str, Any] = {"stop": stops, "logit_bias": biases, "ranks": voice.ranks, "grammar": grammar}
+        wanted = body.get("logprobs")  # in completions a number of alternatives
         return Call(
-            request=Request(tokens, sampling, n=count, logit_bias=biases, grammar=grammar),
+            model=name,
+            voice=voice,
+            request=Request(tokens, sampling, n=count, **asked),
             stream=bool(body.get("stream")),
             usage=bool(options and options.get("include_usage")),
-            log_probs=bool(body.get("logprobs")),
+            log_probs=bool(wanted) or (type(wanted) is int and not chat),
             chat=chat,
             functions=functions or {},
         )
@@ -202,7 +227,7 @@ class _Server:
             loop.call_soon_threadsafe(events.put_nowait, event)
 
         ticket = self._service.submit(call.request, listen)
-        answers = [_Answer(self._assistant, call) for _ in range(call.request.n)]
+        answers = [_Answer(call) for _ in range(call.request.n)]
         if call.stream:
             return StreamingResponse(self._chunks(call, ticket, events, answers), media_type="text/event-stream")
         try:
@@ -249,15 +274,17 @@ class _Server:
     def _head(self, call: Call, *, stream: bool) -> dict[str, Any]:
         kind = "chat.completion" + ".chunk" * stream if call.chat else "text_completion"
         name = ("chatcmpl-" if call.chat else "cmpl-") + uuid.uuid4().hex
-        return {"id": name, "object": kind, "created": int(time.time()), "model": self._name}
+        return {"id": name, "object": kind, "created": int(time.time()), "model": call.model}
 
 
 class _Answer:
     """Text of an answer as it grows."""
 
-    def __init__(self, assistant: Assistant, call: Call):
-        self._tokenizer, self._stops, self._call = assistant.tokenizer, assistant.stops, call
-        self._text = TextStream(assistant.tokenizer, call.request.sampling.stop)
+    def __init__(self, call: Call):
+        self._stops, self._call = call.voice.stops, call
+        specials = bool(call.functions) and CALLS in call.voice.tokenizer.get_added_vocab()
+        self._text = TextStream(call.voice.tokenizer, call.request.sampling.stop, specials=specials)
+        self._decoder = TokenDecoder(call.voice.tokenizer.backend_tokenizer, skip_special_tokens=False)
         self._shown, self.tokens, self.log_probs = 0, list[int](), list[float]()
         self._reported, self._calls = 0, list[ToolCall]()
         self._content: str | None = None
@@ -319,7 +346,7 @@ class _Answer:
         if not self._call.log_probs:
             return None
         begin, self._reported = self._reported, len(self.tokens)
-        texts = [str(self._tokenizer.decode([token])) for token in self.tokens[begin:]]
+        texts = [self._decoder.add(token) for token in self.tokens[begin:]]  # a character is its last token's
         values = self.log_probs[begin:]
         if not self._call.chat:
             return {"tokens": texts, "token_logprobs": values, "top_logprobs": None}
@@ -437,7 +464,8 @@ def _sent(value: dict[str, Any]) -> str:
 
 
 def _error(message: str, status: int) -> JSONResponse:
-    kind = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error"}.get(
+    kind = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}.get(
         status, "invalid_request_error"
     )
-    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": None}}, status)
+    readable = message.encode(errors="backslashreplace").decode()  # it may quote half of a surrogate pair
+    return JSONResponse({"error": {"message": readable, "type": kind, "param": None, "code": None}}, status)

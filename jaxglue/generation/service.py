@@ -75,8 +75,10 @@ class Service:
         options = {"cache_dtype": self._engine.cache_dtype, "free": memory}
         plan = plan_cache(lengths, assistant.config, assistant.dtype, **options)  # type: ignore[arg-type]
         features = _FEATURES._replace(grammars=is_installed())
-        kind, weights = Kind(features, STOPS, BIASES), (assistant.adapter, assistant.frozen)
-        self._failure: str | None = None
+        kind = Kind(features, STOPS, BIASES, assistant.ranks)
+        weights = assistant.adapter, assistant.frozen
+        self.failure: str | None = None
+        """What has ended the service."""
         self._batch: Batch = self._engine.open(*weights, plan, kind, whole=True)
         self._thread = threading.Thread(target=self._serve, name="service", daemon=True)
         self._thread.start()
@@ -89,8 +91,8 @@ class Service:
             FullError: too many requests wait.
             EndedError: an error has ended the service.
         """
-        if self._failure:
-            raise EndedError(self._failure)
+        if self.failure:
+            raise EndedError(self.failure)
         room = self.length - len(request.prompt)
         if room < 1:
             raise ValueError(f"the prompt has {len(request.prompt):,} tokens, and texts may have {self.length:,}")
@@ -103,8 +105,8 @@ class Service:
         if len(self._tickets) + self._news.qsize() >= self._most:
             raise FullError
         self._news.put(ticket)
-        if self._failure:  # since the check above: the thread may not have seen the ticket
-            raise EndedError(self._failure)
+        if self.failure:  # since the check above: the thread may not have seen the ticket
+            raise EndedError(self.failure)
         return ticket
 
     def cancel(self, ticket: Ticket, answer: int | None = None) -> None:
@@ -140,12 +142,12 @@ class Service:
             try:
                 self._advance()
             except Exception as error:  # of the model or the device: nothing more can be answered
-                self._failure = f"the service has ended: {error}"
+                self.failure = f"the service has ended: {error}"
                 waiting = set(self._tickets.values())
                 while not self._news.empty():
                     waiting |= {ticket for ticket in [self._news.get()] if ticket}
                 for ticket in waiting:
-                    ticket.listen(Event(0, [], [], None, self._failure))
+                    ticket.listen(Event(0, [], [], None, self.failure))
                 raise
 
     def _begin(self, ticket: Ticket) -> None:

@@ -10,15 +10,25 @@ from typing import Any, NamedTuple
 
 from jaxglue.generation.chat import cut
 
-_TAG, _HARMONY, _LIST = "<tool_call>", "<|channel|>commentary to=functions.", "[TOOL_CALLS]"
+CALLS = "[TOOL_CALLS]"
+"""Special token before calls (Mistral)."""
+_TAG, _THINKING = "<tool_call>", "</think>"
 _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)\s*", re.DOTALL)
 _XML = re.compile(r"<function=([^<>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^<>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^<>\s]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL)
 _MESSAGE = re.compile(
-    r"(?:<\|start\|>assistant)?<\|channel\|>commentary to=functions\.([^\s<]+)[^<]*(?:<\|constrain\|>[^<]*)?"
-    r"<\|message\|>(.*?)(?:<\|call\|>|<\|end\|>|\Z)",
+    r"(?:<\|start\|>assistant)?(?P<role>\s*to=[^\s<]+)?\s*<\|channel\|>(?P<channel>[^<]*)(?:<\|constrain\|>[^<]*)?"
+    r"<\|message\|>(?P<body>.*?)(?:<\|call\|>|<\|end\|>|\Z)",
     re.DOTALL,
 )
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
+"""In a message's role or after its channel."""
+_ADDRESSED = "to=functions."
+_START = "<|start|>assistant"
+_HEADERS = [f"<|channel|>{channel} to=" for channel in ("commentary", "analysis")]
+_HEADERS = [f"{_START} to=", *(_START + header for header in _HEADERS), *_HEADERS]
+_NAMED = re.compile(r"([^\s\[\]{}]+)(?:\[CALL_ID\][^\[\]{}]*)?(?:\[ARGS\])?\s*(\{.*)", re.DOTALL)
+_SEPARATOR = re.compile(r"[\s;]*")
 
 
 class ToolCall(NamedTuple):
@@ -39,17 +49,23 @@ def parameters_of(tools: Any) -> dict[str, dict[str, Any]]:
 
 def shown_before_calls(text: str) -> str:
     """Return the beginning of a growing text that certainly is no tool call."""
-    if text.lstrip()[:1] in ("{", "["):
-        return ""
-    return cut(text, (_TAG, f"<|start|>assistant{_HARMONY}", _HARMONY, _LIST))[0]
+    thinking, end, answer = text.rpartition(_THINKING)
+    begin = answer.lstrip()
+    if begin[:1] in ("{", "[") or _ADDRESSED.startswith(begin[: len(_ADDRESSED)]):
+        return thinking + end
+    return thinking + end + cut(answer, (_TAG, *_HEADERS, CALLS))[0]
 
 
 def split_calls(text: str, functions: dict[str, dict[str, Any]]) -> tuple[str, list[ToolCall]]:
-    """Return the text beside tool calls, and these; all of the text if anything that looks like one is none."""
+    """Return the text beside tool calls, and these; all of the text if anything that looks like one is none.
+
+    Thinking, which may try calls, is text.
+    """
+    thinking, end, answer = text.rpartition(_THINKING)
     for find in (_tagged, _harmony, _listed):
-        rest, calls = find(text, functions)
+        rest, calls = find(answer, functions)
         if calls and all(call.name in functions for call in calls):
-            return rest, calls
+            return thinking + end + rest, calls
     return text, []
 
 
@@ -75,34 +91,45 @@ def _value(text: str, schema: dict[str, Any]) -> Any:
     """Return a parameter that is written as text, in the type that its schema says."""
     if schema.get("type") == "string":
         return text
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+    found = _values(text)
+    return found[0] if len(found) == 1 else text
 
 
 def _harmony(text: str, _: dict[str, dict[str, Any]]) -> tuple[str, list[ToolCall]]:
-    """Read messages to functions of the commentary channel (GPT-OSS)."""
-    calls = []
-    for name, body in _MESSAGE.findall(text):
-        arguments = _loaded(body)
-        if not isinstance(arguments, dict):
+    """Read messages to functions, whatever their channel (GPT-OSS)."""
+    calls, rest, end = [], "", 0
+    for message in _MESSAGE.finditer(text):
+        to = _RECIPIENT.search(f"{message['role'] or ''} {message['channel']}")
+        arguments = _loaded(message["body"]) if to else None
+        if to and not isinstance(arguments, dict):
             return text, []
-        calls.append(ToolCall(name, json.dumps(arguments, ensure_ascii=False)))
-    return _MESSAGE.sub("", text), calls
+        if to:
+            calls.append(ToolCall(to[1], json.dumps(arguments, ensure_ascii=False)))
+            rest, end = rest + text[end : message.start()], message.end()
+    return rest + text[end:], calls
 
 
 def _listed(text: str, _: dict[str, dict[str, Any]]) -> tuple[str, list[ToolCall]]:
-    """Read a text that is one call or a list of them (Llama 3, Mistral), whose special token may stand before it."""
-    before, marker, after = text.partition(_LIST)
-    return (before, _json_calls(after)) if marker else ("", _json_calls(text))
+    """Read a text of calls alone (Llama 3), or after special tokens: lists, or names with arguments (Mistral)."""
+    before, *parts = text.split(CALLS)
+    if not parts:
+        return "", _json_calls(text)
+    found = [_json_calls(part) or _named_call(part.strip()) for part in parts]
+    return before, [call for calls in found for call in calls] if all(found) else []
+
+
+def _named_call(text: str) -> list[ToolCall]:
+    named = _NAMED.fullmatch(text)
+    arguments = _loaded(named[2]) if named else None
+    if named is None or not isinstance(arguments, dict):
+        return []
+    return [ToolCall(named[1], json.dumps(arguments, ensure_ascii=False))]
 
 
 def _json_calls(text: str) -> list[ToolCall]:
-    """Return the calls that a JSON text consists of; none if it is anything else."""
-    value = _loaded(text)
-    calls = []
-    for call in value if isinstance(value, list) else [value]:
+    """Return the calls that a text of JSON values, perhaps between semicolons, consists of; none for any other."""
+    values, calls = _values(text), []
+    for call in (call for value in values for call in (value if isinstance(value, list) else [value])):
         arguments = call.get("arguments", call.get("parameters", {})) if isinstance(call, dict) else None
         arguments = _loaded(arguments) if isinstance(arguments, str) else arguments
         if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
@@ -111,11 +138,34 @@ def _json_calls(text: str) -> list[ToolCall]:
     return calls
 
 
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
+
+
+def _values(text: str) -> list[Any]:
+    """Return the JSON values that a text consists of; none if it is anything else."""
+    values, place = [], _end_of(_SEPARATOR.match(text))
+    while place < len(text):
+        try:
+            value, place = _DECODER.raw_decode(text, place)
+        except (ValueError, RecursionError):
+            return []
+        values.append(value)
+        place = _end_of(_SEPARATOR.match(text, place))
+    return values
+
+
+def _end_of(found: re.Match | None) -> int:
+    assert found is not None  # the pattern matches anywhere
+    return found.end()
+
+
 def _loaded(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+    found = _values(text)
+    return found[0] if len(found) == 1 else None
 
 
 def _object(value: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from jaxglue.ops.backend import Capability, Operation, form
 from jaxglue.ops.gated_mlp import Activation, GatedParts, gated_mlp_reads_fp8
 from jaxglue.ops.norm_rope import NormStyle, stream_norm
-from jaxglue.ops.projection import Conditions, Projection, projections_read_fp8
+from jaxglue.ops.projection import Conditions, Projection, projections_read_fp8, ranks_of
 from jaxglue.ops.projection.few_rows import few_rows_read_fp8
 from jaxglue.ops.projection.fp8_adapters import FP8Rows, residual_norm_fp8
 
@@ -39,6 +39,8 @@ def residual_norm(
 ) -> tuple[Float[Array, "*B D"], Normed]:
     """Return a residual stream x and its `rms_norm` for this reader, whose gradients are added in one pass."""
     projections = reader.parts[:2] if isinstance(reader, GatedInput) else reader
+    if ranks_of(projections, context) is not None:
+        return stream_norm(x, weight, eps, style)  # which the adapters read
     if projections and few_rows_read_fp8(x, projections, context):
         return residual_norm_fp8(x, weight, eps, style)
     norm = RESIDUAL_NORM.load(reader, context)

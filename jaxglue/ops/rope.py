@@ -111,7 +111,8 @@ class RopeConfig:
             limit = raw.get("max_position_embeddings") or max_position_embeddings
             original = raw.get(_ORIGINAL) or given.get(_ORIGINAL) or limit  # the top level wins, in transformers too
             given[_ORIGINAL] = original
-            if given["rope_type"] == "longrope" and type(limit) is type(original) is int and original > 0:
+            numbers = all(type(value) in (int, float) and value > 0 for value in (limit, original))
+            if given["rope_type"] == "longrope" and numbers:
                 given.setdefault("factor", limit / original)
         for name in _LISTS:
             if isinstance(given.get(name), list):

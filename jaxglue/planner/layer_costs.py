@@ -53,6 +53,12 @@ def _shapes(workload: Workload) -> tuple[list[Params], list[int]]:
     return gathers, [graphdefs.layers.index(graphdef) for graphdef in graphdefs.layers]
 
 
+def _shapes_of(trees: list[Params]) -> tuple:
+    """Return what tells the parameters of one kind of layer from those of another."""
+    leaves, structure = jax.tree.flatten(trees)
+    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+
+
 class TracedModel:
     """Costs of each kind of layer under each policy, and of the head, from their programs.
 
@@ -71,7 +77,8 @@ class TracedModel:
         self._gathers, self._kinds = _shapes(workload.any_rows)
         self._sparse = workload.config.moe.sparse_layers if workload.config.moe else (False,) * len(self._kinds)
         # Windows change attention's cost, not the programs.
-        self._alike = [self._sparse.index(kind) for kind in self._sparse]
+        shapes = [_shapes_of(self.programs.parameters(layer)) for layer in range(len(self._kinds))]
+        self._alike = list(map(shapes.index, shapes))
         self._passes, self._arrays = cache(self._cost_passes), cache(self._count_arrays)
         self._costs: dict[tuple[int, RematPolicy], LayerCost] = {}
         self._replay, self._reference = cache(self._cost_replay), cache(self._cost_reference)

@@ -130,7 +130,7 @@ class PeakMemory:
     """Bytes of dropped inputs and values on the device in each layer's backward pass."""
     replayed: Sequence[int]
     """Bytes that running other layers again takes before each layer's backward pass."""
-    whole: bool
+    one_program: bool
     """A micro-batch is one program."""
     scattered: bool
     """A micro-batch is one program that recomputes layers' values, and these do not fill the gap of the head's."""
@@ -140,8 +140,8 @@ class PeakMemory:
         resident, streamed = self.resident, sum(self.streamed)
         always = resident.moments + resident.trainable + resident.frozen() - streamed
         always += self.model.gathered + max(self.streamed)  # a streamed layer's buffer is freed late
-        always += SMALL_ARRAYS if self.whole else 0
-        always += self._layer_inputs
+        always += SMALL_ARRAYS if self.one_program else 0
+        always += self._layer_inputs + self.workload.other_models
         peak = fitted.PROGRAMS_MEMORY + always + max(self._forward(), self._backward())
         peak += self.model.head.temporary if self.scattered else 0
         largest = max(max(cost.forward.temporary, cost.backward.temporary) for cost in self.costs)
@@ -202,7 +202,7 @@ class PeakMemory:
     def _embedding_backward(self) -> int:
         """Return the bytes of gradients, complete by then, and of a table's that a program of its own adds to a sum."""
         ends = self.resident.trainable_ends
-        added = max(ends, default=0) if (self._accumulates or self._tied) and not self.whole else 0
+        added = max(ends, default=0) if (self._accumulates or self._tied) and not self.one_program else 0
         if self._accumulates:
             return self.resident.trainable + added + self.model.input_bytes
         embedding = max(sum(ends) - self._head_gradients, 0)
@@ -221,7 +221,7 @@ class PeakMemory:
 
         Below it is the gap of the next layer's values, freed before, under the gradient that arrives.
         """
-        if self.whole:
+        if self.one_program:
             return 0
         freed, temporary = np.append(np.diff(self._stored), 0), self._temporaries()
         gaps = np.where(temporary > freed, freed + fitted.LARGER_TEMPORARY * temporary, 0)

@@ -49,7 +49,7 @@ class Plan:
     """Tokens that pass through a layer at a time, apart from attention; None for all."""
     layers_per_program: int = 1
     """Consecutive layers dispatched as one program."""
-    whole: bool = False
+    one_program: bool = False
     """A micro-batch is one program, embedding and head included."""
     compile_seconds: float = 0.0
     """Seconds of compilation, with nothing compiled before."""

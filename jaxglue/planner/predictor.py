@@ -97,8 +97,8 @@ class Predictor:
         setting = self._setting(policies, weights)
         memory = self._memory_of(setting)
         size = layers_per_program or self._size(setting)
-        config, whole = self.workload.config, self._is_whole(size)
-        compiling = compile_seconds(config, setting.policies, size, whole=whole)
+        config, one_program = self.workload.config, self._is_one_program(size)
+        compiling = compile_seconds(config, setting.policies, size, one_program=one_program)
         return Plan(
             policies=setting.policies,
             weights=setting.weights,
@@ -106,7 +106,7 @@ class Predictor:
             device_bytes=memory.device_bytes,
             tile=self.workload.tile,
             layers_per_program=size,
-            whole=whole,
+            one_program=one_program,
             host_bytes=memory.host_bytes,
             offloaded_bytes=setting.offloaded,
             mapped_bytes=sum(setting.mapped),
@@ -152,7 +152,7 @@ class Predictor:
 
     def _predict_memory(self, setting: Setting) -> Memory:
         recomputes = any(policy.saved is not None for policy in setting.policies)
-        whole = self._is_whole(self._size(setting))
+        one_program = self._is_one_program(self._size(setting))
         peak = PeakMemory(
             workload=self.workload,
             model=self.model,
@@ -163,8 +163,8 @@ class Predictor:
             run_ahead=self._run_ahead,
             restored=restored_bytes(setting.policies, setting.depth, self.model),
             replayed=replayed_bytes(setting.policies, setting.depth, self.model, setting.streamed),
-            whole=whole,
-            scattered=recomputes and whole,
+            one_program=one_program,
+            scattered=recomputes and one_program,
         )
         host_bytes = self.resident.host_ends + setting.weight_bytes + setting.offloaded
         return Memory(device_bytes=peak.total(), host_bytes=host_bytes)
@@ -176,9 +176,9 @@ class Predictor:
             return 1
         if self.layers_per_program or work.update_in_backward:
             return self.layers_per_program or 1
-        return choose_group(setting.costs, whole=not work.host_embeddings)
+        return choose_group(setting.costs, one_program=not work.host_embeddings)
 
-    def _is_whole(self, size: int) -> bool:
+    def _is_one_program(self, size: int) -> bool:
         """Return whether a micro-batch is one program when `size` layers are."""
         return 1 < self.model.layers <= size and not self.workload.host_embeddings
 
@@ -191,7 +191,7 @@ class Predictor:
     def _updates(self, size: int) -> bool:
         """Return whether a program of `size` layers is a step's only one."""
         work = self.workload
-        return self._is_whole(size) and work.gradient_accumulation_steps == 1 and not work.update_in_backward
+        return self._is_one_program(size) and work.gradient_accumulation_steps == 1 and not work.update_in_backward
 
     def work(self, plan: Plan) -> MicroBatch:
         """Return the work of a plan's micro-batch, from which its time on any host follows."""
@@ -214,20 +214,20 @@ class Predictor:
         layers += simulate(backward[::-1], depth=depth, run_ahead=self._run_ahead, weights_depth=depth)
         hidden = sum(work.kernels for work in forward[-HEAD_AHEAD:])
         head = self.model.head_seconds + max(self.resident.host_head / self._link - hidden, 0)
-        passes, whole = 3 if self.workload.reference else 2, self._is_whole(size)
-        ends = head + self._embedding_seconds(whole=whole) + (self.update_seconds if updates else 0)
-        return micro_batch(layers + ends, self._arrays(setting), size, passes, whole=whole, updates=updates)
+        passes, one_program = 3 if self.workload.reference else 2, self._is_one_program(size)
+        ends = head + self._embedding_seconds(one_program=one_program) + (self.update_seconds if updates else 0)
+        return micro_batch(layers + ends, self._arrays(setting), size, passes, one_program=one_program, updates=updates)
 
-    def _embedding_seconds(self, *, whole: bool) -> float:
+    def _embedding_seconds(self, *, one_program: bool) -> float:
         """Return the time of a trained embedding's gradient: zeros for the table, and its addition to a sum."""
-        return fused_seconds(self._table_passes(whole=whole) * self.resident.trainable_table, self.gpu)
+        return fused_seconds(self._table_passes(one_program=one_program) * self.resident.trainable_table, self.gpu)
 
-    def _table_passes(self, *, whole: bool) -> int:
+    def _table_passes(self, *, one_program: bool) -> int:
         """Return the passes over the table; an only program adds rows in place, or as it scales the head's gradient."""
         accumulates, tied = self.workload.gradient_accumulation_steps > 1, self.workload.config.tie_word_embeddings
         if not (accumulates or tied):
             return 1
-        if not whole:
+        if not one_program:
             return 4
         return 0 if accumulates else 2
 

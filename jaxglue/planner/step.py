@@ -190,21 +190,21 @@ class Setting:
 _GRADIENT, _UPDATE = 3, 6
 """Arrays that the host hands over for each trainable one: the parameter, the last and the next gradient; or the
 parameter and two moments, taken and returned."""
-_LARGEST_WHOLE, _LARGEST_GROUP = 36, 14
+_LARGEST_PROGRAM, _LARGEST_GROUP = 36, 14
 """Most layers in a micro-batch's only program, and in one of several: more compile longer."""
 
 
-def choose_group(costs: Sequence[LayerCost], *, whole: bool) -> int:
+def choose_group(costs: Sequence[LayerCost], *, one_program: bool) -> int:
     """Return the layers to dispatch as one program: one, unless their passes are short.
 
     Args:
         costs: of all layers.
-        whole: a program of all layers can have embedding and head too, and is a micro-batch's only one.
+        one_program: a program of all layers can have embedding and head too, and is a micro-batch's only one.
     """
     layers = len(costs)
     if sum(cost.forward.seconds + cost.backward.seconds for cost in costs) > 2 * layers * fitted.SHORT_PASS:
         return 1
-    if whole and layers <= _LARGEST_WHOLE:
+    if one_program and layers <= _LARGEST_PROGRAM:
         return layers
     even = [size for size in range(1, _LARGEST_GROUP + 1) if layers % size == 0]
     return even[-1] if even[-1] > _LARGEST_GROUP // 2 else min(layers, _LARGEST_GROUP)
@@ -245,7 +245,7 @@ def micro_batch(
     layers_per_program: int = 1,
     passes: int = 2,
     *,
-    whole: bool = False,
+    one_program: bool = False,
     updates: bool = False,
 ) -> MicroBatch:
     """Return the work of a micro-batch whose kernels and copies take `gpu_seconds`.
@@ -255,10 +255,10 @@ def micro_batch(
         layers: arrays of each.
         layers_per_program: consecutive layers dispatched as one program.
         passes: runs of each layer.
-        whole: embedding, layers and head are one program.
+        one_program: embedding, layers and head are one program.
         updates: this program updates the parameters, too.
     """
-    if whole:
+    if one_program:
         trainable = (_UPDATE if updates else _GRADIENT) * sum(layer.trainable for layer in layers)
         arrays = fitted.WHOLE_TRAINABLE * trainable + fitted.WHOLE_FROZEN * sum(layer.frozen for layer in layers)
         return MicroBatch(gpu_seconds, fitted.WHOLE, arrays, 0, fitted.WHOLE_OVERLAP)
@@ -280,7 +280,7 @@ def _handled(layer: LayerArrays, passes: int) -> int:
 
 
 def compile_seconds(
-    config: DecoderConfig, policies: Sequence[RematPolicy], layers_per_program: int = 1, *, whole: bool = False
+    config: DecoderConfig, policies: Sequence[RematPolicy], layers_per_program: int = 1, *, one_program: bool = False
 ) -> float:
     """Predict the time of compiling a step's programs, with none compiled before.
 
@@ -288,9 +288,9 @@ def compile_seconds(
         config: of the model.
         policies: one for each layer; equal layers under equal policies share programs.
         layers_per_program: consecutive layers dispatched as one program.
-        whole: embedding, layers and head are one program.
+        one_program: embedding, layers and head are one program.
     """
-    if whole:
+    if one_program:
         return fitted.COMPILE_WHOLE + fitted.COMPILE_IN_WHOLE * len(policies)
     programs = len(set(zip(config.first_of_kind, policies, strict=True)))
     layer: float = fitted.COMPILE_LAYER if config.moe is None else fitted.COMPILE_EXPERTS

@@ -118,6 +118,8 @@ class Workload:
     """Its answers, if it has some, share their prompt."""
     reference: bool = False
     """The frozen layers run once more, without adapters, for the objective."""
+    other_models: int = 0
+    """Bytes of other models on the GPU, such as a teacher."""
 
     def __post_init__(self):
         if self.lora is None and not FORMATS[self.config.quantize].trains:
@@ -133,7 +135,8 @@ class Workload:
     @property
     def any_rows(self) -> "Workload":
         """Return the workload that stands for all which differ in their rows only: parameters are the same."""
-        return replace(self, seq_len=1, tile=None, document_lengths=(), objective=SUPERVISED, reference=False)
+        changes: dict[str, Any] = {"seq_len": 1, "tile": None, "document_lengths": (), "other_models": 0}
+        return replace(self, objective=SUPERVISED, reference=False, **changes)
 
     @property
     def tokens(self) -> int:

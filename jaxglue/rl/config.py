@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from jaxglue.config import Alias, Config, PositiveFloat, PositiveInt, Range
+from jaxglue.ops.choices import Quantize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,8 @@ class RolloutConfig(Config):
     """The most answers of the model in a conversation with --environment."""
     teacher: str | None = None
     """Model folder whose distributions are distilled; or base, the model without its adapter."""
+    teacher_quantize: Quantize | None = None
+    """Storage of the linear layers of a teacher's folder; by default that of the model in training."""
     teacher_system: str | None = None
     """System message of the teacher's prompts alone, in which {name} stands for a column of the row."""
     lmbda: Annotated[float, Range(ge=0, le=1)] = 1.0

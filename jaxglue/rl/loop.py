@@ -100,7 +100,7 @@ class RolloutSteps(Iterator[Step]):
         self._policy: Policy | None = None
         self._environment: Environment | None = None
         self._window: deque[Step] = deque()
-        self._warned = False
+        self._warned = self._cut = False
         self._position = self._step = 0
         self._began = {"position": 0, "step": 0}
         self.window = config.steps_per_generation * config.num_iterations
@@ -168,6 +168,7 @@ class RolloutSteps(Iterator[Step]):
         advantages = self._advantages(rollouts)
         self._folder.record(self._step + 1, rollouts, self._judge.names, advantages.values)
         self._warn_of_equal(advantages)
+        self._warn_of_truncated(rollouts)
         parts = self._divide(self._with_teacher(self._groups(rollouts, advantages.values), rollouts.prompts))
         steps = [self._as_step(part) for part in parts] * self._config.num_iterations
         self._position = rollouts.following
@@ -180,6 +181,17 @@ class RolloutSteps(Iterator[Step]):
             _log.warning(
                 "step %d: all answers to each prompt have the same reward, so nothing is learned from them; where this "
                 "goes on, choose easier or harder prompts, or a finer reward",
+                self._step + 1,
+            )
+
+    def _warn_of_truncated(self, rollouts: Generation) -> None:
+        """Say once that a step trains on no answer."""
+        cut = self._objective.masks_truncated and not any(sample.ended for sample in rollouts.all_samples)
+        if cut and not self._cut:
+            self._cut = True
+            _log.warning(
+                "step %d: all answers reached --max-completion-length and leave the loss "
+                "(--mask-truncated-completions), so nothing is learned from them: raise it, where this goes on",
                 self._step + 1,
             )
 

@@ -19,7 +19,7 @@ from jaxglue.data.messages import Chat, listed, read_chat
 from jaxglue.data.pieces import PieceTokenizer
 from jaxglue.data.readers import read_rows
 from jaxglue.data.store import StoreInfo, TokenStore
-from jaxglue.data.template import ChatTemplate, adopt
+from jaxglue.data.template import ChatTemplate, TemplateCheck, adopt
 from jaxglue.data.tokenizer import require_unicode
 
 Content = str | list[dict[str, Any]]
@@ -125,6 +125,7 @@ class _Encoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, system: str, teacher_system: str | None):
         self._tokenizer, self._system, self._teacher_system = tokenizer, system, teacher_system
         self._template = ChatTemplate(tokenizer) if tokenizer.chat_template else None
+        self._check = TemplateCheck(self._template) if self._template else None
         self._pieces = PieceTokenizer(tokenizer.backend_tokenizer)
 
     def encode(self, row: Row) -> Prompt:
@@ -156,10 +157,12 @@ class _Encoder:
         if chat is None:
             assert isinstance(content, str)
             return self._tokenizer.encode(content)
-        if self._template is None:
+        if self._template is None or self._check is None:
             raise ValueError("the tokenizer has no chat template: name one with --chat-template, or give texts")
         with template_time_limit():
-            text = self._template.render_prompt(*self._template.protect(chat.messages, chat.tools))
+            messages, tools = self._template.protect(chat.messages, chat.tools)
+            text = self._template.render_prompt(messages, tools)
+            self._check(messages, tools, text)
         require_unicode(text)
         return self._template.encode(text)
 
@@ -173,19 +176,20 @@ class _Encoder:
             assert isinstance(row["prompt"], str)
             _, tokens = self._pieces.encode([row["prompt"], completion])
             return tokens if eos is None else [*tokens, eos]
-        last = completion[-1] if isinstance(completion, list) and completion else None
+        last = read_chat(completion, None, "completion").messages[-1] if isinstance(completion, list) else None
         for key in ("messages", "conversations"):
-            if (
-                last is None
-                and isinstance(row.get(key), list)
-                and _is_answered(read_chat(row[key], None, key).messages)
-            ):
-                last = read_chat(row[key], None, key).messages[-1]
+            if last is None and isinstance(row.get(key), list):
+                messages = read_chat(row[key], None, key).messages
+                last = messages[-1] if _is_answered(messages) else None
         if last is None or self._template is None:
             return None
         with template_time_limit():
             messages, tools = self._template.protect([*chat.messages, last], chat.tools)
-            whole = self._template.encode(self._template.render(messages, tools))
+            try:
+                text, spans = self._template.render_with_spans(messages, tools)
+            except ValueError:  # the answer cannot be told from what precedes it
+                return None
+        whole = self._template.encode(text[: spans[-1][1]])  # white space after the end of a turn is never generated
         return whole[len(prompt) :] if whole[: len(prompt)] == prompt else None
 
     def _teacher(self, chat: Chat | None, columns: Mapping[str, Any]) -> list[int] | None:

@@ -467,6 +467,11 @@ class TrainConfig(Config):
             ("documents-per-step", self.run.documents_per_step, "--generation-batch-size has the answers of a step"),
             ("streaming", self.data.streaming, "prompts are read before training"),
             ("teacher-system", self.rollouts.teacher_system is not None and not has_teacher, "it has no teacher"),
+            (
+                "teacher-quantize",
+                self.rollouts.teacher_quantize is not None and self.rollouts.teacher in (None, "base"),
+                "it has no teacher in a folder of its own",
+            ),
             ("lmbda", self.rollouts.lmbda < 1 and not has_teacher, "rewards judge answers of the model alone"),
             (
                 "dynamic-sampling",

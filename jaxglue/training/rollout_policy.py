@@ -11,15 +11,12 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from jaxglue.data.batch import Batch
-from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import PRESETS
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.engine import Engine
-from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.hub import model_path
 from jaxglue.hf.loading import load_model
-from jaxglue.models import config_from_hf
 from jaxglue.models.parameters import Params, split_model
 from jaxglue.models.vocabulary import extended_matrix
 from jaxglue.objectives.policy_gradient import RolloutObjective
@@ -57,7 +54,7 @@ def make_teacher(run: Run, model: TrainStep) -> Teacher:
     """Return the teacher: the model in training without its adapter, or another folder's.
 
     Raises:
-        ValueError: several devices, a bad folder, or a teacher of another vocabulary.
+        ValueError: several devices, or a bad folder.
     """
     name, dtype = run.config.rollouts.teacher, run.config.model.compute_dtype
     assert name is not None
@@ -66,15 +63,8 @@ def make_teacher(run: Run, model: TrainStep) -> Teacher:
     if name == "base":
         return Teacher(model.executor, jax.tree.map(jnp.zeros_like, model.trainable), model.frozen)
     folder = model_path(name)
-    config = config_from_hf(read_config(folder))
-    tokens, own = load_tokenizer(folder).get_vocab(), run.tokenizer.get_vocab()
-    if tokens != own or config.vocab_size != run.model.vocab_size:
-        differing = f"{len(set(tokens.items()) ^ set(own.items())):,} tokens differ" if tokens != own else "same tokens"
-        raise ValueError(
-            f"--teacher {name} has another vocabulary ({differing}; rows of its embedding: {config.vocab_size:,}, of "
-            f"the student's {run.model.vocab_size:,}): distributions over one vocabulary are compared"
-        )
-    loaded = load_model(folder, dtype=dtype, quantize=run.config.model.storage)
+    wanted = run.config.rollouts.teacher_quantize
+    loaded = load_model(folder, dtype=dtype, quantize=run.config.model.storage if wanted is None else wanted)
     graphdefs, trainable, frozen = split_model(loaded, nnx.LoRAParam)
     executor = Executor(graphdefs, loaded.config, policy=PRESETS["full"], dtype=dtype)
     return Teacher(executor, trainable, frozen)

@@ -12,28 +12,28 @@ from jaxglue.data.iterator import BatchIterator, EvalBatches
 from jaxglue.data.prepare import PreparedData, prepare_data
 from jaxglue.data.progress import DataProgress
 from jaxglue.data.stream import StreamIterator
+from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.distributed import SINGLE_PROCESS, Processes
-from jaxglue.engine.residency import format_weights
 from jaxglue.hf.adapter import Adapter, warn_of_adapter_inside
+from jaxglue.hf.hub import model_path
 from jaxglue.hf.loading import check_weights
 from jaxglue.models.config import DecoderConfig
 from jaxglue.objectives.policy_gradient import RolloutObjective
-from jaxglue.planner.explain import Reason
 from jaxglue.planner.flops import mean_visible_keys, training_flops_per_token
-from jaxglue.planner.plan import DoesNotFit
 from jaxglue.planner.planner import Planner
 from jaxglue.planner.rates import device_gpu
 from jaxglue.planner.workload import Workload, sample_lengths
 from jaxglue.rl.loop import RolloutSteps
 from jaxglue.rl.prompts import PromptDataset, PromptReport, read_prompts
 from jaxglue.rl.rewards import Judge
-from jaxglue.sharding.mesh import AUTO, MeshShape, make_mesh, process_batch_shard
-from jaxglue.training.checks import check_mesh, refuse_shared_prompt, refuse_split_rows, warn_of_peft
+from jaxglue.sharding.mesh import MeshShape, make_mesh, process_batch_shard
+from jaxglue.training.checks import refuse_shared_prompt, warn_of_peft
 from jaxglue.training.config import RunConfig, TrainConfig, warmup_steps
-from jaxglue.training.remat import RematChoice, choose_remat
+from jaxglue.training.mesh_choice import agree_on_mesh
+from jaxglue.training.remat import RematChoice
 from jaxglue.training.trackers import check_trackers
 from jaxglue.training.vocabulary import Vocabulary, read_start, read_vocabulary, run_stops
-from jaxglue.training.workload import make_workload, read_architecture, settle
+from jaxglue.training.workload import read_architecture, read_teacher, settle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -126,7 +126,7 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
     workload, remat = agree_on_mesh(planned, model, lengths, processes, _expected_steps(planned, data))
     batches: BatchIterator | StreamIterator | RolloutSteps
     if config.objective.kind.needs_rollouts:
-        batches, eval_batches = _make_rollouts(config, model, data, processes), None
+        batches, eval_batches = _make_rollouts(config, model, data, processes, vocabulary.tokenizer), None
         total_steps = config.run.steps or config.run.epochs * batches.steps_per_epoch
     else:
         batches, eval_batches = _make_batches(config, data, workload.mesh)
@@ -230,13 +230,35 @@ def _read_data(
     return prepare_data(config.data, vocabulary.tokenizer, model.vocab_size, progress, task, columns)
 
 
-def _make_rollouts(config: TrainConfig, model: DecoderConfig, data: PreparedData, processes: Processes) -> RolloutSteps:
+def _check_teacher(config: TrainConfig, model: DecoderConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Raise ValueError for a teacher of another vocabulary."""
+    name = config.rollouts.teacher
+    assert name is not None
+    rows = read_teacher(config).vocab_size
+    tokens, own = load_tokenizer(model_path(name, weights=False)).get_vocab(), tokenizer.get_vocab()
+    if tokens != own or rows != model.vocab_size:
+        differing = f"{len(set(tokens.items()) ^ set(own.items())):,} tokens differ" if tokens != own else "same tokens"
+        raise ValueError(
+            f"--teacher {name} has another vocabulary ({differing}; rows of its embedding: {rows:,}, of the student's "
+            f"{model.vocab_size:,}): distributions over one vocabulary are compared"
+        )
+
+
+def _make_rollouts(
+    config: TrainConfig,
+    model: DecoderConfig,
+    data: PreparedData,
+    processes: Processes,
+    tokenizer: "PreTrainedTokenizerBase",
+) -> RolloutSteps:
     """Return the steps on answers that the model writes; their rewards are imported here, in processes of their own."""
     if processes.count > 1:
         raise ValueError(f"--objective {config.objective.objective} runs in one process yet: start one")
     objective, dataset, held_out = config.objective.make(), data.train, data.eval
     assert isinstance(objective, RolloutObjective) and isinstance(dataset, PromptDataset)
     assert held_out is None or isinstance(held_out, PromptDataset)
+    if config.rollouts.teacher not in (None, "base"):
+        _check_teacher(config, model, tokenizer)
     judge = Judge(config.rollouts)
     steps = RolloutSteps(
         dataset,
@@ -297,120 +319,6 @@ def _training_batches(config: TrainConfig, data: PreparedData, sizes: dict[str, 
     epochs = None if run.steps else run.epochs
     order: dict[str, Any] = {"seed": config.data.seed, "epochs": epochs, "documents_per_step": run.documents_per_step}
     return BatchIterator(data.train, seq_len=config.data.row_tokens, **order, **sizes)
-
-
-def choose_mesh(
-    config: TrainConfig, model: DecoderConfig, document_lengths: tuple[int, ...], steps: int | None = None
-) -> tuple[Workload, RematChoice]:
-    """Return the workload on the run's mesh, or on the first of `auto`'s candidates that fits, with its remat policy.
-
-    Args:
-        config: of the run.
-        model: its architecture.
-        document_lengths: of `Workload`.
-        steps: of the run, about; None for many.
-
-    Raises:
-        ValueError: the mesh does not fit the devices, the batch or the model.
-        DoesNotFit: nothing fits the GPUs' memory.
-    """
-    devices = jax.device_count()
-    if devices > 1 and config.model.embeddings == "host":
-        raise ValueError("--embeddings host is for one GPU: leave it out, or split the table with --mesh fsdp=…")
-    full = config.model.method == "full"
-    shapes = [MeshShape.parse(config.run.mesh)] if config.run.mesh != AUTO else _candidates(model, devices, full=full)
-    kind = config.objective.kind
-    tried = kind.answers is None and not kind.needs_rollouts  # no GPU has run pairs and rollouts in split rows
-    if config.run.mesh == AUTO and tried and not refuse_split_rows(config, model):
-        shapes = _with_split_rows(shapes, config, devices, full=full)
-    for shape in shapes:
-        check_mesh(config, model, shape, devices=devices)
-    explain, refused = config.run.explain, []
-    for shape in shapes:
-        workload = make_workload(config, model, document_lengths, shape)
-        try:
-            remat = choose_remat(config.model, workload, steps, explain=explain)
-        except DoesNotFit as error:
-            if shape is shapes[-1]:
-                raise
-            refused.append(str(error))
-            continue
-        if explain and config.run.mesh == AUTO:
-            others = shapes[shapes.index(shape) + 1 :]
-            reason = _mesh_reason(
-                config, shape, refused, [make_workload(config, model, document_lengths, s) for s in others]
-            )
-            remat = replace(remat, reasons={"mesh": reason, **remat.reasons})
-        return replace(workload, host_embeddings=remat.host_embeddings), remat
-    raise AssertionError("no candidate")
-
-
-def _mesh_reason(config: TrainConfig, chosen: MeshShape, refused: list[str], others: list[Workload]) -> Reason:
-    """Explain a mesh by those before it, which do not fit, and by the next, as its plan predicts it."""
-    if chosen.devices == 1:
-        return Reason(choice="one GPU", limit="the machine: it has no other", change="more GPUs")
-    order = "the order for full fine-tuning, parts alone" if config.model.method == "full" else "copies before parts"
-    limit, runner_up = f"preference: {order}", None
-    if refused:
-        limit = f"the GPU's memory: {'; '.join(refused)}"
-    elif chosen.context > 1:
-        limit = f"the rows: --batch-size {config.run.batch_size} for {chosen.devices} GPUs"
-    for workload in others[:1]:
-        try:
-            runner_up = f"{workload.mesh}: {choose_remat(config.model, workload)}"
-        except DoesNotFit as error:
-            runner_up = f"{workload.mesh}: {error}"
-    return Reason(choice=str(chosen), limit=limit, runner_up=runner_up, change="--mesh, or the memory named")
-
-
-def agree_on_mesh(
-    config: TrainConfig,
-    model: DecoderConfig,
-    document_lengths: tuple[int, ...],
-    processes: Processes,
-    steps: int | None = None,
-) -> tuple[Workload, RematChoice]:
-    """Return process 0's choice on every process: programs must be the same, and GPUs' free memory may differ."""
-    if processes.is_main:
-        workload, remat = choose_mesh(config, model, document_lengths, steps)
-        processes.all_gather_object(
-            [
-                *(str(workload.mesh), remat.remat, format_weights(remat.weights), remat.attention, remat.tile),
-                remat.layers_per_program,
-            ]
-        )
-        return workload, remat
-    mesh, policy, weights, attention, tile, size = processes.all_gather_object(None)[0]
-    workload = make_workload(config, model, document_lengths, MeshShape.parse(mesh))
-    shared = {"remat": policy, "weights": weights, "attention": attention, "tile": tile, "layers_per_program": size}
-    chosen = replace(config.model, **shared)
-    remat = choose_remat(chosen, replace(workload, attention=attention, tile=tile))
-    return replace(workload, host_embeddings=remat.host_embeddings), remat
-
-
-def _with_split_rows(shapes: list[MeshShape], config: TrainConfig, devices: int, *, full: bool) -> list[MeshShape]:
-    """Return the candidates among which the rows divide, and after them those with ever more GPUs to a row.
-
-    Rows are split where there are fewer of them than GPUs, or where whole ones do not fit.
-    """
-    sizes = [size for size in range(2, devices + 1) if devices % size == config.data.row_tokens % size == 0]
-    axes = ("fsdp",) if full else ("data", "fsdp")
-    split = [MeshShape(**{axis: devices // size}, context=size) for size in sizes for axis in axes]
-    dividing = [shape for shape in (*shapes, *split) if config.run.batch_size % shape.batch_shards == 0]
-    return list(dict.fromkeys(dividing)) or shapes
-
-
-def _candidates(model: DecoderConfig, devices: int, *, full: bool) -> list[MeshShape]:
-    """Return candidates: for adapters, copies of the weights, then parts; for full fine-tuning, parts.
-
-    Experts are spread over as few devices as they fit, since tokens then travel the least.
-    """
-    experts = math.gcd(devices, model.moe.num_experts if model.moe else 1)
-    if full:
-        return [MeshShape(expert=experts, fsdp=devices // experts)]
-    sizes = [size for size in range(2, experts + 1) if experts % size == 0]
-    spread = [MeshShape(expert=size, data=devices // size) for size in sizes]
-    return [MeshShape(data=devices), *(spread or [MeshShape(fsdp=devices)])]
 
 
 def runs_reference_in_steps(

@@ -78,7 +78,7 @@ class TrainStep:
         self.step = 0
         """Optimizer steps done."""
         self._lowering: Lowering | None = None
-        self._whole: WholeStep | None = None
+        self._program: StepProgram | None = None
         self._optimizer = make_optimizer(run.config.optimizer, run.total_steps, self.layout)
         foreseen = self._lower_ahead()
         with self._lowering or nullcontext():
@@ -89,7 +89,7 @@ class TrainStep:
             self._lowering = None
             reference = reference_layers(run, self.graphdefs, self.trainable, self.frozen)
             self.executor = self._make_executor(self.graphdefs, self._objective, reference)
-            self._whole = self._make_whole()
+            self._program = self._make_program()
         self._optimizer_state = self._optimizer.init(self.trainable)
         self._norm = jit_step(optax.tree.norm)
         self._spent: Params | None = None
@@ -120,14 +120,14 @@ class TrainStep:
                 host_buffers=self._host_buffers,
             )
 
-    def _make_whole(self) -> "WholeStep | None":
+    def _make_program(self) -> "StepProgram | None":
         """Return the step's only program, where it can be one."""
-        alone = self.executor.is_whole and not self._run.workload.host_embeddings
+        alone = self.executor.is_one_program and not self._run.workload.host_embeddings
         decided = self._config.run.on_spike == "nothing" and not self._config.optimizer.update_in_backward
         one_batch = self._config.run.documents_per_step is None
         fits = alone and decided and one_batch and self._optimizer.fits_programs
         with rounding_as_written(self._objective.needs_rollouts):
-            return WholeStep(self.executor, self._optimizer) if fits else None
+            return StepProgram(self.executor, self._optimizer) if fits else None
 
     def _lower_ahead(self) -> ModelGraphDefs | None:
         """Begin to trace and lower the step's programs, and return the modules foreseen; None where shapes say less."""
@@ -140,10 +140,10 @@ class TrainStep:
             return None
         graphdefs, trainable, frozen = abstract_parts(run.workload)
         self.executor, first = self._make_executor(graphdefs, self._objective), batches.first
-        self._whole, key = self._make_whole(), self._micro_batch_key()
-        if self._whole and len(first.micro_batches) == 1:
+        self._program, key = self._make_program(), self._micro_batch_key()
+        if self._program and len(first.micro_batches) == 1:
             (rows,) = first.micro_batches if self._mesh is None else self.place(first)
-            self._lowering = Lowering(self._whole.trace(trainable, frozen, rows, key))
+            self._lowering = Lowering(self._program.trace(trainable, frozen, rows, key))
             return graphdefs
         step = self.executor.trace_step(trainable, frozen, self.place(first), key)
         in_backward = self._config.optimizer.update_in_backward
@@ -164,8 +164,8 @@ class TrainStep:
             self._lowering.compile()
             self._lowering = None
         compilations = self._compilations()
-        if self._whole and accepts is None and len(batch.micro_batches) == 1:
-            loss, values = self._run_whole(self._whole, batch)
+        if self._program and accepts is None and len(batch.micro_batches) == 1:
+            loss, values = self._run_program(self._program, batch)
         elif self._config.optimizer.update_in_backward:
             loss, values = self._update_in_backward(batch)
         else:
@@ -200,7 +200,7 @@ class TrainStep:
             self._fp8 = fp8
             for executor in self._executors.values():
                 executor.multiply_in_fp8(fp8["layers"], fp8["head"])
-            self._whole = self._make_whole()
+            self._program = self._make_program()
             as_lowered = all(fp8["layers"]) and fp8["head"] == self._run.model.fp8_head
             if not as_lowered or self._run.remat.layers_per_program > 1:
                 self._lowering = None
@@ -232,12 +232,12 @@ class TrainStep:
         """Pass each part's gradients of a step to `visit`, those of the head first; return the loss."""
         return self._divided(self.executor.loss_and_update(*self._arguments(batch), visit, self._step_key()))[0]
 
-    def _run_whole(self, whole: "WholeStep", batch: Step) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def _run_program(self, program: "StepProgram", batch: Step) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Run a step as one program; return as `_update` does."""
         (rows,), weight, key = batch.micro_batches, float(batch.targets), self._micro_batch_key()
         rows = rows if self._mesh is None else place_batch(rows, self._mesh)
         state = self.trainable, self._optimizer_state
-        self.trainable, self._optimizer_state, values = whole(*state, self.frozen, rows, weight, key, self.step)
+        self.trainable, self._optimizer_state, values = program(*state, self.frozen, rows, weight, key, self.step)
         loss, metrics = self._divided(values.pop("loss"))
         return loss, metrics | values
 
@@ -317,7 +317,7 @@ class TrainStep:
         return loss, metrics | self._optimizer.learning_rate(self.step)
 
     def _compilations(self) -> int:
-        return self.executor.compilations() + (self._whole.compilations() if self._whole else 0)
+        return self.executor.compilations() + (self._program.compilations() if self._program else 0)
 
     def _divided(self, loss: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return (loss, metrics of the objective)."""
@@ -347,7 +347,7 @@ def _on_frozen(run: Setup, frozen: Params) -> tuple[ModelGraphDefs, Params, Para
     return graphdefs, trainable, frozen
 
 
-class WholeStep:
+class StepProgram:
     """Runs a step of one micro-batch as one compiled program.
 
     Args:

@@ -4,13 +4,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flax import nnx
+
 from jaxglue.data.config import DEFAULT_SEQ_LEN
+from jaxglue.hf.adapter import find_base
 from jaxglue.hf.checkpoint import read_config
-from jaxglue.models import config_from_hf
+from jaxglue.hf.hub import model_path
+from jaxglue.models import abstract_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.wrapper import text_config
-from jaxglue.planner.workload import Workload, abstract_parts
+from jaxglue.planner.workload import Workload, abstract_parts, tree_bytes
+from jaxglue.rl.rewards import parse_reward
 from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.training.checks import check_dropout, check_model
 from jaxglue.training.config import TrainConfig
@@ -85,6 +90,23 @@ def row_text(seq_len: int, model: DecoderConfig | None) -> str:
     return tokens
 
 
+def read_teacher(config: TrainConfig) -> DecoderConfig:
+    """Return the architecture of the folder of `--teacher`, as its linear layers are stored."""
+    assert config.rollouts.teacher is not None
+    folder = model_path(config.rollouts.teacher, weights=False)
+    wanted = config.rollouts.teacher_quantize
+    return config_from_hf(read_config(folder)).quantized(config.model.storage if wanted is None else wanted)
+
+
+def other_models(config: TrainConfig) -> list[DecoderConfig]:
+    """Return the architectures of the models that are loaded beside the one in training: a teacher, and rewards."""
+    found = [read_teacher(config)] if config.rollouts.teacher not in (None, "base") else []
+    for folder in (Path(spec.options["folder"]) for spec in map(parse_reward, config.rollouts.reward) if not spec.file):
+        is_adapter = (folder / "adapter_config.json").is_file()
+        found.append(config_from_hf(read_config(find_base(folder, weights=False) if is_adapter else folder)))
+    return found
+
+
 def make_workload(
     config: TrainConfig, model: DecoderConfig, document_lengths: tuple[int, ...], mesh: MeshShape
 ) -> Workload:
@@ -96,7 +118,8 @@ def make_workload(
         document_lengths: of `Workload`.
         mesh: how GPUs share the work.
     """
-    optimizer = config.optimizer
+    optimizer, dtype = config.optimizer, config.model.compute_dtype
+    others = [nnx.state(abstract_model(other, dtype=dtype)) for other in other_models(config)]
     workload = Workload(
         config=model,
         batch_size=config.run.batch_size // mesh.batch_shards,
@@ -107,11 +130,12 @@ def make_workload(
         update_in_backward=optimizer.update_in_backward,
         host_embeddings=config.model.embeddings == "host",
         mesh=mesh,
-        dtype=config.model.compute_dtype,
+        dtype=dtype,
         attention=config.model.attention,
         tile=config.model.tile,
         objective=config.objective.make(),
         reference=config.objective.kind.needs_reference and _runs_in_steps(config),
+        other_models=sum(map(tree_bytes, others)),
     )
     return replace(workload, moment_bytes=state_bytes(optimizer, abstract_parts(workload)[1]))
 

@@ -4,6 +4,8 @@ import json
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from jaxglue.commands import main
 from jaxglue.data.report import length_bins
@@ -31,6 +33,19 @@ def test_shows_masks_lengths_packing_duplicates_and_longest_rows(tmp_path, previ
     assert "duplicates: 1 documents" in shown
     assert "data.jsonl:3" in shown.split("longest: ")[1]
     assert (tmp_path / "lengths.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_words_of_sentencepiece_have_their_spaces(tmp_path, preview, write_jsonl):
+    words = {"<unk>": 0, "</s>": 1, **{f"<0x{i:02X}>": 2 + i for i in range(256)}, "▁": 258, "a": 259, "▁a": 260}
+    backend = Tokenizer(models.BPE(vocab=words, merges=[("▁", "a")], unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+    tokenizer.save_pretrained(tmp_path / "model")
+    shown = preview(write_jsonl([{"prompt": "a a é", "completion": " a✓ a"}]), "--rows", "1")
+    assert "a a é⟦ a✓ a</s>⟧" in shown
 
 
 def test_long_documents_are_cut(preview, write_jsonl):

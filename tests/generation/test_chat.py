@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from jaxglue.commands import main
-from jaxglue.generation.chat import ChatSession, before, converse, generate, stream_text
+from jaxglue.generation.chat import ChatSession, TextStream, before, converse, generate, stream_text
 from jaxglue.generation.config import GREEDY, AssistantConfig, GenerateConfig, SamplingConfig
 from jaxglue.generation.engine import Engine
 from jaxglue.generation.prompts import encode_prompt, encode_rows, read_prompts
@@ -120,6 +120,14 @@ def test_an_unfinished_character_is_shown_at_the_end(tokenizer):
     texts = ["".join(stream_text(tokenizer, tokens[:count])) for count in range(1, len(tokens) + 1)]
     assert texts == [tokenizer.decode(tokens[:count]) for count in range(1, len(tokens) + 1)]
     assert len(tokens) > 2 and texts[-2].endswith("\ufffd")
+
+
+def test_special_tokens_are_text_where_they_are_asked_for(tokenizer):
+    for specials, wanted in ((False, "ab"), (True, "a<|im_start|>b")):
+        stream = TextStream(tokenizer, (), specials=specials)
+        for token in tokenizer.encode("a<|im_start|>b"):
+            stream.add(token)
+        assert stream.text == wanted
 
 
 @pytest.fixture

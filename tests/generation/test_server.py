@@ -1,5 +1,6 @@
 """The server for OpenAI's clients, without a network."""
 
+import asyncio
 import json
 import threading
 from dataclasses import replace
@@ -60,6 +61,29 @@ def test_answers_equal_those_of_generate_streamed_or_whole(served, client):
     streamed = events(post(client, "/v1/completions", prompt=tokens, stream=True))
     assert "".join(choice["text"] for event in streamed for choice in event["choices"]) == wanted
     assert streamed[-1]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"] == "length"
+
+
+def test_texts_of_tokens_join_to_the_answer(served):
+    assistant, _, config = served
+    tokens = [*assistant.tokenizer.encode("naïve 東京"), min(assistant.stops)]
+    client = TestClient(make_app(assistant, Told(tokens[:3], [*tokens[3:-1]], tokens[-1:]), config))
+    (choice,) = post(client, messages=MESSAGES, logprobs=True).json()["choices"]
+    entries = choice["logprobs"]["content"]
+    assert len(entries) == len(tokens) and "".join(e["token"] for e in entries[:-1]) == "naïve 東京"
+    assert bytes(byte for e in entries[:-1] for byte in e["bytes"]).decode() == "naïve 東京"
+    for wanted, reported in ((0, True), (False, False)):
+        answer = post(client, "/v1/completions", prompt="a", logprobs=wanted).json()["choices"][0]
+        assert (answer["logprobs"] is not None) == reported
+
+
+def test_a_special_token_as_stop_text_ends_an_answer(served, client):
+    tokenizer = served[0].tokenizer
+    (special,) = [t for t in tokenizer.added_tokens_decoder if t not in served[0].stops][:1]
+    name = str(tokenizer.convert_ids_to_tokens(special))
+    bias = {str(special): 1e6}
+    answer = post(client, messages=MESSAGES, logit_bias=bias, stop=[name]).json()
+    assert answer["choices"][0]["finish_reason"] == "stop" and answer["usage"]["completion_tokens"] == 1
+    assert post(client, messages=MESSAGES, logit_bias=bias).json()["usage"]["completion_tokens"] == 8
 
 
 def test_several_answers_stop_and_are_seeded(client):
@@ -139,6 +163,7 @@ def test_calls_and_results_of_tools_reach_the_template_as_in_training(served):
         ({"messages": MESSAGES, "max_tokens": 65}, "max_tokens must be a number from 1 to 64"),
         ({"messages": MESSAGES, "max_tokens": 60}, "max_tokens is 60, and the prompt leaves"),
         ({"messages": MESSAGES, "suffix": "end"}, "unsupported parameters: suffix"),
+        ({"messages": MESSAGES, "seed": 2**62}, "seed must be a number from"),
         (
             {"messages": MESSAGES, "response_format": {"type": "json_schema"}},
             "response_format must have the type text,",
@@ -201,10 +226,28 @@ def test_answers_follow_a_schema_or_expression_streamed_or_whole(client):
 
 
 def test_bodies_are_bounded_and_json(client):
+    half = client.post(
+        "/v1/chat/completions", content=rb'{"messages": [{"role": "user", "content": "a"}], "\ud800": 1}'
+    )
+    assert half.status_code == 400 and r"parameters: \ud800" in half.json()["error"]["message"]
     big = client.post("/v1/chat/completions", content=b" " * (5 * 2**20))
     assert big.status_code == 413
     assert client.post("/v1/chat/completions", content=b"[").status_code == 400
     assert client.post("/v1/chat/completions", content=b"[" * 100_000).status_code == 400
+
+
+def test_a_client_that_hangs_up_in_its_body_is_no_error(served):
+    sent = []
+
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
+    asyncio.run(make_app(*served)(scope, receive, send))
+    assert sent[0]["status"] == 499
 
 
 def test_answers_that_nobody_waits_for_end(served):
@@ -238,6 +281,7 @@ def test_an_error_of_the_model_ends_requests_and_the_service(served):
     for _ in range(2):
         response = post(client, messages=MESSAGES)
         assert response.status_code == 500 and "logits are not finite" in response.json()["error"]["message"]
+    assert client.get("/health").status_code == 503
 
 
 def test_a_token_is_asked_for(served):

@@ -1,6 +1,7 @@
 """Tool calls in the texts of model families."""
 
 import json
+from itertools import pairwise
 
 import pytest
 
@@ -27,6 +28,10 @@ TEXTS = {
     "llama": json.dumps({"name": "weather", "parameters": CALL}),
     "mistral": f"[{JSON}]",
     "mistral with its token": f"[TOOL_CALLS][{JSON}]",
+    "mistral 3": f"[TOOL_CALLS]weather[ARGS]{json.dumps(CALL)}",
+    "mistral small": f"[TOOL_CALLS]weather[CALL_ID]a1B2c3D4e[ARGS]{json.dumps(CALL)}",
+    "harmony, in the role": f" to=functions.weather<|channel|>commentary json<|message|>{json.dumps(CALL)}<|call|>",
+    "harmony, of thinking": f"<|channel|>analysis to=weather code<|message|>{json.dumps(CALL)}<|call|>",
     "openai": json.dumps({"name": "weather", "arguments": json.dumps(CALL)}),
     "harmony": "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
     + json.dumps(CALL)
@@ -49,10 +54,37 @@ def test_several_calls_and_text_beside_them():
     ]
 
 
+@pytest.mark.parametrize("between", ["; ", "\n", "[TOOL_CALLS]"])
+def test_calls_in_a_row_are_all_read(between):
+    calls = [JSON, '{"name": "now", "arguments": {}}']
+    rest, found = split_calls("[TOOL_CALLS]" * ("TOOL" in between) + between.join(calls), FUNCTIONS)
+    assert rest == "" and [call.name for call in found] == ["weather", "now"]
+
+
+def test_calls_in_thinking_are_no_calls():
+    thinking = f"<think>I may say {TEXTS['hermes']} or not.</think>"
+    assert split_calls(f"{thinking}{TEXTS['hermes']}", FUNCTIONS)[0] == thinking
+    assert split_calls(f"{thinking}Good day.", FUNCTIONS) == (f"{thinking}Good day.", [])
+
+
+def test_a_parameter_may_hold_the_tag_that_ends_it():
+    text = "<tool_call><function=weather><parameter=city>a</parameter> b</parameter></function></tool_call>"
+    assert json.loads(split_calls(text, FUNCTIONS)[1][0].arguments) == {"city": "a</parameter> b"}
+
+
+@pytest.mark.parametrize("text", [*TEXTS.values(), f"<think>x</think>{TEXTS['hermes']}", '{"a": 1}', "to go"])
+def test_shown_text_only_grows_and_is_in_the_result(text):
+    rest, calls = split_calls(text, FUNCTIONS)
+    shown = [shown_before_calls(text[:end]) for end in range(len(text) + 1)]
+    assert all(later.startswith(earlier) for earlier, later in pairwise(shown))
+    assert (rest if calls else text).startswith(shown[-1])
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "plain",
+        '{"name": "weather", "arguments": {"days": NaN}}',
         '{"name": "unknown", "arguments": {}}',
         '<tool_call>{"name": "weather", "arguments": [1]}</tool_call>',
         "<tool_call>{broken</tool_call>",

@@ -20,6 +20,7 @@ KINDS = ["full_attention", "sliding_attention"]
 LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 GLM4_MOE = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
 
 
 @pytest.mark.parametrize(
@@ -186,6 +187,11 @@ def test_layers_turn_by_their_type(model_type, fields, thetas, full_type):
             {**GLM4_MOE, "head_dim": 8},
             {"partial_rotary_factor": 0.5, "interleaved": False, "rope_theta": 10_000.0},
         ),
+        (
+            "llama",
+            {"rope_scaling": {**LONG, "original_max_position_embeddings": 16.0}, "max_position_embeddings": 64},
+            {"rope_type": "longrope", "factor": 4.0},
+        ),
         ("phi3", {"partial_rotary_factor": 0.75}, {"partial_rotary_factor": 0.75, "interleaved": False}),
         ("ministral3", {}, {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "query_scale": (0.1, 16_384)}),
         (
@@ -225,6 +231,7 @@ def test_rotary_embeddings_are_read(model_type, fields, expected):
         ("gemma4_text", {"per_layer_config": {"5": {"intermediate_size": 7}}}, "got '5': {'intermediate_size': 7}"),
         ("gemma4_text", {"per_layer_config": {"06": {"head_dim": 8}}}, "expected layers below 6 with head_dim and num"),
         ("qwen3", {"per_layer_config": {"1": {"head_dim": 8}}}, "per_layer_config in config.json is not supported for"),
+        ("qwen2", {"is_causal": False}, "is_causal=False in config.json: attention to later tokens is not supported"),
         ("olmo3", {"num_hidden_layers": 6.0}, "num_hidden_layers in config.json: expected int >= 1 .*, got 6.0"),
         ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all'"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries for num_hidden_layers=6"),
@@ -321,3 +328,10 @@ def test_gemma_4_reads_sizes_of_layers_in_both_forms():
     own = {"head_dim": 128, "num_key_value_heads": 2}  # of a dozen layers, written by transformers 5
     dozen = config_from_hf({**raw, "num_hidden_layers": 12, "per_layer_config": {"05": own, "11": own}})
     assert dozen.layer_shapes[:6] == shapes and dozen.layer_shapes[6:] == shapes
+
+
+def test_mistral_inside_another_model_has_one_window():
+    text = {**RAW, "sliding_window": 5, "layer_types": ["full_attention"] * 5 + ["sliding_attention"]}
+    alone = config_from_hf({**text, "model_type": "mistral"})
+    inside = config_from_hf({"model_type": "mistral3", "text_config": {**text, "model_type": "mistral"}})
+    assert alone.layer_windows == (None,) * 5 + (5,) and inside.layer_windows == (5,) * 6

@@ -7,6 +7,7 @@ import pytest
 from jaxglue.engine.policy import parse_policy
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora_config import LoraConfig
+from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.ops.backend import HOPPER
 from jaxglue.planner.flops import matmul_parameters, training_flops_per_token
 from jaxglue.planner.gpus import find_gpu
@@ -50,3 +51,14 @@ def test_split_rows_exchange_tokens_for_heads_in_linear_layers(config):
     for passes, times in (("forward", 1), ("backward", 2)):
         slower = [getattr(model.layer(0, full), passes).seconds for model in (far, near)]
         assert slower[0] - slower[1] == pytest.approx(times * 8 * moved / gpu.peers, rel=1e-3)
+
+
+def test_copies_of_prompts_count_in_linear_layers_alone(config):
+    work = Workload(config=config, batch_size=1, seq_len=2048, lora=LoraConfig())
+    pairs = replace(work, objective=ObjectiveConfig(objective="dpo").make())
+    plain, copied = (TracedModel(each, find_gpu("H100"), kernels=False) for each in (work, pairs))
+    full = parse_policy("full")
+    linear, attention = ([model.layer(index, full) for model in (plain, copied)] for index in (0, 3))
+    assert linear[1].backward.seconds > 1.1 * linear[0].backward.seconds
+    assert linear[1].backward.temporary > linear[0].backward.temporary
+    assert attention[1].backward.kernels == attention[0].backward.kernels

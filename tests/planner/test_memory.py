@@ -25,7 +25,7 @@ def peak_gib(*costs: LayerCost, **options) -> float:
 
 def peak_memory(
     *costs: LayerCost,
-    whole: bool = False,
+    one_program: bool = False,
     table: float = 0,
     tied: bool = False,
     steps: int = 1,
@@ -38,7 +38,7 @@ def peak_memory(
     resident = SimpleNamespace(moments=0, trainable=sum(ends), host_head=0, trainable_ends=ends)
     resident.frozen, resident.trainable_layers = lambda: 0, [0] * layers
     config = SimpleNamespace(tie_word_embeddings=tied, per_layer=None)
-    work = {"gradient_accumulation_steps": steps, "reference": False, "update_in_backward": False}
+    work = {"gradient_accumulation_steps": steps, "reference": False, "update_in_backward": False, "other_models": 0}
     head = Cost(seconds=0.0, temporary=0, results=ends[0])
     return PeakMemory(
         workload=SimpleNamespace(config=config, **work),
@@ -50,7 +50,7 @@ def peak_memory(
         run_ahead=run_ahead,
         restored=[0] * layers,
         replayed=[*[0] * (layers - 1), int(replayed * GIB)],
-        whole=whole,
+        one_program=one_program,
         scattered=False,
     )
 
@@ -59,7 +59,7 @@ def test_temporary_memory_finds_no_room_in_the_smaller_gap_of_freed_values():
     kept, recomputed = layer(4, 1), layer(1, 10)
     lean = peak_gib(recomputed, recomputed)
     assert peak_gib(recomputed, kept) == pytest.approx(0.95 * (0.3 + 1 + 1.1 * 10.3 + 4), rel=1e-3)
-    assert peak_gib(recomputed, kept, whole=True) < lean < peak_gib(recomputed, kept)
+    assert peak_gib(recomputed, kept, one_program=True) < lean < peak_gib(recomputed, kept)
     assert peak_gib(kept, kept) == pytest.approx(0.3 + 8 + 1.03, rel=1e-2)  # the last layer needs most
 
 

@@ -30,9 +30,9 @@ def test_short_steps_take_the_hosts_time():
     assert _seconds(0.001, _layers(32, offloaded=1)) > plain
     assert _seconds(0.001, _layers(32, streamed=True)) > _seconds(0.001, _layers(32, offloaded=1))
     layers = _layers(32, kernels=50)
-    grouped, whole = _seconds(0.001, layers, 8), _seconds(0.001, layers, 32, whole=True)
+    grouped, whole = _seconds(0.001, layers, 8), _seconds(0.001, layers, 32, one_program=True)
     assert whole < grouped < _seconds(0.001, layers)
-    assert _seconds(0.001, layers, 32, whole=True, updates=True) > 1.5 * whole
+    assert _seconds(0.001, layers, 32, one_program=True, updates=True) > 1.5 * whole
 
 
 def test_a_slower_host_lengthens_short_steps_only():
@@ -51,9 +51,9 @@ def test_dispatch_is_split_into_calls_arrays_and_copies():
 def test_only_short_layers_share_programs(layers, size):
     short, long = (SimpleNamespace(seconds=seconds) for seconds in (1e-3, 2e-3))
     costs = [SimpleNamespace(forward=short, backward=short)] * layers
-    assert choose_group(costs, whole=False) == size
-    assert choose_group(costs, whole=True) == (size if layers > 36 else layers)
-    assert choose_group([SimpleNamespace(forward=short, backward=long)] * layers, whole=True) == 1
+    assert choose_group(costs, one_program=False) == size
+    assert choose_group(costs, one_program=True) == (size if layers > 36 else layers)
+    assert choose_group([SimpleNamespace(forward=short, backward=long)] * layers, one_program=True) == 1
 
 
 def test_compiling_takes_longer_for_more_kinds_of_layers():
@@ -62,7 +62,11 @@ def test_compiling_takes_longer_for_more_kinds_of_layers():
         return compile_seconds(config, parse_policies(remat, 4), **options)
 
     assert seconds("full") < seconds("2 x full + 2 x dots") < seconds("2 x full + 2 x dots", moe="experts")
-    assert seconds("full") < seconds("full", layers_per_program=4) < seconds("full", layers_per_program=4, whole=True)
+    assert (
+        seconds("full")
+        < seconds("full", layers_per_program=4)
+        < seconds("full", layers_per_program=4, one_program=True)
+    )
 
 
 def test_host_memory_is_pinned_beside_compilation():

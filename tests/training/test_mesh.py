@@ -18,7 +18,7 @@ from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 from jaxglue.training.adamw import AdamWOptimizer
 from jaxglue.training.config import OptimizerConfig
 from jaxglue.training.record import read_metrics
-from jaxglue.training.step import TrainStep, WholeStep
+from jaxglue.training.step import StepProgram, TrainStep
 from jaxglue.training.train import train
 
 pytestmark = pytest.mark.skipif(jax.device_count() != 4, reason="run by test_devices.py in a process of four devices")
@@ -74,9 +74,9 @@ def test_adapters_train_alike_on_data_and_fsdp(make_config, tmp_path, capsys):
 def test_a_step_on_a_mesh_is_one_program(make_config, tmp_path, caplog, mesh):
     options = {"batch_size": 8, "steps": 3, "seq_len": 48, "rank": 2, "dropout": 0.2, "mesh": mesh}
     train(make_config(**options, output=tmp_path / "several"))
-    whole, calls = WholeStep.__call__, []
+    whole, calls = StepProgram.__call__, []
     with caplog.at_level("WARNING"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(WholeStep, "__call__", lambda self, *args: calls.append(1) or whole(self, *args))
+        patch.setattr(StepProgram, "__call__", lambda self, *args: calls.append(1) or whole(self, *args))
         train(make_config(**options, output=tmp_path / "one", layers_per_program=2))
     assert len(calls) == 3 and not caplog.records  # of programs compiled again
     np.testing.assert_allclose(losses(tmp_path / "one"), losses(tmp_path / "several"), rtol=1e-5)

@@ -11,11 +11,13 @@ from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.engine import compiler
 from jaxglue.generation.config import AssistantConfig
 from jaxglue.generation.scoring import RewardModel
+from jaxglue.planner.planner import plan
 from jaxglue.rl.loop import RolloutSteps
 from jaxglue.rl.rewards import Judge
 from jaxglue.rl.sampler import Sampler
 from jaxglue.training.checkpoint import Checkpoints
 from jaxglue.training.record import read_metrics
+from jaxglue.training.setup import resolve
 from jaxglue.training.step import TrainStep
 from jaxglue.training.train import train
 
@@ -247,6 +249,26 @@ def test_a_teacher_of_another_vocabulary_is_refused(make_distillation, tmp_path,
         train(make_distillation(teacher=str(folder)))
 
 
+def test_a_teacher_and_reward_models_have_their_place_in_the_plan(make_distillation, tmp_path):
+    folder = str(tmp_path / "model")
+    beside = [
+        resolve(make_distillation(**changes)).workload.other_models
+        for changes in (
+            {},
+            {"teacher": folder, "teacher_system": None},
+            {"teacher": folder, "teacher_system": None, "teacher_quantize": "int8"},
+            {"reward": (f"model?folder={folder}",)},
+        )
+    ]
+    assert beside[0] == 0 and beside[1] == beside[3] > beside[2] > 0
+    workload = resolve(make_distillation()).workload
+    extended = replace(workload, other_models=2**30)
+    plans = [plan(each, "H100", remat="full", weights="device").device_bytes for each in (workload, extended)]
+    assert plans[1] - plans[0] >= 2**30
+    with pytest.raises(ValueError, match="--teacher-quantize is not for --objective distill: it has no teacher in a f"):
+        make_distillation(teacher_quantize="nf4")
+
+
 GAME = """
 def reply(messages, wanted):
     turns = [message for message in messages if message["role"] == "assistant"]
@@ -286,6 +308,12 @@ def test_equal_rewards_are_said_once(make_run, caplog):
     train(make_run(reward=("length?soft=100&hard=200",), steps=2))
     assert [record.message for record in caplog.records if "same reward" in record.message][1:] == []
     assert "step 1: all answers to each prompt have the same reward" in caplog.text
+
+
+@repeats_parts_of("test_equal_rewards_are_said_once")
+def test_steps_without_an_ended_answer_to_train_on_are_said_once(make_run, caplog):
+    train(make_run(mask_truncated_completions=True, max_completion_length=1, steps=2))
+    assert caplog.text.count("all answers reached --max-completion-length and leave the loss") == 1
 
 
 def test_a_reward_model_of_this_vocabulary_judges(make_run, make_config, tmp_path, write_jsonl, monkeypatch):

@@ -298,8 +298,9 @@ def forward_kernel(q, k, v, q_rest, k_rest, sinks, starts, units, out, lse, spec
     peak = tl.full((spec.block_m,), -float("inf"), tl.float32)
     total = tl.full((spec.block_m,), 0.0, tl.float32)
     if spec.has_sinks:
-        peak = tl.load(sinks + head + lane % spec.P).to(tl.float32) * LOG2_E
-        total += 1.0
+        sink = tl.load(sinks + head + lane % spec.P).to(tl.float32) * LOG2_E
+        peak = tl.ceil(sink)
+        total += tl.exp2(sink - peak)
     acc = tl.full((spec.block_m, spec.width), 0.0, tl.float32)
     stop = last_own + 1
     if spec.forks:
@@ -332,7 +333,8 @@ def forward_kernel(q, k, v, q_rest, k_rest, sinks, starts, units, out, lse, spec
                 visible &= (keys[None, :] < gap_starts[:, None]) | (keys[None, :] >= gap_ends[:, None])
                 visible &= (keys[None, :] < skipped) | (i >= bend)
             scores = tl.where(visible, scores, MASKED)
-        new_peak = tl.maximum(peak, tl.max(scores, 1) * (spec.factor * LOG2_E))
+        # Whole peaks rescale by powers of two, exactly: no weight's rounding depends on where tiles begin.
+        new_peak = tl.maximum(peak, tl.ceil(tl.max(scores, 1) * (spec.factor * LOG2_E)))
         weights = tl.exp2(scores * (spec.factor * LOG2_E) - new_peak[:, None])
         alpha = tl.exp2(peak - new_peak)
         total = total * alpha + tl.sum(weights, 1)

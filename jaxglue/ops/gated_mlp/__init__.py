@@ -17,6 +17,7 @@ from jaxglue.ops.projection import (
     base_products,
     check_frozen_fp8,
     multiply,
+    ranks_of,
     shared_down,
 )
 from jaxglue.ops.projection.few_rows import gate_few_rows, load_few_rows
@@ -50,6 +51,8 @@ def gated_mlp(
         stream: the residual stream.
         activation: of the gate.
     """
+    if ranks_of(parts, conditions) is not None:
+        return _apply_separately(x, parts, conditions, stream, activation)
     if (kernels := load_few_rows(x, parts[:2], conditions)) is not None:
         y = gate_few_rows(kernels, x, parts[:2], conditions, activation)
         return adapted_projection(y, parts[2:], conditions, stream=stream)[0]

@@ -25,7 +25,6 @@ class LoraSwigluTiles(LoraTiles):
 
 
 FORWARD_TILES = LoraSwigluTiles(length=1024)
-SCALED_FORWARD_TILES = LoraSwigluTiles(block_n=32, length=1024)
 BACKWARD_TILES = LoraSwigluTiles(block_m=32, length=1024)
 
 
@@ -34,23 +33,21 @@ class TritonLoraSwiglu(Launcher):
     """`LoraSwigluBackend` and `ScaledSwigluBackend` by our own kernels."""
 
     forward_tiles: LoraSwigluTiles = FORWARD_TILES
-    scaled_forward_tiles: LoraSwigluTiles = SCALED_FORWARD_TILES
     backward_tiles: LoraSwigluTiles = BACKWARD_TILES
 
     def forward(self, gate, up, low_rank, matrices, activation):
         """See `LoraSwigluBackend`."""
-        scales, tiles = (None, None, None), self.forward_tiles
-        out, down_ranks = self._forward(gate, up, low_rank, matrices, scales, activation, tiles)
+        out, down_ranks = self._forward(gate, up, low_rank, matrices, (None, None, None), activation)
         return out, down_ranks.sum(axis=0).astype(out.dtype)
 
     def scaled_forward(self, products, low_rank, matrices, activation):
         """See `ScaledSwigluBackend`."""
-        arrays, tiles = (products.gate, products.up, low_rank), self.scaled_forward_tiles
-        out, down_ranks, absmax = self._forward(*arrays, matrices, products.scales, activation, tiles)
+        arrays = products.gate, products.up, low_rank, matrices, products.scales
+        out, down_ranks, absmax = self._forward(*arrays, activation)
         return out, down_ranks.sum(axis=0).astype(out.dtype), absmax.max(axis=0)[:, None]
 
-    def _forward(self, gate, up, low_rank, matrices, scales, activation, tiles: LoraSwigluTiles):
-        (M, F), R = gate.shape, matrices[0].shape[1]
+    def _forward(self, gate, up, low_rank, matrices, scales, activation):
+        (M, F), R, tiles = gate.shape, matrices[0].shape[1], self.forward_tiles
         parts, scaled = triton.cdiv(F, tiles.length), scales[0] is not None
         out_type = [jax.ShapeDtypeStruct((M, F), low_rank.dtype), jax.ShapeDtypeStruct((parts, M, R), jnp.float32)]
         if scaled:

@@ -66,7 +66,7 @@ def _attend_pages(
         if WINDOW > 0:
             visible = visible & (known > position - WINDOW)
         scores = tl.where(visible[None, :], scores, MASKED)
-        higher = tl.maximum(highest, tl.max(scores, 1))
+        higher = tl.maximum(highest, tl.ceil(tl.max(scores, 1)))  # whole, as in training's kernels
         weights, rescale = tl.exp2(scores - higher[:, None]), tl.exp2(highest - higher)
         total, highest = total * rescale + tl.sum(weights, 1), higher
         if value_scales is not None:
@@ -132,9 +132,12 @@ def combine_kernel(
     K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Sum a query head's shares, weighted by their parts of the softmax's denominator; grid (S · K, G)."""
+    """Sum BLOCK_H columns of a query head's shares, weighted by their parts of the softmax's denominator.
+
+    The grid is (S · K, G, ⌈H / BLOCK_H⌉).
+    """
     pair, lane = tl.program_id(0), tl.program_id(1)
-    split, column = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_H)
+    split, column = tl.arange(0, BLOCK_S), tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
     row = (pair * SPLITS + split) * G + lane
     size = tl.load(lse + row, mask=split < SPLITS, other=MASKED)
     some = size > MASKED / 2
@@ -262,10 +265,12 @@ def append_attend_kernel(
     heads = (slot * K + head) * G * H + lane[:, None] * H
     at, mask = heads + column[None, :], (lane < G)[:, None] & whole
     left, right = _rotated(q + at, q_weight, column, mask, c, s, H, EPS, OFFSET, ROUNDS_FIRST, ROTATES, dtype)
-    highest = tl.sum(left.to(tl.float32) * key_left + right.to(tl.float32) * key_right, 1)
-    highest = _cap(highest * SCALE, CAP) * LOG2_E if CAP > 0 else highest * (SCALE * LOG2_E)
-    total = tl.full([BLOCK_G], 1.0, tl.float32)
-    acc = tl.full([BLOCK_G, H], 0.0, tl.float32) + (value * LARGEST if value_scales is not None else value)
+    score = tl.sum(left.to(tl.float32) * key_left + right.to(tl.float32) * key_right, 1)
+    score = _cap(score * SCALE, CAP) * LOG2_E if CAP > 0 else score * (SCALE * LOG2_E)
+    highest = tl.ceil(score)
+    total = tl.exp2(score - highest)
+    weight = total.to(dtype).to(tl.float32)
+    acc = weight[:, None] * (value * LARGEST if value_scales is not None else value)
     first = tl.maximum(position - WINDOW + 1, 0) // PAGE if WINDOW > 0 else 0
     acc, highest, total = _attend_pages(
         _joined(left, right, BLOCK_G, H), keys, values, key_scales, value_scales, tables + slot * P, head, first,

@@ -46,7 +46,7 @@ def latent_kernel(
         latent = tl.load(inside + TURNING + column[None, :], mask=visible[:, None] & columns[None, :], other=0.0)
         scores = tl.dot(q_latent, tl.trans(latent), tl.dot(q_turning, tl.trans(key))) * (SCALE * LOG2_E)
         scores = tl.where(visible[None, :], scores, MASKED)
-        higher = tl.maximum(highest, tl.max(scores, 1))
+        higher = tl.maximum(highest, tl.ceil(tl.max(scores, 1)))  # whole, as in training's kernels
         weights, rescale = tl.exp2(scores - higher[:, None]), tl.exp2(highest - higher)
         total, highest = total * rescale + tl.sum(weights, 1), higher
         acc = tl.dot(weights.to(latent.dtype), latent, acc * rescale[:, None])

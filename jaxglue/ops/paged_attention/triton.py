@@ -22,6 +22,10 @@ _LONGEST = 4096
 
 _LATENT_HEADS, _LATENT_TOKENS = 32, 32
 """Heads of a program over latents, whose sums are wide, and tokens in a step."""
+_LATENT_SPLITS = 64
+"""Most programs that share a sequence's latents: to add up the wide sums of more takes longer than to read more."""
+_COMBINED = 128
+"""Columns of the shares that a program adds up; those of latents, 512, with all shares would not fit its registers."""
 _VALUES = 8192
 """Values of keys in a step, so that wide heads fit into shared memory."""
 
@@ -102,6 +106,7 @@ class TritonPagedAttention(Launcher):
         heads = min(max(16, triton.next_power_of_2(N)), _LATENT_HEADS)
         groups = triton.cdiv(N, heads)
         splits, least = _splits(S * groups, P, page)
+        splits = min(splits, _LATENT_SPLITS)
         constants = {"P": P, "N": N, "TURNING": W - rank, "RANK": rank, "PAGE": page, "SPLITS": splits, "LEAST": least}
         constants |= {"SCALE": scale, "BLOCK_N": heads, "BLOCK_R": max(16, triton.next_power_of_2(rank))}
         constants |= {"BLOCK_E": max(16, triton.next_power_of_2(W - rank)), "BLOCK_T": min(_LATENT_TOKENS, page)}
@@ -117,10 +122,13 @@ class TritonPagedAttention(Launcher):
     def _combine(self, parts, lse, sinks, q) -> Float[Array, "S N H"]:
         S, K, splits, G, H = parts.shape
         constants = {"K": K, "G": G, "H": H, "SPLITS": splits}
-        constants |= {"BLOCK_S": triton.next_power_of_2(splits), "BLOCK_H": triton.next_power_of_2(H)}
+        columns = min(triton.next_power_of_2(H), _COMBINED)
+        constants |= {"BLOCK_S": triton.next_power_of_2(splits), "BLOCK_H": columns}
         out_type, cost = shape_dtype_of(q), KernelCost(kind=KernelKind.ROWS)
         arrays = parts, lse, sinks
-        return self._launch(kernels.combine_kernel, arrays, (out_type,), (S * K, G), constants, cost=cost)[0]
+        return self._launch(
+            kernels.combine_kernel, arrays, (out_type,), (S * K, G, triton.cdiv(H, columns)), constants, cost=cost
+        )[0]
 
     def append(self, q, k, v, cache: KVPages, pages, offsets, turns, norms: HeadNorms | None):
         """See `append`; `turns` are cosines and sines, or None for no rotation."""

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from jaxglue.ops import names
 from jaxglue.ops.backend import Capability, Operation, form
@@ -22,7 +22,7 @@ from jaxglue.ops.projection.dora import magnitude_gain
 from jaxglue.ops.projection.few_rows import load_few_rows, project_few_rows
 from jaxglue.ops.projection.fp8 import project_fp8
 from jaxglue.ops.projection.fp8_adapters import FP8Rows, add_adapted_fp8, project_adapted_fp8
-from jaxglue.ops.projection.lora import lora_add, lora_expand, lora_shrink
+from jaxglue.ops.projection.lora import lora_add, lora_expand, lora_shrink, shrink
 from jaxglue.ops.quant import project_quantized
 from jaxglue.ops.quant.formats import is_quantized
 from jaxglue.ops.quant.fp8 import is_multiplied_in_fp8
@@ -41,6 +41,7 @@ __all__ = [
     "multiply",
     "project",
     "projections_read_fp8",
+    "ranks_of",
     "shared_down",
 ]
 
@@ -119,6 +120,7 @@ class Conditions(Protocol):
         """Return whether weights for FP8 are multiplied so; otherwise in the activations' dtype."""
 
     # `inference`, if there is one and it is true, says that no gradients are taken: few rows have kernels of their own.
+    # `ranks` [tokens or 1, R], if there are some, says which of the adapters' R ranks each token uses.
 
 
 def adapted_projection(
@@ -136,6 +138,8 @@ def adapted_projection(
         conditions: of the layer.
         stream: the residual stream; devices along the axis `tensor` that split the projection's input sum their parts.
     """
+    if (ranks := ranks_of(projections, conditions)) is not None:
+        return _apply_by_ranks(x, projections, conditions, stream, ranks)
     if (kernels := load_few_rows(x, projections, conditions)) is not None:
         return project_few_rows(kernels, x, projections, conditions, stream)
     apply = PROJECTION.load(projections, conditions, stream is not None) or _apply_separately
@@ -145,6 +149,12 @@ def adapted_projection(
 def projections_read_fp8(projections: Sequence[Projection], conditions: Conditions) -> bool:
     """Return whether the projections read e4m3 values of their input alone, so a norm need write nothing else."""
     return PROJECTION.load(projections, conditions, False) is _apply_in_fp8
+
+
+def ranks_of(projections: Sequence[Projection], conditions: Conditions) -> Bool[Array, "tokens R"] | None:
+    """Return which ranks of the projections' adapters each token uses; None where all use all, or there are none."""
+    adapted = any(projection.adapter is not None for projection in projections)
+    return getattr(conditions, "ranks", None) if adapted else None
 
 
 def check_adapters(projections: Sequence[Projection], conditions: Conditions) -> None:
@@ -202,6 +212,20 @@ def _apply_separately(x, projections: Sequence[Projection], conditions, stream) 
     if stream is not None:
         return [add_to_stream(stream, projections[0], products[0], low_rank)]
     return _add_adapters(projections, products, low_rank)
+
+
+def _apply_by_ranks(x, projections: Sequence[Projection], conditions, stream, ranks) -> list[Array]:
+    """Apply the weights alone, and add the products of each token's own ranks; there are no gradients."""
+    assert not isinstance(x, FP8Rows)
+    products = adapted_projection(x, [replace(projection, adapter=None) for projection in projections], conditions)
+    adapters = {index: p.adapter for index, p in enumerate(projections) if p.adapter is not None}
+    low_rank = shrink(x, jnp.concatenate([adapter.A for adapter in adapters.values()]))
+    low_rank = low_rank.reshape(*x.shape[:-1], len(adapters), -1)
+    low_rank = jnp.where(ranks[:, None], low_rank, 0)
+    for place, (index, adapter) in enumerate(adapters.items()):
+        expanded = project(low_rank[..., place, :], adapter.up, jnp.float32)
+        products[index] = (products[index] + expanded).astype(x.dtype)
+    return products if stream is None else [stream + reduce_from(products[0])]
 
 
 def base_products(x, projections: Sequence[Projection], conditions: Conditions) -> tuple[list[Array], Array | None]:

@@ -64,7 +64,7 @@ def backend(request):
 
     tiles = LoraSwigluTiles(block_m=16, block_n=16, length=32, num_warps=1, num_stages=1)
     backend = interpreted(TritonLoraSwiglu)
-    return backend(compute_capability=90, scaled_forward_tiles=tiles, backward_tiles=tiles)
+    return backend(compute_capability=90, forward_tiles=tiles, backward_tiles=tiles)
 
 
 def assert_same_direction(got, expected, least):

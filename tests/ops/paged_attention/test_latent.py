@@ -41,6 +41,7 @@ def test_interpreted_attention_matches_the_reference(heads, programs, interprete
     from jaxglue.ops.paged_attention import triton
 
     monkeypatch.setattr(triton, "_PROGRAMS", programs)  # with 1, one reads all pages
+    monkeypatch.setattr(triton, "_COMBINED", 8)  # columns of a latent's sums are in two programs
     case = random_case(heads, ENDS)
     with LATENT_ATTENTION.using(interpreted(triton.TritonPagedAttention)(compute_capability=80)):
         got = latent_attention(*case, **OPTIONS)

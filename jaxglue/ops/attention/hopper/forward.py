@@ -58,7 +58,7 @@ def _softmax(scores, peak, total, key, tokens, lows, MASK: gl.constexpr, sizes):
         keys = key + gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
         visible = (keys[None, :] <= tokens[:, None]) & (keys[None, :] >= lows[:, None])
         scores = gl.where(visible, scores, MASKED)
-    new_peak = gl.maximum(peak, gl.max(scores, 1) * FACTOR)
+    new_peak = gl.maximum(peak, gl.ceil(gl.max(scores, 1) * FACTOR))  # whole: see the Triton kernel
     weights = gl.exp2(scores * FACTOR - new_peak[:, None])
     alpha = gl.exp2(peak - new_peak)
     return weights, alpha, new_peak, total * alpha + gl.sum(weights, 1)
@@ -123,10 +123,12 @@ def _attend(q, sinks, starts, out, lse, tiles, row, head, first, bounds, sizes, 
     starts += row * (2 * T if sizes.SPLIT else T)
     lows, own = _first_visible(starts, tokens, sizes), _own_keys(starts, tokens, sizes)
     if HAS_SINKS:
-        peak = gl.load(sinks + head + lane % P).to(gl.float32) * LOG2_E
+        sink = gl.load(sinks + head + lane % P).to(gl.float32) * LOG2_E
+        peak = gl.ceil(sink)
+        total = gl.exp2(sink - peak)
     else:
         peak = gl.full([GROUP_ROWS], -float("inf"), gl.float32, layout=lane.type.layout)
-    total = gl.full([GROUP_ROWS], 1.0 if HAS_SINKS else 0.0, gl.float32, layout=lane.type.layout)
+        total = gl.full([GROUP_ROWS], 0.0, gl.float32, layout=lane.type.layout)
     acc = gl.zeros([GROUP_ROWS, V], gl.float32, layout=OUT)
     none = gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, layout=SCORES)
     scores = warpgroup_mma(held, await_tile(keys, 0).permute((1, 0)), none, use_acc=False)

@@ -1,0 +1,40 @@
+"""Text of tokens that come one by one."""
+
+from tokenizers import Tokenizer
+
+
+class TokenDecoder:
+    """Decoder of tokens one by one, each after those before it.
+
+    A run of single bytes that is no character makes characters before it unreadable, too: what is shown stays.
+    """
+
+    def __init__(self, backend: Tokenizer, *, skip_special_tokens: bool):
+        self._backend, self._skip = backend, skip_special_tokens
+        self._tokens, self._shown = list[int](), 0
+        """The tokens of the last text and those after it, which are decoded together; how many are shown."""
+        self._before = ""
+        """Text of those that are shown."""
+
+    @property
+    def waiting(self) -> int:
+        """Return the number of tokens whose text is not shown."""
+        return len(self._tokens) - self._shown
+
+    def add(self, token: int) -> str:
+        """Return the text that a token completes; none inside of a character."""
+        self._tokens.append(token)
+        return "" if self._decode(self._tokens).endswith("\ufffd") else self.rest()
+
+    def rest(self) -> str:
+        """Return the text of the waiting tokens, with U+FFFD in place of a character that is incomplete."""
+        text = self._decode(self._tokens)
+        if len(text) <= len(self._before):
+            return ""
+        piece = text[len(self._before) :]
+        self._tokens = self._tokens[self._shown :]
+        self._shown, self._before = len(self._tokens), self._decode(self._tokens)
+        return piece
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._backend.decode(tokens, skip_special_tokens=self._skip))
