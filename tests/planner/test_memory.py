@@ -38,7 +38,7 @@ def peak_memory(
     resident = SimpleNamespace(moments=0, trainable=sum(ends), host_head=0, trainable_ends=ends)
     resident.frozen, resident.trainable_layers = lambda: 0, [0] * layers
     config = SimpleNamespace(tie_word_embeddings=tied, per_layer=None)
-    work = {"gradient_accumulation_steps": steps, "reference": False, "update_in_backward": False}
+    work = {"gradient_accumulation_steps": steps, "reference": False, "update_in_backward": False, "other_models": 0}
     head = Cost(seconds=0.0, temporary=0, results=ends[0])
     return PeakMemory(
         workload=SimpleNamespace(config=config, **work),
