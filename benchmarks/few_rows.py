@@ -1,10 +1,10 @@
-"""Compare the kernels that may serve a decode step, untried ones too: products of few rows, attention of new tokens.
+"""Compare what may serve a decode step: products of few rows by our kernel or cuBLAS, attention of new tokens.
 
     python benchmarks/few_rows.py --json benchmarks/results/few_rows.json
 
-Matrices are Qwen3-8B's, several layers' worth in one program, without XLA's Triton matmuls, as in windows. `tma` is the
-Gluon kernel, `triton` the other one of few rows, `cublas` neither. Rows are printed as they come. `error`
-is the relative difference from float32, and `again` whether a second run gave the same bits.
+Matrices are Qwen3-8B's, several layers' worth in one program, without XLA's Triton matmuls, as in windows. Rows are
+printed as they come. `error` is the relative difference from float32, and `again` whether a second run gave the same
+bits. Attention is of streams with up to twice `CONTEXT` tokens, in any order or the longest first, as in windows.
 """
 
 import argparse
@@ -26,7 +26,6 @@ from jaxglue.ops.norm_rope import LLAMA_NORM, HeadNorms
 from jaxglue.ops.paged_attention import APPEND_AND_ATTEND, append_and_attend, make_pages
 from jaxglue.ops.projection import Projection, adapted_projection
 from jaxglue.ops.projection.few_rows import FEW_ROWS, gate_few_rows, project_few_rows
-from jaxglue.ops.projection.few_rows_tma import HopperFewRows
 from jaxglue.ops.projection.few_rows_triton import TritonFewRows
 from jaxglue.ops.projection.fp8 import encode
 from jaxglue.ops.projection.fp8_adapters import QuantizedRows
@@ -41,7 +40,6 @@ MATRICES = {
 }
 """Inputs, and outputs of the projections that share them."""
 KERNELS: dict[str, Callable[[], Any]] = {
-    "tma": lambda: HopperFewRows.of((9, 0)),
     "triton": lambda: TritonFewRows.of((9, 0)),
     "cublas": lambda: None,
 }
@@ -130,11 +128,12 @@ def time_products(case: Case, program: Any, arguments: tuple) -> dict[str, Any]:
     return shown | {"us": round(taken * 1e6, 1), "error": f"{error:.4f}", "again": "equal" if same else "DIFFERS"}
 
 
-def time_attention(streams: int, dtype) -> dict[str, Any]:
+def time_attention(streams: int, dtype, longest_first: bool) -> dict[str, Any]:
     """Compare attention that writes its tokens with two launches."""
     rng, pages, layers = np.random.default_rng(0), 2 * CONTEXT // PAGE + 1, 4
     tables = jnp.asarray(1 + rng.permutation(streams * pages).reshape(streams, pages), jnp.int32)
-    positions = jnp.asarray(rng.integers(0, 2 * CONTEXT, streams), jnp.int32)
+    drawn = rng.integers(0, 2 * CONTEXT, streams)
+    positions = jnp.asarray(np.sort(drawn)[::-1] if longest_first else drawn, jnp.int32)
     count = streams * pages + 1
     every = jnp.repeat(jnp.arange(count), PAGE), jnp.tile(jnp.arange(PAGE), count)
     write = jax.jit(lambda cache, k, v: cache.write(k, v, *every))
@@ -174,6 +173,7 @@ def time_attention(streams: int, dtype) -> dict[str, Any]:
     return {
         "streams": streams,
         "cache": jnp.dtype(dtype).name,
+        "longest first": longest_first,
         "us in one launch": round(one, 1),
         "in two": round(two, 1),
         "difference": f"{float(difference / jnp.linalg.norm(wanted[-1].astype(jnp.float32))):.4f}",
@@ -183,7 +183,7 @@ def time_attention(streams: int, dtype) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="*", default=[64, 128, 256, 512])
+    parser.add_argument("--rows", type=int, nargs="*", default=[64, 256])
     parser.add_argument("--fp8-rows", type=int, nargs="*", default=[64, 256])
     parser.add_argument("--kernels", nargs="+", choices=list(KERNELS), default=list(KERNELS))
     parser.add_argument("--json", type=Path)
@@ -204,7 +204,8 @@ def main() -> None:
         for case, (program, arguments) in zip(cases, compile_products(cases, weights), strict=True):
             show("products", time_products(case, program, arguments))
     for streams, dtype in ((64, jnp.bfloat16), (256, jnp.bfloat16), (256, jnp.float8_e4m3fn)):
-        show("attention", time_attention(streams, dtype))
+        for longest_first in (False, True):
+            show("attention", time_attention(streams, dtype, longest_first))
 
 
 if __name__ == "__main__":

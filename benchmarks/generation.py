@@ -323,21 +323,24 @@ def measure(setting: Setting, rate: float, flops: float, show, *, profile: bool)
         plan = model.engine.plan(requests)
         show("plan", {"slots": plan.slots, "pages": plan.pages, "compilation s": round(model.compile(requests, plan))})
         show("batch", time_batch(model, setting.requests, rate, flops, plan))
-    for streams in setting.streams:
-        fits = plan and streams >= 8 and setting.context + STEPS <= plan.table * PAGE
-        show("steps", time_steps(model, streams, setting.context, rate, plan if fits else None))
-        if profile:
-            show("profile", profile_steps(model, streams, setting.context, plan if fits else None))
+    plans = {
+        n: plan if n >= 8 and plan and setting.context + STEPS <= plan.table * PAGE else None for n in setting.streams
+    }
+    for streams, own in plans.items():
+        show("steps", time_steps(model, streams, setting.context, rate, own))
     if setting.prompts:
         show("prefill", time_prefill(model, setting.prompts, 500, flops))
+    some = setting.streams[1:2]
     if setting.lora:
-        model = model.with_lora(setting.lora)
-        for streams in setting.streams[1:2]:
-            show("steps", {"lora": setting.lora} | time_steps(model, streams, setting.context, rate))
+        adapted = model.with_lora(setting.lora)
+        for streams in some:
+            show("steps", {"lora": setting.lora} | time_steps(adapted, streams, setting.context, rate))
+    for streams in some if profile else ():
+        show("profile", profile_steps(model, streams, setting.context, plans[streams]))
     if setting.adapters:
-        model = model.with_lora(setting.adapters * setting.lora)
-        for streams in setting.streams[1:2]:
-            timed = time_steps(model, streams, setting.context, rate, adapters=setting.adapters)
+        adapted = model.with_lora(setting.adapters * setting.lora)
+        for streams in some:
+            timed = time_steps(adapted, streams, setting.context, rate, adapters=setting.adapters)
             show("steps", {"adapters": setting.adapters, "lora": setting.lora} | timed)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import jaxglue
 from jaxglue.commands.interrupts import STATUS, Interrupts
 from jaxglue.commands.streams import standard_streams
-from jaxglue.planner.collection import without_collection
+from jaxglue.garbage_collection import without_collection
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,13 +17,13 @@ from rich.table import Table
 from jaxglue.commands.configs import EstimateConfig
 from jaxglue.console import Console
 from jaxglue.engine.policy import PRESETS
+from jaxglue.garbage_collection import without_collection
 from jaxglue.generation.pages import plan_cache
 from jaxglue.hf.hub import model_path
 from jaxglue.objectives.policy_gradient import RolloutObjective
 from jaxglue.ops.backend import tracing_for
 from jaxglue.ops.projection.fp8 import check_fp8
 from jaxglue.planner.calibration import FILES_RATE
-from jaxglue.planner.collection import without_collection
 from jaxglue.planner.device_memory import pool_gib
 from jaxglue.planner.explain import Reason
 from jaxglue.planner.gpus import GIB, find_gpu

@@ -117,7 +117,6 @@ class Batch:
 
     def split(self, devices: int) -> "Batch":
         """Return the batch, of numpy arrays, with its rows split over so many devices (`split_segments`)."""
-        assert self.answers is None or not self.columns
         segments = split_segments(self.segments, devices)
         assert segments.split is not None
         own = partial(split_tokens, order=np.asarray(segments.split.order))
@@ -125,7 +124,7 @@ class Batch:
         fields = {name: own(getattr(self, name)) for name in names}
         answers = self.answers and replace(self.answers, owners=own(self.answers.owners))
         rollouts = self.rollouts and self.rollouts.split(np.asarray(segments.split.order))
-        columns = jax.tree.map(own, self.columns)
+        columns = jax.tree.map(own, self.columns) if answers is None else self.columns
         return replace(self, segments=segments, answers=answers, rollouts=rollouts, columns=columns, **fields)
 
     def without_lengths(self) -> "Batch":

@@ -196,7 +196,8 @@ class Scheduler:
             pass
         going = [answer for answer in self._running if not answer.waits]
         work.fresh += [answer for answer in going if answer.matcher and answer not in work.fresh]
-        work.answers = sorted(going, key=lambda answer: answer.slot or 0)
+        # The longest first: programs of attention begin in this order, and the last ones to end are short.
+        work.answers = sorted(going, key=lambda answer: -answer.reach)
         for answer in work.answers:
             answer.reach = min(answer.reach + self._steps, answer.end)
             answer.windows += 1

@@ -11,9 +11,9 @@ from jaxglue.engine.layer_groups import check_grouped
 from jaxglue.engine.policy import AUTO, PRESETS, RematPolicy, parse_policies, parse_policy
 from jaxglue.engine.residency import DEVICE, HOST, MAPPED, is_streamed, parse_weights
 from jaxglue.engine.saved import check_dropped_inputs
+from jaxglue.garbage_collection import without_collection
 from jaxglue.planner import calibration as fitted
 from jaxglue.planner.candidates import Candidates, tile_sizes
-from jaxglue.planner.collection import without_collection
 from jaxglue.planner.gpus import GIB, Gpu, find_gpu
 from jaxglue.planner.host_memory import HOST_LIMIT
 from jaxglue.planner.plan import DoesNotFit, Memory, Plan, by_time, gib

@@ -39,6 +39,8 @@ class Episode:
     messages: list[dict[str, Any]]
     parts: list[Sample]
     reward: float = math.nan
+    is_last: bool = False
+    """No further message can be answered: the turns or tokens are used up, or the last answer was cut."""
     is_over: bool = False
 
     @property
@@ -110,8 +112,11 @@ class Environment:
         numbers = [index * count + answer for index in indices for answer in range(count)]
         for turn in range(1, self._turns + 1):
             going = [place for place, episode in enumerate(episodes) if not episode.is_over]
+            for episode in (episodes[place] for place in going):
+                episode.is_last = turn == self._turns or not episode.parts[-1].ended
+                episode.is_last |= len(episode.tokens) + 1 >= self._longest
             for place, reply in zip(going, self._reply([episodes[place] for place in going]), strict=True):
-                self._receive(episodes[place], reply, is_last=turn == self._turns)
+                self._receive(episodes[place], reply)
             going = [place for place in going if not episodes[place].is_over]
             if not going:
                 break
@@ -142,19 +147,14 @@ class Environment:
         ]
         return {"role": "assistant", "content": rest.strip(), "tool_calls": listed}
 
-    def _receive(self, episode: Episode, reply: Reply, *, is_last: bool) -> None:
+    def _receive(self, episode: Episode, reply: Reply) -> None:
         """Append the environment's messages, or end the conversation: also where no token is left for an answer."""
         if not isinstance(reply, list):
             episode.reward, episode.is_over = math.nan if reply is None else float(reply), True
             return
         replies = _named(reply, episode.messages[-1].get("tool_calls", []))
-        tokens = self._between(episode, replies)
-        if (
-            is_last
-            or not episode.parts[-1].ended
-            or tokens is None
-            or len(episode.tokens) + len(tokens) >= self._longest
-        ):
+        tokens = None if episode.is_last else self._between(episode, replies)
+        if tokens is None or len(episode.tokens) + len(tokens) >= self._longest:
             episode.is_over = True
             return
         unknown, apart = np.full(len(tokens), np.nan, np.float32), np.zeros(len(tokens), bool)

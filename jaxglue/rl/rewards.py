@@ -213,7 +213,8 @@ class Judge:
     def _reply(self, episode: Episode) -> Reply:
         assert self._environment is not None and not isinstance(episode.prompt.content, str)
         request = {"messages": [*episode.prompt.content, *episode.messages], "columns": dict(episode.prompt.columns)}
-        answer = {"completions": [None], "completion_ids": [None], "texts": [None], "prompt": None}
+        answer: dict[str, Any] = {"completions": [None], "completion_ids": [None], "texts": [None], "prompt": None}
+        answer["last"] = episode.is_last
         found = self._call(self._environment, request | answer, f"environment of {episode.prompt.origin}")
         if found is None:
             return None

@@ -178,14 +178,16 @@ def batch_specs(batches: Any, axes: Sequence[str]) -> Any:
         return jax.tree.map(lambda _: rows, batches)
     tokens = make_spec([axes_tuple(rows[0]) if rows else (), (CONTEXT,)])
 
+    def fields(path) -> list[str]:
+        return [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
+
+    compares = any("answers" in fields(path) for path, _ in jax.tree.leaves_with_path(batches))
+
     def spec(path, _):
-        fields = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
-        of_rows = (
-            fields[-1] in _OF_ROWS
-            or fields[-2:] == ["split", "positions"]
-            or ("answers" in fields and fields[-1] != "owners")
-        )
-        return rows if of_rows else tokens
+        names = fields(path)
+        of_rows = names[-1] in _OF_ROWS or names[-2:] == ["split", "positions"]
+        of_units = (compares and names[-1] == "columns") or ("answers" in names and names[-1] != "owners")
+        return rows if of_rows or of_units else tokens
 
     return jax.tree.map_with_path(spec, batches)
 

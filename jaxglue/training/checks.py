@@ -84,8 +84,6 @@ def refuse_split_rows(config: TrainConfig, model: DecoderConfig) -> str:
         return f"of --objective {name}, whose teacher is on one"
     if (kind.answers is not None or kind.needs_rollouts) and model.delta is not None:
         return f"of --objective {name} in layers of linear attention"
-    if kind.answers is not None and config.objective.columns:
-        return f"of --objective {name} with columns of units"
     return ""
 
 

@@ -17,9 +17,9 @@ from jaxglue.engine.host_buffers import Buffers, HostBuffers, MeshBuffers
 from jaxglue.engine.layer_groups import check_grouped
 from jaxglue.engine.policy import AUTO, RematPolicy, parse_policies
 from jaxglue.engine.residency import DEVICE, HOST, MAPPED, is_streamed, parse_weights
+from jaxglue.garbage_collection import without_collection
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.projection.fp8 import check_fp8
-from jaxglue.planner.collection import without_collection
 from jaxglue.planner.device_memory import pool_gib
 from jaxglue.planner.explain import Reason, plan_reasons
 from jaxglue.planner.gpus import GIB, RECORDED, Dispatch, Gpu

@@ -50,7 +50,7 @@ CALLS = (
 )
 
 
-def make_conversation(tokenizer, said, reply, turns=4):
+def make_conversation(tokenizer, said, reply, turns=4, ended=True):
     """Return an answer of one conversation: `said` in turns, `reply` to each."""
     tokenizer.chat_template = CALLS
     messages = [{"role": "user", "content": "a box?"}]
@@ -59,7 +59,7 @@ def make_conversation(tokenizer, said, reply, turns=4):
 
     def written(text):
         tokens = np.array(tokenizer.encode(text + "<|im_end|>"), np.int32)
-        return Sample(tokens, np.zeros(len(tokens), np.float32), True, text)
+        return Sample(tokens, np.zeros(len(tokens), np.float32), ended, text)
 
     first, *later = said
     rest = iter(later)
@@ -103,3 +103,16 @@ def test_calls_that_the_template_refuses_end_a_conversation(make_tokenizer, capl
     answer = make_conversation(make_tokenizer(), [call(1, 2, 3)], lambda _: [{"role": "tool", "content": "1"}])
     assert answer.counted.all() and np.isnan(answer.reward)
     assert "rows:1: the chat template refuses the conversation" in caplog.text
+
+
+@pytest.mark.parametrize(("turns", "ended"), [(2, True), (4, False)])
+def test_the_environment_knows_when_nothing_more_can_be_said(make_tokenizer, turns, ended):
+    known = []
+
+    def reply(episode):
+        known.append(episode.is_last)
+        return 0.0 if episode.is_last else [{"role": "user", "content": "more"}]
+
+    said = ["a", "b"] if ended else ["a"]
+    answer = make_conversation(make_tokenizer(), said, reply, turns=turns, ended=ended)
+    assert known == ([False, True] if ended else [True]) and answer.reward == 0.0

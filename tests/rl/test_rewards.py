@@ -37,7 +37,9 @@ async def reply(messages, wanted):
     return wanted + messages[-1]["content"]
 
 
-def tool(messages):
+def tool(messages, last):
+    if last:
+        return 0.25
     return [{"role": "tool", "content": messages[-1]["content"]}] * 2 if len(messages) == 2 else ["no message"]
 
 
@@ -137,7 +139,7 @@ def test_environments_reply_also_when_async_and_are_named_by_their_flag(tmp_path
         assert judge.reply([said]) == [[{"role": "user", "content": "a!"}]]
     several = Judge(replace(config, environment=f"{tmp_path}/rewards.py:tool"))
     with closing(several) as judge:
-        assert judge.reply([said]) == [[{"role": "tool", "content": "!"}] * 2]
+        assert judge.reply([said, replace(said, is_last=True)]) == [[{"role": "tool", "content": "!"}] * 2, 0.25]
         with pytest.raises(ValueError, match=r"prompts.jsonl:4: expected a text, .* got \['no message'\]"):
             judge.reply([replace(said, messages=said.messages * 2)])
     absent = replace(config, environment=f"{tmp_path}/rewards.py:absent")

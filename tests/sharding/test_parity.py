@@ -66,8 +66,9 @@ WIDE = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
 
 
 @cache
-def parts(kind: str, dtype, quantize=None, **changes):
+def parts(kind: str, dtype, quantize=None, scored=False, **changes):
     config = config_from_hf(CONFIG | changes)
+    config = config.scored() if scored else config
     if quantize == "mxfp4":
         config = replace(config, moe=replace(config.moe, quantize="mxfp4"))
     elif quantize:
@@ -214,16 +215,20 @@ def random_pairs(rows, seq_len: int, seed: int, vocab_size: int = 104) -> Batch:
         loss_weights=(owners < PARTS * units).astype(np.float32),
         segments=pack_forks(rows, seq_len=seq_len),
         answers=Answers(owners=owners, used=used, reference=reference, **numbers),
+        columns={"margin": rng.random(used.shape, np.float32)},
     )
 
 
-@pytest.mark.parametrize(("objective", "changes"), [("dpo", WINDOWS), repeat("dpo", {}), repeat("kto", {})])
+@pytest.mark.parametrize(
+    ("objective", "changes"),
+    [("dpo", WINDOWS), repeat("dpo", {}), repeat("kto", {}), repeat("reward", {"scored": True})],
+)
 def test_pairs_in_split_rows_equal_those_in_whole_rows(mesh_of, monkeypatch, objective, changes):
     monkeypatch.setattr(row_split, "_LEAST_CHUNK", 2)
     rows = [[(9, 11, 6), (2, 3, 5)], [(1, 14, 20)]]
     batches = [random_pairs(order, 40, seed) for seed, order in enumerate((rows, rows[::-1]))]
     mesh = mesh_of("data=2,context=4")
-    changes = changes and GPT_OSS | changes | {"sliding_window": 7}
+    changes = GPT_OSS | changes | {"sliding_window": 7} if changes == WINDOWS else changes
     config, graphdefs, *trees = parts("lora", jnp.float32, **changes)
     given = {"policy": parse_policy("dots"), "dtype": jnp.float32}
     given["objective"] = ObjectiveConfig(
@@ -232,7 +237,9 @@ def test_pairs_in_split_rows_equal_those_in_whole_rows(mesh_of, monkeypatch, obj
     expected = Executor(graphdefs, config, **given).loss_and_gradients(*trees, batches, 3.0)
     layout = Layout(mesh, jnp.float32)
     placed = (jax.device_put(tree, layout.shardings(layout.param_specs(tree))) for tree in trees)
-    got = Executor(graphdefs, config, mesh=mesh, **given).loss_and_gradients(*placed, place_batch(batches, mesh), 3.0)
+    split = place_batch(batches, mesh)
+    chex.assert_trees_all_equal([batch.columns for batch in split], [batch.columns for batch in batches])
+    got = Executor(graphdefs, config, mesh=mesh, **given).loss_and_gradients(*placed, split, 3.0)
     chex.assert_trees_all_close(jax.device_get(got), jax.device_get(expected), rtol=1e-5, atol=1e-6)
 
 

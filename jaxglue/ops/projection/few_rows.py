@@ -29,12 +29,7 @@ from jaxglue.ops.quant.nf4 import NF4
 MOST_ROWS = 256
 """Rows up to which reading the weights takes longer than multiplying by them."""
 MOST_WIDE_ROWS, MOST_ADAPTED_ROWS = 64, 128
-"""The same for one or two weights in 16 bits, without and with adapters."""
-MOST_TMA_ROWS = 256
-"""Rows up to which the kernel for Hopper is faster than others."""
-TMA = "few rows by TMA"
-_SLAB, _ALIGNED = 64, 16
-"""Rows of a weight that a warpgroup multiplies, and bytes of which TMA needs multiples."""
+"""The same for one or two weights in 16 bits or for FP8 products, and in 16 bits with adapters."""
 LARGEST_RANK = 64
 PERMUTED = ("int8", "e4m3", "nf4")
 """Ways of multiplication that convert weights to x's dtype."""
@@ -44,28 +39,7 @@ def _check(capability: Capability | None, x, projections: Sequence[Any], conditi
     rows = _check_call(capability, x, projections, MOST_ROWS)
     _check_weights(x, projections, conditions)
     _check_parts(projections, conditions)
-    _check_speed(rows, projections)
-
-
-def _check_tma(capability: Capability | None, x, projections: Sequence[Any], conditions) -> None:
-    check_tried(TMA)
-    rows = _check_call(capability, x, projections, MOST_TMA_ROWS)
-    _check_weights(x, projections, conditions)
-    _check_parts(projections, conditions)
-    if (kind := _kind(projections[0], conditions)) not in ("16 bits", "fp8"):
-        raise NotImplementedError(f"weights in {kind} are converted in registers")
-    if projections[0].adapter is not None:
-        raise NotImplementedError("another kernel adds the products of adapters")
-    for weight in (projection.weight for projection in projections):
-        if weight.shape[0] % _SLAB or weight.shape[1] % _ALIGNED:
-            raise NotImplementedError(f"weights must have multiples of {_SLAB} rows and {_ALIGNED} columns")
-    _check_speed_of_tma(rows, projections)
-
-
-def _check_speed_of_tma(rows: int, projections: Sequence[Any]) -> None:
-    """Raise NotImplementedError where other products are faster, as measured on an H200 with Qwen3-8B's matrices."""
-    if rows == 1:
-        raise NotImplementedError("XLA is as fast for one row")
+    _check_speed(rows, projections, _kind(projections[0], conditions))
 
 
 def _check_call(capability: Capability | None, x, projections: Sequence[Any], most: int) -> int:
@@ -93,12 +67,12 @@ def _check_weights(x, projections: Sequence[Any], conditions) -> None:
         raise NotImplementedError("32 does not divide the columns")
 
 
-def _check_speed(rows: int, projections: Sequence[Any]) -> None:
+def _check_speed(rows: int, projections: Sequence[Any], kind: str) -> None:
     """Raise NotImplementedError where XLA's products are faster, as measured on an H100 and an H200 (Qwen3-8B)."""
-    if is_quantized(projections[0].weight):
-        return
     adapted = projections[0].adapter is not None
-    if rows == 1 and not adapted:
+    if kind in PERMUTED or (kind == "fp8" and adapted):
+        return
+    if rows == 1 and not adapted and kind != "fp8":
         raise NotImplementedError("XLA is as fast for one row")
     if rows > (most := MOST_ADAPTED_ROWS if adapted else MOST_WIDE_ROWS) and len(projections) < 3:
         raise NotImplementedError(f"cuBLAS is as fast for more than {most} rows, but for narrow keys and values")
@@ -146,16 +120,9 @@ def _load(capability: Capability, *call: Any):
     return TritonFewRows.of(capability)
 
 
-def _load_tma(capability: Capability, *call: Any):
-    from jaxglue.ops.projection.few_rows_tma import HopperFewRows
-
-    return HopperFewRows.of(capability)
-
-
 FEW_ROWS = Operation(
     name="projection of few rows",
     backends={
-        "tma": Backend(check=_check_tma, load=_load_tma, advantage="one warp loads weights while others multiply"),
         "triton": Backend(
             check=_check, load=_load, advantage="weights are read once, as they are stored, by one kernel"
         ),
