@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxglue.data.batch import Batch, Rollouts
 from jaxglue.data.config import NO_COLUMNS, Columns, DataConfig
@@ -29,9 +29,8 @@ from jaxglue.generation.engine import Completion, Engine
 from jaxglue.generation.prompts import encode_messages, encode_prompt
 from jaxglue.generation.scheduler import Request
 from jaxglue.hf.checkpoint import save_tensors
-from jaxglue.hf.files import write_json
 from jaxglue.hf.tensor_files import TensorFiles
-from jaxglue.json_file import read_json
+from jaxglue.json_file import read_json, write_json
 from jaxglue.models.parameters import Params, split_model
 from jaxglue.objectives.objective import Objective, TargetValues
 from jaxglue.ops.segments import pack_segments, segment_bucket
@@ -231,7 +230,7 @@ class Session:
             the sum, and of each document the log-probabilities of its targets.
 
         Raises:
-            ValueError: no document, or one that is longer than a row.
+            ValueError: no document, or one that is longer than a row or holds other than tokens and finite numbers.
         """
         step, places = self._pack_tokens(documents)
         objective = FunctionLoss(config=self._setup.config.objective, function=loss)
@@ -243,7 +242,7 @@ class Session:
             columns = [batch.columns for batch in step.micro_batches]
             whole: dict[str, Any] = {name: np.concatenate([each[name] for each in columns]) for name in columns[0]}
             counted = np.concatenate([batch.loss_weights for batch in step.micro_batches])
-            value = jnp.sum(jnp.where(counted > 0, loss(jnp.asarray(found), whole), 0.0))
+            value = jnp.sum(jnp.where(counted > 0, _losses(loss, jnp.asarray(found), whole), 0.0))
         return float(value), [found[row, first:last] for row, first, last in places]
 
     def _pack_tokens(self, documents: Sequence["TokenDocument"]) -> tuple[Step, list[tuple[int, int, int]]]:
@@ -251,6 +250,8 @@ class Session:
         size, seq_len = self._setup.config.run.batch_size, self._setup.config.data.row_tokens
         if not documents or max(len(each.tokens) for each in documents) > seq_len:
             raise ValueError(f"expected documents of at most {seq_len} tokens, and at least one: raise seq_len")
+        for number, document in enumerate(documents, 1):
+            _check_document(document, self._setup.model.vocab_size, f"document {number}")
         lengths = np.array([len(each.tokens) for each in documents])
         plan = plan_packing(lengths, seq_len=seq_len)
         self._slots = max(self._slots, segment_bucket(plan.max_segments))
@@ -294,11 +295,16 @@ class Session:
         """Update the parameters by the gradients since the last step; return `grad_norm` and `learning_rate`.
 
         Raises:
-            ValueError: there are no gradients.
+            ValueError: there are no gradients, or some are not finite; these are dropped, and no parameter changes.
         """
         if self._gradients is None:
             raise ValueError("optim_step: there are no gradients since the last one: call forward_backward before")
         gradients, self._gradients = self._gradients, None
+        if not _are_finite(gradients):
+            raise ValueError(
+                "optim_step: the gradients are not finite (NaN or infinity), so they are dropped: check the loss "
+                "function, its columns, and the learning rate of the steps before"
+            )
         return {name: float(value) for name, value in self._model.take_step(gradients).items()}
 
     def log_probs(self, rows: Step | Iterable[Mapping[str, Any]]) -> list[Float[np.ndarray, "B T"]]:
@@ -424,7 +430,7 @@ class FunctionLoss(Objective):
 
     def __call__(self, values: TargetValues, batch: Batch) -> Float[Array, ""]:
         """Return Σ loss over the tokens that are trained on."""
-        losses = self.function(values.log_probs, batch.columns)
+        losses = _losses(self.function, values.log_probs, batch.columns)
         return jnp.sum(jnp.where(batch.loss_weights > 0, losses * batch.loss_weights, 0.0))
 
 
@@ -497,6 +503,38 @@ def _load(model: "CausalLM") -> Teacher:
     graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)
     dtype = model.norm.weight.get_value().dtype
     return Teacher(Executor(graphdefs, model.config, policy=PRESETS["full"], dtype=dtype), trainable, frozen)
+
+
+def _check_document(document: TokenDocument, vocabulary: int, name: str) -> None:
+    for what, tokens in (("tokens", document.tokens), ("targets", document.targets)):
+        found = np.asarray(tokens)
+        if found.shape != (len(document.tokens),) or not len(found):
+            raise ValueError(f"{name}: expected tokens, and as many targets, got shape {list(found.shape)} of {what}")
+        if len(bad := found[(found < 0) | (found >= vocabulary)]):
+            raise ValueError(
+                f"{name}: its {what} hold the id {bad[0]}, and the vocabulary has {vocabulary:,}; a target that is not "
+                "trained on is any token, with weight 0"
+            )
+    for column, values in document.columns.items():
+        if np.shape(values) != (len(document.tokens),) or not np.isfinite(values).all():
+            raise ValueError(f"{name}: {column} must hold a finite number for each of {len(document.tokens)} tokens")
+
+
+def _losses(loss: Loss, log_probs: Any, columns: Mapping[str, Any]) -> Any:
+    """Return a function's losses of all tokens; raise ValueError for another shape, which would be broadcast."""
+    found = loss(log_probs, columns)
+    if jnp.shape(found) != jnp.shape(log_probs):
+        wanted, given = list(jnp.shape(log_probs)), list(jnp.shape(found))
+        raise ValueError(
+            f"loss: expected a loss for each token, an array {wanted} as log_probs, got one of shape {given}: the "
+            "session sums and divides"
+        )
+    return found
+
+
+@jax.jit
+def _are_finite(gradients: Params) -> Bool[Array, ""]:
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients)]).all()
 
 
 @jax.jit

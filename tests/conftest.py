@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its threads spin between calls, on the cores of other workers
 if os.environ.get("JAX_PLATFORMS") == "cpu":  # before JAX reads it: tiny models compile longer than they run
     quick = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
     quick += " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"  # those take twice as long to compile

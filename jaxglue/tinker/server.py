@@ -11,6 +11,7 @@ of its result, which the SDK asks for; one thread computes results in the order 
 
 import asyncio
 import hmac
+import math
 import re
 import secrets
 import tempfile
@@ -203,7 +204,7 @@ class TinkerServer:
     def _create_model(self, body: Mapping[str, Any]) -> dict[str, Any]:
         if len(self._models) >= self._most:
             raise ValueError(f"{self._most} models are in training: unload one, or serve with models=…")
-        lora = body.get("lora_config") or {"rank": 32}
+        lora = _object(body, "lora_config") or {"rank": 32}
         if not (lora.get("train_attn", True) and lora.get("train_mlp", True)):
             raise ValueError("lora_config: attention and feed-forwards are adapted together")
         unembed = bool(lora.get("train_unembed", True))
@@ -240,13 +241,13 @@ class TinkerServer:
         return loss_response(log_probs, {"loss:sum": total})
 
     def _optim_step(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        model, given = self._model(body), body.get("adam_params")
-        if given is None:
+        model, given = self._model(body), _object(body, "adam_params")
+        if body.get("adam_params") is None:
             raise ValueError("optim_step: AdamW alone is served: give adam_params")
         known = model.optimizer.settings.keys()
         if unknown := sorted(given.keys() - known):
             raise ValueError(f"optim_step: unknown {', '.join(unknown)}: expected {', '.join(known)}")
-        model.optimizer.settings.update({name: float(value) for name, value in given.items()})
+        model.optimizer.settings.update({name: _adam_number(name, value) for name, value in given.items()})
         return {"metrics": model.session.optim_step()}
 
     def _save_weights(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -286,7 +287,7 @@ class TinkerServer:
         sampler = self._samplers.get(str(body.get("sampling_session_id") or body.get("model_path")))
         if sampler is None:
             raise ValueError(f"asample: expected a sampling session of the last {_KEPT_SAMPLERS} saved weights")
-        given, session = dict(body.get("sampling_params") or {}), sampler.model.session
+        given, session = dict(_object(body, "sampling_params")), sampler.model.session
         asked = {name: body[name] for name in ("topk_prompt_logprobs", "prompt_logprobs") if body.get(name)}
         if asked:
             raise ValueError(f"asample: {', '.join(asked)} are not computed: use a forward pass")
@@ -298,7 +299,7 @@ class TinkerServer:
             top_k=max(given.get("top_k", -1), 0),
             seed=secrets.randbits(31) if seed is None else int(seed),
         )
-        prompt = [token for chunk in body["prompt"]["chunks"] for token in chunk["tokens"]]
+        prompt = _prompt(body)
         request = Request(prompt, config, n=int(body.get("num_samples", 1)))
         stops = None if given.get("stop") is None else _stops(session, given["stop"])
         done = sorted(session.sample_tokens([request], stops, sampler.weights), key=lambda each: each.answer)
@@ -385,6 +386,32 @@ def _document(tokens: np.ndarray, inputs: Mapping[str, np.ndarray], columns: tup
     if any(values.shape != tokens.shape for values in (targets, *own.values())):
         raise ValueError(f"loss_fn_inputs: expected arrays of the {len(tokens)} tokens of model_input")
     return TokenDocument(tokens, targets, own)
+
+
+def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return an object of a request, empty where there is none."""
+    value = body.get(name)
+    if not isinstance(value, Mapping | None):
+        raise ValueError(f"{name}: expected an object, got {value!r:.100}")
+    return value or {}
+
+
+def _adam_number(name: str, value: Any) -> float:
+    number = float(value) if isinstance(value, int | float) else math.nan
+    if not 0 <= number < (1 if name.startswith("beta") else math.inf):
+        wanted = "a number from 0 to below 1" if name.startswith("beta") else "a number from 0"
+        raise ValueError(f"adam_params: {name}: expected {wanted}, got {value!r:.100}")
+    return number
+
+
+def _prompt(body: Mapping[str, Any]) -> list[int]:
+    found: list[int] = []
+    for chunk in _object(body, "prompt").get("chunks") or ():
+        tokens = chunk.get("tokens") if isinstance(chunk, Mapping) else None
+        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+            raise ValueError("prompt: expected chunks with lists of token ids, images and sound are not read")
+        found += tokens
+    return found
 
 
 def _stops(session: Session, given: Any) -> set[int]:

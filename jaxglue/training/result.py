@@ -31,10 +31,10 @@ from jaxglue.hf.export_check import (
     random_rows,
     rounding_limit,
 )
-from jaxglue.hf.files import write_json
 from jaxglue.hf.identity import identify
 from jaxglue.hf.serving import write_stops, write_tokenizer
 from jaxglue.hf.serving_check import PROBES, check_serving
+from jaxglue.json_file import write_json
 from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.file_param import FileParam
@@ -45,10 +45,11 @@ from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.ops.quant.fp8 import E4M3
 from jaxglue.training.checkpoint import Checkpoints
 from jaxglue.training.config import TrainConfig
+from jaxglue.training.initial_adapter import base_identity
 from jaxglue.training.run_folder import RunFolder
 from jaxglue.training.setup import Run
 from jaxglue.training.step import TrainStep
-from jaxglue.training.vocabulary import Vocabulary, base_identity
+from jaxglue.training.vocabulary import Vocabulary
 
 _MOST_KEPT = 2**30
 """Largest random model that is written beside its adapter, in bytes."""

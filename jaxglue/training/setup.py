@@ -29,10 +29,11 @@ from jaxglue.rl.rewards import Judge
 from jaxglue.sharding.mesh import MeshShape, make_mesh, process_batch_shard
 from jaxglue.training.checks import refuse_shared_prompt, warn_of_peft
 from jaxglue.training.config import RunConfig, TrainConfig, warmup_steps
+from jaxglue.training.initial_adapter import read_initial_adapter
 from jaxglue.training.mesh_choice import agree_on_mesh
 from jaxglue.training.remat import RematChoice
 from jaxglue.training.trackers import check_trackers
-from jaxglue.training.vocabulary import Vocabulary, read_start, read_vocabulary, run_stops
+from jaxglue.training.vocabulary import Vocabulary, read_vocabulary, run_stops
 from jaxglue.training.workload import read_architecture, read_teacher, settle
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ def _read_model(
     """Return the settled configuration, the architecture, the vocabulary, and the adapter to train on from."""
     folder = config.model.folder
     base = read_architecture(config, folder)
-    adapter = read_start(config, base)
+    adapter = read_initial_adapter(config, base)
     base = adapter.adapted(base) if adapter else _untied_by_head(config, base)
     if not config.model.random_weights:
         check_weights(folder, base)

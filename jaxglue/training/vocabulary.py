@@ -1,21 +1,16 @@
-"""Start of a run beside its base: the tokenizer with new tokens, and the adapter to train on from."""
+"""The vocabulary of a run: its tokenizer, perhaps with new tokens, the rows of its model, and its stop tokens."""
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.tokenizer import known_tokens
-from jaxglue.hf.adapter import Adapter, check_adapter, load_adapter
-from jaxglue.hf.identity import Identity, identify, identify_random
+from jaxglue.hf.adapter import Adapter
 from jaxglue.hf.serving import has_tokenizer, load_own_tokenizer, stop_tokens
-from jaxglue.models import abstract_model
 from jaxglue.models.config import DecoderConfig
-from jaxglue.models.lora import base_shapes
-from jaxglue.models.lora_config import LoraConfig
-from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.regular_file import read_regular_text
 from jaxglue.training.config import TrainConfig
 
@@ -132,45 +127,3 @@ def _read_lines(path: Path) -> list[str]:
     if twice := next((token for token, count in Counter(tokens).items() if count > 1), None):
         raise ValueError(f"--new-tokens {path} has {twice!r:.100} twice: remove one")
     return tokens
-
-
-def base_identity(config: TrainConfig, model: DecoderConfig) -> Identity:
-    """Return the identity of a run's base, with the format of its linear layers, which its adapter records."""
-    random = config.model.random_weights
-    identity = identify_random(model, config.data.seed) if random else identify(config.model.folder)
-    if not FORMATS[model.quantize].offered:
-        return identity
-    skipped = {"unquantized": ",".join(model.unquantized)} if model.unquantized else {}
-    return {**identity, "quantize": model.quantize, **skipped}
-
-
-def read_start(config: TrainConfig, model: DecoderConfig) -> Adapter | None:
-    """Return the adapter that a run trains on from; None without `--adapter`.
-
-    Raises:
-        ValueError: not an adapter folder, one that does not fit the base, or flags that contradict it.
-    """
-    folder = config.model.adapter
-    if folder is None:
-        return None
-    adapter, tied = load_adapter(folder), model
-    model = adapter.adapted(tied)
-    if model != tied and config.model.random_weights:
-        raise ValueError(
-            f"--adapter {folder} has embedding and output projection apart, which --random-weights draws as one: "
-            "leave one of them out"
-        )
-    adapter = check_adapter(
-        adapter, base_shapes(abstract_model(model)), base_identity(config, model), config.model.model
-    )
-    if adapter.labels != (model.labels if model.scores else 0):
-        what = f"of a model with {adapter.labels} scores" if adapter.scores else "of a text model"
-        objective = config.objective.objective
-        raise ValueError(f"--adapter {folder} is {what}, so --objective {objective} cannot train it on")
-    lora, given = adapter.config, replace(config.lora, dropout=None)
-    if given not in (LoraConfig(), replace(lora, dropout=None)):
-        raise ValueError(
-            f"--adapter {folder} brings its own rank {lora.rank}, alpha {lora.alpha:g} and targets "
-            f"{', '.join(lora.targets[:8])}: leave out the other settings of adapters than --dropout"
-        )
-    return adapter

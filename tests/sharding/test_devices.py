@@ -1,4 +1,4 @@
-"""Runs the tests that need a mesh in processes of eight simulated devices."""
+"""Runs the tests that need a mesh in processes of several simulated devices."""
 
 import os
 import subprocess
@@ -12,10 +12,13 @@ TESTS = Path(__file__).parents[1]
 
 
 @pytest.mark.long
-@pytest.mark.skipif(jax.device_count() == 8, reason="this is that process")
-@pytest.mark.parametrize("files", [("sharding/test_loading.py", "sharding/test_parity.py"), ("training/test_mesh.py",)])
-def test_on_eight_simulated_devices(files, pytestconfig):
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+@pytest.mark.skipif(jax.device_count() > 1, reason="this is that process")
+@pytest.mark.parametrize(
+    ("devices", "files"),
+    [(8, ("sharding/test_loading.py", "sharding/test_parity.py")), (4, ("training/test_mesh.py",))],
+)
+def test_on_simulated_devices(devices, files, pytestconfig):
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     # A device that waits for another holds a thread; XLA starts NPROC of them, by default one per core.
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "32"}
     command = [

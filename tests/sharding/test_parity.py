@@ -390,6 +390,7 @@ LARGER_MOE = LARGER | MOE | {"moe_intermediate_size": 128}
         ("lora", "context=2", LARGER_LINEAR),
         ("lora", "expert=2", LARGER_MOE),
         ("full", "expert=2", LARGER_MOE),
+        ("lora", "expert=2", LARGER_MOE | {"quantize": "nf4"}),
         ("lora", "data=4", LARGER),
         ("full", "fsdp=4", LARGER),
         ("lora", "fsdp=4", LARGER),

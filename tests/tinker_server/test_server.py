@@ -175,6 +175,10 @@ def test_losses_are_tinkers(client, model):
     ("name", "body", "message"),
     [
         ("optim_step", {"adam_params": {"lr": 1}}, "unknown lr: expected learning_rate"),
+        ("optim_step", {"adam_params": [1]}, "adam_params: expected an object"),
+        ("optim_step", {"adam_params": {"learning_rate": -1}}, "learning_rate: expected a number from 0, got -1"),
+        ("optim_step", {"adam_params": {"beta1": 1}}, "beta1: expected a number from 0 to below 1, got 1"),
+        ("create_model", {"lora_config": "x"}, "lora_config: expected an object"),
         ("save_weights", {"path": "../up"}, "path: expected letters, digits, dots and dashes"),
         ("load_weights", {"path": "tinker://other/weights/x"}, "no weights at"),
         ("asample", {"prompt": {"chunks": []}}, "expected a sampling session of the last 16 saved weights"),

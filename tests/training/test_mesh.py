@@ -1,4 +1,4 @@
-"""Whole runs on a mesh of eight devices; see tests/sharding/test_devices.py."""
+"""Whole runs on a mesh of four devices; see tests/sharding/test_devices.py."""
 
 import json
 import signal
@@ -21,7 +21,7 @@ from jaxglue.training.record import read_metrics
 from jaxglue.training.step import StepProgram, TrainStep
 from jaxglue.training.train import train
 
-pytestmark = pytest.mark.skipif(jax.device_count() != 8, reason="run by test_devices.py in a process of eight devices")
+pytestmark = pytest.mark.skipif(jax.device_count() != 4, reason="run by test_devices.py in a process of four devices")
 
 
 def losses(folder):
@@ -37,7 +37,7 @@ def test_full_fine_tuning_resumes_on_another_mesh(make_config, tmp_path, monkeyp
         "method": "full",
         "learning_rate": 1e-3,
     }
-    train(make_config(**options, output=tmp_path / "whole", mesh="data=2,fsdp=4"))
+    train(make_config(**options, output=tmp_path / "whole", mesh="data=2,fsdp=2"))
     assert "compiled programs again" not in caplog.text
     dispatch, dispatching = TrainStep.dispatch, []
 
@@ -49,13 +49,13 @@ def test_full_fine_tuning_resumes_on_another_mesh(make_config, tmp_path, monkeyp
         return result
 
     monkeypatch.setattr(TrainStep, "dispatch", interrupted)
-    assert train(make_config(**options)) is None  # auto: fsdp=8
+    assert train(make_config(**options)) is None  # auto: fsdp=4
     embedding = dispatching[0].trainable["embed_tokens"]["weight"]
     moments = [
         state for state in jax.tree.leaves(dispatching[0].state()["optimizer"]) if state.shape == embedding.shape
     ]
     assert {array.sharding.spec for array in (embedding, *moments)} == {jax.sharding.PartitionSpec("fsdp")}
-    assert train(make_config(**options, mesh="data=2,fsdp=4", resume=True)) is not None
+    assert train(make_config(**options, mesh="data=2,fsdp=2", resume=True)) is not None
     np.testing.assert_allclose(losses(tmp_path / "run"), losses(tmp_path / "whole"), rtol=1e-4)
     assert dispatching[-1].trainable["embed_tokens"]["weight"].sharding.spec == jax.sharding.PartitionSpec("fsdp")
 
@@ -63,14 +63,14 @@ def test_full_fine_tuning_resumes_on_another_mesh(make_config, tmp_path, monkeyp
 def test_adapters_train_alike_on_data_and_fsdp(make_config, tmp_path, capsys):
     options = {"batch_size": 8, "steps": 3, "seq_len": 48, "rank": 2, "eval_fraction": 0.2}
     train(make_config(**options, output=tmp_path / "copies", sample_prompt=("Hello",), sample_tokens=2))
-    assert "data=8" in capsys.readouterr().out
-    train(make_config(**options, mesh="fsdp=8", sample_prompt=("Hello",), sample_tokens=2))
+    assert "data=4" in capsys.readouterr().out
+    train(make_config(**options, mesh="fsdp=4", sample_prompt=("Hello",), sample_tokens=2))
     np.testing.assert_allclose(losses(tmp_path / "run"), losses(tmp_path / "copies"), rtol=1e-5)
     samples = [(tmp_path / run / "samples.jsonl").read_text() for run in ("run", "copies")]
     assert samples[0] == samples[1]
 
 
-@pytest.mark.parametrize("mesh", ["data=8", repeat("fsdp=8")])
+@pytest.mark.parametrize("mesh", ["data=4", repeat("fsdp=4")])
 def test_a_step_on_a_mesh_is_one_program(make_config, tmp_path, caplog, mesh):
     options = {"batch_size": 8, "steps": 3, "seq_len": 48, "rank": 2, "dropout": 0.2, "mesh": mesh}
     train(make_config(**options, output=tmp_path / "several"))
@@ -102,7 +102,7 @@ def test_kernels_update_each_devices_own_parameters(interpreted, monkeypatch, mo
             trainable, state, values = optimizer.update(trainable, state, layout.put(tree(step + 1)), step)
         return trainable, values
 
-    layout, launch, launched = Layout(make_mesh(MeshShape(data=4, fsdp=2))), kernels._launch, []
+    layout, launch, launched = Layout(make_mesh(MeshShape(data=2, fsdp=2))), kernels._launch, []
     monkeypatch.setattr(kernels, "_launch", lambda *args, **kw: launched.append(args[1]) or launch(*args, **kw))
     with tracing_for((9, 0)):
         trainable, values = two_steps(layout)
@@ -113,7 +113,7 @@ def test_kernels_update_each_devices_own_parameters(interpreted, monkeypatch, mo
 
 def test_expert_parallel_training_equals_data_parallel(make_config, moe_folder, tmp_path):
     options = {"batch_size": 8, "steps": 2, "seq_len": 48, "rank": 2, "router_balance_loss": 0.1, "eval_fraction": 0.2}
-    for name, mesh in (("whole", "data=8"), ("run", "data=2,expert=4")):
+    for name, mesh in (("whole", "data=4"), ("run", "data=2,expert=2")):
         train(make_config(**options, output=tmp_path / name, mesh=mesh))
     whole, run = ([*read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("whole", "run"))
     figures = {"step", "loss", "eval_loss", "grad_norm", "expert_load_max", "expert_load_entropy"}
@@ -127,7 +127,7 @@ def test_expert_parallel_training_equals_data_parallel(make_config, moe_folder, 
 def test_rows_split_over_devices_resume_to_the_bit(make_config, tmp_path, monkeypatch, capsys):
     options = {"batch_size": 2, "steps": 3, "seq_len": 64, "rank": 2, "eval_fraction": 0.2}
     train(make_config(**options, output=tmp_path / "whole"))
-    assert "data=2,context=4" in capsys.readouterr().out  # auto: there are fewer rows than devices
+    assert "data=2,context=2" in capsys.readouterr().out  # auto: there are fewer rows than devices
     dispatch = TrainStep.dispatch
 
     def interrupted(self, batch):
@@ -153,8 +153,8 @@ def test_pairs_train_alike_in_whole_and_split_rows(make_config, write_jsonl, tmp
     }
     data = (write_jsonl([pair] * 24, "pairs.jsonl"),)
     options = {"objective": "dpo", "data": data, "batch_size": 8, "steps": 3, "seq_len": 96, "rank": 2}
-    train(make_config(**options, output=tmp_path / "whole", mesh="data=8", reference_cache="off"))
-    train(make_config(**options, mesh="data=4,context=2", reference_cache="on"))
+    train(make_config(**options, output=tmp_path / "whole", mesh="data=4", reference_cache="off"))
+    train(make_config(**options, mesh="data=2,context=2", reference_cache="on"))
     np.testing.assert_allclose(losses(tmp_path / "run"), losses(tmp_path / "whole"), rtol=1e-5)
 
 
@@ -164,8 +164,8 @@ def test_answers_are_learned_alike_in_whole_and_split_rows(make_config, write_js
     settings = {"data": (write_jsonl(rows, "prompts.jsonl"),), "seq_len": 64, "objective": "grpo", "steps": 2}
     settings |= {"reward": ("length?soft=2&hard=8",), "num_generations": 2, "generation_batch_size": 16, "beta": 0.1}
     settings |= {"max_completion_length": 8, "learning_rate": 1e-3, "temperature": 0.7, "num_iterations": 2}
-    train(make_config(**settings, batch_size=8, output=tmp_path / "whole", mesh="data=8"))
-    train(make_config(**settings, batch_size=4, output=tmp_path / "split", mesh="data=4,context=2"))
+    train(make_config(**settings, batch_size=8, output=tmp_path / "whole", mesh="data=4"))
+    train(make_config(**settings, batch_size=4, output=tmp_path / "split", mesh="data=2,context=2"))
     texts = [(tmp_path / name / "rollouts.jsonl").read_text().splitlines() for name in ("whole", "split")]
     assert texts[0] == texts[1]
     np.testing.assert_allclose(losses(tmp_path / "split"), losses(tmp_path / "whole"), rtol=1e-4, atol=1e-6)
@@ -184,12 +184,12 @@ def test_devices_with_the_same_weights_share_the_prompts(make_config, write_json
         return generate(self, trainable, frozen, requests, *args, **options)
 
     monkeypatch.setattr(Engine, "generate", noted)
-    train(make_config(**settings, output=tmp_path / "split", mesh="data=2,fsdp=4"))
-    assert [(len(devices), count) for devices, count in shares] == [(8, 8), (8, 8)]  # all work on all prompts
+    train(make_config(**settings, output=tmp_path / "split", mesh="data=2,fsdp=2"))
+    assert [(len(devices), count) for devices, count in shares] == [(4, 8), (4, 8)]  # all work on all prompts
     shares.clear()
-    train(make_config(**settings, output=tmp_path / "copied", mesh="data=8"))
-    assert len(shares) == 16 and len(set(shares)) == 8  # in each of two steps, each device answers a prompt
-    assert {(len(devices), count) for devices, count in shares} == {(1, 1)}
+    train(make_config(**settings, output=tmp_path / "copied", mesh="data=4"))
+    assert len(shares) == 8 and len(set(shares)) == 4  # in each of two steps, each device answers two prompts
+    assert {(len(devices), count) for devices, count in shares} == {(1, 2)}
     texts = [(tmp_path / name / "rollouts.jsonl").read_text().splitlines() for name in ("split", "copied")]
     answers = [[json.loads(line)["answer"] for line in lines] for lines in texts]
     assert answers[0] == answers[1]

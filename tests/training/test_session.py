@@ -13,6 +13,7 @@ from jaxglue.engine.fp8_errors import FP8Errors
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.hf.loading import random_model
 from jaxglue.hf.tensor_files import TensorFiles
+from jaxglue.session import TokenDocument
 from jaxglue.training import step
 from jaxglue.training.record import read_metrics
 from tests.selection import repeat
@@ -222,6 +223,40 @@ def test_rows_are_rows_and_no_names(settings, pairs, write_jsonl):
             session.forward_backward([str(write_jsonl(pairs))])
         with pytest.raises(ValueError, match="expected rows, as a list of dictionaries"):
             session.forward_backward(pairs[0])
+
+
+def test_losses_that_are_not_finite_or_not_of_tokens_change_nothing(settings, pairs):
+    with jaxglue.Session(**settings) as session:
+        before = session.snapshot()
+        with pytest.raises(ValueError, match=r"expected a loss for each token, .* got one of shape \[\]"):
+            session.forward_backward(pairs, lambda log_probs, _: -log_probs.mean())
+        assert np.isnan(session.forward_backward(pairs, lambda log_probs, _: log_probs * jnp.nan))
+        with pytest.raises(ValueError, match="optim_step: the gradients are not finite"):
+            session.optim_step()
+        assert session.step == 0 and jax.tree.all(jax.tree.map(jnp.array_equal, before, session.snapshot()))
+        session.forward_backward(pairs)
+        assert np.isfinite(session.optim_step()["grad_norm"])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "targets", "weights", "message"),
+    [
+        ([5, 9999], [6, 7], [1, 1], "document 2: its tokens hold the id 9999, and the vocabulary has"),
+        ([5, 6], [6, -100], [1, 0], "document 2: its targets hold the id -100"),
+        ([5, 6], [6, 7], [1, np.nan], "document 2: weights must hold a finite number for each of 2 tokens"),
+        ([], [], [], "document 2: expected tokens"),
+    ],
+)
+def test_documents_hold_tokens_and_finite_numbers(settings, tokens, targets, weights, message):
+    def document(*parts):
+        tokens, targets, weights = map(np.array, parts)
+        return TokenDocument(tokens, targets, {"weights": weights})
+
+    def loss(log_probs, columns):
+        return -columns["weights"] * log_probs
+
+    with jaxglue.Session(**settings) as session, pytest.raises(ValueError, match=message):
+        session.forward_backward_tokens([document([5], [6], [1.0]), document(tokens, targets, weights)], loss)
 
 
 def test_a_step_without_gradients_is_refused(settings):
