@@ -16,9 +16,9 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 
+from jaxglue.atomic import atomic_folder
 from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.experts import checkpoint_layout, part_shape
-from jaxglue.hf.files import atomic_folder
 from jaxglue.hf.tensor_files import INDEX, plan_shards, write_file
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.config import DecoderConfig

@@ -1,4 +1,4 @@
-"""JSON files: strangers' are bounded in size and depth, every defect one line."""
+"""JSON files: strangers' are bounded in size and depth, every defect one line; ours are written whole or not at all."""
 
 import json
 import re
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from jaxglue.atomic import atomic_file
 from jaxglue.regular_file import MAX_BYTES, read_regular
 
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -153,3 +154,9 @@ def is_deeper(content: Any, levels: int) -> bool:
         if not containers:
             return False
     return True
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write `content` as indented JSON, atomically."""
+    with atomic_file(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -29,9 +29,8 @@ from jaxglue.generation.engine import Completion, Engine
 from jaxglue.generation.prompts import encode_messages, encode_prompt
 from jaxglue.generation.scheduler import Request
 from jaxglue.hf.checkpoint import save_tensors
-from jaxglue.hf.files import write_json
 from jaxglue.hf.tensor_files import TensorFiles
-from jaxglue.json_file import read_json
+from jaxglue.json_file import read_json, write_json
 from jaxglue.models.parameters import Params, split_model
 from jaxglue.objectives.objective import Objective, TargetValues
 from jaxglue.ops.segments import pack_segments, segment_bucket

@@ -10,9 +10,10 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxglue.models.config import DecoderConfig, check_fields
+from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.family import FAMILIES, Family, find_family, register
+from jaxglue.models.hf_fields import check_fields
 from jaxglue.models.layers import DecoderLayer
 from jaxglue.models.wrapper import WRAPPERS, find_wrapper, text_config
 

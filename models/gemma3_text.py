@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxglue.models.config import DecoderConfig, layer_types, layer_windows, ropes_by_type
+from jaxglue.models.config import DecoderConfig
 from jaxglue.models.family import Family, Parts, register
 from jaxglue.models.gemma2 import NORMS, gemma_fields
+from jaxglue.models.hf_fields import layer_types, layer_windows, ropes_by_type
 from jaxglue.models.wrapper import Wrapper, wrap
 
 _POSITIONS = 131_072

@@ -8,21 +8,11 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxglue.models.config import (
-    DecoderConfig,
-    LayerKind,
-    LayerShape,
-    MoeConfig,
-    PerLayerConfig,
-    expert_format,
-    layer_types,
-    layer_windows,
-    require_fields,
-    ropes_by_type,
-)
+from jaxglue.models.config import DecoderConfig, LayerKind, LayerShape, MoeConfig, PerLayerConfig
 from jaxglue.models.context import LayerContext
 from jaxglue.models.family import ExpertParts, Family, Parts, register
 from jaxglue.models.gemma2 import NORMS, gemma_fields
+from jaxglue.models.hf_fields import expert_format, layer_types, layer_windows, require_fields, ropes_by_type
 from jaxglue.models.layers import DecoderLayer
 from jaxglue.models.linear import layer_linear
 from jaxglue.models.moe_layers import Experts, ScaledRouter, apply_experts

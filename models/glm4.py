@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxglue.models.config import DecoderConfig, decoder_fields
+from jaxglue.models.config import DecoderConfig
 from jaxglue.models.family import Family, NormNames, Parts, register
+from jaxglue.models.hf_fields import decoder_fields
 
 _DEFAULTS = {"head_dim": 128, "num_key_value_heads": 2, "attention_bias": True}
 

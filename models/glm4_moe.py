@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxglue.models.config import DecoderConfig, MoeConfig, decoder_fields, expert_format, require_fields
+from jaxglue.models.config import DecoderConfig, MoeConfig
 from jaxglue.models.family import ExpertParts, Family, Parts, register
+from jaxglue.models.hf_fields import decoder_fields, expert_format, require_fields
 from jaxglue.models.wrapper import Spelling, spell
 from jaxglue.ops.moe import Groups
 

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxglue.models.config import DecoderConfig, MoeConfig, decoder_fields, expert_format, layer_windows, require_fields
+from jaxglue.models.config import DecoderConfig, MoeConfig
 from jaxglue.models.family import ExpertParts, Family, Parts, register
+from jaxglue.models.hf_fields import decoder_fields, expert_format, layer_windows, require_fields
 from jaxglue.ops.choices import Storage
 from jaxglue.ops.moe import GPT_OSS_LIMIT
 

@@ -11,9 +11,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxglue.models.config import DecoderConfig, LatentConfig, LayerKind, decoder_fields, require_fields
+from jaxglue.models.config import DecoderConfig, LatentConfig, LayerKind
 from jaxglue.models.context import LayerContext
 from jaxglue.models.family import Parts
+from jaxglue.models.hf_fields import decoder_fields, require_fields
 from jaxglue.models.layers import Attention, DecoderLayer, copied
 from jaxglue.models.linear import Linear, layer_linear
 from jaxglue.models.residual import RMSNorm

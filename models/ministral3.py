@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxglue.models.config import DecoderConfig, decoder_fields
+from jaxglue.models.config import DecoderConfig
 from jaxglue.models.family import Family, register
+from jaxglue.models.hf_fields import decoder_fields
 
 _ROPE = {
     "rope_type": "yarn",

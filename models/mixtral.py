@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxglue.models.config import DecoderConfig, MoeConfig, decoder_fields, expert_format, require_fields
+from jaxglue.models.config import DecoderConfig, MoeConfig
 from jaxglue.models.family import Family, register
+from jaxglue.models.hf_fields import decoder_fields, expert_format, require_fields
 from jaxglue.models.wrapper import Spelling, spell
 
 _DEFAULTS = {"num_local_experts": 8, "num_experts_per_tok": 2}

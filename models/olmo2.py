@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxglue.models.config import DecoderConfig, decoder_fields
+from jaxglue.models.config import DecoderConfig
 from jaxglue.models.family import Family, NormNames, Parts, register
+from jaxglue.models.hf_fields import decoder_fields
 from jaxglue.ops.norm_rope import NormStyle
 
 PARTS = Parts(

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxglue.models.config import DecoderConfig, decoder_fields, layer_types, layer_windows, ropes_by_type
+from jaxglue.models.config import DecoderConfig
 from jaxglue.models.family import Family, register
+from jaxglue.models.hf_fields import decoder_fields, layer_types, layer_windows, ropes_by_type
 from jaxglue.models.olmo2 import PARTS
 
 

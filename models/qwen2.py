@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxglue.models.config import DecoderConfig, decoder_fields, later_windows
+from jaxglue.models.config import DecoderConfig
 from jaxglue.models.family import Family, register
+from jaxglue.models.hf_fields import decoder_fields, later_windows
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:

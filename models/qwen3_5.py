@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxglue.models.config import DecoderConfig, DeltaConfig, decoder_fields, layer_windows
+from jaxglue.models.config import DecoderConfig, DeltaConfig
 from jaxglue.models.family import Family, Parts, register
+from jaxglue.models.hf_fields import decoder_fields, layer_windows
 from jaxglue.models.wrapper import TEXT_PATH, Wrapper, wrap
 from jaxglue.ops.norm_rope import NormStyle
 

@@ -5,8 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from jaxglue.models import qwen3_5
-from jaxglue.models.config import DecoderConfig, MoeConfig, expert_format, require_fields
+from jaxglue.models.config import DecoderConfig, MoeConfig
 from jaxglue.models.family import ExpertParts, Family, register
+from jaxglue.models.hf_fields import expert_format, require_fields
 from jaxglue.models.wrapper import wrap
 
 

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxglue.models.config import DecoderConfig, MoeConfig, decoder_fields, expert_format, require_fields, sparse_layers
+from jaxglue.models.config import DecoderConfig, MoeConfig
 from jaxglue.models.family import Family, Parts, register
+from jaxglue.models.hf_fields import decoder_fields, expert_format, require_fields, sparse_layers
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:

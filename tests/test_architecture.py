@@ -21,8 +21,8 @@ FLOORS = (
     {"cli", "distributed", "ops"},
     {"recipe"},
     {"dialects"},
-    {"atomic", "config", "console", "json_file", "yaml_file"},
-    {"garbage_collection", "regular_file", "spelling", "terminal"},
+    {"config", "console", "json_file", "yaml_file"},
+    {"atomic", "garbage_collection", "regular_file", "spelling", "terminal"},
 )
 """From the top; packages of one floor do not import each other."""
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxglue.generation.config import EvaluateConfig
 from jaxglue.generation.harness import run_tasks
-from jaxglue.hf.files import write_json
+from jaxglue.json_file import write_json
 from jaxglue.terminal import echo
 
 

@@ -17,7 +17,7 @@ from jaxglue.data.decoding import TokenDecoder
 from jaxglue.data.progress import DataProgress
 from jaxglue.generation.config import AssistantConfig, GenerateConfig, SamplingConfig
 from jaxglue.generation.engine import STEPS, Engine
-from jaxglue.generation.grammar import Grammars
+from jaxglue.generation.grammar import Grammar, Grammars
 from jaxglue.generation.pages import free_bytes
 from jaxglue.generation.prompts import encode_messages, encode_rows, prompt_of, read_prompts, system_message
 from jaxglue.generation.scheduler import Request
@@ -27,6 +27,7 @@ from jaxglue.hf.identity import Identity, identify, identify_random
 from jaxglue.hf.loading import add_adapter, load_model, random_model
 from jaxglue.hf.serving import load_own_tokenizer, stop_tokens
 from jaxglue.hf.several import add_adapters
+from jaxglue.json_file import read_json
 from jaxglue.models import config_from_hf
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.parameters import split_model
@@ -90,10 +91,13 @@ class Assistant:
         stops = self.stops.union(*(voice.stops for voice in self.voices.values()))
         return Grammars(self.tokenizer, self.config.vocab_size, stops)
 
-    def answer(self, tokens: list[int], sampling: SamplingConfig, index: int = 0) -> Iterator[str]:
-        """Yield the answer to an encoded prompt in pieces; `index` and errors as of `Engine.stream`."""
+    def answer(
+        self, tokens: list[int], sampling: SamplingConfig, index: int = 0, grammar: Grammar | None = None
+    ) -> Iterator[str]:
+        """Yield the answer to an encoded prompt in pieces; `index`, `grammar` and errors as of `Engine.stream`."""
         stops = self.stops | special_stops(self.tokenizer, sampling.stop)
-        new = self.engine.stream(self.adapter, self.frozen, tokens, sampling, stops, index=index, memory=self.memory)
+        options: dict[str, Any] = {"index": index, "grammar": grammar, "memory": self.memory}
+        new = self.engine.stream(self.adapter, self.frozen, tokens, sampling, stops, **options)
         return before(stream_text(self.tokenizer, new), sampling.stop)
 
     def answers(
@@ -193,14 +197,20 @@ def answer_rows(
 ) -> Iterator[tuple[dict[str, Any], Iterator[str]]]:
     """Yield each row of `read_prompts` with its answer in pieces; as `generate`, `say` as in `Assistant.answers`."""
     rows, assistant = read_prompts(config), Assistant(config)
-    prompts = encode_rows(assistant.tokenizer, rows, config)
+    prompts, grammar = encode_rows(assistant.tokenizer, rows, config), _grammar(assistant, config)
     if len(rows) == 1 or config.batch_size == 1:
-        answers = (assistant.answer(tokens, config.sampling, index) for index, tokens in enumerate(prompts))
+        answers = (assistant.answer(tokens, config.sampling, index, grammar) for index, tokens in enumerate(prompts))
     else:
-        requests = [Request(tokens, config.sampling, index) for index, tokens in enumerate(prompts)]
+        requests = [Request(tokens, config.sampling, index, grammar=grammar) for index, tokens in enumerate(prompts)]
         texts = assistant.answers(requests, batch_size=config.batch_size, say=say)
         answers = (iter([text]) for text in texts)
     yield from zip(rows, answers, strict=True)
+
+
+def _grammar(assistant: Assistant, config: GenerateConfig) -> Grammar | None:
+    if config.json_schema is not None:
+        return assistant.grammars.json(read_json(config.json_schema))
+    return None if config.regex is None else assistant.grammars.regex(config.regex)
 
 
 def _in_float32(dtype: str) -> bool:

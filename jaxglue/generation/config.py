@@ -133,6 +133,10 @@ class GenerateConfig(AssistantConfig):
     """The most prompts to answer at a time; by default as many as free memory holds. With 1, answers stream."""
     raw: bool = False
     """Continue the prompts verbatim, without the chat template."""
+    json_schema: Path | None = None
+    """File with a JSON schema that answers follow; needs llguidance."""
+    regex: str | None = None
+    """Regular expression, as of Rust's regex, that answers match as a whole; needs llguidance."""
 
     def validate(self) -> None:
         """Refuse missing prompts and files, and a system message without a template."""
@@ -143,6 +147,10 @@ class GenerateConfig(AssistantConfig):
             raise ValueError("--system needs the chat template: leave out --raw, or put the text into the prompt")
         if self.prompt_file and self.prompt_file != STDIN and not self.prompt_file.is_file():
             raise ValueError(f"--prompt-file: no such file: {self.prompt_file}")
+        if self.json_schema is not None and self.regex is not None:
+            raise ValueError("--json-schema and --regex: an answer follows one of them; leave the other out")
+        if self.json_schema and not self.json_schema.is_file():
+            raise ValueError(f"--json-schema: no such file: {self.json_schema}")
 
 
 @dataclass(frozen=True, kw_only=True)

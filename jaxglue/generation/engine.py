@@ -23,6 +23,7 @@ from jaxtyping import Float, Int
 from jaxglue.engine.compiler import rounding_as_written
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.contexts import Cursor, Places
+from jaxglue.generation.grammar import Grammar
 from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, CachePlan, free_bytes, make_caches, plan_cache, ring_table
 from jaxglue.generation.programs import IDLE, NOT_FINITE, Cache, Copies, Programs, Trees, Window, make_sequences
 from jaxglue.generation.sampling import Controls, Features, Sampled, answer_keys
@@ -206,10 +207,11 @@ class Engine:
         stop: Collection[int] = (),
         *,
         index: int = 0,
+        grammar: Grammar | None = None,
         memory: float | None = None,
     ) -> Iterator[int]:
         """Yield the tokens of one answer up to a stop token (excluded); errors as of `generate`."""
-        request = Request(prompt, sampling, index)
+        request = Request(prompt, sampling, index, grammar=grammar)
         plan = self._plan_roomy(request, memory)
         for piece in self.pieces(trainable, frozen, [request], stop, plan=plan):
             yield from (token for token in piece.tokens if token not in stop)

@@ -7,13 +7,10 @@ answer goes back to the first that it refuses, and the next window chooses anoth
 import importlib.util
 import json
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from jaxtyping import UInt32
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _LONGEST = 65_536
 """Characters of a grammar, at most: some take long to compile."""
@@ -58,7 +55,7 @@ class Grammars:
     """Makes grammars of a model's tokens.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: of the model, a fast one of transformers.
         vocabulary: of the model, which may be larger than the tokenizer's.
         stops: tokens that end an answer where a grammar lets it end.
 
@@ -66,7 +63,7 @@ class Grammars:
         ValueError: llguidance is not installed.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", vocabulary: int, stops: Collection[int]):
+    def __init__(self, tokenizer: Any, vocabulary: int, stops: Collection[int]):
         if not is_installed():
             raise ValueError("answers that follow a grammar need llguidance: pip install '.[serve]' in jaxglue's clone")
         from llguidance.hf import from_tokenizer

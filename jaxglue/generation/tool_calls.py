@@ -16,6 +16,8 @@ _TAG, _THINKING = "<tool_call>", "</think>"
 _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)\s*", re.DOTALL)
 _XML = re.compile(r"<function=([^<>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^<>\s]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL)
+_KEYED = re.compile(r"([^<>\s]+)\s*((?:<arg_key>.*?</arg_key>\s*<arg_value>.*?</arg_value>\s*)*)", re.DOTALL)
+_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 _MESSAGE = re.compile(
     r"(?:<\|start\|>assistant)?(?P<role>\s*to=[^\s<]+)?\s*<\|channel\|>(?P<channel>[^<]*)(?:<\|constrain\|>[^<]*)?"
     r"<\|message\|>(?P<body>.*?)(?:<\|call\|>|<\|end\|>|\Z)",
@@ -70,10 +72,11 @@ def split_calls(text: str, functions: dict[str, dict[str, Any]]) -> tuple[str, l
 
 
 def _tagged(text: str, functions: dict[str, dict[str, Any]]) -> tuple[str, list[ToolCall]]:
-    """Read `<tool_call>` with JSON (Hermes, Qwen) or with a function's and its parameters' tags (Qwen3-Coder)."""
+    """Read `<tool_call>` with JSON (Hermes, Qwen), or tags of parameters (Qwen3-Coder), or of keys and values (GLM)."""
     calls = []
     for block in map(str.strip, _BLOCK.findall(text)):
         found = list(_tags(block, functions)) if block.startswith("<function=") else _json_calls(block)
+        found = found or _keyed(block, functions)
         if not found:
             return text, []
         calls += found
@@ -85,6 +88,15 @@ def _tags(block: str, functions: dict[str, dict[str, Any]]) -> Iterator[ToolCall
         schemas = functions.get(name, {})
         given = {key: _value(value, _object(schemas.get(key))) for key, value in _PARAMETER.findall(body)}
         yield ToolCall(name, json.dumps(given, ensure_ascii=False))
+
+
+def _keyed(block: str, functions: dict[str, dict[str, Any]]) -> list[ToolCall]:
+    if (found := _KEYED.fullmatch(block)) is None:
+        return []
+    schemas = functions.get(found[1], {})
+    pairs = [(key.strip(), value.strip()) for key, value in _PAIR.findall(found[2])]
+    given = {key: _value(value, _object(schemas.get(key))) for key, value in pairs}
+    return [ToolCall(found[1], json.dumps(given, ensure_ascii=False))]
 
 
 def _value(text: str, schema: dict[str, Any]) -> Any:

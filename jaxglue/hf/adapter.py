@@ -33,11 +33,10 @@ from jaxglue.hf.adapter_tensors import (
     target_parameters,
     to_keys,
 )
-from jaxglue.hf.files import write_json
 from jaxglue.hf.hub import base_reference, is_hub_id, model_path
 from jaxglue.hf.identity import Identity, changed_settings, difference
 from jaxglue.hf.tensor_files import TensorFiles, write_file
-from jaxglue.json_file import parse_json, read_json
+from jaxglue.json_file import parse_json, read_json, write_json
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora_config import ALL_LINEAR, PATHS, LoraConfig, VocabularyModule, is_target
 from jaxglue.models.vocabulary import ROWS

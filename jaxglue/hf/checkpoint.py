@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxglue.atomic import atomic_folder
 from jaxglue.data.progress import DataProgress, NoProgress, metered
 from jaxglue.hf.experts import Source, find_source
-from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder
+from jaxglue.hf.files import MAX_SHARD_BYTES
 from jaxglue.hf.tensor_files import INDEX, SINGLE, TensorFiles, write_shards
 from jaxglue.json_file import read_json
 from jaxglue.models import config_from_hf

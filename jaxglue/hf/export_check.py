@@ -16,7 +16,7 @@ from jaxglue.atomic import atomic_file
 from jaxglue.hf.adapter import Adapter, vocabulary_matrix
 from jaxglue.hf.checkpoint import load_tensors, read_config
 from jaxglue.hf.experts import expand, expert_parts
-from jaxglue.hf.files import write_json
+from jaxglue.json_file import write_json
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import packed_context

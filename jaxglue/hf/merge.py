@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxglue.atomic import atomic_folder, require_empty
 from jaxglue.data.progress import DataProgress
 from jaxglue.hf.adapter import Adapter, check_adapter, load_adapter, vocabulary_matrix, warn_of_adapter_inside
 from jaxglue.hf.adapter_tensors import MAGNITUDE, SCORE
@@ -18,7 +19,7 @@ from jaxglue.hf.checkpoint import HEAD, open_checkpoint, read_config, stored_for
 from jaxglue.hf.experts import expert_parts, find_source, part_shape, read_expanded
 from jaxglue.hf.export import copy_texts, describe_classifier, expert_matrices, quantized_tensors
 from jaxglue.hf.export_check import ROWS_FILE, ExportCheck, check_merge, load_rows
-from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder, require_empty, write_json
+from jaxglue.hf.files import MAX_SHARD_BYTES
 from jaxglue.hf.identity import identify
 from jaxglue.hf.input_check import check_input
 from jaxglue.hf.loading import require_stored
@@ -32,6 +33,7 @@ from jaxglue.hf.serving import (
 )
 from jaxglue.hf.serving_check import check_serving
 from jaxglue.hf.tensor_files import TensorFiles, TensorInfo, write_shards
+from jaxglue.json_file import write_json
 from jaxglue.models import abstract_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import CausalLM

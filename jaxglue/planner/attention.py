@@ -49,9 +49,9 @@ def attention_costs(workload: Workload, gpu: Gpu, window: int | None) -> dict[Ke
         # Each pass gathers keys and values and puts them in the row's order; the backward pass returns their gradients.
         exchange = (1 - 1 / parts) * rows / gpu.peers + 2 * rows / gpu.copy
         return {
-            KernelKind.ATTENTION_FORWARD: AttentionCost(seconds=forward / parts + exchange, workspace=2 * rows),
+            KernelKind.ATTENTION_FORWARD: AttentionCost(seconds=forward / parts + exchange, workspace=rows),
             KernelKind.ATTENTION_BACKWARD: AttentionCost(
-                seconds=backward / parts + 2 * exchange, workspace=workspace + 3 * rows
+                seconds=backward / parts + 2 * exchange, workspace=workspace + 2 * rows, in_place=in_place
             ),
         }
     return {

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxglue.atomic import atomic_file
-from jaxglue.hf.files import named_errors
+from jaxglue.atomic import atomic_file, named_errors
 from jaxglue.json_file import parse_object
 
 DAMAGED = ".damaged"

@@ -31,10 +31,10 @@ from jaxglue.hf.export_check import (
     random_rows,
     rounding_limit,
 )
-from jaxglue.hf.files import write_json
 from jaxglue.hf.identity import identify
 from jaxglue.hf.serving import write_stops, write_tokenizer
 from jaxglue.hf.serving_check import PROBES, check_serving
+from jaxglue.json_file import write_json
 from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.file_param import FileParam

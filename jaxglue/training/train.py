@@ -17,8 +17,8 @@ from jaxglue.distributed import SINGLE_PROCESS, Processes
 from jaxglue.engine.host_buffers import Buffers
 from jaxglue.engine.policy import AUTO
 from jaxglue.engine.program_cache import keep_programs
-from jaxglue.hf.files import write_json
 from jaxglue.hf.hub import is_hub_id
+from jaxglue.json_file import write_json
 from jaxglue.planner.device_memory import bounded_pool, take_fitting_blocks
 from jaxglue.planner.host_memory import HOST_LIMIT
 from jaxglue.recipe import as_dict, load_config, to_toml

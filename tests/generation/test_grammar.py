@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 from selection import repeat
 
-from jaxglue.generation.config import GREEDY, SamplingConfig
+from jaxglue.generation.chat import generate
+from jaxglue.generation.config import GREEDY, GenerateConfig, SamplingConfig
 from jaxglue.generation.engine import Engine
 from jaxglue.generation.grammar import Grammars
 from jaxglue.generation.scheduler import Request
@@ -187,6 +188,23 @@ def test_answers_are_choices_expressions_and_grammars(tokenizer, quickstart, bas
     ]:
         found = written(tokenizer, base, grammar, stops)
         assert {text for text, _ in found} <= texts and {finish for _, finish in found} == {"stop"}
+
+
+def test_generate_follows_a_schema_or_expression(folders, tmp_path, grammars):
+    (tmp_path / "schema.json").write_text(json.dumps({"enum": ["north", "south"]}))
+    sampling = SamplingConfig(temperature=1.0, max_tokens=40)
+    options = {"model": folders[0], "prompt": ("Where?", "And then?"), "sampling": sampling}
+    texts = {"json_schema": {'"north"', '"south"'}, "regex": {"left", "right"}}
+    for batch_size in (1, None):
+        for flag, value in (("json_schema", tmp_path / "schema.json"), ("regex", "left|right")):
+            found = generate(GenerateConfig(**options, **{flag: value}, batch_size=batch_size))
+            assert {"".join(pieces) for _, pieces in found} <= texts[flag]
+    for wrong, message in [
+        ({"json_schema": tmp_path / "schema.json", "regex": "a"}, "an answer follows one of them"),
+        ({"json_schema": tmp_path / "none.json"}, "--json-schema: no such file"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            GenerateConfig(**options, **wrong)
 
 
 def test_malformed_grammars_are_refused(grammars):

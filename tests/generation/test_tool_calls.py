@@ -25,6 +25,8 @@ TEXTS = {
     "hermes without its end": f"<tool_call>\n{JSON}\n",
     "coder": "<tool_call>\n<function=weather>\n<parameter=city>\nUlm\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
     "</function>\n</tool_call>",
+    "glm": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Ulm</arg_value>\n<arg_key>days</arg_key>\n"
+    "<arg_value>2</arg_value>\n</tool_call>",
     "llama": json.dumps({"name": "weather", "parameters": CALL}),
     "mistral": f"[{JSON}]",
     "mistral with its token": f"[TOOL_CALLS][{JSON}]",

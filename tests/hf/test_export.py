@@ -13,12 +13,11 @@ from flax import nnx
 from forked import Forked, run_script
 from safetensors.numpy import load_file, save_file
 
-from jaxglue.atomic import temporary_prefix
+from jaxglue.atomic import atomic_folder, temporary_prefix
 from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.checkpoint import save_tensors
 from jaxglue.hf.export import quantize_folder, save_model
 from jaxglue.hf.export_check import CHECK_FILE, compare, random_rows
-from jaxglue.hf.files import atomic_folder
 from jaxglue.hf.identity import identify
 from jaxglue.hf.loading import add_adapter, load_model, random_model
 from jaxglue.hf.merge import Delta, export_adapter

@@ -12,8 +12,9 @@ from flax import nnx
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import PRESETS
 from jaxglue.models import FAMILIES, Family, build_model, config_from_hf, register
-from jaxglue.models.config import DecoderConfig, decoder_fields
+from jaxglue.models.config import DecoderConfig
 from jaxglue.models.family import NormNames, Parts
+from jaxglue.models.hf_fields import decoder_fields
 from jaxglue.models.parameters import split_model
 from jaxglue.ops.norm_rope import NormStyle
 from jaxglue.ops.segments import pack_segments

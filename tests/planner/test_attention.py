@@ -21,6 +21,7 @@ from jaxglue.planner.attention import (
 )
 from jaxglue.planner.gpus import find_gpu
 from jaxglue.planner.workload import Workload, sample_lengths, sample_micro_batches
+from jaxglue.sharding.mesh import MeshShape
 
 H200 = find_gpu("H200")
 
@@ -94,6 +95,9 @@ def test_workspaces_are_costed(workload):
     assert workspace() == 4 * 16_384 * 32 * 128
     assert workspace(attention="hopper", seq_len=524_288) == 2**30  # of one key/value head after another
     assert [backward(attention="hopper", seq_len=n).in_place for n in (16_384, 524_288)] == [False, True]
+    # Of rows on two GPUs also the keys and values of both, and their gradients (as compiled for two H200s).
+    split = {"attention": "hopper", "seq_len": 2**20, "mesh": MeshShape(context=2)}
+    assert workspace(**split) == 2**30 + 2 * 2**32 and backward(**split).in_place
 
 
 @pytest.mark.skipif(not has_jax_triton(), reason="without jax-triton, auto takes cudnn")

@@ -159,7 +159,7 @@ def test_mesh_equals_one_device(mesh_of, batches, expected, kind, mesh, policy, 
 @pytest.mark.parametrize(
     ("kind", "mesh", "layers", "size", "changes"),
     [
-        ("lora", "data=8", 2, 2, {}),
+        repeat("lora", "data=8", 2, 2, {}),
         ("full", "fsdp=8", 3, 2, {}),
         repeat("full", "data=2,fsdp=4", 3, 3, {}),
         repeat("lora", "data=2,expert=4", 2, 2, MOE),
@@ -390,6 +390,7 @@ LARGER_MOE = LARGER | MOE | {"moe_intermediate_size": 128}
         ("lora", "context=2", LARGER_LINEAR),
         ("lora", "expert=2", LARGER_MOE),
         ("full", "expert=2", LARGER_MOE),
+        ("lora", "expert=2", LARGER_MOE | {"quantize": "nf4"}),
         ("lora", "data=4", LARGER),
         ("full", "fsdp=4", LARGER),
         ("lora", "fsdp=4", LARGER),

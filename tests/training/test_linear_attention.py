@@ -40,6 +40,7 @@ def test_run_learns_and_saves_adapters_of_both_kinds_of_layers(make_config, hybr
     assert all(np.any(tensor) for tensor in tensors.values())
 
 
+@repeats_parts_of("test_run_learns_and_saves_adapters_of_both_kinds_of_layers")
 def test_experts_of_hybrids_learn(make_config, hybrid_folder, tmp_path):
     path = hybrid_folder / "config.json"
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}

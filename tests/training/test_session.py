@@ -30,7 +30,7 @@ def pairs():
     return [{"prompt": f"What is {n}? ", "completion": f"It is {n}.", "reward": float(n % 2)} for n in range(8)]
 
 
-@pytest.mark.parametrize("options", [{}, {"batch_size": 2, "gradient_accumulation_steps": 2, "dropout": 0.2}])
+@pytest.mark.parametrize("options", [repeat({}), {"batch_size": 2, "gradient_accumulation_steps": 2, "dropout": 0.2}])
 def test_a_loop_over_batches_equals_train_to_the_bit(settings, chat_rows, tmp_path, options):
     more = {"steps": 4, **options}
     jaxglue.train(data=chat_rows(24), output=str(tmp_path / "run"), log_every=1, **settings, **more)

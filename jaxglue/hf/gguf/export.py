@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from jaxglue.atomic import atomic_folder
 from jaxglue.data.progress import DataProgress
 from jaxglue.hf.adapter import Adapter
-from jaxglue.hf.files import atomic_folder
 from jaxglue.hf.gguf.architectures import ARCHITECTURES
 from jaxglue.hf.gguf.layout import KEYS_AND_VALUES, GgufTensor, Tensors, file_tensors, interleaved_rows
 from jaxglue.hf.gguf.linear_attention import matrices_in_file

@@ -1,12 +1,13 @@
 """Cross-entropy fused with the output projection: the logits of one chunk of tokens exist at a time."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxglue.ops.backend import Backend, Capability, Operation, check_triton
+from jaxglue.ops.backend import Backend, Capability, Operation, check_tried, check_triton
 from jaxglue.ops.cross_entropy.chunks import ChunkSpec
 from jaxglue.ops.cross_entropy.divergence import chunked_divergences
 from jaxglue.ops.cross_entropy.fp8 import fp8_cross_entropy, reference_scaled_cross_entropy
@@ -33,10 +34,14 @@ LOGITS_BYTES = 2**30
 """Memory for the float32 logits of a chunk."""
 
 
+CAPPED_LOGITS = "capped logits"
+"""Name of kernels in `UNTRIED`."""
+
+
 def _check_call(capability: Capability | None, dtype, softcap: float | None = None, temperature: float = 1.0) -> None:
     check_triton(capability, dtype)
     if softcap is not None:
-        raise NotImplementedError("logits are capped")
+        check_tried(CAPPED_LOGITS)
     if temperature != 1:
         raise NotImplementedError("logits are divided by a temperature")
 
@@ -228,13 +233,16 @@ def _spec(
     if fp8:
         scaled = kernels.scaled if kernels else reference_scaled_cross_entropy
         return ChunkSpec(cross_entropy=scaled, chunk=chunk)
+    cross_entropy = kernels or reference_cross_entropy
     if softcap is not None or temperature != 1:
-        shaped: dict[str, Any] = {"softcap": softcap, "temperature": temperature}
-        return ChunkSpec(cross_entropy=CappedCrossEntropy(**shaped), chunk=chunk, **shaped)
+        cross_entropy = CappedCrossEntropy(softcap, temperature)
+        kernels = replace(kernels, softcap=softcap) if kernels and temperature == 1 else None
     wide = x.dtype != jnp.float16  # whose exponents are too few for numerators
     return ChunkSpec(
-        cross_entropy=kernels or reference_cross_entropy,
+        cross_entropy=cross_entropy,
         chunk=chunk,
+        softcap=softcap,
+        temperature=temperature,
         softmax_gradient=kernels.softmax_gradient if kernels and wide else None,
         product_gradient=kernels.product_gradient
         if kernels and columns is None and kernels.multiplies(x, weight)

@@ -70,46 +70,61 @@ def cross_entropy_kernel(logits, targets, weights, losses, dlogits, V: tl.conste
 
 
 @triton.jit
-def _exponentials(logits, numerators, counted, reference, lanes, V: tl.constexpr, BLOCK: tl.constexpr):
-    """Write exp(logits - reference) of a row; return the largest logit and the exponentials' sum."""
+def _capped(products, SOFTCAP: tl.constexpr):
+    """Return logits of products, and their slopes: products themselves without a cap, else its tanh."""
+    if SOFTCAP is None:
+        return products, 1.0
+    else:
+        rest = 2.0 / (1.0 + tl.exp(products * (2.0 / SOFTCAP)))  # 1 - tanh
+        return (1.0 - rest) * SOFTCAP, rest * (2.0 - rest)
+
+
+@triton.jit
+def _exponentials(logits, numerators, counted, reference, lanes, V: tl.constexpr, BLOCK: tl.constexpr,
+                  SOFTCAP: tl.constexpr):  # fmt: skip
+    """Write exp(logits - reference) of a row, times slopes; return the largest logit and the exponentials' sum."""
     largest = tl.full((BLOCK,), -1e30, tl.float32)
     total = tl.full((BLOCK,), 0.0, tl.float32)
     for start in range(0, counted, BLOCK):
         mask = start + lanes < V
-        x = tl.load(logits + start + lanes, mask=mask, other=-1e30)
+        x, slope = _capped(tl.load(logits + start + lanes, mask=mask, other=-1e30), SOFTCAP)
+        if SOFTCAP is not None:
+            x = tl.where(mask, x, -1e30)
         exponentials = tl.exp(x - reference)
         largest, total = tl.maximum(largest, x), total + exponentials
-        tl.store(numerators + start + lanes, exponentials.to(numerators.dtype.element_ty), mask=mask)
+        tl.store(numerators + start + lanes, (exponentials * slope).to(numerators.dtype.element_ty), mask=mask)
     return tl.max(largest, 0), tl.sum(total, 0)
 
 
 @triton.jit
 def softmax_gradient_kernel(
-    logits, targets, weights, losses, numerators, factors, V: tl.constexpr, BLOCK: tl.constexpr
+    logits, targets, weights, losses, numerators, factors, V: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr
 ):  # fmt: skip
     """Compute losses [M], and numerators [M, V] whose products with factors [M] are the gradient to logits [M, V].
 
     One token in a program; weight 0 skips it. Exponentials are relative to the largest logit of the first block, so
-    that the logits are read once; again only where another exceeds it by more than RANGE. Grid (M).
+    that the logits are read once; again only where another exceeds it by more than RANGE. With a cap, logits are read
+    before it, and the gradient is to these. Grid (M).
     """
     row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     logits, numerators = logits + row * V, numerators + row * V
     target, weight = tl.load(targets + row), tl.load(weights + row)
     counted = tl.where(weight != 0.0, V, 0)
-    reference = tl.max(tl.load(logits + lanes, mask=lanes < V, other=-1e30), 0)
-    largest, total = _exponentials(logits, numerators, counted, reference, lanes, V, BLOCK)
+    reference, _ = _capped(tl.max(tl.load(logits + lanes, mask=lanes < V, other=-1e30), 0), SOFTCAP)
+    largest, total = _exponentials(logits, numerators, counted, reference, lanes, V, BLOCK, SOFTCAP)
     if largest > reference + RANGE:
         reference = largest
-        largest, total = _exponentials(logits, numerators, counted, reference, lanes, V, BLOCK)
+        largest, total = _exponentials(logits, numerators, counted, reference, lanes, V, BLOCK, SOFTCAP)
     total = tl.where(weight != 0.0, total, 1.0)
-    correct = tl.load(logits + target) - reference
+    correct, slope = _capped(tl.load(logits + target), SOFTCAP)
+    correct -= reference
     tl.store(losses + row, weight * (tl.log(total) - correct))
     tl.store(factors + row, weight / total)
     dtype = numerators.dtype.element_ty
     for start in range(counted, V, BLOCK):
         tl.store(numerators + start + lanes, tl.full((BLOCK,), 0.0, tl.float32).to(dtype), mask=start + lanes < V)
     tl.debug_barrier()  # other threads wrote the target's exponential
-    tl.store(numerators + target, tl.where(weight != 0.0, tl.exp(correct) - total, 0.0).to(dtype))
+    tl.store(numerators + target, tl.where(weight != 0.0, (tl.exp(correct) - total) * slope, 0.0).to(dtype))
 
 
 @triton.jit

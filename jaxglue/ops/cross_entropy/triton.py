@@ -41,10 +41,12 @@ class TritonCrossEntropy(Launcher):
     num_warps: int = 8
     product_tiles: ProductTiles = ProductTiles()
     """For an H200."""
+    softcap: float | None = None
+    """Bound of the logits, which `softmax_gradient` gets before it; the other functions know none."""
 
     def multiplies(self, x, w) -> bool:
         """Return whether `product_gradient` serves, rather than cuBLAS and a pass over logits."""
-        fits = x.dtype == jnp.bfloat16 and x.shape[1] % 8 == 0
+        fits = x.dtype == jnp.bfloat16 and x.shape[1] % 8 == 0 and self.softcap is None
         return self.compute_capability == 90 and fits and x.shape[1] <= LARGEST_DEPTH
 
     def __call__(self, logits, targets, weights, dtype):
@@ -59,7 +61,8 @@ class TritonCrossEntropy(Launcher):
         M, V = logits.shape
         per_row = jax.ShapeDtypeStruct((M,), jnp.float32)
         out_type = per_row, jax.ShapeDtypeStruct((M, V), dtype), per_row
-        return self._call(kernels.softmax_gradient_kernel, (logits, targets, weights), out_type, num_warps=16)
+        arrays, constants = (logits, targets, weights), {"SOFTCAP": self.softcap}
+        return self._call(kernels.softmax_gradient_kernel, arrays, out_type, num_warps=16, constants=constants)
 
     def product_gradient(self, x, w, targets, weights):
         """See `ProductGradient`."""
@@ -108,8 +111,16 @@ class TritonCrossEntropy(Launcher):
         losses, values, scales = self._call(kernels.scaled_cross_entropy_kernel, arrays, out_type)
         return losses, values, scales[:, None]
 
-    def _call(self, kernel, arrays, out_type, num_warps: int | None = None, moved: int | None = None):
+    def _call(
+        self,
+        kernel,
+        arrays,
+        out_type,
+        num_warps: int | None = None,
+        moved: int | None = None,
+        constants: dict | None = None,
+    ):
         M, V = arrays[0].shape
-        constants, warps = {"V": V, "BLOCK": self.block}, num_warps or self.num_warps
+        constants, warps = {"V": V, "BLOCK": self.block, **(constants or {})}, num_warps or self.num_warps
         cost = KernelCost(kind=KernelKind.ROWS, bytes=moved)
         return self._launch(kernel, arrays, out_type, (M,), constants, num_warps=warps, num_stages=2, cost=cost)

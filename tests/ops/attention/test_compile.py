@@ -134,7 +134,9 @@ def compile_hopper(sharding, *, T, N, K, H, window, slots, softcap=None, split=1
     return jax.jit(gradients).lower(*(jax.ShapeDtypeStruct(*shape, sharding=sharding) for shape in shapes)).compile()
 
 
-@pytest.mark.parametrize(("window", "slots"), [(100, 32), (2048, 1)], ids=["interleaved heads", "chunks of a head"])
+@pytest.mark.parametrize(
+    ("window", "slots"), [repeat(100, 32, id="interleaved heads"), pytest.param(2048, 1, id="chunks of a head")]
+)
 def test_hopper_kernels_keep_matmuls_in_flight_and_write_in_place(
     h200, monkeypatch, compiled_kernels, tmp_path, window, slots
 ):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from selection import repeat
 
 from jaxglue.ops.attention import packed_attention
 from jaxglue.ops.attention.reference import reference_attention
@@ -83,8 +84,10 @@ def test_reference_equals_two_documents(name, window):
     assert_close(got, forks_by_copies(rows, q, k, v, dout, window))
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("window", [None, 6, 24])
+@pytest.mark.parametrize(
+    ("window", "late"),
+    [(None, False), (6, True), (24, False), repeat(None, True), repeat(6, False), repeat(24, True)],
+)
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [("a gap of several tiles", (32, 16)), ("long and short parts", (16, 32)), ("many continuations", (16, 16))],

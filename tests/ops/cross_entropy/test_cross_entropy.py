@@ -1,13 +1,23 @@
 """Cross-entropy fused with the output projection, and its kernel, against the definition in float32."""
 
+from dataclasses import replace
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxglue.ops import cross_entropy as module
-from jaxglue.ops.cross_entropy import chunk_size, linear_cross_entropy, linear_log_probs, reference_cross_entropy
+from jaxglue.ops.cross_entropy import (
+    cap_logits,
+    chunk_size,
+    linear_cross_entropy,
+    linear_log_probs,
+    reference_cross_entropy,
+)
 from jaxglue.ops.cross_entropy.chunks import split_chunks
+from jaxglue.ops.cross_entropy.reference import CappedCrossEntropy
 
 M, D, V = 11, 16, 37
 
@@ -21,8 +31,9 @@ def case():
     return x, weight, targets, jax.random.uniform(keys[3], (M,)).at[jnp.array([0, 5, 10])].set(0)
 
 
-def by_definition(x, weight, targets, weights):
-    return -jnp.sum(weights * jax.nn.log_softmax(x @ weight.T)[jnp.arange(len(targets)), targets])
+def by_definition(x, weight, targets, weights, softcap=None):
+    logits = cap_logits(x @ weight.T, softcap)
+    return -jnp.sum(weights * jax.nn.log_softmax(logits)[jnp.arange(len(targets)), targets])
 
 
 def assert_close(got, expected, tolerance):
@@ -68,14 +79,16 @@ def test_kernel_matches_the_reference(interpreted_cross_entropy, case, scale):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("vocab_size", [1000, 50_257])
-def test_bf16_matches_float32_on_a_gpu(vocab_size):
+@pytest.mark.parametrize(("vocab_size", "softcap"), [(1000, None), (50_257, None), (50_257, 3.0)])
+def test_bf16_matches_float32_on_a_gpu(vocab_size, softcap):
     keys = jax.random.split(jax.random.key(0), 3)
     x, weight = (jax.random.normal(k, (n, 64), jnp.bfloat16) for k, n in zip(keys, (300, vocab_size), strict=False))
     rest = jax.random.randint(keys[2], (300,), 0, vocab_size), jnp.arange(300) % 3 / 2
     with jax.default_matmul_precision("highest"):
-        expected = jax.value_and_grad(by_definition)(x.astype(jnp.float32), weight.astype(jnp.float32), *rest)
-    assert_close(jax.value_and_grad(linear_cross_entropy)(x, weight, *rest, 128), expected, 1e-2)
+        wide = x.astype(jnp.float32), weight.astype(jnp.float32)
+        expected = jax.value_and_grad(by_definition)(*wide, *rest, softcap)
+    got = jax.value_and_grad(partial(linear_cross_entropy, softcap=softcap))(x, weight, *rest, 128)
+    assert_close(got, expected, 1e-2)
 
 
 @pytest.mark.parametrize("chunk", [None, 4])
@@ -137,22 +150,30 @@ def test_exponentials_of_products_give_the_loss_and_gradient(interpreted, case, 
     assert_close((got[0].sum(), got[1]), expected, 1e-5)
 
 
-@pytest.mark.parametrize("scale", [1.0, 200.0])
-def test_numerators_times_factors_are_the_gradient(interpreted_cross_entropy, case, scale):
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (200.0, None), (1.0, 3.0), (8.0, 30.0)])
+def test_numerators_times_factors_are_the_gradient(interpreted_cross_entropy, case, scale, softcap):
     x, weight, targets, weights = case
     logits = (scale * x @ weight.T).at[2, V - 2].set(900.0)  # far above the first block
-    losses, numerators, factors = interpreted_cross_entropy.softmax_gradient(logits, targets, weights, jnp.float32)
-    expected = reference_cross_entropy(logits, targets, weights, jnp.float32)
+    kernels = replace(interpreted_cross_entropy, softcap=softcap)
+    losses, numerators, factors = kernels.softmax_gradient(logits, targets, weights, jnp.float32)
+    reference = reference_cross_entropy if softcap is None else CappedCrossEntropy(softcap)
+    expected = reference(logits, targets, weights, jnp.float32)
     assert_close((losses, numerators * factors[:, None]), expected, 1e-5)
 
 
-def test_gradient_by_numerators_matches_the_definition(interpreted_cross_entropy, case):
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_gradient_by_numerators_matches_the_definition(interpreted_cross_entropy, case, softcap):
     x, weight, *rest = case
+
+    def of(function):
+        return jax.value_and_grad(lambda x: function(x, weight, *rest, 4, softcap=softcap).sum())(x)
+
+    expected = of(linear_cross_entropy)
+    if softcap is None:
+        assert_close(expected, jax.value_and_grad(by_definition)(x, weight, *rest), 1e-5)
     with module.CROSS_ENTROPY.using(interpreted_cross_entropy):
-        got = jax.value_and_grad(lambda x: linear_cross_entropy(x, weight, *rest, 4))(x)
-        log_probs = jax.grad(lambda x: -linear_log_probs(x, weight, *rest, 4).sum())(x)
-    expected = jax.value_and_grad(by_definition)(x, weight, *rest)
-    assert_close((*got, log_probs), (*expected, expected[1]), 1e-5)
+        got, log_probs = of(linear_cross_entropy), of(linear_log_probs)
+    assert_close((*got, -log_probs[1]), (*expected, expected[1]), 1e-5)
 
 
 @pytest.mark.parametrize(
