@@ -249,12 +249,13 @@ def test_kernels_compute_the_queries_of_split_forks(device, window, interpreted_
 
 
 LARGE_SPLIT = {
-    "Llama": Case(lengths=(random_lengths(3900, 9), random_lengths(3000, 4, seed=1)), T=4096, N=32, K=8, H=128),
-    "GPT-OSS": Case(lengths=(random_lengths(4000, 7),), T=4096, N=64, K=8, H=64, window=128, sinks=True),
-    "Qwen3-14B": Case(lengths=((4096,),), T=4096, N=40, K=8, H=128, sinks=True),
+    "Llama": Case(lengths=(random_lengths(3900, 9), random_lengths(3000, 4, seed=1)), T=4096, N=8, K=2, H=128),
+    "GPT-OSS": Case(lengths=(random_lengths(4000, 7),), T=4096, N=16, K=2, H=64, window=128, sinks=True),
+    "Qwen3-14B": Case(lengths=((4096,),), T=4096, N=10, K=2, H=128, sinks=True),
     "window": Case(lengths=((5000, 900),), T=6000, N=8, K=2, H=128, window=1500),
     "head dim 256": Case(lengths=((2500, 500),), T=3072, N=8, K=2, H=256, softcap=2.0),
 }
+"""Of few heads, since the reference implementation in float32 holds the scores of all."""
 
 
 @pytest.mark.gpu
