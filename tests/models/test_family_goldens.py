@@ -18,7 +18,7 @@ from jaxglue.hf.merge import export_adapter
 from jaxglue.models import abstract_model, config_from_hf
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
-from jaxglue.models.parameters import abstract_parameters, flatten_names, hf_name, split_model
+from jaxglue.models.parameters import abstract_parameters, flatten_names, split_model
 from tests.models.test_parity import PADDING, assert_parity, packed_row
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
