@@ -12,6 +12,7 @@ distributions have about two nats, as those of trained models, and adapters are 
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -38,6 +39,7 @@ from jaxglue.models.lora_config import LoraConfig
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.objectives.policy_gradient import StepCounts
 from jaxglue.ops.backend import one_device_each
+from jaxglue.ops.choices import QUANTIZE
 from jaxglue.planner.device_memory import bounded_pool, take_fitting_blocks
 from jaxglue.rl.config import RolloutConfig
 from jaxglue.rl.packing import Group, Packed, TrainedAnswer, pack_groups
@@ -298,8 +300,8 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=LONGEST)
     parser.add_argument("--row", type=int, default=16384)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--quantize", default="none")
-    parser.add_argument("--matmul", default="bf16")
+    parser.add_argument("--quantize", default="none", choices=QUANTIZE)
+    parser.add_argument("--matmul", default="bf16", choices=("bf16", "fp8"))
     parser.add_argument("--norm", type=float, default=3.5, help="scale of the final norm")
     parser.add_argument("--model", type=Path, help="folder of a trained model, in place of random weights")
     parser.add_argument("--texts", type=Path, help="rows of text whose beginnings are the prompts")
@@ -318,6 +320,8 @@ def main() -> None:
     take_fitting_blocks(os.environ)
     with tempfile.TemporaryDirectory() as folder, bounded_pool(args.memory, os.environ):
         bench = timed(results, "load", partial(Benchmark, args, Path(folder)))
+        if bench is None:
+            sys.exit(1)
         print(f"device {jax.devices()[0].device_kind}; remat {bench.remat}", flush=True)
         if args.given:
             long_answers(args, bench, results)

@@ -322,7 +322,8 @@ def summary(results: list[dict]) -> list[dict]:
             }
         )
     for row in rows if YARDSTICK in rates else ():
-        rate = rates.get(row["row"]) if row["engine"] == "ours" else None
+        is_mixture = config_from_hf(ROWS[row["row"]].config).moe is not None
+        rate = rates.get(row["row"]) if row["engine"] == "ours" and is_mixture else None
         row[f"FLOP/s beside {YARDSTICK}"] = f"{rate / rates[YARDSTICK]:.2f}" if rate else "-"
     return rows
 

@@ -60,6 +60,8 @@ def forced(lengths: np.ndarray, times: list[float]):
         def __call__(self, tokens, scores, **_):
             self.began = getattr(self, "began", tokens.shape[1] - 1)
             times.append(time.perf_counter())
+            if len(times) % 128 == 0:
+                print(json.dumps({"step": len(times), "seconds": round(times[-1] - times[0], 2)}), flush=True)
             return torch.as_tensor(tokens.shape[1] - self.began >= lengths - 1, device=tokens.device)
 
     return StoppingCriteriaList([Forced()])
@@ -215,6 +217,7 @@ def main() -> None:
     clock.result |= {"versions": engines.versions()}
     trainer = build_trainer(args, clock, prompts[chosen], config, int(lengths.max()))
     clock.result["load_s"] = round(time.perf_counter() - began, 1)
+    clock.show()
     with contextlib.suppress(Finished):
         trainer.train()
 

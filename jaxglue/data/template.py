@@ -219,7 +219,7 @@ class ChatTemplate:
         ends = [
             self._turn_end(messages[: i + 1], tools, text[:limit], start)
             if i + 1 < len(messages)
-            else self._end_of_turn(text, start)
+            else self._end_of_turn(self._without_ender(text), start)
             for i, start, limit in zip(turns, starts, limits, strict=True)
         ]
         return list(zip(starts, ends, strict=True))
@@ -236,11 +236,11 @@ class ChatTemplate:
         if turn:
             return self.render_prompt(messages[:turn], tools)
         # Templates inspect the first message, so render one and keep the suffix.
-        return self.render_prompt(messages[:1], tools).removeprefix(self.render(messages[:1], tools))
+        return self.render_prompt(messages[:1], tools).removeprefix(self._render_open(messages[:1], tools))
 
     def _turn_end(self, upto: Messages, tools: Tools, text: str, start: int) -> int:
         """Find the end of the last turn of `upto` in `text`, which ends by the next assistant turn."""
-        alone = self.render(upto, tools)
+        alone = self._render_open(upto, tools)
         if text.startswith(alone):
             return self._end_of_turn(alone, start)
         if (end := self._end_of_changed_turn(alone.rstrip(), upto, tools, text, start)) is None:
@@ -256,7 +256,7 @@ class ChatTemplate:
         if text.startswith(body):  # GPT-OSS ends the last turn with another token
             return next((len(body) + len(token) for token in self._specials if text.startswith(token, len(body))), None)
         # Qwen3 and GPT-OSS drop earlier turns' thinking; such turns end like the last turn or the user's.
-        before = self._closing_token(self.render(upto[:-1], tools).rstrip()) if len(upto) > 1 else None
+        before = self._closing_token(self._render_open(upto[:-1], tools).rstrip()) if len(upto) > 1 else None
         markers = {marker, before or marker}
         return min((text.index(m, start) + len(m) for m in markers if m in text[start:]), default=None)
 
@@ -264,13 +264,38 @@ class ChatTemplate:
         """Find the tokens that begin and end the assistant's turns in conversations of this shape."""
         try:
             header = self._prompt(messages, 0, tools)
-            prefixes = [self.render(messages[:count], tools).rstrip() for count in range(1, len(messages) + 1)]
+            prefixes = [self._render_open(messages[:count], tools).rstrip() for count in range(1, len(messages) + 1)]
         except ValueError:  # some templates refuse the beginning of a conversation
             return _Markers("", ())
         ends = {token for prefix in prefixes if (token := self._closing_token(prefix))}
         if not ends or not header.startswith(tuple(self._specials)):
             return _Markers(header, ())
         return _Markers(header, tuple(ends))
+
+    def _render_open(self, messages: Messages, tools: Tools) -> str:
+        """Render a conversation that may go on."""
+        return self._without_ender(self.render(messages, tools))
+
+    def _without_ender(self, text: str) -> str:
+        """Return a rendering without the token that ends conversations (Phi-3), which is no part of a turn."""
+        stripped = text.rstrip()
+        return stripped.removesuffix(self._ender) if self._ender and stripped.endswith(self._ender) else text
+
+    @cached_property
+    def _ender(self) -> str | None:
+        """Return the token that follows the end of a turn where no further message does."""
+        asked, answered = ({"role": role, "content": "a"} for role in ("user", "assistant"))
+        try:
+            whole, prompt = self.render([asked, answered]).rstrip(), self.render_prompt([asked])
+            longer = self.render([asked, answered, asked])
+        except ValueError:  # of a template that wants other conversations
+            return None
+        token = self._closing_token(whole)
+        if token is None or longer.startswith(whole):
+            return None
+        turn = whole.removesuffix(token).rstrip()
+        is_ended = len(turn) > len(prompt) and self._closing_token(turn) is not None
+        return token if is_ended and longer.startswith(turn) else None
 
     def _end_of_turn(self, text: str, start: int) -> int:
         """Return the end of `text` without white space after an end-of-turn token, which is never generated."""

@@ -35,7 +35,7 @@ from jaxglue.data.progress import Advance, DataProgress, metered
 from jaxglue.data.readers import hub_fingerprint, read_rows, row_chunks, source_files
 from jaxglue.data.store import Encoded, TokenStore, content_key, file_digest, open_or_write, write_store
 
-_VERSION = 9
+_VERSION = 10
 """Increment when the same rows yield different tokens or masks, to invalidate caches; streams under way go on."""
 _CHUNK = 512
 _WORTH_PROCESSES = 64 * _CHUNK

@@ -100,10 +100,8 @@ class GroupFunctions:
     ):
         """Return (dx, every layer's accumulated + dtrainable)."""
         gradients: list[Params] = []
-        contexts, weights = (
-            _contexts(shared, keys, treedefs),
-            GatheredWeights(self._layout, trainable[::-1], frozen[::-1]),
-        )
+        contexts = _contexts(shared, keys, treedefs)
+        weights = GatheredWeights(self._layout, trainable[::-1], frozen[::-1])
         for i in reversed(range(len(self._layers))):
             own = saved[i] if i else SavedLayer(x, saved[0].residuals)
             # Or XLA would recompute several layers' values at once.
@@ -358,10 +356,8 @@ class MicroBatchProgram:
         loss_shape: tuple[int, ...],
         layout: Layout = SINGLE_DEVICE,
     ):
-        self._loss_and_sums, self._results = (
-            loss_and_sums,
-            SmallResults({"loss": loss_shape}, layout, layout.device_spec),
-        )
+        self._loss_and_sums = loss_and_sums
+        self._results = SmallResults({"loss": loss_shape}, layout, layout.device_spec)
         self._program = (jit_exchanging if layout.gathers else jit_step)(
             self._run, static_argnames="accumulates", donate_argnames=("into", "places"), keep_unused=True
         )

@@ -61,16 +61,10 @@ class Service:
     """
 
     def __init__(self, assistant: Assistant, *, slots: int, length: int, most: int, memory: float | None = None):
-        self.length, self._most, self._stops = (
-            min(length, assistant.config.max_generated_positions),
-            most,
-            assistant.stops,
-        )
-        self._engine, self._tickets, self._news = (
-            assistant.engine,
-            dict[int, Ticket](),
-            queue.SimpleQueue[Ticket | None](),
-        )
+        self.length = min(length, assistant.config.max_generated_positions)
+        self._most, self._stops, self._engine = most, assistant.stops, assistant.engine
+        self._tickets: dict[int, Ticket] = {}
+        self._news: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         lengths = [(self.length // 2, self.length)] * slots
         options = {"cache_dtype": self._engine.cache_dtype, "free": memory}
         plan = plan_cache(lengths, assistant.config, assistant.dtype, **options)  # type: ignore[arg-type]

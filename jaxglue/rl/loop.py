@@ -91,11 +91,8 @@ class RolloutSteps(Iterator[Step]):
         self._held_out = held_out
         self._dataset, self._objective, self._config, self._judge = dataset, objective, config, judge
         self._shape: dict[str, Any] = {"seq_len": seq_len, "batch_size": batch_size, "copies": copies}
-        self._shared, self._seed, self._answers = (
-            shared,
-            seed,
-            config.answers_to_each(objective.generations, compared=objective.compares),
-        )
+        self._shared, self._seed = shared, seed
+        self._answers = config.answers_to_each(objective.generations, compared=objective.compares)
         self._count = config.generation_batch_size // self._answers
         self._policy: Policy | None = None
         self._environment: Environment | None = None
@@ -114,15 +111,9 @@ class RolloutSteps(Iterator[Step]):
     @property
     def description(self) -> str:
         """Return a line about the answers of a step, for the plan."""
-        config, names = (
-            self._config,
-            " + ".join(
-                spec.name if spec.weight == 1 else f"{spec.weight:g} × {spec.name}" for spec in self._judge.specs
-            ),
-        )
-        sizes = (
-            f"{self._count:,} prompts × {self._answers:,} answers of at most {config.max_completion_length:,} tokens"
-        )
+        specs, longest = self._judge.specs, self._config.max_completion_length
+        names = " + ".join(spec.name if spec.weight == 1 else f"{spec.weight:g} × {spec.name}" for spec in specs)
+        sizes = f"{self._count:,} prompts × {self._answers:,} answers of at most {longest:,} tokens"
         steps = f", {self.window} steps on each" if self.window > 1 else ""
         copied = "" if self._shared else "; each answer has a copy of its prompt"
         judged = f"; reward: {names}" if names else ""

@@ -61,6 +61,8 @@ class Callbacks:
     """The callbacks of a run, in their order."""
 
     def __init__(self, callbacks: Sequence[Callback]):
+        if not isinstance(callbacks, Sequence):
+            raise ValueError(f"callbacks: expected a list of them, got {callbacks!r:.100}")
         for each in callbacks:
             if not isinstance(each, Callback):
                 raise ValueError(f"callbacks: expected objects of jaxglue.Callback, got {each!r:.100}")

@@ -145,11 +145,9 @@ class Evaluation:
                 total += np.bincount(owners.ravel(), values.ravel().astype(np.float64), minlength=count)
             parts.append(_predictions(batch, losses, best))
         found = compute(_joined(parts))
-        if not isinstance(found, Mapping):
-            raise ValueError(f"compute_metrics returned {found!r:.100}: expected a dictionary of numbers by name")
         loss = float(sums[0].sum() / batches.targets)
         values = {"eval_loss": loss} | held_out_metrics(loss, sums, self._sources)
-        return values | {f"eval_{name.removeprefix('eval_')}": float(value) for name, value in found.items()}
+        return values | named_metrics(found, values)
 
     def _count(self, loss: float, step: int) -> None:
         self.since_best += 1
@@ -178,6 +176,28 @@ def _predictions(batch: Batch, losses: np.ndarray, best: np.ndarray) -> Predicti
         documents=(ids - 1 + firsts)[counted],
         columns={name: np.asarray(values)[counted] for name, values in batch.columns.items()},
     )
+
+
+def named_metrics(found: Any, values: Mapping[str, float]) -> dict[str, float]:
+    """Return the numbers that `compute_metrics` returned by their names in metrics.
+
+    Raises:
+        ValueError: anything but numbers by name, or a name of `values`.
+    """
+    if not isinstance(found, Mapping):
+        raise ValueError(f"compute_metrics returned {found!r:.100}: expected a dictionary of numbers by name")
+    metrics: dict[str, float] = {}
+    for key, value in found.items():
+        name = f"eval_{key.removeprefix('eval_')}" if isinstance(key, str) else ""
+        number = value.item() if getattr(value, "shape", None) == () else value  # of numpy or JAX
+        if not name or not isinstance(number, int | float):
+            raise ValueError(f"compute_metrics returned {key!r:.100}: {value!r:.100}: expected a number by name")
+        if name in values or name in metrics:
+            raise ValueError(
+                f"compute_metrics: the name {key!r:.100} is taken: {name} is recorded already, use another"
+            )
+        metrics[name] = float(number)
+    return metrics
 
 
 def _joined(parts: Sequence[Predictions]) -> Predictions:

@@ -44,6 +44,12 @@ VICUNA = """
 """Turns end where the next begins."""
 
 
+PHI = """
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% else %}{{ eos_token }}{% endif %}"""
+"""As of Phi-3: a token ends conversations, but where an answer follows."""
+
+
 @pytest.fixture
 def make(make_tokenizer):
     """Make a tokenizer with a template and further special tokens."""
@@ -224,3 +230,15 @@ def test_empty_thinking_is_masked_on_request(make):
         masked = shown(make(template), plain, mask_empty_thinking=True)
         assert masked.endswith("<think>\n\n</think>\n\n[f g<|im_end|>]\n") and "[c d<|im_end|>]" in masked
         assert shown(make(template), reasons, mask_empty_thinking=True) == shown(make(template), reasons)
+
+
+@pytest.mark.parametrize("condition", ["not add_generation_prompt", "messages[-1].role == 'assistant'"])
+def test_a_token_that_ends_conversations_is_no_part_of_a_turn(make, condition):
+    tokenizer = make(PHI.replace("{% else %}", f"{{% elif {condition} %}}"), eos_token="<|endoftext|>")
+    encoder = Encoder(tokenizer, format="messages", loss_on="assistant")
+    for turns in range(1, 9):  # derived spans, and those between tokens once these agreed
+        encoded = encoder.encode([Row("r", {"messages": TWO_TURNS * turns})])
+        trained = tokenizer.decode(encoded.tokens[encoded.mask > 0])
+        assert trained == "c d<|im_end|>f g<|im_end|>" * turns
+        assert tokenizer.decode(encoded.tokens).endswith("<|im_end|>\n<|endoftext|>")
+    assert {tokenizer.convert_ids_to_tokens(t) for t in trained_stops(tokenizer)} == {"<|im_end|>", "<|endoftext|>"}

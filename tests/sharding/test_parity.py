@@ -91,15 +91,23 @@ def on_one_device(kind: str, batches, dtype=jnp.float32, stored=None, **changes)
 
 
 def on_mesh(
-    mesh, kind: str, policy: str, batches, dtype=jnp.float32, layers_per_program=1, host_buffers=None, **changes
+    mesh,
+    kind: str,
+    policy: str,
+    batches,
+    dtype=jnp.float32,
+    layers_per_program=1,
+    host_buffers=None,
+    tile=None,
+    **changes,
 ):
     """Return (loss, gradients); check that a second step compiles nothing and gradients are sharded as parameters."""
     config, graphdefs, *trees = parts(kind, dtype, **changes)
     layout = Layout(mesh, dtype)
     trainable, frozen = (jax.device_put(tree, layout.shardings(layout.param_specs(tree))) for tree in trees)
     policy = parse_policy(policy) if isinstance(policy, str) else policy
-    options = {"policy": policy, "dtype": dtype, "router_losses": LOSSES, "mesh": mesh}
-    options |= {"layers_per_program": layers_per_program, "host_buffers": host_buffers}
+    options = {"policy": policy, "dtype": dtype, "router_losses": None if tile else LOSSES, "mesh": mesh}
+    options |= {"layers_per_program": layers_per_program, "host_buffers": host_buffers, "tile": tile}
     executor = Executor(graphdefs, config, **options)
     placed = place_batch(batches, mesh)
     step = partial(executor.loss_and_gradients, trainable, frozen, placed, _weight(batches))
@@ -289,12 +297,13 @@ def test_answers_in_split_rows_equal_those_in_whole_rows(mesh_of, monkeypatch, o
     [
         ("data=2,fsdp=4", {}, "1 x save:{0} + 3 x drop:layer_input"),
         repeat("data=2,expert=4", MOE, "1 x offload + 3 x drop:layer_input,{0}"),
+        repeat("data=4,context=2", {}, "1 x offload:layer_input,{0} + 3 x drop:layer_input; offload:{0}"),
     ],
 )
 def test_dropped_inputs_are_computed_again_on_a_mesh(mesh_of, batches, expected, mesh, changes, policy):
     changes = changes | {"num_hidden_layers": 4}
     policies = parse_policies(policy.format("attention_out,attention_lse"), 4)
-    got = on_mesh(mesh_of(mesh), "lora", policies, batches, **changes)
+    got = on_mesh(mesh_of(mesh), "lora", policies, batches, tile=2 if "context" in mesh else None, **changes)
     chex.assert_trees_all_close(got, expected("lora", **changes), rtol=1e-5, atol=1e-6)
 
 

@@ -3,12 +3,13 @@
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxglue.data.config import short_names
 from jaxglue.data.dataset import token_values
-from jaxglue.training.evaluation import evaluation_lines, held_out_metrics
+from jaxglue.training.evaluation import evaluation_lines, held_out_metrics, named_metrics
 from jaxglue.training.record import read_metrics
 from jaxglue.training.setup import resolve
 from jaxglue.training.step import TrainStep
@@ -80,3 +81,26 @@ def test_lines_show_metrics_of_an_objective():
         "eval_logps/chosen": -9.0,
     }
     assert list(evaluation_lines(values)) == ["eval loss 0.5000, accuracy 0.75, margin 0.25"]
+
+
+@pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), np.array(1.0), jnp.ones(())])
+def test_metrics_of_callers_are_numbers(value):
+    assert named_metrics({"eval_a": value}, {}) == {"eval_a": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (None, "compute_metrics returned None: expected a dictionary"),
+        ({"a": np.ones(2)}, "compute_metrics returned 'a': array.*: expected a number by name"),
+        ({"a": "high"}, "'a': 'high': expected a number"),
+        ({"a": {"b": 1}}, "'a': {'b': 1}: expected a number"),
+        ({"a": None}, "'a': None: expected a number"),
+        ({1: 2.0}, "1: 2.0: expected a number by name"),
+        ({"loss": 2.0}, "the name 'loss' is taken: eval_loss is recorded already"),
+        ({"a": 1, "eval_a": 2}, "the name 'eval_a' is taken"),
+    ],
+)
+def test_other_results_of_callers_are_refused_by_name(found, message):
+    with pytest.raises(ValueError, match=message):
+        named_metrics(found, {"eval_loss": 1.0})

@@ -60,6 +60,7 @@ def test_metrics_are_of_single_tokens_of_held_out_documents(settings, rows, tmp_
     [
         ({"compute_metrics": len}, "compute_metrics: it reads held-out data: give eval_data"),
         ({"columns": {"hard": 0.0}}, "columns: compute_metrics reads them"),
+        ({"callbacks": jaxglue.Callback()}, "callbacks: expected a list of them, got <"),
         (
             {"optimizer": optax.sgd(0.1), "learning_rate": 0.1},
             "learning_rate: an optimizer given as an object has its own",

@@ -34,11 +34,8 @@ def query_gradient(q, k, v, q_rest, k_rest, starts, out, lse, dout, delta, row, 
     tokens = first + lane // spec.P
     starts += row * (spec.bounds * spec.T)
     low, all_low, lows = visible_keys(starts, first, last, tokens, spec)
-    first_own, last_own, own = (
-        own_keys(starts, first, spec),
-        own_keys(starts, last, spec),
-        own_keys(starts, tokens, spec),
-    )
+    first_own, last_own = own_keys(starts, first, spec), own_keys(starts, last, spec)
+    own = own_keys(starts, tokens, spec)
     dout_tile = load_tile(dout, row, first, head, N, TOKENS, spec.P, False, VALUES, spec)
     out_tile = load_tile(out, row, first, head, N, TOKENS, spec.P, False, VALUES, spec)
     # Loaded last, as a load by descriptor waits. It lands in registers, of which dout would take too many.

@@ -286,11 +286,8 @@ def forward_kernel(q, k, v, q_rest, k_rest, sinks, starts, units, out, lse, spec
     tokens = first + lane // spec.P
     starts += row * (spec.bounds * spec.T)
     low, all_low, lows = visible_keys(starts, first, last, tokens, spec)
-    first_own, last_own, own = (
-        own_keys(starts, first, spec),
-        own_keys(starts, last, spec),
-        own_keys(starts, tokens, spec),
-    )
+    first_own, last_own = own_keys(starts, first, spec), own_keys(starts, last, spec)
+    own = own_keys(starts, tokens, spec)
     q_tile = load_tile(q, row, first, head, N, TOKENS, spec.P, spec.q_descriptor, FIRST, spec)
     if spec.rest > 0:
         q_more = load_tile(q_rest, row, first, head, N, TOKENS, spec.P, spec.q_descriptor, REST, spec)

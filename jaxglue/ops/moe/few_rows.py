@@ -48,10 +48,8 @@ class TritonFewRowsExperts(Launcher):
         constants = {"E": E, "X": k, "SOFTMAX_FIRST": order == "softmax_topk"}
         constants |= {"NORMALIZE": normalize or order == "topk_softmax"}
         constants |= {"BLOCK_E": triton.next_power_of_2(E), "BLOCK_X": triton.next_power_of_2(k)}
-        cost, out_types = (
-            KernelCost(kind=KernelKind.ROWS),
-            tuple(jax.ShapeDtypeStruct((M, k), dtype) for dtype in (jnp.int32, jnp.float32)),
-        )
+        cost = KernelCost(kind=KernelKind.ROWS)
+        out_types = tuple(jax.ShapeDtypeStruct((M, k), dtype) for dtype in (jnp.int32, jnp.float32))
         choose, group = few_rows_kernels.choose_kernel, few_rows_kernels.group_kernel
         expert_ids, weights = self._launch(choose, (logits,), out_types, (M,), constants, 1, cost=cost)
         tiles = A // rows + min(E, A)

@@ -118,10 +118,8 @@ def _fit_scales(
         sum_q, sum_qq, sum_qx = sums(inverse, minimum)
         determinant = sum_w * sum_qq - sum_q**2
         divisor = jnp.where(determinant > 0, determinant, 1)
-        new_scale, new_minimum = (
-            (sum_w * sum_qx - sum_x * sum_q) / divisor,
-            (sum_qq * sum_x - sum_q * sum_qx) / divisor,
-        )
+        new_scale = (sum_w * sum_qx - sum_x * sum_q) / divisor
+        new_minimum = (sum_qq * sum_x - sum_q * sum_qx) / divisor
         above = new_minimum > 0
         new_scale = jnp.where(above, sum_qx / jnp.where(sum_qq > 0, sum_qq, 1), new_scale)
         new_minimum = jnp.where(above, 0, new_minimum)
