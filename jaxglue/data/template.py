@@ -283,15 +283,19 @@ class ChatTemplate:
 
     @cached_property
     def _ender(self) -> str | None:
-        """Return the token that renderings end with unless they end in a generation prompt."""
-        asked = [{"role": "user", "content": "a"}]
+        """Return the token that follows the end of a turn where no further message does."""
+        asked, answered = ({"role": role, "content": "a"} for role in ("user", "assistant"))
         try:
-            whole, prompt = self.render(asked).rstrip(), self.render_prompt(asked)
+            whole, prompt = self.render([asked, answered]).rstrip(), self.render_prompt([asked])
+            longer = self.render([asked, answered, asked])
         except ValueError:  # of a template that wants other conversations
             return None
         token = self._closing_token(whole)
-        open_ended = token and not prompt.startswith(whole) and prompt.startswith(whole.removesuffix(token))
-        return token if open_ended else None
+        if token is None or longer.startswith(whole):
+            return None
+        turn = whole.removesuffix(token).rstrip()
+        is_ended = len(turn) > len(prompt) and self._closing_token(turn) is not None
+        return token if is_ended and longer.startswith(turn) else None
 
     def _end_of_turn(self, text: str, start: int) -> int:
         """Return the end of `text` without white space after an end-of-turn token, which is never generated."""

@@ -232,8 +232,9 @@ def test_empty_thinking_is_masked_on_request(make):
         assert shown(make(template), reasons, mask_empty_thinking=True) == shown(make(template), reasons)
 
 
-def test_a_token_that_ends_conversations_is_no_part_of_a_turn(make):
-    tokenizer = make(PHI, eos_token="<|endoftext|>")
+@pytest.mark.parametrize("condition", ["not add_generation_prompt", "messages[-1].role == 'assistant'"])
+def test_a_token_that_ends_conversations_is_no_part_of_a_turn(make, condition):
+    tokenizer = make(PHI.replace("{% else %}", f"{{% elif {condition} %}}"), eos_token="<|endoftext|>")
     encoder = Encoder(tokenizer, format="messages", loss_on="assistant")
     for turns in range(1, 9):  # derived spans, and those between tokens once these agreed
         encoded = encoder.encode([Row("r", {"messages": TWO_TURNS * turns})])

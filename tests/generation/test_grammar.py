@@ -107,7 +107,7 @@ def test_answers_are_the_likeliest_that_a_grammar_takes(tiny_model, family, whol
 
 
 def test_draws_follow_the_probabilities_of_what_a_grammar_takes(tiny_model):
-    model, count = tiny_model("llama"), 800
+    model, count = tiny_model("llama"), 500
     engine, trees = engine_of(model)
     bias = {4: 21.0, 5: 19.4, 6: 20.8}  # an unlikely one behind one that the second place refuses
     sampling = SamplingConfig(temperature=1.3, top_p=1.0, max_tokens=3, seed=2)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxglue.generation import grammar
 from jaxglue.generation.chat import Assistant
 from jaxglue.generation.config import SamplingConfig, ServeConfig
 from jaxglue.generation.scheduler import Request
@@ -223,6 +224,13 @@ def test_answers_follow_a_schema_or_expression_streamed_or_whole(client):
         assert "".join(chunk["delta"]["content"] for chunk in chunks) == choice["message"]["content"]
     refused = post(client, messages=MESSAGES, guided_regex="(a")
     assert refused.status_code == 400 and "is not understood" in refused.json()["error"]["message"]
+
+
+def test_grammars_ask_for_llguidance(served, client, monkeypatch):
+    monkeypatch.setattr(grammar, "is_installed", lambda: False)
+    monkeypatch.delitem(vars(served[0]), "grammars", raising=False)
+    response = post(client, messages=MESSAGES, response_format={"type": "json_object"})
+    assert response.status_code == 400 and "need llguidance" in response.json()["error"]["message"]
 
 
 def test_bodies_are_bounded_and_json(client):

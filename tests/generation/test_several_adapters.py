@@ -59,7 +59,8 @@ def answers_of(model, requests, **options):
 
 
 @pytest.mark.parametrize(
-    ("family", "piece"), [("llama", None), ("qwen3_moe", None), repeat("qwen3_5_text", None), repeat("llama", 128)]
+    ("family", "piece"),
+    [("llama", None), repeat("qwen3_moe", None), repeat("qwen3_5_text", None), repeat("llama", 128)],
 )
 def test_answers_equal_those_of_each_adapter_alone(tiny_model, tmp_path, monkeypatch, family, piece):
     for module in (engines, programs, scheduler) if piece else ():

@@ -135,6 +135,35 @@ def test_norms_write_e4m3_values_for_interpreted_kernels(rank, kernels):
         assert np.linalg.norm(y - want) < 0.06 * np.linalg.norm(want)
 
 
+class Sharing(NamedTuple):
+    """Conditions of decoding with adapters of several requests."""
+
+    ranks: jax.Array
+    dropout_key: jax.Array | None = None
+    fp8: bool = True
+    inference: bool = True
+
+
+@pytest.mark.parametrize("quantize", [lambda matrix: matrix, quantize_int8, quantize_fp8])
+def test_tokens_use_their_own_ranks_of_adapters(quantize):
+    M, D, F = 5, 64, 32
+    ranks = jnp.asarray(np.arange(6) // 2 == np.array([[0], [2], [1], [1], [7]]))  # the last one uses none
+    parts = [projection(10 * i, n, k, rank=6, quantize=quantize) for i, (n, k) in enumerate([(F, D), (F, D), (D, F)])]
+    x, stream = draw(99, 1, M, D) / 8, draw(98, 1, M, D)
+    _, rows = residual_norm(x, jnp.ones(D), 1e-6, LLAMA_NORM, parts[:2], Sharing(ranks))
+    assert isinstance(rows, jax.Array), "adapters read 16 bits"
+    got = adapted_projection(rows, parts[:2], Sharing(ranks))
+    fed = gated_mlp(rows, GatedParts(*parts), Sharing(ranks), stream=stream)
+    for token, own in enumerate(ranks):
+        alone = [replace(p, adapter=replace(p.adapter, A=p.adapter.A * own[:, None])) for p in parts]
+        row, conditions = rows[:, token : token + 1], Decoding(fp8=True)
+        for y, want in zip(got, adapted_projection(row, alone[:2], conditions), strict=True):
+            np.testing.assert_allclose(y[:, token : token + 1], want, rtol=2e-4, atol=1e-3)
+        want = gated_mlp(row, GatedParts(*alone), conditions, stream=stream[:, token : token + 1])
+        difference = np.linalg.norm(fed[:, token : token + 1] - want) / np.linalg.norm(want)
+        assert difference < (0.1 if quantize is quantize_fp8 else 1e-5)  # other values are rounded to e4m3 together
+
+
 def test_assembly_looks_up_every_nf4_code():
     pytest.importorskip("triton")
     from jaxglue.ops.projection.few_rows_kernels import NF4_ASSEMBLY
