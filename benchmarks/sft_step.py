@@ -204,7 +204,7 @@ def run(
         } | environment
     else:
         command = [args.peers_python, str(HERE / "peers" / "train.py"), "--engine", engine]
-        flags |= {"checkpointing": row.checkpointing, "stacks-every": max(args.limit / 8, 1)}
+        flags |= {"checkpointing": row.checkpointing} | ({"stacks-every": args.stacks} if args.stacks else {})
         environment.pop("PYTHONPATH", None)
         environment |= {"PYTHONPATH": str(args.peers_path)} if args.peers_path else {}
     command += [str(part) for flag, value in flags.items() for part in (f"--{flag}", value)] + further
@@ -322,7 +322,8 @@ def summary(results: list[dict]) -> list[dict]:
             }
         )
     for row in rows if YARDSTICK in rates else ():
-        rate = rates.get(row["row"]) if row["engine"] == "ours" else None
+        is_mixture = config_from_hf(ROWS[row["row"]].config).moe is not None
+        rate = rates.get(row["row"]) if row["engine"] == "ours" and is_mixture else None
         row[f"FLOP/s beside {YARDSTICK}"] = f"{rate / rates[YARDSTICK]:.2f}" if rate else "-"
     return rows
 
@@ -376,6 +377,7 @@ def main() -> None:
     parser.add_argument("--peers-path", type=Path)
     parser.add_argument("--traces", type=Path, help="where to keep a profile of a step of ours, a folder per row")
     parser.add_argument("--logs", type=Path, help="folder for what engines print beside results")
+    parser.add_argument("--stacks", type=float, help="seconds after which a peer prints where it is, again and again")
     parser.add_argument("--limit", type=float, default=600, help="seconds that an engine may take for a row")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing: put these files' results into --json")

@@ -169,7 +169,11 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--warm-up", type=int, default=5)
     parser.add_argument("--turns", action="store_true", help="run steps when stdin says how many (alternate.py)")
-    parser.add_argument("--stacks-every", type=float, help="print where it is each time so many seconds have passed")
+    parser.add_argument(
+        "--stacks-every",
+        type=float,
+        help="print where it is each time so many seconds have passed; may end torch.compile",
+    )
     args = parser.parse_args()
     if args.stacks_every:
         faulthandler.dump_traceback_later(args.stacks_every, repeat=True)

@@ -206,14 +206,9 @@ UNTRIED = {"capped logits"}
 passed, no other call does."""
 
 
-def is_tried(kernel: str) -> bool:
-    """Return whether a kernel is not of `UNTRIED`."""
-    return kernel not in UNTRIED
-
-
 def check_tried(kernel: str) -> None:
     """Raise NotImplementedError for a kernel of `UNTRIED`."""
-    if not is_tried(kernel):
+    if kernel in UNTRIED:
         raise NotImplementedError("no GPU has run the kernel since it was last changed")
 
 

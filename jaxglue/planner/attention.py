@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jaxglue.models.config import DecoderConfig
-from jaxglue.ops.attention import ATTENTION, AttentionShape, has_narrow_values
+from jaxglue.ops.attention import ATTENTION, AttentionShape
 from jaxglue.ops.attention.tiles import heads_summed_at_once
 from jaxglue.ops.kernel_cost import KernelKind
 from jaxglue.ops.segments import BatchKind
@@ -196,7 +196,7 @@ def _columns(head_dim: int) -> int:
 
 def _value_dim(config: DecoderConfig) -> int:
     """Return the head dim of values as kernels see them."""
-    return config.latent.value_dim if config.latent is not None and has_narrow_values() else config.head_dim
+    return config.head_dim if config.latent is None else config.latent.value_dim
 
 
 def _tile_columns(config: DecoderConfig) -> tuple[int, int]:

@@ -52,6 +52,20 @@ def fp8_to_transpose(eqn) -> int:
     return sum(aval_bytes(var.aval) for var, (*_, last) in pairs if is_fp8(var.aval) and last + 1 < var.aval.ndim)
 
 
+_TILE = 8
+"""Multiples of sizes to which XLA pads 16-bit matmuls."""
+
+
+def padded_bytes(eqn) -> int:
+    """Return the bytes of copies of a 16-bit matmul's operands and result that XLA makes for sizes of whole tiles."""
+    values = [var.aval for var in (*eqn.invars, *eqn.outvars)]
+    if any(aval.ndim != 2 for aval in values) or any(aval.dtype.itemsize != 2 for aval in values[:2]):
+        return 0
+    shapes = [tuple(-(-size // _TILE) * _TILE for size in aval.shape) for aval in values]
+    padded = zip(shapes, values, strict=True)
+    return sum(math.prod(shape) * aval.dtype.itemsize for shape, aval in padded if shape != aval.shape)
+
+
 def dot_flops(eqn) -> int:
     """Return the FLOPs of a `dot_general`."""
     (contracting, _), _ = eqn.params["dimension_numbers"]
@@ -306,7 +320,8 @@ class _Trace:
             outputs[0].from_matmul = True
             seconds = matmul_seconds(flops / self._dot_rate(eqn), moved, self._gpu)
             seconds += transposed_seconds(fp8_to_transpose(eqn), self._gpu)
-            return self._opaque(inputs, outputs, seconds)
+            padded = self._sizes(padded_bytes(eqn))
+            return self._opaque(inputs, outputs, seconds + self._fused_copy(2 * padded), padded)
         if name in ("add", "add_any") and any(value.from_matmul for value in inputs):
             return [self._accumulate(*inputs)]
         if name == "gather" and not (self._in_loop and inputs[0].bytes <= _SMALL):

@@ -145,7 +145,10 @@ class PeakMemory:
         peak = fitted.PROGRAMS_MEMORY + always + max(self._forward(), self._backward())
         peak += self.model.head.temporary if self.scattered else 0
         largest = max(max(cost.forward.temporary, cost.backward.temporary) for cost in self.costs)
-        peak += max(min(fitted.SCATTERED * largest, fitted.MOST_SCATTERED) - _SPARE * peak, 0)
+        lost = min(fitted.SCATTERED * largest, fitted.MOST_SCATTERED)
+        if self._trains_output:  # whose gradient and temporary memory are two large blocks at once
+            lost = max(lost, fitted.SCATTERED * 2 * min(self.model.head.temporary, self.model.head.results))
+        peak += max(lost - _SPARE * peak, 0)
         return int(max(peak, (1 - _SPARE) * (fitted.PROGRAMS_MEMORY + always + self._with_gaps())))
 
     @property
@@ -153,6 +156,11 @@ class PeakMemory:
         """Return the bytes of the embeddings that each layer has of its own, which stay for the backward pass."""
         own, work = self.workload.config.per_layer, self.workload
         return 0 if own is None else work.tokens * own.layers * own.size * np.dtype(work.dtype).itemsize
+
+    @property
+    def _trains_output(self) -> bool:
+        """Return whether the output projection trains, and not the last norm and adapters alone."""
+        return self._head_gradients > self.model.input_bytes
 
     @property
     def _accumulates(self) -> bool:

@@ -18,7 +18,7 @@ with mock.patch("ctypes.cdll.LoadLibrary", side_effect=OSError("not used here"))
 
 SHAPE = (40, 130)
 """5,200 values: 20 blocks of 256 and one that is not full. Fewer than 4,096 would not be kept in 8 bits."""
-KEPT, BLOCK = 8, 256
+KEPT, BLOCK = 3, 256
 """Full blocks that are written, beside the last one."""
 
 

@@ -5,7 +5,7 @@ make_adapter.py:
 
     python tests/goldens/make_adapter_logits.py
 
-Contents as in make_models.py's `golden.safetensors`; gradients of the adapter only.
+Contents as in make_models.py's `golden.safetensors`, but whole gradients (`grad.<parameter>`), of the adapter only.
 """
 
 from make_models import HERE, documents, golden

@@ -5,7 +5,7 @@ Run with torch and transformers installed (made with torch 2.13 and transformers
     python tests/goldens/make_families.py [TYPE …]
 
 Weights are those of `drawn.py`. Each file `families/<name>.safetensors` has as metadata the config that transformers
-saves, and the tensors of `make_models.py`, but for gradients their norms (`norm.<parameter>`) and `probes.<parameter>`.
+saves, and the tensors of `make_models.py`.
 """
 
 import json
@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 import torch
-from drawn import drawn, probes
-from make_models import SHAPE, YARN_ROPE, documents, golden
+from drawn import drawn
+from make_models import SHAPE, YARN_ROPE, documents, golden, probed
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
@@ -127,16 +127,6 @@ def build(name: str, fields: dict) -> tuple[PreTrainedConfig, torch.nn.Module]:
         for parameter_name, parameter in [*model.named_parameters(), *stored]:
             parameter.copy_(torch.from_numpy(drawn(parameter_name, tuple(parameter.shape))))
     return config, model
-
-
-def probed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a golden's tensors with norms and probes in place of gradients."""
-    kept = {key: tensor for key, tensor in tensors.items() if not key.startswith("grad.")}
-    for key in tensors.keys() - kept.keys():
-        gradient, name = tensors[key].numpy(), key.removeprefix("grad.")
-        kept[f"norm.{name}"] = torch.tensor(float((gradient**2).sum() ** 0.5))
-        kept[f"probes.{name}"] = torch.from_numpy(probes(name, gradient))
-    return kept
 
 
 def make(name: str, fields: dict) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 from drawn import drawn
-from make_families import MODELS, build, probed
-from make_models import documents, golden
+from make_families import MODELS, build
+from make_models import documents, golden, probed
 from make_peft_adapters import our_name
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file

@@ -8,13 +8,15 @@ Each folder is what `save_pretrained` writes, and `golden.safetensors`:
     tokens [T], lengths [S]   documents, one after the other
     logits [T, V]             each document on its own
     loss                      mean cross-entropy over all predicted tokens of all documents
-    grad.<parameter>          gradient of that loss
+    norm.<parameter>          norm of the gradient of that loss
+    probes.<parameter>        sums of its entries, see `drawn.py`
 """
 
 import shutil
 from pathlib import Path
 
 import torch
+from drawn import probes
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
@@ -83,13 +85,23 @@ def logits_and_loss(model: torch.nn.Module, tokens: list[torch.Tensor]) -> tuple
 
 
 def golden(model: torch.nn.Module, tokens: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of `golden.safetensors`, with gradients of parameters that require them."""
+    """Return the tensors of `golden.safetensors`, with gradients, whole, of parameters that require them."""
     logits, loss = logits_and_loss(model, tokens)
     if loss.requires_grad:
         loss.backward()
     gradients = {f"grad.{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
     inputs = {"tokens": torch.cat(tokens).int(), "lengths": torch.tensor(LENGTHS, dtype=torch.int32)}
     return {**inputs, "logits": logits.detach(), "loss": loss.detach(), **gradients}
+
+
+def probed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a golden's tensors with norms and probes in place of gradients."""
+    kept = {key: tensor for key, tensor in tensors.items() if not key.startswith("grad.")}
+    for key in tensors.keys() - kept.keys():
+        gradient, name = tensors[key].numpy(), key.removeprefix("grad.")
+        kept[f"norm.{name}"] = torch.tensor(float((gradient**2).sum() ** 0.5))
+        kept[f"probes.{name}"] = torch.from_numpy(probes(name, gradient))
+    return kept
 
 
 def make(folder: Path, config: PreTrainedConfig, seed: int) -> None:
@@ -99,7 +111,7 @@ def make(folder: Path, config: PreTrainedConfig, seed: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink()
-    save_file(golden(model, documents(seed)), folder / "golden.safetensors")
+    save_file(probed(golden(model, documents(seed))), folder / "golden.safetensors")
 
 
 if __name__ == "__main__":

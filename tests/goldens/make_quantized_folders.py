@@ -5,7 +5,7 @@ on a CPU):
 
     TORCHDYNAMO_DISABLE=1 python tests/goldens/make_quantized_folders.py
 
-Each has a `golden.safetensors`: a matrix as it was, and for NF4 tokens and the logits of the quantized model in float32
+`nf4_folder/golden.safetensors`: a matrix as it was in both, tokens, and the logits of the NF4 model in float32
 (bitsandbytes' int8 rounds activations too). bitsandbytes' PyTorch code is used, see `make_nf4.py`.
 """
 
@@ -48,11 +48,11 @@ def main() -> None:
             shutil.rmtree(folder, ignore_errors=True)
             model.save_pretrained(folder)
             (folder / "generation_config.json").unlink(missing_ok=True)
-            golden = {"model.layers.1.mlp.down_proj.weight": matrix}
             if how == "nf4":
                 with torch.no_grad():
-                    golden |= {"tokens": tokens.int(), "logits": model(tokens).logits.float()}
-            save_file(golden, folder / "golden.safetensors")
+                    golden = {"tokens": tokens.int(), "logits": model(tokens).logits.float()}
+                golden["model.layers.1.mlp.down_proj.weight"] = matrix
+                save_file(golden, folder / "golden.safetensors")
             print(how, json.loads((folder / "config.json").read_text())["quantization_config"])
 
 

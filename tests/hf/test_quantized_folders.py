@@ -76,11 +76,10 @@ def test_reading_then_writing_is_lossless(how):
 
 @pytest.mark.parametrize("how", HOWS)
 def test_quantizing_the_original_gives_the_same_matrix(how):
-    path = GOLDENS / f"{how}_folder"
-    original = jnp.asarray(load_file(path / "golden.safetensors")[MATRIX])
+    original = jnp.asarray(load_file(GOLDENS / "nf4_folder/golden.safetensors")[MATRIX])
     if how == "int8":  # bitsandbytes casts to float16 first
         original = original.astype(jnp.float16)
-    stored = weights(load_model(path, dtype=original.dtype))[MATRIX]
+    stored = weights(load_model(GOLDENS / f"{how}_folder", dtype=original.dtype))[MATRIX]
     chex.assert_trees_all_equal(quantize_matrix(original, how), stored)
 
 

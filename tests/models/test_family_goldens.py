@@ -18,13 +18,13 @@ from jaxglue.hf.merge import export_adapter
 from jaxglue.models import abstract_model, config_from_hf
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
-from jaxglue.models.parameters import abstract_parameters, flatten_names, hf_name, split_model
-from tests.models.test_parity import PADDING, loss_and_gradients, packed_row
+from jaxglue.models.parameters import abstract_parameters, flatten_names, split_model
+from tests.models.test_parity import PADDING, assert_parity, packed_row
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 FAMILIES = sorted(path.stem for path in (GOLDENS / "families").glob("*.safetensors"))
 sys.path.append(str(GOLDENS))
-from drawn import drawn, probes  # noqa: E402
+from drawn import drawn  # noqa: E402
 
 
 def read_golden(name):
@@ -37,19 +37,6 @@ def write_folder(folder, raw):
     (folder / "config.json").write_text(json.dumps(raw))
     save_file({name: drawn(name, spec.shape) for name, spec in shapes.items()}, folder / "model.safetensors")
     return folder
-
-
-def assert_parity(model, golden, trainable):
-    (loss, logits), state = loss_and_gradients(model, *packed_row(golden), trainable)
-    np.testing.assert_allclose(logits[0, :-PADDING], golden["logits"], rtol=0, atol=1e-4)
-    np.testing.assert_allclose(loss, golden["loss"], rtol=1e-5)
-    gradients = {hf_name(".".join(map(str, path))): np.asarray(g[...]) for path, g in nnx.to_flat_state(state)}
-    assert gradients.keys() == {key.removeprefix("norm.") for key in golden if key.startswith("norm.")}
-    for parameter, gradient in gradients.items():
-        norm = golden[f"norm.{parameter}"]
-        distance = np.linalg.norm(probes(parameter, gradient) - golden[f"probes.{parameter}"])
-        assert distance <= 1e-3 * norm, f"{parameter}: {distance / norm:.1e}"
-        np.testing.assert_allclose(np.linalg.norm(gradient), norm, rtol=1e-3, err_msg=parameter)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

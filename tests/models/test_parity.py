@@ -15,6 +15,7 @@ from jaxglue.hf.loading import add_adapter, load_model, set_adapter
 from jaxglue.models.lora import add_lora
 from jaxglue.models.parameters import hf_name
 from jaxglue.ops.segments import pack_segments
+from tests.goldens.drawn import probes
 from tests.selection import repeats
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -83,11 +84,17 @@ def assert_parity(model, golden, trainable=nnx.Param, rank=1):
     (loss, logits), state = loss_and_gradients(model, *packed_row(golden), trainable)
     np.testing.assert_allclose(logits[0, :-PADDING], golden["logits"], rtol=0, atol=1e-4)
     np.testing.assert_allclose(loss, golden["loss"], rtol=1e-5)
-    gradients = {hf_name(".".join(map(str, path))): gradient[...] for path, gradient in nnx.to_flat_state(state)}
+    gradients = {hf_name(".".join(map(str, path))): np.asarray(g[...]) for path, g in nnx.to_flat_state(state)}
+    norms = {key.removeprefix("norm."): norm for key, norm in golden.items() if key.startswith("norm.")}
     expected = golden_gradients(golden, rank)
-    assert gradients.keys() == expected.keys()
+    assert gradients.keys() == (norms or expected).keys()
     for name, gradient in gradients.items():
-        error = np.linalg.norm(gradient - expected[name]) / np.linalg.norm(expected[name])
+        if norms:
+            norm, difference = norms[name], probes(name, gradient) - golden[f"probes.{name}"]
+            np.testing.assert_allclose(np.linalg.norm(gradient), norm, rtol=1e-3, err_msg=name)
+        else:
+            norm, difference = np.linalg.norm(expected[name]), gradient - expected[name]
+        error = np.linalg.norm(difference) / norm
         assert error <= 1e-3, f"{name}: {error:.1e}"
 
 

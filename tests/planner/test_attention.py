@@ -9,7 +9,6 @@ from selection import repeat
 from jaxglue.models import config_from_hf
 from jaxglue.models.config import LatentConfig, LayerShape
 from jaxglue.models.lora_config import LoraConfig
-from jaxglue.ops import backend
 from jaxglue.ops.backend import has_jax_triton
 from jaxglue.ops.kernel_cost import KernelKind
 from jaxglue.planner.attention import (
@@ -149,8 +148,7 @@ def test_few_long_programs_leave_multiprocessors_idle(workload):
 
 
 @pytest.mark.parametrize("attention", ["triton", repeat("hopper")])
-def test_values_narrower_than_keys_take_the_time_of_their_columns(workload, attention, monkeypatch):
-    monkeypatch.setattr(backend, "UNTRIED", set())
+def test_values_narrower_than_keys_take_the_time_of_their_columns(workload, attention):
     latent = LatentConfig(query_rank=None, rank=512, nope_dim=128, rope_dim=64, value_dim=128)
 
     def seconds(head_dim, latent=None):

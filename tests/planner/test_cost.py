@@ -36,6 +36,17 @@ def test_matmuls_take_their_flops():
     assert repeated.seconds == pytest.approx(5 * one.seconds, rel=1e-3)
 
 
+def test_16_bit_matmuls_of_broken_tiles_copy_what_they_pad():
+    def product(columns, dtype):
+        arguments = jnp.zeros((64, 64), dtype), jnp.zeros((columns, 64), dtype)
+        program = jax.make_jaxpr(lambda x, w: jnp.matmul(x, w.T, preferred_element_type=jnp.float32))(*arguments)
+        return program_cost(program, SLOW_MATMULS, attention={}).temporary
+
+    whole, broken = product(64, jnp.bfloat16), product(59, jnp.bfloat16)
+    assert broken - whole == pytest.approx(64 * 64 * (2 + 4), abs=2 * 5 * 64)  # padded weight and logits
+    assert product(59, jnp.float32) < product(64, jnp.float32)
+
+
 def test_short_kernels_take_longer_than_their_work():
     fast = replace(SLOW_MATMULS, matmul=1e15)
     assert cost(lambda x, w: x @ w, (64, 64), (64, 64), gpu=fast).seconds == pytest.approx(3.6e-6, rel=0.02)

@@ -20,7 +20,8 @@ from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.ops.segments import pack_segments
 from jaxglue.training.adamw import AdamWOptimizer
 from jaxglue.training.config import OptimizerConfig
-from tests.models.test_family_goldens import drawn, probes, read_golden, write_folder
+from tests.goldens.drawn import drawn, probes
+from tests.models.test_family_goldens import read_golden, write_folder
 
 GOLDENS = Path(__file__).parents[1] / "goldens/family_steps"
 NAMES = sorted(path.stem for path in GOLDENS.glob("*.safetensors"))

@@ -20,9 +20,7 @@ from jaxglue.ops.backend import (
     Operation,
     check_capability,
     check_half,
-    check_tried,
     check_triton,
-    is_tried,
 )
 from jaxglue.ops.names import ATTENTION_OUT
 from jaxglue.ops.row_split import SplitAttention, bounds, whole_rows
@@ -30,10 +28,8 @@ from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT, PackedSegments
 
 __all__ = [
     "ATTENTION",
-    "NARROW_VALUES",
     "AttentionShape",
     "Rotation",
-    "has_narrow_values",
     "packed_attention",
     "rotated_attention",
 ]
@@ -41,8 +37,6 @@ __all__ = [
 _HOPPER_HEAD_DIMS = (64, 128, 256)
 _LATENT_HEAD_DIMS = (192, 128)
 """Head sizes of keys and of values in latent attention (DeepSeek)."""
-NARROW_VALUES = "attention of narrow values"
-"""Name of kernels in `UNTRIED`."""
 _NARROWEST = 64
 """Least head dim that the Triton kernels were checked with on a GPU."""
 _ROTATED_HEAD_DIM = 128
@@ -131,8 +125,6 @@ def _check_hopper(capability: Capability | None, shape: AttentionShape) -> None:
     if shape.narrow_values and (shape.head_dim, shape.value_dim) != _LATENT_HEAD_DIMS:
         got = f"{shape.head_dim} and {shape.value_dim}"
         raise NotImplementedError(f"head dims of keys and values that differ must be {_LATENT_HEAD_DIMS}, got {got}")
-    if shape.narrow_values:
-        check_tried(NARROW_VALUES)
     if not shape.narrow_values and shape.head_dim not in _HOPPER_HEAD_DIMS:
         raise NotImplementedError(f"head dim must be one of {_HOPPER_HEAD_DIMS}, got {shape.head_dim}")
     if shape.forked:
@@ -154,15 +146,8 @@ def _check_triton(capability: Capability | None, shape: AttentionShape) -> None:
 def _load_triton(capability: Capability, shape: AttentionShape) -> AttentionBackend:
     from jaxglue.ops.attention.triton import TritonAttention
 
-    value_dim = shape.value_dim if has_narrow_values() else None
-    tiles = kernel_tiles(capability, shape.head_dim, value_dim=value_dim, window=shape.window, long=shape.long)
-    kernels = TritonAttention.of(capability, tiles=tiles)
-    return PaddedValues(kernels) if shape.narrow_values and not has_narrow_values() else kernels
-
-
-def has_narrow_values() -> bool:
-    """Return whether kernels for values narrower than keys are used; else values are padded."""
-    return is_tried(NARROW_VALUES)
+    tiles = kernel_tiles(capability, shape.head_dim, value_dim=shape.value_dim, window=shape.window, long=shape.long)
+    return TritonAttention.of(capability, tiles=tiles)
 
 
 def _order(shape: AttentionShape) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxglue.ops.backend import HOPPER, Backend, Capability, Operation, check_tried, check_triton
+from jaxglue.ops.backend import HOPPER, Backend, Capability, Operation, check_triton
 from jaxglue.ops.delta_rule.chunks import ChunkedDeltaRule
 from jaxglue.ops.delta_rule.convolution import fused_convolution, reference_convolution
 from jaxglue.ops.delta_rule.forks import with_copies
@@ -114,11 +114,6 @@ DELTA_ROWS = Operation(
 )
 
 
-def _check_step(capability: Capability | None, shape: DeltaShape) -> None:
-    _check_triton(capability, shape)
-    check_tried("step of the delta rule")
-
-
 def _load_step(capability: Capability, shape: DeltaShape) -> Any:
     from jaxglue.ops.delta_rule.triton import TritonDeltaStep
 
@@ -127,7 +122,7 @@ def _load_step(capability: Capability, shape: DeltaShape) -> Any:
 
 DELTA_STEP = Operation(
     name="step of the delta rule",
-    backends={"triton": Backend(check=_check_step, load=_load_step, advantage="states are read and written once")},
+    backends={"triton": Backend(check=_check_triton, load=_load_step, advantage="states are read and written once")},
 )
 
 

@@ -10,7 +10,6 @@ from jaxglue.ops.backend import (
     Operation,
     check_hopper,
     check_one_device,
-    check_tried,
     check_triton,
 )
 from jaxglue.ops.moe.expert_parallel import expert_parallel
@@ -90,10 +89,6 @@ def _check_few(
             raise NotImplementedError(f"{type(matrix).__name__} has no kernel for few rows")
         if not isinstance(matrix, Quantized) and matrix.dtype != x.dtype:
             raise NotImplementedError("matrices are stored in another dtype")
-        if isinstance(matrix, MXFP4):
-            check_tried("few rows of MXFP4 experts")
-    if activation == "geglu":
-        check_tried("GeGLU of experts")
     if not transpose_rhs and activation != "gpt_oss":
         raise NotImplementedError("gate and up are not in rows")
 
@@ -114,7 +109,6 @@ FEW_ROWS_EXPERTS = Operation(
 def _check_route(capability: Capability | None, rows: int, experts: int) -> None:
     check_triton(capability)
     check_one_device()
-    check_tried("routing of few rows")
     if rows > MOST_ROWS * experts or rows > _MOST_ASSIGNMENTS:
         raise NotImplementedError("a sort is as fast")
 

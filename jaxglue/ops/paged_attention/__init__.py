@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from jaxglue.ops.backend import Backend, Capability, Operation, check_capability, check_tried, check_triton
+from jaxglue.ops.backend import Backend, Capability, Operation, check_capability, check_triton
 from jaxglue.ops.norm_rope import HeadNorms, norm_and_rotate, scale_queries
 from jaxglue.ops.paged_attention.latent import LatentPages, make_latent_pages, reference_latent_attention
 from jaxglue.ops.paged_attention.pages import KVPages, make_pages
@@ -59,13 +59,9 @@ APPEND = Operation(
 """Backends of `append`; a call is described by the dtype of queries, the cache and rotation."""
 
 
-OWN_TOKEN = "attention of a token as it is written"
-
-
 def _check_both(
     capability: Capability | None, q, cache: KVPages, tables, rope: RopeTables, rotary: Rotary | None, factor: float
 ) -> None:
-    check_tried(OWN_TOKEN)
     _check_append(capability, q.dtype, cache, rotary)
     S, _, H = q.shape
     if H & (H - 1):
@@ -119,7 +115,6 @@ def append_and_attend(
 
 def _check_latents(capability: Capability | None, dtype, cache: LatentPages) -> None:
     check_triton(capability, dtype)
-    check_tried("attention over latents")
     if cache.scales is not None:
         raise NotImplementedError("latents in float8 have no kernel")
 

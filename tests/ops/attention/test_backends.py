@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxglue.ops import backend
-from jaxglue.ops.attention import ATTENTION, NARROW_VALUES, AttentionShape, has_narrow_values, packed_attention
+from jaxglue.ops.attention import ATTENTION, AttentionShape, packed_attention
 from jaxglue.ops.attention.reference import reference_attention
 from jaxglue.ops.choices import Attention
 from jaxglue.ops.segments import pack_segments
@@ -143,9 +142,8 @@ def test_the_flag_names_every_backend():
     assert set(get_args(Attention)) == set(ATTENTION.names)
 
 
-def test_kernels_of_narrow_values_that_no_gpu_has_run_are_left_out(monkeypatch):
+def test_long_documents_of_narrow_values_take_hoppers_kernels():
     pytest.importorskip("jax_triton", reason="without jax-triton, auto never chooses triton")
     latent = replace(LLAMA, head_dim=192, value_dim=128, long=True, segment_slots=16)
-    assert ATTENTION.choose((9, 0), latent).name == "hopper" and has_narrow_values()
-    monkeypatch.setattr(backend, "UNTRIED", {NARROW_VALUES})
-    assert ATTENTION.choose((9, 0), latent).name == "triton" and not has_narrow_values()
+    assert ATTENTION.choose((9, 0), latent).name == "hopper"
+    assert ATTENTION.choose((9, 0), replace(latent, value_dim=96)).name != "hopper"
