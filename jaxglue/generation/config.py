@@ -38,6 +38,11 @@ class SamplingConfig(Config):
     seed: int = 0
     """Seed of the sampling."""
 
+    def validate(self) -> None:
+        """Refuse an empty text as an end."""
+        if "" in self.stop:
+            raise ValueError("stop: every text holds the empty one, so no answer would have text: leave it out")
+
     @property
     def has_penalties(self) -> bool:
         """Return whether earlier tokens change the distribution."""

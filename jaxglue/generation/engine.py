@@ -455,9 +455,11 @@ class Batch:
     def close(self) -> None:
         """Leave out what threads would compile for the answers to come, and wait for what they compile.
 
-        What follows, such as a training step, has the memory and the device for itself.
+        What follows, such as a training step, has the memory and the device for itself; at the end of the process
+        windows under way would abort it.
         """
         self._sizes.give_up()
+        jax.block_until_ready([results for _, results in self._under_way])
         if self._whole:
             self._sizes.wait()
 

@@ -32,7 +32,9 @@ def read_prompts(config: GenerateConfig) -> list[Row]:
 
 def _read(path: Path) -> str:
     try:
-        return sys.stdin.read() if path == STDIN else read_regular_text(path)
+        if path != STDIN:
+            return read_regular_text(path)
+        return sys.stdin.read().removeprefix("\ufeff").replace("\r\n", "\n")  # as of a file
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 at byte {error.start + 1}: save the prompts as UTF-8") from error
 

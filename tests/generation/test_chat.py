@@ -1,5 +1,6 @@
 """Prompts, stops, streamed text, and conversations in the terminal."""
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -79,6 +80,12 @@ def test_prompt_file_follows_prompt_flags(tmp_path, folders):
     (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
     config = GenerateConfig(model=folders[0], prompt=("zero",), prompt_file=tmp_path / "prompts.txt")
     assert [row["prompt"] for row in read_prompts(config)] == ["zero", "one", "two"]
+
+
+def test_prompts_of_standard_input_are_read_as_those_of_a_file(tmp_path, folders, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("\ufeffone\r\ntwo\r\n", newline=""))
+    config = GenerateConfig(model=folders[0], prompt_file=Path("-"))
+    assert [row["prompt"] for row in read_prompts(config)] == ["one", "two"]
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,17 @@ def test_texts_end_where_longrope_would_turn_them_otherwise(tiny_model):
     assert len(PROMPT) + len(list(engine.stream(*trees, PROMPT, GREEDY))) == 12
 
 
+def test_a_stream_that_is_left_waits_for_its_windows_under_way(llama, monkeypatch):
+    """At the end of a process, computations under way would abort it."""
+    (engine, trees), _ = llama
+    awaited = []
+    monkeypatch.setattr(jax, "block_until_ready", lambda tree: awaited.extend(jax.tree.leaves(tree)))
+    stream = engine.stream(*trees, PROMPT, replace(GREEDY, max_tokens=60))
+    next(stream)
+    stream.close()
+    assert awaited
+
+
 def test_stops_at_stop_tokens_and_at_both_limits(tiny_model):
     engine, trees = engine_of(tiny_model("llama", max_position_embeddings=12), lora=False)
     tokens = list(engine.stream(*trees, PROMPT, GREEDY))
@@ -253,6 +264,8 @@ def test_answers_of_one_prompt_need_pages_for_it_once(llama):
 def test_invalid_sampling_is_refused(field, value):
     with pytest.raises(ValueError, match=f"{field}: expected .*, got {value}"):
         SamplingConfig(**{field: value})
+    with pytest.raises(ValueError, match="stop: every text holds the empty one"):
+        SamplingConfig(stop=("a", ""))
 
 
 @pytest.mark.parametrize("whole", [False, True])
