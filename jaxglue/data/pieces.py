@@ -28,9 +28,10 @@ class PieceTokenizer:
         self._inside: WordTokenizer | None = None
         self.exact = True
         """Pieces are tokenized as inside of their text; if not, the tokenizer adds something unknown to each."""
-        if _adds_text(backend):
-            inside = _inside(backend)
-            self._inside, self.exact = WordTokenizer(inside), not _adds_text(inside)
+        if not _adds_text(backend):
+            return
+        inside = _inside(backend)
+        self._inside, self.exact = WordTokenizer(inside), not _adds_text(inside)
         normal = _normalize(backend, "b") == "b"  # else parts that are normalized alone have a space
         added = [t for t in backend.get_added_tokens_decoder().values() if not t.single_word]
         specials = sorted((t for t in added if normal or not t.normalized), key=lambda token: -len(token.content))

@@ -137,7 +137,10 @@ class ChatTemplate:
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a rendering of protected messages, as in training."""
-        return [*chain.from_iterable(self._pieces.encode(plain_pieces(text)))]
+        pieces = plain_pieces(text)
+        if len(pieces) == 1:
+            return list(self._tokenizer.encode(pieces[0], add_special_tokens=False))
+        return [*chain.from_iterable(self._pieces.encode(pieces))]
 
     def render(self, messages: Messages, tools: Tools = None) -> str:
         """Render the whole conversation."""
