@@ -121,6 +121,7 @@ def test_defaults_are_those_of_transformers(model_type, fields, expected):
             {**GLM4_MOE, **LATENT, "topk_group": None, "n_group": 4},
             {"sparse_layers": (*(False,) * 3, *(True,) * 3), "routed_scale": 2.5, "groups": (4, 4)},
         ),
+        ("deepseek_v3", {**GLM4_MOE, **LATENT, "norm_topk_prob": None, "n_group": 4}, {"norm_topk_prob": False}),
         (
             "deepseek_v2",
             {**GLM4_MOE, **LATENT, "norm_topk_prob": True, "n_group": 4, "topk_group": 2},
