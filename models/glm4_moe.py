@@ -32,7 +32,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 
 def routed_experts(raw: Mapping[str, Any]) -> MoeConfig:
     """Read the experts of a config.json with DeepSeek's fields, all of which are there but for sizes."""
-    require_fields(raw, ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"))
+    require_fields(raw, ("num_hidden_layers", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"))
     return MoeConfig(
         num_experts=raw["n_routed_experts"],
         num_experts_per_tok=raw["num_experts_per_tok"],

@@ -19,7 +19,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """
     raw = {"num_experts": raw.get("num_local_experts"), **raw}
     needed = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
-    require_fields(raw, needed)
+    require_fields(raw, ("num_hidden_layers", *needed))
     moe = MoeConfig(
         num_experts=raw["num_experts"],
         num_experts_per_tok=raw["num_experts_per_tok"],

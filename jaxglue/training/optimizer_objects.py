@@ -1,4 +1,4 @@
-"""A transformation of optax, given as an object, as a run's optimizer: it sees the whole tree of parameters."""
+"""Optimizers given as objects, which see the whole tree of parameters: transformations of optax, and stepped AdamW."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,13 +19,27 @@ NAME = "given"
 """Name of the optimizer in a run's record."""
 
 
-class TransformOptimizer:
+class TreeOptimizer:
+    """Base of optimizers that see the whole tree of parameters at once."""
+
+    fits_programs = False
+
+    def update_part(
+        self, trainable: Params, state: Params, key: ParamKey, gradient: Params, step: int
+    ) -> tuple[Params, Params]:
+        """Refuse: an update may need all gradients."""
+        raise ValueError("update_in_backward: an optimizer given as an object sees all gradients at once: leave it out")
+
+    def trace_update(self, trainable: Params) -> tuple[Traced, ...]:
+        """Trace no program."""
+        return ()
+
+
+class TransformOptimizer(TreeOptimizer):
     """Adds the transformation's updates to the parameters as they are.
 
     Learning rate, schedule, decay and clipping are the transformation's. The state has its arrays in their order.
     """
-
-    fits_programs = False
 
     def __init__(self, transformation: optax.GradientTransformation):
         self._transformation = optax.with_extra_args_support(transformation)
@@ -47,19 +61,9 @@ class TransformOptimizer:
         trainable, state, norm = self._update(trainable, state, gradients)
         return trainable, state, {"grad_norm": norm, **self.learning_rate(0)}
 
-    def update_part(
-        self, trainable: Params, state: Params, key: ParamKey, gradient: Params, step: int
-    ) -> tuple[Params, Params]:
-        """Refuse: a transformation may need all gradients."""
-        raise ValueError("update_in_backward: an optimizer given as an object sees all gradients at once: leave it out")
-
     def learning_rate(self, step: int) -> dict[str, Float[Array, ""]]:
         """Return the factor of the transformation's updates."""
         return {"learning_rate": jnp.float32(1)}
-
-    def trace_update(self, trainable: Params) -> tuple[Traced, ...]:
-        """Trace no program."""
-        return ()
 
     def _step(self, trainable: Params, state: Params, gradients: Params) -> tuple[Params, Params, Array]:
         treedef = jax.tree.structure(jax.eval_shape(self._transformation.init, trainable))
@@ -69,10 +73,8 @@ class TransformOptimizer:
         return new, {"arrays": jax.tree.leaves(after)}, optax.tree.norm(gradients)
 
 
-class SteppedAdam:
+class SteppedAdam(TreeOptimizer):
     """AdamW whose learning rate, decays and clipping are those of `settings` at each step; float32 moments."""
-
-    fits_programs = False
 
     def __init__(self) -> None:
         self.settings = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12}
@@ -95,19 +97,9 @@ class SteppedAdam:
         trainable, state, norm = self._update(trainable, state, gradients, jnp.float32(step + 1), values)
         return trainable, state, {"grad_norm": norm, **self.learning_rate(0)}
 
-    def update_part(
-        self, trainable: Params, state: Params, key: ParamKey, gradient: Params, step: int
-    ) -> tuple[Params, Params]:
-        """Refuse: clipping needs all gradients."""
-        raise ValueError("update_in_backward: this optimizer sees all gradients at once: leave it out")
-
     def learning_rate(self, step: int) -> dict[str, Float[Array, ""]]:
         """Return the present learning rate."""
         return {"learning_rate": jnp.float32(self.settings["learning_rate"])}
-
-    def trace_update(self, trainable: Params) -> tuple[Traced, ...]:
-        """Trace no program."""
-        return ()
 
     @staticmethod
     def _step(trainable: Params, state: Params, gradients: Params, count: Array, s: dict[str, Array]):

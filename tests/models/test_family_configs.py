@@ -1,10 +1,12 @@
 """Fields of config.json that are absent, null or contradict each other, as transformers reads them."""
 
 import math
+from contextlib import suppress
 
 import pytest
 
 from jaxglue.models import config_from_hf
+from tests.models.test_family_goldens import FAMILIES, read_golden
 
 RAW = {
     "vocab_size": 24,
@@ -119,6 +121,7 @@ def test_defaults_are_those_of_transformers(model_type, fields, expected):
             {**GLM4_MOE, **LATENT, "topk_group": None, "n_group": 4},
             {"sparse_layers": (*(False,) * 3, *(True,) * 3), "routed_scale": 2.5, "groups": (4, 4)},
         ),
+        ("deepseek_v3", {**GLM4_MOE, **LATENT, "norm_topk_prob": None, "n_group": 4}, {"norm_topk_prob": False}),
         (
             "deepseek_v2",
             {**GLM4_MOE, **LATENT, "norm_topk_prob": True, "n_group": 4, "topk_group": 2},
@@ -306,6 +309,7 @@ def test_rotary_embeddings_are_read(model_type, fields, expected):
             {},
             "config.json lacks num_experts, num_experts_per_tok, moe_intermediate_size, shared_ex",
         ),
+        ("deepseek_v2", {"num_hidden_layers": None}, "config.json lacks num_hidden_layers, n_routed_experts"),
         ("qwen2_moe", {}, "config.json lacks num_experts, num_experts_per_tok, moe_intermediate_size, shared_expert"),
         ("qwen3_moe", {**EXPERTS, "decoder_sparse_step": 0}, "decoder_sparse_step in config.json: expected int >= 1"),
         ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size in config"),
@@ -335,3 +339,12 @@ def test_mistral_inside_another_model_has_one_window():
     alone = config_from_hf({**text, "model_type": "mistral"})
     inside = config_from_hf({"model_type": "mistral3", "text_config": {**text, "model_type": "mistral"}})
     assert alone.layer_windows == (None,) * 5 + (5,) and inside.layer_windows == (5,) * 6
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_absent_and_null_fields_have_defaults_or_are_named(name):
+    raw, _ = read_golden(name)
+    for field in raw:
+        for other in ({**raw, field: None}, {key: value for key, value in raw.items() if key != field}):
+            with suppress(ValueError):  # and no other error
+                config_from_hf(other)
