@@ -4,8 +4,10 @@ While a window runs, the host receives the results of the one before, refills th
 the next. So an answer that ends at a token is noticed one window late, and one that ends at its limit at once.
 """
 
+import atexit
 import logging
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -414,6 +416,17 @@ class Kind(NamedTuple):
         return cls(features, _padded(stops), _padded(biases), ranks)
 
 
+_OPEN: "weakref.WeakSet[Batch]" = weakref.WeakSet()
+
+
+@atexit.register
+def _wait_at_exit() -> None:
+    """Wait for windows under way, as of answers to a closed pipe: XLA aborts a process that ends before them."""
+    for batch in list(_OPEN):
+        with suppress(Exception):
+            batch.close()
+
+
 class Batch:
     """Answers in progress, with the state of the device; made by `Engine.open`."""
 
@@ -436,6 +449,7 @@ class Batch:
         self._slots = make_sequences(plan, vocabulary, kind.features, place_of(trees))
         self._scheduler = Scheduler(plan, STEPS, remembers=programs.extends, rewinds=programs.rewinds)
         self._under_way = deque[tuple[Work, Any]]()
+        _OPEN.add(self)
 
     @property
     def is_busy(self) -> bool:

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 from selection import repeat, repeats
 
+from jaxglue.generation import engine as engine_module
 from jaxglue.generation import programs
 from jaxglue.generation.config import GREEDY, SamplingConfig
 from jaxglue.generation.engine import Engine, Kind
@@ -131,9 +132,13 @@ def test_a_stream_that_is_left_waits_for_its_windows_under_way(llama, monkeypatc
     (engine, trees), _ = llama
     awaited = []
     monkeypatch.setattr(jax, "block_until_ready", lambda tree: awaited.extend(jax.tree.leaves(tree)))
-    stream = engine.stream(*trees, PROMPT, replace(GREEDY, max_tokens=60))
+    stream, kept = (engine.stream(*trees, PROMPT, replace(GREEDY, max_tokens=60)) for _ in range(2))
     next(stream)
     stream.close()
+    assert awaited
+    awaited.clear()
+    next(kept)
+    engine_module._wait_at_exit()
     assert awaited
 
 
