@@ -1,11 +1,13 @@
 """Shared fixtures: tiny models, batches, a tokenizer, chats, Triton's interpreter, an H200 compile target."""
 
+import ctypes
 import dataclasses
 import functools
 import gc
 import importlib.util
 import itertools
 import json
+import mmap
 import os
 import sys
 import threading
@@ -205,6 +207,20 @@ def chat_rows():
     return rows
 
 
+def _between_guards(array: np.ndarray) -> np.ndarray:
+    """Return a copy that ends at a page without access, and begins within a page of another: a stray access crashes."""
+    if not array.size:
+        return array.copy()
+    end = (-(-array.nbytes // mmap.PAGESIZE) + 1) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, end + mmap.PAGESIZE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for guard in (start, start + end):
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(guard), mmap.PAGESIZE, 0) == 0
+    copy = np.frombuffer(memory, array.dtype, array.size, end - array.nbytes).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
 class _Buffer:
     """The torch tensor interface used by Triton's interpreter."""
 
@@ -218,7 +234,7 @@ class _Buffer:
     }
 
     def __init__(self, array: np.ndarray):
-        self.array, self.dtype = array, self._NAMES[str(array.dtype)]
+        self.array, self.dtype = _between_guards(array), self._NAMES[str(array.dtype)]
 
     def data_ptr(self) -> int:
         return self.array.ctypes.data
@@ -301,7 +317,7 @@ def interpreted():
         function = getattr(_load_interpreted(kernel.__module__), kernel.__name__)
 
         def run(inputs, outputs):
-            buffers = jax.tree.map(lambda a: _Buffer(np.array(a)), (*inputs, *outputs))
+            buffers = jax.tree.map(lambda a: _Buffer(np.asarray(a)), (*inputs, *outputs))
             with _interpreting():
                 Executor(function.rewrite(), function.arg_names, grid)(*buffers, **constants)
             return jax.tree.map(lambda b: b.array, buffers[len(inputs) :])
