@@ -16,6 +16,7 @@ from pathlib import Path
 
 import engines
 import numpy as np
+from random_model import random_model
 
 
 def examples(path: Path) -> list[dict]:
@@ -33,18 +34,9 @@ def examples(path: Path) -> list[dict]:
 
 
 def build_model(pairs: Path, layers: int | None):
-    """Return a random model on the GPU, made there."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+    """Return a random model of the shape that the pairs are for."""
     with np.load(pairs) as stored:
-        raw = json.loads(str(stored["config"])) | ({"num_hidden_layers": layers} if layers else {})
-    config = AutoConfig.for_model(**{key: value for key, value in raw.items() if key != "architectures"})
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-    torch.set_default_dtype(torch.float32)
-    return model
+        return random_model(json.loads(str(stored["config"])), layers)
 
 
 def build_tokenizer():

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import engines
 import numpy as np
+from random_model import random_model
 
 END = 1
 """Token that ends and pads answers: the padding after a short one begins with TRL's end of it."""
@@ -25,21 +26,6 @@ END = 1
 
 class Finished(Exception):  # noqa: N818 - no error
     """All that is timed has run."""
-
-
-def build_model(config: dict, layers: int | None):
-    """Return a random model, made on the GPU."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = config | ({"num_hidden_layers": layers} if layers else {})
-    config = AutoConfig.for_model(**{key: value for key, value in config.items() if key != "architectures"})
-    config.eos_token_id = config.pad_token_id = END
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-    torch.set_default_dtype(torch.float32)
-    return model
 
 
 def build_tokenizer():
@@ -180,7 +166,7 @@ def build_trainer(args: argparse.Namespace, clock: Clock, prompts: np.ndarray, c
     targets = engines.TARGETS
     lora = LoraConfig(r=engines.RANK, lora_alpha=2 * engines.RANK, target_modules=targets, task_type="CAUSAL_LM")
     trainer = Trainer(
-        model=build_model(config, args.layers),
+        model=random_model(config, args.layers, eos_token_id=END, pad_token_id=END),
         args=settings,
         reward_funcs=reward,
         train_dataset=Dataset.from_list([{"prompt": str(row)} for row in range(args.prompts)]),
