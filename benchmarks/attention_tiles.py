@@ -35,7 +35,7 @@ SETS = [
     ("128/32/8/3", "64/16/4/4", "16/128/8/3/k", "64/128/8/2/k"),
     ("64/64/4/1", "64/16/4/2", "32/64/4/1/k", "32/128/8/2/k"),
 ]
-"""Of forward, dq, dk and dv."""
+"""Tiles of the kernels of the forward pass, dq, dk and dv."""
 
 
 def parse_tiles(text: str) -> AttentionTiles:

@@ -203,7 +203,7 @@ class DecoderConfig:
     activation: Activation = field(default="silu", repr=False)
     """Activation of the gate of dense feed-forwards."""
     attention_output_bias: bool | None = field(default=None, repr=False)
-    """Whether attention's output projection has a bias; None where `attention_bias` says so of all four."""
+    """Whether attention's output projection has a bias; None: as `attention_bias` says of all four projections."""
     head_norms: bool = field(default=True, repr=False)
     """Queries and keys have the norms that the family has for them."""
     attention_scale: float | None = field(default=None, repr=False)

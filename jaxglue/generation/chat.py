@@ -49,7 +49,7 @@ class Voice:
     stops: frozenset[int]
     """Tokens that end its answers."""
     ranks: Bool[np.ndarray, " R"] | None
-    """None where all requests use all."""
+    """Its ranks among those of all adapters; None where all requests use all."""
 
 
 class Assistant:
@@ -73,9 +73,9 @@ class Assistant:
         self.stops = stop_tokens(self.tokenizer, folder, config.adapter)
         ranks = add_adapters(model, named, _identity(config, model), str(folder)) if named else {}
         self.voices = {name: self._voice(folder, named[name], own) for name, own in ranks.items()}
-        """What requests to each of the adapters by name differ in."""
+        """Each adapter's tokenizer, stops and ranks, by its name."""
         self.ranks = max(map(len, ranks.values()), default=0)
-        """Of all adapters by name."""
+        """Ranks of all adapters together; 0 without adapters by name."""
         self.graphdefs, self.adapter, self.frozen = split_model(model, nnx.LoRAParam)
         ahead = stays and jax.default_backend() != "cpu"
         self.engine = Engine(self.graphdefs, self.config, dtype=self.dtype, kv_cache=config.kv_cache, ahead=ahead)

@@ -39,7 +39,7 @@ class Matcher(Protocol):
 
 
 class Grammar(Protocol):
-    """What an answer may be."""
+    """Set of texts, of which an answer is to be one."""
 
     def start(self) -> Matcher:
         """Return the place of a new answer."""

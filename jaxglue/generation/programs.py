@@ -134,7 +134,7 @@ class Programs:
         )
         """Whether `extend` serves: all layers have the keys and values of all tokens in numbered pages."""
         self.rewinds = not any(kind.linear for kind in config.layer_kinds)
-        """Whether a sequence may go back some tokens: no layer has a state in which these are."""
+        """Whether a sequence may give back its last tokens: no layer holds them in a recurrent state."""
         self._embed_prompts, self._embed_suffixes = _jit(self._embed_packed), _jit(self._embed)
         self._copy = jax.jit(self._copy_pages, donate_argnames="caches")
         self._begin = jax.jit(_begin)

@@ -45,7 +45,7 @@ class Request:
     ranks: Bool[np.ndarray, " R"] | None = None
     """Ranks of the adapters that its tokens use; None for all."""
     grammar: Grammar | None = None
-    """What its answers may be."""
+    """Grammar of its answers; None for free ones."""
 
 
 class Tokens(NamedTuple):

@@ -72,7 +72,7 @@ class Service:
         kind = Kind(features, STOPS, BIASES, assistant.ranks)
         weights = assistant.adapter, assistant.frozen
         self.failure: str | None = None
-        """What has ended the service."""
+        """Reason for the service's end; None while it runs."""
         self._batch: Batch = self._engine.open(*weights, plan, kind, whole=True)
         self._thread = threading.Thread(target=self._serve, name="service", daemon=True)
         self._thread.start()

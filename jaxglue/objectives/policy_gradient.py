@@ -296,6 +296,12 @@ class GSPO(GRPO):
         return rollouts.spread(rollouts.sums(difference)) / lengths
 
 
+def _with_high_as(name: str, metrics: dict[str, Array]) -> dict[str, Array]:
+    """Return the metrics with the mean above the upper bound under this name, in place of all of clipped ratios."""
+    kept = {key: value for key, value in metrics.items() if key not in _CLIPPED}
+    return kept | {name: metrics["clip_ratio/high_mean"]}
+
+
 class CISPO(DAPO):
     """Log-probabilities weighted by capped ratios without a gradient, so that no token is left out (2506.13585)."""
 
@@ -310,9 +316,7 @@ class CISPO(DAPO):
 
     def metrics(self, values: Float[Array, " sums"]) -> dict[str, Array]:
         """Return the metrics, with the share of capped ratios in place of the clipped ones."""
-        named = super().metrics(values)
-        capped = named["clip_ratio/high_mean"]
-        return {name: value for name, value in named.items() if name not in _CLIPPED} | {"cispo_clip_ratio": capped}
+        return _with_high_as("cispo_clip_ratio", super().metrics(values))
 
 
 class SAPO(GRPO):
@@ -383,9 +387,7 @@ class VESPO(DAPO):
 
     def metrics(self, values: Float[Array, " sums"]) -> dict[str, Array]:
         """Return the metrics, with the answers' mean weight in place of clipped ratios."""
-        named = super().metrics(values)
-        weight = named["clip_ratio/high_mean"]
-        return {name: value for name, value in named.items() if name not in _CLIPPED} | {"vespo/phi_seq_mean": weight}
+        return _with_high_as("vespo/phi_seq_mean", super().metrics(values))
 
 
 class RLOO(GRPO):

@@ -41,7 +41,7 @@ class Prompt(NamedTuple):
     teacher: list[int] | None = None
     """Tokens of the teacher's prompt, where it is another."""
     tools: list[Any] | None = None
-    """Of the row."""
+    """Tools of the row, which its template is given."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -288,7 +288,7 @@ class _Process:
     def __init__(self, memory: float):
         self._memory, self._process, self._read = memory, None, b""  # type: tuple[float, subprocess.Popen | None, bytes]
         self.is_stopped = False
-        """Whether it judges no more."""
+        """Whether the process is stopped for good, and judges no further answers."""
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Return the reply; beyond the time, or where the process has died, end it and return the `limit`."""

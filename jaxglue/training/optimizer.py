@@ -68,7 +68,7 @@ class OptimizerKind:
     beta2: float = 0.999
     """Decay of the second moment, or of the one that stands for it, by default."""
     needs_matrices: bool = False
-    """Whether it updates whole weight matrices: neither adapters nor stacked experts."""
+    """Whether the optimizer updates whole weight matrices only: neither adapters nor stacked experts."""
 
 
 _ADAMW = OptimizerKind(
