@@ -176,7 +176,7 @@ class PromptInputs:
         return tokens, segments, places
 
     def suffixes(self, row: Sequence[Prefill]) -> tuple[Any, Cursor]:
-        """Return the rests of prompts whose beginnings are in the cache: tokens [T], with a row of its table for each."""
+        """Return the rests of prompts that begin in the cache: tokens [T], with a row of its table for each."""
         used = sum(len(prompt.tokens) - prompt.begin for prompt in row)
         T = _SHORT_SUFFIX if used <= _SHORT_SUFFIX else LONGEST_SUFFIX
         zeros: Any = partial(np.zeros, dtype=np.int32)
