@@ -10,8 +10,29 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
-TYPES = ["llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text", "mistral", "ministral"]
-TYPES += ["ministral3", "mixtral", "smollm3", "granite", "olmo2", "olmo3", "gemma2", "gemma3_text", "gemma4_text", "glm4"]
+TYPES = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "mistral",
+    "ministral",
+]
+TYPES += [
+    "ministral3",
+    "mixtral",
+    "smollm3",
+    "granite",
+    "olmo2",
+    "olmo3",
+    "gemma2",
+    "gemma3_text",
+    "gemma4_text",
+    "glm4",
+]
 TYPES += ["glm4_moe", "glm4_moe_lite", "phi3", "deepseek_v2", "deepseek_v3", "gpt_oss"]
 SIZES = {"num_hidden_layers": 30, "num_attention_heads": 64, "hidden_size": 1024, "intermediate_size": 96}
 SIZES |= {"vocab_size": 64, "use_sliding_window": True}
