@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from jaxglue.generation.chat import Assistant
 from jaxglue.generation.config import GREEDY
-from jaxglue.generation.engine import Batch, Kind
+from jaxglue.generation.engine import Batch
 from jaxglue.generation.grammar import is_installed
+from jaxglue.generation.inputs import Kind
 from jaxglue.generation.pages import PAGE, plan_cache
 from jaxglue.generation.sampling import Features
 from jaxglue.generation.scheduler import Answer, Finish, Request
