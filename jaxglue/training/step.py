@@ -135,9 +135,7 @@ class TrainStep:
         run = self._run
         batches = run.batches if isinstance(run, Run) else None
         grouped = 1 < run.remat.layers_per_program < run.model.num_hidden_layers
-        others = grouped or run.workload.host_embeddings or run.config.objective.kind.needs_reference
-        splits = self.layout.gathers or self.layout.size("context") > 1
-        if splits or others or not isinstance(batches, BatchIterator):
+        if grouped or not run.workload.compiled_ahead or not isinstance(batches, BatchIterator):
             return None
         graphdefs, trainable, frozen = abstract_parts(run.workload)
         self.executor, first = self._make_executor(graphdefs, self._objective), batches.first
