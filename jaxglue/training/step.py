@@ -466,7 +466,7 @@ def reference_layers(
 
 
 def _compares_rollouts_with_frozen(run: Setup, trainable: Params) -> bool:
-    """Return whether rollouts have a reference, which is the layers without the adapters that are new and all that trains."""
+    """Return whether rollouts have a reference, and all that trains are new adapters, without which it is."""
     others = {name: part for name, part in trainable.items() if name != "layers"}
     new = run.config.model.method == "lora" and run.adapter is None and not jax.tree.leaves(others)
     return new and isinstance(run.workload.objective, RolloutObjective) and run.workload.objective.uses_reference

@@ -102,7 +102,9 @@ def test_a_reference_stays_what_the_run_began_with(make_run, continued):
     if continued:
         train(first)
         base = {"model": str(first.run.output / "base"), "random_weights": False}
-        first = make_run(beta=0.1, adapter=first.run.output / "adapter", output=first.run.output / "next", rank=16, **base)
+        first = make_run(
+            beta=0.1, adapter=first.run.output / "adapter", output=first.run.output / "next", rank=16, **base
+        )
     run = resolve(first)
     (first.run.output / "rollouts").mkdir(parents=True, exist_ok=True)
     model = TrainStep(run, None)
