@@ -49,6 +49,8 @@ _MANY_STEPS = 1024
 """Decode steps from which a program of all layers, whose compile time grows with depth, is worth compiling."""
 _COMPILERS, _KINDS = 3, 8
 """Threads that compile, and kinds of windows whose programs are kept."""
+_TOP = 20
+"""Windows that report more likely tokens than their kind does, report a multiple of this, so that few are compiled."""
 _REUSED = 0.7
 """Share of the memory, and of an earlier plan, up to and from which that plan serves again."""
 
@@ -302,8 +304,7 @@ def require_known(tokens: Sequence[int] | np.ndarray, vocabulary: int, name: str
 def _completion(answer: Answer, finish: Finish) -> Completion:
     columns = zip(*answer.received, strict=True)
     ids, log_probs, model_log_probs, top_ids, top = map(np.concatenate, columns)
-    wanted = answer.request.top_log_probs
-    most_likely = (top_ids[:, :wanted], top[:, :wanted]) if wanted else None
+    most_likely = (top_ids, top) if answer.request.top_log_probs else None
     return Completion(answer.number, answer.answer, ids, log_probs, model_log_probs, most_likely, finish)
 
 
@@ -319,7 +320,11 @@ def _wait_at_exit() -> None:
 
 
 class Batch:
-    """Answers in progress, with the state of the device; made by `Engine.open`."""
+    """Answers in progress, with the state of the device; made by `Engine.open`.
+
+    Its kind has what most answers use: while one wants further likely tokens, windows run by programs of their own,
+    layer by layer until these are compiled.
+    """
 
     def __init__(
         self,
@@ -339,7 +344,9 @@ class Batch:
         self._table, self._prompts = SlotTable(plan, kind, vocabulary), PromptInputs(plan, programs.windows, kind.ranks)
         self._slots = make_sequences(plan, vocabulary, kind.features, place_of(trees))
         self._scheduler = Scheduler(plan, STEPS, remembers=programs.extends, rewinds=programs.rewinds)
-        self._under_way = deque[tuple[Work, Any]]()
+        self._under_way, self._vocabulary = deque[tuple[Work, Any]](), vocabulary
+        self._reporting = dict[int, WindowSizes]()
+        """Windows that report more likely tokens than those of the kind do, by their number."""
         _OPEN.add(self)
 
     @property
@@ -363,10 +370,12 @@ class Batch:
         What follows, such as a training step, has the memory and the device for itself; at the end of the process
         windows under way would abort it.
         """
-        self._sizes.give_up()
+        all_sizes = [self._sizes, *self._reporting.values()]
+        for sizes in all_sizes:
+            sizes.give_up()
         jax.block_until_ready([results for _, results in self._under_way])
-        if self._whole:
-            self._sizes.wait()
+        for sizes in all_sizes if self._whole else ():
+            sizes.wait()
 
     def advance(self) -> Iterator[tuple[Answer, Int[np.ndarray, " n"], Finish | None]]:
         """Start a window, and yield the answers of the one before with their new tokens, and why they ended."""
@@ -389,16 +398,20 @@ class Batch:
             assert self._slots.counts is not None
             counts = programs.note(self._slots.counts, *self._prompts.counted(penalized))
             self._slots = replace(self._slots, counts=counts)
-        size, run = self._sizes.take(len(work.answers), self._whole)
+        features, sizes, whole = self._kind.features, self._sizes, self._whole
+        if (top := max(answer.request.top_log_probs for answer in work.answers)) > features.top:
+            features, whole = features._replace(top=min(-(-top // _TOP) * _TOP, self._vocabulary)), False
+            sizes = self._reporting.setdefault(features.top, WindowSizes(self._plan.slots))
+        size, run = sizes.take(len(work.answers), whole)
         arguments = trees, self._slots, self._caches, self._table.window(work, size)
-        options: dict[str, Any] = {"plan": self._plan, "steps": STEPS, "features": self._kind.features}
+        options: dict[str, Any] = {"plan": self._plan, "steps": STEPS, "features": features}
         if run is None:
-            run = partial(programs.window if self._whole else programs.window_by_layers, **options)
-            if self._whole:
-                self._sizes.put(run)
+            run = partial(programs.window if whole else programs.window_by_layers, **options)
+            if whole:
+                sizes.put(run)
         if self._compiler:
             shapes, precision = jax.tree.map(_shape, arguments), jax.config.jax_default_matmul_precision
-            self._sizes.compile(self._compiler, partial(_compile, programs, shapes, options, precision))
+            sizes.compile(self._compiler, partial(_compile, programs, shapes, options, precision))
         self._slots, self._caches, sampled = run(*arguments)
         jax.tree.map(lambda x: x.copy_to_host_async(), sampled)
         return sampled
@@ -421,8 +434,11 @@ class Batch:
                 continue  # it ended in the last window, or the caller ended it
             if answer.matcher:
                 count = answer.matcher.take(steps.tokens[:count, column].tolist())
-            parts = steps.log_probs, steps.model_log_probs, steps.top_tokens, steps.top_log_probs
-            tokens = Tokens(*(part[:count, column] for part in (steps.tokens, *parts)))
+            parts = [part[:count, column] for part in (steps.tokens, steps.log_probs, steps.model_log_probs)]
+            likely = [
+                part[:count, column, : answer.request.top_log_probs] for part in (steps.top_tokens, steps.top_log_probs)
+            ]
+            tokens = Tokens(*parts, *likely)
             ended = self._ended(answer, tokens)
             self._scheduler.receive(answer, tokens, ended is not None)
             if ended:

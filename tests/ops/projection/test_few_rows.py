@@ -164,6 +164,26 @@ def test_tokens_use_their_own_ranks_of_adapters(quantize):
         assert difference < (0.1 if quantize is quantize_fp8 else 1e-5)  # other values are rounded to e4m3 together
 
 
+@pytest.mark.parametrize("quantize", [lambda matrix: matrix, quantize_int8, quantize_fp8])
+def test_interpreted_kernels_use_own_ranks_of_each_row(quantize, kernels):
+    """Alone, with its own ranks, each row has the same result to the bit."""
+    M, D, F = 5, 64, 32
+    ranks = jnp.asarray(np.arange(6) // 2 == np.array([[0], [2], [1], [1], [7]]))
+    parts = [projection(10 * i, n, k, rank=6, quantize=quantize) for i, (n, k) in enumerate([(F, D), (F, D), (D, F)])]
+    x, stream, weight = draw(99, 1, M, D) / 8, draw(98, 1, M, D), jnp.ones(D)
+    with FEW_ROWS.using(kernels):
+        _, rows = residual_norm(x, weight, 1e-6, LLAMA_NORM, parts[:2], Sharing(ranks))
+        together = adapted_projection(rows, parts[:2], Sharing(ranks))
+        together.append(gated_mlp(rows, GatedParts(*parts), Sharing(ranks), stream=stream))
+        for token, own in enumerate(ranks):
+            alone = [replace(p, adapter=replace(p.adapter, A=p.adapter.A * own[:, None])) for p in parts]
+            _, row = residual_norm(x[:, token : token + 1], weight, 1e-6, LLAMA_NORM, alone[:2], Decoding(fp8=True))
+            wanted = adapted_projection(row, alone[:2], Decoding(fp8=True))
+            fed = gated_mlp(row, GatedParts(*alone), Decoding(fp8=True), stream=stream[:, token : token + 1])
+            for y, want in zip(together, [*wanted, fed], strict=True):
+                np.testing.assert_array_equal(y[:, token : token + 1], want)
+
+
 def test_assembly_looks_up_every_nf4_code():
     pytest.importorskip("triton")
     from jaxglue.ops.projection.few_rows_kernels import NF4_ASSEMBLY
@@ -252,3 +272,27 @@ def test_kernel_compiles_for_a_gpu(h200):
     with tracing_for((9, 0)):
         program = jax.jit(project).lower(half(1, M, D), weights, downs, ups).compile()
     assert program.as_text().count("triton_kernel_call_ffi") == 1
+
+
+@pytest.mark.parametrize(("rows", "rank"), [(256, 16), repeat(256, 64), repeat(128, 64)])
+def test_steps_of_an_adapter_beside_e4m3_values_fit_shared_memory(rows, rank, h200, monkeypatch):
+    from jax_triton import triton_lib
+
+    compile, sizes = triton_lib.compile_ttir_inplace, []
+
+    def noted(*args, **options):
+        found = compile(*args, **options)
+        sizes.append(found.shared_mem_bytes)
+        return found
+
+    monkeypatch.setattr(triton_lib, "compile_ttir_inplace", noted)
+    part = projection(1, 1024, 2048, rank=rank, quantize=lambda matrix: quantize_fp8(matrix.astype(jnp.bfloat16)))
+    inputs = jnp.zeros((1, rows, 2048), jnp.bfloat16), part.weight, part.adapter.A, part.adapter.B
+    shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=h200), inputs)
+
+    def project(x, weight, down, up):
+        return adapted_projection(x, [Projection(weight=weight, adapter=Adapter(A=down, B=up))], Decoding(fp8=True))
+
+    with tracing_for((9, 0)):
+        jax.jit(project).lower(*shapes)
+    assert sizes and max(sizes) <= 232_448
