@@ -225,7 +225,12 @@ def main() -> None:
     results = []
     for form in args.forms:
         options = FORMS[form]
-        layer = Layer(json.loads(args.config.read_text()) if args.config else SHAPES[args.shape], args.sequences, args.tokens, options)
+        layer = Layer(
+            json.loads(args.config.read_text()) if args.config else SHAPES[args.shape],
+            args.sequences,
+            args.tokens,
+            options,
+        )
         many = training_values(layer, args.sequences)
         few = sampling_values(layer, many, args.sequences)
         half = args.sequences // 2
