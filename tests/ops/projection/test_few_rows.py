@@ -85,6 +85,29 @@ def test_interpreted_kernel_matches_products(M, sizes, K, options, kernels):
         close(y, product(x, part))
 
 
+@pytest.mark.parametrize("programs", [7, 3])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_interpreted_programs_end_one_tile_and_begin_another(rank, programs, kernels):
+    """Nine tiles of five steps are 45: shares of seven, and of fifteen, which hold whole tiles."""
+    even = replace(kernels, tiles=replace(kernels.tiles, even=True, programs=programs))
+    parts, x = [projection(10 * i, N, 80, rank=rank) for i, N in enumerate((80, 48, 16))], draw(99, 1, 5, 80)
+    stream = draw(98, 1, 5, 48)
+    with FEW_ROWS.using(even):
+        got = adapted_projection(x, parts, Decoding())
+        (onto,) = adapted_projection(x, parts[1:2], Decoding(), stream=stream)
+        fed = gated_mlp(
+            x / 8, GatedParts(parts[0], parts[0], projection(7, 80, 80)), Decoding(), stream=draw(98, 1, 5, 80)
+        )
+    with FEW_ROWS.using(kernels):
+        whole = gated_mlp(
+            x / 8, GatedParts(parts[0], parts[0], projection(7, 80, 80)), Decoding(), stream=draw(98, 1, 5, 80)
+        )
+    for y, part in zip(got, parts, strict=True):
+        close(y, product(x, part))
+    close(onto, stream + product(x, parts[1]))
+    close(fed, whole)
+
+
 @pytest.mark.parametrize("rank", [0, 3])
 def test_interpreted_product_is_added_to_the_stream(rank, kernels):
     part, x, stream = projection(0, 32, 96, rank=rank), draw(99, 1, 4, 96), draw(98, 1, 4, 32)
@@ -162,6 +185,26 @@ def test_tokens_use_their_own_ranks_of_adapters(quantize):
         want = gated_mlp(row, GatedParts(*alone), conditions, stream=stream[:, token : token + 1])
         difference = np.linalg.norm(fed[:, token : token + 1] - want) / np.linalg.norm(want)
         assert difference < (0.1 if quantize is quantize_fp8 else 1e-5)  # other values are rounded to e4m3 together
+
+
+@pytest.mark.parametrize("quantize", [lambda matrix: matrix, quantize_int8, quantize_fp8])
+def test_interpreted_kernels_use_own_ranks_of_each_row(quantize, kernels):
+    """Alone, with its own ranks, each row has the same result to the bit."""
+    M, D, F = 5, 64, 32
+    ranks = jnp.asarray(np.arange(6) // 2 == np.array([[0], [2], [1], [1], [7]]))
+    parts = [projection(10 * i, n, k, rank=6, quantize=quantize) for i, (n, k) in enumerate([(F, D), (F, D), (D, F)])]
+    x, stream, weight = draw(99, 1, M, D) / 8, draw(98, 1, M, D), jnp.ones(D)
+    with FEW_ROWS.using(kernels):
+        _, rows = residual_norm(x, weight, 1e-6, LLAMA_NORM, parts[:2], Sharing(ranks))
+        together = adapted_projection(rows, parts[:2], Sharing(ranks))
+        together.append(gated_mlp(rows, GatedParts(*parts), Sharing(ranks), stream=stream))
+        for token, own in enumerate(ranks):
+            alone = [replace(p, adapter=replace(p.adapter, A=p.adapter.A * own[:, None])) for p in parts]
+            _, row = residual_norm(x[:, token : token + 1], weight, 1e-6, LLAMA_NORM, alone[:2], Decoding(fp8=True))
+            wanted = adapted_projection(row, alone[:2], Decoding(fp8=True))
+            fed = gated_mlp(row, GatedParts(*alone), Decoding(fp8=True), stream=stream[:, token : token + 1])
+            for y, want in zip(together, [*wanted, fed], strict=True):
+                np.testing.assert_array_equal(y[:, token : token + 1], want)
 
 
 def test_assembly_looks_up_every_nf4_code():
@@ -252,3 +295,27 @@ def test_kernel_compiles_for_a_gpu(h200):
     with tracing_for((9, 0)):
         program = jax.jit(project).lower(half(1, M, D), weights, downs, ups).compile()
     assert program.as_text().count("triton_kernel_call_ffi") == 1
+
+
+@pytest.mark.parametrize(("rows", "rank"), [(256, 16), repeat(256, 64), repeat(128, 64)])
+def test_steps_of_an_adapter_beside_e4m3_values_fit_shared_memory(rows, rank, h200, monkeypatch):
+    from jax_triton import triton_lib
+
+    compile, sizes = triton_lib.compile_ttir_inplace, []
+
+    def noted(*args, **options):
+        found = compile(*args, **options)
+        sizes.append(found.shared_mem_bytes)
+        return found
+
+    monkeypatch.setattr(triton_lib, "compile_ttir_inplace", noted)
+    part = projection(1, 1024, 2048, rank=rank, quantize=lambda matrix: quantize_fp8(matrix.astype(jnp.bfloat16)))
+    inputs = jnp.zeros((1, rows, 2048), jnp.bfloat16), part.weight, part.adapter.A, part.adapter.B
+    shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=h200), inputs)
+
+    def project(x, weight, down, up):
+        return adapted_projection(x, [Projection(weight=weight, adapter=Adapter(A=down, B=up))], Decoding(fp8=True))
+
+    with tracing_for((9, 0)):
+        jax.jit(project).lower(*shapes)
+    assert sizes and max(sizes) <= 232_448
