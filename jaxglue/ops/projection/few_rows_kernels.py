@@ -118,7 +118,7 @@ def _prefetch(w, column, end, k, wanted, K: tl.constexpr, ROWS: tl.constexpr, CO
 
 
 @triton.jit
-def _nf4_scales(blocks, groups, rows, step, K: tl.constexpr, BLOCK_K: tl.constexpr):
+def nf4_scales(blocks, groups, rows, step, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Load the scales' codes, and their groups' factors, of BLOCK_K columns of some rows."""
     COLUMNS: tl.constexpr = K // 64
     block = step * (BLOCK_K // 64) + tl.arange(0, BLOCK_K // 64)
@@ -127,7 +127,7 @@ def _nf4_scales(blocks, groups, rows, step, K: tl.constexpr, BLOCK_K: tl.constex
 
 
 @triton.jit
-def _nf4_tile(codes, rows, step, scales, lookup, dtype: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+def nf4_tile(codes, rows, step, scales, lookup, dtype: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
               BLOCK_K: tl.constexpr):  # fmt: skip
     """Return BLOCK_K columns of some rows of a weight in NF4."""
     HALF: tl.constexpr = BLOCK_K // 2
@@ -285,10 +285,10 @@ def few_rows_kernel(
     acc = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
     up = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
     if NF4:
-        scale, factor = _nf4_scales(block, group, inside, split * STEPS, K, BLOCK_K)
+        scale, factor = nf4_scales(block, group, inside, split * STEPS, K, BLOCK_K)
         if GATED:
             up_offset = tl.load(offsets[1])
-            up_scale, up_factor = _nf4_scales(blocks[1], groups[1], inside, split * STEPS, K, BLOCK_K)
+            up_scale, up_factor = nf4_scales(blocks[1], groups[1], inside, split * STEPS, K, BLOCK_K)
     for index in range(0, STEPS):
         step = split * STEPS + index
         k = step * BLOCK_K
@@ -300,19 +300,19 @@ def few_rows_kernel(
         values = _load_rows(x, rows, k, M, K, BLOCK_M, BLOCK_K)
         if NF4:
             # Single bytes are not loaded ahead by the compiler.
-            next_scale, next_factor = _nf4_scales(block, group, inside, step + 1, K, BLOCK_K)
+            next_scale, next_factor = nf4_scales(block, group, inside, step + 1, K, BLOCK_K)
             found = tl.load(codes + scale.to(tl.int32)) * factor + offset
             scale, factor = next_scale, next_factor
-            matrix = _nf4_tile(w, inside, step, found, lookup, values.dtype, K, BLOCK_N, BLOCK_K)
+            matrix = nf4_tile(w, inside, step, found, lookup, values.dtype, K, BLOCK_N, BLOCK_K)
         else:
             matrix = _matrix(w, inside, k, values.dtype, K, BLOCK_N, BLOCK_K)
         acc = tl.dot(matrix, tl.trans(values), acc)
         if GATED:
             if NF4:
-                next_scale, next_factor = _nf4_scales(blocks[1], groups[1], inside, step + 1, K, BLOCK_K)
+                next_scale, next_factor = nf4_scales(blocks[1], groups[1], inside, step + 1, K, BLOCK_K)
                 found = tl.load(codes + up_scale.to(tl.int32)) * up_factor + up_offset
                 up_scale, up_factor = next_scale, next_factor
-                matrix = _nf4_tile(weights[1], inside, step, found, lookup, values.dtype, K, BLOCK_N, BLOCK_K)
+                matrix = nf4_tile(weights[1], inside, step, found, lookup, values.dtype, K, BLOCK_N, BLOCK_K)
             else:
                 matrix = _matrix(weights[1], inside, k, values.dtype, K, BLOCK_N, BLOCK_K)
             up = tl.dot(matrix, tl.trans(values), up)
