@@ -69,7 +69,9 @@ def _stored(matrices: Array | Quantized) -> _Stored:
         return _Stored("plain", matrices)
     rows = matrices.rows
     if isinstance(rows, NF4):
-        return _Stored("nf4", rows.codes, rows.scales, nf4=(rows.scale_absmax, rows.scale_offset, jnp.asarray(dynamic_code())))
+        return _Stored(
+            "nf4", rows.codes, rows.scales, nf4=(rows.scale_absmax, rows.scale_offset, jnp.asarray(dynamic_code()))
+        )
     if isinstance(rows, Int8Weight):
         return _Stored("bytes", rows.codes, rows.absmax, 1 / LARGEST)
     assert isinstance(rows, FP8Weight)
