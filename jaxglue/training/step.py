@@ -28,6 +28,7 @@ from jaxglue.engine.layer_groups import SmallResults
 from jaxglue.models.lora import without_adapters
 from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params
 from jaxglue.objectives.objective import Objective
+from jaxglue.objectives.policy_gradient import RolloutObjective
 from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.planner.workload import abstract_parts
 from jaxglue.sharding.mesh import place_batch
@@ -455,10 +456,17 @@ def reference_layers(
     run: Setup, graphdefs: ModelGraphDefs, trainable: Params, frozen: Params
 ) -> list[nnx.GraphDef] | None:
     """Return the frozen layers without adapters, to run beside the model's; None where no loss needs them."""
-    if not run.workload.reference:
+    if not (run.workload.reference or _compares_rollouts_with_frozen(run, trainable)):
         return None
     kinds: dict[nnx.GraphDef, nnx.GraphDef] = {}
     for graphdef, *trees in zip(graphdefs.layers, trainable["layers"], frozen["layers"], strict=True):
         if graphdef not in kinds:
             kinds[graphdef] = without_adapters(graphdef, *trees)
     return [kinds[graphdef] for graphdef in graphdefs.layers]
+
+
+def _compares_rollouts_with_frozen(run: Setup, trainable: Params) -> bool:
+    """Return whether rollouts have a reference, and all that trains are new adapters, without which it is."""
+    others = {name: part for name, part in trainable.items() if name != "layers"}
+    new = run.config.model.method == "lora" and run.adapter is None and not jax.tree.leaves(others)
+    return new and isinstance(run.workload.objective, RolloutObjective) and run.workload.objective.uses_reference
