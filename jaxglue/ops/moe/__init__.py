@@ -35,7 +35,11 @@ from jaxglue.ops.moe.routing import (
 )
 from jaxglue.ops.moe.vjp import GroupedSpec, MoeBackend, fused_grouped_matmul, fused_mlp
 from jaxglue.ops.quant.formats import Quantized
+from jaxglue.ops.quant.fp8 import FP8Weight
+from jaxglue.ops.quant.int8 import Int8Weight
 from jaxglue.ops.quant.mxfp4 import MXFP4
+from jaxglue.ops.quant.nf4 import NF4
+from jaxglue.ops.quant.stack import Stack
 
 __all__ = [
     "FEW_ROWS_EXPERTS",
@@ -97,12 +101,25 @@ def _check_few(
     if any(isinstance(matrix, MXFP4) for matrix in matrices):
         check_tried("MXFP4 experts of few rows")
     for matrix in matrices:
-        if isinstance(matrix, Quantized) and not isinstance(matrix, MXFP4):
+        if isinstance(matrix, Stack):
+            _check_few_stacked(matrix)
+        elif isinstance(matrix, Quantized) and not isinstance(matrix, MXFP4):
             raise NotImplementedError(f"{type(matrix).__name__} has no kernel for few rows")
         if not isinstance(matrix, Quantized) and matrix.dtype != x.dtype:
             raise NotImplementedError("matrices are stored in another dtype")
     if not transpose_rhs and activation != "gpt_oss":
         raise NotImplementedError("gate and up are not in rows")
+
+
+def _check_few_stacked(matrix: Stack) -> None:
+    check_tried("NF4 and one-byte experts of few rows")
+    rows = matrix.rows
+    if not isinstance(rows, NF4 | FP8Weight | Int8Weight):
+        raise NotImplementedError(f"{type(rows).__name__} has no kernel for few rows")
+    if isinstance(rows, FP8Weight) and rows.scales.ndim != 1:
+        raise NotImplementedError("rows have several scales")
+    if matrix.shape[2] % 32:
+        raise NotImplementedError("rows are no multiple of 32 values long")
 
 
 def _load_few(capability: Capability, *call):
