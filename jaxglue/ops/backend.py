@@ -202,7 +202,6 @@ def check_hopper(capability: Capability | None) -> None:
 
 
 UNTRIED = {
-    "capped logits",
     "MXFP4 experts of few rows",
     "NF4 and one-byte experts of few rows",
     "choice of experts",
