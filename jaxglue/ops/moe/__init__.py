@@ -2,6 +2,8 @@
 
 from typing import NamedTuple, get_args
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxglue.ops.backend import (
@@ -42,6 +44,7 @@ from jaxglue.ops.quant.nf4 import NF4
 from jaxglue.ops.quant.stack import Stack
 
 __all__ = [
+    "CHOOSE",
     "FEW_ROWS_EXPERTS",
     "GPT_OSS_LIMIT",
     "GROUPED_MATMUL",
@@ -150,6 +153,34 @@ ROUTE = Operation(
 """Backends of `route` without gradients; a call is described by assignments and experts."""
 
 
+def _check_choose(capability: Capability | None, experts: int) -> None:
+    check_triton(capability)
+    check_tried("choice of experts")
+    if experts > MOST_EXPERTS:
+        raise NotImplementedError(f"there are more than {MOST_EXPERTS} experts")
+
+
+def _load_choose(capability: Capability, experts: int):
+    return _load_few(capability)
+
+
+MOST_EXPERTS = 1024
+CHOOSE = Operation(
+    name="choice of experts",
+    backends={"triton": Backend(check=_check_choose, load=_load_choose, advantage="XLA sorts all scores")},
+)
+"""Backends of the choice in `route`; a call is described by the number of experts."""
+
+
+def _top_k(scores: Float[Array, "M E"], k: int) -> tuple[Float[Array, "M k"], Int[Array, "M k"]]:
+    """Return the k largest scores of each token, and their experts."""
+    if (kernels := CHOOSE.load(scores.shape[1])) is None:
+        chosen, expert_ids = jax.lax.top_k(scores, k)
+        return chosen, expert_ids
+    expert_ids = kernels.choose(jax.lax.stop_gradient(scores), k)
+    return jnp.take_along_axis(scores, expert_ids, axis=-1), expert_ids
+
+
 def route(
     router_logits: Float[Array, "M E"],
     k: int,
@@ -191,6 +222,7 @@ def route(
         groups=groups,
         scale=scale,
         row_tile=few_rows_tile(M * k // E) if few else None,
+        top_k=_top_k,
     )
 
 

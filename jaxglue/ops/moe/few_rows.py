@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import triton
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher, shape_dtype_of
@@ -100,17 +100,26 @@ class TritonFewRowsExperts(Launcher):
     plain: bool = False
     """Decode MXFP4 and NF4 without instructions that Triton's interpreter lacks."""
 
+    def choose(self, scores: Float[Array, "M E"], k: int) -> Int[Array, "M k"]:
+        """Return the experts of the k largest scores of each token, of equal ones the first."""
+        return self._choose(scores, k, softmax_first=False, normalize=False)[0]
+
+    def _choose(self, scores, k: int, *, softmax_first: bool, normalize: bool) -> tuple[Array, Array]:
+        """Return each token's experts, and their weights."""
+        M, E = scores.shape
+        constants = {"E": E, "X": k, "SOFTMAX_FIRST": softmax_first, "NORMALIZE": normalize}
+        constants |= {"BLOCK_E": triton.next_power_of_2(E), "BLOCK_X": triton.next_power_of_2(k)}
+        out_types = tuple(jax.ShapeDtypeStruct((M, k), dtype) for dtype in (jnp.int32, jnp.float32))
+        cost, kernel = KernelCost(kind=KernelKind.ROWS), few_rows_kernels.choose_kernel
+        return self._launch(kernel, (scores,), out_types, (M,), constants, 1, cost=cost)
+
     def route(self, logits: Float[Array, "M E"], k: int, *, order: Order, normalize: bool) -> Routing:
         """Compute `route` in two launches."""
         (M, E), A = logits.shape, len(logits) * k
         rows = few_rows_tile(A // E)
-        constants = {"E": E, "X": k, "SOFTMAX_FIRST": order == "softmax_topk"}
-        constants |= {"NORMALIZE": normalize or order == "topk_softmax"}
-        constants |= {"BLOCK_E": triton.next_power_of_2(E), "BLOCK_X": triton.next_power_of_2(k)}
-        cost = KernelCost(kind=KernelKind.ROWS)
-        out_types = tuple(jax.ShapeDtypeStruct((M, k), dtype) for dtype in (jnp.int32, jnp.float32))
-        choose, group = few_rows_kernels.choose_kernel, few_rows_kernels.group_kernel
-        expert_ids, weights = self._launch(choose, (logits,), out_types, (M,), constants, 1, cost=cost)
+        normalize = normalize or order == "topk_softmax"
+        expert_ids, weights = self._choose(logits, k, softmax_first=order == "softmax_topk", normalize=normalize)
+        cost, group = KernelCost(kind=KernelKind.ROWS), few_rows_kernels.group_kernel
         tiles = A // rows + min(E, A)
         constants = {"A": A, "E": E, "ROWS": rows, "TILES": tiles}
         constants |= {"BLOCK_A": triton.next_power_of_2(A), "BLOCK_E": triton.next_power_of_2(E + 1)}

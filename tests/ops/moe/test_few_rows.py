@@ -10,7 +10,7 @@ from ptx import halves, run_assembly
 from selection import repeat
 
 from jaxglue.ops.backend import tracing_for
-from jaxglue.ops.moe import FEW_ROWS_EXPERTS, ROUTE, GroupMetadata, moe_mlp, route
+from jaxglue.ops.moe import CHOOSE, FEW_ROWS_EXPERTS, ROUTE, GroupMetadata, moe_mlp, route
 from jaxglue.ops.moe.routing import few_rows_tile
 from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.ops.quant.mxfp4 import MXFP4, decode_e2m1, quantize_mxfp4
@@ -84,6 +84,28 @@ def test_interpreted_routing_matches_the_sort(M, E, k, order, normalize, kernels
     np.testing.assert_array_equal(got.groups.tiles.table[:, used], tiles[:, used])
     np.testing.assert_array_equal(got.groups.tiles.table[0], tiles[0])
     assert got.groups.tiles.rows == rows
+
+
+@pytest.mark.parametrize("order", ["softmax_topk", repeat("sigmoid_topk")])
+def test_interpreted_choice_and_its_gradients_equal_the_sort(order, kernels):
+    logits = draw(0, 12, 6).at[0].set(1.0)
+
+    def weigh(logits):
+        routing = route(logits, 2, order=order, normalize=True)
+        return (routing.weights * jnp.asarray([1.0, -2.0])).sum(), routing.expert_ids
+
+    (want, want_ids), want_gradient = jax.value_and_grad(weigh, has_aux=True)(logits)
+    with CHOOSE.using(kernels):
+        (got, got_ids), got_gradient = jax.value_and_grad(weigh, has_aux=True)(logits)
+    np.testing.assert_array_equal(got_ids, want_ids)
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_allclose(got_gradient, want_gradient, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.gpu
+def test_choice_on_a_gpu_equals_the_sort():
+    scores = jax.nn.sigmoid(jax.random.normal(jax.random.key(0), (5000, 256)).astype(jnp.bfloat16)).astype(jnp.float32)
+    np.testing.assert_array_equal(CHOOSE.load(256).choose(scores, 8), jax.lax.top_k(scores, 8)[1])
 
 
 def test_a_tile_of_few_rows_holds_twice_the_mean_group():
