@@ -253,7 +253,11 @@ class PolicyGradient(RolloutObjective):
             del named["kl"]
         if not self.config.entropy_coef:
             del named["policy_loss"]
-        divisors = {"policy_loss": 1.0, "entropy": measured} | dict.fromkeys(_BY_TOKEN, tokens) | dict.fromkeys(_SAMPLING, sampled)
+        divisors = (
+            {"policy_loss": 1.0, "entropy": measured}
+            | dict.fromkeys(_BY_TOKEN, tokens)
+            | dict.fromkeys(_SAMPLING, sampled)
+        )
         divisors |= dict.fromkeys(_CLIPPED, answers if self.by_answer else tokens)
         if self.config.importance_sampling_mode.startswith("sequence"):
             divisors["sampling/importance_sampling_ratio/mean"] = answers
