@@ -82,7 +82,7 @@ def pack_groups(
 def with_mean_weight(batch: Batch, weight: float) -> Batch:
     """Return a micro-batch whose tokens have this weight in a mean over those of the step."""
     assert batch.rollouts is not None
-    weights = np.full((len(batch.tokens), 1), weight, np.float32)
+    weights: Any = np.full((len(batch.tokens), 1), weight, np.float32)
     return replace(batch, rollouts=replace(batch.rollouts, mean_weight=weights))
 
 
