@@ -225,7 +225,7 @@ def few_rows_kernel(
     WHOLE: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, R: tl.constexpr, SHRINKS: tl.constexpr,
     SHRINK_STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr, NF4: tl.constexpr, FACTOR: tl.constexpr, ROUND: tl.constexpr, ROUND_ADAPTER: tl.constexpr,
-    AHEAD: tl.constexpr, LANES: tl.constexpr,
+    E4M3: tl.constexpr, AHEAD: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Compute x·Wᵀ of COUNT weights (+ adapters' products) (+ biases) (+ stream), or activation(gate)·up of two.
 
@@ -235,6 +235,7 @@ def few_rows_kernel(
     Values of one byte times x's dtype have scales [N_i] · FACTOR; e4m3 values of x have scales [M]. NF4 has codes
     [N_i, K / 2], and codes of scales in `blocks` [N_i, K / 64]: these are values of the table `codes`, times one of
     `groups` for each 256, plus one of `offsets`.
+    Gate and up are rounded to e4m3 after multiplication by a factor E4M3, if this is not 0.
     Rows of weights are asked for AHEAD steps before they are loaded, by LANES lanes.
     counters: a count for each tile, then one for each adapter's parts, and one for readers of all adapters' inputs.
     """
@@ -260,7 +261,7 @@ def few_rows_kernel(
             x, x_scales, weights, scales, blocks, groups, offsets, codes, lookup, biases, ups, factors, stream,
             counters, parts, low_ranks, outs, tile, begin, SHARE, M, K, N_0, N_1, N_2, COUNT, FIRST_1, FIRST_2, TILES,
             STEPS, SHARE, WHOLE, GATED, GELU, R, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, NF4, FACTOR, ROUND, ROUND_ADAPTER,
-            AHEAD, LANES,
+            E4M3, AHEAD, LANES,
         )  # fmt: skip
     else:
         first, last = program * SHARE, tl.minimum(program * SHARE + SHARE, TILES * STEPS)
@@ -272,7 +273,7 @@ def few_rows_kernel(
                 x, x_scales, weights, scales, blocks, groups, offsets, codes, lookup, biases, ups, factors, stream,
                 counters, parts, low_ranks, outs, tile, begin, steps, M, K, N_0, N_1, N_2, COUNT, FIRST_1, FIRST_2,
                 TILES, STEPS, SHARE, WHOLE, GATED, GELU, R, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, NF4, FACTOR, ROUND,
-                ROUND_ADAPTER, AHEAD, LANES,
+                ROUND_ADAPTER, E4M3, AHEAD, LANES,
             )  # fmt: skip
 
 
@@ -283,8 +284,8 @@ def _multiply(
     N_2: tl.constexpr, COUNT: tl.constexpr, FIRST_1: tl.constexpr, FIRST_2: tl.constexpr, TILES: tl.constexpr,
     STEPS: tl.constexpr, SHARE: tl.constexpr, WHOLE: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
     R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    NF4: tl.constexpr, FACTOR: tl.constexpr, ROUND: tl.constexpr, ROUND_ADAPTER: tl.constexpr, AHEAD: tl.constexpr,
-    LANES: tl.constexpr,
+    NF4: tl.constexpr, FACTOR: tl.constexpr, ROUND: tl.constexpr, ROUND_ADAPTER: tl.constexpr, E4M3: tl.constexpr,
+    AHEAD: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Sum some steps of a tile; the last program to do so adds all parts and stores the tile."""
     w, column, end, which = weights[0], tile * BLOCK_N, N_0, 0
@@ -379,7 +380,7 @@ def _multiply(
         _end(
             acc, up, tile, x_scales, scales, biases, b, b_up, factor_0, factor_1, low_ranks, stream, outs, n, rows, M,
             N_0, N_1, N_2, COUNT, FIRST_1, FIRST_2, WHOLE, GATED, GELU, R, BLOCK_M, BLOCK_R, FACTOR, ROUND,
-            ROUND_ADAPTER,
+            ROUND_ADAPTER, E4M3,
         )  # fmt: skip
 
 
@@ -389,11 +390,13 @@ def _end(
     M: tl.constexpr, N_0: tl.constexpr, N_1: tl.constexpr, N_2: tl.constexpr, COUNT: tl.constexpr,
     FIRST_1: tl.constexpr, FIRST_2: tl.constexpr, WHOLE: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
     R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, FACTOR: tl.constexpr, ROUND: tl.constexpr,
-    ROUND_ADAPTER: tl.constexpr,
+    ROUND_ADAPTER: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
     """Add what is added to a tile's sums, activate gate and up, and store the tile."""
     dtype: tl.constexpr = outs[0].dtype.element_ty
     if GATED:
+        if E4M3 > 0:
+            acc, up = _as_e4m3(acc, E4M3), _as_e4m3(up, E4M3)
         acc = _finish(acc, 0, x_scales, scales, FACTOR, biases, low_ranks, b, factor_0, n, rows, dtype, ROUND,
                       ROUND_ADAPTER, R, N_0, M, BLOCK_M, BLOCK_R)  # fmt: skip
         up = _finish(up, 1, x_scales, scales, FACTOR, biases, low_ranks, b_up, factor_1, n, rows, dtype, ROUND,
@@ -415,6 +418,12 @@ def _end(
         acc = _finish(acc, 2, x_scales, scales, FACTOR, biases, low_ranks, b, factor_0, n, rows, dtype, ROUND,
                       ROUND_ADAPTER, R, N_2, M, BLOCK_M, BLOCK_R)  # fmt: skip
         _store(acc, None, outs[2], n, rows, N_2, M, BLOCK_M, WHOLE)
+
+
+@triton.jit
+def _as_e4m3(acc, FACTOR: tl.constexpr):
+    """Round sums, times a power of two, as training does for gate and up (`dot_to_e4m3`)."""
+    return tl.clamp(acc * FACTOR, -448.0, 448.0).to(tl.float8e4nv).to(tl.float32) / FACTOR
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.projection import few_rows_kernels as kernels
 from jaxglue.ops.projection.few_rows_operands import FewRows
+from jaxglue.ops.projection.fp8 import e4m3_factor
 from jaxglue.ops.quant.blocks import dynamic_code
 from jaxglue.ops.quant.nf4 import BLOCK, VALUES
 
@@ -96,6 +97,7 @@ class TritonFewRows(Launcher):
             "FACTOR": operands.factor,
             "ROUND": self.rounds and (rank > 0 or gated),
             "ROUND_ADAPTER": self.rounds and not gated and stream is None and operands.x_scales is None,
+            "E4M3": e4m3_factor(K) if self.rounds and gated and rank and operands.x_scales is not None else 0.0,
             "AHEAD": 0 if self.plain or operands.nf4 or K % tiles.block_k else tiles.ahead,
             "LANES": max(32 * tiles.num_warps, tiles.block_n),
         }
