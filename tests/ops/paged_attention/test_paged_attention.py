@@ -63,7 +63,7 @@ def test_reference_matches_numpy(window, has_sinks, cache_dtype):
 def kernels(interpreted, **fields):
     from jaxglue.ops.paged_attention.triton import TritonPagedAttention
 
-    return interpreted(TritonPagedAttention)(compute_capability=80, **fields)
+    return interpreted(TritonPagedAttention)(compute_capability=80, plain=True, **fields)
 
 
 @pytest.mark.parametrize("group", [1, 4, repeat(5), repeat(8)])
