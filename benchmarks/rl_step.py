@@ -31,7 +31,7 @@ from measure import write_results
 from jaxglue.data.config import DataConfig
 from jaxglue.data.iterator import Step
 from jaxglue.data.tokenizer import load_tokenizer
-from jaxglue.generation import engine as engine_module
+from jaxglue.generation import window_sizes
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.engine import Engine
 from jaxglue.generation.scheduler import Request
@@ -174,7 +174,7 @@ class Benchmark:
 
     def compile_sampling(self) -> None:
         """Compile windows of all sizes, which answers do not wait for: in a run, its first steps go on meanwhile."""
-        vars(engine_module)["_HALVES"] = self._args.halves
+        vars(window_sizes)["_HALVES"] = self._args.halves
         for _ in range(1 if self._args.halves < 3 else 2):  # what has not begun when answers end is left to the next
             self.sample(longest=17)
             self._engine.wait()

@@ -18,7 +18,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     Raises:
         ValueError: a missing field, or values that are not supported or contradict each other.
     """
-    raw = {**_DEFAULTS, **{name: value for name, value in raw.items() if value is not None}}
+    nulls = {"q_lora_rank": raw.get("q_lora_rank", 1536)}  # null: queries are projected at once
+    raw = {**_DEFAULTS, **{name: value for name, value in raw.items() if value is not None}, **nulls}
     if (method := raw["topk_method"]) not in ("greedy", _GROUPED):
         raise ValueError(f"topk_method {method!r} in config.json is not supported: greedy and {_GROUPED} are")
     if method == _GROUPED and not ("n_group" in raw and "topk_group" in raw):

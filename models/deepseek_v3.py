@@ -21,8 +21,11 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     Raises:
         ValueError: a missing field, or values that are not supported or contradict each other.
     """
-    normalizes = {"norm_topk_prob": bool(raw.get("norm_topk_prob", True))}  # null is false, as in transformers
-    raw = {**_DEFAULTS, **{name: value for name, value in raw.items() if value is not None}, **normalizes}
+    nulls = {  # that are no absent values, as in transformers
+        "norm_topk_prob": bool(raw.get("norm_topk_prob", True)),
+        "q_lora_rank": raw.get("q_lora_rank", 1536),
+    }
+    raw = {**_DEFAULTS, **{name: value for name, value in raw.items() if value is not None}, **nulls}
     check_rotated_size(raw)
     fields = latent_fields(raw, max_position_embeddings=4096) | {"mlp_bias": False}
     return DecoderConfig(**fields, moe=routed_experts(raw))

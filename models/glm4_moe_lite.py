@@ -24,7 +24,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         ValueError: a missing field, or values that are not supported or contradict each other.
     """
     given = {name: value for name, value in raw.items() if value is not None}
-    raw = {**_DEFAULTS, **given, "first_k_dense_replace": 1}
+    rank = raw.get("q_lora_rank", 768)  # null: queries are projected at once
+    raw = {**_DEFAULTS, **given, "first_k_dense_replace": 1, "q_lora_rank": rank}
     check_rotated_size(raw)
     fields = latent_fields(raw, max_position_embeddings=202_752, eps=1e-5) | {"mlp_bias": False}
     moe, types = routed_experts(raw), raw.get("mlp_layer_types")

@@ -28,7 +28,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         ValueError: a missing field, or a value that is not supported.
     """
     given = {name: value for name, value in raw.items() if value is not None or name not in _DEFAULTS}
-    raw = {**_DEFAULTS, "head_dim": 64, "num_local_experts": raw.get("num_experts"), **given}
+    raw = {**_DEFAULTS, "head_dim": 64, "num_key_value_heads": 8, "num_local_experts": raw.get("num_experts"), **given}
     if raw.get("rope_parameters") is None and not raw.get("rope_scaling"):
         raw["rope_parameters"] = _ROPE
     fields = decoder_fields(raw, theta=150_000.0, max_position_embeddings=131_072)

@@ -186,17 +186,13 @@ def sparse_layers(raw: Mapping[str, Any]) -> tuple[bool, ...]:
     return tuple(i not in dense and (i + 1) % step == 0 for i in range(raw["num_hidden_layers"]))
 
 
-def later_windows(raw: Mapping[str, Any], window: int | None = None) -> tuple[int | None, ...]:
+def later_windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Return the layers' windows of the Qwens: with `use_sliding_window`, layers from `max_window_layers` on slide.
-
-    Args:
-        raw: config.json.
-        window: the family's `sliding_window` where config.json has none.
 
     Raises:
         ValueError: as `layer_windows`; or layers slide without a window.
     """
-    window = raw.get("sliding_window", window) if raw.get("use_sliding_window") else None
+    window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
     first = 28 if (given := raw.get("max_window_layers")) is None else given
     types = [
         "sliding_attention" if window is not None and index >= first else "full_attention"

@@ -10,9 +10,9 @@ from jaxglue.models.hf_fields import decoder_fields, later_windows
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Read a `Qwen2ForCausalLM` config.json."""
-    fields = decoder_fields(raw, max_position_embeddings=32768)
+    fields = decoder_fields({"num_key_value_heads": 32, **raw}, max_position_embeddings=32768)
     fields |= {"attention_bias": True, "attention_output_bias": False, "mlp_bias": False}  # not in config.json
-    return DecoderConfig(**fields, layer_windows=later_windows(raw, 4096))
+    return DecoderConfig(**fields, layer_windows=later_windows(raw))
 
 
 register(Family(model_type="qwen2", config_from_hf=config_from_hf))

@@ -14,7 +14,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     Raises:
         ValueError: a missing field, or a value that is not supported.
     """
-    raw = {"num_experts": raw.get("num_local_experts"), **raw}
+    raw = {"num_experts": raw.get("num_local_experts"), "num_key_value_heads": 16, **raw}
     fields = decoder_fields(raw, max_position_embeddings=32768)
     needed = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
     require_fields(raw, needed)

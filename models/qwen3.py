@@ -11,7 +11,9 @@ from jaxglue.models.hf_fields import decoder_fields, later_windows
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Read a `Qwen3ForCausalLM` config.json."""
     return DecoderConfig(
-        **decoder_fields({"head_dim": 128, **raw, "mlp_bias": False}, max_position_embeddings=32768),
+        **decoder_fields(
+            {"head_dim": 128, "num_key_value_heads": 32, **raw, "mlp_bias": False}, max_position_embeddings=32768
+        ),
         layer_windows=later_windows(raw),
     )
 

@@ -28,7 +28,11 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     kinds = [_FULL] * len(types)
     sizes = {name: default if raw.get(field) is None else raw[field] for name, (field, default) in _SIZES.items()}
     return DecoderConfig(
-        **decoder_fields({"head_dim": 256, **raw, "mlp_bias": False}, max_position_embeddings=32768, partial=0.25),
+        **decoder_fields(
+            {"head_dim": 256, "num_key_value_heads": 4, **raw, "mlp_bias": False},
+            max_position_embeddings=32768,
+            partial=0.25,
+        ),
         layer_windows=layer_windows({**raw, "layer_types": kinds}, kinds, None),
         delta=DeltaConfig(**sizes, layers=tuple(name == _LINEAR for name in types)),
     )

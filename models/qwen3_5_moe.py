@@ -17,7 +17,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     Raises:
         ValueError: a missing field, or a value that is not supported.
     """
-    raw = {"num_experts": raw.get("num_local_experts"), **raw}
+    raw = {"num_experts": raw.get("num_local_experts"), "num_key_value_heads": 2, **raw}
     needed = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
     require_fields(raw, ("num_hidden_layers", *needed))
     moe = MoeConfig(

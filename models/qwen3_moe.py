@@ -14,10 +14,10 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     Raises:
         ValueError: a missing field, or a value that is not supported.
     """
-    raw = {"num_experts": raw.get("num_local_experts"), **raw}
+    raw = {"num_experts": raw.get("num_local_experts"), "num_key_value_heads": 4, "sliding_window": 4096, **raw}
     fields = decoder_fields({**raw, "mlp_bias": False}, max_position_embeddings=32768)
     require_fields(raw, ("num_experts", "num_experts_per_tok", "moe_intermediate_size"))
-    layers, window = raw["num_hidden_layers"], raw.get("sliding_window") if raw.get("use_sliding_window") else None
+    layers, window = raw["num_hidden_layers"], raw["sliding_window"] if raw.get("use_sliding_window") else None
     moe = MoeConfig(
         num_experts=raw["num_experts"],
         num_experts_per_tok=raw["num_experts_per_tok"],

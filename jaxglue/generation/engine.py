@@ -5,14 +5,11 @@ the next. So an answer that ends at a token is noticed one window late, and one 
 """
 
 import atexit
-import logging
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext, suppress
-from contextvars import copy_context
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,42 +21,38 @@ from jaxtyping import Float, Int
 
 from jaxglue.engine.compiler import rounding_as_written
 from jaxglue.generation.config import SamplingConfig
-from jaxglue.generation.contexts import Cursor, Places
 from jaxglue.generation.grammar import Grammar
-from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, CachePlan, free_bytes, make_caches, plan_cache, ring_table
-from jaxglue.generation.programs import IDLE, NOT_FINITE, Cache, Copies, Programs, Trees, Window, make_sequences
-from jaxglue.generation.sampling import Controls, Features, Sampled, answer_keys
-from jaxglue.generation.scheduler import (
-    LONGEST_SUFFIX,
-    Answer,
-    Finish,
-    Prefill,
-    Request,
-    Scheduler,
-    Tokens,
-    Work,
+from jaxglue.generation.inputs import Kind, PromptInputs, SlotTable
+from jaxglue.generation.pages import CachePlan, free_bytes, make_caches, plan_cache
+from jaxglue.generation.programs import (
+    IDLE,
+    NOT_FINITE,
+    Cache,
+    Programs,
+    Trees,
+    make_sequences,
+    place_of,
+    sharding_of,
 )
+from jaxglue.generation.sampling import Sampled
+from jaxglue.generation.scheduler import Answer, Finish, Request, Scheduler, Tokens, Work
+from jaxglue.generation.window_sizes import WindowSizes
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.parameters import ModelGraphDefs, Params
 from jaxglue.ops.choices import KVCache
-from jaxglue.ops.segments import pack_segments, segment_bucket
 
-_log = logging.getLogger(__name__)
 STEPS = 8
 """Tokens of a window: ended answers idle for half of it, and one window more if a stop token ended them."""
-_SMALLEST_ROW, _SHORT_SUFFIX, _SMALLEST_TEXT = 128, 64, 1024
+_SMALLEST_TEXT = 1024
+"""Tokens of prompt and answer that a single answer's cache has room for, so that longer ones need no other programs."""
 _MANY_STEPS = 1024
 """Decode steps from which a program of all layers, whose compile time grows with depth, is worth compiling."""
-_SMALLEST_SIZE, _FLAT = 8, 256
-"""Sequences below which a window takes hardly less time, and up to which reading the weights decides it."""
-_HALVES = 3
-"""Smaller windows that are compiled: each for half as many slots as the one before."""
 _COMPILERS, _KINDS = 3, 8
 """Threads that compile, and kinds of windows whose programs are kept."""
+_TOP = 20
+"""Windows that report more likely tokens than their kind does, report a multiple of this, so that few are compiled."""
 _REUSED = 0.7
 """Share of the memory, and of an earlier plan, up to and from which that plan serves again."""
-_PADDED = 8
-"""Lists of stop tokens and biases are padded to multiples of this, so that few programs are compiled."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +123,7 @@ class Engine:
         self._model = graphdefs, config, dtype, attention
         self._fp8_layers = [True] * len(graphdefs.layers)
         self._programs = self._make_programs()
-        self._sizes = dict[Any, _Sizes]()
+        self._sizes = dict[Any, WindowSizes]()
         self._compiler = ThreadPoolExecutor(_COMPILERS, "windows")
         self._plan: CachePlan | None = None
         self.compilations = self._programs.compilations
@@ -272,7 +265,7 @@ class Engine:
         end = self._end(request, number + 1)
         return [Answer(number, index, request, end) for index in range(request.n)]
 
-    def open(self, trainable: Params, frozen: Params, plan: CachePlan, kind: "Kind", *, whole: bool) -> "Batch":
+    def open(self, trainable: Params, frozen: Params, plan: CachePlan, kind: Kind, *, whole: bool) -> "Batch":
         """Return a batch without answers; `kind` has all that they use, other arguments are as of `generate`."""
         trees = trainable, frozen
         whole = whole and sharding_of(trees) is None
@@ -280,7 +273,7 @@ class Engine:
         name = plan, kind, whole, leaves
         if name not in self._sizes and len(self._sizes) >= _KINDS:
             del self._sizes[next(iter(self._sizes))]
-        sizes = self._sizes.setdefault(name, _Sizes(plan.slots))
+        sizes = self._sizes.setdefault(name, WindowSizes(plan.slots))
         compiler = self._compiler if whole or (self._ahead and sharding_of(trees) is None) else None
         caches = make_caches(plan, self.config, self.cache_dtype, self._dtype, place_of(trees))
         return Batch(self._programs, trees, caches, plan, kind, sizes, compiler, self.config.vocab_size, whole=whole)
@@ -308,112 +301,11 @@ def require_known(tokens: Sequence[int] | np.ndarray, vocabulary: int, name: str
         raise ValueError(f"{name} holds token id {wrong}, but the model's vocabulary has {vocabulary}")
 
 
-def place_of(trees: Trees) -> jax.sharding.Sharding | None:
-    """Return where state beside the weights belongs: on all their devices, the one they are bound to, or anywhere."""
-    first = next((leaf for leaf in jax.tree.leaves(trees) if isinstance(leaf, jax.Array)), None)
-    if (sharding := sharding_of(trees)) is not None or first is None or not first.committed:
-        return sharding
-    return jax.sharding.SingleDeviceSharding(next(iter(first.sharding.device_set)))
-
-
-def sharding_of(trees: Trees) -> jax.sharding.Sharding | None:
-    """Return the sharding of a value that all devices of the weights hold; None for a single device."""
-    sharding = next((leaf.sharding for leaf in jax.tree.leaves(trees) if isinstance(leaf, jax.Array)), None)
-    if not isinstance(sharding, jax.sharding.NamedSharding) or len(sharding.device_set) == 1:
-        return None
-    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
-
-
 def _completion(answer: Answer, finish: Finish) -> Completion:
     columns = zip(*answer.received, strict=True)
     ids, log_probs, model_log_probs, top_ids, top = map(np.concatenate, columns)
-    wanted = answer.request.top_log_probs
-    most_likely = (top_ids[:, :wanted], top[:, :wanted]) if wanted else None
+    most_likely = (top_ids, top) if answer.request.top_log_probs else None
     return Completion(answer.number, answer.answer, ids, log_probs, model_log_probs, most_likely, finish)
-
-
-class _Sizes:
-    """Numbers of sequences for which windows of one kind are compiled: the slots, and fewer.
-
-    The last of many answers are decoded by smaller programs, which threads compile meanwhile.
-    """
-
-    def __init__(self, slots: int):
-        self._slots, self._ready = slots, dict[int, Any]()
-        self._asked, self._under_way = False, list[Future]()
-
-    def take(self, count: int, whole: bool) -> tuple[int, Any]:
-        """Return the smallest size for `count` answers that is compiled, and its program.
-
-        Without any, return None as the program, and all slots if those of a window are `whole`; windows by layers,
-        which compile fast, are for a fourth of the slots, of that, …
-        """
-        if ready := [size for size in list(self._ready) if size >= count]:
-            return min(ready), self._ready[min(ready)]
-        size = self._slots
-        while not whole and size // 4 >= count:
-            size //= 4
-        return size, None
-
-    def put(self, run: Any) -> None:
-        """Add the program for all slots."""
-        self._ready.setdefault(self._slots, run)
-
-    def compile(self, compiler: ThreadPoolExecutor, compile_size: Callable[[int], Any]) -> None:
-        """Let threads compile the sizes that are missing, once."""
-        if self._asked:
-            return
-        sizes = _fewer(self._slots) if self._slots in self._ready else [self._slots]
-        self._under_way = [compiler.submit(copy_context().run, self._compile, compile_size, size) for size in sizes]
-        self._asked = True
-
-    def wait(self) -> None:
-        """Wait for the threads."""
-        wait(self._under_way)
-
-    def give_up(self) -> None:
-        """Leave out the sizes whose compilation has not begun; the next call asks for them again."""
-        cancelled = [future.cancel() for future in self._under_way]
-        self._asked = self._asked and not any(cancelled)
-
-    def _compile(self, compile_size: Callable[[int], Any], size: int) -> None:
-        if size not in self._ready:
-            try:
-                with _switching_often():
-                    self._ready[size] = compile_size(size)
-            except Exception as error:  # larger programs serve, too
-                _log.warning("a program for %d answers was not compiled: %s", size, error)
-
-
-class Kind(NamedTuple):
-    """Features that the answers of a batch use, for which programs are compiled."""
-
-    features: Features
-    stops: int
-    """Stop tokens of an answer, at most."""
-    biases: int
-    """Tokens of an answer that have a bias, at most."""
-    ranks: int = 0
-    """Ranks of the adapters, of which answers use some; 0 where all use all."""
-
-    @classmethod
-    def of(cls, requests: Sequence[Request], stop: Collection[int]) -> "Kind":
-        """Return the kind of these requests."""
-        sampled = [request.sampling for request in requests if request.sampling.temperature > 0]
-        features = Features(
-            draws=bool(sampled),
-            top_k=any(sampling.top_k for sampling in sampled),
-            top_p=any(sampling.top_p < 1 for sampling in sampled),
-            min_p=any(sampling.min_p for sampling in sampled),
-            penalties=any(request.sampling.has_penalties for request in requests),
-            biases=any(request.logit_bias for request in requests),
-            grammars=any(request.grammar for request in requests),
-            top=max(request.top_log_probs for request in requests),
-        )
-        stops = max(len(set(stop).union(request.stop)) for request in requests)
-        biases = max(len(request.logit_bias) for request in requests)
-        ranks = max(0 if request.ranks is None else len(request.ranks) for request in requests)
-        return cls(features, _padded(stops), _padded(biases), ranks)
 
 
 _OPEN: "weakref.WeakSet[Batch]" = weakref.WeakSet()
@@ -428,7 +320,11 @@ def _wait_at_exit() -> None:
 
 
 class Batch:
-    """Answers in progress, with the state of the device; made by `Engine.open`."""
+    """Answers in progress, with the state of the device; made by `Engine.open`.
+
+    Its kind has what most answers use: while one wants further likely tokens, windows run by programs of their own,
+    layer by layer until these are compiled.
+    """
 
     def __init__(
         self,
@@ -437,7 +333,7 @@ class Batch:
         caches: list[Cache],
         plan: CachePlan,
         kind: Kind,
-        sizes: _Sizes,
+        sizes: WindowSizes,
         compiler: ThreadPoolExecutor | None,
         vocabulary: int,
         *,
@@ -445,10 +341,12 @@ class Batch:
     ):
         self._programs, self._trees, self._caches, self._plan = programs, trees, caches, plan
         self._kind, self._sizes, self._compiler, self._whole = kind, sizes, compiler, whole
-        self._table = _SlotTable(plan, kind, vocabulary)
+        self._table, self._prompts = SlotTable(plan, kind, vocabulary), PromptInputs(plan, programs.windows, kind.ranks)
         self._slots = make_sequences(plan, vocabulary, kind.features, place_of(trees))
         self._scheduler = Scheduler(plan, STEPS, remembers=programs.extends, rewinds=programs.rewinds)
-        self._under_way = deque[tuple[Work, Any]]()
+        self._under_way, self._vocabulary = deque[tuple[Work, Any]](), vocabulary
+        self._reporting = dict[int, WindowSizes]()
+        """Windows that report more likely tokens than those of the kind do, by their number."""
         _OPEN.add(self)
 
     @property
@@ -472,10 +370,12 @@ class Batch:
         What follows, such as a training step, has the memory and the device for itself; at the end of the process
         windows under way would abort it.
         """
-        self._sizes.give_up()
+        all_sizes = [self._sizes, *self._reporting.values()]
+        for sizes in all_sizes:
+            sizes.give_up()
         jax.block_until_ready([results for _, results in self._under_way])
-        if self._whole:
-            self._sizes.wait()
+        for sizes in all_sizes if self._whole else ():
+            sizes.wait()
 
     def advance(self) -> Iterator[tuple[Answer, Int[np.ndarray, " n"], Finish | None]]:
         """Start a window, and yield the answers of the one before with their new tokens, and why they ended."""
@@ -487,112 +387,34 @@ class Batch:
 
     def _dispatch(self, work: Work) -> Sampled:
         """Start the prefill and the window; return its results to come."""
+        programs, trees = self._programs, self._trees
         for row in work.rows:
-            self._prefill(row)
+            self._caches = programs.prefill(trees, *self._prompts.row(row), self._caches)
         for row in work.suffix_rows:
-            self._extend(row)
-        self._copy_pages(work)
+            self._caches = programs.extend(trees, *self._prompts.suffixes(row), self._caches)
+        if work.slot_copies:
+            self._caches = programs.copy(self._caches, self._prompts.copies(work))
         if penalized := [answer for answer in work.fresh if answer.request.sampling.has_penalties]:
-            self._count(penalized)
-        size, run = self._sizes.take(len(work.answers), self._whole)
-        arguments = self._trees, self._slots, self._caches, self._table.window(work, size)
-        options: dict[str, Any] = {"plan": self._plan, "steps": STEPS, "features": self._kind.features}
+            assert self._slots.counts is not None
+            counts = programs.note(self._slots.counts, *self._prompts.counted(penalized))
+            self._slots = replace(self._slots, counts=counts)
+        features, sizes, whole = self._kind.features, self._sizes, self._whole
+        if (top := max(answer.request.top_log_probs for answer in work.answers)) > features.top:
+            features, whole = features._replace(top=min(-(-top // _TOP) * _TOP, self._vocabulary)), False
+            sizes = self._reporting.setdefault(features.top, WindowSizes(self._plan.slots))
+        size, run = sizes.take(len(work.answers), whole)
+        arguments = trees, self._slots, self._caches, self._table.window(work, size)
+        options: dict[str, Any] = {"plan": self._plan, "steps": STEPS, "features": features}
         if run is None:
-            run = partial(self._programs.window if self._whole else self._programs.window_by_layers, **options)
-            if self._whole:
-                self._sizes.put(run)
+            run = partial(programs.window if whole else programs.window_by_layers, **options)
+            if whole:
+                sizes.put(run)
         if self._compiler:
             shapes, precision = jax.tree.map(_shape, arguments), jax.config.jax_default_matmul_precision
-            self._sizes.compile(self._compiler, partial(_compile, self._programs, shapes, options, precision))
+            sizes.compile(self._compiler, partial(_compile, programs, shapes, options, precision))
         self._slots, self._caches, sampled = run(*arguments)
         jax.tree.map(lambda x: x.copy_to_host_async(), sampled)
         return sampled
-
-    def _prefill(self, row: Sequence[Prefill]) -> None:
-        """Run prompts in one packed row."""
-        lengths = [len(prompt.tokens) for prompt in row]
-        used = sum(lengths)
-        T = max(_SMALLEST_ROW, 1 << (used - 1).bit_length())
-        tokens: Any = np.zeros((1, T), np.int32)
-        tokens[0, :used] = np.concatenate([prompt.tokens for prompt in row])
-        segments = pack_segments([lengths], seq_len=T, max_segments=max(segment_bucket(len(row)), 16))
-        pages: Any = tuple(np.zeros(T, np.int32) for _ in self._programs.windows)
-        for kind, window in zip(pages, self._programs.windows, strict=True):
-            kind[:used] = np.concatenate([self._places(prompt, window) for prompt in row])
-        offsets: Any = segments.positions[0] % PAGE
-        slots: Any = np.full(segments.slots, self._plan.slots, np.int32)
-        slots[: len(row)] = [prompt.slot for prompt in row]
-        options: Any = {"slots": slots, "windows": self._programs.windows}
-        options["ranks"] = self._ranks(row[:1], [1]) if T > PREFILL_TOKENS else self._ranks(row, lengths, T)
-        places: Any = Places(pages=pages, offsets=offsets, **options)
-        self._caches = self._programs.prefill(self._trees, tokens, segments, places, self._caches)
-
-    def _extend(self, row: Sequence[Prefill]) -> None:
-        """Run the prompts' rests after the beginnings in the cache, a row of the cache's table for each token."""
-        used = sum(len(prompt.tokens) - prompt.begin for prompt in row)
-        T = _SHORT_SUFFIX if used <= _SHORT_SUFFIX else LONGEST_SUFFIX
-        zeros: Any = partial(np.zeros, dtype=np.int32)
-        rope: Any = None  # made by `extend`
-        tokens, positions, slots, pages = (zeros(T) for _ in range(4))
-        tables = zeros((T, self._plan.table))
-        slots[:], end = self._plan.slots, 0
-        for prompt in row:
-            begin, end = end, end + len(prompt.tokens) - prompt.begin
-            tokens[begin:end], slots[begin:end] = prompt.tokens[prompt.begin :], prompt.slot
-            positions[begin:end] = np.arange(prompt.begin, len(prompt.tokens))
-            tables[begin:end, : len(prompt.pages)] = prompt.pages
-            pages[begin:end] = np.array(prompt.pages, np.int32)[positions[begin:end] // PAGE]
-        ranks = self._ranks(row, [len(prompt.tokens) - prompt.begin for prompt in row], T)
-        options: Any = {"windows": self._programs.windows, "ranks": ranks}
-        places = Places(pages=(pages,), offsets=positions % PAGE, slots=slots, **options)
-        cursor = Cursor(places=places, tables=(tables,), slots=slots, positions=positions, rope=rope)
-        self._caches = self._programs.extend(self._trees, tokens, cursor, self._caches)
-
-    def _ranks(self, row: Sequence[Prefill], lengths: Sequence[int], rows: int = 1) -> Any:
-        """Return the ranks that each token of prompts uses, in so many rows; None where all use all."""
-        if not self._kind.ranks:
-            return None
-        own = [prompt.ranks if prompt.ranks is not None else np.ones(self._kind.ranks, bool) for prompt in row]
-        used = np.repeat(own, lengths, axis=0)
-        return np.pad(used, ((0, rows - len(used)), (0, 0)))
-
-    def _places(self, prompt: Prefill, window: int | None) -> Int[np.ndarray, " n"]:
-        """Return the page of each token of a prompt; 0 for those that a layer with this window has no more."""
-        page = np.arange(len(prompt.tokens)) // PAGE
-        if window is None:
-            return np.array(prompt.pages, np.int32)[page]
-        ring = self._plan.ring(window)
-        table: Any = ring_table(np.array([prompt.slot]), ring, self._plan.table)  # type: ignore[arg-type]
-        return np.where(page > page[-1] - ring, table[0, page], 0)
-
-    def _copy_pages(self, work: Work) -> None:
-        """Copy the pages and states of prompts that answers of their own continue."""
-        if not work.slot_copies:
-            return
-        slots: Any = np.array(work.slot_copies, np.int32)
-        copies = []
-        for window in self._programs.windows:
-            pairs = np.array(work.page_copies, np.int32).reshape(-1, 2)
-            if window is not None:
-                ring = self._plan.ring(window)
-                pairs = np.stack([ring_table(slots[:, i], ring, ring).ravel() for i in range(2)], axis=1)
-            copies.append(np.pad(pairs, ((0, _power_of_two(len(pairs)) - len(pairs)), (0, 0))).astype(np.int32))
-        sources, targets = (tuple(pairs[:, i] for pairs in copies) for i in range(2))
-        pad = (0, _power_of_two(len(slots)) - len(slots)), (0, 0)
-        states = np.pad(slots, pad, constant_values=self._plan.slots).T
-        self._caches = self._programs.copy(self._caches, Copies(sources, targets, tuple(states)))  # type: ignore[arg-type]
-
-    def _count(self, fresh: Sequence[Answer]) -> None:
-        """Count the tokens of answers that begin."""
-        count, length = _power_of_two(len(fresh)), _power_of_two(max(answer.length for answer in fresh))
-        slots: Any = np.full(count, self._plan.slots, np.int32)
-        tokens: Any = np.full((count, length), -1, np.int32)
-        new: Any = np.zeros((count, length), bool)
-        for i, answer in enumerate(fresh):
-            slots[i], tokens[i, : answer.length] = answer.slot, answer.tokens
-            new[i, len(answer.request.prompt) :] = True
-        counts = self._programs.note(self._slots.counts, slots, tokens, new)  # type: ignore[arg-type]
-        self._slots = replace(self._slots, counts=counts)
 
     def _receive(self, work: Work, sampled: Any) -> Iterator[tuple[Answer, Int[np.ndarray, " n"], Finish | None]]:
         """Yield the new tokens of a window's answers.
@@ -612,8 +434,11 @@ class Batch:
                 continue  # it ended in the last window, or the caller ended it
             if answer.matcher:
                 count = answer.matcher.take(steps.tokens[:count, column].tolist())
-            parts = steps.log_probs, steps.model_log_probs, steps.top_tokens, steps.top_log_probs
-            tokens = Tokens(*(part[:count, column] for part in (steps.tokens, *parts)))
+            parts = [part[:count, column] for part in (steps.tokens, steps.log_probs, steps.model_log_probs)]
+            likely = [
+                part[:count, column, : answer.request.top_log_probs] for part in (steps.top_tokens, steps.top_log_probs)
+            ]
+            tokens = Tokens(*parts, *likely)
             ended = self._ended(answer, tokens)
             self._scheduler.receive(answer, tokens, ended is not None)
             if ended:
@@ -629,121 +454,6 @@ class Batch:
         return "length" if answer.length + len(new.ids) >= answer.end else None
 
 
-class _SlotTable:
-    """The device's inputs for each slot's answer, in numpy; a further row stands for no answer.
-
-    Args:
-        plan: of the cache.
-        kind: of the answers.
-        vocabulary: of the model.
-    """
-
-    def __init__(self, plan: CachePlan, kind: Kind, vocabulary: int):
-        self._nobody, self._vocabulary, rows = plan.slots, vocabulary, plan.slots + 1
-        self._words = -(-vocabulary // 32) if kind.features.grammars else None
-        self._answers = dict[int, tuple[Any, frozenset[int]]]()
-        self._tables: Any = np.zeros((rows, plan.table), np.int32)
-        self._ranks: Any = np.ones((rows, kind.ranks), bool) if kind.ranks else None
-        self._filled = [0] * rows
-        zeros: dict[str, Any] = {name: np.zeros(rows, np.int32) for name in ("ends", "tokens", "positions")}
-        self._fields = zeros | {"stops": np.full((rows, kind.stops), -1, np.int32)}
-        self._controls: dict[str, Any] = {name: np.zeros(rows, kind) for name, (_, kind) in _SETTINGS.items()}
-        self._controls["keys"] = np.zeros((rows, *answer_keys([(0, 0, 0)]).shape[1:]), np.uint32)
-        self._controls["bias_tokens"] = np.full((rows, kind.biases), vocabulary, np.int32)
-        self._controls["biases"] = np.zeros((rows, kind.biases), np.float32)
-
-    def add(self, answers: Sequence[Answer], stop: Collection[int]) -> None:
-        """Add answers that wait, and end at these tokens or those of their requests."""
-        keys = answer_keys([(a.request.sampling.seed, a.request.index, a.answer) for a in answers])
-        for answer, key in zip(answers, keys, strict=True):
-            self._answers[id(answer)] = key, frozenset(stop).union(answer.request.stop)
-
-    def remove(self, answer: Answer) -> None:
-        """Remove an answer that has ended."""
-        self._answers.pop(id(answer), None)
-
-    def stop_tokens(self, answer: Answer) -> frozenset[int]:
-        """Return the tokens that end an answer."""
-        return self._answers[id(answer)][1]
-
-    def window(self, work: Work, size: int) -> Window:
-        """Return the window of the work's answers, padded to `size` sequences."""
-        for answer in work.fresh:
-            self._begin(answer)
-        slots: Any = np.full(size, self._nobody, np.int32)
-        slots[: len(work.answers)] = [answer.slot for answer in work.answers]
-        for answer in work.answers:
-            slot, count = answer.slot or 0, len(answer.pages)
-            if count > (filled := self._filled[slot]):
-                self._tables[slot, filled:count] = answer.pages[filled:]
-                self._filled[slot] = count
-        fresh: Any = np.isin(slots, np.array([answer.slot for answer in work.fresh], np.int32))
-        fields = {name: rows[slots] for name, rows in self._fields.items()}
-        controls = Controls(**{name: rows[slots] for name, rows in self._controls.items()})
-        ranks, masks = None if self._ranks is None else self._ranks[slots], self._masks(work.answers, size)
-        options: Any = {"controls": controls, "ranks": ranks, "masks": masks}
-        return Window(slots=slots, fresh=fresh, tables=self._tables[slots], **fields, **options)
-
-    def _masks(self, answers: Sequence[Answer], size: int) -> Any:
-        """Return the tokens that may come next; all of them in answers without a grammar."""
-        if self._words is None:
-            return None
-        masks = np.full((size, self._words), 0xFFFFFFFF, np.uint32)
-        for row, answer in enumerate(answers):
-            if answer.matcher:
-                masks[row] = answer.matcher.mask()
-        return masks
-
-    def _begin(self, answer: Answer) -> None:
-        slot, request, (key, stop) = answer.slot or 0, answer.request, self._answers[id(answer)]
-        self._tables[slot], self._filled[slot] = 0, 0
-        last = answer.received[-1].ids[-1] if answer.received else request.prompt[-1]
-        fields, controls = self._fields, self._controls
-        fields["ends"][slot], fields["tokens"][slot], fields["positions"][slot] = answer.end, last, answer.length - 1
-        fields["stops"][slot], fields["stops"][slot, : len(stop)] = -1, sorted(stop)
-        for name, (setting, _) in _SETTINGS.items():
-            controls[name][slot] = getattr(request.sampling, setting)
-        controls["keys"][slot] = key
-        if self._ranks is not None:
-            self._ranks[slot] = True if request.ranks is None else request.ranks
-        controls["bias_tokens"][slot], count = self._vocabulary, len(request.logit_bias)
-        controls["bias_tokens"][slot, :count] = list(request.logit_bias)
-        controls["biases"][slot, :count] = list(request.logit_bias.values())
-
-
-_SETTINGS = {
-    "temperature": ("temperature", np.float32),
-    "top_k": ("top_k", np.int32),
-    "top_p": ("top_p", np.float32),
-    "min_p": ("min_p", np.float32),
-    "repetition": ("repetition_penalty", np.float32),
-    "presence": ("presence_penalty", np.float32),
-    "frequency": ("frequency_penalty", np.float32),
-}
-"""Settings of `SamplingConfig` and their dtypes, by the names of `Controls`."""
-
-
-def _fewer(slots: int) -> list[int]:
-    """Return smaller numbers of sequences: halves, and first three quarters where matmuls take longer than weights."""
-    sizes = [slots * 3 // 4] if slots > _FLAT else []
-    return sizes + [slots >> i for i in range(1, _HALVES + 1) if slots >> i >= _SMALLEST_SIZE]
-
-
-_intervals = list[float]()
-"""Switch intervals found by the threads that compile, the first of which is put back."""
-
-
-@contextmanager
-def _switching_often() -> Iterator[None]:
-    """Let Python's threads take turns every 0.2 ms: by default one that traces a program holds up dispatch for 5."""
-    _intervals.append(sys.getswitchinterval())
-    sys.setswitchinterval(2e-4)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(_intervals.pop())  # the first one's, once the last has ended
-
-
 def _placed(x: Any) -> Any:
     return x.sharding if isinstance(x, jax.Array) and x.committed else None
 
@@ -755,11 +465,3 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
 def _compile(programs: Programs, shapes: Any, options: dict[str, Any], precision: Any, size: int) -> Any:
     with jax.default_matmul_precision(precision) if precision else nullcontext():
         return programs.compile_window(*shapes, size=size, **options)
-
-
-def _padded(count: int) -> int:
-    return -(-max(count, 1) // _PADDED) * _PADDED
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << max(count - 1, 0).bit_length()

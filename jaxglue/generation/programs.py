@@ -375,3 +375,19 @@ def _count_prompts(counts: Counts, slots, tokens, new) -> Counts:
 
 def _part(trees: Trees, name: str) -> Any:
     return tuple(tree[name] for tree in trees)
+
+
+def place_of(trees: Trees) -> jax.sharding.Sharding | None:
+    """Return where state beside the weights belongs: on all their devices, the one they are bound to, or anywhere."""
+    first = next((leaf for leaf in jax.tree.leaves(trees) if isinstance(leaf, jax.Array)), None)
+    if (sharding := sharding_of(trees)) is not None or first is None or not first.committed:
+        return sharding
+    return jax.sharding.SingleDeviceSharding(next(iter(first.sharding.device_set)))
+
+
+def sharding_of(trees: Trees) -> jax.sharding.Sharding | None:
+    """Return the sharding of a value that all devices of the weights hold; None for a single device."""
+    sharding = next((leaf.sharding for leaf in jax.tree.leaves(trees) if isinstance(leaf, jax.Array)), None)
+    if not isinstance(sharding, jax.sharding.NamedSharding) or len(sharding.device_set) == 1:
+        return None
+    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())

@@ -286,12 +286,12 @@ class Scheduler:
         return True
 
     def _siblings(self, first: Answer) -> list[Answer]:
-        """Return the answers at the front that begin with the same prompt."""
+        """Return the answers at the front that are to the same request: their numbers may be those of others, too."""
         if first.received:
             return [first]
         group = list[Answer]()
         for answer in self._waiting:
-            if answer.number != first.number or answer.received:
+            if answer.request is not first.request or answer.received:
                 break
             group.append(answer)
         return group

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from jaxglue.generation.chat import Assistant
 from jaxglue.generation.config import GREEDY
-from jaxglue.generation.engine import Batch, Kind
+from jaxglue.generation.engine import Batch
 from jaxglue.generation.grammar import is_installed
+from jaxglue.generation.inputs import Kind
 from jaxglue.generation.pages import PAGE, plan_cache
 from jaxglue.generation.sampling import Features
 from jaxglue.generation.scheduler import Answer, Finish, Request
@@ -25,8 +26,11 @@ class Event:
     answer: int
     tokens: list[int]
     log_probs: list[float]
+    """By the model alone, at temperature 1."""
     finish: Finish | None
     error: str | None = None
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+    """The most likely tokens in the place of each, with their log-probabilities, as many as the request asks for."""
 
 
 @dataclass(eq=False)
@@ -96,7 +100,7 @@ class Service:
             raise ValueError(f"at most {BIASES} tokens have a logit_bias, and {STOPS} end an answer")
         ticket = Ticket(request, listen)
         ticket.answers = self._engine.answers(request, 0)
-        if len(self._tickets) + self._news.qsize() >= self._most:
+        if len(set(self._tickets.values())) + self._news.qsize() >= self._most:
             raise FullError
         self._news.put(ticket)
         if self.failure:  # since the check above: the thread may not have seen the ticket
@@ -145,18 +149,25 @@ class Service:
                 raise
 
     def _begin(self, ticket: Ticket) -> None:
-        self._tickets |= {id(answer): ticket for answer in ticket.answers}
-        self._batch.add(ticket.answers, self._stops)
+        answers = [answer for index, answer in enumerate(ticket.answers) if index not in ticket.cancelled]
+        self._tickets |= {id(answer): ticket for answer in answers}
+        self._batch.add(answers, self._stops)
 
     def _advance(self) -> None:
+        self._end_cancelled()
         for answer, tokens, finish in self._batch.advance():
             ticket = self._tickets.get(id(answer))
             if ticket is None:
                 continue
-            log_probs = answer.received[-1].log_probs.tolist()
-            ticket.listen(Event(answer.answer, tokens.tolist(), log_probs, finish))
+            new = answer.received[-1]
+            pairs = zip(new.top_ids.tolist(), new.top_log_probs.tolist(), strict=True)
+            top = [list(zip(*pair, strict=True)) for pair in pairs] if answer.request.top_log_probs else []
+            ticket.listen(Event(answer.answer, tokens.tolist(), new.model_log_probs.tolist(), finish, top=top))
             if finish:
                 del self._tickets[id(answer)]
+
+    def _end_cancelled(self) -> None:
+        """Free the slots and pages of answers that nobody waits for, before the next window."""
         for ticket in {ticket for ticket in self._tickets.values() if ticket.cancelled}:
             for index in list(ticket.cancelled):
                 if self._tickets.pop(id(answer := ticket.answers[index]), None):

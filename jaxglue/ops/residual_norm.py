@@ -39,10 +39,10 @@ def residual_norm(
 ) -> tuple[Float[Array, "*B D"], Normed]:
     """Return a residual stream x and its `rms_norm` for this reader, whose gradients are added in one pass."""
     projections = reader.parts[:2] if isinstance(reader, GatedInput) else reader
-    if ranks_of(projections, context) is not None:
-        return stream_norm(x, weight, eps, style)  # which the adapters read
     if projections and few_rows_read_fp8(x, projections, context):
         return residual_norm_fp8(x, weight, eps, style)
+    if ranks_of(projections, context) is not None:
+        return stream_norm(x, weight, eps, style)  # which the adapters read
     norm = RESIDUAL_NORM.load(reader, context)
     return (norm or stream_norm)(x, weight, eps, style)
 

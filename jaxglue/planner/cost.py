@@ -332,7 +332,10 @@ class _Trace:
             return self._reduce(inputs, outputs)
         if name == "convert_element_type" and is_fp8(eqn.outvars[0].aval):
             return [self._round_to_fp8(inputs[0], outputs[0])]
-        return self._fuse(inputs, outputs)
+        fused = self._fuse(inputs, outputs)
+        if name == "tanh" and any(root.from_matmul and root.bytes == fused[0].bytes for root in fused[0].roots):
+            self.materialize(fused[0])  # XLA writes capped logits, which several reductions read
+        return fused
 
     def _attend(self, cost: AttentionCost, inputs: list[Value], outputs: list[Value]) -> list[Value]:
         """Run a kernel of attention as a whole."""

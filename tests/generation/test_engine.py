@@ -11,7 +11,8 @@ from selection import repeat, repeats
 from jaxglue.generation import engine as engine_module
 from jaxglue.generation import programs
 from jaxglue.generation.config import GREEDY, SamplingConfig
-from jaxglue.generation.engine import Engine, Kind
+from jaxglue.generation.engine import Engine
+from jaxglue.generation.inputs import Kind
 from jaxglue.generation.pages import PREFILL_TOKENS, plan_cache
 from jaxglue.generation.scheduler import Request
 from jaxglue.models.lora import add_lora
@@ -403,10 +404,10 @@ def follow(engine, trees, prompts, **options):
     requests = [Request(prompt, SamplingConfig(temperature=0, max_tokens=70)) for prompt in prompts]
     batch = engine.open(*trees, engine.plan(requests, slots=2), Kind.of(requests, ()), whole=False)
     written, found = [], []
-    for name in ("_prefill", "_extend"):
-        run = getattr(batch, name)
+    for name in ("row", "suffixes"):
+        run = getattr(batch._prompts, name)
         counted = lambda row, run=run: written.append(sum(len(p.tokens) - p.begin for p in row)) or run(row)  # noqa: E731
-        setattr(batch, name, counted)
+        setattr(batch._prompts, name, counted)
     for number, request in enumerate(requests):
         answers = engine.answers(request, number)
         batch.add(answers, ())

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxglue.generation import grammar
-from jaxglue.generation.chat import Assistant
+from jaxglue.generation.chat import Assistant, decode, without
 from jaxglue.generation.config import SamplingConfig, ServeConfig
 from jaxglue.generation.scheduler import Request
 
@@ -331,3 +331,22 @@ def test_openais_client_is_served(client):
     assert len(answer.choices[0].logprobs.content) == answer.usage.completion_tokens
     with pytest.raises(openai.BadRequestError, match="top_p"):
         user.chat.completions.create(model="tiny", messages=MESSAGES, top_p=2)
+
+
+def test_requests_that_wait_together_keep_their_prompts(served):
+    assistant, service, _ = served
+    texts = ("Once upon a time", "The weather", "Numbers are", "Why", "No", "Water")
+    prompts = [assistant.tokenizer.encode(text) for text in texts]
+    sampling, found, ended = replace(GREEDY, max_tokens=8), [[] for _ in prompts], threading.Semaphore(0)
+
+    def listener(tokens):
+        return lambda event: (tokens.extend(event.tokens), event.finish and ended.release())
+
+    for prompt, tokens in zip(prompts, found, strict=True):
+        service.submit(Request(prompt, sampling), listener(tokens))
+    for _ in prompts:
+        ended.acquire()
+    for prompt, tokens in zip(prompts, found, strict=True):
+        assert decode(assistant.tokenizer, without(tokens, assistant.stops)) == "".join(
+            assistant.answer(prompt, sampling)
+        )

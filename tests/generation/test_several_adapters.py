@@ -8,8 +8,7 @@ import pytest
 from flax import nnx
 from selection import repeat
 
-from jaxglue.generation import engine as engines
-from jaxglue.generation import programs, scheduler
+from jaxglue.generation import inputs, programs, scheduler
 from jaxglue.generation.chat import Assistant
 from jaxglue.generation.config import SamplingConfig, ServeConfig
 from jaxglue.generation.engine import Engine
@@ -63,7 +62,7 @@ def answers_of(model, requests, **options):
     [("llama", None), repeat("qwen3_moe", None), repeat("qwen3_5_text", None), repeat("llama", 128)],
 )
 def test_answers_equal_those_of_each_adapter_alone(tiny_model, tmp_path, monkeypatch, family, piece):
-    for module in (engines, programs, scheduler) if piece else ():
+    for module in (inputs, programs, scheduler) if piece else ():
         monkeypatch.setattr(module, "PREFILL_TOKENS", piece)
     model = tiny_model(family, initializer_range=0.2, **FAMILIES[family])
     configs = dict(CONFIGS)

@@ -16,6 +16,7 @@ RAW = {
     "intermediate_size": 20,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
+    "num_key_value_heads": 4,
     "hidden_act": "silu",
 }
 FAMILIES = ["llama", "qwen3"]

@@ -1,19 +1,20 @@
 """Fields of config.json that are absent, null or contradict each other, as transformers reads them."""
 
+import json
 import math
 from contextlib import suppress
 
 import pytest
 
 from jaxglue.models import config_from_hf
-from tests.models.test_family_goldens import FAMILIES, read_golden
+from tests.models.test_family_goldens import FAMILIES, GOLDENS, read_golden
 
 RAW = {
     "vocab_size": 24,
-    "hidden_size": 16,
+    "hidden_size": 64,
     "intermediate_size": 20,
     "num_hidden_layers": 6,
-    "num_attention_heads": 8,
+    "num_attention_heads": 32,
 }
 GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 16}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
@@ -36,14 +37,14 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
             {"layer_windows": (*(None,) * 4, 4096, 4096), "attention_output_bias": False},
         ),
         ("mistral", {}, {"layer_windows": (4096,) * 6, "num_key_value_heads": 8, "rms_norm_eps": 1e-6}),
-        ("mistral", {"num_key_value_heads": None}, {"num_key_value_heads": 8, "head_dim": 2}),
+        ("mistral", {"num_key_value_heads": None}, {"num_key_value_heads": 32, "head_dim": 2}),
         ("mistral", {"sliding_window": None, "layer_types": ["sliding_attention"]}, {"layer_windows": (None,) * 6}),
         ("mistral", {"sliding_window": 8, "layer_types": KINDS * 3}, {"layer_windows": (None, 8) * 3}),
         ("ministral", {}, {"layer_windows": (4096,) * 6, "num_key_value_heads": 8}),
         ("qwen3", {"mlp_bias": True, "attention_bias": True}, {"mlp_bias": False, "attention_bias": True}),
-        ("granite", {}, {"attention_scale": 1.0, "logit_divisor": 1.0, "num_key_value_heads": 8}),
+        ("granite", {}, {"attention_scale": 1.0, "logit_divisor": 1.0, "num_key_value_heads": 32}),
         ("granite", {"attention_multiplier": None, "logits_scaling": 8}, {"attention_scale": 1.0, "logit_divisor": 8}),
-        ("olmo2", {}, {"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "num_key_value_heads": 8}),
+        ("olmo2", {}, {"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "num_key_value_heads": 32}),
         ("olmo2", {"rms_norm_eps": None}, {"rms_norm_eps": 1e-5}),
         ("olmo3", {}, {"layer_windows": (4096, 4096, 4096, None, 4096, 4096)}),
         ("smollm3", {}, {"tie_word_embeddings": True, "num_key_value_heads": 4, "layer_windows": (None,) * 6}),
@@ -57,7 +58,7 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
         ("gemma4_text", {"head_dim": 64, "layer_types": ["sliding_attention"] * 6}, {"head_dim": 64}),
         ("gemma2", {}, {"layer_windows": (4096, None) * 3, "attention_softcap": 50.0, "logit_softcap": 30.0}),
         ("gemma2", {"hidden_act": "silu"}, {"activation": "gelu_tanh", "head_dim": 256, "attention_scale": 1 / 16}),
-        ("gemma2", {"attn_logit_softcapping": None}, {"attention_softcap": None, "embedding_multiplier": 4.0}),
+        ("gemma2", {"attn_logit_softcapping": None}, {"attention_softcap": None, "embedding_multiplier": 8.0}),
         ("gemma2", {"head_dim": 64, "query_pre_attn_scalar": 144}, {"head_dim": 64, "attention_scale": 1 / 12}),
         (
             "gemma3_text",
@@ -144,10 +145,29 @@ def test_experts_are_read(model_type, fields, expected):
     assert {name: getattr(moe, name) for name in expected} == expected
 
 
+DEFAULTS = json.loads((GOLDENS / "defaults.json").read_text())
+GIVEN = {"hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"}
+GIVEN |= {"use_sliding_window", "model_type"}
+"""Fields of `defaults.json` with other values than the defaults."""
+
+
+@pytest.mark.parametrize("model_type", DEFAULTS)
+def test_absent_fields_are_those_of_transformers(model_type):
+    fields = {"num_experts_per_tok": 2, **DEFAULTS[model_type]}
+    if "kv_lora_rank" in fields:
+        fields["num_key_value_heads"] = 64
+    expected, read = config_from_hf(fields), 0
+    for name in fields.keys() - GIVEN:
+        with suppress(ValueError):  # one that config.json must have
+            assert config_from_hf({key: value for key, value in fields.items() if key != name}) == expected, name
+            read += 1
+    assert read > 3
+
+
 def test_latent_attention_is_scaled_as_yarn_says():
     raw = {**RAW, **GLM4_MOE, **LATENT, "model_type": "deepseek_v3", "n_group": 1, "topk_group": 1}
     plain, scaled = (config_from_hf({**raw, "rope_scaling": rope}) for rope in (None, {**YARN, "mscale_all_dim": 0.5}))
-    assert (plain.head_dim, plain.attention_scale, plain.num_key_value_heads) == (12, None, 8)
+    assert (plain.head_dim, plain.attention_scale, plain.num_key_value_heads) == (12, None, 32)
     assert scaled.attention_scale == pytest.approx((0.05 * math.log(4) + 1) ** 2 / 12**0.5)
     assert {(rotary.dims, rotary.config.interleaved) for rotary in scaled.rotaries} == {(4, True)}
 

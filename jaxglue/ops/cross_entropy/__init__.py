@@ -10,9 +10,9 @@ from jaxtyping import Array, Float, Int
 from jaxglue.ops.backend import Backend, Capability, Operation, check_tried, check_triton
 from jaxglue.ops.cross_entropy.chunks import ChunkSpec
 from jaxglue.ops.cross_entropy.divergence import chunked_divergences
-from jaxglue.ops.cross_entropy.fp8 import fp8_cross_entropy, reference_scaled_cross_entropy
+from jaxglue.ops.cross_entropy.fp8 import ReferenceScaledCrossEntropy, fp8_cross_entropy
 from jaxglue.ops.cross_entropy.log_probs import chunked_entropies, chunked_log_probs, chunked_log_sum_squares
-from jaxglue.ops.cross_entropy.reference import CappedCrossEntropy, cap_logits, reference_cross_entropy
+from jaxglue.ops.cross_entropy.reference import ReferenceCrossEntropy, cap_logits, reference_cross_entropy
 from jaxglue.ops.cross_entropy.scores import linear_scores
 from jaxglue.ops.cross_entropy.vjp import Rows, chunked_cross_entropy
 
@@ -228,18 +228,17 @@ def _spec(
     temperature: float = 1.0,
     columns: Array | None = None,
 ) -> ChunkSpec:
-    kernels = CROSS_ENTROPY.load(x.dtype, softcap, temperature, backend=backend)
-    chunk = chunk or chunk_size(len(weight))
+    V = len(weight)
+    kernels, chunk = CROSS_ENTROPY.load(x.dtype, softcap, temperature, backend=backend), chunk or chunk_size(V)
+    if kernels is not None:
+        kernels = replace(kernels, softcap=softcap, vocab_size=V)
     if fp8:
-        scaled = kernels.scaled if kernels else reference_scaled_cross_entropy
-        return ChunkSpec(cross_entropy=scaled, chunk=chunk)
-    cross_entropy = kernels or reference_cross_entropy
-    if softcap is not None or temperature != 1:
-        cross_entropy = CappedCrossEntropy(softcap, temperature)
-        kernels = replace(kernels, softcap=softcap) if kernels and temperature == 1 else None
+        scaled = kernels.scaled if kernels else ReferenceScaledCrossEntropy(V)
+        return ChunkSpec(cross_entropy=scaled, vocab_size=V, chunk=chunk)
     wide = x.dtype != jnp.float16  # whose exponents are too few for numerators
     return ChunkSpec(
-        cross_entropy=cross_entropy,
+        cross_entropy=kernels or ReferenceCrossEntropy(V, softcap, temperature),
+        vocab_size=V,
         chunk=chunk,
         softcap=softcap,
         temperature=temperature,

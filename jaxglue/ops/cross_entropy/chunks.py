@@ -10,7 +10,10 @@ from jaxtyping import Array, Float
 from jaxglue.ops.cross_entropy.reference import cap_logits
 
 CrossEntropy = Callable[..., tuple[Float[Array, " M"], Float[Array, "M V"]]]
-"""(float32 logits [M, V], targets, weights, dtype) → each token's loss and the gradient to the logits in `dtype`."""
+"""(float32 logits [M, V], targets, weights, dtype) → each token's loss and the gradient to the logits in `dtype`.
+
+Logits beyond the vocabulary do not count, and their gradient is 0.
+"""
 
 SoftmaxGradient = Callable[..., tuple[Float[Array, " M"], Float[Array, "M V"], Float[Array, " M"]]]
 """The same as each token's loss, numerators [M, V] in `dtype`, and the float32 factors that make them the gradient."""
@@ -19,6 +22,8 @@ ProductGradient = Callable[..., tuple[Float[Array, " M"], Float[Array, "M D"]]]
 
 _TILE = 128
 """Rows of a matmul's tile."""
+_ALIGNED = 16
+"""Bytes at whose multiples a matmul's rows begin."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +31,8 @@ class ChunkSpec:
     """Static, hashable arguments of `chunked_cross_entropy`."""
 
     cross_entropy: CrossEntropy
+    vocab_size: int
+    """Rows of the output projection without those that `extend` adds."""
     chunk: int
     """Most tokens whose logits exist at a time."""
     softmax_gradient: SoftmaxGradient | None = None
@@ -52,13 +59,27 @@ class ChunkSpec:
 
     def capped_logits(self, x: Float[Array, "M D"], w: Float[Array, "V D"]) -> Float[Array, "M V"]:
         """Return the logits x·wᵀ of losses, within their bound and over the temperature."""
-        return cap_logits(times_transposed(x, w), self.softcap, self.temperature)
+        return self.cap(times_transposed(x, w))
+
+    def cap(self, logits: Float[Array, "M rows"]) -> Float[Array, "M V"]:
+        """Return a vocabulary's logits, the first ones, within their bound and over the temperature."""
+        return cap_logits(logits[:, : self.vocab_size], self.softcap, self.temperature)
 
 
-def extend(weight: Float[Array, "V D"], columns: Float[Array, "V R"] | None, dtype) -> Float[Array, "V W"]:
-    """Return a matrix in `dtype`, with further columns if there are any."""
+def extend(weight: Float[Array, "V D"], columns: Float[Array, "V R"] | None, dtype) -> Float[Array, "rows W"]:
+    """Return a matrix in `dtype`, with further columns if there are any, and `with_whole_rows`."""
     w = weight.astype(dtype)
-    return w if columns is None else jnp.concatenate([w, columns.astype(dtype)], axis=1)
+    w = w if columns is None else jnp.concatenate([w, columns.astype(dtype)], axis=1)
+    return with_whole_rows(w, w.dtype.itemsize)
+
+
+def with_whole_rows(w: Float[Array, "V W"], itemsize: int) -> Float[Array, "rows W"]:
+    """Return a matrix with rows of zeros up to a number whose logits' gradients, of so many bytes, are aligned.
+
+    Without them XLA pads matmuls' factors and cuts their results in every chunk.
+    """
+    missing = -len(w) % (_ALIGNED // itemsize)
+    return jnp.pad(w, ((0, missing), (0, 0))) if missing else w
 
 
 def times_transposed(x: Float[Array, "M D"], w: Float[Array, "V D"]) -> Float[Array, "M V"]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxglue.ops.cross_entropy.chunks import split_chunks, times_transposed
+from jaxglue.ops.cross_entropy.chunks import extend, split_chunks, times_transposed
 from jaxglue.ops.cross_entropy.reference import cap_logits
 
 LogProbs = Float[Array, "M V"]
@@ -28,15 +28,16 @@ def chunked_divergences(
     teacher_softcap: float | None,
 ) -> Float[Array, " M"]:
     """See `linear_divergences`."""
-    w, teacher_w = weight.astype(x.dtype), lax.stop_gradient(teacher_weight.astype(teacher_x.dtype))
+    w, teacher_w = extend(weight, None, x.dtype), lax.stop_gradient(extend(teacher_weight, None, teacher_x.dtype))
+    V = len(weight)
 
     # Logits are computed again in the backward pass, so that one chunk's exist at a time.
     @jax.checkpoint
     def step(_, inputs):
         x_chunk, teacher_chunk, count = inputs
-        student = jax.nn.log_softmax(cap_logits(times_transposed(x_chunk, w), softcap, temperature))
-        teacher = jax.nn.log_softmax(
-            cap_logits(times_transposed(teacher_chunk, teacher_w), teacher_softcap, temperature)
+        student, teacher = (
+            jax.nn.log_softmax(cap_logits(times_transposed(rows, matrix)[:, :V], cap, temperature))
+            for rows, matrix, cap in ((x_chunk, w, softcap), (teacher_chunk, teacher_w, teacher_softcap))
         )
         if top_k is not None:
             student, teacher = most_likely(student, teacher, top_k)

@@ -1,5 +1,6 @@
 """Loss and gradient to the input of a frozen output projection multiplied in FP8, formed chunk by chunk."""
 
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -9,8 +10,8 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
-from jaxglue.ops.cross_entropy.chunks import ChunkSpec, split_chunks
-from jaxglue.ops.cross_entropy.reference import reference_cross_entropy, token_losses
+from jaxglue.ops.cross_entropy.chunks import ChunkSpec, split_chunks, with_whole_rows
+from jaxglue.ops.cross_entropy.reference import ReferenceCrossEntropy, token_losses
 from jaxglue.ops.projection.fp8 import dot, encode, rescale
 from jaxglue.ops.quant.fp8 import quantize_rows
 
@@ -24,14 +25,20 @@ class FP8Head(NamedTuple):
     scales: Float[Array, " V"]
 
 
-def reference_scaled_cross_entropy(products, row_scales, column_scales, targets, weights):
-    """Return each token's weighted loss, and e4m3 values and scales of its gradient times `column_scales`.
+@dataclass(frozen=True)
+class ReferenceScaledCrossEntropy:
+    """`ReferenceCrossEntropy` of products in FP8."""
 
-    The logits are float32 products [M, V] times the scales of rows [M, 1] and columns [V].
-    """
-    logits = products * row_scales * column_scales
-    losses, dlogits = reference_cross_entropy(logits, targets, weights, jnp.float32)
-    return losses, *quantize_rows(dlogits * column_scales)
+    vocab_size: int
+
+    def __call__(self, products, row_scales, column_scales, targets, weights):
+        """Return each token's weighted loss, and e4m3 values and scales of its gradient times `column_scales`.
+
+        The logits are float32 products [M, V] times the scales of rows [M, 1] and columns [V].
+        """
+        logits = products * row_scales * column_scales
+        losses, dlogits = ReferenceCrossEntropy(self.vocab_size)(logits, targets, weights, jnp.float32)
+        return losses, *quantize_rows(dlogits * column_scales)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -42,12 +49,12 @@ def fp8_cross_entropy(
     targets: Int[Array, " M"],
     loss_weights: Float[Array, " M"],
 ) -> Float[Array, ""]:
-    """See `linear_cross_entropy`; `spec.cross_entropy` is as `reference_scaled_cross_entropy`."""
+    """See `linear_cross_entropy`; `spec.cross_entropy` is as `ReferenceScaledCrossEntropy`."""
     return _scan_chunks(spec, x, weight, targets, loss_weights, x_needs_grad=False)[0]
 
 
 def _quantize_head(weight: Float[Array, "V D"]) -> FP8Head:
-    fp8_values, scales = encode(weight)
+    fp8_values, scales = encode(with_whole_rows(weight, 1))
     return FP8Head(fp8_values, lax.optimization_barrier(fp8_values.T), scales[:, 0])
 
 
@@ -60,7 +67,7 @@ def _scan_chunks(spec, x, weight, targets, loss_weights, *, x_needs_grad: bool) 
         fp8_values, scales = encode(rows)
         products = dot(fp8_values, head.fp8_values, 1, jnp.float32)
         if not x_needs_grad:
-            losses, _ = token_losses(products * scales * head.scales, target)
+            losses, _ = token_losses(spec.cap(products * scales * head.scales), target)
             return loss + jnp.sum(token_weight * losses), None
         losses, fp8_gradient, dscales = spec.cross_entropy(products, scales, head.scales, target, token_weight)
         return loss + jnp.sum(losses), rescale(dot(fp8_gradient, head.transposed, 1, x.dtype), dscales)

@@ -54,22 +54,22 @@ def _multiply(left, right, n, GROUP: gl.constexpr, D: gl.constexpr, LAYOUT: gl.c
 
 
 @gluon.jit
-def _store_part(numerators, part, buffer, row, column, M: gl.constexpr, V: gl.constexpr):
+def _store_part(numerators, part, buffer, row, column, M: gl.constexpr, WIDTH: gl.constexpr):
     """Store some columns of 64 rows through shared memory."""
-    WIDTH: gl.constexpr = buffer.shape[1]
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    PART: gl.constexpr = buffer.shape[1]
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // PART, PART // 8], [4, 1], [1, 0])
     rows = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, WIDE))
-    columns = column + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, WIDE))
+    columns = column + gl.arange(0, PART, layout=gl.SliceLayout(0, WIDE))
     buffer.store(part.to(numerators.dtype.element_ty))
     gl.barrier()
-    mask = (rows < M)[:, None] & (columns < V)[None, :]
-    gl.store(numerators + rows[:, None].to(gl.int64) * V + columns[None, :], buffer.load(WIDE), mask=mask)
+    mask = (rows < M)[:, None] & (columns < WIDTH)[None, :]
+    gl.store(numerators + rows[:, None].to(gl.int64) * WIDTH + columns[None, :], buffer.load(WIDE), mask=mask)
     gl.barrier()
 
 
 @gluon.jit
 def _exponentials(
-    arrays, places, GROUP: gl.constexpr, M: gl.constexpr, V: gl.constexpr, D: gl.constexpr,
+    arrays, places, GROUP: gl.constexpr, M: gl.constexpr, V: gl.constexpr, WIDTH: gl.constexpr, D: gl.constexpr,
     TILES_M: gl.constexpr, TILES_N: gl.constexpr, PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 rows of each tile of a program."""
@@ -93,18 +93,19 @@ def _exponentials(
         gl.store(sums + rows * TILES_N + part, gl.sum(exponentials, 1), mask=rows < M)
         gl.store(tops + rows * TILES_N + part, gl.max(differences, 1) / LOG2_E, mask=rows < M)
         first, second = exponentials.reshape([GROUP_ROWS, 2, BN // 2]).permute((0, 2, 1)).split()
-        _store_part(numerators, first, staging.index(GROUP), row, column, M, V)
-        _store_part(numerators, second, staging.index(GROUP), row, column + BN // 2, M, V)
+        _store_part(numerators, first, staging.index(GROUP), row, column, M, WIDTH)
+        _store_part(numerators, second, staging.index(GROUP), row, column + BN // 2, M, WIDTH)
 
 
 @gluon.jit
 def exponentials_kernel(
-    x, w, references, numerators, sums, tops, M: gl.constexpr, V: gl.constexpr, D: gl.constexpr,
+    x, w, references, numerators, sums, tops, M: gl.constexpr, V: gl.constexpr, WIDTH: gl.constexpr, D: gl.constexpr,
     PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Compute numerators [M, V] = exp(x·wᵀ - references) without writing logits; x, w describe tiles of [M, D], [V, D].
+    """Compute numerators [M, WIDTH] = exp(x·wᵀ - references) without writing logits, 0 from the V-th column on.
 
-    Also compute sums and the largest differences of a tile's columns, both [M, tiles]. Grid (PROGRAMS), each for many.
+    x and w describe tiles of [M, D] and [WIDTH, D]. Also compute sums and the largest differences of a tile's columns,
+    both [M, tiles]. Grid (PROGRAMS), each for many.
     """
     BM: gl.constexpr = x.block_type.shape[0]
     BN: gl.constexpr = w.block_type.shape[0]
@@ -120,8 +121,8 @@ def exponentials_kernel(
     arrays, places = (references, numerators, sums, tops), (left, right, staging)
     gl.warp_specialize(
         [
-            (_exponentials, (arrays, places, 0, M, V, D, TILES_M, TILES_N, PROGRAMS)),
-            (_exponentials, (arrays, places, 1, M, V, D, TILES_M, TILES_N, PROGRAMS)),
+            (_exponentials, (arrays, places, 0, M, V, WIDTH, D, TILES_M, TILES_N, PROGRAMS)),
+            (_exponentials, (arrays, places, 1, M, V, WIDTH, D, TILES_M, TILES_N, PROGRAMS)),
             (_load_tiles, (x, w, left, right, D, TILES_M, TILES_M * TILES_N, PROGRAMS)),
         ],
         [4, 1],

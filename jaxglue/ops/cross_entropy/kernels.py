@@ -17,10 +17,10 @@ def _scales(column_scales, columns, V: tl.constexpr):
 @triton.jit
 def _cross_entropy(
     logits, row_scales, column_scales, targets, weights, losses, dlogits, dscales,
-    V: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
+    V: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    logits, dlogits, lanes = logits + row * V, dlogits + row * V, tl.arange(0, BLOCK)
+    logits, dlogits, lanes = logits + row * WIDTH, dlogits + row * WIDTH, tl.arange(0, BLOCK)
     target, weight = tl.load(targets + row), tl.load(weights + row)
     counted = tl.where(weight != 0.0, V, 0)
     # Each lane sums relative to its own largest logit.
@@ -29,7 +29,7 @@ def _cross_entropy(
     if SCALED:
         row_scale, widest = tl.load(row_scales + row), tl.full((BLOCK,), -1e30, tl.float32)
     for start in range(0, counted, BLOCK):
-        x = tl.load(logits + start + lanes, mask=start + lanes < V, other=-1e30)
+        x, _ = _logits(logits, start + lanes, V, SOFTCAP)
         if SCALED:
             scales = _scales(column_scales, start + lanes, V)
             x *= row_scale * scales
@@ -39,7 +39,7 @@ def _cross_entropy(
         largest = now
     top = tl.max(largest, 0)
     lse = top + tl.log(tl.maximum(tl.sum(total * tl.exp(largest - top), 0), 1.0))  # the largest adds 1
-    correct = tl.load(logits + target)
+    correct, _ = _capped(tl.load(logits + target), SOFTCAP)
     if SCALED:
         target_scale = tl.load(column_scales + target)
         correct *= row_scale * target_scale
@@ -51,22 +51,31 @@ def _cross_entropy(
     dtype = dlogits.dtype.element_ty
     for start in range(0, counted, BLOCK):
         columns = start + lanes
-        x = tl.load(logits + columns, mask=columns < V, other=-1e30)
+        x, slope = _logits(logits, columns, V, SOFTCAP)
         if SCALED:
             scales = _scales(column_scales, columns, V)
             x *= row_scale * scales
-        gradient = (tl.exp(x - lse) - tl.where(columns == target, 1.0, 0.0)) * weight
+        gradient = (tl.exp(x - lse) - tl.where(columns == target, 1.0, 0.0)) * (weight * slope)
         if SCALED:
             gradient = clip_e4m3(gradient * scales / dscale)
-        tl.store(dlogits + columns, gradient.to(dtype), mask=columns < V)
+        tl.store(dlogits + columns, gradient.to(dtype), mask=columns < WIDTH)
     for start in range(counted, V, BLOCK):
-        tl.store(dlogits + start + lanes, tl.full((BLOCK,), 0.0, tl.float32).to(dtype), mask=start + lanes < V)
+        tl.store(dlogits + start + lanes, tl.full((BLOCK,), 0.0, tl.float32).to(dtype), mask=start + lanes < WIDTH)
 
 
 @triton.jit
-def cross_entropy_kernel(logits, targets, weights, losses, dlogits, V: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute losses [M] and dlogits [M, V] of logits [M, V], one token in a program; weight 0 skips it. Grid (M)."""
-    _cross_entropy(logits, weights, weights, targets, weights, losses, dlogits, losses, V, BLOCK, False)
+def cross_entropy_kernel(
+    logits, targets, weights, losses, dlogits, V: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Compute losses [M] and dlogits [M, WIDTH] of logits [M, WIDTH], of which the first V in a row count.
+
+    One token in a program; weight 0 skips it. With a cap, logits are read before it, and the gradient is to these.
+    Grid (M).
+    """
+    _cross_entropy(
+        logits, weights, weights, targets, weights, losses, dlogits, losses, V, WIDTH, BLOCK, SOFTCAP, False
+    )  # fmt: skip
 
 
 @triton.jit
@@ -80,41 +89,53 @@ def _capped(products, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _exponentials(logits, numerators, counted, reference, lanes, V: tl.constexpr, BLOCK: tl.constexpr,
-                  SOFTCAP: tl.constexpr):  # fmt: skip
+def _logits(products, columns, V: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Return some columns' logits, -1e30 from the V-th on, and their slopes."""
+    mask = columns < V
+    x, slope = _capped(tl.load(products + columns, mask=mask, other=-1e30), SOFTCAP)
+    if SOFTCAP is not None:
+        x = tl.where(mask, x, -1e30)
+    return x, slope
+
+
+@triton.jit
+def _exponentials(logits, numerators, counted, reference, lanes, V: tl.constexpr, WIDTH: tl.constexpr,
+                  BLOCK: tl.constexpr, SOFTCAP: tl.constexpr):  # fmt: skip
     """Write exp(logits - reference) of a row, times slopes; return the largest logit and the exponentials' sum."""
     largest = tl.full((BLOCK,), -1e30, tl.float32)
     total = tl.full((BLOCK,), 0.0, tl.float32)
     for start in range(0, counted, BLOCK):
-        mask = start + lanes < V
-        x, slope = _capped(tl.load(logits + start + lanes, mask=mask, other=-1e30), SOFTCAP)
-        if SOFTCAP is not None:
-            x = tl.where(mask, x, -1e30)
+        columns = start + lanes
+        x, slope = _logits(logits, columns, V, SOFTCAP)
         exponentials = tl.exp(x - reference)
         largest, total = tl.maximum(largest, x), total + exponentials
-        tl.store(numerators + start + lanes, (exponentials * slope).to(numerators.dtype.element_ty), mask=mask)
+        values = (exponentials * slope).to(numerators.dtype.element_ty)
+        tl.store(numerators + columns, values, mask=columns < WIDTH)
     return tl.max(largest, 0), tl.sum(total, 0)
 
 
 @triton.jit
 def softmax_gradient_kernel(
-    logits, targets, weights, losses, numerators, factors, V: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr
+    logits, targets, weights, losses, numerators, factors, V: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Compute losses [M], and numerators [M, V] whose products with factors [M] are the gradient to logits [M, V].
+    """Compute losses [M], and numerators [M, WIDTH] whose products with factors [M] are the gradient to logits.
+
+    The first V logits of WIDTH in a row count.
 
     One token in a program; weight 0 skips it. Exponentials are relative to the largest logit of the first block, so
     that the logits are read once; again only where another exceeds it by more than RANGE. With a cap, logits are read
     before it, and the gradient is to these. Grid (M).
     """
     row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    logits, numerators = logits + row * V, numerators + row * V
+    logits, numerators = logits + row * WIDTH, numerators + row * WIDTH
     target, weight = tl.load(targets + row), tl.load(weights + row)
     counted = tl.where(weight != 0.0, V, 0)
     reference, _ = _capped(tl.max(tl.load(logits + lanes, mask=lanes < V, other=-1e30), 0), SOFTCAP)
-    largest, total = _exponentials(logits, numerators, counted, reference, lanes, V, BLOCK, SOFTCAP)
+    largest, total = _exponentials(logits, numerators, counted, reference, lanes, V, WIDTH, BLOCK, SOFTCAP)
     if largest > reference + RANGE:
         reference = largest
-        largest, total = _exponentials(logits, numerators, counted, reference, lanes, V, BLOCK, SOFTCAP)
+        largest, total = _exponentials(logits, numerators, counted, reference, lanes, V, WIDTH, BLOCK, SOFTCAP)
     total = tl.where(weight != 0.0, total, 1.0)
     correct, slope = _capped(tl.load(logits + target), SOFTCAP)
     correct -= reference
@@ -122,7 +143,7 @@ def softmax_gradient_kernel(
     tl.store(factors + row, weight / total)
     dtype = numerators.dtype.element_ty
     for start in range(counted, V, BLOCK):
-        tl.store(numerators + start + lanes, tl.full((BLOCK,), 0.0, tl.float32).to(dtype), mask=start + lanes < V)
+        tl.store(numerators + start + lanes, tl.full((BLOCK,), 0.0, tl.float32).to(dtype), mask=start + lanes < WIDTH)
     tl.debug_barrier()  # other threads wrote the target's exponential
     tl.store(numerators + target, tl.where(weight != 0.0, (tl.exp(correct) - total) * slope, 0.0).to(dtype))
 
@@ -144,8 +165,8 @@ def _differences(x, w, reference, start, V: tl.constexpr, D: tl.constexpr, BLOCK
 @triton.jit
 def exponentials_loss_kernel(
     x, w, references, sums, tops, weights, numerators, losses, factors,
-    V: tl.constexpr, D: tl.constexpr, TILES: tl.constexpr, BLOCK_TILES: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    V: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, TILES: tl.constexpr, BLOCK_TILES: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Compute losses and factors [M] as `softmax_gradient_kernel`, from the results of `exponentials_kernel`. Grid (M).
 
@@ -158,12 +179,12 @@ def exponentials_loss_kernel(
     shift = 0.0
     if top > WIDE_RANGE:
         shift, reference = top, tl.load(references + row) + top
-        total, x, numerators = 0.0, x + row * D, numerators + row * V
+        total, x, numerators = 0.0, x + row * D, numerators + row * WIDTH
         for start in range(0, V, BLOCK):
             exponentials = tl.exp(_differences(x, w, reference, start, V, D, BLOCK, BLOCK_D))
             total += tl.sum(exponentials, 0)
             to = numerators + start + lanes
-            tl.store(to, exponentials.to(numerators.dtype.element_ty), mask=start + lanes < V)
+            tl.store(to, exponentials.to(numerators.dtype.element_ty), mask=start + lanes < WIDTH)
     weight = tl.load(weights + row)
     total = tl.where(weight != 0.0, total, 1.0)
     tl.store(losses + row, weight * (shift + tl.log(total)))
@@ -181,12 +202,13 @@ def scaled_cross_entropy_kernel(
     dlogits,
     dscales,
     V: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute as `cross_entropy_kernel`, of logits without their scales of rows [M] and columns [V].
+    """Compute as `cross_entropy_kernel`, of logits without their scales of rows [M] and columns [WIDTH].
 
-    Write the gradient times the columns' scales as e4m3 dlogits [M, V], by its largest value in a row, dscales [M].
+    Write the gradient times the columns' scales as e4m3 dlogits [M, WIDTH], by its largest value in a row, dscales [M].
     """
     _cross_entropy(
-        products, row_scales, column_scales, targets, weights, losses, dlogits, dscales, V, BLOCK, True
+        products, row_scales, column_scales, targets, weights, losses, dlogits, dscales, V, WIDTH, BLOCK, None, True
     )  # fmt: skip

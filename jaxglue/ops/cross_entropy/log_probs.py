@@ -50,7 +50,8 @@ def _weight_gradient(spec: ChunkSpec, x, w, targets, factors, part: slice) -> Fl
             dlogits, x_chunk[:, part], (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
         ), None
 
-    return lax.scan(step, jnp.zeros(w[:, part].shape, jnp.float32), split_chunks(spec.chunk, x, targets, factors))[0]
+    zeros = jnp.zeros(w[:, part].shape, jnp.float32)
+    return lax.scan(step, zeros, split_chunks(spec.chunk, x, targets, factors))[0][: spec.vocab_size]
 
 
 def chunked_log_sum_squares(spec: ChunkSpec, x, weight, counted) -> Float[Array, " M"]:
@@ -74,7 +75,7 @@ def chunked_entropies(spec: ChunkSpec, x, weight, counted) -> Float[Array, " M"]
 
 def _of_chunks(spec: ChunkSpec, of_logits, x, weight, counted) -> Float[Array, " M"]:
     """Return counted · a value of each token's logits, without a gradient."""
-    w = weight.astype(x.dtype)
+    w = extend(weight, None, x.dtype)
 
     def step(_, inputs):
         x_chunk, count = inputs

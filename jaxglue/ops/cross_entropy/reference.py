@@ -19,24 +19,30 @@ def token_losses(
 def cap_logits(logits: Float[Array, "*B V"], softcap: float | None, temperature: float = 1.0) -> Float[Array, "*B V"]:
     """Return c·tanh(logits / c), or the logits where there is no cap, over the temperature."""
     capped = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
-    return capped if temperature == 1 else capped / temperature
+    return _over(capped, temperature)
 
 
 @dataclass(frozen=True)
-class CappedCrossEntropy:
-    """`reference_cross_entropy` of logits that `cap_logits` bounds and divides."""
+class ReferenceCrossEntropy:
+    """`reference_cross_entropy` of a vocabulary's logits, the first ones, that `cap_logits` bounds and divides."""
 
-    softcap: float | None
+    vocab_size: int
+    softcap: float | None = None
     temperature: float = 1.0
 
     def __call__(self, logits, targets, weights, dtype) -> tuple[Float[Array, " M"], Float[Array, "M V"]]:
         """Return each token's weighted loss and the gradient to the logits as they were given, in `dtype`."""
-        capped = cap_logits(logits, self.softcap)
-        losses, gradient = reference_cross_entropy(capped / self.temperature, targets, weights, jnp.float32)
-        gradient /= self.temperature
+        beyond = logits.shape[1] - self.vocab_size
+        capped = cap_logits(logits[:, : self.vocab_size], self.softcap)
+        losses, gradient = reference_cross_entropy(_over(capped, self.temperature), targets, weights, jnp.float32)
+        gradient = _over(gradient, self.temperature)
         if self.softcap is not None:
             gradient *= 1 - jnp.square(capped / self.softcap)
-        return losses, gradient.astype(dtype)
+        return losses, jnp.pad(gradient.astype(dtype), ((0, 0), (0, beyond)))
+
+
+def _over(values: Float[Array, "M V"], temperature: float) -> Float[Array, "M V"]:
+    return values if temperature == 1 else values / temperature
 
 
 def reference_cross_entropy(logits, targets, weights, dtype) -> tuple[Float[Array, " M"], Float[Array, "M V"]]:

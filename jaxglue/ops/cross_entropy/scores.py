@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxglue.ops.cross_entropy.chunks import split_chunks
+from jaxglue.ops.cross_entropy.chunks import extend, split_chunks, times_transposed
 from jaxglue.ops.cross_entropy.reference import cap_logits, token_losses
 
 
@@ -24,11 +24,11 @@ def linear_scores(
         chunk: tokens whose logits exist at a time.
         softcap: bound of the logits; None for none.
     """
-    w = weight.astype(x.dtype)
+    w = extend(weight, None, x.dtype)
 
     def step(_, inputs):
         x_chunk, target = inputs
-        logits = lax.dot_general(x_chunk, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        logits = times_transposed(x_chunk, w)[:, : len(weight)]
         return None, (token_losses(cap_logits(logits, softcap), target)[0], jnp.argmax(logits, axis=-1))
 
     _, (losses, best) = lax.scan(step, None, split_chunks(chunk, x, targets))

@@ -42,7 +42,9 @@ class TritonCrossEntropy(Launcher):
     product_tiles: ProductTiles = ProductTiles()
     """For an H200."""
     softcap: float | None = None
-    """Bound of the logits, which `softmax_gradient` gets before it; the other functions know none."""
+    """Bound of the logits, which functions get before it; `scaled` and `product_gradient` know none."""
+    vocab_size: int | None = None
+    """Logits of a row that count, the first ones; None for all."""
 
     def multiplies(self, x, w) -> bool:
         """Return whether `product_gradient` serves, rather than cuBLAS and a pass over logits."""
@@ -54,7 +56,8 @@ class TritonCrossEntropy(Launcher):
         M, V = logits.shape
         out_type = jax.ShapeDtypeStruct((M,), jnp.float32), jax.ShapeDtypeStruct((M, V), dtype)
         moved = M * V * (2 * logits.dtype.itemsize + jnp.dtype(dtype).itemsize)  # logits are read twice
-        return self._call(kernels.cross_entropy_kernel, (logits, targets, weights), out_type, moved=moved)
+        arrays, constants = (logits, targets, weights), {"SOFTCAP": self.softcap}
+        return self._call(kernels.cross_entropy_kernel, arrays, out_type, moved=moved, constants=constants)
 
     def softmax_gradient(self, logits, targets, weights, dtype):
         """See `SoftmaxGradient`."""
@@ -76,21 +79,23 @@ class TritonCrossEntropy(Launcher):
 
     def _exponentials(self, x, w, references) -> tuple[Array, Array, Array]:
         """Return exp(x·wᵀ − references), and the sums and largest differences of each tile's columns."""
-        (M, D), V, tiles = x.shape, len(w), self.product_tiles
+        (M, D), tiles = x.shape, self.product_tiles
+        V, width = self.vocab_size or len(w), len(w)
         count = triton.cdiv(V, tiles.block_n)
         partial = jax.ShapeDtypeStruct((M, count), jnp.float32)
-        out_type = jax.ShapeDtypeStruct((M, V), x.dtype), partial, partial
+        out_type = jax.ShapeDtypeStruct((M, width), x.dtype), partial, partial
         programs = min(tiles.programs, triton.cdiv(M, tiles.block_m) * count)
-        sizes = {"M": M, "V": V, "D": D, "PROGRAMS": programs, "STAGES": tiles.num_stages}
+        sizes = {"M": M, "V": V, "WIDTH": width, "D": D, "PROGRAMS": programs, "STAGES": tiles.num_stages}
         cost = KernelCost(kind=KernelKind.ROWS, flops=2 * M * V * D)
         arrays = self._tiled(x, tiles.block_m), self._tiled(w, tiles.block_n), references
         return self._launch(hopper.exponentials_kernel, arrays, out_type, (programs,), sizes, cost=cost)
 
     def _losses(self, x, w, references, sums, tops, weights, numerators) -> tuple[Array, Array, Array]:
         """Return (losses, factors, numerators), with rows of too large exponentials computed again."""
-        (M, D), (V, tiles) = x.shape, (len(w), sums.shape[1])
+        (M, D), (width, tiles) = x.shape, (len(w), sums.shape[1])
         refs = [jax.new_ref(array) for array in (numerators, *(jax.lax.empty((M,), jnp.float32) for _ in range(2)))]
-        constants = {"V": V, "D": D, "TILES": tiles, "BLOCK_TILES": triton.next_power_of_2(tiles)}
+        constants = {"V": self.vocab_size or width, "WIDTH": width, "D": D}
+        constants |= {"TILES": tiles, "BLOCK_TILES": triton.next_power_of_2(tiles)}
         constants |= {"BLOCK": 64, "BLOCK_D": min(128, triton.next_power_of_2(D))}
         arrays = x, w, references, sums, tops, weights, *refs
         cost = KernelCost(kind=KernelKind.ROWS, bytes=2 * sums.size * 4)  # rows computed again are few
@@ -120,7 +125,8 @@ class TritonCrossEntropy(Launcher):
         moved: int | None = None,
         constants: dict | None = None,
     ):
-        M, V = arrays[0].shape
-        constants, warps = {"V": V, "BLOCK": self.block, **(constants or {})}, num_warps or self.num_warps
+        M, width = arrays[0].shape
+        sizes, warps = {"V": self.vocab_size or width, "WIDTH": width, "BLOCK": self.block}, num_warps or self.num_warps
         cost = KernelCost(kind=KernelKind.ROWS, bytes=moved)
+        constants = sizes | (constants or {})
         return self._launch(kernel, arrays, out_type, (M,), constants, num_warps=warps, num_stages=2, cost=cost)

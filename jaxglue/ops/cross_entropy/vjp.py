@@ -10,7 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
 from jaxglue.ops.cross_entropy.chunks import ChunkSpec, extend, split_chunks, times_transposed
-from jaxglue.ops.cross_entropy.reference import cap_logits, token_losses
+from jaxglue.ops.cross_entropy.reference import token_losses
 
 Rows = tuple[Float[Array, "n D"], Int[Array, " n"]]
 """Values in place of rows of the output projection, and these rows' distinct indices."""
@@ -59,7 +59,7 @@ def _scan_chunks(
             logits = logits.at[:, indices].set(times_transposed(x_chunk, values))
         if not any(needs):
             return (
-                loss + jnp.sum(token_weight * token_losses(cap_logits(logits, spec.softcap), target)[0]),
+                loss + jnp.sum(token_weight * token_losses(spec.cap(logits), target)[0]),
                 dweight,
                 drows,
                 dcolumns,
@@ -80,12 +80,13 @@ def _scan_chunks(
             dx = dlogits @ w if dx is None else dlogits @ w + dx
         return (loss, dweight, drows, dcolumns), dx
 
-    dweight = jnp.zeros(weight.shape, jnp.float32) if needs.weight else None
+    dweight = jnp.zeros((len(w), D), jnp.float32) if needs.weight else None
     drows = jnp.zeros(values.shape, jnp.float32) if needs.rows and values is not None else None
-    dcolumns = jnp.zeros(columns.shape, jnp.float32) if needs.columns and columns is not None else None
-    (loss, *gradients), dx = lax.scan(step, (jnp.float32(0), dweight, drows, dcolumns), chunks)
+    dcolumns = jnp.zeros((len(w), columns.shape[1]), jnp.float32) if needs.columns and columns is not None else None
+    (loss, dweight, drows, dcolumns), dx = lax.scan(step, (jnp.float32(0), dweight, drows, dcolumns), chunks)
     dx = dx.reshape(-1, x.shape[1])[: len(x)] if needs.x else None
-    return loss, dx, *gradients
+    dweight, dcolumns = (None if g is None else g[: len(weight)] for g in (dweight, dcolumns))
+    return loss, dx, dweight, drows, dcolumns
 
 
 def _transposed_times(dlogits, x) -> Array:

@@ -52,11 +52,11 @@ def gated_mlp(
         stream: the residual stream.
         activation: of the gate.
     """
-    if ranks_of(parts, conditions) is not None:
-        return _apply_separately(x, parts, conditions, stream, activation)
     if (kernels := load_few_rows(x, parts[:2], conditions)) is not None:
         y = gate_few_rows(kernels, x, parts[:2], conditions, activation)
         return adapted_projection(y, parts[2:], conditions, stream=stream)[0]
+    if ranks_of(parts, conditions) is not None:
+        return _apply_separately(x, parts, conditions, stream, activation)
     apply = GATED_MLP.load(parts, conditions, activation) or _apply_separately
     return apply(x, parts, conditions, stream, activation)
 

@@ -138,10 +138,10 @@ def adapted_projection(
         conditions: of the layer.
         stream: the residual stream; devices along the axis `tensor` that split the projection's input sum their parts.
     """
-    if (ranks := ranks_of(projections, conditions)) is not None:
-        return _apply_by_ranks(x, projections, conditions, stream, ranks)
     if (kernels := load_few_rows(x, projections, conditions)) is not None:
         return project_few_rows(kernels, x, projections, conditions, stream)
+    if (ranks := ranks_of(projections, conditions)) is not None:
+        return _apply_by_ranks(x, projections, conditions, stream, ranks)
     apply = PROJECTION.load(projections, conditions, stream is not None) or _apply_separately
     return apply(x, projections, conditions, stream)
 

@@ -173,7 +173,7 @@ def _operands(x, projections: Sequence[Any], conditions) -> tuple[FewRows, tuple
         factor=1.0 / LARGEST if kind == "int8" else 1.0,
         nf4=nf4,
         biases=biases,
-        low_rank=_low_rank(x, rows, [projection.adapter for projection in projections]),
+        low_rank=_low_rank(x, rows, [p.adapter for p in projections], getattr(conditions, "ranks", None)),
     )
     return operands, values.shape[:-1]
 
@@ -199,10 +199,14 @@ def _stored(weights: Sequence[Any], kind: str, dtype) -> tuple[tuple, tuple | No
     return tuple(weight.values for weight in weights), tuple(weight.scales for weight in weights), None
 
 
-def _low_rank(x, rows: Float[Array, "M K"], adapters: Sequence[Any]) -> LowRank | None:
+def _low_rank(x, rows: Float[Array, "M K"], adapters: Sequence[Any], ranks) -> LowRank | None:
+    """Return the operands of adapters, of whose ranks [tokens or 1, R] each token of x may use some."""
     if adapters[0] is None:
         return None
     normed = isinstance(x, NormedRows)
+    if ranks is not None:
+        leading = (x.values if isinstance(x, FP8Rows) else x).shape[:-1]
+        ranks = jnp.broadcast_to(ranks, (*leading, ranks.shape[-1])).reshape(len(rows), -1).astype(jnp.uint8)
     return LowRank(
         source=rows,
         norm_weight=x.weight.astype(jnp.float32) if normed else None,
@@ -210,4 +214,5 @@ def _low_rank(x, rows: Float[Array, "M K"], adapters: Sequence[Any]) -> LowRank 
         downs=tuple(adapter.A for adapter in adapters),
         ups=tuple(adapter.B for adapter in adapters),
         factors=tuple(adapter.scale for adapter in adapters),
+        used=ranks,
     )

@@ -10,7 +10,9 @@ Values are rounded where training rounds them, so that log-probabilities of both
 before adapters, activation or stream, and an adapter's product before it is added to nothing else.
 
 Programs of one launch wait for each other through `counters`, which are zeros before and after it: no other launch
-clears them. Launches of a program run one after another, so all share them.
+clears them. Launches of a program run one after another, so all share them. The last one says whether the adapters'
+inputs are at their ranks, and how many tiles have yet to read them: numbers that their programs add have the tiles as
+their sum, while sums of some of them are beyond; each reader subtracts one, and waits for no answer.
 """
 
 import numpy as np
@@ -45,6 +47,10 @@ def _nf4_assembly() -> str:
 
 
 NF4_ASSEMBLY = tl.constexpr(_nf4_assembly())
+PREFETCH = tl.constexpr("""{.reg .pred p; setp.ne.s32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2;
+    mov.b32 $0, 0;}""")
+BEYOND = tl.constexpr(1 << 20)
+"""More than the tiles of a launch."""
 
 
 @triton.jit
@@ -99,6 +105,19 @@ def _matrix(w, rows, k, dtype: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr
 
 
 @triton.jit
+def _prefetch(w, column, end, k, wanted, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+              LANES: tl.constexpr):  # fmt: skip
+    """Ask for COLUMNS columns of ROWS rows of w, if they are wanted; each lane for a part of a row."""
+    PART: tl.constexpr = COLUMNS * ROWS // LANES
+    lane = tl.arange(0, LANES)
+    row = tl.minimum(column + lane % ROWS, end - 1)
+    at = w + row.to(tl.int64) * K + k + lane // ROWS * PART
+    size = tl.full([LANES], PART * w.dtype.element_ty.primitive_bitwidth // 8, tl.int32)
+    asked = tl.where(lane < LANES, wanted, False).to(tl.int32)
+    tl.inline_asm_elementwise(PREFETCH, "=r,l,r,r", [at, size, asked], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def _nf4_scales(blocks, groups, rows, step, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Load the scales' codes, and their groups' factors, of BLOCK_K columns of some rows."""
     COLUMNS: tl.constexpr = K // 64
@@ -133,13 +152,14 @@ def _nf4_tile(codes, rows, step, scales, lookup, dtype: tl.constexpr, K: tl.cons
 
 @triton.jit
 def _shrink(
-    source, down, norm_weight, inverse_rms, parts, low_rank, counter, flag, number,
+    source, down, norm_weight, inverse_rms, ranks_used, parts, low_rank, counter, unread, added, number,
     M: tl.constexpr, K: tl.constexpr, R: tl.constexpr, SHRINKS: tl.constexpr, STEPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Multiply a part of the adapters' input by a first matrix [R, K]; the last program of an adapter sums the parts.
 
-    With norm_weight [K] and inverse_rms [M], the input is a norm's, whose output these make of it.
+    With norm_weight [K] and inverse_rms [M], the input is a norm's, whose output these make of it; with ranks_used
+    [M, R], others are zeros. The last program of all adapters adds `added` to `unread`.
     """
     rows, ranks = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
     acc = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
@@ -157,23 +177,41 @@ def _shrink(
     tl.store(parts + number * BLOCK_M * BLOCK_R + tile, acc)
     if _arrive(counter) == SHRINKS - 1:
         total = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
-        for other in range(0, SHRINKS):
+        for other in tl.static_range(0, SHRINKS):
             total += tl.load(parts + other * BLOCK_M * BLOCK_R + tile, cache_modifier=".cg")
         if inverse_rms is not None:
             total *= tl.load(inverse_rms + rows, mask=rows < M, other=0.0)[:, None]
+        if ranks_used is not None:
+            inside = (rows < M)[:, None] & (ranks < R)[None, :]
+            used = tl.load(ranks_used + rows[:, None] * R + ranks[None, :], mask=inside, other=0)
+            total = tl.where(used != 0, total, 0.0)
         tl.store(low_rank + tile, total.to(low_rank.dtype.element_ty))
         tl.store(counter, 0)
-        _arrive(flag)
+        tl.debug_barrier()
+        tl.atomic_add(unread, added, sem="release")
 
 
 @triton.jit
-def _expand(acc, low_rank, up, rows, scale, R: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr,
-            BLOCK_R: tl.constexpr):  # fmt: skip
-    """Add the adapter's product with rows of its second matrix [N, R], times its scale."""
+def _await_low_ranks(unread, TILES: tl.constexpr):
+    """Wait until all adapters' inputs are at their ranks, and count this reader."""
+    left = tl.atomic_add(unread, 0, sem="acquire")
+    while (left < 1) | (left > TILES):
+        left = tl.atomic_add(unread, 0, sem="acquire")
+    tl.debug_barrier()
+    tl.atomic_add(unread, -1, sem="relaxed")
+
+
+@triton.jit
+def _load_up(up, rows, R: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Load rows of an adapter's second matrix [N, R]."""
     ranks = tl.arange(0, BLOCK_R)
-    inside = (rows < N)[:, None] & (ranks < R)[None, :]
-    b = tl.load(up + rows[:, None] * R + ranks[None, :], mask=inside, other=0.0) * scale
-    tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_R + ranks[None, :]
+    return tl.load(up + rows[:, None] * R + ranks[None, :], mask=(ranks < R)[None, :], other=0.0)
+
+
+@triton.jit
+def _expand(acc, low_rank, b, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Add the adapter's product with rows b of its second matrix."""
+    tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
     own = tl.load(low_rank + tile, cache_modifier=".cg")  # written by another program of this launch
     return tl.dot(b.to(own.dtype), tl.trans(own), acc)
 
@@ -181,12 +219,13 @@ def _expand(acc, low_rank, up, rows, scale, R: tl.constexpr, N: tl.constexpr, BL
 @triton.jit
 def few_rows_kernel(
     x, x_scales, weights, scales, blocks, groups, offsets, codes, lookup, biases, source, downs, ups, factors,
-    norm_weight, inverse_rms, stream, counters, parts, low_ranks, low_rank_parts, outs,
+    norm_weight, inverse_rms, ranks_used, stream, counters, parts, low_ranks, low_rank_parts, outs,
     M: tl.constexpr, K: tl.constexpr, N_0: tl.constexpr, N_1: tl.constexpr, N_2: tl.constexpr, COUNT: tl.constexpr,
     FIRST_1: tl.constexpr, FIRST_2: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr,
     WHOLE: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, R: tl.constexpr, SHRINKS: tl.constexpr,
     SHRINK_STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr, NF4: tl.constexpr, FACTOR: tl.constexpr, ROUND: tl.constexpr, ROUND_ADAPTER: tl.constexpr,
+    AHEAD: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Compute x·Wᵀ of COUNT weights (+ adapters' products) (+ biases) (+ stream), or activation(gate)·up of two.
 
@@ -195,7 +234,8 @@ def few_rows_kernel(
     Values of one byte times x's dtype have scales [N_i] · FACTOR; e4m3 values of x have scales [M]. NF4 has codes
     [N_i, K / 2], and codes of scales in `blocks` [N_i, K / 64]: these are values of the table `codes`, times one of
     `groups` for each 256, plus one of `offsets`.
-    counters: a count for each tile, then one for each adapter's parts, one for finished adapters, and for readers.
+    Rows of weights are asked for AHEAD steps before they are loaded, by LANES lanes.
+    counters: a count for each tile, then one for each adapter's parts, and one for readers of all adapters' inputs.
     """
     program = tl.program_id(0)
     if R > 0:
@@ -206,25 +246,40 @@ def few_rows_kernel(
                 if own == i:
                     down = downs[i]
             _shrink(
-                source, down, norm_weight, inverse_rms, low_rank_parts + own * SHRINKS * BLOCK_M * BLOCK_R,
+                source, down, norm_weight, inverse_rms, ranks_used, low_rank_parts + own * SHRINKS * BLOCK_M * BLOCK_R,
                 low_ranks + own * BLOCK_M * BLOCK_R, counters + TILES + own, counters + TILES + COUNT,
-                program % SHRINKS, M, K, R, SHRINKS, SHRINK_STEPS, BLOCK_M, BLOCK_R, BLOCK_K,
+                tl.where(own == 0, TILES - (COUNT - 1) * BEYOND, BEYOND), program % SHRINKS, M, K, R, SHRINKS,
+                SHRINK_STEPS, BLOCK_M, BLOCK_R, BLOCK_K,
             )  # fmt: skip
             return
         program -= COUNT * SHRINKS
     tile, split = program // SPLITS, program % SPLITS
-    w, column, end = weights[0], tile * BLOCK_N, N_0
+    w, column, end, which = weights[0], tile * BLOCK_N, N_0, 0
+    if R > 0:
+        matrix_up = ups[0]
     if NF4:
         block, group, offset = blocks[0], groups[0], tl.load(offsets[0])
     if not GATED:
         for i in tl.static_range(1, COUNT):
             first = FIRST_1 if i == 1 else FIRST_2
             if tile >= first:
-                w, column, end = weights[i], (tile - first) * BLOCK_N, N_1 if i == 1 else N_2
+                w, column, end, which = weights[i], (tile - first) * BLOCK_N, N_1 if i == 1 else N_2, i
+                if R > 0:
+                    matrix_up = ups[i]
                 if NF4:
                     block, group, offset = blocks[i], groups[i], tl.load(offsets[i])
     n, rows = column + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
     inside = n if WHOLE else tl.minimum(n, end - 1)  # rows beyond a weight are other rows, and not stored
+    FIRST: tl.constexpr = (AHEAD if AHEAD < STEPS else STEPS) * BLOCK_K
+    if AHEAD > 0:
+        _prefetch(w, column, end, split * STEPS * BLOCK_K, True, K, BLOCK_N, FIRST, LANES)
+        if GATED:
+            _prefetch(weights[1], column, end, split * STEPS * BLOCK_K, True, K, BLOCK_N, FIRST, LANES)
+    b, b_up, factor_0, factor_1 = None, None, None, None
+    if R > 0:  # read before the sum, so that nothing but the low ranks is waited for after it
+        b, factor_0 = _load_up(matrix_up, inside, R, BLOCK_R), tl.load(factors + which)
+        if GATED:
+            b_up, factor_1 = _load_up(ups[1], inside, R, BLOCK_R), tl.load(factors + 1)
     acc = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
     up = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
     if NF4:
@@ -235,6 +290,11 @@ def few_rows_kernel(
     for index in range(0, STEPS):
         step = split * STEPS + index
         k = step * BLOCK_K
+        if AHEAD > 0 and AHEAD < STEPS:
+            wanted = index + AHEAD < STEPS
+            _prefetch(w, column, end, k + AHEAD * BLOCK_K, wanted, K, BLOCK_N, BLOCK_K, LANES)
+            if GATED:
+                _prefetch(weights[1], column, end, k + AHEAD * BLOCK_K, wanted, K, BLOCK_N, BLOCK_K, LANES)
         values = _load_rows(x, rows, k, M, K, BLOCK_M, BLOCK_K)
         if NF4:
             # Single bytes are not loaded ahead by the compiler.
@@ -266,6 +326,9 @@ def few_rows_kernel(
         if _arrive(counters + tile) < SPLITS - 1:
             return
         tl.store(counters + tile, 0)
+    if R > 0:
+        _await_low_ranks(counters + TILES + COUNT, TILES)
+    if SPLITS > 1:
         acc = tl.load(own + at, cache_modifier=".cg")
         for other in range(1, SPLITS):
             acc += tl.load(own + other * WIDTH + at, cache_modifier=".cg")
@@ -274,48 +337,34 @@ def few_rows_kernel(
             for other in range(1, SPLITS):
                 up += tl.load(own + other * WIDTH + SIZE + at, cache_modifier=".cg")
 
-    if R > 0:
-        while tl.atomic_add(counters + TILES + COUNT, 0, sem="acquire") < COUNT:
-            pass
-        tl.debug_barrier()
     dtype: tl.constexpr = outs[0].dtype.element_ty
     if GATED:
-        acc = _finish(acc, 0, x_scales, scales, FACTOR, biases, low_ranks, ups, factors, n, rows, dtype, ROUND,
+        acc = _finish(acc, 0, x_scales, scales, FACTOR, biases, low_ranks, b, factor_0, n, rows, dtype, ROUND,
                       ROUND_ADAPTER, R, N_0, M, BLOCK_M, BLOCK_R)  # fmt: skip
-        up = _finish(up, 1, x_scales, scales, FACTOR, biases, low_ranks, ups, factors, n, rows, dtype, ROUND,
+        up = _finish(up, 1, x_scales, scales, FACTOR, biases, low_ranks, b_up, factor_1, n, rows, dtype, ROUND,
                       ROUND_ADAPTER, R, N_0, M, BLOCK_M, BLOCK_R)  # fmt: skip
         _store(_activate(acc, GELU) * up, None, outs[0], n, rows, N_0, M, BLOCK_M, WHOLE)
     elif COUNT == 1:
-        acc = _finish(acc, 0, x_scales, scales, FACTOR, biases, low_ranks, ups, factors, n, rows, dtype, ROUND,
+        acc = _finish(acc, 0, x_scales, scales, FACTOR, biases, low_ranks, b, factor_0, n, rows, dtype, ROUND,
                       ROUND_ADAPTER, R, N_0, M, BLOCK_M, BLOCK_R)  # fmt: skip
         _store(acc, stream, outs[0], n, rows, N_0, M, BLOCK_M, WHOLE)
     elif tile < FIRST_1:
-        acc = _finish(acc, 0, x_scales, scales, FACTOR, biases, low_ranks, ups, factors, n, rows, dtype, ROUND,
+        acc = _finish(acc, 0, x_scales, scales, FACTOR, biases, low_ranks, b, factor_0, n, rows, dtype, ROUND,
                       ROUND_ADAPTER, R, N_0, M, BLOCK_M, BLOCK_R)  # fmt: skip
         _store(acc, None, outs[0], n, rows, N_0, M, BLOCK_M, WHOLE)
     elif tile < FIRST_2:
-        acc = _finish(acc, 1, x_scales, scales, FACTOR, biases, low_ranks, ups, factors, n, rows, dtype, ROUND,
+        acc = _finish(acc, 1, x_scales, scales, FACTOR, biases, low_ranks, b, factor_0, n, rows, dtype, ROUND,
                       ROUND_ADAPTER, R, N_1, M, BLOCK_M, BLOCK_R)  # fmt: skip
         _store(acc, None, outs[1], n, rows, N_1, M, BLOCK_M, WHOLE)
     elif COUNT > 2:
-        acc = _finish(acc, 2, x_scales, scales, FACTOR, biases, low_ranks, ups, factors, n, rows, dtype, ROUND,
+        acc = _finish(acc, 2, x_scales, scales, FACTOR, biases, low_ranks, b, factor_0, n, rows, dtype, ROUND,
                       ROUND_ADAPTER, R, N_2, M, BLOCK_M, BLOCK_R)  # fmt: skip
         _store(acc, None, outs[2], n, rows, N_2, M, BLOCK_M, WHOLE)
-    if R > 0:
-        _leave(counters + TILES + COUNT, TILES)
-
-
-@triton.jit
-def _leave(finished, READERS: tl.constexpr):
-    """Count the readers of the adapters' inputs at their ranks; the last one leaves zeros for the next launch."""
-    if _arrive(finished + 1) == READERS - 1:
-        tl.store(finished, 0)
-        tl.store(finished + 1, 0)
 
 
 @triton.jit
 def _finish(
-    acc, WHICH: tl.constexpr, x_scales, scales, FACTOR: tl.constexpr, biases, low_ranks, ups, factors, n, rows,
+    acc, WHICH: tl.constexpr, x_scales, scales, FACTOR: tl.constexpr, biases, low_ranks, b, factor, n, rows,
     dtype: tl.constexpr, ROUND: tl.constexpr, ROUND_ADAPTER: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
     M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
@@ -329,12 +378,12 @@ def _finish(
     elif ROUND:
         acc = acc.to(dtype).to(tl.float32)
     if R > 0:
-        own, factor = low_ranks + WHICH * BLOCK_M * BLOCK_R, tl.load(factors + WHICH)
+        own = low_ranks + WHICH * BLOCK_M * BLOCK_R
         if ROUND_ADAPTER:
             zeros = tl.full(acc.shape, 0.0, tl.float32)
-            acc += _expand(zeros, own, ups[WHICH], n, factor, R, N, BLOCK_M, BLOCK_R).to(dtype).to(tl.float32)
+            acc += _expand(zeros, own, b * factor, BLOCK_M, BLOCK_R).to(dtype).to(tl.float32)
         else:
-            acc = _expand(acc, own, ups[WHICH], n, factor, R, N, BLOCK_M, BLOCK_R)
+            acc = _expand(acc, own, b * factor, BLOCK_M, BLOCK_R)
     if biases is not None:
         acc += tl.load(biases[WHICH] + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     return acc

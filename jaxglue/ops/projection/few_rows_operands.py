@@ -16,6 +16,8 @@ class LowRank(NamedTuple):
     downs: tuple[Float[Array, "R K"], ...]
     ups: tuple[Float[Array, "N R"], ...]
     factors: tuple[float, ...]
+    used: UInt8[Array, "M R"] | None = None
+    """Whether a row uses a rank (not zero); None where all use all."""
 
 
 class NF4Scales(NamedTuple):

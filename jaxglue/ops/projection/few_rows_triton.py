@@ -29,6 +29,8 @@ class FewRowsTiles:
     num_stages: int
     programs: int
     """Programs to reach by splitting sums."""
+    ahead: int = 0
+    """Steps before which the L2 cache is asked for a program's columns."""
 
 
 def _tiles(block_k: int, num_warps: int, num_stages: int) -> FewRowsTiles:
@@ -92,6 +94,8 @@ class TritonFewRows(Launcher):
             "FACTOR": operands.factor,
             "ROUND": self.rounds and (rank > 0 or gated),
             "ROUND_ADAPTER": self.rounds and not gated and stream is None and operands.x_scales is None,
+            "AHEAD": 0 if self.plain or operands.nf4 or K % tiles.block_k else tiles.ahead,
+            "LANES": max(32 * tiles.num_warps, tiles.block_n),
         }
         return self._run(operands, stream, constants, tiles)
 
@@ -114,9 +118,9 @@ class TritonFewRows(Launcher):
             operands.biases,
             *((None,) * 3 if low_rank is None else (low_rank.source, low_rank.downs, low_rank.ups)),
             None if low_rank is None else jnp.asarray(low_rank.factors, jnp.float32),
-            *((None,) * 2 if low_rank is None else (low_rank.norm_weight, low_rank.inverse_rms)),
+            *((None,) * 3 if low_rank is None else (low_rank.norm_weight, low_rank.inverse_rms, low_rank.used)),
             stream,
-            jnp.zeros(constants["TILES"] + count + 2, jnp.int32),
+            jnp.zeros(constants["TILES"] + count + 1, jnp.int32),
             empty(parts if constants["SPLITS"] > 1 else 1),
             empty(count * block_m * block_r if low_rank else 1, dtype=dtype),
             empty(count * shrinks * block_m * block_r if low_rank else 1),

@@ -13,11 +13,15 @@ from jaxglue.ops.cross_entropy import (
     cap_logits,
     chunk_size,
     linear_cross_entropy,
+    linear_divergences,
+    linear_entropies,
     linear_log_probs,
-    reference_cross_entropy,
+    linear_scores,
 )
 from jaxglue.ops.cross_entropy.chunks import split_chunks
-from jaxglue.ops.cross_entropy.reference import CappedCrossEntropy
+from jaxglue.ops.cross_entropy.reference import ReferenceCrossEntropy
+from jaxglue.ops.equations import equations
+from jaxglue.planner.cost import padded_bytes
 
 M, D, V = 11, 16, 37
 
@@ -69,13 +73,15 @@ def interpreted_cross_entropy(interpreted):
     return interpreted(TritonCrossEntropy)(compute_capability=90, block=8)
 
 
-@pytest.mark.parametrize("scale", [1.0, 200.0])
-def test_kernel_matches_the_reference(interpreted_cross_entropy, case, scale):
+@pytest.mark.parametrize(("scale", "softcap", "beyond"), [(1.0, None, 3), (200.0, None, 0), (8.0, 30.0, 3)])
+def test_kernel_matches_the_reference(interpreted_cross_entropy, case, scale, softcap, beyond):
+    """Logits beyond the vocabulary, larger than all others, do not count."""
     x, weight, targets, weights = case
-    arguments = scale * x @ weight.T, targets, weights, jnp.float32
-    got = interpreted_cross_entropy(*arguments)
-    assert_close(got, reference_cross_entropy(*arguments), 1e-5)
-    assert not np.any(got[1][np.asarray(weights) == 0])
+    logits = jnp.pad(scale * x @ weight.T, ((0, 0), (0, beyond)), constant_values=1e4)
+    got = replace(interpreted_cross_entropy, softcap=softcap, vocab_size=V)(logits, targets, weights, jnp.float32)
+    expected = ReferenceCrossEntropy(V, softcap)(logits, targets, weights, jnp.float32)
+    assert_close(got, expected, 1e-5)
+    assert not np.any(got[1][np.asarray(weights) == 0]) and not np.any(got[1][:, V:])
 
 
 @pytest.mark.gpu
@@ -139,13 +145,14 @@ def test_exponentials_of_products_give_the_loss_and_gradient(interpreted, case, 
 
         def _exponentials(self, x, w, references):
             differences = x @ w.T - references[:, None]
-            tiles = jnp.pad(differences, ((0, 0), (0, -V % 16)), constant_values=-1e30).reshape(M, -1, 16)
+            differences = jnp.where(jnp.arange(len(w)) < V, differences, -1e30)
+            tiles = jnp.pad(differences, ((0, 0), (0, -len(w) % 16)), constant_values=-1e30).reshape(M, -1, 16)
             return jnp.exp(differences), jnp.exp(tiles).sum(2), tiles.max(2)
 
-    kernels = interpreted(WithoutGluon)(compute_capability=90)
+    kernels = interpreted(WithoutGluon)(compute_capability=90, vocab_size=V)
     x, weight, targets, weights = case
     x = (scale * x).at[jnp.array([2, 5])].multiply(50)  # logits far above the target's, which counts, and does not
-    got = kernels.product_gradient(x, weight, targets, weights)
+    got = kernels.product_gradient(x, jnp.pad(weight, ((0, 3), (0, 0))), targets, weights)
     expected = jax.value_and_grad(by_definition)(x, weight, targets, weights)
     assert_close((got[0].sum(), got[1]), expected, 1e-5)
 
@@ -154,26 +161,43 @@ def test_exponentials_of_products_give_the_loss_and_gradient(interpreted, case, 
 def test_numerators_times_factors_are_the_gradient(interpreted_cross_entropy, case, scale, softcap):
     x, weight, targets, weights = case
     logits = (scale * x @ weight.T).at[2, V - 2].set(900.0)  # far above the first block
-    kernels = replace(interpreted_cross_entropy, softcap=softcap)
+    logits = jnp.pad(logits, ((0, 0), (0, 3)), constant_values=1e4)
+    kernels = replace(interpreted_cross_entropy, softcap=softcap, vocab_size=V)
     losses, numerators, factors = kernels.softmax_gradient(logits, targets, weights, jnp.float32)
-    reference = reference_cross_entropy if softcap is None else CappedCrossEntropy(softcap)
-    expected = reference(logits, targets, weights, jnp.float32)
+    expected = ReferenceCrossEntropy(V, softcap)(logits, targets, weights, jnp.float32)
     assert_close((losses, numerators * factors[:, None]), expected, 1e-5)
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_gradient_by_numerators_matches_the_definition(interpreted_cross_entropy, case, softcap):
+def test_gradients_by_kernels_match_the_definition(interpreted_cross_entropy, case, softcap):
     x, weight, *rest = case
 
     def of(function):
         return jax.value_and_grad(lambda x: function(x, weight, *rest, 4, softcap=softcap).sum())(x)
 
-    expected = of(linear_cross_entropy)
-    if softcap is None:
-        assert_close(expected, jax.value_and_grad(by_definition)(x, weight, *rest), 1e-5)
+    expected = jax.value_and_grad(by_definition, (0, 1))(x, weight, *rest, softcap)
     with module.CROSS_ENTROPY.using(interpreted_cross_entropy):
+        loss, (dx, dweight) = jax.value_and_grad(linear_cross_entropy, (0, 1))(x, weight, *rest, 4, softcap=softcap)
         got, log_probs = of(linear_cross_entropy), of(linear_log_probs)
-    assert_close((*got, -log_probs[1]), (*expected, expected[1]), 1e-5)
+    assert_close((loss, (dx, dweight)), expected, 1e-5)
+    assert_close((*got, -log_probs[1]), (expected[0], *2 * [expected[1][0]]), 1e-5)
+
+
+def test_matmuls_of_an_odd_vocabulary_are_of_whole_tiles():
+    """XLA would pad and cut the others' arrays in every chunk."""
+    x, weight = (jax.ShapeDtypeStruct((n, 16), jnp.bfloat16) for n in (16, V))
+    targets, weights = jax.ShapeDtypeStruct((16,), jnp.int32), jax.ShapeDtypeStruct((16,), jnp.float32)
+
+    def all_functions(x, weight, targets, weights):
+        loss = linear_cross_entropy(x, weight, targets, weights, 8)
+        log_probs = linear_log_probs(x, weight, targets, weights, 8).sum() + linear_entropies(x, weight, weights).sum()
+        divergence = linear_divergences(x, weight, x, weight, weights, beta=0.5).sum()
+        return loss + log_probs + divergence + linear_scores(x, weight, targets, 8)[0].sum()
+
+    for trained in ((0,), (0, 1)):
+        program = jax.make_jaxpr(jax.grad(all_functions, trained))(x, weight, targets, weights)
+        matmuls = [eqn for eqn, _ in equations(program.jaxpr) if eqn.primitive.name == "dot_general"]
+        assert len(matmuls) > 8 and not any(map(padded_bytes, matmuls))
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,26 @@ def test_tokens_use_their_own_ranks_of_adapters(quantize):
         assert difference < (0.1 if quantize is quantize_fp8 else 1e-5)  # other values are rounded to e4m3 together
 
 
+@pytest.mark.parametrize("quantize", [lambda matrix: matrix, quantize_int8, quantize_fp8])
+def test_interpreted_kernels_use_own_ranks_of_each_row(quantize, kernels):
+    """Alone, with its own ranks, each row has the same result to the bit."""
+    M, D, F = 5, 64, 32
+    ranks = jnp.asarray(np.arange(6) // 2 == np.array([[0], [2], [1], [1], [7]]))
+    parts = [projection(10 * i, n, k, rank=6, quantize=quantize) for i, (n, k) in enumerate([(F, D), (F, D), (D, F)])]
+    x, stream, weight = draw(99, 1, M, D) / 8, draw(98, 1, M, D), jnp.ones(D)
+    with FEW_ROWS.using(kernels):
+        _, rows = residual_norm(x, weight, 1e-6, LLAMA_NORM, parts[:2], Sharing(ranks))
+        together = adapted_projection(rows, parts[:2], Sharing(ranks))
+        together.append(gated_mlp(rows, GatedParts(*parts), Sharing(ranks), stream=stream))
+        for token, own in enumerate(ranks):
+            alone = [replace(p, adapter=replace(p.adapter, A=p.adapter.A * own[:, None])) for p in parts]
+            _, row = residual_norm(x[:, token : token + 1], weight, 1e-6, LLAMA_NORM, alone[:2], Decoding(fp8=True))
+            wanted = adapted_projection(row, alone[:2], Decoding(fp8=True))
+            fed = gated_mlp(row, GatedParts(*alone), Decoding(fp8=True), stream=stream[:, token : token + 1])
+            for y, want in zip(together, [*wanted, fed], strict=True):
+                np.testing.assert_array_equal(y[:, token : token + 1], want)
+
+
 def test_assembly_looks_up_every_nf4_code():
     pytest.importorskip("triton")
     from jaxglue.ops.projection.few_rows_kernels import NF4_ASSEMBLY

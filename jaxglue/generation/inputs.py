@@ -1,0 +1,248 @@
+"""Inputs of the compiled programs, in numpy: prompts in packed rows, pages to copy, and the answers of each slot."""
+
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxglue.generation.contexts import Cursor, Places
+from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, CachePlan, ring_table
+from jaxglue.generation.programs import Copies, Window
+from jaxglue.generation.sampling import Controls, Features, answer_keys
+from jaxglue.generation.scheduler import LONGEST_SUFFIX, Answer, Prefill, Request, Work
+from jaxglue.ops.segments import PackedSegments, pack_segments, segment_bucket
+
+_SMALLEST_ROW, _SHORT_SUFFIX = 128, 64
+_PADDED = 8
+"""Lists of stop tokens and biases are padded to multiples of this, so that few programs are compiled."""
+
+
+class Kind(NamedTuple):
+    """Features that the answers of a batch use, for which programs are compiled."""
+
+    features: Features
+    stops: int
+    """Stop tokens of an answer, at most."""
+    biases: int
+    """Tokens of an answer that have a bias, at most."""
+    ranks: int = 0
+    """Ranks of the adapters, of which answers use some; 0 where all use all."""
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], stop: Collection[int]) -> "Kind":
+        """Return the kind of these requests."""
+        sampled = [request.sampling for request in requests if request.sampling.temperature > 0]
+        features = Features(
+            draws=bool(sampled),
+            top_k=any(sampling.top_k for sampling in sampled),
+            top_p=any(sampling.top_p < 1 for sampling in sampled),
+            min_p=any(sampling.min_p for sampling in sampled),
+            penalties=any(request.sampling.has_penalties for request in requests),
+            biases=any(request.logit_bias for request in requests),
+            grammars=any(request.grammar for request in requests),
+            top=max(request.top_log_probs for request in requests),
+        )
+        stops = max(len(set(stop).union(request.stop)) for request in requests)
+        biases = max(len(request.logit_bias) for request in requests)
+        ranks = max(0 if request.ranks is None else len(request.ranks) for request in requests)
+        return cls(features, _padded(stops), _padded(biases), ranks)
+
+
+class SlotTable:
+    """The device's inputs for each slot's answer, in numpy; a further row stands for no answer.
+
+    Args:
+        plan: of the cache.
+        kind: of the answers.
+        vocabulary: of the model.
+    """
+
+    def __init__(self, plan: CachePlan, kind: Kind, vocabulary: int):
+        self._nobody, self._vocabulary, rows = plan.slots, vocabulary, plan.slots + 1
+        self._words = -(-vocabulary // 32) if kind.features.grammars else None
+        self._answers = dict[int, tuple[Any, frozenset[int]]]()
+        self._tables: Any = np.zeros((rows, plan.table), np.int32)
+        self._ranks: Any = np.ones((rows, kind.ranks), bool) if kind.ranks else None
+        self._filled = [0] * rows
+        zeros: dict[str, Any] = {name: np.zeros(rows, np.int32) for name in ("ends", "tokens", "positions")}
+        self._fields = zeros | {"stops": np.full((rows, kind.stops), -1, np.int32)}
+        self._controls: dict[str, Any] = {name: np.zeros(rows, kind) for name, (_, kind) in _SETTINGS.items()}
+        self._controls["keys"] = np.zeros((rows, *answer_keys([(0, 0, 0)]).shape[1:]), np.uint32)
+        self._controls["bias_tokens"] = np.full((rows, kind.biases), vocabulary, np.int32)
+        self._controls["biases"] = np.zeros((rows, kind.biases), np.float32)
+
+    def add(self, answers: Sequence[Answer], stop: Collection[int]) -> None:
+        """Add answers that wait, and end at these tokens or those of their requests."""
+        keys = answer_keys([(a.request.sampling.seed, a.request.index, a.answer) for a in answers])
+        for answer, key in zip(answers, keys, strict=True):
+            self._answers[id(answer)] = key, frozenset(stop).union(answer.request.stop)
+
+    def remove(self, answer: Answer) -> None:
+        """Remove an answer that has ended."""
+        self._answers.pop(id(answer), None)
+
+    def stop_tokens(self, answer: Answer) -> frozenset[int]:
+        """Return the tokens that end an answer."""
+        return self._answers[id(answer)][1]
+
+    def window(self, work: Work, size: int) -> Window:
+        """Return the window of the work's answers, padded to `size` sequences."""
+        for answer in work.fresh:
+            self._begin(answer)
+        slots: Any = np.full(size, self._nobody, np.int32)
+        slots[: len(work.answers)] = [answer.slot for answer in work.answers]
+        for answer in work.answers:
+            slot, count = answer.slot or 0, len(answer.pages)
+            if count > (filled := self._filled[slot]):
+                self._tables[slot, filled:count] = answer.pages[filled:]
+                self._filled[slot] = count
+        fresh: Any = np.isin(slots, np.array([answer.slot for answer in work.fresh], np.int32))
+        fields = {name: rows[slots] for name, rows in self._fields.items()}
+        controls = Controls(**{name: rows[slots] for name, rows in self._controls.items()})
+        ranks, masks = None if self._ranks is None else self._ranks[slots], self._masks(work.answers, size)
+        options: Any = {"controls": controls, "ranks": ranks, "masks": masks}
+        return Window(slots=slots, fresh=fresh, tables=self._tables[slots], **fields, **options)
+
+    def _masks(self, answers: Sequence[Answer], size: int) -> Any:
+        """Return the tokens that may come next; all of them in answers without a grammar."""
+        if self._words is None:
+            return None
+        masks = np.full((size, self._words), 0xFFFFFFFF, np.uint32)
+        for row, answer in enumerate(answers):
+            if answer.matcher:
+                masks[row] = answer.matcher.mask()
+        return masks
+
+    def _begin(self, answer: Answer) -> None:
+        slot, request, (key, stop) = answer.slot or 0, answer.request, self._answers[id(answer)]
+        self._tables[slot], self._filled[slot] = 0, 0
+        last = answer.received[-1].ids[-1] if answer.received else request.prompt[-1]
+        fields, controls = self._fields, self._controls
+        fields["ends"][slot], fields["tokens"][slot], fields["positions"][slot] = answer.end, last, answer.length - 1
+        fields["stops"][slot], fields["stops"][slot, : len(stop)] = -1, sorted(stop)
+        for name, (setting, _) in _SETTINGS.items():
+            controls[name][slot] = getattr(request.sampling, setting)
+        controls["keys"][slot] = key
+        if self._ranks is not None:
+            self._ranks[slot] = True if request.ranks is None else request.ranks
+        controls["bias_tokens"][slot], count = self._vocabulary, len(request.logit_bias)
+        controls["bias_tokens"][slot, :count] = list(request.logit_bias)
+        controls["biases"][slot, :count] = list(request.logit_bias.values())
+
+
+_SETTINGS = {
+    "temperature": ("temperature", np.float32),
+    "top_k": ("top_k", np.int32),
+    "top_p": ("top_p", np.float32),
+    "min_p": ("min_p", np.float32),
+    "repetition": ("repetition_penalty", np.float32),
+    "presence": ("presence_penalty", np.float32),
+    "frequency": ("frequency_penalty", np.float32),
+}
+"""Settings of `SamplingConfig` and their dtypes, by the names of `Controls`."""
+
+
+class PromptInputs:
+    """Makes the inputs of programs that write prompts to the cache.
+
+    Args:
+        plan: of the cache.
+        windows: of the model's attention, as `Programs.windows`.
+        ranks: of the adapters, of which prompts use some; 0 where all use all.
+    """
+
+    def __init__(self, plan: CachePlan, windows: tuple[int | None, ...], ranks: int):
+        self._plan, self._windows, self._all_ranks = plan, windows, ranks
+
+    def row(self, row: Sequence[Prefill]) -> tuple[Any, PackedSegments, Places]:
+        """Return one packed row of prompts: tokens [1, T], segments, and where their keys and values go."""
+        lengths = [len(prompt.tokens) for prompt in row]
+        used = sum(lengths)
+        T = max(_SMALLEST_ROW, 1 << (used - 1).bit_length())
+        tokens: Any = np.zeros((1, T), np.int32)
+        tokens[0, :used] = np.concatenate([prompt.tokens for prompt in row])
+        segments = pack_segments([lengths], seq_len=T, max_segments=max(segment_bucket(len(row)), 16))
+        pages: Any = tuple(np.zeros(T, np.int32) for _ in self._windows)
+        for kind, window in zip(pages, self._windows, strict=True):
+            kind[:used] = np.concatenate([self._places(prompt, window) for prompt in row])
+        offsets: Any = segments.positions[0] % PAGE
+        slots: Any = np.full(segments.slots, self._plan.slots, np.int32)
+        slots[: len(row)] = [prompt.slot for prompt in row]
+        options: Any = {"slots": slots, "windows": self._windows}
+        options["ranks"] = self._ranks(row[:1], [1]) if T > PREFILL_TOKENS else self._ranks(row, lengths, T)
+        places: Any = Places(pages=pages, offsets=offsets, **options)
+        return tokens, segments, places
+
+    def suffixes(self, row: Sequence[Prefill]) -> tuple[Any, Cursor]:
+        """Return the rests of prompts that begin in the cache: tokens [T], with a row of its table for each."""
+        used = sum(len(prompt.tokens) - prompt.begin for prompt in row)
+        T = _SHORT_SUFFIX if used <= _SHORT_SUFFIX else LONGEST_SUFFIX
+        zeros: Any = partial(np.zeros, dtype=np.int32)
+        rope: Any = None  # made by `extend`
+        tokens, positions, slots, pages = (zeros(T) for _ in range(4))
+        tables = zeros((T, self._plan.table))
+        slots[:], end = self._plan.slots, 0
+        for prompt in row:
+            begin, end = end, end + len(prompt.tokens) - prompt.begin
+            tokens[begin:end], slots[begin:end] = prompt.tokens[prompt.begin :], prompt.slot
+            positions[begin:end] = np.arange(prompt.begin, len(prompt.tokens))
+            tables[begin:end, : len(prompt.pages)] = prompt.pages
+            pages[begin:end] = np.array(prompt.pages, np.int32)[positions[begin:end] // PAGE]
+        ranks = self._ranks(row, [len(prompt.tokens) - prompt.begin for prompt in row], T)
+        options: Any = {"windows": self._windows, "ranks": ranks}
+        places = Places(pages=(pages,), offsets=positions % PAGE, slots=slots, **options)
+        cursor = Cursor(places=places, tables=(tables,), slots=slots, positions=positions, rope=rope)
+        return tokens, cursor
+
+    def _ranks(self, row: Sequence[Prefill], lengths: Sequence[int], rows: int = 1) -> Any:
+        """Return the ranks that each token of prompts uses, in so many rows; None where all use all."""
+        if not self._all_ranks:
+            return None
+        own = [prompt.ranks if prompt.ranks is not None else np.ones(self._all_ranks, bool) for prompt in row]
+        used = np.repeat(own, lengths, axis=0)
+        return np.pad(used, ((0, rows - len(used)), (0, 0)))
+
+    def _places(self, prompt: Prefill, window: int | None) -> Int[np.ndarray, " n"]:
+        """Return the page of each token of a prompt; 0 for those that a layer with this window has no more."""
+        page = np.arange(len(prompt.tokens)) // PAGE
+        if window is None:
+            return np.array(prompt.pages, np.int32)[page]
+        ring = self._plan.ring(window)
+        table: Any = ring_table(np.array([prompt.slot]), ring, self._plan.table)  # type: ignore[arg-type]
+        return np.where(page > page[-1] - ring, table[0, page], 0)
+
+    def copies(self, work: Work) -> Copies:
+        """Return the pages and states of prompts that further answers continue, and theirs."""
+        slots: Any = np.array(work.slot_copies, np.int32)
+        copies = []
+        for window in self._windows:
+            pairs = np.array(work.page_copies, np.int32).reshape(-1, 2)
+            if window is not None:
+                ring = self._plan.ring(window)
+                pairs = np.stack([ring_table(slots[:, i], ring, ring).ravel() for i in range(2)], axis=1)
+            copies.append(np.pad(pairs, ((0, _power_of_two(len(pairs)) - len(pairs)), (0, 0))).astype(np.int32))
+        sources, targets = (tuple(pairs[:, i] for pairs in copies) for i in range(2))
+        pad = (0, _power_of_two(len(slots)) - len(slots)), (0, 0)
+        states = np.pad(slots, pad, constant_values=self._plan.slots).T
+        return Copies(sources, targets, tuple(states))  # type: ignore[arg-type]
+
+    def counted(self, fresh: Sequence[Answer]) -> tuple[Any, Any, Any]:
+        """Return slots, known tokens, and which of these are the answers' own, as `Programs.note` counts them."""
+        count, length = _power_of_two(len(fresh)), _power_of_two(max(answer.length for answer in fresh))
+        slots: Any = np.full(count, self._plan.slots, np.int32)
+        tokens: Any = np.full((count, length), -1, np.int32)
+        new: Any = np.zeros((count, length), bool)
+        for i, answer in enumerate(fresh):
+            slots[i], tokens[i, : answer.length] = answer.slot, answer.tokens
+            new[i, len(answer.request.prompt) :] = True
+        return slots, tokens, new
+
+
+def _padded(count: int) -> int:
+    return -(-max(count, 1) // _PADDED) * _PADDED
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << max(count - 1, 0).bit_length()

@@ -1,0 +1,89 @@
+"""For how many sequences windows are compiled: for all slots, and for fewer by threads, beside the answers."""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from contextvars import copy_context
+from typing import Any
+
+_log = logging.getLogger(__name__)
+_SMALLEST_SIZE, _FLAT = 8, 256
+"""Sequences below which a window takes hardly less time, and up to which reading the weights decides it."""
+_HALVES = 3
+"""Smaller windows that are compiled: each for half as many slots as the one before."""
+
+
+class WindowSizes:
+    """Numbers of sequences for which windows of one kind are compiled: the slots, and fewer.
+
+    The last of many answers are decoded by smaller programs, which threads compile meanwhile.
+    """
+
+    def __init__(self, slots: int):
+        self._slots, self._ready = slots, dict[int, Any]()
+        self._asked, self._under_way = False, list[Future]()
+
+    def take(self, count: int, whole: bool) -> tuple[int, Any]:
+        """Return the smallest size for `count` answers that is compiled, and its program.
+
+        Without any, return None as the program, and all slots if those of a window are `whole`; windows by layers,
+        which compile fast, are for a fourth of the slots, of that, …
+        """
+        if ready := [size for size in list(self._ready) if size >= count]:
+            return min(ready), self._ready[min(ready)]
+        size = self._slots
+        while not whole and size // 4 >= count:
+            size //= 4
+        return size, None
+
+    def put(self, run: Any) -> None:
+        """Add the program for all slots."""
+        self._ready.setdefault(self._slots, run)
+
+    def compile(self, compiler: ThreadPoolExecutor, compile_size: Callable[[int], Any]) -> None:
+        """Let threads compile the sizes that are missing, once."""
+        if self._asked:
+            return
+        sizes = _fewer(self._slots) if self._slots in self._ready else [self._slots]
+        self._under_way = [compiler.submit(copy_context().run, self._compile, compile_size, size) for size in sizes]
+        self._asked = True
+
+    def wait(self) -> None:
+        """Wait for the threads."""
+        wait(self._under_way)
+
+    def give_up(self) -> None:
+        """Leave out the sizes whose compilation has not begun; the next call asks for them again."""
+        cancelled = [future.cancel() for future in self._under_way]
+        self._asked = self._asked and not any(cancelled)
+
+    def _compile(self, compile_size: Callable[[int], Any], size: int) -> None:
+        if size not in self._ready:
+            try:
+                with _switching_often():
+                    self._ready[size] = compile_size(size)
+            except Exception as error:  # larger programs serve, too
+                _log.warning("a program for %d answers was not compiled: %s", size, error)
+
+
+def _fewer(slots: int) -> list[int]:
+    """Return smaller numbers of sequences: halves, and first three quarters where matmuls take longer than weights."""
+    sizes = [slots * 3 // 4] if slots > _FLAT else []
+    return sizes + [slots >> i for i in range(1, _HALVES + 1) if slots >> i >= _SMALLEST_SIZE]
+
+
+_intervals = list[float]()
+"""Switch intervals found by the threads that compile, the first of which is put back."""
+
+
+@contextmanager
+def _switching_often() -> Iterator[None]:
+    """Let Python's threads take turns every 0.2 ms: by default one that traces a program holds up dispatch for 5."""
+    _intervals.append(sys.getswitchinterval())
+    sys.setswitchinterval(2e-4)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(_intervals.pop())  # the first one's, once the last has ended
