@@ -89,8 +89,11 @@ def _attend_pages(
     query = tl.broadcast_to(tl.trans(tl.sum(query[None, :, :], 0))[None, :, :], (WARPS, BLOCK_H, BLOCK_G))
     STEPS: tl.constexpr = PAGE // (BLOCK_T * WARPS)
     FACTOR: tl.constexpr = SCALE if CAP > 0 else SCALE * LOG2_E
+    page = tl.load(table + begin)
     for step in range(begin * STEPS, end * STEPS):
-        row = (tl.load(table + step // STEPS).to(tl.int64) * K + head) * PAGE + step % STEPS * (BLOCK_T * WARPS)
+        row = (page.to(tl.int64) * K + head) * PAGE + step % STEPS * (BLOCK_T * WARPS)
+        # Known a step ahead, pages are loaded as far ahead as there are stages.
+        page = tl.load(table + tl.minimum((step + 1) // STEPS, end - 1))
         known = step * (BLOCK_T * WARPS) + token
         visible = known <= newest
         at = keys + row * H + (token[:, :, None] * H + column)

@@ -39,7 +39,7 @@ class PagedTiles:
     tokens: int = 32
     """Keys of a warp in a step; those of all warps are at most a page's."""
     num_warps: int = 2
-    num_stages: int = 4
+    num_stages: int = 3
 
     def constants(self, page: int, H: int, G: int) -> dict[str, int]:
         """Return a kernel's blocks for pages and heads of these sizes."""
