@@ -89,7 +89,7 @@ def _attend_pages(
     query = tl.broadcast_to(tl.trans(tl.sum(query[None, :, :], 0))[None, :, :], (WARPS, BLOCK_H, BLOCK_G))
     STEPS: tl.constexpr = PAGE // (BLOCK_T * WARPS)
     FACTOR: tl.constexpr = SCALE if CAP > 0 else SCALE * LOG2_E
-    page = tl.load(table + begin)
+    page = tl.load(table + begin, mask=begin < end, other=0)
     for step in range(begin * STEPS, end * STEPS):
         row = (page.to(tl.int64) * K + head) * PAGE + step % STEPS * (BLOCK_T * WARPS)
         # Known a step ahead, pages are loaded as far ahead as there are stages.
