@@ -66,12 +66,14 @@ def _joined(first, second, PAIRS: tl.constexpr, ROWS: tl.constexpr, H: tl.conste
 
 @triton.jit
 def _attend_pages(
-    query, keys, values, key_scales, value_scales, table, head, begin, end, position, newest, first, second, highest,
-    total,
+    query, keys, values, key_scales, value_scales, table, page, head, begin, end, position, newest, first, second,
+    highest, total,
     K: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr, WARPS: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """Attend queries [BLOCK_G, BLOCK_H] at a position over the pages in [begin, end), up to the token `newest`.
+
+    page is the table's entry at `begin`, if there are pages.
 
     Warps attend BLOCK_T tokens each of a step, apart from each other: a step has no sums over several warps, and its
     products, keys by queries and values by weights, are as wide as there are queries, not the 16 of tensor cores'
@@ -89,7 +91,6 @@ def _attend_pages(
     query = tl.broadcast_to(tl.trans(tl.sum(query[None, :, :], 0))[None, :, :], (WARPS, BLOCK_H, BLOCK_G))
     STEPS: tl.constexpr = PAGE // (BLOCK_T * WARPS)
     FACTOR: tl.constexpr = SCALE if CAP > 0 else SCALE * LOG2_E
-    page = tl.load(table + begin, mask=begin < end, other=0)
     for step in range(begin * STEPS, end * STEPS):
         row = (page.to(tl.int64) * K + head) * PAGE + step % STEPS * (BLOCK_T * WARPS)
         # Known a step ahead, pages are loaded as far ahead as there are stages.
@@ -163,14 +164,15 @@ def paged_kernel(
         share = tl.maximum((end - begin + SPLITS - 1) // SPLITS, LEAST)
         begin += split * share
         end = tl.minimum(begin + share, end)
+    page = tl.load(tables + slot * P + begin, mask=begin < end, other=0)
 
     query = tl.load(q + (slot * K + head) * G * H + lane[:, None] * H + column[None, :], mask=heads, other=0.0)
     highest = tl.full([WARPS, BLOCK_G], MASKED, tl.float32)
     total = tl.full([WARPS, BLOCK_G], 0.0, tl.float32)
     nothing = tl.full([WARPS, BLOCK_H // 2, BLOCK_G], 0.0, tl.float32)
     first, second, highest, total = _attend_pages(
-        query, keys, values, key_scales, value_scales, tables + slot * P, head, begin, end, position, position, nothing,
-        nothing, highest, total, K, H, PAGE, WINDOW, SCALE, CAP, BLOCK_G, BLOCK_H, BLOCK_T, WARPS, PLAIN,
+        query, keys, values, key_scales, value_scales, tables + slot * P, page, head, begin, end, position, position,
+        nothing, nothing, highest, total, K, H, PAGE, WINDOW, SCALE, CAP, BLOCK_G, BLOCK_H, BLOCK_T, WARPS, PLAIN,
     )  # fmt: skip
 
     PAIRS: tl.constexpr = value_scales is not None
@@ -222,19 +224,33 @@ def combine_kernel(
 
 
 @triton.jit
-def _rotated(x, weight, column, mask, c, s, H: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr,
+def _halves(x, mask, HALF: tl.constexpr):
+    """Load the halves of heads."""
+    return tl.load(x, mask=mask, other=0.0), tl.load(x + HALF, mask=mask, other=0.0)
+
+
+@triton.jit
+def _norm_halves(weight, column, HALF: tl.constexpr):
+    """Load the halves of a norm's weight [1, HALF]; zeros without one."""
+    if weight is not None:
+        left, right = _halves(weight + column, column < HALF, HALF)
+        return left[None, :].to(tl.float32), right[None, :].to(tl.float32)
+    else:
+        return 0.0, 0.0
+
+
+@triton.jit
+def _rotated(left, right, weight, own_left, own_right, c, s, H: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr,
              ROUNDS_FIRST: tl.constexpr, ROTATES: tl.constexpr, dtype: tl.constexpr):  # fmt: skip
-    """Return the halves of heads after their norm, if any, and rotation, rounded to `dtype`."""
-    HALF: tl.constexpr = H // 2
-    left = tl.load(x, mask=mask, other=0.0).to(tl.float32)
-    right = tl.load(x + HALF, mask=mask, other=0.0).to(tl.float32)
+    """Return the halves of heads after their norm, if there is a weight, and rotation, rounded to `dtype`.
+
+    own_left and own_right are the weight's halves.
+    """
+    left, right = left.to(tl.float32), right.to(tl.float32)
     if weight is not None:
         scale = rms_scale(tl.sum(left * left + right * right, 1), H, EPS)[:, None]
-        inside = column < HALF
-        own = tl.load(weight + column, mask=inside, other=0.0)[None, :].to(tl.float32)
-        left = normed(left, scale, own, dtype, OFFSET, ROUNDS_FIRST)
-        own = tl.load(weight + HALF + column, mask=inside, other=0.0)[None, :].to(tl.float32)
-        right = normed(right, scale, own, dtype, OFFSET, ROUNDS_FIRST)
+        left = normed(left, scale, own_left, dtype, OFFSET, ROUNDS_FIRST)
+        right = normed(right, scale, own_right, dtype, OFFSET, ROUNDS_FIRST)
     if ROTATES:
         left, right = left * c - right * s, right * c + left * s
     return left.to(dtype), right.to(dtype)
@@ -279,12 +295,20 @@ def append_kernel(
         s = tl.load(sin + turns, mask=column < HALF, other=0.0).to(tl.float32)[None, :]
     first = (token * K + head) * G * H
     at, mask = first + lane[:, None] * H + column[None, :], (lane < G)[:, None] & (column < HALF)[None, :]
-    left, right = _rotated(q + at, q_weight, column, mask, c, s, H, EPS, OFFSET, ROUNDS_FIRST, ROTATES, dtype)
+    left, right = _halves(q + at, mask, HALF)
+    own_left, own_right = _norm_halves(q_weight, column, HALF)
+    left, right = _rotated(
+        left, right, q_weight, own_left, own_right, c, s, H, EPS, OFFSET, ROUNDS_FIRST, ROTATES, dtype
+    )
     tl.store(q_out + at, left, mask=mask)
     tl.store(q_out + at + HALF, right, mask=mask)
 
     at, mask = (token * K + head) * H + one[:, None] + column[None, :], (column < HALF)[None, :]
-    left, right = _rotated(k + at, k_weight, column, mask, c, s, H, EPS, OFFSET, ROUNDS_FIRST, ROTATES, dtype)
+    left, right = _halves(k + at, mask, HALF)
+    own_left, own_right = _norm_halves(k_weight, column, HALF)
+    left, right = _rotated(
+        left, right, k_weight, own_left, own_right, c, s, H, EPS, OFFSET, ROUNDS_FIRST, ROTATES, dtype
+    )
     tl.store(k_out + at, left, mask=mask)
     tl.store(k_out + at + HALF, right, mask=mask)
     row = (tl.load(pages + token).to(tl.int64) * K + head) * PAGE + tl.load(offsets + token)
@@ -316,29 +340,40 @@ def append_attend_kernel(
         s = tl.load(sin + slot * HALF + column).to(tl.float32)[None, :]
     at = (slot * K + head) * H + one[:, None] + column[None, :]
     whole = (column < HALF)[None, :]
-    left, right = _rotated(k + at, k_weight, column, whole, c, s, H, EPS, OFFSET, ROUNDS_FIRST, ROTATES, dtype)
+    heads = (slot * K + head) * G * H + lane[:, None] * H
+    # All is loaded before the first norm: no load passes the barriers of a sum.
+    k_left, k_right = _halves(k + at, whole, HALF)
+    v_left, v_right = _halves(v + at, whole, HALF)
+    q_left, q_right = _halves(q + heads + column[None, :], (lane < G)[:, None] & whole, HALF)
+    k_own_left, k_own_right = _norm_halves(k_weight, column, HALF)
+    q_own_left, q_own_right = _norm_halves(q_weight, column, HALF)
     row = (tl.load(pages + slot).to(tl.int64) * K + head) * PAGE + tl.load(offsets + slot)
+    begin = tl.maximum(position - WINDOW + 1, 0) // PAGE if WINDOW > 0 else 0
+    end = (position + PAGE - 1) // PAGE
+    page = tl.load(tables + slot * P + begin, mask=begin < end, other=0)
+    left, right = _rotated(
+        k_left, k_right, k_weight, k_own_left, k_own_right, c, s, H, EPS, OFFSET, ROUNDS_FIRST, ROTATES, dtype
+    )
     key_left, key_right = _write(left, right, keys, key_scales, row, column, H)
-    left, right = _write(tl.load(v + at), tl.load(v + at + HALF), values, value_scales, row, column, H)
+    left, right = _write(v_left, v_right, values, value_scales, row, column, H)
     PAIRS: tl.constexpr = value_scales is not None
     if PAIRS:
         left, right = tl.split(tl.reshape(_joined(left, right, False, 1, H), (1, HALF, 2)))
         left, right = left * LARGEST, right * LARGEST
 
-    heads = (slot * K + head) * G * H + lane[:, None] * H
-    at, mask = heads + column[None, :], (lane < G)[:, None] & whole
-    q_left, q_right = _rotated(q + at, q_weight, column, mask, c, s, H, EPS, OFFSET, ROUNDS_FIRST, ROTATES, dtype)
+    q_left, q_right = _rotated(
+        q_left, q_right, q_weight, q_own_left, q_own_right, c, s, H, EPS, OFFSET, ROUNDS_FIRST, ROTATES, dtype
+    )
     score = tl.sum(q_left.to(tl.float32) * key_left + q_right.to(tl.float32) * key_right, 1)
     score = _cap(score * SCALE, CAP) * LOG2_E if CAP > 0 else score * (SCALE * LOG2_E)
     own = tl.arange(0, WARPS)[:, None] == 0  # the first warp attends the new token
     highest = tl.where(own, tl.ceil(score)[None, :], MASKED)
     total = tl.where(own, tl.exp2(score[None, :] - highest), 0.0)
     weight = total.to(dtype).to(tl.float32)[:, None, :]
-    begin = tl.maximum(position - WINDOW + 1, 0) // PAGE if WINDOW > 0 else 0
     first, second, highest, total = _attend_pages(
-        _joined(q_left, q_right, False, BLOCK_G, H), keys, values, key_scales, value_scales, tables + slot * P, head,
-        begin, (position + PAGE - 1) // PAGE, position, position - 1, weight * left[:, :, None],
-        weight * right[:, :, None], highest, total, K, H, PAGE, WINDOW, SCALE, CAP, BLOCK_G, H, BLOCK_T, WARPS, PLAIN,
+        _joined(q_left, q_right, False, BLOCK_G, H), keys, values, key_scales, value_scales, tables + slot * P, page,
+        head, begin, end, position, position - 1, weight * left[:, :, None], weight * right[:, :, None], highest, total,
+        K, H, PAGE, WINDOW, SCALE, CAP, BLOCK_G, H, BLOCK_T, WARPS, PLAIN,
     )  # fmt: skip
     first, second = _finish(first, second, highest, total, sinks, head, lane, G)
     values = _joined(tl.trans(first), tl.trans(second), PAIRS, BLOCK_G, H)
