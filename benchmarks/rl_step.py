@@ -76,6 +76,7 @@ def save_inputs(args: argparse.Namespace) -> None:
 def make_run(args: argparse.Namespace, folder: Path) -> Run:
     """Return a run of GRPO on random prompts."""
     shape = SHAPES[args.shape] | ({"num_hidden_layers": args.layers} if args.layers else {})
+    shape["max_position_embeddings"] = max(shape["max_position_embeddings"], args.row)  # weights are random anyhow
     if args.model is None:
         tokenizer = load_tokenizer(Path(__file__).parents[1] / "jaxglue" / "recipes" / "quickstart" / "model")
         tokenizer.save_pretrained(folder / "model")
@@ -91,7 +92,7 @@ def make_run(args: argparse.Namespace, folder: Path) -> Run:
             memory_limit=args.memory,
         ),
         data=DataConfig(data=(str(folder / "prompts.jsonl"),), seq_len=args.row),
-        objective=ObjectiveConfig(objective="grpo"),
+        objective=ObjectiveConfig(objective="grpo", beta=args.beta),
         rollouts=RolloutConfig(
             reward=("exact",),
             num_generations=args.answers,
@@ -167,6 +168,7 @@ class Benchmark:
             answer = TrainedAnswer(
                 tokens=done.tokens[:end],
                 log_probs=done.log_probs[:end],
+                reference=done.log_probs[:end] if self._args.beta else None,
                 counted=np.ones(len(done.tokens[:end]), bool),
                 advantage=float(np.random.default_rng([number, done.answer]).normal()),
             )
@@ -188,6 +190,7 @@ class Benchmark:
             return TrainedAnswer(
                 tokens=rng.integers(0, vocabulary, longest),
                 log_probs=np.full(longest, np.nan, np.float32),
+                reference=np.zeros(longest, np.float32) if self._args.beta else None,
                 counted=np.ones(longest, bool),
                 advantage=float(rng.normal()),
             )
@@ -217,9 +220,9 @@ class Benchmark:
         values = self.model.dispatch(step).values
         return {name: float(value) for name, value in values.items()}
 
-    def reference_pass(self) -> None:
-        """Compute log-probabilities of all answers once more, as those of a reference model are."""
-        jax.block_until_ready([self._policy.log_probs(batch) for batch, _ in self.packed])
+    def log_probs(self, packed: list[Packed], *, reference: bool) -> None:
+        """Compute log-probabilities of answers, as several steps on them need, or those of the reference."""
+        jax.block_until_ready([self._policy.log_probs(batch, reference=reference) for batch, _ in packed])
 
     def mismatch(self, most: int) -> dict[str, Any]:
         """Compare log-probabilities of sampling and training, in nats, on micro-batches with about `most` tokens.
@@ -302,6 +305,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantize", default="none", choices=QUANTIZE)
     parser.add_argument("--matmul", default="bf16", choices=("bf16", "fp8"))
+    parser.add_argument("--beta", type=float, default=0.0, help="weight of the divergence from a reference")
     parser.add_argument("--norm", type=float, default=3.5, help="scale of the final norm")
     parser.add_argument("--model", type=Path, help="folder of a trained model, in place of random weights")
     parser.add_argument("--texts", type=Path, help="rows of text whose beginnings are the prompts")
@@ -346,8 +350,11 @@ def main() -> None:
         if args.train_rows:  # all rows take as long
             results["training"] = round(results["training"] * results["rows"] / len(some.micro_batches), 2)
         save(args, results)
-        bench.packed = bench.packed[:4]
-        timed(results, "reference pass of 4 rows", bench.reference_pass)
+        four = bench.packed[:4]
+        timed(results, "pass of 4 rows", partial(bench.log_probs, four, reference=False))
+        if args.beta:
+            timed(results, "compile reference", partial(bench.log_probs, four[:1], reference=True))
+            timed(results, "reference pass of 4 rows", partial(bench.log_probs, four, reference=True))
     results["step"] = round(sum(results.get(name, 0) for name in ("sampling", "packing", "training")), 2)
     results["sampled_tokens_per_second"] = round(results["answer_tokens"] / results.get("sampling", np.inf))
     print(json.dumps(results, indent=1), flush=True)

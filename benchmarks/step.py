@@ -93,6 +93,7 @@ def workload(
         seq_len=tokens,
         lora=LoraConfig() if method == "lora" else None,
         document_lengths=tuple(uniform_lengths(tokens, *DOCUMENTS, seed=LENGTHS_SEED)),
+        batches_known=True,
     )
 
 

@@ -152,7 +152,8 @@ def ropes_by_type(
 
     Args:
         raw: config.json, with `rope_parameters` by type of layer, or a `rope_scaling`, which is that of full attention;
-            other `rope_parameters` count for nothing, as in transformers.
+            other `rope_parameters`, and an `original_max_position_embeddings` outside, count for nothing, as in
+            transformers.
         thetas: `rope_theta` of each type where they have none.
         max_position_embeddings: the family's where config.json has none.
 
@@ -170,11 +171,9 @@ def ropes_by_type(
             "and transformers 5 does not: name it as rope_type if it is meant, or remove rope_scaling"
         )
     given["full_attention"] = {**given["full_attention"], **scaling}
-    whole = {name: raw.get(name) for name in ("max_position_embeddings", "original_max_position_embeddings")}
+    positions = raw.get("max_position_embeddings") or max_position_embeddings
     return {
-        kind: RopeConfig.from_hf(
-            {**whole, "rope_parameters": given[kind]}, theta=theta, max_position_embeddings=max_position_embeddings
-        )
+        kind: RopeConfig.from_hf({"rope_parameters": given[kind]}, theta=theta, max_position_embeddings=positions)
         for kind, theta in thetas.items()
     }
 

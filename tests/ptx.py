@@ -8,14 +8,22 @@ import numpy as np
 
 
 def run_assembly(text: str, inputs: Sequence[int], results: int) -> list[int]:
-    """Return the 32-bit results $0, $1, … of instructions on 32-bit inputs, which are numbered after them."""
+    """Return the results $0, $1, … of instructions on inputs, which are numbered after them, of 32 or 16 bits."""
     registers = {f"${results + i}": value for i, value in enumerate(inputs)}
 
     def value(operand: str) -> int:
         return registers[operand] if operand in registers else int(operand, 0)
 
-    for line in re.split(r"[;\n]", text.strip().strip("{}")):
-        if not (line := line.strip()) or line.startswith(".reg"):
+    for line in re.split(r"[;\n]", text.strip()):
+        if (line := line.strip()) in ("", "{", "}") or line.startswith((".reg", "{.reg")):
+            continue
+        if pair := re.fullmatch(r"mov\.b32 \{(.+), (.+)\}, (.+)", line):
+            low, high, word = pair.groups()
+            registers |= {low: value(word) & 0xFFFF, high: value(word) >> 16}
+            continue
+        if pair := re.fullmatch(r"mov\.b32 (.+), \{(.+), (.+)\}", line):
+            word, low, high = pair.groups()
+            registers[word] = value(high) << 16 | value(low)
             continue
         name, _, operands = line.partition(" ")
         target, *sources = (part.strip() for part in operands.split(","))

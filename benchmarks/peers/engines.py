@@ -27,6 +27,12 @@ _ENVIRONMENT = {
 _PACKAGES = ("torch", "transformers", "peft", "trl", "liger-kernel", "triton", "unsloth", "xformers", "bitsandbytes")
 
 
+def stay_offline() -> None:
+    """Let packages ask no network for files or updates; before they are imported."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
 def versions() -> dict[str, str]:
     """Return the versions of the peers' packages that are installed."""
     found = {}
@@ -45,8 +51,7 @@ def targets(folder: str) -> list[str]:
 
 def import_unsloth():
     """Import Unsloth, offline; before transformers and TRL, which it patches."""
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    stay_offline()
     _preload_cuda12()
     import unsloth
 
@@ -127,8 +132,7 @@ ENGINES: dict[str, Callable] = {"unsloth": load_unsloth, "peft": load_peft}
 
 def load(engine: str, folder: str, adapter: str, **options):
     """Load an engine's model for training, with the adapter of a PEFT folder."""
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    stay_offline()
     model = ENGINES[engine](folder, adapter=adapter, **options)
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file

@@ -190,6 +190,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=1 << 30, help="end sampled answers after so many tokens")
     parser.add_argument("--given", action="store_true", help="answers are random tokens, not sampled")
     args = parser.parse_args()
+    engines.stay_offline()  # TRL waits for its telemetry
     began = time.perf_counter()
     with np.load(args.inputs) as stored:
         prompts, lengths, config = stored["prompts"], stored["lengths"], json.loads(str(stored["config"]))

@@ -85,7 +85,7 @@ class LayerExecutor:
         layout: of the model's arrays.
         stream_weights: frozen weights of some layers are in pinned host memory or in files.
         reference: layers of a reference model on the same frozen weights, each run where the model's layer runs; their
-            last output enters the batch by `EntryHead.with_reference`.
+            last output enters the batch by `EntryHead.with_reference`. Batches of rollouts bring its values.
         prefetch_depth: layers by which copies from the host are requested ahead: 1 is double buffering; 0 runs copies
             and layers one after another; None chooses (`default_prefetch_depth`).
         layers_per_program: consecutive layers dispatched as one program, on one device that keeps everything. With all
@@ -135,6 +135,7 @@ class LayerExecutor:
         self._groups = LayerGroups(*grouped) if layers_per_program > 1 else None
         self.is_one_program = 1 < len(layers) <= layers_per_program
         """A micro-batch is one program."""
+        self.has_reference = reference is not None
         self.reuses_gradients = self.is_one_program and layout.mesh is None
         """Tells callers to pass a step's gradients to the next step as `into`."""
         self._partials: Params | None = None
@@ -372,7 +373,9 @@ class LayerExecutor:
         return x if key is None else self.entry_head.embed(trainable, frozen, batch, None)[0]
 
     def _needs_reference(self, batch: Batch) -> bool:
-        return self._reference is not None and (batch.answers is None or batch.answers.reference is None)
+        if self._reference is None or batch.rollouts is not None:
+            return False
+        return batch.answers is None or batch.answers.reference is None
 
     def _fetch_head(self, ends: Params) -> None:
         """Start copying the head's parameters that are on the host, in place of these."""
@@ -490,13 +493,16 @@ class Executor(LayerExecutor):
         x = self.last_output(trainable, frozen, batch)
         return self.embed_head.answer_log_probs(trainable, frozen, x, batch)
 
-    def log_probs(self, trainable: Params, frozen: Params, batch: Batch) -> Float[Array, "B T"]:
+    def log_probs(
+        self, trainable: Params, frozen: Params, batch: Batch, *, reference: bool = False
+    ) -> Float[Array, "B T"]:
         """Return the log-probabilities of a batch's targets, at the objective's temperature; 0 where they count not.
 
-        Of rows that are split over devices they are in the order of whole rows.
+        Of rows that are split over devices they are in the order of whole rows. With `reference` the layers are those
+        of the reference model.
         """
         trainable, frozen = transfer.commit((trainable, frozen))
-        x = self.last_output(trainable, frozen, batch)
+        x = self.last_output(trainable, frozen, batch, reference=reference)
         found = self.embed_head.log_probs(trainable, frozen, x, batch)
         return found if batch.segments.split is None else in_rows(found, batch.segments.split)
 

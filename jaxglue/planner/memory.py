@@ -13,6 +13,7 @@ from jaxglue.engine.residency import DEVICE, MAPPED
 from jaxglue.engine.transfer import HEAD_AHEAD, requested_ahead, weights_prefetch_depth
 from jaxglue.models.parameters import Params
 from jaxglue.planner import calibration as fitted
+from jaxglue.planner.cost import Cost
 from jaxglue.planner.layer_costs import LayerCost, TracedModel
 from jaxglue.planner.workload import Workload, abstract_parts, tree_bytes
 from jaxglue.sharding.rules import Layout
@@ -134,11 +135,14 @@ class PeakMemory:
     """A micro-batch is one program."""
     scattered: bool
     """A micro-batch is one program that recomputes layers' values, and these do not fill the gap of the head's."""
+    compiled_ahead: bool = False
+    """Programs are compiled, and their matmuls compared, before one runs."""
 
     def total(self) -> int:
         """Return the peak with everything resident, bytes."""
         resident, streamed = self.resident, sum(self.streamed)
         always = resident.moments + resident.trainable + resident.frozen() - streamed
+        compiled = (fitted.PROGRAMS_MEMORY + always + self._compared()) if self.compiled_ahead else 0
         always += self.model.gathered + max(self.streamed)  # a streamed layer's buffer is freed late
         always += SMALL_ARRAYS if self.one_program else 0
         always += self._layer_inputs + self.workload.other_models
@@ -149,7 +153,15 @@ class PeakMemory:
         if self._trains_output:  # whose gradient and temporary memory are two large blocks at once
             lost = max(lost, fitted.SCATTERED * 2 * min(self.model.head.temporary, self.model.head.results))
         peak += max(lost - _SPARE * peak, 0)
-        return int(max(peak, (1 - _SPARE) * (fitted.PROGRAMS_MEMORY + always + self._with_gaps())))
+        return int(max(peak, compiled, (1 - _SPARE) * (fitted.PROGRAMS_MEMORY + always + self._with_gaps())))
+
+    def _compared(self) -> int:
+        """Return the most bytes of copies with which algorithms of a step's matmuls are compared."""
+        return max(self.model.head.matmul, *(max(cost.forward.matmul, cost.backward.matmul) for cost in self.costs))
+
+    def _comparing(self, cost: Cost) -> int:
+        """Return the bytes of such copies beside a program's arguments."""
+        return 0 if self.compiled_ahead else cost.matmul
 
     @property
     def _layer_inputs(self) -> int:
@@ -193,7 +205,7 @@ class PeakMemory:
         compiles = [self.costs.index(cost) == index for index, cost in enumerate(self.costs)]
         passes = [cost.forward for cost in self.costs]
         temporary = np.array(
-            [max(each.temporary, each.matmul * new) for each, new in zip(passes, compiles, strict=True)]
+            [max(each.temporary, self._comparing(each) * new) for each, new in zip(passes, compiles, strict=True)]
         )
         held[-HEAD_AHEAD:] += self.resident.host_head
         return (held + temporary).max() + (self.resident.trainable if self._accumulates else 0)
@@ -201,7 +213,7 @@ class PeakMemory:
     def _backward(self) -> float:
         """Return the peak of the head and the layers' backward passes."""
         model, trained = self.model, self.resident.trainable
-        head = max(model.head.results + model.head.temporary, model.head.matmul)
+        head = max(model.head.results + model.head.temporary, self._comparing(model.head))
         head += self.resident.host_head
         peak = self._buffers()[-1] + self._leaving() + self._stored[-1] + (trained if self._accumulates else 0) + head
         peak = max(peak, self._layers_backward.max())
@@ -259,7 +271,9 @@ class PeakMemory:
         Or of the layers that run again before it, if these are more.
         """
         passes = zip((cost.backward for cost in self.costs), self.replayed, strict=True)
-        return np.array([max(fitted.TEMPORARIES * each.temporary, each.matmul, again) for each, again in passes])
+        return np.array(
+            [max(fitted.TEMPORARIES * each.temporary, self._comparing(each), again) for each, again in passes]
+        )
 
     def _buffers(self) -> np.ndarray:
         """Return for each layer's backward pass the bytes fetched, or still on the device, for it and those after."""

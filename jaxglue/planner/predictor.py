@@ -152,7 +152,9 @@ class Predictor:
 
     def _predict_memory(self, setting: Setting) -> Memory:
         recomputes = any(policy.saved is not None for policy in setting.policies)
-        one_program = self._is_one_program(self._size(setting))
+        size = self._size(setting)
+        one_program = self._is_one_program(size)
+        grouped = 1 < size < self.model.layers
         peak = PeakMemory(
             workload=self.workload,
             model=self.model,
@@ -165,6 +167,7 @@ class Predictor:
             replayed=replayed_bytes(setting.policies, setting.depth, self.model, setting.streamed),
             one_program=one_program,
             scattered=recomputes and one_program,
+            compiled_ahead=self.workload.compiled_ahead and not grouped,
         )
         host_bytes = self.resident.host_ends + setting.weight_bytes + setting.offloaded
         return Memory(device_bytes=peak.total(), host_bytes=host_bytes)

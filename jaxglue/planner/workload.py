@@ -120,6 +120,8 @@ class Workload:
     """The frozen layers run once more, without adapters, for the objective."""
     other_models: int = 0
     """Bytes of other models on the GPU, such as a teacher."""
+    batches_known: bool = False
+    """Batches are known before the weights, which tell the shapes of a step's programs."""
 
     def __post_init__(self):
         if self.lora is None and not FORMATS[self.config.quantize].trains:
@@ -137,6 +139,12 @@ class Workload:
         """Return the workload that stands for all which differ in their rows only: parameters are the same."""
         changes: dict[str, Any] = {"seq_len": 1, "tile": None, "document_lengths": (), "other_models": 0}
         return replace(self, objective=SUPERVISED, reference=False, **changes)
+
+    @property
+    def compiled_ahead(self) -> bool:
+        """Return whether all programs of a step are compiled before the first one runs, unless they are of groups."""
+        splits = self.mesh.fsdp > 1 or self.mesh.context > 1
+        return self.batches_known and not (splits or self.host_embeddings or self.reference)
 
     @property
     def tokens(self) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import Array, Float
@@ -33,6 +33,13 @@ _HELD_OUT = 1 << 30
 """Number of the first held-out prompt, beyond those of all that are trained on."""
 _MOST_ROUNDS = 10
 """Rounds of dynamic sampling, after which groups of equal rewards complete a step."""
+
+
+class _Passes(NamedTuple):
+    """Log-probabilities on their way, by the fields of samples, of packed answers."""
+
+    packed: list[Packed]
+    found: dict[str, list[Float[Array, "B T"]]]
 
 
 class Policy(Protocol):
@@ -153,14 +160,13 @@ class RolloutSteps(Iterator[Step]):
 
     def _steps(self) -> list[Step]:
         """Return the steps on the next answers."""
-        rollouts = self._folder.load(self._step, self._dataset.prompts) or self._keep(
-            self._with_log_probs(self._write())
-        )
+        rollouts = self._folder.load(self._step, self._dataset.prompts) or self._keep(self._write())
         advantages = self._advantages(rollouts)
         self._folder.record(self._step + 1, rollouts, self._judge.names, advantages.values)
         self._warn_of_equal(advantages)
         self._warn_of_truncated(rollouts)
-        parts = self._divide(self._with_teacher(self._groups(rollouts, advantages.values), rollouts.prompts))
+        groups = self._groups(rollouts.prompts, rollouts.samples, advantages.values)
+        parts = self._divide(self._with_teacher(groups, rollouts.prompts))
         steps = [self._as_step(part) for part in parts] * self._config.num_iterations
         self._position = rollouts.following
         return [replace(steps[0], metrics=self._measures(rollouts, advantages)), *steps[1:]]
@@ -187,34 +193,42 @@ class RolloutSteps(Iterator[Step]):
             )
 
     def _write(self) -> Generation:
-        """Return answers to the next prompts, and their rewards; with dynamic sampling, where these differ."""
+        """Return answers to the next prompts, their rewards and log-probabilities; perhaps where rewards differ."""
+        if not self._config.dynamic_sampling:
+            return self._answered(self._position, with_log_probs=True)
         rollouts = self._answered(self._position)
-        for _ in range(_MOST_ROUNDS if self._config.dynamic_sampling else 0):
+        for _ in range(_MOST_ROUNDS):
             differ = np.flatnonzero(self._advantages(rollouts).teaches)
             if len(differ) >= self._count:
                 break
             rollouts = rollouts.join(self._answered(rollouts.following))
         differ = self._advantages(rollouts).teaches
         first = np.argsort(~differ, kind="stable")[: self._count]
-        return rollouts.select(np.sort(first).tolist())
+        chosen = rollouts.select(np.sort(first).tolist())
+        return self._with_log_probs(chosen, self._begin_passes(chosen.prompts, chosen.samples))
 
-    def _answered(self, position: int) -> Generation:
-        """Return answers to as many prompts as a generation has, and their rewards."""
+    def _answered(self, position: int, *, with_log_probs: bool = False) -> Generation:
+        """Return answers to as many prompts as a generation has, and their rewards.
+
+        Rewards are judged on the host while the device computes log-probabilities.
+        """
         numbers = list(range(position, position + self._count))
         rows = islice(positions(len(self._dataset), self._seed, position), self._count)
         prompts = [self._dataset.prompts[row] for row in rows]
         if np.random.default_rng([self._seed, position]).random() < self._config.lmbda:
-            return self._answer(prompts, numbers, position + self._count)
-        samples = [[self._given(prompt)] for prompt in prompts]
-        return self._judged(prompts, numbers, position + self._count, samples)
+            samples = self._answer(prompts, numbers)
+        else:
+            samples = [[self._given(prompt)] for prompt in prompts]
+        passes = self._begin_passes(prompts, samples) if with_log_probs else _Passes([], {})
+        return self._with_log_probs(self._judged(prompts, numbers, position + self._count, samples), passes)
 
-    def _answer(self, prompts: list[Prompt], numbers: list[int], following: int) -> Generation:
-        """Return the model's answers to prompts with these numbers, and their rewards."""
+    def _answer(self, prompts: list[Prompt], numbers: list[int]) -> list[list[Sample]]:
+        """Return the model's answers to prompts with these numbers."""
         assert self._policy is not None
         samples = self._policy.sample([prompt.tokens for prompt in prompts], numbers, self._answers)
         if self._environment is not None:
             samples = self._environment.run(prompts, samples, numbers, self._policy.turn)
-        return self._judged(prompts, numbers, following, samples)
+        return samples
 
     def _judged(
         self, prompts: list[Prompt], numbers: list[int], following: int, samples: list[list[Sample]]
@@ -233,7 +247,7 @@ class RolloutSteps(Iterator[Step]):
         assert self._held_out is not None
         prompts = list(self._held_out.prompts)
         numbers = list(range(_HELD_OUT, _HELD_OUT + len(prompts)))
-        found = self._answer(prompts, numbers, 0)
+        found = self._judged(prompts, numbers, 0, self._answer(prompts, numbers))
         metrics = length_metrics(found.all_samples)
         metrics |= reward_metrics(found.rewards, self._judge.names, self._advantages(found))
         return {f"eval_{name}": value for name, value in metrics.items()}
@@ -246,18 +260,25 @@ class RolloutSteps(Iterator[Step]):
         text = str(self._tokenizer.decode(prompt.given, skip_special_tokens=True))
         return Sample(tokens, np.full(len(tokens), np.nan, np.float32), True, text)
 
-    def _with_log_probs(self, rollouts: Generation) -> Generation:
-        """Return the rollouts with the log-probabilities that later steps, the reference or rewards need."""
+    def _begin_passes(self, prompts: Sequence[Prompt], samples: list[list[Sample]]) -> _Passes:
+        """Begin to compute the log-probabilities that later steps, the reference or rewards need."""
         assert self._policy is not None
         needs_old = self._objective.compares and (self.window > 1 or self._objective.leaves_one_out)
         if not (needs_old or self._objective.uses_reference):
-            return rollouts
-        packed = self._pack(self._groups(rollouts, np.zeros(rollouts.rewards.shape[:2])))
-        fields: dict[str, list] = {}
+            return _Passes([], {})
+        packed = self._pack(self._groups(prompts, samples, np.zeros((len(prompts), len(samples[0])))))
+        found: dict[str, list[Array]] = {}
         if needs_old:
-            fields["old"] = unpack(packed, [self._policy.log_probs(batch) for batch, _ in packed])
+            found["old"] = [self._policy.log_probs(batch) for batch, _ in packed]
         if self._objective.uses_reference:
-            fields["reference"] = unpack(packed, [self._policy.log_probs(batch, reference=True) for batch, _ in packed])
+            found["reference"] = [self._policy.log_probs(batch, reference=True) for batch, _ in packed]
+        return _Passes(packed, found)
+
+    def _with_log_probs(self, rollouts: Generation, passes: _Passes) -> Generation:
+        """Return the rollouts with the log-probabilities of these passes."""
+        if not passes.found:
+            return rollouts
+        fields = {name: unpack(passes.packed, arrays) for name, arrays in passes.found.items()}
         known = [dict(zip(fields, values, strict=True)) for values in zip(*fields.values(), strict=True)]
         samples = [sample._replace(**own) for sample, own in zip(rollouts.all_samples, known, strict=True)]
         return replace(rollouts, samples=[list(group) for group in zip(*[iter(samples)] * self._answers, strict=True)])
@@ -272,7 +293,12 @@ class RolloutSteps(Iterator[Step]):
         divergence = [[_divergence(sample) for sample in group] for group in rollouts.samples]
         return left_one_out(rollouts.rewards, self._judge.weights, np.array(divergence), self._objective.config)
 
-    def _groups(self, rollouts: Generation, advantages: Float[np.ndarray, "prompts answers"]) -> list[Group]:
+    def _groups(
+        self,
+        prompts: Sequence[Prompt],
+        samples: Sequence[Sequence[Sample]],
+        advantages: Float[np.ndarray, "prompts answers"],
+    ) -> list[Group]:
         def answer(sample: Sample, advantage: float) -> TrainedAnswer:
             counts = sample.ended or not self._objective.masks_truncated
             known: dict[str, Any] = {"log_probs": sample.log_probs, "old": sample.old, "reference": sample.reference}
@@ -280,8 +306,8 @@ class RolloutSteps(Iterator[Step]):
             return TrainedAnswer(tokens=sample.tokens, **known, counted=counted, advantage=float(advantage))
 
         return [
-            Group(prompt.tokens, [answer(*pair) for pair in zip(samples, values, strict=True)])
-            for prompt, samples, values in zip(rollouts.prompts, rollouts.samples, advantages, strict=True)
+            Group(prompt.tokens, [answer(*pair) for pair in zip(group, values, strict=True)])
+            for prompt, group, values in zip(prompts, samples, advantages, strict=True)
         ]
 
     def _with_teacher(self, groups: list[Group], prompts: Sequence[Prompt]) -> list[Group]:

@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -155,8 +156,7 @@ class Judge:
         """Import every function once; raise ValueError for one that cannot be, or that lacks a named setting."""
         rewards = [("--reward", spec) for spec in self.specs if spec.file]
         for flag, spec in rewards if self._environment is None else [*rewards, ("--environment", self._environment)]:
-            named = {"file": spec.file, "function": spec.name, "options": dict(spec.options)}
-            reply = self._processes[0].ask(named | {"check": True}, _START_SECONDS)
+            reply = self._processes[0].ask(spec, None, self._timeout)
             if limit := reply.get("limit"):
                 raise ValueError(f"{flag} {spec.file}:{spec.name}: its import reached {limit}")
             if error := reply.get("error"):
@@ -243,8 +243,7 @@ class Judge:
         """Return the reply of a process; None beyond a limit, with a line; raise ValueError if the function fails."""
         process = self._free.get()
         try:
-            named = {"file": spec.file, "function": spec.name, "options": dict(spec.options)}
-            reply = process.ask(named | request, self._timeout)
+            reply = process.ask(spec, request, self._timeout)
         finally:
             self._free.put(process)
         if limit := reply.get("limit"):
@@ -287,20 +286,34 @@ class _Process:
 
     def __init__(self, memory: float):
         self._memory, self._process, self._read = memory, None, b""  # type: tuple[float, subprocess.Popen | None, bytes]
+        self._loaded: set[str] = set()
         self.is_stopped = False
         """Whether the process is stopped for good, and judges no further answers."""
 
-    def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Return the reply; beyond the time, or where the process has died, end it and return the `limit`."""
+    def ask(self, spec: RewardSpec, request: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
+        """Return a function's reply; beyond the time, or where the process has died, end it and return the `limit`.
+
+        Args:
+            spec: the function.
+            request: what it judges; None where it is only imported and checked.
+            seconds: the time to judge it; an import has its own.
+        """
         if self.is_stopped:
             return {"limit": "the end of the run"}
-        started = self._process is None
+        named = {"file": spec.file, "function": spec.name, "options": dict(spec.options)}
+        if (key := json.dumps(named)) not in self._loaded:
+            if reply := self._exchange(named | {"check": True}, _START_SECONDS):
+                return reply
+            self._loaded.add(key)
+        return {} if request is None else self._exchange(named | request, seconds)
+
+    def _exchange(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         process = self._process = self._process or self._start()
         assert process.stdin is not None
         try:
             process.stdin.write(json.dumps(request, default=str).encode() + b"\n")
             process.stdin.flush()
-            line = self._line(process, seconds + (_START_SECONDS if started else 0))
+            line = self._line(process, seconds)
         except (BrokenPipeError, EOFError):
             self.end()
             return {"limit": "its limit of memory, or ended its process"}
@@ -313,7 +326,8 @@ class _Process:
         # The file is run by its path, as importing the package takes time; -P keeps its neighbors out of the imports.
         command = [sys.executable, "-P", str(Path(__file__).parent / "worker.py"), str(self._memory)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        return subprocess.Popen(command, **pipes, env=environment, start_new_session=True)
 
     def _line(self, process: subprocess.Popen, seconds: float) -> bytes | None:
         """Return a line of the process; None where it takes too long."""
@@ -333,15 +347,22 @@ class _Process:
         """Kill the process from another thread than the one that asks it, and start none again."""
         self.is_stopped = True
         if (process := self._process) is not None:
-            process.kill()
+            _kill(process)
 
     def end(self) -> None:
         """Kill the process, if there is one."""
         if self._process is None:
             return
-        self._process.kill()
+        _kill(self._process)
         for pipe in (self._process.stdin, self._process.stdout):
             with suppress(OSError):  # of unwritten requests
                 pipe and pipe.close()
         self._process.wait()
         self._process, self._read = None, b""
+        self._loaded.clear()
+
+
+def _kill(process: subprocess.Popen) -> None:
+    """Kill a process and those that the functions started in it."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

@@ -1,7 +1,7 @@
 """A process that judges answers: it imports functions by their file's path and talks JSON lines.
 
-It reads requests from standard input and writes replies to its first standard output; what the functions print goes to
-standard error. No code travels through the pipe.
+It reads requests from its first standard input and writes replies to its first standard output; the functions, and
+programs that they start, find an empty input, and print to standard error. No code travels through the pipe.
 """
 
 import asyncio
@@ -11,7 +11,10 @@ import inspect
 import json
 import os
 import resource
+import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -117,15 +120,24 @@ def reply(line: str) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}{where}"}
 
 
+def _end_with_parent(parent: int) -> None:
+    """End this process, and those that the functions started, once the parent has ended, even if it was killed."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.killpg(0, signal.SIGKILL)
+
+
 def main() -> None:
     """Answer requests until standard input ends."""
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    requests, replies = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     bytes_ = int(float(sys.argv[1]) * 2**30)
     with contextlib.suppress(ValueError, OSError):  # a lower limit is in force
         resource.setrlimit(resource.RLIMIT_AS, (bytes_, bytes_))
     with contextlib.suppress(KeyboardInterrupt):
-        for line in sys.stdin:
+        for line in requests:
             replies.write(json.dumps(reply(line)) + "\n")
             replies.flush()
 

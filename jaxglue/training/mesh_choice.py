@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,10 +26,15 @@ def agree_on_mesh(
     document_lengths: tuple[int, ...],
     processes: Processes,
     steps: int | None = None,
+    *,
+    has_data: bool = True,
 ) -> tuple[Workload, RematChoice]:
-    """Return process 0's choice on every process: programs must be the same, and GPUs' free memory may differ."""
+    """Return process 0's choice on every process: programs must be the same, and GPUs' free memory may differ.
+
+    The arguments are those of `choose_mesh`.
+    """
     if processes.is_main:
-        workload, remat = choose_mesh(config, model, document_lengths, steps)
+        workload, remat = choose_mesh(config, model, document_lengths, steps, has_data=has_data)
         settings: dict[str, Any] = {
             "remat": remat.remat,
             "weights": format_weights(remat.weights),
@@ -39,14 +45,20 @@ def agree_on_mesh(
         return workload, remat
     chosen = processes.all_gather_object(None)[0]
     settings = chosen["settings"]
-    workload = make_workload(config, model, document_lengths, MeshShape.parse(chosen["mesh"]))
+    mesh = MeshShape.parse(chosen["mesh"])
+    workload = make_workload(config, model, document_lengths, mesh, has_data=has_data)
     placed = replace(workload, attention=settings["attention"], tile=settings["tile"])
     remat = choose_remat(replace(config.model, **settings), placed)
     return replace(workload, host_embeddings=remat.host_embeddings), remat
 
 
 def choose_mesh(
-    config: TrainConfig, model: DecoderConfig, document_lengths: tuple[int, ...], steps: int | None = None
+    config: TrainConfig,
+    model: DecoderConfig,
+    document_lengths: tuple[int, ...],
+    steps: int | None = None,
+    *,
+    has_data: bool = True,
 ) -> tuple[Workload, RematChoice]:
     """Return the workload on the run's mesh, or on the first of `auto`'s candidates that fits, with its remat policy.
 
@@ -55,6 +67,7 @@ def choose_mesh(
         model: its architecture.
         document_lengths: of `Workload`.
         steps: of the run, about; None for many.
+        has_data: of `make_workload`.
 
     Raises:
         ValueError: the mesh does not fit the devices, the batch or the model.
@@ -71,9 +84,10 @@ def choose_mesh(
         shapes = _with_split_rows(shapes, config, devices, full=full)
     for shape in shapes:
         check_mesh(config, model, shape, devices=devices)
+    workload_of = partial(make_workload, config, model, document_lengths, has_data=has_data)
     explain, refused = config.run.explain, []
     for shape in shapes:
-        workload = make_workload(config, model, document_lengths, shape)
+        workload = workload_of(shape)
         try:
             remat = choose_remat(config.model, workload, steps, explain=explain)
         except DoesNotFit as error:
@@ -82,10 +96,8 @@ def choose_mesh(
             refused.append(str(error))
             continue
         if explain and config.run.mesh == AUTO:
-            others = shapes[shapes.index(shape) + 1 :]
-            reason = _mesh_reason(
-                config, shape, refused, [make_workload(config, model, document_lengths, s) for s in others]
-            )
+            others = list(map(workload_of, shapes[shapes.index(shape) + 1 :]))
+            reason = _mesh_reason(config, shape, refused, others)
             remat = replace(remat, reasons={"mesh": reason, **remat.reasons})
         return replace(workload, host_embeddings=remat.host_embeddings), remat
     raise AssertionError("no candidate")

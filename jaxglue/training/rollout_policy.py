@@ -93,9 +93,10 @@ class TrainedPolicy:
         assert run.rollouts is not None
         rounds, typical = run.total_steps // run.rollouts.window, run.rollouts.typical_prompts
         self._sample = Sampler(self._engine, run.stops, sampling, rounds=rounds, typical=typical)
-        # Training donates its arrays, so the reference needs its own.
+        # Without new adapters the reference has arrays of its own, as training donates its.
         assert isinstance(objective, RolloutObjective)
-        self._reference = jax.tree.map(jnp.copy, model.trainable) if objective.uses_reference else None
+        copied = objective.uses_reference and not model.executor.has_reference
+        self._reference = jax.tree.map(jnp.copy, model.trainable) if copied else None
         self._teacher = make_teacher(run, model) if objective.needs_teacher else None
 
     def sample(self, prompts: Sequence[Sequence[int]], indices: Sequence[int], count: int) -> list[list[Sample]]:
@@ -116,10 +117,9 @@ class TrainedPolicy:
 
         They are on their way: the next batch's may be asked for meanwhile.
         """
-        trainable = self._reference if reference else self._model.trainable
-        assert trainable is not None
-        placed = place_batch(batch, self._mesh)
-        return self._model.executor.log_probs(trainable, self._model.frozen, placed)
+        trainable = self._reference if reference and self._reference is not None else self._model.trainable
+        placed, layers = place_batch(batch, self._mesh), reference and self._reference is None
+        return self._model.executor.log_probs(trainable, self._model.frozen, placed, reference=layers)
 
     @property
     def teacher_matrix(self) -> Float[Array, "V E"]:

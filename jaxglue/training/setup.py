@@ -167,7 +167,7 @@ def resolve_model(config: TrainConfig) -> Setup:
     """
     config, model, vocabulary, adapter = _read_model(config, SINGLE_PROCESS)
     assert config.run.steps is not None
-    workload, remat = agree_on_mesh(config, model, (), SINGLE_PROCESS, config.run.steps)
+    workload, remat = agree_on_mesh(config, model, (), SINGLE_PROCESS, config.run.steps, has_data=False)
     return Setup(
         config=config,
         vocabulary=vocabulary,

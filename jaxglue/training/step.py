@@ -28,6 +28,7 @@ from jaxglue.engine.layer_groups import SmallResults
 from jaxglue.models.lora import without_adapters
 from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params
 from jaxglue.objectives.objective import Objective
+from jaxglue.objectives.policy_gradient import RolloutObjective
 from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.planner.workload import abstract_parts
 from jaxglue.sharding.mesh import place_batch
@@ -134,9 +135,7 @@ class TrainStep:
         run = self._run
         batches = run.batches if isinstance(run, Run) else None
         grouped = 1 < run.remat.layers_per_program < run.model.num_hidden_layers
-        others = grouped or run.workload.host_embeddings or run.config.objective.kind.needs_reference
-        splits = self.layout.gathers or self.layout.size("context") > 1
-        if splits or others or not isinstance(batches, BatchIterator):
+        if grouped or not run.workload.compiled_ahead or not isinstance(batches, BatchIterator):
             return None
         graphdefs, trainable, frozen = abstract_parts(run.workload)
         self.executor, first = self._make_executor(graphdefs, self._objective), batches.first
@@ -457,10 +456,17 @@ def reference_layers(
     run: Setup, graphdefs: ModelGraphDefs, trainable: Params, frozen: Params
 ) -> list[nnx.GraphDef] | None:
     """Return the frozen layers without adapters, to run beside the model's; None where no loss needs them."""
-    if not run.workload.reference:
+    if not (run.workload.reference or _compares_rollouts_with_frozen(run, trainable)):
         return None
     kinds: dict[nnx.GraphDef, nnx.GraphDef] = {}
     for graphdef, *trees in zip(graphdefs.layers, trainable["layers"], frozen["layers"], strict=True):
         if graphdef not in kinds:
             kinds[graphdef] = without_adapters(graphdef, *trees)
     return [kinds[graphdef] for graphdef in graphdefs.layers]
+
+
+def _compares_rollouts_with_frozen(run: Setup, trainable: Params) -> bool:
+    """Return whether rollouts have a reference, and all that trains are new adapters, without which it is."""
+    others = {name: part for name, part in trainable.items() if name != "layers"}
+    new = run.config.model.method == "lora" and run.adapter is None and not jax.tree.leaves(others)
+    return new and isinstance(run.workload.objective, RolloutObjective) and run.workload.objective.uses_reference

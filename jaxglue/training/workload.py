@@ -108,7 +108,12 @@ def other_models(config: TrainConfig) -> list[DecoderConfig]:
 
 
 def make_workload(
-    config: TrainConfig, model: DecoderConfig, document_lengths: tuple[int, ...], mesh: MeshShape
+    config: TrainConfig,
+    model: DecoderConfig,
+    document_lengths: tuple[int, ...],
+    mesh: MeshShape,
+    *,
+    has_data: bool = True,
 ) -> Workload:
     """Return a run's workload on one GPU of a mesh.
 
@@ -117,8 +122,9 @@ def make_workload(
         model: the model's architecture.
         document_lengths: of `Workload`.
         mesh: how GPUs share the work.
+        has_data: the run reads its data, rather than a session's caller.
     """
-    optimizer, dtype = config.optimizer, config.model.compute_dtype
+    optimizer, dtype, kind = config.optimizer, config.model.compute_dtype, config.objective.kind
     others = [nnx.state(abstract_model(other, dtype=dtype)) for other in other_models(config)]
     workload = Workload(
         config=model,
@@ -134,8 +140,9 @@ def make_workload(
         attention=config.model.attention,
         tile=config.model.tile,
         objective=config.objective.make(),
-        reference=config.objective.kind.needs_reference and _runs_in_steps(config),
+        reference=kind.needs_reference and _runs_in_steps(config),
         other_models=sum(map(tree_bytes, others)),
+        batches_known=has_data and not (config.data.streaming or kind.needs_rollouts or kind.needs_reference),
     )
     return replace(workload, moment_bytes=state_bytes(optimizer, abstract_parts(workload)[1]))
 

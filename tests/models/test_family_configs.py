@@ -164,6 +164,14 @@ def test_absent_fields_are_those_of_transformers(model_type):
     assert read > 3
 
 
+@pytest.mark.parametrize("model_type", ["olmo3", "gemma3_text"])
+def test_a_length_outside_of_types_counts_for_nothing(model_type):
+    raw = {**RAW, "model_type": model_type, "head_dim": 2, "max_position_embeddings": 64}
+    raw |= {"original_max_position_embeddings": 16, "rope_parameters": {"full_attention": LONG}}
+    rope = config_from_hf(raw).layer_kinds[3 if model_type == "olmo3" else 5].rope
+    assert (rope.rope_type, rope.original_max_position_embeddings, rope.factor) == ("longrope", 64, 1.0)
+
+
 def test_latent_attention_is_scaled_as_yarn_says():
     raw = {**RAW, **GLM4_MOE, **LATENT, "model_type": "deepseek_v3", "n_group": 1, "topk_group": 1}
     plain, scaled = (config_from_hf({**raw, "rope_scaling": rope}) for rope in (None, {**YARN, "mscale_all_dim": 0.5}))

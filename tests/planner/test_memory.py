@@ -33,17 +33,19 @@ def peak_memory(
     replayed: float = 0,
     run_ahead: int = 1,
     head: float = 0,
+    compared: float = 0,
+    ahead: bool = False,
 ) -> PeakMemory:
     """Return the memory of layers, each with some GiB of streamed weights, the last after others that run again.
 
-    The head has some GiB of temporary memory.
+    The head has some GiB of temporary memory, and compares matmuls of others.
     """
     layers, ends = len(costs), [int(table * GIB)] * (1 if tied else 2)
     resident = SimpleNamespace(moments=0, trainable=sum(ends), host_head=0, trainable_ends=ends)
     resident.frozen, resident.trainable_layers = lambda: 0, [0] * layers
     config = SimpleNamespace(tie_word_embeddings=tied, per_layer=None)
     work = {"gradient_accumulation_steps": steps, "reference": False, "update_in_backward": False, "other_models": 0}
-    output = Cost(seconds=0.0, temporary=int(head * GIB), results=ends[0])
+    output = Cost(seconds=0.0, temporary=int(head * GIB), results=ends[0], matmul=int(compared * GIB))
     return PeakMemory(
         workload=SimpleNamespace(config=config, **work),
         model=SimpleNamespace(gathered=0, scattered=0, input_bytes=0, head=output),
@@ -56,6 +58,7 @@ def peak_memory(
         replayed=[*[0] * (layers - 1), int(replayed * GIB)],
         one_program=one_program,
         scattered=False,
+        compiled_ahead=ahead,
     )
 
 
@@ -93,6 +96,14 @@ def test_matmuls_are_compared_at_the_first_layer_of_a_type():
     assert forward_gib(other, kept, kept, kept, kept) == pytest.approx(5)
     assert forward_gib(kept, other, kept, kept, kept) == pytest.approx(5)
     assert forward_gib(kept, kept, kept, kept, other) == pytest.approx(5 + 3)
+
+
+@pytest.mark.parametrize(("compared", "peak"), [(1, 4.5), (4, 4.5), (7, 7.3)])
+def test_programs_that_are_compiled_ahead_compare_matmuls_beside_the_weights_alone(compared, peak):
+    """Four layers' values and the head's temporary memory come later."""
+    layers = [replace(layer(1, 0), backward=replace(NOTHING, matmul=GIB // 2))] * 4
+    assert peak_gib(*layers, head=0.2, compared=compared, ahead=True) == pytest.approx(peak, abs=0.01)
+    assert peak_gib(*layers, head=0.2, compared=compared) == pytest.approx(4.3 + max(compared, 0.2, 0.5), abs=0.01)
 
 
 def test_layers_that_run_again_take_memory_before_a_backward_pass():

@@ -16,7 +16,14 @@ from jaxglue.rl.sampler import Sample
 
 
 class Policy:
-    """Answers a prompt with its number in the run, and the answer's."""
+    """Answers a prompt with its number in the run, and the answer's; notes passes of the reference."""
+
+    def __init__(self, calls):
+        self._calls = calls
+
+    def log_probs(self, batch, *, reference=False):
+        self._calls.append("reference")
+        return -batch.targets.astype(np.float32)
 
     def sample(self, prompts, indices, count):
         def answer(index, number):
@@ -31,13 +38,15 @@ class Judge:
 
     names, weights, specs = ["stub"], np.ones(1), [RewardSpec("stub", "", {})]
 
-    def __init__(self, equal, reward):
-        self._equal, self._reward = equal, reward
+    def __init__(self, equal, reward, calls):
+        self._equal, self._reward, self._calls = equal, reward, calls
 
     def load_models(self, tokenizer):
         pass
 
     def score(self, written):
+        self._calls.append("rewards")
+
         def reward(sample):
             return self._reward if int(sample.text) in self._equal else float(sample.tokens[1])
 
@@ -54,13 +63,14 @@ def make_steps(tmp_path):
     fields = {"documents": np.arange(5), "lengths": lengths, "targets": np.zeros(5, int)}
     dataset = PromptDataset(store=store, **fields, prompts=prompts, answer=3)
 
-    def make(equal=(), reward=1.0, held_out=False, **settings):
+    def make(equal=(), reward=1.0, held_out=False, beta=0.0, calls=None, **settings):
+        calls = [] if calls is None else calls
         config = RolloutConfig(reward=("exact",), num_generations=3, generation_batch_size=6, **settings)
-        objective = ObjectiveConfig(objective="grpo").make()
+        objective = ObjectiveConfig(objective="grpo", beta=beta).make()
         sizes = {"seq_len": 32, "batch_size": 1, "seed": 3, "folder": tmp_path}
         sizes["held_out"] = dataset if held_out else None
-        steps = RolloutSteps(dataset, objective, config, Judge(equal, reward), **sizes)
-        steps.begin(Policy(), SimpleNamespace())
+        steps = RolloutSteps(dataset, objective, config, Judge(equal, reward, calls), **sizes)
+        steps.begin(Policy(calls), SimpleNamespace())
         return steps
 
     return make
@@ -105,3 +115,16 @@ def test_held_out_prompts_have_numbers_of_their_own_and_take_none(make_steps, tm
 def test_dynamic_sampling_ends_where_no_rewards_differ(make_steps):
     step = next(make_steps(equal=set(range(100)), dynamic_sampling=True))
     assert trained(step) == [0, 1] and step.metrics["frac_reward_zero_std"] == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [({}, ["reference", "rewards"]), ({"dynamic_sampling": True}, ["rewards", "rewards", "reference"])],
+)
+def test_a_reference_runs_while_rewards_are_judged_or_on_the_chosen_answers(make_steps, settings, expected):
+    calls = []
+    step = next(make_steps(beta=0.1, calls=calls, equal={0}, **settings))
+    (batch,) = step.micro_batches
+    answered = np.asarray(batch.loss_weights) > 0
+    np.testing.assert_array_equal(batch.rollouts.reference[answered], -batch.targets[answered])
+    assert calls == expected

@@ -5,6 +5,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from jaxglue.rl.sampler import Sample
 
 FILE = """
 import asyncio
+import subprocess
+import sys
 import time
 
 print("printed while it is imported")
@@ -70,6 +73,14 @@ def slow(completion):
 
 def large(completion):
     return len(bytes(2**33))
+
+
+def program(completion):
+    return len(subprocess.run("cat", capture_output=True).stdout) + len(sys.stdin.read())
+
+
+def child(completion, file):
+    subprocess.run(["sh", "-c", f"echo $$ > {file}; exec sleep 300"])
 """
 
 
@@ -118,6 +129,25 @@ def test_a_failing_function_is_named_with_its_row(score, name, text):
 def test_answers_beyond_a_limit_have_no_reward(score, name, limits, caplog):
     assert np.array_equal(score(name, "later", **limits), [[[np.nan, 1.5]] * 3], equal_nan=True)
     assert f"reward {name} of prompts.jsonl:4 reached its limit" in caplog.text
+
+
+def test_a_limit_of_time_begins_anew_after_each_answer_beyond_it(score):
+    began = time.monotonic()
+    score("slow", reward_timeout=0.2)
+    assert time.monotonic() - began < 25  # an import may take two minutes, and has no part in it
+
+
+def test_functions_and_their_programs_read_no_requests(score):
+    assert score("program", "later", reward_timeout=20) == [[[0.0, 1.5]] * 3]
+
+
+def test_programs_of_a_function_end_with_it(score, tmp_path):
+    score(f"child?file={tmp_path / 'pid'}", reward_timeout=2)
+    process = Path("/proc") / (tmp_path / "pid").read_text().strip()
+    deadline = time.monotonic() + 10
+    while process.exists() and "Z" not in (process / "stat").read_text().split()[2]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_file_that_reaches_a_limit_when_it_is_imported_is_refused(tmp_path):

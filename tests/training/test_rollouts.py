@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 from selection import repeat, repeats_parts_of
@@ -17,6 +18,7 @@ from jaxglue.rl.rewards import Judge
 from jaxglue.rl.sampler import Sampler
 from jaxglue.training.checkpoint import Checkpoints
 from jaxglue.training.record import read_metrics
+from jaxglue.training.rollout_policy import TrainedPolicy
 from jaxglue.training.setup import resolve
 from jaxglue.training.step import TrainStep
 from jaxglue.training.train import train
@@ -91,6 +93,32 @@ def test_a_run_samples_rewards_and_trains(make_run, monkeypatch):
         json.loads(page.partition('id="data">')[2].partition("</script>")[0])["rollouts"][-1]["answer"]
         == lines[-1]["answer"]
     )
+
+
+@pytest.mark.parametrize("continued", [False, True])
+def test_a_reference_stays_what_the_run_began_with(make_run, continued):
+    """New adapters are left out, and add nothing at first; those of another run have a copy."""
+    first = make_run(beta=0.1, learning_rate=3e-2, steps=1)
+    if continued:
+        train(first)
+        base = {"model": str(first.run.output / "base"), "random_weights": False}
+        first = make_run(
+            beta=0.1, adapter=first.run.output / "adapter", output=first.run.output / "next", rank=16, **base
+        )
+    run = resolve(first)
+    (first.run.output / "rollouts").mkdir(parents=True, exist_ok=True)
+    model = TrainStep(run, None)
+    policy = TrainedPolicy(run, model, None)
+    run.rollouts.begin(policy, run.tokenizer)
+    batch = next(run.rollouts).micro_batches[0]
+    before = np.asarray(policy.log_probs(batch))
+    np.testing.assert_allclose(policy.log_probs(batch, reference=True), before, atol=1e-5)
+    model.trainable = jax.tree.map(lambda x: x + 0.3, model.trainable)
+    assert np.abs(policy.log_probs(batch) - before).max() > 1e-2
+    np.testing.assert_allclose(policy.log_probs(batch, reference=True), before, atol=1e-5)
+    np.testing.assert_allclose(batch.rollouts.reference, before, atol=1e-5)
+    assert continued != model.executor.has_reference
+    run.rollouts.close()
 
 
 @repeats_parts_of("test_a_run_samples_rewards_and_trains")

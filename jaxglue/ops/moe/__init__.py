@@ -10,6 +10,7 @@ from jaxglue.ops.backend import (
     Operation,
     check_hopper,
     check_one_device,
+    check_tried,
     check_triton,
 )
 from jaxglue.ops.moe.expert_parallel import expert_parallel
@@ -22,7 +23,16 @@ from jaxglue.ops.moe.reference import (
     reference_grouped_matmul,
     reference_mlp,
 )
-from jaxglue.ops.moe.routing import ONE_GROUP, GroupMetadata, Groups, Order, Routing, make_routing, sorted_route
+from jaxglue.ops.moe.routing import (
+    ONE_GROUP,
+    GroupMetadata,
+    Groups,
+    Order,
+    Routing,
+    few_rows_tile,
+    make_routing,
+    sorted_route,
+)
 from jaxglue.ops.moe.vjp import GroupedSpec, MoeBackend, fused_grouped_matmul, fused_mlp
 from jaxglue.ops.quant.formats import Quantized
 from jaxglue.ops.quant.mxfp4 import MXFP4
@@ -84,6 +94,8 @@ def _check_few(
         raise NotImplementedError(f"experts have more than {MOST_ROWS} rows each")
     if any(adapter is not None for adapter in adapters):
         raise NotImplementedError("experts have adapters")
+    if any(isinstance(matrix, MXFP4) for matrix in matrices):
+        check_tried("MXFP4 experts of few rows")
     for matrix in matrices:
         if isinstance(matrix, Quantized) and not isinstance(matrix, MXFP4):
             raise NotImplementedError(f"{type(matrix).__name__} has no kernel for few rows")
@@ -152,8 +164,16 @@ def route(
     softmax = order != "sigmoid_topk" and groups.kept == groups.total and scale == 1.0
     if inference and softmax and (kernels := ROUTE.load(M * k, E)) is not None:
         return kernels.route(router_logits, k, order=order, normalize=normalize)
+    few = inference and M * k <= MOST_ROWS * E
     return sorted_route(
-        router_logits, k, order=order, normalize=normalize, correction=correction, groups=groups, scale=scale
+        router_logits,
+        k,
+        order=order,
+        normalize=normalize,
+        correction=correction,
+        groups=groups,
+        scale=scale,
+        row_tile=few_rows_tile(M * k // E) if few else None,
     )
 
 

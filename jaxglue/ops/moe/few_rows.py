@@ -13,7 +13,7 @@ from jaxglue.ops.launch import Launcher, shape_dtype_of
 from jaxglue.ops.moe import few_rows_kernels
 from jaxglue.ops.moe.kernels import combine_kernel
 from jaxglue.ops.moe.reference import GPT_OSS_ALPHA, GPT_OSS_LIMIT, Activation
-from jaxglue.ops.moe.routing import GroupMetadata, Order, Routing, RowTiles, fitting_row_tile
+from jaxglue.ops.moe.routing import GroupMetadata, Order, Routing, RowTiles, few_rows_tile
 from jaxglue.ops.moe.tiles import row_block
 from jaxglue.ops.quant.mxfp4 import MXFP4
 
@@ -44,7 +44,7 @@ class TritonFewRowsExperts(Launcher):
     def route(self, logits: Float[Array, "M E"], k: int, *, order: Order, normalize: bool) -> Routing:
         """Compute `route` in two launches."""
         (M, E), A = logits.shape, len(logits) * k
-        rows = fitting_row_tile(A // E)
+        rows = few_rows_tile(A // E)
         constants = {"E": E, "X": k, "SOFTMAX_FIRST": order == "softmax_topk"}
         constants |= {"NORMALIZE": normalize or order == "topk_softmax"}
         constants |= {"BLOCK_E": triton.next_power_of_2(E), "BLOCK_X": triton.next_power_of_2(k)}
@@ -71,8 +71,11 @@ class TritonFewRowsExperts(Launcher):
         """Compute `moe_mlp` from (gate_up, down) of matrices and biases."""
         D, F = x.shape[1], (matrices[1].shape[2] if transpose_rhs else matrices[1].shape[1])
         options: dict[str, Any] = {"activation": activation, "transpose_rhs": transpose_rhs}
-        hidden = self._multiply(x, routing, matrices[0], biases[0], F, tokens=routing.tokens, **options)
-        rows = self._multiply(hidden, routing, matrices[1], None, D, **options | {"activation": None})
+        first, second = (isinstance(matrix, MXFP4) for matrix in matrices)
+        x = _in_code_order(x) if first else x
+        options |= {"tokens": routing.tokens, "code_order": second}
+        hidden = self._multiply(x, routing, matrices[0], biases[0], F, **options)
+        rows = self._multiply(hidden, routing, matrices[1], None, D, activation=None, transpose_rhs=transpose_rhs)
         extra = (None,) * 3 if biases[1] is None else (routing.weights, routing.expert_ids, biases[1])
         arrays, block = (rows, routing.inverse, *extra), row_block(D)
         constants = {"D": D, "X": routing.inverse.shape[1], "BLOCK": block}
@@ -80,9 +83,22 @@ class TritonFewRowsExperts(Launcher):
         return self._launch(combine_kernel, arrays, (shape_dtype_of(x),), (len(x),), constants, warps, cost=cost)[0]
 
     def _multiply(
-        self, x, routing: Routing, matrices, bias, N: int, *, activation: Activation | None, transpose_rhs, tokens=None
+        self,
+        x,
+        routing: Routing,
+        matrices,
+        bias,
+        N: int,
+        *,
+        activation: Activation | None,
+        transpose_rhs,
+        tokens=None,
+        code_order: bool = False,
     ) -> Float[Array, "S N"]:
-        """Multiply rows by their experts' matrices; with an activation, times their weights."""
+        """Multiply rows by their experts' matrices; with an activation, times their weights.
+
+        Columns of x are in the order of MXFP4's codes for matrices in it, those of the result with `code_order`.
+        """
         S, K, packed = routing.permutation.size, x.shape[1], isinstance(matrices, MXFP4)
         row_tiles, gated = routing.groups.gathered_tiles, activation is not None
         tiles = self.tiles or (_MXFP4_TILES if packed else _TILES)
@@ -104,6 +120,7 @@ class TritonFewRowsExperts(Launcher):
             "TILES": table.shape[1],
             "TRANSPOSED": transpose_rhs,
             "MXFP4": packed,
+            "CODE_ORDER": code_order,
             "PLAIN": self.plain,
             "GATED": gated,
             "GPT_OSS": activation == "gpt_oss",
@@ -124,3 +141,8 @@ class TritonFewRowsExperts(Launcher):
         return self._launch(
             few_rows_kernels.experts_kernel, arrays, (out_type,), grid, constants, *compiled, cost=cost
         )[0]
+
+
+def _in_code_order(x: Float[Array, "M D"]) -> Float[Array, "M D"]:
+    """Return x with its columns in the order in which those of MXFP4 are multiplied (`code_order`)."""
+    return x.reshape(len(x), -1, 4, 2, 4).transpose(0, 1, 4, 2, 3).reshape(x.shape)

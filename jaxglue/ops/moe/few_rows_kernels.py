@@ -7,22 +7,20 @@ the few tokens its second. Rows of x are those of one expert each, as `RowTiles`
 import triton
 import triton.language as tl
 
-NAN = tl.constexpr(0x7FC0)
-"""Bits of a NaN in bfloat16."""
 MXFP4_ASSEMBLY = tl.constexpr("""{
-.reg .b32 a, b, c, d;
-prmt.b32 a, $4, 0, 0x4140;
-prmt.b32 b, $4, 0, 0x4342;
-shl.b32 c, a, 6;  and.b32 c, c, 0x01C001C0;  shl.b32 d, a, 12;  lop3.b32 c, d, 0x80008000, c, 0xEA;
-mul.rn.bf16x2 $0, c, $5;
-shl.b32 c, b, 6;  and.b32 c, c, 0x01C001C0;  shl.b32 d, b, 12;  lop3.b32 c, d, 0x80008000, c, 0xEA;
-mul.rn.bf16x2 $1, c, $6;
-shl.b32 c, a, 2;  and.b32 c, c, 0x01C001C0;  shl.b32 d, a, 8;  lop3.b32 c, d, 0x80008000, c, 0xEA;
-mul.rn.bf16x2 $2, c, $5;
-shl.b32 c, b, 2;  and.b32 c, c, 0x01C001C0;  shl.b32 d, b, 8;  lop3.b32 c, d, 0x80008000, c, 0xEA;
-mul.rn.bf16x2 $3, c, $6;
+.reg .b32 c, d, f;
+mov.b32 f, {$9, $9};
+shl.b32 c, $8, 6;  and.b32 c, c, 0x01C001C0;  shl.b32 d, $8, 12;  lop3.b32 c, d, 0x80008000, c, 0xEA;
+mul.rn.bf16x2 c, c, f;  mov.b32 {$0, $1}, c;
+shl.b32 c, $8, 2;  and.b32 c, c, 0x01C001C0;  shl.b32 d, $8, 8;  lop3.b32 c, d, 0x80008000, c, 0xEA;
+mul.rn.bf16x2 c, c, f;  mov.b32 {$2, $3}, c;
+shr.b32 c, $8, 2;  and.b32 c, c, 0x01C001C0;  shl.b32 d, $8, 4;  lop3.b32 c, d, 0x80008000, c, 0xEA;
+mul.rn.bf16x2 c, c, f;  mov.b32 {$4, $5}, c;
+shr.b32 c, $8, 6;  and.b32 c, c, 0x01C001C0;  lop3.b32 c, $8, 0x80008000, c, 0xEA;
+mul.rn.bf16x2 c, c, f;  mov.b32 {$6, $7}, c;
 }""")
-"""Instructions that decode eight e2m1 codes, in four bytes, times the bytes' factors: low halves first."""
+"""Instructions that decode the eight e2m1 codes of a word times its factor: codes 0, 4, 1, 5, 2, 6, 3 and 7, since
+those of a pair are 16 bits apart."""
 
 
 @triton.jit
@@ -37,49 +35,38 @@ def _activate(gate, up, GPT_OSS: tl.constexpr, GELU: tl.constexpr, ALPHA: tl.con
 
 
 @triton.jit
-def _decode(codes, exponents, PLAIN: tl.constexpr):
-    """Return the low and the high halves' values of bytes of e2m1 codes, times 2^(exponent − 127), in bfloat16.
+def _decode(words, exponents, PLAIN: tl.constexpr):
+    """Return the values of codes 0, 4, 1, 5, 2, 6, 3 and 7 of words, times 2^(exponent − 127), in bfloat16.
 
     Exponent and mantissa of a code, in the place of bfloat16's, are its value times 2⁻¹²⁶, zeros and 0.5 included. A
-    block of values from 4 on, which no model has, would need a larger factor than bfloat16 holds, and becomes NaN.
+    block of values from 4 on, which no model has, would need a larger factor than bfloat16 holds, and has no numbers.
     """
     if PLAIN:  # for the interpreter, which knows neither bfloat16 nor instructions
-        low, high = (codes & 15).to(tl.int32), (codes >> 4).to(tl.int32)
         power = tl.where(exponents == 0, 1 << 22, exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-        return _decode_plain(low) * power, _decode_plain(high) * power
+        return (
+            _decode_plain(words, 0) * power, _decode_plain(words, 4) * power,
+            _decode_plain(words, 1) * power, _decode_plain(words, 5) * power,
+            _decode_plain(words, 2) * power, _decode_plain(words, 6) * power,
+            _decode_plain(words, 3) * power, _decode_plain(words, 7) * power,
+        )  # fmt: skip
     else:
-        shifted = exponents.to(tl.int32) + 126
-        factors = tl.where(shifted < 255, shifted << 7, NAN).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        shifted = (tl.minimum(exponents.to(tl.int16), 129) + 126) << 7  # of 129 on, bfloat16's infinity
         return tl.inline_asm_elementwise(
             MXFP4_ASSEMBLY,
-            "=r,=r,=r,=r,r,r,r",
-            [codes, factors],
-            dtype=(tl.bfloat16, tl.bfloat16),
+            "=h,=h,=h,=h,=h,=h,=h,=h,r,h",
+            [words, shifted],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16) * 2,
             is_pure=True,
-            pack=4,
+            pack=1,
         )
 
 
 @triton.jit
-def _decode_plain(code):
+def _decode_plain(words, index: tl.constexpr):
+    code = (words >> (4 * index)) & 15
     exponent, mantissa = (code >> 1) & 3, code & 1
     magnitude = tl.where(exponent > 0, (exponent + 126) << 23 | mantissa << 22, mantissa * (126 << 23))
     return (magnitude | (code >> 3) << 31).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _columns(BLOCK_K: tl.constexpr, MXFP4: tl.constexpr):
-    """Return the columns of a step in the order in which they are multiplied.
-
-    A thread's operands are neighboring pairs 0, 4, 8 and 12 of each 16. In MXFP4 these are made its pairs 0 to 3, which
-    it reads as one word.
-    """
-    columns = tl.arange(0, BLOCK_K)
-    if MXFP4:
-        pair = columns % 32 // 2
-        columns = columns - columns % 32 + (pair % 4 * 4 + pair // 4) * 2 + columns % 2
-        columns = tl.max_contiguous(tl.multiple_of(columns, 2), 2)
-    return columns
 
 
 @triton.jit
@@ -92,33 +79,45 @@ def _exponents(scales, rows, step, K: tl.constexpr, BLOCK_K: tl.constexpr):
 @triton.jit
 def _mxfp4_tile(blocks, rows, exponents, step, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
                 PLAIN: tl.constexpr):  # fmt: skip
-    """Return BLOCK_K columns of some rows of matrices in MXFP4."""
-    HALF: tl.constexpr = BLOCK_K // 2
-    byte = step * HALF + tl.arange(0, HALF)
-    at = blocks + rows[:, None] * (K // 2) + byte[None, :]
+    """Return BLOCK_K columns of some rows of matrices in MXFP4, in `code_order`.
+
+    A thread's operands of 32 columns are neighboring pairs 0, 4, 8 and 12 of 16: in that order the codes of a word.
+    """
+    WORDS: tl.constexpr = BLOCK_K // 8
+    word = step * WORDS + tl.arange(0, WORDS)
+    at = blocks.to(tl.pointer_type(tl.int32), bitcast=True) + rows[:, None] * (K // 8) + word[None, :]
     if K % BLOCK_K != 0:
-        codes = tl.load(at, mask=(byte < K // 2)[None, :], other=0, eviction_policy="evict_first")
+        words = tl.load(at, mask=(word < K // 8)[None, :], other=0, eviction_policy="evict_first")
     else:
-        codes = tl.load(at, eviction_policy="evict_first")
-    # See `_columns`.
-    codes = tl.reshape(tl.permute(tl.reshape(codes, (ROWS, HALF // 16, 4, 4)), (0, 1, 3, 2)), (ROWS, HALF))
-    shared = tl.broadcast_to(exponents[:, :, None], (ROWS, BLOCK_K // 32, 16))
-    low, high = _decode(codes, tl.reshape(shared, (ROWS, HALF)), PLAIN)
-    return tl.reshape(tl.join(low, high), (ROWS, BLOCK_K))
+        words = tl.load(at, eviction_policy="evict_first")
+    shared = tl.broadcast_to(exponents[:, :, None], (ROWS, BLOCK_K // 32, 4))
+    a, b, c, d, e, f, g, h = _decode(words, tl.reshape(shared, (ROWS, WORDS)), PLAIN)
+    values = tl.join(tl.join(tl.join(a, b), tl.join(e, f)), tl.join(tl.join(c, d), tl.join(g, h)))
+    values = tl.permute(tl.reshape(values, (ROWS, WORDS // 4, 4, 2, 4)), (0, 1, 4, 2, 3))
+    return tl.reshape(values, (ROWS, BLOCK_K))
+
+
+@triton.jit
+def code_order(columns):
+    """Return the places of columns in the order in which MXFP4 is multiplied: 8i + 4j + k of 32 is at 8k + 2i + j."""
+    within = columns % 32
+    return columns - within + within % 4 * 8 + within // 8 * 2 + within // 4 % 2
 
 
 @triton.jit
 def experts_kernel(
     x, tokens, matrices, scales, bias, row_weights, table, out,
     E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TILES: tl.constexpr, TRANSPOSED: tl.constexpr,
-    MXFP4: tl.constexpr, PLAIN: tl.constexpr, GATED: tl.constexpr, GPT_OSS: tl.constexpr, GELU: tl.constexpr,
-    ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    MXFP4: tl.constexpr, CODE_ORDER: tl.constexpr, PLAIN: tl.constexpr, GATED: tl.constexpr, GPT_OSS: tl.constexpr,
+    GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of rows by BLOCK_N columns of their expert's matrix; grid (TILES, ⌈N / BLOCK_N⌉).
 
     x [S, K], or with `tokens` [S] x [M, K], of which these are the rows; matrices [E, N, K], or [E, K, N] where they
     are not TRANSPOSED. GATED, there are 2N columns, alternately gate and up for GPT-OSS, else in two halves; out [S, N]
-    is the activation times the rows' weights.
+    is the activation times the rows' weights. The columns of x are in `code_order` where matrices are in MXFP4; those
+    of out with CODE_ORDER.
     """
     table += tl.program_id(0)
     group, start = tl.load(table), tl.load(table + TILES)
@@ -150,7 +149,7 @@ def experts_kernel(
     if MXFP4:
         exponents = _exponents(scales, matrix + n, 0, K, BLOCK_K)
     for step in range(0, tl.cdiv(K, BLOCK_K)):
-        columns = step * BLOCK_K + _columns(BLOCK_K, MXFP4)
+        columns = step * BLOCK_K + tl.arange(0, BLOCK_K)
         if K % BLOCK_K != 0:
             values = tl.load(x + columns[None, :], mask=ours[:, None] & (columns < K)[None, :], other=0.0)
         else:
@@ -179,6 +178,8 @@ def experts_kernel(
         acc = _activate(gate, up, GPT_OSS, GELU, ALPHA, LIMIT) * weights[None, :]
     columns = column + tl.arange(0, BLOCK_N)
     mask = (columns < N)[:, None] & ours[None, :]
+    if CODE_ORDER:
+        columns = code_order(columns)
     tl.store(out + row.to(tl.int64)[None, :] * N + columns[:, None], acc.to(out.dtype.element_ty), mask=mask)
 
 

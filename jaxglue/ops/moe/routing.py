@@ -101,6 +101,11 @@ def fitting_row_tile(mean: int) -> int:
     return largest if mean >= largest else max(smallest, 1 << mean.bit_length() >> 1)
 
 
+def few_rows_tile(mean: int) -> int:
+    """Return the rows of a tile for groups of this small mean size: twice as many, since each tile reads a matrix."""
+    return max(ROW_TILES[0], 1 << (2 * mean - 1).bit_length())
+
+
 def _check_sizes(sizes: np.ndarray, rows: int) -> None:
     if sizes.ndim != 1 or (sizes < 0).any():
         raise ValueError(f"group_sizes must be a vector of sizes of at least 0, got {sizes.tolist()}")
@@ -162,8 +167,9 @@ def sorted_route(
     correction: Float[Array, " E"] | None,
     groups: Groups,
     scale: float,
+    row_tile: int | None = None,
 ) -> Routing:
-    """Choose experts in plain JAX; see `jaxglue.ops.moe.route`."""
+    """Choose experts in plain JAX; see `jaxglue.ops.moe.route`, and `GroupMetadata.of` for the tile."""
     E = router_logits.shape[-1]
     if not 1 <= k <= E:
         raise ValueError(f"k must be between 1 and the {E} experts, got {k}")
@@ -172,7 +178,7 @@ def sorted_route(
     if E % groups.total or not 1 <= groups.kept <= groups.total or k > groups.kept * (E // groups.total):
         raise ValueError(f"{groups.kept} of {groups.total} groups must divide {E} experts and leave {k} of them")
     weights, expert_ids = _choose(router_logits.astype(jnp.float32), k, order, normalize, correction, groups)
-    return make_routing(expert_ids, weights if scale == 1.0 else weights * scale, E)
+    return make_routing(expert_ids, weights if scale == 1.0 else weights * scale, E, row_tile=row_tile)
 
 
 def make_routing(

@@ -163,7 +163,9 @@ def _shrink(
     """
     rows, ranks = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
     acc = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
-    for step in range(0, STEPS):
+    # The input has two bytes a value, where steps are of as many values of one byte: five stages take up to 475 KB.
+    STAGES: tl.constexpr = 2 if BLOCK_K * (2 * BLOCK_M + 4 * BLOCK_R) > 45_000 else None
+    for step in tl.range(0, STEPS, num_stages=STAGES):
         k = (number * STEPS + step) * BLOCK_K
         columns = k + tl.arange(0, BLOCK_K)
         inside = (ranks < R)[:, None] & (columns < K)[None, :]

@@ -59,7 +59,7 @@ class FP8Weight(Quantized):
         """Return the shape of the dequantized matrix."""
         return self.values.shape[0], self.values.shape[1]
 
-    without_kernel: ClassVar[str | None] = "weights of one byte have no kernel"
+    without_kernel: ClassVar[str | None] = None
 
     def dequantize(self, dtype) -> Float[Array, "out in"]:
         """Compute the values in `dtype`."""

@@ -85,3 +85,24 @@ def nf4_kernel(
     code = ((packed[:, None] >> (4 * (nibble ^ 1))[None, :]) & 15).to(tl.int32)  # the high half comes first
     value = tl.reshape(tl.gather(lookup, tl.reshape(code, (BLOCK * 64,)), 0), (BLOCK * 8, 8)) * scale[:, None]
     tl.store(out + word[:, None] * 8 + nibble[None, :], value.to(out.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit
+def fp8_kernel(
+    values, scales, out,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SHARED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Dequantize e4m3 [ROWS, COLUMNS], of which SHARED columns of a row have a scale, or all of it where SHARED is 0.
+
+    A program has BLOCK_R rows of BLOCK_C columns; grid (⌈ROWS / BLOCK_R⌉, ⌈COLUMNS / BLOCK_C⌉).
+    """
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+    column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    inside = (row < ROWS) & (column < COLUMNS)
+    if SHARED == 0:
+        scale = tl.load(scales + row, mask=row < ROWS, other=0.0)
+    else:
+        scale = tl.load(scales + row * tl.cdiv(COLUMNS, SHARED) + column // SHARED, mask=inside, other=0.0)
+    place = row * COLUMNS + column
+    value = tl.load(values + place, mask=inside, other=0.0).to(tl.float32) * scale
+    tl.store(out + place, value.to(out.dtype.element_ty), mask=inside)

@@ -12,8 +12,8 @@ from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.quant.blocks import dynamic_code
 from jaxglue.ops.quant.formats import Quantized
-from jaxglue.ops.quant.fp8 import E4M3
-from jaxglue.ops.quant.kernels import mxfp4_kernel, mxfp4_transposed_kernel, nf4_kernel
+from jaxglue.ops.quant.fp8 import BLOCK, E4M3, FP8Weight
+from jaxglue.ops.quant.kernels import fp8_kernel, mxfp4_kernel, mxfp4_transposed_kernel, nf4_kernel
 from jaxglue.ops.quant.mxfp4 import LIFT, MXFP4
 from jaxglue.ops.quant.nf4 import GROUP, NF4, VALUES
 
@@ -21,18 +21,22 @@ MXFP4_BLOCKS = 128
 """Blocks of 32 values in a program of 128 threads: each reads 16 bytes and writes 64."""
 NF4_BLOCKS = 64
 """Blocks of 64 values likewise."""
+FP8_TILE = (4096, 512)
+"""Values of e4m3 in a program, and most columns: each thread reads 16 bytes at a time."""
 MXFP4_TRANSPOSED_TILE = (64, 16)
 """Rows, and words of eight codes, in a program that writes FP8 transposed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TritonDequantize(Launcher):
-    """`DequantizeBackend` in Triton, for NF4 and MXFP4."""
+    """`DequantizeBackend` in Triton, for NF4, MXFP4 and FP8."""
 
     def dequantize(self, weight: Quantized, dtype) -> Float[Array, "*B out in"]:
         """See `DequantizeBackend`."""
         if isinstance(weight, MXFP4):
             return self._mxfp4(weight, dtype)
+        if isinstance(weight, FP8Weight):
+            return self._fp8(weight, dtype)
         assert isinstance(weight, NF4), weight
         return self._nf4(weight, dtype)
 
@@ -63,3 +67,12 @@ class TritonDequantize(Launcher):
         constants, grid = {"COUNT": count, "GROUP": GROUP, "BLOCK": NF4_BLOCKS}, (triton.cdiv(count, NF4_BLOCKS),)
         cost = KernelCost(kind=KernelKind.ROWS)
         return self._launch(nf4_kernel, (*parts, *tables), (out_type,), grid, constants, cost=cost)[0]
+
+    def _fp8(self, weight: FP8Weight, dtype):
+        (rows, columns), (values, most) = weight.shape, FP8_TILE
+        block_c = min(most, triton.next_power_of_2(columns))
+        block_r, shared = values // block_c, 0 if weight.scales.ndim == 1 else BLOCK
+        constants = {"ROWS": rows, "COLUMNS": columns, "SHARED": shared, "BLOCK_R": block_r, "BLOCK_C": block_c}
+        arrays, out_type = (weight.values, weight.scales), jax.ShapeDtypeStruct(weight.shape, dtype)
+        grid, cost = (triton.cdiv(rows, block_r), triton.cdiv(columns, block_c)), KernelCost(kind=KernelKind.ROWS)
+        return self._launch(fp8_kernel, arrays, (out_type,), grid, constants, cost=cost)[0]

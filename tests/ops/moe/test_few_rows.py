@@ -8,7 +8,8 @@ from ptx import halves, run_assembly
 from selection import repeat
 
 from jaxglue.ops.backend import tracing_for
-from jaxglue.ops.moe import FEW_ROWS_EXPERTS, ROUTE, moe_mlp, route
+from jaxglue.ops.moe import FEW_ROWS_EXPERTS, ROUTE, GroupMetadata, moe_mlp, route
+from jaxglue.ops.moe.routing import few_rows_tile
 from jaxglue.ops.quant.mxfp4 import MXFP4, decode_e2m1, quantize_mxfp4
 
 
@@ -64,7 +65,8 @@ def test_interpreted_routing_matches_the_sort(M, E, k, order, normalize, kernels
     want = route(logits, k, order=order, normalize=normalize)
     with ROUTE.using(kernels):
         got = route(logits, k, order=order, normalize=normalize, inference=True)
-    tiles = want.groups.tiles.table
+    tiles = GroupMetadata.of(want.groups.sizes, M * k, row_tile=few_rows_tile(M * k // E)).tiles
+    tiles, rows = tiles.table, tiles.rows
     used = np.asarray(tiles[0] < E)
     for name in ("expert_ids", "permutation", "inverse"):
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
@@ -73,21 +75,28 @@ def test_interpreted_routing_matches_the_sort(M, E, k, order, normalize, kernels
     np.testing.assert_array_equal(got.groups.offsets, want.groups.offsets)
     np.testing.assert_array_equal(got.groups.tiles.table[:, used], tiles[:, used])
     np.testing.assert_array_equal(got.groups.tiles.table[0], tiles[0])
-    assert got.groups.tiles.rows == want.groups.tiles.rows
+    assert got.groups.tiles.rows == rows
+
+
+def test_a_tile_of_few_rows_holds_twice_the_mean_group():
+    logits = draw(0, 64, 8)
+    routings = [route(logits, 2, order="sigmoid_topk", inference=inference) for inference in (False, True)]
+    assert [routing.groups.tiles.rows for routing in routings] == [16, 32]
 
 
 def test_assembly_decodes_every_mxfp4_code():
     pytest.importorskip("triton")
     from jaxglue.ops.moe.few_rows_kernels import MXFP4_ASSEMBLY
 
-    exponent = 120
-    factor = (exponent + 126 << 7) * 0x10001
-    for first in range(0, 256, 4):
-        codes = np.arange(first, first + 4, dtype=np.uint8)
-        words = run_assembly(MXFP4_ASSEMBLY.value, [int.from_bytes(codes.tobytes(), "little"), factor, factor], 4)
-        got = np.concatenate([halves(word) for word in words]).astype(np.float32).reshape(2, 4)
-        want = np.stack([decode_e2m1(jnp.asarray(half)) for half in (codes & 15, codes >> 4)]) * 2.0 ** (exponent - 127)
-        np.testing.assert_array_equal(got, want)
+    exponent, order = 120, [0, 4, 1, 5, 2, 6, 3, 7]
+    for code in range(16):
+        for index in range(8):
+            codes = np.zeros(8, np.uint8)
+            codes[index] = code
+            word = int((codes.astype(np.uint32) << 4 * np.arange(8, dtype=np.uint32)).sum())
+            got = run_assembly(MXFP4_ASSEMBLY.value, [word, exponent + 126 << 7], 8)
+            want = decode_e2m1(jnp.asarray(codes))[np.array(order)] * 2.0 ** (exponent - 127)
+            np.testing.assert_array_equal([float(halves(value)[0]) for value in got], want)
 
 
 @pytest.mark.gpu

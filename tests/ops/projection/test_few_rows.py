@@ -272,3 +272,27 @@ def test_kernel_compiles_for_a_gpu(h200):
     with tracing_for((9, 0)):
         program = jax.jit(project).lower(half(1, M, D), weights, downs, ups).compile()
     assert program.as_text().count("triton_kernel_call_ffi") == 1
+
+
+@pytest.mark.parametrize(("rows", "rank"), [(256, 16), repeat(256, 64), repeat(128, 64)])
+def test_steps_of_an_adapter_beside_e4m3_values_fit_shared_memory(rows, rank, h200, monkeypatch):
+    from jax_triton import triton_lib
+
+    compile, sizes = triton_lib.compile_ttir_inplace, []
+
+    def noted(*args, **options):
+        found = compile(*args, **options)
+        sizes.append(found.shared_mem_bytes)
+        return found
+
+    monkeypatch.setattr(triton_lib, "compile_ttir_inplace", noted)
+    part = projection(1, 1024, 2048, rank=rank, quantize=lambda matrix: quantize_fp8(matrix.astype(jnp.bfloat16)))
+    inputs = jnp.zeros((1, rows, 2048), jnp.bfloat16), part.weight, part.adapter.A, part.adapter.B
+    shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=h200), inputs)
+
+    def project(x, weight, down, up):
+        return adapted_projection(x, [Projection(weight=weight, adapter=Adapter(A=down, B=up))], Decoding(fp8=True))
+
+    with tracing_for((9, 0)):
+        jax.jit(project).lower(*shapes)
+    assert sizes and max(sizes) <= 232_448

@@ -1,5 +1,6 @@
 """Dequantization kernels against XLA, bit for bit: in Triton's interpreter, compiled for an H200, and on a GPU."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -10,6 +11,7 @@ from safetensors.numpy import load_file
 
 from jaxglue.ops.backend import HOPPER, tracing_for
 from jaxglue.ops.quant import DEQUANTIZE, dequantize, project_quantized
+from jaxglue.ops.quant.fp8 import quantize_fp8
 from jaxglue.ops.quant.int8 import quantize_int8
 from jaxglue.ops.quant.mxfp4 import MXFP4
 from jaxglue.ops.quant.nf4 import quantize_nf4
@@ -55,6 +57,27 @@ def test_interpreted_mxfp4_kernel_matches_the_reference(interpreted_kernels, mxf
     expected = dequantize(mxfp4, jnp.float32, backend="reference")
     assert np.isnan(expected).any()
     assert_same_bits(dequantize(mxfp4, jnp.float32), expected)
+
+
+def fp8_weight(rows, columns, *, blocks):
+    """Random e4m3 values with a scale for each row, or for each 128 columns of one."""
+    weight = quantize_fp8(jax.random.normal(jax.random.key(rows), (rows, columns)))
+    scales = jax.random.uniform(jax.random.key(1), (rows, -(-columns // 128)))
+    return replace(weight, scales=scales) if blocks else weight
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_interpreted_fp8_kernel_matches_the_reference(blocks, interpreted_kernels):
+    weight = fp8_weight(33, 160, blocks=blocks)
+    assert_same_bits(dequantize(weight, jnp.float32), dequantize(weight, jnp.float32, backend="reference"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("blocks", [False, True])
+def test_fp8_kernel_on_a_gpu_matches_the_reference(blocks):
+    weight = fp8_weight(1001, 1120, blocks=blocks)
+    got, expected = (dequantize(weight, backend=backend) for backend in ("triton", "reference"))
+    np.testing.assert_array_equal(got.view(jnp.uint16), expected.view(jnp.uint16))
 
 
 @pytest.mark.gpu
