@@ -138,6 +138,18 @@ def test_without_gradients_equals_separate_products(kernel, activation, request)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_without_gradients_equals_separate_products_on_a_gpu(activation):
+    (stream, x, _, weights, *_), _ = random_case(304, 1008, 16, jnp.bfloat16)
+    weights = [FORMATS["fp8"].hold(quantize_fp8(weight.astype(jnp.bfloat16))) for weight in weights]
+    parts = GatedParts(*(Projection(weight=weight) for weight in weights))
+    call = partial(gated_mlp, x, parts, stream=stream, activation=activation)
+    assert GATE_FP8.load(stream.dtype) is not None
+    got, want = (np.asarray(call(Inference(inference=each)), np.float32) for each in (True, False))
+    assert np.linalg.norm(got - want) <= 1e-2 * np.linalg.norm(want - np.asarray(stream, np.float32))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", [(1000, 3072, 16), (304, 1008, 32)])
 def test_bf16_is_close_to_float32_on_a_gpu(case):
     arguments, cotangents = random_case(*case, jnp.bfloat16)
