@@ -15,8 +15,8 @@ from jaxglue.ops.projection.few_rows_operands import FewRows
 from jaxglue.ops.quant.blocks import dynamic_code
 from jaxglue.ops.quant.nf4 import BLOCK, VALUES
 
-_SHRINK_STEPS = 4
-"""Steps of a program that multiplies a part of the adapters' input."""
+_SHRINK_COLUMNS = 512
+"""Columns of a program that multiplies a part of the adapters' input."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,8 @@ class FewRowsTiles:
     num_stages: int
     programs: int
     """Programs to reach by splitting sums."""
+    even: bool = False
+    """Give all programs the same part of all sums, across tiles, instead of equal parts of each tile."""
     ahead: int = 0
     """Steps before which the L2 cache is asked for a program's columns."""
 
@@ -67,9 +69,9 @@ class TritonFewRows(Launcher):
         tiles = self._tiles(block_m, operands, gated)
         counts = [triton.cdiv(size, tiles.block_n) for size in sizes[: 1 if gated else None]]
         steps = triton.cdiv(K, tiles.block_k)
-        splits = _splits(sum(counts), steps, tiles.programs)
+        share = _share(sum(counts), steps, tiles)
         rank = 0 if operands.low_rank is None else operands.low_rank.downs[0].shape[0]
-        shrink_steps = min(_SHRINK_STEPS, steps)
+        shrink_steps = min(max(_SHRINK_COLUMNS // tiles.block_k, 1), steps)
         constants = {
             "M": M,
             "K": K,
@@ -78,8 +80,8 @@ class TritonFewRows(Launcher):
             "FIRST_1": counts[0],
             "FIRST_2": sum(counts[:2]),
             "TILES": sum(counts),
-            "SPLITS": splits,
-            "STEPS": steps // splits,
+            "STEPS": steps,
+            "SHARE": share,
             "WHOLE": all(size % tiles.block_n == 0 for size in sizes),
             "GATED": gated,
             "GELU": activation == "gelu_tanh",
@@ -103,7 +105,9 @@ class TritonFewRows(Launcher):
         dtype = operands.dtype
         count, shrinks, low_rank = constants["COUNT"], constants["SHRINKS"], operands.low_rank
         M, block_m, block_r = constants["M"], constants["BLOCK_M"], constants["BLOCK_R"]
-        parts = constants["TILES"] * constants["SPLITS"] * tiles.block_n * block_m * (2 if constants["GATED"] else 1)
+        steps, share = constants["STEPS"], constants["SHARE"]
+        most = (steps - 2) // share + 2 if steps % share else steps // share
+        parts = constants["TILES"] * most * tiles.block_n * block_m * (2 if constants["GATED"] else 1)
         empty = lambda *shape, dtype=jnp.float32: jax.new_ref(jax.lax.empty(shape, dtype))  # noqa: E731
         sizes = [len(weight) for weight in operands.weights][: 1 if constants["GATED"] else None]
         outs = tuple(empty(M, size, dtype=dtype) for size in sizes)
@@ -121,7 +125,7 @@ class TritonFewRows(Launcher):
             *((None,) * 3 if low_rank is None else (low_rank.norm_weight, low_rank.inverse_rms, low_rank.used)),
             stream,
             jnp.zeros(constants["TILES"] + count + 1, jnp.int32),
-            empty(parts if constants["SPLITS"] > 1 else 1),
+            empty(parts if most > 1 else 1),
             empty(count * block_m * block_r if low_rank else 1, dtype=dtype),
             empty(count * shrinks * block_m * block_r if low_rank else 1),
             outs,
@@ -130,7 +134,7 @@ class TritonFewRows(Launcher):
         moved = sum(weight.size * weight.dtype.itemsize for weight in operands.weights)
         moved += M * (K * operands.x.dtype.itemsize + sum(sizes) * jnp.dtype(dtype).itemsize)
         cost = KernelCost(kind=KernelKind.ROWS, flops=2 * block_m * K * size, bytes=moved)
-        grid = (count * shrinks + constants["TILES"] * constants["SPLITS"],)
+        grid = (count * shrinks + triton.cdiv(constants["TILES"] * steps, share),)
         self._launch(kernels.few_rows_kernel, arrays, (), grid, constants, tiles.num_warps, tiles.num_stages, cost=cost)
         return [jax.freeze(out) for out in outs]
 
@@ -145,7 +149,9 @@ class TritonFewRows(Launcher):
         return replace(tiles, block_n=min(tiles.block_n, max(16, triton.next_power_of_2(narrowest))), block_k=block_k)
 
 
-def _splits(tiles: int, steps: int, programs: int) -> int:
-    """Return into how many equal parts of the sum to split each tile."""
-    wanted = min(max(programs // tiles, 1), steps)
-    return next(splits for splits in range(wanted, 0, -1) if steps % splits == 0)
+def _share(tiles: int, steps: int, chosen: FewRowsTiles) -> int:
+    """Return the steps of a program, equal parts of a tile unless all programs have the same part of all sums."""
+    if chosen.even:
+        return triton.cdiv(tiles * steps, chosen.programs)
+    wanted = min(max(chosen.programs // tiles, 1), steps)
+    return steps // next(splits for splits in range(wanted, 0, -1) if steps % splits == 0)

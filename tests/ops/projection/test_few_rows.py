@@ -85,6 +85,29 @@ def test_interpreted_kernel_matches_products(M, sizes, K, options, kernels):
         close(y, product(x, part))
 
 
+@pytest.mark.parametrize("programs", [7, 3])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_interpreted_programs_end_one_tile_and_begin_another(rank, programs, kernels):
+    """Nine tiles of five steps are 45: shares of seven, and of fifteen, which hold whole tiles."""
+    even = replace(kernels, tiles=replace(kernels.tiles, even=True, programs=programs))
+    parts, x = [projection(10 * i, N, 80, rank=rank) for i, N in enumerate((80, 48, 16))], draw(99, 1, 5, 80)
+    stream = draw(98, 1, 5, 48)
+    with FEW_ROWS.using(even):
+        got = adapted_projection(x, parts, Decoding())
+        (onto,) = adapted_projection(x, parts[1:2], Decoding(), stream=stream)
+        fed = gated_mlp(
+            x / 8, GatedParts(parts[0], parts[0], projection(7, 80, 80)), Decoding(), stream=draw(98, 1, 5, 80)
+        )
+    with FEW_ROWS.using(kernels):
+        whole = gated_mlp(
+            x / 8, GatedParts(parts[0], parts[0], projection(7, 80, 80)), Decoding(), stream=draw(98, 1, 5, 80)
+        )
+    for y, part in zip(got, parts, strict=True):
+        close(y, product(x, part))
+    close(onto, stream + product(x, parts[1]))
+    close(fed, whole)
+
+
 @pytest.mark.parametrize("rank", [0, 3])
 def test_interpreted_product_is_added_to_the_stream(rank, kernels):
     part, x, stream = projection(0, 32, 96, rank=rank), draw(99, 1, 4, 96), draw(98, 1, 4, 32)
