@@ -53,7 +53,7 @@ class AnswerText:
             content, calls = split_calls(self._text.text, self._call.functions)
             self._calls = calls[:1] if self._call.one_call else calls
             if calls:
-                self._content, self.finish = content, "tool_calls"
+                self._content, self.finish = content, "stop" if self._call.named else "tool_calls"
 
     @property
     def _visible(self) -> str:
