@@ -36,9 +36,9 @@ _FEWEST = 16
 class PagedTiles:
     """How a program reads pages."""
 
-    tokens: int = 32
+    tokens: int
     """Keys of a warp in a step; those of all warps are at most a page's."""
-    num_warps: int = 2
+    num_warps: int
     num_stages: int = 3
 
     def constants(self, page: int, H: int, G: int) -> dict[str, int]:
@@ -48,19 +48,26 @@ class PagedTiles:
         return {"BLOCK_T": tokens, "WARPS": warps, "BLOCK_G": max(8, triton.next_power_of_2(G))}
 
 
+FEW_PROGRAMS = PagedTiles(tokens=32, num_warps=2, num_stages=4)
+"""Tiles of fewer programs than `_MANY`, as measured on an H200 with heads of 128."""
+MANY_PROGRAMS, MANY_FP8_PROGRAMS = PagedTiles(tokens=32, num_warps=1), PagedTiles(tokens=64, num_warps=1)
+_MANY = 1024
+
+
 @dataclass(frozen=True, kw_only=True)
 class TritonPagedAttention(Launcher):
     """`paged_attention` and `append` by our own kernels."""
 
-    tiles: PagedTiles = PagedTiles()
+    tiles: PagedTiles | None = None
+    """None for those of the call."""
     plain: bool = False
     """Whether kernels do without instructions that the interpreter lacks."""
 
     def attend(self, q, cache: KVPages, tables, positions, *, window: int | None, sinks, softcap: float | None):
         """See `paged_attention`."""
         (S, N, H), (_, K, page, _), P = q.shape, cache.keys.shape, tables.shape[1]
-        G, tiles = N // K, self.tiles
         splits, least = _splits(S * K, P, page)
+        G, tiles = N // K, self._tiles(S * K * splits, cache)
         sizes = {"P": P, "K": K, "G": G, "H": H, "PAGE": page, "WINDOW": window or 0, "SPLITS": splits, "LEAST": least}
         columns = triton.next_power_of_2(H)
         constants = sizes | {"SCALE": H**-0.5, "CAP": softcap or 0.0, "BLOCK_H": columns, "PLAIN": self.plain}
@@ -82,12 +89,19 @@ class TritonPagedAttention(Launcher):
         )
         return out if splits == 1 else self._combine(out, lse, sinks, q)
 
+    def _tiles(self, programs: int, cache: KVPages) -> PagedTiles:
+        if self.tiles is not None:
+            return self.tiles
+        if programs < _MANY:
+            return FEW_PROGRAMS
+        return MANY_PROGRAMS if cache.key_scales is None else MANY_FP8_PROGRAMS
+
     def append_and_attend(
         self, q, k, v, cache: KVPages, pages, offsets, turns, norms, tables, positions, *, window, sinks, softcap
     ):
         """See `append_and_attend`: one launch."""
-        (S, N, H), (_, K, page, _), tiles = q.shape, cache.keys.shape, self.tiles
-        G, (cos, sin) = N // K, turns or (None, None)
+        (S, N, H), (_, K, page, _) = q.shape, cache.keys.shape
+        G, (cos, sin), tiles = N // K, turns or (None, None), self._tiles(S * K, cache)
         constants = {"P": tables.shape[1], "K": K, "G": G, "H": H, "PAGE": page, "WINDOW": window or 0}
         constants |= {"SCALE": H**-0.5, "CAP": softcap or 0.0, "ROTATES": turns is not None, **_norm_constants(norms)}
         constants |= tiles.constants(page, H, G) | {"PLAIN": self.plain}

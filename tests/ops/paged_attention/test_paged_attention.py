@@ -88,7 +88,7 @@ def test_interpreted_attention_splits_pages_into_steps_and_shares(interpreted, m
     monkeypatch.setattr(triton, "_PROGRAMS", 1)
     monkeypatch.setattr(triton, "_LONGEST", 2 * PAGE)
     case = random_case(3, 4, 2, 16, 5, positions=[70, 3, 40])
-    with PAGED_ATTENTION.using(kernels(interpreted, tiles=triton.PagedTiles(tokens=8))):
+    with PAGED_ATTENTION.using(kernels(interpreted, tiles=triton.PagedTiles(tokens=8, num_warps=1))):
         got = attend(case, "auto", None, True)
     np.testing.assert_allclose(got, attend(case, "reference", None, True), rtol=1e-4, atol=1e-5)
 
