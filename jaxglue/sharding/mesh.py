@@ -172,7 +172,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
-_OF_ROWS = frozenset({"cu_seqlens", "units", "order", "places", "stops", "advantages"})
+_OF_ROWS = frozenset({"cu_seqlens", "units", "order", "places", "stops", "advantages", "mean_weight"})
 """Fields of batches that every device along `context` has whole."""
 
 

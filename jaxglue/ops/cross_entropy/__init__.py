@@ -142,13 +142,14 @@ def linear_entropies(
     *,
     softcap: float | None = None,
     temperature: float = 1.0,
+    trained: bool = False,
 ) -> Float[Array, " M"]:
-    """Return each token's counted · entropy of softmax(x·Wᵀ) in nats, float32, without a gradient.
+    """Return each token's counted · entropy of softmax(x·Wᵀ) in nats, float32; `trained` ones have gradients.
 
-    The arguments are those of `linear_log_probs`.
+    The other arguments are those of `linear_log_probs`.
     """
     spec = _spec(x, weight, chunk, "reference", softcap=softcap, temperature=temperature)
-    return chunked_entropies(spec, x, lax.stop_gradient(weight), counted)
+    return chunked_entropies(spec, *((x, weight) if trained else lax.stop_gradient((x, weight))), counted)
 
 
 def linear_divergences(

@@ -184,6 +184,25 @@ def test_gradients_by_kernels_match_the_definition(interpreted_cross_entropy, ca
     assert_close((*got, -log_probs[1]), (expected[0], *2 * [expected[1][0]]), 1e-5)
 
 
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_trained_entropies_and_their_gradients_match_the_definition(case, chunk):
+    x, weight, _, factors = case
+    counted = jnp.asarray(factors > 0, jnp.float32)
+
+    def by_definition(x, weight):
+        log_probs = jax.nn.log_softmax(cap_logits(x @ weight.T, 2.0, 0.7))
+        return -jnp.sum(factors[:, None] * jnp.exp(log_probs) * log_probs)
+
+    def chunked(x, weight, **options):
+        found = linear_entropies(x, weight, counted, chunk, softcap=2.0, temperature=0.7, **options)
+        return jnp.sum(factors * found)
+
+    expected = jax.value_and_grad(by_definition, (0, 1))(x, weight)
+    assert_close(jax.value_and_grad(partial(chunked, trained=True), (0, 1))(x, weight), expected, 1e-5)
+    assert_close(jax.grad(partial(chunked, trained=True))(x, weight), expected[1][0], 1e-5)
+    assert not jax.grad(chunked)(x, weight).any()
+
+
 def test_matmuls_of_an_odd_vocabulary_are_of_whole_tiles():
     """XLA would pad and cut the others' arrays in every chunk."""
     x, weight = (jax.ShapeDtypeStruct((n, 16), jnp.bfloat16) for n in (16, V))
