@@ -86,29 +86,6 @@ def test_interpreted_kernel_matches_products(M, sizes, K, options, kernels):
         close(y, product(x, part))
 
 
-@pytest.mark.parametrize("programs", [7, 3])
-@pytest.mark.parametrize("rank", [0, 3])
-def test_interpreted_programs_end_one_tile_and_begin_another(rank, programs, kernels):
-    """Nine tiles of five steps are 45: shares of seven, and of fifteen, which hold whole tiles."""
-    even = replace(kernels, tiles=replace(kernels.tiles, even=True, programs=programs))
-    parts, x = [projection(10 * i, N, 80, rank=rank) for i, N in enumerate((80, 48, 16))], draw(99, 1, 5, 80)
-    stream = draw(98, 1, 5, 48)
-    with FEW_ROWS.using(even):
-        got = adapted_projection(x, parts, Decoding())
-        (onto,) = adapted_projection(x, parts[1:2], Decoding(), stream=stream)
-        fed = gated_mlp(
-            x / 8, GatedParts(parts[0], parts[0], projection(7, 80, 80)), Decoding(), stream=draw(98, 1, 5, 80)
-        )
-    with FEW_ROWS.using(kernels):
-        whole = gated_mlp(
-            x / 8, GatedParts(parts[0], parts[0], projection(7, 80, 80)), Decoding(), stream=draw(98, 1, 5, 80)
-        )
-    for y, part in zip(got, parts, strict=True):
-        close(y, product(x, part))
-    close(onto, stream + product(x, parts[1]))
-    close(fed, whole)
-
-
 @pytest.mark.parametrize("rank", [0, 3])
 def test_interpreted_product_is_added_to_the_stream(rank, kernels):
     part, x, stream = projection(0, 32, 96, rank=rank), draw(99, 1, 4, 96), draw(98, 1, 4, 32)
@@ -299,6 +276,16 @@ def test_kernels_match_products_on_a_gpu(quantize, rank):
         for y, want in zip(adapted_projection(x, parts, conditions), wanted, strict=True):
             difference = np.linalg.norm(np.asarray(y, np.float32) - want) / np.linalg.norm(want)
             assert difference < (0.05 if conditions.fp8 else 0.01)
+
+
+def test_parts_of_adapters_inputs_fit_beside_the_tiles():
+    pytest.importorskip("jax_triton")
+    from jaxglue.ops.projection.few_rows_triton import FewRowsTiles, steps_of_part
+
+    tiles = FewRowsTiles(block_n=64, block_k=128, num_warps=4, num_stages=4, programs=132)
+    assert steps_of_part(96, tiles, 128, 1) == 24  # four places are left
+    assert steps_of_part(32, tiles, 96, 3) == 4  # twelve for each, but parts of 512 columns
+    assert steps_of_part(32, tiles, 131, 3) == 4  # none
 
 
 def test_kernel_compiles_for_a_gpu(h200):
