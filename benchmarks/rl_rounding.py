@@ -9,6 +9,7 @@ Formulas tell where both sides round keys: the share of their values that equals
 """
 
 import argparse
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,7 @@ def compare(got: Any, want: Any) -> tuple[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-8b", choices=SHAPES)
+    parser.add_argument("--config", type=Path, help="config.json of another shape")
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=[*FORMS])
@@ -223,7 +225,12 @@ def main() -> None:
     results = []
     for form in args.forms:
         options = FORMS[form]
-        layer = Layer(SHAPES[args.shape], args.sequences, args.tokens, options)
+        layer = Layer(
+            json.loads(args.config.read_text()) if args.config else SHAPES[args.shape],
+            args.sequences,
+            args.tokens,
+            options,
+        )
         many = training_values(layer, args.sequences)
         few = sampling_values(layer, many, args.sequences)
         half = args.sequences // 2

@@ -44,7 +44,7 @@ from jaxglue.planner.device_memory import bounded_pool, take_fitting_blocks
 from jaxglue.rl.config import RolloutConfig
 from jaxglue.rl.packing import Group, Packed, TrainedAnswer, pack_groups
 from jaxglue.rl.sampler import copies_of
-from jaxglue.sharding.mesh import make_mesh
+from jaxglue.sharding.mesh import mesh_of
 from jaxglue.training.config import ModelConfig, RunConfig, TrainConfig
 from jaxglue.training.rollout_policy import TrainedPolicy
 from jaxglue.training.setup import Run, resolve
@@ -110,7 +110,7 @@ class Benchmark:
 
     def __init__(self, args: argparse.Namespace, folder: Path):
         self._args, self._run, self._rows = args, make_run(args, folder), jax.device_count()
-        self._mesh = make_mesh(self._run.mesh) if self._run.mesh.devices > 1 else None
+        self._mesh = mesh_of(self._run.mesh)
         self.model = TrainStep(self._run, self._mesh)
         self._spread()
         settings = self._run.config.model
@@ -264,6 +264,7 @@ def differences(trained: list[np.ndarray], others: list[np.ndarray]) -> dict[str
     difference = np.concatenate(others).astype(np.float64) - np.concatenate(trained)
     return {
         "tokens": len(difference),
+        "equal": float((difference == 0).mean()),
         "mean_log_prob": float(np.concatenate(trained).mean()),
         "mean_absolute": float(np.abs(difference).mean()),
         "percentile_99.9": float(np.percentile(np.abs(difference), 99.9)),
@@ -314,6 +315,7 @@ def main() -> None:
     parser.add_argument("--halves", type=int, default=3, help="halves of the slots for which windows are compiled")
     parser.add_argument("--train-rows", type=int, help="rows to train on, from which the time of all follows")
     parser.add_argument("--compared", type=int, default=10**5, help="tokens of rows whose log-probabilities to compare")
+    parser.add_argument("--compare-alone", action="store_true", help="end after the log-probabilities")
     parser.add_argument("--inputs-only", type=Path, help="write prompts and lengths for a peer, and end")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -342,6 +344,8 @@ def main() -> None:
         results["mismatch"] = timed(results, "comparison", partial(bench.mismatch, args.compared))
         print(json.dumps(results["mismatch"], indent=1), flush=True)
         save(args, results)
+        if args.compare_alone:
+            return
         few = replace(step, micro_batches=step.micro_batches[:2])
         timed(results, "compile training", partial(bench.train, few))
         some = replace(step, micro_batches=step.micro_batches[: args.train_rows])

@@ -26,6 +26,10 @@ class TokenDecoder:
         self._tokens.append(token)
         return "" if self._decode(self._tokens).endswith("\ufffd") else self.rest()
 
+    def text_of(self, token: int) -> str:
+        """Return the text that a token would complete, with U+FFFD for the part of a character; add nothing."""
+        return self._decode([*self._tokens, token])[len(self._before) :]
+
     def rest(self) -> str:
         """Return the text of the waiting tokens, with U+FFFD in place of a character that is incomplete."""
         text = self._decode(self._tokens)

@@ -1,7 +1,7 @@
 """Prompts and conversations to answer: read from flags and files, and tokenized as in training."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,9 @@ def _encode_row(tokenizer: PreTrainedTokenizerBase, row: Row, config: GenerateCo
         return encode_prompt(tokenizer, row["prompt"], system=config.system, raw=config.raw)
     chat = read_row(row, "messages")
     assert isinstance(chat, Chat)
-    return _encode(tokenizer, chat if config.system is None else chat.with_system(config.system), check=True)
+    chat = chat if config.system is None else chat.with_system(config.system)
+    template, text = render_messages(tokenizer, chat, check=True)
+    return template.encode(text)
 
 
 def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools = None) -> list[int]:
@@ -81,20 +83,34 @@ def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: Messages, tool
     Raises:
         ValueError: a missing chat template, one that refuses the conversation, or text that is no Unicode.
     """
-    return _encode(tokenizer, Chat(messages, tools, []), check=False)
+    template, text = render_messages(tokenizer, Chat(messages, tools, []))
+    return template.encode(text)
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, chat: Chat, *, check: bool) -> list[int]:
+def render_messages(
+    tokenizer: PreTrainedTokenizerBase, chat: Chat, *, check: bool = False, variables: Mapping[str, Any] | None = None
+) -> tuple[ChatTemplate, str]:
+    """Return the template, and the text before the answer to a conversation, which it encodes.
+
+    Args:
+        tokenizer: of the model.
+        chat: the conversation.
+        check: refuse what training refuses.
+        variables: further ones for the template, such as `enable_thinking`.
+
+    Raises:
+        ValueError: as `encode_messages`.
+    """
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template: use --raw to continue the text verbatim")
     template = ChatTemplate(tokenizer)
     with template_time_limit():
         messages, tools = template.protect(chat.messages, chat.tools)
-        text = template.render_prompt(messages, tools)
+        text = template.render_prompt(messages, tools, variables)
         if check:
             TemplateCheck(template)(messages, tools, text)
     require_unicode(text)
-    return template.encode(text)
+    return template, text
 
 
 def encode_prompt(

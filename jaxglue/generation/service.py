@@ -49,6 +49,10 @@ class FullError(Exception):
     """Reports that as many requests wait as the service takes."""
 
 
+class TooLongError(ValueError):
+    """Reports a prompt, or an answer after it, beyond the service's length."""
+
+
 class EndedError(ValueError):
     """The service has ended by an error."""
 
@@ -93,9 +97,9 @@ class Service:
             raise EndedError(self.failure)
         room = self.length - len(request.prompt)
         if room < 1:
-            raise ValueError(f"the prompt has {len(request.prompt):,} tokens, and texts may have {self.length:,}")
+            raise TooLongError(f"the prompt has {len(request.prompt):,} tokens, and texts may have {self.length:,}")
         if request.sampling.max_tokens > room:
-            raise ValueError(f"max_tokens is {request.sampling.max_tokens:,}, and the prompt leaves {room:,}")
+            raise TooLongError(f"max_tokens is {request.sampling.max_tokens:,}, and the prompt leaves {room:,}")
         if len(self._stops.union(request.stop)) > STOPS or len(request.logit_bias) > BIASES:
             raise ValueError(f"at most {BIASES} tokens have a logit_bias, and {STOPS} end an answer")
         ticket = Ticket(request, listen)

@@ -22,7 +22,7 @@ from jaxglue.objectives.policy_gradient import RolloutObjective, StepCounts
 from jaxglue.rl.advantages import Advantages, group_advantages, left_one_out, reward_metrics
 from jaxglue.rl.config import RolloutConfig
 from jaxglue.rl.environment import Environment
-from jaxglue.rl.packing import Group, Packed, TrainedAnswer, pack_groups, unpack
+from jaxglue.rl.packing import Group, Packed, TrainedAnswer, pack_groups, unpack, with_mean_weight
 from jaxglue.rl.prompts import Prompt, PromptDataset, positions
 from jaxglue.rl.record import Generation, RolloutFolder
 from jaxglue.rl.rewards import Judge, Written
@@ -334,9 +334,11 @@ class RolloutSteps(Iterator[Step]):
         answers = [answer for group in groups for answer in group.answers]
         counted = float(sum(answer.counted.sum() for answer in answers))
         counts = StepCounts(len(answers), counted, len(packed), self._config.max_completion_length)
-        tokens = sum(group.length for group in groups)
+        tokens, normalizer = sum(group.length for group in groups), self._objective.normalizer(counts)
         micro_batches = tuple(self._with_matrix(batch) for batch, _ in packed)
-        return Step(micro_batches=micro_batches, tokens=tokens, targets=self._objective.normalizer(counts))
+        if self._objective.needs_mean_weight:
+            micro_batches = tuple(with_mean_weight(batch, normalizer / max(counted, 1)) for batch in micro_batches)
+        return Step(micro_batches=micro_batches, tokens=tokens, targets=normalizer)
 
     def _with_matrix(self, batch: Batch) -> Batch:
         """Return the batch with the teacher's output projection, if there is a teacher."""

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
+from selection import repeat
 
+import jaxglue
 from jaxglue.models import FAMILIES, config_from_hf
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.objectives.objective import OBJECTIVES
@@ -32,13 +34,34 @@ def registries(monkeypatch):
     QUANTIZE[:] = kept[1]
 
 
-@pytest.mark.parametrize("page", ["python", "own_layers", "adding_a_model", "extend"])
-def test_examples_of_a_page_run_in_order(page, registries, tmp_path, monkeypatch):
+REPEATED = ("Rows in memory", "Callbacks", "Metrics", "An optimizer, a tokenizer", "A loop of your own")
+"""Sections of python.md whose parts run in tests/training: test_callbacks.py, test_own_parts.py and test_session.py."""
+
+
+@pytest.mark.parametrize(
+    ("page", "repeated"),
+    [("python", REPEATED), repeat("python", ()), ("own_layers", ()), ("adding_a_model", ()), ("extend", ())],
+)
+def test_examples_of_a_page_run_in_order(page, repeated, registries, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    names: dict = {"__name__": page}
-    for number, block in enumerate(_BLOCK.findall((DOCS / f"{page}.md").read_text(encoding="utf-8")), start=1):
-        exec(compile(block, f"{page}.md, example {number}", "exec"), names)
+    names: dict = {"__name__": page} | ({"jnp": jnp} if repeated else {})
+    sections = {
+        text.split("\n", 1)[0]: text for text in (DOCS / f"{page}.md").read_text(encoding="utf-8").split("\n## ")
+    }
+    assert sections.keys() >= set(repeated)
+    for title, section in sections.items():
+        for number, block in enumerate(_BLOCK.findall(section), start=1):
+            code = compile(block, f"{page}.md, {title}, example {number}", "exec")
+            if title not in repeated:
+                exec(code, names)
+
+
+def test_examples_name_what_the_package_has():
+    named = set(
+        re.findall(r"\bjaxglue\.([A-Za-z]\w*)", "".join(_BLOCK.findall((DOCS / "python.md").read_text("utf-8"))))
+    )
+    assert "Session" in named and not [name for name in named if not hasattr(jaxglue, name)]
 
 
 def test_parts_of_the_guide_are_known_by_their_names(registries, tiny_config):

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -18,6 +19,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("httpx")
 from starlette.testclient import TestClient
 
+from jaxglue.generation import server
 from jaxglue.generation.server import make_app
 from jaxglue.generation.service import EndedError, Event, Service
 
@@ -54,7 +56,7 @@ def test_answers_equal_those_of_generate_streamed_or_whole(served, client):
     assistant = served[0]
     tokens = assistant.tokenizer.encode("Once upon")
     wanted = "".join(assistant.answer(tokens, replace(GREEDY, max_tokens=8)))
-    whole = post(client, "/v1/completions", prompt="Once upon", logprobs=1).json()
+    whole = post(client, "/v1/completions", prompt="Once upon", logprobs=0).json()
     assert whole["choices"][0]["text"] == wanted != ""
     assert whole["usage"]["prompt_tokens"] == len(tokens)
     found = whole["choices"][0]["logprobs"]["token_logprobs"]
@@ -77,6 +79,64 @@ def test_texts_of_tokens_join_to_the_answer(served):
         assert (answer["logprobs"] is not None) == reported
 
 
+def test_likely_tokens_come_beside_those_of_an_answer(client):
+    ask = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 20}
+    greedy, drawn = (
+        post(client, **ask, max_tokens=4, temperature=heat, top_k=5, seed=2).json()["choices"][0]["logprobs"]["content"]
+        for heat in (0, 5)
+    )
+    for entry in greedy:
+        values = [likely["logprob"] for likely in entry["top_logprobs"]]
+        assert len(values) == 20 and values == sorted(values, reverse=True) and sum(np.exp(values)) < 1
+        assert values[0] == entry["logprob"]
+    first = {likely["token"]: likely["logprob"] for likely in greedy[0]["top_logprobs"]}
+    assert drawn[0]["logprob"] == pytest.approx(first[drawn[0]["token"]], abs=1e-5)  # at temperature 1, too
+    (choice,) = post(client, "/v1/completions", prompt="Once upon", logprobs=2).json()["choices"]
+    found = choice["logprobs"]
+    for text, value, likely in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):
+        assert likely[text] == value == max(likely.values()) and 2 <= len(likely) <= 3
+    assert found["text_offset"] == [len("".join(found["tokens"][:i])) for i in range(8)]
+    assert (
+        post(client, messages=MESSAGES, logprobs=True).json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        == []
+    )
+
+
+def test_tokens_after_a_stop_text_are_not_counted(served):
+    assistant, _, config = served
+    tokens = assistant.tokenizer.encode("one two three four")
+    before = next(n for n in range(len(tokens) + 1) if "two" in assistant.tokenizer.decode(tokens[:n]))
+    client = TestClient(make_app(assistant, Told(tokens, [min(assistant.stops)]), config))
+    answer = post(client, messages=MESSAGES, stop="two", logprobs=True).json()
+    assert answer["choices"][0]["message"]["content"] == "one " and answer["usage"]["completion_tokens"] == before
+    assert len(answer["choices"][0]["logprobs"]["content"]) == before < len(tokens)
+
+
+def test_a_completion_takes_several_prompts(served, client):
+    assistant, _, config = served
+    prompts = ["Once upon", "The weather"]
+    alone = [post(client, "/v1/completions", prompt=prompt).json() for prompt in prompts]
+    both = post(client, "/v1/completions", prompt=prompts, n=2).json()
+    assert [c["index"] for c in both["choices"]] == [0, 1, 2, 3]
+    assert [c["text"] for c in both["choices"]] == [alone[i]["choices"][0]["text"] for i in (0, 0, 1, 1)]
+    assert both["usage"]["completion_tokens"] == 2 * sum(answer["usage"]["completion_tokens"] for answer in alone)
+    client = TestClient(make_app(assistant, Told([min(assistant.stops)]), config))
+    for prompt, status in (("", 400), ([], 400), ([[]], 400), (["a", 5], 400), (["a"] * 129, 400), ([["a"]], 400)):
+        assert post(client, "/v1/completions", prompt=prompt).status_code == status
+
+
+def test_a_chat_sets_variables_of_the_template(served, monkeypatch):
+    assistant, _, config = served
+    service = Told([min(assistant.stops)])
+    client = TestClient(make_app(assistant, service, config))
+    monkeypatch.setattr(assistant.tokenizer, "chat_template", "{% if think is false %}quiet{% else %}loud{% endif %}")
+    for variables, text in ({"think": False}, "quiet"), ({}, "loud"), (None, "loud"):
+        assert post(client, messages=MESSAGES, chat_template_kwargs=variables).status_code == 200
+        assert assistant.tokenizer.decode(service.request.prompt) == text
+    refused = post(client, messages=MESSAGES, chat_template_kwargs={"messages": []})
+    assert refused.status_code == 400 and "no variable 'messages'" in refused.json()["error"]["message"]
+
+
 def test_a_special_token_as_stop_text_ends_an_answer(served, client):
     tokenizer = served[0].tokenizer
     (special,) = [t for t in tokenizer.added_tokens_decoder if t not in served[0].stops][:1]
@@ -96,8 +156,13 @@ def test_several_answers_stop_and_are_seeded(client):
     stop = texts[0][2:5]
     (cut, *_) = post(client, **options, stop=stop).json()["choices"]
     assert cut["message"]["content"] == texts[0][: texts[0].index(stop)] and cut["finish_reason"] == "stop"
-    usage = events(post(client, **options, stream=True, stream_options={"include_usage": True}))[-1]
-    assert usage["usage"]["completion_tokens"] >= 3
+    *chunks, usage = events(post(client, **options, stream=True, stream_options={"include_usage": True}))
+    assert usage["usage"]["completion_tokens"] >= 3 and all(chunk["usage"] is None for chunk in chunks)
+    streamed = [
+        "".join(c["delta"]["content"] for chunk in chunks for c in chunk["choices"] if c["index"] == i)
+        for i in range(3)
+    ]
+    assert streamed == texts
 
 
 class Told:
@@ -135,9 +200,68 @@ def test_tool_calls_are_parsed_streamed_or_whole(served):
     (streamed,) = chunks[-1]["delta"]["tool_calls"]
     assert streamed["function"] == call["function"] and streamed["index"] == 0
     assert chunks[-1]["finish_reason"] == "tool_calls"
+    twice = TestClient(make_app(assistant, Told(tokens, tokens, [stop]), config))
+    for together, count in ((None, 2), (True, 2), (False, 1)):
+        (choice,) = post(twice, messages=MESSAGES, tools=tools, parallel_tool_calls=together).json()["choices"]
+        assert [called["function"] for called in choice["message"]["tool_calls"]] == [call["function"]] * count
     for options in ({"tools": tools, "tool_choice": "none"}, {}):
         (choice,) = post(client, messages=MESSAGES, **options).json()["choices"]
         assert choice["message"]["content"] == text and choice["finish_reason"] == "stop"
+
+
+def test_thinking_comes_apart_from_the_answer(served, monkeypatch):
+    assistant, _, config = served
+    tokens = assistant.tokenizer.encode("Three and four.</think>\n\nSeven.")
+    client = TestClient(make_app(assistant, Told(tokens[:4], tokens[4:9], tokens[9:], [min(assistant.stops)]), config))
+    (plain,) = post(client, messages=MESSAGES).json()["choices"]
+    assert "reasoning_content" not in plain["message"] and "</think>" in plain["message"]["content"]
+    monkeypatch.setattr(assistant.tokenizer, "chat_template", "<think>\n")
+    (choice,) = post(client, messages=MESSAGES).json()["choices"]
+    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("Three and four.", "Seven.")
+    deltas = [event["choices"][0]["delta"] for event in events(post(client, messages=MESSAGES, stream=True))]
+    for name, text in (("reasoning_content", "Three and four."), ("content", "Seven.")):
+        assert "".join(delta.get(name, "") for delta in deltas) == text
+
+
+def test_a_call_of_a_tool_is_forced(served, monkeypatch):
+    assistant, _, config = served
+    given, call = [], '{"name": "now", "arguments": {}}'
+    monkeypatch.setitem(vars(assistant), "grammars", SimpleNamespace(lark=lambda text: given.append(text) or text))
+    service = Told(assistant.tokenizer.encode(f"{call}; {call}"), [min(assistant.stops)])
+    client = TestClient(make_app(assistant, service, config))
+    ask = {
+        "messages": MESSAGES,
+        "tools": [{"type": "function", "function": {"name": name}} for name in ("now", "later")],
+    }
+    now = {"type": "function", "function": {"name": "now"}}
+    for choice, finish, later in (("required", "tool_calls", True), (now, "stop", False)):
+        (answer,) = post(client, **ask, tool_choice=choice).json()["choices"]
+        assert [called["function"]["name"] for called in answer["message"]["tool_calls"]] == ["now", "now"]
+        assert answer["finish_reason"] == finish and service.request.grammar == given[-1]
+        assert "now" in given[-1] and ("later" in given[-1]) == later
+    post(client, **ask, tool_choice="required", parallel_tool_calls=False)
+    assert ")*" in given[0] and ")*" not in given[1] and ")*" not in given[2]
+    post(client, **ask, tool_choice="auto")
+    assert service.request.grammar is None
+    for choice, message in [
+        ({"type": "function", "function": {"name": "never"}}, "tool_choice names 'never', which tools do not offer"),
+        ("any", "tool_choice must be none, auto, required or"),
+        ({"type": "function"}, "tool_choice must be none, auto, required or"),
+    ]:
+        refused = post(client, **ask, tool_choice=choice)
+        assert refused.status_code == 400 and message in refused.json()["error"]["message"]
+    refused = post(client, **ask, tool_choice="required", guided_regex="a")
+    assert refused.status_code == 400 and "one grammar" in refused.json()["error"]["message"]
+
+
+def test_a_model_that_would_not_call_a_tool_calls_it(client):
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {**schema, "additionalProperties": False}}}]
+    ask = {"messages": MESSAGES, "tools": tools, "max_tokens": 40, "temperature": 1.0, "tool_choice": "required"}
+    (choice,) = post(client, **ask, parallel_tool_calls=False).json()["choices"]
+    ((called,), reason) = choice["message"]["tool_calls"], choice["finish_reason"]
+    assert reason == "tool_calls" and json.loads(called["function"]["arguments"]) in ({"on": True}, {"on": False})
 
 
 def test_calls_and_results_of_tools_reach_the_template_as_in_training(served):
@@ -183,8 +307,20 @@ def test_calls_and_results_of_tools_reach_the_template_as_in_training(served):
             "an answer follows one grammar",
         ),
         ({"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens must be a number from 1 to 64"),
-        ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice is not supported"),
+        ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice is required, but tools offer no function"),
         ({"messages": MESSAGES, "stream_options": "all"}, "stream_options must be an object"),
+        ({"messages": MESSAGES, "structured_outputs": []}, "structured_outputs must be an object with one of"),
+        ({"messages": MESSAGES, "structured_outputs": {"json": None}}, "structured_outputs must be an object with one"),
+        ({"messages": MESSAGES, "response_format": {}}, "response_format must have the type text"),
+        ({"messages": MESSAGES, "logit_bias": []}, "logit_bias must map token ids to numbers"),
+        ({"messages": MESSAGES, "logit_bias": {"1": 10**400}}, "logit_bias must map token ids to numbers"),
+        ({"messages": MESSAGES, "stop": ""}, "stop must be a text or a list"),
+        ({"messages": MESSAGES, "stop": "\ud83d"}, "stop must be a text or a list"),
+        ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs come with logprobs"),
+        ({"messages": MESSAGES, "top_logprobs": 21}, "top_logprobs must be a number from 0 to 20"),
+        ({"messages": MESSAGES, "stream": "yes"}, "stream must be true or false"),
+        ({"messages": MESSAGES, "parallel_tool_calls": 1}, "parallel_tool_calls must be true or false"),
+        ({"messages": MESSAGES, "chat_template_kwargs": []}, "chat_template_kwargs must be an object"),
         ({"messages": MESSAGES, "stop": ["a"] * 17}, "at most 16 texts"),
         ({"messages": MESSAGES, "logit_bias": {"x": 1}}, "logit_bias must map token ids to numbers"),
         ({"messages": MESSAGES, "logit_bias": {"5000": 1}}, "logit_bias must map token ids below 1024"),
@@ -192,7 +328,8 @@ def test_calls_and_results_of_tools_reach_the_template_as_in_training(served):
     ],
 )
 def test_bad_requests_are_refused(client, body, message):
-    response = post(client, **body)
+    content = json.dumps({"model": "tiny", "max_tokens": 8, **body})  # with halves of surrogate pairs, too
+    response = client.post("/v1/chat/completions", content=content)
     assert response.status_code == 400 and message in response.json()["error"]["message"]
 
 
@@ -256,6 +393,56 @@ def test_a_client_that_hangs_up_in_its_body_is_no_error(served):
     scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
     asyncio.run(make_app(*served)(scope, receive, send))
     assert sent[0]["status"] == 499
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_before_its_answer_ends_it(served, stream):
+    assistant, _, config = served
+    body = json.dumps({"messages": MESSAGES, "stream": stream}).encode()
+    messages = [{"type": "http.request", "body": body}, {"type": "http.disconnect"}]
+    cancelled, sent = [], []
+
+    class Silent:
+        length = 512
+
+        def submit(self, *_):
+            return "ticket"
+
+        def cancel(self, ticket, *_):
+            cancelled.append(ticket)
+
+    async def receive():
+        return messages.pop(0)
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
+    asyncio.run(asyncio.wait_for(make_app(assistant, Silent(), config)(scope, receive, send), 60))
+    assert cancelled and set(cancelled) == {"ticket"}
+    assert sent[0]["status"] == (200 if stream else 499)
+
+
+def test_errors_have_openais_form(served, client):
+    assistant, service, config = served
+    two = replace(config, name="other")
+    client = TestClient(make_app(assistant, service, two), raise_server_exceptions=False)
+    long = post(client, messages=[{"role": "user", "content": "word " * 100}])
+    assert (long.status_code, long.json()["error"]["code"]) == (400, "context_length_exceeded")
+    hot = post(client, messages=MESSAGES, temperature=-1).json()["error"]
+    assert (hot["param"], hot["type"]) == ("temperature", "invalid_request_error")
+    for response, status in ((client.get("/v1/none"), 404), (client.get("/v1/completions"), 405)):
+        assert response.status_code == status and "is not served" in response.json()["error"]["message"]
+    assert client.get("/v1/models/other").json()["id"] == "other"
+    absent = client.get("/v1/models/org/none")
+    assert (absent.status_code, absent.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_a_fault_of_the_server_is_an_error_in_openais_form(served, monkeypatch):
+    client = TestClient(make_app(*served), raise_server_exceptions=False)
+    monkeypatch.setattr(server, "read_messages", None)
+    response = post(client, messages=MESSAGES)
+    assert response.status_code == 500 and response.json()["error"]["type"] == "server_error"
 
 
 def test_answers_that_nobody_waits_for_end(served):

@@ -15,3 +15,23 @@ def probes(name: str, gradient: np.ndarray) -> np.ndarray:
     """Return eight sums of a gradient's entries with random signs, over √8: their distance is about the gradients'."""
     signs = np.random.default_rng(zlib.crc32(name.encode())).choice([-1.0, 1.0], (8, gradient.size))
     return (signs @ np.asarray(gradient, np.float64).ravel() / 8**0.5).astype(np.float32)
+
+
+def packed(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return a golden's tensors with `norm.<name>` [] and `probes.<name>` [8] of P names as rows of two arrays.
+
+    A file's header takes more bytes than its tensors otherwise. `names` are compressed, a line each.
+    """
+    names = [key.removeprefix("norm.") for key in sorted(tensors) if key.startswith("norm.")]
+    kept = {key: tensor for key, tensor in tensors.items() if not key.startswith(("norm.", "probes."))}
+    kept["norms"], kept["probes"] = (np.stack([tensors[f"{of}.{name}"] for name in names]) for of in ("norm", "probes"))
+    return kept | {"names": np.frombuffer(zlib.compress("\n".join(names).encode(), 9), np.uint8)}
+
+
+def unpacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return what `packed` took."""
+    names = zlib.decompress(tensors["names"].tobytes()).decode().split("\n")
+    kept = {key: tensor for key, tensor in tensors.items() if key not in ("names", "norms", "probes")}
+    for name, norm, sums in zip(names, tensors["norms"], tensors["probes"], strict=True):
+        kept |= {f"norm.{name}": norm, f"probes.{name}": sums}
+    return kept

@@ -5,19 +5,20 @@ Run with torch, transformers and peft installed (made with torch 2.13, transform
     python tests/goldens/make_family_steps.py [TYPE …]
 
 Weights and first adapters are those of `drawn.py`, B zero; the documents of step i are those of seed i. Each file has
-losses, the steps' tokens, and of each matrix the norm and `probes` of its movement.
+losses, the steps' tokens, and of each matrix the norm and `probes` of its movement, `packed`.
 """
 
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
-from drawn import drawn, probes
+from drawn import drawn, packed, probes
 from make_families import MODELS, build
 from make_models import LENGTHS, documents, logits_and_loss
 from make_peft_adapters import our_name
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import save_file
+from safetensors.numpy import save_file
 
 HERE = Path(__file__).parent / "family_steps"
 STEPS, RATE = 10, 1e-2
@@ -43,14 +44,14 @@ def make(name: str) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    tensors = {"losses": torch.stack(losses), "lengths": torch.tensor(LENGTHS, dtype=torch.int32)}
-    tensors["tokens"] = torch.stack([torch.cat(documents(step)) for step in range(STEPS)]).int()
+    tensors = {"losses": torch.stack(losses).numpy(), "lengths": np.array(LENGTHS, np.int32)}
+    tensors["tokens"] = torch.stack([torch.cat(documents(step)) for step in range(STEPS)]).int().numpy()
     for path, parameter in trained.items():
         moved = (parameter.detach() - before[path]).numpy()
-        tensors[f"norm.{path}"] = torch.tensor(float((moved**2).sum() ** 0.5))
-        tensors[f"probes.{path}"] = torch.from_numpy(probes(path, moved))
+        tensors[f"norm.{path}"] = (moved**2).sum() ** 0.5
+        tensors[f"probes.{path}"] = probes(path, moved)
     HERE.mkdir(exist_ok=True)
-    save_file(tensors, HERE / f"{name}.safetensors")
+    save_file(packed(tensors), HERE / f"{name}.safetensors")
 
 
 if __name__ == "__main__":

@@ -8,15 +8,15 @@ Each folder is what `save_pretrained` writes, and `golden.safetensors`:
     tokens [T], lengths [S]   documents, one after the other
     logits [T, V]             each document on its own
     loss                      mean cross-entropy over all predicted tokens of all documents
-    norm.<parameter>          norm of the gradient of that loss
-    probes.<parameter>        sums of its entries, see `drawn.py`
+    names, norms, probes      of the gradients of that loss, see `drawn.py`
 """
 
 import shutil
 from pathlib import Path
 
+import numpy as np
 import torch
-from drawn import probes
+from drawn import packed, probes
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
@@ -95,13 +95,12 @@ def golden(model: torch.nn.Module, tokens: list[torch.Tensor]) -> dict[str, torc
 
 
 def probed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a golden's tensors with norms and probes in place of gradients."""
-    kept = {key: tensor for key, tensor in tensors.items() if not key.startswith("grad.")}
+    """Return a golden's tensors with norms and probes, packed, in place of gradients."""
+    kept = {key: tensor.numpy() for key, tensor in tensors.items() if not key.startswith("grad.")}
     for key in tensors.keys() - kept.keys():
         gradient, name = tensors[key].numpy(), key.removeprefix("grad.")
-        kept[f"norm.{name}"] = torch.tensor(float((gradient**2).sum() ** 0.5))
-        kept[f"probes.{name}"] = torch.from_numpy(probes(name, gradient))
-    return kept
+        kept |= {f"norm.{name}": (gradient**2).sum() ** 0.5, f"probes.{name}": probes(name, gradient)}
+    return {key: torch.from_numpy(np.array(array)) for key, array in packed(kept).items()}
 
 
 def make(folder: Path, config: PreTrainedConfig, seed: int) -> None:

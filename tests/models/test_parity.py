@@ -15,7 +15,7 @@ from jaxglue.hf.loading import add_adapter, load_model, set_adapter
 from jaxglue.models.lora import add_lora
 from jaxglue.models.parameters import hf_name
 from jaxglue.ops.segments import pack_segments
-from tests.goldens.drawn import probes
+from tests.goldens.drawn import probes, unpacked
 from tests.selection import repeats
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -99,7 +99,7 @@ def assert_parity(model, golden, trainable=nnx.Param, rank=1):
 
 
 def assert_folder_parity(folder):
-    assert_parity(load_model(folder, dtype=jnp.float32), load_file(folder / "golden.safetensors"))
+    assert_parity(load_model(folder, dtype=jnp.float32), unpacked(load_file(folder / "golden.safetensors")))
 
 
 @pytest.mark.parametrize("name", MODELS)

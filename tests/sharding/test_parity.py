@@ -147,12 +147,12 @@ CASES = [
     ("lora", "fsdp=2,expert=4", "dots", DEEPSEEK),
     ("full", "fsdp=4,expert=2", "full", GPT_OSS | WINDOWS),
     ("lora", "fsdp=4,expert=2", "dots", GPT_OSS | WIDE | FULL | {"quantize": "mxfp4"}),
-    repeat("lora", "data=2,fsdp=4", "dots", WIDE | {"quantize": "nf4"}),
+    ("lora", "data=2,fsdp=4", "dots", WIDE | {"quantize": "nf4"}),
     repeat("lora", "fsdp=8", "full", WIDE | {"quantize": "int8"}),
-    ("lora", "fsdp=4,expert=2", "dots", MOE | WIDE | {"moe_intermediate_size": 64, "quantize": "nf4"}),
+    repeat("lora", "fsdp=4,expert=2", "dots", MOE | WIDE | {"moe_intermediate_size": 64, "quantize": "nf4"}),
     repeat("lora", "data=2,fsdp=4", "dots", MOE | WIDE | {"moe_intermediate_size": 64, "quantize": "nf4"}),
     repeat("lora", "data=2,expert=4", "full", MOE | WIDE | {"moe_intermediate_size": 64, "quantize": "int8"}),
-    ("lora", "fsdp=8", "offload", LINEAR),
+    ("lora", "fsdp=8", "full", LINEAR),
     repeat("full", "data=2,fsdp=4", "full", LINEAR),
     *(repeat("lora", "fsdp=2,expert=4", "dots", fields | {"model_type": name}) for name, fields in ROUTERS.items()),
 ]
@@ -184,8 +184,8 @@ def test_layers_share_programs_on_a_mesh(mesh_of, batches, expected, kind, mesh,
 ROWS = [[23, 2, 7, 1, 5], [40], [9, 17, 11], [38], [40], [12, 20], [1], [30, 9]]
 """Documents that are cut, whole, and cut to fill a device's share; padding."""
 SPLIT_CASES = [
-    ("lora", "data=2,context=4", "dots", {}),
-    ("full", "fsdp=4,context=2", "offload", GPT_OSS | WINDOWS),
+    repeat("lora", "data=2,context=4", "dots", {}),
+    ("full", "fsdp=4,context=2", "full", GPT_OSS | WINDOWS),
     repeat("lora", "context=8", "full", DEEPSEEK),
     repeat("lora", "data=4,context=2", "dots", LINEAR),
     repeat("full", "fsdp=4,context=2", "save:attention_out", LINEAR),

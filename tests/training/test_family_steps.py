@@ -20,7 +20,7 @@ from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.ops.segments import pack_segments
 from jaxglue.training.adamw import AdamWOptimizer
 from jaxglue.training.config import OptimizerConfig
-from tests.goldens.drawn import drawn, probes
+from tests.goldens.drawn import drawn, probes, unpacked
 from tests.models.test_family_goldens import read_golden, write_folder
 
 GOLDENS = Path(__file__).parents[1] / "goldens/family_steps"
@@ -40,7 +40,7 @@ def batch_of(tokens, lengths):
 
 @pytest.mark.parametrize("name", repeats(NAMES, *(set(NAMES) - set(KEPT))))
 def test_adapters_move_in_ten_steps_as_pefts(name, tmp_path):
-    golden, (raw, _) = load_file(GOLDENS / f"{name}.safetensors"), read_golden(name)
+    golden, (raw, _) = unpacked(load_file(GOLDENS / f"{name}.safetensors")), read_golden(name)
     model = load_model(write_folder(tmp_path, raw), dtype=jnp.float32)
     add_lora(model, LoraConfig(rank=2, alpha=8, targets=("all-linear",)), rngs=nnx.Rngs(0))
     graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)

@@ -47,8 +47,6 @@ def _nf4_assembly() -> str:
 
 
 NF4_ASSEMBLY = tl.constexpr(_nf4_assembly())
-PREFETCH = tl.constexpr("""{.reg .pred p; setp.ne.s32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2;
-    mov.b32 $0, 0;}""")
 BEYOND = tl.constexpr(1 << 20)
 """More than the tiles of a launch."""
 
@@ -105,20 +103,7 @@ def _matrix(w, rows, k, dtype: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr
 
 
 @triton.jit
-def _prefetch(w, column, end, k, wanted, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-              LANES: tl.constexpr):  # fmt: skip
-    """Ask for COLUMNS columns of ROWS rows of w, if they are wanted; each lane for a part of a row."""
-    PART: tl.constexpr = COLUMNS * ROWS // LANES
-    lane = tl.arange(0, LANES)
-    row = tl.minimum(column + lane % ROWS, end - 1)
-    at = w + row.to(tl.int64) * K + k + lane // ROWS * PART
-    size = tl.full([LANES], PART * w.dtype.element_ty.primitive_bitwidth // 8, tl.int32)
-    asked = tl.where(lane < LANES, wanted, False).to(tl.int32)
-    tl.inline_asm_elementwise(PREFETCH, "=r,l,r,r", [at, size, asked], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def _nf4_scales(blocks, groups, rows, step, K: tl.constexpr, BLOCK_K: tl.constexpr):
+def nf4_scales(blocks, groups, rows, step, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Load the scales' codes, and their groups' factors, of BLOCK_K columns of some rows."""
     COLUMNS: tl.constexpr = K // 64
     block = step * (BLOCK_K // 64) + tl.arange(0, BLOCK_K // 64)
@@ -127,7 +112,7 @@ def _nf4_scales(blocks, groups, rows, step, K: tl.constexpr, BLOCK_K: tl.constex
 
 
 @triton.jit
-def _nf4_tile(codes, rows, step, scales, lookup, dtype: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+def nf4_tile(codes, rows, step, scales, lookup, dtype: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
               BLOCK_K: tl.constexpr):  # fmt: skip
     """Return BLOCK_K columns of some rows of a weight in NF4."""
     HALF: tl.constexpr = BLOCK_K // 2
@@ -163,8 +148,8 @@ def _shrink(
     """
     rows, ranks = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
     acc = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
-    # The input has two bytes a value, where steps are of as many values of one byte: five stages take up to 475 KB.
-    STAGES: tl.constexpr = 2 if BLOCK_K * (2 * BLOCK_M + 4 * BLOCK_R) > 45_000 else None
+    # The input has two bytes a value, where steps are of as many values of one byte: as many stages take up to 475 KB.
+    STAGES: tl.constexpr = 2 if BLOCK_K * (2 * BLOCK_M + 4 * BLOCK_R) > 45_000 else 3
     for step in tl.range(0, STEPS, num_stages=STAGES):
         k = (number * STEPS + step) * BLOCK_K
         columns = k + tl.arange(0, BLOCK_K)
@@ -227,7 +212,7 @@ def few_rows_kernel(
     WHOLE: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, R: tl.constexpr, SHRINKS: tl.constexpr,
     SHRINK_STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr, NF4: tl.constexpr, FACTOR: tl.constexpr, ROUND: tl.constexpr, ROUND_ADAPTER: tl.constexpr,
-    AHEAD: tl.constexpr, LANES: tl.constexpr,
+    E4M3: tl.constexpr,
 ):  # fmt: skip
     """Compute x·Wᵀ of COUNT weights (+ adapters' products) (+ biases) (+ stream), or activation(gate)·up of two.
 
@@ -236,7 +221,7 @@ def few_rows_kernel(
     Values of one byte times x's dtype have scales [N_i] · FACTOR; e4m3 values of x have scales [M]. NF4 has codes
     [N_i, K / 2], and codes of scales in `blocks` [N_i, K / 64]: these are values of the table `codes`, times one of
     `groups` for each 256, plus one of `offsets`.
-    Rows of weights are asked for AHEAD steps before they are loaded, by LANES lanes.
+    Gate and up are rounded to e4m3 after multiplication by a factor E4M3, if this is not 0.
     counters: a count for each tile, then one for each adapter's parts, and one for readers of all adapters' inputs.
     """
     program = tl.program_id(0)
@@ -272,11 +257,6 @@ def few_rows_kernel(
                     block, group, offset = blocks[i], groups[i], tl.load(offsets[i])
     n, rows = column + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
     inside = n if WHOLE else tl.minimum(n, end - 1)  # rows beyond a weight are other rows, and not stored
-    FIRST: tl.constexpr = (AHEAD if AHEAD < STEPS else STEPS) * BLOCK_K
-    if AHEAD > 0:
-        _prefetch(w, column, end, split * STEPS * BLOCK_K, True, K, BLOCK_N, FIRST, LANES)
-        if GATED:
-            _prefetch(weights[1], column, end, split * STEPS * BLOCK_K, True, K, BLOCK_N, FIRST, LANES)
     b, b_up, factor_0, factor_1 = None, None, None, None
     if R > 0:  # read before the sum, so that nothing but the low ranks is waited for after it
         b, factor_0 = _load_up(matrix_up, inside, R, BLOCK_R), tl.load(factors + which)
@@ -285,34 +265,29 @@ def few_rows_kernel(
     acc = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
     up = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
     if NF4:
-        scale, factor = _nf4_scales(block, group, inside, split * STEPS, K, BLOCK_K)
+        scale, factor = nf4_scales(block, group, inside, split * STEPS, K, BLOCK_K)
         if GATED:
             up_offset = tl.load(offsets[1])
-            up_scale, up_factor = _nf4_scales(blocks[1], groups[1], inside, split * STEPS, K, BLOCK_K)
+            up_scale, up_factor = nf4_scales(blocks[1], groups[1], inside, split * STEPS, K, BLOCK_K)
     for index in range(0, STEPS):
         step = split * STEPS + index
         k = step * BLOCK_K
-        if AHEAD > 0 and AHEAD < STEPS:
-            wanted = index + AHEAD < STEPS
-            _prefetch(w, column, end, k + AHEAD * BLOCK_K, wanted, K, BLOCK_N, BLOCK_K, LANES)
-            if GATED:
-                _prefetch(weights[1], column, end, k + AHEAD * BLOCK_K, wanted, K, BLOCK_N, BLOCK_K, LANES)
         values = _load_rows(x, rows, k, M, K, BLOCK_M, BLOCK_K)
         if NF4:
             # Single bytes are not loaded ahead by the compiler.
-            next_scale, next_factor = _nf4_scales(block, group, inside, step + 1, K, BLOCK_K)
+            next_scale, next_factor = nf4_scales(block, group, inside, step + 1, K, BLOCK_K)
             found = tl.load(codes + scale.to(tl.int32)) * factor + offset
             scale, factor = next_scale, next_factor
-            matrix = _nf4_tile(w, inside, step, found, lookup, values.dtype, K, BLOCK_N, BLOCK_K)
+            matrix = nf4_tile(w, inside, step, found, lookup, values.dtype, K, BLOCK_N, BLOCK_K)
         else:
             matrix = _matrix(w, inside, k, values.dtype, K, BLOCK_N, BLOCK_K)
         acc = tl.dot(matrix, tl.trans(values), acc)
         if GATED:
             if NF4:
-                next_scale, next_factor = _nf4_scales(blocks[1], groups[1], inside, step + 1, K, BLOCK_K)
+                next_scale, next_factor = nf4_scales(blocks[1], groups[1], inside, step + 1, K, BLOCK_K)
                 found = tl.load(codes + up_scale.to(tl.int32)) * up_factor + up_offset
                 up_scale, up_factor = next_scale, next_factor
-                matrix = _nf4_tile(weights[1], inside, step, found, lookup, values.dtype, K, BLOCK_N, BLOCK_K)
+                matrix = nf4_tile(weights[1], inside, step, found, lookup, values.dtype, K, BLOCK_N, BLOCK_K)
             else:
                 matrix = _matrix(weights[1], inside, k, values.dtype, K, BLOCK_N, BLOCK_K)
             up = tl.dot(matrix, tl.trans(values), up)
@@ -341,6 +316,8 @@ def few_rows_kernel(
 
     dtype: tl.constexpr = outs[0].dtype.element_ty
     if GATED:
+        if E4M3 > 0:
+            acc, up = _as_e4m3(acc, E4M3), _as_e4m3(up, E4M3)
         acc = _finish(acc, 0, x_scales, scales, FACTOR, biases, low_ranks, b, factor_0, n, rows, dtype, ROUND,
                       ROUND_ADAPTER, R, N_0, M, BLOCK_M, BLOCK_R)  # fmt: skip
         up = _finish(up, 1, x_scales, scales, FACTOR, biases, low_ranks, b_up, factor_1, n, rows, dtype, ROUND,
@@ -362,6 +339,12 @@ def few_rows_kernel(
         acc = _finish(acc, 2, x_scales, scales, FACTOR, biases, low_ranks, b, factor_0, n, rows, dtype, ROUND,
                       ROUND_ADAPTER, R, N_2, M, BLOCK_M, BLOCK_R)  # fmt: skip
         _store(acc, None, outs[2], n, rows, N_2, M, BLOCK_M, WHOLE)
+
+
+@triton.jit
+def _as_e4m3(acc, FACTOR: tl.constexpr):
+    """Round sums, times a power of two, as training does for gate and up (`dot_to_e4m3`)."""
+    return tl.clamp(acc * FACTOR, -448.0, 448.0).to(tl.float8e4nv).to(tl.float32) / FACTOR
 
 
 @triton.jit

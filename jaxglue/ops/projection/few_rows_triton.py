@@ -12,11 +12,12 @@ from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.projection import few_rows_kernels as kernels
 from jaxglue.ops.projection.few_rows_operands import FewRows
+from jaxglue.ops.projection.fp8 import e4m3_factor
 from jaxglue.ops.quant.blocks import dynamic_code
 from jaxglue.ops.quant.nf4 import BLOCK, VALUES
 
-_SHRINK_STEPS = 4
-"""Steps of a program that multiplies a part of the adapters' input."""
+_SHRINK_COLUMNS = 512
+"""Columns of a program that multiplies a part of the adapters' input, where the GPU has place for more programs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,17 +29,22 @@ class FewRowsTiles:
     num_warps: int
     num_stages: int
     programs: int
-    """Programs to reach by splitting sums."""
-    ahead: int = 0
-    """Steps before which the L2 cache is asked for a program's columns."""
+    """Programs to reach by splitting sums, as many as run at a time."""
 
 
-def _tiles(block_k: int, num_warps: int, num_stages: int) -> FewRowsTiles:
-    return FewRowsTiles(block_n=64, block_k=block_k, num_warps=num_warps, num_stages=num_stages, programs=132)
+def _tiles(block_k: int, num_warps: int, num_stages: int, programs: int = 132) -> FewRowsTiles:
+    return FewRowsTiles(block_n=64, block_k=block_k, num_warps=num_warps, num_stages=num_stages, programs=programs)
 
 
-_TILES = ((64, _tiles(128, 4, 4), _tiles(128, 4, 3)), (256, _tiles(64, 4, 5), _tiles(64, 8, 4)))
-"""Tiles by the most rows: of projections, and of gate and up together; measured on an H100."""
+_MANY_ROWS = (256, _tiles(64, 4, 5), _tiles(64, 4, 5), _tiles(64, 8, 4))
+_TILES = ((64, _tiles(256, 4, 3), _tiles(128, 4, 4), _tiles(64, 4, 4, programs=264)), _MANY_ROWS)
+"""Tiles by the most rows: of one weight, of several, and of gate and up together; measured on an H200 (an H100: 256).
+
+Twice as many programs as multiprocessors have one tile of gate and up each, where one a multiprocessor would leave half
+of them idle during the second.
+"""
+_CONVERTED_TILES = ((64, _tiles(128, 4, 4), _tiles(128, 4, 4), _tiles(128, 4, 3)), _MANY_ROWS)
+"""The same where weights are converted to another dtype, in registers; measured on an H100."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +75,7 @@ class TritonFewRows(Launcher):
         steps = triton.cdiv(K, tiles.block_k)
         splits = _splits(sum(counts), steps, tiles.programs)
         rank = 0 if operands.low_rank is None else operands.low_rank.downs[0].shape[0]
-        shrink_steps = min(_SHRINK_STEPS, steps)
+        shrink_steps = steps_of_part(steps, tiles, sum(counts) * splits, len(sizes))
         constants = {
             "M": M,
             "K": K,
@@ -93,9 +99,8 @@ class TritonFewRows(Launcher):
             "NF4": operands.nf4 is not None,
             "FACTOR": operands.factor,
             "ROUND": self.rounds and (rank > 0 or gated),
+            "E4M3": e4m3_factor(K) if self.rounds and gated and rank and operands.x_scales is not None else 0.0,
             "ROUND_ADAPTER": self.rounds and not gated and stream is None and operands.x_scales is None,
-            "AHEAD": 0 if self.plain or operands.nf4 or K % tiles.block_k else tiles.ahead,
-            "LANES": max(32 * tiles.num_warps, tiles.block_n),
         }
         return self._run(operands, stream, constants, tiles)
 
@@ -137,7 +142,9 @@ class TritonFewRows(Launcher):
     def _tiles(self, block_m: int, operands: FewRows, gated: bool) -> FewRowsTiles:
         K, itemsize = operands.x.shape[1], operands.x.dtype.itemsize
         least = 32 if operands.nf4 is None else BLOCK
-        tiles = self.tiles or next(found[gated] for most, *found in _TILES if block_m <= most)
+        table = _CONVERTED_TILES if operands.weights[0].dtype.itemsize < itemsize else _TILES
+        kind = 2 if gated else min(len(operands.weights) - 1, 1)
+        tiles = self.tiles or next(found[kind] for most, *found in table if block_m <= most)
         block_k = max(min(tiles.block_k * (2 // itemsize or 1), triton.next_power_of_2(K)), least)
         while K % block_k and block_k > 64:
             block_k //= 2
@@ -149,3 +156,13 @@ def _splits(tiles: int, steps: int, programs: int) -> int:
     """Return into how many equal parts of the sum to split each tile."""
     wanted = min(max(programs // tiles, 1), steps)
     return next(splits for splits in range(wanted, 0, -1) if steps % splits == 0)
+
+
+def steps_of_part(steps: int, tiles: FewRowsTiles, programs: int, adapters: int) -> int:
+    """Return the steps of a program that multiplies a part of an adapter's input.
+
+    Programs beyond those that run at a time would begin when others end, so few free places take longer parts.
+    """
+    least = min(max(_SHRINK_COLUMNS // tiles.block_k, 1), steps)
+    free = (tiles.programs - programs) // adapters
+    return max(least, triton.cdiv(steps, free)) if free > 0 else least

@@ -1,0 +1,157 @@
+"""Answers for OpenAI's clients: an answer's text as it grows, and its JSON, whole or in chunks."""
+
+import uuid
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from jaxglue.data.decoding import TokenDecoder
+from jaxglue.generation.chat import CHANNEL, TextStream
+from jaxglue.generation.openai_request import Call
+from jaxglue.generation.scheduler import Request
+from jaxglue.generation.service import Event
+from jaxglue.generation.thinking import split_thinking
+from jaxglue.generation.tool_calls import CALLS, ToolCall, shown_before_calls, split_calls
+
+_FINISH = {"stop": "stop", "until": "stop", "length": "length"}
+_IMPOSSIBLE = -9999.0
+"""Log-probability in JSON of a token that cannot come, as OpenAI's."""
+
+
+class AnswerText:
+    """Text of an answer as it grows."""
+
+    def __init__(self, call: Call, request: Request):
+        self._stops, self._call = call.voice.stops, call
+        added = call.voice.tokenizer.get_added_vocab()
+        specials, self._channels = bool(call.functions) and CALLS in added, CHANNEL in added
+        self._text = TextStream(call.voice.tokenizer, request.sampling.stop, specials=specials)
+        self._decoder = TokenDecoder(call.voice.tokenizer.backend_tokenizer, skip_special_tokens=False)
+        self._shown, self._shown_thinking = 0, 0
+        """Characters that were sent."""
+        self._calls, self.count = list[ToolCall](), 0
+        """Calls of tools, and tokens up to the end."""
+        self._log_probs, self._offset = list[_TokenText](), 0
+        """Log-probabilities that were not reported, and characters of the tokens before them."""
+        self._content: str | None = None
+        """The text beside tool calls, once these have come."""
+        self.finish: str | None = None
+
+    def add(self, event: Event) -> None:
+        """Add an event's tokens."""
+        for index, token in enumerate(event.tokens):
+            self.count += 1
+            if self._call.log_probs is not None:
+                self._log_probs.append(self._token_text(event, index))
+            if token not in self._stops:
+                self._text.add(token)
+            if self._text.stopped:  # what follows in its window is no part of it
+                break
+        if event.finish:
+            self._text.end()
+        if self._text.stopped:
+            self.finish = "stop"
+        elif event.finish:
+            self.finish = _FINISH[event.finish]
+        if self.finish == "stop" and self._call.functions:
+            content, calls = split_calls(self._text.text, self._call.functions)
+            self._calls = calls[:1] if self._call.one_call else calls
+            if calls:
+                self._content, self.finish = content, "stop" if self._call.named else "tool_calls"
+
+    @property
+    def _visible(self) -> tuple[str, str]:
+        """Return the thinking and the text that are certain to be shown; completions know no thinking."""
+        grows, text = self.finish is None, self._text.text if self._content is None else self._content
+        if grows and self._call.functions:
+            text = shown_before_calls(text)
+        if not self._call.chat:
+            return "", text
+        return split_thinking(text, opened=self._call.thinks, channels=self._channels, grows=grows)
+
+    def choice(self, index: int) -> dict[str, Any]:
+        """Return the whole answer."""
+        shared = {"index": index, "finish_reason": self.finish, "logprobs": self._reported()}
+        thinking, text = self._visible
+        if not self._call.chat:
+            return {**shared, "text": text}
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if thinking:
+            message["reasoning_content"] = thinking
+        if self._calls:
+            message |= {"content": text.strip() or None, "tool_calls": [_called(call) for call in self._calls]}
+        return {**shared, "message": message}
+
+    def chunk(self, index: int) -> dict[str, Any] | None:
+        """Return the new part of the answer; None without one."""
+        thinking, text = self._visible
+        new, self._shown = text[self._shown :], max(self._shown, len(text))
+        new_thinking = thinking[self._shown_thinking :]
+        self._shown_thinking = max(self._shown_thinking, len(thinking))
+        if not new and not new_thinking and self.finish is None:
+            return None
+        shared = {"index": index, "finish_reason": self.finish, "logprobs": self._reported()}
+        if not self._call.chat:
+            return {**shared, "text": new}
+        delta: dict[str, Any] = {"content": new}
+        if new_thinking:
+            delta["reasoning_content"] = new_thinking
+        if self._calls:
+            delta["tool_calls"] = [{"index": number, **_called(call)} for number, call in enumerate(self._calls)]
+        return {**shared, "delta": delta}
+
+    def _token_text(self, event: Event, index: int) -> "_TokenText":
+        likely = [(self._decoder.text_of(token), value) for token, value in event.top[index]] if event.top else []
+        return _TokenText(self._decoder.add(event.tokens[index]), event.log_probs[index], likely)
+
+    def _reported(self) -> dict[str, Any] | None:
+        """Return the log-probabilities of tokens that were not reported yet."""
+        if self._call.log_probs is None:
+            return None
+        entries, self._log_probs = self._log_probs, []
+        if self._call.chat:
+            return {"content": [{**_entry(e.text, e.log_prob), "top_logprobs": _entries(e.likely)} for e in entries]}
+        texts = [entry.text for entry in entries]
+        offsets = list(accumulate(map(len, texts), initial=self._offset))
+        self._offset = offsets.pop()
+        likely = [_by_text(entry) for entry in entries] if self._call.log_probs else None
+        values = [_finite(entry.log_prob) for entry in entries]
+        return {"tokens": texts, "token_logprobs": values, "top_logprobs": likely, "text_offset": offsets}
+
+
+class _TokenText(NamedTuple):
+    """A token's text and log-probability, and those of the most likely ones in its place."""
+
+    text: str
+    """A character's bytes are its last token's."""
+    log_prob: float
+    likely: list[tuple[str, float]]
+
+
+def _finite(log_prob: float) -> float:
+    return max(log_prob, _IMPOSSIBLE)
+
+
+def _entry(text: str, log_prob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": _finite(log_prob), "bytes": list(text.encode())}
+
+
+def _entries(likely: list[tuple[str, float]]) -> list[dict[str, Any]]:
+    return [_entry(text, log_prob) for text, log_prob in likely]
+
+
+def _by_text(entry: _TokenText) -> dict[str, float]:
+    """Return the log-probabilities by text; parts of characters have one text, which gets the likeliest's."""
+    pairs = [*entry.likely, (entry.text, entry.log_prob)]
+    return {text: _finite(log_prob) for text, log_prob in reversed(pairs)}
+
+
+def usage(requests: Sequence[Request], answers: Sequence[AnswerText]) -> dict[str, int]:
+    """Return the numbers of tokens."""
+    prompt, new = sum(len(request.prompt) for request in requests), sum(answer.count for answer in answers)
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+
+def _called(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}

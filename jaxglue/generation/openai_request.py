@@ -1,0 +1,304 @@
+"""Requests of OpenAI's clients: what a body asks for, checked, with errors that name the parameter."""
+
+import json
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+
+from jaxglue.generation.chat import Voice
+from jaxglue.generation.config import SamplingConfig
+from jaxglue.generation.grammar import Grammar, Grammars
+from jaxglue.generation.scheduler import Request
+
+_LARGEST_BODY = 4 * 2**20
+_MOST_ANSWERS, MOST_PROMPTS = 16, 128
+MOST_LIKELY = 20
+"""Likely tokens beside each of an answer's, at most."""
+_SAMPLING: dict[str, tuple[Any, float, float]] = {
+    "temperature": (float, 0.0, 100.0),
+    "top_p": (float, 1e-6, 1.0),
+    "top_k": (int, 0, 2**31 - 1),
+    "min_p": (float, 0.0, 1.0),
+    "repetition_penalty": (float, 1e-3, 1e3),
+    "presence_penalty": (float, -1e3, 1e3),
+    "frequency_penalty": (float, -1e3, 1e3),
+    "seed": (int, -(2**53), 2**53),
+}
+"""Numbers that a request may set: type, least and greatest value."""
+_IGNORED = {"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
+_KNOWN = {"model", "messages", "prompt", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "n", "stop"}
+_KNOWN |= {"stream", "stream_options", "logit_bias", "logprobs", "top_logprobs", "parallel_tool_calls"}
+_GRAMMARS = {
+    "json": (dict, "a JSON schema, as an object or text"),
+    "regex": (str, "a regular expression"),
+    "choice": (list, "a list of texts that are not empty"),
+    "grammar": (str, "a grammar in Lark's notation"),
+}
+"""Kinds of grammars and their values; requests give `guided_…` or an entry of `structured_outputs`, as in vLLM."""
+_KNOWN |= {"response_format", "structured_outputs", *(f"guided_{kind}" for kind in _GRAMMARS)}
+_KNOWN |= {"chat_template_kwargs"}
+
+
+class BadRequestError(Exception):
+    """A request that is refused, with HTTP's status, and OpenAI's code and parameter, if there are any."""
+
+    def __init__(self, message: str, status: int = 400, *, code: str | None = None, parameter: str | None = None):
+        super().__init__(message)
+        self.status, self.code, self.parameter = status, code, parameter
+
+
+@dataclass(frozen=True)
+class Call:
+    """A parsed request."""
+
+    model: str
+    voice: Voice
+    requests: list[Request]
+    """One for each prompt."""
+    stream: bool
+    usage: bool
+    """Report the tokens at the end of a stream."""
+    log_probs: int | None
+    """Likely tokens to report beside each of an answer's; None for no log-probabilities."""
+    chat: bool
+    thinks: bool
+    """The prompt ends inside of thinking, with which the answer begins."""
+    functions: dict[str, dict[str, Any]]
+    """The tools that the answer may call, with the schemas of their parameters."""
+    one_call: bool
+    """Leave out calls after the first."""
+    named: bool
+    """The request names the tool to call: an answer that calls it has stopped, as OpenAI says."""
+
+
+async def read_body(http: HttpRequest) -> dict[str, Any]:
+    """Return the body's object.
+
+    Raises:
+        BadRequestError: it is too large, or no JSON object.
+    """
+    parts, size = [], 0
+    async for part in http.stream():
+        size += len(part)
+        if size > _LARGEST_BODY:
+            raise BadRequestError(f"the body is larger than {_LARGEST_BODY / 2**20:.0f} MiB", 413)
+        parts.append(part)
+    try:
+        body = json.loads(b"".join(parts))
+    except (ValueError, RecursionError) as error:
+        raise BadRequestError(f"the body is no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadRequestError("the body must be a JSON object")
+    known = _KNOWN | _IGNORED | _SAMPLING.keys()
+    if unknown := [name for name in sorted(body.keys() - known) if body[name]]:  # they would change the answer
+        raise BadRequestError(f"unknown or unsupported parameters: {', '.join(unknown)}", parameter=unknown[0])
+    return body
+
+
+def read_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages of a chat; raise BadRequestError for anything else."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
+        raise BadRequestError("messages must be a list of objects, and not empty", parameter="messages")
+    return messages
+
+
+def read_prompts(body: dict[str, Any]) -> list[str | list[int]]:
+    """Return the prompts of a completion, of texts or token ids; raise BadRequestError for anything else."""
+    prompt = body.get("prompt")
+    many = isinstance(prompt, list) and not any(type(token) is int for token in prompt)
+    prompts: list[Any] = prompt if many else [prompt]  # type: ignore[assignment]
+    if not 0 < len(prompts) <= MOST_PROMPTS or not all(
+        isinstance(p, str) or (isinstance(p, list) and p and all(type(token) is int for token in p)) for p in prompts
+    ):
+        wanted = f"a text or a list of token ids, and not empty, or a list of at most {MOST_PROMPTS} of these"
+        raise BadRequestError(f"prompt must be {wanted}", parameter="prompt")
+    return prompts
+
+
+def read_sampling(body: dict[str, Any], defaults: SamplingConfig, room: int, most: int, seed: int) -> SamplingConfig:
+    """Return the sampling that a body asks for.
+
+    Args:
+        body: of the request.
+        defaults: of settings that it leaves out.
+        room: tokens of an answer, likewise.
+        most: tokens of an answer, at most.
+        seed: that it leaves out.
+
+    Raises:
+        BadRequestError: a value of another type, or outside of its range.
+    """
+    given = {name: read_number(body, name, *limits) for name, limits in _SAMPLING.items()}
+    settings = {name: getattr(defaults, name) for name in _SAMPLING} | {"seed": seed}
+    settings |= {name: value for name, value in given.items() if value is not None}
+    name = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+    tokens = read_number(body, name, int, 1, most)
+    stop = defaults.stop if body.get("stop") is None else _stops(body)
+    return SamplingConfig(**settings, max_tokens=room if tokens is None else tokens, stop=stop)
+
+
+def read_count(body: dict[str, Any]) -> int:
+    """Return the answers to each prompt."""
+    return read_number(body, "n", int, 1, _MOST_ANSWERS) or 1
+
+
+def read_usage(body: dict[str, Any]) -> bool:
+    """Return whether a stream ends with the numbers of tokens."""
+    options = body.get("stream_options")
+    if not isinstance(options, dict | None):
+        raise BadRequestError("stream_options must be an object", parameter="stream_options")
+    return bool(options and options.get("include_usage"))
+
+
+def read_log_probs(body: dict[str, Any], *, chat: bool) -> int | None:
+    """Return the likely tokens to report beside each of an answer's; None for no log-probabilities."""
+    if not chat:
+        wanted = body.get("logprobs")
+        return int(wanted) or None if isinstance(wanted, bool) else read_number(body, "logprobs", int, 0, MOST_LIKELY)
+    count = read_number(body, "top_logprobs", int, 0, MOST_LIKELY)
+    if count and not body.get("logprobs"):
+        raise BadRequestError("top_logprobs come with logprobs: set it to true", parameter="top_logprobs")
+    return count or 0 if body.get("logprobs") else None
+
+
+def read_flag(body: dict[str, Any], name: str) -> bool | None:
+    """Return a truth value of the body; None without it."""
+    if not isinstance(value := body.get(name), bool | None):
+        raise BadRequestError(f"{name} must be true or false, got {value!r:.100}", parameter=name)
+    return value
+
+
+def read_variables(body: dict[str, Any]) -> dict[str, Any]:
+    """Return further variables for the chat template."""
+    given = body.get("chat_template_kwargs")
+    if not isinstance(given, dict | None):
+        raise BadRequestError("chat_template_kwargs must be an object", parameter="chat_template_kwargs")
+    return given or {}
+
+
+def read_number(body: dict[str, Any], name: str, kind: Any, least: float, greatest: float) -> Any:
+    """Return a number of the body; None without it."""
+    value = body.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, kind)) or not least <= value <= greatest:
+        raise BadRequestError(
+            f"{name} must be a number from {least:g} to {greatest:g}, got {value!r:.100}", parameter=name
+        )
+    return kind(value)
+
+
+def _stops(body: dict[str, Any]) -> tuple[str, ...]:
+    stop = body["stop"]
+    stops = [stop] if isinstance(stop, str) else stop
+    fits = isinstance(stops, list) and len(stops) <= 16
+    if not fits or not all(isinstance(s, str) and 0 < len(s) < 1024 and _is_unicode(s) for s in stops):
+        wanted = "a text or a list of at most 16 texts of 1 to 1,023 characters"
+        raise BadRequestError(f"stop must be {wanted}", parameter="stop")
+    return tuple(stops)
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def read_biases(body: dict[str, Any], vocabulary: int) -> dict[int, float]:
+    """Return the sums to add to logits of tokens."""
+    given = {} if body.get("logit_bias") is None else body["logit_bias"]
+    try:
+        biases = {int(token): float(value) for token, value in given.items()}
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        raise BadRequestError("logit_bias must map token ids to numbers", parameter="logit_bias") from error
+    if not all(0 <= token < vocabulary and abs(value) <= 1e6 for token, value in biases.items()):
+        message = f"logit_bias must map token ids below {vocabulary} to numbers from -1e6 to 1e6"
+        raise BadRequestError(message, parameter="logit_bias")
+    return biases
+
+
+def read_tool_choice(body: dict[str, Any], functions: Collection[str]) -> list[str] | None:
+    """Return the functions of which the answer calls one; None where the model chooses whether to.
+
+    Args:
+        body: of the request.
+        functions: the names of those that the request's tools offer.
+
+    Raises:
+        BadRequestError: another choice, or no such function.
+    """
+    choice = body.get("tool_choice")
+    if choice in (None, "auto", "none"):
+        return None
+    if choice == "required":
+        if not functions:
+            raise BadRequestError("tool_choice is required, but tools offer no function", parameter="tool_choice")
+        return list(functions)
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        wanted = 'none, auto, required or {"type": "function", "function": {"name": …}}'
+        raise BadRequestError(f"tool_choice must be {wanted}", parameter="tool_choice")
+    if name not in functions:
+        raise BadRequestError(f"tool_choice names {name!r:.100}, which tools do not offer", parameter="tool_choice")
+    return [name]
+
+
+def read_grammar(body: dict[str, Any], grammars: Callable[[], Grammars], calls: str | None = None) -> Grammar | None:
+    """Return what the answer may be, if the body says it, or the grammar of its calls; `grammars` is called for it."""
+    found = _grammars(body) + ([] if calls is None else [("grammar", calls)])
+    if not found:
+        return None
+    if len(found) > 1:
+        given = "one of response_format, guided_…, a tool_choice that forces a call, and others"
+        raise BadRequestError(f"an answer follows one grammar: give {given}")
+    ((kind, value),) = found
+    make = grammars()
+    if kind == "json":
+        return make.json(value)
+    if kind == "choice":
+        return make.choice(value)
+    return make.regex(value) if kind == "regex" else make.lark(value)
+
+
+def _grammars(body: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return the kinds and values of the grammars that a request gives, schemas as objects."""
+    options = body.get("structured_outputs")
+    known = isinstance(options, dict) and options.keys() <= _GRAMMARS.keys()
+    if options is not None and not (known and any(value is not None for value in options.values())):
+        raise BadRequestError(f"structured_outputs must be an object with one of: {', '.join(_GRAMMARS)}")
+    given = [(f"structured_outputs.{kind}", kind, value) for kind, value in (options or {}).items()]
+    given += [(f"guided_{kind}", kind, body.get(f"guided_{kind}")) for kind in _GRAMMARS]
+    found = [(kind, _value(name, kind, value)) for name, kind, value in given if value is not None]
+    schema = None if body.get("response_format") is None else _schema(body["response_format"])
+    return found if schema is None else [*found, ("json", schema)]
+
+
+def _value(name: str, kind: str, value: Any) -> Any:
+    """Return the value of a grammar, checked, with a schema read from its text."""
+    if kind == "json" and isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise BadRequestError(f"{name} is no JSON: {error}") from error
+    texts = kind != "choice" or (isinstance(value, list) and value and all(isinstance(t, str) and t for t in value))
+    type_, wanted = _GRAMMARS[kind]
+    if not isinstance(value, type_) or not texts:
+        raise BadRequestError(f"{name} must be {wanted}")
+    return value
+
+
+def _schema(wanted: Any) -> dict[str, Any] | None:
+    """Return the JSON schema of a `response_format`; None for text."""
+    kind = wanted.get("type") if isinstance(wanted, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    described = wanted.get("json_schema") if kind == "json_schema" else None
+    if not isinstance(described, dict) or not isinstance(described.get("schema"), dict):
+        raise BadRequestError(
+            "response_format must have the type text, json_object, or json_schema with a name and schema in json_schema"
+        )
+    return described["schema"]
