@@ -177,7 +177,9 @@ class RolloutSteps(Iterator[Step]):
         if self._warned or not self._objective.compares or (advantages.teaches.any() and not is_equal):
             return
         self._warned, rewards = True, advantages.rewards
-        judged = f"{np.isfinite(rewards).sum()} of {rewards.size} answers have a reward, and no two of a prompt differ in it"
+        judged = (
+            f"{np.isfinite(rewards).sum()} of {rewards.size} answers have a reward, and no two of a prompt differ in it"
+        )
         _log.warning(
             "step %d: %s, so nothing is learned from them; where this goes on, choose easier or harder prompts, or a "
             "finer reward",
