@@ -63,6 +63,8 @@ class Call:
     log_probs: int | None
     """Likely tokens to report beside each of an answer's; None for no log-probabilities."""
     chat: bool
+    thinks: bool
+    """The prompt ends inside of thinking, with which the answer begins."""
     functions: dict[str, dict[str, Any]]
     """The tools that the answer may call, with the schemas of their parameters."""
     one_call: bool

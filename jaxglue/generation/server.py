@@ -40,6 +40,7 @@ from jaxglue.generation.openai_request import (
 from jaxglue.generation.prompts import encode_prompt, render_messages
 from jaxglue.generation.scheduler import Request
 from jaxglue.generation.service import EndedError, Event, FullError, Service, Ticket, TooLongError
+from jaxglue.generation.thinking import BEGIN
 from jaxglue.generation.tool_calls import parameters_of, schemas_of
 from jaxglue.generation.tool_grammar import call_grammar
 
@@ -130,7 +131,9 @@ class _Server:
         schemas, voice = schemas_of(chat.tools), self._voice(body)[1]
         template, text = render_messages(voice.tokenizer, chat, variables=read_variables(body))
         tokens = await asyncio.to_thread(template.encode, text)  # beside the streams of others, however long it is
-        options: dict[str, Any] = {"schemas": schemas, "calls": _forced_calls(body, schemas, voice, text)}
+        thinks = text.rstrip().endswith(BEGIN)
+        calls = _forced_calls(body, schemas, voice, thinks=thinks)
+        options: dict[str, Any] = {"schemas": schemas, "calls": calls, "thinks": thinks}
         return await self._answer(http, await self._call(body, [tokens], chat=True, **options))
 
     async def _complete(self, http: HttpRequest) -> Response:
@@ -152,6 +155,7 @@ class _Server:
         chat: bool,
         schemas: Mapping[str, dict[str, Any]] = MappingProxyType({}),
         calls: str | None = None,
+        thinks: bool = False,
     ) -> Call:
         """Return a parsed request."""
         self._requests += 1
@@ -176,6 +180,7 @@ class _Server:
             usage=read_usage(body),
             log_probs=log_probs,
             chat=chat,
+            thinks=thinks,
             functions=parameters_of(schemas),
             one_call=read_flag(body, "parallel_tool_calls") is False,
             named=isinstance(body.get("tool_choice"), dict),
@@ -267,12 +272,14 @@ class _EventStream(StreamingResponse):
             self._answers.cancel()
 
 
-def _forced_calls(body: dict[str, Any], schemas: Mapping[str, dict[str, Any]], voice: Voice, prompt: str) -> str | None:
+def _forced_calls(
+    body: dict[str, Any], schemas: Mapping[str, dict[str, Any]], voice: Voice, *, thinks: bool
+) -> str | None:
     """Return the grammar of the calls that a chat asks for; None where the model chooses whether to call a tool."""
     if (names := read_tool_choice(body, schemas)) is None:
         return None
     several = body["tool_choice"] == "required" and read_flag(body, "parallel_tool_calls") is not False
-    forced, thinks = {name: schemas[name] for name in names}, prompt.rstrip().endswith("<think>")
+    forced = {name: schemas[name] for name in names}
     return call_grammar(voice.tokenizer, forced, several=several, thinks=thinks)
 
 

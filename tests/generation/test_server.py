@@ -209,6 +209,20 @@ def test_tool_calls_are_parsed_streamed_or_whole(served):
         assert choice["message"]["content"] == text and choice["finish_reason"] == "stop"
 
 
+def test_thinking_comes_apart_from_the_answer(served, monkeypatch):
+    assistant, _, config = served
+    tokens = assistant.tokenizer.encode("Three and four.</think>\n\nSeven.")
+    client = TestClient(make_app(assistant, Told(tokens[:4], tokens[4:9], tokens[9:], [min(assistant.stops)]), config))
+    (plain,) = post(client, messages=MESSAGES).json()["choices"]
+    assert "reasoning_content" not in plain["message"] and "</think>" in plain["message"]["content"]
+    monkeypatch.setattr(assistant.tokenizer, "chat_template", "<think>\n")
+    (choice,) = post(client, messages=MESSAGES).json()["choices"]
+    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("Three and four.", "Seven.")
+    deltas = [event["choices"][0]["delta"] for event in events(post(client, messages=MESSAGES, stream=True))]
+    for name, text in (("reasoning_content", "Three and four."), ("content", "Seven.")):
+        assert "".join(delta.get(name, "") for delta in deltas) == text
+
+
 def test_a_call_of_a_tool_is_forced(served, monkeypatch):
     assistant, _, config = served
     given, call = [], '{"name": "now", "arguments": {}}'
