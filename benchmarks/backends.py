@@ -48,7 +48,7 @@ def row(name: str) -> dict:
     others = {"rotation": rotation_choice(work), **forms, **linear_attention_choice(work)}
     if config.moe is not None:
         others["experts"] = GROUPED_MATMUL.choose(compute_capability(), work.dtype)
-    others["loss"] = CROSS_ENTROPY.choose(compute_capability(), work.dtype, config.logit_softcap)
+    others["loss"] = CROSS_ENTROPY.choose(compute_capability(), work.dtype)
     plain = {title: choice for title, choice in (attention | others).items() if choice.name == "reference"}
     return {
         "model": name,

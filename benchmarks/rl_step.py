@@ -44,7 +44,7 @@ from jaxglue.planner.device_memory import bounded_pool, take_fitting_blocks
 from jaxglue.rl.config import RolloutConfig
 from jaxglue.rl.packing import Group, Packed, TrainedAnswer, pack_groups
 from jaxglue.rl.sampler import copies_of
-from jaxglue.sharding.mesh import make_mesh
+from jaxglue.sharding.mesh import mesh_of
 from jaxglue.training.config import ModelConfig, RunConfig, TrainConfig
 from jaxglue.training.rollout_policy import TrainedPolicy
 from jaxglue.training.setup import Run, resolve
@@ -110,7 +110,7 @@ class Benchmark:
 
     def __init__(self, args: argparse.Namespace, folder: Path):
         self._args, self._run, self._rows = args, make_run(args, folder), jax.device_count()
-        self._mesh = make_mesh(self._run.mesh) if self._run.mesh.devices > 1 else None
+        self._mesh = mesh_of(self._run.mesh)
         self.model = TrainStep(self._run, self._mesh)
         self._spread()
         settings = self._run.config.model

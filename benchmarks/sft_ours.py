@@ -38,7 +38,7 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import Params, split_model
 from jaxglue.ops.segments import pack_segments, segment_bucket
-from jaxglue.planner.device_memory import take_fitting_blocks
+from jaxglue.planner.device_memory import bound_pool, outside_pool, take_fitting_blocks
 from jaxglue.planner.flops import mean_visible_keys
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.plan import Plan
@@ -273,7 +273,7 @@ def parse(flags: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--weights", default="device", help="where there is no --memory-limit")
     parser.add_argument("--embeddings", choices=("device", "host"), default="device")
     parser.add_argument("--depth", type=int, help="layers that copies from the host are ahead")
-    parser.add_argument("--memory-limit", type=float, help="GiB that auto plans for")
+    parser.add_argument("--memory-limit", type=float, help="GiB that auto plans for, and JAX's pool has")
     parser.add_argument("--pinned-gib", type=float, default=100.0, help="host memory that may be pinned")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--warm-up", type=int, default=5)
@@ -282,8 +282,11 @@ def parse(flags: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
+    args = parse()
     take_fitting_blocks(os.environ)
-    for result in measure(parse()):
+    if args.memory_limit:  # of JAX's pool, as peers' is that of PyTorch's
+        bound_pool(args.memory_limit + outside_pool() / GIB, os.environ)
+    for result in measure(args):
         print(json.dumps(result), flush=True)
 
 

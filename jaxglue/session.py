@@ -1,7 +1,6 @@
 """A model in training, step by step, for loops of one's own: on the executor, planner and optimizer of `train`."""
 
 import logging
-import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -23,7 +22,6 @@ from jaxglue.data.packing import plan_packing
 from jaxglue.data.prepare import PreparedData, prepare_data
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import PRESETS
-from jaxglue.engine.program_cache import keep_programs
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.engine import Completion, Engine
 from jaxglue.generation.prompts import encode_messages, encode_prompt
@@ -34,15 +32,14 @@ from jaxglue.json_file import read_json, write_json
 from jaxglue.models.parameters import Params, split_model
 from jaxglue.objectives.objective import Objective, TargetValues
 from jaxglue.ops.segments import pack_segments, segment_bucket
-from jaxglue.planner.device_memory import bounded_pool, take_fitting_blocks
 from jaxglue.recipe import from_settings
-from jaxglue.sharding.mesh import make_mesh
+from jaxglue.sharding.mesh import mesh_of
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.optimizer_objects import named_optimizer
-from jaxglue.training.remat import open_buffers, size_pool
 from jaxglue.training.result import export_result
 from jaxglue.training.rollout_policy import Teacher
 from jaxglue.training.setup import Setup, resolve_model
+from jaxglue.training.start import configured_jax, planned_memory
 from jaxglue.training.step import TrainStep
 
 if TYPE_CHECKING:
@@ -117,15 +114,10 @@ class Session:
             raise ValueError("objective: a session trains on texts and chats: pass a function as the loss of its steps")
         if config.optimizer.update_in_backward:
             raise ValueError("update_in_backward: gradients of a session add up before its steps: leave it out")
-        if config.run.compilation_cache:
-            keep_programs(config.run.compilation_cache)
-        take_fitting_blocks(os.environ)
         with ExitStack() as stack:
-            stack.enter_context(bounded_pool(config.model.memory_limit, os.environ))
+            stack.enter_context(configured_jax(config))
             self._setup = resolve_model(replace(config, model=config.model.pinned))
-            size_pool(self._setup.workload, self._setup.remat, os.environ)
-            buffers = stack.enter_context(open_buffers(self._setup.workload, self._setup.remat))
-            mesh = make_mesh(self._setup.mesh) if self._setup.mesh.devices > 1 else None
+            buffers, mesh = stack.enter_context(planned_memory(self._setup)), mesh_of(self._setup.mesh)
             if base is not None and base.origin != self.origin:
                 raise ValueError(f"base: a session of {base.origin}, this one is of {self.origin}")
             self._model = TrainStep(self._setup, mesh, buffers, None if base is None else base.frozen)

@@ -67,6 +67,9 @@ class Rollouts:
     """The same as sampling computed them; NaN where it did not. None without any."""
     reference: Float32[Array, "B T"] | None = None
     """Log-probabilities under the reference; None for objectives without one."""
+    mean_weight: Float32[Array, "B 1"] | None = None
+    """Weight of a token in the sum of losses with which it has its share of a mean over all tokens of the step; None
+    for objectives without such a mean."""
     teacher: Float[Array, "B T E"] | None = None
     """A teacher's hidden states after its final norm; None without one."""
     teacher_matrix: Float[Array, "V E"] | None = None

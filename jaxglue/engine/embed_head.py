@@ -387,6 +387,11 @@ class HeadValues:
         """Entropies over the vocabulary, without a gradient; 0 where the loss weight is."""
         return self._rows(linear_entropies(self._hidden, self._matrix, self._weights, **self._shape))
 
+    @cached_property
+    def trained_entropies(self) -> Float[Array, "B T"]:
+        """`entropies` with gradients."""
+        return self._rows(linear_entropies(self._hidden, self._matrix, self._weights, trained=True, **self._shape))
+
     @property
     def alignment(self) -> Float[Array, "B T"]:
         """Log-probabilities less log Σ p² over the vocabulary."""

@@ -34,7 +34,7 @@ from jaxglue.models.parameters import split_model
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.projection.fp8 import check_fp8
 
-_CHANNEL = "<|channel|>"
+CHANNEL = "<|channel|>"
 """Token before a channel's name in the harmony format."""
 HELP = "/reset forgets the conversation · /system TEXT sets the system message\nCtrl-C stops an answer · Ctrl-D leaves"
 _FINAL = "<|channel|>final<|message|>"
@@ -276,7 +276,7 @@ def stream_text(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> It
 
 
 def _decoder(tokenizer: PreTrainedTokenizerBase, *, specials: bool = False) -> TokenDecoder:
-    shown = specials or _CHANNEL in tokenizer.get_added_vocab()
+    shown = specials or CHANNEL in tokenizer.get_added_vocab()
     return TokenDecoder(tokenizer.backend_tokenizer, skip_special_tokens=not shown)
 
 

@@ -6,10 +6,11 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from jaxglue.data.decoding import TokenDecoder
-from jaxglue.generation.chat import TextStream
+from jaxglue.generation.chat import CHANNEL, TextStream
 from jaxglue.generation.openai_request import Call
 from jaxglue.generation.scheduler import Request
 from jaxglue.generation.service import Event
+from jaxglue.generation.thinking import split_thinking
 from jaxglue.generation.tool_calls import CALLS, ToolCall, shown_before_calls, split_calls
 
 _FINISH = {"stop": "stop", "until": "stop", "length": "length"}
@@ -22,11 +23,14 @@ class AnswerText:
 
     def __init__(self, call: Call, request: Request):
         self._stops, self._call = call.voice.stops, call
-        specials = bool(call.functions) and CALLS in call.voice.tokenizer.get_added_vocab()
+        added = call.voice.tokenizer.get_added_vocab()
+        specials, self._channels = bool(call.functions) and CALLS in added, CHANNEL in added
         self._text = TextStream(call.voice.tokenizer, request.sampling.stop, specials=specials)
         self._decoder = TokenDecoder(call.voice.tokenizer.backend_tokenizer, skip_special_tokens=False)
-        self._shown, self._calls, self.count = 0, list[ToolCall](), 0
-        """Characters that were sent, calls of tools, and tokens up to the end."""
+        self._shown, self._shown_thinking = 0, 0
+        """Characters that were sent."""
+        self._calls, self.count = list[ToolCall](), 0
+        """Calls of tools, and tokens up to the end."""
         self._log_probs, self._offset = list[_TokenText](), 0
         """Log-probabilities that were not reported, and characters of the tokens before them."""
         self._content: str | None = None
@@ -53,36 +57,45 @@ class AnswerText:
             content, calls = split_calls(self._text.text, self._call.functions)
             self._calls = calls[:1] if self._call.one_call else calls
             if calls:
-                self._content, self.finish = content, "tool_calls"
+                self._content, self.finish = content, "stop" if self._call.named else "tool_calls"
 
     @property
-    def _visible(self) -> str:
-        """Return the text that is certain to be shown."""
-        if self._content is not None:
-            return self._content
-        grows = self.finish is None and self._call.functions
-        return shown_before_calls(self._text.text) if grows else self._text.text
+    def _visible(self) -> tuple[str, str]:
+        """Return the thinking and the text that are certain to be shown; completions know no thinking."""
+        grows, text = self.finish is None, self._text.text if self._content is None else self._content
+        if grows and self._call.functions:
+            text = shown_before_calls(text)
+        if not self._call.chat:
+            return "", text
+        return split_thinking(text, opened=self._call.thinks, channels=self._channels, grows=grows)
 
     def choice(self, index: int) -> dict[str, Any]:
         """Return the whole answer."""
         shared = {"index": index, "finish_reason": self.finish, "logprobs": self._reported()}
+        thinking, text = self._visible
         if not self._call.chat:
-            return {**shared, "text": self._visible}
-        message: dict[str, Any] = {"role": "assistant", "content": self._visible}
+            return {**shared, "text": text}
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if thinking:
+            message["reasoning_content"] = thinking
         if self._calls:
-            message |= {"content": self._visible.strip() or None, "tool_calls": [_called(call) for call in self._calls]}
+            message |= {"content": text.strip() or None, "tool_calls": [_called(call) for call in self._calls]}
         return {**shared, "message": message}
 
     def chunk(self, index: int) -> dict[str, Any] | None:
         """Return the new part of the answer; None without one."""
-        visible = self._visible
-        new, self._shown = visible[self._shown :], max(self._shown, len(visible))
-        if not new and self.finish is None:
+        thinking, text = self._visible
+        new, self._shown = text[self._shown :], max(self._shown, len(text))
+        new_thinking = thinking[self._shown_thinking :]
+        self._shown_thinking = max(self._shown_thinking, len(thinking))
+        if not new and not new_thinking and self.finish is None:
             return None
         shared = {"index": index, "finish_reason": self.finish, "logprobs": self._reported()}
         if not self._call.chat:
             return {**shared, "text": new}
         delta: dict[str, Any] = {"content": new}
+        if new_thinking:
+            delta["reasoning_content"] = new_thinking
         if self._calls:
             delta["tool_calls"] = [{"index": number, **_called(call)} for number, call in enumerate(self._calls)]
         return {**shared, "delta": delta}

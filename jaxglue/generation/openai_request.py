@@ -1,7 +1,7 @@
 """Requests of OpenAI's clients: what a body asks for, checked, with errors that name the parameter."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,10 +63,14 @@ class Call:
     log_probs: int | None
     """Likely tokens to report beside each of an answer's; None for no log-probabilities."""
     chat: bool
+    thinks: bool
+    """The prompt ends inside of thinking, with which the answer begins."""
     functions: dict[str, dict[str, Any]]
     """The tools that the answer may call, with the schemas of their parameters."""
     one_call: bool
     """Leave out calls after the first."""
+    named: bool
+    """The request names the tool to call: an answer that calls it has stopped, as OpenAI says."""
 
 
 async def read_body(http: HttpRequest) -> dict[str, Any]:
@@ -214,13 +218,41 @@ def read_biases(body: dict[str, Any], vocabulary: int) -> dict[int, float]:
     return biases
 
 
-def read_grammar(body: dict[str, Any], grammars: Callable[[], Grammars]) -> Grammar | None:
-    """Return what the answer may be, if the body says it; `grammars` is called for it."""
-    found = _grammars(body)
+def read_tool_choice(body: dict[str, Any], functions: Collection[str]) -> list[str] | None:
+    """Return the functions of which the answer calls one; None where the model chooses whether to.
+
+    Args:
+        body: of the request.
+        functions: the names of those that the request's tools offer.
+
+    Raises:
+        BadRequestError: another choice, or no such function.
+    """
+    choice = body.get("tool_choice")
+    if choice in (None, "auto", "none"):
+        return None
+    if choice == "required":
+        if not functions:
+            raise BadRequestError("tool_choice is required, but tools offer no function", parameter="tool_choice")
+        return list(functions)
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        wanted = 'none, auto, required or {"type": "function", "function": {"name": …}}'
+        raise BadRequestError(f"tool_choice must be {wanted}", parameter="tool_choice")
+    if name not in functions:
+        raise BadRequestError(f"tool_choice names {name!r:.100}, which tools do not offer", parameter="tool_choice")
+    return [name]
+
+
+def read_grammar(body: dict[str, Any], grammars: Callable[[], Grammars], calls: str | None = None) -> Grammar | None:
+    """Return what the answer may be, if the body says it, or the grammar of its calls; `grammars` is called for it."""
+    found = _grammars(body) + ([] if calls is None else [("grammar", calls)])
     if not found:
         return None
     if len(found) > 1:
-        raise BadRequestError("an answer follows one grammar: give one of response_format, guided_… and others")
+        given = "one of response_format, guided_…, a tool_choice that forces a call, and others"
+        raise BadRequestError(f"an answer follows one grammar: give {given}")
     ((kind, value),) = found
     make = grammars()
     if kind == "json":

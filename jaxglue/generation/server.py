@@ -5,7 +5,8 @@ import hmac
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from jaxglue.data.messages import Chat, read_chat
+from jaxglue.data.messages import read_chat
 from jaxglue.generation.chat import Assistant, Voice, special_stops
 from jaxglue.generation.config import ServeConfig
 from jaxglue.generation.openai_answer import AnswerText, usage
@@ -32,13 +33,16 @@ from jaxglue.generation.openai_request import (
     read_messages,
     read_prompts,
     read_sampling,
+    read_tool_choice,
     read_usage,
     read_variables,
 )
 from jaxglue.generation.prompts import encode_prompt, render_messages
 from jaxglue.generation.scheduler import Request
 from jaxglue.generation.service import EndedError, Event, FullError, Service, Ticket, TooLongError
-from jaxglue.generation.tool_calls import parameters_of
+from jaxglue.generation.thinking import BEGIN
+from jaxglue.generation.tool_calls import parameters_of, schemas_of
+from jaxglue.generation.tool_grammar import call_grammar
 
 
 def make_app(assistant: Assistant, service: Service, config: ServeConfig) -> Starlette:
@@ -124,16 +128,13 @@ class _Server:
         chat = read_chat(read_messages(body), tools, "messages")
         if self._config.system is not None:
             chat = chat.with_system(self._config.system)
-        tokens = await self._encode_chat(body, chat)
-        return await self._answer(
-            http, await self._call(body, [tokens], chat=True, functions=parameters_of(chat.tools))
-        )
-
-    async def _encode_chat(self, body: dict[str, Any], chat: Chat) -> list[int]:
-        """Return the tokens before the answer; long texts are encoded beside the streams of others."""
-        tokenizer, variables = self._voice(body)[1].tokenizer, read_variables(body)
-        template, text = render_messages(tokenizer, chat, variables=variables)
-        return await asyncio.to_thread(template.encode, text)
+        schemas, voice = schemas_of(chat.tools), self._voice(body)[1]
+        template, text = render_messages(voice.tokenizer, chat, variables=read_variables(body))
+        tokens = await asyncio.to_thread(template.encode, text)  # beside the streams of others, however long it is
+        thinks = text.rstrip().endswith(BEGIN)
+        calls = _forced_calls(body, schemas, voice, thinks=thinks)
+        options: dict[str, Any] = {"schemas": schemas, "calls": calls, "thinks": thinks}
+        return await self._answer(http, await self._call(body, [tokens], chat=True, **options))
 
     async def _complete(self, http: HttpRequest) -> Response:
         body = await read_body(http)
@@ -144,20 +145,25 @@ class _Server:
             if not prompt:  # an empty text, which some tokenizers begin with a token
                 raise BadRequestError("prompt must not be empty: this tokenizer puts no token before it")
             encoded.append(prompt)
-        return await self._answer(http, await self._call(body, encoded, chat=False, functions={}))
+        return await self._answer(http, await self._call(body, encoded, chat=False))
 
     async def _call(
-        self, body: dict[str, Any], prompts: list[list[int]], *, chat: bool, functions: dict[str, Any]
+        self,
+        body: dict[str, Any],
+        prompts: list[list[int]],
+        *,
+        chat: bool,
+        schemas: Mapping[str, dict[str, Any]] = MappingProxyType({}),
+        calls: str | None = None,
+        thinks: bool = False,
     ) -> Call:
         """Return a parsed request."""
-        if body.get("tool_choice") not in (None, "auto", "none"):
-            raise BadRequestError("tool_choice is not supported: the model alone chooses whether to call a tool")
         self._requests += 1
         name, voice = self._voice(body)
         length, longest = self._service.length, max(map(len, prompts))
         defaults = self._config.sampling, max(length - longest, 1), length, self._requests
         sampling, log_probs = read_sampling(body, *defaults), read_log_probs(body, chat=chat)
-        grammar = await asyncio.to_thread(read_grammar, body, lambda: self._assistant.grammars)
+        grammar = await asyncio.to_thread(read_grammar, body, lambda: self._assistant.grammars, calls)
         asked: dict[str, Any] = {
             "stop": {*voice.stops, *special_stops(voice.tokenizer, sampling.stop)},
             "logit_bias": read_biases(body, self._assistant.config.vocab_size),
@@ -174,8 +180,10 @@ class _Server:
             usage=read_usage(body),
             log_probs=log_probs,
             chat=chat,
-            functions=functions,
+            thinks=thinks,
+            functions=parameters_of(schemas),
             one_call=read_flag(body, "parallel_tool_calls") is False,
+            named=isinstance(body.get("tool_choice"), dict),
         )
 
     async def _answer(self, http: HttpRequest, call: Call) -> Response:
@@ -262,6 +270,17 @@ class _EventStream(StreamingResponse):
             await super().__call__(*arguments)
         finally:
             self._answers.cancel()
+
+
+def _forced_calls(
+    body: dict[str, Any], schemas: Mapping[str, dict[str, Any]], voice: Voice, *, thinks: bool
+) -> str | None:
+    """Return the grammar of the calls that a chat asks for; None where the model chooses whether to call a tool."""
+    if (names := read_tool_choice(body, schemas)) is None:
+        return None
+    several = body["tool_choice"] == "required" and read_flag(body, "parallel_tool_calls") is not False
+    forced = {name: schemas[name] for name in names}
+    return call_grammar(voice.tokenizer, forced, several=several, thinks=thinks)
 
 
 async def _chunks(head: dict[str, Any], call: Call, answers: _Answers) -> AsyncIterator[str]:

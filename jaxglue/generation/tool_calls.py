@@ -5,7 +5,7 @@ Text that is no call of a tool that the request offers stays text.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jaxglue.generation.chat import cut
@@ -41,12 +41,16 @@ class ToolCall(NamedTuple):
     """JSON."""
 
 
-def parameters_of(tools: Any) -> dict[str, dict[str, Any]]:
-    """Return the functions that tools offer, with the schemas of their parameters."""
+def schemas_of(tools: Any) -> dict[str, dict[str, Any]]:
+    """Return the functions that tools offer, with the schemas of their arguments."""
     functions = [tool.get("function", tool) for tool in tools or () if isinstance(tool, dict)]
     named = [function for function in functions if isinstance(function, dict) and isinstance(function.get("name"), str)]
-    schemas = [(function["name"], function.get("parameters")) for function in named]
-    return {name: _object(_object(schema).get("properties")) for name, schema in schemas}
+    return {function["name"]: as_object(function.get("parameters")) for function in named}
+
+
+def parameters_of(schemas: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the functions of `schemas_of` with the schema of each parameter."""
+    return {name: as_object(schema.get("properties")) for name, schema in schemas.items()}
 
 
 def shown_before_calls(text: str) -> str:
@@ -86,7 +90,7 @@ def _tagged(text: str, functions: dict[str, dict[str, Any]]) -> tuple[str, list[
 def _tags(block: str, functions: dict[str, dict[str, Any]]) -> Iterator[ToolCall]:
     for name, body in _XML.findall(block):
         schemas = functions.get(name, {})
-        given = {key: _value(value, _object(schemas.get(key))) for key, value in _PARAMETER.findall(body)}
+        given = {key: _value(value, as_object(schemas.get(key))) for key, value in _PARAMETER.findall(body)}
         yield ToolCall(name, json.dumps(given, ensure_ascii=False))
 
 
@@ -95,7 +99,7 @@ def _keyed(block: str, functions: dict[str, dict[str, Any]]) -> list[ToolCall]:
         return []
     schemas = functions.get(found[1], {})
     pairs = [(key.strip(), value.strip()) for key, value in _PAIR.findall(found[2])]
-    given = {key: _value(value, _object(schemas.get(key))) for key, value in pairs}
+    given = {key: _value(value, as_object(schemas.get(key))) for key, value in pairs}
     return [ToolCall(found[1], json.dumps(given, ensure_ascii=False))]
 
 
@@ -180,5 +184,6 @@ def _loaded(text: str) -> Any:
     return found[0] if len(found) == 1 else None
 
 
-def _object(value: Any) -> dict[str, Any]:
+def as_object(value: Any) -> dict[str, Any]:
+    """Return an object of JSON, or an empty one in place of another value."""
     return value if isinstance(value, dict) else {}

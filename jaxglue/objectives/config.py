@@ -66,6 +66,8 @@ class ObjectiveConfig(Config):
     """Leave answers that reached their longest length out of the loss; their rewards stay in their group."""
     top_entropy_quantile: Annotated[float, Range(gt=0, le=1)] = 1.0
     """Share of the tokens, those of the largest entropy, on which the policy is trained (arXiv 2506.01939)."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Weight of the tokens' mean entropy in the loss, which raises it: answers to a prompt stay different."""
     off_policy_mask_threshold: PositiveFloat | None = None
     """Leave bad answers out whose tokens have become less probable than this divergence, in nats a token."""
     sapo_temperature_pos: PositiveFloat = 1.0

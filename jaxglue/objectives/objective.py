@@ -37,6 +37,10 @@ class TargetValues(Protocol):
     def entropies(self) -> "Float[Array, 'B T']":
         """Entropies of the distributions over the vocabulary, without a gradient; 0 where the loss weight is."""
 
+    @property
+    def trained_entropies(self) -> "Float[Array, 'B T']":
+        """`entropies` with gradients."""
+
     def divergences(self, beta: float, top_k: int | None) -> "Float[Array, 'B T']":
         """Divergences between a teacher's distributions and the model's; 0 where the loss weight is."""
 

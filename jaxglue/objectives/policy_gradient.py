@@ -62,6 +62,11 @@ class RolloutObjective(Objective):
         """Tell whether answers that reached their longest length leave the loss."""
         return False
 
+    @property
+    def needs_mean_weight(self) -> bool:
+        """Tell whether a part of the loss is a mean over all tokens of a step."""
+        return False
+
     def normalizer(self, counts: StepCounts) -> float:
         """Return the number by which a step divides the sum of its losses."""
         raise NotImplementedError
@@ -72,7 +77,7 @@ class PolicyGradient(RolloutObjective):
 
     settings: ClassVar[tuple[str, ...]] = (
         *("beta", "temperature", "epsilon_low", "epsilon_high", "delta", "use_bias_correction_kl", "scale_rewards"),
-        *("multi_objective_aggregation", "mask_truncated_completions", "top_entropy_quantile"),
+        *("multi_objective_aggregation", "mask_truncated_completions", "top_entropy_quantile", "entropy_coef"),
         *("off_policy_mask_threshold", "importance_sampling_mode", "importance_sampling_max"),
         "importance_sampling_min",
     )
@@ -95,6 +100,11 @@ class PolicyGradient(RolloutObjective):
         return self.beta > 0
 
     @property
+    def needs_mean_weight(self) -> bool:
+        """Tell whether there is a bonus of entropy."""
+        return self.config.entropy_coef > 0
+
+    @property
     def masks_truncated(self) -> bool:
         """Tell whether `--mask-truncated-completions` is on."""
         return self.config.mask_truncated_completions
@@ -102,7 +112,7 @@ class PolicyGradient(RolloutObjective):
     @property
     def sums(self) -> tuple[str, ...]:
         """Return the names of the sums behind the metrics."""
-        return (*_COUNTS, "entropy", *_BY_TOKEN, *_CLIPPED, *_SAMPLING)
+        return (*_COUNTS, "policy_loss", "entropy", *_BY_TOKEN, *_CLIPPED, *_SAMPLING)
 
     @property
     def title(self) -> str:
@@ -168,7 +178,8 @@ class PolicyGradient(RolloutObjective):
         correction, sampled, sampling = self._correct(old, rollouts, counted)
         weights = self.corrected(correction, stop_gradient(difference), advantages, rollouts, counted)
         losses = self.policy_losses(ratio, advantages, log_probs)
-        losses *= weights * self._kept(values, now, old, rollouts, batch, lengths)
+        uncertain = self._uncertain(values, counted)
+        losses *= weights * uncertain * self._near_policy(now, old, rollouts, counted, lengths)
         divergence = jnp.zeros_like(ratio)
         if self.beta and not self.leaves_one_out:
             assert rollouts.reference is not None
@@ -178,29 +189,40 @@ class PolicyGradient(RolloutObjective):
             losses += self.beta * divergence
 
         loss = jnp.sum(self.token_weights(counted, lengths) * _where(counted, losses))
+        policy_loss = loss
+        if self.config.entropy_coef:
+            loss -= self.config.entropy_coef * self._entropy(values, rollouts, counted, uncertain)
         shares = counted / lengths
         low, high = self.clipped(ratio, advantages, weights)
         entropy, measured = values.entropy
-        metrics = [counted, shares, sampled, measured, entropy, counted * divergence]
+        metrics = [counted, shares, sampled, measured, policy_loss, entropy, counted * divergence]
         metrics += [
             (shares if self.by_answer else counted) * clipped for clipped in (low, high, jnp.logical_or(low, high))
         ]
         return jnp.stack([loss, *(stop_gradient(jnp.sum(value)) for value in (*metrics, *sampling))])
 
-    def _kept(
-        self, values: TargetValues, now: Tokens, old: Tokens, rollouts: Rollouts, batch: Batch, lengths: Tokens
-    ) -> Tokens:
-        """Return 0 for tokens that leave the loss by their entropy, or with their answer, and 1 for others."""
-        counted, kept = batch.loss_weights, jnp.ones_like(batch.loss_weights)
-        if self.config.top_entropy_quantile < 1:
-            entropies = jnp.where(counted > 0, values.entropies, jnp.nan)
-            whole = all_gather(entropies.ravel(), *TOKEN_AXES)
-            kept *= entropies >= jnp.nanquantile(whole, 1 - self.config.top_entropy_quantile)
-        if (threshold := self.config.off_policy_mask_threshold) is not None:
-            before = old if rollouts.sampler is None else rollouts.sampler
-            moved = rollouts.spread(rollouts.sums(_where(counted, jnp.nan_to_num(before - now)))) / lengths
-            kept *= (rollouts.spread(rollouts.advantages) >= 0) | (moved <= threshold)
-        return kept
+    def _uncertain(self, values: TargetValues, counted: Tokens) -> Tokens:
+        """Return 1 for tokens whose entropy is large enough to be trained, and 0 for others."""
+        if self.config.top_entropy_quantile == 1:
+            return jnp.ones_like(counted)
+        found = stop_gradient(values.trained_entropies) if self.config.entropy_coef else values.entropies
+        whole = all_gather(jnp.where(counted > 0, found, jnp.nan).ravel(), *TOKEN_AXES)
+        return jnp.where(found >= jnp.nanquantile(whole, 1 - self.config.top_entropy_quantile), counted, 0)
+
+    def _near_policy(self, now: Tokens, old: Tokens, rollouts: Rollouts, counted: Tokens, lengths: Tokens) -> Tokens:
+        """Return 0 for tokens that leave the loss with their answer, and 1 for others."""
+        if (threshold := self.config.off_policy_mask_threshold) is None:
+            return jnp.ones_like(counted)
+        before = old if rollouts.sampler is None else rollouts.sampler
+        moved = rollouts.spread(rollouts.sums(_where(counted, jnp.nan_to_num(before - now)))) / lengths
+        return ((rollouts.spread(rollouts.advantages) >= 0) | (moved <= threshold)).astype(counted.dtype)
+
+    def _entropy(self, values: TargetValues, rollouts: Rollouts, counted: Tokens, uncertain: Tokens) -> Array:
+        """Return the micro-batch's part of the mean entropy over the step's tokens, of which some may be left out."""
+        assert rollouts.mean_weight is not None
+        kept = counted * uncertain
+        share = psum(counted.sum(), *TOKEN_AXES) / jnp.maximum(psum(kept.sum(), *TOKEN_AXES), 1)
+        return jnp.sum(rollouts.mean_weight * kept * values.trained_entropies) * share
 
     def _correct(self, old: Tokens, rollouts: Rollouts, counted: Tokens) -> tuple[Tokens, Tokens, list[Tokens]]:
         """Return the weights that correct for sampling's log-probabilities, the tokens that have one, and statistics.
@@ -229,7 +251,13 @@ class PolicyGradient(RolloutObjective):
         tokens, answers, sampled, measured = (named.pop(name) for name in _COUNTS)
         if not self.beta or self.leaves_one_out:
             del named["kl"]
-        divisors = {"entropy": measured} | dict.fromkeys(_BY_TOKEN, tokens) | dict.fromkeys(_SAMPLING, sampled)
+        if not self.config.entropy_coef:
+            del named["policy_loss"]
+        divisors = (
+            {"policy_loss": 1.0, "entropy": measured}
+            | dict.fromkeys(_BY_TOKEN, tokens)
+            | dict.fromkeys(_SAMPLING, sampled)
+        )
         divisors |= dict.fromkeys(_CLIPPED, answers if self.by_answer else tokens)
         if self.config.importance_sampling_mode.startswith("sequence"):
             divisors["sampling/importance_sampling_ratio/mean"] = answers

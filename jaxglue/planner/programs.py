@@ -89,7 +89,7 @@ def abstract_batch(workload: Workload) -> Batch:
             width = workload.config.hidden_size  # as wide as the model, for lack of better knowledge
             of_tokens["teacher"] = jax.ShapeDtypeStruct((*shape, width), workload.dtype)
             of_tokens["teacher_matrix"] = jax.ShapeDtypeStruct((workload.config.vocab_size, width), workload.dtype)
-        fields["rollouts"] = Rollouts(owners=ids, **{"advantages": units, **of_tokens})
+        fields["rollouts"] = Rollouts(owners=ids, **{"advantages": units, "mean_weight": units, **of_tokens})
     return Batch(tokens=ids, targets=ids, loss_weights=weights, **fields)
 
 

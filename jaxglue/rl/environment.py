@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.template import ChatTemplate, trained_stops
-from jaxglue.generation.tool_calls import parameters_of, split_calls
+from jaxglue.generation.tool_calls import parameters_of, schemas_of, split_calls
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.sampler import Sample
 
@@ -134,7 +134,7 @@ class Environment:
         if not prompt.tools:
             return {"role": "assistant", "content": answer.text}
         text = str(self._tokenizer.decode(answer.tokens[: -1 if answer.ended else None].tolist()))
-        rest, calls = split_calls(text, parameters_of(prompt.tools))
+        rest, calls = split_calls(text, parameters_of(schemas_of(prompt.tools)))
         if not calls:
             return {"role": "assistant", "content": answer.text}
         for token in self._tokenizer.all_special_tokens:

@@ -22,7 +22,7 @@ from jaxglue.objectives.policy_gradient import RolloutObjective, StepCounts
 from jaxglue.rl.advantages import Advantages, group_advantages, left_one_out, reward_metrics
 from jaxglue.rl.config import RolloutConfig
 from jaxglue.rl.environment import Environment
-from jaxglue.rl.packing import Group, Packed, TrainedAnswer, pack_groups, unpack
+from jaxglue.rl.packing import Group, Packed, TrainedAnswer, pack_groups, unpack, with_mean_weight
 from jaxglue.rl.prompts import Prompt, PromptDataset, positions
 from jaxglue.rl.record import Generation, RolloutFolder
 from jaxglue.rl.rewards import Judge, Written
@@ -173,13 +173,19 @@ class RolloutSteps(Iterator[Step]):
 
     def _warn_of_equal(self, advantages: Advantages) -> None:
         """Say once that a step's rewards teach nothing."""
-        if self._objective.compares and advantages.is_equal.all() and not self._warned:
-            self._warned = True
-            _log.warning(
-                "step %d: all answers to each prompt have the same reward, so nothing is learned from them; where this "
-                "goes on, choose easier or harder prompts, or a finer reward",
-                self._step + 1,
-            )
+        is_equal = advantages.is_equal.all()
+        if self._warned or not self._objective.compares or (advantages.teaches.any() and not is_equal):
+            return
+        self._warned, rewards = True, advantages.rewards
+        judged = (
+            f"{np.isfinite(rewards).sum()} of {rewards.size} answers have a reward, and no two of a prompt differ in it"
+        )
+        _log.warning(
+            "step %d: %s, so nothing is learned from them; where this goes on, choose easier or harder prompts, or a "
+            "finer reward",
+            self._step + 1,
+            "all answers to each prompt have the same reward" if is_equal else judged,
+        )
 
     def _warn_of_truncated(self, rollouts: Generation) -> None:
         """Say once that a step trains on no answer."""
@@ -330,9 +336,11 @@ class RolloutSteps(Iterator[Step]):
         answers = [answer for group in groups for answer in group.answers]
         counted = float(sum(answer.counted.sum() for answer in answers))
         counts = StepCounts(len(answers), counted, len(packed), self._config.max_completion_length)
-        tokens = sum(group.length for group in groups)
+        tokens, normalizer = sum(group.length for group in groups), self._objective.normalizer(counts)
         micro_batches = tuple(self._with_matrix(batch) for batch, _ in packed)
-        return Step(micro_batches=micro_batches, tokens=tokens, targets=self._objective.normalizer(counts))
+        if self._objective.needs_mean_weight:
+            micro_batches = tuple(with_mean_weight(batch, normalizer / max(counted, 1)) for batch in micro_batches)
+        return Step(micro_batches=micro_batches, tokens=tokens, targets=normalizer)
 
     def _with_matrix(self, batch: Batch) -> Batch:
         """Return the batch with the teacher's output projection, if there is a teacher."""

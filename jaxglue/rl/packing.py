@@ -79,6 +79,13 @@ def pack_groups(
     return [Packed(replace(b, segments=copy_beginnings(b.segments)), numbers) for b, numbers in packed]
 
 
+def with_mean_weight(batch: Batch, weight: float) -> Batch:
+    """Return a micro-batch whose tokens have this weight in a mean over those of the step."""
+    assert batch.rollouts is not None
+    weights: Any = np.full((len(batch.tokens), 1), weight, np.float32)
+    return replace(batch, rollouts=replace(batch.rollouts, mean_weight=weights))
+
+
 def unpack(packed: Sequence[Packed], values: Sequence[Float[Any, "B T *E"]]) -> list[Float[np.ndarray, "L *E"]]:
     """Return the values of each answer's tokens from those of the micro-batches, in the order of the answers."""
     found: dict[int, np.ndarray] = {}

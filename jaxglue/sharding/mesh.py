@@ -149,6 +149,11 @@ class MeshShape:
                 raise ValueError(f"--mesh {self}: {name}={size} does not divide by {self.tensor}; {remedy}")
 
 
+def mesh_of(shape: MeshShape) -> Mesh | None:
+    """Build the mesh of a shape over all devices; None for one device."""
+    return make_mesh(shape) if shape.devices > 1 else None
+
+
 def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Build the mesh over the given devices, by default all devices of all processes.
 
@@ -167,7 +172,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
-_OF_ROWS = frozenset({"cu_seqlens", "units", "order", "places", "stops", "advantages"})
+_OF_ROWS = frozenset({"cu_seqlens", "units", "order", "places", "stops", "advantages", "mean_weight"})
 """Fields of batches that every device along `context` has whole."""
 
 

@@ -49,7 +49,7 @@ def kernel_reasons(config: TrainConfig, workload: Workload, *, attention: str, s
     choices = {"rotation": rotation_choice(workload), **layer_forms(workload), **linear_attention_choice(workload)}
     if model.moe is not None:
         choices["experts"] = GROUPED_MATMUL.choose(capability, dtype)
-    choices["loss"] = CROSS_ENTROPY.choose(capability, dtype, model.logit_softcap)
+    choices["loss"] = CROSS_ENTROPY.choose(capability, dtype)
     reasons |= {title: _backend_reason(choice) for title, choice in choices.items()}
     return reasons
 

@@ -26,7 +26,7 @@ from jaxglue.planner.workload import Workload, sample_lengths
 from jaxglue.rl.loop import RolloutSteps
 from jaxglue.rl.prompts import PromptDataset, PromptReport, read_prompts
 from jaxglue.rl.rewards import Judge
-from jaxglue.sharding.mesh import MeshShape, make_mesh, process_batch_shard
+from jaxglue.sharding.mesh import MeshShape, mesh_of, process_batch_shard
 from jaxglue.training.checks import refuse_shared_prompt, warn_of_peft
 from jaxglue.training.config import RunConfig, TrainConfig, warmup_steps
 from jaxglue.training.initial_adapter import read_initial_adapter
@@ -300,7 +300,7 @@ def _make_batches(
 ) -> tuple[BatchIterator | StreamIterator, EvalBatches | None]:
     """Return this process's part of the training batches and of the held-out ones, if there are any."""
     run = config.run
-    part, parts = process_batch_shard(make_mesh(mesh) if mesh.devices > 1 else None, run.batch_size)
+    part, parts = process_batch_shard(mesh_of(mesh), run.batch_size)
     sizes: dict[str, int] = {"batch_size": run.batch_size, "process_index": part, "process_count": parts}
     batches = _training_batches(config, data, sizes)
     if data.eval is None:

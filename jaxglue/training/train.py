@@ -16,14 +16,12 @@ from jaxglue.data.iterator import Step
 from jaxglue.distributed import SINGLE_PROCESS, Processes
 from jaxglue.engine.host_buffers import Buffers
 from jaxglue.engine.policy import AUTO
-from jaxglue.engine.program_cache import keep_programs
 from jaxglue.hf.hub import is_hub_id
 from jaxglue.json_file import write_json
-from jaxglue.planner.device_memory import bounded_pool, take_fitting_blocks
 from jaxglue.planner.host_memory import HOST_LIMIT
 from jaxglue.recipe import as_dict, load_config, to_toml
 from jaxglue.rl.page import write_page
-from jaxglue.sharding.mesh import make_mesh
+from jaxglue.sharding.mesh import mesh_of
 from jaxglue.training.callbacks import Callback, Callbacks, Metrics
 from jaxglue.training.checkpoint import Checkpoints, NonFinite
 from jaxglue.training.config import ModelConfig, TrainConfig
@@ -55,7 +53,7 @@ from jaxglue.training.record import (
     save_loss_curve,
 )
 from jaxglue.training.reference_cache import add_reference
-from jaxglue.training.remat import open_buffers, restore_pool, size_pool
+from jaxglue.training.remat import restore_pool
 from jaxglue.training.report import RunSummary, plan_rows, print_panel, summary_json, summary_rows
 from jaxglue.training.result import Result, ResultWriter, abstract_state
 from jaxglue.training.resuming import check_resumable, finished_run, resume_notes
@@ -63,6 +61,7 @@ from jaxglue.training.rollout_policy import TrainedPolicy
 from jaxglue.training.run_folder import RunFolder, check_inputs, check_output, shared_output_folder
 from jaxglue.training.secrets import masked
 from jaxglue.training.setup import Run, resolve
+from jaxglue.training.start import configured_jax, planned_memory
 from jaxglue.training.step import StepResult, StepsInFlight, StepState, TrainStep
 from jaxglue.training.trackers import Loggers, open_loggers
 
@@ -127,10 +126,7 @@ def train(
     )
     config = replace(config, model=pinned_model(config))
     processes.agree("configuration", {**as_dict(config.shared), "jax": jax.__version__})
-    if config.run.compilation_cache:
-        keep_programs(config.run.compilation_cache, take_turns=processes.count == 1)
-    take_fitting_blocks(os.environ)
-    with bounded_pool(config.model.memory_limit, os.environ, exchanges=processes.count > 1):
+    with configured_jax(config, processes=processes.count):
         if not config.run.dry_run:
             return _train_in_folder(config, columns, context)
         _dry_run(config, context)
@@ -198,8 +194,7 @@ def _attempt(
     run: Run, identity: dict[str, Any], output: RunFolder, context: RunContext, *, plans_left: int, again: bool = False
 ) -> RunSummary | Overrun | None:
     """Train as a run is planned, with the memory of the host that this needs."""
-    size_pool(run.workload, run.remat, os.environ)
-    with explained_out_of_memory(run), open_buffers(run.workload, run.remat) as buffers:
+    with explained_out_of_memory(run), planned_memory(run) as buffers:
         return Trainer(run, identity, output, context, buffers, plans_left=plans_left, again=again).run()
 
 
@@ -273,7 +268,7 @@ class Trainer:
         self._interrupt, self._callbacks = context.interrupt, context.callbacks
         self._is_planned = run.config.model.remat == AUTO and self._processes.count == 1
         self._may_plan = self._is_planned and plans_left > 0
-        mesh = make_mesh(run.mesh) if run.mesh.devices > 1 else None
+        mesh = mesh_of(run.mesh)
         self._model = TrainStep(run, mesh, host_buffers)
         self._timer.stage("weights")
         if note := add_reference(run, self._model, mesh, self._processes):

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -208,6 +209,61 @@ def test_tool_calls_are_parsed_streamed_or_whole(served):
         assert choice["message"]["content"] == text and choice["finish_reason"] == "stop"
 
 
+def test_thinking_comes_apart_from_the_answer(served, monkeypatch):
+    assistant, _, config = served
+    tokens = assistant.tokenizer.encode("Three and four.</think>\n\nSeven.")
+    client = TestClient(make_app(assistant, Told(tokens[:4], tokens[4:9], tokens[9:], [min(assistant.stops)]), config))
+    (plain,) = post(client, messages=MESSAGES).json()["choices"]
+    assert "reasoning_content" not in plain["message"] and "</think>" in plain["message"]["content"]
+    monkeypatch.setattr(assistant.tokenizer, "chat_template", "<think>\n")
+    (choice,) = post(client, messages=MESSAGES).json()["choices"]
+    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("Three and four.", "Seven.")
+    deltas = [event["choices"][0]["delta"] for event in events(post(client, messages=MESSAGES, stream=True))]
+    for name, text in (("reasoning_content", "Three and four."), ("content", "Seven.")):
+        assert "".join(delta.get(name, "") for delta in deltas) == text
+
+
+def test_a_call_of_a_tool_is_forced(served, monkeypatch):
+    assistant, _, config = served
+    given, call = [], '{"name": "now", "arguments": {}}'
+    monkeypatch.setitem(vars(assistant), "grammars", SimpleNamespace(lark=lambda text: given.append(text) or text))
+    service = Told(assistant.tokenizer.encode(f"{call}; {call}"), [min(assistant.stops)])
+    client = TestClient(make_app(assistant, service, config))
+    ask = {
+        "messages": MESSAGES,
+        "tools": [{"type": "function", "function": {"name": name}} for name in ("now", "later")],
+    }
+    now = {"type": "function", "function": {"name": "now"}}
+    for choice, finish, later in (("required", "tool_calls", True), (now, "stop", False)):
+        (answer,) = post(client, **ask, tool_choice=choice).json()["choices"]
+        assert [called["function"]["name"] for called in answer["message"]["tool_calls"]] == ["now", "now"]
+        assert answer["finish_reason"] == finish and service.request.grammar == given[-1]
+        assert "now" in given[-1] and ("later" in given[-1]) == later
+    post(client, **ask, tool_choice="required", parallel_tool_calls=False)
+    assert ")*" in given[0] and ")*" not in given[1] and ")*" not in given[2]
+    post(client, **ask, tool_choice="auto")
+    assert service.request.grammar is None
+    for choice, message in [
+        ({"type": "function", "function": {"name": "never"}}, "tool_choice names 'never', which tools do not offer"),
+        ("any", "tool_choice must be none, auto, required or"),
+        ({"type": "function"}, "tool_choice must be none, auto, required or"),
+    ]:
+        refused = post(client, **ask, tool_choice=choice)
+        assert refused.status_code == 400 and message in refused.json()["error"]["message"]
+    refused = post(client, **ask, tool_choice="required", guided_regex="a")
+    assert refused.status_code == 400 and "one grammar" in refused.json()["error"]["message"]
+
+
+def test_a_model_that_would_not_call_a_tool_calls_it(client):
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {**schema, "additionalProperties": False}}}]
+    ask = {"messages": MESSAGES, "tools": tools, "max_tokens": 40, "temperature": 1.0, "tool_choice": "required"}
+    (choice,) = post(client, **ask, parallel_tool_calls=False).json()["choices"]
+    ((called,), reason) = choice["message"]["tool_calls"], choice["finish_reason"]
+    assert reason == "tool_calls" and json.loads(called["function"]["arguments"]) in ({"on": True}, {"on": False})
+
+
 def test_calls_and_results_of_tools_reach_the_template_as_in_training(served):
     assistant, _, config = served
     service = Told([min(assistant.stops)])
@@ -251,7 +307,7 @@ def test_calls_and_results_of_tools_reach_the_template_as_in_training(served):
             "an answer follows one grammar",
         ),
         ({"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens must be a number from 1 to 64"),
-        ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice is not supported"),
+        ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice is required, but tools offer no function"),
         ({"messages": MESSAGES, "stream_options": "all"}, "stream_options must be an object"),
         ({"messages": MESSAGES, "structured_outputs": []}, "structured_outputs must be an object with one of"),
         ({"messages": MESSAGES, "structured_outputs": {"json": None}}, "structured_outputs must be an object with one"),

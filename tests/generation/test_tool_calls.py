@@ -5,7 +5,10 @@ from itertools import pairwise
 
 import pytest
 
-from jaxglue.generation.tool_calls import parameters_of, shown_before_calls, split_calls
+from jaxglue.data.tokenizer import load_tokenizer
+from jaxglue.generation.grammar import Grammars
+from jaxglue.generation.tool_calls import parameters_of, schemas_of, shown_before_calls, split_calls
+from jaxglue.generation.tool_grammar import call_grammar
 
 TOOLS = [
     {
@@ -17,7 +20,7 @@ TOOLS = [
     },
     {"type": "function", "function": {"name": "now"}},
 ]
-FUNCTIONS = parameters_of(TOOLS)
+FUNCTIONS = parameters_of(schemas_of(TOOLS))
 CALL = {"city": "Ulm", "days": 2}
 JSON = json.dumps({"name": "weather", "arguments": CALL})
 TEXTS = {
@@ -112,4 +115,115 @@ def test_text_is_held_back_from_where_a_call_may_begin():
 
 @pytest.mark.parametrize("tools", [None, ["x"], [{"function": {"name": 3}}], [{"function": 3}]])
 def test_odd_tools_offer_no_function(tools):
-    assert parameters_of(tools) == {}
+    assert schemas_of(tools) == {}
+
+
+SPECIALS = ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"] + [
+    f"<|{name}|>" for name in ("channel", "message", "constrain", "start", "end", "call")
+]
+TEMPLATES = {
+    "hermes": "<tool_call>",
+    "coder": "<tool_call><function=",
+    "glm": "<tool_call><arg_key>",
+    "llama": '"parameters"',
+    "mistral with its token": "[TOOL_CALLS]",
+    "mistral 3": "[TOOL_CALLS][ARGS]",
+    "mistral small": "[TOOL_CALLS][CALL_ID][ARGS]",
+    "harmony": "<|channel|>",
+}
+
+
+@pytest.fixture(scope="module")
+def special(quickstart):
+    """(tokenizer, what makes grammars of it)."""
+    pytest.importorskip("llguidance")
+    tokenizer = load_tokenizer(quickstart)
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIALS})
+    stops = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|call|>")}
+    return tokenizer, Grammars(tokenizer, len(tokenizer), stops)
+
+
+@pytest.fixture
+def rest_of(special, monkeypatch):
+    """A function that returns the part of a text which a grammar refuses, and whether the answer may end before it."""
+    tokenizer, grammars = special
+
+    def rest(template, text, tools=TOOLS, *, several=True, thinks=False):
+        monkeypatch.setattr(tokenizer, "chat_template", template)
+        matcher = grammars.lark(call_grammar(tokenizer, schemas_of(tools), several=several, thinks=thinks)).start()
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        return tokenizer.decode(tokens[matcher.take(tokens) :]), matcher.is_complete
+
+    return rest
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_calls_are_taken_in_the_format_of_each_family(rest_of, family):
+    template, call = TEMPLATES[family], TEXTS[family].removesuffix("<|call|>")
+    assert rest_of(template, call) == ("", True)
+    assert rest_of(template, "No, I will not.") == ("No, I will not.", False)
+    assert not rest_of(template, call.replace("weather", "wether"))[1]
+    assert not rest_of(template, call.replace("2", '"two"'))[1]
+
+
+def test_calls_have_no_other_arguments_than_the_listed_ones(rest_of):
+    now, open_ = '{"name": "now", "arguments": {}}', {"name": "any", "parameters": {"additionalProperties": True}}
+    assert rest_of("", now) == ("", True)
+    assert not rest_of("", now.replace("{}", '{"zone": 1}'))[1]
+    assert rest_of("", JSON) == ("", True) and not rest_of("", JSON.replace("days", "weeks"))[1]
+    assert rest_of("", '{"name": "any", "arguments": {"zone": 1}}', [open_]) == ("", True)
+    many = [{"name": f"f{i}"} for i in range(500)]
+    assert rest_of("", '{"name": "f7", "arguments": {}}', many) == ("", True)
+
+
+@pytest.mark.parametrize(
+    ("family", "both"),
+    [
+        ("hermes", "{0}\n{0}"),
+        ("llama", "{0}; {0}"),
+        ("mistral 3", "{0}{0}"),
+        ("mistral with its token", "[TOOL_CALLS][{1}, {1}]"),
+    ],
+)
+def test_further_calls_are_taken_where_they_may_come(rest_of, family, both):
+    alone = TEXTS["mistral"].removeprefix("[").removesuffix("]")
+    text = both.format(TEXTS[family], alone)
+    assert rest_of(TEMPLATES[family], text) == ("", True)
+    assert len(split_calls(text, parameters_of(schemas_of(TOOLS)))[1]) == 2
+    assert rest_of(TEMPLATES[family], text, several=False)[0]
+
+
+def test_thinking_that_has_begun_comes_before_calls(rest_of):
+    thought = "Ulm < Bonn.\n<tool_call> or not?\n</think>\n\n"
+    assert rest_of("<tool_call>", thought + TEXTS["hermes"], thinks=True) == ("", True)
+    assert not rest_of("<tool_call>", thought + "No.", thinks=True)[1]
+    analysis = "<|channel|>analysis<|message|>Ulm?<|end|><|start|>assistant"
+    assert rest_of("<|channel|>", analysis + TEXTS["harmony"].removesuffix("<|call|>")) == ("", True)
+
+
+def test_parameters_in_tags_follow_their_schemas(rest_of):
+    properties = {
+        "unit": {"type": "string", "enum": ["C", "F"]},
+        "at": {"$ref": "#/$defs/at"},
+        "note": {"type": "string"},
+    }
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": ["unit", "at"],
+        "$defs": {"at": {"type": "integer"}},
+    }
+    tools = [{"type": "function", "function": {"name": "heat", "parameters": schema}}]
+
+    def call(*pairs):
+        parameters = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in pairs)
+        return f"<tool_call>\n<function=heat>\n{parameters}</function>\n</tool_call>"
+
+    for pairs, fits in [
+        ([("unit", "C"), ("at", "3")], True),
+        ([("unit", "F"), ("at", "3"), ("note", "a < b\n</b>")], True),
+        ([("unit", "K"), ("at", "3")], False),
+        ([("unit", "C"), ("at", "three")], False),
+        ([("unit", "C")], False),
+    ]:
+        assert rest_of(TEMPLATES["coder"], call(*pairs), tools)[1] == fits

@@ -36,6 +36,8 @@ CASES = {
     "dr_grpo": {"scale_rewards": "none", "delta": 1.1},
     "bnpo": {"mask_truncated_completions": True, "epsilon_low": 0.01, "epsilon_high": 0.05},
     "dapo, entropy": {"top_entropy_quantile": 0.4, "multi_objective_aggregation": "normalize_then_sum"},
+    "dr_grpo, entropy bonus": {"entropy_coef": 0.1, "mask_truncated_completions": True},
+    "grpo, bonus of some entropies": {"entropy_coef": 0.1, "top_entropy_quantile": 0.4, "temperature": 0.7},
     "grpo, off-policy mask": {"off_policy_mask_threshold": 0.01},
     "gspo": {"epsilon_low": 0.003, "epsilon_high": 0.004, "beta": 0.04},
     "cispo": {"epsilon_high": 1.05},

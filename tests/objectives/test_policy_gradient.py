@@ -25,7 +25,7 @@ from jaxglue.objectives.policy_gradient import StepCounts, k3
 from jaxglue.ops.delta_rule import DELTA_RULE
 from jaxglue.ops.segments import pack_segments
 from jaxglue.rl.advantages import group_advantages, left_one_out, reward_metrics
-from jaxglue.rl.packing import Group, TrainedAnswer, pack_groups
+from jaxglue.rl.packing import Group, TrainedAnswer, pack_groups, with_mean_weight
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 GOLDEN = json.loads((GOLDENS / "policy.json").read_text())
@@ -114,13 +114,17 @@ def test_advantages_losses_metrics_and_gradients_equal_trl(name):
     if not on_policy:
         batch = with_log_probs(executor, batch, config)
     objective = config.make()
-    total = objective.normalizer(counts_of(groups))
+    counts = counts_of(groups)
+    total = objective.normalizer(counts)
+    if objective.needs_mean_weight:
+        batch = with_mean_weight(batch, total / counts.tokens)
     sums, gradients = executor.loss_and_gradients(writer if on_policy else trained, frozen, [batch], total)
     close(float(sums[0]), golden["loss"])
     metrics = {key: float(value) for key, value in objective.metrics(sums).items()}
     metrics |= reward_metrics(rewards(), ["reward0", "reward1"], advantages)
     if config.objective == "rloo":
         golden["metrics"].pop("kl", None)  # a part of its reward, which the loop logs
+    assert golden["metrics"].pop("entropy_coef", 0) == config.entropy_coef
     for key, expected in golden["metrics"].items():
         if key.partition("/")[2].partition("/")[2] not in ("min", "max") and not key.endswith(("_min", "_max")):
             close(metrics[key], expected)

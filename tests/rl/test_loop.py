@@ -63,10 +63,10 @@ def make_steps(tmp_path):
     fields = {"documents": np.arange(5), "lengths": lengths, "targets": np.zeros(5, int)}
     dataset = PromptDataset(store=store, **fields, prompts=prompts, answer=3)
 
-    def make(equal=(), reward=1.0, held_out=False, beta=0.0, calls=None, **settings):
+    def make(equal=(), reward=1.0, held_out=False, calls=None, loss=None, **settings):
         calls = [] if calls is None else calls
         config = RolloutConfig(reward=("exact",), num_generations=3, generation_batch_size=6, **settings)
-        objective = ObjectiveConfig(objective="grpo", beta=beta).make()
+        objective = ObjectiveConfig(objective="grpo", **loss or {}).make()
         sizes = {"seq_len": 32, "batch_size": 1, "seed": 3, "folder": tmp_path}
         sizes["held_out"] = dataset if held_out else None
         steps = RolloutSteps(dataset, objective, config, Judge(equal, reward, calls), **sizes)
@@ -123,8 +123,14 @@ def test_dynamic_sampling_ends_where_no_rewards_differ(make_steps):
 )
 def test_a_reference_runs_while_rewards_are_judged_or_on_the_chosen_answers(make_steps, settings, expected):
     calls = []
-    step = next(make_steps(beta=0.1, calls=calls, equal={0}, **settings))
+    step = next(make_steps(loss={"beta": 0.1}, calls=calls, equal={0}, **settings))
     (batch,) = step.micro_batches
     answered = np.asarray(batch.loss_weights) > 0
     np.testing.assert_array_equal(batch.rollouts.reference[answered], -batch.targets[answered])
     assert calls == expected
+
+
+def test_weights_of_a_mean_over_the_steps_tokens_are_the_normalizers_share(make_steps):
+    step = next(make_steps(loss={"entropy_coef": 0.1}))
+    weights = sum((batch.loss_weights * batch.rollouts.mean_weight).sum() for batch in step.micro_batches)
+    assert weights == pytest.approx(step.targets)

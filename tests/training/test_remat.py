@@ -29,3 +29,17 @@ def test_the_plan_says_that_small_values_stay_on_the_gpu(choose):
     assert "in place of offload: up to 4 MiB of a layer stay on the GPU" in str(offload)
     assert streamed.remat == "offload" and "in place of" not in str(streamed)
     assert "in place of" not in str(choose(remat="dots"))
+
+
+def test_programs_are_compiled_ahead_where_the_first_batch_tells_their_shapes(make_config, tiny_config):
+    model = config_from_hf({**tiny_config, "model_type": "qwen3"})
+
+    def ahead(mesh="data=1", has_data=True, **settings):
+        config = make_config(batch_size=8, **settings)
+        return make_workload(config, model, (64,), MeshShape.parse(mesh), has_data=has_data).compiled_ahead
+
+    assert ahead() and ahead("data=2,tensor=2")
+    assert not ahead("fsdp=2") and not ahead("context=2")
+    assert not ahead(has_data=False) and not ahead(streaming=True, steps=3)
+    assert not ahead(objective="dpo") and not ahead(objective="grpo", reward=("exact",))
+    assert not ahead(embeddings="host")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxglue.ops.backend import Backend, Capability, Operation, check_tried, check_triton
+from jaxglue.ops.backend import Backend, Capability, Operation, check_triton
 from jaxglue.ops.cross_entropy.chunks import ChunkSpec
 from jaxglue.ops.cross_entropy.divergence import chunked_divergences
 from jaxglue.ops.cross_entropy.fp8 import ReferenceScaledCrossEntropy, fp8_cross_entropy
@@ -34,14 +34,8 @@ LOGITS_BYTES = 2**30
 """Memory for the float32 logits of a chunk."""
 
 
-CAPPED_LOGITS = "capped logits"
-"""Name of kernels in `UNTRIED`."""
-
-
-def _check_call(capability: Capability | None, dtype, softcap: float | None = None, temperature: float = 1.0) -> None:
+def _check_call(capability: Capability | None, dtype, temperature: float = 1.0) -> None:
     check_triton(capability, dtype)
-    if softcap is not None:
-        check_tried(CAPPED_LOGITS)
     if temperature != 1:
         raise NotImplementedError("logits are divided by a temperature")
 
@@ -148,13 +142,14 @@ def linear_entropies(
     *,
     softcap: float | None = None,
     temperature: float = 1.0,
+    trained: bool = False,
 ) -> Float[Array, " M"]:
-    """Return each token's counted · entropy of softmax(x·Wᵀ) in nats, float32, without a gradient.
+    """Return each token's counted · entropy of softmax(x·Wᵀ) in nats, float32; `trained` ones have gradients.
 
-    The arguments are those of `linear_log_probs`.
+    The other arguments are those of `linear_log_probs`.
     """
     spec = _spec(x, weight, chunk, "reference", softcap=softcap, temperature=temperature)
-    return chunked_entropies(spec, x, lax.stop_gradient(weight), counted)
+    return chunked_entropies(spec, *((x, weight) if trained else lax.stop_gradient((x, weight))), counted)
 
 
 def linear_divergences(
@@ -229,7 +224,7 @@ def _spec(
     columns: Array | None = None,
 ) -> ChunkSpec:
     V = len(weight)
-    kernels, chunk = CROSS_ENTROPY.load(x.dtype, softcap, temperature, backend=backend), chunk or chunk_size(V)
+    kernels, chunk = CROSS_ENTROPY.load(x.dtype, temperature, backend=backend), chunk or chunk_size(V)
     if kernels is not None:
         kernels = replace(kernels, softcap=softcap, vocab_size=V)
     if fp8:

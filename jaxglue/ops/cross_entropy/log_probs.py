@@ -40,18 +40,27 @@ def _scan(spec: ChunkSpec, x, weight, targets, counted, columns, *, x_needs_grad
     return log_probs.ravel()[: len(x)], None if dx is None else dx.reshape(-1, x.shape[1])[: len(x)]
 
 
-def _weight_gradient(spec: ChunkSpec, x, w, targets, factors, part: slice) -> Float[Array, "V part"]:
-    """Return Σ factors · d log-probability / d some columns of w, from logits computed again."""
+def _weight_gradient(spec: ChunkSpec, x, w, of_logits, inputs, part: slice) -> Float[Array, "V part"]:
+    """Return the gradient to some columns of w, from logits computed again.
+
+    Args:
+        spec: of the chunks.
+        x: hidden states.
+        w: the extended matrix.
+        of_logits: (logits, *inputs) → the gradient to these, in x's dtype.
+        inputs: of all tokens.
+        part: the columns.
+    """
 
     def step(total, inputs):
-        x_chunk, target, factor = inputs
-        _, dlogits = spec.cross_entropy(times_transposed(x_chunk, w), target, -factor, x.dtype)
+        x_chunk, *others = inputs
+        dlogits = of_logits(times_transposed(x_chunk, w), *others)
         return total + lax.dot_general(
             dlogits, x_chunk[:, part], (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
         ), None
 
     zeros = jnp.zeros(w[:, part].shape, jnp.float32)
-    return lax.scan(step, zeros, split_chunks(spec.chunk, x, targets, factors))[0][: spec.vocab_size]
+    return lax.scan(step, zeros, split_chunks(spec.chunk, x, *inputs))[0][: spec.vocab_size]
 
 
 def chunked_log_sum_squares(spec: ChunkSpec, x, weight, counted) -> Float[Array, " M"]:
@@ -63,14 +72,57 @@ def chunked_log_sum_squares(spec: ChunkSpec, x, weight, counted) -> Float[Array,
     return _of_chunks(spec, of_logits, x, weight, counted)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def chunked_entropies(spec: ChunkSpec, x, weight, counted) -> Float[Array, " M"]:
     """See `linear_entropies`."""
+    return _of_chunks(spec, _entropies, x, weight, counted)
 
-    def of_logits(logits):
-        total = jax.nn.logsumexp(logits, -1)
-        return total - jnp.sum(jnp.exp(logits - total[:, None]) * logits, -1)
 
-    return _of_chunks(spec, of_logits, x, weight, counted)
+def _entropies(logits: Float[Array, "M V"]) -> Float[Array, " M"]:
+    total = jax.nn.logsumexp(logits, -1)
+    return total - jnp.sum(jnp.exp(logits - total[:, None]) * logits, -1)
+
+
+def _entropies_and_gradient(spec: ChunkSpec, logits, factors, dtype) -> tuple[Float[Array, " M"], Float[Array, "M V"]]:
+    """Return the entropies, and the gradient of Σ factors · entropy to the logits, in `dtype`."""
+    entropies, pull = jax.vjp(lambda logits: _entropies(spec.cap(logits)), logits)
+    return entropies, pull(factors)[0].astype(dtype)
+
+
+def _entropies_forward(spec, x, weight, counted):
+    arguments = x.value, weight.value, counted.value
+    trained = arguments if weight.perturbed else None
+    if not x.perturbed:
+        return chunked_entropies(spec, *arguments), (None, trained)
+    w = extend(weight.value, None, x.value.dtype)
+
+    def step(_, inputs):
+        x_chunk, count = inputs
+        found, dlogits = _entropies_and_gradient(spec, times_transposed(x_chunk, w), count, x_chunk.dtype)
+        return None, (count * found, dlogits @ w)
+
+    _, (found, dx) = lax.scan(step, None, split_chunks(spec.chunk, x.value, counted.value))
+    M, D = x.value.shape
+    return found.ravel()[:M], (dx.reshape(-1, D)[:M], trained)
+
+
+def _entropies_backward(spec, residuals, factors):
+    dx, trained = residuals
+    if isinstance(factors, SymbolicZero):
+        return None, None, None
+    dweight = None
+    if trained is not None:
+        x, weight, counted = trained
+
+        def of_logits(logits, factor):
+            return _entropies_and_gradient(spec, logits, factor, x.dtype)[1]
+
+        inputs = of_logits, (factors * counted,), slice(None)
+        dweight = _weight_gradient(spec, x, extend(weight, None, x.dtype), *inputs).astype(weight.dtype)
+    return None if dx is None else (dx * factors[:, None]).astype(dx.dtype), dweight, None
+
+
+chunked_entropies.defvjp(_entropies_forward, _entropies_backward, symbolic_zeros=True)
 
 
 def _of_chunks(spec: ChunkSpec, of_logits, x, weight, counted) -> Float[Array, " M"]:
@@ -104,7 +156,11 @@ def _backward(spec, residuals, factors):
         x, weight, targets, counted, columns = arguments
         D, w = weight.shape[1], extend(weight, columns, x.dtype)
         part, primal = (slice(D, None), columns) if of_columns else (slice(D), weight)
-        return _weight_gradient(spec, x, w, targets, factors * counted, part).astype(primal.dtype)
+
+        def of_logits(logits, target, factor):
+            return spec.cross_entropy(logits, target, -factor, x.dtype)[1]
+
+        return _weight_gradient(spec, x, w, of_logits, (targets, factors * counted), part).astype(primal.dtype)
 
     dweight, dcolumns = (gradient(arguments, of_columns=i == 1) for i, arguments in enumerate(trained))
     return dx, dweight, None, None, dcolumns

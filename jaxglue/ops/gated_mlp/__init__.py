@@ -7,7 +7,8 @@ from jaxtyping import Array, Float
 
 from jaxglue.ops import names
 from jaxglue.ops.backend import Capability, Operation, form
-from jaxglue.ops.gated_mlp.fp8 import swiglu_fp8
+from jaxglue.ops.collectives import axis_size
+from jaxglue.ops.gated_mlp.fp8 import gate_fp8, swiglu_fp8
 from jaxglue.ops.gated_mlp.swiglu import ACTIVATIONS, Activation, lora_swiglu
 from jaxglue.ops.projection import (
     Conditions,
@@ -62,7 +63,7 @@ def gated_mlp(
 
 def gated_mlp_reads_fp8(parts: GatedParts, conditions: Conditions, activation: Activation) -> bool:
     """Return whether e4m3 values of the input are read alone, so a norm need write nothing else."""
-    return GATED_MLP.load(parts, conditions, activation) is _apply_in_fp8
+    return GATED_MLP.load(parts, conditions, activation) in (_apply_in_fp8, _apply_without_gradients)
 
 
 def _check_swiglu(
@@ -93,6 +94,18 @@ def _check_fp8(
         raise NotImplementedError("a bias is added beside the product")
 
 
+def _check_without_gradients(
+    capability: Capability | None, parts: GatedParts, conditions: Conditions, activation: Activation
+) -> None:
+    if not getattr(conditions, "inference", False):
+        raise NotImplementedError("gradients may be taken")
+    check_frozen_fp8(parts, conditions, adapted=False)
+    if any(part.bias is not None for part in parts):
+        raise NotImplementedError("biases are added before the activation, and beside the last product")
+    if axis_size("tensor") > 1:
+        raise NotImplementedError("devices along the axis tensor sum their parts")
+
+
 def _matrices(parts: GatedParts) -> tuple[Array, Array, Array]:
     """Return the matrices that kernels read: the second ones of gate and up, and the first one of down."""
     gate, up, down = (part.adapter for part in parts)
@@ -104,6 +117,10 @@ def _apply_in_fp8(x, parts: GatedParts, conditions: Conditions, stream, activati
     assert parts.down.adapter is not None
     weights: Any = tuple(part.weight for part in parts)
     return swiglu_fp8(stream, x, weights, shared_down(parts[:2]), _matrices(parts), parts.down.adapter.up, activation)
+
+
+def _apply_without_gradients(x, parts: GatedParts, conditions: Conditions, stream, activation: Activation) -> Array:
+    return gate_fp8(stream, x, parts.gate.weight, parts.up.weight, parts.down.weight, activation)
 
 
 def _apply_lora_swiglu(x, parts: GatedParts, conditions: Conditions, stream, activation: Activation) -> Array:
@@ -129,6 +146,11 @@ GATED_MLP = Operation(
     backends={
         "fp8": form(
             _check_fp8, _apply_in_fp8, "scales are applied, and outputs quantized, where kernels read and write"
+        ),
+        "fp8_inference": form(
+            _check_without_gradients,
+            _apply_without_gradients,
+            "without adapters or gradients, the activation applies scales and quantizes its output",
         ),
         "lora_swiglu": form(
             _check_swiglu,

@@ -1,7 +1,8 @@
-"""A SwiGLU or GeGLU feed-forward on frozen FP8 weights between adapters; scales are applied where products are read.
+"""A SwiGLU or GeGLU feed-forward on frozen FP8 weights; scales are applied where products are read.
 
-gate and up are e4m3 without their scales: the kernels multiply them on reading, and return each row's largest
-magnitude, by which their outputs are quantized for the next matmul without another pass.
+Between adapters, gate and up are e4m3 without their scales: the kernels multiply them on reading, and return each row's
+largest magnitude, by which their outputs are quantized for the next matmul without another pass. Without adapters or
+gradients, as in decoding, nothing needs the outputs: one kernel writes them as e4m3 values.
 """
 
 from functools import partial
@@ -13,8 +14,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxglue.ops import names
-from jaxglue.ops.gated_mlp.swiglu import LORA_SWIGLU, Activation, Matrices, ScaledProducts, reference_lora_swiglu
-from jaxglue.ops.projection.fp8 import dot, dot_to_e4m3, encode, rescale
+from jaxglue.ops.backend import Backend, Capability, Operation, check_capability, check_triton
+from jaxglue.ops.gated_mlp.swiglu import (
+    ACTIVATIONS,
+    LORA_SWIGLU,
+    Activation,
+    Matrices,
+    ScaledProducts,
+    reference_lora_swiglu,
+)
+from jaxglue.ops.projection.fp8 import FIRST_CAPABILITY, dot, dot_to_e4m3, encode, rescale
 from jaxglue.ops.projection.fp8_adapters import (
     FP8Rows,
     adapted_input_gradient,
@@ -25,7 +34,7 @@ from jaxglue.ops.projection.fp8_adapters import (
     without_fp8_values,
 )
 from jaxglue.ops.projection.lora import lora_expand_gradients, lora_expand_gradients_in_fp8
-from jaxglue.ops.quant.fp8 import FP8Weight, Quantizer, row_scales
+from jaxglue.ops.quant.fp8 import FP8Weight, Quantizer, quantize_rows, row_scales
 
 Weights = tuple[FP8Weight, FP8Weight, FP8Weight]
 """gate, up and down."""
@@ -81,6 +90,58 @@ def _scaled(products: ScaledProducts, dtype) -> tuple[Array, Array]:
 
 def _absmax(x) -> Float[Array, "M 1"]:
     return jnp.abs(x.astype(jnp.float32)).max(axis=-1, keepdims=True)
+
+
+def _check_gate(capability: Capability | None, dtype) -> None:
+    check_triton(capability, dtype)
+    check_capability(capability, FIRST_CAPABILITY)
+
+
+def _load_gate(capability: Capability, dtype) -> Any:
+    from jaxglue.ops.gated_mlp.triton import TritonGate
+
+    return TritonGate.of(capability)
+
+
+GATE_FP8 = Operation(
+    name="activation and FP8 quantization",
+    backends={"triton": Backend(check=_check_gate, load=_load_gate, advantage="products are read once")},
+)
+"""Backends of the activation in `gate_fp8`; a call is described by the dtype."""
+
+
+def gate_fp8(
+    stream: Float[Array, "*B D"],
+    x: Float[Array, "*B D"] | FP8Rows,
+    gate: FP8Weight,
+    up: FP8Weight,
+    down: FP8Weight,
+    activation: Activation = "silu",
+) -> Float[Array, "*B D"]:
+    """Return stream + y·downᵀ of y = activation(x·gateᵀ) · (x·upᵀ), products in FP8; there are no gradients.
+
+    Args:
+        stream: the residual stream.
+        x: the feed-forward's input.
+        gate, up: weights [F, D].
+        down: a weight [D, F].
+        activation: of the gate.
+    """
+    rows = as_matrix(quantized(x))
+    products = ScaledProducts(
+        gate=dot(rows.fp8_values, gate.values, 1, stream.dtype),
+        up=dot(rows.fp8_values, up.values, 1, stream.dtype),
+        row_scales=rows.scales.reshape(-1, 1),
+        gate_scales=gate.scales,
+        up_scales=up.scales,
+    )
+    if (kernels := GATE_FP8.load(stream.dtype)) is not None:
+        fp8_values, scales = kernels.gate(products, activation)
+    else:
+        gated, raised = _scaled(products, stream.dtype)
+        fp8_values, scales = quantize_rows(ACTIVATIONS[activation](gated) * raised)
+    product = rescale(dot(fp8_values, down.values, 1, stream.dtype), scales, down.scales)
+    return stream + product.reshape(stream.shape)
 
 
 def swiglu_fp8(

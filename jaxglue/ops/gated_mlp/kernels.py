@@ -13,6 +13,8 @@ Loops name their number of stages: otherwise Triton loads only matmul operands a
 import triton
 import triton.language as tl
 
+from jaxglue.ops.quant.fp8_kernels import clip_e4m3, e4m3_scale
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -223,3 +225,23 @@ def joined_swiglu_gradient_kernel(
         BLOCK_R=BLOCK_R, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, ROWS=ROWS, STAGES=STAGES, PRECISION=PRECISION,
         ACTIVATION="silu",
     )  # fmt: skip
+
+
+@triton.jit
+def gate_fp8_kernel(
+    gate, up, row_scales, gate_scales, up_scales, fp8_values, scales,
+    F: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """Compute a row of activation(gate)·up, rounded to gate's dtype, as e4m3 values and a scale; grid (M).
+
+    gate and up [M, F] are without their scales, of rows [M] and of columns [F].
+    """
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    row_scale = tl.load(row_scales + row)
+    g = _vector(gate + row * F, at, F).to(tl.float32) * row_scale * _vector(gate_scales, at, F)
+    u = _vector(up + row * F, at, F).to(tl.float32) * row_scale * _vector(up_scales, at, F)
+    y = (_activate(g, ACTIVATION)[0] * u).to(gate.dtype.element_ty).to(tl.float32)
+    scale = e4m3_scale(tl.max(tl.abs(y), 0))
+    values = clip_e4m3(y / scale)
+    tl.store(fp8_values + row * F + at, values.to(fp8_values.dtype.element_ty), mask=at < F)
+    tl.store(scales + row, scale)

@@ -11,6 +11,10 @@ from jaxglue.ops.gated_mlp import kernels
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind, turns
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.projection.triton import LoraTiles, block_constants
+from jaxglue.ops.quant.fp8 import E4M3
+
+_GATE_VALUES = 2048
+"""Values of a row per warp, where a program has whole rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +94,22 @@ class TritonLoraSwiglu(Launcher):
         return self._launch(
             kernels.swiglu_gradient_kernel, arrays, tuple(out_type), grid, constants, *compiled, cost=cost
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TritonGate(Launcher):
+    """The activation of `gate_fp8` by our own kernel."""
+
+    def gate(self, products, activation):
+        """Return e4m3 values of activation(gate)·up [M, F], and their rows' scales [M, 1]."""
+        M, F = products.gate.shape
+        block = triton.next_power_of_2(F)
+        out_type = jax.ShapeDtypeStruct((M, F), E4M3), jax.ShapeDtypeStruct((M,), jnp.float32)
+        constants = {"F": F, "BLOCK": block, "ACTIVATION": activation}
+        arrays = products.gate, products.up, products.row_scales.reshape(M), products.gate_scales, products.up_scales
+        warps, cost = min(max(block // _GATE_VALUES, 1), 16), KernelCost(kind=KernelKind.ROWS)
+        values, scales = self._launch(kernels.gate_fp8_kernel, arrays, out_type, (M,), constants, warps, cost=cost)
+        return values, scales[:, None]
 
 
 def _rounded(matrices, dtype) -> tuple:

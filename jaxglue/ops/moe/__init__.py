@@ -2,8 +2,12 @@
 
 from typing import NamedTuple, get_args
 
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from jaxglue.ops import names
 from jaxglue.ops.backend import (
     Backend,
     Capability,
@@ -35,9 +39,14 @@ from jaxglue.ops.moe.routing import (
 )
 from jaxglue.ops.moe.vjp import GroupedSpec, MoeBackend, fused_grouped_matmul, fused_mlp
 from jaxglue.ops.quant.formats import Quantized
+from jaxglue.ops.quant.fp8 import FP8Weight
+from jaxglue.ops.quant.int8 import Int8Weight
 from jaxglue.ops.quant.mxfp4 import MXFP4
+from jaxglue.ops.quant.nf4 import NF4
+from jaxglue.ops.quant.stack import Stack
 
 __all__ = [
+    "CHOOSE",
     "FEW_ROWS_EXPERTS",
     "GPT_OSS_LIMIT",
     "GROUPED_MATMUL",
@@ -94,15 +103,25 @@ def _check_few(
         raise NotImplementedError(f"experts have more than {MOST_ROWS} rows each")
     if any(adapter is not None for adapter in adapters):
         raise NotImplementedError("experts have adapters")
-    if any(isinstance(matrix, MXFP4) for matrix in matrices):
-        check_tried("MXFP4 experts of few rows")
     for matrix in matrices:
-        if isinstance(matrix, Quantized) and not isinstance(matrix, MXFP4):
+        if isinstance(matrix, Stack):
+            _check_few_stacked(matrix)
+        elif isinstance(matrix, Quantized) and not isinstance(matrix, MXFP4):
             raise NotImplementedError(f"{type(matrix).__name__} has no kernel for few rows")
         if not isinstance(matrix, Quantized) and matrix.dtype != x.dtype:
             raise NotImplementedError("matrices are stored in another dtype")
     if not transpose_rhs and activation != "gpt_oss":
         raise NotImplementedError("gate and up are not in rows")
+
+
+def _check_few_stacked(matrix: Stack) -> None:
+    rows = matrix.rows
+    if not isinstance(rows, NF4 | FP8Weight | Int8Weight):
+        raise NotImplementedError(f"{type(rows).__name__} has no kernel for few rows")
+    if isinstance(rows, FP8Weight) and rows.scales.ndim != 1:
+        raise NotImplementedError("rows have several scales")
+    if matrix.shape[2] % 32:
+        raise NotImplementedError("rows are no multiple of 32 values long")
 
 
 def _load_few(capability: Capability, *call):
@@ -131,6 +150,34 @@ ROUTE = Operation(
     backends={"triton": Backend(check=_check_route, load=_load_few, advantage="two launches in place of ten")},
 )
 """Backends of `route` without gradients; a call is described by assignments and experts."""
+
+
+def _check_choose(capability: Capability | None, experts: int) -> None:
+    check_triton(capability)
+    check_tried("choice of experts")
+    if experts > MOST_EXPERTS:
+        raise NotImplementedError(f"there are more than {MOST_EXPERTS} experts")
+
+
+def _load_choose(capability: Capability, experts: int):
+    return _load_few(capability)
+
+
+MOST_EXPERTS = 1024
+CHOOSE = Operation(
+    name="choice of experts",
+    backends={"triton": Backend(check=_check_choose, load=_load_choose, advantage="XLA sorts all scores")},
+)
+"""Backends of the choice in `route`; a call is described by the number of experts."""
+
+
+def _top_k(scores: Float[Array, "M E"], k: int) -> tuple[Float[Array, "M k"], Int[Array, "M k"]]:
+    """Return the k largest scores of each token, and their experts."""
+    if (kernels := CHOOSE.load(scores.shape[1])) is None:
+        chosen, expert_ids = jax.lax.top_k(scores, k)
+        return chosen, expert_ids
+    expert_ids = checkpoint_name(kernels.choose(jax.lax.stop_gradient(scores), k), names.ROUTING)
+    return jnp.take_along_axis(scores, expert_ids, axis=-1), expert_ids
 
 
 def route(
@@ -174,6 +221,7 @@ def route(
         groups=groups,
         scale=scale,
         row_tile=few_rows_tile(M * k // E) if few else None,
+        top_k=_top_k,
     )
 
 

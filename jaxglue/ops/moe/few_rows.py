@@ -1,12 +1,13 @@
 """Experts with few tokens each, as in decoding: three launches read their matrices once, as they are stored."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import triton
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher, shape_dtype_of
@@ -15,7 +16,13 @@ from jaxglue.ops.moe.kernels import combine_kernel
 from jaxglue.ops.moe.reference import GPT_OSS_ALPHA, GPT_OSS_LIMIT, Activation
 from jaxglue.ops.moe.routing import GroupMetadata, Order, Routing, RowTiles, few_rows_tile
 from jaxglue.ops.moe.tiles import row_block
+from jaxglue.ops.quant.blocks import dynamic_code
+from jaxglue.ops.quant.formats import Quantized
+from jaxglue.ops.quant.fp8 import FP8Weight
+from jaxglue.ops.quant.int8 import LARGEST, Int8Weight
 from jaxglue.ops.quant.mxfp4 import MXFP4
+from jaxglue.ops.quant.nf4 import BLOCK, NF4, VALUES
+from jaxglue.ops.quant.stack import Stack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +35,67 @@ class ExpertsTiles:
     num_stages: int
 
 
-_TILES = ExpertsTiles(block_n=64, block_k=128, num_warps=4, num_stages=4)
-_MXFP4_TILES = ExpertsTiles(block_n=128, block_k=64, num_warps=4, num_stages=6)
+_TILES = {
+    "plain": ExpertsTiles(block_n=64, block_k=128, num_warps=4, num_stages=4),
+    "mxfp4": ExpertsTiles(block_n=128, block_k=64, num_warps=4, num_stages=6),
+    "bytes": ExpertsTiles(block_n=64, block_k=128, num_warps=4, num_stages=5),
+    "nf4": ExpertsTiles(block_n=64, block_k=128, num_warps=4, num_stages=5),
+}
+
+
+def fitting_tiles(kind: str, rows: int) -> ExpertsTiles:
+    """Return the tiles for matrices stored so, and tiles of this many rows."""
+    return _TILES[kind]
+
+
+ORDERS = {"plain": "", "mxfp4": "codes", "bytes": "pairs", "nf4": "pairs"}
+"""Order of columns in which matrices are multiplied, by how they are stored."""
+
+
+class _Stored(NamedTuple):
+    """Matrices of all experts as a kernel reads them."""
+
+    kind: str
+    values: Array
+    scales: Array | None = None
+    factor: float = 1.0
+    nf4: tuple[Array, Array, Array] | None = None
+    """Groups' factors, offset, and the values of scales' codes."""
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of all matrices."""
+        return sum(part.size * part.dtype.itemsize for part in (self.values, self.scales) if part is not None)
+
+
+def _stored(matrices: Array | Quantized) -> _Stored:
+    if isinstance(matrices, MXFP4):
+        return _Stored("mxfp4", matrices.blocks, matrices.scales)
+    if not isinstance(matrices, Stack):
+        assert isinstance(matrices, jax.Array)
+        return _Stored("plain", matrices)
+    rows = matrices.rows
+    if isinstance(rows, NF4):
+        return _Stored(
+            "nf4", rows.codes, rows.scales, nf4=(rows.scale_absmax, rows.scale_offset, jnp.asarray(dynamic_code()))
+        )
+    if isinstance(rows, Int8Weight):
+        return _Stored("bytes", rows.codes, rows.absmax, 1 / LARGEST)
+    assert isinstance(rows, FP8Weight)
+    return _Stored("bytes", rows.values, rows.scales)
+
+
+def ordered(x: Float[Array, "M K"], order: str) -> Float[Array, "M K"]:
+    """Return x with its columns in the order in which stored matrices are multiplied.
+
+    A thread's operands of 32 columns are neighboring pairs 0, 4, 8 and 12 of 16. In "pairs" these are its pairs 0 to 3,
+    which it reads at once; in "codes" each has two columns of eight that are four apart.
+    """
+    if order == "codes":
+        x = x.reshape(len(x), -1, 4, 2, 4).transpose(0, 1, 4, 2, 3).reshape(x.shape)
+    elif order == "pairs":
+        x = x.reshape(len(x), -1, 4, 4, 2).swapaxes(2, 3).reshape(x.shape)
+    return x
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,19 +105,28 @@ class TritonFewRowsExperts(Launcher):
     tiles: ExpertsTiles | None = None
     """Tiles; None takes those measured on an H100."""
     plain: bool = False
-    """Decode MXFP4 without instructions that Triton's interpreter lacks."""
+    """Decode MXFP4 and NF4 without instructions that Triton's interpreter lacks."""
+
+    def choose(self, scores: Float[Array, "M E"], k: int) -> Int[Array, "M k"]:
+        """Return the experts of the k largest scores of each token, of equal ones the first."""
+        return self._choose(scores, k, softmax_first=False, normalize=False)[0]
+
+    def _choose(self, scores, k: int, *, softmax_first: bool, normalize: bool) -> tuple[Array, Array]:
+        """Return each token's experts, and their weights."""
+        M, E = scores.shape
+        constants = {"E": E, "X": k, "SOFTMAX_FIRST": softmax_first, "NORMALIZE": normalize}
+        constants |= {"BLOCK_E": triton.next_power_of_2(E), "BLOCK_X": triton.next_power_of_2(k)}
+        out_types = tuple(jax.ShapeDtypeStruct((M, k), dtype) for dtype in (jnp.int32, jnp.float32))
+        cost, kernel = KernelCost(kind=KernelKind.ROWS), few_rows_kernels.choose_kernel
+        return self._launch(kernel, (scores,), out_types, (M,), constants, 1, cost=cost)
 
     def route(self, logits: Float[Array, "M E"], k: int, *, order: Order, normalize: bool) -> Routing:
         """Compute `route` in two launches."""
         (M, E), A = logits.shape, len(logits) * k
         rows = few_rows_tile(A // E)
-        constants = {"E": E, "X": k, "SOFTMAX_FIRST": order == "softmax_topk"}
-        constants |= {"NORMALIZE": normalize or order == "topk_softmax"}
-        constants |= {"BLOCK_E": triton.next_power_of_2(E), "BLOCK_X": triton.next_power_of_2(k)}
-        cost = KernelCost(kind=KernelKind.ROWS)
-        out_types = tuple(jax.ShapeDtypeStruct((M, k), dtype) for dtype in (jnp.int32, jnp.float32))
-        choose, group = few_rows_kernels.choose_kernel, few_rows_kernels.group_kernel
-        expert_ids, weights = self._launch(choose, (logits,), out_types, (M,), constants, 1, cost=cost)
+        normalize = normalize or order == "topk_softmax"
+        expert_ids, weights = self._choose(logits, k, softmax_first=order == "softmax_topk", normalize=normalize)
+        cost, group = KernelCost(kind=KernelKind.ROWS), few_rows_kernels.group_kernel
         tiles = A // rows + min(E, A)
         constants = {"A": A, "E": E, "ROWS": rows, "TILES": tiles}
         constants |= {"BLOCK_A": triton.next_power_of_2(A), "BLOCK_E": triton.next_power_of_2(E + 1)}
@@ -71,11 +146,11 @@ class TritonFewRowsExperts(Launcher):
         """Compute `moe_mlp` from (gate_up, down) of matrices and biases."""
         D, F = x.shape[1], (matrices[1].shape[2] if transpose_rhs else matrices[1].shape[1])
         options: dict[str, Any] = {"activation": activation, "transpose_rhs": transpose_rhs}
-        first, second = (isinstance(matrix, MXFP4) for matrix in matrices)
-        x = _in_code_order(x) if first else x
-        options |= {"tokens": routing.tokens, "code_order": second}
-        hidden = self._multiply(x, routing, matrices[0], biases[0], F, **options)
-        rows = self._multiply(hidden, routing, matrices[1], None, D, activation=None, transpose_rhs=transpose_rhs)
+        first, second = map(_stored, matrices)
+        order = ORDERS[second.kind]
+        x, options = ordered(x, ORDERS[first.kind]), options | {"tokens": routing.tokens, "order": order}
+        hidden = self._multiply(x, routing, first, biases[0], F, **options)
+        rows = self._multiply(hidden, routing, second, None, D, activation=None, transpose_rhs=transpose_rhs)
         extra = (None,) * 3 if biases[1] is None else (routing.weights, routing.expert_ids, biases[1])
         arrays, block = (rows, routing.inverse, *extra), row_block(D)
         constants = {"D": D, "X": routing.inverse.shape[1], "BLOCK": block}
@@ -86,32 +161,35 @@ class TritonFewRowsExperts(Launcher):
         self,
         x,
         routing: Routing,
-        matrices,
+        matrices: _Stored,
         bias,
         N: int,
         *,
         activation: Activation | None,
         transpose_rhs,
         tokens=None,
-        code_order: bool = False,
+        order: str = "",
     ) -> Float[Array, "S N"]:
         """Multiply rows by their experts' matrices; with an activation, times their weights.
 
-        Columns of x are in the order of MXFP4's codes for matrices in it, those of the result with `code_order`.
+        Columns of x are in the order of the matrices, those of the result in `order`.
         """
-        S, K, packed = routing.permutation.size, x.shape[1], isinstance(matrices, MXFP4)
+        S, K = routing.permutation.size, x.shape[1]
         row_tiles, gated = routing.groups.gathered_tiles, activation is not None
-        tiles = self.tiles or (_MXFP4_TILES if packed else _TILES)
+        tiles = self.tiles or fitting_tiles(matrices.kind, row_tiles.rows)
         table, E = row_tiles.table, routing.group_sizes.shape[0]
         arrays = (
             x,
             tokens,
-            matrices.blocks if packed else matrices,
-            matrices.scales if packed else None,
+            matrices.values,
+            matrices.scales,
+            matrices.nf4,
+            jnp.asarray(np.array(VALUES, np.float32)) if self.plain and matrices.nf4 else None,
             bias,
             routing.row_weights if gated else None,
             table,
         )
+        least = BLOCK if matrices.nf4 else 32
         block_n = min(tiles.block_n // (2 if gated else 1), max(16, triton.next_power_of_2(N)))
         constants: dict[str, Any] = {
             "E": E,
@@ -119,8 +197,9 @@ class TritonFewRowsExperts(Launcher):
             "N": N,
             "TILES": table.shape[1],
             "TRANSPOSED": transpose_rhs,
-            "MXFP4": packed,
-            "CODE_ORDER": code_order,
+            "STORED": matrices.kind,
+            "FACTOR": matrices.factor,
+            "ORDER": order,
             "PLAIN": self.plain,
             "GATED": gated,
             "GPT_OSS": activation == "gpt_oss",
@@ -129,11 +208,10 @@ class TritonFewRowsExperts(Launcher):
             "LIMIT": GPT_OSS_LIMIT,
             "BLOCK_M": triton.next_power_of_2(row_tiles.rows),
             "BLOCK_N": block_n,
-            "BLOCK_K": min(tiles.block_k, max(32, triton.next_power_of_2(K))),
+            "BLOCK_K": min(max(tiles.block_k, least), max(least, triton.next_power_of_2(K))),
         }
         columns = 2 * N if gated else N
-        size = matrices.blocks.size + matrices.scales.size if packed else matrices.size * matrices.dtype.itemsize
-        moved = round(size * min(1.0, S / E)) + S * (K + N) * x.dtype.itemsize
+        moved = round(matrices.bytes * min(1.0, S / E)) + S * (K + N) * x.dtype.itemsize
         cost = KernelCost(kind=KernelKind.EXPERTS_MATMUL, flops=2 * S * K * columns, bytes=moved)
         grid = table.shape[1], triton.cdiv(N, block_n)
         compiled = tiles.num_warps, tiles.num_stages
@@ -141,8 +219,3 @@ class TritonFewRowsExperts(Launcher):
         return self._launch(
             few_rows_kernels.experts_kernel, arrays, (out_type,), grid, constants, *compiled, cost=cost
         )[0]
-
-
-def _in_code_order(x: Float[Array, "M D"]) -> Float[Array, "M D"]:
-    """Return x with its columns in the order in which those of MXFP4 are multiplied (`code_order`)."""
-    return x.reshape(len(x), -1, 4, 2, 4).transpose(0, 1, 4, 2, 3).reshape(x.shape)

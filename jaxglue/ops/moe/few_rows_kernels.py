@@ -7,6 +7,8 @@ the few tokens its second. Rows of x are those of one expert each, as `RowTiles`
 import triton
 import triton.language as tl
 
+from jaxglue.ops.projection.few_rows_kernels import nf4_scales, nf4_tile
+
 MXFP4_ASSEMBLY = tl.constexpr("""{
 .reg .b32 c, d, f;
 mov.b32 f, {$9, $9};
@@ -79,7 +81,7 @@ def _exponents(scales, rows, step, K: tl.constexpr, BLOCK_K: tl.constexpr):
 @triton.jit
 def _mxfp4_tile(blocks, rows, exponents, step, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
                 PLAIN: tl.constexpr):  # fmt: skip
-    """Return BLOCK_K columns of some rows of matrices in MXFP4, in `code_order`.
+    """Return BLOCK_K columns of some rows of matrices in MXFP4, in the order "codes".
 
     A thread's operands of 32 columns are neighboring pairs 0, 4, 8 and 12 of 16: in that order the codes of a word.
     """
@@ -98,26 +100,45 @@ def _mxfp4_tile(blocks, rows, exponents, step, K: tl.constexpr, ROWS: tl.constex
 
 
 @triton.jit
-def code_order(columns):
-    """Return the places of columns in the order in which MXFP4 is multiplied: 8i + 4j + k of 32 is at 8k + 2i + j."""
+def _byte_tile(matrices, rows, scales, step, dtype: tl.constexpr, FACTOR: tl.constexpr, K: tl.constexpr,
+               ROWS: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """Return BLOCK_K columns of rows of matrices of one byte a value, rounded as training's, in the order "pairs"."""
+    columns = step * BLOCK_K + tl.arange(0, BLOCK_K)
+    at = matrices + rows[:, None] * K + columns[None, :]
+    if K % BLOCK_K != 0:
+        values = tl.load(at, mask=(columns < K)[None, :], other=0.0, eviction_policy="evict_first")
+    else:
+        values = tl.load(at, eviction_policy="evict_first")
+    values = tl.permute(tl.reshape(values, (ROWS, BLOCK_K // 32, 4, 4, 2)), (0, 1, 3, 2, 4))
+    return (tl.reshape(values, (ROWS, BLOCK_K)).to(tl.float32) * (scales * FACTOR)[:, None]).to(dtype)
+
+
+@triton.jit
+def _places(columns, ORDER: tl.constexpr):
+    """Return the places of columns in the order in which stored matrices are multiplied; see `few_rows.ordered`."""
     within = columns % 32
-    return columns - within + within % 4 * 8 + within // 8 * 2 + within // 4 % 2
+    if ORDER == "codes":
+        columns = columns - within + within % 4 * 8 + within // 8 * 2 + within // 4 % 2
+    elif ORDER == "pairs":
+        columns = columns - within + within % 8 // 2 * 8 + within // 8 * 2 + within % 2
+    return columns
 
 
 @triton.jit
 def experts_kernel(
-    x, tokens, matrices, scales, bias, row_weights, table, out,
+    x, tokens, matrices, scales, nf4, lookup, bias, row_weights, table, out,
     E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TILES: tl.constexpr, TRANSPOSED: tl.constexpr,
-    MXFP4: tl.constexpr, CODE_ORDER: tl.constexpr, PLAIN: tl.constexpr, GATED: tl.constexpr, GPT_OSS: tl.constexpr,
-    GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    STORED: tl.constexpr, FACTOR: tl.constexpr, ORDER: tl.constexpr, PLAIN: tl.constexpr, GATED: tl.constexpr,
+    GPT_OSS: tl.constexpr, GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of rows by BLOCK_N columns of their expert's matrix; grid (TILES, ⌈N / BLOCK_N⌉).
 
     x [S, K], or with `tokens` [S] x [M, K], of which these are the rows; matrices [E, N, K], or [E, K, N] where they
     are not TRANSPOSED. GATED, there are 2N columns, alternately gate and up for GPT-OSS, else in two halves; out [S, N]
-    is the activation times the rows' weights. The columns of x are in `code_order` where matrices are in MXFP4; those
-    of out with CODE_ORDER.
+    is the activation times the rows' weights. STORED is "plain", "mxfp4", "bytes", whose rows have scales · FACTOR, or
+    "nf4", with scales [E, N, K / 64] and nf4 the groups' factors, the offset and the scales' values. The columns of x
+    are in the order of what is stored, those of out in ORDER.
     """
     table += tl.program_id(0)
     group, start = tl.load(table), tl.load(table + TILES)
@@ -146,19 +167,31 @@ def experts_kernel(
     matrix = group.to(tl.int64) * ALL
     x += source.to(tl.int64)[:, None] * K
     acc = tl.full((ROWS, BLOCK_M), 0.0, tl.float32)
-    if MXFP4:
+    if STORED == "mxfp4":
         exponents = _exponents(scales, matrix + n, 0, K, BLOCK_K)
+    elif STORED == "nf4":
+        offset = tl.load(nf4[1])
+        scale, factor = nf4_scales(scales, nf4[0], matrix + n, 0, K, BLOCK_K)
+    elif STORED == "bytes":
+        row_scales = tl.load(scales + matrix + n)
     for step in range(0, tl.cdiv(K, BLOCK_K)):
         columns = step * BLOCK_K + tl.arange(0, BLOCK_K)
         if K % BLOCK_K != 0:
             values = tl.load(x + columns[None, :], mask=ours[:, None] & (columns < K)[None, :], other=0.0)
         else:
             values = tl.load(x + columns[None, :], mask=ours[:, None], other=0.0)
-        if MXFP4:
+        if STORED == "mxfp4":
             # Single bytes are not loaded ahead by the compiler.
             following = _exponents(scales, matrix + n, step + 1, K, BLOCK_K)
             w = _mxfp4_tile(matrices, matrix + n, exponents, step, K, ROWS, BLOCK_K, PLAIN).to(values.dtype)
             exponents = following
+        elif STORED == "nf4":
+            next_scale, next_factor = nf4_scales(scales, nf4[0], matrix + n, step + 1, K, BLOCK_K)
+            found = tl.load(nf4[2] + scale.to(tl.int32)) * factor + offset
+            w = nf4_tile(matrices, matrix + n, step, found, lookup, values.dtype, K, ROWS, BLOCK_K)
+            scale, factor = next_scale, next_factor
+        elif STORED == "bytes":
+            w = _byte_tile(matrices, matrix + n, row_scales, step, values.dtype, FACTOR, K, ROWS, BLOCK_K)
         elif TRANSPOSED:
             at = matrices + (matrix + n)[:, None] * K + columns[None, :]
             if K % BLOCK_K != 0:
@@ -178,8 +211,7 @@ def experts_kernel(
         acc = _activate(gate, up, GPT_OSS, GELU, ALPHA, LIMIT) * weights[None, :]
     columns = column + tl.arange(0, BLOCK_N)
     mask = (columns < N)[:, None] & ours[None, :]
-    if CODE_ORDER:
-        columns = code_order(columns)
+    columns = _places(columns, ORDER)
     tl.store(out + row.to(tl.int64)[None, :] * N + columns[:, None], acc.to(out.dtype.element_ty), mask=mask)
 
 

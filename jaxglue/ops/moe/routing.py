@@ -4,6 +4,7 @@ Rows are the assignments of tokens to experts in the order of the experts; `disp
 and rows, each the transpose of the other.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple, get_args
@@ -28,6 +29,8 @@ class Groups(NamedTuple):
 
 
 ONE_GROUP = Groups()
+TopK = Callable[[Float[Array, "M E"], int], Sequence[Array]]
+"""Returns the k largest scores of each row, and their places, of equal ones the first."""
 
 ROW_TILES = (16, 192)
 """Fewest and most rows in a tile of the kernels."""
@@ -168,8 +171,9 @@ def sorted_route(
     groups: Groups,
     scale: float,
     row_tile: int | None = None,
+    top_k: TopK = jax.lax.top_k,
 ) -> Routing:
-    """Choose experts in plain JAX; see `jaxglue.ops.moe.route`, and `GroupMetadata.of` for the tile."""
+    """Choose the experts with the best scores; see `jaxglue.ops.moe.route`, and `GroupMetadata.of` for the tile."""
     E = router_logits.shape[-1]
     if not 1 <= k <= E:
         raise ValueError(f"k must be between 1 and the {E} experts, got {k}")
@@ -177,7 +181,7 @@ def sorted_route(
         raise ValueError(f"order must be one of {', '.join(get_args(Order))}, got {order!r}")
     if E % groups.total or not 1 <= groups.kept <= groups.total or k > groups.kept * (E // groups.total):
         raise ValueError(f"{groups.kept} of {groups.total} groups must divide {E} experts and leave {k} of them")
-    weights, expert_ids = _choose(router_logits.astype(jnp.float32), k, order, normalize, correction, groups)
+    weights, expert_ids = _choose(router_logits.astype(jnp.float32), k, order, normalize, correction, groups, top_k)
     return make_routing(expert_ids, weights if scale == 1.0 else weights * scale, E, row_tile=row_tile)
 
 
@@ -207,20 +211,20 @@ def make_routing(
     )
 
 
-def _choose(logits, k: int, order: Order, normalize: bool, correction, groups: Groups):
+def _choose(logits, k: int, order: Order, normalize: bool, correction, groups: Groups, top_k: TopK):
     if order == "topk_softmax":
         assert groups.kept == groups.total, "its scores are known after the choice"
-        chosen, expert_ids = jax.lax.top_k(logits, k)
+        chosen, expert_ids = top_k(logits, k)
         return jax.nn.softmax(chosen, axis=-1), expert_ids
     sigmoid = order == "sigmoid_topk"
     scores = jax.nn.sigmoid(logits) if sigmoid else jax.nn.softmax(logits, axis=-1)
     if not sigmoid and groups.kept == groups.total:
-        chosen, expert_ids = jax.lax.top_k(scores, k)
+        chosen, expert_ids = top_k(scores, k)
     else:
         preferred = jax.lax.stop_gradient(scores if correction is None else scores + correction)
         if groups.kept < groups.total:
             preferred = _within_groups(preferred, groups, best=2 if sigmoid else 1)
-        expert_ids = jax.lax.top_k(preferred, k)[1]
+        expert_ids = top_k(preferred, k)[1]
         chosen = jnp.take_along_axis(scores, expert_ids, axis=-1)
     if normalize:
         chosen = chosen / (chosen.sum(-1, keepdims=True) + (_SMALLEST_SUM if sigmoid else 0.0))

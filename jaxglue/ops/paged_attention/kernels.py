@@ -14,6 +14,15 @@ from jaxglue.ops.quant.fp8_kernels import LARGEST, clip_e4m3, e4m3_scale
 LOG2_E = tl.constexpr(1.4426950408889634)
 MASKED = tl.constexpr(-(2.0**100))
 LARGEST_HALF = tl.constexpr(65504.0)
+PAIRS_ASSEMBLY = tl.constexpr("""{
+    .reg .b32 sorted;
+    .reg .b16 low, high;
+    prmt.b32 sorted, $2, 0, 0x3120;
+    mov.b32 {low, high}, sorted;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+}""")
+"""Splits two words, of tokens side by side, in the lower bytes and the higher ones, and makes float16 of each pair."""
 
 
 @triton.jit
@@ -23,58 +32,111 @@ def _cap(scores, CAP: tl.constexpr):
 
 
 @triton.jit
-def _finish(acc, highest, total, sinks, head, lane, G: tl.constexpr):
-    """Return the attended values, after the sinks' parts of the denominator, if any."""
+def _finish(first, second, highest, total, sinks, head, lane, G: tl.constexpr):
+    """Return both halves of the attended values, after the sinks' parts of the denominator, if any."""
     if sinks is not None:
         sink = tl.load(sinks + head * G + lane, mask=lane < G, other=0.0).to(tl.float32) * LOG2_E
         higher = tl.maximum(highest, sink)
         rescale = tl.exp2(highest - higher)
-        return acc * (rescale / (total * rescale + tl.exp2(sink - higher)))[:, None]
+        factor = (rescale / (total * rescale + tl.exp2(sink - higher)))[None, :]
+        return first * factor, second * factor
     else:
-        return acc / total[:, None]
+        return first / total[None, :], second / total[None, :]
+
+
+@triton.jit
+def _values_of_pairs(pairs, PLAIN: tl.constexpr):
+    """Return the float16 values of the lower and of the higher bytes of words that hold two e4m3 values."""
+    if PLAIN:  # for the interpreter, which knows no instructions
+        low, high = pairs & 255, (pairs >> 8) & 255
+        low, high = low.to(tl.uint8).to(tl.float8e4nv, bitcast=True), high.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        return low.to(tl.float16), high.to(tl.float16)
+    else:
+        return tl.inline_asm_elementwise(
+            PAIRS_ASSEMBLY, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def _joined(first, second, PAIRS: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr):
+    """Return whole heads [ROWS, H] of their halves: left and right ones or, as PAIRS, even and odd columns."""
+    both = tl.join(first, second)
+    return tl.reshape(both if PAIRS else tl.permute(both, (0, 2, 1)), (ROWS, H))
 
 
 @triton.jit
 def _attend_pages(
-    query, keys, values, key_scales, value_scales, table, head, first, last, position, newest, acc, highest, total,
+    query, keys, values, key_scales, value_scales, table, page, head, begin, end, position, newest, first, second,
+    highest, total,
     K: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr, WARPS: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """Attend queries at a position over the pages in [first, last) of a table, up to the token `newest`.
+    """Attend queries [BLOCK_G, BLOCK_H] at a position over the pages in [begin, end), up to the token `newest`.
 
-    acc, highest and total are the softmax's before, and are returned after.
+    page is the table's entry at `begin`, if there are pages.
+
+    Warps attend BLOCK_T tokens each of a step, apart from each other: a step has no sums over several warps, and its
+    products, keys by queries and values by weights, are as wide as there are queries, not the 16 of tensor cores'
+    other side. first and second [WARPS, BLOCK_H / 2, BLOCK_G], halves of the weighted values, and the softmax's highest
+    and total [WARPS, BLOCK_G] are those before; those of all warps are returned, without that axis.
+
+    Values in float8 are read as words of two neighboring columns: transposed bytes would be read one by one.
     """
     if key_scales is not None:
         query = query.to(tl.float16)  # float8 becomes float16 in one instruction, and bfloat16 in several
-    token, column = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_H)
-    STEPS: tl.constexpr = PAGE // BLOCK_T
+    HALF: tl.constexpr = H // 2
+    column, half = tl.arange(0, BLOCK_H)[None, None, :], tl.arange(0, BLOCK_H // 2)[None, :, None]
+    token = tl.arange(0, WARPS)[:, None] * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
+    # The sum of one array hides where queries come from: Triton would read keys in narrow words after a `tl.join`.
+    query = tl.broadcast_to(tl.trans(tl.sum(query[None, :, :], 0))[None, :, :], (WARPS, BLOCK_H, BLOCK_G))
+    STEPS: tl.constexpr = PAGE // (BLOCK_T * WARPS)
     FACTOR: tl.constexpr = SCALE if CAP > 0 else SCALE * LOG2_E
-    for step in range(first * STEPS, last * STEPS):
-        row = (tl.load(table + step // STEPS).to(tl.int64) * K + head) * PAGE + step % STEPS * BLOCK_T
-        inside = token[:, None] * H + column[None, :]
-        known = step * BLOCK_T + token
+    for step in range(begin * STEPS, end * STEPS):
+        row = (page.to(tl.int64) * K + head) * PAGE + step % STEPS * (BLOCK_T * WARPS)
+        # Known a step ahead, pages are loaded as far ahead as there are stages.
+        page = tl.load(table + tl.minimum((step + 1) // STEPS, end - 1))
+        known = step * (BLOCK_T * WARPS) + token
         visible = known <= newest
+        at = keys + row * H + (token[:, :, None] * H + column)
         # A mask over columns alone would keep loads of whole rows from being wide.
-        loaded = visible[:, None] if BLOCK_H == H else visible[:, None] & (column < H)[None, :]
-        key = tl.load(keys + row * H + inside, mask=loaded, other=0.0)
-        value = tl.load(values + row * H + inside, mask=loaded, other=0.0)  # 0 · NaN of a page's last owner is NaN
-        scores = tl.dot(query, tl.trans(key.to(query.dtype))) * FACTOR
+        key = tl.load(at) if BLOCK_H == H else tl.load(at, mask=column < H, other=0.0)
+        loaded = visible[:, None, :] if BLOCK_H == H else visible[:, None, :] & (half < HALF)
+        # 0 · NaN of a page's last owner is NaN.
+        if value_scales is not None:
+            at = values.to(tl.pointer_type(tl.int16)) + row * HALF + (token[:, None, :] * HALF + half)
+            left, right = _values_of_pairs(tl.load(at, mask=loaded, other=0), PLAIN)
+        else:
+            at = values + row * H + (token[:, None, :] * H + half)
+            left = tl.load(at, mask=loaded, other=0.0).to(query.dtype)
+            right = tl.load(at + HALF, mask=loaded, other=0.0).to(query.dtype)
+        scores = tl.dot(key.to(query.dtype), query)
         if key_scales is not None:
-            scores *= tl.load(key_scales + row + token, mask=visible, other=0.0)[None, :]
+            scores *= (tl.load(key_scales + row + token) * FACTOR)[:, :, None]
+        else:
+            scores *= FACTOR
         if CAP > 0:
             scores = _cap(scores, CAP) * LOG2_E
         if WINDOW > 0:
             visible = visible & (known > position - WINDOW)
-        scores = tl.where(visible[None, :], scores, MASKED)
+        scores = tl.where(visible[:, :, None], scores, MASKED)
         higher = tl.maximum(highest, tl.ceil(tl.max(scores, 1)))  # whole, as in training's kernels
-        weights, rescale = tl.exp2(scores - higher[:, None]), tl.exp2(highest - higher)
+        weights, rescale = tl.exp2(scores - higher[:, None, :]), tl.exp2(highest - higher)
         total, highest = total * rescale + tl.sum(weights, 1), higher
         if value_scales is not None:
             # A scale is a head's largest value / 448: times 448, its product with a weight is no tiny float16.
-            scale = tl.load(value_scales + row + token, mask=visible, other=0.0) * LARGEST
-            weights *= tl.minimum(scale, LARGEST_HALF)[None, :]
-        acc = acc * rescale[:, None] + tl.dot(weights.to(query.dtype), value.to(query.dtype))
-    return acc, highest, total
+            scale = tl.load(value_scales + row + token, mask=known <= newest, other=0.0) * LARGEST
+            weights *= tl.minimum(scale, LARGEST_HALF)[:, :, None]
+        weights, rescale = weights.to(query.dtype), rescale[:, None, :]
+        first = first * rescale + tl.dot(left, weights)
+        second = second * rescale + tl.dot(right, weights)
+    # A warp without visible tokens has MASKED as its highest, and no part of the sums.
+    top = tl.max(highest, 0)
+    rescale = tl.exp2(highest - top[None, :])
+    total, rescale = tl.sum(total * rescale, 0), rescale[:, None, :]
+    first, second = tl.sum(first * rescale, 0), tl.sum(second * rescale, 0)
+    if value_scales is not None:
+        first, second = first * (1 / LARGEST), second * (1 / LARGEST)
+    return first, second, top, total
 
 
 @triton.jit
@@ -82,7 +144,7 @@ def paged_kernel(
     q, keys, values, key_scales, value_scales, tables, positions, sinks, out, lse,
     P: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     SPLITS: tl.constexpr, LEAST: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr, WARPS: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """Attend a slot's query heads of one key/value head over a share of at least LEAST pages; grid (S · K, SPLITS).
 
@@ -93,36 +155,42 @@ def paged_kernel(
     slot, head, split = tl.program_id(0) // K, tl.program_id(0) % K, tl.program_id(1)
     lane, column = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_H)
     heads = (lane < G)[:, None] & (column < H)[None, :]
-    tile = lane[:, None] * H + column[None, :]
     position = tl.load(positions + slot)
-    first = 0
+    begin = 0
     if WINDOW > 0:
-        first = tl.maximum(position - WINDOW + 1, 0) // PAGE
-    last = position // PAGE + 1
+        begin = tl.maximum(position - WINDOW + 1, 0) // PAGE
+    end = position // PAGE + 1
     if SPLITS > 1:
-        share = tl.maximum((last - first + SPLITS - 1) // SPLITS, LEAST)
-        first += split * share
-        last = tl.minimum(first + share, last)
+        share = tl.maximum((end - begin + SPLITS - 1) // SPLITS, LEAST)
+        begin += split * share
+        end = tl.minimum(begin + share, end)
+    page = tl.load(tables + slot * P + begin, mask=begin < end, other=0)
 
-    query = tl.load(q + (slot * K + head) * G * H + tile, mask=heads, other=0.0)
-    highest = tl.full([BLOCK_G], MASKED, tl.float32)
-    total = tl.full([BLOCK_G], 0.0, tl.float32)
-    acc = tl.full([BLOCK_G, BLOCK_H], 0.0, tl.float32)
-    acc, highest, total = _attend_pages(
-        query, keys, values, key_scales, value_scales, tables + slot * P, head, first, last, position, position, acc,
-        highest, total, K, H, PAGE, WINDOW, SCALE, CAP, BLOCK_H, BLOCK_T,
+    query = tl.load(q + (slot * K + head) * G * H + lane[:, None] * H + column[None, :], mask=heads, other=0.0)
+    highest = tl.full([WARPS, BLOCK_G], MASKED, tl.float32)
+    total = tl.full([WARPS, BLOCK_G], 0.0, tl.float32)
+    nothing = tl.full([WARPS, BLOCK_H // 2, BLOCK_G], 0.0, tl.float32)
+    first, second, highest, total = _attend_pages(
+        query, keys, values, key_scales, value_scales, tables + slot * P, page, head, begin, end, position, position,
+        nothing, nothing, highest, total, K, H, PAGE, WINDOW, SCALE, CAP, BLOCK_G, BLOCK_H, BLOCK_T, WARPS, PLAIN,
     )  # fmt: skip
 
-    if value_scales is not None:
-        acc /= LARGEST
+    PAIRS: tl.constexpr = value_scales is not None
+    if not PAIRS:
+        half = column % (BLOCK_H // 2)
+        heads = (lane < G)[:, None] & (half < H // 2)[None, :]
+        column = column // (BLOCK_H // 2) * (H // 2) + half
+    tile = lane[:, None] * H + column[None, :]
     if SPLITS == 1:
-        acc = _finish(acc, highest, total, sinks, head, lane, G)
-        tl.store(out + (slot * K + head) * G * H + tile, acc.to(out.dtype.element_ty), mask=heads)
+        first, second = _finish(first, second, highest, total, sinks, head, lane, G)
+        values = _joined(tl.trans(first), tl.trans(second), PAIRS, BLOCK_G, BLOCK_H)
+        tl.store(out + (slot * K + head) * G * H + tile, values.to(out.dtype.element_ty), mask=heads)
     else:
-        some = first < last
+        some = begin < end
         row = ((slot * K + head) * SPLITS + split) * G
         total = tl.where(some, total, 1.0)
-        tl.store(out + row * H + tile, acc / total[:, None], mask=heads & some)
+        values = _joined(tl.trans(first), tl.trans(second), PAIRS, BLOCK_G, BLOCK_H)
+        tl.store(out + row * H + tile, values / total[:, None], mask=heads & some)
         tl.store(lse + row + lane, highest + tl.log2(total), mask=lane < G)
 
 
@@ -156,19 +224,33 @@ def combine_kernel(
 
 
 @triton.jit
-def _rotated(x, weight, column, mask, c, s, H: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr,
+def _halves(x, mask, HALF: tl.constexpr):
+    """Load the halves of heads."""
+    return tl.load(x, mask=mask, other=0.0), tl.load(x + HALF, mask=mask, other=0.0)
+
+
+@triton.jit
+def _norm_halves(weight, column, HALF: tl.constexpr):
+    """Load the halves of a norm's weight [1, HALF]; zeros without one."""
+    if weight is not None:
+        left, right = _halves(weight + column, column < HALF, HALF)
+        return left[None, :].to(tl.float32), right[None, :].to(tl.float32)
+    else:
+        return 0.0, 0.0
+
+
+@triton.jit
+def _rotated(left, right, weight, own_left, own_right, c, s, H: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr,
              ROUNDS_FIRST: tl.constexpr, ROTATES: tl.constexpr, dtype: tl.constexpr):  # fmt: skip
-    """Return the halves of heads after their norm, if any, and rotation, rounded to `dtype`."""
-    HALF: tl.constexpr = H // 2
-    left = tl.load(x, mask=mask, other=0.0).to(tl.float32)
-    right = tl.load(x + HALF, mask=mask, other=0.0).to(tl.float32)
+    """Return the halves of heads after their norm, if there is a weight, and rotation, rounded to `dtype`.
+
+    own_left and own_right are the weight's halves.
+    """
+    left, right = left.to(tl.float32), right.to(tl.float32)
     if weight is not None:
         scale = rms_scale(tl.sum(left * left + right * right, 1), H, EPS)[:, None]
-        inside = column < HALF
-        own = tl.load(weight + column, mask=inside, other=0.0)[None, :].to(tl.float32)
-        left = normed(left, scale, own, dtype, OFFSET, ROUNDS_FIRST)
-        own = tl.load(weight + HALF + column, mask=inside, other=0.0)[None, :].to(tl.float32)
-        right = normed(right, scale, own, dtype, OFFSET, ROUNDS_FIRST)
+        left = normed(left, scale, own_left, dtype, OFFSET, ROUNDS_FIRST)
+        right = normed(right, scale, own_right, dtype, OFFSET, ROUNDS_FIRST)
     if ROTATES:
         left, right = left * c - right * s, right * c + left * s
     return left.to(dtype), right.to(dtype)
@@ -213,12 +295,20 @@ def append_kernel(
         s = tl.load(sin + turns, mask=column < HALF, other=0.0).to(tl.float32)[None, :]
     first = (token * K + head) * G * H
     at, mask = first + lane[:, None] * H + column[None, :], (lane < G)[:, None] & (column < HALF)[None, :]
-    left, right = _rotated(q + at, q_weight, column, mask, c, s, H, EPS, OFFSET, ROUNDS_FIRST, ROTATES, dtype)
+    left, right = _halves(q + at, mask, HALF)
+    own_left, own_right = _norm_halves(q_weight, column, HALF)
+    left, right = _rotated(
+        left, right, q_weight, own_left, own_right, c, s, H, EPS, OFFSET, ROUNDS_FIRST, ROTATES, dtype
+    )
     tl.store(q_out + at, left, mask=mask)
     tl.store(q_out + at + HALF, right, mask=mask)
 
     at, mask = (token * K + head) * H + one[:, None] + column[None, :], (column < HALF)[None, :]
-    left, right = _rotated(k + at, k_weight, column, mask, c, s, H, EPS, OFFSET, ROUNDS_FIRST, ROTATES, dtype)
+    left, right = _halves(k + at, mask, HALF)
+    own_left, own_right = _norm_halves(k_weight, column, HALF)
+    left, right = _rotated(
+        left, right, k_weight, own_left, own_right, c, s, H, EPS, OFFSET, ROUNDS_FIRST, ROTATES, dtype
+    )
     tl.store(k_out + at, left, mask=mask)
     tl.store(k_out + at + HALF, right, mask=mask)
     row = (tl.load(pages + token).to(tl.int64) * K + head) * PAGE + tl.load(offsets + token)
@@ -228,18 +318,12 @@ def append_kernel(
 
 
 @triton.jit
-def _joined(left, right, ROWS: tl.constexpr, H: tl.constexpr):
-    """Return whole heads [ROWS, H] of their halves."""
-    return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (ROWS, H))
-
-
-@triton.jit
 def append_attend_kernel(
     q, k, v, q_weight, k_weight, cos, sin, pages, offsets, tables, positions, sinks, key_scales, value_scales, keys,
     values, out,
     P: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr, ROUNDS_FIRST: tl.constexpr,
-    ROTATES: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr,
+    ROTATES: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr, WARPS: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """Do as `append_kernel` for the last token of a slot, and attend its heads as `paged_kernel`; grid (S · K).
 
@@ -256,28 +340,41 @@ def append_attend_kernel(
         s = tl.load(sin + slot * HALF + column).to(tl.float32)[None, :]
     at = (slot * K + head) * H + one[:, None] + column[None, :]
     whole = (column < HALF)[None, :]
-    left, right = _rotated(k + at, k_weight, column, whole, c, s, H, EPS, OFFSET, ROUNDS_FIRST, ROTATES, dtype)
-    row = (tl.load(pages + slot).to(tl.int64) * K + head) * PAGE + tl.load(offsets + slot)
-    key_left, key_right = _write(left, right, keys, key_scales, row, column, H)
-    left, right = _write(tl.load(v + at), tl.load(v + at + HALF), values, value_scales, row, column, H)
-    value = _joined(left, right, 1, H)
-
     heads = (slot * K + head) * G * H + lane[:, None] * H
-    at, mask = heads + column[None, :], (lane < G)[:, None] & whole
-    left, right = _rotated(q + at, q_weight, column, mask, c, s, H, EPS, OFFSET, ROUNDS_FIRST, ROTATES, dtype)
-    score = tl.sum(left.to(tl.float32) * key_left + right.to(tl.float32) * key_right, 1)
+    # All is loaded before the first norm: no load passes the barriers of a sum.
+    k_left, k_right = _halves(k + at, whole, HALF)
+    v_left, v_right = _halves(v + at, whole, HALF)
+    q_left, q_right = _halves(q + heads + column[None, :], (lane < G)[:, None] & whole, HALF)
+    k_own_left, k_own_right = _norm_halves(k_weight, column, HALF)
+    q_own_left, q_own_right = _norm_halves(q_weight, column, HALF)
+    row = (tl.load(pages + slot).to(tl.int64) * K + head) * PAGE + tl.load(offsets + slot)
+    begin = tl.maximum(position - WINDOW + 1, 0) // PAGE if WINDOW > 0 else 0
+    end = (position + PAGE - 1) // PAGE
+    page = tl.load(tables + slot * P + begin, mask=begin < end, other=0)
+    left, right = _rotated(
+        k_left, k_right, k_weight, k_own_left, k_own_right, c, s, H, EPS, OFFSET, ROUNDS_FIRST, ROTATES, dtype
+    )
+    key_left, key_right = _write(left, right, keys, key_scales, row, column, H)
+    left, right = _write(v_left, v_right, values, value_scales, row, column, H)
+    PAIRS: tl.constexpr = value_scales is not None
+    if PAIRS:
+        left, right = tl.split(tl.reshape(_joined(left, right, False, 1, H), (1, HALF, 2)))
+        left, right = left * LARGEST, right * LARGEST
+
+    q_left, q_right = _rotated(
+        q_left, q_right, q_weight, q_own_left, q_own_right, c, s, H, EPS, OFFSET, ROUNDS_FIRST, ROTATES, dtype
+    )
+    score = tl.sum(q_left.to(tl.float32) * key_left + q_right.to(tl.float32) * key_right, 1)
     score = _cap(score * SCALE, CAP) * LOG2_E if CAP > 0 else score * (SCALE * LOG2_E)
-    highest = tl.ceil(score)
-    total = tl.exp2(score - highest)
-    weight = total.to(dtype).to(tl.float32)
-    acc = weight[:, None] * (value * LARGEST if value_scales is not None else value)
-    first = tl.maximum(position - WINDOW + 1, 0) // PAGE if WINDOW > 0 else 0
-    acc, highest, total = _attend_pages(
-        _joined(left, right, BLOCK_G, H), keys, values, key_scales, value_scales, tables + slot * P, head, first,
-        (position + PAGE - 1) // PAGE, position, position - 1, acc, highest, total, K, H, PAGE, WINDOW, SCALE, CAP, H,
-        BLOCK_T,
+    own = tl.arange(0, WARPS)[:, None] == 0  # the first warp attends the new token
+    highest = tl.where(own, tl.ceil(score)[None, :], MASKED)
+    total = tl.where(own, tl.exp2(score[None, :] - highest), 0.0)
+    weight = total.to(dtype).to(tl.float32)[:, None, :]
+    first, second, highest, total = _attend_pages(
+        _joined(q_left, q_right, False, BLOCK_G, H), keys, values, key_scales, value_scales, tables + slot * P, page,
+        head, begin, end, position, position - 1, weight * left[:, :, None], weight * right[:, :, None], highest, total,
+        K, H, PAGE, WINDOW, SCALE, CAP, BLOCK_G, H, BLOCK_T, WARPS, PLAIN,
     )  # fmt: skip
-    if value_scales is not None:
-        acc /= LARGEST
-    acc = _finish(acc, highest, total, sinks, head, lane, G)
-    tl.store(out + heads + tl.arange(0, H)[None, :], acc.to(dtype), mask=(lane < G)[:, None])
+    first, second = _finish(first, second, highest, total, sinks, head, lane, G)
+    values = _joined(tl.trans(first), tl.trans(second), PAIRS, BLOCK_G, H)
+    tl.store(out + heads + tl.arange(0, H)[None, :], values.to(dtype), mask=(lane < G)[:, None])

@@ -28,40 +28,50 @@ _COMBINED = 128
 """Columns of the shares that a program adds up; those of latents, 512, with all shares would not fit its registers."""
 _VALUES = 8192
 """Values of keys in a step, so that wide heads fit into shared memory."""
+_FEWEST = 16
+"""Tokens of a warp in a step: the least that tensor cores multiply."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PagedTiles:
     """How a program reads pages."""
 
-    tokens: int = 64
-    """Keys in a step, at most a page's."""
-    num_warps: int = 2
+    tokens: int
+    """Keys of a warp in a step; those of all warps are at most a page's."""
+    num_warps: int
     num_stages: int = 3
+
+    def constants(self, page: int, H: int, G: int) -> dict[str, int]:
+        """Return a kernel's blocks for pages and heads of these sizes."""
+        warps = min(self.num_warps, page // _FEWEST)
+        tokens = min(self.tokens, page // warps, max(_FEWEST, _VALUES // H // warps))
+        return {"BLOCK_T": tokens, "WARPS": warps, "BLOCK_G": max(8, triton.next_power_of_2(G))}
+
+
+FEW_PROGRAMS = PagedTiles(tokens=32, num_warps=2, num_stages=4)
+"""Tiles of fewer programs than `_MANY`, as measured on an H200 with heads of 128."""
+MANY_PROGRAMS, MANY_FP8_PROGRAMS = PagedTiles(tokens=32, num_warps=1), PagedTiles(tokens=64, num_warps=1)
+_MANY = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class TritonPagedAttention(Launcher):
     """`paged_attention` and `append` by our own kernels."""
 
-    tiles: PagedTiles = PagedTiles()
+    tiles: PagedTiles | None = None
+    """None for those of the call."""
+    plain: bool = False
+    """Whether kernels do without instructions that the interpreter lacks."""
 
     def attend(self, q, cache: KVPages, tables, positions, *, window: int | None, sinks, softcap: float | None):
         """See `paged_attention`."""
         (S, N, H), (_, K, page, _), P = q.shape, cache.keys.shape, tables.shape[1]
-        G, tiles = N // K, self.tiles
         splits, least = _splits(S * K, P, page)
+        G, tiles = N // K, self._tiles(S * K * splits, cache)
         sizes = {"P": P, "K": K, "G": G, "H": H, "PAGE": page, "WINDOW": window or 0, "SPLITS": splits, "LEAST": least}
-        blocks = {"BLOCK_G": max(16, triton.next_power_of_2(G)), "BLOCK_H": triton.next_power_of_2(H)}
-        constants = (
-            sizes
-            | blocks
-            | {
-                "SCALE": H**-0.5,
-                "CAP": softcap or 0.0,
-                "BLOCK_T": min(tiles.tokens, page, _VALUES // blocks["BLOCK_H"]),
-            }
-        )
+        columns = triton.next_power_of_2(H)
+        constants = sizes | {"SCALE": H**-0.5, "CAP": softcap or 0.0, "BLOCK_H": columns, "PLAIN": self.plain}
+        constants |= tiles.constants(page, columns, G)
         shape = (S, N, H) if splits == 1 else (S, K, splits, G, H)
         out_type = jax.ShapeDtypeStruct(shape, q.dtype if splits == 1 else jnp.float32)
         lse_type = jax.ShapeDtypeStruct((1,) if splits == 1 else (S, K, splits, G), jnp.float32)
@@ -73,28 +83,35 @@ class TritonPagedAttention(Launcher):
             (out_type, lse_type),
             (S * K, splits),
             constants,
-            tiles.num_warps,
+            constants["WARPS"],
             tiles.num_stages,
             cost=cost,
         )
         return out if splits == 1 else self._combine(out, lse, sinks, q)
 
+    def _tiles(self, programs: int, cache: KVPages) -> PagedTiles:
+        if self.tiles is not None:
+            return self.tiles
+        if programs < _MANY:
+            return FEW_PROGRAMS
+        return MANY_PROGRAMS if cache.key_scales is None else MANY_FP8_PROGRAMS
+
     def append_and_attend(
         self, q, k, v, cache: KVPages, pages, offsets, turns, norms, tables, positions, *, window, sinks, softcap
     ):
         """See `append_and_attend`: one launch."""
-        (S, N, H), (_, K, page, _), tiles = q.shape, cache.keys.shape, self.tiles
-        G, (cos, sin) = N // K, turns or (None, None)
+        (S, N, H), (_, K, page, _) = q.shape, cache.keys.shape
+        G, (cos, sin), tiles = N // K, turns or (None, None), self._tiles(S * K, cache)
         constants = {"P": tables.shape[1], "K": K, "G": G, "H": H, "PAGE": page, "WINDOW": window or 0}
         constants |= {"SCALE": H**-0.5, "CAP": softcap or 0.0, "ROTATES": turns is not None, **_norm_constants(norms)}
-        constants |= {"BLOCK_G": max(16, triton.next_power_of_2(G)), "BLOCK_T": min(tiles.tokens, page, _VALUES // H)}
+        constants |= tiles.constants(page, H, G) | {"PLAIN": self.plain}
         written = [x for x in (cache.key_scales, cache.value_scales) if x is not None] + [cache.keys, cache.values]
         refs = [jax.new_ref(x) for x in (*written, jax.lax.empty(q.shape, q.dtype))]
         weights = (None, None) if norms is None else norms.weights
         arrays = q, k, v, *weights, cos, sin, pages, offsets, tables, positions, sinks
         arrays = *arrays, *([] if len(written) == 4 else [None, None]), *refs
         cost = KernelCost(kind=KernelKind.ATTENTION_FORWARD)
-        kernel, compiled = kernels.append_attend_kernel, (tiles.num_warps, tiles.num_stages)
+        kernel, compiled = kernels.append_attend_kernel, (constants["WARPS"], tiles.num_stages)
         self._launch(kernel, arrays, (), (S * K,), constants, *compiled, cost=cost)
         *scales, keys, values, out = map(jax.freeze, refs)
         key_scales, value_scales = scales or (None, None)

@@ -168,15 +168,24 @@ def check_adapters(projections: Sequence[Projection], conditions: Conditions) ->
             raise NotImplementedError("dropout gives each adapter an input of its own")
 
 
-def check_frozen_fp8(projections: Sequence[Projection], conditions: Conditions) -> None:
-    """Raise NotImplementedError unless all are frozen FP8 weights with adapters whose products are just added."""
+def check_frozen_fp8(projections: Sequence[Projection], conditions: Conditions, *, adapted: bool = True) -> None:
+    """Raise NotImplementedError unless all are frozen FP8 weights, with adapters whose products are just added.
+
+    Args:
+        projections: of one input.
+        conditions: of the layer.
+        adapted: whether they must have adapters; otherwise they must have none.
+    """
     if not all(is_multiplied_in_fp8(projection.weight) for projection in projections):
         raise NotImplementedError("weights are not stored for FP8 products")
     if any(projection.trains_in_fp8 for projection in projections):
         raise NotImplementedError("weights train")
     if not conditions.fp8:
         raise NotImplementedError("this layer multiplies in the activations' dtype")
-    check_adapters(projections, conditions)
+    if adapted:
+        check_adapters(projections, conditions)
+    elif any(projection.adapter is not None for projection in projections):
+        raise NotImplementedError("a projection has an adapter")
 
 
 def _check_fp8(capability: Capability | None, projections, conditions, onto_stream: bool) -> None:

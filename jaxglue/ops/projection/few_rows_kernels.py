@@ -1,10 +1,10 @@
 """Triton kernel of projections of few rows, as in decoding: a weight is read once, in its stored form, by all rows.
 
-A program computes all rows' products with BLOCK_N rows of a weight, or a part of their sums, so that few wide rows fill
-the GPU too; where parts are no equal ones of a tile, a program ends one tile and begins another. Weights are the
-matmul's first operand, whose instructions have 64 rows, and the rows of x its second, which may have as few as 16. Up
-to three weights of one input share a launch, one after another; of a gated feed-forward, gate and up share a program.
-The last program to finish a tile sums its parts in their order, so results do not depend on who is last.
+A program computes all rows' products with BLOCK_N rows of a weight, over one of SPLITS parts of the sum, so that few
+wide rows fill the GPU too. Weights are the matmul's first operand, whose instructions have 64 rows, and the rows of x
+its second, which may have as few as 16. Up to three weights of one input share a launch, one after another; of a gated
+feed-forward, gate and up share a program. The last program to finish a tile sums its parts in their order, so results
+do not depend on who is last.
 
 Values are rounded where training rounds them, so that log-probabilities of both are near: a product with a weight
 before adapters, activation or stream, and an adapter's product before it is added to nothing else.
@@ -47,8 +47,6 @@ def _nf4_assembly() -> str:
 
 
 NF4_ASSEMBLY = tl.constexpr(_nf4_assembly())
-PREFETCH = tl.constexpr("""{.reg .pred p; setp.ne.s32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2;
-    mov.b32 $0, 0;}""")
 BEYOND = tl.constexpr(1 << 20)
 """More than the tiles of a launch."""
 
@@ -105,18 +103,7 @@ def _matrix(w, rows, k, dtype: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr
 
 
 @triton.jit
-def _prefetch(w, column, end, k, columns, wanted, K: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """Ask for columns of ROWS rows of w, if they are wanted; each lane for a part of a row."""
-    lane, part = tl.arange(0, LANES), columns // (LANES // ROWS)
-    row = tl.minimum(column + lane % ROWS, end - 1)
-    at = w + row.to(tl.int64) * K + k + lane // ROWS * part
-    size = tl.full([LANES], 0, tl.int32) + part * (w.dtype.element_ty.primitive_bitwidth // 8)
-    asked = tl.where(lane < LANES, wanted, False).to(tl.int32)
-    tl.inline_asm_elementwise(PREFETCH, "=r,l,r,r", [at, size, asked], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def _nf4_scales(blocks, groups, rows, step, K: tl.constexpr, BLOCK_K: tl.constexpr):
+def nf4_scales(blocks, groups, rows, step, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Load the scales' codes, and their groups' factors, of BLOCK_K columns of some rows."""
     COLUMNS: tl.constexpr = K // 64
     block = step * (BLOCK_K // 64) + tl.arange(0, BLOCK_K // 64)
@@ -125,7 +112,7 @@ def _nf4_scales(blocks, groups, rows, step, K: tl.constexpr, BLOCK_K: tl.constex
 
 
 @triton.jit
-def _nf4_tile(codes, rows, step, scales, lookup, dtype: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+def nf4_tile(codes, rows, step, scales, lookup, dtype: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
               BLOCK_K: tl.constexpr):  # fmt: skip
     """Return BLOCK_K columns of some rows of a weight in NF4."""
     HALF: tl.constexpr = BLOCK_K // 2
@@ -221,21 +208,20 @@ def few_rows_kernel(
     x, x_scales, weights, scales, blocks, groups, offsets, codes, lookup, biases, source, downs, ups, factors,
     norm_weight, inverse_rms, ranks_used, stream, counters, parts, low_ranks, low_rank_parts, outs,
     M: tl.constexpr, K: tl.constexpr, N_0: tl.constexpr, N_1: tl.constexpr, N_2: tl.constexpr, COUNT: tl.constexpr,
-    FIRST_1: tl.constexpr, FIRST_2: tl.constexpr, TILES: tl.constexpr, STEPS: tl.constexpr, SHARE: tl.constexpr,
+    FIRST_1: tl.constexpr, FIRST_2: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr,
     WHOLE: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, R: tl.constexpr, SHRINKS: tl.constexpr,
     SHRINK_STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr, NF4: tl.constexpr, FACTOR: tl.constexpr, ROUND: tl.constexpr, ROUND_ADAPTER: tl.constexpr,
-    AHEAD: tl.constexpr, LANES: tl.constexpr,
+    E4M3: tl.constexpr,
 ):  # fmt: skip
     """Compute x·Wᵀ of COUNT weights (+ adapters' products) (+ biases) (+ stream), or activation(gate)·up of two.
 
-    x [M, K], M at most BLOCK_M; weights [N_i, K]; outs [M, N_i]. Grid (COUNT · SHRINKS + TILES · STEPS / SHARE): the
-    first programs multiply `source`, the adapters' input, by their first matrices, and the others, with SHARE steps of
-    the tiles' sums each, wait for these at the end.
+    x [M, K], M at most BLOCK_M; weights [N_i, K]; outs [M, N_i]. Grid (COUNT · SHRINKS + TILES · SPLITS): the first
+    programs multiply `source`, the adapters' input, by their first matrices, and the others wait for these at the end.
     Values of one byte times x's dtype have scales [N_i] · FACTOR; e4m3 values of x have scales [M]. NF4 has codes
     [N_i, K / 2], and codes of scales in `blocks` [N_i, K / 64]: these are values of the table `codes`, times one of
     `groups` for each 256, plus one of `offsets`.
-    Rows of weights are asked for AHEAD steps before they are loaded, by LANES lanes.
+    Gate and up are rounded to e4m3 after multiplication by a factor E4M3, if this is not 0.
     counters: a count for each tile, then one for each adapter's parts, and one for readers of all adapters' inputs.
     """
     program = tl.program_id(0)
@@ -254,39 +240,7 @@ def few_rows_kernel(
             )  # fmt: skip
             return
         program -= COUNT * SHRINKS
-    if STEPS % SHARE == 0:
-        tile, begin = program // (STEPS // SHARE), program % (STEPS // SHARE) * SHARE
-        _multiply(
-            x, x_scales, weights, scales, blocks, groups, offsets, codes, lookup, biases, ups, factors, stream,
-            counters, parts, low_ranks, outs, tile, begin, SHARE, M, K, N_0, N_1, N_2, COUNT, FIRST_1, FIRST_2, TILES,
-            STEPS, SHARE, WHOLE, GATED, GELU, R, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, NF4, FACTOR, ROUND, ROUND_ADAPTER,
-            AHEAD, LANES,
-        )  # fmt: skip
-    else:
-        first, last = program * SHARE, tl.minimum(program * SHARE + SHARE, TILES * STEPS)
-        for tile in tl.range(first // STEPS, (last - 1) // STEPS + 1, num_stages=1):
-            begin = tl.maximum(first - tile * STEPS, 0)
-            steps = tl.minimum(last - tile * STEPS, STEPS) - begin
-            tl.assume(steps > 0)
-            _multiply(
-                x, x_scales, weights, scales, blocks, groups, offsets, codes, lookup, biases, ups, factors, stream,
-                counters, parts, low_ranks, outs, tile, begin, steps, M, K, N_0, N_1, N_2, COUNT, FIRST_1, FIRST_2,
-                TILES, STEPS, SHARE, WHOLE, GATED, GELU, R, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, NF4, FACTOR, ROUND,
-                ROUND_ADAPTER, AHEAD, LANES,
-            )  # fmt: skip
-
-
-@triton.jit
-def _multiply(
-    x, x_scales, weights, scales, blocks, groups, offsets, codes, lookup, biases, ups, factors, stream, counters,
-    parts, low_ranks, outs, tile, begin, steps, M: tl.constexpr, K: tl.constexpr, N_0: tl.constexpr, N_1: tl.constexpr,
-    N_2: tl.constexpr, COUNT: tl.constexpr, FIRST_1: tl.constexpr, FIRST_2: tl.constexpr, TILES: tl.constexpr,
-    STEPS: tl.constexpr, SHARE: tl.constexpr, WHOLE: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
-    R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    NF4: tl.constexpr, FACTOR: tl.constexpr, ROUND: tl.constexpr, ROUND_ADAPTER: tl.constexpr, AHEAD: tl.constexpr,
-    LANES: tl.constexpr,
-):  # fmt: skip
-    """Sum some steps of a tile; the last program to do so adds all parts and stores the tile."""
+    tile, split = program // SPLITS, program % SPLITS
     w, column, end, which = weights[0], tile * BLOCK_N, N_0, 0
     if R > 0:
         matrix_up = ups[0]
@@ -303,11 +257,6 @@ def _multiply(
                     block, group, offset = blocks[i], groups[i], tl.load(offsets[i])
     n, rows = column + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
     inside = n if WHOLE else tl.minimum(n, end - 1)  # rows beyond a weight are other rows, and not stored
-    if AHEAD > 0:
-        columns = tl.minimum(steps, AHEAD) * BLOCK_K
-        _prefetch(w, column, end, begin * BLOCK_K, columns, True, K, BLOCK_N, LANES)
-        if GATED:
-            _prefetch(weights[1], column, end, begin * BLOCK_K, columns, True, K, BLOCK_N, LANES)
     b, b_up, factor_0, factor_1 = None, None, None, None
     if R > 0:  # read before the sum, so that nothing but the low ranks is waited for after it
         b, factor_0 = _load_up(matrix_up, inside, R, BLOCK_R), tl.load(factors + which)
@@ -316,84 +265,59 @@ def _multiply(
     acc = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
     up = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
     if NF4:
-        scale, factor = _nf4_scales(block, group, inside, begin, K, BLOCK_K)
+        scale, factor = nf4_scales(block, group, inside, split * STEPS, K, BLOCK_K)
         if GATED:
             up_offset = tl.load(offsets[1])
-            up_scale, up_factor = _nf4_scales(blocks[1], groups[1], inside, begin, K, BLOCK_K)
-    for index in range(0, steps):
-        step = begin + index
+            up_scale, up_factor = nf4_scales(blocks[1], groups[1], inside, split * STEPS, K, BLOCK_K)
+    for index in range(0, STEPS):
+        step = split * STEPS + index
         k = step * BLOCK_K
-        if AHEAD > 0 and AHEAD < SHARE:
-            wanted = index + AHEAD < steps
-            _prefetch(w, column, end, k + AHEAD * BLOCK_K, BLOCK_K, wanted, K, BLOCK_N, LANES)
-            if GATED:
-                _prefetch(weights[1], column, end, k + AHEAD * BLOCK_K, BLOCK_K, wanted, K, BLOCK_N, LANES)
         values = _load_rows(x, rows, k, M, K, BLOCK_M, BLOCK_K)
         if NF4:
             # Single bytes are not loaded ahead by the compiler.
-            next_scale, next_factor = _nf4_scales(block, group, inside, step + 1, K, BLOCK_K)
+            next_scale, next_factor = nf4_scales(block, group, inside, step + 1, K, BLOCK_K)
             found = tl.load(codes + scale.to(tl.int32)) * factor + offset
             scale, factor = next_scale, next_factor
-            matrix = _nf4_tile(w, inside, step, found, lookup, values.dtype, K, BLOCK_N, BLOCK_K)
+            matrix = nf4_tile(w, inside, step, found, lookup, values.dtype, K, BLOCK_N, BLOCK_K)
         else:
             matrix = _matrix(w, inside, k, values.dtype, K, BLOCK_N, BLOCK_K)
         acc = tl.dot(matrix, tl.trans(values), acc)
         if GATED:
             if NF4:
-                next_scale, next_factor = _nf4_scales(blocks[1], groups[1], inside, step + 1, K, BLOCK_K)
+                next_scale, next_factor = nf4_scales(blocks[1], groups[1], inside, step + 1, K, BLOCK_K)
                 found = tl.load(codes + up_scale.to(tl.int32)) * up_factor + up_offset
                 up_scale, up_factor = next_scale, next_factor
-                matrix = _nf4_tile(weights[1], inside, step, found, lookup, values.dtype, K, BLOCK_N, BLOCK_K)
+                matrix = nf4_tile(weights[1], inside, step, found, lookup, values.dtype, K, BLOCK_N, BLOCK_K)
             else:
                 matrix = _matrix(weights[1], inside, k, values.dtype, K, BLOCK_N, BLOCK_K)
             up = tl.dot(matrix, tl.trans(values), up)
 
-    PARTS: tl.constexpr = STEPS // SHARE if STEPS % SHARE == 0 else (STEPS - 2) // SHARE + 2
-    SIZE: tl.constexpr = BLOCK_N * BLOCK_M
-    WIDTH: tl.constexpr = 2 * SIZE if GATED else SIZE
-    count, last = PARTS, True
-    at = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + rows[None, :]
-    own = parts + tile * (PARTS * WIDTH)
-    if PARTS > 1:
-        before = tile * STEPS // SHARE  # the first program of the tile
-        if STEPS % SHARE != 0:
-            count = (tile * STEPS + STEPS - 1) // SHARE - before + 1
-        if count > 1:
-            part = own + ((tile * STEPS + begin) // SHARE - before) * WIDTH
-            tl.store(part + at, acc)
-            if GATED:
-                tl.store(part + SIZE + at, up)
-            last = _arrive(counters + tile) == count - 1
-    if last:
-        if R > 0:
-            _await_low_ranks(counters + TILES + COUNT, TILES)
-        if count > 1:
-            tl.store(counters + tile, 0)
-            acc = tl.load(own + at, cache_modifier=".cg")
-            if GATED:
-                up = tl.load(own + SIZE + at, cache_modifier=".cg")
-            for other in range(1, count):
-                acc += tl.load(own + other * WIDTH + at, cache_modifier=".cg")
-                if GATED:
-                    up += tl.load(own + other * WIDTH + SIZE + at, cache_modifier=".cg")
-        _end(
-            acc, up, tile, x_scales, scales, biases, b, b_up, factor_0, factor_1, low_ranks, stream, outs, n, rows, M,
-            N_0, N_1, N_2, COUNT, FIRST_1, FIRST_2, WHOLE, GATED, GELU, R, BLOCK_M, BLOCK_R, FACTOR, ROUND,
-            ROUND_ADAPTER,
-        )  # fmt: skip
+    if SPLITS > 1:
+        SIZE: tl.constexpr = BLOCK_N * BLOCK_M
+        WIDTH: tl.constexpr = 2 * SIZE if GATED else SIZE
+        at = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + rows[None, :]
+        own = parts + tile.to(tl.int64) * SPLITS * WIDTH
+        tl.store(own + split * WIDTH + at, acc)
+        if GATED:
+            tl.store(own + split * WIDTH + SIZE + at, up)
+        if _arrive(counters + tile) < SPLITS - 1:
+            return
+        tl.store(counters + tile, 0)
+    if R > 0:
+        _await_low_ranks(counters + TILES + COUNT, TILES)
+    if SPLITS > 1:
+        acc = tl.load(own + at, cache_modifier=".cg")
+        for other in range(1, SPLITS):
+            acc += tl.load(own + other * WIDTH + at, cache_modifier=".cg")
+        if GATED:
+            up = tl.load(own + SIZE + at, cache_modifier=".cg")
+            for other in range(1, SPLITS):
+                up += tl.load(own + other * WIDTH + SIZE + at, cache_modifier=".cg")
 
-
-@triton.jit
-def _end(
-    acc, up, tile, x_scales, scales, biases, b, b_up, factor_0, factor_1, low_ranks, stream, outs, n, rows,
-    M: tl.constexpr, N_0: tl.constexpr, N_1: tl.constexpr, N_2: tl.constexpr, COUNT: tl.constexpr,
-    FIRST_1: tl.constexpr, FIRST_2: tl.constexpr, WHOLE: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
-    R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, FACTOR: tl.constexpr, ROUND: tl.constexpr,
-    ROUND_ADAPTER: tl.constexpr,
-):  # fmt: skip
-    """Add what is added to a tile's sums, activate gate and up, and store the tile."""
     dtype: tl.constexpr = outs[0].dtype.element_ty
     if GATED:
+        if E4M3 > 0:
+            acc, up = _as_e4m3(acc, E4M3), _as_e4m3(up, E4M3)
         acc = _finish(acc, 0, x_scales, scales, FACTOR, biases, low_ranks, b, factor_0, n, rows, dtype, ROUND,
                       ROUND_ADAPTER, R, N_0, M, BLOCK_M, BLOCK_R)  # fmt: skip
         up = _finish(up, 1, x_scales, scales, FACTOR, biases, low_ranks, b_up, factor_1, n, rows, dtype, ROUND,
@@ -415,6 +339,12 @@ def _end(
         acc = _finish(acc, 2, x_scales, scales, FACTOR, biases, low_ranks, b, factor_0, n, rows, dtype, ROUND,
                       ROUND_ADAPTER, R, N_2, M, BLOCK_M, BLOCK_R)  # fmt: skip
         _store(acc, None, outs[2], n, rows, N_2, M, BLOCK_M, WHOLE)
+
+
+@triton.jit
+def _as_e4m3(acc, FACTOR: tl.constexpr):
+    """Round sums, times a power of two, as training does for gate and up (`dot_to_e4m3`)."""
+    return tl.clamp(acc * FACTOR, -448.0, 448.0).to(tl.float8e4nv).to(tl.float32) / FACTOR
 
 
 @triton.jit

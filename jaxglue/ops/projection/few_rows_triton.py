@@ -12,11 +12,12 @@ from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.projection import few_rows_kernels as kernels
 from jaxglue.ops.projection.few_rows_operands import FewRows
+from jaxglue.ops.projection.fp8 import e4m3_factor
 from jaxglue.ops.quant.blocks import dynamic_code
 from jaxglue.ops.quant.nf4 import BLOCK, VALUES
 
 _SHRINK_COLUMNS = 512
-"""Columns of a program that multiplies a part of the adapters' input."""
+"""Columns of a program that multiplies a part of the adapters' input, where the GPU has place for more programs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,19 +29,22 @@ class FewRowsTiles:
     num_warps: int
     num_stages: int
     programs: int
-    """Programs to reach by splitting sums."""
-    even: bool = False
-    """Give all programs the same part of all sums, across tiles, instead of equal parts of each tile."""
-    ahead: int = 0
-    """Steps before which the L2 cache is asked for a program's columns."""
+    """Programs to reach by splitting sums, as many as run at a time."""
 
 
-def _tiles(block_k: int, num_warps: int, num_stages: int) -> FewRowsTiles:
-    return FewRowsTiles(block_n=64, block_k=block_k, num_warps=num_warps, num_stages=num_stages, programs=132)
+def _tiles(block_k: int, num_warps: int, num_stages: int, programs: int = 132) -> FewRowsTiles:
+    return FewRowsTiles(block_n=64, block_k=block_k, num_warps=num_warps, num_stages=num_stages, programs=programs)
 
 
-_TILES = ((64, _tiles(128, 4, 4), _tiles(128, 4, 3)), (256, _tiles(64, 4, 5), _tiles(64, 8, 4)))
-"""Tiles by the most rows: of projections, and of gate and up together; measured on an H100."""
+_MANY_ROWS = (256, _tiles(64, 4, 5), _tiles(64, 4, 5), _tiles(64, 8, 4))
+_TILES = ((64, _tiles(256, 4, 3), _tiles(128, 4, 4), _tiles(64, 4, 4, programs=264)), _MANY_ROWS)
+"""Tiles by the most rows: of one weight, of several, and of gate and up together; measured on an H200 (an H100: 256).
+
+Twice as many programs as multiprocessors have one tile of gate and up each, where one a multiprocessor would leave half
+of them idle during the second.
+"""
+_CONVERTED_TILES = ((64, _tiles(128, 4, 4), _tiles(128, 4, 4), _tiles(128, 4, 3)), _MANY_ROWS)
+"""The same where weights are converted to another dtype, in registers; measured on an H100."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +73,9 @@ class TritonFewRows(Launcher):
         tiles = self._tiles(block_m, operands, gated)
         counts = [triton.cdiv(size, tiles.block_n) for size in sizes[: 1 if gated else None]]
         steps = triton.cdiv(K, tiles.block_k)
-        share = _share(sum(counts), steps, tiles)
+        splits = _splits(sum(counts), steps, tiles.programs)
         rank = 0 if operands.low_rank is None else operands.low_rank.downs[0].shape[0]
-        shrink_steps = min(max(_SHRINK_COLUMNS // tiles.block_k, 1), steps)
+        shrink_steps = steps_of_part(steps, tiles, sum(counts) * splits, len(sizes))
         constants = {
             "M": M,
             "K": K,
@@ -80,8 +84,8 @@ class TritonFewRows(Launcher):
             "FIRST_1": counts[0],
             "FIRST_2": sum(counts[:2]),
             "TILES": sum(counts),
-            "STEPS": steps,
-            "SHARE": share,
+            "SPLITS": splits,
+            "STEPS": steps // splits,
             "WHOLE": all(size % tiles.block_n == 0 for size in sizes),
             "GATED": gated,
             "GELU": activation == "gelu_tanh",
@@ -95,9 +99,8 @@ class TritonFewRows(Launcher):
             "NF4": operands.nf4 is not None,
             "FACTOR": operands.factor,
             "ROUND": self.rounds and (rank > 0 or gated),
+            "E4M3": e4m3_factor(K) if self.rounds and gated and rank and operands.x_scales is not None else 0.0,
             "ROUND_ADAPTER": self.rounds and not gated and stream is None and operands.x_scales is None,
-            "AHEAD": 0 if self.plain or operands.nf4 or K % tiles.block_k else tiles.ahead,
-            "LANES": max(32 * tiles.num_warps, tiles.block_n),
         }
         return self._run(operands, stream, constants, tiles)
 
@@ -105,9 +108,7 @@ class TritonFewRows(Launcher):
         dtype = operands.dtype
         count, shrinks, low_rank = constants["COUNT"], constants["SHRINKS"], operands.low_rank
         M, block_m, block_r = constants["M"], constants["BLOCK_M"], constants["BLOCK_R"]
-        steps, share = constants["STEPS"], constants["SHARE"]
-        most = (steps - 2) // share + 2 if steps % share else steps // share
-        parts = constants["TILES"] * most * tiles.block_n * block_m * (2 if constants["GATED"] else 1)
+        parts = constants["TILES"] * constants["SPLITS"] * tiles.block_n * block_m * (2 if constants["GATED"] else 1)
         empty = lambda *shape, dtype=jnp.float32: jax.new_ref(jax.lax.empty(shape, dtype))  # noqa: E731
         sizes = [len(weight) for weight in operands.weights][: 1 if constants["GATED"] else None]
         outs = tuple(empty(M, size, dtype=dtype) for size in sizes)
@@ -125,7 +126,7 @@ class TritonFewRows(Launcher):
             *((None,) * 3 if low_rank is None else (low_rank.norm_weight, low_rank.inverse_rms, low_rank.used)),
             stream,
             jnp.zeros(constants["TILES"] + count + 1, jnp.int32),
-            empty(parts if most > 1 else 1),
+            empty(parts if constants["SPLITS"] > 1 else 1),
             empty(count * block_m * block_r if low_rank else 1, dtype=dtype),
             empty(count * shrinks * block_m * block_r if low_rank else 1),
             outs,
@@ -134,14 +135,16 @@ class TritonFewRows(Launcher):
         moved = sum(weight.size * weight.dtype.itemsize for weight in operands.weights)
         moved += M * (K * operands.x.dtype.itemsize + sum(sizes) * jnp.dtype(dtype).itemsize)
         cost = KernelCost(kind=KernelKind.ROWS, flops=2 * block_m * K * size, bytes=moved)
-        grid = (count * shrinks + triton.cdiv(constants["TILES"] * steps, share),)
+        grid = (count * shrinks + constants["TILES"] * constants["SPLITS"],)
         self._launch(kernels.few_rows_kernel, arrays, (), grid, constants, tiles.num_warps, tiles.num_stages, cost=cost)
         return [jax.freeze(out) for out in outs]
 
     def _tiles(self, block_m: int, operands: FewRows, gated: bool) -> FewRowsTiles:
         K, itemsize = operands.x.shape[1], operands.x.dtype.itemsize
         least = 32 if operands.nf4 is None else BLOCK
-        tiles = self.tiles or next(found[gated] for most, *found in _TILES if block_m <= most)
+        table = _CONVERTED_TILES if operands.weights[0].dtype.itemsize < itemsize else _TILES
+        kind = 2 if gated else min(len(operands.weights) - 1, 1)
+        tiles = self.tiles or next(found[kind] for most, *found in table if block_m <= most)
         block_k = max(min(tiles.block_k * (2 // itemsize or 1), triton.next_power_of_2(K)), least)
         while K % block_k and block_k > 64:
             block_k //= 2
@@ -149,9 +152,17 @@ class TritonFewRows(Launcher):
         return replace(tiles, block_n=min(tiles.block_n, max(16, triton.next_power_of_2(narrowest))), block_k=block_k)
 
 
-def _share(tiles: int, steps: int, chosen: FewRowsTiles) -> int:
-    """Return the steps of a program, equal parts of a tile unless all programs have the same part of all sums."""
-    if chosen.even:
-        return triton.cdiv(tiles * steps, chosen.programs)
-    wanted = min(max(chosen.programs // tiles, 1), steps)
-    return steps // next(splits for splits in range(wanted, 0, -1) if steps % splits == 0)
+def _splits(tiles: int, steps: int, programs: int) -> int:
+    """Return into how many equal parts of the sum to split each tile."""
+    wanted = min(max(programs // tiles, 1), steps)
+    return next(splits for splits in range(wanted, 0, -1) if steps % splits == 0)
+
+
+def steps_of_part(steps: int, tiles: FewRowsTiles, programs: int, adapters: int) -> int:
+    """Return the steps of a program that multiplies a part of an adapter's input.
+
+    Programs beyond those that run at a time would begin when others end, so few free places take longer parts.
+    """
+    least = min(max(_SHRINK_COLUMNS // tiles.block_k, 1), steps)
+    free = (tiles.programs - programs) // adapters
+    return max(least, triton.cdiv(steps, free)) if free > 0 else least

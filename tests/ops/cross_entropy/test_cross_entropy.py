@@ -90,11 +90,12 @@ def test_bf16_matches_float32_on_a_gpu(vocab_size, softcap):
     keys = jax.random.split(jax.random.key(0), 3)
     x, weight = (jax.random.normal(k, (n, 64), jnp.bfloat16) for k, n in zip(keys, (300, vocab_size), strict=False))
     rest = jax.random.randint(keys[2], (300,), 0, vocab_size), jnp.arange(300) % 3 / 2
-    with jax.default_matmul_precision("highest"):
-        wide = x.astype(jnp.float32), weight.astype(jnp.float32)
-        expected = jax.value_and_grad(by_definition)(*wide, *rest, softcap)
-    got = jax.value_and_grad(partial(linear_cross_entropy, softcap=softcap))(x, weight, *rest, 128)
-    assert_close(got, expected, 1e-2)
+    wide = x.astype(jnp.float32), weight.astype(jnp.float32)
+    for trained in (0, (0, 1)):
+        with jax.default_matmul_precision("highest"):
+            expected = jax.value_and_grad(by_definition, trained)(*wide, *rest, softcap)
+        got = jax.value_and_grad(partial(linear_cross_entropy, softcap=softcap), trained)(x, weight, *rest, 128)
+        assert_close(got, expected, 1e-2)
 
 
 @pytest.mark.parametrize("chunk", [None, 4])
@@ -181,6 +182,25 @@ def test_gradients_by_kernels_match_the_definition(interpreted_cross_entropy, ca
         got, log_probs = of(linear_cross_entropy), of(linear_log_probs)
     assert_close((loss, (dx, dweight)), expected, 1e-5)
     assert_close((*got, -log_probs[1]), (expected[0], *2 * [expected[1][0]]), 1e-5)
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_trained_entropies_and_their_gradients_match_the_definition(case, chunk):
+    x, weight, _, factors = case
+    counted = jnp.asarray(factors > 0, jnp.float32)
+
+    def by_definition(x, weight):
+        log_probs = jax.nn.log_softmax(cap_logits(x @ weight.T, 2.0, 0.7))
+        return -jnp.sum(factors[:, None] * jnp.exp(log_probs) * log_probs)
+
+    def chunked(x, weight, **options):
+        found = linear_entropies(x, weight, counted, chunk, softcap=2.0, temperature=0.7, **options)
+        return jnp.sum(factors * found)
+
+    expected = jax.value_and_grad(by_definition, (0, 1))(x, weight)
+    assert_close(jax.value_and_grad(partial(chunked, trained=True), (0, 1))(x, weight), expected, 1e-5)
+    assert_close(jax.grad(partial(chunked, trained=True))(x, weight), expected[1][0], 1e-5)
+    assert not jax.grad(chunked)(x, weight).any()
 
 
 def test_matmuls_of_an_odd_vocabulary_are_of_whole_tiles():

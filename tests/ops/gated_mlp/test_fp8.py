@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,11 @@ from selection import repeat
 from jaxglue.engine.compiler import jit_step
 from jaxglue.ops import names
 from jaxglue.ops.backend import tracing_for
-from jaxglue.ops.gated_mlp.fp8 import swiglu_fp8
+from jaxglue.ops.gated_mlp import GatedParts, gated_mlp, gated_mlp_reads_fp8
+from jaxglue.ops.gated_mlp.fp8 import GATE_FP8, swiglu_fp8
 from jaxglue.ops.gated_mlp.swiglu import LORA_SWIGLU, lora_swiglu
+from jaxglue.ops.projection import Projection
+from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.ops.quant.fp8 import quantize_fp8
 
 D = 64
@@ -104,6 +108,46 @@ def test_saved_products_keep_the_largest_codes():
 
     got, expected = (all_results(function, *case) for function in (saving, in_fp8))
     assert_close(got, expected, 1e-6)
+
+
+class Inference(NamedTuple):
+    """Conditions of generation."""
+
+    dropout_key: None = None
+    fp8: bool = True
+    inference: bool = True
+
+
+@pytest.mark.parametrize("activation", ["silu", repeat("gelu_tanh")])
+@pytest.mark.parametrize("kernel", [False, True])
+def test_without_gradients_equals_separate_products(kernel, activation, request):
+    (stream, x, _, weights, *_), _ = random_case(*CASES[0])
+    parts = GatedParts(*(Projection(weight=FORMATS["fp8"].hold(quantize_fp8(weight))) for weight in weights))
+    call = partial(gated_mlp, x, parts, stream=stream, activation=activation)
+    assert gated_mlp_reads_fp8(parts, Inference(), activation)
+    assert not gated_mlp_reads_fp8(parts, Inference(inference=False), activation)
+    own = None
+    if kernel:
+        from jaxglue.ops.gated_mlp.triton import TritonGate
+
+        own = request.getfixturevalue("interpreted")(TritonGate)(compute_capability=90)
+    with GATE_FP8.using(own):
+        got = call(Inference())
+    want, tolerance = call(Inference(inference=False)), 3e-2 if kernel else 1e-6  # the interpreter rounds e4m3 wrongly
+    assert np.linalg.norm(got - want) <= tolerance * np.linalg.norm(want - stream)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_without_gradients_equals_separate_products_on_a_gpu(activation):
+    (stream, x, _, weights, *_), _ = random_case(304, 1008, 16, jnp.bfloat16)
+    weights = [FORMATS["fp8"].hold(quantize_fp8(weight.astype(jnp.bfloat16))) for weight in weights]
+    parts = GatedParts(*(Projection(weight=weight) for weight in weights))
+    call = partial(gated_mlp, x, parts, stream=stream, activation=activation)
+    assert GATE_FP8.load(stream.dtype) is not None
+    got, want = (np.asarray(call(Inference(inference=each)), np.float32) for each in (True, False))
+    # Other roundings before it choose another e4m3 value here and there.
+    assert np.linalg.norm(got - want) <= 3e-2 * np.linalg.norm(want - np.asarray(stream, np.float32))
 
 
 @pytest.mark.gpu

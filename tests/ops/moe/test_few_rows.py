@@ -1,5 +1,7 @@
 """Experts with few tokens: the interpreted kernel against the reference, and what it compiles to."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,23 +10,26 @@ from ptx import halves, run_assembly
 from selection import repeat
 
 from jaxglue.ops.backend import tracing_for
-from jaxglue.ops.moe import FEW_ROWS_EXPERTS, ROUTE, GroupMetadata, moe_mlp, route
+from jaxglue.ops.moe import CHOOSE, FEW_ROWS_EXPERTS, ROUTE, GroupMetadata, moe_mlp, route
 from jaxglue.ops.moe.routing import few_rows_tile
+from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.ops.quant.mxfp4 import MXFP4, decode_e2m1, quantize_mxfp4
+from jaxglue.ops.quant.stack import hold_matrices
 
 
 def draw(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
-def case(M, E, k, D, F, *, transposed=True, quantized=False, bias=False, activation="swiglu"):
+def case(M, E, k, D, F, *, transposed=True, stored=None, bias=False, activation="swiglu"):
     """Return the arguments of `moe_mlp`; some experts get no token."""
     logits = draw(0, M, E).at[:, 0].set(-100.0)
     gate_up, down = (
         (draw(1, E, 2 * F, D) / 4, draw(2, E, D, F)) if transposed else (draw(1, E, D, 2 * F) / 4, draw(2, E, F, D))
     )
-    if quantized:
-        gate_up, down = quantize_mxfp4(gate_up), quantize_mxfp4(down)
+    if stored:
+        quantize = quantize_mxfp4 if stored == "mxfp4" else partial(hold_matrices, FORMATS[stored])
+        gate_up, down = quantize(gate_up), quantize(down)
     options = {"activation": activation, "transpose_rhs": transposed}
     if bias:
         options |= {"gate_up_bias": draw(3, E, 2 * F), "down_bias": draw(4, E, D)}
@@ -43,8 +48,11 @@ def kernels(interpreted):
     ("sizes", "options"),
     [
         ((5, 8, 2, 48, 40), {}),
-        ((40, 4, 2, 64, 32), {"quantized": True, "activation": "gpt_oss", "bias": True}),  # tiles of several experts
-        repeat((1, 8, 2, 96, 32), {"quantized": True}),
+        ((40, 4, 2, 64, 32), {"stored": "mxfp4", "activation": "gpt_oss", "bias": True}),  # tiles of several experts
+        repeat((1, 8, 2, 96, 32), {"stored": "mxfp4"}),
+        ((9, 4, 2, 128, 64), {"stored": "nf4"}),
+        ((9, 4, 2, 96, 64), {"stored": "fp8"}),
+        repeat((3, 4, 2, 64, 32), {"stored": "int8", "activation": "geglu"}),
         ((3, 6, 2, 32, 48), {"transposed": False, "activation": "gpt_oss", "bias": True}),
     ],
 )
@@ -78,6 +86,28 @@ def test_interpreted_routing_matches_the_sort(M, E, k, order, normalize, kernels
     assert got.groups.tiles.rows == rows
 
 
+@pytest.mark.parametrize("order", ["softmax_topk", repeat("sigmoid_topk")])
+def test_interpreted_choice_and_its_gradients_equal_the_sort(order, kernels):
+    logits = draw(0, 12, 6).at[0].set(1.0)
+
+    def weigh(logits):
+        routing = route(logits, 2, order=order, normalize=True)
+        return (routing.weights * jnp.asarray([1.0, -2.0])).sum(), routing.expert_ids
+
+    (want, want_ids), want_gradient = jax.value_and_grad(weigh, has_aux=True)(logits)
+    with CHOOSE.using(kernels):
+        (got, got_ids), got_gradient = jax.value_and_grad(weigh, has_aux=True)(logits)
+    np.testing.assert_array_equal(got_ids, want_ids)
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_allclose(got_gradient, want_gradient, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.gpu
+def test_choice_on_a_gpu_equals_the_sort():
+    scores = jax.nn.sigmoid(jax.random.normal(jax.random.key(0), (5000, 256)).astype(jnp.bfloat16)).astype(jnp.float32)
+    np.testing.assert_array_equal(CHOOSE.load(256).choose(scores, 8), jax.lax.top_k(scores, 8)[1])
+
+
 def test_a_tile_of_few_rows_holds_twice_the_mean_group():
     logits = draw(0, 64, 8)
     routings = [route(logits, 2, order="sigmoid_topk", inference=inference) for inference in (False, True)]
@@ -100,17 +130,17 @@ def test_assembly_decodes_every_mxfp4_code():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("quantized", [True, False])
-def test_kernels_match_the_reference_on_a_gpu(quantized):
+@pytest.mark.parametrize("stored", [None, "mxfp4", "nf4", "fp8", "int8"])
+def test_kernels_match_the_reference_on_a_gpu(stored):
     M, E, k, D, F = 60, 16, 4, 512, 384
-    (x, routing, *matrices), options = case(M, E, k, D, F, quantized=quantized)
+    (x, routing, *matrices), options = case(M, E, k, D, F, stored=stored)
     logits = draw(0, M, E).at[:, 0].set(-100.0)
-    if not quantized:
+    if not stored:
         matrices = [matrix.astype(jnp.bfloat16) for matrix in matrices]
     kernels = FEW_ROWS_EXPERTS.load(x.astype(jnp.bfloat16), routing, matrices, (None, None), *options.values())
     assert kernels is not None
     with jax.default_matmul_precision("highest"):
-        exact = [m if quantized else m.astype(jnp.float32) for m in matrices]
+        exact = [m if stored else m.astype(jnp.float32) for m in matrices]
         want = moe_mlp(x.astype(jnp.bfloat16).astype(jnp.float32), routing, *exact, **options, backend="reference")
     routed = route(logits, k, normalize=True, inference=True)
     jax.tree.map(np.testing.assert_array_equal, routed.groups.sizes, routing.groups.sizes)
@@ -132,19 +162,21 @@ def test_obstacles_are_named():
         call = x.astype(jnp.bfloat16), routing, matrices, (adapter, None), *options.values()
         return FEW_ROWS_EXPERTS.choose((9, 0), *call).reason
 
-    assert "more than 32 rows each" in reason(65, quantized=True)
-    assert "experts have adapters" in reason(3, adapter="some", quantized=True)
+    assert "more than 32 rows each" in reason(65, stored="mxfp4")
+    assert "experts have adapters" in reason(3, adapter="some", stored="mxfp4")
     assert "another dtype" in reason(3)
 
 
-@pytest.mark.parametrize("quantized", [True, repeat(False)])
-def test_kernels_compile_for_a_gpu(quantized, h200):
+@pytest.mark.parametrize("stored", ["mxfp4", "nf4", repeat("fp8"), repeat(None)])
+def test_kernels_compile_for_a_gpu(stored, h200):
     half = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype, sharding=h200)  # noqa: E731
     E, D, F = 8, 256, 192
 
     def matrix(rows, columns):
-        if not quantized:
-            return half(E, rows, columns)
+        if stored != "mxfp4":
+            weight = half(E, rows, columns)
+            made = jax.eval_shape(partial(hold_matrices, FORMATS[stored]), weight) if stored else weight
+            return jax.tree.map(lambda part: half(*part.shape, dtype=part.dtype), made)
         blocks = half(E, rows, columns // 32, 16, dtype=jnp.uint8)
         return MXFP4(blocks=blocks, scales=half(E, rows, columns // 32, dtype=jnp.uint8))
 

@@ -26,16 +26,16 @@ PAGE = 16
 FP8 = jnp.float8_e4m3fn
 
 
-def random_case(S, N, K, H, pages, dtype=jnp.float32, cache_dtype=None, positions=None):
+def random_case(S, N, K, H, pages, dtype=jnp.float32, cache_dtype=None, positions=None, page=PAGE):
     """Return (q, cache, tables, positions, sinks) of sequences that end anywhere in their pages."""
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)  # noqa: E731
     tables = 1 + rng.permutation(S * pages).reshape(S, pages).astype(np.int32)
     if positions is None:
-        positions = rng.integers(0, pages * PAGE, S, dtype=np.int32)
-    every = jnp.repeat(jnp.arange(S * pages + 1), PAGE), jnp.tile(jnp.arange(PAGE), S * pages + 1)
-    new = normal(2, (S * pages + 1) * PAGE, K, H)
-    cache = make_pages(S * pages + 1, K, PAGE, H, cache_dtype or dtype).write(*new, *every)
+        positions = rng.integers(0, pages * page, S, dtype=np.int32)
+    every = jnp.repeat(jnp.arange(S * pages + 1), page), jnp.tile(jnp.arange(page), S * pages + 1)
+    new = normal(2, (S * pages + 1) * page, K, H)
+    cache = make_pages(S * pages + 1, K, page, H, cache_dtype or dtype).write(*new, *every)
     return normal(S, N, H), cache, jnp.asarray(tables), jnp.asarray(positions, jnp.int32), 2 * normal(N)
 
 
@@ -63,7 +63,7 @@ def test_reference_matches_numpy(window, has_sinks, cache_dtype):
 def kernels(interpreted, **fields):
     from jaxglue.ops.paged_attention.triton import TritonPagedAttention
 
-    return interpreted(TritonPagedAttention)(compute_capability=80, **fields)
+    return interpreted(TritonPagedAttention)(compute_capability=80, plain=True, **fields)
 
 
 @pytest.mark.parametrize("group", [1, 4, repeat(5), repeat(8)])
@@ -88,9 +88,21 @@ def test_interpreted_attention_splits_pages_into_steps_and_shares(interpreted, m
     monkeypatch.setattr(triton, "_PROGRAMS", 1)
     monkeypatch.setattr(triton, "_LONGEST", 2 * PAGE)
     case = random_case(3, 4, 2, 16, 5, positions=[70, 3, 40])
-    with PAGED_ATTENTION.using(kernels(interpreted, tiles=triton.PagedTiles(tokens=8))):
+    with PAGED_ATTENTION.using(kernels(interpreted, tiles=triton.PagedTiles(tokens=8, num_warps=1))):
         got = attend(case, "auto", None, True)
     np.testing.assert_allclose(got, attend(case, "reference", None, True), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("cache_dtype", [jnp.float32, FP8])
+def test_interpreted_warps_attend_their_own_tokens(cache_dtype, interpreted):
+    from jaxglue.ops.paged_attention.triton import PagedTiles
+
+    ends = [0, 15, 40, 63, 127]  # warps that see nothing, or only later
+    case = random_case(5, 8, 2, 16, 2, cache_dtype=cache_dtype, positions=ends, page=64)
+    with PAGED_ATTENTION.using(kernels(interpreted, tiles=PagedTiles(tokens=16, num_warps=4))):
+        got = attend(case, "auto", 20, True)
+    close = {"rtol": 2e-3, "atol": 2e-3} if cache_dtype == FP8 else {"rtol": 1e-4, "atol": 1e-5}
+    np.testing.assert_allclose(got, attend(case, "reference", 20, True), **close)
 
 
 def test_interpreted_attention_reads_float8_pages(interpreted):
@@ -136,13 +148,14 @@ def test_a_token_attended_as_it_is_written_equals_two_passes(
     group, window, has_sinks, softcap, rotates, cache_dtype, interpreted, monkeypatch
 ):
     monkeypatch.setattr("jaxglue.ops.paged_attention.triton._PROGRAMS", 1)
-    positions = [0, 1, PAGE - 1, PAGE, 3 * PAGE - 1, 50]
+    page = 64  # two warps have parts of it
+    positions = [0, 1, page - 1, page, 3 * page - 1, 200]
     _, cache, tables, positions, sinks = random_case(
-        6, 2 * group, 2, 16, 4, cache_dtype=cache_dtype, positions=positions
+        6, 2 * group, 2, 16, 4, cache_dtype=cache_dtype, positions=positions, page=page
     )
     (q, k, v, _, _, _, rope), rotary, norms = append_case(6, 2 * group, 2, 16)
     rows = jnp.arange(6)
-    places = tables[rows, positions // PAGE], positions % PAGE, rope, rotary if rotates else None, norms, 1.0
+    places = tables[rows, positions // page], positions % page, rope, rotary if rotates else None, norms, 1.0
     options = {"window": window, "sinks": sinks if has_sinks else None, "softcap": softcap}
 
     own = kernels(interpreted)

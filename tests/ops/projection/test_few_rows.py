@@ -15,7 +15,8 @@ from jaxglue.ops.backend import compute_capability, tracing_for
 from jaxglue.ops.gated_mlp import GatedParts, gated_mlp
 from jaxglue.ops.norm_rope import LLAMA_NORM, rms_norm
 from jaxglue.ops.projection import Adapter, Projection, adapted_projection
-from jaxglue.ops.projection.few_rows import FEW_ROWS
+from jaxglue.ops.projection.few_rows import FEW_ROWS, gate_few_rows
+from jaxglue.ops.projection.fp8 import dot_to_e4m3, encode
 from jaxglue.ops.projection.fp8_adapters import NormedRows
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import is_quantized
@@ -85,29 +86,6 @@ def test_interpreted_kernel_matches_products(M, sizes, K, options, kernels):
         close(y, product(x, part))
 
 
-@pytest.mark.parametrize("programs", [7, 3])
-@pytest.mark.parametrize("rank", [0, 3])
-def test_interpreted_programs_end_one_tile_and_begin_another(rank, programs, kernels):
-    """Nine tiles of five steps are 45: shares of seven, and of fifteen, which hold whole tiles."""
-    even = replace(kernels, tiles=replace(kernels.tiles, even=True, programs=programs))
-    parts, x = [projection(10 * i, N, 80, rank=rank) for i, N in enumerate((80, 48, 16))], draw(99, 1, 5, 80)
-    stream = draw(98, 1, 5, 48)
-    with FEW_ROWS.using(even):
-        got = adapted_projection(x, parts, Decoding())
-        (onto,) = adapted_projection(x, parts[1:2], Decoding(), stream=stream)
-        fed = gated_mlp(
-            x / 8, GatedParts(parts[0], parts[0], projection(7, 80, 80)), Decoding(), stream=draw(98, 1, 5, 80)
-        )
-    with FEW_ROWS.using(kernels):
-        whole = gated_mlp(
-            x / 8, GatedParts(parts[0], parts[0], projection(7, 80, 80)), Decoding(), stream=draw(98, 1, 5, 80)
-        )
-    for y, part in zip(got, parts, strict=True):
-        close(y, product(x, part))
-    close(onto, stream + product(x, parts[1]))
-    close(fed, whole)
-
-
 @pytest.mark.parametrize("rank", [0, 3])
 def test_interpreted_product_is_added_to_the_stream(rank, kernels):
     part, x, stream = projection(0, 32, 96, rank=rank), draw(99, 1, 4, 96), draw(98, 1, 4, 32)
@@ -143,6 +121,24 @@ def test_interpreted_products_are_rounded_where_training_rounds(kernels):
         assert (y == base + rounded(adapter)).mean() > 0.99
     total = stream.astype(jnp.float32) + products[0].astype(jnp.float32) + adapted[0]
     assert (onto == rounded(total)).mean() > 0.99
+
+
+def test_interpreted_gates_are_rounded_to_e4m3_where_training_rounds_them(kernels):
+    parts = [projection(10 * i, 48, 64, rank=4, quantize=quantize_fp8) for i in range(2)]
+    x = draw(99, 8, 64) / 8
+    fp8_values, scales = encode(x)
+
+    def rounded(part):
+        values, factor = dot_to_e4m3(fp8_values, part.weight.values)
+        adapted = part.adapter.scale * (x @ part.adapter.A.T) @ part.adapter.B.T
+        return values.astype(jnp.float32) * (scales * factor) * part.weight.scales + adapted
+
+    wanted = jax.nn.silu(rounded(parts[0])) * rounded(parts[1])
+    alike, unlike = (
+        jnp.isclose(gate_few_rows(own, x, parts, Decoding(fp8=True), "silu"), wanted, rtol=1e-3).mean()
+        for own in (kernels, replace(kernels, rounds=False))
+    )
+    assert alike > 0.9 and unlike < 0.2, (alike, unlike)  # the interpreter rounds small values otherwise
 
 
 @pytest.mark.parametrize("rank", [0, 4])
@@ -248,6 +244,7 @@ def test_narrow_projections_and_quantized_ones_of_more_rows_are_served():
 
     assert choose([projection(i, 32, 64) for i in range(3)]) == "triton"
     assert choose([projection(0, 32, 64, quantize=quantize_int8)]) == "triton"
+    assert choose([projection(0, 32, 64, quantize=quantize_nf4)]) == "reference"
     assert choose([projection(0, 32, 64, quantize=quantize_fp8)]) == "reference"
     assert choose([projection(0, 32, 64, rank=4, quantize=quantize_fp8)]) == "triton"
 
@@ -280,6 +277,16 @@ def test_kernels_match_products_on_a_gpu(quantize, rank):
         for y, want in zip(adapted_projection(x, parts, conditions), wanted, strict=True):
             difference = np.linalg.norm(np.asarray(y, np.float32) - want) / np.linalg.norm(want)
             assert difference < (0.05 if conditions.fp8 else 0.01)
+
+
+def test_parts_of_adapters_inputs_fit_beside_the_tiles():
+    pytest.importorskip("jax_triton")
+    from jaxglue.ops.projection.few_rows_triton import FewRowsTiles, steps_of_part
+
+    tiles = FewRowsTiles(block_n=64, block_k=128, num_warps=4, num_stages=4, programs=132)
+    assert steps_of_part(96, tiles, 128, 1) == 24  # four places are left
+    assert steps_of_part(32, tiles, 96, 3) == 4  # twelve for each, but parts of 512 columns
+    assert steps_of_part(32, tiles, 131, 3) == 4  # none
 
 
 def test_kernel_compiles_for_a_gpu(h200):

@@ -1,0 +1,38 @@
+"""Thinking apart from what an answer says."""
+
+import pytest
+
+from jaxglue.generation.thinking import split_thinking
+
+ANALYSIS = "<|channel|>analysis<|message|>Three and four."
+FINAL = "<|channel|>final<|message|>Seven."
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "wanted"),
+    [
+        ("Seven.", {}, ("", "Seven.")),
+        ("<think>\nThree and four.\n</think>\n\nSeven.", {}, ("Three and four.", "Seven.")),
+        ("Three and four.\n</think>\n\nSeven.", {"opened": True}, ("Three and four.", "Seven.")),
+        ("<think>\nThree and", {}, ("Three and", "")),
+        ("<think></think>\n\nSeven.", {}, ("", "Seven.")),
+        ("Say <think> and </think>.", {}, ("", "Say <think> and </think>.")),
+        ("<thin ice>", {}, ("", "<thin ice>")),
+        (f"{ANALYSIS}<|end|><|start|>assistant{FINAL}", {"channels": True}, ("Three and four.", "Seven.")),
+        (f"{ANALYSIS}{FINAL}", {"channels": True}, ("Three and four.", "Seven.")),
+        ("<|channel|>commentary<|message|>I look.<|end|>", {"channels": True}, ("", "I look.")),
+        ("Seven.", {"channels": True}, ("", "Seven.")),
+        (f"Say {ANALYSIS}", {}, ("", f"Say {ANALYSIS}")),
+    ],
+)
+def test_thinking_is_split_from_what_is_said_whole_or_growing(text, options, wanted):
+    options = {"opened": False, "channels": False, **options}
+    assert split_thinking(text, **options) == wanted
+    before = "", ""
+    for end in range(len(text) + 1):
+        if options["channels"] and "<" in text[:end].rpartition(">")[2]:
+            continue  # a special token comes as a whole
+        found = split_thinking(text[:end], **options, grows=True)
+        assert all(new.startswith(old) for new, old in zip(found, before, strict=True)), (found, before)
+        assert all(whole.startswith(part) for whole, part in zip(wanted, found, strict=True))
+        before = found
