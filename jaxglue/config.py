@@ -247,7 +247,6 @@ class Config:
         """Check relations between fields; override it to raise ValueError."""
 
 
-@functools.cache
 def groups(cls: type) -> dict[str, type]:
     """Return the fields of a configuration that are configurations themselves."""
     hints = _hints(cls)
