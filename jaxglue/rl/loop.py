@@ -173,13 +173,19 @@ class RolloutSteps(Iterator[Step]):
 
     def _warn_of_equal(self, advantages: Advantages) -> None:
         """Say once that a step's rewards teach nothing."""
-        if self._objective.compares and advantages.is_equal.all() and not self._warned:
-            self._warned = True
-            _log.warning(
-                "step %d: all answers to each prompt have the same reward, so nothing is learned from them; where this "
-                "goes on, choose easier or harder prompts, or a finer reward",
-                self._step + 1,
-            )
+        is_equal = advantages.is_equal.all()
+        if self._warned or not self._objective.compares or (advantages.teaches.any() and not is_equal):
+            return
+        self._warned, rewards = True, advantages.rewards
+        judged = (
+            f"{np.isfinite(rewards).sum()} of {rewards.size} answers have a reward, and no two of a prompt differ in it"
+        )
+        _log.warning(
+            "step %d: %s, so nothing is learned from them; where this goes on, choose easier or harder prompts, or a "
+            "finer reward",
+            self._step + 1,
+            "all answers to each prompt have the same reward" if is_equal else judged,
+        )
 
     def _warn_of_truncated(self, rollouts: Generation) -> None:
         """Say once that a step trains on no answer."""

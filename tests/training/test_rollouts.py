@@ -338,6 +338,13 @@ def test_equal_rewards_are_said_once(make_run, caplog):
     assert "step 1: all answers to each prompt have the same reward" in caplog.text
 
 
+def test_answers_without_rewards_are_said_once(make_run, tmp_path, caplog):
+    (tmp_path / "nothing.py").write_text("def none(completion):\n    return None\n")
+    train(make_run(reward=(f"{tmp_path}/nothing.py:none",), steps=2))
+    (said,) = (record.message for record in caplog.records if "nothing is learned" in record.message)
+    assert said.startswith("step 1: 0 of ")
+
+
 @repeats_parts_of("test_equal_rewards_are_said_once")
 def test_steps_without_an_ended_answer_to_train_on_are_said_once(make_run, caplog):
     train(make_run(mask_truncated_completions=True, max_completion_length=1, steps=2))

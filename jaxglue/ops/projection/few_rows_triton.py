@@ -12,6 +12,7 @@ from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.projection import few_rows_kernels as kernels
 from jaxglue.ops.projection.few_rows_operands import FewRows
+from jaxglue.ops.projection.fp8 import e4m3_factor
 from jaxglue.ops.quant.blocks import dynamic_code
 from jaxglue.ops.quant.nf4 import BLOCK, VALUES
 
@@ -98,6 +99,7 @@ class TritonFewRows(Launcher):
             "NF4": operands.nf4 is not None,
             "FACTOR": operands.factor,
             "ROUND": self.rounds and (rank > 0 or gated),
+            "E4M3": e4m3_factor(K) if self.rounds and gated and rank and operands.x_scales is not None else 0.0,
             "ROUND_ADAPTER": self.rounds and not gated and stream is None and operands.x_scales is None,
         }
         return self._run(operands, stream, constants, tiles)

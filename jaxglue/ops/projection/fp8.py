@@ -66,13 +66,18 @@ def dot(rows: Float[Array, "*B n"], matrix: Float[Array, "a b"], dimension: int,
     return jax.lax.dot_general(rows, matrix, contracting, preferred_element_type=dtype)
 
 
+def e4m3_factor(count: int) -> float:
+    """Return the power of two by which `dot_to_e4m3` multiplies sums of so many products."""
+    return 2.0 ** -round(math.log2(count * LARGEST / 4))
+
+
 def dot_to_e4m3(rows: Float[Array, "*B n"], matrix: Float[Array, "m n"]) -> tuple[Float[Array, "*B m"], float]:
     """Return (e4m3 values, factor) of products along last axes, which are these values times the one factor.
 
     A quarter of the largest sum of n products is the largest e4m3 value: real sums do not reach it, and rows without
     outliers still have all bits of e4m3, a floating-point format. cuBLAS rounds to e4m3 itself.
     """
-    shrink = 2.0 ** -round(math.log2(rows.shape[-1] * LARGEST / 4))
+    shrink = e4m3_factor(rows.shape[-1])
     return jnp.clip(dot(rows, matrix, 1, jnp.float32) * shrink, -LARGEST, LARGEST).astype(E4M3), 1 / shrink
 
 

@@ -15,7 +15,8 @@ from jaxglue.ops.backend import compute_capability, tracing_for
 from jaxglue.ops.gated_mlp import GatedParts, gated_mlp
 from jaxglue.ops.norm_rope import LLAMA_NORM, rms_norm
 from jaxglue.ops.projection import Adapter, Projection, adapted_projection
-from jaxglue.ops.projection.few_rows import FEW_ROWS
+from jaxglue.ops.projection.few_rows import FEW_ROWS, gate_few_rows
+from jaxglue.ops.projection.fp8 import dot_to_e4m3, encode
 from jaxglue.ops.projection.fp8_adapters import NormedRows
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import is_quantized
@@ -122,6 +123,24 @@ def test_interpreted_products_are_rounded_where_training_rounds(kernels):
     assert (onto == rounded(total)).mean() > 0.99
 
 
+def test_interpreted_gates_are_rounded_to_e4m3_where_training_rounds_them(kernels):
+    parts = [projection(10 * i, 48, 64, rank=4, quantize=quantize_fp8) for i in range(2)]
+    x = draw(99, 8, 64) / 8
+    fp8_values, scales = encode(x)
+
+    def rounded(part):
+        values, factor = dot_to_e4m3(fp8_values, part.weight.values)
+        adapted = part.adapter.scale * (x @ part.adapter.A.T) @ part.adapter.B.T
+        return values.astype(jnp.float32) * (scales * factor) * part.weight.scales + adapted
+
+    wanted = jax.nn.silu(rounded(parts[0])) * rounded(parts[1])
+    alike, unlike = (
+        jnp.isclose(gate_few_rows(own, x, parts, Decoding(fp8=True), "silu"), wanted, rtol=1e-3).mean()
+        for own in (kernels, replace(kernels, rounds=False))
+    )
+    assert alike > 0.9 and unlike < 0.2, (alike, unlike)  # the interpreter rounds small values otherwise
+
+
 @pytest.mark.parametrize("rank", [0, 4])
 def test_norms_write_e4m3_values_for_interpreted_kernels(rank, kernels):
     parts = [projection(10 * i, N, 64, rank=rank, quantize=quantize_fp8) for i, N in enumerate((32, 16))]
@@ -225,6 +244,7 @@ def test_narrow_projections_and_quantized_ones_of_more_rows_are_served():
 
     assert choose([projection(i, 32, 64) for i in range(3)]) == "triton"
     assert choose([projection(0, 32, 64, quantize=quantize_int8)]) == "triton"
+    assert choose([projection(0, 32, 64, quantize=quantize_nf4)]) == "reference"
     assert choose([projection(0, 32, 64, quantize=quantize_fp8)]) == "reference"
     assert choose([projection(0, 32, 64, rank=4, quantize=quantize_fp8)]) == "triton"
 
