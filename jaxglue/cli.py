@@ -7,6 +7,7 @@ A flag wins over a recipe (`jaxglue.recipe`), a recipe over a default.
 import argparse
 import ast
 import dataclasses
+import functools
 import inspect
 import itertools
 import sys
@@ -231,6 +232,7 @@ def _default(field: dataclasses.Field) -> str:
     return " ".join(map(str, plain)) if isinstance(plain, list) else str(plain)
 
 
+@functools.cache
 def _field_docs(cls: type) -> dict[str, str]:
     """Return the docstrings below the fields of a class and its bases, each on one line."""
     docs = {}

@@ -9,6 +9,7 @@ Python, flags and recipes read the same declarations: `RunConfig(steps=0)` fails
 
 import contextlib
 import dataclasses
+import functools
 import math
 import numbers
 import os
@@ -248,14 +249,13 @@ class Config:
 
 def groups(cls: type) -> dict[str, type]:
     """Return the fields of a configuration that are configurations themselves."""
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     return {field.name: hints[field.name] for field in _fields(cls) if dataclasses.is_dataclass(hints[field.name])}
 
 
 def plain_fields(cls: type) -> dict[str, tuple[dataclasses.Field, Kind]]:
     """Return the other fields of a configuration with their declarations."""
-    hints, subgroups = typing.get_type_hints(cls, include_extras=True), groups(cls)
-    return {field.name: (field, _kind(hints[field.name])) for field in _fields(cls) if field.name not in subgroups}
+    return {name: (field, kind or _kind(_hints(cls)[name])) for name, (field, kind) in _declared(cls).items()}
 
 
 def stable_repr(value: Any, known: Collection[str]) -> str:
@@ -272,6 +272,23 @@ def stable_repr(value: Any, known: Collection[str]) -> str:
     shown = [name for name, default in defaults.items() if name in known or getattr(value, name) != default]
     items = (f"{name}={stable_repr(getattr(value, name), known)}" for name in shown)
     return f"{type(value).__qualname__}({', '.join(items)})"
+
+
+@functools.cache
+def _declared(cls: type) -> dict[str, tuple[dataclasses.Field, Kind | None]]:
+    """Return fields and declarations, None for those of choices, which later registrations add to."""
+    fields = [(field, _hints(cls)[field.name]) for field in _fields(cls) if field.name not in groups(cls)]
+    return {field.name: (field, None if _has_choices(hint) else _kind(hint)) for field, hint in fields}
+
+
+def _has_choices(hint: Any) -> bool:
+    notes = getattr(hint, "__metadata__", ())
+    return any(isinstance(note, Choices) for note in notes) or any(map(_has_choices, typing.get_args(hint)))
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls, include_extras=True)
 
 
 def _fields(cls: type) -> Iterator[dataclasses.Field]:

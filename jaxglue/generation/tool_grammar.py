@@ -27,9 +27,7 @@ class _Format(NamedTuple):
     several: bool = True
 
 
-def call_grammar(
-    tokenizer: PreTrainedTokenizerBase, schemas: Mapping[str, dict[str, Any]], *, several: bool, thinks: bool
-) -> str:
+def call_grammar(tokenizer: PreTrainedTokenizerBase, schemas: Mapping[str, dict[str, Any]], *, several: bool) -> str:
     """Return the grammar, in Lark's notation as llguidance reads it, of calls of some functions.
 
     Args:
@@ -38,17 +36,15 @@ def call_grammar(
             (Mistral); otherwise JSON alone (Llama).
         schemas: of the functions' arguments, by name; at least one.
         several: allow further calls.
-        thinks: the answer begins inside of `<think>`.
     """
     rules = _Rules(tokenizer)
     form = _format(str(tokenizer.get_chat_template(tools=[])), rules)
-    calls = [rules.add(form.call(name, {"type": "object", **schema})) for name, schema in schemas.items()]
+    calls = [rules.add(form.call(name, _closed(schema))) for name, schema in schemas.items()]
     call = f"({' | '.join(calls)})"
     parts = [form.begin, call, form.end]
     if several and form.several:
         parts.insert(2, f"({form.between} {call})*")
-    thought = rules.until("</think>") + r" /\n{0,2}/" if thinks else form.before
-    return "\n".join([f"start: {thought} {' '.join(parts)}", *rules.lines])
+    return "\n".join([f"start: {form.before} {' '.join(parts)}", *rules.lines])
 
 
 class _Rules:
@@ -57,13 +53,16 @@ class _Rules:
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._specials = {token.content: id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._splits = re.compile("|".join(f"({re.escape(token)})" for token in self._specials) or r"(?!)")
-        self.lines = list[str]()
+        self._names = dict[tuple[str, str], str]()
+
+    @property
+    def lines(self) -> list[str]:
+        """Return the rules."""
+        return [f"{name}{options}: {body}" for (body, options), name in self._names.items()]
 
     def add(self, body: str, options: str = "") -> str:
-        """Add a rule; return its name."""
-        name = f"r{len(self.lines)}"
-        self.lines.append(f"{name}{options}: {body}")
-        return name
+        """Add a rule, unless it is there; return its name."""
+        return self._names.setdefault((body, options), f"r{len(self._names)}")
 
     def text(self, text: str) -> str:
         """Return the body of exactly this text."""
@@ -96,6 +95,12 @@ class _Rules:
         if not choices:
             return self.until(end)
         return f"({' | '.join(self.text(str(choice)) for choice in choices)}) {self.text(end)}"
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema of arguments without others than those that it lists, if it is a list alone."""
+    only_lists = schema.keys() <= {"type", "properties", "required", "title", "description", "$defs", "$schema"}
+    return {"type": "object", **({"properties": {}, "additionalProperties": False} if only_lists else {}), **schema}
 
 
 def _quoted(text: str) -> str:

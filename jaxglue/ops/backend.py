@@ -202,10 +202,7 @@ def check_hopper(capability: Capability | None) -> None:
 
 
 UNTRIED = {
-    "MXFP4 experts of few rows",
-    "NF4 and one-byte experts of few rows",
     "choice of experts",
-    "dequantization of FP8",
 }
 """Kernels and the like that no GPU has run since they were last changed. Tests marked gpu run them; until these have
 passed, no other call does."""

@@ -202,6 +202,9 @@ TEMPORARIES = _grid(1.03, "of `live_bytes.peak_bytes`")
 SCATTERED = _grid(0.35, "of the largest temporary memory")
 MOST_SCATTERED = _grid(1.5 * _GIB, "bytes")
 """Memory that a pool loses between other values, of which the largest temporary memory is one block, and its most."""
+UNFILLED = Fitted(0.1, "of the peak", "H200", _UNRECORDED)
+"""Memory of blocks beyond their arrays where weights are streamed: those that weights leave are of other sizes than
+activations, and XLA's pool divides none for less than 128 MiB."""
 LARGER_TEMPORARY = _grid(0.1, "of a layer's temporary memory")
 """Most by which it may exceed the prediction, counted where gaps take the spare."""
 PROGRAMS_MEMORY = _grid(int(0.3 * _GIB), "bytes")

@@ -152,6 +152,8 @@ class PeakMemory:
         lost = min(fitted.SCATTERED * largest, fitted.MOST_SCATTERED)
         if self._trains_output:  # whose gradient and temporary memory are two large blocks at once
             lost = max(lost, fitted.SCATTERED * 2 * min(self.model.head.temporary, self.model.head.results))
+        if any(self.streamed):
+            lost = max(lost, fitted.UNFILLED * peak)
         peak += max(lost - _SPARE * peak, 0)
         return int(max(peak, compiled, (1 - _SPARE) * (fitted.PROGRAMS_MEMORY + always + self._with_gaps())))
 

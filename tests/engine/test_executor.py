@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from selection import repeat
 
 from jaxglue.engine import transfer
 from jaxglue.models.decoder import packed_context
@@ -55,7 +56,7 @@ GEMMA4 = {
         ("lora", {}, "none"),
         ("full", {"tie_word_embeddings": True}, "dots"),
         ("lora", GEMMA4, "full"),
-        ("full", {**GEMMA4, "hidden_size_per_layer_input": 0}, "dots"),
+        repeat("full", {**GEMMA4, "hidden_size_per_layer_input": 0}, "dots"),
     ],
 )
 def test_loss_and_gradients_match_the_whole_model(split_parts, random_batch, kind, changes, policy):

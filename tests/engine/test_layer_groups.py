@@ -4,6 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import pytest
+from selection import repeat
 
 from jaxglue import LayerStack
 from jaxglue.engine import layer_groups
@@ -25,7 +26,7 @@ def results(parts, batches, key=None, **options):
     ("kind", "layers", "size", "options"),
     [
         ("lora", LAYERS, 2, {}),
-        ("lora", 3, 9, {"policy": "2 x full + 1 x dots", "dropout": 0.5, "batches": 2}),
+        repeat("lora", 3, 9, {"policy": "2 x full + 1 x dots", "dropout": 0.5, "batches": 2}),
         ("full", LAYERS, 3, {"policy": "2 x none + 3 x full"}),
         ("lora", 3, 2, {"dropout": 0.5, "tile": 7}),
     ],

@@ -3,6 +3,7 @@
 import chex
 import jax
 import pytest
+from selection import repeat
 
 from jaxglue.models.context import RouterLosses
 
@@ -58,15 +59,17 @@ def exact_matmuls():
 @pytest.mark.parametrize(
     ("family", "kind", "policy", "tile"),
     [
-        ("qwen3", "lora", "offload:layer_input,attention_out,attention_lse", 4),
+        repeat("qwen3", "lora", "offload:layer_input,attention_out,attention_lse", 4),
         ("qwen3", "full", "full", 7),
-        ("nf4", "lora", "offload:layer_input,query,key,value", 14),
+        repeat("nf4", "lora", "offload:layer_input,query,key,value", 14),
         ("gpt_oss", "lora", "none", 4),
         ("phi3_nf4", "lora", "offload:layer_input,query,key,value", 7),
         ("ministral3", "full", "full", 4),
         ("deepseek_v3", "lora", "offload:layer_input,query,key,value,attention_out", 4),
         ("qwen3_5", "lora", "offload:layer_input,output_gate; save:delta_input", 4),
-        ("qwen3_5", "lora", "1 x offload:layer_input,attention_out + 1 x drop:layer_input; offload:attention_out", 7),
+        repeat(
+            "qwen3_5", "lora", "1 x offload:layer_input,attention_out + 1 x drop:layer_input; offload:attention_out", 7
+        ),
     ],
 )
 def test_tiles_change_no_gradient(split_parts, random_batch, family, kind, policy, tile):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file
+from selection import repeat
 
 from jaxglue.data.batch import Batch
 from jaxglue.engine.executor import Executor
@@ -57,7 +58,7 @@ def test_loss_and_gradients_match_peft(name):
         assert np.linalg.norm(gradient - expected) <= 1e-3 * np.linalg.norm(expected), key
 
 
-@pytest.mark.parametrize("name", ["dora_rows", "vocabulary"])
+@pytest.mark.parametrize("name", [repeat("dora_rows"), "vocabulary"])
 def test_rows_and_adapters_train_beside_a_table_in_host_memory(name):
     config, graphdefs, trainable, frozen = split_adapted(name)
     batch = golden_batch(load_file(GOLDENS / "peft" / name / "golden.safetensors"))

@@ -97,7 +97,8 @@ PARTS["qwen3_5_moe_text"] = {**PARTS["qwen3_5_text"], **EXPERTS, "shared_expert_
 
 
 @pytest.mark.parametrize(
-    "model_type", repeats(PARTS, "qwen2", "mistral", "granite", "olmo3", "smollm3", "glm4", "qwen3_5_moe_text")
+    "model_type",
+    repeats(PARTS, "qwen2", "mistral", "granite", "olmo3", "smollm3", "glm4", "qwen3_5_text", "qwen3_5_moe_text"),
 )
 def test_parts_of_families_decode_beyond_a_page(tiny_model, model_type):
     model = tiny_model(model_type, **PARTS[model_type])
@@ -211,7 +212,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", repeats(FAMILIES, "llama", "qwen3_moe"))
+@pytest.mark.parametrize("family", repeats(FAMILIES, "llama", "qwen3", "qwen3_moe"))
 def test_batched_greedy_answers_equal_those_one_by_one(tiny_model, family):
     engine, trees = engine_of(tiny_model(family, initializer_range=0.3, **FAMILIES[family]), lora=True)
     requests = requests_of(0.0)
@@ -307,7 +308,7 @@ def test_answers_that_give_their_pages_up_go_on_unchanged(tiny_model, family):
     assert answers == {(c.number, c.answer): c.tokens.tolist() for c in engine.generate(*trees, requests, plan=few)}
 
 
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("whole", [False, repeat(True)])
 def test_log_probabilities_equal_those_of_a_forward_pass(tiny_model, whole):
     model = tiny_model("qwen3", initializer_range=0.3, **FAMILIES["qwen3"])
     engine, trees = engine_of(model, lora=True)

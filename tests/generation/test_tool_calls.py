@@ -150,7 +150,7 @@ def rest_of(special, monkeypatch):
 
     def rest(template, text, tools=TOOLS, *, several=True, thinks=False):
         monkeypatch.setattr(tokenizer, "chat_template", template)
-        matcher = grammars.lark(call_grammar(tokenizer, schemas_of(tools), several=several, thinks=thinks)).start()
+        matcher = grammars.lark(call_grammar(tokenizer, schemas_of(tools), several=several), thinks=thinks).start()
         tokens = tokenizer.encode(text, add_special_tokens=False)
         return tokenizer.decode(tokens[matcher.take(tokens) :]), matcher.is_complete
 
@@ -164,6 +164,16 @@ def test_calls_are_taken_in_the_format_of_each_family(rest_of, family):
     assert rest_of(template, "No, I will not.") == ("No, I will not.", False)
     assert not rest_of(template, call.replace("weather", "wether"))[1]
     assert not rest_of(template, call.replace("2", '"two"'))[1]
+
+
+def test_calls_have_no_other_arguments_than_the_listed_ones(rest_of):
+    now, open_ = '{"name": "now", "arguments": {}}', {"name": "any", "parameters": {"additionalProperties": True}}
+    assert rest_of("", now) == ("", True)
+    assert not rest_of("", now.replace("{}", '{"zone": 1}'))[1]
+    assert rest_of("", JSON) == ("", True) and not rest_of("", JSON.replace("days", "weeks"))[1]
+    assert rest_of("", '{"name": "any", "arguments": {"zone": 1}}', [open_]) == ("", True)
+    many = [{"name": f"f{i}"} for i in range(500)]
+    assert rest_of("", '{"name": "f7", "arguments": {}}', many) == ("", True)
 
 
 @pytest.mark.parametrize(

@@ -280,7 +280,7 @@ def differences(folder, file, prompts, **options):
 PROMPTS = [list(range(40, 60)), list(range(300, 400, 3))]
 
 
-@pytest.mark.parametrize("kind", repeats(KINDS, "q5_k_m"))
+@pytest.mark.parametrize("kind", repeats(KINDS, "q5_k_m", "q6_k"))
 def test_llama_cpp_reads_the_values_that_gguf_does(kind, make_folder, make_tokenizer, tmp_path):
     folder = make_folder("qwen3")
     file = export(folder, kind, tmp_path / "out", make_tokenizer("plain"), {2})
@@ -344,7 +344,7 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize("family", repeats(TARGETS, "qwen2_moe", "qwen3_5", "gemma4"))
+@pytest.mark.parametrize("family", repeats(TARGETS, "qwen2_moe", "qwen3_moe", "qwen3_5", "gemma4"))
 def test_adapter_alone_and_merged_predict_alike(family, make_folder, make_adapter, make_tokenizer, tmp_path):
     folder, tokenizer = make_folder(family), make_tokenizer("plain")
     adapter = make_adapter(folder, TARGETS[family])

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from selection import repeat
 
 from jaxglue.data.answers import select_answers
 from jaxglue.data.config import DataConfig, Source
@@ -158,7 +159,7 @@ def test_weights_of_pairs_are_the_mean_alignments_of_their_answers():
     assert used.sum() == 2
 
 
-@pytest.mark.parametrize("name", ["rpo", "orpo"])
+@pytest.mark.parametrize("name", [repeat("rpo"), "orpo"])
 def test_micro_batches_equal_one_batch(name):
     config = config_of(name)
     _, trainable, reference, frozen = parts()

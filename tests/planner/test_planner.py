@@ -56,9 +56,9 @@ def test_nothing_leaves_a_gpu_whose_memory_is_the_hosts(workload):
     full = Planner(workload, find_gpu("spark")).plan(parse_policy("full")).device_bytes / GIB
     assert plan(workload, "gb200", memory_limit=1.15 * full).host_bytes > 0
     assert plan(workload, "spark", memory_limit=1.15 * full).host_bytes == 0
-    assert plan(workload, "gb200", memory_limit=1.02 * full).host_bytes > 0
+    assert plan(workload, "gb200", memory_limit=1.05 * full).host_bytes > 0
     with pytest.raises(DoesNotFit, match=r"of pinned host memory, which is the memory of GB10 itself"):
-        plan(workload, "spark", memory_limit=1.02 * full)
+        plan(workload, "spark", memory_limit=1.05 * full)
 
 
 def test_streamed_weights_leave_the_device(planner):
@@ -67,7 +67,8 @@ def test_streamed_weights_leave_the_device(planner):
     layer = 4 * 2048 * (2 * 512 + 2 * 256) // 4 * 2 + 3 * 2048 * 6144 * 2
     # The first layer stays on the device; the four buffers hold activations of one layer more.
     assert there.host_bytes - here.host_bytes == pytest.approx(5 * layer - input_, rel=0.01)
-    assert here.device_bytes - there.device_bytes == pytest.approx(layer - input_, rel=0.01)
+    unfilled = 0.05 / 1.05 * there.device_bytes  # of blocks, beyond the spare memory
+    assert here.device_bytes - there.device_bytes == pytest.approx(layer - input_ - unfilled, rel=0.01)
 
 
 def test_a_row_on_two_gpus_takes_half_the_memory_and_almost_half_the_time(workload):

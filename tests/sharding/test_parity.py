@@ -143,7 +143,7 @@ CASES = [
     ("lora", "data=2,fsdp=2,tensor=2", "dots", {}),
     ("full", "data=2,fsdp=4", "full", TIED),
     repeat("full", "fsdp=4,tensor=2", "dots", TIED),
-    ("lora", "data=2,expert=4", "dots", MOE),
+    repeat("lora", "data=2,expert=4", "dots", MOE),
     ("lora", "fsdp=2,expert=4", "dots", DEEPSEEK),
     ("full", "fsdp=4,expert=2", "full", GPT_OSS | WINDOWS),
     ("lora", "fsdp=4,expert=2", "dots", GPT_OSS | WIDE | FULL | {"quantize": "mxfp4"}),

@@ -60,6 +60,7 @@ def test_full_fine_tuning_resumes_on_another_mesh(make_config, tmp_path, monkeyp
     assert dispatching[-1].trainable["embed_tokens"]["weight"].sharding.spec == jax.sharding.PartitionSpec("fsdp")
 
 
+@repeats_parts_of("test_full_fine_tuning_resumes_on_another_mesh")
 def test_adapters_train_alike_on_data_and_fsdp(make_config, tmp_path, capsys):
     options = {"batch_size": 8, "steps": 3, "seq_len": 48, "rank": 2, "eval_fraction": 0.2}
     train(make_config(**options, output=tmp_path / "copies", sample_prompt=("Hello",), sample_tokens=2))

@@ -82,6 +82,7 @@ def test_processes_take_steps_of_one_program(make_config, run_two, tmp_path):
     np.testing.assert_allclose(got, expected, rtol=2e-5)
 
 
+@repeats_parts_of("test_disagreement_names_the_values")
 def test_disagreeing_processes_both_name_the_values(make_config, run_two):
     config = make_config(**OPTIONS)
     results = run_two(config, flags=((), ("--learning-rate", "0.5")))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from selection import repeat
 
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.hf.checkpoint import read_config
@@ -33,7 +34,7 @@ def nf4_folder(model_folder):
     return model_folder
 
 
-@pytest.mark.parametrize("how", ["nf4", "int8"])
+@pytest.mark.parametrize("how", ["nf4", repeat("int8")])
 def test_quantized_run_learns(make_config, nf4_folder, tmp_path, how):
     summary = train(make_config(steps=8, quantize=how, sample_prompt=("Hello",), sample_tokens=3))
     assert summary.last_loss < summary.first_loss - 0.2

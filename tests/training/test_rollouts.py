@@ -61,6 +61,7 @@ def rollouts(config) -> list[dict]:
     return [json.loads(line) for line in (config.run.output / "rollouts.jsonl").read_text().splitlines()]
 
 
+@repeats_parts_of("test_a_stopped_run_goes_on_to_the_bit")
 def test_a_run_samples_rewards_and_trains(make_run, monkeypatch):
     config, made = make_run(temperature=0.5), set[str]()
     make = compiler.Program.__init__
@@ -121,7 +122,7 @@ def test_a_reference_stays_what_the_run_began_with(make_run, continued):
     run.rollouts.close()
 
 
-@repeats_parts_of("test_a_run_samples_rewards_and_trains")
+@repeats_parts_of("test_a_stopped_run_goes_on_to_the_bit")
 def test_states_give_the_sampler_what_the_trainer_computes(make_run, model_folder):
     """Answers begin with copies of their prompt's state, packed ones behind a copy of the prompt."""
     path = model_folder / "config.json"

@@ -188,7 +188,7 @@ def test_bad_input_is_refused_before_training(make_config, changes, message):
         train(make_config(**changes))
 
 
-@pytest.mark.parametrize("objective", ["sft", "dpo"])
+@pytest.mark.parametrize("objective", ["sft", repeat("dpo")])
 def test_rows_have_the_models_positions_where_these_are_few(make_config, write_jsonl, tmp_path, capsys, objective):
     pair = {"prompt": "What is 1? ", "chosen": "It is 1.", "rejected": "Good"}
     data = {"data": (write_jsonl([pair] * 3, "pairs.jsonl"),)} if objective == "dpo" else {}
@@ -206,7 +206,7 @@ def test_rows_without_a_length_have_4096_tokens(make_config, model_folder):
     assert rows["batch"] == "1 × 1 rows of 4,096 tokens"
 
 
-@pytest.mark.parametrize("stored", [None, 96])
+@pytest.mark.parametrize("stored", [None, repeat(96)])
 def test_resumed_run_keeps_its_row_length(make_config, model_folder, tmp_path, stored):
     train(make_config(seq_len=stored, steps=1))
     recorded = load_config(TrainConfig, tmp_path / "run" / "config.toml")

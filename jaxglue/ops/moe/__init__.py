@@ -4,8 +4,10 @@ from typing import NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from jaxglue.ops import names
 from jaxglue.ops.backend import (
     Backend,
     Capability,
@@ -101,8 +103,6 @@ def _check_few(
         raise NotImplementedError(f"experts have more than {MOST_ROWS} rows each")
     if any(adapter is not None for adapter in adapters):
         raise NotImplementedError("experts have adapters")
-    if any(isinstance(matrix, MXFP4) for matrix in matrices):
-        check_tried("MXFP4 experts of few rows")
     for matrix in matrices:
         if isinstance(matrix, Stack):
             _check_few_stacked(matrix)
@@ -115,7 +115,6 @@ def _check_few(
 
 
 def _check_few_stacked(matrix: Stack) -> None:
-    check_tried("NF4 and one-byte experts of few rows")
     rows = matrix.rows
     if not isinstance(rows, NF4 | FP8Weight | Int8Weight):
         raise NotImplementedError(f"{type(rows).__name__} has no kernel for few rows")
@@ -177,7 +176,7 @@ def _top_k(scores: Float[Array, "M E"], k: int) -> tuple[Float[Array, "M k"], In
     if (kernels := CHOOSE.load(scores.shape[1])) is None:
         chosen, expert_ids = jax.lax.top_k(scores, k)
         return chosen, expert_ids
-    expert_ids = kernels.choose(jax.lax.stop_gradient(scores), k)
+    expert_ids = checkpoint_name(kernels.choose(jax.lax.stop_gradient(scores), k), names.ROUTING)
     return jnp.take_along_axis(scores, expert_ids, axis=-1), expert_ids
 
 

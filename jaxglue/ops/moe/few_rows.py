@@ -41,6 +41,13 @@ _TILES = {
     "bytes": ExpertsTiles(block_n=64, block_k=128, num_warps=4, num_stages=5),
     "nf4": ExpertsTiles(block_n=64, block_k=128, num_warps=4, num_stages=5),
 }
+
+
+def fitting_tiles(kind: str, rows: int) -> ExpertsTiles:
+    """Return the tiles for matrices stored so, and tiles of this many rows."""
+    return _TILES[kind]
+
+
 ORDERS = {"plain": "", "mxfp4": "codes", "bytes": "pairs", "nf4": "pairs"}
 """Order of columns in which matrices are multiplied, by how they are stored."""
 
@@ -169,7 +176,7 @@ class TritonFewRowsExperts(Launcher):
         """
         S, K = routing.permutation.size, x.shape[1]
         row_tiles, gated = routing.groups.gathered_tiles, activation is not None
-        tiles = self.tiles or _TILES[matrices.kind]
+        tiles = self.tiles or fitting_tiles(matrices.kind, row_tiles.rows)
         table, E = row_tiles.table, routing.group_sizes.shape[0]
         arrays = (
             x,

@@ -30,6 +30,8 @@ MOST_ROWS = 256
 """Rows up to which reading the weights takes longer than multiplying by them."""
 MOST_WIDE_ROWS, MOST_ADAPTED_ROWS = 64, 128
 """The same for one or two weights in 16 bits or for FP8 products, and in 16 bits with adapters."""
+MOST_NF4_ROWS = 64
+"""The same for NF4, whose values each program looks up in turn with its product."""
 LARGEST_RANK = 64
 PERMUTED = ("int8", "e4m3", "nf4")
 """Ways of multiplication that convert weights to x's dtype."""
@@ -70,6 +72,8 @@ def _check_weights(x, projections: Sequence[Any], conditions) -> None:
 def _check_speed(rows: int, projections: Sequence[Any], kind: str) -> None:
     """Raise NotImplementedError where XLA's products are faster, as measured on an H100 and an H200 (Qwen3-8B)."""
     adapted = projections[0].adapter is not None
+    if kind == "nf4" and rows > MOST_NF4_ROWS:
+        raise NotImplementedError(f"cuBLAS on expanded weights is faster for more than {MOST_NF4_ROWS} rows")
     if kind in PERMUTED or (kind == "fp8" and adapted):
         return
     if rows == 1 and not adapted and kind != "fp8":

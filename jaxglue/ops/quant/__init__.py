@@ -8,7 +8,7 @@ from importlib import import_module
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxglue.ops.backend import Backend, Capability, Operation, check_capability, check_tried, check_triton
+from jaxglue.ops.backend import Backend, Capability, Operation, check_capability, check_triton
 from jaxglue.ops.quant.formats import Quantized
 from jaxglue.ops.quant.fp8 import FP8Weight
 from jaxglue.ops.quant.mxfp4 import MXFP4, fp8_codes, fp8_factors, largest_exponents
@@ -27,7 +27,6 @@ def _check(capability: Capability | None, weight: Quantized) -> None:
         raise NotImplementedError(weight.without_kernel)
     if isinstance(weight, FP8Weight):
         check_capability(capability, (8, 9))
-        check_tried("dequantization of FP8")
 
 
 def _load(capability: Capability, weight: Quantized) -> DequantizeBackend:

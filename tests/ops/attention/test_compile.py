@@ -64,7 +64,8 @@ def test_saved_residuals_spare_a_forward_kernel(h200):
 
 
 @pytest.mark.parametrize(
-    ("N", "K", "H", "window"), [(64, 8, 64, 128), (40, 8, 128, None), repeat(32, 32, 96, None), repeat(8, 2, 256, 4096)]
+    ("N", "K", "H", "window"),
+    [(64, 8, 64, 128), repeat(40, 8, 128, None), repeat(32, 32, 96, None), repeat(8, 2, 256, 4096)],
 )
 def test_memory_is_linear_in_tokens(h200, N, K, H, window):
     T = 131_072
@@ -106,6 +107,7 @@ def compiled_kernels(monkeypatch):
     return results
 
 
+@repeats_parts_of("test_hopper_computes_wide_heads_forward_and_triton_backward")
 def test_kernels_of_wide_heads_keep_matmuls_in_flight_and_values_in_registers(h200, compiled_kernels, tmp_path):
     shape = {"T": 8192, "N": 16, "K": 8, "H": 256, "window": None, "softcap": 50.0}
     compile_step(h200, **shape, policy=jax.checkpoint_policies.everything_saveable)

@@ -86,7 +86,7 @@ def test_reference_equals_two_documents(name, window):
 
 @pytest.mark.parametrize(
     ("window", "late"),
-    [(None, False), (6, True), (24, False), repeat(None, True), repeat(6, False), repeat(24, True)],
+    [repeat(None, False), (6, True), repeat(24, False), repeat(None, True), repeat(6, False), repeat(24, True)],
 )
 @pytest.mark.parametrize(
     ("name", "sizes"),

@@ -59,7 +59,7 @@ def test_equals_the_equations(rule):
         np.testing.assert_allclose(got[b], loop(*(x[b] for x in values), lengths), atol=2e-6)
 
 
-@pytest.mark.parametrize("name", repeats([*ROWS], "one token each", "one document"))
+@pytest.mark.parametrize("name", repeats([*ROWS], "one token each", "one document", "no document"))
 def test_chunks_equal_the_scan(name):
     rows = ROWS[name]
     T = max(map(sum, rows)) + 7

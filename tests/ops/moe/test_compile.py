@@ -70,30 +70,30 @@ def kernels(compiled) -> int:
 
 def test_frozen_experts_take_two_matmuls_each_way(compile_step):
     compiled = compile_step(jax.checkpoint_policies.everything_saveable)
-    assert kernels(compiled) == 8  # 4 matmuls, 2 activations, 2 combines
+    assert kernels(compiled) == 9  # a choice, 4 matmuls, 2 activations, 2 combines
     assert compiled.memory_analysis().temp_size_in_bytes < 5.5 * ROWS
 
 
 def test_saving_projections_avoids_recomputing_a_matmul(compile_step):
     saved = jax.checkpoint_policies.save_only_these_names(names.EXPERT_GATE_UP, names.ROUTING)
-    assert kernels(compile_step(saved)) == 8
-    assert kernels(compile_step(jax.checkpoint_policies.nothing_saveable)) == 9
+    assert kernels(compile_step(saved)) == 9
+    assert kernels(compile_step(jax.checkpoint_policies.nothing_saveable)) == 11
 
 
 def test_mxfp4_experts_are_dequantized_in_both_passes(compile_step):
     compiled = compile_step(jax.checkpoint_policies.everything_saveable, mxfp4=True)
-    assert kernels(compiled) == 12
+    assert kernels(compiled) == 13
     expanded = 2 * E * 3 * F * D
     assert compiled.memory_analysis().temp_size_in_bytes < 5.5 * ROWS + expanded
 
 
 def test_mxfp4_experts_multiply_in_fp8_without_bf16_copies(compile_step):
     compiled = compile_step(jax.checkpoint_policies.everything_saveable, mxfp4=True, fp8=True)
-    assert kernels(compiled) == 16  # 4 expansions and 4 quantizations of rows more
+    assert kernels(compiled) == 17  # 4 expansions and 4 quantizations of rows more
     assert compiled.memory_analysis().temp_size_in_bytes < 6 * ROWS + E * 3 * F * D
 
 
 def test_no_array_of_copied_tokens_exists(compile_adapters):
     rows = 16_384 * 8 * 2048 * 2
-    assert kernels(compile_adapters) == 14
+    assert kernels(compile_adapters) == 15
     assert compile_adapters.memory_analysis().temp_size_in_bytes < 2.5 * rows

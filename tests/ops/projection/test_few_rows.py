@@ -244,6 +244,7 @@ def test_narrow_projections_and_quantized_ones_of_more_rows_are_served():
 
     assert choose([projection(i, 32, 64) for i in range(3)]) == "triton"
     assert choose([projection(0, 32, 64, quantize=quantize_int8)]) == "triton"
+    assert choose([projection(0, 32, 64, quantize=quantize_nf4)]) == "reference"
     assert choose([projection(0, 32, 64, quantize=quantize_fp8)]) == "reference"
     assert choose([projection(0, 32, 64, rank=4, quantize=quantize_fp8)]) == "triton"
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from closeness import assert_close
 from flax import nnx
+from selection import repeat
 
 from jaxglue.engine.compiler import STEP_OPTIONS
 from jaxglue.engine.layer_forms import run_layer
@@ -80,7 +81,7 @@ def interpreted_attention(interpreted):
     return interpreted(TritonAttention)(compute_capability=80, tiles=tiles)  # without descriptors
 
 
-@pytest.mark.parametrize(("kind", "joined", "policy"), [("qwen3", True, "dots"), ("llama", False, "none")])
+@pytest.mark.parametrize(("kind", "joined", "policy"), [("qwen3", True, "dots"), repeat("llama", False, "none")])
 def test_outputs_and_gradients_match_separate_operations(kernels, interpreted, kind, joined, policy):
     layer, arguments = random_case(kind)
     expected = output_and_gradients(layer, arguments)
