@@ -352,9 +352,7 @@ ARCHITECTURES = {
         name="MISTRAL3", permuted=True, metadata=_ministral3, obstacle=_ministral3_rope, factors=True
     ),
     "mixtral": Architecture(name="LLAMA", permuted=True, factors=True),
-    "qwen2_moe": Architecture(
-        name="QWEN2MOE", metadata=_qwen2_moe_metadata, obstacle=_qwen2_moe, own_output=True
-    ),
+    "qwen2_moe": Architecture(name="QWEN2MOE", metadata=_qwen2_moe_metadata, obstacle=_qwen2_moe, own_output=True),
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
         Architecture(name="DEEPSEEK2", metadata=_latent_metadata, obstacle=_latent),
