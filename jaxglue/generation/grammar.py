@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 from jaxtyping import UInt32
 
+END = "</think>"
+"""Ends the thinking of an answer."""
 _LONGEST = 65_536
 """Characters of a grammar, at most: some take long to compile."""
 
@@ -70,31 +72,45 @@ class Grammars:
 
         self._tokenizer = from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=sorted(stops) or None)
         self._words = -(-vocabulary // 32)
+        special = next((id for id, t in tokenizer.added_tokens_decoder.items() if t.special and t.content == END), None)
+        end = json.dumps(END)
+        self._thought = (
+            f"t[suffix={end}]: /(?s:.*)/\nstart: t" if special is None else f"start: /(?s:.*)/ <[{special}]>"
+        )
 
-    def json(self, schema: dict[str, Any]) -> Grammar:
-        """Return JSON of a schema; raise ValueError for one that is malformed or not supported."""
-        return self._grammar("a JSON schema", json.dumps({"grammars": [{"json_schema": schema}]}))
+    def json(self, schema: dict[str, Any], *, thinks: bool = False) -> Grammar:
+        """Return JSON of a schema; raise ValueError for one that is malformed or not supported.
 
-    def regex(self, expression: str) -> Grammar:
+        Args:
+            schema: as an object.
+            thinks: the prompt has begun to think, and an answer goes on so up to the end of it. So in other methods.
+        """
+        return self._grammar("a JSON schema", json_schema=schema, thinks=thinks)
+
+    def regex(self, expression: str, *, thinks: bool = False) -> Grammar:
         """Return texts that an expression of Rust's `regex` matches whole; raise ValueError for a malformed one."""
         from llguidance import LLMatcher
 
-        return self._grammar("a regular expression", LLMatcher.grammar_from_regex(expression))
+        (grammar,) = json.loads(LLMatcher.grammar_from_regex(expression))["grammars"]
+        return self._grammar("a regular expression", lark_grammar=grammar["lark_grammar"], thinks=thinks)
 
-    def choice(self, texts: list[str]) -> Grammar:
+    def choice(self, texts: list[str], *, thinks: bool = False) -> Grammar:
         """Return one of some texts, none of which is empty."""
-        return self.lark("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts))
+        grammar = "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+        return self.lark(grammar, thinks=thinks)
 
-    def lark(self, grammar: str) -> Grammar:
+    def lark(self, grammar: str, *, thinks: bool = False) -> Grammar:
         """Return texts of a context-free grammar in Lark's notation; raise ValueError for a malformed one."""
-        return self._grammar("a grammar", grammar)
+        return self._grammar("a grammar", lark_grammar=grammar, thinks=thinks)
 
-    def _grammar(self, name: str, text: str) -> "_Compiled":
+    def _grammar(self, name: str, *, thinks: bool, **answer: Any) -> "_Compiled":
         from llguidance import LLMatcher
 
-        if len(text) > _LONGEST:
-            raise ValueError(f"{name} has {len(text):,} characters: at most {_LONGEST:,} are taken")
-        matcher = LLMatcher(self._tokenizer, text, log_level=0)
+        if (length := len(json.dumps(answer, ensure_ascii=False))) > _LONGEST:
+            raise ValueError(f"{name} has {length:,} characters: at most {_LONGEST:,} are taken")
+        thought = [{"lark_grammar": rf"{self._thought} /\n{{0,2}}/ @answer"}] if thinks else []
+        grammars = [*thought, {"name": "answer", **answer}]
+        matcher = LLMatcher(self._tokenizer, json.dumps({"grammars": grammars}), log_level=0)
         if matcher.is_error():
             raise ValueError(f"{name} is not understood: {matcher.get_error().strip()}")
         return _Compiled(matcher, self._words)

@@ -245,8 +245,21 @@ def read_tool_choice(body: dict[str, Any], functions: Collection[str]) -> list[s
     return [name]
 
 
-def read_grammar(body: dict[str, Any], grammars: Callable[[], Grammars], calls: str | None = None) -> Grammar | None:
-    """Return what the answer may be, if the body says it, or the grammar of its calls; `grammars` is called for it."""
+def read_grammar(
+    body: dict[str, Any], grammars: Callable[[], Grammars], calls: str | None = None, *, thinks: bool = False
+) -> Grammar | None:
+    """Return what the answer may be, if the body says it.
+
+    Args:
+        body: of the request.
+        grammars: called for a grammar.
+        calls: grammar of the calls that the answer must have.
+        thinks: the prompt has begun to think.
+
+    Raises:
+        BadRequestError: several grammars.
+        ValueError: one that is not understood.
+    """
     found = _grammars(body) + ([] if calls is None else [("grammar", calls)])
     if not found:
         return None
@@ -255,11 +268,8 @@ def read_grammar(body: dict[str, Any], grammars: Callable[[], Grammars], calls: 
         raise BadRequestError(f"an answer follows one grammar: give {given}")
     ((kind, value),) = found
     make = grammars()
-    if kind == "json":
-        return make.json(value)
-    if kind == "choice":
-        return make.choice(value)
-    return make.regex(value) if kind == "regex" else make.lark(value)
+    makers: dict[str, Callable[..., Grammar]] = {"json": make.json, "choice": make.choice, "regex": make.regex}
+    return makers.get(kind, make.lark)(value, thinks=thinks)
 
 
 def _grammars(body: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -6,6 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -132,7 +133,7 @@ class _Server:
         template, text = render_messages(voice.tokenizer, chat, variables=read_variables(body))
         tokens = await asyncio.to_thread(template.encode, text)  # beside the streams of others, however long it is
         thinks = text.rstrip().endswith(BEGIN)
-        calls = _forced_calls(body, schemas, voice, thinks=thinks)
+        calls = _forced_calls(body, schemas, voice)
         options: dict[str, Any] = {"schemas": schemas, "calls": calls, "thinks": thinks}
         return await self._answer(http, await self._call(body, [tokens], chat=True, **options))
 
@@ -163,12 +164,12 @@ class _Server:
         length, longest = self._service.length, max(map(len, prompts))
         defaults = self._config.sampling, max(length - longest, 1), length, self._requests
         sampling, log_probs = read_sampling(body, *defaults), read_log_probs(body, chat=chat)
-        grammar = await asyncio.to_thread(read_grammar, body, lambda: self._assistant.grammars, calls)
+        make = partial(read_grammar, body, lambda: self._assistant.grammars, calls, thinks=thinks)
         asked: dict[str, Any] = {
             "stop": {*voice.stops, *special_stops(voice.tokenizer, sampling.stop)},
             "logit_bias": read_biases(body, self._assistant.config.vocab_size),
             "ranks": voice.ranks,
-            "grammar": grammar,
+            "grammar": await asyncio.to_thread(make),
             "top_log_probs": log_probs or 0,
             "n": read_count(body),
         }
@@ -272,15 +273,13 @@ class _EventStream(StreamingResponse):
             self._answers.cancel()
 
 
-def _forced_calls(
-    body: dict[str, Any], schemas: Mapping[str, dict[str, Any]], voice: Voice, *, thinks: bool
-) -> str | None:
+def _forced_calls(body: dict[str, Any], schemas: Mapping[str, dict[str, Any]], voice: Voice) -> str | None:
     """Return the grammar of the calls that a chat asks for; None where the model chooses whether to call a tool."""
     if (names := read_tool_choice(body, schemas)) is None:
         return None
     several = body["tool_choice"] == "required" and read_flag(body, "parallel_tool_calls") is not False
     forced = {name: schemas[name] for name in names}
-    return call_grammar(voice.tokenizer, forced, several=several, thinks=thinks)
+    return call_grammar(voice.tokenizer, forced, several=several)
 
 
 async def _chunks(head: dict[str, Any], call: Call, answers: _Answers) -> AsyncIterator[str]:

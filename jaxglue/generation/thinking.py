@@ -3,8 +3,9 @@
 import re
 
 from jaxglue.generation.chat import CHANNEL, cut
+from jaxglue.generation.grammar import END
 
-BEGIN, END = "<think>", "</think>"
+BEGIN = "<think>"
 _MESSAGE = re.compile(
     r"<\|channel\|>([^<]*)(?:<\|constrain\|>[^<]*)?<\|message\|>"
     r"(.*?)(?=<\|end\|>|<\|call\|>|<\|return\|>|<\|start\|>|<\|channel\|>|\Z)",

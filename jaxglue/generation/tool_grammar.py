@@ -27,9 +27,7 @@ class _Format(NamedTuple):
     several: bool = True
 
 
-def call_grammar(
-    tokenizer: PreTrainedTokenizerBase, schemas: Mapping[str, dict[str, Any]], *, several: bool, thinks: bool
-) -> str:
+def call_grammar(tokenizer: PreTrainedTokenizerBase, schemas: Mapping[str, dict[str, Any]], *, several: bool) -> str:
     """Return the grammar, in Lark's notation as llguidance reads it, of calls of some functions.
 
     Args:
@@ -38,7 +36,6 @@ def call_grammar(
             (Mistral); otherwise JSON alone (Llama).
         schemas: of the functions' arguments, by name; at least one.
         several: allow further calls.
-        thinks: the answer begins inside of `<think>`.
     """
     rules = _Rules(tokenizer)
     form = _format(str(tokenizer.get_chat_template(tools=[])), rules)
@@ -47,8 +44,7 @@ def call_grammar(
     parts = [form.begin, call, form.end]
     if several and form.several:
         parts.insert(2, f"({form.between} {call})*")
-    thought = rules.until("</think>") + r" /\n{0,2}/" if thinks else form.before
-    return "\n".join([f"start: {thought} {' '.join(parts)}", *rules.lines])
+    return "\n".join([f"start: {form.before} {' '.join(parts)}", *rules.lines])
 
 
 class _Rules:

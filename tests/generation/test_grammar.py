@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from selection import repeat
 
+from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.generation.chat import generate
 from jaxglue.generation.config import GREEDY, GenerateConfig, SamplingConfig
 from jaxglue.generation.engine import Engine
@@ -188,6 +189,24 @@ def test_answers_are_choices_expressions_and_grammars(tokenizer, quickstart, bas
     ]:
         found = written(tokenizer, base, grammar, stops)
         assert {text for text, _ in found} <= texts and {finish for _, finish in found} == {"stop"}
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_an_answer_that_thinks_follows_the_grammar_after_it(quickstart, special):
+    pytest.importorskip("llguidance")
+    tokenizer = load_tokenizer(quickstart)
+    if special:
+        tokenizer.add_special_tokens({"additional_special_tokens": ["</think>"]})
+    grammars = Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    for grammar, answer in [
+        (grammars.choice(["yes", "no"], thinks=True), "yes"),
+        (grammars.regex("a+/", thinks=True), "aa/"),
+        (grammars.json({"type": "integer"}, thinks=True), "12"),
+        (grammars.lark('start: a\na: "x"', thinks=True), "x"),
+    ]:
+        for text, fits in ((f"Is it < 3?\n</think>\n\n{answer}", True), (answer, False), ("So</think>No", False)):
+            matcher, tokens = grammar.start(), tokenizer.encode(text, add_special_tokens=False)
+            assert (matcher.take(tokens) == len(tokens) and matcher.is_complete) == fits
 
 
 def test_generate_follows_a_schema_or_expression(folders, tmp_path, grammars):

@@ -221,12 +221,23 @@ def test_thinking_comes_apart_from_the_answer(served, monkeypatch):
     deltas = [event["choices"][0]["delta"] for event in events(post(client, messages=MESSAGES, stream=True))]
     for name, text in (("reasoning_content", "Three and four."), ("content", "Seven.")):
         assert "".join(delta.get(name, "") for delta in deltas) == text
+    asked = []
+    grammars = SimpleNamespace(json=None, choice=None, lark=None, regex=lambda _, thinks: asked.append(thinks))
+    monkeypatch.setitem(vars(assistant), "grammars", grammars)
+    post(client, messages=MESSAGES, guided_regex="Seven.")
+    monkeypatch.setattr(assistant.tokenizer, "chat_template", "<think></think>")
+    post(client, messages=MESSAGES, guided_regex="Seven.")
+    assert asked == [True, False]
 
 
 def test_a_call_of_a_tool_is_forced(served, monkeypatch):
     assistant, _, config = served
     given, call = [], '{"name": "now", "arguments": {}}'
-    monkeypatch.setitem(vars(assistant), "grammars", SimpleNamespace(lark=lambda text: given.append(text) or text))
+    monkeypatch.setitem(
+        vars(assistant),
+        "grammars",
+        SimpleNamespace(json=None, choice=None, regex=None, lark=lambda text, **_: given.append(text) or text),
+    )
     service = Told(assistant.tokenizer.encode(f"{call}; {call}"), [min(assistant.stops)])
     client = TestClient(make_app(assistant, service, config))
     ask = {

@@ -150,7 +150,7 @@ def rest_of(special, monkeypatch):
 
     def rest(template, text, tools=TOOLS, *, several=True, thinks=False):
         monkeypatch.setattr(tokenizer, "chat_template", template)
-        matcher = grammars.lark(call_grammar(tokenizer, schemas_of(tools), several=several, thinks=thinks)).start()
+        matcher = grammars.lark(call_grammar(tokenizer, schemas_of(tools), several=several), thinks=thinks).start()
         tokens = tokenizer.encode(text, add_special_tokens=False)
         return tokenizer.decode(tokens[matcher.take(tokens) :]), matcher.is_complete
 

@@ -46,6 +46,7 @@ RAW = {
 KINDS = ["sliding_attention", "full_attention"]
 GEMMA4 = {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "global_head_dim": 64, "head_dim": 64}
 GLM4_MOE = {"n_routed_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 64, "topk_group": 1}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 GPT_OSS = {"model_type": "gpt_oss", "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 64}
 
 
@@ -314,6 +315,9 @@ def test_projections_from_latents_are_cut_into_heads_and_keys_transposed(make_fo
         ({"model_type": "gemma2", "head_dim": 64}, "f16", "query_pre_attn_scalar other than 64"),
         ({"model_type": "gemma3_text", "rope_local_base_freq": 5.0}, "f16", "rotary embeddings of windows other"),
         ({"model_type": "olmo2", "attention_bias": True}, "f16", "biases in attention"),
+        ({"model_type": "olmo2", "head_dim": 32}, "f16", "heads that are 128 wide together, not hidden_size"),
+        ({"model_type": "qwen2", "head_dim": 32}, "f16", "heads that are 128 wide together, not hidden_size"),
+        ({"model_type": "qwen3", "rope_scaling": LLAMA3}, "f16", "of type llama3 in models of type qwen3"),
         (
             {"model_type": "olmo3", "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8},
             *("f16", "OLMo 3 with other layers in windows than three of four"),

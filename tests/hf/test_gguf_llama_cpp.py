@@ -230,6 +230,15 @@ def test_f16_gives_our_tokens_stops_and_template(family, make_folder, make_token
         assert found["stop_type"] == ("eos" if len(expected) < 12 else "limit")
 
 
+@pytest.mark.parametrize("family", repeats(["olmo2", "gpt_oss", "qwen2_moe"], "gpt_oss", "qwen2_moe"))
+def test_embeddings_are_also_output_projections_where_llama_cpp_needs_one(
+    family, make_folder, make_tokenizer, tmp_path
+):
+    folder = make_folder(family, tie_word_embeddings=True)
+    file = export(folder, "f16", tmp_path / "out", make_tokenizer("plain"), {2})
+    assert max(differences(folder, file, PROMPTS)) < 0.1
+
+
 @pytest.mark.parametrize("name", ["marked", "thinking", "closing", "unstable"])
 def test_templates_render_in_llama_cpp_as_in_training(name, make_folder, make_tokenizer, tmp_path):
     tokenizer = make_tokenizer(name)

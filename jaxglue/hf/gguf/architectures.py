@@ -40,6 +40,10 @@ class Architecture:
     """Further entries of the file, without the architecture's name in front."""
     obstacle: Callable[[DecoderConfig], str | None] = _all_attended
     """Return a part that llama.cpp would compute otherwise, in words; None without one."""
+    factors: bool = False
+    """It reads divisors of rotary frequencies."""
+    own_output: bool = False
+    """Its files hold an output projection, also where it is the embedding."""
 
 
 def _granite(config: DecoderConfig) -> dict[str, Any]:
@@ -69,6 +73,14 @@ def _gpt_oss(config: DecoderConfig) -> str | None:
 
 def _unbiased(config: DecoderConfig) -> str | None:
     return "biases in attention" if config.attention_bias else _all_attended(config)
+
+
+def _qwen2(config: DecoderConfig) -> str | None:
+    return _all_attended(config) or _square_heads(config)
+
+
+def _olmo2(config: DecoderConfig) -> str | None:
+    return _unbiased(config) or _square_heads(config)
 
 
 def _smollm3(config: DecoderConfig) -> str | None:
@@ -326,19 +338,21 @@ def _linear_attention_metadata(config: DecoderConfig) -> dict[str, Any]:
 
 
 ARCHITECTURES = {
-    "llama": Architecture(name="LLAMA", permuted=True),
-    "mistral": Architecture(name="LLAMA", permuted=True),
-    "ministral": Architecture(name="LLAMA", permuted=True),
-    "qwen2": Architecture(name="QWEN2"),
+    "llama": Architecture(name="LLAMA", permuted=True, factors=True),
+    "mistral": Architecture(name="LLAMA", permuted=True, factors=True),
+    "ministral": Architecture(name="LLAMA", permuted=True, factors=True),
+    "qwen2": Architecture(name="QWEN2", obstacle=_qwen2),
     "qwen3": Architecture(name="QWEN3", obstacle=_qwen3),
     "qwen3_moe": Architecture(name="QWEN3MOE", obstacle=_qwen3_moe),
-    "gpt_oss": Architecture(name="GPT_OSS", obstacle=_gpt_oss),
-    "granite": Architecture(name="GRANITE", permuted=True, metadata=_granite),
-    "olmo2": Architecture(name="OLMO2", obstacle=_unbiased),
-    "olmo3": Architecture(name="OLMO2", obstacle=_olmo3),
-    "ministral3": Architecture(name="MISTRAL3", permuted=True, metadata=_ministral3, obstacle=_ministral3_rope),
-    "mixtral": Architecture(name="LLAMA", permuted=True),
-    "qwen2_moe": Architecture(name="QWEN2MOE", metadata=_qwen2_moe_metadata, obstacle=_qwen2_moe),
+    "gpt_oss": Architecture(name="GPT_OSS", obstacle=_gpt_oss, own_output=True),
+    "granite": Architecture(name="GRANITE", permuted=True, metadata=_granite, factors=True),
+    "olmo2": Architecture(name="OLMO2", obstacle=_olmo2, own_output=True),
+    "olmo3": Architecture(name="OLMO2", obstacle=_olmo3, own_output=True),
+    "ministral3": Architecture(
+        name="MISTRAL3", permuted=True, metadata=_ministral3, obstacle=_ministral3_rope, factors=True
+    ),
+    "mixtral": Architecture(name="LLAMA", permuted=True, factors=True),
+    "qwen2_moe": Architecture(name="QWEN2MOE", metadata=_qwen2_moe_metadata, obstacle=_qwen2_moe, own_output=True),
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
         Architecture(name="DEEPSEEK2", metadata=_latent_metadata, obstacle=_latent),
@@ -346,10 +360,10 @@ ARCHITECTURES = {
     "glm4_moe": Architecture(name="GLM4_MOE", metadata=_glm4_moe_metadata, obstacle=_glm4_moe),
     "smollm3": Architecture(name="SMOLLM3", permuted=True, obstacle=_smollm3),
     "gemma2": Architecture(name="GEMMA2", metadata=_gemma2_metadata, obstacle=_gemma2),
-    "gemma4_text": Architecture(name="GEMMA4", metadata=_gemma4_metadata, obstacle=_gemma4),
+    "gemma4_text": Architecture(name="GEMMA4", metadata=_gemma4_metadata, obstacle=_gemma4, factors=True),
     "gemma3_text": Architecture(name="GEMMA3", obstacle=_gemma3),
     "glm4": Architecture(name="GLM4", metadata=_partial),
-    "phi3": Architecture(name="PHI3", metadata=_partial),
+    "phi3": Architecture(name="PHI3", metadata=_partial, factors=True),
     "qwen3_5_text": Architecture(name="QWEN35", metadata=_linear_attention_metadata, obstacle=_linear_attention),
     "qwen3_5_moe_text": Architecture(name="QWEN35MOE", metadata=_linear_attention_metadata, obstacle=_linear_attention),
 }

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from threading import Lock
 from typing import Any, Protocol
@@ -143,6 +143,8 @@ class _Layout:
                 yield from self._from_latents(name)
             elif not name.endswith("_scales"):
                 yield self._plain(name)
+        if self._config.tie_word_embeddings and ARCHITECTURES[self._config.model_type].own_output:
+            yield replace(self._plain("model.embed_tokens.weight"), name="output.weight")
 
     def _name(self, name: str) -> str:
         """Return llama.cpp's name."""

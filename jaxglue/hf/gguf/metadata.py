@@ -73,6 +73,9 @@ def _refuse_others(config: DecoderConfig) -> None:
         found: str | None = f"models of type {config.model_type}"
     else:
         found = "reward models" if config.scores else architecture.obstacle(config)
+    scaled = {rotary.config.rope_type for rotary in config.rotaries} & {"llama3", "longrope"}
+    if scaled and architecture and not architecture.factors:
+        found = f"rotary embeddings of type {min(scaled)} in models of type {config.model_type}"
     if len({rotary.config.rope_type for rotary in config.rotaries} - {"default"}) > 1:
         found = "several scalings of rotary embeddings"
     knows_scale = config.rope.query_scale is not None or config.latent is not None
