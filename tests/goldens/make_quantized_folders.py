@@ -30,11 +30,13 @@ def tiny() -> Qwen3ForCausalLM:
     torch.manual_seed(0)
     sizes = {"vocab_size": 101, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
-    return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, initializer_range=0.2))
+    model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, initializer_range=0.2))
+    model.resize_token_embeddings(24)
+    return model
 
 
 def main() -> None:
-    tokens = torch.arange(24).reshape(1, 24) * 7 % 101
+    tokens = torch.arange(24).reshape(1, 24) * 7 % 24
     model = tiny()
     matrix = model.model.layers[1].mlp.down_proj.weight.detach().clone()
     with tempfile.TemporaryDirectory() as original:

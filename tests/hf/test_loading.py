@@ -32,6 +32,7 @@ RAW = {
     "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
+    "num_key_value_heads": 2,
     "head_dim": 32,
     "attention_bias": True,
     "tie_word_embeddings": True,
