@@ -318,6 +318,7 @@ def test_projections_from_latents_are_cut_into_heads_and_keys_transposed(make_fo
         ({"model_type": "olmo2", "attention_bias": True}, "f16", "biases in attention"),
         ({"model_type": "olmo2", "head_dim": 32}, "f16", "heads that are 128 wide together, not hidden_size"),
         ({"model_type": "qwen2", "head_dim": 32}, "f16", "heads that are 128 wide together, not hidden_size"),
+        ({"model_type": "phi3", "head_dim": 32}, "f16", "heads that are 128 wide together, not hidden_size"),
         ({"model_type": "qwen3", "rope_scaling": LLAMA3}, "f16", "of type llama3 in models of type qwen3"),
         (
             {"model_type": "olmo3", "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8},
