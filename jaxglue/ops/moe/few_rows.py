@@ -35,7 +35,7 @@ class ExpertsTiles:
     num_stages: int
 
 
-# MXFP4 in steps of 64 columns and six stages once gave infinities with 64 rows a tile (H200, Triton 3.7.1): cause unknown.
+# MXFP4 in steps of 64 columns, six of them ahead, once gave infinities with 64 rows a tile (H200): cause unknown.
 _TILES = {
     "plain": ExpertsTiles(block_n=64, block_k=128, num_warps=4, num_stages=4),
     "mxfp4": ExpertsTiles(block_n=128, block_k=128, num_warps=4, num_stages=4),
