@@ -91,6 +91,15 @@ def require_unicode(text: str) -> None:
         raise ValueError(f"a text holds half of a surrogate pair: {text[error.start]!r}") from None
 
 
+def encode_beginning(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Encode a text that goes on: with the tokenizer's special prefix, and without what it adds to the end of texts."""
+    tokens, alone = tokenizer.encode("b"), tokenizer.encode("b", add_special_tokens=False)
+    begins = (at for at in range(len(tokens)) if alone and tokens[at : at + len(alone)] == alone)
+    added = len(tokens) - len(alone) - next(begins, len(tokens) - len(alone))
+    encoded = tokenizer.encode(text)
+    return encoded[: len(encoded) - added]
+
+
 def padding_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the padding token of sequence classifiers: the tokenizer's, else the end of a text, as in TRL."""
     return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

@@ -6,6 +6,7 @@ from itertools import count
 from typing import Any
 
 from jaxglue.data.template import ChatTemplate
+from jaxglue.data.tokenizer import encode_beginning
 from jaxglue.generation.chat import Assistant
 from jaxglue.generation.config import EvaluateConfig, SamplingConfig
 from jaxglue.generation.scheduler import Request
@@ -48,7 +49,9 @@ class HarnessModel:
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Encode a text, with the tokenizer's special prefix by default."""
-        return self.tokenizer.encode(string, add_special_tokens=add_special_tokens is not False)
+        if add_special_tokens is False:
+            return self.tokenizer.encode(string, add_special_tokens=False)
+        return encode_beginning(self.tokenizer, string)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Return a conversation as the model's text."""

@@ -22,7 +22,7 @@ class AnswerText:
     """Text of an answer as it grows."""
 
     def __init__(self, call: Call, request: Request):
-        self._stops, self._call = call.voice.stops, call
+        self._stops, self._call = request.stop, call
         added = call.voice.tokenizer.get_added_vocab()
         specials, self._channels = bool(call.functions) and CALLS in added, CHANNEL in added
         self._text = TextStream(call.voice.tokenizer, request.sampling.stop, specials=specials)

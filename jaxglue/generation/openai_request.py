@@ -38,7 +38,7 @@ _GRAMMARS = {
 }
 """Kinds of grammars and their values; requests give `guided_…` or an entry of `structured_outputs`, as in vLLM."""
 _KNOWN |= {"response_format", "structured_outputs", *(f"guided_{kind}" for kind in _GRAMMARS)}
-_KNOWN |= {"chat_template_kwargs"}
+_KNOWN |= {"chat_template_kwargs", "stop_token_ids"}
 
 
 class BadRequestError(Exception):
@@ -199,6 +199,15 @@ def _stops(body: dict[str, Any]) -> tuple[str, ...]:
         wanted = "a text or a list of at most 16 texts of 1 to 1,023 characters"
         raise BadRequestError(f"stop must be {wanted}", parameter="stop")
     return tuple(stops)
+
+
+def read_stop_tokens(body: dict[str, Any], vocabulary: int) -> list[int]:
+    """Return further tokens that end the answer."""
+    given = [] if body.get("stop_token_ids") is None else body["stop_token_ids"]
+    if not isinstance(given, list) or not all(type(token) is int and 0 <= token < vocabulary for token in given):
+        message = f"stop_token_ids must be a list of token ids below {vocabulary}"
+        raise BadRequestError(message, parameter="stop_token_ids")
+    return given
 
 
 def _is_unicode(text: str) -> bool:

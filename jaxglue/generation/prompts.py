@@ -11,7 +11,7 @@ from jaxglue.data.formats import read_row
 from jaxglue.data.limits import template_time_limit
 from jaxglue.data.messages import Chat, Messages, Tools
 from jaxglue.data.template import ChatTemplate, TemplateCheck
-from jaxglue.data.tokenizer import require_unicode
+from jaxglue.data.tokenizer import encode_beginning, require_unicode
 from jaxglue.generation.config import STDIN, GenerateConfig
 from jaxglue.json_file import parse_json
 from jaxglue.regular_file import read_regular_text
@@ -20,11 +20,17 @@ Row = dict[str, Any]
 
 
 def read_prompts(config: GenerateConfig) -> list[Row]:
-    """Return the rows to answer, each with `prompt` or `messages`; raise ValueError for a malformed line."""
+    """Return the rows to answer, each with `prompt` or `messages`.
+
+    Raises:
+        ValueError: a malformed line, or a file without prompts.
+    """
     rows: list[Row] = [{"prompt": prompt} for prompt in config.prompt]
     if config.prompt_file is None:
         return rows
     lines = [(number, line) for number, line in enumerate(_read(config.prompt_file).split("\n"), 1) if line.strip()]
+    if not lines:
+        raise ValueError(f"{config.prompt_file}: no prompts: expected one a line")
     if config.prompt_file.suffix != ".jsonl":
         return rows + [{"prompt": line} for _, line in lines]
     return rows + [_parse_row(line, f"{config.prompt_file}:{number}") for number, line in lines]
@@ -49,7 +55,7 @@ def _parse_row(line: str, origin: str) -> Row:
 
 def prompt_of(row: Row) -> Any:
     """Return the prompt or the content of the last message of a row."""
-    return row.get("prompt") or row["messages"][-1].get("content", "")
+    return row["prompt"] if "prompt" in row else row["messages"][-1].get("content", "")
 
 
 def encode_rows(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], config: GenerateConfig) -> list[list[int]]:
@@ -129,7 +135,7 @@ def encode_prompt(
     """
     if raw:
         require_unicode(prompt)
-        return tokenizer.encode(prompt)
+        return encode_beginning(tokenizer, prompt)
     return encode_messages(tokenizer, [*system_message(system), {"role": "user", "content": prompt}])
 
 

@@ -34,6 +34,7 @@ from jaxglue.generation.openai_request import (
     read_messages,
     read_prompts,
     read_sampling,
+    read_stop_tokens,
     read_tool_choice,
     read_usage,
     read_variables,
@@ -165,9 +166,11 @@ class _Server:
         defaults = self._config.sampling, max(length - longest, 1), length, self._requests
         sampling, log_probs = read_sampling(body, *defaults), read_log_probs(body, chat=chat)
         make = partial(read_grammar, body, lambda: self._assistant.grammars, calls, thinks=thinks)
+        vocabulary = self._assistant.config.vocab_size
+        special = special_stops(voice.tokenizer, sampling.stop)
         asked: dict[str, Any] = {
-            "stop": {*voice.stops, *special_stops(voice.tokenizer, sampling.stop)},
-            "logit_bias": read_biases(body, self._assistant.config.vocab_size),
+            "stop": {*voice.stops, *special, *read_stop_tokens(body, vocabulary)},
+            "logit_bias": read_biases(body, vocabulary),
             "ranks": voice.ranks,
             "grammar": await asyncio.to_thread(make),
             "top_log_probs": log_probs or 0,

@@ -20,7 +20,7 @@ from jaxglue.data.pieces import PieceTokenizer
 from jaxglue.data.readers import read_rows
 from jaxglue.data.store import StoreInfo, TokenStore
 from jaxglue.data.template import ChatTemplate, TemplateCheck, adopt
-from jaxglue.data.tokenizer import require_unicode
+from jaxglue.data.tokenizer import encode_beginning, require_unicode
 
 Content = str | list[dict[str, Any]]
 """A text to continue, or a conversation to answer."""
@@ -156,7 +156,7 @@ class _Encoder:
     def _tokens(self, content: Content, chat: Chat | None) -> list[int]:
         if chat is None:
             assert isinstance(content, str)
-            return self._tokenizer.encode(content)
+            return encode_beginning(self._tokenizer, content)
         if self._template is None or self._check is None:
             raise ValueError("the tokenizer has no chat template: name one with --chat-template, or give texts")
         with template_time_limit():

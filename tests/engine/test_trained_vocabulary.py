@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file
-from selection import repeat
+from selection import repeat, repeats
 
 from jaxglue.data.batch import Batch
 from jaxglue.engine.executor import Executor
@@ -45,7 +45,7 @@ def split_adapted(name):
     return model.config, *split_model(model, nnx.LoRAParam)
 
 
-@pytest.mark.parametrize("name", PEFT)
+@pytest.mark.parametrize("name", repeats(PEFT, "untied_both", "untied_head", "whole_tied", "vocabulary_tied"))
 def test_loss_and_gradients_match_peft(name):
     config, graphdefs, trainable, frozen = split_adapted(name)
     golden = load_file(GOLDENS / "peft" / name / "golden.safetensors")

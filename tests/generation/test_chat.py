@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from jaxglue.commands import main
 from jaxglue.generation.chat import ChatSession, TextStream, before, converse, generate, stream_text
 from jaxglue.generation.config import GREEDY, AssistantConfig, GenerateConfig, SamplingConfig
 from jaxglue.generation.engine import Engine
-from jaxglue.generation.prompts import encode_prompt, encode_rows, read_prompts
+from jaxglue.generation.prompts import encode_prompt, encode_rows, prompt_of, read_prompts
 from jaxglue.hf.loading import add_adapter, random_model
 from jaxglue.hf.serving import stop_tokens
 from jaxglue.models import config_from_hf
@@ -209,6 +210,27 @@ def test_special_tokens_in_a_prompt_are_text(encode):
 def test_rows_that_training_would_refuse_are_refused(encode, row, message):
     with pytest.raises(ValueError, match=message):
         encode(row)
+
+
+def test_texts_that_go_on_have_no_end_that_the_tokenizer_adds(make_tokenizer):
+    tokenizer = make_tokenizer()
+    hello = tokenizer.encode("hello")
+    ends = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<|im_start|>", "<|im_end|>")]
+    single = "<|im_start|> $A <|im_end|>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=ends)
+    assert tokenizer.encode("hello") == [ends[0][1], *hello, ends[1][1]]
+    assert encode_prompt(tokenizer, "hello", raw=True) == [ends[0][1], *hello]
+
+
+@pytest.mark.parametrize("text", ["", "\n \n"])
+def test_files_without_prompts_are_refused(tmp_path, text):
+    (tmp_path / "a.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=r"a.jsonl: no prompts: expected one a line"):
+        read_prompts(GenerateConfig(model=tmp_path, prompt_file=tmp_path / "a.jsonl"))
+
+
+def test_empty_prompts_are_prompts():
+    assert [prompt_of(row) for row in ({"prompt": ""}, {"messages": [{"role": "user", "content": "a"}]})] == ["", "a"]
 
 
 def test_prompts_in_another_encoding_are_named(tmp_path):

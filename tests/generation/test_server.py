@@ -145,6 +145,10 @@ def test_a_special_token_as_stop_text_ends_an_answer(served, client):
     answer = post(client, messages=MESSAGES, logit_bias=bias, stop=[name]).json()
     assert answer["choices"][0]["finish_reason"] == "stop" and answer["usage"]["completion_tokens"] == 1
     assert post(client, messages=MESSAGES, logit_bias=bias).json()["usage"]["completion_tokens"] == 8
+    given = {"messages": MESSAGES, "logit_bias": {"70": 1e6}, "stop_token_ids": [70, 71]}
+    answer, usage = (post(client, **given).json()[name] for name in ("choices", "usage"))
+    assert (answer[0]["message"]["content"], answer[0]["finish_reason"]) == ("", "stop")
+    assert usage["completion_tokens"] == 1
 
 
 def test_several_answers_stop_and_are_seeded(client):
@@ -329,6 +333,8 @@ def test_calls_and_results_of_tools_reach_the_template_as_in_training(served):
         ({"messages": MESSAGES, "stop": "\ud83d"}, "stop must be a text or a list"),
         ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs come with logprobs"),
         ({"messages": MESSAGES, "top_logprobs": 21}, "top_logprobs must be a number from 0 to 20"),
+        ({"messages": MESSAGES, "stop_token_ids": [1024]}, "stop_token_ids must be a list of token ids below 1024"),
+        ({"messages": MESSAGES, "stop_token_ids": list(range(40))}, "32 end an answer"),
         ({"messages": MESSAGES, "stream": "yes"}, "stream must be true or false"),
         ({"messages": MESSAGES, "parallel_tool_calls": 1}, "parallel_tool_calls must be true or false"),
         ({"messages": MESSAGES, "chat_template_kwargs": []}, "chat_template_kwargs must be an object"),

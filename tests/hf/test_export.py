@@ -197,7 +197,7 @@ def test_a_base_in_another_dtype_or_format_is_the_same_base(tmp_path, base, reco
 
 
 def test_adapter_of_another_family_is_refused(tmp_path, base, recorded, adapter):
-    raw = RAW | {"model_type": "qwen3", "head_dim": 4}
+    raw = RAW | {"model_type": "qwen3", "head_dim": 4, "num_key_value_heads": 2}
     (base / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ValueError, match="model_type llama was recorded, this base has qwen3"):
         export_adapter(recorded, base, tmp_path / "merged")

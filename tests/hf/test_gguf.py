@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from selection import repeat
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -267,7 +268,7 @@ def test_importance_changes_k_quants_alone(make_folder, export, tmp_path):
     assert error(weighed["blk.0.ffn_down.weight"].data) < 0.95 * error(plain["blk.0.ffn_down.weight"])
 
 
-@pytest.mark.parametrize("weighed", [False, True])
+@pytest.mark.parametrize("weighed", [repeat(False), True])
 def test_matrices_in_portions_are_quantized_as_at_once(weighed, make_folder, export, monkeypatch):
     monkeypatch.setattr(writer, "_CPU_BLOCKS", 192)
     folder = make_folder(intermediate_size=512)
@@ -317,6 +318,7 @@ def test_projections_from_latents_are_cut_into_heads_and_keys_transposed(make_fo
         ({"model_type": "olmo2", "attention_bias": True}, "f16", "biases in attention"),
         ({"model_type": "olmo2", "head_dim": 32}, "f16", "heads that are 128 wide together, not hidden_size"),
         ({"model_type": "qwen2", "head_dim": 32}, "f16", "heads that are 128 wide together, not hidden_size"),
+        ({"model_type": "phi3", "head_dim": 32}, "f16", "heads that are 128 wide together, not hidden_size"),
         ({"model_type": "qwen3", "rope_scaling": LLAMA3}, "f16", "of type llama3 in models of type qwen3"),
         (
             {"model_type": "olmo3", "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8},

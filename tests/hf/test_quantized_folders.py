@@ -207,7 +207,7 @@ def test_a_config_that_contradicts_the_tensors_is_refused(original, tmp_path, ho
             load_model(tmp_path / name)
 
 
-@pytest.mark.parametrize("how", ["nf4", "int8"])
+@pytest.mark.parametrize("how", ["nf4", repeat("int8")])
 def test_an_adapter_is_merged_into_the_weights_that_it_was_trained_on(original, tmp_path, how):
     config, rng = LoraConfig(rank=2, targets=("q_proj",)), np.random.default_rng(0)
     name = "model.layers.0.self_attn.q_proj"

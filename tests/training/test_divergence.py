@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from selection import repeats_parts_of
 
 from jaxglue.data.iterator import BatchIterator, Step
 from jaxglue.hf.adapter import load_adapter
@@ -133,6 +134,7 @@ def test_bad_rows_are_blamed_and_can_be_left_out(make_config, tmp_path):
 
 
 @pytest.mark.usefixtures("poisoned")
+@repeats_parts_of("test_rewinding_goes_back_past_a_checkpoint_that_only_spikes_followed")
 def test_rewinding_returns_to_the_checkpoint_and_leaves_the_rows_out(make_config, tmp_path, capsys):
     summary = train(make_config(steps=7, save_every=3, on_spike="rewind"))
     assert "step 5: spike" in (shown := capsys.readouterr().out) and "back to the weights of step 3" in shown

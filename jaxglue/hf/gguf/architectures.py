@@ -75,7 +75,7 @@ def _unbiased(config: DecoderConfig) -> str | None:
     return "biases in attention" if config.attention_bias else _all_attended(config)
 
 
-def _qwen2(config: DecoderConfig) -> str | None:
+def _whole_square(config: DecoderConfig) -> str | None:
     return _all_attended(config) or _square_heads(config)
 
 
@@ -341,7 +341,7 @@ ARCHITECTURES = {
     "llama": Architecture(name="LLAMA", permuted=True, factors=True),
     "mistral": Architecture(name="LLAMA", permuted=True, factors=True),
     "ministral": Architecture(name="LLAMA", permuted=True, factors=True),
-    "qwen2": Architecture(name="QWEN2", obstacle=_qwen2),
+    "qwen2": Architecture(name="QWEN2", obstacle=_whole_square),
     "qwen3": Architecture(name="QWEN3", obstacle=_qwen3),
     "qwen3_moe": Architecture(name="QWEN3MOE", obstacle=_qwen3_moe),
     "gpt_oss": Architecture(name="GPT_OSS", obstacle=_gpt_oss, own_output=True),
@@ -363,7 +363,7 @@ ARCHITECTURES = {
     "gemma4_text": Architecture(name="GEMMA4", metadata=_gemma4_metadata, obstacle=_gemma4, factors=True),
     "gemma3_text": Architecture(name="GEMMA3", obstacle=_gemma3),
     "glm4": Architecture(name="GLM4", metadata=_partial),
-    "phi3": Architecture(name="PHI3", metadata=_partial, factors=True),
+    "phi3": Architecture(name="PHI3", metadata=_partial, factors=True, obstacle=_whole_square),
     "qwen3_5_text": Architecture(name="QWEN35", metadata=_linear_attention_metadata, obstacle=_linear_attention),
     "qwen3_5_moe_text": Architecture(name="QWEN35MOE", metadata=_linear_attention_metadata, obstacle=_linear_attention),
 }
