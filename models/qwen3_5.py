@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxglue.models.config import DecoderConfig, DeltaConfig
 from jaxglue.models.family import Family, Parts, register
-from jaxglue.models.hf_fields import decoder_fields, layer_windows
+from jaxglue.models.hf_fields import decoder_fields, layer_windows, require_fields
 from jaxglue.models.wrapper import TEXT_PATH, Wrapper, wrap
 from jaxglue.ops.norm_rope import NormStyle
 
@@ -22,6 +22,7 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Read a `Qwen3_5ForCausalLM` config.json."""
+    require_fields(raw, ("num_hidden_layers",))
     types = _layer_types(raw)
     if unknown := sorted(set(types) - {_LINEAR, _FULL}):
         raise ValueError(f"layer_types {', '.join(unknown)} are not supported: only {_LINEAR}, {_FULL} are")

@@ -151,11 +151,15 @@ GIVEN |= {"use_sliding_window", "model_type"}
 """Fields of `defaults.json` with other values than the defaults."""
 
 
+def whole(model_type):
+    """Return a config.json that lacks nothing."""
+    latent = {"num_key_value_heads": 64} if "kv_lora_rank" in DEFAULTS[model_type] else {}
+    return {"num_experts_per_tok": 2, **DEFAULTS[model_type], **latent}
+
+
 @pytest.mark.parametrize("model_type", DEFAULTS)
 def test_absent_fields_are_those_of_transformers(model_type):
-    fields = {"num_experts_per_tok": 2, **DEFAULTS[model_type]}
-    if "kv_lora_rank" in fields:
-        fields["num_key_value_heads"] = 64
+    fields = whole(model_type)
     expected, read = config_from_hf(fields), 0
     for name in fields.keys() - GIVEN:
         with suppress(ValueError):  # one that config.json must have
@@ -170,6 +174,17 @@ def test_a_length_outside_of_types_counts_for_nothing(model_type):
     raw |= {"original_max_position_embeddings": 16, "rope_parameters": {"full_attention": LONG}}
     rope = config_from_hf(raw).layer_kinds[3 if model_type == "olmo3" else 5].rope
     assert (rope.rope_type, rope.original_max_position_embeddings, rope.factor) == ("longrope", 64, 1.0)
+
+
+@pytest.mark.parametrize("model_type", DEFAULTS)
+@pytest.mark.parametrize("null", [False, True])
+def test_absent_sizes_are_named(model_type, null):
+    fields = whole(model_type)
+    for name in GIVEN - {"use_sliding_window", "model_type"}:
+        raw = {key: value for key, value in fields.items() if key != name}
+        if model_type != "qwen3_5_moe_text" or name != "intermediate_size":  # of dense layers, which it has not
+            with pytest.raises(ValueError, match=f"lacks .*{name}"):
+                config_from_hf({**raw, name: None} if null else raw)
 
 
 def test_latent_attention_is_scaled_as_yarn_says():
