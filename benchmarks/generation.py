@@ -16,6 +16,7 @@ of each kernel in some windows.
 
 import argparse
 import math
+import os
 import re
 import tempfile
 import time
@@ -52,6 +53,7 @@ from jaxglue.ops import backend
 from jaxglue.ops.choices import KVCache
 from jaxglue.ops.moe import Routing
 from jaxglue.ops.segments import PackedSegments, pack_segments
+from jaxglue.planner.device_memory import take_fitting_blocks
 
 PROMPT, MEAN, SIGMA, LONGEST = 200, 512, 0.7, 1024
 STEPS = 128
@@ -362,6 +364,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="show the time of each kernel of some windows")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    take_fitting_blocks(os.environ)
     if args.untried:
         backend.UNTRIED.clear()
     own = {name: getattr(args, name) for name in asdict(Setting(shape="")) if name != "streams"}

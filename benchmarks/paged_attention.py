@@ -114,6 +114,7 @@ def program(inputs: Inputs) -> Callable:
     """Return a function of (q, k, v, caches) that attends in all layers, several times."""
 
     def run(q, k, v, caches):
+        outs = []
         for _ in range(TURNS):  # without a loop, whose turns would add their own time
             outs = []
             for index, cache in enumerate(caches):

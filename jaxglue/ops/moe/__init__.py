@@ -14,7 +14,6 @@ from jaxglue.ops.backend import (
     Operation,
     check_hopper,
     check_one_device,
-    check_tried,
     check_triton,
 )
 from jaxglue.ops.moe.expert_parallel import expert_parallel
@@ -154,7 +153,6 @@ ROUTE = Operation(
 
 def _check_choose(capability: Capability | None, experts: int) -> None:
     check_triton(capability)
-    check_tried("choice of experts")
     if experts > MOST_EXPERTS:
         raise NotImplementedError(f"there are more than {MOST_EXPERTS} experts")
 

@@ -49,8 +49,9 @@ class PagedTiles:
         return {"BLOCK_T": tokens, "WARPS": warps, "BLOCK_G": max(8, triton.next_power_of_2(G))}
 
 
-FEW_PROGRAMS = PagedTiles(tokens=32, num_warps=2, num_stages=4)
-"""Tiles of fewer programs than `_MANY`, as measured on an H200 with heads of 128."""
+FEW_PROGRAMS, FEW_FP8_PROGRAMS = (PagedTiles(tokens=32, num_warps=2, num_stages=stages) for stages in (2, 4))
+"""Tiles of fewer programs than `_MANY`, as measured on an H200 with heads of 128: all must run at once, and with more
+stages shared memory in 16 bits holds two programs a multiprocessor, where 64 sequences of 8 heads are four."""
 MANY_PROGRAMS, MANY_FP8_PROGRAMS = PagedTiles(tokens=32, num_warps=1), PagedTiles(tokens=64, num_warps=1)
 _MANY = 1024
 
@@ -93,9 +94,10 @@ class TritonPagedAttention(Launcher):
     def _tiles(self, programs: int, cache: KVPages) -> PagedTiles:
         if self.tiles is not None:
             return self.tiles
-        if programs < _MANY:
-            return FEW_PROGRAMS
-        return MANY_PROGRAMS if cache.key_scales is None else MANY_FP8_PROGRAMS
+        few, many = FEW_FP8_PROGRAMS, MANY_FP8_PROGRAMS
+        if cache.key_scales is None:
+            few, many = FEW_PROGRAMS, MANY_PROGRAMS
+        return few if programs < _MANY else many
 
     def append_and_attend(
         self, q, k, v, cache: KVPages, pages, offsets, turns, norms, tables, positions, *, window, sinks, softcap

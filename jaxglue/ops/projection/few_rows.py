@@ -76,8 +76,6 @@ def _check_speed(rows: int, projections: Sequence[Any], kind: str) -> None:
         raise NotImplementedError(f"cuBLAS on expanded weights is faster for more than {MOST_NF4_ROWS} rows")
     if kind in PERMUTED or (kind == "fp8" and adapted):
         return
-    if rows == 1 and not adapted and kind != "fp8":
-        raise NotImplementedError("XLA is as fast for one row")
     if rows > (most := MOST_ADAPTED_ROWS if adapted else MOST_WIDE_ROWS) and len(projections) < 3:
         raise NotImplementedError(f"cuBLAS is as fast for more than {most} rows, but for narrow keys and values")
 

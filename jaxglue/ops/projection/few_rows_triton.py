@@ -36,15 +36,17 @@ def _tiles(block_k: int, num_warps: int, num_stages: int, programs: int = 132) -
     return FewRowsTiles(block_n=64, block_k=block_k, num_warps=num_warps, num_stages=num_stages, programs=programs)
 
 
-_MANY_ROWS = (256, _tiles(64, 4, 5), _tiles(64, 4, 5), _tiles(64, 8, 4))
-_TILES = ((64, _tiles(256, 4, 3), _tiles(128, 4, 4), _tiles(64, 4, 4, programs=264)), _MANY_ROWS)
-"""Tiles by the most rows: of one weight, of several, and of gate and up together; measured on an H200 (an H100: 256).
+_MANY_ROWS = (256, _tiles(64, 4, 5), _tiles(64, 8, 4))
+_TILES = ((16, _tiles(128, 4, 4), _tiles(128, 4, 3)), (64, _tiles(128, 4, 4), _tiles(64, 4, 4, 264)), _MANY_ROWS)
+"""Tiles by the most rows: of projections, and of gate and up together; measured on an H200 (many rows: an H100).
 
 Twice as many programs as multiprocessors have one tile of gate and up each, where one a multiprocessor would leave half
 of them idle during the second.
 """
-_CONVERTED_TILES = ((64, _tiles(128, 4, 4), _tiles(128, 4, 4), _tiles(128, 4, 3)), _MANY_ROWS)
-"""The same where weights are converted to another dtype, in registers; measured on an H100."""
+_CROWDED_TILES = ((64, _tiles(128, 4, 4), _tiles(128, 4, 3)), _MANY_ROWS)
+"""The same where weights are converted in registers to another dtype, or adapters of many ranks take them."""
+_FEW_RANKS = 16
+"""Largest rank of adapters whose inputs are multiplied in less time than weights, and that take few registers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +72,12 @@ class TritonFewRows(Launcher):
         (M, K), gated = operands.x.shape, activation is not None
         sizes = [len(weight) for weight in operands.weights]
         block_m = max(16, triton.next_power_of_2(M))
-        tiles = self._tiles(block_m, operands, gated)
+        rank = 0 if operands.low_rank is None else operands.low_rank.downs[0].shape[0]
+        tiles = self._tiles(block_m, operands, gated, rank)
         counts = [triton.cdiv(size, tiles.block_n) for size in sizes[: 1 if gated else None]]
         steps = triton.cdiv(K, tiles.block_k)
         splits = _splits(sum(counts), steps, tiles.programs)
-        rank = 0 if operands.low_rank is None else operands.low_rank.downs[0].shape[0]
-        shrink_steps = steps_of_part(steps, tiles, sum(counts) * splits, len(sizes))
+        shrink_steps = steps_of_part(steps, tiles, sum(counts) * splits, len(sizes), rank)
         constants = {
             "M": M,
             "K": K,
@@ -139,12 +141,11 @@ class TritonFewRows(Launcher):
         self._launch(kernels.few_rows_kernel, arrays, (), grid, constants, tiles.num_warps, tiles.num_stages, cost=cost)
         return [jax.freeze(out) for out in outs]
 
-    def _tiles(self, block_m: int, operands: FewRows, gated: bool) -> FewRowsTiles:
+    def _tiles(self, block_m: int, operands: FewRows, gated: bool, rank: int) -> FewRowsTiles:
         K, itemsize = operands.x.shape[1], operands.x.dtype.itemsize
         least = 32 if operands.nf4 is None else BLOCK
-        table = _CONVERTED_TILES if operands.weights[0].dtype.itemsize < itemsize else _TILES
-        kind = 2 if gated else min(len(operands.weights) - 1, 1)
-        tiles = self.tiles or next(found[kind] for most, *found in table if block_m <= most)
+        table = _CROWDED_TILES if operands.weights[0].dtype.itemsize < itemsize or rank > _FEW_RANKS else _TILES
+        tiles = self.tiles or next(found[gated] for most, *found in table if block_m <= most)
         block_k = max(min(tiles.block_k * (2 // itemsize or 1), triton.next_power_of_2(K)), least)
         while K % block_k and block_k > 64:
             block_k //= 2
@@ -158,11 +159,12 @@ def _splits(tiles: int, steps: int, programs: int) -> int:
     return next(splits for splits in range(wanted, 0, -1) if steps % splits == 0)
 
 
-def steps_of_part(steps: int, tiles: FewRowsTiles, programs: int, adapters: int) -> int:
+def steps_of_part(steps: int, tiles: FewRowsTiles, programs: int, adapters: int, rank: int) -> int:
     """Return the steps of a program that multiplies a part of an adapter's input.
 
-    Programs beyond those that run at a time would begin when others end, so few free places take longer parts.
+    Programs beyond those that run at a time would begin when others end, so few free places take longer parts, unless
+    many ranks would make these last longer than the tiles.
     """
     least = min(max(_SHRINK_COLUMNS // tiles.block_k, 1), steps)
     free = (tiles.programs - programs) // adapters
-    return max(least, triton.cdiv(steps, free)) if free > 0 else least
+    return max(least, triton.cdiv(steps, free)) if free > 0 and rank <= _FEW_RANKS else least

@@ -232,7 +232,6 @@ OBSTACLES = {
     "only some projections have adapters": (4, (4, 0)),
     "adapters have several ranks": (4, (4, 5)),
     "rank must be at most 64": (4, (65, 65)),
-    "as fast for one row": (1, (0,)),
     "cuBLAS is as fast for more than 128 rows": (200, (4, 4)),
     "cuBLAS is as fast for more than 64 rows": (100, (0,)),
 }
@@ -284,9 +283,10 @@ def test_parts_of_adapters_inputs_fit_beside_the_tiles():
     from jaxglue.ops.projection.few_rows_triton import FewRowsTiles, steps_of_part
 
     tiles = FewRowsTiles(block_n=64, block_k=128, num_warps=4, num_stages=4, programs=132)
-    assert steps_of_part(96, tiles, 128, 1) == 24  # four places are left
-    assert steps_of_part(32, tiles, 96, 3) == 4  # twelve for each, but parts of 512 columns
-    assert steps_of_part(32, tiles, 131, 3) == 4  # none
+    assert steps_of_part(96, tiles, 128, 1, 16) == 24  # four places are left
+    assert steps_of_part(96, tiles, 128, 1, 64) == 4  # these would take longer than the tiles
+    assert steps_of_part(32, tiles, 96, 3, 16) == 4  # twelve for each, but parts of 512 columns
+    assert steps_of_part(32, tiles, 131, 3, 16) == 4  # none
 
 
 def test_kernel_compiles_for_a_gpu(h200):
