@@ -111,7 +111,7 @@ def _with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Raise `ValueError` naming each entry that may not change and in which a resumed run differs from the saved one."""
+    """Raise `ValueError` naming each entry that may not change in which a resumed run differs from the saved one."""
     found = {key: text for key, text in fingerprint_differences(saved, current).items() if key not in _MAY_CHANGE}
     if found:
         raise ValueError(
