@@ -38,7 +38,7 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import Params, split_model
 from jaxglue.ops.segments import pack_segments, segment_bucket
-from jaxglue.planner.device_memory import bound_pool, outside_pool, take_fitting_blocks
+from jaxglue.planner.device_memory import bound_pool, leave_small_blocks, outside_pool, take_fitting_blocks
 from jaxglue.planner.flops import mean_visible_keys
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.plan import Plan
@@ -231,7 +231,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
     timer = StartupTimer.since_process_start()
     config = settle_config(args)
     batches = read_batches(args.batches)
-    plan = choose(args, config, batches)
+    plan, held = choose(args, config, batches), leave_small_blocks(jax.devices()[:1])
     timer.stage("plan")
     run = Run(
         load(args, config, plan), config, plan, steps=len(batches), learning_rate=args.learning_rate, depth=args.depth
@@ -254,7 +254,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
     with tempfile.TemporaryDirectory() as scratch:
         result |= profile(run, batches[-1], args.trace or Path(scratch), attention_flops(config, batches))
     timer.stage("profile")
-    del run
+    del run, held
     result["matmul_tflops"] = matmul_rate()
     timer.stage("matmuls")
     yield result | {"seconds": timer.stages}

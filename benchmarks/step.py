@@ -48,7 +48,7 @@ from jaxglue.ops.quant.mxfp4 import BLOCK, mxfp4_scale
 from jaxglue.ops.quant.nf4 import NF4
 from jaxglue.ops.quant.stack import Stack
 from jaxglue.ops.segments import pack_segments
-from jaxglue.planner.device_memory import take_fitting_blocks
+from jaxglue.planner.device_memory import leave_small_blocks, take_fitting_blocks
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.planner import Planner
 from jaxglue.planner.rates import device_gpu
@@ -343,6 +343,7 @@ def measure(args, ready: Callable[[], None] = lambda: None) -> dict:
     batch = jax.device_put(random_batch(args.tokens, work.config.vocab_size, work.document_lengths))
     build = executor_step(args, work, batch) if args.executor == "layers" else partial(whole_step, args, work, batch)
     report("weights")
+    held = leave_small_blocks(jax.devices()[:1])
     begun = time.perf_counter()
     parts = parameters(work, parse_weights(args.weights, work.config.num_hidden_layers), args.embeddings)
     moments = [jax.tree.map(jnp.zeros_like, parts[1]) for _ in range(2)]  # AdamW's, so that the peak is a run's
@@ -380,7 +381,7 @@ def measure(args, ready: Callable[[], None] = lambda: None) -> dict:
         "peak_gib": memory(device, "peak_bytes_in_use"),
         **chosen,
     }
-    del others  # held until the memory was read
+    del others, held  # until the memory was read
     if (args.trace or args.kernels) and not args.trace_first and is_unexpected(row["ms"], args.expected_ms):
         with traced(args, True) as found:
             jax.block_until_ready(step())

@@ -2,9 +2,10 @@
 
 import contextlib
 import ctypes
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 
 import jax
+import numpy as np
 
 from jaxglue.planner import calibration as fitted
 from jaxglue.planner.gpus import GIB
@@ -17,6 +18,8 @@ _DEFAULT_SHARE = 0.75
 _MOST = 0.9
 """Largest share of a GPU's memory for the pool."""
 _LOWEST_BLOCKS = "xla_gpu_enable_allocator_spatial_partitioning"
+_SMALL_BLOCKS, _SMALL = 64, 2**16
+"""Blocks for small arrays, and their bytes."""
 
 
 def outside_pool(*, exchanges: bool = False) -> float:
@@ -67,6 +70,17 @@ def take_fitting_blocks(environ: MutableMapping[str, str]) -> None:
     flags = environ.get("XLA_FLAGS", "")
     if _LOWEST_BLOCKS not in flags:
         environ["XLA_FLAGS"] = f"{flags} --{_LOWEST_BLOCKS}=false".strip()
+
+
+def leave_small_blocks(devices: Sequence[jax.Device]) -> list[jax.Array]:
+    """Leave free blocks for small arrays in a pool that has one, between arrays to be held.
+
+    Without them a loss that outlives its step parts the largest block, and the next step's program finds no place.
+    """
+    small = np.zeros(_SMALL, np.uint8)
+    arrays = [jax.device_put(small, device) for device in devices for _ in range(2 * _SMALL_BLOCKS)]
+    jax.block_until_ready(arrays)
+    return arrays[::2]
 
 
 def total_memory() -> int | None:

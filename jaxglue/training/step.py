@@ -30,6 +30,7 @@ from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params
 from jaxglue.objectives.objective import Objective
 from jaxglue.objectives.policy_gradient import RolloutObjective
 from jaxglue.ops.quant.formats import FORMATS
+from jaxglue.planner.device_memory import leave_small_blocks
 from jaxglue.planner.workload import abstract_parts
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.sharding.rules import Layout
@@ -82,6 +83,8 @@ class TrainStep:
         self._program: StepProgram | None = None
         self._optimizer = make_optimizer(run.config.optimizer, run.total_steps, self.layout)
         foreseen = self._lower_ahead()
+        devices = jax.local_devices() if jax.default_backend() == "gpu" else []
+        self._held = leave_small_blocks(devices if mesh else devices[:1])
         with self._lowering or nullcontext():
             self.graphdefs, self.trainable, self.frozen = (
                 build_parameters(run, self.layout) if frozen is None else _on_frozen(run, frozen)

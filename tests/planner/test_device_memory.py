@@ -1,5 +1,6 @@
 """JAX's pool of a GPU's memory within a limit of the process."""
 
+import jax
 import pytest
 
 from jaxglue.planner import calibration as fitted
@@ -9,6 +10,7 @@ from jaxglue.planner.device_memory import (
     bound_pool,
     bounded_pool,
     largest_share,
+    leave_small_blocks,
     pool_gib,
     total_memory,
 )
@@ -65,3 +67,10 @@ def test_the_pool_is_left_alone_without_a_limit_or_a_gpu(gpu, monkeypatch):
     monkeypatch.setattr(device_memory, "total_memory", lambda: None)
     bound_pool(40.0, environ)
     assert not environ and total_memory() is None
+
+
+def test_every_other_small_block_is_free():
+    before = {id(array) for array in jax.live_arrays()}
+    held = leave_small_blocks(jax.local_devices()[:1])
+    live = [array for array in jax.live_arrays() if id(array) not in before]
+    assert len(live) == len(held) == 64 and all(array.nbytes == 2**16 for array in held)
