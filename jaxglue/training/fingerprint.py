@@ -24,8 +24,8 @@ _DIGESTED = (
     *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
 )
 """Fields of a model in the digests of earlier checkpoints, which have no mapping by field; none is ever added here."""
-_MAY_CHANGE = ("steps",)
-"""Entries of a fingerprint in which a resumed run may differ: its length."""
+_MAY_CHANGE = ("steps", *(f"rollouts.reward_{limit}" for limit in ("timeout", "memory", "workers")))
+"""Entries of a fingerprint in which a resumed run may differ: its length, and the limits of functions that judge."""
 _PER_START = ("run.resume", "run.overwrite", "run.explain")
 """Settings of one start of a run, not of the run."""
 _DIGESTS = {
@@ -111,7 +111,7 @@ def _with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Raise `ValueError` naming each entry, other than the steps, in which a resumed run differs from the saved one."""
+    """Raise `ValueError` naming each entry that may not change in which a resumed run differs from the saved one."""
     found = {key: text for key, text in fingerprint_differences(saved, current).items() if key not in _MAY_CHANGE}
     if found:
         raise ValueError(

@@ -31,8 +31,13 @@ def test_a_long_value_is_cut():
     assert len(differences({"data": ["x" * 500]}, {"data": []})["data"]) < 120
 
 
-def test_only_the_length_of_a_run_may_change():
+def test_only_the_length_of_a_run_and_limits_of_rewards_may_change():
     check_fingerprint(SAVED, SAVED | {"steps": 20})
+    limits = {"reward_timeout": 60.0, "reward_memory": 8.0, "reward_workers": 2}
+    for name in limits:
+        check_fingerprint({"rollouts": limits}, {"rollouts": limits | {name: 4}})
+    with pytest.raises(ValueError, match=r"rollouts.max_turns: saved none, now 4"):
+        check_fingerprint({"rollouts": limits}, {"rollouts": limits | {"max_turns": 4}})
 
 
 def identity(model):
