@@ -369,7 +369,7 @@ class RolloutSteps(Iterator[Step]):
     def get_state(self) -> dict[str, Any]:
         """Return a JSON-able state: where the answers in use began, and how many of their steps were taken."""
         began = self._began if self._window else {"position": self._position, "step": self._step}
-        return {**began, "taken": self._step - began["step"], "run": self._run()}
+        return {**began, "taken": self._step - began["step"], "run": self._run(), "judges": self._judge.digests}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue from a state of `get_state`; between steps on the same answers, from those on disk.
@@ -378,6 +378,10 @@ class RolloutSteps(Iterator[Step]):
             ValueError: data, seed or sizes differ from the state's, by name; or the answers are not there.
         """
         check_run(state["run"], self._run())
+        before = state.get("judges", {})
+        for file, digest in self._judge.digests.items():
+            if before.get(file, digest) != digest:
+                _log.warning("%s has changed since step %d: further answers are judged by it", file, state["step"])
         self._window.clear()
         self._position, self._step = state["position"], state["step"]
         self._folder.rewind()

@@ -1,5 +1,6 @@
 """Rewards of answers: functions in processes of their own, with limits of time and memory, and reward models."""
 
+import hashlib
 import json
 import logging
 import math
@@ -151,6 +152,13 @@ class Judge:
     def names(self) -> list[str]:
         """Return the names of the rewards in metrics."""
         return [spec.name for spec in self.specs]
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Return the digests of the functions' files, without those shipped."""
+        specs = self.specs if self._environment is None else [*self.specs, self._environment]
+        files = [file for file in sorted({spec.file for spec in specs} - {"", str(_CHECKS)}) if Path(file).is_file()]
+        return {file: hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] for file in files}
 
     def check(self) -> None:
         """Import every function once; raise ValueError for one that cannot be, or that lacks a named setting."""

@@ -339,6 +339,18 @@ def test_equal_rewards_are_said_once(make_run, caplog):
     assert "step 1: all answers to each prompt have the same reward" in caplog.text
 
 
+def test_changed_functions_are_said_where_a_run_goes_on(make_run, tmp_path, caplog):
+    file = tmp_path / "length.py"
+    file.write_text("def length(completion):\n    return len(completion)\n")
+    settings = {"reward": (f"{file}:length",), "save_every": 1}
+    train(make_run(**settings, steps=1))
+    train(make_run(**settings, steps=2, resume=True))
+    assert "has changed" not in caplog.text
+    file.write_text("def length(completion):\n    return -len(completion)\n")
+    train(make_run(**settings, steps=3, resume=True))
+    assert f"{file} has changed since step 2: further answers are judged by it" in caplog.text
+
+
 def test_answers_without_rewards_are_said_once(make_run, tmp_path, caplog):
     (tmp_path / "nothing.py").write_text("def none(completion):\n    return None\n")
     train(make_run(reward=(f"{tmp_path}/nothing.py:none",), steps=2))
