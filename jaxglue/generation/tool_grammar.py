@@ -15,7 +15,7 @@ _TEXT = "/(?s:.*)/"
 
 
 class _Format(NamedTuple):
-    """How a family writes calls."""
+    """Describes how a family writes calls."""
 
     call: Callable[[str, Any], str]
     """Rule's body of a call, from the function's name and its schema."""

@@ -203,7 +203,7 @@ def test_groups_of_a_model_with_linear_attention_equal_answers_one_by_one(policy
         for batches in (packed, [one_by_one(groups, 24)]):
             results.append(executor.loss_and_gradients(trainable, frozen, batches, total))
     for a, b in zip(*map(jax.tree.leaves, results), strict=True):
-        assert np.abs(np.asarray(a) - np.asarray(b)).max() <= 1e-3 * max(np.abs(np.asarray(b)).max(), 1)
+        assert np.abs(np.asarray(a) - np.asarray(b)).max() <= 3e-4 * max(np.abs(np.asarray(b)).max(), 1)
 
 
 def test_log_probabilities_of_uncounted_tokens_change_nothing():

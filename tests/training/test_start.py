@@ -1,4 +1,4 @@
-"""What runs and sessions do before JAX starts."""
+"""Starts of JAX in runs and sessions."""
 
 from jaxglue.planner import device_memory
 from jaxglue.planner.device_memory import POOL_SHARE

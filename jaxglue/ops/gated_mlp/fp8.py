@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxglue.ops import names
-from jaxglue.ops.backend import Backend, Capability, Operation, check_capability, check_triton
+from jaxglue.ops.backend import Backend, Capability, Operation
 from jaxglue.ops.gated_mlp.swiglu import (
     ACTIVATIONS,
     LORA_SWIGLU,
@@ -23,7 +23,7 @@ from jaxglue.ops.gated_mlp.swiglu import (
     ScaledProducts,
     reference_lora_swiglu,
 )
-from jaxglue.ops.projection.fp8 import FIRST_CAPABILITY, dot, dot_to_e4m3, encode, rescale
+from jaxglue.ops.projection.fp8 import check_fp8_kernels, dot, dot_to_e4m3, encode, rescale
 from jaxglue.ops.projection.fp8_adapters import (
     FP8Rows,
     adapted_input_gradient,
@@ -92,11 +92,6 @@ def _absmax(x) -> Float[Array, "M 1"]:
     return jnp.abs(x.astype(jnp.float32)).max(axis=-1, keepdims=True)
 
 
-def _check_gate(capability: Capability | None, dtype) -> None:
-    check_triton(capability, dtype)
-    check_capability(capability, FIRST_CAPABILITY)
-
-
 def _load_gate(capability: Capability, dtype) -> Any:
     from jaxglue.ops.gated_mlp.triton import TritonGate
 
@@ -105,7 +100,7 @@ def _load_gate(capability: Capability, dtype) -> Any:
 
 GATE_FP8 = Operation(
     name="activation and FP8 quantization",
-    backends={"triton": Backend(check=_check_gate, load=_load_gate, advantage="products are read once")},
+    backends={"triton": Backend(check=check_fp8_kernels, load=_load_gate, advantage="products are read once")},
 )
 """Backends of the activation in `gate_fp8`; a call is described by the dtype."""
 

@@ -61,7 +61,7 @@ class TritonPagedAttention(Launcher):
     """`paged_attention` and `append` by our own kernels."""
 
     tiles: PagedTiles | None = None
-    """None for those of the call."""
+    """Tiles; None takes those that suit the call."""
     plain: bool = False
     """Whether kernels do without instructions that the interpreter lacks."""
 

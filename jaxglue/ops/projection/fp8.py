@@ -27,7 +27,8 @@ def check_fp8(capability: Capability | None) -> None:
         raise ValueError(f"--matmul fp8: {reason}, the first with FP8 tensor cores: use --matmul bf16") from None
 
 
-def _check(capability: Capability | None, dtype) -> None:
+def check_fp8_kernels(capability: Capability | None, dtype) -> None:
+    """Raise NotImplementedError unless Triton kernels serve a call of this dtype, on a GPU with FP8 tensor cores."""
     check_triton(capability, dtype)
     check_capability(capability, FIRST_CAPABILITY)
 
@@ -40,7 +41,7 @@ def _load(capability: Capability, dtype) -> Any:
 
 ENCODE = Operation(
     name="FP8 quantization",
-    backends={"triton": Backend(check=_check, load=_load, advantage="rows are read once, at memory speed")},
+    backends={"triton": Backend(check=check_fp8_kernels, load=_load, advantage="rows are read once, at memory speed")},
 )
 
 
