@@ -11,8 +11,8 @@ from jaxtyping import Array
 def zeros_on(device: jax.Device | jax.sharding.Sharding | None, shape: int | tuple[int, ...], dtype) -> Array:
     """Return zeros on a device, on those of a sharding, or, for None, anywhere.
 
-    `jnp.zeros(…, device=…)` makes them on the first GPU and copies them from there; among arrays that it makes meanwhile
-    they leave holes in its memory.
+    `jnp.zeros(…, device=…)` makes them on the first GPU and copies them; among what is made there meanwhile they leave
+    holes in its memory.
     """
     if device is None:
         return jnp.zeros(shape, dtype)
