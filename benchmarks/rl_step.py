@@ -333,11 +333,15 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="folder of a trained model, in place of random weights")
     parser.add_argument("--texts", type=Path, help="rows of text whose beginnings are the prompts")
     parser.add_argument("--given", action="store_true", help="train on given answers of the greatest length alone")
-    parser.add_argument("--train-alone", action="store_true", help="train on random answers of the forced lengths alone")
+    parser.add_argument(
+        "--train-alone", action="store_true", help="train on random answers of the forced lengths alone"
+    )
     parser.add_argument("--memory", type=float, help="GPU memory that the step may take, GiB")
     parser.add_argument("--halves", type=int, default=3, help="halves of the slots for which windows are compiled")
     parser.add_argument("--train-rows", type=int, help="rows to train on, from which the time of all follows")
-    parser.add_argument("--compared", type=int, default=10**5, help="tokens of rows to compare log-probabilities on; 0: none")
+    parser.add_argument(
+        "--compared", type=int, default=10**5, help="tokens of rows to compare log-probabilities on; 0: none"
+    )
     parser.add_argument("--compare-alone", action="store_true", help="end after the log-probabilities")
     parser.add_argument("--inputs-only", type=Path, help="write prompts and lengths for a peer, and end")
     parser.add_argument("--json", type=Path)
