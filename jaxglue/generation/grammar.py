@@ -1,4 +1,4 @@
-"""Answers held to a grammar: what the engine asks of one, and those that llguidance makes of schemas and expressions.
+"""Answers held to a grammar: the engine's interface to one, and those that llguidance makes of schemas and expressions.
 
 A window of steps runs without the host, so tokens are sampled freely, and the host keeps those that a grammar takes. An
 answer goes back to the first that it refuses, and the next window chooses another there, among those that may follow.

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's clients: what a body asks for, checked, with errors that name the parameter."""
+"""Requests of OpenAI's clients: bodies read and checked, with errors that name the parameter."""
 
 import json
 from collections.abc import Callable, Collection
