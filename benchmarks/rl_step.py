@@ -190,7 +190,8 @@ class Benchmark:
     def compile_sampling(self) -> None:
         """Compile windows of all sizes, which answers do not wait for: in a run, its first steps go on meanwhile."""
         vars(window_sizes)["_HALVES"] = self._args.halves
-        for _ in range(1 if self._args.halves < 3 else 2):  # what has not begun when answers end is left to the next
+        calls = self.devices * (1 if self._args.halves < 3 else 2)
+        for _ in range(calls):  # what has not begun when answers end is left to the next
             self.sample(longest=17)
             self._engine.wait()
 
