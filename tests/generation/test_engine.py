@@ -18,6 +18,7 @@ from jaxglue.generation.scheduler import Request
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import split_model
+from jaxglue.ops.projection.few_rows import FEW_ROWS
 from jaxglue.ops.segments import pack_segments
 
 CASES = {
@@ -65,6 +66,39 @@ def test_cache_grows_across_its_smallest_bucket(llama):
     prompt = list(np.random.default_rng(0).integers(0, 97, 126))
     tokens = list(engine.stream(*trees, prompt, SamplingConfig(temperature=0, max_tokens=5)))
     assert tokens == likeliest_next(model, prompt + tokens)[125:-1]
+
+
+class Noting:
+    """Products of few rows, and the weights whose beginnings are asked for."""
+
+    def __init__(self):
+        self.read = []
+
+    def project(self, operands, stream):
+        """Do as `TritonFewRows`."""
+        self.read.append((operands.weights, operands.ahead))
+        outputs = [operands.x @ weight.T for weight in operands.weights]
+        return outputs if stream is None else [outputs[0] + stream]
+
+    def gate(self, operands, activation):
+        """Do as `TritonFewRows`."""
+        gate, up = self.project(operands, None)
+        return jax.nn.silu(gate) * up
+
+
+def test_a_step_names_the_weights_that_are_read_next(tiny_model):
+    model, noting = tiny_model("llama"), Noting()
+    engine, trees = engine_of(model, lora=False)
+    with FEW_ROWS.using(noting):
+        tokens = list(islice(engine.stream(*trees, PROMPT, GREEDY), 4))
+    assert tokens == likeliest_next(model, PROMPT + tokens)[len(PROMPT) - 1 : -1]
+    launches = noting.read
+    named = [i for i, (_, ahead) in enumerate(launches) if ahead]
+    assert named, "no launch names others"
+    for i in named:
+        weights, ahead = launches[i]
+        following = next((w for w in (launches[i + 1][0], launches[0][0]) if len(w) == len(ahead)), None)
+        assert following is not None and [w.shape for w in ahead] == [w.shape for w in following]
 
 
 PARTS = {
