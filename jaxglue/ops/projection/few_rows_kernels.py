@@ -64,6 +64,7 @@ def _arrive(counter):
 
 @triton.jit
 def activate(x, GELU: tl.constexpr):
+    """Return silu(x), or GELU(x) in its tanh form."""
     if GELU:
         inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         return x / (1.0 + tl.exp2(inner * (-2.0 * LOG2_E)))

@@ -17,6 +17,7 @@ from jaxglue.ops.projection.fp8 import e4m3_factor
 from jaxglue.ops.quant.blocks import dynamic_code
 from jaxglue.ops.quant.nf4 import BLOCK, VALUES
 
+
 @dataclass(frozen=True, kw_only=True)
 class GateRowsTiles:
     """Rows of weights in a program of `gate_rows_kernel`, in two matmuls, columns in a step of 16-bit values."""
@@ -114,7 +115,7 @@ class TritonFewRows(Launcher):
             "BLOCK_K": tiles.block_k * (2 // operands.x.dtype.itemsize or 1),
         }
         arrays = (operands.x, operands.x_scales, *operands.weights, *(operands.scales or (None, None)))
-        moved = sum(array.size * array.dtype.itemsize for array in (operands.x, *operands.weights, out))
+        moved = (M * K + 2 * F * K) * operands.x.dtype.itemsize + M * F * jnp.dtype(operands.dtype).itemsize
         cost = KernelCost(kind=KernelKind.ROWS, flops=4 * M * K * F, bytes=moved)
         grid, kernel = (triton.cdiv(2 * F, tiles.block_n + tiles.few),), gate_rows_kernels.gate_rows_kernel
         warps, stages = tiles.num_warps, tiles.num_stages
@@ -201,7 +202,11 @@ class TritonFewRows(Launcher):
         row = weights[0].shape[1] * weights[0].dtype.itemsize if weights else 0
         parts = max(tiles.programs // triton.cdiv(sum(rows), tiles.block_n), 1) if rows else 1
         if rows and not self.plain and row % (16 * parts) == 0:
-            size = min((_AHEAD if self.ahead is None else self.ahead) // (sum(rows) * parts), row // parts) // _LINE * _LINE
+            size = (
+                min((_AHEAD if self.ahead is None else self.ahead) // (sum(rows) * parts), row // parts)
+                // _LINE
+                * _LINE
+            )
         sizes = {f"AHEAD_{i}": rows[i] if i < len(rows) else 0 for i in range(3)}
         return {"AHEAD": size, "AHEAD_PARTS": parts, "AHEAD_ROW": row, **sizes, "THREADS": 32 * tiles.num_warps}
 

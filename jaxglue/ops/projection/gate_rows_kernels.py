@@ -13,7 +13,7 @@ from jaxglue.ops.projection.few_rows_kernels import activate, load_rows
 
 @triton.jit
 def _load_pairs(gate, up, first, k, F: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Load BLOCK_K columns of ROWS / 2 rows of gate and of up, from row `first` on: eight of the one, then of the other.
+    """Load BLOCK_K columns of ROWS / 2 rows of gate and of up, from `first` on: eight of the one, then of the other.
 
     So a thread's sums, of rows 8 apart, are of gate and up of one column.
     """
