@@ -69,7 +69,7 @@ class Layer:
         return PackedContext(segments=jax.device_put(segments), rope=self.config.rope_tables(positions))
 
     def run(self, function: Callable, *arguments: Any, training: bool) -> Any:
-        """Return what a function of (model, *arguments) gives, compiled as either side's programs are."""
+        """Compile a function of (model, *arguments) as either side's programs are; return its results."""
         program = jax.jit(lambda state, *arguments: function(nnx.merge(self.graphdef, state), *arguments))
         options = self._options | (STEP_OPTIONS if training and jax.default_backend() == "gpu" else {})
         return program.lower(self.state, *arguments).compile(compiler_options=options or None)(self.state, *arguments)

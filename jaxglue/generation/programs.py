@@ -24,6 +24,7 @@ from jaxglue.models.vocabulary import extended_matrix, with_low_rank
 from jaxglue.ops.cross_entropy import cap_logits
 from jaxglue.ops.projection import project
 from jaxglue.ops.segments import PackedSegments
+from jaxglue.ops.zeros import zeros_on
 
 IDLE = -1
 """Stands for the token of a sequence that has ended."""
@@ -338,7 +339,7 @@ class Programs:
 
 def make_sequences(plan: CachePlan, vocabulary: int, features: Features, device=None) -> Sequences:
     """Return the state of slots without sequences, and of one more."""
-    zeros = partial(jnp.zeros, device=device)
+    zeros = partial(zeros_on, device)
     S, counts = plan.slots + 1, None
     if features.penalties:
         counts = Counts(seen=zeros((S, vocabulary), bool), answered=zeros((S, vocabulary), jnp.int32))

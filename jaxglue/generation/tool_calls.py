@@ -8,10 +8,19 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from jaxglue.generation.chat import cut
+from jaxglue.generation.text import cut
 
 CALLS = "[TOOL_CALLS]"
 """Special token before calls (Mistral)."""
+MARKS = (
+    CALLS,
+    "[ARGS]",
+    "[CALL_ID]",
+    "<tool_call>",
+    "</tool_call>",
+    *(f"<{s}arg_{k}>" for k in ("key", "value") for s in ("", "/")),
+)
+"""Texts in and around calls, which may be special tokens."""
 _TAG, _THINKING = "<tool_call>", "</think>"
 _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)\s*", re.DOTALL)
 _XML = re.compile(r"<function=([^<>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)

@@ -1,17 +1,16 @@
 """Grammars of answers that call a tool, in the format that a model's chat template writes calls in."""
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from jaxglue.generation.grammar import Rules, quoted
 from jaxglue.generation.tool_calls import CALLS, as_object
 
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 """White space between parts of JSON, of which a model could otherwise write any number."""
-_TEXT = "/(?s:.*)/"
 
 
 class _Format(NamedTuple):
@@ -22,8 +21,6 @@ class _Format(NamedTuple):
     begin: str = ""
     between: str = ""
     end: str = ""
-    before: str = ""
-    """Rule's body of what may precede calls."""
     several: bool = True
 
 
@@ -44,35 +41,11 @@ def call_grammar(tokenizer: PreTrainedTokenizerBase, schemas: Mapping[str, dict[
     parts = [form.begin, call, form.end]
     if several and form.several:
         parts.insert(2, f"({form.between} {call})*")
-    return "\n".join([f"start: {form.before} {' '.join(parts)}", *rules.lines])
+    return "\n".join([f"start: {' '.join(parts)}", *rules.lines])
 
 
-class _Rules:
-    """Rules of a grammar, in which special tokens of texts are named by their ids."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self._specials = {token.content: id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._splits = re.compile("|".join(f"({re.escape(token)})" for token in self._specials) or r"(?!)")
-        self._names = dict[tuple[str, str], str]()
-
-    @property
-    def lines(self) -> list[str]:
-        """Return the rules."""
-        return [f"{name}{options}: {body}" for (body, options), name in self._names.items()]
-
-    def add(self, body: str, options: str = "") -> str:
-        """Add a rule, unless it is there; return its name."""
-        return self._names.setdefault((body, options), f"r{len(self._names)}")
-
-    def text(self, text: str) -> str:
-        """Return the body of exactly this text."""
-        pieces = [piece for piece in self._splits.split(text) if piece]
-        return " ".join(f"<[{self._specials[p]}]>" if p in self._specials else _quoted(p) for p in pieces)
-
-    def until(self, end: str) -> str:
-        """Return the body of any text and its end."""
-        special = end in self._specials
-        return f"{self.add(_TEXT)} {self.text(end)}" if special else self.add(_TEXT, f"[suffix={_quoted(end)}]")
+class _Rules(Rules):
+    """Rules of calls."""
 
     def json(self, schema: dict[str, Any]) -> str:
         """Return the body of JSON of a schema."""
@@ -103,17 +76,13 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", **({"properties": {}, "additionalProperties": False} if only_lists else {}), **schema}
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
 def _format(template: str, rules: _Rules) -> _Format:
     """Return the format that a template has the tokens or tags of."""
     text = rules.text
 
     def as_json(key: str, before: str = "", after: str = "") -> Callable[[str, Any], str]:
         def body(name: str, schema: Any) -> str:
-            begin, end = f'{before}{{"name": {_quoted(name)}, "{key}": ', f"}}{after}"
+            begin, end = f'{before}{{"name": {quoted(name)}, "{key}": ', f"}}{after}"
             return f"{text(begin)} {rules.json(schema)} {text(end)}"
 
         return body
@@ -132,13 +101,12 @@ def _format(template: str, rules: _Rules) -> _Format:
     if "<tool_call>" in template:
         return _Format(as_json("arguments", "<tool_call>\n", "\n</tool_call>"), between=text("\n"))
     if "<|channel|>" in template:
-        thought = f"{text('<|channel|>analysis<|message|>')} {rules.until('<|end|>')} {text('<|start|>assistant')}"
         header = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>"
 
         def message(name: str, schema: Any) -> str:
             return f"{text(header.format(name))} {rules.json(schema)}"
 
-        return _Format(message, before=f"({thought})?", several=False)
+        return _Format(message, several=False)
     if "[ARGS]" in template:
         number = f"{text('[CALL_ID]')} /[a-zA-Z0-9]{{9}}/" if "[CALL_ID]" in template else ""
 

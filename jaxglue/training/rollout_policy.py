@@ -75,7 +75,7 @@ class TrainedPolicy:
 
     Args:
         run: the run.
-        model: before its first step, or a restored one: the reference is what it begins with.
+        model: before its first step, or restored; the reference has the weights with which it begins.
         mesh: devices that share the work; None for one device.
     """
 

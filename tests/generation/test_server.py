@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from jaxglue.generation import grammar
-from jaxglue.generation.chat import Assistant, decode, without
+from jaxglue.generation.chat import Assistant
 from jaxglue.generation.config import SamplingConfig, ServeConfig
 from jaxglue.generation.scheduler import Request
+from jaxglue.generation.text import decode, without
+from jaxglue.generation.thinking import Thought
 
 pytest.importorskip("starlette")
 pytest.importorskip("httpx")
@@ -226,12 +228,15 @@ def test_thinking_comes_apart_from_the_answer(served, monkeypatch):
     for name, text in (("reasoning_content", "Three and four."), ("content", "Seven.")):
         assert "".join(delta.get(name, "") for delta in deltas) == text
     asked = []
-    grammars = SimpleNamespace(json=None, choice=None, lark=None, regex=lambda _, thinks: asked.append(thinks))
+    grammars = SimpleNamespace(regex=lambda _, thinks: asked.append(thinks))
     monkeypatch.setitem(vars(assistant), "grammars", grammars)
     post(client, messages=MESSAGES, guided_regex="Seven.")
     monkeypatch.setattr(assistant.tokenizer, "chat_template", "<think></think>")
     post(client, messages=MESSAGES, guided_regex="Seven.")
-    assert asked == [True, False]
+    monkeypatch.setattr(assistant.tokenizer, "chat_template", "<im_start>assistant")
+    post(client, messages=MESSAGES, guided_regex="Seven.")
+    post(client, "/v1/completions", prompt="<think>", guided_regex="Seven.")
+    assert asked == [Thought.BEGUN, Thought.NONE, Thought.POSSIBLE, Thought.NONE]
 
 
 def test_a_call_of_a_tool_is_forced(served, monkeypatch):
@@ -240,7 +245,7 @@ def test_a_call_of_a_tool_is_forced(served, monkeypatch):
     monkeypatch.setitem(
         vars(assistant),
         "grammars",
-        SimpleNamespace(json=None, choice=None, regex=None, lark=lambda text, **_: given.append(text) or text),
+        SimpleNamespace(calls=lambda text, **_: given.append(text) or text),
     )
     service = Told(assistant.tokenizer.encode(f"{call}; {call}"), [min(assistant.stops)])
     client = TestClient(make_app(assistant, service, config))

@@ -7,6 +7,7 @@ import pytest
 
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.generation.grammar import Grammars
+from jaxglue.generation.thinking import Thought
 from jaxglue.generation.tool_calls import parameters_of, schemas_of, shown_before_calls, split_calls
 from jaxglue.generation.tool_grammar import call_grammar
 
@@ -148,9 +149,10 @@ def rest_of(special, monkeypatch):
     """A function that returns the part of a text which a grammar refuses, and whether the answer may end before it."""
     tokenizer, grammars = special
 
-    def rest(template, text, tools=TOOLS, *, several=True, thinks=False):
+    def rest(template, text, tools=TOOLS, *, several=True, thinks=Thought.POSSIBLE):
         monkeypatch.setattr(tokenizer, "chat_template", template)
-        matcher = grammars.lark(call_grammar(tokenizer, schemas_of(tools), several=several), thinks=thinks).start()
+        grammar = call_grammar(tokenizer, schemas_of(tools), several=several)
+        matcher = grammars.calls(grammar, thinks=thinks).start()
         tokens = tokenizer.encode(text, add_special_tokens=False)
         return tokenizer.decode(tokens[matcher.take(tokens) :]), matcher.is_complete
 
@@ -195,8 +197,8 @@ def test_further_calls_are_taken_where_they_may_come(rest_of, family, both):
 
 def test_thinking_that_has_begun_comes_before_calls(rest_of):
     thought = "Ulm < Bonn.\n<tool_call> or not?\n</think>\n\n"
-    assert rest_of("<tool_call>", thought + TEXTS["hermes"], thinks=True) == ("", True)
-    assert not rest_of("<tool_call>", thought + "No.", thinks=True)[1]
+    assert rest_of("<tool_call>", thought + TEXTS["hermes"], thinks=Thought.BEGUN) == ("", True)
+    assert not rest_of("<tool_call>", thought + "No.", thinks=Thought.BEGUN)[1]
     analysis = "<|channel|>analysis<|message|>Ulm?<|end|><|start|>assistant"
     assert rest_of("<|channel|>", analysis + TEXTS["harmony"].removesuffix("<|call|>")) == ("", True)
 
