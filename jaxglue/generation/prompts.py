@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerBase
 from jaxglue.data.formats import read_row
 from jaxglue.data.limits import template_time_limit
 from jaxglue.data.messages import Chat, Messages
-from jaxglue.data.template import ChatTemplate, TemplateCheck
+from jaxglue.data.template import ChatTemplate
+from jaxglue.data.template_check import TemplateCheck
 from jaxglue.data.tokenizer import encode_beginning, require_unicode
 from jaxglue.generation.config import STDIN, GenerateConfig
 from jaxglue.json_file import parse_json
