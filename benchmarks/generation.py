@@ -68,7 +68,7 @@ ROW = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A row of the table, or what the flags say."""
+    """A row of the table, or the flags' shape."""
 
     shape: str
     quantize: str = "none"

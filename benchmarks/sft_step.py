@@ -213,7 +213,7 @@ def run(
 
 
 def execute(command: list[str], environment: dict[str, str], limit: float, log_file: Path | None = None) -> dict:
-    """Return what a process printed as JSON lines, with `error` if it failed afterwards; show lines as they come.
+    """Return a process' JSON lines, with `error` if it failed afterwards; show lines as they come.
 
     It ends after `limit` seconds, and the processes that it started end with it. A log file gets all else it prints.
     """

@@ -128,7 +128,7 @@ def check_dropout(folder: str, raw: Mapping[str, Any]) -> None:
 
 
 def _check_per_layer(config: TrainConfig, model: DecoderConfig) -> None:
-    """Raise ValueError for training what a model's embeddings for each layer depend on: they take no gradient."""
+    """Raise ValueError for training values that a model's embeddings for each layer read: they take no gradient."""
     trained = (*config.lora.modules_to_save, *config.lora.vocabulary_targets)
     whole = "embed_tokens" in trained or config.lora.trainable_token_indices
     if model.per_layer is None or not (config.model.method == "full" or config.model.new_tokens or whole):

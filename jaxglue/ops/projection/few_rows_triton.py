@@ -11,11 +11,30 @@ from jaxtyping import Array, Float
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.projection import few_rows_kernels as kernels
+from jaxglue.ops.projection import gate_rows_kernels
 from jaxglue.ops.projection.few_rows_operands import FewRows
 from jaxglue.ops.projection.fp8 import e4m3_factor
 from jaxglue.ops.quant.blocks import dynamic_code
 from jaxglue.ops.quant.nf4 import BLOCK, VALUES
 
+
+@dataclass(frozen=True, kw_only=True)
+class GateRowsTiles:
+    """Rows of weights in a program of `gate_rows_kernel`, in two matmuls, columns in a step of 16-bit values."""
+
+    block_n: int
+    few: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+_GATE_ROWS_TILES = GateRowsTiles(block_n=128, few=64, block_k=64, num_warps=8, num_stages=4)
+_LEAST_GATE_ROWS = 65
+"""Rows from which a program of gate and up takes more of them, as multiplying takes longer than reading."""
+_LINE = 128
+"""Bytes of a line of the L2 cache."""
+_AHEAD = 0
 _SHRINK_COLUMNS = 512
 """Columns of a program that multiplies a part of the adapters' input, where the GPU has place for more programs."""
 
@@ -55,10 +74,14 @@ class TritonFewRows(Launcher):
 
     tiles: FewRowsTiles | None = None
     """Tiles; None takes those measured."""
+    gate_tiles: GateRowsTiles | None = None
+    """The same of gate and up for many rows, or for any if they are given."""
     plain: bool = False
     """Decode NF4 without instructions that Triton's interpreter lacks."""
     rounds: bool = True
     """Round values where training does."""
+    ahead: int | None = None
+    """Bytes of the next launch's weights to ask for; None takes those measured."""
 
     def project(self, operands: FewRows, stream: Float[Array, "M N"] | None) -> list[Float[Array, "M N"]]:
         """Return the products, adapters' and biases included, of one weight with the stream added."""
@@ -66,7 +89,37 @@ class TritonFewRows(Launcher):
 
     def gate(self, operands: FewRows, activation: str) -> Float[Array, "M N"]:
         """Return activation(gate) · up of two weights."""
+        if self._takes_gate_rows(operands):
+            return self._gate_rows(operands, activation)
         return self._multiply(operands, None, activation=activation)[0]
+
+    def _takes_gate_rows(self, operands: FewRows) -> bool:
+        alike = operands.weights[0].dtype == operands.x.dtype
+        plain = operands.low_rank is None and operands.biases is None and operands.nf4 is None
+        many = self.tiles is None and len(operands.x) >= _LEAST_GATE_ROWS
+        return alike and plain and (many or self.gate_tiles is not None)
+
+    def _gate_rows(self, operands: FewRows, activation: str) -> Float[Array, "M N"]:
+        """Multiply by more rows of weights in a program than `few_rows_kernel`."""
+        (M, K), F, tiles = operands.x.shape, len(operands.weights[0]), self.gate_tiles or _GATE_ROWS_TILES
+        out = jax.ShapeDtypeStruct((M, F), operands.dtype)
+        constants = {
+            "M": M,
+            "K": K,
+            "F": F,
+            "FEW": tiles.few,
+            "GELU": activation == "gelu_tanh",
+            "ROUND": self.rounds,
+            "BLOCK_M": max(16, triton.next_power_of_2(M)),
+            "BLOCK_N": tiles.block_n,
+            "BLOCK_K": tiles.block_k * (2 // operands.x.dtype.itemsize or 1),
+        }
+        arrays = (operands.x, operands.x_scales, *operands.weights, *(operands.scales or (None, None)))
+        moved = (M * K + 2 * F * K) * operands.x.dtype.itemsize + M * F * jnp.dtype(operands.dtype).itemsize
+        cost = KernelCost(kind=KernelKind.ROWS, flops=4 * M * K * F, bytes=moved)
+        grid, kernel = (triton.cdiv(2 * F, tiles.block_n + tiles.few),), gate_rows_kernels.gate_rows_kernel
+        warps, stages = tiles.num_warps, tiles.num_stages
+        return self._launch(kernel, arrays, (out,), grid, constants, warps, stages, cost=cost)[0]
 
     def _multiply(self, operands: FewRows, stream, *, activation: str | None) -> list[Float[Array, "M N"]]:
         (M, K), gated = operands.x.shape, activation is not None
@@ -103,6 +156,7 @@ class TritonFewRows(Launcher):
             "ROUND": self.rounds and (rank > 0 or gated),
             "E4M3": e4m3_factor(K) if self.rounds and gated and rank and operands.x_scales is not None else 0.0,
             "ROUND_ADAPTER": self.rounds and not gated and stream is None and operands.x_scales is None,
+            **self._ahead_of(operands.ahead, tiles),
         }
         return self._run(operands, stream, constants, tiles)
 
@@ -127,6 +181,7 @@ class TritonFewRows(Launcher):
             None if low_rank is None else jnp.asarray(low_rank.factors, jnp.float32),
             *((None,) * 3 if low_rank is None else (low_rank.norm_weight, low_rank.inverse_rms, low_rank.used)),
             stream,
+            operands.ahead if constants["AHEAD"] else None,
             jnp.zeros(constants["TILES"] + count + 1, jnp.int32),
             empty(parts if constants["SPLITS"] > 1 else 1),
             empty(count * block_m * block_r if low_rank else 1, dtype=dtype),
@@ -140,6 +195,20 @@ class TritonFewRows(Launcher):
         grid = (count * shrinks + constants["TILES"] * constants["SPLITS"],)
         self._launch(kernels.few_rows_kernel, arrays, (), grid, constants, tiles.num_warps, tiles.num_stages, cost=cost)
         return [jax.freeze(out) for out in outs]
+
+    def _ahead_of(self, weights: tuple[Array, ...], tiles: FewRowsTiles) -> dict[str, int]:
+        """Return the sizes of the next launch's weights, and how many bytes to ask for of each row's parts."""
+        rows, size = [len(weight) for weight in weights], 0
+        row = weights[0].shape[1] * weights[0].dtype.itemsize if weights else 0
+        parts = max(tiles.programs // triton.cdiv(sum(rows), tiles.block_n), 1) if rows else 1
+        if rows and not self.plain and row % (16 * parts) == 0:
+            size = (
+                min((_AHEAD if self.ahead is None else self.ahead) // (sum(rows) * parts), row // parts)
+                // _LINE
+                * _LINE
+            )
+        sizes = {f"AHEAD_{i}": rows[i] if i < len(rows) else 0 for i in range(3)}
+        return {"AHEAD": size, "AHEAD_PARTS": parts, "AHEAD_ROW": row, **sizes, "THREADS": 32 * tiles.num_warps}
 
     def _tiles(self, block_m: int, operands: FewRows, gated: bool, rank: int) -> FewRowsTiles:
         K, itemsize = operands.x.shape[1], operands.x.dtype.itemsize

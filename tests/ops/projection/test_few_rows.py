@@ -105,6 +105,31 @@ def test_interpreted_feed_forward_matches_its_formula(activation, rank, kernels)
     close(got, stream + product(activate(product(x, parts.gate)) * product(x, parts.up), parts.down))
 
 
+@pytest.mark.parametrize(("M", "F", "D", "few"), [(5, 40, 48, 16), repeat(8, 48, 64, 0)])
+def test_interpreted_pairs_of_gate_and_up_match_the_formula(M, F, D, few, kernels):
+    from jaxglue.ops.projection.few_rows_triton import GateRowsTiles
+
+    tiles = GateRowsTiles(block_n=32, few=few, block_k=32, num_warps=4, num_stages=1)
+    parts, x = [projection(10 * i, F, D) for i in range(2)], draw(99, 1, M, D) / 8
+    got = gate_few_rows(replace(kernels, gate_tiles=tiles), x, parts, Decoding(), "silu")
+    close(got, jax.nn.silu(product(x, parts[0])) * product(x, parts[1]))
+
+
+@pytest.mark.parametrize(("dtype", "quantize"), [(jnp.float16, lambda matrix: matrix), (jnp.float32, quantize_fp8)])
+def test_interpreted_pairs_of_gate_and_up_equal_other_kernels(dtype, quantize, kernels):
+    """Without the rounding of products in float16, half of the bits would differ."""
+    from jaxglue.ops.projection.few_rows_triton import GateRowsTiles
+
+    tiles = GateRowsTiles(block_n=32, few=16, block_k=32, num_warps=4, num_stages=1)
+    parts = [projection(10 * i, 48, 64, quantize=lambda matrix: quantize(matrix.astype(dtype))) for i in range(2)]
+    x = draw(99, 8, 64).astype(dtype) / 8
+    pairs, others = (
+        gate_few_rows(own, x, parts, Decoding(fp8=True), "gelu_tanh")
+        for own in (replace(kernels, gate_tiles=tiles), kernels)
+    )
+    assert pairs.dtype == dtype and jnp.isclose(pairs, others, rtol=1e-5, atol=0).mean() > 0.99
+
+
 def test_interpreted_products_are_rounded_where_training_rounds(kernels):
     """With adapters about as large as weights, half of the bits differ between the places of rounding."""
     x, stream = (draw(seed, 1, 8, 64).astype(jnp.float16) for seed in (99, 98))
