@@ -132,7 +132,9 @@ def sample(
     """
     adjusted = _adjust(logits, controls, counts, features)
     positions = positions if masks is None else positions + jnp.where((masks != _ALL).any(-1), _AGAIN, 0)
-    temperature, uniform = (controls.temperature, _uniform(controls.keys, positions)) if features.draws else (None, None)
+    temperature, uniform = (
+        (controls.temperature, _uniform(controls.keys, positions)) if features.draws else (None, None)
+    )
     choice = choose_tokens(adjusted, temperature, uniform)
     if masks is not None or features.truncates:
         choice = _choose_some(choice, adjusted, temperature, uniform, controls, features, masks)
@@ -158,10 +160,10 @@ def _uniform(keys: UInt32[Array, "B words"], positions: Int[Array, " B"]) -> Flo
 
 def _choose_some(choice: Choice, logits, temperature, uniform, controls: Controls, features: Features, masks) -> Choice:
     """Choose tokens of those that masks allow and truncation keeps; log-probabilities stay those among all."""
-    allowed, divisor = logits if masks is None else _leave_out(logits, masks), 1.0
+    allowed = logits if masks is None else _leave_out(logits, masks)
     tokens = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
+    divisor = jnp.ones(len(tokens)) if temperature is None else divisors(temperature)
     if temperature is not None:
-        divisor = divisors(temperature)
         weights = Weights(allowed, at(allowed, tokens), divisor)  # 1 for the most likely token
         kept = Kept(_truncate(weights.all, controls, features)) if features.truncates else weights
         tokens = jnp.where(temperature > 0, draw(kept, uniform), tokens)

@@ -57,7 +57,9 @@ def _first_above(weights, target, at, last: tl.constexpr):
     """
     until = tl.cumsum(weights, 0)
     fits = (until > target) & (weights > 0)
-    index = tl.where(tl.max(fits.to(tl.int32), 0) > 0, _first(fits, at, last), _first(weights == tl.max(weights, 0), at, last))
+    index = tl.where(
+        tl.max(fits.to(tl.int32), 0) > 0, _first(fits, at, last), _first(weights == tl.max(weights, 0), at, last)
+    )
     return index, target - tl.sum(tl.where(at == index, until - weights, 0.0), 0)
 
 

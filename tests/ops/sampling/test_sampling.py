@@ -32,7 +32,9 @@ def assert_equal(got, want) -> None:
 @pytest.mark.parametrize("draws", [False, True])
 def test_interpreted_kernels_choose_as_the_reference(V, draws, kernels):
     logits, temperature, uniform = rows_of(6, V)
-    logits = logits.at[1, : V // BLOCK // 2 * BLOCK].set(-jnp.inf).at[2, [5, V - 1]].set(9.0)  # a block without tokens, equal ones
+    logits = (
+        logits.at[1, : V // BLOCK // 2 * BLOCK].set(-jnp.inf).at[2, [5, V - 1]].set(9.0)
+    )  # a block without tokens, equal ones
     settings = (temperature, uniform) if draws else (None, None)
     with SAMPLING.using(kernels):
         got = choose_tokens(logits, *settings)
