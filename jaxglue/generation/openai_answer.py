@@ -64,7 +64,7 @@ class AnswerText:
         """Return the thinking and the text that are certain to be shown; completions know no thinking."""
         grows, text = self.finish is None, self._text.text if self._content is None else self._content
         if grows and self._call.functions:
-            text = shown_before_calls(text)
+            text = shown_before_calls(text, self._call.functions)
         if not self._call.chat:
             return "", text
         opened = self._call.thinks == Thought.BEGUN

@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import Float
 from transformers import PreTrainedTokenizerBase
 
+from jaxglue.data.tokenizer import require_unicode
 from jaxglue.generation.config import AssistantConfig
 from jaxglue.generation.scoring import RewardModel
 from jaxglue.rl.config import RolloutConfig
@@ -223,10 +224,15 @@ class Judge:
         request = {"messages": [*episode.prompt.content, *episode.messages], "columns": dict(episode.prompt.columns)}
         answer: dict[str, Any] = {"completions": [None], "completion_ids": [None], "texts": [None], "prompt": None}
         answer["last"] = episode.is_last
-        found = self._call(self._environment, request | answer, f"environment of {episode.prompt.origin}")
+        where = f"environment of {episode.prompt.origin}"
+        found = self._call(self._environment, request | answer, where)
         if found is None:
             return None
         reply = found["reply"]
+        try:
+            require_unicode(json.dumps(reply, ensure_ascii=False))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
         if isinstance(reply, str):
             return [{"role": "user", "content": reply}]
         replies = [reply] if isinstance(reply, dict) else reply
@@ -235,7 +241,7 @@ class Judge:
         if reply is None or (isinstance(reply, float) and math.isfinite(reply)):
             return reply
         raise ValueError(
-            f"environment of {episode.prompt.origin}: expected a text, a message with role and content, a list of "
+            f"{where}: expected a text, a message with role and content, a list of "
             f"messages, a finite number or None, got {reply!r:.200}"
         )
 

@@ -71,7 +71,7 @@ def judge(function: Callable[..., Any], request: dict[str, Any]) -> list[Any]:
     def chosen(values: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in values.items() if takes_all or name in names}
 
-    if "messages" in names:
+    if "messages" in request:
         found = function(**chosen(given | {name: request[name] for name in ("messages", "last")}))
         return [asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found]
     if "completions" in names:

@@ -176,7 +176,7 @@ class ModelConfig(Config):
 
     @property
     def router_losses(self) -> "RouterLosses | None":
-        """Weights of the routers' auxiliary losses; None when all are 0."""
+        """Return the weights of the routers' auxiliary losses; None when all are 0."""
         from jaxglue.models.context import RouterLosses
 
         losses = RouterLosses(balance=self.router_balance_loss, z=self.router_z_loss)
@@ -511,12 +511,14 @@ class TrainConfig(Config):
                 raise ValueError(f"--{flag} is for adapters, and --method full trains all weights: leave it out")
         if not (whole or adapted or self.lora.trainable_token_indices or self.model.new_tokens):
             return
+        stays = "so embedding and head stay frozen: leave out --modules-to-save, --trainable-token-indices and "
         if self.objective.kind.needs_reference and self.model.method == "lora":
             raise ValueError(
-                f"--objective {self.objective.objective} compares with a model without adapters, so embedding and head "
-                "stay frozen: leave out --modules-to-save, --trainable-token-indices and --new-tokens, and them in "
-                "--targets"
+                f"--objective {self.objective.objective} compares with a model without adapters, {stays}--new-tokens, "
+                "and them in --targets"
             )
+        if self.rollouts.teacher == "base" and (whole or self.lora.trainable_token_indices or self.model.new_tokens):
+            raise ValueError(f"--teacher base is the model without adapters, {stays}--new-tokens")
         if self.model.fp8_head:
             raise ValueError(
                 "--fp8-head needs a frozen head: leave it out, or train no embeddings, head and new tokens"

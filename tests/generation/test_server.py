@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.generation import grammar
 from jaxglue.generation.chat import Assistant
 from jaxglue.generation.config import SamplingConfig, ServeConfig
@@ -213,6 +214,25 @@ def test_tool_calls_are_parsed_streamed_or_whole(served):
     for options in ({"tools": tools, "tool_choice": "none"}, {}):
         (choice,) = post(client, messages=MESSAGES, **options).json()["choices"]
         assert choice["message"]["content"] == text and choice["finish_reason"] == "stop"
+
+
+def test_calls_and_thinking_between_special_tokens_are_told_from_others(served, quickstart):
+    assistant, _, config = served
+    tokenizer = load_tokenizer(quickstart)
+    specials = ["<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>", "<|image|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": specials})
+    thought, call = "<|channel>thought\nHm.\n<channel|>", '<|tool_call>call:now{zone:<|"|>é<|"|>}<tool_call|>'
+    tokens, stop = tokenizer.encode(f"{thought}I look.<|image|>{call}"), tokenizer.eos_token_id
+    parts = {"tokenizer": tokenizer, "stops": {stop}, "ranks": 0, "voices": {}, "config": assistant.config}
+    service = Told(*([token] for token in tokens), [stop])
+    client = TestClient(make_app(SimpleNamespace(**parts), service, config))
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    deltas = [
+        event["choices"][0]["delta"] for event in events(post(client, messages=MESSAGES, tools=tools, stream=True))
+    ]
+    assert "".join(delta.get("content") or "" for delta in deltas) == "I look."
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm."
+    assert deltas[-1]["tool_calls"][0]["function"] == {"name": "now", "arguments": '{"zone": "é"}'}
 
 
 def test_thinking_comes_apart_from_the_answer(served, monkeypatch):

@@ -40,6 +40,14 @@ async def reply(messages, wanted):
     return wanted + messages[-1]["content"]
 
 
+def half(messages):
+    return "\\ud83d"
+
+
+def conversation(completion, messages):
+    return 1
+
+
 def tool(messages, last):
     if last:
         return 0.25
@@ -115,6 +123,7 @@ def test_functions_judge_one_answer_or_all_at_once_or_none(score):
     [
         ("few", "few of prompts.jsonl:4: expected a reward for each of 3 answers, got 1"),
         ("nan", "nan of prompts.jsonl:4: expected finite numbers or None, got nan"),
+        ("conversation", "conversation of prompts.jsonl:4: TypeError: .*missing 1 required .*'messages'"),
         ("wrong", r"wrong of prompts.jsonl:4: KeyError: 'key' \(rewards.py:\d+\)"),
         ("absent", "has no function 'absent'; it has .*single"),
         ("single?scal=2", "rewards.py:single: ValueError: no parameter scal; it has prompt, completion, wanted, scale"),
@@ -172,6 +181,9 @@ def test_environments_reply_also_when_async_and_are_named_by_their_flag(tmp_path
         assert judge.reply([said, replace(said, is_last=True)]) == [[{"role": "tool", "content": "!"}] * 2, 0.25]
         with pytest.raises(ValueError, match=r"prompts.jsonl:4: expected a text, .* got \['no message'\]"):
             judge.reply([replace(said, messages=said.messages * 2)])
+    half = replace(config, environment=f"{tmp_path}/rewards.py:half")
+    with closing(Judge(half)) as judge, pytest.raises(ValueError, match=r"prompts.jsonl:4: a text holds half of a sur"):
+        judge.reply([said])
     absent = replace(config, environment=f"{tmp_path}/rewards.py:absent")
     with closing(Judge(absent)) as judge, pytest.raises(ValueError, match=r"--environment .*has no function 'absent'"):
         judge.check()

@@ -246,10 +246,18 @@ def test_a_base_under_a_privileged_prompt_is_distilled(make_distillation):
     assert 0 < sum("b" in answer and len(answer) < 3 for answer in answers) < len(answers)  # some are the rows'
 
 
+@pytest.mark.parametrize("settings", [{"dora": True}, repeat({})])
+def test_a_base_is_what_training_begins_with_whatever_the_adapters(make_distillation, settings):
+    config = make_distillation(teacher_system=None, steps=2, learning_rate=3e-2, **settings)
+    losses = [line["loss"] for line in read_metrics(train(config).metrics)]
+    assert losses[0] == pytest.approx(0, abs=1e-5) and losses[1] > 1e-3
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
         ({"teacher": None}, "needs a --teacher"),
+        ({"modules_to_save": ("lm_head",)}, "--teacher base is the model without adapters, so embedding and head stay"),
         ({"router_z_loss": 0.1}, "--router-z-loss is not for --objective distill: its losses are no means over tokens"),
         ({"teacher_system": "The hint is {key}."}, r"answered.jsonl:1: --teacher-system: no column 'key' in the row"),
         ({"dynamic_sampling": True}, "--dynamic-sampling is not for --objective distill: it chooses prompts by their"),

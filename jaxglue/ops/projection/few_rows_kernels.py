@@ -56,6 +56,16 @@ BEYOND = tl.constexpr(1 << 20)
 
 
 @triton.jit
+def settled(acc):
+    """Return sums after the matmuls before have read their operands.
+
+    The compiler would leave a step's last matmul running beside the next step, which decodes its operand into the
+    registers that this matmul still reads; it waits for sums that something else than a matmul takes.
+    """
+    return tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def arrive(counter):
     """Return how many programs arrived before, after all stores of this program."""
     tl.debug_barrier()  # one thread counts for all
