@@ -124,7 +124,9 @@ def reply(line: str) -> dict[str, Any]:
         if request.get("check"):
             check_options(function, request["options"])
             if (columns := request.get("columns")) is not None:
-                check_values(function, (*values_of(function, replies=request["replies"]), *request["options"], *columns))
+                check_values(
+                    function, (*values_of(function, replies=request["replies"]), *request["options"], *columns)
+                )
             return {}
         rewards = judge(function, request)
         if "messages" in request:
