@@ -274,7 +274,7 @@ def _make_rollouts(
         copies=model.delta is not None,
         held_out=held_out,
     )
-    judge.check()
+    judge.check({name for prompt in dataset.prompts for name in prompt.columns})
     return steps
 
 
