@@ -204,6 +204,8 @@ def test_axolotls_table_of_trl_is_translated(write):
         ("loss_type: sigmoid", "recipe.yml: loss_type: expected grpo | dapo"),
         ("reward_weights: [1]", "reward_weights: expected one for each of 2 functions, got 1"),
         ("steps_per_generation: 3", "steps_per_generation: expected a multiple of gradient_accumulation_steps, 2, g"),
+        ("num_generations: many", "num_generations: expected whole numbers above 0"),
+        ("reward_funcs: [3]", "reward_funcs: expected names of functions, got [3]"),
         ("importance_sampling_level: sequence", "importance_sampling_level: expected token, or sequence with"),
     ],
 )
@@ -320,8 +322,9 @@ def test_recipes_that_do_not_pack_keep_their_documents_per_step(write, caplog):
         == 16
     )
     answers = "model_name_or_path: m\ndata: x\nobjective: grpo\nreward_funcs: exact\nper_device_train_batch_size: 2\n"
-    run = load_config(TrainConfig, write(answers)).run
-    assert (run.documents_per_step, run.per_device_batch_size) == (None, 2)
+    config = load_config(TrainConfig, write(answers))
+    assert (config.run.documents_per_step, config.run.batch_size) == (None, 1)
+    assert (config.objective.objective, config.rollouts.generation_batch_size) == ("grpo", 8)
 
 
 def test_alpaca_rows_of_llama_factory_are_chats(write, caplog):

@@ -10,6 +10,8 @@ _NAMES = {"reward_funcs", "num_generations", "max_completion_length", "steps_per
 _LOSSES = ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
 _LOSS = "dapo"
 """TRL's default."""
+_GENERATIONS = 8
+"""TRL's default."""
 _REWARDS = {
     "accuracy_reward": "math",
     "think_format_reward": "regex?pattern=^<think>(?!.*<think>)(.*?)</think>.*$",
@@ -59,10 +61,10 @@ def with_rollouts(recipe: Mapping[str, Any], where: str) -> Nested:
 
 def _objective(values: Nested) -> Nested:
     """Take the loss out of the values, and return the objective."""
-    named = values.get("objective") or values.pop("rl", None)
-    loss = values.pop("loss_type", None)
+    ours, theirs = values.get("objective"), values.pop("rl", None)
+    loss = values.pop("loss_type", ours if ours in _LOSSES else None)
     level = values.pop("importance_sampling_level", "token")
-    if named not in (None, "grpo"):
+    if (named := ours or theirs) not in (None, *_LOSSES):
         return {"objective": named}
     if loss not in (None, *_LOSSES):
         raise ValueError(f"loss_type: expected {' | '.join(_LOSSES)}, got {loss!r:.100}")
@@ -79,20 +81,26 @@ def _sizes(values: Nested) -> Nested:
     """Take sizes of batches out of the values, and return the answers and optimizer steps of a generation."""
     batch, accumulated = values.pop(_BATCH, values.pop("micro_batch_size", None)), values.pop(_STEPS, 1)
     parts = values.pop(_PARTS, accumulated)
-    if not all(isinstance(size, int) and size > 0 for size in (batch or 1, accumulated, parts)):
-        raise ValueError(f"{_BATCH}, {_STEPS}, {_PARTS}: expected whole numbers above 0")
+    count = values.get("num_generations", _GENERATIONS)
+    if not all(isinstance(size, int) and size > 0 for size in (1 if batch is None else batch, accumulated, parts, count)):
+        raise ValueError(f"{_BATCH}, {_STEPS}, {_PARTS}, num_generations: expected whole numbers above 0")
     if parts % accumulated:
         raise ValueError(f"{_PARTS}: expected a multiple of {_STEPS}, {accumulated}, got {parts}")
     found = {_PARTS: parts // accumulated}
     if "generation_batch_size" not in values and batch is not None:
-        found["generation_batch_size"] = batch * parts
+        unit = count * found[_PARTS]
+        found["generation_batch_size"] = -(-batch * parts // unit) * unit  # on several GPUs of TRL's it is more
     return found
 
 
 def _rewards(functions: Any, weights: Any) -> list[str]:
     """Return names of rewards with their weights; functions of modules are those of files."""
     names = [functions] if isinstance(functions, str) else functions
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"reward_funcs: expected names of functions, got {names!r:.100}")
     weights = [1.0] * len(names) if weights is None else weights
+    if not isinstance(weights, list) or not all(isinstance(weight, int | float) for weight in weights):
+        raise ValueError(f"reward_weights: expected numbers, got {weights!r:.100}")
     if len(weights) != len(names):
         raise ValueError(f"reward_weights: expected one for each of {len(names)} functions, got {len(weights)}")
     return [_weighted(_REWARDS.get(name, _of_file(name)), weight) for name, weight in zip(names, weights, strict=True)]
