@@ -27,7 +27,7 @@ from jaxglue.rl.loop import RolloutSteps
 from jaxglue.rl.prompts import PromptDataset, PromptReport, read_prompts
 from jaxglue.rl.rewards import Judge
 from jaxglue.sharding.mesh import MeshShape, mesh_of, process_batch_shard
-from jaxglue.training.checks import refuse_shared_prompt, warn_of_peft
+from jaxglue.training.checks import warn_of_peft, why_prompts_are_copied
 from jaxglue.training.config import RunConfig, TrainConfig, warmup_steps
 from jaxglue.training.initial_adapter import read_initial_adapter
 from jaxglue.training.mesh_choice import agree_on_mesh
@@ -225,7 +225,7 @@ def _read_data(
         if config.data.eval_data:
             held_out = read_prompts(config.data, vocabulary.tokenizer, **sizes, held_out=True)
         return PreparedData(train=prompts, eval=held_out, report=PromptReport(prompts, held_out))
-    shared = not refuse_shared_prompt(config, model)
+    shared = not why_prompts_are_copied(config, model)
     task = config.objective.task(shared_prompt=shared, copies=model.delta is not None)
     columns = {**config.objective.columns, **columns}
     return prepare_data(config.data, vocabulary.tokenizer, model.vocab_size, progress, task, columns)
@@ -270,7 +270,7 @@ def _make_rollouts(
         batch_size=config.run.batch_size,
         seed=config.data.seed,
         folder=config.run.output,
-        shared=not refuse_shared_prompt(config, model),
+        shared=not why_prompts_are_copied(config, model),
         copies=model.delta is not None,
         held_out=held_out,
     )
