@@ -127,7 +127,8 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
     workload, remat = agree_on_mesh(planned, model, lengths, processes, _expected_steps(planned, data))
     batches: BatchIterator | StreamIterator | RolloutSteps
     if config.objective.kind.needs_rollouts:
-        batches, eval_batches = _make_rollouts(config, model, data, processes, vocabulary.tokenizer), None
+        found = data, processes, vocabulary.tokenizer, workload.mesh.devices
+        batches, eval_batches = _make_rollouts(config, model, *found), None
         total_steps = config.run.steps or config.run.epochs * batches.steps_per_epoch
     else:
         batches, eval_batches = _make_batches(config, data, workload.mesh)
@@ -251,10 +252,16 @@ def _make_rollouts(
     data: PreparedData,
     processes: Processes,
     tokenizer: "PreTrainedTokenizerBase",
+    devices: int,
 ) -> RolloutSteps:
     """Return the steps on answers that the model writes; their rewards are imported here, in processes of their own."""
+    name = config.objective.objective
     if processes.count > 1:
-        raise ValueError(f"--objective {config.objective.objective} runs in one process yet: start one")
+        raise ValueError(f"--objective {name} runs in one process yet: start one")
+    if config.objective.kind.needs_teacher and devices > 1:
+        raise ValueError(
+            f"--objective {name} is for one GPU yet, and there are {devices}: choose one with CUDA_VISIBLE_DEVICES"
+        )
     objective, dataset, held_out = config.objective.make(), data.train, data.eval
     assert isinstance(objective, RolloutObjective) and isinstance(dataset, PromptDataset)
     assert held_out is None or isinstance(held_out, PromptDataset)
@@ -274,7 +281,11 @@ def _make_rollouts(
         copies=model.delta is not None,
         held_out=held_out,
     )
-    judge.check({name for prompt in dataset.prompts for name in prompt.columns})
+    try:
+        judge.check({name for prompt in dataset.prompts for name in prompt.columns})
+    except BaseException:
+        judge.close()
+        raise
     return steps
 
 
