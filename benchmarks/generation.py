@@ -32,8 +32,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from inputs import SHAPES
 from measure import milliseconds, table, write_results
+from shapes import SHAPES
 from traces import gpu_events
 
 from jaxglue.engine.compiler import STEP_OPTIONS

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from inputs import SHAPES
 from measure import table, write_results
+from shapes import SHAPES
 
 from jaxglue.engine.compiler import STEP_OPTIONS
 from jaxglue.generation.contexts import Cursor, DecodeContext, Places

@@ -25,8 +25,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from inputs import SHAPES
 from measure import write_results
+from shapes import SHAPES
 
 from jaxglue.data.config import DataConfig
 from jaxglue.data.iterator import Step

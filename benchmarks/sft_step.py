@@ -30,9 +30,10 @@ from threading import Lock, Thread
 import jax
 import numpy as np
 from gpus import FreeGpus
-from inputs import SHAPES, make_adapter, make_description, make_model
+from inputs import make_adapter, make_description, make_model
 from kernel_profile import MATMUL
 from measure import table, uniform_lengths, write_json
+from shapes import SHAPES
 
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora_config import LoraConfig

@@ -81,11 +81,15 @@ class Window:
 
 
 class CachedLayer:
-    """The compiled prefill, decode step and extension of one layer type; all update the cache in place."""
+    """The compiled prefill, decode step and extension of one layer type; all update the cache in place.
+
+    `fill` is the prefill of the model's last layer, whose output nothing reads: XLA leaves out what follows the cache.
+    """
 
     def __init__(self, graphdef: nnx.GraphDef, *, fp8: bool = True):
         self._graphdef, self._fp8 = graphdef, fp8
-        self.prefill = jit_step(self._prefill, donate_argnames="cache")
+        self.prefill = jit_step(self._prefill, donate_argnames=("x", "cache"))
+        self.fill = jit_step(lambda *arguments: self._prefill(*arguments)[1], donate_argnums=2)
         self.decode = _jit(self._decode, donate_argnames="cache")
         self.extend = jit_step(self._extend, donate_argnames="cache")
 
@@ -166,8 +170,12 @@ class Programs:
         x, packed, own = self._embed_prompts(_part(trees, "embed_tokens"), tokens, segments)
         packed = replace(packed, ranks=places.ranks)
         contexts = packed.each(own, len(self._layers))
+        full = tokens.shape[1] >= PREFILL_TOKENS  # for few tokens another program is not worth compiling
         for i, (layer, weights) in enumerate(self._layer_weights(trees)):
-            x, caches[i] = layer.prefill(weights, x, caches[i], contexts[i], places)
+            if full and i == len(caches) - 1:
+                caches[i] = layer.fill(weights, x, caches[i], contexts[i], places)
+            else:
+                x, caches[i] = layer.prefill(weights, x, caches[i], contexts[i], places)
         return caches
 
     def extend(self, trees: Trees, tokens: Int[Array, " T"], cursor: Cursor, caches: list[Cache]) -> list[Cache]:
@@ -238,7 +246,7 @@ class Programs:
         programs = [self._embed_prompts, self._embed_suffixes, self._embed_slots, self._advance]
         programs += [self._run_one, self._run_several]
         for layer in set(self._layers):
-            programs += [layer.prefill, layer.decode, layer.extend]
+            programs += [layer.prefill, layer.fill, layer.decode, layer.extend]
         compiled = sum(program.compilations() for program in programs)
         return compiled + sum(function._cache_size() for function in functions)
 

@@ -176,7 +176,7 @@ class ModelConfig(Config):
 
     @property
     def router_losses(self) -> "RouterLosses | None":
-        """Weights of the routers' auxiliary losses; None when all are 0."""
+        """Return the weights of the routers' auxiliary losses; None when all are 0."""
         from jaxglue.models.context import RouterLosses
 
         losses = RouterLosses(balance=self.router_balance_loss, z=self.router_z_loss)

@@ -84,11 +84,11 @@ def _columns(count: int, order: str) -> int:
     return -(-count // 128) * 128 if order == "codes" else count
 
 
-def _fewer(rows: int, mean: int) -> tuple[tuple[int, int], ...]:
+def _fewer(rows: int) -> tuple[tuple[int, int], ...]:
     """Return the numbers of rows, as sums of two, by which a kernel multiplies tiles of fewer, the fewest first."""
-    if rows >= 64 and mean > 16:
-        return (rows // 2, 0), (rows // 2, rows // 4)
-    return tuple((fewer, 0) for fewer in (rows // 4, rows // 2) if fewer >= 16)
+    if rows <= 16:
+        return ()
+    return ((rows // 2, 0),) if rows == 32 else ((rows // 2, 0), (rows // 2, rows // 4))
 
 
 def ordered(x: Float[Array, "M K"], order: str) -> Float[Array, "M C"]:
@@ -217,7 +217,7 @@ class TritonFewRowsExperts(Launcher):
             "ALPHA": GPT_OSS_ALPHA,
             "LIMIT": GPT_OSS_LIMIT,
             "BLOCK_M": row_tiles.rows,
-            "FEWER": _fewer(row_tiles.rows, S // E),
+            "FEWER": _fewer(row_tiles.rows),
             "BLOCK_N": block_n,
             "BLOCK_K": min(max(tiles.block_k, least), max(least, triton.next_power_of_2(K))),
         }

@@ -7,7 +7,7 @@ the few tokens its second. Rows of x are those of one expert each, as `RowTiles`
 import triton
 import triton.language as tl
 
-from jaxglue.ops.projection.few_rows_kernels import nf4_scales, nf4_tile
+from jaxglue.ops.projection.few_rows_kernels import nf4_scales, nf4_tile, settled
 
 
 def _mxfp4_assembly() -> str:
@@ -234,6 +234,10 @@ def _multiply(
         acc = tl.dot(w, tl.trans(values), acc)
         if MORE:
             more = tl.dot(w, tl.trans(values_too), more)
+        if STORED != "plain" and not PLAIN:
+            acc = settled(acc)
+            if MORE:
+                more = settled(more)
 
     biases = None
     if bias is not None:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.projection import few_rows_kernels as kernels
-from jaxglue.ops.projection import gate_rows_kernels
+from jaxglue.ops.projection import many_rows_kernels as kernels_of_many
 from jaxglue.ops.projection.few_rows_operands import FewRows
 from jaxglue.ops.projection.fp8 import e4m3_factor
 from jaxglue.ops.quant.blocks import dynamic_code
@@ -19,21 +19,33 @@ from jaxglue.ops.quant.nf4 import BLOCK, VALUES
 
 
 @dataclass(frozen=True, kw_only=True)
-class GateRowsTiles:
-    """Rows of weights in a program of `gate_rows_kernel`, in two matmuls, columns in a step of 16-bit values."""
+class ManyRowsTiles:
+    """Rows of weights in a program of many rows of x, in two matmuls, and how it is compiled."""
 
     block_n: int
     few: int
+    """Rows of the second matmul; 0 for none."""
     block_k: int
-    num_warps: int
-    num_stages: int
+    """Columns of 16-bit values in a step; twice as many of 8 bits."""
+    num_warps: int = 8
+    num_stages: int = 4
+    programs: int = 132
+    """Programs to reach by splitting sums, as many as run at a time."""
+    wait: bool = True
+    """Let all programs of a tile add their parts, instead of the last one."""
+
+    def columns(self, dtype) -> int:
+        """Return the columns of a step."""
+        return self.block_k * max(2 // jnp.dtype(dtype).itemsize, 1)
 
 
-_GATE_ROWS_TILES = GateRowsTiles(block_n=128, few=64, block_k=64, num_warps=8, num_stages=4)
-_LEAST_GATE_ROWS = 65
-"""Rows from which a program of gate and up takes more of them, as multiplying takes longer than reading."""
+_MANY_GATES = ManyRowsTiles(block_n=128, few=64, block_k=64)
+_MANY_PRODUCTS = ManyRowsTiles(block_n=128, few=0, block_k=64)
+_LEAST_GATES, _LEAST_PRODUCTS = 65, 257
+"""Rows from which a program takes more of weights, as multiplying takes longer than reading."""
 _LINE = 128
 """Bytes of a line of the L2 cache."""
+_LARGEST_INT32 = 2**31 - 1
 _AHEAD = 0
 _SHRINK_COLUMNS = 512
 """Columns of a program that multiplies a part of the adapters' input, where the GPU has place for more programs."""
@@ -74,8 +86,8 @@ class TritonFewRows(Launcher):
 
     tiles: FewRowsTiles | None = None
     """Tiles; None takes those measured."""
-    gate_tiles: GateRowsTiles | None = None
-    """The same of gate and up for many rows, or for any if they are given."""
+    many: ManyRowsTiles | None = None
+    """Tiles for many rows, or for any if they are given."""
     plain: bool = False
     """Decode NF4 without instructions that Triton's interpreter lacks."""
     rounds: bool = True
@@ -85,41 +97,66 @@ class TritonFewRows(Launcher):
 
     def project(self, operands: FewRows, stream: Float[Array, "M N"] | None) -> list[Float[Array, "M N"]]:
         """Return the products, adapters' and biases included, of one weight with the stream added."""
+        if (tiles := self._many(operands, _MANY_PRODUCTS, _LEAST_PRODUCTS)) is not None:
+            return self._multiply_many(operands, stream, tiles)
         return self._multiply(operands, stream, activation=None)
 
     def gate(self, operands: FewRows, activation: str) -> Float[Array, "M N"]:
         """Return activation(gate) · up of two weights."""
-        if self._takes_gate_rows(operands):
-            return self._gate_rows(operands, activation)
+        if (tiles := self._many(operands, _MANY_GATES, _LEAST_GATES)) is not None:
+            return self._gate_many(operands, activation, tiles)
         return self._multiply(operands, None, activation=activation)[0]
 
-    def _takes_gate_rows(self, operands: FewRows) -> bool:
+    def _many(self, operands: FewRows, tiles: ManyRowsTiles, least: int) -> ManyRowsTiles | None:
+        """Return the tiles of a launch for many rows; None for one of few, or with other parts."""
         alike = operands.weights[0].dtype == operands.x.dtype
         plain = operands.low_rank is None and operands.biases is None and operands.nf4 is None
-        many = self.tiles is None and len(operands.x) >= _LEAST_GATE_ROWS
-        return alike and plain and (many or self.gate_tiles is not None)
+        values = sum(weight.size for weight in operands.weights)
+        if not (alike and plain) or values >= _LARGEST_INT32:
+            return None
+        return self.many or (tiles if self.tiles is None and len(operands.x) >= least else None)
 
-    def _gate_rows(self, operands: FewRows, activation: str) -> Float[Array, "M N"]:
-        """Multiply by more rows of weights in a program than `few_rows_kernel`."""
-        (M, K), F, tiles = operands.x.shape, len(operands.weights[0]), self.gate_tiles or _GATE_ROWS_TILES
-        out = jax.ShapeDtypeStruct((M, F), operands.dtype)
+    def _gate_many(self, operands: FewRows, activation: str, tiles: ManyRowsTiles) -> Float[Array, "M N"]:
+        F = len(operands.weights[0])
+        out = jax.ShapeDtypeStruct((len(operands.x), F), operands.dtype)
+        constants = {"F": F, "GELU": activation == "gelu_tanh", "ROUND": self.rounds}
+        arrays = (operands.x, operands.x_scales, *operands.weights, *(operands.scales or (None, None)))
+        grid = triton.cdiv(2 * F, tiles.block_n + tiles.few)
+        return self._launch_many(kernels_of_many.gate_rows_kernel, operands, arrays, (out,), grid, constants, tiles)[0]
+
+    def _multiply_many(self, operands: FewRows, stream, tiles: ManyRowsTiles) -> list[Float[Array, "M N"]]:
+        (M, K), sizes, dtype = operands.x.shape, [len(weight) for weight in operands.weights], operands.dtype
+        count, block_m = triton.cdiv(sum(sizes), tiles.block_n + tiles.few), max(16, triton.next_power_of_2(M))
+        steps = triton.cdiv(K, tiles.columns(operands.x.dtype))
+        splits = next(n for n in (8, 4, 2, 1) if n == 1 or (n * count <= tiles.programs and steps % n == 0))
+        empty = lambda *shape, dtype=jnp.float32: jax.new_ref(jax.lax.empty(shape, dtype))  # noqa: E731
+        outs = tuple(empty(M, size, dtype=dtype) for size in sizes)
+        parts = count * splits * (tiles.block_n + tiles.few) * block_m if splits > 1 else 1
+        scratch = jnp.zeros(count, jnp.int32), empty(parts)
+        arrays = (operands.x, operands.x_scales, operands.weights, operands.scales, stream, *scratch, outs)
         constants = {
+            **{f"N_{i}": sizes[i] if i < len(sizes) else 0 for i in range(3)},
+            "COUNT": len(sizes),
+            "SPLITS": splits,
+            "STEPS": steps // splits,
+            "WAIT": tiles.wait and not self.plain,  # the interpreter runs programs one after another
+        }
+        self._launch_many(kernels_of_many.many_rows_kernel, operands, arrays, (), count * splits, constants, tiles)
+        return [jax.freeze(out) for out in outs]
+
+    def _launch_many(self, kernel, operands: FewRows, arrays, outs, programs: int, constants, tiles: ManyRowsTiles):
+        (M, K), itemsize, sizes = operands.x.shape, operands.x.dtype.itemsize, [len(w) for w in operands.weights]
+        moved = (M + sum(sizes)) * K * itemsize + M * (sum(sizes) if not outs else sizes[0]) * 2
+        cost = KernelCost(kind=KernelKind.ROWS, flops=2 * M * K * sum(sizes), bytes=moved)
+        constants |= {
             "M": M,
             "K": K,
-            "F": F,
-            "FEW": tiles.few,
-            "GELU": activation == "gelu_tanh",
-            "ROUND": self.rounds,
             "BLOCK_M": max(16, triton.next_power_of_2(M)),
             "BLOCK_N": tiles.block_n,
-            "BLOCK_K": tiles.block_k * (2 // operands.x.dtype.itemsize or 1),
+            "FEW": tiles.few,
+            "BLOCK_K": tiles.columns(operands.x.dtype),
         }
-        arrays = (operands.x, operands.x_scales, *operands.weights, *(operands.scales or (None, None)))
-        moved = (M * K + 2 * F * K) * operands.x.dtype.itemsize + M * F * jnp.dtype(operands.dtype).itemsize
-        cost = KernelCost(kind=KernelKind.ROWS, flops=4 * M * K * F, bytes=moved)
-        grid, kernel = (triton.cdiv(2 * F, tiles.block_n + tiles.few),), gate_rows_kernels.gate_rows_kernel
-        warps, stages = tiles.num_warps, tiles.num_stages
-        return self._launch(kernel, arrays, (out,), grid, constants, warps, stages, cost=cost)[0]
+        return self._launch(kernel, arrays, outs, (programs,), constants, tiles.num_warps, tiles.num_stages, cost=cost)
 
     def _multiply(self, operands: FewRows, stream, *, activation: str | None) -> list[Float[Array, "M N"]]:
         (M, K), gated = operands.x.shape, activation is not None

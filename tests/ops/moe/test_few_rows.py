@@ -113,10 +113,10 @@ def test_choice_on_a_gpu_equals_the_sort():
     np.testing.assert_array_equal(CHOOSE.load(256).choose(scores, 8), jax.lax.top_k(scores, 8)[1])
 
 
-def test_a_tile_of_few_rows_holds_most_groups():
+def test_a_tile_of_few_rows_holds_twice_the_mean_group():
     logits = draw(0, 64, 8)
     routings = [route(logits, 2, order="sigmoid_topk", inference=inference) for inference in (False, True)]
-    assert [routing.groups.tiles.rows for routing in routings] == [16, 64]
+    assert [routing.groups.tiles.rows for routing in routings] == [16, 32]
 
 
 def test_assembly_decodes_every_mxfp4_code():
