@@ -27,7 +27,7 @@ from jaxglue.rl.loop import RolloutSteps
 from jaxglue.rl.prompts import PromptDataset, PromptReport, read_prompts
 from jaxglue.rl.rewards import Judge
 from jaxglue.sharding.mesh import MeshShape, mesh_of, process_batch_shard
-from jaxglue.training.checks import refuse_shared_prompt, warn_of_peft
+from jaxglue.training.checks import warn_of_peft, why_prompts_are_copied
 from jaxglue.training.config import RunConfig, TrainConfig, warmup_steps
 from jaxglue.training.initial_adapter import read_initial_adapter
 from jaxglue.training.mesh_choice import agree_on_mesh
@@ -127,7 +127,8 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
     workload, remat = agree_on_mesh(planned, model, lengths, processes, _expected_steps(planned, data))
     batches: BatchIterator | StreamIterator | RolloutSteps
     if config.objective.kind.needs_rollouts:
-        batches, eval_batches = _make_rollouts(config, model, data, processes, vocabulary.tokenizer), None
+        found = data, processes, vocabulary.tokenizer, workload.mesh.devices
+        batches, eval_batches = _make_rollouts(config, model, *found), None
         total_steps = config.run.steps or config.run.epochs * batches.steps_per_epoch
     else:
         batches, eval_batches = _make_batches(config, data, workload.mesh)
@@ -225,7 +226,7 @@ def _read_data(
         if config.data.eval_data:
             held_out = read_prompts(config.data, vocabulary.tokenizer, **sizes, held_out=True)
         return PreparedData(train=prompts, eval=held_out, report=PromptReport(prompts, held_out))
-    shared = not refuse_shared_prompt(config, model)
+    shared = not why_prompts_are_copied(config, model)
     task = config.objective.task(shared_prompt=shared, copies=model.delta is not None)
     columns = {**config.objective.columns, **columns}
     return prepare_data(config.data, vocabulary.tokenizer, model.vocab_size, progress, task, columns)
@@ -251,10 +252,16 @@ def _make_rollouts(
     data: PreparedData,
     processes: Processes,
     tokenizer: "PreTrainedTokenizerBase",
+    devices: int,
 ) -> RolloutSteps:
     """Return the steps on answers that the model writes; their rewards are imported here, in processes of their own."""
+    name = config.objective.objective
     if processes.count > 1:
-        raise ValueError(f"--objective {config.objective.objective} runs in one process yet: start one")
+        raise ValueError(f"--objective {name} runs in one process yet: start one")
+    if config.objective.kind.needs_teacher and devices > 1:
+        raise ValueError(
+            f"--objective {name} is for one GPU yet, and there are {devices}: choose one with CUDA_VISIBLE_DEVICES"
+        )
     objective, dataset, held_out = config.objective.make(), data.train, data.eval
     assert isinstance(objective, RolloutObjective) and isinstance(dataset, PromptDataset)
     assert held_out is None or isinstance(held_out, PromptDataset)
@@ -270,11 +277,15 @@ def _make_rollouts(
         batch_size=config.run.batch_size,
         seed=config.data.seed,
         folder=config.run.output,
-        shared=not refuse_shared_prompt(config, model),
+        shared=not why_prompts_are_copied(config, model),
         copies=model.delta is not None,
         held_out=held_out,
     )
-    judge.check()
+    try:
+        judge.check({name for prompt in dataset.prompts for name in prompt.columns})
+    except BaseException:
+        judge.close()
+        raise
     return steps
 
 

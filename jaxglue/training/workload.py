@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 
 
 def read_architecture(config: TrainConfig, folder: Path) -> DecoderConfig:
-    """Return the architecture of a model folder, as its experts and linear layers are stored in this run."""
+    """Return the architecture of a model folder, as its experts and linear layers are stored in this run.
+
+    Raises:
+        ValueError: a bad folder, or a model that the objective or the settings cannot train.
+    """
     raw = read_config(folder)
     model = config_from_hf(raw)
     check_dropout(config.model.model, text_config(raw))
