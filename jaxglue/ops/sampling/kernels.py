@@ -77,7 +77,9 @@ def _list_blocks(tops, value, lanes, found):
 
 
 @triton.jit
-def _weights_of(logits, found, first, count, highest, divisor, V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr):
+def _weights_of(
+    logits, found, first, count, highest, divisor, V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr
+):
     """Return (listed blocks from the first on, their weights [COUNT, BLOCK]); 0 for those that there are not."""
     listed = first + tl.arange(0, COUNT)
     blocks = tl.load(found + listed, mask=listed < count, other=0)

@@ -18,7 +18,10 @@ _DIGIT = 3
 
 
 class Truncation(NamedTuple):
-    """What leaves unlikely tokens of B rows out, in this order; None for what does not. Equal ones are all in or out."""
+    """What leaves unlikely tokens of B rows out, in this order; None for what does not.
+
+    Equally likely ones are all in or all out.
+    """
 
     top_k: Int[Array, " B"] | None = None
     """Most likely tokens that are kept; 0 for all."""
