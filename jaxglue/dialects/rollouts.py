@@ -82,7 +82,9 @@ def _sizes(values: Nested) -> Nested:
     batch, accumulated = values.pop(_BATCH, values.pop("micro_batch_size", None)), values.pop(_STEPS, 1)
     parts = values.pop(_PARTS, accumulated)
     count = values.get("num_generations", _GENERATIONS)
-    if not all(isinstance(size, int) and size > 0 for size in (1 if batch is None else batch, accumulated, parts, count)):
+    if not all(
+        isinstance(size, int) and size > 0 for size in (1 if batch is None else batch, accumulated, parts, count)
+    ):
         raise ValueError(f"{_BATCH}, {_STEPS}, {_PARTS}, num_generations: expected whole numbers above 0")
     if parts % accumulated:
         raise ValueError(f"{_PARTS}: expected a multiple of {_STEPS}, {accumulated}, got {parts}")
