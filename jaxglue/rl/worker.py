@@ -60,8 +60,8 @@ def check_options(function: Callable[..., Any], options: Mapping[str, str]) -> N
 def judge(function: Callable[..., Any], request: dict[str, Any]) -> list[Any]:
     """Return the function's rewards of the answers to a prompt.
 
-    A function with a parameter `completions` gets lists and returns one, as in TRL; another gets one `completion`, a
-    text, at a time. Both may be async.
+    A function with a parameter `completions`, or with `**columns` and neither `completion` nor `prompt`, gets lists and
+    returns one, as in TRL; another gets one `completion`, a text, at a time. Both may be async.
     """
     given = {**request["columns"], **request["options"]}
     names = inspect.signature(function).parameters
@@ -71,10 +71,10 @@ def judge(function: Callable[..., Any], request: dict[str, Any]) -> list[Any]:
     def chosen(values: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in values.items() if takes_all or name in names}
 
-    if "messages" in names:
+    if "messages" in request:
         found = function(**chosen(given | {name: request[name] for name in ("messages", "last")}))
         return [asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found]
-    if "completions" in names:
+    if "completions" in names or (takes_all and not names.keys() & {"completion", "prompt"}):
         lists = {"prompts": [request["prompt"]] * count, "completions": request["completions"]}
         lists |= {"completion_ids": request["completion_ids"], "texts": request["texts"]}
         columns = {name: [value] * count for name, value in request["columns"].items()}
