@@ -6,12 +6,12 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from jaxglue.data.decoding import TokenDecoder
-from jaxglue.generation.chat import CHANNEL, TextStream
 from jaxglue.generation.openai_request import Call
 from jaxglue.generation.scheduler import Request
 from jaxglue.generation.service import Event
-from jaxglue.generation.thinking import split_thinking
-from jaxglue.generation.tool_calls import CALLS, ToolCall, shown_before_calls, split_calls
+from jaxglue.generation.text import CHANNEL, TextStream
+from jaxglue.generation.thinking import Thought, split_thinking, tags_of
+from jaxglue.generation.tool_calls import MARKS, ToolCall, shown_before_calls, split_calls
 
 _FINISH = {"stop": "stop", "until": "stop", "length": "length"}
 _IMPOSSIBLE = -9999.0
@@ -24,8 +24,8 @@ class AnswerText:
     def __init__(self, call: Call, request: Request):
         self._stops, self._call = request.stop, call
         added = call.voice.tokenizer.get_added_vocab()
-        specials, self._channels = bool(call.functions) and CALLS in added, CHANNEL in added
-        self._text = TextStream(call.voice.tokenizer, request.sampling.stop, specials=specials)
+        self._channels, self._tags = CHANNEL in added, tags_of(call.voice.tokenizer)
+        self._text = TextStream(call.voice.tokenizer, request.sampling.stop, shown=MARKS if call.functions else ())
         self._decoder = TokenDecoder(call.voice.tokenizer.backend_tokenizer, skip_special_tokens=False)
         self._shown, self._shown_thinking = 0, 0
         """Characters that were sent."""
@@ -68,10 +68,11 @@ class AnswerText:
         """Return the thinking and the text that are certain to be shown; completions know no thinking."""
         grows, text = self.finish is None, self._text.text if self._content is None else self._content
         if grows and self._call.functions:
-            text = shown_before_calls(text)
+            text = shown_before_calls(text, self._call.functions)
         if not self._call.chat:
             return "", text
-        return split_thinking(text, opened=self._call.thinks, channels=self._channels, grows=grows)
+        opened = self._call.thinks == Thought.BEGUN
+        return split_thinking(text, tags=self._tags, opened=opened, channels=self._channels, grows=grows)
 
     def choice(self, index: int) -> dict[str, Any]:
         """Return the whole answer."""

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's clients: what a body asks for, checked, with errors that name the parameter."""
+"""Requests of OpenAI's clients: bodies read and checked, with errors that name the parameter."""
 
 import json
 from collections.abc import Callable, Collection
@@ -11,6 +11,7 @@ from jaxglue.generation.chat import Voice
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.grammar import Grammar, Grammars
 from jaxglue.generation.scheduler import Request
+from jaxglue.generation.thinking import Thought
 
 _LARGEST_BODY = 4 * 2**20
 _MOST_ANSWERS, MOST_PROMPTS = 16, 128
@@ -63,8 +64,8 @@ class Call:
     log_probs: int | None
     """Likely tokens to report beside each of an answer's; None for no log-probabilities."""
     chat: bool
-    thinks: bool
-    """The prompt ends inside of thinking, with which the answer begins."""
+    thinks: Thought
+    """How the answer begins."""
     functions: dict[str, dict[str, Any]]
     """The tools that the answer may call, with the schemas of their parameters."""
     one_call: bool
@@ -255,7 +256,7 @@ def read_tool_choice(body: dict[str, Any], functions: Collection[str]) -> list[s
 
 
 def read_grammar(
-    body: dict[str, Any], grammars: Callable[[], Grammars], calls: str | None = None, *, thinks: bool = False
+    body: dict[str, Any], grammars: Callable[[], Grammars], calls: str | None = None, *, thinks: Thought = Thought.NONE
 ) -> Grammar | None:
     """Return what the answer may be, if the body says it.
 
@@ -263,13 +264,13 @@ def read_grammar(
         body: of the request.
         grammars: called for a grammar.
         calls: grammar of the calls that the answer must have.
-        thinks: the prompt has begun to think.
+        thinks: how the answer begins.
 
     Raises:
         BadRequestError: several grammars.
         ValueError: one that is not understood.
     """
-    found = _grammars(body) + ([] if calls is None else [("grammar", calls)])
+    found = _grammars(body) + ([] if calls is None else [("calls", calls)])
     if not found:
         return None
     if len(found) > 1:
@@ -277,8 +278,7 @@ def read_grammar(
         raise BadRequestError(f"an answer follows one grammar: give {given}")
     ((kind, value),) = found
     make = grammars()
-    makers: dict[str, Callable[..., Grammar]] = {"json": make.json, "choice": make.choice, "regex": make.regex}
-    return makers.get(kind, make.lark)(value, thinks=thinks)
+    return getattr(make, "lark" if kind == "grammar" else kind)(value, thinks=thinks)
 
 
 def _grammars(body: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from jaxglue.data.messages import read_chat
-from jaxglue.generation.chat import Assistant, Voice, special_stops
+from jaxglue.generation.chat import Assistant, Voice
 from jaxglue.generation.config import ServeConfig
 from jaxglue.generation.openai_answer import AnswerText, usage
 from jaxglue.generation.openai_request import (
@@ -42,7 +42,8 @@ from jaxglue.generation.openai_request import (
 from jaxglue.generation.prompts import encode_prompt, render_messages
 from jaxglue.generation.scheduler import Request
 from jaxglue.generation.service import EndedError, Event, FullError, Service, Ticket, TooLongError
-from jaxglue.generation.thinking import BEGIN
+from jaxglue.generation.text import special_stops
+from jaxglue.generation.thinking import Thought, thought_after
 from jaxglue.generation.tool_calls import parameters_of, schemas_of
 from jaxglue.generation.tool_grammar import call_grammar
 
@@ -133,9 +134,8 @@ class _Server:
         schemas, voice = schemas_of(chat.tools), self._voice(body)[1]
         template, text = render_messages(voice.tokenizer, chat, variables=read_variables(body))
         tokens = await asyncio.to_thread(template.encode, text)  # beside the streams of others, however long it is
-        thinks = text.rstrip().endswith(BEGIN)
         calls = _forced_calls(body, schemas, voice)
-        options: dict[str, Any] = {"schemas": schemas, "calls": calls, "thinks": thinks}
+        options: dict[str, Any] = {"schemas": schemas, "calls": calls, "thinks": thought_after(text)}
         return await self._answer(http, await self._call(body, [tokens], chat=True, **options))
 
     async def _complete(self, http: HttpRequest) -> Response:
@@ -157,7 +157,7 @@ class _Server:
         chat: bool,
         schemas: Mapping[str, dict[str, Any]] = MappingProxyType({}),
         calls: str | None = None,
-        thinks: bool = False,
+        thinks: Thought = Thought.NONE,
     ) -> Call:
         """Return a parsed request."""
         self._requests += 1

@@ -45,11 +45,16 @@ from jaxglue.ops.choices import QUANTIZE, Quantize
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
-
-_BASE = "jaxglue.base"
+BASE = "base"
+"""Folder of a run that keeps a base beside the adapter."""
+_BASE_KEY = "jaxglue.base"
 """Key of the base's identity in the tensors' file, where PEFT does not look."""
-_DIGEST = "jaxglue.digest"
+_DIGEST_KEY = "jaxglue.digest"
 """Key of the tensors' digest there."""
+_SHOWN = 3
+"""Names that a message lists."""
+_CLASS = "ForCausalLM"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +176,7 @@ def save_adapter(
     experts = target_parameters(tensors)
     by_key = to_keys(tensors, experts, tied=tied, text_path=text_path)
     _require_finite(folder / TENSORS, by_key)
-    metadata = {_DIGEST: _digest(by_key)} | ({} if base is None else {_BASE: json.dumps(base)})
+    metadata = {_DIGEST_KEY: _digest(by_key)} | ({} if base is None else {_BASE_KEY: json.dumps(base)})
     specs = {key: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for key, tensor in by_key.items()}
     with atomic_file(folder / TENSORS) as temporary:
         write_file(temporary, specs, by_key.__getitem__, metadata)
@@ -198,7 +203,7 @@ def load_adapter(folder: str | Path) -> Adapter:
     stored = {key: files.read(key) for key in files.tensors}
     if not stored:
         raise ValueError(f"{folder / TENSORS} holds no tensors")
-    recorded = files.metadata().get(_DIGEST)
+    recorded = files.metadata().get(_DIGEST_KEY)
     if recorded is not None and recorded != _digest(stored):
         raise ValueError(
             f"{folder / TENSORS} is damaged: its tensors differ from their digest: copy or export it again"
@@ -273,10 +278,6 @@ def warn_of_adapter_inside(model: Path, adapter: Path | None = None) -> None:
         _log.warning("%s also holds an adapter, which is not used: name it with --adapter, or move it away", model)
 
 
-BASE = "base"
-"""Folder of a run that keeps a base beside the adapter."""
-
-
 def find_base(folder: str | Path, *, weights: bool = True) -> Path:
     """Return the folder of an adapter's base model, downloaded if it is on the hub.
 
@@ -320,11 +321,11 @@ def random_seed(folder: str | Path) -> int | None:
 
 
 def _recorded_base(folder: Path, files: TensorFiles) -> Identity | None:
-    if (text := files.metadata().get(_BASE)) is None:
+    if (text := files.metadata().get(_BASE_KEY)) is None:
         return None
-    base = parse_json(text, f"{_BASE} in {folder / TENSORS}")
+    base = parse_json(text, f"{_BASE_KEY} in {folder / TENSORS}")
     if not isinstance(base, dict) or not all(isinstance(value, str) for value in base.values()):
-        raise ValueError(f"{_BASE} in {folder / TENSORS}: expected an object of texts, got {text[:100]}")
+        raise ValueError(f"{_BASE_KEY} in {folder / TENSORS}: expected an object of texts, got {text[:100]}")
     return base
 
 
@@ -335,11 +336,6 @@ def _not_an_adapter(folder: Path, missing: str) -> str:
             "Save it again with peft: model.save_pretrained(folder, safe_serialization=True)"
         )
     return f"{folder} is not a PEFT adapter folder: {missing} is missing"
-
-
-_SHOWN = 3
-_CLASS = "ForCausalLM"
-_log = logging.getLogger(__name__)
 
 
 def check_adapter(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]], base: Identity, name: str) -> Adapter:

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxglue.atomic import atomic_folder
 from jaxglue.data.progress import DataProgress, NoProgress, metered
-from jaxglue.hf.experts import Source, find_source
+from jaxglue.hf.experts import ParameterSource, find_source
 from jaxglue.hf.files import MAX_SHARD_BYTES
 from jaxglue.hf.tensor_files import INDEX, SINGLE, TensorFiles, write_shards
 from jaxglue.json_file import read_json
@@ -206,7 +206,7 @@ def find_tensors(
     *,
     complete: bool = True,
     ignored: Collection[str] = (),
-) -> tuple[TensorFiles, dict[str, Source]]:
+) -> tuple[TensorFiles, dict[str, ParameterSource]]:
     """Find the tensors of wanted parameters by the headers of a folder's files; load nothing.
 
     Args:
@@ -237,7 +237,7 @@ def _cast(array: Any, dtype: Any) -> Any:
     return array.of_dtype(dtype) if isinstance(array, Quantized) else array.astype(dtype, copy=False)
 
 
-def _file_param(maps: TensorFiles, source: Source, spec: jax.ShapeDtypeStruct) -> FileParam:
+def _file_param(maps: TensorFiles, source: ParameterSource, spec: jax.ShapeDtypeStruct) -> FileParam:
     read = lambda: _cast(source.read(maps), spec.dtype)  # noqa: E731
     return FileParam(shape=spec.shape, dtype=spec.dtype, nbytes=source.nbytes(maps), read=read)
 
