@@ -16,13 +16,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 _SINGULAR = {"prompt": "prompts", "completion": "texts", "completion_ids": "completion_ids"}
 """Parameters of functions that judge one answer, by those of functions that judge all answers to a prompt."""
+_ALL = ("prompts", "completions", "completion_ids", "texts")
+"""Parameters of the latter."""
 
 
 @cache
@@ -57,6 +59,21 @@ def check_options(function: Callable[..., Any], options: Mapping[str, str]) -> N
         raise ValueError(f"no parameter {', '.join(unknown)}; it has {', '.join(known) or 'none'}")
 
 
+def check_values(function: Callable[..., Any], known: Collection[str]) -> None:
+    """Raise ValueError for a parameter without a default that has no value."""
+    parameters = inspect.signature(function).parameters.values()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if missing := [p.name for p in named if p.default is p.empty and p.name not in known]:
+        raise ValueError(f"nothing is given for its parameter {', '.join(missing)}; there are {', '.join(known)}")
+
+
+def values_of(function: Callable[..., Any], *, replies: bool) -> tuple[str, ...]:
+    """Return what an environment, or a function that judges, is given beside options and columns."""
+    if replies:
+        return ("messages", "last")
+    return _ALL if "completions" in inspect.signature(function).parameters else (*_SINGULAR,)
+
+
 def judge(function: Callable[..., Any], request: dict[str, Any]) -> list[Any]:
     """Return the function's rewards of the answers to a prompt.
 
@@ -65,6 +82,7 @@ def judge(function: Callable[..., Any], request: dict[str, Any]) -> list[Any]:
     """
     given = {**request["columns"], **request["options"]}
     names = inspect.signature(function).parameters
+    check_values(function, (*values_of(function, replies="messages" in request), *given))
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values())
     count = len(request["completions"])
 
@@ -105,6 +123,10 @@ def reply(line: str) -> dict[str, Any]:
         function = load(request["file"], request["function"])
         if request.get("check"):
             check_options(function, request["options"])
+            if (columns := request.get("columns")) is not None:
+                check_values(
+                    function, (*values_of(function, replies=request["replies"]), *request["options"], *columns)
+                )
             return {}
         rewards = judge(function, request)
         if "messages" in request:

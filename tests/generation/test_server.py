@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import queue
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from starlette.testclient import TestClient
 
 from jaxglue.generation import server
 from jaxglue.generation.server import make_app
-from jaxglue.generation.service import EndedError, Event, Service
+from jaxglue.generation.service import EndedError, Event, Service, Ticket
 
 GREEDY = SamplingConfig(temperature=0.0, top_p=1.0)
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -506,6 +507,24 @@ def test_answers_that_nobody_waits_for_end(served):
         )
         second.wait()
     assert 0 < len(seen) < 60
+
+
+def test_a_request_may_be_left_before_it_begins(served):
+    _, service, _ = served
+    ended, sampling = threading.Event(), replace(GREEDY, max_tokens=4)
+    left = Ticket(Request([5], sampling), ended.set, service._engine.answers(Request([5], sampling), 0), cancelled={0})
+    service._news.put(left)
+    service.submit(Request([6], sampling), lambda event: ended.set() if event.finish else None)
+    assert ended.wait(60)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("part", ["add", "advance"])
+def test_any_error_of_the_thread_reaches_those_who_wait(served, monkeypatch, part):
+    service, told = Service(served[0], slots=2, length=64, most=8), queue.SimpleQueue()
+    monkeypatch.setattr(service._batch, part, lambda *_: 1 // 0)
+    service.submit(Request([5], replace(GREEDY, max_tokens=4)), told.put)
+    assert "division" in told.get(timeout=60).error and service.failure
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

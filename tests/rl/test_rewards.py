@@ -107,7 +107,7 @@ def score(tmp_path):
     def run(*names: str, **limits):
         config = RolloutConfig(reward=tuple(f"{file}:{name}" for name in names), reward_workers=1, **limits)
         with closing(Judge(config)) as judge:
-            judge.check()
+            judge.check(["wanted", "number"])
             return judge.score([group("a", "b", "skip")]).tolist()
 
     return run
@@ -123,7 +123,7 @@ def test_functions_judge_one_answer_or_all_at_once_or_none(score):
     [
         ("few", "few of prompts.jsonl:4: expected a reward for each of 3 answers, got 1"),
         ("nan", "nan of prompts.jsonl:4: expected finite numbers or None, got nan"),
-        ("conversation", "conversation of prompts.jsonl:4: TypeError: .*missing 1 required .*'messages'"),
+        ("conversation", "conversation: ValueError: nothing is given for its parameter messages; there are prompt, "),
         ("wrong", r"wrong of prompts.jsonl:4: KeyError: 'key' \(rewards.py:\d+\)"),
         ("absent", "has no function 'absent'; it has .*single"),
         ("single?scal=2", "rewards.py:single: ValueError: no parameter scal; it has prompt, completion, wanted, scale"),
@@ -166,7 +166,7 @@ def test_a_file_that_reaches_a_limit_when_it_is_imported_is_refused(tmp_path):
         closing(Judge(config)) as judge,
         pytest.raises(ValueError, match=r"judge: its import reached its limit of mem"),
     ):
-        judge.check()
+        judge.check(["wanted", "number"])
 
 
 def test_environments_reply_also_when_async_and_are_named_by_their_flag(tmp_path):
@@ -174,7 +174,7 @@ def test_environments_reply_also_when_async_and_are_named_by_their_flag(tmp_path
     config = RolloutConfig(environment=f"{tmp_path}/rewards.py:reply", reward_workers=1)
     said = Episode(group().prompt, [{"role": "assistant", "content": "!"}], [])
     with closing(Judge(config)) as judge:
-        judge.check()
+        judge.check(["wanted", "number"])
         assert judge.reply([said]) == [[{"role": "user", "content": "a!"}]]
     several = Judge(replace(config, environment=f"{tmp_path}/rewards.py:tool"))
     with closing(several) as judge:
@@ -186,7 +186,7 @@ def test_environments_reply_also_when_async_and_are_named_by_their_flag(tmp_path
         judge.reply([said])
     absent = replace(config, environment=f"{tmp_path}/rewards.py:absent")
     with closing(Judge(absent)) as judge, pytest.raises(ValueError, match=r"--environment .*has no function 'absent'"):
-        judge.check()
+        judge.check(["wanted", "number"])
     with pytest.raises(ValueError, match=r"--environment exact: expected a function of a file"):
         Judge(replace(config, environment="exact"))
 
@@ -204,6 +204,9 @@ def test_shipped_rewards(tmp_path):
         ("exat", "expected a function of a file, as in rewards.py:exat, or one of exact, math"),
         ("exact?weight=much", "weight: expected a number"),
         ("exact?weight=nan", "weight: expected a number"),
+        ("regex?pattern=(", "unterminated subpattern"),
+        ("length?soft=4&hard=many", "could not convert string to float: 'many'"),
+        ("json_schema?schema=absent.json", "no such file: absent.json"),
         ("model", "name the reward model's folder"),
         ("model?folder=a&weigth=2", "unknown weigth: a reward model has a folder and a weight"),
     ],
@@ -222,7 +225,7 @@ def test_the_end_of_a_run_ends_rewards_under_way(tmp_path, caplog):
     )
     config = RolloutConfig(reward=(f"{tmp_path}/endless.py:endless",), reward_workers=1, reward_timeout=20)
     judge = Judge(config)
-    judge.check()
+    judge.check(["wanted", "number"])
     with ThreadPoolExecutor(1) as threads:
         scored = threads.submit(judge.score, [group("a")])
         while not begun.exists():
