@@ -56,8 +56,8 @@ def gate_rows_kernel(
 ):  # fmt: skip
     """Compute activation(x·gateᵀ) · (x·upᵀ) of BLOCK_N + FEW rows of weights, half of them gate's.
 
-    x [M, K]; gate and up [F, K]; out [M, F]. e4m3 values have scales [M] and [F]. Grid (F / half · M / BLOCK_M): programs
-    of the same weights are neighbors.
+    x [M, K]; gate and up [F, K]; out [M, F]. e4m3 values have scales [M] and [F]. Grid (F / half · M / BLOCK_M):
+    programs of the same weights are neighbors.
     """
     BLOCKS: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     program = tl.program_id(0)
@@ -145,9 +145,10 @@ def many_rows_kernel(
     """Compute x·Wᵀ of COUNT weights (+ stream, of one); grid (TILES · blocks of x's rows · SPLITS).
 
     x [M, K]; weights [N_i, K]; outs [M, N_i]. A tile has BLOCK_N of the first TILES · BLOCK_N rows of the weights, one
-    below the other, and FEW of the last, in neither case of two weights: of q, k and v the former are q's. e4m3 values have scales [M] and [N_i]. Programs of a
-    tile sum STEPS steps each, wait for each other with WAIT, and then each adds all parts of some of the rows; without,
-    the last one adds all. They have neighboring numbers and so begin together, or when those before them have ended.
+    below the other, and FEW of the last, in neither case of two weights: of q, k and v the former are q's. e4m3 values
+    have scales [M] and [N_i]. Programs of a tile sum STEPS steps each, wait for each other with WAIT, and then each
+    adds all parts of some of the rows; without, the last one adds all. They have neighboring numbers and so begin
+    together, or when those before them have ended.
     counters: zeros for each tile, before and after.
     """
     BLOCKS: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
