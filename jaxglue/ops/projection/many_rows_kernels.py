@@ -1,7 +1,7 @@
 """Triton kernels of projections of some hundred rows, where multiplying takes as long as reading the weights.
 
-Each program reads 256 rows of x, from the L2 cache, so that its rate decides: a program takes up to three times 64 rows of
-weights, as many as registers hold sums of. Those of gate and up, with 12,288 columns, are then a program for each
+Each program reads 256 rows of x, from the L2 cache, so that its rate decides: a program takes up to three times 64 rows
+of weights, as many as registers hold sums of. Those of gate and up, with 12,288 columns, are then a program for each
 multiprocessor of an H100 or H200, where 64 or 128 rows would leave a third of them idle in the second turn.
 """
 
@@ -139,8 +139,8 @@ def _sum_of_parts(parts, local, lanes, SPLITS: tl.constexpr, SIZE: tl.constexpr,
 def many_rows_kernel(
     x, x_scales, weights, scales, stream, counters, parts, outs,
     M: tl.constexpr, K: tl.constexpr, N_0: tl.constexpr, N_1: tl.constexpr, N_2: tl.constexpr, COUNT: tl.constexpr,
-    TILES: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr, WAIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    FEW: tl.constexpr, BLOCK_K: tl.constexpr,
+    TILES: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr, WAIT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, FEW: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute x·Wᵀ of COUNT weights (+ stream, of one); grid (TILES · blocks of x's rows · SPLITS).
 
