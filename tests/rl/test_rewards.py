@@ -226,7 +226,7 @@ def test_functions_given_in_python_judge_and_reply_in_this_process():
             assert np.array_equal(judge.score([group("a", "b")])[0, :, 0], [0.5, np.nan], equal_nan=True)
             (reply,) = judge.reply([Episode(group().prompt, [{"role": "assistant", "content": "!"}], [])])
             assert reply == [{"role": "user", "content": "False !"}] and seen == ["a", "b"]
-            with pytest.raises(ValueError, match="--reward judged: .* nothing is given for its parameter wanted"):
+            with pytest.raises(ValueError, match=r"--reward judged: .* nothing is given for its parameter wanted"):
                 judge.check([])
     with closing(Judge(config)) as judge, pytest.raises(ValueError, match="judged was given as a function: give it a"):
         judge.check(["wanted"])
