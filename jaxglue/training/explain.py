@@ -18,7 +18,8 @@ from jaxglue.planner.programs import abstract_input
 from jaxglue.planner.workload import Workload, abstract_parts
 from jaxglue.training.checks import why_prompts_are_copied
 from jaxglue.training.config import TrainConfig
-from jaxglue.training.setup import Run, reference_seconds
+from jaxglue.training.reference_choice import reference_seconds
+from jaxglue.training.setup import Run
 
 _FLAGS = {"fp8": "--matmul fp8"}
 """Flags by which a barred backend serves."""

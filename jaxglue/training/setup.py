@@ -20,8 +20,6 @@ from jaxglue.hf.loading import check_weights
 from jaxglue.models.config import DecoderConfig
 from jaxglue.objectives.policy_gradient import RolloutObjective
 from jaxglue.planner.flops import mean_visible_keys, training_flops_per_token
-from jaxglue.planner.planner import Planner
-from jaxglue.planner.rates import device_gpu
 from jaxglue.planner.workload import Workload, sample_lengths
 from jaxglue.rl.loop import RolloutSteps
 from jaxglue.rl.prompts import PromptDataset, PromptReport, read_prompts
@@ -31,6 +29,7 @@ from jaxglue.training.checks import warn_of_peft, why_prompts_are_copied
 from jaxglue.training.config import RunConfig, TrainConfig, warmup_steps
 from jaxglue.training.initial_adapter import read_initial_adapter
 from jaxglue.training.mesh_choice import agree_on_mesh
+from jaxglue.training.reference_choice import runs_in_steps
 from jaxglue.training.remat import RematChoice
 from jaxglue.training.trackers import check_trackers
 from jaxglue.training.vocabulary import Vocabulary, read_vocabulary, run_stops
@@ -141,7 +140,7 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
         )
     if config.objective.kind.needs_reference:
         frozen, epochs = config.model.method == "lora" and adapter is None, total_steps / batches.steps_per_epoch
-        in_steps = runs_reference_in_steps(config, workload, remat, epochs=epochs, frozen=frozen, processes=processes)
+        in_steps = runs_in_steps(config, workload, remat, epochs=epochs, frozen=frozen, processes=processes)
         workload = replace(workload, reference=in_steps)
     return Run(
         config=config,
@@ -331,47 +330,3 @@ def _training_batches(config: TrainConfig, data: PreparedData, sizes: dict[str, 
     epochs = None if run.steps else run.epochs
     order: dict[str, Any] = {"seed": config.data.seed, "epochs": epochs, "documents_per_step": run.documents_per_step}
     return BatchIterator(data.train, seq_len=config.data.row_tokens, **order, **sizes)
-
-
-def runs_reference_in_steps(
-    config: TrainConfig, workload: Workload, remat: RematChoice, *, epochs: float, frozen: bool, processes: Processes
-) -> bool:
-    """Return whether the reference's layers run beside the model's in every step; `auto` takes the faster.
-
-    Args:
-        config: of the run.
-        workload: as `remat` runs it.
-        remat: places of the weights, and the policies.
-        epochs: how often the steps read each document.
-        frozen: the reference is the frozen weights alone.
-        processes: of the run, which take process 0's choice.
-
-    Raises:
-        ValueError: `--reference-cache off` where the reference must be computed before training.
-    """
-    how = config.objective.reference_cache
-    if how == "off" and not frozen:
-        raise ValueError(
-            "--reference-cache off runs the frozen weights without adapter as the reference, and this run begins with "
-            f"other weights (--method {config.model.method}, --adapter {config.model.adapter}): use auto or on"
-        )
-    if how != "auto" or not frozen:
-        return how == "off"
-    faster = processes.is_main and _is_faster_in_steps(workload, remat, epochs)
-    return processes.all_gather_object(faster)[0]
-
-
-def _is_faster_in_steps(workload: Workload, remat: RematChoice, epochs: float) -> bool:
-    """Compare predicted times; with no weights to stream, both passes over a row take the same."""
-    times = reference_seconds(workload, remat) if epochs > 1 else None
-    return epochs <= 1 if times is None else epochs * times[0] <= times[1]
-
-
-def reference_seconds(workload: Workload, remat: RematChoice) -> tuple[float, float] | None:
-    """Predict the time that the reference adds to a step, and that of its own pass; None where they are the same."""
-    if not remat.streams_weights or jax.default_backend() == "cpu":
-        return None
-    gpu = replace(device_gpu(jax.local_devices()[0]), files=remat.files)
-    workload = replace(workload, tile=remat.tile, attention=remat.attention, reference=True)
-    planner = Planner(workload, gpu, layers_per_program=remat.layers_per_program)
-    return planner.predictor.reference_seconds(remat.policies, remat.weights)

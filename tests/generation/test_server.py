@@ -78,6 +78,12 @@ def test_texts_of_tokens_join_to_the_answer(served):
     entries = choice["logprobs"]["content"]
     assert len(entries) == len(tokens) and "".join(e["token"] for e in entries[:-1]) == "naïve 東京"
     assert bytes(byte for e in entries[:-1] for byte in e["bytes"]).decode() == "naïve 東京"
+    for cut in (tokens[:-2], [*tokens[:-2], tokens[-1]]):  # the last character is not whole
+        client = TestClient(make_app(assistant, Told(cut), config))
+        (choice,) = post(client, messages=MESSAGES, logprobs=True).json()["choices"]
+        texts = [entry["token"] for entry in choice["logprobs"]["content"]][: len(tokens) - 2]
+        assert "".join(texts) == choice["message"]["content"] == "naïve 東\ufffd"
+    client = TestClient(make_app(*served))
     for wanted, reported in ((0, True), (False, False)):
         answer = post(client, "/v1/completions", prompt="a", logprobs=wanted).json()["choices"][0]
         assert (answer["logprobs"] is not None) == reported
@@ -200,7 +206,7 @@ class Told:
         self.request = request
         for tokens in self._pieces[:-1]:
             listen(Event(0, tokens, [0.0] * len(tokens), None))
-        listen(Event(0, self._pieces[-1], [0.0], "stop"))
+        listen(Event(0, self._pieces[-1], [0.0] * len(self._pieces[-1]), "stop"))
 
     def cancel(self, *_):
         pass
