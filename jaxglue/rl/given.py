@@ -45,7 +45,7 @@ def _name(value: Any) -> Any:
     return f"{GIVEN}:{name}"
 
 
-def _find(file: str, name: str) -> Callable[..., Any]:
+def _find(_: str, name: str) -> Callable[..., Any]:
     if name not in _functions:
         raise ValueError(f"{name} was given as a function: give it again, or name its file, as in rewards.py:{name}")
     return _functions[name]
