@@ -23,11 +23,12 @@ from threading import Thread
 
 import jax
 from fp8 import FORMATS
-from inputs import SHAPES, make_adapter
+from inputs import make_adapter
 from kernel_profile import is_copy, kernel_times, profile_rows
 from measure import table, write_results
 from sft_ours import Run, document_lengths, read_batches
 from sft_step import ENGINES, HERE, Row, make_batches
+from shapes import SHAPES
 from step import memory, parameters
 
 from jaxglue.engine.policy import AUTO

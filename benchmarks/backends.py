@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import jax
-from inputs import SHAPES
 from measure import table
+from shapes import SHAPES
 
 from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig

@@ -45,7 +45,7 @@ class Case:
 
 
 def cases(models: Path) -> Iterator[Case]:
-    """The quickstart, then each family's full run, whose result the other methods start from."""
+    """Return the quickstart, then each family's full run, whose result the other methods start from."""
     yield Case("quickstart", {"config": "scripts/configs/quickstart.toml", "log-every": 1})
     for family in FAMILIES:
         for method, flags in METHODS.items():
@@ -98,7 +98,7 @@ def losses(folder: Path) -> list[tuple[int, float]]:
 
 
 def weights(folder: Path) -> dict[str, str]:
-    """A digest of the tensors in each file of the result; its metadata name the base."""
+    """Return a digest of the tensors in each file of the result; its metadata name the base."""
     files = [path for kind in ("adapter", "model") for path in (folder / "run" / kind).glob("*.safetensors")]
     return {path.name: _tensors_digest(path.read_bytes()) for path in files}
 
@@ -121,7 +121,7 @@ def programs(folder: Path) -> dict[str, str]:
 
 
 def normalized(hlo: str) -> str:
-    """The module's text with identifiers numbered as they appear."""
+    """Return the module's text with identifiers numbered as they appear."""
     body = hlo[re.search(r"^(%|ENTRY)", hlo, re.MULTILINE).start() :]
     body = re.sub(r", (metadata|frontend_attributes|origin)=\{[^}]*\}", "", body)
     body = re.sub(r'cost_estimate_json = "[^"]*", ', "", body)  # read by profilers alone

@@ -189,7 +189,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.pairs_only:
-        from inputs import SHAPES
+        from shapes import SHAPES
 
         shape = SHAPES[args.shape]
         pairs = make_pairs(args.pairs, shape["vocab_size"])

@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from inputs import SHAPES
 from measure import uniform_lengths
 from sft_ours import make_batch
+from shapes import SHAPES
 
 from jaxglue.data.batch import Batch
 from jaxglue.engine.executor import Executor

@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
-from inputs import SHAPES
 from kernel_profile import is_copy, kernel_times, profile_rows
 from measure import milliseconds, table, write_results
+from shapes import SHAPES
 from step import memory, parameters, random_batch, workload
 
 from jaxglue.engine.executor import Executor

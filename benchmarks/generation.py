@@ -32,8 +32,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from inputs import SHAPES
 from measure import milliseconds, table, write_results
+from shapes import SHAPES
 from traces import gpu_events
 
 from jaxglue.engine.compiler import STEP_OPTIONS
@@ -68,7 +68,7 @@ ROW = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A row of the table, or what the flags say."""
+    """A row of the table, or the flags' shape."""
 
     shape: str
     quantize: str = "none"

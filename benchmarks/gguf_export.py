@@ -15,8 +15,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import psutil
-from inputs import SHAPES, make_model
+from inputs import make_model
 from measure import table, write_results
+from shapes import SHAPES
 
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.hf.gguf.export import export_gguf

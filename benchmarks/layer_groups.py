@@ -14,9 +14,9 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from inputs import SHAPES
 from kernel_profile import is_copy, kernel_times, profile_rows
 from measure import table, write_results
+from shapes import SHAPES
 from step import parameters, random_batch, workload
 
 from jaxglue.engine.executor import Executor

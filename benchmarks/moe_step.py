@@ -18,8 +18,8 @@ from pathlib import Path
 import jax
 import numpy as np
 from flax import nnx
-from inputs import SHAPES
 from measure import table, uniform_lengths, write_results
+from shapes import SHAPES
 
 from jaxglue.data.batch import Batch
 from jaxglue.engine.executor import Executor

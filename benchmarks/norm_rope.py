@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from inputs import SHAPES
 from measure import device_milliseconds, table, write_results
+from shapes import SHAPES
 
 from jaxglue.ops.gated_mlp.swiglu import lora_swiglu
 from jaxglue.ops.norm_rope import HeadNorms, rotate_heads, stream_norm

@@ -18,8 +18,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import numpy as np
-from inputs import SHAPES, make_model
+from inputs import make_model
 from measure import table, write_results
+from shapes import SHAPES
 
 from jaxglue.hf.loading import load_model
 from jaxglue.ops.segments import pack_segments

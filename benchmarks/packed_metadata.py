@@ -24,9 +24,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from inputs import SHAPES
 from jaxtyping import Array, Bool
 from measure import device_milliseconds, milliseconds, table, uniform_lengths, write_results
+from shapes import SHAPES
 
 from jaxglue.engine.layer import LayerFunctions
 from jaxglue.engine.policy import PRESETS

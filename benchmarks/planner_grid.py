@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import step
 from grid_runs import PINNED_GIB, arguments, device, measure_all
-from inputs import SHAPES
+from shapes import SHAPES
 
 from jaxglue.engine.policy import AUTO, PRESETS, parse_policies
 from jaxglue.engine.residency import DEVICE

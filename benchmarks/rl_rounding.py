@@ -18,13 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from inputs import SHAPES
 from measure import table, write_results
+from shapes import SHAPES
 
 from jaxglue.engine.compiler import STEP_OPTIONS
 from jaxglue.generation.contexts import Cursor, DecodeContext, Places
 from jaxglue.generation.pages import PAGE
-from jaxglue.models import build_model, config_from_hf
+from jaxglue.hf.loading import random_model
+from jaxglue.models import config_from_hf
 from jaxglue.models.context import PackedContext
 from jaxglue.models.layers import copied
 from jaxglue.models.lora import add_lora
@@ -33,6 +34,7 @@ from jaxglue.models.vocabulary import output_matrix
 from jaxglue.ops.cross_entropy import linear_log_probs
 from jaxglue.ops.paged_attention import KVPages, append, make_pages, paged_attention
 from jaxglue.ops.projection import adapted_projection, project
+from jaxglue.ops.projection.fp8_adapters import FP8Rows
 from jaxglue.ops.segments import pack_segments
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -47,18 +49,19 @@ class Layer:
     Args:
         shape: config.json of the model.
         sequences, tokens: documents, and tokens in each.
+        storage: of the matrices.
         options: of XLA, beside those of either side.
     """
 
-    def __init__(self, shape: dict[str, Any], sequences: int, tokens: int, options: dict[str, Any]):
-        self.config = config_from_hf(shape | {"num_hidden_layers": 1})
+    def __init__(self, shape: dict[str, Any], sequences: int, tokens: int, storage: Any, options: dict[str, Any]):
+        self.config = config_from_hf(shape | {"num_hidden_layers": 1}).quantized(storage)
         self.tokens, self._options = tokens, options
-        model = build_model(self.config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        model = random_model(self.config)
         add_lora(model, LoraConfig(rank=16, alpha=32), rngs=nnx.Rngs(1))
-        self.graphdef, state = nnx.split(model)
+        self.graphdef, adapters, others = nnx.split(model, nnx.LoRAParam, ...)
         key = jax.random.key(3)
-        self.state = jax.tree.map(
-            lambda x: x + 0.01 * jax.random.normal(key, x.shape, x.dtype) if x.dtype == jnp.float32 else x, state
+        self.state = nnx.merge_state(
+            jax.tree.map(lambda x: x + 0.01 * jax.random.normal(key, x.shape, x.dtype), adapters), others
         )
         self.x = jax.random.normal(key, (1, sequences * tokens, self.config.hidden_size), jnp.bfloat16)
 
@@ -69,7 +72,7 @@ class Layer:
         return PackedContext(segments=jax.device_put(segments), rope=self.config.rope_tables(positions))
 
     def run(self, function: Callable, *arguments: Any, training: bool) -> Any:
-        """Return what a function of (model, *arguments) gives, compiled as either side's programs are."""
+        """Compile a function of (model, *arguments) as either side's programs are; return its results."""
         program = jax.jit(lambda state, *arguments: function(nnx.merge(self.graphdef, state), *arguments))
         options = self._options | (STEP_OPTIONS if training and jax.default_backend() == "gpu" else {})
         return program.lower(self.state, *arguments).compile(compiler_options=options or None)(self.state, *arguments)
@@ -151,7 +154,7 @@ def sampling_values(layer: Layer, known: dict[str, Any], sequences: int) -> dict
     pages = tables[jnp.arange(sequences), positions // PAGE]
     places = Places(pages=(pages,), offsets=positions % PAGE, slots=jnp.arange(sequences), windows=windows)
     cursor = Cursor(places=places, tables=(tables,), slots=jnp.arange(sequences), positions=positions, rope=rope)
-    few = {name: values[:, last] for name, values in known.items()}
+    few = {name: tokens_of(values, last) for name, values in known.items()}
 
     def decoding():
         return DecodeContext(cache, cursor)
@@ -207,9 +210,19 @@ def formulas(layer: Layer, known: dict[str, Any], few: dict[str, Any], last: np.
     ]
 
 
+def tokens_of(values: Any, tokens: Any) -> Any:
+    """Return the values [1, T, …] of some tokens, of e4m3 rows too."""
+    if not isinstance(values, FP8Rows):
+        return values[:, tokens]
+    return values._replace(**{name: x[:, tokens] for name, x in values._asdict().items() if name != "weight"})
+
+
 def compare(got: Any, want: Any) -> tuple[str, str]:
     """Return the share of equal values, and the relative difference."""
-    got, want = (np.asarray(values.astype(jnp.float32), np.float64) for values in (got, want))
+    got, want = (
+        np.float64(x.fp8_values) * np.asarray(x.scales) if isinstance(x, FP8Rows) else np.float64(x)
+        for x in (got, want)
+    )
     return f"{(got == want).mean():.3%}", f"{np.linalg.norm(got - want) / np.linalg.norm(want):.1e}"
 
 
@@ -217,6 +230,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-8b", choices=SHAPES)
     parser.add_argument("--config", type=Path, help="config.json of another shape")
+    parser.add_argument("--matmul", choices=("bf16", "fp8"), default="bf16")
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=[*FORMS])
@@ -229,6 +243,7 @@ def main() -> None:
             json.loads(args.config.read_text()) if args.config else SHAPES[args.shape],
             args.sequences,
             args.tokens,
+            "fp8" if args.matmul == "fp8" else "none",
             options,
         )
         many = training_values(layer, args.sequences)
@@ -238,13 +253,14 @@ def main() -> None:
         last = np.arange(args.sequences) * args.tokens + args.tokens - 1
         for name, values in few.items():
             (equal, far), (same, moved) = (
-                compare(values, many[name][:, last]),
-                compare(layout[name], many[name][:, : half * args.tokens]),
+                compare(values, tokens_of(many[name], last)),
+                compare(layout[name], tokens_of(many[name], slice(half * args.tokens))),
             )
             sides = {"equal": equal, "difference": far, "layout: equal": same, "layout: difference": moved}
             results.append({"XLA": form, "operation": name} | sides)
         print(table(results[-len(few) :]), flush=True)
-        print(table(formulas(layer, many, few, last)), flush=True)
+        if args.matmul == "bf16":
+            print(table(formulas(layer, many, few, last)), flush=True)
         if args.json:
             write_results(args.json, results)
 

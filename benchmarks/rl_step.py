@@ -25,8 +25,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from inputs import SHAPES
 from measure import write_results
+from shapes import SHAPES
 
 from jaxglue.data.config import DataConfig
 from jaxglue.data.iterator import Step
@@ -34,6 +34,7 @@ from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.generation import window_sizes
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.engine import Engine
+from jaxglue.generation.pages import free_bytes
 from jaxglue.generation.scheduler import Request
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.objectives.config import ObjectiveConfig
@@ -125,6 +126,10 @@ class Benchmark:
         self.remat = str(self._run.remat)
         self.ended: list[tuple[int, float]] = []
         """Answers' tokens, and seconds after which they were there, of the last sampling."""
+        self.share = 1.0
+        """Part of the free memory that sampling may take."""
+        self.devices = len(copies_of((self.model.trainable, self.model.frozen)))
+        """GPUs that answer prompts, each by its own copy of the weights."""
 
     def _spread(self) -> None:
         """Give adapters random values, and distributions about two nats."""
@@ -134,17 +139,25 @@ class Benchmark:
         )
         self.model.frozen["norm"] = jax.tree.map(lambda x: x * self._args.norm, self.model.frozen["norm"])
 
-    def sample(self, longest: int | None = None) -> list[Group]:
-        """Return answers of the forced lengths, or of a shorter one."""
+    def sample(self, longest: int | None = None, *, part: int = 1, devices: int | None = None) -> list[Group]:
+        """Return answers of the forced lengths, or of a shorter one.
+
+        Args:
+            longest: tokens of an answer at most.
+            part: one of how many parts of the prompts to answer.
+            devices: GPUs to use; by default all that hold the weights.
+        """
         sampling = SamplingConfig(max_tokens=self._args.longest, temperature=1.0, top_p=1.0)
         count = self._args.answers
-        requests = [Request(prompt, sampling, index, n=count) for index, prompt in enumerate(self._prompts)]
+        everyone = [Request(prompt, sampling, index, n=count) for index, prompt in enumerate(self._prompts)]
+        requests = everyone[: len(everyone) // part]
         ends = np.minimum(self._lengths, longest or self._args.longest)
-        copies = copies_of((self.model.trainable, self.model.frozen))
-        plan = self._engine.plan(requests[:: len(copies)])
+        copies = copies_of((self.model.trainable, self.model.frozen))[:devices]
+        # Of all prompts, so that parts of them need no programs of their own.
+        plan = self._engine.plan(everyone[:: self.devices], memory=self.share * free_bytes())
         print(plan, flush=True)
         begun, self.ended = time.perf_counter(), []
-        groups = [Group(prompt, [None] * count) for prompt in self._prompts]  # type: ignore[list-item]
+        groups = [Group(request.prompt, [None] * count) for request in requests]  # type: ignore[list-item]
 
         def share(first: int) -> None:
             with one_device_each() if len(copies) > 1 else nullcontext():
@@ -177,16 +190,17 @@ class Benchmark:
     def compile_sampling(self) -> None:
         """Compile windows of all sizes, which answers do not wait for: in a run, its first steps go on meanwhile."""
         vars(window_sizes)["_HALVES"] = self._args.halves
-        for _ in range(1 if self._args.halves < 3 else 2):  # what has not begun when answers end is left to the next
+        calls = self.devices * (1 if self._args.halves < 3 else 2)
+        for _ in range(calls):  # what has not begun when answers end is left to the next
             self.sample(longest=17)
             self._engine.wait()
 
-    def given(self) -> list[Group]:
-        """Return answers of random tokens, all of the greatest length."""
-        vocabulary, longest = self._run.model.vocab_size, self._args.longest
+    def given(self, *, forced: bool = False) -> list[Group]:
+        """Return answers of random tokens, all of the greatest length or of the forced ones."""
+        vocabulary, lengths = self._run.model.vocab_size, self._lengths.ravel()
 
         def answer(number: int) -> TrainedAnswer:
-            rng = np.random.default_rng(number)
+            rng, longest = np.random.default_rng(number), int(lengths[number]) if forced else self._args.longest
             return TrainedAnswer(
                 tokens=rng.integers(0, vocabulary, longest),
                 log_probs=np.full(longest, np.nan, np.float32),
@@ -291,8 +305,17 @@ def timed(results: dict[str, Any], name: str, call: Callable[[], Any]) -> Any:
         print(f"{name} FAILED: {type(error).__name__}: {str(error)[:600]}", flush=True)
         return None
     results[name] = round(time.perf_counter() - begun, 3)
-    print(f"{name}: {results[name]} s", flush=True)
+    print(f"{name}: {results[name]} s; {memory()}", flush=True)
     return found
+
+
+def memory() -> str:
+    """Say what each GPU's pool has in use, and how much of the rest is in one piece."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    names = {"in use": "bytes_in_use", "peak": "peak_bytes_in_use", "largest free": "largest_free_block_bytes"}
+    return "GiB " + ", ".join(
+        f"{label} {' · '.join(f'{of.get(name, 0) / 2**30:.1f}' for of in stats)}" for label, name in names.items()
+    )
 
 
 def main() -> None:
@@ -311,10 +334,15 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="folder of a trained model, in place of random weights")
     parser.add_argument("--texts", type=Path, help="rows of text whose beginnings are the prompts")
     parser.add_argument("--given", action="store_true", help="train on given answers of the greatest length alone")
+    parser.add_argument(
+        "--train-alone", action="store_true", help="train on random answers of the forced lengths alone"
+    )
     parser.add_argument("--memory", type=float, help="GPU memory that the step may take, GiB")
     parser.add_argument("--halves", type=int, default=3, help="halves of the slots for which windows are compiled")
     parser.add_argument("--train-rows", type=int, help="rows to train on, from which the time of all follows")
-    parser.add_argument("--compared", type=int, default=10**5, help="tokens of rows whose log-probabilities to compare")
+    parser.add_argument(
+        "--compared", type=int, default=10**5, help="tokens of rows to compare log-probabilities on; 0: none"
+    )
     parser.add_argument("--compare-alone", action="store_true", help="end after the log-probabilities")
     parser.add_argument("--inputs-only", type=Path, help="write prompts and lengths for a peer, and end")
     parser.add_argument("--json", type=Path)
@@ -332,28 +360,33 @@ def main() -> None:
         if args.given:
             long_answers(args, bench, results)
             return
+        if args.train_alone:
+            train_alone(args, bench, results)
+            return
         timed(results, "compile sampling", bench.compile_sampling)
         groups = timed(results, "sampling", bench.sample)
+        if groups is None:
+            bench.share = 0.6
+            print("SAMPLING AGAIN in 0.6 of the free memory", flush=True)
+            timed(results, "compile sampling", bench.compile_sampling)
+            groups = timed(results, "sampling", bench.sample)
+        results["share"] = bench.share
         print("seconds by answers' tokens:", results.setdefault("ended", when(bench.ended)), flush=True)
+        if bench.devices > 1:  # as much for each GPU, and a step of the same size
+            part = bench.devices
+            timed(results, "sampling a part on one GPU", partial(bench.sample, part=part, devices=1))
+            timed(results, "sampling a part on all GPUs", partial(bench.sample, part=part))
         answers = [answer for group in groups for answer in group.answers]
         results["answer_tokens"] = sum(len(answer.tokens) for answer in answers)
         step = timed(results, "packing", partial(bench.pack, groups))
-        results["rows"] = len(step.micro_batches)
-        results["row_fill"] = round(step.tokens / (len(step.micro_batches) * args.row), 3)
-        # Training changes the adapters: compare before it.
-        results["mismatch"] = timed(results, "comparison", partial(bench.mismatch, args.compared))
-        print(json.dumps(results["mismatch"], indent=1), flush=True)
+        results["row_fill"] = round(step.tokens / (len(step.micro_batches) * jax.device_count() * args.row), 3)
+        if args.compared:  # training changes the adapters: compare before it
+            results["mismatch"] = timed(results, "comparison", partial(bench.mismatch, args.compared))
+            print(json.dumps(results["mismatch"], indent=1), flush=True)
         save(args, results)
         if args.compare_alone:
             return
-        few = replace(step, micro_batches=step.micro_batches[:2])
-        timed(results, "compile training", partial(bench.train, few))
-        some = replace(step, micro_batches=step.micro_batches[: args.train_rows])
-        results["values"] = timed(results, "training", partial(bench.train, some))
-        results["memory_gb"] = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9
-        if args.train_rows:  # all rows take as long
-            results["training"] = round(results["training"] * results["rows"] / len(some.micro_batches), 2)
-        save(args, results)
+        time_training(args, bench, step, results)
         four = bench.packed[:4]
         timed(results, "pass of 4 rows", partial(bench.log_probs, four, reference=False))
         if args.beta:
@@ -365,18 +398,29 @@ def main() -> None:
     save(args, results)
 
 
-def long_answers(args: argparse.Namespace, bench: Benchmark, results: dict[str, Any]) -> None:
-    """Time a training step on given answers of the greatest length, and decoding after as many tokens."""
-    step = bench.pack(bench.given())
+def train_alone(args: argparse.Namespace, bench: Benchmark, results: dict[str, Any]) -> None:
+    """Time a training step on random answers of the forced lengths."""
+    time_training(args, bench, bench.pack(bench.given(forced=True)), results)
+    print(json.dumps(results, indent=1), flush=True)
+    save(args, results)
+
+
+def time_training(args: argparse.Namespace, bench: Benchmark, step: Step, results: dict[str, Any]) -> None:
+    """Time the optimizer step, of some rows if so asked."""
     results["rows"] = len(step.micro_batches)
-    few = replace(step, micro_batches=step.micro_batches[:1])
+    few = replace(step, micro_batches=step.micro_batches[: min(2, args.train_rows or 2)])
     timed(results, "compile training", partial(bench.train, few))
     some = replace(step, micro_batches=step.micro_batches[: args.train_rows])
-    timed(results, "training", partial(bench.train, some))
+    results["values"] = timed(results, "training", partial(bench.train, some))
     if args.train_rows and "training" in results:  # all rows take as long
         results["training"] = round(results["training"] * results["rows"] / len(some.micro_batches), 2)
     results["memory_gb"] = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9
     save(args, results)
+
+
+def long_answers(args: argparse.Namespace, bench: Benchmark, results: dict[str, Any]) -> None:
+    """Time a training step on given answers of the greatest length, and decoding after as many tokens."""
+    time_training(args, bench, bench.pack(bench.given()), results)
     timed(results, "compile decoding", partial(bench.decode, args.longest))
     timed(results, "prefill and 64 decode steps", partial(bench.decode, args.longest))
     print(json.dumps(results, indent=1), flush=True)

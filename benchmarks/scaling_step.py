@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, replace
 
 import jax
 import numpy as np
-from inputs import SHAPES
 from measure import uniform_lengths
+from shapes import SHAPES
 from step import DOCUMENTS, LENGTHS_SEED, memory, parameters, workload
 from traces import collective_overlap
 

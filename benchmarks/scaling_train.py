@@ -121,7 +121,7 @@ class Running:
         self.process.wait()
 
     def result(self, used: dict[str, float]) -> dict[str, Any]:
-        """Return what the run printed and logged."""
+        """Return the run's output and log."""
         log = (self.folder / "log").read_text(errors="replace")
         found: dict[str, Any] = {"row": self.row, "gpus": len(self.gpus), "on": ",".join(self.gpus)}
         found["seconds"] = round(time.monotonic() - self.begun, 1)
@@ -169,7 +169,7 @@ class Files:
         return self._scratch / ("pairs.jsonl" if "dpo" in row.flags else "chats.jsonl")
 
     def make(self, rows: list[Row], count: int) -> None:
-        """Write what is missing, a process for each model."""
+        """Write the missing models, a process for each."""
         self._scratch.mkdir(parents=True, exist_ok=True)
         makers = []
         for row in rows:

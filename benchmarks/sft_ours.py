@@ -261,7 +261,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
 
 
 def parse(flags: list[str] | None = None) -> argparse.Namespace:
-    """The flags, by default the process's."""
+    """Return the flags, by default the process's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("model", "adapter"):
         parser.add_argument(f"--{name}", required=True)

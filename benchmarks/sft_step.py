@@ -30,9 +30,10 @@ from threading import Lock, Thread
 import jax
 import numpy as np
 from gpus import FreeGpus
-from inputs import SHAPES, make_adapter, make_description, make_model
+from inputs import make_adapter, make_description, make_model
 from kernel_profile import MATMUL
 from measure import table, uniform_lengths, write_json
+from shapes import SHAPES
 
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora_config import LoraConfig
@@ -213,7 +214,7 @@ def run(
 
 
 def execute(command: list[str], environment: dict[str, str], limit: float, log_file: Path | None = None) -> dict:
-    """Return what a process printed as JSON lines, with `error` if it failed afterwards; show lines as they come.
+    """Return a process' JSON lines, with `error` if it failed afterwards; show lines as they come.
 
     It ends after `limit` seconds, and the processes that it started end with it. A log file gets all else it prints.
     """

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 from idle_layers import IdleLayers, idle_layers
-from inputs import SHAPES
 from measure import log_normal_lengths, uniform_lengths
+from shapes import SHAPES
 from traces import copy_overlap, kernel_milliseconds
 
 from jaxglue.data.batch import Batch

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from inputs import SHAPES
 from measure import table, write_json
+from shapes import SHAPES
 
 from jaxglue.commands.configs import EstimateConfig
 from jaxglue.commands.estimate import make_planner

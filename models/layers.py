@@ -195,8 +195,8 @@ class FusedMLP(nnx.Module):
 class DecoderLayer(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), and whatever a family adds at the end.
 
-    A family may lack these norms and have others, of what is added, and a model may scale that. The stages before and
-    after attention treat each token by itself.
+    A family may lack these norms and have others, of the branches' outputs, and a model may scale these. The stages
+    before and after attention treat each token by itself.
     """
 
     attention: type[Attention] = Attention

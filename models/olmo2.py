@@ -1,4 +1,4 @@
-"""OLMo 2: norms of what attention and feed-forward add, and of whole queries and keys."""
+"""OLMo 2: norms of attention's and feed-forward's outputs, and of whole queries and keys."""
 
 from collections.abc import Mapping
 from typing import Any

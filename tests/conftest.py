@@ -274,7 +274,8 @@ def _interpreting():
         options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
         before, triton.knobs.runtime.interpret = triton.knobs.runtime.interpret, True
         library = {
-            name: interpreter.InterpretedFunction(getattr(tl, name).fn) for name in ("cdiv", "cumsum", "max", "sum")
+            name: interpreter.InterpretedFunction(getattr(tl, name).fn)
+            for name in ("cdiv", "cumsum", "max", "min", "sum")
         }
         try:
             with (

@@ -63,5 +63,6 @@ _INSTRUCTIONS = {
     "or.b32": lambda a, b: a | b,
     "lop3.b32": _logic,
     "prmt.b32": _permute,
+    "mul.lo.u32": lambda a, b: a * b,
     "mul.rn.bf16x2": _multiply,
 }

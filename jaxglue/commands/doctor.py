@@ -201,7 +201,7 @@ def check_xla(_: bool, clock: Callable[[], float] = time.perf_counter) -> Check:
 
 @contextlib.contextmanager
 def _without_cache() -> Iterator[None]:
-    """Have JAX compile what an earlier process may have kept."""
+    """Have JAX compile a program that an earlier process may have kept."""
     import jax
 
     kept = jax.config.jax_enable_compilation_cache

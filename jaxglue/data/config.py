@@ -75,7 +75,7 @@ class Source(Config):
 
     @property
     def columns(self) -> dict[str, str]:
-        """Old names of columns, by new name.
+        """Return old names of columns, by new name.
 
         Raises:
             ValueError: not of the form new=old,new=old.
@@ -259,13 +259,13 @@ class DataConfig(Config):
 
     @property
     def encoding(self) -> dict[str, Any]:
-        """Settings of tokenization for all sources, without those at their defaults."""
+        """Return the settings of tokenization for all sources, without those at their defaults."""
         settings = {"allowed": self.allow_special_tokens, "mask_empty_thinking": self.mask_empty_thinking}
         return {name: value for name, value in settings.items() if value}
 
     @property
     def row_tokens(self) -> int:
-        """T: `seq_len`, or its default."""
+        """Return T: `seq_len`, or its default."""
         return self.seq_len or DEFAULT_SEQ_LEN
 
     def within(self, positions: int) -> Self:
@@ -274,12 +274,12 @@ class DataConfig(Config):
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """Sources of the training data."""
+        """Return the sources of the training data."""
         return self._parse(self.data)
 
     @property
     def eval_sources(self) -> tuple[Source, ...]:
-        """Sources of the held-out data."""
+        """Return the sources of the held-out data."""
         return self._parse(self.eval_data)
 
     def _parse(self, texts: tuple[str, ...]) -> tuple[Source, ...]:

@@ -26,7 +26,8 @@ from jaxglue.data.limits import memory_limit, template_time_limit
 from jaxglue.data.messages import Chat, Messages, Tools, read_weight
 from jaxglue.data.pieces import PieceTokenizer
 from jaxglue.data.store import TOKEN_BYTES, Encoded
-from jaxglue.data.template import NO_TEMPLATE, ChatTemplate, Span, TemplateCheck, plain_pieces, split_at
+from jaxglue.data.template import NO_TEMPLATE, ChatTemplate, Span, plain_pieces, split_at
+from jaxglue.data.template_check import TemplateCheck
 from jaxglue.data.tokenizer import require_unicode
 
 DOUBLED_BOS = ""

@@ -1,4 +1,4 @@
-"""Translation of what other programs do where a recipe says nothing."""
+"""Translation of other programs' defaults where a recipe says nothing."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -107,7 +107,7 @@ def listen(address: tuple[str, int]) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address is that of the loopback."""
+    """Tell whether a host's name or address is that of the loopback."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

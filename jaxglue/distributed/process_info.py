@@ -51,7 +51,7 @@ class ProcessInfo:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port of the coordinator."""
+        """Return host and port of the coordinator."""
         return _split(self.coordinator)
 
 

@@ -22,6 +22,7 @@ from jaxglue.engine.layer import LayerFunctions
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.engine.saved import SavedLayer
 from jaxglue.models.parameters import ParamKey, Params, without_parts
+from jaxglue.ops.zeros import zeros_on
 from jaxglue.sharding.gather import gather_alone, merge_gathered, select_to_gather
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 
@@ -292,7 +293,7 @@ def separate_small_arrays(device: jax.Device) -> Array | None:
     """
     if device.platform == "cpu":
         return None
-    hole, bound = (jax.block_until_ready(jnp.zeros(size, jnp.uint8, device=device)) for size in (_HOLE, _BOUND))
+    hole, bound = (jax.block_until_ready(zeros_on(device, size, jnp.uint8)) for size in (_HOLE, _BOUND))
     hole.delete()
     return bound
 

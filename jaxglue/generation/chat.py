@@ -1,8 +1,8 @@
 """Chat with a model: templates, end-of-turn tokens, streamed decoding, and a conversation in the terminal."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from flax import nnx
 from jaxtyping import Bool
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.data.decoding import TokenDecoder
 from jaxglue.data.progress import DataProgress
 from jaxglue.generation.config import AssistantConfig, GenerateConfig, SamplingConfig
 from jaxglue.generation.engine import STEPS, Engine
@@ -21,6 +20,8 @@ from jaxglue.generation.grammar import Grammar, Grammars
 from jaxglue.generation.pages import free_bytes
 from jaxglue.generation.prompts import encode_messages, encode_rows, prompt_of, read_prompts, system_message
 from jaxglue.generation.scheduler import Request
+from jaxglue.generation.text import TAGS, before, decode, in_order, special_stops, stream_text, without
+from jaxglue.generation.thinking import Thought, thought_after
 from jaxglue.hf.adapter import adapter_labels, warn_of_adapter_inside
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.identity import Identity, identify, identify_random
@@ -34,9 +35,9 @@ from jaxglue.models.parameters import split_model
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.projection.fp8 import check_fp8
 
-CHANNEL = "<|channel|>"
-"""Token before a channel's name in the harmony format."""
 HELP = "/reset forgets the conversation · /system TEXT sets the system message\nCtrl-C stops an answer · Ctrl-D leaves"
+_END = 16
+"""Last tokens of a prompt, which tell whether it has begun to think."""
 _FINAL = "<|channel|>final<|message|>"
 """Start of the answer proper in the harmony format; its template takes no other channel back."""
 
@@ -140,48 +141,6 @@ class Assistant:
             yield "".join(before([text], own))
 
 
-def special_stops(tokenizer: PreTrainedTokenizerBase, ends: Collection[str]) -> frozenset[int]:
-    """Return the special tokens among texts at which answers end: they are no part of an answer's text."""
-    tokens = tokenizer.added_tokens_decoder.items() if ends else ()
-    return frozenset(number for number, token in tokens if token.special and token.content in ends)
-
-
-def before(pieces: Iterable[str], ends: Sequence[str]) -> Iterator[str]:
-    """Yield a text in pieces up to the first of `ends`; what may begin one of these waits for the next piece."""
-    held = ""
-    for piece in pieces:
-        shown, held, stopped = cut(held + piece, ends)
-        if shown:
-            yield shown
-        if stopped:
-            return
-    if held:
-        yield held
-
-
-def cut(text: str, ends: Sequence[str]) -> tuple[str, str, bool]:
-    """Return a text before the first of `ends`, what after it may begin one of these, and whether one was in it."""
-    if found := [text.find(end) for end in ends if end in text]:
-        return text[: min(found)], "", True
-    kept = max((n for end in ends for n in range(1, len(end)) if text.endswith(end[:n])), default=0)
-    return text[: len(text) - kept], text[len(text) - kept :], False
-
-
-def without(tokens: Iterable[int], stops: Collection[int]) -> list[int]:
-    """Return an answer's tokens without those that end it."""
-    return [int(token) for token in tokens if token not in stops]
-
-
-def in_order(tokenizer: PreTrainedTokenizerBase, answers: Iterable[tuple[int, list[int]]]) -> Iterator[str]:
-    """Yield the text of numbered answers in the order of their numbers."""
-    waiting, following = dict[int, str](), 0
-    for number, tokens in answers:
-        waiting[number] = decode(tokenizer, tokens)
-        while following in waiting:
-            yield waiting.pop(following)
-            following += 1
-
-
 def generate(config: GenerateConfig) -> Iterator[tuple[str, Iterator[str]]]:
     """Yield each prompt with its answer in pieces, which stream if there is one prompt or `batch_size` is 1.
 
@@ -197,20 +156,36 @@ def answer_rows(
 ) -> Iterator[tuple[dict[str, Any], Iterator[str]]]:
     """Yield each row of `read_prompts` with its answer in pieces; as `generate`, `say` as in `Assistant.answers`."""
     rows, assistant = read_prompts(config), Assistant(config)
-    prompts, grammar = encode_rows(assistant.tokenizer, rows, config), _grammar(assistant, config)
+    prompts = encode_rows(assistant.tokenizer, rows, config)
+    asked = list(enumerate(zip(prompts, _grammars(assistant, config, rows, prompts), strict=True)))
     if len(rows) == 1 or config.batch_size == 1:
-        answers = (assistant.answer(tokens, config.sampling, index, grammar) for index, tokens in enumerate(prompts))
+        answers = (assistant.answer(tokens, config.sampling, index, grammar) for index, (tokens, grammar) in asked)
     else:
-        requests = [Request(tokens, config.sampling, index, grammar=grammar) for index, tokens in enumerate(prompts)]
+        requests = [Request(tokens, config.sampling, index, grammar=grammar) for index, (tokens, grammar) in asked]
         texts = assistant.answers(requests, batch_size=config.batch_size, say=say)
         answers = (iter([text]) for text in texts)
     yield from zip(rows, answers, strict=True)
 
 
-def _grammar(assistant: Assistant, config: GenerateConfig) -> Grammar | None:
-    if config.json_schema is not None:
-        return assistant.grammars.json(read_json(config.json_schema))
-    return None if config.regex is None else assistant.grammars.regex(config.regex)
+def _grammars(
+    assistant: Assistant, config: GenerateConfig, rows: Sequence[dict[str, Any]], prompts: Sequence[list[int]]
+) -> list[Grammar | None]:
+    """Return what the answer to each row may be, after its thinking."""
+    if config.json_schema is None and config.regex is None:
+        return [None] * len(prompts)
+    schema: Any = None if config.json_schema is None else read_json(config.json_schema)
+
+    @cache
+    def grammar(thinks: Thought) -> Grammar:
+        if config.regex is not None:
+            return assistant.grammars.regex(config.regex, thinks=thinks)
+        return assistant.grammars.json(schema, thinks=thinks)
+
+    def thought(row: dict[str, Any], tokens: list[int]) -> Thought:
+        plain = config.raw and "prompt" in row
+        return Thought.NONE if plain else thought_after(str(assistant.tokenizer.decode(tokens[-_END:])))
+
+    return [grammar(thought(row, tokens)) for row, tokens in zip(rows, prompts, strict=True)]
 
 
 def _in_float32(dtype: str) -> bool:
@@ -257,59 +232,6 @@ def _identity(config: AssistantConfig, model: CausalLM) -> Identity:
     return identify(config.folder) if config.seed is None else identify_random(model.config, config.seed)
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> str:
-    """Return the text of `stream_text` at once."""
-    return "".join(stream_text(tokenizer, tokens))
-
-
-def stream_text(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> Iterator[str]:
-    """Yield decoded text token by token; a character still incomplete at the end is shown as U+FFFD.
-
-    Special tokens are skipped, except with channels (GPT-OSS), where they separate reasoning from the answer.
-    """
-    stream = _decoder(tokenizer)
-    for token in tokens:
-        if piece := stream.add(token):
-            yield piece
-    if rest := stream.rest():
-        yield rest
-
-
-def _decoder(tokenizer: PreTrainedTokenizerBase, *, specials: bool = False) -> TokenDecoder:
-    shown = specials or CHANNEL in tokenizer.get_added_vocab()
-    return TokenDecoder(tokenizer.backend_tokenizer, skip_special_tokens=not shown)
-
-
-class TextStream:
-    """Text of an answer whose tokens come one by one, up to the first of some texts.
-
-    Special tokens are skipped as in `stream_text` unless `specials` are asked for.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Sequence[str], *, specials: bool = False):
-        self._decoder, self._ends, self._held = _decoder(tokenizer, specials=specials), ends, ""
-        self.text = ""
-        """Text certain to be shown."""
-        self.stopped = False
-        """One of the texts came."""
-
-    def add(self, token: int) -> None:
-        """Add a token's text."""
-        if not self.stopped:
-            self._take(self._decoder.add(token))
-
-    def end(self) -> None:
-        """Add the text that waited for further tokens."""
-        if not self.stopped:
-            self._take(self._decoder.rest())
-        if not self.stopped:
-            self.text, self._held = self.text + self._held, ""
-
-    def _take(self, piece: str) -> None:
-        shown, self._held, self.stopped = cut(self._held + piece, self._ends)
-        self.text += shown
-
-
 class ChatSession:
     """Messages so far, answered by one loaded model."""
 
@@ -332,7 +254,7 @@ class ChatSession:
                 yield piece
         finally:
             if pieces:
-                self.messages = [*asked, {"role": "assistant", "content": "".join(pieces).rpartition(_FINAL)[2]}]
+                self.messages = [*asked, {"role": "assistant", "content": _said("".join(pieces))}]
 
     def command(self, line: str) -> str:
         """Run a command that begins with a slash; return what to show."""
@@ -344,6 +266,13 @@ class ChatSession:
             self._system, self.messages = text.strip() or None, []
             return f"system message: {self._system or 'none'}; the conversation begins anew"
         return HELP if name == "/help" else f"unknown command {name}\n{HELP}"
+
+
+def _said(text: str) -> str:
+    """Return an answer without thinking that chat templates do not take back."""
+    for begin in (_FINAL, *(tags.end for tags in TAGS[1:])):
+        text = text.rpartition(begin)[2]
+    return text
 
 
 def converse(session: ChatSession, read: Callable[[str], str], write: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""Answers held to a grammar: what the engine asks of one, and those that llguidance makes of schemas and expressions.
+"""Answers held to a grammar: the engine's interface to one, and those that llguidance makes of schemas and expressions.
 
 A window of steps runs without the host, so tokens are sampled freely, and the host keeps those that a grammar takes. An
 answer goes back to the first that it refuses, and the next window chooses another there, among those that may follow.
@@ -6,14 +6,17 @@ answer goes back to the first that it refuses, and the next window chooses anoth
 
 import importlib.util
 import json
+import re
 from collections.abc import Collection
 from typing import Any, Protocol
 
 import numpy as np
 from jaxtyping import UInt32
 
-END = "</think>"
-"""Ends the thinking of an answer."""
+from jaxglue.generation.text import CHANNEL, TAGS
+from jaxglue.generation.thinking import Thought, tags_of
+
+_TEXT = "/(?s:.*)/"
 _LONGEST = 65_536
 """Characters of a grammar, at most: some take long to compile."""
 
@@ -53,6 +56,43 @@ def is_installed() -> bool:
     return importlib.util.find_spec("llguidance") is not None
 
 
+class Rules:
+    """Rules of a grammar in Lark's notation, in which special tokens of texts are named by their ids.
+
+    Args:
+        tokenizer: of the model.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self._specials = {token.content: id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._splits = re.compile("|".join(f"({re.escape(token)})" for token in self._specials) or r"(?!)")
+        self._names = dict[tuple[str, str], str]()
+
+    @property
+    def lines(self) -> list[str]:
+        """Return the rules."""
+        return [f"{name}{options}: {body}" for (body, options), name in self._names.items()]
+
+    def add(self, body: str, options: str = "") -> str:
+        """Add a rule, unless it is there; return its name."""
+        return self._names.setdefault((body, options), f"r{len(self._names)}")
+
+    def text(self, text: str) -> str:
+        """Return the body of exactly this text."""
+        pieces = [piece for piece in self._splits.split(text) if piece]
+        return " ".join(f"<[{self._specials[p]}]>" if p in self._specials else quoted(p) for p in pieces)
+
+    def until(self, end: str) -> str:
+        """Return the body of any text and its end."""
+        special = end in self._specials
+        return f"{self.add(_TEXT)} {self.text(end)}" if special else self.add(_TEXT, f"[suffix={quoted(end)}]")
+
+
+def quoted(text: str) -> str:
+    """Return a text in Lark's notation."""
+    return json.dumps(text, ensure_ascii=False)
+
+
 class Grammars:
     """Makes grammars of a model's tokens.
 
@@ -70,47 +110,64 @@ class Grammars:
             raise ValueError("answers that follow a grammar need llguidance: pip install '.[serve]' in jaxglue's clone")
         from llguidance.hf import from_tokenizer
 
-        self._tokenizer = from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=sorted(stops) or None)
+        self._tokens = from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=sorted(stops) or None)
         self._words = -(-vocabulary // 32)
-        special = next((id for id, t in tokenizer.added_tokens_decoder.items() if t.special and t.content == END), None)
-        end = json.dumps(END)
-        self._thought = (
-            f"t[suffix={end}]: /(?s:.*)/\nstart: t" if special is None else f"start: /(?s:.*)/ <[{special}]>"
-        )
+        self._tokenizer = tokenizer
 
-    def json(self, schema: dict[str, Any], *, thinks: bool = False) -> Grammar:
+    def json(self, schema: dict[str, Any], *, thinks: Thought = Thought.NONE) -> Grammar:
         """Return JSON of a schema; raise ValueError for one that is malformed or not supported.
 
         Args:
             schema: as an object.
-            thinks: the prompt has begun to think, and an answer goes on so up to the end of it. So in other methods.
+            thinks: how an answer begins, which follows the schema after its thinking. So in other methods.
         """
         return self._grammar("a JSON schema", json_schema=schema, thinks=thinks)
 
-    def regex(self, expression: str, *, thinks: bool = False) -> Grammar:
+    def regex(self, expression: str, *, thinks: Thought = Thought.NONE) -> Grammar:
         """Return texts that an expression of Rust's `regex` matches whole; raise ValueError for a malformed one."""
         from llguidance import LLMatcher
 
         (grammar,) = json.loads(LLMatcher.grammar_from_regex(expression))["grammars"]
         return self._grammar("a regular expression", lark_grammar=grammar["lark_grammar"], thinks=thinks)
 
-    def choice(self, texts: list[str], *, thinks: bool = False) -> Grammar:
+    def choice(self, texts: list[str], *, thinks: Thought = Thought.NONE) -> Grammar:
         """Return one of some texts, none of which is empty."""
-        grammar = "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+        grammar = "start: " + " | ".join(map(quoted, texts))
         return self.lark(grammar, thinks=thinks)
 
-    def lark(self, grammar: str, *, thinks: bool = False) -> Grammar:
+    def lark(self, grammar: str, *, thinks: Thought = Thought.NONE) -> Grammar:
         """Return texts of a context-free grammar in Lark's notation; raise ValueError for a malformed one."""
         return self._grammar("a grammar", lark_grammar=grammar, thinks=thinks)
 
-    def _grammar(self, name: str, *, thinks: bool, **answer: Any) -> "_Compiled":
+    def calls(self, grammar: str, *, thinks: Thought = Thought.NONE) -> Grammar:
+        """Return calls of tools as of `call_grammar`, which in channels have one of their own."""
+        return self._grammar("a tool", lark_grammar=grammar, thinks=thinks, final=False)
+
+    def _before(self, thinks: Thought, *, final: bool) -> str | None:
+        """Return the grammar of thinking, and of the final channel's header, before `@answer`; None without."""
+        rules, tags = Rules(self._tokenizer), tags_of(self._tokenizer)
+        text, until = rules.text, rules.until
+        if thinks != Thought.NONE and CHANNEL in str(self._tokenizer.chat_template):
+            body = f"({text('<|channel|>analysis<|message|>')} {until('<|end|>')} {text('<|start|>assistant')})*"
+            if final:
+                body += f" {text('<|channel|>final')} ({text(' <|constrain|>')} /[a-z]*/)? {text('<|message|>')}"
+        elif thinks == Thought.BEGUN or (thinks == Thought.POSSIBLE and tags):
+            begin, end = tags or TAGS[0]
+            body = rf"{until(end)} /\n{{0,2}}/"
+            if thinks == Thought.POSSIBLE:
+                body = rf"(/\n{{0,2}}/ {text(begin)} {body})?"
+        else:
+            return None
+        return "\n".join([f"start: {body} @answer", *rules.lines])
+
+    def _grammar(self, name: str, *, thinks: Thought, final: bool = True, **answer: Any) -> "_Compiled":
         from llguidance import LLMatcher
 
         if (length := len(json.dumps(answer, ensure_ascii=False))) > _LONGEST:
             raise ValueError(f"{name} has {length:,} characters: at most {_LONGEST:,} are taken")
-        thought = [{"lark_grammar": rf"{self._thought} /\n{{0,2}}/ @answer"}] if thinks else []
-        grammars = [*thought, {"name": "answer", **answer}]
-        matcher = LLMatcher(self._tokenizer, json.dumps({"grammars": grammars}), log_level=0)
+        before = self._before(thinks, final=final)
+        grammars = [*([{"lark_grammar": before}] if before else []), {"name": "answer", **answer}]
+        matcher = LLMatcher(self._tokens, json.dumps({"grammars": grammars}), log_level=0)
         if matcher.is_error():
             raise ValueError(f"{name} is not understood: {matcher.get_error().strip()}")
         return _Compiled(matcher, self._words)

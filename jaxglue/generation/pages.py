@@ -186,9 +186,9 @@ def _delta_values(config: DecoderConfig) -> int:
 
 
 def free_bytes(limit: float = math.inf) -> float:
-    """Return the free memory of the first device within a limit of its use; on CPUs, half of the host's."""
-    if stats := jax.local_devices()[0].memory_stats():
-        return min(limit, stats["bytes_limit"]) - stats["bytes_in_use"]
+    """Return the free memory of the fullest device within a limit of its use; on CPUs, half of the host's."""
+    if all(devices := [device.memory_stats() for device in jax.local_devices()]):
+        return min(min(limit, stats["bytes_limit"]) - stats["bytes_in_use"] for stats in devices)
     return min(limit, psutil.virtual_memory().available / 2)
 
 

@@ -18,11 +18,13 @@ from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, CachePlan, ring_table
 from jaxglue.generation.sampling import Controls, Counts, Features, Sampled, sample
 from jaxglue.models.config import DecoderConfig, LayerKind
 from jaxglue.models.context import LatentCache, PackedContext
+from jaxglue.models.layers import Attention, GatedMLP
 from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
 from jaxglue.models.vocabulary import extended_matrix, with_low_rank
 from jaxglue.ops.cross_entropy import cap_logits
 from jaxglue.ops.projection import project
 from jaxglue.ops.segments import PackedSegments
+from jaxglue.ops.zeros import zeros_on
 
 IDLE = -1
 """Stands for the token of a sequence that has ended."""
@@ -79,11 +81,15 @@ class Window:
 
 
 class CachedLayer:
-    """The compiled prefill, decode step and extension of one layer type; all update the cache in place."""
+    """The compiled prefill, decode step and extension of one layer type; all update the cache in place.
+
+    `fill` is the prefill of the model's last layer, whose output nothing reads: XLA leaves out what follows the cache.
+    """
 
     def __init__(self, graphdef: nnx.GraphDef, *, fp8: bool = True):
         self._graphdef, self._fp8 = graphdef, fp8
-        self.prefill = jit_step(self._prefill, donate_argnames="cache")
+        self.prefill = jit_step(self._prefill, donate_argnames=("x", "cache"))
+        self.fill = jit_step(lambda *arguments: self._prefill(*arguments)[1], donate_argnums=2)
         self.decode = _jit(self._decode, donate_argnames="cache")
         self.extend = jit_step(self._extend, donate_argnames="cache")
 
@@ -93,9 +99,17 @@ class CachedLayer:
         x = layer(x, context) if whole else by_tiles(layer, x, packed, context)
         return x, context.cache
 
-    def _decode(self, weights: Trees, x, cache: Cache, cursor: Cursor):
-        context = DecodeContext(cache, cursor, fp8=self._fp8)
-        return merge_module(self._graphdef, *weights)(x, context), context.cache
+    def _decode(self, weights: Trees, x, cache: Cache, cursor: Cursor, after: Sequence[Any] = ()):
+        layer = merge_module(self._graphdef, *weights)
+        context = DecodeContext(cache, cursor, fp8=self._fp8, following=_following(layer, after))
+        return layer(x, context), context.cache
+
+    def first_weights(self, weights: Trees) -> Sequence[Any]:
+        """Return the weights that the layer reads first, while a program of several is traced; none where unknown."""
+        if not isinstance(jax.tree.leaves(weights)[0], jax.core.Tracer):
+            return ()
+        mixer = merge_module(self._graphdef, *weights).mixer
+        return [linear.weight.get_value() for linear in mixer.linears[:-1]] if isinstance(mixer, Attention) else ()
 
     def _extend(self, weights: Trees, x, cache: Cache, cursor: Cursor):
         context = ExtendContext(cache, cursor, fp8=self._fp8)
@@ -156,8 +170,12 @@ class Programs:
         x, packed, own = self._embed_prompts(_part(trees, "embed_tokens"), tokens, segments)
         packed = replace(packed, ranks=places.ranks)
         contexts = packed.each(own, len(self._layers))
+        full = tokens.shape[1] >= PREFILL_TOKENS  # for few tokens another program is not worth compiling
         for i, (layer, weights) in enumerate(self._layer_weights(trees)):
-            x, caches[i] = layer.prefill(weights, x, caches[i], contexts[i], places)
+            if full and i == len(caches) - 1:
+                caches[i] = layer.fill(weights, x, caches[i], contexts[i], places)
+            else:
+                x, caches[i] = layer.prefill(weights, x, caches[i], contexts[i], places)
         return caches
 
     def extend(self, trees: Trees, tokens: Int[Array, " T"], cursor: Cursor, caches: list[Cache]) -> list[Cache]:
@@ -228,7 +246,7 @@ class Programs:
         programs = [self._embed_prompts, self._embed_suffixes, self._embed_slots, self._advance]
         programs += [self._run_one, self._run_several]
         for layer in set(self._layers):
-            programs += [layer.prefill, layer.decode, layer.extend]
+            programs += [layer.prefill, layer.fill, layer.decode, layer.extend]
         compiled = sum(program.compilations() for program in programs)
         return compiled + sum(function._cache_size() for function in functions)
 
@@ -252,9 +270,11 @@ class Programs:
         """Decode a token of each sequence, of those in `masks`; return (sequences, caches, sampled)."""
         x, cursor, own = self._embed_slots(_part(trees, "embed_tokens"), sequences, window, plan=plan)
         caches = list(caches)
-        for i, (layer, weights) in enumerate(self._layer_weights(trees)):
+        layers = list(self._layer_weights(trees))
+        for i, (layer, weights) in enumerate(layers):
             cursor = cursor if own is None else replace(cursor, layer_input=own[i])
-            x, caches[i] = layer.decode(weights, x, caches[i], cursor)
+            after = [weight for next_layer, its in layers[i + 1 : i + 2] for weight in next_layer.first_weights(its)]
+            x, caches[i] = layer.decode(weights, x, caches[i], cursor, after)
         output = _part(trees, "norm"), _part(trees, self._output_name)
         sequences, sampled = self._advance(*output, x, sequences, window, masks, features=features)
         return sequences, caches, sampled
@@ -327,7 +347,7 @@ class Programs:
 
 def make_sequences(plan: CachePlan, vocabulary: int, features: Features, device=None) -> Sequences:
     """Return the state of slots without sequences, and of one more."""
-    zeros = partial(jnp.zeros, device=device)
+    zeros = partial(zeros_on, device)
     S, counts = plan.slots + 1, None
     if features.penalties:
         counts = Counts(seen=zeros((S, vocabulary), bool), answered=zeros((S, vocabulary), jnp.int32))
@@ -371,6 +391,14 @@ def _count_prompts(counts: Counts, slots, tokens, new) -> Counts:
     seen = counts.seen.at[slots].set(False).at[rows, known].set(True, mode="drop")
     answered = counts.answered.at[slots].set(0).at[rows, known].add(new.astype(jnp.int32), mode="drop")
     return Counts(seen=seen, answered=answered)
+
+
+def _following(layer: Any, after: Sequence[Any]) -> dict[int, Sequence[Any]]:
+    """Return the weights that are read after another one, by its identity; `after` those of the next layer."""
+    if not isinstance(layer.mixer, Attention) or not isinstance(layer.mlp, GatedMLP):
+        return {}
+    output, gate, up, down = (linear.weight.get_value() for linear in (layer.mixer.linears[-1], *layer.mlp.linears))
+    return {id(output): (gate, up), id(up): (down,), id(down): after}
 
 
 def _part(trees: Trees, name: str) -> Any:

@@ -9,8 +9,9 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.formats import read_row
 from jaxglue.data.limits import template_time_limit
-from jaxglue.data.messages import Chat, Messages, Tools
-from jaxglue.data.template import ChatTemplate, TemplateCheck
+from jaxglue.data.messages import Chat, Messages
+from jaxglue.data.template import ChatTemplate
+from jaxglue.data.template_check import TemplateCheck
 from jaxglue.data.tokenizer import encode_beginning, require_unicode
 from jaxglue.generation.config import STDIN, GenerateConfig
 from jaxglue.json_file import parse_json
@@ -83,13 +84,13 @@ def _encode_row(tokenizer: PreTrainedTokenizerBase, row: Row, config: GenerateCo
     return template.encode(text)
 
 
-def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools = None) -> list[int]:
+def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:
     """Return the tokens that precede the answer to a conversation, as in training: special tokens in it are text.
 
     Raises:
         ValueError: a missing chat template, one that refuses the conversation, or text that is no Unicode.
     """
-    template, text = render_messages(tokenizer, Chat(messages, tools, []))
+    template, text = render_messages(tokenizer, Chat(messages, None, []))
     return template.encode(text)
 
 

@@ -14,11 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-_BLOCK = 1024
-"""Tokens whose probabilities are summed before the draw chooses among them."""
-_DIGIT = 3
-"""Bits of a threshold that a pass over the vocabulary decides: more passes read, larger ones compare, longer."""
-
+from jaxglue.ops.sampling import Choice, Truncation, choose_tokens
+from jaxglue.ops.sampling.reference import at, divisors, normalizer
 
 _ALL, _AGAIN = np.uint32(0xFFFFFFFF), 1 << 30
 """A word of a mask that leaves nothing out; added to the positions of tokens that are chosen again."""
@@ -40,11 +37,6 @@ class Features(NamedTuple):
     """Some tokens' logits are raised or lowered."""
     top: int = 0
     """Most likely tokens that are reported."""
-
-    @property
-    def truncates(self) -> bool:
-        """Return whether unlikely tokens are left out."""
-        return self.top_k or self.top_p or self.min_p
 
 
 @jax.tree_util.register_dataclass
@@ -97,9 +89,9 @@ def answer_keys(names: Sequence[tuple[int, int, int]]) -> UInt32[np.ndarray, "n 
 
     What else is answered changes none of them.
     """
-    bases = {seed: jax.random.key_data(jax.random.key(seed)) for seed, _, _ in names}
+    bases = {seed: np.asarray(jax.random.key_data(jax.random.key(seed))) for seed in {name[0] for name in names}}
     indices: Any = np.array([name[1:] for name in names], np.uint32)
-    return np.asarray(_fold(jnp.stack([bases[seed] for seed, _, _ in names]), indices))
+    return np.asarray(_fold(np.stack([bases[seed] for seed, _, _ in names]), indices))
 
 
 @jax.jit
@@ -130,87 +122,43 @@ def sample(
             left out use other random numbers than without, since a token that was refused here had used those.
     """
     adjusted = _adjust(logits, controls, counts, features)
-    allowed = adjusted if masks is None else _leave_out(adjusted, masks)
-    best = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
-    highest, is_model = _at(allowed, best), not (features.penalties or features.biases or features.grammars)
-    divisor = jnp.where(controls.temperature > 0, controls.temperature, 1.0)
-    model_normalizer = _normalizer(logits, highest if is_model else logits.max(-1))
-    tokens, normalizer = best, model_normalizer if is_model else _normalizer(adjusted, highest)
+    positions = positions if masks is None else positions + jnp.where((masks != _ALL).any(-1), _AGAIN, 0)
+    temperature, uniform, truncation = None, None, None
     if features.draws:
-        weights = _Weights(allowed, highest, divisor)  # 1 for the most likely token
-        normalizer = highest / divisor + jnp.log(weights.sums.sum(-1))
-        kept = _Kept(_truncate(weights.all, controls, features)) if features.truncates else weights
-        if masks is not None:
-            positions += jnp.where((masks != _ALL).any(-1), _AGAIN, 0)
-        tokens = jnp.where(controls.temperature > 0, _draw(kept, controls.keys, positions), best)
-    if masks is not None:  # whose normalizer is above that of the allowed ones
-        normalizer = _normalizer(adjusted / divisor[:, None], adjusted.max(-1) / divisor)
+        temperature, uniform = controls.temperature, _uniform(controls.keys, positions)
+        truncation = _truncation(controls, features)
+    if masks is None:
+        choice = choose_tokens(adjusted, temperature, uniform, truncation)
+    else:  # log-probabilities are those among all tokens
+        choice = choose_tokens(adjusted, temperature, uniform)
+        tokens = choose_tokens(_leave_out(adjusted, masks), temperature, uniform, truncation).tokens
+        more = at(adjusted, tokens) - at(adjusted, choice.tokens)
+        log_probs = choice.log_probs + (more if temperature is None else more / divisors(temperature))
+        choice = Choice(tokens, log_probs, choice.model_log_probs + more, choice.normalizers)
+    if adjusted is not logits:
+        normalizers = normalizer(logits, logits.max(-1))
+        model_log_probs = at(logits, choice.tokens) - normalizers
+        choice = choice._replace(normalizers=normalizers, model_log_probs=model_log_probs)
     top_values, top_tokens = jax.lax.top_k(logits, features.top)
     return Sampled(
-        tokens=tokens,
-        log_probs=_at(adjusted, tokens) / divisor - normalizer,
-        model_log_probs=_at(logits, tokens) - model_normalizer,
+        tokens=choice.tokens,
+        log_probs=choice.log_probs,
+        model_log_probs=choice.model_log_probs,
         top_tokens=top_tokens,
-        top_log_probs=top_values - model_normalizer[:, None],
-        finite=jnp.isfinite(model_normalizer),
+        top_log_probs=top_values - choice.normalizers[:, None],
+        finite=jnp.isfinite(choice.normalizers),
     )
 
 
-class _Weights:
-    """Tokens' probabilities relative to the largest, formed where they are read: a vocabulary's would be large."""
-
-    def __init__(self, logits: Float[Array, "B V"], highest: Float[Array, " B"], divisor: Float[Array, " B"]):
-        self._blocks = _blocks(logits, -jnp.inf)
-        self._logits, self._highest, self._divisor = logits, highest[:, None], divisor[:, None]
-        self.sums = _block_sums(jnp.exp((self._blocks - highest[:, None, None]) / divisor[:, None, None]))
-        """Sums of the exponentials in each block."""
-
-    @property
-    def all(self) -> Float[Array, "B V"]:
-        """Return the weights."""
-        return self._of(self._logits)
-
-    def block(self, index: Int[Array, " B"]) -> Float[Array, "B n"]:
-        """Return the weights of one block of each row."""
-        return self._of(_block(self._blocks, index))
-
-    def _of(self, logits: Float[Array, "B n"]) -> Float[Array, "B n"]:
-        return jnp.exp((logits - self._highest) / self._divisor)
+def _uniform(keys: UInt32[Array, "B words"], positions: Int[Array, " B"]) -> Float[Array, " B"]:
+    """Return a random number for each sequence's position."""
+    return jax.vmap(jax.random.uniform)(jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys), positions))
 
 
-class _Kept:
-    """The weights that are not left out, in memory."""
-
-    def __init__(self, weights: Float[Array, "B V"]):
-        self._blocks = _blocks(weights, 0.0)
-        self.sums = _block_sums(self._blocks)
-
-    def block(self, index: Int[Array, " B"]) -> Float[Array, "B n"]:
-        """Return the weights of one block of each row."""
-        return _block(self._blocks, index)
-
-
-def _blocks(values: Float[Array, "B V"], padding: float) -> Float[Array, "B blocks n"]:
-    B, V = values.shape
-    return jnp.pad(values, ((0, 0), (0, -V % _BLOCK)), constant_values=padding).reshape(B, -1, _BLOCK)
-
-
-def _block(blocks: Float[Array, "B blocks n"], index: Int[Array, " B"]) -> Float[Array, "B n"]:
-    return jnp.take_along_axis(blocks, index[:, None, None], axis=1)[:, 0]
-
-
-def _block_sums(blocks: Float[Array, "B blocks n"]) -> Float[Array, "B blocks"]:
-    """Return the sums of blocks, which XLA would otherwise form once more, in another pass, for the sum of all."""
-    return jax.lax.optimization_barrier(blocks.sum(-1))
-
-
-def _normalizer(logits: Float[Array, "B V"], highest: Float[Array, " B"]) -> Float[Array, " B"]:
-    """Return the logarithm of the sum of exponentials; NaN if a logit is infinite or NaN."""
-    return highest + jnp.log(_block_sums(jnp.exp(_blocks(logits, -jnp.inf) - highest[:, None, None])).sum(-1))
-
-
-def _at(values: Float[Array, "B V"], tokens: Int[Array, " B"]) -> Float[Array, " B"]:
-    return jnp.take_along_axis(values, tokens[:, None], axis=-1)[:, 0]
+def _truncation(controls: Controls, features: Features) -> Truncation | None:
+    """Return what leaves tokens out, if something does."""
+    used = {name: getattr(controls, name) for name in Truncation._fields if getattr(features, name)}
+    return Truncation(**used) if used else None
 
 
 def _adjust(logits, controls: Controls, counts: Counts | None, features: Features) -> Float[Array, "B V"]:
@@ -230,61 +178,3 @@ def _adjust(logits, controls: Controls, counts: Counts | None, features: Feature
 def _leave_out(logits: Float[Array, "B V"], masks: UInt32[Array, "B words"]) -> Float[Array, "B V"]:
     bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
     return jnp.where(bits.reshape(len(logits), -1)[:, : logits.shape[1]] > 0, logits, -jnp.inf)
-
-
-def _truncate(weights: Float[Array, "B V"], controls: Controls, features: Features) -> Float[Array, "B V"]:
-    """Set weights, relative to the largest, to 0 below the thresholds of top-k, top-p and min-p, in this order.
-
-    Equal weights are all in or all out.
-    """
-    if not features.truncates:
-        return weights
-    threshold = controls.min_p if features.min_p else jnp.zeros(len(weights))
-    if features.top_k:
-        wanted = jnp.where(controls.top_k > 0, controls.top_k, weights.shape[1]).astype(jnp.float32)
-        threshold = jnp.maximum(threshold, _search(weights, jnp.ones_like, wanted))
-    if features.top_p:
-        kept = jnp.where(weights >= threshold[:, None], weights, 0.0) if features.top_k else weights
-        nucleus = _search(weights, lambda kept: kept, controls.top_p * kept.sum(-1))
-        threshold = jnp.where(controls.top_p < 1, jnp.maximum(threshold, nucleus), threshold)
-    return jnp.where(weights >= threshold[:, None], weights, 0.0)
-
-
-def _search(weights: Float[Array, "B V"], measure: Any, wanted: Float[Array, " B"]) -> Float[Array, " B"]:
-    """Return the largest threshold at which the measure of the weights at or above it sums to `wanted`; else 0.
-
-    Bits of positive floats are in their order. Each pass decides a digit of them from the sums at all its values.
-    """
-
-    def sums(thresholds: list[Array]) -> tuple[Array, ...]:
-        parts = [jnp.where(weights >= value[:, None], measure(weights), 0.0) for value in thresholds]
-        zeros = (jnp.float32(0),) * len(parts)
-        return jax.lax.reduce(tuple(parts), zeros, lambda a, b: tuple(map(jnp.add, a, b)), (1,))
-
-    found = jnp.zeros(len(weights), jnp.int32)
-    for shift in range(30 - _DIGIT, -1, -_DIGIT):  # no weight is above 1, whose bits are below 2³⁰
-        digits = range(1, 1 << _DIGIT)
-        values = [jax.lax.bitcast_convert_type(found + (digit << shift), jnp.float32) for digit in digits]
-        enough = [(total >= wanted).astype(jnp.int32) for total in sums(values)]
-        found += sum(enough) << shift
-    return jax.lax.bitcast_convert_type(found, jnp.float32)
-
-
-def _draw(weights: _Weights | _Kept, keys: UInt32[Array, "B words"], positions) -> Int[Array, " B"]:
-    """Draw a token from each row, in proportion to the weights."""
-    at_position = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys), positions)
-    uniform = jax.vmap(jax.random.uniform)(at_position)
-    block, left = _first_above(weights.sums, uniform * weights.sums.sum(-1))
-    return (block * _BLOCK + _first_above(weights.block(block), left)[0]).astype(jnp.int32)
-
-
-def _first_above(weights: Float[Array, "B n"], target: Float[Array, " B"]) -> tuple[Int[Array, " B"], Array]:
-    """Return the first index whose cumulated weight exceeds the target, and what the target exceeds those before by.
-
-    The weight there is above 0, whatever the rounding of the sums.
-    """
-    until = jnp.cumsum(weights, axis=-1)
-    fits = (until > target[:, None]) & (weights > 0)
-    index = jnp.where(fits.any(-1), jnp.argmax(fits, axis=-1), jnp.argmax(weights, axis=-1))
-    before = _at(until, index) - _at(weights, index)
-    return index, target - before

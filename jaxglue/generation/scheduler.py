@@ -175,6 +175,8 @@ class Scheduler:
         self._waiting, self._steps = deque[Answer](), steps
         self._pool, self._slots = PagePool(plan.pages), list(range(plan.slots - 1, -1, -1))
         self._running: list[Answer] = []
+        self._promised = 0
+        """Pages that the running answers are likely to take yet."""
 
     def add(self, answers: Iterable[Answer]) -> None:
         """Let further answers wait, in order."""
@@ -192,6 +194,7 @@ class Scheduler:
         work = Work()
         if not self._grow():
             return None
+        self._promised = sum(map(self._promise, self._running))
         while self._waiting and self._slots and self._admit(work):
             pass
         going = [answer for answer in self._running if not answer.waits]
@@ -258,14 +261,15 @@ class Scheduler:
         """Give slots to the next answer, and to those after it that continue the same prompt; False without pages."""
         first = self._waiting[0]
         known = first.length - 1  # the window begins with the last known token
+        tokens = first.tokens[:known]
         shared, all_pages = known // PAGE, pages_of(min(first.length + self._steps, first.end))
         group, ranks = self._siblings(first), first.request.ranks
-        names = page_names(first.tokens[:known], ranks) if self._remembers else []
+        names = page_names(tokens, ranks) if self._remembers else []
         there = self._pool.find(names)
         if known - len(there) * PAGE > min(LONGEST_SUFFIX, known // 2):
             there = []
         shared_anew = shared - len(there) + self._pool.kept(there)
-        spare = len(self._pool) - self._promised() - shared_anew
+        spare = len(self._pool) - self._promised - shared_anew
         fits = min(len(group), len(self._slots), max(spare, 0) // max(self._expected(first) - shared, 1))
         if not self._running and not work.fresh:
             fits = max(fits, 1)  # the pool holds the longest sequence
@@ -280,9 +284,10 @@ class Scheduler:
             if index:
                 self._pool.share(prefix)
             self._running.append(answer)
+            self._promised += self._promise(answer)
             work.fresh.append(answer)
         if known:
-            self._prefill(work, group[:fits], first.tokens[:known], len(there) * PAGE)
+            self._prefill(work, group[:fits], tokens, len(there) * PAGE)
         return True
 
     def _siblings(self, first: Answer) -> list[Answer]:
@@ -313,6 +318,6 @@ class Scheduler:
         """Return the pages that an answer is likely to need: half of those that it may still take."""
         return pages_of((answer.reach + answer.end + 1) // 2)
 
-    def _promised(self) -> int:
-        """Return the pages that the running answers are likely to take yet."""
-        return sum(max(self._expected(answer) - len(answer.pages), 0) for answer in self._running)
+    def _promise(self, answer: Answer) -> int:
+        """Return the pages that an answer is likely to take yet."""
+        return max(self._expected(answer) - len(answer.pages), 0)

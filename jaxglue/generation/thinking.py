@@ -1,37 +1,66 @@
-"""Thinking in the text of an answer, apart from what it says: in `<think>` tags, or in GPT-OSS's channels."""
+"""Thinking in the text of an answer, apart from what it says: between tags, or in GPT-OSS's channels."""
 
 import re
+from enum import Enum
 
-from jaxglue.generation.chat import CHANNEL, cut
-from jaxglue.generation.grammar import END
+from transformers import PreTrainedTokenizerBase
 
-BEGIN = "<think>"
+from jaxglue.generation.text import CHANNEL, TAGS, Tags, cut
+
 _MESSAGE = re.compile(
     r"<\|channel\|>([^<]*)(?:<\|constrain\|>[^<]*)?<\|message\|>"
     r"(.*?)(?=<\|end\|>|<\|call\|>|<\|return\|>|<\|start\|>|<\|channel\|>|\Z)",
     re.DOTALL,
 )
+_SAID = "<|message|>"
 
 
-def split_thinking(text: str, *, opened: bool, channels: bool, grows: bool = False) -> tuple[str, str]:
+class Thought(Enum):
+    """How an answer begins."""
+
+    NONE = "without thinking"
+    BEGUN = "inside of thinking, which the prompt has begun"
+    POSSIBLE = "with thinking, if the model chooses to"
+
+
+def thought_after(prompt: str) -> Thought:
+    """Return how the answer to a prompt begins, of which the end is enough."""
+    text = prompt.rstrip()
+    if text.endswith(tuple(tags.begin.rstrip() for tags in TAGS)):
+        return Thought.BEGUN
+    over = text.endswith((_SAID, *(tags.end for tags in TAGS)))
+    return Thought.NONE if over else Thought.POSSIBLE
+
+
+def tags_of(tokenizer: PreTrainedTokenizerBase) -> Tags | None:
+    """Return the tags of a model that thinks between some: its vocabulary has them, or its chat template."""
+    known, template = tokenizer.get_added_vocab(), str(tokenizer.chat_template)
+    return next((tags for tags in TAGS if tags.end in known or tags.end in template), None)
+
+
+def split_thinking(
+    text: str, *, tags: Tags | None = None, opened: bool, channels: bool, grows: bool = False
+) -> tuple[str, str]:
     """Return what an answer thinks and what it says; of a text that grows, what is certain of both.
 
     Args:
         text: the answer without its tool calls.
+        tags: around thinking, as of `tags_of`; by default `<think>` and its end.
         opened: it begins inside of tags, which the prompt has opened.
         channels: the model writes messages in channels.
         grows: more text may follow.
     """
     if channels and (CHANNEL in text or (grows and not text.strip())):
         return _by_channels(text)
-    begin = text.lstrip()
-    if grows and BEGIN.startswith(begin):
+    begin, end = tags or TAGS[0]
+    start = text.lstrip()
+    if grows and begin.startswith(start):
         return "", ""
-    if not opened and not begin.startswith(BEGIN):
+    if not opened and not start.startswith(begin):
         return "", text
-    thought, end, said = begin.removeprefix(BEGIN).partition(END)
-    if grows and not end:
-        thought = cut(thought, (END,))[0]
+    thought, ended, said = start.removeprefix(begin).partition(end)
+    if grows and not ended:
+        thought = cut(thought, (end,))[0]
     return thought.strip(), said.lstrip()
 
 

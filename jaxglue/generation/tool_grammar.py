@@ -1,17 +1,30 @@
 """Grammars of answers that call a tool, in the format that a model's chat template writes calls in."""
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.generation.tool_calls import CALLS, as_object
+from jaxglue.generation.grammar import Rules, quoted
+from jaxglue.generation.tool_calls import (
+    CALL,
+    CALL_END,
+    CALLS,
+    GEMMA,
+    JSON_CALL,
+    JSON_CALL_END,
+    KIMI,
+    NAME_END,
+    PYTHON,
+    PYTHON_END,
+    SECTION,
+    SECTION_END,
+)
+from jaxglue.generation.tool_values import as_object
 
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 """White space between parts of JSON, of which a model could otherwise write any number."""
-_TEXT = "/(?s:.*)/"
 
 
 class _Format(NamedTuple):
@@ -22,8 +35,6 @@ class _Format(NamedTuple):
     begin: str = ""
     between: str = ""
     end: str = ""
-    before: str = ""
-    """Rule's body of what may precede calls."""
     several: bool = True
 
 
@@ -31,9 +42,8 @@ def call_grammar(tokenizer: PreTrainedTokenizerBase, schemas: Mapping[str, dict[
     """Return the grammar, in Lark's notation as llguidance reads it, of calls of some functions.
 
     Args:
-        tokenizer: of the model, whose template shows the format: tags with JSON (Hermes, Qwen), with parameters
-            (Qwen3-Coder) or with keys and values (GLM), messages to functions (GPT-OSS), calls after a special token
-            (Mistral); otherwise JSON alone (Llama).
+        tokenizer: of the model, whose template shows the format: one of those that `split_calls` reads, with JSON alone
+            (Llama) where it shows none.
         schemas: of the functions' arguments, by name; at least one.
         several: allow further calls.
     """
@@ -44,35 +54,11 @@ def call_grammar(tokenizer: PreTrainedTokenizerBase, schemas: Mapping[str, dict[
     parts = [form.begin, call, form.end]
     if several and form.several:
         parts.insert(2, f"({form.between} {call})*")
-    return "\n".join([f"start: {form.before} {' '.join(parts)}", *rules.lines])
+    return "\n".join([f"start: {' '.join(parts)}", *rules.lines])
 
 
-class _Rules:
-    """Rules of a grammar, in which special tokens of texts are named by their ids."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self._specials = {token.content: id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._splits = re.compile("|".join(f"({re.escape(token)})" for token in self._specials) or r"(?!)")
-        self._names = dict[tuple[str, str], str]()
-
-    @property
-    def lines(self) -> list[str]:
-        """Return the rules."""
-        return [f"{name}{options}: {body}" for (body, options), name in self._names.items()]
-
-    def add(self, body: str, options: str = "") -> str:
-        """Add a rule, unless it is there; return its name."""
-        return self._names.setdefault((body, options), f"r{len(self._names)}")
-
-    def text(self, text: str) -> str:
-        """Return the body of exactly this text."""
-        pieces = [piece for piece in self._splits.split(text) if piece]
-        return " ".join(f"<[{self._specials[p]}]>" if p in self._specials else _quoted(p) for p in pieces)
-
-    def until(self, end: str) -> str:
-        """Return the body of any text and its end."""
-        special = end in self._specials
-        return f"{self.add(_TEXT)} {self.text(end)}" if special else self.add(_TEXT, f"[suffix={_quoted(end)}]")
+class _Rules(Rules):
+    """Rules of calls."""
 
     def json(self, schema: dict[str, Any]) -> str:
         """Return the body of JSON of a schema."""
@@ -80,21 +66,47 @@ class _Rules:
 
     def parameters(self, schema: dict[str, Any], before: Callable[[str], str], end: str) -> str:
         """Return the body of parameters one after the other, in text if they are strings, with tags around each."""
-        shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        required, found = schema.get("required"), []
-        for name, own in as_object(schema.get("properties")).items():
-            value = self._value(as_object(own), shared, end)
-            optional = "" if isinstance(required, list) and name in required else "?"
-            found.append(f"({self.text(before(name))} {value}){optional}")
-        return " ".join(found)
+        properties, required = _properties(schema)
+        found = {name: f"{self.text(before(name))} {self.until_end(own, end)}" for name, own in properties.items()}
+        return " ".join(f"({body}){'' if name in required else '?'}" for name, body in found.items())
 
-    def _value(self, schema: dict[str, Any], shared: dict[str, Any], end: str) -> str:
+    def until_end(self, schema: dict[str, Any], end: str) -> str:
+        """Return the body of a value and its end: text if it is a string, else JSON."""
         if schema.get("type") != "string":
-            return f"{self.json({**shared, **schema})} {self.text(end)}"
+            return f"{self.json(schema)} {self.text(end)}"
         choices = [schema["const"]] if "const" in schema else schema.get("enum")
         if not choices:
             return self.until(end)
         return f"({' | '.join(self.text(str(choice)) for choice in choices)}) {self.text(end)}"
+
+    def pairs(self, schema: dict[str, Any], sign: str, comma: str, value: Callable[[dict[str, Any]], str]) -> str:
+        """Return the body of names and values between commas, first the required ones."""
+        properties, required = _properties(schema)
+        bodies = {name: self.add(f"{self.text(name + sign)} {value(own)}") for name, own in properties.items()}
+        first = [body for name, body in bodies.items() if name in required]
+        others = [body for name, body in bodies.items() if name not in required]
+        further = [f"({self.text(comma)} {body})?" for body in others]
+        if first:
+            return " ".join([f" {self.text(comma)} ".join(first), *further])
+        options = [" ".join([body, *further[index + 1 :]]) for index, body in enumerate(others)]
+        return f"({' | '.join(options)})?" if options else ""
+
+    def quoted(self, schema: dict[str, Any], quote: str) -> str:
+        """Return the body of a value in which strings, also of a list, stand between quotes of their own."""
+        items = as_object(schema.get("items"))
+        if schema.get("type") == "array" and items.get("type") == "string":
+            item = self.add(self.quoted(items, quote))
+            return f'"[" ({item} ("," {item})*)? "]"'
+        text = schema.get("type") == "string"
+        return f"{self.text(quote)} {self.until_end(schema, quote)}" if text else self.json(schema)
+
+
+def _properties(schema: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], list[Any]]:
+    """Return the schemas of an object's properties, each with the definitions that it may name, and the required."""
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    required = schema.get("required")
+    found = {name: as_object(own) for name, own in as_object(schema.get("properties")).items()}
+    return {name: {**shared, **own} for name, own in found.items()}, required if isinstance(required, list) else []
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
@@ -103,17 +115,13 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", **({"properties": {}, "additionalProperties": False} if only_lists else {}), **schema}
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
 def _format(template: str, rules: _Rules) -> _Format:
     """Return the format that a template has the tokens or tags of."""
     text = rules.text
 
     def as_json(key: str, before: str = "", after: str = "") -> Callable[[str, Any], str]:
         def body(name: str, schema: Any) -> str:
-            begin, end = f'{before}{{"name": {_quoted(name)}, "{key}": ', f"}}{after}"
+            begin, end = f'{before}{{"name": {quoted(name)}, "{key}": ', f"}}{after}"
             return f"{text(begin)} {rules.json(schema)} {text(end)}"
 
         return body
@@ -124,28 +132,55 @@ def _format(template: str, rules: _Rules) -> _Format:
 
         return _Format(body, between=text("\n"))
 
+    def named(before: str, after: str = "") -> Callable[[str, Any], str]:
+        return lambda name, schema: f"{text(before.format(name))} {rules.json(schema)} {text(after)}"
+
     if "<arg_key>" in template:
-        return tagged("<tool_call>{}\n", "<arg_key>{}</arg_key>\n<arg_value>".format, "</arg_value>\n", "</tool_call>")
+        line = "" if "</arg_key><arg_value>" in template else "\n"
+        key = f"<arg_key>{{}}</arg_key>{line}<arg_value>".format
+        return tagged(f"<tool_call>{{}}{line}", key, f"</arg_value>{line}", "</tool_call>")
     if "<function=" in template:
         after = "</function>\n</tool_call>"
         return tagged("<tool_call>\n<function={}>\n", "<parameter={}>\n".format, "\n</parameter>\n", after)
     if "<tool_call>" in template:
         return _Format(as_json("arguments", "<tool_call>\n", "\n</tool_call>"), between=text("\n"))
     if "<|channel|>" in template:
-        thought = f"{text('<|channel|>analysis<|message|>')} {rules.until('<|end|>')} {text('<|start|>assistant')}"
-        header = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>"
+        return _Format(named("<|channel|>commentary to=functions.{} <|constrain|>json<|message|>"), several=False)
+    if SECTION in template:
+        fence, line = (
+            (("function" + NAME_END + "{}\n```json\n", "\n```"), "\n")
+            if "```json" in template
+            else (("{}" + NAME_END, ""), "")
+        )
+        return _Format(named(CALL + fence[0], fence[1] + CALL_END), text(SECTION), text(line), text(SECTION_END))
+    if KIMI[0] in template:
+        begin, end, call, middle, call_end = KIMI
+        return _Format(named(f"{call}functions.{{}}:0{middle}", call_end), text(begin), end=text(end))
+    for begin, end, quote in GEMMA:
+        if begin in template:
 
-        def message(name: str, schema: Any) -> str:
-            return f"{text(header.format(name))} {rules.json(schema)}"
+            def called(name: str, schema: Any, begin: str = begin, end: str = end, quote: str = quote) -> str:
+                pairs = rules.pairs(schema, ":", ",", lambda own: rules.quoted(own, quote))
+                return f"{text(f'{begin}call:{name}{{')} {pairs} {text('}' + end)}"
 
-        return _Format(message, before=f"({thought})?", several=False)
+            return _Format(called)
+    if PYTHON in template:
+
+        def in_python(name: str, schema: Any) -> str:
+            return f"{text(f'{name}(')} {rules.pairs(schema, '=', ', ', rules.json)} {text(')')}"
+
+        return _Format(in_python, text(f"{PYTHON}\n"), text("\n"), text(f"\n{PYTHON_END}"))
+    if JSON_CALL_END in template:
+        return _Format(as_json("arguments", JSON_CALL, JSON_CALL_END))
+    if JSON_CALL in template:
+        return _Format(as_json("arguments"), text(f"{JSON_CALL}["), text(", "), text("]"))
     if "[ARGS]" in template:
         number = f"{text('[CALL_ID]')} /[a-zA-Z0-9]{{9}}/" if "[CALL_ID]" in template else ""
 
-        def named(name: str, schema: Any) -> str:
+        def numbered(name: str, schema: Any) -> str:
             return f"{text(CALLS + name)} {number} {text('[ARGS]')} {rules.json(schema)}"
 
-        return _Format(named)
+        return _Format(numbered)
     if CALLS in template:
         return _Format(as_json("arguments"), begin=text(f"{CALLS}["), between=text(", "), end=text("]"))
     return _Format(as_json("parameters" if '"parameters"' in template else "arguments"), between=text("; "))

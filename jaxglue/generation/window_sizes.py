@@ -9,10 +9,10 @@ from contextvars import copy_context
 from typing import Any
 
 _log = logging.getLogger(__name__)
-_SMALLEST_SIZE, _FLAT = 8, 256
-"""Sequences below which a window takes hardly less time, and up to which reading the weights decides it."""
-_HALVES = 3
-"""Smaller windows that are compiled: each for half as many slots as the one before."""
+_SMALLEST_SIZE, _STEP = 8, 64
+"""Sequences below which a window takes hardly less time, and from which it takes less for each such number left out."""
+_PARTS = 8
+"""A part of the slots of which multiples are compiled where it is above `_STEP`, and below which nothing is."""
 
 
 class WindowSizes:
@@ -69,9 +69,12 @@ class WindowSizes:
 
 
 def _fewer(slots: int) -> list[int]:
-    """Return smaller numbers of sequences: halves, and first three quarters where matmuls take longer than weights."""
-    sizes = [slots * 3 // 4] if slots > _FLAT else []
-    return sizes + [slots >> i for i in range(1, _HALVES + 1) if slots >> i >= _SMALLEST_SIZE]
+    """Return smaller numbers of sequences: multiples of a step, and below it halves, as reading the weights is left."""
+    step = max(_STEP, slots // _PARTS)
+    sizes = list(range((slots - 1) // step * step, 0, -step))
+    while (half := min(sizes, default=slots) // 2) >= max(_SMALLEST_SIZE, slots // _PARTS):
+        sizes.append(half)
+    return sizes
 
 
 _intervals = list[float]()

@@ -28,7 +28,7 @@ _HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class ParameterSource:
     """Checkpoint tensors of a parameter, and how to read them."""
 
     shapes: dict[str, Shape]
@@ -45,10 +45,10 @@ class Source:
         return sum(math.prod(info.shape) * info.dtype.itemsize for info in infos)
 
 
-def find_source(files: TensorFiles, name: str, shape: Shape) -> Source:
+def find_source(files: TensorFiles, name: str, shape: Shape) -> ParameterSource:
     """Return how to read a parameter from the files, in whichever layout they hold it."""
     if stored := find_stored(files, name, shape):
-        return Source(shapes=stored.shapes, read=stored.read, packed=True)
+        return ParameterSource(shapes=stored.shapes, read=stored.read, packed=True)
     if name not in files.tensors:
         if made := experts_format(files.tensors, name):
             return _expanded(made, name, shape)
@@ -58,7 +58,7 @@ def find_source(files: TensorFiles, name: str, shape: Shape) -> Source:
             for tensor, index in islice(parts.items(), 1)
         ):
             return _stacked(files, parts, shape)
-    return Source(
+    return ParameterSource(
         shapes={name: shape},
         read=lambda files: files.read(name),
         read_rows=lambda files, start, stop: files.read_rows(name, start, stop),
@@ -97,7 +97,7 @@ def checkpoint_layout(shapes: Mapping[str, Shape], config: Mapping[str, Any]) ->
     return layout
 
 
-def _stacked(files: TensorFiles, parts: dict[str, ExpertIndex], shape: Shape) -> Source:
+def _stacked(files: TensorFiles, parts: dict[str, ExpertIndex], shape: Shape) -> ParameterSource:
     shapes = {tensor: part_shape(shape, index) for tensor, index in parts.items()}
     quantized = {tensor: found for tensor in parts if (found := find_stored(files, tensor, shapes[tensor]))}
     if quantized:
@@ -110,7 +110,7 @@ def _stacked(files: TensorFiles, parts: dict[str, ExpertIndex], shape: Shape) ->
                 stack[expert - start, rows] = files.read(tensor)
         return stack
 
-    return Source(shapes=shapes, read=lambda files: read_rows(files, 0, shape[0]), read_rows=read_rows)
+    return ParameterSource(shapes=shapes, read=lambda files: read_rows(files, 0, shape[0]), read_rows=read_rows)
 
 
 def _stacked_quantized(
@@ -119,7 +119,7 @@ def _stacked_quantized(
     parts: dict[str, ExpertIndex],
     shapes: dict[str, Shape],
     shape: Shape,
-) -> Source:
+) -> ParameterSource:
     """Return how to read experts, quantized one by one, as a `Stack` on the default device, or some as bfloat16."""
     if others := [tensor for tensor in parts if tensor in files.tensors and tensor not in quantized]:
         info, one = files.tensors[others[0]], next(iter(quantized.values())).read(files)
@@ -146,7 +146,9 @@ def _stacked_quantized(
     shapes = {tensor: shape for tensor, shape in shapes.items() if tensor not in quantized}
     for found in quantized.values():
         shapes |= found.shapes
-    return Source(shapes=shapes, read=lambda files: read_stack(files, 0, shape[0]), read_rows=read_rows, packed=True)
+    return ParameterSource(
+        shapes=shapes, read=lambda files: read_stack(files, 0, shape[0]), read_rows=read_rows, packed=True
+    )
 
 
 def expand(experts: Any, dtype) -> Any:
@@ -159,7 +161,7 @@ def part_shape(shape: Shape, index: Index) -> Shape:
     return np.broadcast_to(0, shape)[index].shape
 
 
-def _expanded(made: WeightFormat, name: str, shape: Shape) -> Source:
+def _expanded(made: WeightFormat, name: str, shape: Shape) -> ParameterSource:
     """Return how to read experts [E, in, out] from the parts of [E, out, in]."""
     E, in_features, out_features = shape
     shapes = {f"{name}_{part}": spec.shape for part, spec in made.part_specs((E, out_features, in_features)).items()}
@@ -168,7 +170,7 @@ def _expanded(made: WeightFormat, name: str, shape: Shape) -> Source:
         return _expand({part: files.read_rows(f"{name}_{part}", start, stop) for part in made.parts}, made.name)
 
     read = partial(read_expanded, made=made, name=name)
-    return Source(shapes=shapes, read=read, read_rows=read_rows, packed=True)
+    return ParameterSource(shapes=shapes, read=read, read_rows=read_rows, packed=True)
 
 
 def read_expanded(files: TensorFiles, made: WeightFormat, name: str) -> jax.Array:

@@ -39,7 +39,6 @@ def save_model(
     base: str | Path,
     *,
     dtype: DTypeLike | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
     write: bool = True,
     finish: Callable[[Path], None] | None = None,
     progress: DataProgress | None = None,
@@ -51,7 +50,6 @@ def save_model(
         tensors: all parameters by Hugging Face's full name.
         base: source of config.json and tokenizer.
         dtype: of the written tensors; by default each keeps its own.
-        max_shard_bytes: shard limit in bytes.
         write: False on processes that only contribute their shards of the tensors.
         finish: called with the folder before it appears.
         progress: shows the bytes written; by default nothing does.
@@ -86,7 +84,7 @@ def save_model(
             write_json(temporary / "config.json", described | {name: str(jnp.dtype(dtype))})
         if finish is not None:
             finish(temporary)
-        write_shards(temporary, *stored_form(base, specs, read), max_shard_bytes, progress)
+        write_shards(temporary, *stored_form(base, specs, read), MAX_SHARD_BYTES, progress)
 
 
 def _read_buffers(base: str | Path, dtype: DTypeLike | None) -> dict[str, jax.Array]:

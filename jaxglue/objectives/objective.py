@@ -19,38 +19,38 @@ class TargetValues(Protocol):
 
     @property
     def cross_entropy(self) -> "Float[Array, '']":
-        """Σ loss weight · cross-entropy, fused with the head."""
+        """Return Σ loss weight · cross-entropy, fused with the head."""
 
     @property
     def log_probs(self) -> "Float[Array, 'B T']":
-        """Log-probabilities of the targets; 0 where the loss weight is."""
+        """Return the targets' log-probabilities; 0 where the loss weight is."""
 
     @property
     def alignment(self) -> "Float[Array, 'B T']":
-        """Log-probabilities less log Σ p² over the vocabulary."""
+        """Return the targets' log-probabilities less log Σ p² over the vocabulary."""
 
     @property
     def entropy(self) -> "tuple[Float[Array, ''], Float[Array, '']]":
-        """Σ entropy of the distributions over some of the tokens that count, and their number, without a gradient."""
+        """Return Σ entropy of some of the counted tokens, and their number, without a gradient."""
 
     @property
     def entropies(self) -> "Float[Array, 'B T']":
-        """Entropies of the distributions over the vocabulary, without a gradient; 0 where the loss weight is."""
+        """Return entropies over the vocabulary, without a gradient; 0 where the loss weight is."""
 
     @property
     def trained_entropies(self) -> "Float[Array, 'B T']":
-        """`entropies` with gradients."""
+        """Return `entropies` with gradients."""
 
     def divergences(self, beta: float, top_k: int | None) -> "Float[Array, 'B T']":
-        """Divergences between a teacher's distributions and the model's; 0 where the loss weight is."""
+        """Return divergences between a teacher's distributions and the model's; 0 where the loss weight is."""
 
     @property
     def scores(self) -> "Float[Array, 'B T']":
-        """Scores of the tokens under a reward model; 0 where the loss weight is."""
+        """Return the tokens' scores under a reward model; 0 where the loss weight is."""
 
     @property
     def class_scores(self) -> "Float[Array, 'B T C']":
-        """Scores of the tokens under a classifier, one for each label."""
+        """Return the tokens' scores under a classifier, one for each label."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -239,7 +239,7 @@ class PolicyGradient(RolloutObjective):
         low, high = self.config.importance_sampling_min, self.config.importance_sampling_max
         ratio = jnp.exp(log_ratio)
         if bound == "mask":
-            ratio *= (ratio >= low) & (ratio <= high)
+            ratio = jnp.where((ratio >= low) & (ratio <= high), ratio, 0)  # which may be infinite
         elif bound == "truncate":
             ratio = jnp.clip(ratio, low, high)
         statistics = [jnp.abs(difference), -difference, (shares if level == "sequence" else sampled) * ratio]

@@ -63,7 +63,7 @@ class TracedModel:
     """Costs of each kind of layer under each policy, and of the head, from their programs.
 
     Args:
-        workload: what is trained.
+        workload: the training to predict.
         gpu: for whose kernels programs are traced.
         kernels: jax-triton is installed; without it, XLA's programs of the references stand for the kernels.
         programs: of the workload; by default those that other plans share.

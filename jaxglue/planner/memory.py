@@ -1,4 +1,4 @@
-"""Memory of a step on one GPU: what is resident, and the peak."""
+"""Memory of a step on one GPU: resident arrays, and the peak."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

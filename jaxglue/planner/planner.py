@@ -43,7 +43,7 @@ class Planner:
     """Chooses the fastest setting that fits the GPU and the host.
 
     Args:
-        workload: what is trained.
+        workload: the training to plan.
         gpu: rates and memory.
         steps: of the run, whose start is weighed against them; None for so many that it does not matter.
         options: of `Predictor`.
@@ -264,7 +264,7 @@ class Planner:
         return f"no setting fits: use {lighter}a larger GPU or a smaller model"
 
     def _lighter_optimizers(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield flags under which all weights train in less memory, and what they change of the workload."""
+        """Yield flags under which all weights train in less memory, and the workload's fields that they change."""
         work = self.workload
         if work.lora is not None:
             return

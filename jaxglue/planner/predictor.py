@@ -49,7 +49,7 @@ class Predictor:
     """Predicts the cost of a workload's settings on one GPU, which need not be present.
 
     Args:
-        workload: what is trained.
+        workload: the training to predict.
         gpu: rates and memory.
         prefetch_depth: layers by which copies from the host are ahead; None for the executor's default.
         run_ahead: dispatched layers that the host does not wait for.

@@ -272,7 +272,7 @@ class Programs:
     """Traces each kind of layer under each policy once; compiles nothing and needs no GPU.
 
     Args:
-        workload: what is trained.
+        workload: the training to trace.
         capability: of the GPU for whose kernels programs are traced; None traces the references in their place.
     """
 

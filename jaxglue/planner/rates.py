@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,20 +58,19 @@ def host_link() -> float:
     return measure_link(*jax.local_devices())
 
 
-def measure_gpu(device: jax.Device, *, clock: Callable[[], float] = time.perf_counter, size: int = _SIZE) -> Gpu:
+def measure_gpu(device: jax.Device, *, size: int = _SIZE) -> Gpu:
     """Time a bf16 matmul, a copy on the device and one from pinned host memory: under a second, under 2 GiB.
 
     Args:
         device: to measure; nothing else should run on it.
-        clock: seconds.
         size: rows and columns of the matrices.
     """
     keys = jax.random.split(jax.random.key(0))
     a, b = (jax.device_put(jax.random.normal(key, (size, size), jnp.bfloat16), device) for key in keys)
     block = jax.device_put(jnp.zeros(min(_BYTES, 4 * size * size) // 4), device)
-    matmul = _seconds(jax.jit(jnp.dot), (a, b), clock)
-    copy = _seconds(jax.jit(lambda x: x + 1), (block,), clock)
-    link = measure_link(device, clock=clock)
+    matmul = _seconds(jax.jit(jnp.dot), a, b)
+    copy = _seconds(jax.jit(lambda x: x + 1), block)
+    link = measure_link(device)
     return Gpu(
         name=device.device_kind,
         capability=compute_capability(device) or (0, 0),
@@ -82,11 +82,11 @@ def measure_gpu(device: jax.Device, *, clock: Callable[[], float] = time.perf_co
     )
 
 
-def measure_link(*devices: jax.Device, clock: Callable[[], float] = time.perf_counter) -> float:
+def measure_link(*devices: jax.Device) -> float:
     """Return the rate of copies from pinned host memory to each of some idle devices at the same time, bytes/s."""
     parts = _on(devices, PartitionSpec("devices"))
     host = transfer.to_host(jax.device_put(jnp.zeros(len(devices) * _LINK_BYTES // 4), parts))
-    return _LINK_BYTES / _seconds(transfer.to_device, (host,), clock)
+    return _LINK_BYTES / _seconds(transfer.to_device, host)
 
 
 def _on(devices: Sequence[jax.Device], spec: PartitionSpec) -> jax.Device | NamedSharding:
@@ -94,25 +94,25 @@ def _on(devices: Sequence[jax.Device], spec: PartitionSpec) -> jax.Device | Name
     return devices[0] if len(devices) == 1 else NamedSharding(Mesh(np.array(devices), ("devices",)), spec)
 
 
-def measure_files(*, clock: Callable[[], float] = time.perf_counter, size: int = _BYTES) -> float:
+def measure_files() -> float:
     """Return the rate at which mapped files in the page cache reach the device, bytes/s.
 
     Pages of this process stand for those of files; reading from a disk takes longer.
     """
-    block = np.ones(size // transfer.FILE_READERS, np.uint8)
+    block = np.ones(_BYTES // transfer.FILE_READERS, np.uint8)
     parameter = FileParam(shape=block.shape, dtype=block.dtype, nbytes=block.nbytes, read=lambda: block)
     parameters = [parameter] * transfer.FILE_READERS
-    return size / _seconds(transfer.to_device, (parameters,), clock)
+    return _BYTES / _seconds(transfer.to_device, parameters)
 
 
-def _seconds(function: Callable, arguments: tuple, clock: Callable[[], float]) -> float:
+def _seconds(function: Callable, *arguments: Any) -> float:
     """Return the time of a call, several back to back; the least over rounds, for idle GPUs begin slowly."""
     jax.block_until_ready(function(*arguments))
     rounds = []
     for _ in range(_ROUNDS):
-        begun = clock()
+        begun = time.perf_counter()
         jax.block_until_ready([function(*arguments) for _ in range(_CALLS)])
-        rounds.append((clock() - begun) / _CALLS)
+        rounds.append((time.perf_counter() - begun) / _CALLS)
     return min(rounds)
 
 

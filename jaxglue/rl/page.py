@@ -1,6 +1,7 @@
 """A page about a run's rollouts, in one file: charts, and the latest answers to search."""
 
 import json
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -26,14 +27,13 @@ def write_page(folder: Path, lines: Iterable[Mapping[str, Any]]) -> None:
 
     Texts of models are data there: the page adds them as text, and its policy allows no request.
     """
-    rollouts: deque[dict[str, Any]] = deque(maxlen=_MOST)
-    count = 0
+    latest, count = deque[bytes](maxlen=_MOST), 0
     if (folder / LINES).is_file():
-        with (folder / LINES).open(encoding="utf-8") as file:
-            for line in file:
-                count += 1
-                rollouts.append({key: value for key, value in json.loads(line).items() if key != "log_probs"})
-    data = {"metrics": _charts(list(lines)), "rollouts": list(rollouts), "left": count - len(rollouts)}
+        with (folder / LINES).open("rb") as file:
+            for count, line in enumerate(file, 1):  # noqa: B007 - of all lines, which may be many GB
+                latest.append(line)
+    rollouts = [{key: value for key, value in json.loads(line).items() if key != "log_probs"} for line in latest]
+    data = {"metrics": _charts(list(lines)), "rollouts": rollouts, "left": count - len(rollouts)}
     # "<" would end the script that holds the data, as "</script>" of an answer.
     text = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
     template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
@@ -50,6 +50,11 @@ def _charts(lines: list[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]
     for chart in _CHARTS:
         for name in names:
             if name == chart or (chart.endswith("/") and name.startswith(chart)):
-                points = [(line["step"], line[name]) for line in lines if name in line]
+                points = [(line["step"], line[name]) for line in lines if _is_finite(line.get(name))]
                 found[name] = points[:: -(-len(points) // _POINTS)]
     return found
+
+
+def _is_finite(value: Any) -> bool:
+    """Tell whether a value is a number that JSON has."""
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -19,7 +19,8 @@ from jaxglue.data.messages import Chat, listed, read_chat
 from jaxglue.data.pieces import PieceTokenizer
 from jaxglue.data.readers import read_rows
 from jaxglue.data.store import StoreInfo, TokenStore
-from jaxglue.data.template import ChatTemplate, TemplateCheck, adopt
+from jaxglue.data.template import ChatTemplate, adopt
+from jaxglue.data.template_check import TemplateCheck
 from jaxglue.data.tokenizer import encode_beginning, require_unicode
 
 Content = str | list[dict[str, Any]]

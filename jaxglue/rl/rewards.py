@@ -5,12 +5,13 @@ import json
 import logging
 import math
 import os
+import re
 import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ import numpy as np
 from jaxtyping import Float
 from transformers import PreTrainedTokenizerBase
 
+from jaxglue.data.tokenizer import require_unicode
 from jaxglue.generation.config import AssistantConfig
 from jaxglue.generation.scoring import RewardModel
 from jaxglue.rl.config import RolloutConfig
@@ -100,7 +102,20 @@ def parse_reward(text: str) -> RewardSpec:
     if place not in _SHIPPED:
         known = ", ".join((*_SHIPPED, "model"))
         raise ValueError(f"--reward {text}: expected a function of a file, as in rewards.py:{place}, or one of {known}")
+    try:
+        _check_shipped(options)
+    except (ValueError, re.error) as error:
+        raise ValueError(f"--reward {text}: {error}") from None
     return RewardSpec(place, str(_CHECKS), options, weight)
+
+
+def _check_shipped(options: Mapping[str, str]) -> None:
+    """Raise ValueError or re.error for settings of shipped rewards that no answer could be judged by."""
+    re.compile(options.get("pattern", ""))
+    for name in options.keys() & {"soft", "hard"}:
+        float(options[name])
+    if (schema := options.get("schema")) is not None and not Path(schema).is_file():
+        raise ValueError(f"no such file: {schema}")
 
 
 def parse_environment(text: str) -> RewardSpec:
@@ -160,15 +175,24 @@ class Judge:
         files = [file for file in sorted({spec.file for spec in specs} - {"", str(_CHECKS)}) if Path(file).is_file()]
         return {file: hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] for file in files}
 
-    def check(self) -> None:
-        """Import every function once; raise ValueError for one that cannot be, or that lacks a named setting."""
+    def check(self, columns: Collection[str]) -> None:
+        """Import every function once.
+
+        Args:
+            columns: names of the columns of rows.
+
+        Raises:
+            ValueError: a function that cannot be imported, lacks a named setting, or has parameters that no column has.
+        """
         rewards = [("--reward", spec) for spec in self.specs if spec.file]
         for flag, spec in rewards if self._environment is None else [*rewards, ("--environment", self._environment)]:
-            reply = self._processes[0].ask(spec, None, self._timeout)
+            known = {"columns": sorted(columns), "replies": spec is self._environment}
+            reply = self._processes[0].check(spec, known)
+            name = spec.name if spec.file == str(_CHECKS) else f"{spec.file}:{spec.name}"
             if limit := reply.get("limit"):
-                raise ValueError(f"{flag} {spec.file}:{spec.name}: its import reached {limit}")
+                raise ValueError(f"{flag} {name}: its import reached {limit}")
             if error := reply.get("error"):
-                raise ValueError(f"{flag} {spec.file}:{spec.name}: {error}")
+                raise ValueError(f"{flag} {name}: {error}")
 
     def load_models(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Load the reward models, which read the tokens of answers.
@@ -223,10 +247,15 @@ class Judge:
         request = {"messages": [*episode.prompt.content, *episode.messages], "columns": dict(episode.prompt.columns)}
         answer: dict[str, Any] = {"completions": [None], "completion_ids": [None], "texts": [None], "prompt": None}
         answer["last"] = episode.is_last
-        found = self._call(self._environment, request | answer, f"environment of {episode.prompt.origin}")
+        where = f"environment of {episode.prompt.origin}"
+        found = self._call(self._environment, request | answer, where)
         if found is None:
             return None
         reply = found["reply"]
+        try:
+            require_unicode(json.dumps(reply, ensure_ascii=False))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
         if isinstance(reply, str):
             return [{"role": "user", "content": reply}]
         replies = [reply] if isinstance(reply, dict) else reply
@@ -235,7 +264,7 @@ class Judge:
         if reply is None or (isinstance(reply, float) and math.isfinite(reply)):
             return reply
         raise ValueError(
-            f"environment of {episode.prompt.origin}: expected a text, a message with role and content, a list of "
+            f"{where}: expected a text, a message with role and content, a list of "
             f"messages, a finite number or None, got {reply!r:.200}"
         )
 
@@ -277,6 +306,11 @@ class Judge:
         self.close()
 
 
+def _named(spec: RewardSpec) -> dict[str, Any]:
+    """Return the function of a request."""
+    return {"file": spec.file, "function": spec.name, "options": dict(spec.options)}
+
+
 def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
@@ -294,26 +328,29 @@ class _Process:
 
     def __init__(self, memory: float):
         self._memory, self._process, self._read = memory, None, b""  # type: tuple[float, subprocess.Popen | None, bytes]
-        self._loaded: set[str] = set()
+        self._loaded: list[RewardSpec] = []
         self.is_stopped = False
         """Whether the process is stopped for good, and judges no further answers."""
 
-    def ask(self, spec: RewardSpec, request: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
+    def ask(self, spec: RewardSpec, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Return a function's reply; beyond the time, or where the process has died, end it and return the `limit`.
 
         Args:
             spec: the function.
-            request: what it judges; None where it is only imported and checked.
+            request: what it judges.
             seconds: the time to judge it; an import has its own.
         """
         if self.is_stopped:
             return {"limit": "the end of the run"}
-        named = {"file": spec.file, "function": spec.name, "options": dict(spec.options)}
-        if (key := json.dumps(named)) not in self._loaded:
-            if reply := self._exchange(named | {"check": True}, _START_SECONDS):
-                return reply
-            self._loaded.add(key)
-        return {} if request is None else self._exchange(named | request, seconds)
+        if spec not in self._loaded and (reply := self.check(spec, {})):
+            return reply
+        return self._exchange(_named(spec) | request, seconds)
+
+    def check(self, spec: RewardSpec, known: dict[str, Any]) -> dict[str, Any]:
+        """Import a function and check its parameters; return an error or limit, if there is one."""
+        if not (reply := self._exchange(_named(spec) | {"check": True} | known, _START_SECONDS)):
+            self._loaded.append(spec)
+        return reply
 
     def _exchange(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         process = self._process = self._process or self._start()

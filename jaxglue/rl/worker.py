@@ -16,13 +16,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 _SINGULAR = {"prompt": "prompts", "completion": "texts", "completion_ids": "completion_ids"}
 """Parameters of functions that judge one answer, by those of functions that judge all answers to a prompt."""
+_ALL = ("prompts", "completions", "completion_ids", "texts")
+"""Parameters of the latter."""
 
 
 @cache
@@ -57,24 +59,50 @@ def check_options(function: Callable[..., Any], options: Mapping[str, str]) -> N
         raise ValueError(f"no parameter {', '.join(unknown)}; it has {', '.join(known) or 'none'}")
 
 
+def check_values(function: Callable[..., Any], known: Collection[str]) -> None:
+    """Raise ValueError for a parameter without a default that has no value."""
+    parameters = inspect.signature(function).parameters.values()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if missing := [p.name for p in named if p.default is p.empty and p.name not in known]:
+        raise ValueError(f"nothing is given for its parameter {', '.join(missing)}; there are {', '.join(known)}")
+
+
+def values_of(function: Callable[..., Any], *, replies: bool) -> tuple[str, ...]:
+    """Return what an environment, or a function that judges, is given beside options and columns."""
+    if replies:
+        return ("messages", "last")
+    return _ALL if judges_all(function) else (*_SINGULAR,)
+
+
+def judges_all(function: Callable[..., Any]) -> bool:
+    """Return whether a function gets all answers to a prompt at once, as in TRL.
+
+    It has a parameter `completions`, or `**columns` and neither `completion` nor `prompt`.
+    """
+    parameters = inspect.signature(function).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return "completions" in parameters or (takes_all and not parameters.keys() & {"completion", "prompt"})
+
+
 def judge(function: Callable[..., Any], request: dict[str, Any]) -> list[Any]:
     """Return the function's rewards of the answers to a prompt.
 
-    A function with a parameter `completions` gets lists and returns one, as in TRL; another gets one `completion`, a
-    text, at a time. Both may be async.
+    A function that judges all answers at once gets lists and returns one; another gets one `completion`, a text, at a
+    time. Both may be async.
     """
     given = {**request["columns"], **request["options"]}
     names = inspect.signature(function).parameters
+    check_values(function, (*values_of(function, replies="messages" in request), *given))
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values())
     count = len(request["completions"])
 
     def chosen(values: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in values.items() if takes_all or name in names}
 
-    if "messages" in names:
+    if "messages" in request:
         found = function(**chosen(given | {name: request[name] for name in ("messages", "last")}))
         return [asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found]
-    if "completions" in names:
+    if judges_all(function):
         lists = {"prompts": [request["prompt"]] * count, "completions": request["completions"]}
         lists |= {"completion_ids": request["completion_ids"], "texts": request["texts"]}
         columns = {name: [value] * count for name, value in request["columns"].items()}
@@ -105,6 +133,10 @@ def reply(line: str) -> dict[str, Any]:
         function = load(request["file"], request["function"])
         if request.get("check"):
             check_options(function, request["options"])
+            if (columns := request.get("columns")) is not None:
+                check_values(
+                    function, (*values_of(function, replies=request["replies"]), *request["options"], *columns)
+                )
             return {}
         rewards = judge(function, request)
         if "messages" in request:

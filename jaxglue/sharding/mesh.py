@@ -57,17 +57,17 @@ class MeshShape:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Number of devices along each axis."""
+        """Return the number of devices along each axis."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def devices(self) -> int:
-        """Number of devices of the mesh."""
+        """Return the number of devices of the mesh."""
         return math.prod(self.sizes.values())
 
     @property
     def batch_shards(self) -> int:
-        """Number of shards of a batch's rows."""
+        """Return the number of shards of a batch's rows."""
         return math.prod(self.sizes[axis] for axis in BATCH_AXES)
 
     @property

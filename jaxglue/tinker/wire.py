@@ -116,15 +116,15 @@ def loss_response(log_probs: Sequence[np.ndarray], metrics: Mapping[str, float])
     return _bytes(1, b"ArrayRecord") + _bytes(2, record) + entries
 
 
-def sample_response(answers: Sequence[tuple[np.ndarray, np.ndarray, bool]], prompt: np.ndarray | None = None) -> bytes:
-    """Return sampled answers: (tokens, log-probabilities, whether it ended); and log-probabilities of the prompt."""
+def sample_response(answers: Sequence[tuple[np.ndarray, np.ndarray, bool]]) -> bytes:
+    """Return sampled answers: (tokens, log-probabilities, whether it ended) of each."""
     body = b""
     for tokens, log_probs, ended in answers:
         arrays = _bytes(2, np.asarray(tokens, np.int32).tobytes()) + _bytes(
             3, np.asarray(log_probs, np.float32).tobytes()
         )
         body += _bytes(1, _number(1, _STOP if ended else _LENGTH) + arrays)
-    return body if prompt is None else body + _bytes(2, np.asarray(prompt, np.float32).tobytes())
+    return body
 
 
 def _bytes(number: int, value: bytes) -> bytes:

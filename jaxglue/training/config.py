@@ -38,6 +38,8 @@ _OPTIMIZERS = {
     **dict.fromkeys(("adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), "adamw_8bit"),
     "lion_32bit": "lion",
 }
+_SMALLEST_CLIP = 1e-3
+"""Bound of a ratio's distance from 1 which is no optimizer's ε."""
 _Share = Annotated[float, Range(ge=0, le=1)]
 _Decay = Annotated[float, Range(ge=0, lt=1)]
 
@@ -176,7 +178,7 @@ class ModelConfig(Config):
 
     @property
     def router_losses(self) -> "RouterLosses | None":
-        """Weights of the routers' auxiliary losses; None when all are 0."""
+        """Return the weights of the routers' auxiliary losses; None when all are 0."""
         from jaxglue.models.context import RouterLosses
 
         losses = RouterLosses(balance=self.router_balance_loss, z=self.router_z_loss)
@@ -441,6 +443,11 @@ class TrainConfig(Config):
                 "--teacher base is the model without its adapter, and --method full has none: name a folder"
             )
         self._refuse_beside_rollouts(judged=bool(judged))
+        if self.optimizer.epsilon >= _SMALLEST_CLIP:
+            raise ValueError(
+                f"--epsilon {self.optimizer.epsilon:g} is the optimizer's, which would hardly move: ratios of "
+                "probabilities are clipped by --epsilon-low and --epsilon-high"
+            )
         if self.objective.beta and self.model.method == "full" and not self.objective.kind.needs_teacher:
             raise ValueError(
                 f"--beta {self.objective.beta:g} compares with the weights as training begins, of which --method full "
@@ -511,12 +518,14 @@ class TrainConfig(Config):
                 raise ValueError(f"--{flag} is for adapters, and --method full trains all weights: leave it out")
         if not (whole or adapted or self.lora.trainable_token_indices or self.model.new_tokens):
             return
+        stays = "so embedding and head stay frozen: leave out --modules-to-save, --trainable-token-indices and "
         if self.objective.kind.needs_reference and self.model.method == "lora":
             raise ValueError(
-                f"--objective {self.objective.objective} compares with a model without adapters, so embedding and head "
-                "stay frozen: leave out --modules-to-save, --trainable-token-indices and --new-tokens, and them in "
-                "--targets"
+                f"--objective {self.objective.objective} compares with a model without adapters, {stays}--new-tokens, "
+                "and them in --targets"
             )
+        if self.rollouts.teacher == "base" and (whole or self.lora.trainable_token_indices or self.model.new_tokens):
+            raise ValueError(f"--teacher base is the model without adapters, {stays}--new-tokens")
         if self.model.fp8_head:
             raise ValueError(
                 "--fp8-head needs a frozen head: leave it out, or train no embeddings, head and new tokens"

@@ -19,11 +19,11 @@ from jaxglue.data.iterator import EvalBatches
 from jaxglue.engine import transfer
 from jaxglue.engine.embed_head import EmbedHead
 from jaxglue.engine.executor import Executor
-from jaxglue.generation.chat import in_order, without
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.engine import Engine
 from jaxglue.generation.prompts import encode_prompt
 from jaxglue.generation.scheduler import Request
+from jaxglue.generation.text import in_order, without
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
 from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module

@@ -123,7 +123,7 @@ def smaller_limit(run: Run, overrun: Overrun) -> str:
 
 
 def _less(run: Run, overrun: Overrun) -> float:
-    """Return the share of the pool to plan with: what was planned of what was taken, if the whole step is known."""
+    """Return the share of the pool to plan with: planned over taken memory, if the whole step is known."""
     planned = run.remat.device_bytes / overrun.taken if run.remat.device_bytes else 1.0
     return min(planned, _AFTER_FAILURE if overrun.exhausted else 1 - MARGIN)
 

@@ -218,7 +218,7 @@ class _Count(NamedTuple):
         return _Count(self.tokens + tokens, self.seconds + seconds, self.waited + waited)
 
 
-class Memory(NamedTuple):
+class MemoryUse(NamedTuple):
     """Memory of the fullest device, in bytes."""
 
     used: int
@@ -227,14 +227,14 @@ class Memory(NamedTuple):
     """"device", or "host" for devices that do not count their memory, as CPUs."""
 
 
-def memory_use(devices: Sequence[Any]) -> Memory:
+def memory_use(devices: Sequence[Any]) -> MemoryUse:
     """Return memory in use now and at its peak: XLA's count on GPUs, the process's resident memory on CPUs."""
     stats = [device.memory_stats() for device in devices]
     if all(stats):
         used, peak = (max(stat[key] for stat in stats) for key in ("bytes_in_use", "peak_bytes_in_use"))
-        return Memory(used, peak, "device")
+        return MemoryUse(used, peak, "device")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return Memory(psutil.Process().memory_info().rss, peak, "host")
+    return MemoryUse(psutil.Process().memory_info().rss, peak, "host")
 
 
 def save_loss_curve(metrics: Path, output: Path) -> None:

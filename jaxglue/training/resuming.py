@@ -1,4 +1,4 @@
-"""Continuation of a run: what has changed since, and runs that have reached their end."""
+"""Continuation of a run: changes since its checkpoint, and runs that have reached their end."""
 
 import logging
 from collections.abc import Iterator

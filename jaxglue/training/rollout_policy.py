@@ -32,10 +32,12 @@ class Teacher:
     Args:
         executor: of the model, which may be the one in training.
         trainable, frozen: its parameters.
+        reference: its layers are those of the executor's reference model.
     """
 
-    def __init__(self, executor: Executor, trainable: Params, frozen: Params):
+    def __init__(self, executor: Executor, trainable: Params, frozen: Params, *, reference: bool = False):
         self._executor, self._trees, head = executor, (trainable, frozen), executor.embed_head
+        self._reference = reference
         self._norm = jax.jit(
             lambda trainable, frozen, x: head.normed_output(trainable, frozen, x)[0].reshape(*x.shape[:-1], -1)
         )
@@ -45,23 +47,18 @@ class Teacher:
     def hidden(self, batch: Batch) -> Float[np.ndarray, "B T E"]:
         """Return hidden states after the final norm."""
         trainable, frozen = self._trees
-        x = self._executor.last_output(trainable, frozen, jax.device_put(batch))
+        x = self._executor.last_output(trainable, frozen, jax.device_put(batch), reference=self._reference)
         head = self._executor.embed_head
         return np.asarray(self._norm(head.parts(trainable), head.parts(frozen), x))
 
 
 def make_teacher(run: Run, model: TrainStep) -> Teacher:
-    """Return the teacher: the model in training without its adapter, or another folder's.
-
-    Raises:
-        ValueError: several devices, or a bad folder.
-    """
+    """Return the teacher: the model in training without its adapter, or another folder's; on one device."""
     name, dtype = run.config.rollouts.teacher, run.config.model.compute_dtype
-    assert name is not None
-    if run.mesh.devices > 1:
-        raise ValueError("--objective distill is for one GPU yet: use --mesh data=1")
+    assert name is not None and run.mesh.devices == 1
     if name == "base":
-        return Teacher(model.executor, jax.tree.map(jnp.zeros_like, model.trainable), model.frozen)
+        without = jax.tree.map(jnp.zeros_like, model.trainable)  # adapters of embedding and head
+        return Teacher(model.executor, without, model.frozen, reference=True)
     folder = model_path(name)
     wanted = run.config.rollouts.teacher_quantize
     loaded = load_model(folder, dtype=dtype, quantize=run.config.model.storage if wanted is None else wanted)
@@ -75,7 +72,7 @@ class TrainedPolicy:
 
     Args:
         run: the run.
-        model: before its first step, or a restored one: the reference is what it begins with.
+        model: before its first step, or restored; the reference has the weights with which it begins.
         mesh: devices that share the work; None for one device.
     """
 

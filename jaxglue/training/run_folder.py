@@ -24,9 +24,12 @@ _OWNER = ".jaxglue-run"
 """Marks a run folder and names its latest process."""
 _LOCK = ".jaxglue-run.lock"
 """Locked while that process lives; the system frees it after a crash."""
-_WRITTEN = (
+_FILES = (
     *("config.toml", "metrics.jsonl", "samples.jsonl", "summary.json", "trackers.json", "loss.png"),
     *("rollouts.jsonl", "rollouts.html", "rollouts"),
+)
+_WRITTEN = (
+    *_FILES,
     *("adapter", "adapter-last", "base", "model", "model-last", "checkpoints", "profile"),
     *("tensorboard", "wandb", "trackio", "mlflow"),
     *(_OWNER, _LOCK, MANIFEST),
@@ -36,10 +39,6 @@ _REPLACED_WHOLE = ("base", "checkpoints", "model", "model-last")
 """Folders in which a run deletes and replaces folders."""
 _SHARED_SECONDS = 15
 """Time for another host to see a file of process 0."""
-_FILES = (
-    *("config.toml", "metrics.jsonl", "samples.jsonl", "summary.json", "trackers.json", "loss.png"),
-    *("rollouts.jsonl", "rollouts.html", "rollouts"),
-)
 _LINES = ("metrics.jsonl", "samples.jsonl", MANIFEST)
 _LONGEST = 4096
 """Characters of a path."""
@@ -186,7 +185,7 @@ def check_inputs(path: Path, inputs: Iterable[str | Path]) -> None:
 
 
 class RunFolder:
-    """Folder of a run, which nothing is written to before `begin`.
+    """Folder of a run; nothing is written to it before `begin`.
 
     Args:
         path: locked by `output_folder`.

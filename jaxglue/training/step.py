@@ -410,7 +410,7 @@ class StepResult(NamedTuple):
 
 
 class StepsInFlight:
-    """Queue of results in the order of their steps; a thread notes when each is done, for the host looks later."""
+    """Queue of results in the order of their steps; a thread notes when each is done, as the host looks later."""
 
     def __init__(self) -> None:
         self._waiter = ThreadPoolExecutor(1)
@@ -459,7 +459,8 @@ def reference_layers(
     run: Setup, graphdefs: ModelGraphDefs, trainable: Params, frozen: Params
 ) -> list[nnx.GraphDef] | None:
     """Return the frozen layers without adapters, to run beside the model's; None where no loss needs them."""
-    if not (run.workload.reference or _compares_rollouts_with_frozen(run, trainable)):
+    from_base = run.config.rollouts.teacher == "base"
+    if not (run.workload.reference or from_base or _compares_rollouts_with_frozen(run, trainable)):
         return None
     kinds: dict[nnx.GraphDef, nnx.GraphDef] = {}
     for graphdef, *trees in zip(graphdefs.layers, trainable["layers"], frozen["layers"], strict=True):

@@ -199,7 +199,7 @@ def _attempt(
 
 
 def _dry_run(config: TrainConfig, context: RunContext) -> None:
-    """Print the plan of a run; refuse what the run would refuse before it trains, and write nothing."""
+    """Print the plan of a run; raise the errors that it would raise before it trains, and write nothing."""
     settings = config.run
     if context.processes.is_main:
         check_output(settings.output, resume=settings.resume, overwrite=settings.overwrite)

@@ -5,8 +5,8 @@ import pytest
 
 from jaxglue.data.encode import Encoder
 from jaxglue.data.files import Row
-from jaxglue.generation.chat import stream_text
 from jaxglue.generation.prompts import encode_prompt
+from jaxglue.generation.text import stream_text
 from jaxglue.hf.serving import stop_tokens
 
 SPECIAL = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"]

@@ -15,10 +15,11 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from jaxglue.commands import main
-from jaxglue.generation.chat import ChatSession, TextStream, before, converse, generate, stream_text
+from jaxglue.generation.chat import ChatSession, converse, generate
 from jaxglue.generation.config import GREEDY, AssistantConfig, GenerateConfig, SamplingConfig
 from jaxglue.generation.engine import Engine
 from jaxglue.generation.prompts import encode_prompt, encode_rows, prompt_of, read_prompts
+from jaxglue.generation.text import TextStream, before, stream_text
 from jaxglue.hf.loading import add_adapter, random_model
 from jaxglue.hf.serving import stop_tokens
 from jaxglue.models import config_from_hf
@@ -131,8 +132,8 @@ def test_an_unfinished_character_is_shown_at_the_end(tokenizer):
 
 
 def test_special_tokens_are_text_where_they_are_asked_for(tokenizer):
-    for specials, wanted in ((False, "ab"), (True, "a<|im_start|>b")):
-        stream = TextStream(tokenizer, (), specials=specials)
+    for shown, wanted in (((), "ab"), (["<|im_start|>"], "a<|im_start|>b")):
+        stream = TextStream(tokenizer, (), shown=shown)
         for token in tokenizer.encode("a<|im_start|>b"):
             stream.add(token)
         assert stream.text == wanted
@@ -246,6 +247,8 @@ def talk(make_tokenizer):
 
     def answer(tokens, sampling):
         seen.append(tokenizer.decode(tokens))
+        if seen[-1].rpartition("user\n")[2].startswith("think"):
+            yield "[THINK]Hm.[/THINK]"
         yield "one "
         if seen[-1].rpartition("user\n")[2].startswith("stop"):
             raise KeyboardInterrupt
@@ -265,6 +268,11 @@ def talk(make_tokenizer):
         return "".join(shown), seen, session
 
     return run
+
+
+def test_thinking_between_special_tokens_is_not_remembered(talk):
+    shown, _, session = talk("think")
+    assert "Hm." in shown and session.messages[-1]["content"] == "one two"
 
 
 def test_earlier_messages_are_remembered_until_reset(talk):

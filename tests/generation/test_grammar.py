@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, replace
+from shutil import copytree
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from jaxglue.generation.config import GREEDY, GenerateConfig, SamplingConfig
 from jaxglue.generation.engine import Engine
 from jaxglue.generation.grammar import Grammars
 from jaxglue.generation.scheduler import Request
+from jaxglue.generation.thinking import Thought, thought_after
 from jaxglue.hf.serving import stop_tokens
 from jaxglue.models.parameters import split_model
 from jaxglue.ops.segments import pack_segments
@@ -191,22 +193,91 @@ def test_answers_are_choices_expressions_and_grammars(tokenizer, quickstart, bas
         assert {text for text, _ in found} <= texts and {finish for _, finish in found} == {"stop"}
 
 
-@pytest.mark.parametrize("special", [False, True])
-def test_an_answer_that_thinks_follows_the_grammar_after_it(quickstart, special):
+ANALYSIS = "<|channel|>analysis<|message|>Is it < 3?<|end|><|start|>assistant"
+THOUGHTS = {
+    "tags": ([], "<think>", "\nIs it < 3?\n</think>\n\n"),
+    "special tags": (["<think>", "</think>"], "<think>", "\nIs it < 3?\n</think>\n\n"),
+    "mistral": (["[THINK]", "[/THINK]"], "[THINK]", "Is it < 3?[/THINK]"),
+    "gemma": (["<|channel>", "<channel|>"], "<|channel>thought\n", "Is it < 3?\n<channel|>"),
+}
+
+
+def grammars_of(quickstart, specials, template=None):
     pytest.importorskip("llguidance")
     tokenizer = load_tokenizer(quickstart)
-    if special:
-        tokenizer.add_special_tokens({"additional_special_tokens": ["</think>"]})
-    grammars = Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
-    for grammar, answer in [
-        (grammars.choice(["yes", "no"], thinks=True), "yes"),
-        (grammars.regex("a+/", thinks=True), "aa/"),
-        (grammars.json({"type": "integer"}, thinks=True), "12"),
-        (grammars.lark('start: a\na: "x"', thinks=True), "x"),
+    tokenizer.add_special_tokens({"additional_special_tokens": specials})
+    tokenizer.chat_template = template or tokenizer.chat_template
+    return tokenizer, Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+
+
+def fits(tokenizer, grammar, text):
+    matcher, tokens = grammar.start(), tokenizer.encode(text, add_special_tokens=False)
+    return matcher.take(tokens) == len(tokens) and matcher.is_complete
+
+
+@pytest.mark.parametrize("form", THOUGHTS)
+def test_an_answer_that_thinks_follows_the_grammar_after_it(quickstart, form):
+    specials, begin, rest = THOUGHTS[form]
+    tokenizer, grammars = grammars_of(quickstart, specials, f"{begin}{rest}")
+    for make, value, answer in [
+        (grammars.choice, ["yes", "no"], "yes"),
+        (grammars.regex, "a+/", "aa/"),
+        (grammars.json, {"type": "integer"}, "12"),
+        (grammars.lark, 'start: a\na: "x"', "x"),
     ]:
-        for text, fits in ((f"Is it < 3?\n</think>\n\n{answer}", True), (answer, False), ("So</think>No", False)):
-            matcher, tokens = grammar.start(), tokenizer.encode(text, add_special_tokens=False)
-            assert (matcher.take(tokens) == len(tokens) and matcher.is_complete) == fits
+        thought = begin + rest
+        for thinks, wanted in [
+            (Thought.BEGUN, {rest + answer: True, answer: False, f"{rest}No": False}),
+            (Thought.POSSIBLE, {rest + answer: False, thought + answer: True, answer: True, f"{thought}No": False}),
+            (Thought.NONE, {thought + answer: False, answer: True}),
+        ]:
+            grammar = make(value, thinks=thinks)
+            assert {text: fits(tokenizer, grammar, text) for text in wanted} == wanted
+
+
+def test_an_answer_in_channels_follows_the_grammar_in_the_final_one(quickstart):
+    specials = ["<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>"]
+    tokenizer, grammars = grammars_of(quickstart, specials, "<|channel|>")
+    grammar = grammars.json({"type": "integer"}, thinks=Thought.POSSIBLE)
+    final = "<|channel|>final<|message|>"
+    for text, wanted in [
+        (f"{ANALYSIS}{final}12", True),
+        (f"{ANALYSIS}{ANALYSIS}<|channel|>final <|constrain|>json<|message|>12", True),
+        (f"{final}12", True),
+        ("12", False),
+        (f"{ANALYSIS}{final}twelve", False),
+    ]:
+        assert fits(tokenizer, grammar, text) == wanted
+    assert fits(tokenizer, grammars.json({"type": "integer"}), "12")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wanted"),
+    [
+        ("assistant\n", Thought.POSSIBLE),
+        ("assistant\n<think>\n", Thought.BEGUN),
+        ("assistant\n<think>\n\n</think>\n\n", Thought.NONE),
+        ("<｜Assistant｜></think>", Thought.NONE),
+        ("<|turn>model\n<|channel>thought\n", Thought.BEGUN),
+        ("<|turn>model\n<|channel>thought\n<channel|>", Thought.NONE),
+        ("<|start|>assistant", Thought.POSSIBLE),
+        ("<|start|>assistant<|channel|>final<|message|>", Thought.NONE),
+    ],
+)
+def test_the_end_of_a_prompt_tells_how_its_answer_begins(prompt, wanted):
+    assert thought_after(prompt) == wanted
+
+
+def test_generate_holds_what_follows_the_thinking_to_a_schema(folders, tmp_path, grammars):
+    folder = copytree(folders[0], tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{{ messages[-1].content }}{# </think> #}")
+    prompts = ("Where?", "<think>", "<think>\n\n</think>\n\n")
+    settings = {"model": folder, "prompt": prompts, "sampling": SamplingConfig(max_tokens=4, temperature=1)}
+    for batch_size in (1, None):
+        held = generate(GenerateConfig(**settings, regex="x{9}", batch_size=batch_size))
+        first, *others = ("".join(pieces) for _, pieces in held)
+        assert first == "xxxx" or "<think>".startswith(first.lstrip("\n")[:7])
+        assert [set(text) == {"x"} for text in others] == [False, True]
 
 
 def test_generate_follows_a_schema_or_expression(folders, tmp_path, grammars):

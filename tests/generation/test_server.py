@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import queue
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,10 +11,13 @@ import jax
 import numpy as np
 import pytest
 
+from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.generation import grammar
-from jaxglue.generation.chat import Assistant, decode, without
+from jaxglue.generation.chat import Assistant
 from jaxglue.generation.config import SamplingConfig, ServeConfig
 from jaxglue.generation.scheduler import Request
+from jaxglue.generation.text import decode, without
+from jaxglue.generation.thinking import Thought
 
 pytest.importorskip("starlette")
 pytest.importorskip("httpx")
@@ -21,7 +25,7 @@ from starlette.testclient import TestClient
 
 from jaxglue.generation import server
 from jaxglue.generation.server import make_app
-from jaxglue.generation.service import EndedError, Event, Service
+from jaxglue.generation.service import EndedError, Event, Service, Ticket
 
 GREEDY = SamplingConfig(temperature=0.0, top_p=1.0)
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -74,6 +78,12 @@ def test_texts_of_tokens_join_to_the_answer(served):
     entries = choice["logprobs"]["content"]
     assert len(entries) == len(tokens) and "".join(e["token"] for e in entries[:-1]) == "naïve 東京"
     assert bytes(byte for e in entries[:-1] for byte in e["bytes"]).decode() == "naïve 東京"
+    for cut in (tokens[:-2], [*tokens[:-2], tokens[-1]]):  # the last character is not whole
+        client = TestClient(make_app(assistant, Told(cut), config))
+        (choice,) = post(client, messages=MESSAGES, logprobs=True).json()["choices"]
+        texts = [entry["token"] for entry in choice["logprobs"]["content"]][: len(tokens) - 2]
+        assert "".join(texts) == choice["message"]["content"] == "naïve 東\ufffd"
+    client = TestClient(make_app(*served))
     for wanted, reported in ((0, True), (False, False)):
         answer = post(client, "/v1/completions", prompt="a", logprobs=wanted).json()["choices"][0]
         assert (answer["logprobs"] is not None) == reported
@@ -123,6 +133,21 @@ def test_a_completion_takes_several_prompts(served, client):
     client = TestClient(make_app(assistant, Told([min(assistant.stops)]), config))
     for prompt, status in (("", 400), ([], 400), ([[]], 400), (["a", 5], 400), (["a"] * 129, 400), ([["a"]], 400)):
         assert post(client, "/v1/completions", prompt=prompt).status_code == status
+
+
+def test_a_completion_repeats_its_prompt(served, client):
+    prompts = ["Once upon", "The weather"]
+    plain = [choice["text"] for choice in post(client, "/v1/completions", prompt=prompts).json()["choices"]]
+    repeated = post(client, "/v1/completions", prompt=prompts, echo=True).json()["choices"]
+    wanted = [prompt + text for prompt, text in zip(prompts, plain, strict=True)]
+    assert [choice["text"] for choice in repeated] == wanted
+    tokens = served[0].tokenizer.encode(prompts[1])
+    chunks = [
+        event["choices"][0]["text"]
+        for event in events(post(client, "/v1/completions", prompt=tokens, echo=True, stream=True))
+    ]
+    assert "".join(chunks) == wanted[1]
+    assert post(client, "/v1/completions", prompt="a", echo=True, logprobs=1).status_code == 400
 
 
 def test_a_chat_sets_variables_of_the_template(served, monkeypatch):
@@ -181,7 +206,7 @@ class Told:
         self.request = request
         for tokens in self._pieces[:-1]:
             listen(Event(0, tokens, [0.0] * len(tokens), None))
-        listen(Event(0, self._pieces[-1], [0.0], "stop"))
+        listen(Event(0, self._pieces[-1], [0.0] * len(self._pieces[-1]), "stop"))
 
     def cancel(self, *_):
         pass
@@ -213,6 +238,25 @@ def test_tool_calls_are_parsed_streamed_or_whole(served):
         assert choice["message"]["content"] == text and choice["finish_reason"] == "stop"
 
 
+def test_calls_and_thinking_between_special_tokens_are_told_from_others(served, quickstart):
+    assistant, _, config = served
+    tokenizer = load_tokenizer(quickstart)
+    specials = ["<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>", "<|image|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": specials})
+    thought, call = "<|channel>thought\nHm.\n<channel|>", '<|tool_call>call:now{zone:<|"|>é<|"|>}<tool_call|>'
+    tokens, stop = tokenizer.encode(f"{thought}I look.<|image|>{call}"), tokenizer.eos_token_id
+    parts = {"tokenizer": tokenizer, "stops": {stop}, "ranks": 0, "voices": {}, "config": assistant.config}
+    service = Told(*([token] for token in tokens), [stop])
+    client = TestClient(make_app(SimpleNamespace(**parts), service, config))
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    deltas = [
+        event["choices"][0]["delta"] for event in events(post(client, messages=MESSAGES, tools=tools, stream=True))
+    ]
+    assert "".join(delta.get("content") or "" for delta in deltas) == "I look."
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm."
+    assert deltas[-1]["tool_calls"][0]["function"] == {"name": "now", "arguments": '{"zone": "é"}'}
+
+
 def test_thinking_comes_apart_from_the_answer(served, monkeypatch):
     assistant, _, config = served
     tokens = assistant.tokenizer.encode("Three and four.</think>\n\nSeven.")
@@ -226,12 +270,15 @@ def test_thinking_comes_apart_from_the_answer(served, monkeypatch):
     for name, text in (("reasoning_content", "Three and four."), ("content", "Seven.")):
         assert "".join(delta.get(name, "") for delta in deltas) == text
     asked = []
-    grammars = SimpleNamespace(json=None, choice=None, lark=None, regex=lambda _, thinks: asked.append(thinks))
+    grammars = SimpleNamespace(regex=lambda _, thinks: asked.append(thinks))
     monkeypatch.setitem(vars(assistant), "grammars", grammars)
     post(client, messages=MESSAGES, guided_regex="Seven.")
     monkeypatch.setattr(assistant.tokenizer, "chat_template", "<think></think>")
     post(client, messages=MESSAGES, guided_regex="Seven.")
-    assert asked == [True, False]
+    monkeypatch.setattr(assistant.tokenizer, "chat_template", "<im_start>assistant")
+    post(client, messages=MESSAGES, guided_regex="Seven.")
+    post(client, "/v1/completions", prompt="<think>", guided_regex="Seven.")
+    assert asked == [Thought.BEGUN, Thought.NONE, Thought.POSSIBLE, Thought.NONE]
 
 
 def test_a_call_of_a_tool_is_forced(served, monkeypatch):
@@ -240,7 +287,7 @@ def test_a_call_of_a_tool_is_forced(served, monkeypatch):
     monkeypatch.setitem(
         vars(assistant),
         "grammars",
-        SimpleNamespace(json=None, choice=None, regex=None, lark=lambda text, **_: given.append(text) or text),
+        SimpleNamespace(calls=lambda text, **_: given.append(text) or text),
     )
     service = Told(assistant.tokenizer.encode(f"{call}; {call}"), [min(assistant.stops)])
     client = TestClient(make_app(assistant, service, config))
@@ -481,6 +528,24 @@ def test_answers_that_nobody_waits_for_end(served):
         )
         second.wait()
     assert 0 < len(seen) < 60
+
+
+def test_a_request_may_be_left_before_it_begins(served):
+    _, service, _ = served
+    ended, sampling = threading.Event(), replace(GREEDY, max_tokens=4)
+    left = Ticket(Request([5], sampling), ended.set, service._engine.answers(Request([5], sampling), 0), cancelled={0})
+    service._news.put(left)
+    service.submit(Request([6], sampling), lambda event: ended.set() if event.finish else None)
+    assert ended.wait(60)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("part", ["add", "advance"])
+def test_any_error_of_the_thread_reaches_those_who_wait(served, monkeypatch, part):
+    service, told = Service(served[0], slots=2, length=64, most=8), queue.SimpleQueue()
+    monkeypatch.setattr(service._batch, part, lambda *_: 1 // 0)
+    service.submit(Request([5], replace(GREEDY, max_tokens=4)), told.put)
+    assert "division" in told.get(timeout=60).error and service.failure
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

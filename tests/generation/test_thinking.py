@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxglue.generation.text import TAGS
 from jaxglue.generation.thinking import split_thinking
 
 ANALYSIS = "<|channel|>analysis<|message|>Three and four."
@@ -23,6 +24,9 @@ FINAL = "<|channel|>final<|message|>Seven."
         ("<|channel|>commentary<|message|>I look.<|end|>", {"channels": True}, ("", "I look.")),
         ("Seven.", {"channels": True}, ("", "Seven.")),
         (f"Say {ANALYSIS}", {}, ("", f"Say {ANALYSIS}")),
+        ("[THINK]Three and four.[/THINK]Seven.", {"tags": TAGS[1]}, ("Three and four.", "Seven.")),
+        ("<|channel>thought\nThree and four.\n<channel|>Seven.", {"tags": TAGS[2]}, ("Three and four.", "Seven.")),
+        ("<|channel>thought\n<channel|>Seven.", {"tags": TAGS[2]}, ("", "Seven.")),
     ],
 )
 def test_thinking_is_split_from_what_is_said_whole_or_growing(text, options, wanted):

@@ -7,6 +7,7 @@ import pytest
 
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.generation.grammar import Grammars
+from jaxglue.generation.thinking import Thought
 from jaxglue.generation.tool_calls import parameters_of, schemas_of, shown_before_calls, split_calls
 from jaxglue.generation.tool_grammar import call_grammar
 
@@ -37,6 +38,27 @@ TEXTS = {
     "mistral small": f"[TOOL_CALLS]weather[CALL_ID]a1B2c3D4e[ARGS]{json.dumps(CALL)}",
     "harmony, in the role": f" to=functions.weather<|channel|>commentary json<|message|>{json.dumps(CALL)}<|call|>",
     "harmony, of thinking": f"<|channel|>analysis to=weather code<|message|>{json.dumps(CALL)}<|call|>",
+    "coder without its beginning": "<function=weather>\n<parameter=city>\nUlm\n</parameter>\n<parameter=days>\n2\n"
+    "</parameter>\n</function>\n</tool_call>",
+    "llama, in a tag": f"<function=weather>{json.dumps(CALL)}</function>",
+    "llama, in Python": "[weather(city='Ulm', days=2)]",
+    "llama, a built-in tool": '<|python_tag|>weather.call(city="Ulm", days=2)',
+    "llama, after the token of tools": "<|python_tag|>" + json.dumps({"name": "weather", "parameters": CALL}),
+    "glm 4": f"weather\n{json.dumps(CALL)}",
+    "glm 4.7": "<tool_call>weather<arg_key>city</arg_key><arg_value>Ulm</arg_value><arg_key>days</arg_key>"
+    "<arg_value>2</arg_value></tool_call>",
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+    f"{json.dumps(CALL)}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek 3.1": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{json.dumps(CALL)}"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+    f"{json.dumps(CALL)}<|tool_call_end|><|tool_calls_section_end|>",
+    "gemma 4": '<|tool_call>call:weather{city:<|"|>Ulm<|"|>,days:2}<tool_call|>',
+    "functiongemma": "<start_function_call>call:weather{city:<escape>Ulm<escape>,days:2}<end_function_call>",
+    "granite": f"<|tool_call|>[{JSON}]",
+    "phi": f"<|tool_call|>{JSON}<|/tool_call|>",
+    "phi without its tokens": f"functools[{JSON}]",
+    "olmo": "<function_calls>\nweather(city='Ulm', days=2)\n</function_calls>",
     "openai": json.dumps({"name": "weather", "arguments": json.dumps(CALL)}),
     "harmony": "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
     + json.dumps(CALL)
@@ -77,10 +99,41 @@ def test_a_parameter_may_hold_the_tag_that_ends_it():
     assert json.loads(split_calls(text, FUNCTIONS)[1][0].arguments) == {"city": "a</parameter> b"}
 
 
+def test_several_calls_are_read_where_a_format_puts_them_together():
+    def section(*calls):
+        return f"So.<｜tool▁calls▁begin｜>{'\n'.join(calls)}<｜tool▁calls▁end｜>"
+
+    one, two = ("function<｜tool▁sep｜>{}\n```json\n{}\n```".format(*call) for call in (("weather", CALL), ("now", {})))
+    for text, rest in [
+        (
+            section(*(f"<｜tool▁call▁begin｜>{c.replace(chr(39), chr(34))}<｜tool▁call▁end｜>" for c in (one, two))),
+            "So.",
+        ),
+        (TEXTS["gemma 4"] + "<|tool_call>call:now{}<tool_call|>", ""),
+        ("<function_calls>\nweather(city='Ulm', days=2)\nnow()\n</function_calls>", ""),
+        ("[weather(city='Ulm', days=2), now()]", ""),
+        ("[weather('Ulm', 2), now()]", ""),
+    ]:
+        found, calls = split_calls(text, FUNCTIONS)
+        assert (found, [(call.name, json.loads(call.arguments)) for call in calls]) == (
+            rest,
+            [("weather", CALL), ("now", {})],
+        )
+
+
+def test_values_of_every_kind_are_read_from_gemmas_objects_and_from_python():
+    value = {"a": ['x "y" {z: 1}, b:', True, None, -1.5e3], "b": {"c": "ü\n", "d": []}}
+    gemma = '{a:[<|"|>x "y" {z: 1}, b:<|"|>,true,None,-1.5e3],b:{c:<|"|>ü\n<|"|>,d:[]}}'
+    python = "weather(a=['x \"y\" {z: 1}, b:', true, null, -1.5e3], b={'c': 'ü\\n', 'd': []})"
+    for text in (f"<|tool_call>call:weather{gemma}<tool_call|>", f"<function_calls>{python}</function_calls>"):
+        _, ((_, arguments),) = split_calls(text, FUNCTIONS)
+        assert json.loads(arguments) == value
+
+
 @pytest.mark.parametrize("text", [*TEXTS.values(), f"<think>x</think>{TEXTS['hermes']}", '{"a": 1}', "to go"])
 def test_shown_text_only_grows_and_is_in_the_result(text):
     rest, calls = split_calls(text, FUNCTIONS)
-    shown = [shown_before_calls(text[:end]) for end in range(len(text) + 1)]
+    shown = [shown_before_calls(text[:end], FUNCTIONS) for end in range(len(text) + 1)]
     assert all(later.startswith(earlier) for earlier, later in pairwise(shown))
     assert (rest if calls else text).startswith(shown[-1])
 
@@ -94,6 +147,14 @@ def test_shown_text_only_grows_and_is_in_the_result(text):
         '<tool_call>{"name": "weather", "arguments": [1]}</tool_call>',
         "<tool_call>{broken</tool_call>",
         "[1, 2]",
+        "[weather(city=other)]",
+        "[weather(1, 2, 3)]",
+        "[weather(city=1e999)]",
+        "[weather(**x)]",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n{broken",
+        "<|tool_call>call:weather{city:Ulm}<tool_call|>",
+        "<|tool_call|>weather",
+        "weather(city='Ulm')",
         "[" * 100_000,
         "<tool_call>" + "<function=" * 1000,
     ],
@@ -107,6 +168,8 @@ def test_text_is_held_back_from_where_a_call_may_begin():
     shown = [shown_before_calls(text[:end]) for end in range(len(text) + 1)]
     assert shown[5] == text[:5] and shown[9] == shown[-1] == "I look.\n"
     assert shown_before_calls("a < b") == "a < b"
+    assert shown_before_calls("now", ["now"]) == shown_before_calls("now\n{", ["now"]) == ""
+    assert shown_before_calls("now or", ["now"]) == "now or"
     assert shown_before_calls(TEXTS["llama"][:9]) == shown_before_calls(" [") == ""
     analysis = "<|channel|>analysis<|message|>Hm<|end|>"
     assert shown_before_calls(analysis) == analysis
@@ -121,6 +184,14 @@ def test_odd_tools_offer_no_function(tools):
 SPECIALS = ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"] + [
     f"<|{name}|>" for name in ("channel", "message", "constrain", "start", "end", "call")
 ]
+SPECIALS += [
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+]
+SPECIALS += ["<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_call|>"]
 TEMPLATES = {
     "hermes": "<tool_call>",
     "coder": "<tool_call><function=",
@@ -130,6 +201,15 @@ TEMPLATES = {
     "mistral 3": "[TOOL_CALLS][ARGS]",
     "mistral small": "[TOOL_CALLS][CALL_ID][ARGS]",
     "harmony": "<|channel|>",
+    "glm 4.7": "<tool_call></arg_key><arg_value><arg_key>",
+    "deepseek": "<｜tool▁calls▁begin｜>```json",
+    "deepseek 3.1": "<｜tool▁calls▁begin｜>",
+    "kimi": "<|tool_calls_section_begin|>",
+    "gemma 4": "<|tool_call>",
+    "functiongemma": "<start_function_call>",
+    "granite": "<|tool_call|>",
+    "phi": "<|tool_call|><|/tool_call|>",
+    "olmo": "<function_calls>",
 }
 
 
@@ -148,9 +228,10 @@ def rest_of(special, monkeypatch):
     """A function that returns the part of a text which a grammar refuses, and whether the answer may end before it."""
     tokenizer, grammars = special
 
-    def rest(template, text, tools=TOOLS, *, several=True, thinks=False):
+    def rest(template, text, tools=TOOLS, *, several=True, thinks=Thought.POSSIBLE):
         monkeypatch.setattr(tokenizer, "chat_template", template)
-        matcher = grammars.lark(call_grammar(tokenizer, schemas_of(tools), several=several), thinks=thinks).start()
+        grammar = call_grammar(tokenizer, schemas_of(tools), several=several)
+        matcher = grammars.calls(grammar, thinks=thinks).start()
         tokens = tokenizer.encode(text, add_special_tokens=False)
         return tokenizer.decode(tokens[matcher.take(tokens) :]), matcher.is_complete
 
@@ -159,7 +240,7 @@ def rest_of(special, monkeypatch):
 
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_calls_are_taken_in_the_format_of_each_family(rest_of, family):
-    template, call = TEMPLATES[family], TEXTS[family].removesuffix("<|call|>")
+    template, call = TEMPLATES[family], TEXTS[family].removesuffix("<|call|>").replace("'", '"')
     assert rest_of(template, call) == ("", True)
     assert rest_of(template, "No, I will not.") == ("No, I will not.", False)
     assert not rest_of(template, call.replace("weather", "wether"))[1]
@@ -179,6 +260,7 @@ def test_calls_have_no_other_arguments_than_the_listed_ones(rest_of):
 @pytest.mark.parametrize(
     ("family", "both"),
     [
+        ("gemma 4", "{0}{0}"),
         ("hermes", "{0}\n{0}"),
         ("llama", "{0}; {0}"),
         ("mistral 3", "{0}{0}"),
@@ -195,10 +277,37 @@ def test_further_calls_are_taken_where_they_may_come(rest_of, family, both):
 
 def test_thinking_that_has_begun_comes_before_calls(rest_of):
     thought = "Ulm < Bonn.\n<tool_call> or not?\n</think>\n\n"
-    assert rest_of("<tool_call>", thought + TEXTS["hermes"], thinks=True) == ("", True)
-    assert not rest_of("<tool_call>", thought + "No.", thinks=True)[1]
+    assert rest_of("<tool_call>", thought + TEXTS["hermes"], thinks=Thought.BEGUN) == ("", True)
+    assert not rest_of("<tool_call>", thought + "No.", thinks=Thought.BEGUN)[1]
     analysis = "<|channel|>analysis<|message|>Ulm?<|end|><|start|>assistant"
     assert rest_of("<|channel|>", analysis + TEXTS["harmony"].removesuffix("<|call|>")) == ("", True)
+
+
+@pytest.mark.parametrize(
+    ("family", "begin", "end", "quote", "sign"),
+    [
+        ("gemma 4", "<|tool_call>call:heat{", "}<tool_call|>", '<|"|>', ":"),
+        ("olmo", "<function_calls>\nheat(", ")\n</function_calls>", '"', "="),
+    ],
+)
+def test_named_values_follow_their_schemas(rest_of, family, begin, end, quote, sign):
+    string = {"type": "string"}
+    properties = {
+        "unit": {**string, "enum": ["C", "F"]},
+        "at": {"type": "integer"},
+        "notes": {"type": "array", "items": string},
+    }
+
+    def fits(required, **given):
+        tools = [{"name": "heat", "parameters": {"type": "object", "properties": properties, "required": required}}]
+        text = begin + (", " if sign == "=" else ",").join(f"{k}{sign}{v}" for k, v in given.items()) + end
+        taken = rest_of(TEMPLATES[family], text.replace("'", quote), tools) == ("", True)
+        assert not taken or split_calls(text.replace("'", quote), parameters_of(schemas_of(tools)))[1]
+        return taken
+
+    assert fits(["at"], at=3, unit="'C'", notes="['a','<b>']") and fits(["at"], at=3, notes="[]") and fits([])
+    assert fits([], unit="'F'") and fits([], notes="['a']") and fits([], unit="'C'", at=1)
+    assert not fits(["at"], unit="'C'") and not fits([], unit="'K'") and not fits([], at="'x'") and not fits([], by=1)
 
 
 def test_parameters_in_tags_follow_their_schemas(rest_of):

@@ -1,6 +1,7 @@
 """The page of rollouts holds all of a run in one file, with texts of models as data."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -18,7 +19,10 @@ def test_hostile_answers_stay_data(tmp_path):
     line = {"step": 3, "origin": "a:1", "prompt": HOSTILE, "answer": HOSTILE, "rewards": {"<b>": None}}
     line |= {"advantage": 0.5, "tokens": 2, "ended": False, "log_probs": [-1.0, None]}
     (tmp_path / LINES).write_text(json.dumps(line) + "\n")
-    write_page(tmp_path, [{"step": 3, "reward": 0.25, "rewards/<b>/mean": 1.0, "unknown": 2.0}])
+    write_page(
+        tmp_path,
+        [{"step": 3, "reward": 0.25, "rewards/<b>/mean": 1.0, "unknown": 2.0}, {"step": 4, "reward": math.inf}],
+    )
     page = (tmp_path / PAGE).read_text()
     (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     found = json.loads(data)

@@ -36,8 +36,28 @@ def trl(prompts, completions, completion_ids, wanted, **columns):
     return [len(ids) + (c[0]["content"] == w) for c, ids, w in zip(completions, completion_ids, wanted)]
 
 
+def any_names(*values, **columns):
+    return [float(len(ids)) for ids in columns["completion_ids"]]
+
+
+def ids_alone(completion_ids, **columns):
+    return [len(ids) + len(columns["completions"]) for ids in completion_ids]
+
+
+def of_a_column(completion, messages="none"):
+    return len(messages)
+
+
 async def reply(messages, wanted):
     return wanted + messages[-1]["content"]
+
+
+def half(messages):
+    return "\\ud83d"
+
+
+def conversation(completion, messages):
+    return 1
 
 
 def tool(messages, last):
@@ -99,7 +119,7 @@ def score(tmp_path):
     def run(*names: str, **limits):
         config = RolloutConfig(reward=tuple(f"{file}:{name}" for name in names), reward_workers=1, **limits)
         with closing(Judge(config)) as judge:
-            judge.check()
+            judge.check(["wanted", "number"])
             return judge.score([group("a", "b", "skip")]).tolist()
 
     return run
@@ -110,11 +130,16 @@ def test_functions_judge_one_answer_or_all_at_once_or_none(score):
     assert np.array_equal(found, [[[2, 2, 1.5, 2.5], [0, 2, 1.5, 2.5], [np.nan, 3, 1.5, 2.5]]], equal_nan=True)
 
 
+def test_functions_of_any_names_judge_all_answers_at_once_and_messages_are_a_column(score):
+    assert score("any_names", "ids_alone", "of_a_column") == [[[1, 4, 4], [2, 5, 4], [3, 6, 4]]]
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
         ("few", "few of prompts.jsonl:4: expected a reward for each of 3 answers, got 1"),
         ("nan", "nan of prompts.jsonl:4: expected finite numbers or None, got nan"),
+        ("conversation", "conversation: ValueError: nothing is given for its parameter messages; there are prompt, "),
         ("wrong", r"wrong of prompts.jsonl:4: KeyError: 'key' \(rewards.py:\d+\)"),
         ("absent", "has no function 'absent'; it has .*single"),
         ("single?scal=2", "rewards.py:single: ValueError: no parameter scal; it has prompt, completion, wanted, scale"),
@@ -157,7 +182,7 @@ def test_a_file_that_reaches_a_limit_when_it_is_imported_is_refused(tmp_path):
         closing(Judge(config)) as judge,
         pytest.raises(ValueError, match=r"judge: its import reached its limit of mem"),
     ):
-        judge.check()
+        judge.check(["wanted", "number"])
 
 
 def test_environments_reply_also_when_async_and_are_named_by_their_flag(tmp_path):
@@ -165,16 +190,19 @@ def test_environments_reply_also_when_async_and_are_named_by_their_flag(tmp_path
     config = RolloutConfig(environment=f"{tmp_path}/rewards.py:reply", reward_workers=1)
     said = Episode(group().prompt, [{"role": "assistant", "content": "!"}], [])
     with closing(Judge(config)) as judge:
-        judge.check()
+        judge.check(["wanted", "number"])
         assert judge.reply([said]) == [[{"role": "user", "content": "a!"}]]
     several = Judge(replace(config, environment=f"{tmp_path}/rewards.py:tool"))
     with closing(several) as judge:
         assert judge.reply([said, replace(said, is_last=True)]) == [[{"role": "tool", "content": "!"}] * 2, 0.25]
         with pytest.raises(ValueError, match=r"prompts.jsonl:4: expected a text, .* got \['no message'\]"):
             judge.reply([replace(said, messages=said.messages * 2)])
+    half = replace(config, environment=f"{tmp_path}/rewards.py:half")
+    with closing(Judge(half)) as judge, pytest.raises(ValueError, match=r"prompts.jsonl:4: a text holds half of a sur"):
+        judge.reply([said])
     absent = replace(config, environment=f"{tmp_path}/rewards.py:absent")
     with closing(Judge(absent)) as judge, pytest.raises(ValueError, match=r"--environment .*has no function 'absent'"):
-        judge.check()
+        judge.check(["wanted", "number"])
     with pytest.raises(ValueError, match=r"--environment exact: expected a function of a file"):
         Judge(replace(config, environment="exact"))
 
@@ -192,6 +220,9 @@ def test_shipped_rewards(tmp_path):
         ("exat", "expected a function of a file, as in rewards.py:exat, or one of exact, math"),
         ("exact?weight=much", "weight: expected a number"),
         ("exact?weight=nan", "weight: expected a number"),
+        ("regex?pattern=(", "unterminated subpattern"),
+        ("length?soft=4&hard=many", "could not convert string to float: 'many'"),
+        ("json_schema?schema=absent.json", "no such file: absent.json"),
         ("model", "name the reward model's folder"),
         ("model?folder=a&weigth=2", "unknown weigth: a reward model has a folder and a weight"),
     ],
@@ -210,7 +241,7 @@ def test_the_end_of_a_run_ends_rewards_under_way(tmp_path, caplog):
     )
     config = RolloutConfig(reward=(f"{tmp_path}/endless.py:endless",), reward_workers=1, reward_timeout=20)
     judge = Judge(config)
-    judge.check()
+    judge.check(["wanted", "number"])
     with ThreadPoolExecutor(1) as threads:
         scored = threads.submit(judge.score, [group("a")])
         while not begun.exists():

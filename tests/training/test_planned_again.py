@@ -16,7 +16,7 @@ from jaxglue.planner import calibration as fitted
 from jaxglue.planner.gpus import GIB
 from jaxglue.training import mesh_choice, out_of_memory
 from jaxglue.training.out_of_memory import OutOfMemory
-from jaxglue.training.record import Memory
+from jaxglue.training.record import MemoryUse
 from jaxglue.training.step import TrainStep
 from jaxglue.training.train import train
 
@@ -67,7 +67,7 @@ def overrun(monkeypatch, models) -> Callable[..., None]:
             return result
 
         def memory_use(devices):
-            return Memory(0, int((POOL * 1.25 if steps[0] in numbers else 1) * GIB), "device")
+            return MemoryUse(0, int((POOL * 1.25 if steps[0] in numbers else 1) * GIB), "device")
 
         steps[0] = 0
         models.clear()

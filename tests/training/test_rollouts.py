@@ -246,10 +246,18 @@ def test_a_base_under_a_privileged_prompt_is_distilled(make_distillation):
     assert 0 < sum("b" in answer and len(answer) < 3 for answer in answers) < len(answers)  # some are the rows'
 
 
+@pytest.mark.parametrize("settings", [{"dora": True}, repeat({})])
+def test_a_base_is_what_training_begins_with_whatever_the_adapters(make_distillation, settings):
+    config = make_distillation(teacher_system=None, steps=2, learning_rate=3e-2, **settings)
+    losses = [line["loss"] for line in read_metrics(train(config).metrics)]
+    assert losses[0] == pytest.approx(0, abs=1e-5) and losses[1] > 1e-3
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
         ({"teacher": None}, "needs a --teacher"),
+        ({"modules_to_save": ("lm_head",)}, "--teacher base is the model without adapters, so embedding and head stay"),
         ({"router_z_loss": 0.1}, "--router-z-loss is not for --objective distill: its losses are no means over tokens"),
         ({"teacher_system": "The hint is {key}."}, r"answered.jsonl:1: --teacher-system: no column 'key' in the row"),
         ({"dynamic_sampling": True}, "--dynamic-sampling is not for --objective distill: it chooses prompts by their"),
@@ -266,6 +274,27 @@ def test_a_base_under_a_privileged_prompt_is_distilled(make_distillation):
 def test_what_cannot_be_trained_on_is_refused_before_weights_load(make_distillation, changes, text):
     with pytest.raises(ValueError, match=text):
         train(make_distillation(**changes))
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "text"),
+    [
+        ([{"prompt": "a"}], {"environment": "game.py:reply"}, "data.jsonl:1: --environment needs prompts of messages"),
+        (
+            [{"prompt": "a", "completion": "b"}, {"prompt": "a"}],
+            {"objective": "distill", "teacher": "base", "reward": (), "num_generations": None, "lmbda": 0.9},
+            "data.jsonl:2: --lmbda below 1 needs rows with answers, and this one has none",
+        ),
+        (
+            [{"prompt": "a", "wanted": "b"}],
+            {"reward": ("exact",)},
+            "--reward exact: ValueError: nothing is given for its parameter answer; .*completion_ids, wanted",
+        ),
+    ],
+)
+def test_rows_that_settings_cannot_use_are_refused_before_weights_load(make_run, write_jsonl, rows, changes, text):
+    with pytest.raises(ValueError, match=text):
+        resolve(make_run(data=(write_jsonl(rows, "data.jsonl"),), **changes))
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(make_distillation, tmp_path, make_tokenizer):

@@ -1,4 +1,4 @@
-"""llama.cpp's architectures: what its files hold of each family, and what it computes otherwise."""
+"""llama.cpp's architectures: its names and metadata for each family, and where it computes otherwise."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -96,7 +96,7 @@ def _layer(graphdef, trees, x, context) -> tuple[jax.Array, dict[str, jax.Array]
 
 
 class _Recorder:
-    """Evaluates a program, and sums the squares of what is multiplied with its weights."""
+    """Evaluates a program, and sums the squares of the inputs multiplied with its weights."""
 
     def __init__(self, mask: jax.Array):
         self.squares: dict[str, jax.Array] = {}

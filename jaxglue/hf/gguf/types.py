@@ -1,11 +1,10 @@
 """The type of each tensor in a GGUF file, chosen as llama.cpp's quantizer does."""
 
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from jaxglue.ops.choices import GgufType
 from jaxglue.ops.quant.k_quants import SUPER_BLOCK
 
-TYPES = get_args(GgufType)
 BLOCKS = {"q4_0": 32, "q5_0": 32, "q5_1": 32, "q8_0": 32, "mxfp4": 32}
 """Values of a block for the types that are not K-quants; rows are a multiple of it."""
 _BASE = {"q4_k_m": "q4_k", "q5_k_m": "q5_k"}

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxglue.ops.delta_rule.reference import DeltaHeads, normalize
 from jaxglue.ops.segments import PackedSegments
+from jaxglue.ops.zeros import zeros_on
 
 
 @jax.tree_util.register_dataclass
@@ -42,8 +43,8 @@ def make_states(slots: int, heads: DeltaHeads, value_dim: int, width: int, dtype
     """
     channels = 2 * heads.keys * heads.key_dim + heads.values * value_dim
     return DeltaStates(
-        states=jnp.zeros((slots, heads.values, heads.key_dim, value_dim), jnp.float32, device=device),
-        inputs=jnp.zeros((slots, width - 1, channels), dtype, device=device),
+        states=zeros_on(device, (slots, heads.values, heads.key_dim, value_dim), jnp.float32),
+        inputs=zeros_on(device, (slots, width - 1, channels), dtype),
     )
 
 

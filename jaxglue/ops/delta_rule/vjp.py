@@ -26,7 +26,7 @@ class Prepared:
 
 
 class DeltaBackend(Protocol):
-    """Kernels of a forward and a backward pass, which both read what a first pass over the chunks prepares."""
+    """Kernels of a forward and a backward pass, which both read values that a first pass over the chunks prepares."""
 
     chunk: int
 

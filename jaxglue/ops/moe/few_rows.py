@@ -79,14 +79,28 @@ def _stored(matrices: Array | Quantized) -> _Stored:
     return _Stored("bytes", rows.values, rows.scales)
 
 
-def ordered(x: Float[Array, "M K"], order: str) -> Float[Array, "M K"]:
-    """Return x with its columns in the order in which stored matrices are multiplied.
+def _columns(count: int, order: str) -> int:
+    """Return the columns of x in an order, of which those beyond `count` are zeros."""
+    return -(-count // 128) * 128 if order == "codes" else count
 
-    A thread's operands of 32 columns are neighboring pairs 0, 4, 8 and 12 of 16. In "pairs" these are its pairs 0 to 3,
-    which it reads at once; in "codes" each has two columns of eight that are four apart.
+
+def _fewer(rows: int) -> tuple[tuple[int, int], ...]:
+    """Return the numbers of rows, as sums of two, by which a kernel multiplies tiles of fewer, the fewest first."""
+    if rows <= 16:
+        return ()
+    return ((rows // 2, 0),) if rows == 32 else ((rows // 2, 0), (rows // 2, rows // 4))
+
+
+def ordered(x: Float[Array, "M K"], order: str) -> Float[Array, "M C"]:
+    """Return x with its columns in the order in which stored matrices are multiplied, and zeros in `_columns`.
+
+    A thread's operands of 16 columns are neighboring pairs 0 and 4 of eight, of which three more threads have others.
+    In "pairs" a thread has eight neighboring columns of 32, which it reads at once; in "codes" the 32 of a block of
+    128, by pairs four columns apart.
     """
     if order == "codes":
-        x = x.reshape(len(x), -1, 4, 2, 4).transpose(0, 1, 4, 2, 3).reshape(x.shape)
+        x = jnp.pad(x, ((0, 0), (0, _columns(x.shape[1], order) - x.shape[1])))
+        x = x.reshape(len(x), -1, 4, 4, 2, 4).transpose(0, 1, 3, 5, 2, 4).reshape(x.shape)
     elif order == "pairs":
         x = x.reshape(len(x), -1, 4, 4, 2).swapaxes(2, 3).reshape(x.shape)
     return x
@@ -142,9 +156,9 @@ class TritonFewRowsExperts(Launcher):
         options: dict[str, Any] = {"activation": activation, "transpose_rhs": transpose_rhs}
         first, second = map(_stored, matrices)
         order = ORDERS[second.kind]
-        x, options = ordered(x, ORDERS[first.kind]), options | {"tokens": routing.tokens, "order": order}
-        hidden = self._multiply(x, routing, first, biases[0], F, **options)
-        rows = self._multiply(hidden, routing, second, None, D, activation=None, transpose_rhs=transpose_rhs)
+        options |= {"tokens": routing.tokens, "order": order}
+        hidden = self._multiply(ordered(x, ORDERS[first.kind]), routing, first, biases[0], (D, F), **options)
+        rows = self._multiply(hidden, routing, second, None, (F, D), activation=None, transpose_rhs=transpose_rhs)
         extra = (None,) * 3 if biases[1] is None else (routing.weights, routing.expert_ids, biases[1])
         arrays, block = (rows, routing.inverse, *extra), row_block(D)
         constants = {"D": D, "X": routing.inverse.shape[1], "BLOCK": block}
@@ -157,18 +171,18 @@ class TritonFewRowsExperts(Launcher):
         routing: Routing,
         matrices: _Stored,
         bias,
-        N: int,
+        sizes: tuple[int, int],
         *,
         activation: Activation | None,
         transpose_rhs,
         tokens=None,
         order: str = "",
-    ) -> Float[Array, "S N"]:
-        """Multiply rows by their experts' matrices; with an activation, times their weights.
+    ) -> Float[Array, "S C"]:
+        """Multiply rows by their experts' matrices of these columns and rows; with an activation, times their weights.
 
         Columns of x are in the order of the matrices, those of the result in `order`.
         """
-        S, K = routing.permutation.size, x.shape[1]
+        S, (K, N), out_columns = routing.permutation.size, sizes, _columns(sizes[1], order)
         row_tiles, gated = routing.groups.gathered_tiles, activation is not None
         tiles = self.tiles or _TILES[matrices.kind]
         table, E = row_tiles.table, routing.group_sizes.shape[0]
@@ -183,12 +197,14 @@ class TritonFewRowsExperts(Launcher):
             routing.row_weights if gated else None,
             table,
         )
-        least = BLOCK if matrices.nf4 else 32
+        least = {"nf4": BLOCK, "mxfp4": 128}.get(matrices.kind, 32)
         block_n = min(tiles.block_n // (2 if gated else 1), max(16, triton.next_power_of_2(N)))
         constants: dict[str, Any] = {
             "E": E,
             "K": K,
             "N": N,
+            "X_COLUMNS": x.shape[1],
+            "OUT_COLUMNS": out_columns,
             "TILES": table.shape[1],
             "TRANSPOSED": transpose_rhs,
             "STORED": matrices.kind,
@@ -200,7 +216,8 @@ class TritonFewRowsExperts(Launcher):
             "GELU": activation == "geglu",
             "ALPHA": GPT_OSS_ALPHA,
             "LIMIT": GPT_OSS_LIMIT,
-            "BLOCK_M": triton.next_power_of_2(row_tiles.rows),
+            "BLOCK_M": row_tiles.rows,
+            "FEWER": _fewer(row_tiles.rows),
             "BLOCK_N": block_n,
             "BLOCK_K": min(max(tiles.block_k, least), max(least, triton.next_power_of_2(K))),
         }
@@ -209,7 +226,7 @@ class TritonFewRowsExperts(Launcher):
         cost = KernelCost(kind=KernelKind.EXPERTS_MATMUL, flops=2 * S * K * columns, bytes=moved)
         grid = table.shape[1], triton.cdiv(N, block_n)
         compiled = tiles.num_warps, tiles.num_stages
-        out_type = jax.ShapeDtypeStruct((S, N), x.dtype)
+        out_type = jax.ShapeDtypeStruct((S, out_columns), x.dtype)
         return self._launch(
             few_rows_kernels.experts_kernel, arrays, (out_type,), grid, constants, *compiled, cost=cost
         )[0]

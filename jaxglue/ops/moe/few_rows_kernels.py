@@ -7,22 +7,25 @@ the few tokens its second. Rows of x are those of one expert each, as `RowTiles`
 import triton
 import triton.language as tl
 
-from jaxglue.ops.projection.few_rows_kernels import nf4_scales, nf4_tile
+from jaxglue.ops.projection.few_rows_kernels import nf4_scales, nf4_tile, settled
 
-MXFP4_ASSEMBLY = tl.constexpr("""{
-.reg .b32 c, d, f;
-mov.b32 f, {$9, $9};
-shl.b32 c, $8, 6;  and.b32 c, c, 0x01C001C0;  shl.b32 d, $8, 12;  lop3.b32 c, d, 0x80008000, c, 0xEA;
-mul.rn.bf16x2 c, c, f;  mov.b32 {$0, $1}, c;
-shl.b32 c, $8, 2;  and.b32 c, c, 0x01C001C0;  shl.b32 d, $8, 8;  lop3.b32 c, d, 0x80008000, c, 0xEA;
-mul.rn.bf16x2 c, c, f;  mov.b32 {$2, $3}, c;
-shr.b32 c, $8, 2;  and.b32 c, c, 0x01C001C0;  shl.b32 d, $8, 4;  lop3.b32 c, d, 0x80008000, c, 0xEA;
-mul.rn.bf16x2 c, c, f;  mov.b32 {$4, $5}, c;
-shr.b32 c, $8, 6;  and.b32 c, c, 0x01C001C0;  lop3.b32 c, $8, 0x80008000, c, 0xEA;
-mul.rn.bf16x2 c, c, f;  mov.b32 {$6, $7}, c;
-}""")
-"""Instructions that decode the eight e2m1 codes of a word times its factor: codes 0, 4, 1, 5, 2, 6, 3 and 7, since
-those of a pair are 16 bits apart."""
+
+def _mxfp4_assembly() -> str:
+    """Return instructions that decode the eight e2m1 codes of a word times a factor: 0, 4, 1, 5, 2, 6, 3 and 7.
+
+    Codes of a pair are 16 bits apart. One integer multiplication puts both magnitude and sign of a code in the places
+    of bfloat16's; it runs beside the logical operations, of which Hopper computes one for two instructions it starts.
+    """
+    lines = "{.reg .b32 c, w;\nshr.b32 w, $8, 8;\n"
+    for pair in range(4):
+        source, (mask, factor) = ("$8", "w")[pair // 2], ((0x000F000F, 0x1040), (0x00F000F0, 0x0104))[pair % 2]
+        lines += f"""and.b32 c, {source}, {mask:#010x};  mul.lo.u32 c, c, {factor:#06x};  and.b32 c, c, 0x81C081C0;
+        mul.rn.bf16x2 c, c, $9;  mov.b32 {{${2 * pair}, ${2 * pair + 1}}}, c;
+        """
+    return lines + "}"
+
+
+MXFP4_ASSEMBLY = tl.constexpr(_mxfp4_assembly())
 
 
 @triton.jit
@@ -37,26 +40,33 @@ def _activate(gate, up, GPT_OSS: tl.constexpr, GELU: tl.constexpr, ALPHA: tl.con
 
 
 @triton.jit
-def _decode(words, exponents, PLAIN: tl.constexpr):
-    """Return the values of codes 0, 4, 1, 5, 2, 6, 3 and 7 of words, times 2^(exponent − 127), in bfloat16.
+def _factors(exponents, PLAIN: tl.constexpr):
+    """Return 2^(exponent − 127) in float32, or 2^(exponent − 1) in both halves of a word in bfloat16.
 
     Exponent and mantissa of a code, in the place of bfloat16's, are its value times 2⁻¹²⁶, zeros and 0.5 included. A
     block of values from 4 on, which no model has, would need a larger factor than bfloat16 holds, and has no numbers.
     """
     if PLAIN:  # for the interpreter, which knows neither bfloat16 nor instructions
-        power = tl.where(exponents == 0, 1 << 22, exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        return tl.where(exponents == 0, 1 << 22, exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    else:
+        return (tl.minimum(exponents.to(tl.int32), 129) + 126) * 0x800080  # of 129 on, bfloat16's infinity
+
+
+@triton.jit
+def _decode(words, factors, PLAIN: tl.constexpr):
+    """Return the values of codes 0, 4, 1, 5, 2, 6, 3 and 7 of words, times the factors."""
+    if PLAIN:
         return (
-            _decode_plain(words, 0) * power, _decode_plain(words, 4) * power,
-            _decode_plain(words, 1) * power, _decode_plain(words, 5) * power,
-            _decode_plain(words, 2) * power, _decode_plain(words, 6) * power,
-            _decode_plain(words, 3) * power, _decode_plain(words, 7) * power,
+            _decode_plain(words, 0) * factors, _decode_plain(words, 4) * factors,
+            _decode_plain(words, 1) * factors, _decode_plain(words, 5) * factors,
+            _decode_plain(words, 2) * factors, _decode_plain(words, 6) * factors,
+            _decode_plain(words, 3) * factors, _decode_plain(words, 7) * factors,
         )  # fmt: skip
     else:
-        shifted = (tl.minimum(exponents.to(tl.int16), 129) + 126) << 7  # of 129 on, bfloat16's infinity
         return tl.inline_asm_elementwise(
             MXFP4_ASSEMBLY,
-            "=h,=h,=h,=h,=h,=h,=h,=h,r,h",
-            [words, shifted],
+            "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+            [words, factors],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16) * 2,
             is_pure=True,
             pack=1,
@@ -83,7 +93,7 @@ def _mxfp4_tile(blocks, rows, exponents, step, K: tl.constexpr, ROWS: tl.constex
                 PLAIN: tl.constexpr):  # fmt: skip
     """Return BLOCK_K columns of some rows of matrices in MXFP4, in the order "codes".
 
-    A thread's operands of 32 columns are neighboring pairs 0, 4, 8 and 12 of 16: in that order the codes of a word.
+    A thread's operands of 128 columns are neighboring pairs 0, 4, 8, … of 64: in that order one block, in one factor.
     """
     WORDS: tl.constexpr = BLOCK_K // 8
     word = step * WORDS + tl.arange(0, WORDS)
@@ -92,11 +102,12 @@ def _mxfp4_tile(blocks, rows, exponents, step, K: tl.constexpr, ROWS: tl.constex
         words = tl.load(at, mask=(word < K // 8)[None, :], other=0, eviction_policy="evict_first")
     else:
         words = tl.load(at, eviction_policy="evict_first")
-    shared = tl.broadcast_to(exponents[:, :, None], (ROWS, BLOCK_K // 32, 4))
-    a, b, c, d, e, f, g, h = _decode(words, tl.reshape(shared, (ROWS, WORDS)), PLAIN)
+    factors = _factors(exponents, PLAIN)
+    factors = tl.reshape(tl.broadcast_to(factors[:, :, None], (ROWS, BLOCK_K // 32, 4)), (ROWS, WORDS))
+    a, b, c, d, e, f, g, h = _decode(words, factors, PLAIN)
     values = tl.join(tl.join(tl.join(a, b), tl.join(e, f)), tl.join(tl.join(c, d), tl.join(g, h)))
-    values = tl.permute(tl.reshape(values, (ROWS, WORDS // 4, 4, 2, 4)), (0, 1, 4, 2, 3))
-    return tl.reshape(values, (ROWS, BLOCK_K))
+    values = tl.reshape(values, (ROWS, BLOCK_K // 128, 4, 4, 2, 4))  # chunks, blocks, words, halves, pairs
+    return tl.reshape(tl.permute(values, (0, 1, 3, 5, 2, 4)), (ROWS, BLOCK_K))
 
 
 @triton.jit
@@ -116,57 +127,77 @@ def _byte_tile(matrices, rows, scales, step, dtype: tl.constexpr, FACTOR: tl.con
 @triton.jit
 def _places(columns, ORDER: tl.constexpr):
     """Return the places of columns in the order in which stored matrices are multiplied; see `few_rows.ordered`."""
-    within = columns % 32
     if ORDER == "codes":
-        columns = columns - within + within % 4 * 8 + within // 8 * 2 + within // 4 % 2
+        within = columns % 128
+        columns = columns - within + within // 8 % 4 * 32 + within % 4 * 8 + within // 32 * 2 + within // 4 % 2
     elif ORDER == "pairs":
+        within = columns % 32
         columns = columns - within + within % 8 // 2 * 8 + within // 8 * 2 + within % 2
     return columns
 
 
 @triton.jit
-def experts_kernel(
-    x, tokens, matrices, scales, nf4, lookup, bias, row_weights, table, out,
-    E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TILES: tl.constexpr, TRANSPOSED: tl.constexpr,
-    STORED: tl.constexpr, FACTOR: tl.constexpr, ORDER: tl.constexpr, PLAIN: tl.constexpr, GATED: tl.constexpr,
-    GPT_OSS: tl.constexpr, GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Multiply a tile of rows by BLOCK_N columns of their expert's matrix; grid (TILES, ⌈N / BLOCK_N⌉).
-
-    x [S, K], or with `tokens` [S] x [M, K], of which these are the rows; matrices [E, N, K], or [E, K, N] where they
-    are not TRANSPOSED. GATED, there are 2N columns, alternately gate and up for GPT-OSS, else in two halves; out [S, N]
-    is the activation times the rows' weights. STORED is "plain", "mxfp4", "bytes", whose rows have scales · FACTOR, or
-    "nf4", with scales [E, N, K / 64] and nf4 the groups' factors, the offset and the scales' values. The columns of x
-    are in the order of what is stored, those of out in ORDER.
-    """
-    table += tl.program_id(0)
-    group, start = tl.load(table), tl.load(table + TILES)
-    end, before = tl.load(table + 2 * TILES), tl.load(table + 3 * TILES)
-    if group == E:  # the grid has room for the most tiles that groups of any sizes could need
-        return
-    ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
-    ALL: tl.constexpr = 2 * N if GATED else N
-    column, lane = tl.program_id(1) * BLOCK_N, tl.arange(0, ROWS)
-    if not GATED:
-        n = column + lane
-        inside = n < N
-    elif GPT_OSS:
-        n = 2 * column + lane
-        inside = n < ALL
-    else:
-        n = lane % 2 * N + column + lane // 2
-        inside = column + lane // 2 < N
-    if N % BLOCK_N != 0:
-        n = tl.where(inside, n, 0)  # columns beyond the matrix are others, and not stored
-    row = start + (tl.program_id(0) - before) * BLOCK_M + tl.arange(0, BLOCK_M)
+def _rows(x, tokens, first, end, X_COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return which of BLOCK_M rows are their group's, and where they are in x."""
+    row = first + tl.arange(0, BLOCK_M)
     ours = row < end
     source = row
     if tokens is not None:
         source = tl.load(tokens + row, mask=ours, other=0)
+    return ours, x + source.to(tl.int64)[:, None] * X_COLUMNS
+
+
+@triton.jit
+def _load_x(at, ours, columns, X_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr):
+    if X_COLUMNS % BLOCK_K != 0:
+        return tl.load(at + columns[None, :], mask=ours[:, None] & (columns < X_COLUMNS)[None, :], other=0.0)
+    else:
+        return tl.load(at + columns[None, :], mask=ours[:, None], other=0.0)
+
+
+@triton.jit
+def _store(
+    acc, biases, row_weights, out, first, end, column,
+    N: tl.constexpr, OUT_COLUMNS: tl.constexpr, ORDER: tl.constexpr, GATED: tl.constexpr, GPT_OSS: tl.constexpr,
+    GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Store a tile's products, or activations, and zeros beyond N columns."""
+    row = first + tl.arange(0, BLOCK_M)
+    ours = row < end
+    if biases is not None:
+        acc += biases[:, None]
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N, 2, BLOCK_M)), (0, 2, 1)))
+        weights = tl.load(row_weights + row, mask=ours, other=0.0)
+        acc = _activate(gate, up, GPT_OSS, GELU, ALPHA, LIMIT) * weights[None, :]
+    columns = column + tl.arange(0, BLOCK_N)
+    mask = (columns < N)[:, None] & ours[None, :]
+    at = out + row.to(tl.int64)[None, :] * OUT_COLUMNS
+    tl.store(at + _places(columns, ORDER)[:, None], acc.to(out.dtype.element_ty), mask=mask)
+    if OUT_COLUMNS != N and column + BLOCK_N >= N:
+        beyond = N + tl.arange(0, 128)
+        zeros = tl.full((128, BLOCK_M), 0.0, out.dtype.element_ty)
+        rest = (beyond < OUT_COLUMNS)[:, None] & ours[None, :]
+        tl.store(at + _places(beyond, ORDER)[:, None], zeros, mask=rest)
+
+
+@triton.jit
+def _multiply(
+    x, tokens, matrices, scales, nf4, lookup, bias, row_weights, out, group, first, end, n, column,
+    K: tl.constexpr, N: tl.constexpr, X_COLUMNS: tl.constexpr, OUT_COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    STORED: tl.constexpr, FACTOR: tl.constexpr, ORDER: tl.constexpr, PLAIN: tl.constexpr, GATED: tl.constexpr,
+    GPT_OSS: tl.constexpr, GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr,
+    MORE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Multiply BLOCK_M rows, and MORE after them, by rows n of the group's matrix; see `experts_kernel`."""
+    ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    ALL: tl.constexpr = 2 * N if GATED else N
     matrix = group.to(tl.int64) * ALL
-    x += source.to(tl.int64)[:, None] * K
+    ours, at_x = _rows(x, tokens, first, end, X_COLUMNS, BLOCK_M)
     acc = tl.full((ROWS, BLOCK_M), 0.0, tl.float32)
+    if MORE:
+        ours_too, at_more = _rows(x, tokens, first + BLOCK_M, end, X_COLUMNS, MORE)
+        more = tl.full((ROWS, MORE), 0.0, tl.float32)
     if STORED == "mxfp4":
         exponents = _exponents(scales, matrix + n, 0, K, BLOCK_K)
     elif STORED == "nf4":
@@ -176,10 +207,9 @@ def experts_kernel(
         row_scales = tl.load(scales + matrix + n)
     for step in range(0, tl.cdiv(K, BLOCK_K)):
         columns = step * BLOCK_K + tl.arange(0, BLOCK_K)
-        if K % BLOCK_K != 0:
-            values = tl.load(x + columns[None, :], mask=ours[:, None] & (columns < K)[None, :], other=0.0)
-        else:
-            values = tl.load(x + columns[None, :], mask=ours[:, None], other=0.0)
+        values = _load_x(at_x, ours, columns, X_COLUMNS, BLOCK_K)
+        if MORE:
+            values_too = _load_x(at_more, ours_too, columns, X_COLUMNS, BLOCK_K)
         if STORED == "mxfp4":
             # Single bytes are not loaded ahead by the compiler.
             following = _exponents(scales, matrix + n, step + 1, K, BLOCK_K)
@@ -202,17 +232,74 @@ def experts_kernel(
             at = matrices + (group.to(tl.int64) * K + columns)[:, None] * ALL + n[None, :]
             w = tl.trans(tl.load(at, mask=(columns < K)[:, None], other=0.0, eviction_policy="evict_first"))
         acc = tl.dot(w, tl.trans(values), acc)
+        if MORE:
+            more = tl.dot(w, tl.trans(values_too), more)
+        if STORED != "plain" and not PLAIN:
+            acc = settled(acc)
+            if MORE:
+                more = settled(more)
 
+    biases = None
     if bias is not None:
-        acc += tl.load(bias + group * ALL + n).to(tl.float32)[:, None]
-    if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N, 2, BLOCK_M)), (0, 2, 1)))
-        weights = tl.load(row_weights + row, mask=ours, other=0.0)
-        acc = _activate(gate, up, GPT_OSS, GELU, ALPHA, LIMIT) * weights[None, :]
-    columns = column + tl.arange(0, BLOCK_N)
-    mask = (columns < N)[:, None] & ours[None, :]
-    columns = _places(columns, ORDER)
-    tl.store(out + row.to(tl.int64)[None, :] * N + columns[:, None], acc.to(out.dtype.element_ty), mask=mask)
+        biases = tl.load(bias + group * ALL + n).to(tl.float32)
+    _store(acc, biases, row_weights, out, first, end, column, N, OUT_COLUMNS, ORDER, GATED, GPT_OSS, GELU, ALPHA,
+           LIMIT, BLOCK_M, BLOCK_N)  # fmt: skip
+    if MORE:
+        _store(more, biases, row_weights, out, first + BLOCK_M, end, column, N, OUT_COLUMNS, ORDER, GATED, GPT_OSS,
+               GELU, ALPHA, LIMIT, MORE, BLOCK_N)  # fmt: skip
+
+
+@triton.jit
+def experts_kernel(
+    x, tokens, matrices, scales, nf4, lookup, bias, row_weights, table, out,
+    E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, X_COLUMNS: tl.constexpr, OUT_COLUMNS: tl.constexpr,
+    TILES: tl.constexpr, TRANSPOSED: tl.constexpr, STORED: tl.constexpr, FACTOR: tl.constexpr, ORDER: tl.constexpr,
+    PLAIN: tl.constexpr, GATED: tl.constexpr, GPT_OSS: tl.constexpr, GELU: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, FEWER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Multiply a tile of rows by BLOCK_N columns of their expert's matrix; grid (TILES, ⌈N / BLOCK_N⌉).
+
+    x [S, X_COLUMNS], or with `tokens` [S] x [M, X_COLUMNS], of which these are the rows; matrices [E, N, K], or
+    [E, K, N] where they are not TRANSPOSED. GATED, there are 2N columns, alternately gate and up for GPT-OSS, else in
+    two halves; out [S, OUT_COLUMNS], with zeros beyond N columns, is the activation times the rows' weights. STORED is
+    "plain", "mxfp4", "bytes", whose rows have scales · FACTOR, or "nf4", with scales [E, N, K / 64] and nf4 the groups'
+    factors, the offset and the scales' values. The columns of x are in the order of what is stored, those of out in
+    ORDER. A tile has BLOCK_M rows; programs of a tile with fewer multiply by as few as FEWER names, in pairs of
+    consecutive powers of two, of which the second may be zero, the fewest first.
+    """
+    table += tl.program_id(0)
+    group, start = tl.load(table), tl.load(table + TILES)
+    end, before = tl.load(table + 2 * TILES), tl.load(table + 3 * TILES)
+    if group == E:  # the grid has room for the most tiles that groups of any sizes could need
+        return
+    ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    column, lane = tl.program_id(1) * BLOCK_N, tl.arange(0, ROWS)
+    if not GATED:
+        n = column + lane
+        inside = n < N
+    elif GPT_OSS:
+        n = 2 * column + lane
+        inside = n < 2 * N
+    else:
+        n = lane % 2 * N + column + lane // 2
+        inside = column + lane // 2 < N
+    if N % BLOCK_N != 0:
+        n = tl.where(inside, n, 0)  # columns beyond the matrix are others, and not stored
+    first = start + (tl.program_id(0) - before) * BLOCK_M
+    FORMS: tl.constexpr = len(FEWER)
+    for i in tl.static_range(FORMS):
+        if end - first <= FEWER[i][0] + FEWER[i][1]:
+            _multiply(
+                x, tokens, matrices, scales, nf4, lookup, bias, row_weights, out, group, first, end, n, column,
+                K, N, X_COLUMNS, OUT_COLUMNS, TRANSPOSED, STORED, FACTOR, ORDER, PLAIN, GATED, GPT_OSS, GELU, ALPHA,
+                LIMIT, FEWER[i][0], FEWER[i][1], BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+            return
+    _multiply(
+        x, tokens, matrices, scales, nf4, lookup, bias, row_weights, out, group, first, end, n, column,
+        K, N, X_COLUMNS, OUT_COLUMNS, TRANSPOSED, STORED, FACTOR, ORDER, PLAIN, GATED, GPT_OSS, GELU, ALPHA, LIMIT,
+        BLOCK_M, 0, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
 
 
 @triton.jit

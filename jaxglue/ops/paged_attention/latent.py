@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxglue.ops.quant.fp8 import E4M3, quantize_rows
+from jaxglue.ops.zeros import zeros_on
 
 
 @jax.tree_util.register_dataclass
@@ -42,10 +43,10 @@ class LatentPages:
 
 def make_latent_pages(pages: int, page: int, width: int, dtype, device=None) -> LatentPages:
     """Return empty pages of tokens of this width, on a device or sharding; float8_e4m3fn makes scales, too."""
-    tokens = jnp.zeros((pages, page, width), dtype, device=device)
+    tokens = zeros_on(device, (pages, page, width), dtype)
     if jnp.dtype(dtype) != E4M3:
         return LatentPages(tokens=tokens)
-    return LatentPages(tokens=tokens, scales=jnp.zeros((pages, page), jnp.float32, device=device))
+    return LatentPages(tokens=tokens, scales=zeros_on(device, (pages, page), jnp.float32))
 
 
 def reference_latent_attention(

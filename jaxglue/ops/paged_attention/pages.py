@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxglue.ops.quant.fp8 import E4M3, quantize_rows
+from jaxglue.ops.zeros import zeros_on
 
 
 @jax.tree_util.register_dataclass
@@ -60,9 +61,8 @@ def make_pages(pages: int, heads: int, page: int, head_dim: int, dtype, device=N
         dtype: of keys and values; float8_e4m3fn makes scales for each token and head, too.
         device: where they are.
     """
-    zeros = lambda *shape, dtype: jnp.zeros(shape, dtype, device=device)  # noqa: E731
-    keys, values = (zeros(pages, heads, page, head_dim, dtype=dtype) for _ in range(2))
+    keys, values = (zeros_on(device, (pages, heads, page, head_dim), dtype) for _ in range(2))
     if jnp.dtype(dtype) != E4M3:
         return KVPages(keys=keys, values=values)
-    scales = (zeros(pages, heads, page, dtype=jnp.float32) for _ in range(2))
+    scales = (zeros_on(device, (pages, heads, page), jnp.float32) for _ in range(2))
     return KVPages(keys=keys, values=values, key_scales=next(scales), value_scales=next(scales))

@@ -176,8 +176,24 @@ def _operands(x, projections: Sequence[Any], conditions) -> tuple[FewRows, tuple
         nf4=nf4,
         biases=biases,
         low_rank=_low_rank(x, rows, [p.adapter for p in projections], getattr(conditions, "ranks", None)),
+        ahead=_ahead(projections, conditions),
     )
     return operands, values.shape[:-1]
+
+
+def _ahead(projections: Sequence[Any], conditions) -> tuple[Array, ...]:
+    """Return the weights, as they are stored, that are read next; none where they are not known."""
+    following = getattr(conditions, "following", {}).get(id(projections[-1].weight), ())
+    stored = tuple(_values(weight) for weight in following)
+    alike = len(stored) <= 3 and len({(weight.shape[1], weight.dtype) for weight in stored}) <= 1
+    return stored if alike else ()
+
+
+def _values(weight) -> Array:
+    """Return a weight's largest array."""
+    if not is_quantized(weight):
+        return weight
+    return weight.codes if isinstance(weight, Int8Weight | NF4) else weight.values
 
 
 def _permuted(x: Float[Array, "M K"]) -> Float[Array, "M K"]:

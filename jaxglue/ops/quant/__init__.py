@@ -1,6 +1,6 @@
 """Quantized weights: storage formats, their dequantization, and matmuls with frozen quantized matrices.
 
-`formats` says what a format is; each is a file here that registers itself.
+`formats` has a format's interface; each is a file here that registers itself.
 """
 
 from importlib import import_module

@@ -35,27 +35,17 @@ _PLAIN = {"q4_k": _Search(-1.0, 0.1, 21), "q5_k": _Search(-0.5, 0.1, 16)}
 _WEIGHTED = _Search(-0.9, 0.05, 37)
 
 
-def quantize_k(
-    rows: Float[Array, "R I"], kind: KQuant, importance: Float[Array, " I"] | None = None
-) -> UInt8[Array, "R bytes"]:
-    """Quantize rows to super-blocks.
-
-    Args:
-        rows: of a multiple of 256 values.
-        kind: the format.
-        importance: mean square of each of the matrix's inputs, to weigh errors; by default large values weigh more.
-    """
-    R, I = rows.shape
-    assert I % SUPER_BLOCK == 0, I
-    weights = None if importance is None else jnp.tile(importance.reshape(-1, SUPER_BLOCK), (R, 1))
-    return quantize_super_blocks(rows.reshape(-1, SUPER_BLOCK), kind, weights).reshape(R, -1)
-
-
 @partial(jax.jit, static_argnames="kind")
 def quantize_super_blocks(
     blocks: Float[Array, "S 256"], kind: KQuant, importance: Float[Array, "S 256"] | None = None
 ) -> UInt8[Array, "S bytes"]:
-    """Quantize super-blocks, whatever rows they are of; arguments as of `quantize_k`, with each value's importance."""
+    """Quantize super-blocks, whatever rows they are of.
+
+    Args:
+        blocks: 256 values each, of one row.
+        kind: the format.
+        importance: mean square of each value's input, to weigh errors; by default large values weigh more.
+    """
     x = blocks.astype(jnp.float32)
     importance = None if importance is None else importance.astype(jnp.float32)
     return _quantize_q6(x, importance) if kind == "q6_k" else _quantize_with_minimum(x, kind, importance)

@@ -105,6 +105,54 @@ def test_interpreted_feed_forward_matches_its_formula(activation, rank, kernels)
     close(got, stream + product(activate(product(x, parts.gate)) * product(x, parts.up), parts.down))
 
 
+@pytest.fixture(scope="module")
+def kernels_of_many(kernels):
+    from jaxglue.ops.projection.few_rows_triton import ManyRowsTiles
+
+    tiles = ManyRowsTiles(block_n=32, few=16, block_k=32, num_warps=4, num_stages=1, programs=8, block_m=16)
+    return replace(kernels, many=tiles)
+
+
+@pytest.mark.parametrize(("M", "F", "D"), [(20, 40, 48), repeat(8, 48, 64)])
+def test_interpreted_pairs_of_gate_and_up_match_the_formula(M, F, D, kernels_of_many):
+    parts, x = [projection(10 * i, F, D) for i in range(2)], draw(99, 1, M, D) / 8
+    got = gate_few_rows(kernels_of_many, x, parts, Decoding(), "silu")
+    close(got, jax.nn.silu(product(x, parts[0])) * product(x, parts[1]))
+
+
+@pytest.mark.parametrize(("sizes", "few"), [((72,), 16), ((64, 16, 16), 16), ((64, 32, 32), 0), repeat((72,), 0)])
+def test_interpreted_products_of_many_rows_match_the_formula(sizes, few, kernels_of_many):
+    """Sums are split in two; a tile has rows of q in one matmul, and of k or v in the other."""
+    own = replace(kernels_of_many, many=replace(kernels_of_many.many, few=few))
+    parts, x = [projection(10 * i, N, 128) for i, N in enumerate(sizes)], draw(99, 1, 20, 128)
+    stream = draw(98, 1, 20, 72) if len(sizes) == 1 else None
+    with FEW_ROWS.using(own):
+        got = adapted_projection(x, parts, Decoding(), stream=stream)
+    for y, part in zip(got, parts, strict=True):
+        close(y, product(x, part) + (0 if stream is None else stream))
+
+
+@pytest.mark.parametrize(("dtype", "quantize"), [(jnp.float16, lambda matrix: matrix), (jnp.float32, quantize_fp8)])
+def test_interpreted_pairs_of_gate_and_up_equal_other_kernels(dtype, quantize, kernels, kernels_of_many):
+    """Without the rounding of products in float16, half of the bits would differ."""
+    parts = [projection(10 * i, 48, 64, quantize=lambda matrix: quantize(matrix.astype(dtype))) for i in range(2)]
+    x = draw(99, 8, 64).astype(dtype) / 8
+    pairs, others = (
+        gate_few_rows(own, x, parts, Decoding(fp8=True), "gelu_tanh") for own in (kernels_of_many, kernels)
+    )
+    assert pairs.dtype == dtype and jnp.isclose(pairs, others, rtol=1e-5, atol=0).mean() > 0.99
+
+
+def test_interpreted_products_of_many_e4m3_rows_equal_those_of_training(kernels_of_many):
+    part = projection(0, 72, 64, quantize=quantize_fp8)
+    x, stream = draw(99, 1, 8, 64), draw(98, 1, 8, 72)
+    with FEW_ROWS.using(kernels_of_many):
+        (got,) = adapted_projection(x, [part], Decoding(fp8=True), stream=stream)
+    with FEW_ROWS.using(None):
+        (want,) = adapted_projection(x, [part], Decoding(fp8=True), stream=stream)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+
+
 def test_interpreted_products_are_rounded_where_training_rounds(kernels):
     """With adapters about as large as weights, half of the bits differ between the places of rounding."""
     x, stream = (draw(seed, 1, 8, 64).astype(jnp.float16) for seed in (99, 98))

@@ -1,6 +1,6 @@
 """The order in which a program of the backward pass visits the tiles of queries that see its keys.
 
-Programs of neighbouring keys run side by side, and share most of what they read through the L2 cache if they come to it
+Programs of neighboring keys run side by side, and share most of what they read through the L2 cache if they come to it
 at nearly the same time. In a document without a window all begin at its end, and visit a tile's heads one after
 another. In a window each begins 2 · GROUP_ROWS tokens after the one before, and so reads tiles of one head some steps
 later, but those of all heads so many steps later that the cache has lost them. There a program visits a chunk of one

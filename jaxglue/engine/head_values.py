@@ -1,0 +1,113 @@
+"""Values of a batch's targets for objectives, computed by the output projection."""
+
+from functools import cached_property
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxglue.data.batch import Batch
+from jaxglue.models.vocabulary import extended_matrix, low_rank_columns, output_matrix, replaced_rows
+from jaxglue.ops.cross_entropy import (
+    linear_cross_entropy,
+    linear_divergences,
+    linear_entropies,
+    linear_log_probs,
+    log_sum_squares,
+)
+
+_ENTROPY_TOKENS = 2048
+"""Tokens of a device's rows whose entropy is a metric."""
+
+
+class HeadValues:
+    """`TargetValues` of a batch from the normed hidden states of its tokens, computed when they are asked for."""
+
+    def __init__(
+        self,
+        hidden: Float[Array, "M W"],
+        output: Any,
+        batch: Batch,
+        *,
+        fp8: bool = False,
+        softcap: float | None,
+        temperature: float = 1.0,
+    ):
+        self._hidden, self._output, self._batch, self._fp8 = hidden, output, batch, fp8
+        self._softcap = softcap
+        self._shape: dict[str, Any] = {"softcap": softcap, "temperature": temperature}
+        self._targets, self._weights = batch.targets.ravel(), batch.loss_weights.ravel()
+
+    @property
+    def cross_entropy(self) -> Float[Array, ""]:
+        """Return Σ loss weight · cross-entropy, fused with the head."""
+        tokens = self._hidden, self._output.weight[...], self._targets, self._weights
+        options: dict[str, Any] = {"rows": replaced_rows(self._output), "columns": low_rank_columns(self._output)}
+        options |= {"softcap": self._softcap}
+        return linear_cross_entropy(*tokens, fp8=self._fp8, **options)
+
+    @cached_property
+    def log_probs(self) -> Float[Array, "B T"]:
+        """Return the targets' log-probabilities; 0 where the loss weight is."""
+        tokens = self._hidden, output_matrix(self._output), self._targets, self._weights
+        return self._rows(linear_log_probs(*tokens, columns=low_rank_columns(self._output), **self._shape))
+
+    @property
+    def entropy(self) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """Return Σ entropy of some of the counted tokens, and their number: the head multiplies them once more."""
+        every = max(1, len(self._weights) // _ENTROPY_TOKENS)
+        counted = self._weights[::every]
+        return linear_entropies(self._hidden[::every], self._matrix, counted, **self._shape).sum(), counted.sum()
+
+    @property
+    def entropies(self) -> Float[Array, "B T"]:
+        """Return entropies over the vocabulary, without a gradient; 0 where the loss weight is."""
+        return self._rows(linear_entropies(self._hidden, self._matrix, self._weights, **self._shape))
+
+    @cached_property
+    def trained_entropies(self) -> Float[Array, "B T"]:
+        """Return `entropies` with gradients."""
+        return self._rows(linear_entropies(self._hidden, self._matrix, self._weights, trained=True, **self._shape))
+
+    @property
+    def alignment(self) -> Float[Array, "B T"]:
+        """Return the targets' log-probabilities less log Σ p² over the vocabulary."""
+        tokens = self._hidden, self._matrix, self._weights
+        return self.log_probs - self._rows(log_sum_squares(*tokens, softcap=self._softcap))
+
+    def divergences(self, beta: float, top_k: int | None) -> Float[Array, "B T"]:
+        """Return divergences between a teacher's distributions and the model's; 0 where the loss weight is."""
+        rollouts = self._batch.rollouts
+        assert rollouts is not None and rollouts.teacher is not None and rollouts.teacher_matrix is not None
+        hidden = rollouts.teacher.reshape(len(self._hidden), -1)
+        teacher = hidden, rollouts.teacher_matrix, self._weights
+        # The teacher's cap is the student's: other families have no common vocabulary.
+        options: dict[str, Any] = {"teacher_softcap": self._softcap, **self._shape}
+        return self._rows(linear_divergences(self._hidden, self._matrix, *teacher, beta=beta, top_k=top_k, **options))
+
+    @property
+    def scores(self) -> Float[Array, "B T"]:
+        """Return the tokens' scores under a reward model; 0 where the loss weight is."""
+        return self._rows(_token_scores(self._hidden, self._matrix)) * self._batch.loss_weights
+
+    @property
+    def class_scores(self) -> Float[Array, "B T C"]:
+        """Return the tokens' scores under a classifier, one for each label."""
+        return self._rows(_label_scores(self._hidden, self._matrix))
+
+    @cached_property
+    def _matrix(self) -> Any:
+        return extended_matrix(self._output)
+
+    def _rows(self, values: Float[Array, "M ..."]) -> Float[Array, "B T ..."]:
+        return values.reshape(*self._batch.targets.shape, *values.shape[1:])
+
+
+def _token_scores(hidden: Float[Array, "M D"], weight: Float[Array, "1 D"]) -> Float[Array, " M"]:
+    """Return a reward model's float32 scores of hidden states."""
+    return jnp.sum(hidden.astype(jnp.float32) * weight[0].astype(jnp.float32), axis=-1)
+
+
+def _label_scores(hidden: Float[Array, "M D"], weight: Float[Array, "C D"]) -> Float[Array, "M C"]:
+    """Return a classifier's float32 scores of hidden states."""
+    return jnp.matmul(hidden.astype(jnp.float32), weight.T.astype(jnp.float32), precision="highest")

@@ -1,0 +1,179 @@
+"""Choice of tokens in plain JAX: in three passes over the logits, and a draw that reads one block more.
+
+Weights are probabilities relative to the largest, formed where they are read: a vocabulary's would be large.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+BLOCK = 1024
+"""Tokens whose weights are summed before the draw chooses among them."""
+
+
+_DIGIT = 3
+"""Bits of a threshold that a pass over the vocabulary decides: more passes read, larger ones compare, longer."""
+
+
+class Truncation(NamedTuple):
+    """What leaves unlikely tokens of B rows out, in this order; None for what does not.
+
+    Equally likely ones are all in or all out.
+    """
+
+    top_k: Int[Array, " B"] | None = None
+    """Most likely tokens that are kept; 0 for all."""
+    top_p: Float[Array, " B"] | None = None
+    """Probability that the fewest most likely tokens which are kept reach, of those that are left."""
+    min_p: Float[Array, " B"] | None = None
+    """Probability of tokens that are kept, relative to the most likely one's, at least."""
+
+
+class Choice(NamedTuple):
+    """Tokens of B rows of logits."""
+
+    tokens: Int[Array, " B"]
+    log_probs: Float[Array, " B"]
+    """Their log-probabilities at the temperature, among all tokens; 0 counts as 1."""
+    model_log_probs: Float[Array, " B"]
+    """At temperature 1."""
+    normalizers: Float[Array, " B"]
+    """Logarithms of the sums of all logits' exponentials; NaN where one is NaN or infinite."""
+
+
+def choose(
+    logits: Float[Array, "B V"],
+    temperature: Float[Array, " B"] | None,
+    uniform: Float[Array, " B"] | None,
+    truncation: Truncation | None = None,
+) -> Choice:
+    """Do as `jaxglue.ops.sampling.choose_tokens`."""
+    tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    highest = at(logits, tokens)
+    normalizers = normalizer(logits, highest)
+    if temperature is None or uniform is None:
+        return Choice(tokens, highest - normalizers, highest - normalizers, normalizers)
+    divisor = divisors(temperature)
+    weights = Weights(logits, highest, divisor)
+    kept = weights if truncation is None else Kept(_truncate(weights.all, truncation))
+    tokens = jnp.where(temperature > 0, draw(kept, uniform), tokens)
+    chosen = at(logits, tokens)
+    log_probs = (chosen - highest) / divisor - jnp.log(weights.sums.sum(-1))
+    return Choice(tokens, log_probs, chosen - normalizers, normalizers)
+
+
+def divisors(temperature: Float[Array, " B"]) -> Float[Array, " B"]:
+    """Return what divides logits."""
+    return jnp.where(temperature > 0, temperature, 1.0)
+
+
+class Weights:
+    """Tokens' weights, formed where they are read."""
+
+    def __init__(self, logits: Float[Array, "B V"], highest: Float[Array, " B"], divisor: Float[Array, " B"]):
+        self._blocks = _blocks(logits, -jnp.inf)
+        self._logits, self._highest, self._divisor = logits, highest[:, None], divisor[:, None]
+        self.sums = _block_sums(jnp.exp((self._blocks - highest[:, None, None]) / divisor[:, None, None]))
+        """Sums of the weights in each block."""
+
+    @property
+    def all(self) -> Float[Array, "B V"]:
+        """Return the weights."""
+        return self._of(self._logits)
+
+    def block(self, index: Int[Array, " B"]) -> Float[Array, "B n"]:
+        """Return the weights of one block of each row."""
+        return self._of(_block(self._blocks, index))
+
+    def _of(self, logits: Float[Array, "B n"]) -> Float[Array, "B n"]:
+        return jnp.exp((logits - self._highest) / self._divisor)
+
+
+class Kept:
+    """Weights of which some are left out, in memory."""
+
+    def __init__(self, weights: Float[Array, "B V"]):
+        self._blocks = _blocks(weights, 0.0)
+        self.sums = _block_sums(self._blocks)
+
+    def block(self, index: Int[Array, " B"]) -> Float[Array, "B n"]:
+        """Return the weights of one block of each row."""
+        return _block(self._blocks, index)
+
+
+def draw(weights: Weights | Kept, uniform: Float[Array, " B"]) -> Int[Array, " B"]:
+    """Draw a token from each row, in proportion to the weights."""
+    block, left = _first_above(weights.sums, uniform * weights.sums.sum(-1))
+    return (block * BLOCK + _first_above(weights.block(block), left)[0]).astype(jnp.int32)
+
+
+def _truncate(weights: Float[Array, "B V"], truncation: Truncation) -> Float[Array, "B V"]:
+    """Set weights to 0 below the thresholds of top-k, top-p and min-p."""
+    top_k, top_p, min_p = truncation
+    threshold = jnp.zeros(len(weights)) if min_p is None else min_p
+    if top_k is not None:
+        wanted = jnp.where(top_k > 0, top_k, weights.shape[1]).astype(jnp.float32)
+        threshold = jnp.maximum(threshold, _search(weights, jnp.ones_like, wanted))
+    if top_p is not None:
+        kept = jnp.where(weights >= threshold[:, None], weights, 0.0) if top_k is not None else weights
+        nucleus = _search(weights, lambda kept: kept, top_p * kept.sum(-1))
+        threshold = jnp.where(top_p < 1, jnp.maximum(threshold, nucleus), threshold)
+    return jnp.where(weights >= threshold[:, None], weights, 0.0)
+
+
+def _search(weights: Float[Array, "B V"], measure: Any, wanted: Float[Array, " B"]) -> Float[Array, " B"]:
+    """Return the largest threshold at which the measure of the weights at or above it sums to `wanted`; else 0.
+
+    Bits of positive floats are in their order. Each pass decides a digit of them from the sums at all its values.
+    """
+
+    def sums(thresholds: list[Array]) -> tuple[Array, ...]:
+        parts = [jnp.where(weights >= value[:, None], measure(weights), 0.0) for value in thresholds]
+        zeros = (jnp.float32(0),) * len(parts)
+        return jax.lax.reduce(tuple(parts), zeros, lambda a, b: tuple(map(jnp.add, a, b)), (1,))
+
+    found = jnp.zeros(len(weights), jnp.int32)
+    for shift in range(30 - _DIGIT, -1, -_DIGIT):  # no weight is above 1, whose bits are below 2³⁰
+        digits = range(1, 1 << _DIGIT)
+        values = [jax.lax.bitcast_convert_type(found + (digit << shift), jnp.float32) for digit in digits]
+        enough = [(total >= wanted).astype(jnp.int32) for total in sums(values)]
+        found += sum(enough) << shift
+    return jax.lax.bitcast_convert_type(found, jnp.float32)
+
+
+def normalizer(logits: Float[Array, "B V"], highest: Float[Array, " B"]) -> Float[Array, " B"]:
+    """Return the logarithm of the sum of exponentials; NaN if a logit is infinite or NaN."""
+    return highest + jnp.log(_block_sums(jnp.exp(_blocks(logits, -jnp.inf) - highest[:, None, None])).sum(-1))
+
+
+def at(values: Float[Array, "B V"], tokens: Int[Array, " B"]) -> Float[Array, " B"]:
+    """Return the value at each row's token."""
+    return jnp.take_along_axis(values, tokens[:, None], axis=-1)[:, 0]
+
+
+def _blocks(values: Float[Array, "B V"], padding: float) -> Float[Array, "B blocks n"]:
+    B, V = values.shape
+    return jnp.pad(values, ((0, 0), (0, -V % BLOCK)), constant_values=padding).reshape(B, -1, BLOCK)
+
+
+def _block(blocks: Float[Array, "B blocks n"], index: Int[Array, " B"]) -> Float[Array, "B n"]:
+    return jnp.take_along_axis(blocks, index[:, None, None], axis=1)[:, 0]
+
+
+def _block_sums(blocks: Float[Array, "B blocks n"]) -> Float[Array, "B blocks"]:
+    """Return the sums of blocks, which XLA would otherwise form once more, in another pass, for the sum of all."""
+    return jax.lax.optimization_barrier(blocks.sum(-1))
+
+
+def _first_above(weights: Float[Array, "B n"], target: Float[Array, " B"]) -> tuple[Int[Array, " B"], Array]:
+    """Return the first index whose cumulated weight exceeds the target, and what the target exceeds those before by.
+
+    The weight there is above 0, whatever the rounding of the sums.
+    """
+    until = jnp.cumsum(weights, axis=-1)
+    fits = (until > target[:, None]) & (weights > 0)
+    index = jnp.where(fits.any(-1), jnp.argmax(fits, axis=-1), jnp.argmax(weights, axis=-1))
+    before = at(until, index) - at(weights, index)
+    return index, target - before
