@@ -193,7 +193,10 @@ def test_packed_groups_equal_answers_one_by_one_in_any_micro_batches(settings):
 
 @pytest.mark.parametrize("policy", ["dots", repeat("full")])
 def test_groups_of_a_model_with_linear_attention_equal_answers_one_by_one(tmp_path, policy):
-    config, folder = ObjectiveConfig(**SEQUENCES | {"beta": 0.0}), shutil.copytree(GOLDENS / "qwen3_5", tmp_path / "model")
+    config, folder = (
+        ObjectiveConfig(**SEQUENCES | {"beta": 0.0}),
+        shutil.copytree(GOLDENS / "qwen3_5", tmp_path / "model"),
+    )
     # The rule's outputs are as small as 2e-4; its norm, with 1e-6, would enlarge their rounding a thousandfold.
     (folder / "config.json").write_text(json.dumps(read_config(folder) | {"rms_norm_eps": 1e-2}))
     graphdefs, trainable, frozen = split_model(load_model(folder, dtype=jnp.float32), nnx.Param)
