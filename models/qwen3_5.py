@@ -21,7 +21,7 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
-    """Read a `Qwen3_5ForCausalLM` config.json."""
+    """Read a `Qwen3_5ForCausalLM` config.json; raise ValueError for other types of layers."""
     require_fields(raw, ("num_hidden_layers",))
     types = _layer_types(raw)
     if unknown := sorted(set(types) - {_LINEAR, _FULL}):

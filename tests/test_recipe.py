@@ -159,6 +159,63 @@ def test_trl_recipe_is_translated(write, caplog):
     assert "template (the tokenizer's own" in caplog.text
 
 
+ANSWERS = """
+model_name_or_path: m
+use_peft: true
+dataset_name: acme/sums
+num_generations: 4
+per_device_train_batch_size: 8
+gradient_accumulation_steps: 2
+steps_per_generation: 4
+use_vllm: true
+scale_rewards: false
+epsilon: 0.1
+epsilon_high: 0.28
+reward_funcs: [accuracy_reward, rewards.short]
+reward_weights: [1.0, 0.5]
+"""
+
+
+def test_trls_recipes_of_answers_written_in_training_are_translated(write, caplog):
+    config = load_config(TrainConfig, write(ANSWERS))
+    found, answers = config.objective, config.rollouts
+    assert (found.objective, found.scale_rewards, found.epsilon_low, found.epsilon_high) == ("dapo", "none", 0.1, 0.28)
+    assert config.optimizer.epsilon == 1e-8
+    assert (answers.generation_batch_size, answers.steps_per_generation, answers.num_generations) == (32, 2, 4)
+    assert config.run.gradient_accumulation_steps == 1 and config.run.documents_per_step is None
+    assert answers.reward == ("math", "rewards.py:short?weight=0.5")
+    assert "left out: use_vllm (answers come from the model in training" in caplog.text
+    sequences = f"{ANSWERS}loss_type: grpo\nimportance_sampling_level: sequence\n"
+    assert load_config(TrainConfig, write(sequences)).objective.objective == "gspo"
+
+
+def test_axolotls_table_of_trl_is_translated(write):
+    table = "trl: {num_generations: 4, beta: 0.1, reward_funcs: [rewards.short], vllm_mode: colocate}\n"
+    own = f"base_model: m\nadapter: lora\nrl: grpo\ndatasets: [{{path: a}}]\nmicro_batch_size: 16\n{table}"
+    config = load_config(TrainConfig, write(own))
+    assert (config.objective.objective, config.objective.beta) == ("dapo", 0.1)
+    assert (config.rollouts.reward, config.rollouts.generation_batch_size) == (("rewards.py:short",), 16)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("top_p: 0.9", "recipe.yml: top_p: training computes no log-probabilities of truncated distributions"),
+        ("loss_type: sigmoid", "recipe.yml: loss_type: expected grpo | dapo"),
+        ("reward_weights: [1]", "reward_weights: expected one for each of 2 functions, got 1"),
+        ("steps_per_generation: 3", "steps_per_generation: expected a multiple of gradient_accumulation_steps, 2, g"),
+        ("num_generations: many", "num_generations: expected whole numbers above 0"),
+        ("reward_funcs: [3]", "reward_funcs: expected names of functions, got [3]"),
+        ("importance_sampling_level: sequence", "importance_sampling_level: expected token, or sequence with"),
+    ],
+)
+def test_settings_of_answers_without_a_counterpart_are_named(write, line, message):
+    key = line.partition(":")[0]
+    text = "".join(own for own in ANSWERS.splitlines(keepends=True) if not own.startswith(key))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_config(TrainConfig, write(f"{text}{line}\n"))
+
+
 def test_reasoning_rewards_and_shares_of_axolotl_recipes_are_translated(write):
     text = (
         "base_model: m\nadapter: lora\nreward_model: true\nnum_labels: 1\nwarmup_steps: 0.1\nwandb_tags:\nfp8: false\n"
@@ -265,8 +322,9 @@ def test_recipes_that_do_not_pack_keep_their_documents_per_step(write, caplog):
         == 16
     )
     answers = "model_name_or_path: m\ndata: x\nobjective: grpo\nreward_funcs: exact\nper_device_train_batch_size: 2\n"
-    run = load_config(TrainConfig, write(answers)).run
-    assert (run.documents_per_step, run.per_device_batch_size) == (None, 2)
+    config = load_config(TrainConfig, write(answers))
+    assert (config.run.documents_per_step, config.run.batch_size) == (None, 1)
+    assert (config.objective.objective, config.rollouts.generation_batch_size) == ("grpo", 8)
 
 
 def test_alpaca_rows_of_llama_factory_are_chats(write, caplog):

@@ -31,7 +31,7 @@ from jaxglue.planner.memory import resident_bytes
 from jaxglue.planner.plan import MARGIN, DoesNotFit, Plan
 from jaxglue.planner.planner import Planner, embedding_places, fastest_place
 from jaxglue.sharding.mesh import AUTO, MeshShape
-from jaxglue.training.checks import check_mesh, refuse_mapped
+from jaxglue.training.checks import check_mesh, why_not_mapped
 from jaxglue.training.explain import kernel_reasons
 from jaxglue.training.remat import explain_plan
 from jaxglue.training.report import print_panel
@@ -57,7 +57,7 @@ def make_planner(config: EstimateConfig) -> Planner:
     check_mesh(config, model, mesh, devices=mesh.devices)
     documents = (config.document_tokens,) if config.document_tokens else ()
     workload = make_workload(config, model, documents, mesh)
-    files = 0.0 if gpu.unified or refuse_mapped(config.model, mesh) else FILES_RATE
+    files = 0.0 if gpu.unified or why_not_mapped(config.model, mesh) else FILES_RATE
     gpu = replace(gpu, files=files).limited(pool_gib(config.model.memory_limit, exchanges=mesh.devices > 1))
     return Planner(workload, gpu, steps=config.run.steps, layers_per_program=config.model.layers_per_program)
 

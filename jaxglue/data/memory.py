@@ -29,7 +29,11 @@ def holds_rows(data: Any) -> bool:
 
 
 def with_named_tokenizer(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings in which a tokenizer, if it is an object, is a folder of the cache, named by its content."""
+    """Return settings in which a tokenizer, if it is an object, is a folder of the cache, named by its content.
+
+    Raises:
+        ValueError: neither a name nor a tokenizer of transformers.
+    """
     tokenizer = settings.get("tokenizer")
     if tokenizer is None or _is_name(tokenizer):
         return {**settings}

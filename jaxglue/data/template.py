@@ -141,7 +141,11 @@ class ChatTemplate:
         return self._render(messages, tools)[0]
 
     def render_prompt(self, messages: Messages, tools: Tools = None, variables: Mapping[str, Any] | None = None) -> str:
-        """Render the conversation up to the start of the assistant's answer, with further variables, if any."""
+        """Render the conversation up to the start of the assistant's answer, with further variables, if any.
+
+        Raises:
+            ValueError: a variable that cannot be set, or a template that refuses the conversation.
+        """
         if taken := sorted(_RENDERING & (variables or {}).keys()):
             raise ValueError(f"a chat template has no variable {taken[0]!r} that could be set")
         return self._render(messages, tools, **{**(variables or {}), "add_generation_prompt": True})[0]

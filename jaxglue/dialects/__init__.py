@@ -12,6 +12,7 @@ from jaxglue.dialects.data_sets import with_our_data
 from jaxglue.dialects.dataset_info import described_sources
 from jaxglue.dialects.left_out import CHANGES, NOTES, REFUSED
 from jaxglue.dialects.meaning import use_chats, use_documents, use_wandb
+from jaxglue.dialects.rollouts import with_rollouts
 from jaxglue.dialects.values import CONVERTERS, Nested, with_objective
 from jaxglue.spelling import nearest
 
@@ -30,7 +31,7 @@ def translate(recipe: Mapping[str, Any], cls: type, where: str) -> Nested:
     places = dict(_places(cls))
     values: Nested = {}
     unknown, wrong, left_out = [], list[str](), dict[str, list[str]]()
-    ours: dict[str, Any] = dict(recipe)
+    ours = with_rollouts(recipe, where)
     for step in (described_sources, with_our_data, with_objective):
         try:
             ours = step(ours, where)

@@ -49,7 +49,11 @@ _ROWS = {"role": ("role", "from"), "content": ("content", "value")}
 
 
 def with_our_data(recipe: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the recipe with TRL's data set as our sources, and names of templates and data sets apart from files."""
+    """Return the recipe with TRL's data set as our sources, and names of templates and data sets apart from files.
+
+    Raises:
+        ValueError: a name that is no text; begins with `where` and the key.
+    """
     values = dict(recipe)
     if "dataset" in values and "eval_dataset" in values:  # LLaMA-Factory's are names in its dataset_info.json
         values["dataset"] = (values["dataset"], values.pop("eval_dataset"))
@@ -71,7 +75,7 @@ def _hub_data(name: str, subset: str | None, held_out: str | None) -> dict[str, 
 
 
 def data_sets(field: str) -> Callable[[Any], dict[str, Any]]:
-    """Return the reader of axolotl's list of data sets into a field of the table [data]."""
+    """Return a reader of axolotl's list of data sets into a field of [data]; it raises ValueError for other values."""
 
     def read(value: Any) -> dict[str, Any]:
         if not isinstance(value, list) or not all(isinstance(item, dict) and "path" in item for item in value):

@@ -86,6 +86,16 @@ _REASONS = {
     "adapters have no biases": ("bias", "lora_bias"),
     "dtypes are bfloat16 and float32: --dtype": ("fp16", "pure_bf16"),
     "no remote code is ever run": ("trust_remote_code",),
+    "answers come from the model in training, by the engine of jaxglue generate": (
+        *("use_vllm", "vllm_mode", "vllm_model_impl", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size"),
+        *("vllm_max_model_length", "vllm_enable_sleep_mode", "vllm_server_base_url", "vllm_server_host"),
+        *("vllm_server_port", "vllm_server_timeout", "vllm_group_port", "vllm_dtype", "vllm_device", "vllm"),
+        *("use_transformers_paged", "use_transformers_continuous_batching", "cache_implementation"),
+        *("ds3_gather_for_generation", "use_liger_loss", "fast_inference"),
+    ),
+    "rollouts.jsonl and rollouts.html have all answers": (
+        *("log_completions", "num_completions_to_print", "log_unique_prompts", "wandb_log_unique_prompts"),
+    ),
     "the cache knows what has changed": ("overwrite_cache", "tokenized_path"),
     "the tokenizer's own are used": ("pad_token",),
     "the console and metrics.jsonl have it": (

@@ -23,7 +23,11 @@ _PREFERENCE_LOSSES: dict[Any, dict[str, str]] = {
 
 
 def with_objective(recipe: Mapping[str, Any], where: str) -> Nested:
-    """Return the recipe with our objective in place of LLaMA-Factory's `stage` and `pref_loss`."""
+    """Return the recipe with our objective in place of LLaMA-Factory's `stage` and `pref_loss`.
+
+    Raises:
+        ValueError: another stage or loss; begins with `where` and the key.
+    """
     values = dict(recipe)
     for key, known in (("stage", _STAGES), ("pref_loss", _PREFERENCE_LOSSES)):
         value = values.pop(key, None)

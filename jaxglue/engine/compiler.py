@@ -57,7 +57,7 @@ def _with_rounding(options: dict[str, Any]) -> dict[str, Any]:
 
 
 class Program:
-    """A compiled function with XLA options; a part of the program whose function calls it, and under its options.
+    """A function compiled with XLA options; called inside another program, it is a part of that, under its options.
 
     Args:
         function: of arrays.
@@ -106,7 +106,7 @@ jit_exchanging = partial(Program, compiler_options=_EXCHANGING)
 
 
 class Lowering:
-    """Programs that threads trace and lower from the beginning on, their Triton kernels side by side.
+    """Programs that threads trace and lower as soon as this exists, their Triton kernels compiled side by side.
 
     As a context it stops at an error inside.
 
@@ -148,13 +148,13 @@ class Lowering:
 
 
 def on_device(tree: Any) -> Any:
-    """Return the shapes of a tree's arrays as those of arrays that are committed to the first device."""
+    """Return a tree's shapes as of arrays committed to the first device."""
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind="device")
     return jax.tree.map(lambda leaf: _shape(leaf, sharding), tree)
 
 
 def on_devices(layout: Layout, tree: Any, specs: Any) -> Any:
-    """Return those shapes as of arrays with these specs, a tree or its beginnings; without a mesh as `on_device`."""
+    """Return a tree's shapes as of arrays with these specs, a tree or its prefix; without a mesh as `on_device`."""
     if layout.mesh is None:
         return on_device(tree)
 

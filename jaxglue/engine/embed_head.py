@@ -146,7 +146,7 @@ class EmbedHead:
     def log_probs(
         self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch
     ) -> Float[Array, "B T"]:
-        """Return the log-probabilities of a batch's targets, at the objective's temperature; 0 where they count not."""
+        """Return log-probabilities of a batch's targets, at the objective's temperature; 0 where they do not count."""
         parts = self.parts(trainable), self.parts_on_device(frozen)
         return self._token_log_probs_program(*parts, x, batch.targets, batch.loss_weights)
 

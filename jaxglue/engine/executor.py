@@ -479,11 +479,11 @@ class Executor(LayerExecutor):
 
     @property
     def fp8_layers(self) -> list[bool]:
-        """Return for each layer whether it multiplies matrices for FP8 products so."""
+        """Return whether each layer multiplies its FP8 matrices in FP8."""
         return self.embed_head.fp8_layers
 
     def multiply_in_fp8(self, layers: Sequence[bool], head: bool) -> None:
-        """Multiply matrices for FP8 products so in these layers, and perhaps the head, alone; at first all do."""
+        """Multiply FP8 matrices in FP8 in these layers alone, and in the head if `head`; at first all do."""
         self.embed_head.fp8_layers, self.embed_head.fp8_head = list(layers), head
         self._program = self._make_program()
 
@@ -496,7 +496,7 @@ class Executor(LayerExecutor):
     def log_probs(
         self, trainable: Params, frozen: Params, batch: Batch, *, reference: bool = False
     ) -> Float[Array, "B T"]:
-        """Return the log-probabilities of a batch's targets, at the objective's temperature; 0 where they count not.
+        """Return log-probabilities of a batch's targets, at the objective's temperature; 0 where they do not count.
 
         Of rows that are split over devices they are in the order of whole rows. With `reference` the layers are those
         of the reference model.

@@ -41,7 +41,7 @@ def run_layer(layer: Any, x: Float[Array, "B T D"], context: PackedContext) -> F
 def explain_forms(
     graphdef: nnx.GraphDef, trainable: Params, frozen: Params, x: Any, context: PackedContext
 ) -> dict[str, BackendChoice]:
-    """Return how a layer of which shapes are known runs in training, and its projections, by title, and why."""
+    """Return the forms of a layer and of its projections in training, by title, with reasons, from shapes alone."""
     found: dict[str, BackendChoice] = {}
 
     def look(*arguments):

@@ -139,7 +139,11 @@ def _describe(params: Params) -> str:
 
 
 def merge_params(trainable: Any, frozen: Any) -> Any:
-    """Return the union of two nested dictionaries; without frozen parameters, the trainable ones as they are."""
+    """Return the union of two nested dictionaries; without frozen parameters, the trainable ones as they are.
+
+    Raises:
+        ValueError: other trees, or both have a parameter of one name.
+    """
     if not frozen:
         return trainable
     if not isinstance(trainable, dict) or not isinstance(frozen, dict):

@@ -14,12 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jaxglue.ops.sampling import Choice, choose_tokens
-from jaxglue.ops.sampling.reference import Kept, Weights, at, divisors, draw, normalizer
-
-_DIGIT = 3
-"""Bits of a threshold that a pass over the vocabulary decides: more passes read, larger ones compare, longer."""
-
+from jaxglue.ops.sampling import Choice, Truncation, choose_tokens
+from jaxglue.ops.sampling.reference import at, divisors, normalizer
 
 _ALL, _AGAIN = np.uint32(0xFFFFFFFF), 1 << 30
 """A word of a mask that leaves nothing out; added to the positions of tokens that are chosen again."""
@@ -41,11 +37,6 @@ class Features(NamedTuple):
     """Some tokens' logits are raised or lowered."""
     top: int = 0
     """Most likely tokens that are reported."""
-
-    @property
-    def truncates(self) -> bool:
-        """Return whether unlikely tokens are left out."""
-        return self.top_k or self.top_p or self.min_p
 
 
 @jax.tree_util.register_dataclass
@@ -132,12 +123,18 @@ def sample(
     """
     adjusted = _adjust(logits, controls, counts, features)
     positions = positions if masks is None else positions + jnp.where((masks != _ALL).any(-1), _AGAIN, 0)
-    temperature, uniform = (
-        (controls.temperature, _uniform(controls.keys, positions)) if features.draws else (None, None)
-    )
-    choice = choose_tokens(adjusted, temperature, uniform)
-    if masks is not None or features.truncates:
-        choice = _choose_some(choice, adjusted, temperature, uniform, controls, features, masks)
+    temperature, uniform, truncation = None, None, None
+    if features.draws:
+        temperature, uniform = controls.temperature, _uniform(controls.keys, positions)
+        truncation = _truncation(controls, features)
+    if masks is None:
+        choice = choose_tokens(adjusted, temperature, uniform, truncation)
+    else:  # log-probabilities are those among all tokens
+        choice = choose_tokens(adjusted, temperature, uniform)
+        tokens = choose_tokens(_leave_out(adjusted, masks), temperature, uniform, truncation).tokens
+        more = at(adjusted, tokens) - at(adjusted, choice.tokens)
+        log_probs = choice.log_probs + (more if temperature is None else more / divisors(temperature))
+        choice = Choice(tokens, log_probs, choice.model_log_probs + more, choice.normalizers)
     if adjusted is not logits:
         normalizers = normalizer(logits, logits.max(-1))
         model_log_probs = at(logits, choice.tokens) - normalizers
@@ -158,18 +155,10 @@ def _uniform(keys: UInt32[Array, "B words"], positions: Int[Array, " B"]) -> Flo
     return jax.vmap(jax.random.uniform)(jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys), positions))
 
 
-def _choose_some(choice: Choice, logits, temperature, uniform, controls: Controls, features: Features, masks) -> Choice:
-    """Choose tokens of those that masks allow and truncation keeps; log-probabilities stay those among all."""
-    allowed = logits if masks is None else _leave_out(logits, masks)
-    tokens = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
-    divisor = jnp.ones(len(tokens)) if temperature is None else divisors(temperature)
-    if temperature is not None:
-        weights = Weights(allowed, at(allowed, tokens), divisor)  # 1 for the most likely token
-        kept = Kept(_truncate(weights.all, controls, features)) if features.truncates else weights
-        tokens = jnp.where(temperature > 0, draw(kept, uniform), tokens)
-    more = at(logits, tokens) - at(logits, choice.tokens)
-    log_probs, model_log_probs = choice.log_probs + more / divisor, choice.model_log_probs + more
-    return choice._replace(tokens=tokens, log_probs=log_probs, model_log_probs=model_log_probs)
+def _truncation(controls: Controls, features: Features) -> Truncation | None:
+    """Return what leaves tokens out, if something does."""
+    used = {name: getattr(controls, name) for name in Truncation._fields if getattr(features, name)}
+    return Truncation(**used) if used else None
 
 
 def _adjust(logits, controls: Controls, counts: Counts | None, features: Features) -> Float[Array, "B V"]:
@@ -189,39 +178,3 @@ def _adjust(logits, controls: Controls, counts: Counts | None, features: Feature
 def _leave_out(logits: Float[Array, "B V"], masks: UInt32[Array, "B words"]) -> Float[Array, "B V"]:
     bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
     return jnp.where(bits.reshape(len(logits), -1)[:, : logits.shape[1]] > 0, logits, -jnp.inf)
-
-
-def _truncate(weights: Float[Array, "B V"], controls: Controls, features: Features) -> Float[Array, "B V"]:
-    """Set weights, relative to the largest, to 0 below the thresholds of top-k, top-p and min-p, in this order.
-
-    Equal weights are all in or all out.
-    """
-    threshold = controls.min_p if features.min_p else jnp.zeros(len(weights))
-    if features.top_k:
-        wanted = jnp.where(controls.top_k > 0, controls.top_k, weights.shape[1]).astype(jnp.float32)
-        threshold = jnp.maximum(threshold, _search(weights, jnp.ones_like, wanted))
-    if features.top_p:
-        kept = jnp.where(weights >= threshold[:, None], weights, 0.0) if features.top_k else weights
-        nucleus = _search(weights, lambda kept: kept, controls.top_p * kept.sum(-1))
-        threshold = jnp.where(controls.top_p < 1, jnp.maximum(threshold, nucleus), threshold)
-    return jnp.where(weights >= threshold[:, None], weights, 0.0)
-
-
-def _search(weights: Float[Array, "B V"], measure: Any, wanted: Float[Array, " B"]) -> Float[Array, " B"]:
-    """Return the largest threshold at which the measure of the weights at or above it sums to `wanted`; else 0.
-
-    Bits of positive floats are in their order. Each pass decides a digit of them from the sums at all its values.
-    """
-
-    def sums(thresholds: list[Array]) -> tuple[Array, ...]:
-        parts = [jnp.where(weights >= value[:, None], measure(weights), 0.0) for value in thresholds]
-        zeros = (jnp.float32(0),) * len(parts)
-        return jax.lax.reduce(tuple(parts), zeros, lambda a, b: tuple(map(jnp.add, a, b)), (1,))
-
-    found = jnp.zeros(len(weights), jnp.int32)
-    for shift in range(30 - _DIGIT, -1, -_DIGIT):  # no weight is above 1, whose bits are below 2³⁰
-        digits = range(1, 1 << _DIGIT)
-        values = [jax.lax.bitcast_convert_type(found + (digit << shift), jnp.float32) for digit in digits]
-        enough = [(total >= wanted).astype(jnp.int32) for total in sums(values)]
-        found += sum(enough) << shift
-    return jax.lax.bitcast_convert_type(found, jnp.float32)

@@ -136,12 +136,12 @@ class Service:
 
     def _serve(self) -> None:
         while True:
-            while not self._news.empty() or not self._batch.is_busy:
-                ticket = self._news.get()
-                if ticket is None:
-                    return
-                self._begin(ticket)
             try:
+                while not self._news.empty() or not self._batch.is_busy:
+                    ticket = self._news.get()
+                    if ticket is None:
+                        return
+                    self._begin(ticket)
                 self._advance()
             except Exception as error:  # of the model or the device: nothing more can be answered
                 self.failure = f"the service has ended: {error}"
@@ -155,7 +155,8 @@ class Service:
     def _begin(self, ticket: Ticket) -> None:
         answers = [answer for index, answer in enumerate(ticket.answers) if index not in ticket.cancelled]
         self._tickets |= {id(answer): ticket for answer in answers}
-        self._batch.add(answers, self._stops)
+        if answers:  # the client may have hung up
+            self._batch.add(answers, self._stops)
 
     def _advance(self) -> None:
         self._end_cancelled()

@@ -220,7 +220,16 @@ def _scores(raw: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def config_from_peft(path: Path, raw: Mapping[str, Any], tensors: Iterable[str]) -> LoraConfig:
-    """Read the configuration; targets given as a regular expression become the adapted modules' paths."""
+    """Read the configuration; targets given as a regular expression become the adapted modules' paths.
+
+    Args:
+        path: of adapter_config.json.
+        raw: its content.
+        tensors: names of the adapter's tensors.
+
+    Raises:
+        ValueError: a wrong value, or tensors that the configuration names and the folder lacks.
+    """
     try:
         rows: list[VocabularyModule] = [module for module, path in PATHS.items() if f"{path}.{ROWS}" in tensors]
         indices = sorted(token_indices(raw, rows[0])) if rows else ()

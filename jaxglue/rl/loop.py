@@ -78,6 +78,9 @@ class RolloutSteps(Iterator[Step]):
         shared: a row holds a prompt once; else each answer has a copy.
         copies: rows with shared prompts say where operations that follow one continuation find copies.
         held_out: prompts that `evaluate` answers, if there are any.
+
+    Raises:
+        ValueError: a prompt that settings leave without a use, or sizes that contradict each other.
     """
 
     def __init__(
@@ -95,6 +98,8 @@ class RolloutSteps(Iterator[Step]):
         copies: bool = False,
         held_out: PromptDataset | None = None,
     ):
+        _check_prompts(dataset.prompts, config.environment, answered=config.lmbda < 1)
+        _check_prompts(held_out.prompts if held_out else (), config.environment, answered=False)
         self._held_out = held_out
         self._dataset, self._objective, self._config, self._judge = dataset, objective, config, judge
         self._shape: dict[str, Any] = {"seq_len": seq_len, "batch_size": batch_size, "copies": copies}
@@ -139,10 +144,6 @@ class RolloutSteps(Iterator[Step]):
         """Take the model that writes the answers, and load those that judge them."""
         self._policy, self._tokenizer = policy, tokenizer
         if self._config.environment is not None:
-            if text := next((p.origin for p in self._dataset.prompts if isinstance(p.content, str)), None):
-                raise ValueError(
-                    f"{text}: --environment needs prompts of messages or questions, and this one is a text"
-                )
             sizes = {"turns": self._config.max_turns, "longest": self._config.max_completion_length}
             self._environment = Environment(self._judge.reply, tokenizer, **sizes)
         self._judge.load_models(tokenizer)
@@ -259,9 +260,8 @@ class RolloutSteps(Iterator[Step]):
         return {f"eval_{name}": value for name, value in metrics.items()}
 
     def _given(self, prompt: Prompt) -> Sample:
-        """Return the answer of a prompt's row; raise ValueError where it has none."""
-        if not prompt.given:
-            raise ValueError(f"{prompt.origin}: --lmbda below 1 needs rows with answers, and this one has none")
+        """Return the answer of a prompt's row."""
+        assert prompt.given
         tokens = np.array(prompt.given, np.int32)
         text = str(self._tokenizer.decode(prompt.given, skip_special_tokens=True))
         return Sample(tokens, np.full(len(tokens), np.nan, np.float32), True, text)
@@ -404,6 +404,17 @@ class RolloutSteps(Iterator[Step]):
     def _run(self) -> dict[str, Any]:
         sizes = {"answers": self._answers, "prompts": self._count, "window": self.window}
         return {"data": self._dataset.fingerprint, "seed": self._seed, **self._shape, **sizes}
+
+
+def _check_prompts(prompts: Sequence[Prompt], environment: str | None, *, answered: bool) -> None:
+    """Raise ValueError for a text with an environment, or a row without an answer where all are to have one."""
+    for prompt in prompts:
+        if environment is not None and isinstance(prompt.content, str):
+            raise ValueError(
+                f"{prompt.origin}: --environment needs prompts of messages or questions, and this one is a text"
+            )
+        if answered and not prompt.given:
+            raise ValueError(f"{prompt.origin}: --lmbda below 1 needs rows with answers, and this one has none")
 
 
 def _divergence(sample: Sample) -> float:

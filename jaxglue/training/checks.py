@@ -73,12 +73,12 @@ def warn_of_peft(config: TrainConfig, model: DecoderConfig) -> None:
 def check_mesh(config: TrainConfig, model: DecoderConfig, mesh: MeshShape, *, devices: int) -> None:
     """Raise ValueError, with the remedy, when the mesh does not fit devices, rows, objective or model."""
     mesh.check(model, batch_size=config.run.batch_size, seq_len=config.data.row_tokens, devices=devices)
-    if mesh.context > 1 and (refused := refuse_split_rows(config, model)):
+    if mesh.context > 1 and (refused := why_rows_stay_whole(config, model)):
         raise ValueError(f"--mesh {mesh}: context cannot split rows {refused}: use data or fsdp instead of context")
 
 
-def refuse_split_rows(config: TrainConfig, model: DecoderConfig) -> str:
-    """Return words for the rows of a run, where these cannot be split over GPUs; empty where they can."""
+def why_rows_stay_whole(config: TrainConfig, model: DecoderConfig) -> str:
+    """Return which rows cannot be split over GPUs, in words; empty where they can."""
     kind, name = config.objective.kind, config.objective.objective
     if kind.needs_teacher:
         return f"of --objective {name}, whose teacher is on one"
@@ -87,7 +87,7 @@ def refuse_split_rows(config: TrainConfig, model: DecoderConfig) -> str:
     return ""
 
 
-def refuse_mapped(model: ModelConfig, mesh: MeshShape) -> str | None:
+def why_not_mapped(model: ModelConfig, mesh: MeshShape) -> str | None:
     """Return why weights cannot stay in the model's files, with the remedy; None where they can."""
     if model.random_weights:
         return "--weights mapped reads the model's files, and --random-weights draws others: leave one out"
@@ -152,8 +152,8 @@ def _check_full_fine_tuning(config: TrainConfig, model: DecoderConfig) -> None:
         raise ValueError("--method full cannot train experts in MXFP4: add --expand-experts, or use --method lora")
 
 
-def refuse_shared_prompt(config: TrainConfig, model: DecoderConfig) -> str:
-    """Return why nothing serves forked segments, empty if an attention kernel does."""
+def why_prompts_are_copied(config: TrainConfig, model: DecoderConfig) -> str:
+    """Return why each answer has a copy of its prompt; empty where attention's kernel serves forked segments."""
     if model.delta is not None and jax.process_count() > 1:
         return "a state of linear attention follows one continuation, and rows of copies differ between processes"
     if jax.default_backend() == "cpu":

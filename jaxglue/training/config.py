@@ -38,6 +38,8 @@ _OPTIMIZERS = {
     **dict.fromkeys(("adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), "adamw_8bit"),
     "lion_32bit": "lion",
 }
+_SMALLEST_CLIP = 1e-3
+"""Bound of a ratio's distance from 1 which is no optimizer's ε."""
 _Share = Annotated[float, Range(ge=0, le=1)]
 _Decay = Annotated[float, Range(ge=0, lt=1)]
 
@@ -441,6 +443,11 @@ class TrainConfig(Config):
                 "--teacher base is the model without its adapter, and --method full has none: name a folder"
             )
         self._refuse_beside_rollouts(judged=bool(judged))
+        if self.optimizer.epsilon >= _SMALLEST_CLIP:
+            raise ValueError(
+                f"--epsilon {self.optimizer.epsilon:g} is the optimizer's, which would hardly move: ratios of "
+                "probabilities are clipped by --epsilon-low and --epsilon-high"
+            )
         if self.objective.beta and self.model.method == "full" and not self.objective.kind.needs_teacher:
             raise ValueError(
                 f"--beta {self.objective.beta:g} compares with the weights as training begins, of which --method full "

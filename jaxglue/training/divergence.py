@@ -125,7 +125,7 @@ class Postmortem:
         self._run, self._model, self._checkpoints, self._start = run, model, checkpoints, start
 
     def explain(self, error: Diverged, *, first: int, replay: bool) -> str:
-        """Return the cause and the remedy; set checkpoints that nothing finite followed aside.
+        """Return cause and remedy; set aside checkpoints after which nothing was finite.
 
         Args:
             error: names the failed step.

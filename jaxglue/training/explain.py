@@ -16,9 +16,10 @@ from jaxglue.planner.attention import attention_shape
 from jaxglue.planner.explain import Reason
 from jaxglue.planner.programs import abstract_input
 from jaxglue.planner.workload import Workload, abstract_parts
-from jaxglue.training.checks import refuse_shared_prompt
+from jaxglue.training.checks import why_prompts_are_copied
 from jaxglue.training.config import TrainConfig
-from jaxglue.training.setup import Run, reference_seconds
+from jaxglue.training.reference_choice import reference_seconds
+from jaxglue.training.setup import Run
 
 _FLAGS = {"fp8": "--matmul fp8"}
 """Flags by which a barred backend serves."""
@@ -44,7 +45,7 @@ def kernel_reasons(config: TrainConfig, workload: Workload, *, attention: str, s
     if config.model.dtype == "auto":
         reasons["dtype"] = Reason(choice=str(dtype), limit="the device: bfloat16 on GPUs, float32 on CPUs")
     if config.objective.kind.answers is not None:
-        reasons["prompts"] = _prompt_reason(refuse_shared_prompt(config, model))
+        reasons["prompts"] = _prompt_reason(why_prompts_are_copied(config, model))
     reasons |= dict(_attention_reasons(config, workload, attention, slots))
     choices = {"rotation": rotation_choice(workload), **layer_forms(workload), **linear_attention_choice(workload)}
     if model.moe is not None:
@@ -85,7 +86,7 @@ def attention_choice(
     long, model = long_slots is not None, workload.config
     windows, kind = model.layer_windows, BatchKind(long, min(slots, long_slots or slots))
     window = None if long and None in windows else next(filter(None, windows), None)
-    forked = workload.objective.forks and not refuse_shared_prompt(config, model)
+    forked = workload.objective.forks and not why_prompts_are_copied(config, model)
     options: dict[str, Any] = {"window": window, "forked": forked, "split": workload.mesh.context > 1}
     shape = attention_shape(model, workload.dtype, workload.seq_len, kind, **options)
     return ATTENTION.choose(compute_capability(), shape, backend=attention)

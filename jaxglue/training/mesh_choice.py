@@ -14,7 +14,7 @@ from jaxglue.planner.explain import Reason
 from jaxglue.planner.plan import DoesNotFit
 from jaxglue.planner.workload import Workload
 from jaxglue.sharding.mesh import AUTO, MeshShape
-from jaxglue.training.checks import check_mesh, refuse_split_rows
+from jaxglue.training.checks import check_mesh, why_rows_stay_whole
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.remat import RematChoice, choose_remat
 from jaxglue.training.workload import make_workload
@@ -80,7 +80,7 @@ def choose_mesh(
     shapes = [MeshShape.parse(config.run.mesh)] if config.run.mesh != AUTO else _candidates(model, devices, full=full)
     kind = config.objective.kind
     tried = kind.answers is None and not kind.needs_rollouts  # no GPU has run pairs and rollouts in split rows
-    if config.run.mesh == AUTO and tried and not refuse_split_rows(config, model):
+    if config.run.mesh == AUTO and tried and not why_rows_stay_whole(config, model):
         shapes = _with_split_rows(shapes, config, devices, full=full)
     for shape in shapes:
         check_mesh(config, model, shape, devices=devices)

@@ -28,7 +28,7 @@ from jaxglue.planner.plan import DoesNotFit, Plan, gib
 from jaxglue.planner.planner import Planner, embedding_places, fastest_place
 from jaxglue.planner.rates import device_gpu, measure_files
 from jaxglue.planner.workload import Workload, abstract_parts
-from jaxglue.training.checks import refuse_mapped
+from jaxglue.training.checks import why_not_mapped
 from jaxglue.training.config import ModelConfig
 
 _ON_CPU = "dots"
@@ -177,7 +177,7 @@ def _resolve(
     """
     pinned = _pinned_for(workload, gpu)
     options: dict[str, Any] = {"steps": steps, "layers_per_program": settings.layers_per_program}
-    refused = refuse_mapped(settings, workload.mesh)
+    refused = why_not_mapped(settings, workload.mesh)
     if MAPPED in settings.weights and refused:
         raise ValueError(refused)
     if MAPPED in settings.weights:
@@ -203,7 +203,7 @@ def _choose_on_cpu(settings: ModelConfig, workload: Workload, *, explain: bool) 
     remat, note = (_ON_CPU, " (auto, without a GPU)") if auto else (settings.remat, "")
     policies = parse_policies(remat, layers)
     weights = parse_weights(DEVICE if settings.weights == AUTO else settings.weights, layers)
-    if MAPPED in weights and (refused := refuse_mapped(settings, workload.mesh)):
+    if MAPPED in weights and (refused := why_not_mapped(settings, workload.mesh)):
         raise ValueError(refused)
     size = settings.layers_per_program or 1
     check_grouped(size, policies, stream_weights=is_streamed(weights))

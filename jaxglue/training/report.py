@@ -22,7 +22,7 @@ from jaxglue.planner.workload import abstract_parts, parameter_counts
 from jaxglue.sharding.mesh import AUTO
 from jaxglue.sharding.plan import plan_sharding
 from jaxglue.sharding.rules import Layout
-from jaxglue.training.checks import refuse_shared_prompt
+from jaxglue.training.checks import why_prompts_are_copied
 from jaxglue.training.config import warmup_steps
 from jaxglue.training.explain import (
     attention_choice,
@@ -185,7 +185,7 @@ def _objective(run: Run) -> str | None:
     title = run.workload.objective.title
     if objective.kind.answers is None:
         return title
-    copied = refuse_shared_prompt(run.config, run.model)
+    copied = why_prompts_are_copied(run.config, run.model)
     prompts = f"each answer has a copy of its prompt: {copied}" if copied else "two answers share their prompt"
     return f"{title}; {prompts}{_reference(run)}"
 

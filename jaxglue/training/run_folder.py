@@ -185,7 +185,7 @@ def check_inputs(path: Path, inputs: Iterable[str | Path]) -> None:
 
 
 class RunFolder:
-    """Folder of a run, which nothing is written to before `begin`.
+    """Folder of a run; nothing is written to it before `begin`.
 
     Args:
         path: locked by `output_folder`.

@@ -20,17 +20,16 @@ from jaxglue.hf.loading import check_weights
 from jaxglue.models.config import DecoderConfig
 from jaxglue.objectives.policy_gradient import RolloutObjective
 from jaxglue.planner.flops import mean_visible_keys, training_flops_per_token
-from jaxglue.planner.planner import Planner
-from jaxglue.planner.rates import device_gpu
 from jaxglue.planner.workload import Workload, sample_lengths
 from jaxglue.rl.loop import RolloutSteps
 from jaxglue.rl.prompts import PromptDataset, PromptReport, read_prompts
 from jaxglue.rl.rewards import Judge
 from jaxglue.sharding.mesh import MeshShape, mesh_of, process_batch_shard
-from jaxglue.training.checks import refuse_shared_prompt, warn_of_peft
+from jaxglue.training.checks import warn_of_peft, why_prompts_are_copied
 from jaxglue.training.config import RunConfig, TrainConfig, warmup_steps
 from jaxglue.training.initial_adapter import read_initial_adapter
 from jaxglue.training.mesh_choice import agree_on_mesh
+from jaxglue.training.reference_choice import runs_in_steps
 from jaxglue.training.remat import RematChoice
 from jaxglue.training.trackers import check_trackers
 from jaxglue.training.vocabulary import Vocabulary, read_vocabulary, run_stops
@@ -127,7 +126,8 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
     workload, remat = agree_on_mesh(planned, model, lengths, processes, _expected_steps(planned, data))
     batches: BatchIterator | StreamIterator | RolloutSteps
     if config.objective.kind.needs_rollouts:
-        batches, eval_batches = _make_rollouts(config, model, data, processes, vocabulary.tokenizer), None
+        found = data, processes, vocabulary.tokenizer, workload.mesh.devices
+        batches, eval_batches = _make_rollouts(config, model, *found), None
         total_steps = config.run.steps or config.run.epochs * batches.steps_per_epoch
     else:
         batches, eval_batches = _make_batches(config, data, workload.mesh)
@@ -140,7 +140,7 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
         )
     if config.objective.kind.needs_reference:
         frozen, epochs = config.model.method == "lora" and adapter is None, total_steps / batches.steps_per_epoch
-        in_steps = runs_reference_in_steps(config, workload, remat, epochs=epochs, frozen=frozen, processes=processes)
+        in_steps = runs_in_steps(config, workload, remat, epochs=epochs, frozen=frozen, processes=processes)
         workload = replace(workload, reference=in_steps)
     return Run(
         config=config,
@@ -225,7 +225,7 @@ def _read_data(
         if config.data.eval_data:
             held_out = read_prompts(config.data, vocabulary.tokenizer, **sizes, held_out=True)
         return PreparedData(train=prompts, eval=held_out, report=PromptReport(prompts, held_out))
-    shared = not refuse_shared_prompt(config, model)
+    shared = not why_prompts_are_copied(config, model)
     task = config.objective.task(shared_prompt=shared, copies=model.delta is not None)
     columns = {**config.objective.columns, **columns}
     return prepare_data(config.data, vocabulary.tokenizer, model.vocab_size, progress, task, columns)
@@ -251,10 +251,16 @@ def _make_rollouts(
     data: PreparedData,
     processes: Processes,
     tokenizer: "PreTrainedTokenizerBase",
+    devices: int,
 ) -> RolloutSteps:
     """Return the steps on answers that the model writes; their rewards are imported here, in processes of their own."""
+    name = config.objective.objective
     if processes.count > 1:
-        raise ValueError(f"--objective {config.objective.objective} runs in one process yet: start one")
+        raise ValueError(f"--objective {name} runs in one process yet: start one")
+    if config.objective.kind.needs_teacher and devices > 1:
+        raise ValueError(
+            f"--objective {name} is for one GPU yet, and there are {devices}: choose one with CUDA_VISIBLE_DEVICES"
+        )
     objective, dataset, held_out = config.objective.make(), data.train, data.eval
     assert isinstance(objective, RolloutObjective) and isinstance(dataset, PromptDataset)
     assert held_out is None or isinstance(held_out, PromptDataset)
@@ -270,11 +276,15 @@ def _make_rollouts(
         batch_size=config.run.batch_size,
         seed=config.data.seed,
         folder=config.run.output,
-        shared=not refuse_shared_prompt(config, model),
+        shared=not why_prompts_are_copied(config, model),
         copies=model.delta is not None,
         held_out=held_out,
     )
-    judge.check({name for prompt in dataset.prompts for name in prompt.columns})
+    try:
+        judge.check({name for prompt in dataset.prompts for name in prompt.columns})
+    except BaseException:
+        judge.close()
+        raise
     return steps
 
 
@@ -320,47 +330,3 @@ def _training_batches(config: TrainConfig, data: PreparedData, sizes: dict[str, 
     epochs = None if run.steps else run.epochs
     order: dict[str, Any] = {"seed": config.data.seed, "epochs": epochs, "documents_per_step": run.documents_per_step}
     return BatchIterator(data.train, seq_len=config.data.row_tokens, **order, **sizes)
-
-
-def runs_reference_in_steps(
-    config: TrainConfig, workload: Workload, remat: RematChoice, *, epochs: float, frozen: bool, processes: Processes
-) -> bool:
-    """Return whether the reference's layers run beside the model's in every step; `auto` takes the faster.
-
-    Args:
-        config: of the run.
-        workload: as `remat` runs it.
-        remat: places of the weights, and the policies.
-        epochs: how often the steps read each document.
-        frozen: the reference is the frozen weights alone.
-        processes: of the run, which take process 0's choice.
-
-    Raises:
-        ValueError: `--reference-cache off` where the reference must be computed before training.
-    """
-    how = config.objective.reference_cache
-    if how == "off" and not frozen:
-        raise ValueError(
-            "--reference-cache off runs the frozen weights without adapter as the reference, and this run begins with "
-            f"other weights (--method {config.model.method}, --adapter {config.model.adapter}): use auto or on"
-        )
-    if how != "auto" or not frozen:
-        return how == "off"
-    faster = processes.is_main and _is_faster_in_steps(workload, remat, epochs)
-    return processes.all_gather_object(faster)[0]
-
-
-def _is_faster_in_steps(workload: Workload, remat: RematChoice, epochs: float) -> bool:
-    """Compare predicted times; with no weights to stream, both passes over a row take the same."""
-    times = reference_seconds(workload, remat) if epochs > 1 else None
-    return epochs <= 1 if times is None else epochs * times[0] <= times[1]
-
-
-def reference_seconds(workload: Workload, remat: RematChoice) -> tuple[float, float] | None:
-    """Predict the time that the reference adds to a step, and that of its own pass; None where they are the same."""
-    if not remat.streams_weights or jax.default_backend() == "cpu":
-        return None
-    gpu = replace(device_gpu(jax.local_devices()[0]), files=remat.files)
-    workload = replace(workload, tile=remat.tile, attention=remat.attention, reference=True)
-    planner = Planner(workload, gpu, layers_per_program=remat.layers_per_program)
-    return planner.predictor.reference_seconds(remat.policies, remat.weights)

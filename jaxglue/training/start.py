@@ -24,7 +24,7 @@ def configured_jax(config: TrainConfig, *, processes: int = 1) -> Iterator[None]
 
 @contextmanager
 def planned_memory(setup: Setup) -> Iterator[Buffers | None]:
-    """Give a context the host's memory that a plan needs: JAX's, and buffers for offloaded values, which it yields.
+    """Provide the host memory of a plan: JAX's pool, and buffers for offloaded values, which are yielded.
 
     Raises:
         ValueError: as `size_pool` and `open_buffers`.

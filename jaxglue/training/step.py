@@ -410,7 +410,7 @@ class StepResult(NamedTuple):
 
 
 class StepsInFlight:
-    """Queue of results in the order of their steps; a thread notes when each is done, for the host looks later."""
+    """Queue of results in the order of their steps; a thread notes when each is done, as the host looks later."""
 
     def __init__(self) -> None:
         self._waiter = ThreadPoolExecutor(1)

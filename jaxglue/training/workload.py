@@ -20,6 +20,7 @@ from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.training.checks import check_dropout, check_model
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.optimizer import state_bytes
+from jaxglue.training.reference_choice import may_run_in_steps
 
 if TYPE_CHECKING:
     from jaxglue.hf.adapter import Adapter
@@ -27,7 +28,11 @@ if TYPE_CHECKING:
 
 
 def read_architecture(config: TrainConfig, folder: Path) -> DecoderConfig:
-    """Return the architecture of a model folder, as its experts and linear layers are stored in this run."""
+    """Return the architecture of a model folder, as its experts and linear layers are stored in this run.
+
+    Raises:
+        ValueError: a bad folder, or a model that the objective or the settings cannot train.
+    """
     raw = read_config(folder)
     model = config_from_hf(raw)
     check_dropout(config.model.model, text_config(raw))
@@ -140,15 +145,8 @@ def make_workload(
         attention=config.model.attention,
         tile=config.model.tile,
         objective=config.objective.make(),
-        reference=kind.needs_reference and _runs_in_steps(config),
+        reference=kind.needs_reference and may_run_in_steps(config),
         other_models=sum(map(tree_bytes, others)),
         batches_known=has_data and not (config.data.streaming or kind.needs_rollouts or kind.needs_reference),
     )
     return replace(workload, moment_bytes=state_bytes(optimizer, abstract_parts(workload)[1]))
-
-
-def _runs_in_steps(config: TrainConfig) -> bool:
-    """Tell whether the reference's layers run beside the model's, as far as flags decide."""
-    several = config.run.epochs > 1 and config.run.steps is None
-    cached = config.objective.reference_cache == "on" or (config.objective.reference_cache == "auto" and several)
-    return config.model.method == "lora" and config.model.adapter is None and not cached

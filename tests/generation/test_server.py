@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import queue
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from starlette.testclient import TestClient
 
 from jaxglue.generation import server
 from jaxglue.generation.server import make_app
-from jaxglue.generation.service import EndedError, Event, Service
+from jaxglue.generation.service import EndedError, Event, Service, Ticket
 
 GREEDY = SamplingConfig(temperature=0.0, top_p=1.0)
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -77,6 +78,12 @@ def test_texts_of_tokens_join_to_the_answer(served):
     entries = choice["logprobs"]["content"]
     assert len(entries) == len(tokens) and "".join(e["token"] for e in entries[:-1]) == "naïve 東京"
     assert bytes(byte for e in entries[:-1] for byte in e["bytes"]).decode() == "naïve 東京"
+    for cut in (tokens[:-2], [*tokens[:-2], tokens[-1]]):  # the last character is not whole
+        client = TestClient(make_app(assistant, Told(cut), config))
+        (choice,) = post(client, messages=MESSAGES, logprobs=True).json()["choices"]
+        texts = [entry["token"] for entry in choice["logprobs"]["content"]][: len(tokens) - 2]
+        assert "".join(texts) == choice["message"]["content"] == "naïve 東\ufffd"
+    client = TestClient(make_app(*served))
     for wanted, reported in ((0, True), (False, False)):
         answer = post(client, "/v1/completions", prompt="a", logprobs=wanted).json()["choices"][0]
         assert (answer["logprobs"] is not None) == reported
@@ -184,7 +191,7 @@ class Told:
         self.request = request
         for tokens in self._pieces[:-1]:
             listen(Event(0, tokens, [0.0] * len(tokens), None))
-        listen(Event(0, self._pieces[-1], [0.0], "stop"))
+        listen(Event(0, self._pieces[-1], [0.0] * len(self._pieces[-1]), "stop"))
 
     def cancel(self, *_):
         pass
@@ -506,6 +513,24 @@ def test_answers_that_nobody_waits_for_end(served):
         )
         second.wait()
     assert 0 < len(seen) < 60
+
+
+def test_a_request_may_be_left_before_it_begins(served):
+    _, service, _ = served
+    ended, sampling = threading.Event(), replace(GREEDY, max_tokens=4)
+    left = Ticket(Request([5], sampling), ended.set, service._engine.answers(Request([5], sampling), 0), cancelled={0})
+    service._news.put(left)
+    service.submit(Request([6], sampling), lambda event: ended.set() if event.finish else None)
+    assert ended.wait(60)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("part", ["add", "advance"])
+def test_any_error_of_the_thread_reaches_those_who_wait(served, monkeypatch, part):
+    service, told = Service(served[0], slots=2, length=64, most=8), queue.SimpleQueue()
+    monkeypatch.setattr(service._batch, part, lambda *_: 1 // 0)
+    service.submit(Request([5], replace(GREEDY, max_tokens=4)), told.put)
+    assert "division" in told.get(timeout=60).error and service.failure
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -36,6 +36,18 @@ def trl(prompts, completions, completion_ids, wanted, **columns):
     return [len(ids) + (c[0]["content"] == w) for c, ids, w in zip(completions, completion_ids, wanted)]
 
 
+def any_names(*values, **columns):
+    return [float(len(ids)) for ids in columns["completion_ids"]]
+
+
+def ids_alone(completion_ids, **columns):
+    return [len(ids) + len(columns["completions"]) for ids in completion_ids]
+
+
+def of_a_column(completion, messages="none"):
+    return len(messages)
+
+
 async def reply(messages, wanted):
     return wanted + messages[-1]["content"]
 
@@ -116,6 +128,10 @@ def score(tmp_path):
 def test_functions_judge_one_answer_or_all_at_once_or_none(score):
     found = score("single?scale=2", "trl", "later", "all_later")
     assert np.array_equal(found, [[[2, 2, 1.5, 2.5], [0, 2, 1.5, 2.5], [np.nan, 3, 1.5, 2.5]]], equal_nan=True)
+
+
+def test_functions_of_any_names_judge_all_answers_at_once_and_messages_are_a_column(score):
+    assert score("any_names", "ids_alone", "of_a_column") == [[[1, 4, 4], [2, 5, 4], [3, 6, 4]]]
 
 
 @pytest.mark.parametrize(

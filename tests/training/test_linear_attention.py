@@ -8,7 +8,7 @@ from selection import repeats_parts_of
 
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.models import config_from_hf
-from jaxglue.training.checks import refuse_shared_prompt
+from jaxglue.training.checks import why_prompts_are_copied
 from jaxglue.training.train import train
 
 HYBRID = {
@@ -60,7 +60,7 @@ def test_samples_are_answered_and_answers_repeat_their_prompts(make_config, hybr
     lines = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert [(line["step"], line["prompt"]) for line in lines] == [(0, "Hello"), (1, "Hello")]
     model = config_from_hf(json.loads((hybrid_folder / "config.json").read_text()))
-    assert not refuse_shared_prompt(config, model)
+    assert not why_prompts_are_copied(config, model)
 
 
 @repeats_parts_of("test_continuations_equal_documents_of_their_own_and_gradients_add_up")
@@ -69,7 +69,7 @@ def test_pairs_share_their_prompt(make_config, hybrid_folder, write_jsonl, monke
     pair = {"prompt": "What is 1 and 2? ", "chosen": "It is 3.", "rejected": "Good"}
     pairs = {"objective": "dpo", "data": (write_jsonl([pair] * 3, "pairs.jsonl"),), "seq_len": 192}
     shared = train(make_config(**pairs, steps=3, output=tmp_path / "shared"))
-    monkeypatch.setattr("jaxglue.training.setup.refuse_shared_prompt", lambda *_: "copies")
+    monkeypatch.setattr("jaxglue.training.setup.why_prompts_are_copied", lambda *_: "copies")
     copied = train(make_config(**pairs, steps=3, output=tmp_path / "copied"))
     assert shared.first_loss == pytest.approx(np.log(2), abs=1e-5)
     assert shared.last_loss < shared.first_loss - 1e-3

@@ -18,6 +18,7 @@ from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 from jaxglue.training.adamw import AdamWOptimizer
 from jaxglue.training.config import OptimizerConfig
 from jaxglue.training.record import read_metrics
+from jaxglue.training.setup import resolve
 from jaxglue.training.step import StepProgram, TrainStep
 from jaxglue.training.train import train
 
@@ -170,6 +171,13 @@ def test_answers_are_learned_alike_in_whole_and_split_rows(make_config, write_js
     texts = [(tmp_path / name / "rollouts.jsonl").read_text().splitlines() for name in ("whole", "split")]
     assert texts[0] == texts[1]
     np.testing.assert_allclose(losses(tmp_path / "split"), losses(tmp_path / "whole"), rtol=1e-4, atol=1e-6)
+
+
+def test_a_teacher_beside_several_devices_is_refused_with_the_remedy(make_config, write_jsonl):
+    data = (write_jsonl([{"prompt": "a"}], "prompts.jsonl"),)
+    settings = {"data": data, "objective": "distill", "teacher": "base", "batch_size": 4, "max_completion_length": 8}
+    with pytest.raises(ValueError, match="is for one GPU yet, and there are 4: choose one with CUDA_VISIBLE_DEVICES"):
+        resolve(make_config(**settings))
 
 
 def test_devices_with_the_same_weights_share_the_prompts(make_config, write_jsonl, tmp_path, monkeypatch):

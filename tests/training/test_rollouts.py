@@ -276,6 +276,27 @@ def test_what_cannot_be_trained_on_is_refused_before_weights_load(make_distillat
         train(make_distillation(**changes))
 
 
+@pytest.mark.parametrize(
+    ("rows", "changes", "text"),
+    [
+        ([{"prompt": "a"}], {"environment": "game.py:reply"}, "data.jsonl:1: --environment needs prompts of messages"),
+        (
+            [{"prompt": "a", "completion": "b"}, {"prompt": "a"}],
+            {"objective": "distill", "teacher": "base", "reward": (), "num_generations": None, "lmbda": 0.9},
+            "data.jsonl:2: --lmbda below 1 needs rows with answers, and this one has none",
+        ),
+        (
+            [{"prompt": "a", "wanted": "b"}],
+            {"reward": ("exact",)},
+            "--reward exact: ValueError: nothing is given for its parameter answer; .*completion_ids, wanted",
+        ),
+    ],
+)
+def test_rows_that_settings_cannot_use_are_refused_before_weights_load(make_run, write_jsonl, rows, changes, text):
+    with pytest.raises(ValueError, match=text):
+        resolve(make_run(data=(write_jsonl(rows, "data.jsonl"),), **changes))
+
+
 def test_a_teacher_of_another_vocabulary_is_refused(make_distillation, tmp_path, make_tokenizer):
     folder = tmp_path / "teacher"
     tokenizer = make_tokenizer()

@@ -48,7 +48,14 @@ class HeadNorms:
 def rms_norm(
     x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float, style: NormStyle = LLAMA_NORM
 ) -> Float[Array, "*B D"]:
-    """Divide x by its root mean square and multiply by the weight, by default as transformers' `LlamaRMSNorm`."""
+    """Divide x by its root mean square and multiply by the weight, by default as transformers' `LlamaRMSNorm`.
+
+    Args:
+        x: computed in float32, returned in its dtype.
+        weight: of the last axis.
+        eps: added to the mean square.
+        style: addend of the weight, and where values are rounded.
+    """
     normed = x.astype(jnp.float32) * inverse_rms(x, eps)
     if style == LLAMA_NORM:
         return normed.astype(x.dtype) * weight.astype(x.dtype)

@@ -89,7 +89,7 @@ def load_rows(x, rows, k, M: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexp
     at = x + rows[:, None] * K + columns[None, :]
     if K % BLOCK_K != 0:
         return tl.load(at, mask=(rows < M)[:, None] & (columns < K)[None, :], other=0.0)
-    elif M != BLOCK_M:
+    elif M % BLOCK_M != 0:
         return tl.load(at, mask=(rows < M)[:, None], other=0.0)
     else:
         return tl.load(at)

@@ -34,6 +34,23 @@ class ManyRowsTiles:
     wait: bool = True
     """Let all programs of a tile add their parts, instead of the last one."""
 
+    block_m: int = 256
+    """Largest number of rows of x."""
+
+    def count(self, rows: int) -> int:
+        """Return the tiles of so many rows of weights."""
+        return triton.cdiv(rows, self.block_n + self.few)
+
+    def part(self, sizes: list[int]) -> bool:
+        """Return whether no tile has rows of two weights of these sizes."""
+        first = self.count(sum(sizes)) * self.block_n
+        borders = [sum(sizes[:i]) for i in range(1, len(sizes))]
+        return all(b % self.block_n == 0 if b <= first else (b - first) % self.few == 0 for b in borders)
+
+    def rows(self, count: int) -> int:
+        """Return the rows of x in a program, of so many."""
+        return min(max(16, triton.next_power_of_2(count)), self.block_m)
+
     def columns(self, dtype) -> int:
         """Return the columns of a step."""
         return self.block_k * max(2 // jnp.dtype(dtype).itemsize, 1)
@@ -97,7 +114,8 @@ class TritonFewRows(Launcher):
 
     def project(self, operands: FewRows, stream: Float[Array, "M N"] | None) -> list[Float[Array, "M N"]]:
         """Return the products, adapters' and biases included, of one weight with the stream added."""
-        if (tiles := self._many(operands, _MANY_PRODUCTS, _LEAST_PRODUCTS)) is not None:
+        tiles = self._many(operands, _MANY_PRODUCTS, _LEAST_PRODUCTS)
+        if tiles is not None and tiles.part(list(map(len, operands.weights))):
             return self._multiply_many(operands, stream, tiles)
         return self._multiply(operands, stream, activation=None)
 
@@ -121,12 +139,13 @@ class TritonFewRows(Launcher):
         out = jax.ShapeDtypeStruct((len(operands.x), F), operands.dtype)
         constants = {"F": F, "GELU": activation == "gelu_tanh", "ROUND": self.rounds}
         arrays = (operands.x, operands.x_scales, *operands.weights, *(operands.scales or (None, None)))
-        grid = triton.cdiv(2 * F, tiles.block_n + tiles.few)
-        return self._launch_many(kernels_of_many.gate_rows_kernel, operands, arrays, (out,), grid, constants, tiles)[0]
+        count, kernel = tiles.count(2 * F), kernels_of_many.gate_rows_kernel
+        return self._launch_many(kernel, operands, arrays, (out,), count, constants, tiles)[0]
 
     def _multiply_many(self, operands: FewRows, stream, tiles: ManyRowsTiles) -> list[Float[Array, "M N"]]:
         (M, K), sizes, dtype = operands.x.shape, [len(weight) for weight in operands.weights], operands.dtype
-        count, block_m = triton.cdiv(sum(sizes), tiles.block_n + tiles.few), max(16, triton.next_power_of_2(M))
+        block_m, own = tiles.rows(M), tiles.count(sum(sizes))
+        count = own * triton.cdiv(M, block_m)
         steps = triton.cdiv(K, tiles.columns(operands.x.dtype))
         splits = next(n for n in (8, 4, 2, 1) if n == 1 or (n * count <= tiles.programs and steps % n == 0))
         empty = lambda *shape, dtype=jnp.float32: jax.new_ref(jax.lax.empty(shape, dtype))  # noqa: E731
@@ -137,11 +156,12 @@ class TritonFewRows(Launcher):
         constants = {
             **{f"N_{i}": sizes[i] if i < len(sizes) else 0 for i in range(3)},
             "COUNT": len(sizes),
+            "TILES": own,
             "SPLITS": splits,
             "STEPS": steps // splits,
             "WAIT": tiles.wait and not self.plain,  # the interpreter runs programs one after another
         }
-        self._launch_many(kernels_of_many.many_rows_kernel, operands, arrays, (), count * splits, constants, tiles)
+        self._launch_many(kernels_of_many.many_rows_kernel, operands, arrays, (), own * splits, constants, tiles)
         return [jax.freeze(out) for out in outs]
 
     def _launch_many(self, kernel, operands: FewRows, arrays, outs, programs: int, constants, tiles: ManyRowsTiles):
@@ -151,12 +171,13 @@ class TritonFewRows(Launcher):
         constants |= {
             "M": M,
             "K": K,
-            "BLOCK_M": max(16, triton.next_power_of_2(M)),
+            "BLOCK_M": tiles.rows(M),
             "BLOCK_N": tiles.block_n,
             "FEW": tiles.few,
             "BLOCK_K": tiles.columns(operands.x.dtype),
         }
-        return self._launch(kernel, arrays, outs, (programs,), constants, tiles.num_warps, tiles.num_stages, cost=cost)
+        grid = (programs * triton.cdiv(M, tiles.rows(M)),)
+        return self._launch(kernel, arrays, outs, grid, constants, tiles.num_warps, tiles.num_stages, cost=cost)
 
     def _multiply(self, operands: FewRows, stream, *, activation: str | None) -> list[Float[Array, "M N"]]:
         (M, K), gated = operands.x.shape, activation is not None

@@ -1,7 +1,7 @@
-"""Triton kernels of projections of up to 256 rows, where multiplying takes as long as reading the weights.
+"""Triton kernels of projections of some hundred rows, where multiplying takes as long as reading the weights.
 
-Each program reads all of x, from the L2 cache, so that its rate decides: a program takes up to three times 64 rows of
-weights, as many as registers hold sums of. Those of gate and up, with 12,288 columns, are then a program for each
+Each program reads 256 rows of x, from the L2 cache, so that its rate decides: a program takes up to three times 64 rows
+of weights, as many as registers hold sums of. Those of gate and up, with 12,288 columns, are then a program for each
 multiprocessor of an H100 or H200, where 64 or 128 rows would leave a third of them idle in the second turn.
 """
 
@@ -54,11 +54,14 @@ def gate_rows_kernel(
     M: tl.constexpr, K: tl.constexpr, F: tl.constexpr, FEW: tl.constexpr, GELU: tl.constexpr, ROUND: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute activation(x·gateᵀ) · (x·upᵀ) of BLOCK_N + FEW rows of weights, half of them gate's; grid (F / half).
+    """Compute activation(x·gateᵀ) · (x·upᵀ) of BLOCK_N + FEW rows of weights, half of them gate's.
 
-    x [M, K], M at most BLOCK_M; gate and up [F, K]; out [M, F]. e4m3 values have scales [M] and [F].
+    x [M, K]; gate and up [F, K]; out [M, F]. e4m3 values have scales [M] and [F]. Grid (F / half · M / BLOCK_M):
+    programs of the same weights are neighbors.
     """
-    first, rows = tl.program_id(0) * ((BLOCK_N + FEW) // 2), tl.arange(0, BLOCK_M)
+    BLOCKS: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    program = tl.program_id(0)
+    first, rows = program // BLOCKS * ((BLOCK_N + FEW) // 2), program % BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
     acc = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
     few = tl.full((FEW if FEW > 0 else 16, BLOCK_M), 0.0, tl.float32)
     for step in range(0, (K + BLOCK_K - 1) // BLOCK_K):
@@ -74,17 +77,25 @@ def gate_rows_kernel(
 
 
 @triton.jit
-def _load_rows_of(weights, n, k, N_0: tl.constexpr, N_1: tl.constexpr, N_2: tl.constexpr, COUNT: tl.constexpr,
-                  K: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """Load BLOCK_K columns of rows n of COUNT weights, one below the other."""
-    n = tl.minimum(n, N_0 + N_1 + N_2 - 1)  # rows beyond are other rows, and not stored
-    w = weights[0]
+def _of(first, values, N_0: tl.constexpr, N_1: tl.constexpr, COUNT: tl.constexpr):
+    """Return the value of the weight that has row `first` of COUNT, one below the other."""
+    found = values[0]
     if COUNT > 1:
-        w = tl.where(n < N_0, w, weights[1] - N_0 * K)
+        found = tl.where(first < N_0, found, values[1])
     if COUNT > 2:
-        w = tl.where(n < N_0 + N_1, w, weights[2] - (N_0 + N_1) * K)
+        found = tl.where(first < N_0 + N_1, found, values[2])
+    return found
+
+
+@triton.jit
+def _load_block(weights, first, k, N_0: tl.constexpr, N_1: tl.constexpr, N_2: tl.constexpr, COUNT: tl.constexpr,
+                K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """Load BLOCK_K columns of ROWS rows of the weight that has row `first`."""
+    n = first - _of(first, (0, N_0, N_0 + N_1), N_0, N_1, COUNT) + tl.arange(0, ROWS)
+    if (N_0 + N_1 + N_2) % ROWS != 0:
+        n = tl.minimum(n, _of(first, (N_0, N_1, N_2), N_0, N_1, COUNT) - 1)  # other rows, which are not stored
     columns = k + tl.arange(0, BLOCK_K)
-    at = (w + n * K)[:, None] + columns[None, :]
+    at = _of(first, weights, N_0, N_1, COUNT) + n[:, None] * K + columns[None, :]
     if K % BLOCK_K != 0:
         return tl.load(at, mask=(columns < K)[None, :], other=0.0, eviction_policy="evict_first")
     else:
@@ -92,37 +103,32 @@ def _load_rows_of(weights, n, k, N_0: tl.constexpr, N_1: tl.constexpr, N_2: tl.c
 
 
 @triton.jit
-def _store_rows_of(acc, n, rows, x_scales, scales, stream, outs, N: tl.constexpr, FIRST: tl.constexpr,
-                   M: tl.constexpr, WHICH: tl.constexpr):  # fmt: skip
-    """Scale sums of rows n of all weights, add the stream, and store those of one weight, rounded as training does."""
-    dtype: tl.constexpr = outs[WHICH].dtype.element_ty
-    own = n - FIRST
-    mask = (rows < M)[None, :] & ((own >= 0) & (own < N))[:, None]
-    if x_scales is not None:  # products of e4m3 values are rounded before and after their scales
+def _store_block(
+    acc, first, rows, x_scales, scales, stream, outs, N_0: tl.constexpr, N_1: tl.constexpr, N_2: tl.constexpr,
+    COUNT: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Scale sums of ROWS rows of the weight that has row `first`, add the stream, and store them.
+
+    Products of e4m3 values are rounded before and after their scales, as training does.
+    """
+    dtype: tl.constexpr = outs[0].dtype.element_ty
+    n = first - _of(first, (0, N_0, N_0 + N_1), N_0, N_1, COUNT) + tl.arange(0, ROWS)
+    N = _of(first, (N_0, N_1, N_2), N_0, N_1, COUNT)
+    mask = (rows < M)[None, :] & (n < N)[:, None]
+    if x_scales is not None:
         acc = acc.to(dtype).to(tl.float32) * tl.load(x_scales + rows, mask=rows < M, other=0.0)[None, :]
-        acc *= tl.load(scales[WHICH] + own, mask=(own >= 0) & (own < N), other=0.0)[:, None]
+        acc *= tl.load(_of(first, scales, N_0, N_1, COUNT) + n, mask=n < N, other=0.0)[:, None]
         acc = acc.to(dtype).to(tl.float32)
-    at = rows[None, :] * N + own[:, None]
+    at = rows[None, :] * N + n[:, None]
     if stream is not None:
         acc += tl.load(stream + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(outs[WHICH] + at, acc.to(dtype), mask=mask)
+    tl.store(_of(first, outs, N_0, N_1, COUNT) + at, acc.to(dtype), mask=mask)
 
 
 @triton.jit
-def _store_all(acc, n, rows, x_scales, scales, stream, outs, N_0: tl.constexpr, N_1: tl.constexpr, N_2: tl.constexpr,
-               COUNT: tl.constexpr, M: tl.constexpr):  # fmt: skip
-    """Store sums of rows n of COUNT weights, one below the other."""
-    _store_rows_of(acc, n, rows, x_scales, scales, stream, outs, N_0, 0, M, 0)
-    if COUNT > 1:
-        _store_rows_of(acc, n, rows, x_scales, scales, None, outs, N_1, N_0, M, 1)
-    if COUNT > 2:
-        _store_rows_of(acc, n, rows, x_scales, scales, None, outs, N_2, N_0 + N_1, M, 2)
-
-
-@triton.jit
-def _sum_of_parts(parts, local, rows, SPLITS: tl.constexpr, SIZE: tl.constexpr, BLOCK_M: tl.constexpr):
+def _sum_of_parts(parts, local, lanes, SPLITS: tl.constexpr, SIZE: tl.constexpr, BLOCK_M: tl.constexpr):
     """Return the sum of all programs' parts of some rows of a tile, in their order."""
-    at = parts + local[:, None] * BLOCK_M + rows[None, :]
+    at = parts + local[:, None] * BLOCK_M + lanes[None, :]
     total = tl.load(at, cache_modifier=".cg")
     for other in range(1, SPLITS):
         total += tl.load(at + other * SIZE, cache_modifier=".cg")
@@ -133,40 +139,43 @@ def _sum_of_parts(parts, local, rows, SPLITS: tl.constexpr, SIZE: tl.constexpr, 
 def many_rows_kernel(
     x, x_scales, weights, scales, stream, counters, parts, outs,
     M: tl.constexpr, K: tl.constexpr, N_0: tl.constexpr, N_1: tl.constexpr, N_2: tl.constexpr, COUNT: tl.constexpr,
-    SPLITS: tl.constexpr, STEPS: tl.constexpr, WAIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    FEW: tl.constexpr, BLOCK_K: tl.constexpr,
+    TILES: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr, WAIT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, FEW: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute x·Wᵀ of COUNT weights (+ stream, of one); grid (tiles of BLOCK_N + FEW rows of weights · SPLITS).
+    """Compute x·Wᵀ of COUNT weights (+ stream, of one); grid (TILES · blocks of x's rows · SPLITS).
 
-    x [M, K], M at most BLOCK_M; weights [N_i, K]; outs [M, N_i]. e4m3 values have scales [M] and [N_i]. Programs of a
-    tile sum STEPS steps each, wait for each other with WAIT, and then each adds all parts of some of the rows; without,
-    the last one adds all. They have neighboring numbers and so begin together, or when those before them have ended.
+    x [M, K]; weights [N_i, K]; outs [M, N_i]. A tile has BLOCK_N of the first TILES · BLOCK_N rows of the weights, one
+    below the other, and FEW of the last, in neither case of two weights: of q, k and v the former are q's. e4m3 values
+    have scales [M] and [N_i]. Programs of a tile sum STEPS steps each, wait for each other with WAIT, and then each
+    adds all parts of some of the rows; without, the last one adds all. They have neighboring numbers and so begin
+    together, or when those before them have ended.
     counters: zeros for each tile, before and after.
     """
-    program, rows = tl.program_id(0), tl.arange(0, BLOCK_M)
+    BLOCKS: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    program, lanes = tl.program_id(0), tl.arange(0, BLOCK_M)
     tile, split = program // SPLITS, program % SPLITS
-    first, second = tile * (BLOCK_N + FEW), tile * (BLOCK_N + FEW) + BLOCK_N
-    n, n_few = first + tl.arange(0, BLOCK_N), second + tl.arange(0, FEW if FEW > 0 else 16)
+    first, rows = tile // BLOCKS * BLOCK_N, tile % BLOCKS * BLOCK_M + lanes
+    second = TILES * BLOCK_N + tile // BLOCKS * FEW
     acc = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
     few = tl.full((FEW if FEW > 0 else 16, BLOCK_M), 0.0, tl.float32)
     for index in range(0, STEPS):
         k = (split * STEPS + index) * BLOCK_K
         values = tl.trans(load_rows(x, rows, k, M, K, BLOCK_M, BLOCK_K))
-        acc = tl.dot(_load_rows_of(weights, n, k, N_0, N_1, N_2, COUNT, K, BLOCK_K), values, acc)
+        acc = tl.dot(_load_block(weights, first, k, N_0, N_1, N_2, COUNT, K, BLOCK_N, BLOCK_K), values, acc)
         if FEW > 0:
-            few = tl.dot(_load_rows_of(weights, n_few, k, N_0, N_1, N_2, COUNT, K, BLOCK_K), values, few)
+            few = tl.dot(_load_block(weights, second, k, N_0, N_1, N_2, COUNT, K, FEW, BLOCK_K), values, few)
     if SPLITS == 1:
-        _store_all(acc, n, rows, x_scales, scales, stream, outs, N_0, N_1, N_2, COUNT, M)
+        _store_block(acc, first, rows, x_scales, scales, stream, outs, N_0, N_1, N_2, COUNT, M, BLOCK_N)
         if FEW > 0:
-            _store_all(few, n_few, rows, x_scales, scales, stream, outs, N_0, N_1, N_2, COUNT, M)
+            _store_block(few, second, rows, x_scales, scales, stream, outs, N_0, N_1, N_2, COUNT, M, FEW)
         return
 
     SIZE: tl.constexpr = (BLOCK_N + FEW) * BLOCK_M
     parts += tile.to(tl.int64) * SPLITS * SIZE
     own = parts + split * SIZE
-    tl.store(own + tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + rows[None, :], acc)
+    tl.store(own + tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + lanes[None, :], acc)
     if FEW > 0:
-        tl.store(own + (BLOCK_N + tl.arange(0, FEW))[:, None] * BLOCK_M + rows[None, :], few)
+        tl.store(own + (BLOCK_N + tl.arange(0, FEW))[:, None] * BLOCK_M + lanes[None, :], few)
     begin, end = 0, SPLITS
     count = arrive(counters + tile)
     if WAIT:
@@ -179,11 +188,15 @@ def many_rows_kernel(
         if count < SPLITS - 1:
             return
         tl.store(counters + tile, 0)
+    EACH: tl.constexpr = BLOCK_N // SPLITS
+    EACH_FEW: tl.constexpr = FEW // SPLITS
     for part in range(begin, end):
-        local = part * (BLOCK_N // SPLITS) + tl.arange(0, BLOCK_N // SPLITS)
-        total = _sum_of_parts(parts, local, rows, SPLITS, SIZE, BLOCK_M)
-        _store_all(total, first + local, rows, x_scales, scales, stream, outs, N_0, N_1, N_2, COUNT, M)
+        total = _sum_of_parts(parts, part * EACH + tl.arange(0, EACH), lanes, SPLITS, SIZE, BLOCK_M)
+        at = first + part * EACH
+        _store_block(total, at, rows, x_scales, scales, stream, outs, N_0, N_1, N_2, COUNT, M, EACH)
         if FEW > 0:
-            local = BLOCK_N + part * (FEW // SPLITS) + tl.arange(0, FEW // SPLITS)
-            total = _sum_of_parts(parts, local, rows, SPLITS, SIZE, BLOCK_M)
-            _store_all(total, first + local, rows, x_scales, scales, stream, outs, N_0, N_1, N_2, COUNT, M)
+            total = _sum_of_parts(
+                parts, BLOCK_N + part * EACH_FEW + tl.arange(0, EACH_FEW), lanes, SPLITS, SIZE, BLOCK_M
+            )
+            at = second + part * EACH_FEW
+            _store_block(total, at, rows, x_scales, scales, stream, outs, N_0, N_1, N_2, COUNT, M, EACH_FEW)

@@ -95,7 +95,7 @@ class NVFP4Format(WeightFormat):
         return {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
 
     def find(self, files: TensorReader, name: str, shape: Shape) -> Stored | None:
-        """Return a matrix that is packed."""
+        """Return a matrix that is packed; raise ValueError where its scales are absent."""
         packed, scale, divisor = (f"{name}_{part}" for part in ("packed", "scale", "global_scale"))
         if packed not in files.tensors or len(shape) != 2:
             return None

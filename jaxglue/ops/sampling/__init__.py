@@ -5,18 +5,18 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from jaxglue.ops.backend import Backend, Capability, Operation, check_one_device, check_tried, check_triton
-from jaxglue.ops.sampling.reference import Choice, choose
+from jaxglue.ops.sampling.reference import Choice, Truncation, choose
 
-__all__ = ["SAMPLING", "Choice", "choose_tokens"]
+__all__ = ["SAMPLING", "Choice", "Truncation", "choose_tokens"]
 
 
-def _check(capability: Capability | None) -> None:
+def _check(capability: Capability | None, truncation: Truncation | None) -> None:
     check_triton(capability)
     check_one_device()
-    check_tried("sampling")
+    check_tried("sampling" if truncation is None else "truncated sampling")
 
 
-def _load(capability: Capability) -> Any:
+def _load(capability: Capability, truncation: Truncation | None) -> Any:
     from jaxglue.ops.sampling.triton import TritonSampling
 
     return TritonSampling.of(capability)
@@ -26,10 +26,14 @@ SAMPLING = Operation(
     name="choice of tokens",
     backends={"triton": Backend(check=_check, load=_load, advantage="logits are read once")},
 )
+"""Backends of `choose_tokens`; a call is described by its truncation."""
 
 
 def choose_tokens(
-    logits: Float[Array, "B V"], temperature: Float[Array, " B"] | None, uniform: Float[Array, " B"] | None
+    logits: Float[Array, "B V"],
+    temperature: Float[Array, " B"] | None,
+    uniform: Float[Array, " B"] | None,
+    truncation: Truncation | None = None,
 ) -> Choice:
     """Choose a token from each row of float32 logits.
 
@@ -37,6 +41,7 @@ def choose_tokens(
         logits: of the tokens.
         temperature: divides the logits of tokens that are drawn; 0 takes the most likely one, as None does in all rows.
         uniform: numbers in [0, 1); the token drawn is the first one up to which the probabilities exceed them.
+        truncation: leaves tokens out before the draw; log-probabilities stay those among all.
     """
-    kernels = SAMPLING.load()
-    return (choose if kernels is None else kernels.choose)(logits, temperature, uniform)
+    kernels = SAMPLING.load(truncation)
+    return (choose if kernels is None else kernels.choose)(logits, temperature, uniform, truncation)

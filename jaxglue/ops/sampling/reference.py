@@ -3,7 +3,7 @@
 Weights are probabilities relative to the largest, formed where they are read: a vocabulary's would be large.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,30 @@ BLOCK = 1024
 """Tokens whose weights are summed before the draw chooses among them."""
 
 
+_DIGIT = 3
+"""Bits of a threshold that a pass over the vocabulary decides: more passes read, larger ones compare, longer."""
+
+
+class Truncation(NamedTuple):
+    """What leaves unlikely tokens of B rows out, in this order; None for what does not.
+
+    Equally likely ones are all in or all out.
+    """
+
+    top_k: Int[Array, " B"] | None = None
+    """Most likely tokens that are kept; 0 for all."""
+    top_p: Float[Array, " B"] | None = None
+    """Probability that the fewest most likely tokens which are kept reach, of those that are left."""
+    min_p: Float[Array, " B"] | None = None
+    """Probability of tokens that are kept, relative to the most likely one's, at least."""
+
+
 class Choice(NamedTuple):
     """Tokens of B rows of logits."""
 
     tokens: Int[Array, " B"]
     log_probs: Float[Array, " B"]
-    """Their log-probabilities at the temperature; 0 counts as 1."""
+    """Their log-probabilities at the temperature, among all tokens; 0 counts as 1."""
     model_log_probs: Float[Array, " B"]
     """At temperature 1."""
     normalizers: Float[Array, " B"]
@@ -26,7 +44,10 @@ class Choice(NamedTuple):
 
 
 def choose(
-    logits: Float[Array, "B V"], temperature: Float[Array, " B"] | None, uniform: Float[Array, " B"] | None
+    logits: Float[Array, "B V"],
+    temperature: Float[Array, " B"] | None,
+    uniform: Float[Array, " B"] | None,
+    truncation: Truncation | None = None,
 ) -> Choice:
     """Do as `jaxglue.ops.sampling.choose_tokens`."""
     tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -36,7 +57,8 @@ def choose(
         return Choice(tokens, highest - normalizers, highest - normalizers, normalizers)
     divisor = divisors(temperature)
     weights = Weights(logits, highest, divisor)
-    tokens = jnp.where(temperature > 0, draw(weights, uniform), tokens)
+    kept = weights if truncation is None else Kept(_truncate(weights.all, truncation))
+    tokens = jnp.where(temperature > 0, draw(kept, uniform), tokens)
     chosen = at(logits, tokens)
     log_probs = (chosen - highest) / divisor - jnp.log(weights.sums.sum(-1))
     return Choice(tokens, log_probs, chosen - normalizers, normalizers)
@@ -85,6 +107,40 @@ def draw(weights: Weights | Kept, uniform: Float[Array, " B"]) -> Int[Array, " B
     """Draw a token from each row, in proportion to the weights."""
     block, left = _first_above(weights.sums, uniform * weights.sums.sum(-1))
     return (block * BLOCK + _first_above(weights.block(block), left)[0]).astype(jnp.int32)
+
+
+def _truncate(weights: Float[Array, "B V"], truncation: Truncation) -> Float[Array, "B V"]:
+    """Set weights to 0 below the thresholds of top-k, top-p and min-p."""
+    top_k, top_p, min_p = truncation
+    threshold = jnp.zeros(len(weights)) if min_p is None else min_p
+    if top_k is not None:
+        wanted = jnp.where(top_k > 0, top_k, weights.shape[1]).astype(jnp.float32)
+        threshold = jnp.maximum(threshold, _search(weights, jnp.ones_like, wanted))
+    if top_p is not None:
+        kept = jnp.where(weights >= threshold[:, None], weights, 0.0) if top_k is not None else weights
+        nucleus = _search(weights, lambda kept: kept, top_p * kept.sum(-1))
+        threshold = jnp.where(top_p < 1, jnp.maximum(threshold, nucleus), threshold)
+    return jnp.where(weights >= threshold[:, None], weights, 0.0)
+
+
+def _search(weights: Float[Array, "B V"], measure: Any, wanted: Float[Array, " B"]) -> Float[Array, " B"]:
+    """Return the largest threshold at which the measure of the weights at or above it sums to `wanted`; else 0.
+
+    Bits of positive floats are in their order. Each pass decides a digit of them from the sums at all its values.
+    """
+
+    def sums(thresholds: list[Array]) -> tuple[Array, ...]:
+        parts = [jnp.where(weights >= value[:, None], measure(weights), 0.0) for value in thresholds]
+        zeros = (jnp.float32(0),) * len(parts)
+        return jax.lax.reduce(tuple(parts), zeros, lambda a, b: tuple(map(jnp.add, a, b)), (1,))
+
+    found = jnp.zeros(len(weights), jnp.int32)
+    for shift in range(30 - _DIGIT, -1, -_DIGIT):  # no weight is above 1, whose bits are below 2³⁰
+        digits = range(1, 1 << _DIGIT)
+        values = [jax.lax.bitcast_convert_type(found + (digit << shift), jnp.float32) for digit in digits]
+        enough = [(total >= wanted).astype(jnp.int32) for total in sums(values)]
+        found += sum(enough) << shift
+    return jax.lax.bitcast_convert_type(found, jnp.float32)
 
 
 def normalizer(logits: Float[Array, "B V"], highest: Float[Array, " B"]) -> Float[Array, " B"]:

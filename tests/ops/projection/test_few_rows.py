@@ -109,23 +109,23 @@ def test_interpreted_feed_forward_matches_its_formula(activation, rank, kernels)
 def kernels_of_many(kernels):
     from jaxglue.ops.projection.few_rows_triton import ManyRowsTiles
 
-    return replace(kernels, many=ManyRowsTiles(block_n=32, few=16, block_k=32, num_warps=4, num_stages=1, programs=8))
+    tiles = ManyRowsTiles(block_n=32, few=16, block_k=32, num_warps=4, num_stages=1, programs=8, block_m=16)
+    return replace(kernels, many=tiles)
 
 
-@pytest.mark.parametrize(("M", "F", "D"), [(5, 40, 48), repeat(8, 48, 64)])
+@pytest.mark.parametrize(("M", "F", "D"), [(20, 40, 48), repeat(8, 48, 64)])
 def test_interpreted_pairs_of_gate_and_up_match_the_formula(M, F, D, kernels_of_many):
     parts, x = [projection(10 * i, F, D) for i in range(2)], draw(99, 1, M, D) / 8
     got = gate_few_rows(kernels_of_many, x, parts, Decoding(), "silu")
     close(got, jax.nn.silu(product(x, parts[0])) * product(x, parts[1]))
 
 
-@pytest.mark.parametrize("sizes", [(72,), (40, 24, 24)])
-@pytest.mark.parametrize("few", [16, repeat(0)])
+@pytest.mark.parametrize(("sizes", "few"), [((72,), 16), ((64, 16, 16), 16), ((64, 32, 32), 0), repeat((72,), 0)])
 def test_interpreted_products_of_many_rows_match_the_formula(sizes, few, kernels_of_many):
-    """Tiles of 48 rows cross the borders of weights, and sums are split."""
+    """Sums are split in two; a tile has rows of q in one matmul, and of k or v in the other."""
     own = replace(kernels_of_many, many=replace(kernels_of_many.many, few=few))
-    parts, x = [projection(10 * i, N, 128) for i, N in enumerate(sizes)], draw(99, 1, 5, 128)
-    stream = draw(98, 1, 5, 72) if len(sizes) == 1 else None
+    parts, x = [projection(10 * i, N, 128) for i, N in enumerate(sizes)], draw(99, 1, 20, 128)
+    stream = draw(98, 1, 20, 72) if len(sizes) == 1 else None
     with FEW_ROWS.using(own):
         got = adapted_projection(x, parts, Decoding(), stream=stream)
     for y, part in zip(got, parts, strict=True):

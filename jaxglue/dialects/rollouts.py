@@ -1,0 +1,117 @@
+"""Recipes of TRL and axolotl for answers that the model writes in training."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxglue.dialects.values import Nested
+
+_NAMES = {"reward_funcs", "num_generations", "max_completion_length", "steps_per_generation", "generation_batch_size"}
+"""Settings that such recipes alone have."""
+_LOSSES = ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
+_LOSS = "dapo"
+"""TRL's default."""
+_GENERATIONS = 8
+"""TRL's default."""
+_REWARDS = {
+    "accuracy_reward": "math",
+    "think_format_reward": "regex?pattern=^<think>(?!.*<think>)(.*?)</think>.*$",
+}
+"""Our rewards by TRL's."""
+_SCALES = {True: "group", False: "none", "True": "group", "False": "none"}
+_SAMPLED: dict[str, tuple[Any, ...]] = {
+    "top_p": (1,),
+    "top_k": (0, -1, None),
+    "min_p": (0, None),
+    "repetition_penalty": (1,),
+}
+"""Settings of sampling with the values that change no distribution."""
+_BATCH, _STEPS, _PARTS = "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"
+
+
+def with_rollouts(recipe: Mapping[str, Any], where: str) -> Nested:
+    """Return the recipe with our objective, rewards and sizes in place of TRL's, if it asks for such answers.
+
+    A step of TRL has as many answers as its batches on one GPU; its own table in a recipe of axolotl is `trl`.
+
+    Raises:
+        ValueError: a value without a counterpart; begins with `where` and the key.
+    """
+    values = dict(recipe)
+    if isinstance(nested := values.get("trl"), dict):
+        values = {**{key: value for key, value in values.items() if key != "trl"}, **nested}
+    if not _NAMES & values.keys():
+        return dict(recipe)
+    try:
+        values |= _objective(values) | _sizes(values)
+        if funcs := values.pop("reward_funcs", None):
+            values["reward"] = _rewards(funcs, values.pop("reward_weights", None))
+        if "epsilon" in values:
+            values["epsilon_low"] = values.pop("epsilon")
+        if (scale := values.get("scale_rewards")) in _SCALES:
+            values["scale_rewards"] = _SCALES[scale]
+        if values.pop("vllm_importance_sampling_correction", True) is False:
+            values["importance_sampling_mode"] = "none"
+        for name, neutral in _SAMPLED.items():
+            if values.pop(name, neutral[0]) not in neutral:
+                raise ValueError(f"{name}: training computes no log-probabilities of truncated distributions")
+    except ValueError as error:
+        raise ValueError(f"{where}{error}") from None
+    return values
+
+
+def _objective(values: Nested) -> Nested:
+    """Take the loss out of the values, and return the objective."""
+    ours, theirs = values.get("objective"), values.pop("rl", None)
+    loss = values.pop("loss_type", ours if ours in _LOSSES else None)
+    level = values.pop("importance_sampling_level", "token")
+    if (named := ours or theirs) not in (None, *_LOSSES):
+        return {"objective": named}
+    if loss not in (None, *_LOSSES):
+        raise ValueError(f"loss_type: expected {' | '.join(_LOSSES)}, got {loss!r:.100}")
+    if level == "token" or (level == "sequence" and loss == "luspo"):
+        return {"objective": loss or _LOSS}
+    if level != "sequence" or loss != "grpo":
+        raise ValueError(
+            f"importance_sampling_level: expected token, or sequence with loss_type grpo or luspo, got {level!r:.100}"
+        )
+    return {"objective": "gspo"}
+
+
+def _sizes(values: Nested) -> Nested:
+    """Take sizes of batches out of the values, and return the answers and optimizer steps of a generation."""
+    batch, accumulated = values.pop(_BATCH, values.pop("micro_batch_size", None)), values.pop(_STEPS, 1)
+    parts = values.pop(_PARTS, accumulated)
+    count = values.get("num_generations", _GENERATIONS)
+    if not all(
+        isinstance(size, int) and size > 0 for size in (1 if batch is None else batch, accumulated, parts, count)
+    ):
+        raise ValueError(f"{_BATCH}, {_STEPS}, {_PARTS}, num_generations: expected whole numbers above 0")
+    if parts % accumulated:
+        raise ValueError(f"{_PARTS}: expected a multiple of {_STEPS}, {accumulated}, got {parts}")
+    found = {_PARTS: parts // accumulated}
+    if "generation_batch_size" not in values and batch is not None:
+        unit = count * found[_PARTS]
+        found["generation_batch_size"] = -(-batch * parts // unit) * unit  # on several GPUs of TRL's it is more
+    return found
+
+
+def _rewards(functions: Any, weights: Any) -> list[str]:
+    """Return names of rewards with their weights; functions of modules are those of files."""
+    names = [functions] if isinstance(functions, str) else functions
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"reward_funcs: expected names of functions, got {names!r:.100}")
+    weights = [1.0] * len(names) if weights is None else weights
+    if not isinstance(weights, list) or not all(isinstance(weight, int | float) for weight in weights):
+        raise ValueError(f"reward_weights: expected numbers, got {weights!r:.100}")
+    if len(weights) != len(names):
+        raise ValueError(f"reward_weights: expected one for each of {len(names)} functions, got {len(weights)}")
+    return [_weighted(_REWARDS.get(name, _of_file(name)), weight) for name, weight in zip(names, weights, strict=True)]
+
+
+def _of_file(name: str) -> str:
+    module, dot, function = name.rpartition(".")
+    return name if not dot or ":" in name or "/" in name else f"{module.replace('.', '/')}.py:{function}"
+
+
+def _weighted(name: str, weight: float) -> str:
+    return name if weight == 1 else f"{name}{'&' if '?' in name else '?'}weight={weight:g}"
