@@ -135,6 +135,21 @@ def test_a_completion_takes_several_prompts(served, client):
         assert post(client, "/v1/completions", prompt=prompt).status_code == status
 
 
+def test_a_completion_repeats_its_prompt(served, client):
+    prompts = ["Once upon", "The weather"]
+    plain = [choice["text"] for choice in post(client, "/v1/completions", prompt=prompts).json()["choices"]]
+    repeated = post(client, "/v1/completions", prompt=prompts, echo=True).json()["choices"]
+    wanted = [prompt + text for prompt, text in zip(prompts, plain, strict=True)]
+    assert [choice["text"] for choice in repeated] == wanted
+    tokens = served[0].tokenizer.encode(prompts[1])
+    chunks = [
+        event["choices"][0]["text"]
+        for event in events(post(client, "/v1/completions", prompt=tokens, echo=True, stream=True))
+    ]
+    assert "".join(chunks) == wanted[1]
+    assert post(client, "/v1/completions", prompt="a", echo=True, logprobs=1).status_code == 400
+
+
 def test_a_chat_sets_variables_of_the_template(served, monkeypatch):
     assistant, _, config = served
     service = Told([min(assistant.stops)])
