@@ -242,5 +242,5 @@ class TritonFewRowsExperts(Launcher):
         grid = table.shape[1], triton.cdiv(N, block_n)
         compiled = tiles.num_warps, tiles.num_stages
         out_type = jax.ShapeDtypeStruct((S, out_columns), x.dtype)
-        kernel, options = few_rows_kernels.experts_kernel, {"cost": cost, "registers": tiles.registers}
-        return self._launch(kernel, arrays, (out_type,), grid, constants, *compiled, **options)[0]
+        kernel, registers = few_rows_kernels.experts_kernel, tiles.registers
+        return self._launch(kernel, arrays, (out_type,), grid, constants, *compiled, cost=cost, registers=registers)[0]
