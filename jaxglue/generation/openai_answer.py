@@ -23,6 +23,7 @@ class AnswerText:
 
     def __init__(self, call: Call, request: Request):
         self._stops, self._call = request.stop, call
+        self._echo = call.echo[request.index] if call.echo else ""
         added = call.voice.tokenizer.get_added_vocab()
         self._channels, self._tags = CHANNEL in added, tags_of(call.voice.tokenizer)
         self._text = TextStream(call.voice.tokenizer, request.sampling.stop, shown=MARKS if call.functions else ())
@@ -42,6 +43,8 @@ class AnswerText:
         for index, token in enumerate(event.tokens):
             self.count += 1
             if self._call.log_probs is not None:
+                if token in self._stops:
+                    self._end_text()
                 self._log_probs.append(self._token_text(event, index))
             if token not in self._stops:
                 self._text.add(token)
@@ -53,6 +56,8 @@ class AnswerText:
             self.finish = "stop"
         elif event.finish:
             self.finish = _FINISH[event.finish]
+        if self.finish is not None:
+            self._end_text()
         if self.finish == "stop" and self._call.functions:
             content, calls = split_calls(self._text.text, self._call.functions)
             self._calls = calls[:1] if self._call.one_call else calls
@@ -66,7 +71,7 @@ class AnswerText:
         if grows and self._call.functions:
             text = shown_before_calls(text, self._call.functions)
         if not self._call.chat:
-            return "", text
+            return "", self._echo + text
         opened = self._call.thinks == Thought.BEGUN
         return split_thinking(text, tags=self._tags, opened=opened, channels=self._channels, grows=grows)
 
@@ -104,6 +109,12 @@ class AnswerText:
     def _token_text(self, event: Event, index: int) -> "_TokenText":
         likely = [(self._decoder.text_of(token), value) for token, value in event.top[index]] if event.top else []
         return _TokenText(self._decoder.add(event.tokens[index]), event.log_probs[index], likely)
+
+    def _end_text(self) -> None:
+        """Let the last token that was not reported complete the text, as the answer does, inside of a character too."""
+        if self._log_probs:
+            last = self._log_probs[-1]
+            self._log_probs[-1] = last._replace(text=last.text + self._decoder.rest())
 
     def _reported(self) -> dict[str, Any] | None:
         """Return the log-probabilities of tokens that were not reported yet."""

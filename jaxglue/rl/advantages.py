@@ -1,7 +1,7 @@
 """Advantages of answers from their rewards, as TRL computes them."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -13,6 +13,8 @@ Rewards = Float[np.ndarray, "prompts answers functions"]
 Values = Float[np.ndarray, "prompts answers"]
 _EPSILON = 1e-4
 """Added to standard deviations."""
+_ROUNDING = 1e-8
+"""Difference of advantages that is none."""
 
 
 class Advantages(NamedTuple):
@@ -27,8 +29,12 @@ class Advantages(NamedTuple):
 
     @property
     def teaches(self) -> Bool[np.ndarray, " prompts"]:
-        """Return for each prompt whether some answer is better than another; none is without rewards."""
-        return (self.values != 0).any(1)
+        """Return for each prompt whether some answer is better than another; none is without rewards.
+
+        Advantages of equal rewards are 0 but for the rounding of their mean.
+        """
+        known: Any = {"axis": 1, "where": ~np.isnan(self.rewards)}
+        return self.values.max(**known, initial=-np.inf) - self.values.min(**known, initial=np.inf) > _ROUNDING
 
 
 def group_advantages(rewards: Rewards, weights: Float[np.ndarray, " functions"], config: ObjectiveConfig) -> Advantages:

@@ -109,7 +109,8 @@ class Environment:
             for prompt, group in zip(prompts, first, strict=True)
             for answer in group
         ]
-        numbers = [index * count + answer for index in indices for answer in range(count)]
+        # Random keys take 32 bits, and held-out prompts have indices beyond all others.
+        numbers = [(index * count + answer) % (1 << 32) for index in indices for answer in range(count)]
         for turn in range(1, self._turns + 1):
             going = [place for place, episode in enumerate(episodes) if not episode.is_over]
             for episode in (episodes[place] for place in going):

@@ -71,14 +71,24 @@ def values_of(function: Callable[..., Any], *, replies: bool) -> tuple[str, ...]
     """Return what an environment, or a function that judges, is given beside options and columns."""
     if replies:
         return ("messages", "last")
-    return _ALL if "completions" in inspect.signature(function).parameters else (*_SINGULAR,)
+    return _ALL if judges_all(function) else (*_SINGULAR,)
+
+
+def judges_all(function: Callable[..., Any]) -> bool:
+    """Return whether a function gets all answers to a prompt at once, as in TRL.
+
+    It has a parameter `completions`, or `**columns` and neither `completion` nor `prompt`.
+    """
+    parameters = inspect.signature(function).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return "completions" in parameters or (takes_all and not parameters.keys() & {"completion", "prompt"})
 
 
 def judge(function: Callable[..., Any], request: dict[str, Any]) -> list[Any]:
     """Return the function's rewards of the answers to a prompt.
 
-    A function with a parameter `completions` gets lists and returns one, as in TRL; another gets one `completion`, a
-    text, at a time. Both may be async.
+    A function that judges all answers at once gets lists and returns one; another gets one `completion`, a text, at a
+    time. Both may be async.
     """
     given = {**request["columns"], **request["options"]}
     names = inspect.signature(function).parameters
@@ -92,7 +102,7 @@ def judge(function: Callable[..., Any], request: dict[str, Any]) -> list[Any]:
     if "messages" in request:
         found = function(**chosen(given | {name: request[name] for name in ("messages", "last")}))
         return [asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found]
-    if "completions" in names:
+    if judges_all(function):
         lists = {"prompts": [request["prompt"]] * count, "completions": request["completions"]}
         lists |= {"completion_ids": request["completion_ids"], "texts": request["texts"]}
         columns = {name: [value] * count for name, value in request["columns"].items()}
@@ -116,11 +126,10 @@ async def _gathered(calls: list[Any]) -> list[Any]:
     return list(await asyncio.gather(*calls))
 
 
-def reply(line: str) -> dict[str, Any]:
-    """Return the reply to a request: its rewards, or the error."""
-    request = json.loads(line)
+def reply(request: dict[str, Any], find: Callable[[str, str], Callable[..., Any]] = load) -> dict[str, Any]:
+    """Return the reply to a request: its rewards, or the error; `find` returns the function of a file."""
     try:
-        function = load(request["file"], request["function"])
+        function = find(request["file"], request["function"])
         if request.get("check"):
             check_options(function, request["options"])
             if (columns := request.get("columns")) is not None:
@@ -160,7 +169,7 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (bytes_, bytes_))
     with contextlib.suppress(KeyboardInterrupt):
         for line in requests:
-            replies.write(json.dumps(reply(line)) + "\n")
+            replies.write(json.dumps(reply(json.loads(line))) + "\n")
             replies.flush()
 
 

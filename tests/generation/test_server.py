@@ -78,6 +78,12 @@ def test_texts_of_tokens_join_to_the_answer(served):
     entries = choice["logprobs"]["content"]
     assert len(entries) == len(tokens) and "".join(e["token"] for e in entries[:-1]) == "naïve 東京"
     assert bytes(byte for e in entries[:-1] for byte in e["bytes"]).decode() == "naïve 東京"
+    for cut in (tokens[:-2], [*tokens[:-2], tokens[-1]]):  # the last character is not whole
+        client = TestClient(make_app(assistant, Told(cut), config))
+        (choice,) = post(client, messages=MESSAGES, logprobs=True).json()["choices"]
+        texts = [entry["token"] for entry in choice["logprobs"]["content"]][: len(tokens) - 2]
+        assert "".join(texts) == choice["message"]["content"] == "naïve 東\ufffd"
+    client = TestClient(make_app(*served))
     for wanted, reported in ((0, True), (False, False)):
         answer = post(client, "/v1/completions", prompt="a", logprobs=wanted).json()["choices"][0]
         assert (answer["logprobs"] is not None) == reported
@@ -127,6 +133,21 @@ def test_a_completion_takes_several_prompts(served, client):
     client = TestClient(make_app(assistant, Told([min(assistant.stops)]), config))
     for prompt, status in (("", 400), ([], 400), ([[]], 400), (["a", 5], 400), (["a"] * 129, 400), ([["a"]], 400)):
         assert post(client, "/v1/completions", prompt=prompt).status_code == status
+
+
+def test_a_completion_repeats_its_prompt(served, client):
+    prompts = ["Once upon", "The weather"]
+    plain = [choice["text"] for choice in post(client, "/v1/completions", prompt=prompts).json()["choices"]]
+    repeated = post(client, "/v1/completions", prompt=prompts, echo=True).json()["choices"]
+    wanted = [prompt + text for prompt, text in zip(prompts, plain, strict=True)]
+    assert [choice["text"] for choice in repeated] == wanted
+    tokens = served[0].tokenizer.encode(prompts[1])
+    chunks = [
+        event["choices"][0]["text"]
+        for event in events(post(client, "/v1/completions", prompt=tokens, echo=True, stream=True))
+    ]
+    assert "".join(chunks) == wanted[1]
+    assert post(client, "/v1/completions", prompt="a", echo=True, logprobs=1).status_code == 400
 
 
 def test_a_chat_sets_variables_of_the_template(served, monkeypatch):
@@ -185,7 +206,7 @@ class Told:
         self.request = request
         for tokens in self._pieces[:-1]:
             listen(Event(0, tokens, [0.0] * len(tokens), None))
-        listen(Event(0, self._pieces[-1], [0.0], "stop"))
+        listen(Event(0, self._pieces[-1], [0.0] * len(self._pieces[-1]), "stop"))
 
     def cancel(self, *_):
         pass

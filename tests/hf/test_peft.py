@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from jaxglue.hf.adapter import fit_tied, load_adapter, save_adapter
+from jaxglue.hf.adapter import load_adapter, save_adapter
+from jaxglue.hf.adapter_check import fit_tied
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.loading import load_model
 from jaxglue.hf.merge import export_adapter

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from jaxglue.generation.sampling import answer_keys
 from jaxglue.rl.environment import Environment
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.sampler import Sample
@@ -38,6 +39,23 @@ def test_tokens_between_turns_are_the_templates(make_tokenizer, end):
     assert tokenizer.decode(asked[0]) == f"{rendered}exit{end}{between}"
     assert tokenizer.decode(answer.tokens[~answer.counted]) == between
     assert tokenizer.decode(answer.tokens) == f"exit{end}{between}no{end}" and answer.reward == 0.5
+
+
+def test_conversations_of_held_out_prompts_have_random_numbers_of_their_own(make_tokenizer):
+    tokenizer, seen = make_tokenizer(), []
+    tokenizer.chat_template = CALLS
+    prompt = Prompt("rows:1", [{"role": "user", "content": "a box?"}], [1], {})
+    said = Sample(np.array([tokenizer.eos_token_id], np.int32), np.zeros(1, np.float32), True, "")
+    more = [{"role": "user", "content": "more"}]
+    environment = Environment(lambda episodes: [more for _ in episodes], tokenizer, turns=2, longest=99)
+
+    def turn(prompts, indices, *_):
+        seen.extend(indices)
+        return [said for _ in prompts]
+
+    environment.run([prompt] * 2, [[said] * 8] * 2, [(1 << 30) + n for n in range(2)], turn)
+    keys = answer_keys([(0, number, 0) for number in seen])
+    assert len(np.unique(keys, axis=0)) == 16
 
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]

@@ -92,7 +92,7 @@ def test_every_prompt_is_answered_once_an_epoch(make_steps, tmp_path):
     assert len(set(origins[:5])) == len(set(origins[5:])) == 5 and origins[:5] != origins[5:]
 
 
-@pytest.mark.parametrize("reward", [1.0, np.nan])
+@pytest.mark.parametrize("reward", [1.0, 0.1, np.nan])
 def test_dynamic_sampling_replaces_prompts_of_equal_rewards_or_none(make_steps, reward):
     steps = make_steps(equal={0, 2, 3, 7}, reward=reward, dynamic_sampling=True)
     first, second = next(steps), next(steps)

@@ -13,6 +13,7 @@ import pytest
 from jaxglue.rl import checks
 from jaxglue.rl.config import RolloutConfig
 from jaxglue.rl.environment import Episode
+from jaxglue.rl.given import named_functions
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.rewards import Judge, Written, parse_reward
 from jaxglue.rl.sampler import Sample
@@ -34,6 +35,18 @@ def single(prompt, completion, wanted, scale="1"):
 def trl(prompts, completions, completion_ids, wanted, **columns):
     assert [p[0]["content"] for p in prompts] == ["say a"] * 3 and columns["number"] == [7] * 3
     return [len(ids) + (c[0]["content"] == w) for c, ids, w in zip(completions, completion_ids, wanted)]
+
+
+def any_names(*values, **columns):
+    return [float(len(ids)) for ids in columns["completion_ids"]]
+
+
+def ids_alone(completion_ids, **columns):
+    return [len(ids) + len(columns["completions"]) for ids in completion_ids]
+
+
+def of_a_column(completion, messages="none"):
+    return len(messages)
 
 
 async def reply(messages, wanted):
@@ -118,6 +131,10 @@ def test_functions_judge_one_answer_or_all_at_once_or_none(score):
     assert np.array_equal(found, [[[2, 2, 1.5, 2.5], [0, 2, 1.5, 2.5], [np.nan, 3, 1.5, 2.5]]], equal_nan=True)
 
 
+def test_functions_of_any_names_judge_all_answers_at_once_and_messages_are_a_column(score):
+    assert score("any_names", "ids_alone", "of_a_column") == [[[1, 4, 4], [2, 5, 4], [3, 6, 4]]]
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -189,6 +206,30 @@ def test_environments_reply_also_when_async_and_are_named_by_their_flag(tmp_path
         judge.check(["wanted", "number"])
     with pytest.raises(ValueError, match=r"--environment exact: expected a function of a file"):
         Judge(replace(config, environment="exact"))
+
+
+def test_functions_given_in_python_judge_and_reply_in_this_process():
+    seen = []
+
+    def judged(completion, wanted):
+        seen.append(completion)
+        return 0.5 if completion == wanted else None
+
+    async def said(messages, last):
+        return f"{last} {messages[-1]['content']}"
+
+    with named_functions({"reward_funcs": [judged, "exact"], "environment": said, "steps": 3}) as settings:
+        assert settings == {"reward_funcs": ["given:judged", "exact"], "environment": "given:said", "steps": 3}
+        config = RolloutConfig(reward=("given:judged?weight=2",), environment="given:said", reward_workers=1)
+        with closing(Judge(config)) as judge:
+            judge.check(["wanted"])
+            assert np.array_equal(judge.score([group("a", "b")])[0, :, 0], [0.5, np.nan], equal_nan=True)
+            (reply,) = judge.reply([Episode(group().prompt, [{"role": "assistant", "content": "!"}], [])])
+            assert reply == [{"role": "user", "content": "False !"}] and seen == ["a", "b"]
+            with pytest.raises(ValueError, match=r"--reward judged: .* nothing is given for its parameter wanted"):
+                judge.check([])
+    with closing(Judge(config)) as judge, pytest.raises(ValueError, match="judged was given as a function: give it a"):
+        judge.check(["wanted"])
 
 
 def test_shipped_rewards(tmp_path):

@@ -357,7 +357,7 @@ def few_rows_kernel(
     dtype: tl.constexpr = outs[0].dtype.element_ty
     if GATED:
         if E4M3 > 0:
-            acc, up = _as_e4m3(acc, E4M3), _as_e4m3(up, E4M3)
+            acc, up = as_e4m3(acc, E4M3), as_e4m3(up, E4M3)
         acc = _finish(acc, 0, x_scales, scales, FACTOR, biases, low_ranks, b, factor_0, n, rows, dtype, ROUND,
                       ROUND_ADAPTER, R, N_0, M, BLOCK_M, BLOCK_R)  # fmt: skip
         up = _finish(up, 1, x_scales, scales, FACTOR, biases, low_ranks, b_up, factor_1, n, rows, dtype, ROUND,
@@ -382,7 +382,7 @@ def few_rows_kernel(
 
 
 @triton.jit
-def _as_e4m3(acc, FACTOR: tl.constexpr):
+def as_e4m3(acc, FACTOR: tl.constexpr):
     """Round sums, times a power of two, as training does for gate and up (`dot_to_e4m3`)."""
     return tl.clamp(acc * FACTOR, -448.0, 448.0).to(tl.float8e4nv).to(tl.float32) / FACTOR
 

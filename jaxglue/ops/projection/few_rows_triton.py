@@ -12,7 +12,7 @@ from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.projection import few_rows_kernels as kernels
 from jaxglue.ops.projection import many_rows_kernels as kernels_of_many
-from jaxglue.ops.projection.few_rows_operands import FewRows
+from jaxglue.ops.projection.few_rows_operands import FewRows, LowRank
 from jaxglue.ops.projection.fp8 import e4m3_factor
 from jaxglue.ops.quant.blocks import dynamic_code
 from jaxglue.ops.quant.nf4 import BLOCK, VALUES
@@ -114,21 +114,22 @@ class TritonFewRows(Launcher):
 
     def project(self, operands: FewRows, stream: Float[Array, "M N"] | None) -> list[Float[Array, "M N"]]:
         """Return the products, adapters' and biases included, of one weight with the stream added."""
-        tiles = self._many(operands, _MANY_PRODUCTS, _LEAST_PRODUCTS)
+        tiles = self._many(operands, _MANY_PRODUCTS, _LEAST_PRODUCTS, gated=False)
         if tiles is not None and tiles.part(list(map(len, operands.weights))):
             return self._multiply_many(operands, stream, tiles)
         return self._multiply(operands, stream, activation=None)
 
     def gate(self, operands: FewRows, activation: str) -> Float[Array, "M N"]:
         """Return activation(gate) · up of two weights."""
-        if (tiles := self._many(operands, _MANY_GATES, _LEAST_GATES)) is not None:
+        if (tiles := self._many(operands, _MANY_GATES, _LEAST_GATES, gated=True)) is not None:
             return self._gate_many(operands, activation, tiles)
         return self._multiply(operands, None, activation=activation)[0]
 
-    def _many(self, operands: FewRows, tiles: ManyRowsTiles, least: int) -> ManyRowsTiles | None:
+    def _many(self, operands: FewRows, tiles: ManyRowsTiles, least: int, *, gated: bool) -> ManyRowsTiles | None:
         """Return the tiles of a launch for many rows; None for one of few, or with other parts."""
         alike = operands.weights[0].dtype == operands.x.dtype
-        plain = operands.low_rank is None and operands.biases is None and operands.nf4 is None
+        rank = 0 if operands.low_rank is None else len(operands.low_rank.downs[0])
+        plain = rank <= (_FEW_RANKS if gated else 0) and operands.biases is None and operands.nf4 is None
         values = sum(weight.size for weight in operands.weights)
         if not (alike and plain) or values >= _LARGEST_INT32:
             return None
@@ -137,8 +138,15 @@ class TritonFewRows(Launcher):
     def _gate_many(self, operands: FewRows, activation: str, tiles: ManyRowsTiles) -> Float[Array, "M N"]:
         F = len(operands.weights[0])
         out = jax.ShapeDtypeStruct((len(operands.x), F), operands.dtype)
-        constants = {"F": F, "GELU": activation == "gelu_tanh", "ROUND": self.rounds}
+        adapters, R = operands.low_rank, 0 if operands.low_rank is None else operands.low_rank.downs[0].shape[0]
+        in_e4m3 = self.rounds and R and operands.x_scales is not None
+        constants = {"F": F, "R": R, "BLOCK_R": max(16, triton.next_power_of_2(2 * R)), "ROUND": self.rounds}
+        constants |= {"GELU": activation == "gelu_tanh", "E4M3": e4m3_factor(operands.x.shape[1]) if in_e4m3 else 0.0}
         arrays = (operands.x, operands.x_scales, *operands.weights, *(operands.scales or (None, None)))
+        if adapters is None:
+            arrays += (None,) * 4
+        else:
+            arrays += low_ranks(adapters), *adapters.ups, jnp.asarray(adapters.factors, jnp.float32)
         count, kernel = tiles.count(2 * F), kernels_of_many.gate_rows_kernel
         return self._launch_many(kernel, operands, arrays, (out,), count, constants, tiles)[0]
 
@@ -295,3 +303,17 @@ def steps_of_part(steps: int, tiles: FewRowsTiles, programs: int, adapters: int,
     least = min(max(_SHRINK_COLUMNS // tiles.block_k, 1), steps)
     free = (tiles.programs - programs) // adapters
     return max(least, triton.cdiv(steps, free)) if free > 0 and rank <= _FEW_RANKS else least
+
+
+def low_ranks(adapters: LowRank) -> Float[Array, "M ranks"]:
+    """Return the adapters' input at their ranks, side by side, as training rounds it."""
+    down = jnp.concatenate(adapters.downs)
+    if adapters.norm_weight is not None:
+        down *= adapters.norm_weight
+    x, contract_last = adapters.source, (((1,), (1,)), ((), ()))
+    wide = jax.lax.dot_general(x, down.astype(x.dtype), contract_last, preferred_element_type=jnp.float32)
+    if adapters.inverse_rms is not None:
+        wide *= adapters.inverse_rms[:, None]
+    if adapters.used is not None:
+        wide = jnp.where(jnp.tile(adapters.used, len(adapters.downs)), wide, 0.0)
+    return wide.astype(x.dtype)

@@ -8,7 +8,7 @@ multiprocessor of an H100 or H200, where 64 or 128 rows would leave a third of t
 import triton
 import triton.language as tl
 
-from jaxglue.ops.projection.few_rows_kernels import activate, arrive, load_rows
+from jaxglue.ops.projection.few_rows_kernels import activate, arrive, as_e4m3, load_rows
 
 
 @triton.jit
@@ -28,36 +28,62 @@ def _load_pairs(gate, up, first, k, F: tl.constexpr, K: tl.constexpr, ROWS: tl.c
 
 
 @triton.jit
+def _add_adapters(
+    acc, low_rank, gate_b, up_b, factors, first, rows, M: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr,
+    R: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Add the products of low_rank [M, 2R], gate's ranks and then up's, with second matrices [F, R]."""
+    lanes, ranks = tl.arange(0, ROWS), tl.arange(0, BLOCK_R)
+    own = tl.minimum(first + lanes // 16 * 8 + lanes % 8, F - 1)
+    is_gate, of_gate = lanes % 16 < 8, ranks < R
+    rank = tl.where(of_gate, ranks, ranks - R)
+    matching = (is_gate[:, None] == of_gate[None, :]) & (ranks < 2 * R)[None, :]
+    at = tl.where(is_gate, gate_b, up_b)[:, None] + own[:, None] * R + rank[None, :]
+    b = tl.load(at, mask=matching, other=0.0) * tl.where(is_gate, tl.load(factors), tl.load(factors + 1))[:, None]
+    inside = (rows < M)[:, None] & (ranks < 2 * R)[None, :]
+    low = tl.load(low_rank + rows[:, None] * (2 * R) + ranks[None, :], mask=inside, other=0.0)
+    return tl.dot(b.to(low.dtype), tl.trans(low), acc)
+
+
+@triton.jit
 def _store_pairs(
-    acc, first, x_scales, gate_scales, up_scales, out, rows, M: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr, GELU: tl.constexpr, ROUND: tl.constexpr,
+    acc, first, x_scales, gate_scales, up_scales, low_rank, gate_b, up_b, factors, out, rows, M: tl.constexpr,
+    F: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
+    GELU: tl.constexpr, ROUND: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
     """Store activation(gate) · up of sums in the order of `_load_pairs`."""
     dtype: tl.constexpr = out.dtype.element_ty
-    if ROUND:
+    if E4M3 > 0:
+        acc = as_e4m3(acc, E4M3)
+    elif ROUND:
         acc = acc.to(dtype).to(tl.float32)
+    if x_scales is not None:
+        lanes = tl.arange(0, ROWS)
+        own, is_gate = first + lanes // 16 * 8 + lanes % 8, lanes % 16 < 8
+        acc *= tl.load(tl.where(is_gate, gate_scales, up_scales) + own, mask=own < F, other=0.0)[:, None]
+        acc *= tl.load(x_scales + rows, mask=rows < M, other=0.0)[None, :]
+    if R > 0:
+        acc = _add_adapters(acc, low_rank, gate_b, up_b, factors, first, rows, M, F, ROWS, R, BLOCK_R)
     pairs = tl.permute(tl.reshape(acc, (ROWS // 16, 2, 8, BLOCK_M)), (0, 2, 3, 1))
     gate, up = tl.split(pairs)
     gate, up = tl.reshape(gate, (ROWS // 2, BLOCK_M)), tl.reshape(up, (ROWS // 2, BLOCK_M))
     n = first + tl.arange(0, ROWS // 2)
-    if x_scales is not None:
-        row_scales = tl.load(x_scales + rows, mask=rows < M, other=0.0)[None, :]
-        gate *= tl.load(gate_scales + n, mask=n < F, other=0.0)[:, None] * row_scales
-        up *= tl.load(up_scales + n, mask=n < F, other=0.0)[:, None] * row_scales
     y = (activate(gate, GELU) * up).to(dtype)
     tl.store(out + rows[None, :] * F + n[:, None], y, mask=(rows < M)[None, :] & (n < F)[:, None])
 
 
 @triton.jit
 def gate_rows_kernel(
-    x, x_scales, gate, up, gate_scales, up_scales, out,
-    M: tl.constexpr, K: tl.constexpr, F: tl.constexpr, FEW: tl.constexpr, GELU: tl.constexpr, ROUND: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, x_scales, gate, up, gate_scales, up_scales, low_rank, gate_b, up_b, factors, out,
+    M: tl.constexpr, K: tl.constexpr, F: tl.constexpr, R: tl.constexpr, FEW: tl.constexpr, GELU: tl.constexpr,
+    ROUND: tl.constexpr, E4M3: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Compute activation(x·gateᵀ) · (x·upᵀ) of BLOCK_N + FEW rows of weights, half of them gate's.
 
     x [M, K]; gate and up [F, K]; out [M, F]. e4m3 values have scales [M] and [F]. Grid (F / half · M / BLOCK_M):
-    programs of the same weights are neighbors.
+    programs of the same weights are neighbors. Adapters have low_rank [M, 2R], second matrices [F, R] and factors.
+    Products are rounded before adapters: e4m3 values' to e4m3 after multiplication by E4M3, if this is not 0.
     """
     BLOCKS: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     program = tl.program_id(0)
@@ -71,9 +97,10 @@ def gate_rows_kernel(
         if FEW > 0:
             few = tl.dot(_load_pairs(gate, up, first + BLOCK_N // 2, k, F, K, FEW, BLOCK_K), values, few)
     if FEW > 0:
-        _store_pairs(few, first + BLOCK_N // 2, x_scales, gate_scales, up_scales, out, rows, M, F, FEW, BLOCK_M, GELU,
-                     ROUND)  # fmt: skip
-    _store_pairs(acc, first, x_scales, gate_scales, up_scales, out, rows, M, F, BLOCK_N, BLOCK_M, GELU, ROUND)
+        _store_pairs(few, first + BLOCK_N // 2, x_scales, gate_scales, up_scales, low_rank, gate_b, up_b, factors, out,
+                     rows, M, F, R, BLOCK_R, FEW, BLOCK_M, GELU, ROUND, E4M3)  # fmt: skip
+    _store_pairs(acc, first, x_scales, gate_scales, up_scales, low_rank, gate_b, up_b, factors, out, rows, M, F, R,
+                 BLOCK_R, BLOCK_N, BLOCK_M, GELU, ROUND, E4M3)  # fmt: skip
 
 
 @triton.jit
