@@ -48,7 +48,7 @@ _SMALLEST_TEXT = 1024
 _MANY_STEPS = 1024
 """Decode steps from which a program of all layers, whose compile time grows with depth, is worth compiling."""
 _COMPILERS, _KINDS = 3, 8
-"""Threads that compile, and kinds of windows whose programs are kept."""
+"""Threads that compile, and kinds of windows whose programs are kept on each device."""
 _TOP = 20
 """Windows that report more likely tokens than their kind does, report a multiple of this, so that few are compiled."""
 _REUSED = 0.7
@@ -264,7 +264,7 @@ class Engine:
         whole = whole and sharding_of(trees) is None
         leaves = tuple((x.shape, str(x.dtype), _placed(x)) for x in jax.tree.leaves(trees))
         name = plan, kind, whole, leaves
-        if name not in self._sizes and len(self._sizes) >= _KINDS:
+        if name not in self._sizes and len(self._sizes) >= _KINDS * jax.local_device_count():
             del self._sizes[next(iter(self._sizes))]
         sizes = self._sizes.setdefault(name, WindowSizes(plan.slots))
         compiler = self._compiler if whole or (self._ahead and sharding_of(trees) is None) else None

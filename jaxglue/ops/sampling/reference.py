@@ -11,14 +11,12 @@ from jaxtyping import Array, Float, Int
 
 BLOCK = 1024
 """Tokens whose weights are summed before the draw chooses among them."""
-
-
 _DIGIT = 3
 """Bits of a threshold that a pass over the vocabulary decides: more passes read, larger ones compare, longer."""
 
 
 class Truncation(NamedTuple):
-    """What leaves unlikely tokens of B rows out, in this order; None for what does not.
+    """Thresholds below which unlikely tokens of B rows are left out, in this order; None for unused ones.
 
     Equally likely ones are all in or all out.
     """
@@ -68,7 +66,7 @@ def choose(
 
 
 def divisors(temperature: Float[Array, " B"]) -> Float[Array, " B"]:
-    """Return what divides logits."""
+    """Return the divisors of logits."""
     return jnp.where(temperature > 0, temperature, 1.0)
 
 
@@ -172,7 +170,7 @@ def _block_sums(blocks: Float[Array, "B blocks n"]) -> Float[Array, "B blocks"]:
 
 
 def _first_above(weights: Float[Array, "B n"], target: Float[Array, " B"]) -> tuple[Int[Array, " B"], Array]:
-    """Return the first index whose cumulated weight exceeds the target, and what the target exceeds those before by.
+    """Return the first index whose cumulated weight exceeds the target, and the target less the weights before it.
 
     The weight there is above 0, whatever the rounding of the sums.
     """
