@@ -44,5 +44,3 @@ class FewRows(NamedTuple):
     nf4: NF4Scales | None
     biases: tuple[Float[Array, " N"], ...] | None
     low_rank: LowRank | None
-    ahead: tuple[Array, ...] = ()
-    """Weights that the next launch reads, of equal rows."""
