@@ -19,7 +19,15 @@ from jaxglue.ops.backend import (
     check_tried,
     check_triton,
 )
-from jaxglue.ops.projection.few_rows_operands import FewRows, LowRank, NF4Scales
+from jaxglue.ops.projection.few_rows_operands import (
+    MOST_ADAPTED_ROWS,
+    MOST_MANY_ROWS,
+    MOST_ROWS,
+    MOST_WIDE_ROWS,
+    FewRows,
+    LowRank,
+    NF4Scales,
+)
 from jaxglue.ops.projection.fp8 import encode
 from jaxglue.ops.projection.fp8_adapters import FP8Rows, NormedRows, QuantizedRows
 from jaxglue.ops.quant.formats import is_quantized
@@ -27,14 +35,8 @@ from jaxglue.ops.quant.fp8 import FP8Weight
 from jaxglue.ops.quant.int8 import LARGEST, Int8Weight
 from jaxglue.ops.quant.nf4 import NF4
 
-MOST_ROWS = 256
-"""Rows up to which reading the weights takes longer than multiplying by them."""
-MOST_MANY_ROWS = 512
-"""Rows up to which kernels of many rows were measured."""
-MOST_WIDE_ROWS, MOST_ADAPTED_ROWS = 64, 128
-"""The same for one or two weights in 16 bits or for FP8 products, and in 16 bits with adapters."""
 MOST_NF4_ROWS = 64
-"""The same for NF4, whose values each program looks up in turn with its product."""
+"""Rows up to which a kernel is faster for NF4, whose values each program looks up in turn with its product."""
 LARGEST_RANK = 64
 PERMUTED = ("int8", "e4m3", "nf4")
 """Ways of multiplication that convert weights to x's dtype."""

@@ -12,8 +12,7 @@ from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.projection import few_rows_kernels as kernels
 from jaxglue.ops.projection import many_rows_kernels
-from jaxglue.ops.projection.few_rows import MOST_ROWS, MOST_WIDE_ROWS
-from jaxglue.ops.projection.few_rows_operands import FewRows
+from jaxglue.ops.projection.few_rows_operands import MOST_ROWS, MOST_WIDE_ROWS, FewRows
 from jaxglue.ops.projection.fp8 import e4m3_factor
 from jaxglue.ops.quant.blocks import dynamic_code
 from jaxglue.ops.quant.nf4 import BLOCK, VALUES
