@@ -172,25 +172,16 @@ class Engine:
             ValueError: before the first answer, an empty prompt, one reaching the model's limit, a token outside its
                 vocabulary, or too little memory; or logits that are not finite.
         """
-        for answer, _, finish in self._run(trainable, frozen, requests, stop, memory, slots, plan, until, whole):
+        options: Any = {"memory": memory, "slots": slots, "plan": plan, "until": until, "whole": whole}
+        for answer, _, finish in self._run(trainable, frozen, requests, stop, **options):
             if finish:
                 yield _completion(answer, finish)
 
     def pieces(
-        self,
-        trainable: Params,
-        frozen: Params,
-        requests: Sequence[Request],
-        stop: Collection[int] = (),
-        *,
-        memory: float | None = None,
-        slots: int | None = None,
-        plan: CachePlan | None = None,
-        until: Until | None = None,
-        whole: bool | None = None,
+        self, trainable: Params, frozen: Params, requests: Sequence[Request], stop: Collection[int] = (), **options: Any
     ) -> Iterator[Piece]:
-        """Yield the answers while they grow; arguments and errors as of `generate`."""
-        for answer, tokens, finish in self._run(trainable, frozen, requests, stop, memory, slots, plan, until, whole):
+        """Yield the answers while they grow; arguments, `options` among them, and errors as of `generate`."""
+        for answer, tokens, finish in self._run(trainable, frozen, requests, stop, **options):
             yield Piece(answer.number, answer.answer, tokens.tolist(), finish)
 
     def stream(
@@ -240,7 +231,9 @@ class Engine:
         for sizes in self._sizes.values():
             sizes.wait()
 
-    def _run(self, trainable, frozen, requests, stop, memory, slots, plan, until, whole):
+    def _run(
+        self, trainable, frozen, requests, stop, *, memory=None, slots=None, plan=None, until=None, whole=None
+    ) -> Iterator[tuple[Answer, Int[np.ndarray, " n"], Finish | None]]:
         """Yield (answer, new tokens, reason if it ended)."""
         if not requests:
             return
