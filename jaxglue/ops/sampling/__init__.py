@@ -5,9 +5,9 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from jaxglue.ops.backend import Backend, Capability, Operation, check_one_device, check_triton
-from jaxglue.ops.sampling.reference import Choice, Truncation, choose
+from jaxglue.ops.sampling.reference import Choice, Truncation, choose, likeliest
 
-__all__ = ["SAMPLING", "Choice", "Truncation", "choose_tokens"]
+__all__ = ["SAMPLING", "Choice", "Truncation", "choose_tokens", "likeliest"]
 
 
 def _check(capability: Capability | None, truncation: Truncation | None) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from selection import repeat
 
-from jaxglue.ops.sampling import SAMPLING, choose_tokens
+from jaxglue.ops.sampling import SAMPLING, choose_tokens, likeliest
 from jaxglue.ops.sampling.reference import BLOCK
 
 
@@ -49,6 +49,13 @@ def test_interpreted_kernels_show_logits_that_are_not_finite(value, kernels):
         got = choose_tokens(logits.at[1, 7].set(value), temperature, uniform)
     assert np.isfinite(got.normalizers).tolist() == [True, False]
     assert (np.asarray(got.tokens) < 2 * BLOCK).all() and (np.asarray(got.tokens) >= 0).all()
+
+
+@pytest.mark.parametrize("count", [0, 3, 40])
+def test_likeliest_tokens_are_the_first_of_equal_ones(count):
+    logits = jnp.round(2 * jax.random.normal(jax.random.key(0), (5, 4001)))  # most values many times
+    for found, expected in zip(likeliest(logits, count), jax.lax.top_k(logits, count), strict=True):
+        np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.gpu
