@@ -144,8 +144,8 @@ class Sampler:
             devices = [_device_of(copy) for copy in copies_of((trainable, frozen))]
             own = self._typical[:: len(devices)]
             typical = [Request(prompt, self._sampling, n=count) for prompt in own]
-            free = {"memory": min(free_bytes(device=device) for device in devices)} if devices[1:] else {}
-            self._plan = self._engine.plan(typical, limit="--max-completion-length", **free)
+            free = min(free_bytes(device=device) for device in devices)
+            self._plan = self._engine.plan(typical, limit="--max-completion-length", memory=free)
             _log.info("sampling: %s", self._plan)
         pairs = zip(prompts, indices, strict=True)
         requests = [Request(prompt, self._sampling, index, n=count) for prompt, index in pairs]
