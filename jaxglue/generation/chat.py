@@ -170,7 +170,7 @@ def answer_rows(
 def _grammars(
     assistant: Assistant, config: GenerateConfig, rows: Sequence[dict[str, Any]], prompts: Sequence[list[int]]
 ) -> list[Grammar | None]:
-    """Return what the answer to each row may be, after its thinking."""
+    """Return the grammar of the answer to each row, after its thinking; None without."""
     if config.json_schema is None and config.regex is None:
         return [None] * len(prompts)
     schema: Any = None if config.json_schema is None else read_json(config.json_schema)

@@ -289,7 +289,7 @@ def read_tool_choice(body: dict[str, Any], functions: Collection[str]) -> list[s
 def read_grammar(
     body: dict[str, Any], grammars: Callable[[], Grammars], calls: str | None = None, *, thinks: Thought = Thought.NONE
 ) -> Grammar | None:
-    """Return what the answer may be, if the body says it.
+    """Return the grammar of the answer, if the body gives one.
 
     Args:
         body: of the request.

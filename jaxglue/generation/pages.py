@@ -195,7 +195,7 @@ def free_bytes(limit: float = math.inf) -> float:
 class PagePool:
     """Pages with the number of their holders; page 0 is nobody's.
 
-    Free pages keep what they hold until they are taken: those with a name are taken last, the oldest first.
+    Free pages keep their contents until they are taken: those with a name last, the oldest first.
     """
 
     def __init__(self, pages: int):
@@ -230,7 +230,7 @@ class PagePool:
                 self._free.append(page)
 
     def name(self, pages: Iterable[int], names: Iterable[bytes]) -> None:
-        """Name held pages by what they hold; names that are given stay where they are."""
+        """Name held pages by their contents; pages and names that have one another already stay so."""
         for page, name in zip(pages, names, strict=False):
             if name not in self._named and page not in self._names:
                 self._named[name], self._names[page] = page, name
@@ -255,7 +255,7 @@ class PagePool:
 
 
 def page_names(tokens: Int[np.ndarray, " n"], ranks: Bool[np.ndarray, " R"] | None = None) -> list[bytes]:
-    """Return a name for each full page of a text, which says what it holds, all before it, and the ranks in use."""
+    """Return a digest for each full page of a text, of its tokens, those before them, and the ranks in use."""
     names, name = list[bytes](), b"" if ranks is None else ranks.tobytes()
     for page in np.asarray(tokens, np.int32)[: len(tokens) // PAGE * PAGE].reshape(-1, PAGE):
         name = hashlib.blake2b(name + page.tobytes(), digest_size=16).digest()

@@ -153,8 +153,10 @@ class _Server:
         if self._config.system is not None:
             chat = chat.with_system(self._config.system)
         schemas, voice = schemas_of(chat.tools), self._voice(body)[1]
-        variables = read_variables(body, str(voice.tokenizer.get_chat_template(tools=chat.tools)))
-        template, text = render_messages(voice.tokenizer, chat, variables=variables)
+        source = str(voice.tokenizer.chat_template)
+        if "developer" not in source:  # such templates would leave the message out
+            chat = chat.with_developer_as_system()
+        template, text = render_messages(voice.tokenizer, chat, variables=read_variables(body, source))
         tokens = await asyncio.to_thread(template.encode, text)  # beside the streams of others, however long it is
         calls = _forced_calls(body, schemas, voice)
         options: dict[str, Any] = {"schemas": schemas, "calls": calls, "thinks": thought_after(text)}

@@ -162,6 +162,20 @@ def test_a_chat_sets_variables_of_the_template(served, monkeypatch):
     assert refused.status_code == 400 and "no variable 'messages'" in refused.json()["error"]["message"]
 
 
+def test_a_developer_speaks_as_the_system_where_a_template_knows_none(served, monkeypatch):
+    assistant, _, config = served
+    service = Told([min(assistant.stops)])
+    client = TestClient(make_app(assistant, service, config))
+    messages = [{"role": "developer", "content": "Be brief."}, *MESSAGES]
+    for template, role in (
+        ("{{ messages[0].role }}", "system"),
+        ("{{ messages[0].role }}{# developer #}", "developer"),
+    ):
+        monkeypatch.setattr(assistant.tokenizer, "chat_template", template)
+        assert post(client, messages=messages).status_code == 200
+        assert assistant.tokenizer.decode(service.request.prompt) == role
+
+
 def test_a_special_token_as_stop_text_ends_an_answer(served, client):
     tokenizer = served[0].tokenizer
     (special,) = [t for t in tokenizer.added_tokens_decoder if t not in served[0].stops][:1]
