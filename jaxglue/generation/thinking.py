@@ -26,7 +26,7 @@ class Thought(Enum):
 
 
 def thought_after(prompt: str) -> Thought:
-    """Return how the answer to a prompt begins, of which the end is enough."""
+    """Return the state in which the answer to a prompt begins; the prompt's end is enough."""
     text = prompt.rstrip()
     if text.endswith(tuple(tags.begin.rstrip() for tags in TAGS)):
         return Thought.BEGUN
@@ -43,7 +43,7 @@ def tags_of(tokenizer: PreTrainedTokenizerBase) -> Tags | None:
 def split_thinking(
     text: str, *, tags: Tags | None = None, opened: bool, channels: bool, grows: bool = False
 ) -> tuple[str, str]:
-    """Return what an answer thinks and what it says; of a text that grows, what is certain of both.
+    """Return an answer's thought and its text; while it grows, the certain part of each.
 
     Args:
         text: the answer without its tool calls.
