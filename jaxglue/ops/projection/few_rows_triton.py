@@ -169,6 +169,7 @@ class TritonFewRows(Launcher):
             "FACTOR": operands.factor,
             "ROUND": self.rounds and (rank > 0 or gated),
             "E4M3": e4m3_factor(K) if self.rounds and gated and rank and operands.x_scales is not None else 0.0,
+            "SETTLE": operands.weights[0].dtype.itemsize < operands.x.dtype.itemsize and not self.plain,
             "ROUND_ADAPTER": self.rounds and not gated and stream is None and operands.x_scales is None,
         }
         return self._run(operands, stream, constants, tiles)
