@@ -52,7 +52,7 @@ def kernels(interpreted):
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
-        ((5, 8, 2, 48, 40), {}),
+        repeat((5, 8, 2, 48, 40), {}),
         ((52, 4, 2, 64, 32), {"stored": "mxfp4", "activation": "gpt_oss", "bias": True}),  # tiles of 32, 48, 64
         ((3, 2, 1, 160, 32), {"stored": "mxfp4"}),
         ((9, 4, 2, 128, 64), {"stored": "nf4"}),
