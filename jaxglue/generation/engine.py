@@ -358,7 +358,7 @@ class Batch:
         self._table.remove(answer)
 
     def close(self) -> None:
-        """Leave out what threads would compile for the answers to come, and wait for what they compile.
+        """Cancel compilations that no thread has begun, and wait for the others.
 
         What follows, such as a training step, has the memory and the device for itself; at the end of the process
         windows under way would abort it.

@@ -170,7 +170,7 @@ class Programs:
         return caches
 
     def extend(self, trees: Trees, tokens: Int[Array, " T"], cursor: Cursor, caches: list[Cache]) -> list[Cache]:
-        """Write the keys and values of texts that go on behind what is in their pages; the cursor's rope is not read.
+        """Write the keys and values of texts that go on, behind those in their pages; the cursor's rope is not read.
 
         Each token has a row of the cursor's, as decoding sequences have.
         """
@@ -211,7 +211,7 @@ class Programs:
     def window_by_layers(
         self, trees: Trees, slots: Sequences, caches: list[Cache], window: Window, *, steps: int, **static: Any
     ) -> tuple[Sequences, list[Cache], list[Sampled]]:
-        """Compute `window` layer by layer and step by step; return a list of what the steps sampled."""
+        """Compute `window` layer by layer and step by step; return a list of the steps' samples."""
         sequences, caches, out = self._begin(slots, window), list(caches), []
         for step in range(steps):
             masks = _masks(window, step == 0)
@@ -308,7 +308,7 @@ class Programs:
         *,
         features: Features,
     ) -> tuple[Sequences, Sampled]:
-        """Return the sequences after their next tokens, and what was sampled."""
+        """Return the sequences after their next tokens, and the sample."""
         norm = merge_module(self._graphdefs.norm, *norm_weights)
         output = merge_module(self._graphdefs.output, *output_weights)
         logits = project(with_low_rank(output, norm(x[0])), extended_matrix(output), jnp.float32)

@@ -367,7 +367,7 @@ class RolloutSteps(Iterator[Step]):
         return metrics
 
     def get_state(self) -> dict[str, Any]:
-        """Return a JSON-able state: where the answers in use began, and how many of their steps were taken."""
+        """Return a JSON-able state: the beginning of the answers in use, and the number of their steps taken."""
         began = self._began if self._window else {"position": self._position, "step": self._step}
         return {**began, "taken": self._step - began["step"], "run": self._run(), "judges": self._judge.digests}
 

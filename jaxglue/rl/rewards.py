@@ -187,6 +187,10 @@ class Judge:
         """
         rewards = [("--reward", spec) for spec in self.specs if spec.file]
         for flag, spec in rewards if self._environment is None else [*rewards, ("--environment", self._environment)]:
+            if (spec.name, spec.file) == ("math", str(_CHECKS)) and not {"answer", "solution"} & {*columns}:
+                raise ValueError(
+                    f"--reward math needs a column answer or solution; rows have {', '.join(sorted(columns))}"
+                )
             known = {"columns": sorted(columns), "replies": spec is self._environment}
             request = _named(spec) | {"check": True} | known
             reply = ask_given(request) if spec.file == GIVEN else self._processes[0].check(spec, known)

@@ -232,6 +232,12 @@ def test_functions_given_in_python_judge_and_reply_in_this_process():
         judge.check(["wanted"])
 
 
+def test_mathematics_needs_a_column_to_compare_with():
+    message = "--reward math needs a column answer or solution; rows have target"
+    with closing(Judge(RolloutConfig(reward=("math",)))) as judge, pytest.raises(ValueError, match=message):
+        judge.check(["target"])
+
+
 def test_shipped_rewards(tmp_path):
     (tmp_path / "schema.json").write_text(json.dumps({"type": "object", "required": ["a"]}))
     assert checks.exact(" 7\n", 7) == 1 and checks.exact("The sum is 7", 7) == 0

@@ -28,20 +28,21 @@ def _nf4_assembly() -> str:
     """Return instructions that look up eight NF4 codes, in four bytes, in bfloat16, and multiply by the bytes' scales.
 
     A permutation of bytes looks up four of eight bytes at a time, by three bits of each code: the values' low and high
-    bytes are four tables, for codes below 8 and from 8 on, between which the codes' last bits choose.
+    bytes are four tables, for codes below 8 and from 8 on, between which the codes' last bits choose: another
+    permutation repeats these, as the signs of bytes, in all bits of a byte.
     """
     bits = (np.array(VALUES, np.float32).view(np.uint32) + 0x8000 >> 16).astype(np.uint16)  # no value is a tie
     parts = (("l", bits & 255), ("h", bits >> 8))
     words = {f"{part}{i}": found[4 * i : 4 * i + 4] for part, found in parts for i in range(4)}
     tables = "".join(f"mov.b32 {name}, 0x{bytes(map(int, four))[::-1].hex()};\n" for name, four in words.items())
-    lines = f"{{.reg .b32 {', '.join(words)}, a, b, c, d, i, s, z;\n{tables}mov.b32 z, 0x80808080;\n"
-    for half in (0, 1):
-        lines += f"""shr.b32 s, $4, {16 * half};  and.b32 i, s, 0x7777;
-        prmt.b32 a, l0, l1, i;  prmt.b32 b, l2, l3, i;  prmt.b32 c, h0, h1, i;  prmt.b32 d, h2, h3, i;
-        prmt.b32 i, z, z, s;  shl.b32 s, i, 1;  or.b32 s, s, 1;  and.b32 i, i, s;
-        lop3.b32 a, a, b, i, 0xD8;  lop3.b32 c, c, d, i, 0xD8;
+    lines = f"{{.reg .b32 {', '.join(words)}, a, b, c, d, i, m, s;\n{tables}"
+    lines += "shl.b32 s, $4, 4;  and.b32 i, $4, 0x77777777;\n"
+    for half, signs in ((0, "0x9D8C"), (1, "0xBFAE")):
+        lines += f"""prmt.b32 a, l0, l1, i;  prmt.b32 b, l2, l3, i;  prmt.b32 c, h0, h1, i;  prmt.b32 d, h2, h3, i;
+        prmt.b32 m, $4, s, {signs};  lop3.b32 a, a, b, m, 0xD8;  lop3.b32 c, c, d, m, 0xD8;
         prmt.b32 b, a, c, 0x7351;  mul.rn.bf16x2 ${half}, b, ${5 + half};
         prmt.b32 d, a, c, 0x6240;  mul.rn.bf16x2 ${2 + half}, d, ${5 + half};
+        shr.b32 i, i, 16;
         """
     return lines + "}"
 
@@ -223,7 +224,7 @@ def few_rows_kernel(
     WHOLE: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, R: tl.constexpr, SHRINKS: tl.constexpr,
     SHRINK_STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr, NF4: tl.constexpr, FACTOR: tl.constexpr, ROUND: tl.constexpr, ROUND_ADAPTER: tl.constexpr,
-    E4M3: tl.constexpr, SETTLE: tl.constexpr,
+    E4M3: tl.constexpr, DECODED: tl.constexpr,
 ):  # fmt: skip
     """Compute x·Wᵀ of COUNT weights (+ adapters' products) (+ biases) (+ stream), or activation(gate)·up of two.
 
@@ -232,8 +233,8 @@ def few_rows_kernel(
     Values of one byte times x's dtype have scales [N_i] · FACTOR; e4m3 values of x have scales [M]. NF4 has codes
     [N_i, K / 2], and codes of scales in `blocks` [N_i, K / 64]: these are values of the table `codes`, times one of
     `groups` for each 256, plus one of `offsets`.
-    Gate and up are rounded to e4m3 after multiplication by a factor E4M3, if this is not 0. SETTLE is for weights that
-    registers hold in another dtype.
+    Weights that registers take before the matmul are DECODED.
+    Gate and up are rounded to e4m3 after multiplication by a factor E4M3, if this is not 0.
     counters: a count for each tile, then one for each adapter's parts, and one for readers of all adapters' inputs.
     """
     program = tl.program_id(0)
@@ -303,7 +304,7 @@ def few_rows_kernel(
             else:
                 matrix = _matrix(weights[1], inside, k, values.dtype, K, BLOCK_N, BLOCK_K)
             up = tl.dot(matrix, tl.trans(values), up)
-        if SETTLE:
+        if DECODED:
             acc = settled(acc)
             if GATED:
                 up = settled(up)
