@@ -27,7 +27,7 @@ class AnswerText:
         added = call.voice.tokenizer.get_added_vocab()
         self._channels, self._tags = CHANNEL in added, tags_of(call.voice.tokenizer)
         self._text = TextStream(call.voice.tokenizer, request.sampling.stop, shown=MARKS if call.functions else ())
-        self._decoder = TokenDecoder(call.voice.tokenizer.backend_tokenizer, skip_special_tokens=False)
+        self._decoder = TokenDecoder(call.voice.tokenizer.backend_tokenizer)
         self._shown, self._shown_thinking = 0, 0
         """Characters that were sent."""
         self._calls, self.count = list[ToolCall](), 0

@@ -46,7 +46,9 @@ def split_adapted(name):
     return model.config, *split_model(model, nnx.LoRAParam)
 
 
-@pytest.mark.parametrize("name", repeats(PEFT, "untied_both", "untied_head", "whole_tied", "vocabulary_tied"))
+@pytest.mark.parametrize(
+    "name", repeats(PEFT, "untied_both", "untied_head", "whole_tied", "vocabulary_tied", "vocabulary")
+)
 def test_loss_and_gradients_match_peft(name):
     config, graphdefs, trainable, frozen = split_adapted(name)
     golden = load_file(GOLDENS / "peft" / name / "golden.safetensors")

@@ -114,7 +114,7 @@ def test_adapters_are_written_with_the_tensors_and_features_that_peft_gave_them(
     assert load_adapter(folder).config == load_adapter(GOLDENS / "peft" / name).config
 
 
-@pytest.mark.parametrize("name", repeats(PEFT, "untied_both", "untied_head"))
+@pytest.mark.parametrize("name", repeats(PEFT, "untied_both", "untied_head", "whole", "vocabulary", "untied"))
 def test_merged_folders_predict_as_base_and_peft_adapter(tmp_path, name):
     base, golden = GOLDENS / PEFT[name], load_file(GOLDENS / "peft" / name / "golden.safetensors")
     check = export_adapter(GOLDENS / "peft" / name, base, tmp_path / "merged")

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from selection import repeat
+from selection import repeat, repeats
 
 from jaxglue.data.batch import Batch, Rollouts
 from jaxglue.engine.executor import Executor
@@ -103,7 +103,11 @@ def close(got, expected, tolerance=5e-5):
     assert abs(got - expected) <= tolerance * max(abs(expected), 0.1), (got, expected)
 
 
-@pytest.mark.parametrize("name", GOLDEN["cases"])
+OTHERS = "dapo, token_mask", "dapo, sequence_truncate", "dr_grpo, entropy bonus"
+"""Cases whose settings others have, one by one."""
+
+
+@pytest.mark.parametrize("name", repeats(GOLDEN["cases"], *OTHERS))
 def test_advantages_losses_metrics_and_gradients_equal_trl(name):
     config, golden = config_of(name), GOLDEN["cases"][name]
     executor, (_, frozen, _, writer, trained) = make_executor(config), models()
@@ -136,7 +140,7 @@ def test_advantages_losses_metrics_and_gradients_equal_trl(name):
         assert abs(gradient @ np.cos(np.arange(gradient.size) / 10) - projection) <= 1e-5 * max(norm, 0.1)
 
 
-@pytest.mark.parametrize("name", GOLDEN["curves"])
+@pytest.mark.parametrize("name", repeats(GOLDEN["curves"], "gspo", "rloo"))
 def test_fifteen_updates_on_given_answers_follow_trl(name):
     config, (_, frozen, _, writer, _) = config_of(name), models()
     executor = make_executor(config)
