@@ -1,4 +1,4 @@
-"""The compiled programs around the layers: embedding and rotary tables; final norm, projection, loss and log-probabilities."""
+"""Compiled programs around the layers: embedding and rotary tables; final norm, projection, loss, log-probabilities."""
 
 from dataclasses import replace
 from functools import partial

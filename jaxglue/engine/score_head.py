@@ -1,4 +1,4 @@
-"""Compiled programs that score targets for evaluation: final norm, projection, cross-entropy and the likeliest tokens."""
+"""Compiled programs that score targets for evaluation: final norm, projection, cross-entropy, likeliest tokens."""
 
 from typing import Any
 
