@@ -21,7 +21,7 @@ PIP := .venv/bin/pip install --quiet --disable-pip-version-check
 train: .venv/installed
 	.venv/bin/python scripts/train.py --config $(RECIPE)
 
-PYTEST := JAX_PLATFORMS=cpu JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.pytest_cache/xla .venv/bin/pytest -n 2 --dist=worksteal
+PYTEST := PYTHONDONTWRITEBYTECODE= JAX_PLATFORMS=cpu JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.pytest_cache/xla .venv/bin/pytest -n 2 --dist=worksteal
 
 test: .venv/dev
 	$(PYTEST) -m "not gpu and not slow"

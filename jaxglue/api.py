@@ -18,6 +18,7 @@ from jaxglue.planner.gpus import GIB
 from jaxglue.planner.plan import Plan
 from jaxglue.planner.workload import Workload
 from jaxglue.recipe import from_settings
+from jaxglue.rl.given import named_functions
 from jaxglue.training import train as training
 from jaxglue.training.callbacks import Callback, Metrics
 from jaxglue.training.config import TrainConfig
@@ -47,8 +48,8 @@ def train(
         columns: of numbers in rows that it reads, each with the value of rows without it.
         settings: by the names of the command's flags: `model`, `data`, `steps`, `lora_r`, … `data` and `eval_data` may
             be rows in memory: dictionaries in a list or generator, a table of pandas or pyarrow, a data set of
-            `datasets`; `tokenizer` one of transformers, and `optimizer` a transformation of optax, which then has its
-            own learning rate, decay and clipping.
+            `datasets`; `tokenizer` one of transformers, `optimizer` a transformation of optax, which then has its own
+            learning rate, decay and clipping, and `reward` and `environment` functions, which run in this process.
 
     Returns:
         the results; None after a dry run or an interruption.
@@ -56,7 +57,7 @@ def train(
     Raises:
         ValueError: a bad setting or bad input, before the accelerator is used.
     """
-    with named_optimizer(settings) as settings:
+    with named_optimizer(settings) as settings, named_functions(settings) as settings:
         configured = _configured(TrainConfig, config, settings, recipe)
         return training.train(configured, callbacks=callbacks, compute_metrics=compute_metrics, columns=columns)
 

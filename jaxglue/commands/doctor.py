@@ -71,7 +71,7 @@ def main(config: DoctorConfig | None = None) -> None:
 
 
 def _print(found: Iterator[Check], wrong: str, well: str = "") -> bool:
-    """Print verdicts, and what they mean together; tell whether one is a failure."""
+    """Print verdicts and a line for all of them; tell whether one is a failure."""
     failed = False
     for check in found:
         echo(show(check))

@@ -26,8 +26,9 @@ from jaxglue.hf.export import quantize_folder
 from jaxglue.hf.export_check import CHECK_FILE, Rows, folder_parts
 from jaxglue.hf.gguf.export import export_gguf, export_gguf_lora
 from jaxglue.hf.gguf.importance import measure_importance
-from jaxglue.hf.hub import CURVE, base_reference, model_card, push_folder
+from jaxglue.hf.hub import base_reference, push_folder
 from jaxglue.hf.merge import MergedTensors, export_adapter
+from jaxglue.hf.model_card import CURVE, model_card
 from jaxglue.hf.serving import has_tokenizer, load_own_tokenizer, render_example, stop_tokens
 from jaxglue.json_file import read_json
 from jaxglue.ops.choices import GgufType

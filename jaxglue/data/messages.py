@@ -41,6 +41,11 @@ class Chat(NamedTuple):
             return self
         return Chat([{"role": "system", "content": text}, *self.messages], self.tools, [None, *self.trained])
 
+    def with_developer_as_system(self) -> "Chat":
+        """Return the chat with the developer's messages as the system's."""
+        messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in self.messages]
+        return self._replace(messages=messages)
+
 
 def read_chat(messages: Any, tools: Any, name: str) -> Chat:
     """Read the messages and tools of a row.

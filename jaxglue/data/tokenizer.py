@@ -92,7 +92,7 @@ def require_unicode(text: str) -> None:
 
 
 def encode_beginning(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Encode a text that goes on: with the tokenizer's special prefix, and without what it adds to the end of texts."""
+    """Encode a text that goes on: with the tokenizer's special tokens at the beginning, and none at the end."""
     tokens, alone = tokenizer.encode("b"), tokenizer.encode("b", add_special_tokens=False)
     begins = (at for at in range(len(tokens)) if alone and tokens[at : at + len(alone)] == alone)
     added = len(tokens) - len(alone) - next(begins, len(tokens) - len(alone))

@@ -18,7 +18,7 @@ _TAGS = {
     **{"function_tag": ("function_call",), "system_tag": ("system",)},
 }
 """Names of keys and roles that rows are read with, by the tags that name them."""
-_OTHER_KEYS = ("formatting", "ranking", "columns", "tags", "file_name", "hf_hub_url", "subset", "split", *_ELSEWHERE)
+_KNOWN_KEYS = ("formatting", "ranking", "columns", "tags", "file_name", "hf_hub_url", "subset", "split", *_ELSEWHERE)
 
 
 def described_sources(recipe: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def _source(name: str, known: Mapping[str, Any], folder: Path, rows: Any, where:
     where = f"{where}{name}: "
     if elsewhere := next((key for key in _ELSEWHERE if key in info and "hf_hub_url" not in info), None):
         raise ValueError(f"{where}{elsewhere}: only files and the Hugging Face hub are read: save its rows to a file")
-    if unknown := [key for key, value in info.items() if key not in _OTHER_KEYS and value is not None]:
+    if unknown := [key for key, value in info.items() if key not in _KNOWN_KEYS and value is not None]:
         raise ValueError(f"{where}{', '.join(unknown)} has no counterpart: remove it to go on")
     if not ({"hf_hub_url", "file_name"} & info.keys()):
         raise ValueError(f"{where}it has neither file_name nor hf_hub_url in {folder / _FILE}: add one")

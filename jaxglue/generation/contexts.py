@@ -1,6 +1,5 @@
 """Contexts of layers in generation: packed prompts write keys, values and states to the cache, decoding reads them."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -144,11 +143,8 @@ class DecodeContext(_Appending):
     cache: Any
     """See `PrefillContext`."""
 
-    def __init__(
-        self, cache: Cache, cursor: Cursor, *, fp8: bool = True, following: Mapping[int, Sequence[Any]] | None = None
-    ):
-        """`following` has the weights that are read after another one, by its identity."""
-        self.cache, self._cursor, self.fp8, self.following = cache, cursor, fp8, following or {}
+    def __init__(self, cache: Cache, cursor: Cursor, *, fp8: bool = True):
+        self.cache, self._cursor, self.fp8 = cache, cursor, fp8
         self.layer_input, self._rope, self.ranks = cursor.layer_input, cursor.rope, cursor.places.ranks
         self.latents = "read" if isinstance(cache, LatentPages) else "none"
 

@@ -48,7 +48,7 @@ _SMALLEST_TEXT = 1024
 _MANY_STEPS = 1024
 """Decode steps from which a program of all layers, whose compile time grows with depth, is worth compiling."""
 _COMPILERS, _KINDS = 3, 8
-"""Threads that compile, and kinds of windows whose programs are kept."""
+"""Threads that compile, and kinds of windows whose programs are kept on each device."""
 _TOP = 20
 """Windows that report more likely tokens than their kind does, report a multiple of this, so that few are compiled."""
 _REUSED = 0.7
@@ -172,25 +172,16 @@ class Engine:
             ValueError: before the first answer, an empty prompt, one reaching the model's limit, a token outside its
                 vocabulary, or too little memory; or logits that are not finite.
         """
-        for answer, _, finish in self._run(trainable, frozen, requests, stop, memory, slots, plan, until, whole):
+        options: Any = {"memory": memory, "slots": slots, "plan": plan, "until": until, "whole": whole}
+        for answer, _, finish in self._run(trainable, frozen, requests, stop, **options):
             if finish:
                 yield _completion(answer, finish)
 
     def pieces(
-        self,
-        trainable: Params,
-        frozen: Params,
-        requests: Sequence[Request],
-        stop: Collection[int] = (),
-        *,
-        memory: float | None = None,
-        slots: int | None = None,
-        plan: CachePlan | None = None,
-        until: Until | None = None,
-        whole: bool | None = None,
+        self, trainable: Params, frozen: Params, requests: Sequence[Request], stop: Collection[int] = (), **options: Any
     ) -> Iterator[Piece]:
-        """Yield the answers while they grow; arguments and errors as of `generate`."""
-        for answer, tokens, finish in self._run(trainable, frozen, requests, stop, memory, slots, plan, until, whole):
+        """Yield the answers while they grow; arguments, `options` among them, and errors as of `generate`."""
+        for answer, tokens, finish in self._run(trainable, frozen, requests, stop, **options):
             yield Piece(answer.number, answer.answer, tokens.tolist(), finish)
 
     def stream(
@@ -240,7 +231,9 @@ class Engine:
         for sizes in self._sizes.values():
             sizes.wait()
 
-    def _run(self, trainable, frozen, requests, stop, memory, slots, plan, until, whole):
+    def _run(
+        self, trainable, frozen, requests, stop, *, memory=None, slots=None, plan=None, until=None, whole=None
+    ) -> Iterator[tuple[Answer, Int[np.ndarray, " n"], Finish | None]]:
         """Yield (answer, new tokens, reason if it ended)."""
         if not requests:
             return
@@ -271,7 +264,7 @@ class Engine:
         whole = whole and sharding_of(trees) is None
         leaves = tuple((x.shape, str(x.dtype), _placed(x)) for x in jax.tree.leaves(trees))
         name = plan, kind, whole, leaves
-        if name not in self._sizes and len(self._sizes) >= _KINDS:
+        if name not in self._sizes and len(self._sizes) >= _KINDS * jax.local_device_count():
             del self._sizes[next(iter(self._sizes))]
         sizes = self._sizes.setdefault(name, WindowSizes(plan.slots))
         compiler = self._compiler if whole or (self._ahead and sharding_of(trees) is None) else None
@@ -365,7 +358,7 @@ class Batch:
         self._table.remove(answer)
 
     def close(self) -> None:
-        """Leave out what threads would compile for the answers to come, and wait for what they compile.
+        """Cancel compilations that no thread has begun, and wait for the others.
 
         What follows, such as a training step, has the memory and the device for itself; at the end of the process
         windows under way would abort it.

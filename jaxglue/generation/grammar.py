@@ -17,6 +17,8 @@ from jaxglue.generation.text import CHANNEL, TAGS
 from jaxglue.generation.thinking import Thought, tags_of
 
 _TEXT = "/(?s:.*)/"
+_IN_BRACKETS = re.compile("<.*>", re.DOTALL).fullmatch
+"""Tells added tokens that are special to llguidance, whatever the tokenizer says."""
 _LONGEST = 65_536
 """Characters of a grammar, at most: some take long to compile."""
 
@@ -64,7 +66,10 @@ class Rules:
     """
 
     def __init__(self, tokenizer: Any):
-        self._specials = {token.content: id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        added = {token.content: (id, token.special) for id, token in tokenizer.added_tokens_decoder.items()}
+        self._specials = {text: id for text, (id, special) in added.items() if special or _IN_BRACKETS(text)}
+        self._plain = {text: id for text, id in self._specials.items() if not added[text][1]}
+        """Those that are text to the tokenizer."""
         self._splits = re.compile("|".join(f"({re.escape(token)})" for token in self._specials) or r"(?!)")
         self._names = dict[tuple[str, str], str]()
 
@@ -84,8 +89,11 @@ class Rules:
 
     def until(self, end: str) -> str:
         """Return the body of any text and its end."""
-        special = end in self._specials
-        return f"{self.add(_TEXT)} {self.text(end)}" if special else self.add(_TEXT, f"[suffix={quoted(end)}]")
+        if (special := self._splits.match(end)) is None:
+            return self.add(_TEXT, f"[suffix={quoted(end)}]")
+        tokens = ",".join(str(id) for text, id in self._plain.items() if text != special[0])
+        text = self.add(f"(/(?s:.+)/ | <[{tokens}]>)*") if tokens else self.add(_TEXT)
+        return f"{text} {self.text(end)}"
 
 
 def quoted(text: str) -> str:

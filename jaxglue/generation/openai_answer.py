@@ -23,10 +23,11 @@ class AnswerText:
 
     def __init__(self, call: Call, request: Request):
         self._stops, self._call = request.stop, call
+        self._echo = call.echo[request.index] if call.echo else ""
         added = call.voice.tokenizer.get_added_vocab()
         self._channels, self._tags = CHANNEL in added, tags_of(call.voice.tokenizer)
         self._text = TextStream(call.voice.tokenizer, request.sampling.stop, shown=MARKS if call.functions else ())
-        self._decoder = TokenDecoder(call.voice.tokenizer.backend_tokenizer, skip_special_tokens=False)
+        self._decoder = TokenDecoder(call.voice.tokenizer.backend_tokenizer)
         self._shown, self._shown_thinking = 0, 0
         """Characters that were sent."""
         self._calls, self.count = list[ToolCall](), 0
@@ -70,7 +71,7 @@ class AnswerText:
         if grows and self._call.functions:
             text = shown_before_calls(text, self._call.functions)
         if not self._call.chat:
-            return "", text
+            return "", self._echo + text
         opened = self._call.thinks == Thought.BEGUN
         return split_thinking(text, tags=self._tags, opened=opened, channels=self._channels, grows=grows)
 

@@ -1,7 +1,8 @@
 """Requests of OpenAI's clients: bodies read and checked, with errors that name the parameter."""
 
 import json
-from collections.abc import Callable, Collection
+import re
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +29,6 @@ _SAMPLING: dict[str, tuple[Any, float, float]] = {
     "seed": (int, -(2**53), 2**53),
 }
 """Numbers that a request may set: type, least and greatest value."""
-_IGNORED = {"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
-_KNOWN = {"model", "messages", "prompt", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "n", "stop"}
-_KNOWN |= {"stream", "stream_options", "logit_bias", "logprobs", "top_logprobs", "parallel_tool_calls"}
 _GRAMMARS = {
     "json": (dict, "a JSON schema, as an object or text"),
     "regex": (str, "a regular expression"),
@@ -38,8 +36,19 @@ _GRAMMARS = {
     "grammar": (str, "a grammar in Lark's notation"),
 }
 """Kinds of grammars and their values; requests give `guided_…` or an entry of `structured_outputs`, as in vLLM."""
-_KNOWN |= {"response_format", "structured_outputs", *(f"guided_{kind}" for kind in _GRAMMARS)}
-_KNOWN |= {"chat_template_kwargs", "stop_token_ids"}
+IGNORED = {"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
+_SHARED = {"model", "stop", "stream", "stream_options", "logit_bias", "logprobs", "max_tokens", "n", "stop_token_ids"}
+_SHARED |= {
+    "max_completion_tokens",
+    "structured_outputs",
+    "response_format",
+    *(f"guided_{kind}" for kind in _GRAMMARS),
+    *_SAMPLING,
+}
+CHAT = _SHARED | {"messages", "tools", "tool_choice", "parallel_tool_calls", "top_logprobs"}
+CHAT |= {"chat_template_kwargs", "reasoning_effort"}
+COMPLETION = _SHARED | {"prompt", "echo"}
+"""Parameters of requests."""
 
 
 class BadRequestError(Exception):
@@ -70,12 +79,14 @@ class Call:
     """The tools that the answer may call, with the schemas of their parameters."""
     one_call: bool
     """Leave out calls after the first."""
+    echo: Sequence[str]
+    """Texts before the answers of completions, one for each prompt; empty for none."""
     named: bool
     """The request names the tool to call: an answer that calls it has stopped, as OpenAI says."""
 
 
-async def read_body(http: HttpRequest) -> dict[str, Any]:
-    """Return the body's object.
+async def read_body(http: HttpRequest, known: Collection[str]) -> dict[str, Any]:
+    """Return the body's object, with parameters among those known; others that may be ignored are there, too.
 
     Raises:
         BadRequestError: it is too large, or no JSON object.
@@ -92,7 +103,7 @@ async def read_body(http: HttpRequest) -> dict[str, Any]:
         raise BadRequestError(f"the body is no JSON: {error}") from error
     if not isinstance(body, dict):
         raise BadRequestError("the body must be a JSON object")
-    known = _KNOWN | _IGNORED | _SAMPLING.keys()
+    known = IGNORED.union(known)
     if unknown := [name for name in sorted(body.keys() - known) if body[name]]:  # they would change the answer
         raise BadRequestError(f"unknown or unsupported parameters: {', '.join(unknown)}", parameter=unknown[0])
     return body
@@ -135,7 +146,8 @@ def read_sampling(body: dict[str, Any], defaults: SamplingConfig, room: int, mos
     given = {name: read_number(body, name, *limits) for name, limits in _SAMPLING.items()}
     settings = {name: getattr(defaults, name) for name in _SAMPLING} | {"seed": seed}
     settings |= {name: value for name, value in given.items() if value is not None}
-    name = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+    names = ("max_completion_tokens", "max_output_tokens")
+    name = next((name for name in names if body.get(name) is not None), "max_tokens")
     tokens = read_number(body, name, int, 1, most)
     stop = defaults.stop if body.get("stop") is None else _stops(body)
     return SamplingConfig(**settings, max_tokens=room if tokens is None else tokens, stop=stop)
@@ -165,6 +177,14 @@ def read_log_probs(body: dict[str, Any], *, chat: bool) -> int | None:
     return count or 0 if body.get("logprobs") else None
 
 
+def read_echo(body: dict[str, Any]) -> bool:
+    """Return whether a completion repeats its prompt, for which there are no log-probabilities."""
+    echo = read_flag(body, "echo") or False
+    if echo and body.get("logprobs") is not None:
+        raise BadRequestError("echo repeats the prompt without log-probabilities: leave out logprobs", parameter="echo")
+    return echo
+
+
 def read_flag(body: dict[str, Any], name: str) -> bool | None:
     """Return a truth value of the body; None without it."""
     if not isinstance(value := body.get(name), bool | None):
@@ -172,12 +192,23 @@ def read_flag(body: dict[str, Any], name: str) -> bool | None:
     return value
 
 
-def read_variables(body: dict[str, Any]) -> dict[str, Any]:
-    """Return further variables for the chat template."""
+def read_variables(body: dict[str, Any], template: str) -> dict[str, Any]:
+    """Return further variables for the chat template; effort is its own variable, or thinking at all."""
     given = body.get("chat_template_kwargs")
     if not isinstance(given, dict | None):
         raise BadRequestError("chat_template_kwargs must be an object", parameter="chat_template_kwargs")
-    return given or {}
+    if (effort := body.get("reasoning_effort")) is None:
+        return given or {}
+    if not isinstance(effort, str):
+        raise BadRequestError("reasoning_effort must be a text", parameter="reasoning_effort")
+    effort_or_thinking = {"reasoning_effort": effort, "enable_thinking": effort != "none", "thinking": effort != "none"}
+    for name, value in effort_or_thinking.items():
+        if re.search(rf"(?<![.\w'\"]){name}(?![\w'\"])", template) and not (
+            name == "reasoning_effort" and effort == "none"
+        ):
+            return {name: value, **(given or {})}
+    message = f"the model's chat template knows no effort of reasoning, such as {effort!r:.40}"
+    raise BadRequestError(message, parameter="reasoning_effort")
 
 
 def read_number(body: dict[str, Any], name: str, kind: Any, least: float, greatest: float) -> Any:
@@ -258,7 +289,7 @@ def read_tool_choice(body: dict[str, Any], functions: Collection[str]) -> list[s
 def read_grammar(
     body: dict[str, Any], grammars: Callable[[], Grammars], calls: str | None = None, *, thinks: Thought = Thought.NONE
 ) -> Grammar | None:
-    """Return what the answer may be, if the body says it.
+    """Return the grammar of the answer, if the body gives one.
 
     Args:
         body: of the request.

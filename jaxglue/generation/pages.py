@@ -185,17 +185,22 @@ def _delta_values(config: DecoderConfig) -> int:
     return 3 * delta.channels + 3 * delta.value_width + states
 
 
-def free_bytes(limit: float = math.inf) -> float:
-    """Return the free memory of the fullest device within a limit of its use; on CPUs, half of the host's."""
-    if all(devices := [device.memory_stats() for device in jax.local_devices()]):
-        return min(min(limit, stats["bytes_limit"]) - stats["bytes_in_use"] for stats in devices)
+def free_bytes(limit: float = math.inf, device: jax.Device | None = None) -> float:
+    """Return a device's free memory within a limit of its use; on CPUs, half of the host's.
+
+    Args:
+        limit: bytes that may be in use.
+        device: by default the first.
+    """
+    if stats := (device or jax.local_devices()[0]).memory_stats():
+        return min(limit, stats["bytes_limit"]) - stats["bytes_in_use"]
     return min(limit, psutil.virtual_memory().available / 2)
 
 
 class PagePool:
     """Pages with the number of their holders; page 0 is nobody's.
 
-    Free pages keep what they hold until they are taken: those with a name are taken last, the oldest first.
+    Free pages keep their contents until they are taken: those with a name last, the oldest first.
     """
 
     def __init__(self, pages: int):
@@ -230,7 +235,7 @@ class PagePool:
                 self._free.append(page)
 
     def name(self, pages: Iterable[int], names: Iterable[bytes]) -> None:
-        """Name held pages by what they hold; names that are given stay where they are."""
+        """Name held pages by their contents; pages and names that have one another already stay so."""
         for page, name in zip(pages, names, strict=False):
             if name not in self._named and page not in self._names:
                 self._named[name], self._names[page] = page, name
@@ -255,7 +260,7 @@ class PagePool:
 
 
 def page_names(tokens: Int[np.ndarray, " n"], ranks: Bool[np.ndarray, " R"] | None = None) -> list[bytes]:
-    """Return a name for each full page of a text, which says what it holds, all before it, and the ranks in use."""
+    """Return a digest for each full page of a text, of its tokens, those before them, and the ranks in use."""
     names, name = list[bytes](), b"" if ranks is None else ranks.tobytes()
     for page in np.asarray(tokens, np.int32)[: len(tokens) // PAGE * PAGE].reshape(-1, PAGE):
         name = hashlib.blake2b(name + page.tobytes(), digest_size=16).digest()

@@ -18,7 +18,6 @@ from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, CachePlan, ring_table
 from jaxglue.generation.sampling import Controls, Counts, Features, Sampled, sample
 from jaxglue.models.config import DecoderConfig, LayerKind
 from jaxglue.models.context import LatentCache, PackedContext
-from jaxglue.models.layers import Attention, GatedMLP
 from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
 from jaxglue.models.vocabulary import extended_matrix, with_low_rank
 from jaxglue.ops.cross_entropy import cap_logits
@@ -99,17 +98,9 @@ class CachedLayer:
         x = layer(x, context) if whole else by_tiles(layer, x, packed, context)
         return x, context.cache
 
-    def _decode(self, weights: Trees, x, cache: Cache, cursor: Cursor, after: Sequence[Any] = ()):
-        layer = merge_module(self._graphdef, *weights)
-        context = DecodeContext(cache, cursor, fp8=self._fp8, following=_following(layer, after))
-        return layer(x, context), context.cache
-
-    def first_weights(self, weights: Trees) -> Sequence[Any]:
-        """Return the weights that the layer reads first, while a program of several is traced; none where unknown."""
-        if not isinstance(jax.tree.leaves(weights)[0], jax.core.Tracer):
-            return ()
-        mixer = merge_module(self._graphdef, *weights).mixer
-        return [linear.weight.get_value() for linear in mixer.linears[:-1]] if isinstance(mixer, Attention) else ()
+    def _decode(self, weights: Trees, x, cache: Cache, cursor: Cursor):
+        context = DecodeContext(cache, cursor, fp8=self._fp8)
+        return merge_module(self._graphdef, *weights)(x, context), context.cache
 
     def _extend(self, weights: Trees, x, cache: Cache, cursor: Cursor):
         context = ExtendContext(cache, cursor, fp8=self._fp8)
@@ -179,7 +170,7 @@ class Programs:
         return caches
 
     def extend(self, trees: Trees, tokens: Int[Array, " T"], cursor: Cursor, caches: list[Cache]) -> list[Cache]:
-        """Write the keys and values of texts that go on behind what is in their pages; the cursor's rope is not read.
+        """Write the keys and values of texts that go on, behind those in their pages; the cursor's rope is not read.
 
         Each token has a row of the cursor's, as decoding sequences have.
         """
@@ -220,7 +211,7 @@ class Programs:
     def window_by_layers(
         self, trees: Trees, slots: Sequences, caches: list[Cache], window: Window, *, steps: int, **static: Any
     ) -> tuple[Sequences, list[Cache], list[Sampled]]:
-        """Compute `window` layer by layer and step by step; return a list of what the steps sampled."""
+        """Compute `window` layer by layer and step by step; return a list of the steps' samples."""
         sequences, caches, out = self._begin(slots, window), list(caches), []
         for step in range(steps):
             masks = _masks(window, step == 0)
@@ -270,11 +261,9 @@ class Programs:
         """Decode a token of each sequence, of those in `masks`; return (sequences, caches, sampled)."""
         x, cursor, own = self._embed_slots(_part(trees, "embed_tokens"), sequences, window, plan=plan)
         caches = list(caches)
-        layers = list(self._layer_weights(trees))
-        for i, (layer, weights) in enumerate(layers):
+        for i, (layer, weights) in enumerate(self._layer_weights(trees)):
             cursor = cursor if own is None else replace(cursor, layer_input=own[i])
-            after = [weight for next_layer, its in layers[i + 1 : i + 2] for weight in next_layer.first_weights(its)]
-            x, caches[i] = layer.decode(weights, x, caches[i], cursor, after)
+            x, caches[i] = layer.decode(weights, x, caches[i], cursor)
         output = _part(trees, "norm"), _part(trees, self._output_name)
         sequences, sampled = self._advance(*output, x, sequences, window, masks, features=features)
         return sequences, caches, sampled
@@ -319,7 +308,7 @@ class Programs:
         *,
         features: Features,
     ) -> tuple[Sequences, Sampled]:
-        """Return the sequences after their next tokens, and what was sampled."""
+        """Return the sequences after their next tokens, and the sample."""
         norm = merge_module(self._graphdefs.norm, *norm_weights)
         output = merge_module(self._graphdefs.output, *output_weights)
         logits = project(with_low_rank(output, norm(x[0])), extended_matrix(output), jnp.float32)
@@ -391,14 +380,6 @@ def _count_prompts(counts: Counts, slots, tokens, new) -> Counts:
     seen = counts.seen.at[slots].set(False).at[rows, known].set(True, mode="drop")
     answered = counts.answered.at[slots].set(0).at[rows, known].add(new.astype(jnp.int32), mode="drop")
     return Counts(seen=seen, answered=answered)
-
-
-def _following(layer: Any, after: Sequence[Any]) -> dict[int, Sequence[Any]]:
-    """Return the weights that are read after another one, by its identity; `after` those of the next layer."""
-    if not isinstance(layer.mixer, Attention) or not isinstance(layer.mlp, GatedMLP):
-        return {}
-    output, gate, up, down = (linear.weight.get_value() for linear in (layer.mixer.linears[-1], *layer.mlp.linears))
-    return {id(output): (gate, up), id(up): (down,), id(down): after}
 
 
 def _part(trees: Trees, name: str) -> Any:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jaxglue.ops.sampling import Choice, Truncation, choose_tokens
+from jaxglue.ops.sampling import Choice, Truncation, choose_tokens, likeliest
 from jaxglue.ops.sampling.reference import at, divisors, normalizer
 
 _ALL, _AGAIN = np.uint32(0xFFFFFFFF), 1 << 30
@@ -139,7 +139,7 @@ def sample(
         normalizers = normalizer(logits, logits.max(-1))
         model_log_probs = at(logits, choice.tokens) - normalizers
         choice = choice._replace(normalizers=normalizers, model_log_probs=model_log_probs)
-    top_values, top_tokens = jax.lax.top_k(logits, features.top)
+    top_values, top_tokens = likeliest(logits, features.top)
     return Sampled(
         tokens=choice.tokens,
         log_probs=choice.log_probs,

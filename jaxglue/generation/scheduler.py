@@ -135,29 +135,26 @@ class Work:
     @property
     def rows(self) -> Iterator[list[Prefill]]:
         """Yield prompts that share a row of `PREFILL_TOKENS`, or one that is longer."""
-        row, used = list[Prefill](), 0
-        for prompt in self.prompts:
-            if row and used + len(prompt.tokens) > PREFILL_TOKENS:
-                yield row
-                row, used = [], 0
-            row.append(prompt)
-            used += len(prompt.tokens)
-        if row:
-            yield row
+        return _packed(self.prompts, PREFILL_TOKENS)
 
     @property
     def suffix_rows(self) -> Iterator[list[Prefill]]:
         """Yield suffixes that share a row of `LONGEST_SUFFIX` tokens."""
-        row, used = list[Prefill](), 0
-        for suffix in self.suffixes:
-            count = len(suffix.tokens) - suffix.begin
-            if row and used + count > LONGEST_SUFFIX:
-                yield row
-                row, used = [], 0
-            row.append(suffix)
-            used += count
-        if row:
+        return _packed(self.suffixes, LONGEST_SUFFIX)
+
+
+def _packed(prefills: Sequence[Prefill], most: int) -> Iterator[list[Prefill]]:
+    """Yield those that share a row of so many tokens, in order; a longer one is alone."""
+    row, used = list[Prefill](), 0
+    for prefill in prefills:
+        count = len(prefill.tokens) - prefill.begin
+        if row and used + count > most:
             yield row
+            row, used = [], 0
+        row.append(prefill)
+        used += count
+    if row:
+        yield row
 
 
 class Scheduler:

@@ -5,8 +5,9 @@ import hmac
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -23,11 +24,14 @@ from jaxglue.generation.chat import Assistant, Voice
 from jaxglue.generation.config import ServeConfig
 from jaxglue.generation.openai_answer import AnswerText, usage
 from jaxglue.generation.openai_request import (
+    CHAT,
+    COMPLETION,
     BadRequestError,
     Call,
     read_biases,
     read_body,
     read_count,
+    read_echo,
     read_flag,
     read_grammar,
     read_log_probs,
@@ -39,6 +43,7 @@ from jaxglue.generation.openai_request import (
     read_usage,
     read_variables,
 )
+from jaxglue.generation.openai_responses import RESPONSE, ResponseWriter, chat_body
 from jaxglue.generation.prompts import encode_prompt, render_messages
 from jaxglue.generation.scheduler import Request
 from jaxglue.generation.service import EndedError, Event, FullError, Service, Ticket, TooLongError
@@ -63,6 +68,7 @@ class _Server:
             Route("/v1/models", self._guarded(self._models)),
             Route("/v1/models/{name:path}", self._guarded(self._model)),
             Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
+            Route("/v1/responses", self._guarded(self._respond), methods=["POST"]),
             Route("/v1/completions", self._guarded(self._complete), methods=["POST"]),
             Route("/health", self._health),
         ]
@@ -126,28 +132,48 @@ class _Server:
         return BadRequestError(message, 404, code="model_not_found", parameter="model")
 
     async def _chat(self, http: HttpRequest) -> Response:
-        body = await read_body(http)
+        return await self._answer(http, await self._chat_call(await read_body(http, CHAT)))
+
+    async def _respond(self, http: HttpRequest) -> Response:
+        body = await read_body(http, RESPONSE)
+        call = await self._chat_call(chat_body(body))
+        answers, writer = _Answers(self._service, call), ResponseWriter(body, call)
+        if call.stream:
+            return _EventStream(_response_events(writer, call, answers), answers)
+        await _finished(http, answers)
+        (answer,) = answers.texts
+        for _ in chain(writer.add(answer.choice(0)["message"]), writer.end(answer, usage(call.requests, [answer]))):
+            pass
+        return JSONResponse(writer.response)
+
+    async def _chat_call(self, body: dict[str, Any]) -> Call:
+        """Return a parsed chat."""
         tools = None if body.get("tool_choice") == "none" else body.get("tools")
         chat = read_chat(read_messages(body), tools, "messages")
         if self._config.system is not None:
             chat = chat.with_system(self._config.system)
         schemas, voice = schemas_of(chat.tools), self._voice(body)[1]
-        template, text = render_messages(voice.tokenizer, chat, variables=read_variables(body))
+        source = str(voice.tokenizer.chat_template)
+        if "developer" not in source:  # such templates would leave the message out
+            chat = chat.with_developer_as_system()
+        template, text = render_messages(voice.tokenizer, chat, variables=read_variables(body, source))
         tokens = await asyncio.to_thread(template.encode, text)  # beside the streams of others, however long it is
         calls = _forced_calls(body, schemas, voice)
         options: dict[str, Any] = {"schemas": schemas, "calls": calls, "thinks": thought_after(text)}
-        return await self._answer(http, await self._call(body, [tokens], chat=True, **options))
+        return await self._call(body, [tokens], chat=True, **options)
 
     async def _complete(self, http: HttpRequest) -> Response:
-        body = await read_body(http)
+        body = await read_body(http, COMPLETION)
         tokenizer, encoded = self._voice(body)[1].tokenizer, list[list[int]]()
+        echo = read_echo(body)
         for prompt in read_prompts(body):
             if isinstance(prompt, str):
                 prompt = await asyncio.to_thread(encode_prompt, tokenizer, prompt, raw=True)
             if not prompt:  # an empty text, which some tokenizers begin with a token
                 raise BadRequestError("prompt must not be empty: this tokenizer puts no token before it")
             encoded.append(prompt)
-        return await self._answer(http, await self._call(body, encoded, chat=False))
+        texts = [p if isinstance(p, str) else str(tokenizer.decode(p)) for p in read_prompts(body)] if echo else []
+        return await self._answer(http, await self._call(body, encoded, chat=False, echo=texts))
 
     async def _call(
         self,
@@ -158,6 +184,7 @@ class _Server:
         schemas: Mapping[str, dict[str, Any]] = MappingProxyType({}),
         calls: str | None = None,
         thinks: Thought = Thought.NONE,
+        echo: Sequence[str] = (),
     ) -> Call:
         """Return a parsed request."""
         self._requests += 1
@@ -185,6 +212,7 @@ class _Server:
             log_probs=log_probs,
             chat=chat,
             thinks=thinks,
+            echo=echo,
             functions=parameters_of(schemas),
             one_call=read_flag(body, "parallel_tool_calls") is False,
             named=isinstance(body.get("tool_choice"), dict),
@@ -195,13 +223,7 @@ class _Server:
         if call.stream:
             head = _head(call, stream=True)
             return _EventStream(_chunks(head, call, answers), answers)
-        hung_up = asyncio.create_task(_hang_up(http, answers))
-        try:
-            async for _ in answers.progress():
-                pass
-        finally:
-            hung_up.cancel()
-            answers.cancel()
+        await _finished(http, answers)
         choices = [text.choice(index) for index, text in enumerate(answers.texts)]
         counts = usage(call.requests, answers.texts)
         return JSONResponse({**_head(call, stream=False), "choices": choices, "usage": counts})
@@ -304,6 +326,33 @@ async def _chunks(head: dict[str, Any], call: Call, answers: _Answers) -> AsyncI
         yield _sent(_error_body(str(error), error.status))
 
 
+async def _response_events(writer: ResponseWriter, call: Call, answers: _Answers) -> AsyncIterator[str]:
+    """Yield server-sent events of a response."""
+    (answer,) = answers.texts
+    try:
+        for event in writer.begin():
+            yield _sent(event, event["type"])
+        async for _ in answers.progress():
+            if chunk := answer.chunk(0):
+                for event in writer.add(chunk["delta"]):
+                    yield _sent(event, event["type"])
+        for event in writer.end(answer, usage(call.requests, [answer])):
+            yield _sent(event, event["type"])
+    except BadRequestError as error:
+        yield _sent(_error_body(str(error), error.status), "error")
+
+
+async def _finished(http: HttpRequest, answers: _Answers) -> None:
+    """Wait for answers, unless the client hangs up."""
+    hung_up = asyncio.create_task(_hang_up(http, answers))
+    try:
+        async for _ in answers.progress():
+            pass
+    finally:
+        hung_up.cancel()
+        answers.cancel()
+
+
 async def _hang_up(http: HttpRequest, answers: _Answers) -> None:
     """Wait until the client hangs up, and leave the answers: none of them may have a slot, and so any news."""
     while (await http.receive())["type"] != "http.disconnect":
@@ -321,8 +370,9 @@ def _described(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "jaxglue"}
 
 
-def _sent(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+def _sent(value: dict[str, Any], kind: str | None = None) -> str:
+    name = f"event: {kind}\n" if kind else ""
+    return f"{name}data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}

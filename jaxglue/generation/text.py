@@ -77,7 +77,7 @@ def stream_text(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> It
     Special tokens are skipped but those that separate thinking from the answer; with channels (GPT-OSS) none is.
     """
     hidden = _hidden(tokenizer)
-    stream = TokenDecoder(tokenizer.backend_tokenizer, skip_special_tokens=False)
+    stream = TokenDecoder(tokenizer.backend_tokenizer)
     for token in tokens:
         if token not in hidden and (piece := stream.add(token)):
             yield piece
@@ -102,7 +102,7 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Sequence[str], *, shown: Collection[str] = ()):
-        self._decoder = TokenDecoder(tokenizer.backend_tokenizer, skip_special_tokens=False)
+        self._decoder = TokenDecoder(tokenizer.backend_tokenizer)
         self._hidden, self._ends, self._held = _hidden(tokenizer, shown), ends, ""
         self.text = ""
         """Text certain to be shown."""

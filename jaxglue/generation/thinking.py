@@ -1,7 +1,9 @@
 """Thinking in the text of an answer, apart from what it says: between tags, or in GPT-OSS's channels."""
 
 import re
+from collections.abc import Iterable, Iterator
 from enum import Enum
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -24,7 +26,7 @@ class Thought(Enum):
 
 
 def thought_after(prompt: str) -> Thought:
-    """Return how the answer to a prompt begins, of which the end is enough."""
+    """Return the state in which the answer to a prompt begins; the prompt's end is enough."""
     text = prompt.rstrip()
     if text.endswith(tuple(tags.begin.rstrip() for tags in TAGS)):
         return Thought.BEGUN
@@ -41,7 +43,7 @@ def tags_of(tokenizer: PreTrainedTokenizerBase) -> Tags | None:
 def split_thinking(
     text: str, *, tags: Tags | None = None, opened: bool, channels: bool, grows: bool = False
 ) -> tuple[str, str]:
-    """Return what an answer thinks and what it says; of a text that grows, what is certain of both.
+    """Return an answer's thought and its text; while it grows, the certain part of each.
 
     Args:
         text: the answer without its tool calls.
@@ -62,6 +64,22 @@ def split_thinking(
     if grows and not ended:
         thought = cut(thought, (end,))[0]
     return thought.strip(), said.lstrip()
+
+
+def said(pieces: Iterable[str], tokenizer: PreTrainedTokenizerBase, thinks: Thought) -> Iterator[str]:
+    """Yield what an answer in pieces says after its thinking; all of it if it does not think."""
+    if thinks == Thought.NONE:
+        yield from pieces
+        return
+    settings: dict[str, Any] = {"tags": tags_of(tokenizer), "opened": thinks == Thought.BEGUN}
+    settings["channels"] = CHANNEL in tokenizer.get_added_vocab()
+    text, shown = "", 0
+    for piece in pieces:
+        text += piece
+        new = split_thinking(text, **settings, grows=True)[1][shown:]
+        shown += len(new)
+        yield new
+    yield split_thinking(text, **settings)[1][shown:]
 
 
 def _by_channels(text: str) -> tuple[str, str]:

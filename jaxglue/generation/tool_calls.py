@@ -89,7 +89,7 @@ def shown_before_calls(text: str, functions: Collection[str] = ()) -> str:
     """Return the beginning of a growing text that certainly is no tool call.
 
     Args:
-        text: what has come.
+        text: received so far.
         functions: names of those that may be called.
     """
     thinking, answer = _after_thinking(text)
@@ -119,7 +119,7 @@ def split_calls(text: str, functions: dict[str, dict[str, Any]]) -> tuple[str, l
 
 
 def _after_thinking(text: str) -> tuple[str, str]:
-    """Return a text up to the end of its thinking, and what follows it."""
+    """Return a text up to the end of its thinking, and the rest."""
     end = max(text.rfind(tags.end) + len(tags.end) if tags.end in text else 0 for tags in TAGS)
     return text[:end], text[end:]
 

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxglue.data.progress import DataProgress
-from jaxglue.hf.adapter import Adapter, check_adapter, load_adapter, vocabulary_matrix
+from jaxglue.hf.adapter import Adapter, load_adapter, vocabulary_matrix
+from jaxglue.hf.adapter_check import check_adapter
 from jaxglue.hf.adapter_tensors import SCORE
 from jaxglue.hf.checkpoint import HEAD, find_tensors, load_tensors, open_checkpoint, read_config
 from jaxglue.hf.experts import expand

@@ -13,7 +13,8 @@ import numpy as np
 
 from jaxglue.atomic import atomic_folder, require_empty
 from jaxglue.data.progress import DataProgress
-from jaxglue.hf.adapter import Adapter, check_adapter, load_adapter, vocabulary_matrix, warn_of_adapter_inside
+from jaxglue.hf.adapter import Adapter, load_adapter, vocabulary_matrix, warn_of_adapter_inside
+from jaxglue.hf.adapter_check import check_adapter
 from jaxglue.hf.adapter_tensors import MAGNITUDE, SCORE
 from jaxglue.hf.checkpoint import HEAD, open_checkpoint, read_config, stored_form, untie_files
 from jaxglue.hf.experts import expert_parts, find_source, part_shape, read_expanded

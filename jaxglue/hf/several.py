@@ -8,7 +8,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Bool
 
-from jaxglue.hf.adapter import Adapter, check_adapter, load_adapter
+from jaxglue.hf.adapter import Adapter, load_adapter
+from jaxglue.hf.adapter_check import check_adapter
 from jaxglue.hf.identity import Identity
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.linear import Linear

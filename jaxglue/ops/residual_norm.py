@@ -38,8 +38,9 @@ def residual_norm(
     context: Conditions,
 ) -> tuple[Float[Array, "*B D"], Normed]:
     """Return a residual stream x and its `rms_norm` for this reader, whose gradients are added in one pass."""
+    gated = isinstance(reader, GatedInput)
     projections = reader.parts[:2] if isinstance(reader, GatedInput) else reader
-    if projections and few_rows_read_fp8(x, projections, context):
+    if projections and few_rows_read_fp8(x, projections, context, gated=gated):
         return residual_norm_fp8(x, weight, eps, style)
     if ranks_of(projections, context) is not None:
         return stream_norm(x, weight, eps, style)  # which the adapters read

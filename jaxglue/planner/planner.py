@@ -162,7 +162,7 @@ class Planner:
         return [plan for plan in self.plans(host_memory, weights) if self.fits(plan, host_memory)]
 
     def _may_fit(self, host_memory: float, weights: str) -> bool:
-        """Return whether GPU and host together hold what the smallest of `plans` needs, found without most traces."""
+        """Return whether GPU and host together hold the smallest of `plans`, found without most traces."""
         small: list[RematPolicy | Sequence[RematPolicy]] = [PRESETS["full"], *self.candidates.smallest_groups()]
         needed = [self.memory(policies, weights=DEVICE if weights == AUTO else weights) for policies in small]
         return min(map(sum, needed)) <= self.candidates.room + host_memory

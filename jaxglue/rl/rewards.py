@@ -28,6 +28,7 @@ from jaxglue.generation.config import AssistantConfig
 from jaxglue.generation.scoring import RewardModel
 from jaxglue.rl.config import RolloutConfig
 from jaxglue.rl.environment import Episode, Reply
+from jaxglue.rl.given import GIVEN, ask_given
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.sampler import Sample
 
@@ -194,9 +195,14 @@ class Judge:
         """
         rewards = [("--reward", spec) for spec in self.specs if spec.file]
         for flag, spec in rewards if self._environment is None else [*rewards, ("--environment", self._environment)]:
+            if (spec.name, spec.file) == ("math", str(_CHECKS)) and not {"answer", "solution"} & {*columns}:
+                raise ValueError(
+                    f"--reward math needs a column answer or solution; rows have {', '.join(sorted(columns))}"
+                )
             known = {"columns": sorted(columns), "replies": spec is self._environment}
-            reply = self._processes[0].check(spec, known)
-            name = spec.function if spec.file == str(_CHECKS) else f"{spec.file}:{spec.function}"
+            request = _named(spec) | {"check": True} | known
+            reply = ask_given(request) if spec.file == GIVEN else self._processes[0].check(spec, known)
+            name = spec.function if spec.file in (str(_CHECKS), GIVEN) else f"{spec.file}:{spec.function}"
             if limit := reply.get("limit"):
                 raise ValueError(f"{flag} {name}: its import reached {limit}")
             if error := reply.get("error"):
@@ -291,7 +297,10 @@ class Judge:
         """Return the reply of a process; None beyond a limit, with a line; raise ValueError if the function fails."""
         process = self._free.get()
         try:
-            reply = process.ask(spec, request, self._timeout)
+            if spec.file == GIVEN:
+                reply = ask_given(_named(spec) | request)
+            else:
+                reply = process.ask(spec, request, self._timeout)
         finally:
             self._free.put(process)
         if limit := reply.get("limit"):

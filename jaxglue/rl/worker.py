@@ -126,11 +126,10 @@ async def _gathered(calls: list[Any]) -> list[Any]:
     return list(await asyncio.gather(*calls))
 
 
-def reply(line: str) -> dict[str, Any]:
-    """Return the reply to a request: its rewards, or the error."""
-    request = json.loads(line)
+def reply(request: dict[str, Any], find: Callable[[str, str], Callable[..., Any]] = load) -> dict[str, Any]:
+    """Return the reply to a request: its rewards, or the error; `find` returns the function of a file."""
     try:
-        function = load(request["file"], request["function"])
+        function = find(request["file"], request["function"])
         if request.get("check"):
             check_options(function, request["options"])
             if (columns := request.get("columns")) is not None:
@@ -170,7 +169,7 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (bytes_, bytes_))
     with contextlib.suppress(KeyboardInterrupt):
         for line in requests:
-            replies.write(json.dumps(reply(line)) + "\n")
+            replies.write(json.dumps(reply(json.loads(line))) + "\n")
             replies.flush()
 
 

@@ -16,6 +16,9 @@ from jaxglue.ops.collectives import divide_equally, per_device, reduce_scatter
 from jaxglue.sharding.rules import Layout, is_tensor_parallel, param_name
 from jaxglue.sharding.specs import axes_tuple, dimension_of, make_spec, spec_axes
 
+_SMALL = 2**22
+"""Most values of an array that travels with others."""
+
 
 def gather(layout: Layout, shards: Any, specs: Any) -> Any:
     """Gather parameters stored as `specs` over `fsdp`, in `Layout.gathered_dtype`. Per device."""
@@ -82,10 +85,6 @@ def sum_partials(layout: Layout, partials: Any, prefix: str = "") -> Any:
 
     rows = [make_spec([over, *map(axes_tuple, spec)]) for over, spec in zip(axes, specs, strict=True)]
     return jax.tree.unflatten(treedef, per_device(program, layout.mesh, (rows,), specs)(leaves))
-
-
-_SMALL = 2**22
-"""Most values of an array that travels with others."""
 
 
 def _sum_over(arrays: list[Array], axes: list[tuple[str, ...]]) -> list[Array]:

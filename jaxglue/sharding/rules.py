@@ -23,13 +23,13 @@ RULES: tuple[tuple[str, P], ...] = (
     # parameter                                                     axes that split each of its dimensions
     (r"\.experts\.\w+_proj(_bias|\.lora_A|\.lora_B)$",              P("expert")),
     (r"\.experts\.\w+_proj(_[a-z]+)?$",                             P("expert", "fsdp")),  # [E, ·, ·], also parts
-    (rf"\.experts\.\w+_proj(\.weight)?\.rows{_ARRAY}$",            P(("expert", "fsdp"))),  # [E·out, ·]
-    (r"\.experts\.\w+_proj(\.weight)?\.rows\.scale_absmax$",       P("expert")),
+    (rf"\.experts\.\w+_proj(\.weight)?\.rows{_ARRAY}$",             P(("expert", "fsdp"))),  # [E·out, ·]
+    (r"\.experts\.\w+_proj(\.weight)?\.rows\.scale_absmax$",        P("expert")),
     (rf"(embed_tokens|lm_head)\.weight{_ARRAY}$",                   P("fsdp")),  # [V, D]
     (rf"\.(q|k|v|gate|up)_proj\.weight{_ARRAY}$",                   P(("tensor", "fsdp"))),  # [out, in]
-    (rf"\.(qkv|gate_up)_proj\.weight{_ARRAY}$",                    P("fsdp")),
+    (rf"\.(qkv|gate_up)_proj\.weight{_ARRAY}$",                     P("fsdp")),
     (rf"\.(o|down)_proj\.weight{_ARRAY}$",                          P("fsdp", "tensor")),
-    (rf"\.(q_a|q_b|kv_b)_proj\.weight{_ARRAY}$|\.kv_a_proj_with_mqa\.weight{_ARRAY}$", P("fsdp")),
+    (rf"\.((q_a|q_b|kv_b)_proj|kv_a_proj_with_mqa)\.weight{_ARRAY}$", P("fsdp")),
     (rf"\.(in_proj_(qkv|z)|out_proj)\.weight{_ARRAY}$",             P("fsdp")),
     (r"\.(q|k|v|gate|up)_proj\.(bias|lora_B)$|\.sinks$",            P("tensor")),
     (r"\.(o|down)_proj\.lora_A$",                                   P(None, "tensor")),

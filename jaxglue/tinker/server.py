@@ -21,9 +21,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -33,8 +30,9 @@ from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.scheduler import Request
 from jaxglue.json_file import parse_json
 from jaxglue.models.parameters import Params
-from jaxglue.session import Loss, Session, TokenDocument
+from jaxglue.session import Session
 from jaxglue.terminal import echo
+from jaxglue.tinker.losses import find_loss, read_document
 from jaxglue.tinker.wire import LossRequest, loss_response, read_loss_request, sample_response
 from jaxglue.training.optimizer_objects import SteppedAdam
 
@@ -233,8 +231,8 @@ class TinkerServer:
         return info | {"model_data": data, "is_lora": True, "lora_rank": model.rank}
 
     def _forward_backward(self, request: LossRequest) -> bytes:
-        model, loss = self._model({"model_id": request.model_id}), _loss(request.loss, request.config)
-        documents = [_document(datum.tokens, datum.inputs, loss.columns) for datum in request.data]
+        model, loss = self._model({"model_id": request.model_id}), find_loss(request.loss, request.config)
+        documents = [read_document(datum.tokens, datum.inputs, loss.columns) for datum in request.data]
         total, log_probs = model.session.forward_backward_tokens(
             documents, loss.function, backward=not request.forward_only
         )
@@ -304,88 +302,6 @@ class TinkerServer:
         stops = None if given.get("stop") is None else _stops(session, given["stop"])
         done = sorted(session.sample_tokens([request], stops, sampler.weights), key=lambda each: each.answer)
         return sample_response([(each.tokens, each.log_probs, each.finish == "stop") for each in done])
-
-
-class _TokenLoss(NamedTuple):
-    function: Loss
-    columns: tuple[str, ...]
-
-
-def _loss(name: str, config: Mapping[str, float]) -> _TokenLoss:
-    """Return one of Tinker's losses; equal ones are one object, so that its programs are compiled once."""
-    key = name, tuple(sorted(config.items()))
-    if key not in _LOSSES:
-        if name not in _MAKERS:
-            raise ValueError(f"loss_fn: expected {', '.join(_MAKERS)}, got {name!r:.100}")
-        make, columns, defaults = _MAKERS[name]
-        if unknown := sorted(config.keys() - defaults.keys()):
-            raise ValueError(f"loss_fn_config: {', '.join(unknown)} is not for {name}")
-        _LOSSES[key] = _TokenLoss(make(**{**defaults, **config}), columns)
-    return _LOSSES[key]
-
-
-_LOSSES: dict[Any, _TokenLoss] = {}
-
-
-def _cross_entropy() -> Loss:
-    return lambda log_probs, columns: -columns["weights"] * log_probs
-
-
-def _importance_sampling() -> Loss:
-    return lambda log_probs, columns: -jnp.exp(log_probs - columns["logprobs"]) * columns["advantages"]
-
-
-def _ppo(clip_low_threshold: float, clip_high_threshold: float) -> Loss:
-    def loss(log_probs: Any, columns: Mapping[str, Any]) -> Any:
-        ratio = jnp.exp(log_probs - columns["logprobs"])
-        clipped = jnp.clip(ratio, clip_low_threshold, clip_high_threshold)
-        return -jnp.minimum(ratio * columns["advantages"], clipped * columns["advantages"])
-
-    return loss
-
-
-def _cispo(clip_low_threshold: float, clip_high_threshold: float) -> Loss:
-    def loss(log_probs: Any, columns: Mapping[str, Any]) -> Any:
-        ratio = jnp.exp(log_probs - columns["logprobs"])
-        clipped = jax.lax.stop_gradient(jnp.clip(ratio, clip_low_threshold, clip_high_threshold))
-        return -clipped * log_probs * columns["advantages"]
-
-    return loss
-
-
-def _dro(beta: float) -> Loss:
-    def loss(log_probs: Any, columns: Mapping[str, Any]) -> Any:
-        return 0.5 * beta * (log_probs - columns["logprobs"]) ** 2 - log_probs * columns["advantages"]
-
-    return loss
-
-
-_CLIPS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-_RATIO = ("logprobs", "advantages")
-_MAKERS: dict[str, tuple[Callable[..., Loss], tuple[str, ...], dict[str, float]]] = {
-    "cross_entropy": (_cross_entropy, ("weights",), {}),
-    "importance_sampling": (_importance_sampling, _RATIO, {}),
-    "ppo": (_ppo, _RATIO, _CLIPS),
-    "cispo": (_cispo, _RATIO, _CLIPS),
-    "dro": (_dro, _RATIO, {"beta": 0.05}),
-}
-"""Losses of tokens by Tinker's names, which are summed: makers, arrays that they read, settings."""
-
-
-def _document(tokens: np.ndarray, inputs: Mapping[str, np.ndarray], columns: tuple[str, ...]) -> TokenDocument:
-    """Return a document with the arrays that a loss reads; weights are 1 where none are given."""
-    given = dict(inputs)
-    targets = given.pop("target_tokens", None)
-    if "weights" in columns:
-        given.setdefault("weights", np.ones(len(tokens), np.float32))
-    if targets is None or not given.keys() >= set(columns):
-        raise ValueError(f"loss_fn_inputs: expected target_tokens, {', '.join(columns)}, got {', '.join(inputs)}")
-    own = {name: given[name].astype(np.float32) for name in columns}
-    if "weights" in given and "weights" not in columns and "advantages" in own:
-        own["advantages"] = own["advantages"] * given["weights"].astype(np.float32)
-    if any(values.shape != tokens.shape for values in (targets, *own.values())):
-        raise ValueError(f"loss_fn_inputs: expected arrays of the {len(tokens)} tokens of model_input")
-    return TokenDocument(tokens, targets, own)
 
 
 def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -10,7 +10,8 @@ import orbax.checkpoint as ocp
 
 from jaxglue.atomic import atomic_folder, require_empty
 from jaxglue.data.template import adopt
-from jaxglue.hf.adapter import Adapter, fit_tied, load_adapter
+from jaxglue.hf.adapter import Adapter, load_adapter
+from jaxglue.hf.adapter_check import fit_tied
 from jaxglue.hf.serving_check import check_serving
 from jaxglue.json_file import read_json
 from jaxglue.models.config import DecoderConfig

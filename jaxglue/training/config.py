@@ -278,7 +278,7 @@ def warmup_steps(config: OptimizerConfig, total_steps: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Config):
-    """How long to train, what to watch, and where the results go."""
+    """Length, measurements and output folder of a run."""
 
     output: Annotated[Path, Alias("output_dir")] = Path("runs/latest")
     """Folder for the adapter, checkpoints, metrics and curve."""

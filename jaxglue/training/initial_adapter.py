@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from jaxglue.hf.adapter import Adapter, check_adapter, load_adapter
+from jaxglue.hf.adapter import Adapter, load_adapter
+from jaxglue.hf.adapter_check import check_adapter
 from jaxglue.hf.identity import Identity, identify, identify_random
 from jaxglue.models import abstract_model
 from jaxglue.models.config import DecoderConfig

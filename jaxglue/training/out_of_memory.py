@@ -87,7 +87,7 @@ def _pool_within(run: Run) -> list[float]:
 
 
 def smaller_pool(run: Run, overrun: Overrun, before: float | None) -> float:
-    """Return the bytes of the pool to plan with, by what was taken, and less with every failure after `before`."""
+    """Return the bytes of the pool to plan with, by the bytes taken, and less with every failure after `before`."""
     pool = min(overrun.pool, before) if overrun.exhausted and before else overrun.pool
     return _less(run, overrun) * pool
 

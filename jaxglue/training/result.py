@@ -14,7 +14,8 @@ from jaxglue.data.batch import Batch
 from jaxglue.data.progress import DataProgress
 from jaxglue.data.tokenize import first_row
 from jaxglue.distributed import Processes
-from jaxglue.hf.adapter import Adapter, fit_tied, load_adapter, save_adapter
+from jaxglue.hf.adapter import Adapter, load_adapter, save_adapter
+from jaxglue.hf.adapter_check import fit_tied
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.export import describe_classifier, on_host, save_model
 from jaxglue.hf.export_check import (

@@ -138,6 +138,24 @@ def test_sharegpt_rows_equal_messages(make_tokenizer):
         np.testing.assert_array_equal(a, b)
 
 
+DEEPSEEK = """{%- for m in messages %}
+{%- if m.role == 'assistant' and CONDITION %}{{ '<|im_start|>assistant\n' }}
+{%- for call in m.tool_calls %}{{ call.type + ' ' + call.function.name + '\n' + call.function.arguments }}{% endfor %}
+{{- '<|im_end|>\n' }}
+{%- else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+@pytest.mark.parametrize("condition", ["m.content is none", "m.tool_calls is defined"])
+def test_templates_that_take_arguments_as_text_get_them_so(make_tokenizer, condition):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = DEEPSEEK.replace("CONDITION", condition)
+    call = {"function": {"name": "add", "arguments": {"a": "is"}}}
+    turns = [HELLO[0], {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "2"}]
+    encoded = encode(tokenizer, {"messages": [*turns, HELLO[1]]})
+    assert trained_parts(tokenizer, encoded) == ['function add\n{"a": "is"}<|im_end|>', "It is 2.<|im_end|>"]
+
+
 def test_sharegpt_function_calls_become_tool_calls(make_tokenizer):
     turns = [
         {"from": "human", "value": "What is 1?"},

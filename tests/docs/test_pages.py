@@ -80,6 +80,12 @@ def test_alias_tables_are_those_of_the_flags():
     assert module.render(page) == page, "run python scripts/alias_tables.py"
 
 
+def test_tables_have_a_header():
+    for page in [ROOT / "README.md", *DOCS.glob("*.md")]:
+        for table in re.findall(r"(?:^\|.*\n)+", page.read_text(encoding="utf-8"), re.M):
+            assert re.match(r".*\n\|[\s:|-]+\|\n", table), f"{page.name}: {table}"
+
+
 def test_files_that_pages_name_exist():
     """By name alone, or with a folder."""
     folders = ("jaxglue", "models", "benchmarks", "scripts", "examples", "tests")

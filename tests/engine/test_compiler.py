@@ -11,7 +11,7 @@ from jaxglue.ops.rope import apply_rope
 
 
 @pytest.mark.parametrize(
-    ("count", "dropout", "layers", "programs"), [repeat(1, 0.0, 1, 6), (2, 0.5, 1, 6), (1, 0.0, 3, 1)]
+    ("count", "dropout", "layers", "programs"), [repeat(1, 0.0, 1, 6), (2, 0.5, 1, 6), repeat(1, 0.0, 3, 1)]
 )
 def test_a_step_compiles_no_lowered_program_again(split_parts, random_batch, count, dropout, layers, programs):
     """Embedding, head and two kinds of layers forward and backward, or one program of all."""

@@ -47,7 +47,7 @@ def test_invalid_drop_is_refused(text, message):
         ({"prefetch_depth": 1}, f"2 x [{GROUP}]"),
         repeat({"tile": 7}, f"2 x [{GROUP}]"),
         repeat({"prefetch_depth": 0}, "1 x full + 5 x drop:layer_input"),
-        ({}, f"1 x drop:{ATTENTION} + 5 x drop:layer_input,{ATTENTION}"),
+        repeat({}, f"1 x drop:{ATTENTION} + 5 x drop:layer_input,{ATTENTION}"),
     ],
 )
 def test_dropped_inputs_change_no_gradient(split_parts, random_batch, options, policy):

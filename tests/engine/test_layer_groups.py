@@ -28,7 +28,8 @@ def results(parts, batches, key=None, **options):
         ("lora", LAYERS, 2, {}),
         repeat("lora", 3, 9, {"policy": "2 x full + 1 x dots", "dropout": 0.5, "batches": 2}),
         ("full", LAYERS, 3, {"policy": "2 x none + 3 x full"}),
-        ("lora", 3, 2, {"dropout": 0.5, "tile": 7}),
+        ("lora", 2, 2, {"dropout": 0.5, "tile": 7}),
+        repeat("lora", 3, 2, {"dropout": 0.5, "tile": 7}),
     ],
 )
 def test_groups_change_no_value(split_parts, random_batch, kind, layers, size, options):

@@ -86,7 +86,7 @@ def in_file(layer):
     return jax.tree.map(stored, layer, is_leaf=is_quantized)
 
 
-@pytest.mark.parametrize("family", repeats(FAMILIES, "llama", "qwen3_moe", "nf4"))
+@pytest.mark.parametrize("family", repeats(FAMILIES, "llama", "qwen3_moe", "nf4", "fp8"))
 def test_partly_streamed_weights_change_no_bit(split_parts, random_batch, family):
     parts = split_parts("lora", num_hidden_layers=4, **FAMILIES[family])
     batches = [random_batch([[5, 1, 7], [12]], 14)]

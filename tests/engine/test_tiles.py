@@ -63,8 +63,8 @@ def exact_matmuls():
         ("qwen3", "full", "full", 7),
         repeat("nf4", "lora", "offload:layer_input,query,key,value", 14),
         ("gpt_oss", "lora", "none", 4),
-        ("phi3_nf4", "lora", "offload:layer_input,query,key,value", 7),
-        ("ministral3", "full", "full", 4),
+        repeat("phi3_nf4", "lora", "offload:layer_input,query,key,value", 7),
+        repeat("ministral3", "full", "full", 4),
         ("deepseek_v3", "lora", "offload:layer_input,query,key,value,attention_out", 4),
         ("qwen3_5", "lora", "offload:layer_input,output_gate; save:delta_input", 4),
         repeat(

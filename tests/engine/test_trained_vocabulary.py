@@ -12,7 +12,8 @@ from jaxglue.data.batch import Batch
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.host_table import embeddings_to_host
 from jaxglue.engine.policy import parse_policy
-from jaxglue.hf.adapter import fit_tied, load_adapter
+from jaxglue.hf.adapter import load_adapter
+from jaxglue.hf.adapter_check import fit_tied
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.loading import load_model, set_adapter
 from jaxglue.models import config_from_hf
@@ -45,7 +46,9 @@ def split_adapted(name):
     return model.config, *split_model(model, nnx.LoRAParam)
 
 
-@pytest.mark.parametrize("name", repeats(PEFT, "untied_both", "untied_head", "whole_tied", "vocabulary_tied"))
+@pytest.mark.parametrize(
+    "name", repeats(PEFT, "untied_both", "untied_head", "whole_tied", "vocabulary_tied", "vocabulary")
+)
 def test_loss_and_gradients_match_peft(name):
     config, graphdefs, trainable, frozen = split_adapted(name)
     golden = load_file(GOLDENS / "peft" / name / "golden.safetensors")

@@ -18,7 +18,6 @@ from jaxglue.generation.scheduler import Request
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import split_model
-from jaxglue.ops import gated_mlp, projection
 from jaxglue.ops.segments import pack_segments
 
 CASES = {
@@ -68,38 +67,6 @@ def test_cache_grows_across_its_smallest_bucket(llama):
     assert tokens == likeliest_next(model, prompt + tokens)[125:-1]
 
 
-class Noting:
-    """Products of few rows, and the weights whose beginnings are asked for."""
-
-    def __init__(self):
-        self.read = []
-
-    def project(self, operands, stream):
-        """Do as `TritonFewRows`."""
-        self.read.append((operands.weights, operands.ahead))
-        outputs = [operands.x @ weight.T for weight in operands.weights]
-        return outputs if stream is None else [outputs[0] + stream]
-
-    def gate(self, operands, activation):
-        """Do as `TritonFewRows`."""
-        gate, up = self.project(operands, None)
-        return jax.nn.silu(gate) * up
-
-
-def test_a_step_names_the_weights_that_are_read_next(tiny_model, monkeypatch):
-    model, noting = tiny_model("llama"), Noting()
-    for module in (projection, gated_mlp):  # threads compile windows
-        monkeypatch.setattr(module, "load_few_rows", lambda x, parts, conditions: noting)
-    engine, trees = engine_of(model, lora=False)
-    requests = [Request(PROMPT, SamplingConfig(temperature=0, max_tokens=4), 0)]
-    tokens = answers_of(engine, trees, requests, whole=True)[0]
-    assert tokens == likeliest_next(model, PROMPT + tokens)[len(PROMPT) - 1 : -1]
-    shapes = [[[w.shape for w in arrays] for arrays in launch] for launch in noting.read]
-    last = next(i for i, (_, after) in enumerate(shapes) if len(after) == 3)
-    (queries, _), (_, after_output), (gate, after_gate), (down, after_down) = shapes[last - 3 : last + 1]
-    assert (after_output, after_gate, after_down) == (gate, down, queries)
-
-
 PARTS = {
     "gemma2": {"sliding_window": 70, "attn_logit_softcapping": 3.0},
     "gemma3_text": {"sliding_window": 5, "sliding_window_pattern": 2},
@@ -131,7 +98,7 @@ PARTS["qwen3_5_moe_text"] = {**PARTS["qwen3_5_text"], **EXPERTS, "shared_expert_
 
 @pytest.mark.parametrize(
     "model_type",
-    repeats(PARTS, "qwen2", "mistral", "granite", "olmo3", "smollm3", "glm4", "qwen3_5_text", "qwen3_5_moe_text"),
+    repeats(PARTS, *(name for name in PARTS if name not in ("gemma2", "gemma4_text", "phi3"))),
 )
 def test_parts_of_families_decode_beyond_a_page(tiny_model, model_type):
     model = tiny_model(model_type, **PARTS[model_type])

@@ -14,7 +14,7 @@ from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.generation.chat import generate
 from jaxglue.generation.config import GREEDY, GenerateConfig, SamplingConfig
 from jaxglue.generation.engine import Engine
-from jaxglue.generation.grammar import Grammars
+from jaxglue.generation.grammar import Grammars, Rules
 from jaxglue.generation.scheduler import Request
 from jaxglue.generation.thinking import Thought, thought_after
 from jaxglue.hf.serving import stop_tokens
@@ -84,7 +84,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize(
     ("family", "whole"),
-    [("llama", True), ("qwen3_5_text", False), repeat("llama", False), repeat("gemma3_text", False)],
+    [repeat("llama", True), ("qwen3_5_text", False), repeat("llama", False), repeat("gemma3_text", False)],
 )
 def test_answers_are_the_likeliest_that_a_grammar_takes(tiny_model, family, whole):
     model = tiny_model(family, initializer_range=0.3, **FAMILIES[family])
@@ -196,16 +196,18 @@ def test_answers_are_choices_expressions_and_grammars(tokenizer, quickstart, bas
 ANALYSIS = "<|channel|>analysis<|message|>Is it < 3?<|end|><|start|>assistant"
 THOUGHTS = {
     "tags": ([], "<think>", "\nIs it < 3?\n</think>\n\n"),
+    "tokens": ([], "<think>", "\nIs it < 3?\n</think>\n\n"),
     "special tags": (["<think>", "</think>"], "<think>", "\nIs it < 3?\n</think>\n\n"),
     "mistral": (["[THINK]", "[/THINK]"], "[THINK]", "Is it < 3?[/THINK]"),
     "gemma": (["<|channel>", "<channel|>"], "<|channel>thought\n", "Is it < 3?\n<channel|>"),
 }
 
 
-def grammars_of(quickstart, specials, template=None):
+def grammars_of(quickstart, specials, template=None, plain=()):
     pytest.importorskip("llguidance")
     tokenizer = load_tokenizer(quickstart)
     tokenizer.add_special_tokens({"additional_special_tokens": specials})
+    tokenizer.add_tokens(plain, special_tokens=False)
     tokenizer.chat_template = template or tokenizer.chat_template
     return tokenizer, Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
 
@@ -218,7 +220,8 @@ def fits(tokenizer, grammar, text):
 @pytest.mark.parametrize("form", THOUGHTS)
 def test_an_answer_that_thinks_follows_the_grammar_after_it(quickstart, form):
     specials, begin, rest = THOUGHTS[form]
-    tokenizer, grammars = grammars_of(quickstart, specials, f"{begin}{rest}")
+    plain = ["<think>", "</think>"] if form == "tokens" else []
+    tokenizer, grammars = grammars_of(quickstart, specials, f"{begin}{rest}", plain)
     for make, value, answer in [
         (grammars.choice, ["yes", "no"], "yes"),
         (grammars.regex, "a+/", "aa/"),
@@ -233,6 +236,13 @@ def test_an_answer_that_thinks_follows_the_grammar_after_it(quickstart, form):
         ]:
             grammar = make(value, thinks=thinks)
             assert {text: fits(tokenizer, grammar, text) for text in wanted} == wanted
+
+
+def test_tokens_that_are_special_to_llguidance_are_known(quickstart):
+    names = ["<think>", "</think>", "[THINK]", "<｜tool▁sep｜>", "<tool_call|>", '<|"|>', "<x\ny>", "<a", "b>", "plain"]
+    tokenizer, grammars = grammars_of(quickstart, ["[INST]"], plain=names)
+    special = {n for n in ("[INST]", *names) if grammars._tokens.is_special_token(tokenizer.convert_tokens_to_ids(n))}
+    assert special == {n for n in ("[INST]", *names) if Rules(tokenizer).text(n).startswith("<[")}
 
 
 def test_an_answer_in_channels_follows_the_grammar_in_the_final_one(quickstart):
@@ -276,8 +286,8 @@ def test_generate_holds_what_follows_the_thinking_to_a_schema(folders, tmp_path,
     for batch_size in (1, None):
         held = generate(GenerateConfig(**settings, regex="x{9}", batch_size=batch_size))
         first, *others = ("".join(pieces) for _, pieces in held)
-        assert first == "xxxx" or "<think>".startswith(first.lstrip("\n")[:7])
-        assert [set(text) == {"x"} for text in others] == [False, True]
+        assert first == "xxxx" or "<think>".startswith(first)
+        assert others == ["", "xxxx"]  # four tokens of thinking, which is not shown
 
 
 def test_generate_follows_a_schema_or_expression(folders, tmp_path, grammars):

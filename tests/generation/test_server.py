@@ -135,6 +135,21 @@ def test_a_completion_takes_several_prompts(served, client):
         assert post(client, "/v1/completions", prompt=prompt).status_code == status
 
 
+def test_a_completion_repeats_its_prompt(served, client):
+    prompts = ["Once upon", "The weather"]
+    plain = [choice["text"] for choice in post(client, "/v1/completions", prompt=prompts).json()["choices"]]
+    repeated = post(client, "/v1/completions", prompt=prompts, echo=True).json()["choices"]
+    wanted = [prompt + text for prompt, text in zip(prompts, plain, strict=True)]
+    assert [choice["text"] for choice in repeated] == wanted
+    tokens = served[0].tokenizer.encode(prompts[1])
+    chunks = [
+        event["choices"][0]["text"]
+        for event in events(post(client, "/v1/completions", prompt=tokens, echo=True, stream=True))
+    ]
+    assert "".join(chunks) == wanted[1]
+    assert post(client, "/v1/completions", prompt="a", echo=True, logprobs=1).status_code == 400
+
+
 def test_a_chat_sets_variables_of_the_template(served, monkeypatch):
     assistant, _, config = served
     service = Told([min(assistant.stops)])
@@ -145,6 +160,20 @@ def test_a_chat_sets_variables_of_the_template(served, monkeypatch):
         assert assistant.tokenizer.decode(service.request.prompt) == text
     refused = post(client, messages=MESSAGES, chat_template_kwargs={"messages": []})
     assert refused.status_code == 400 and "no variable 'messages'" in refused.json()["error"]["message"]
+
+
+def test_a_developer_speaks_as_the_system_where_a_template_knows_none(served, monkeypatch):
+    assistant, _, config = served
+    service = Told([min(assistant.stops)])
+    client = TestClient(make_app(assistant, service, config))
+    messages = [{"role": "developer", "content": "Be brief."}, *MESSAGES]
+    for template, role in (
+        ("{{ messages[0].role }}", "system"),
+        ("{{ messages[0].role }}{# developer #}", "developer"),
+    ):
+        monkeypatch.setattr(assistant.tokenizer, "chat_template", template)
+        assert post(client, messages=messages).status_code == 200
+        assert assistant.tokenizer.decode(service.request.prompt) == role
 
 
 def test_a_special_token_as_stop_text_ends_an_answer(served, client):

@@ -42,7 +42,7 @@ def written(model, config: LoraConfig, folder, seed: int):
     add_lora(model, config, rngs=nnx.Rngs(seed))
     tensors = flatten_names(split_model(model, nnx.LoRAParam)[1])
     rng = np.random.default_rng(seed)
-    random = {name: 0.5 * rng.standard_normal(tensor.shape).astype(np.float32) for name, tensor in tensors.items()}
+    random = {name: 0.25 * rng.standard_normal(tensor.shape).astype(np.float32) for name, tensor in tensors.items()}
     save_adapter(folder, random, config, "base")
     return folder
 

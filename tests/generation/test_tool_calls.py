@@ -213,12 +213,16 @@ TEMPLATES = {
 }
 
 
-@pytest.fixture(scope="module")
-def special(quickstart):
+TAGS = [f"<{slash}{name}>" for name in ("tool_call", "arg_key", "arg_value", "think") for slash in ("", "/")]
+
+
+@pytest.fixture(scope="module", params=["text", "tokens"])
+def special(quickstart, request):
     """(tokenizer, what makes grammars of it)."""
     pytest.importorskip("llguidance")
     tokenizer = load_tokenizer(quickstart)
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIALS})
+    tokenizer.add_tokens(TAGS if request.param == "tokens" else [], special_tokens=False)
     stops = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|call|>")}
     return tokenizer, Grammars(tokenizer, len(tokenizer), stops)
 

@@ -66,7 +66,7 @@ def test_mxfp4_matches_transformers_in_blocks_and_expanded(expand):
     assert_logits(model, load_file(GOLDENS / "gpt_oss_mxfp4/golden.safetensors"))
 
 
-@pytest.mark.parametrize("name", repeats(NAMES, "qwen3_moe"))
+@pytest.mark.parametrize("name", repeats(NAMES, "qwen3_moe", "gpt_oss"))
 def test_merged_folder_gives_transformers_logits(name, tmp_path):
     export_adapter(GOLDENS / f"{name}_adapter", GOLDENS / name, tmp_path / "merged")
     assert "quantization_config" not in read_config(tmp_path / "merged")

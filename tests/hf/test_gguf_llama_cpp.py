@@ -207,7 +207,17 @@ def export(folder, kind, output, tokenizer, stops):
 
 
 OTHERS = ("qwen2", "mistral", "olmo2", "smollm3", "gemma2", "glm4", "phi3", "mixtral", "olmo3", "qwen2_moe", "qwen3_5")
-OTHERS += ("glm4_moe", "deepseek_v2", "deepseek_v3", "gemma4", "gemma4_experts", "qwen3_moe", "gpt_oss")
+OTHERS += (
+    "llama",
+    "qwen3",
+    "glm4_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gemma4",
+    "gemma4_experts",
+    "qwen3_moe",
+    "gpt_oss",
+)
 """Families whose parts in llama.cpp those of the others have, too, or the test of adapters runs."""
 
 
@@ -280,7 +290,7 @@ def differences(folder, file, prompts, **options):
 PROMPTS = [list(range(40, 60)), list(range(300, 400, 3))]
 
 
-@pytest.mark.parametrize("kind", repeats(KINDS, "q5_k_m", "q6_k"))
+@pytest.mark.parametrize("kind", repeats(KINDS, "q5_k_m", "q6_k", "q8_0", "bf16"))
 def test_llama_cpp_reads_the_values_that_gguf_does(kind, make_folder, make_tokenizer, tmp_path):
     folder = make_folder("qwen3")
     file = export(folder, kind, tmp_path / "out", make_tokenizer("plain"), {2})
@@ -344,7 +354,7 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize("family", repeats(TARGETS, "qwen2_moe", "qwen3_moe", "qwen3_5", "gemma4"))
+@pytest.mark.parametrize("family", repeats(TARGETS, "llama", "qwen2_moe", "qwen3_moe", "qwen3_5", "gemma4"))
 def test_adapter_alone_and_merged_predict_alike(family, make_folder, make_adapter, make_tokenizer, tmp_path):
     folder, tokenizer = make_folder(family), make_tokenizer("plain")
     adapter = make_adapter(folder, TARGETS[family])

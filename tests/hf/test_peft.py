@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from jaxglue.hf.adapter import fit_tied, load_adapter, save_adapter
+from jaxglue.hf.adapter import load_adapter, save_adapter
+from jaxglue.hf.adapter_check import fit_tied
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.loading import load_model
 from jaxglue.hf.merge import export_adapter
@@ -113,7 +114,7 @@ def test_adapters_are_written_with_the_tensors_and_features_that_peft_gave_them(
     assert load_adapter(folder).config == load_adapter(GOLDENS / "peft" / name).config
 
 
-@pytest.mark.parametrize("name", repeats(PEFT, "untied_both", "untied_head"))
+@pytest.mark.parametrize("name", repeats(PEFT, "untied_both", "untied_head", "whole", "vocabulary", "untied"))
 def test_merged_folders_predict_as_base_and_peft_adapter(tmp_path, name):
     base, golden = GOLDENS / PEFT[name], load_file(GOLDENS / "peft" / name / "golden.safetensors")
     check = export_adapter(GOLDENS / "peft" / name, base, tmp_path / "merged")

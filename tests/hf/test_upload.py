@@ -7,7 +7,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxglue.hf.checkpoint import UploadBuffers, open_checkpoint, save_tensors
+from jaxglue.hf.checkpoint import open_checkpoint, save_tensors
+from jaxglue.hf.upload_buffers import UploadBuffers
 
 SHAPES = {"one": (7,), "rows": (50, 8), "experts": (3, 4, 8), "long_row": (2, 500), "scalar": (), "empty": (0, 8)}
 

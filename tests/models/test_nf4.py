@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from selection import repeat
 
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import parse_policy
@@ -62,7 +63,7 @@ def pair(raw):
     return Pair(config, graphdefs, trainable, frozen, parts[1][0], expanded)
 
 
-@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("policy", ["none", repeat("full")])
 def test_loss_and_gradients_match_expanded_weights(pair, random_batch, policy):
     batch = random_batch(LENGTHS, 14)
     stored, expanded = pair.executors(policy)

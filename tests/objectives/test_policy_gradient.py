@@ -1,6 +1,7 @@
 """Advantages, losses, metrics and gradients of policy gradients equal TRL's, from the same answers and models."""
 
 import json
+import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from selection import repeat
+from selection import repeat, repeats
 
 from jaxglue.data.batch import Batch, Rollouts
 from jaxglue.engine.executor import Executor
@@ -102,7 +103,11 @@ def close(got, expected, tolerance=5e-5):
     assert abs(got - expected) <= tolerance * max(abs(expected), 0.1), (got, expected)
 
 
-@pytest.mark.parametrize("name", GOLDEN["cases"])
+OTHERS = "dapo, token_mask", "dapo, sequence_truncate", "dr_grpo, entropy bonus"
+"""Cases whose settings others have, one by one."""
+
+
+@pytest.mark.parametrize("name", repeats(GOLDEN["cases"], *OTHERS))
 def test_advantages_losses_metrics_and_gradients_equal_trl(name):
     config, golden = config_of(name), GOLDEN["cases"][name]
     executor, (_, frozen, _, writer, trained) = make_executor(config), models()
@@ -135,7 +140,7 @@ def test_advantages_losses_metrics_and_gradients_equal_trl(name):
         assert abs(gradient @ np.cos(np.arange(gradient.size) / 10) - projection) <= 1e-5 * max(norm, 0.1)
 
 
-@pytest.mark.parametrize("name", GOLDEN["curves"])
+@pytest.mark.parametrize("name", repeats(GOLDEN["curves"], "gspo", "rloo"))
 def test_fifteen_updates_on_given_answers_follow_trl(name):
     config, (_, frozen, _, writer, _) = config_of(name), models()
     executor = make_executor(config)
@@ -191,8 +196,13 @@ def test_packed_groups_equal_answers_one_by_one_in_any_micro_batches(settings):
 
 
 @pytest.mark.parametrize("policy", ["dots", repeat("full")])
-def test_groups_of_a_model_with_linear_attention_equal_answers_one_by_one(policy):
-    config, folder = ObjectiveConfig(**SEQUENCES | {"beta": 0.0}), GOLDENS / "qwen3_5"
+def test_groups_of_a_model_with_linear_attention_equal_answers_one_by_one(tmp_path, policy):
+    config, folder = (
+        ObjectiveConfig(**SEQUENCES | {"beta": 0.0}),
+        shutil.copytree(GOLDENS / "qwen3_5", tmp_path / "model"),
+    )
+    # The rule's outputs are as small as 2e-4; its norm, with 1e-6, would enlarge their rounding a thousandfold.
+    (folder / "config.json").write_text(json.dumps(read_config(folder) | {"rms_norm_eps": 1e-2}))
     graphdefs, trainable, frozen = split_model(load_model(folder, dtype=jnp.float32), nnx.Param)
     shape = config_from_hf(read_config(folder))
     executor = Executor(graphdefs, shape, policy=PRESETS[policy], dtype=jnp.float32, objective=config.make())
@@ -203,7 +213,7 @@ def test_groups_of_a_model_with_linear_attention_equal_answers_one_by_one(policy
         for batches in (packed, [one_by_one(groups, 24)]):
             results.append(executor.loss_and_gradients(trainable, frozen, batches, total))
     for a, b in zip(*map(jax.tree.leaves, results), strict=True):
-        assert np.abs(np.asarray(a) - np.asarray(b)).max() <= 3e-4 * max(np.abs(np.asarray(b)).max(), 1)
+        assert np.abs(np.asarray(a) - np.asarray(b)).max() <= 2e-5 * max(np.abs(np.asarray(b)).max(), 1)
 
 
 def test_log_probabilities_of_uncounted_tokens_change_nothing():

@@ -126,7 +126,7 @@ def test_loss_types_equal_trl(name):
     close_metrics({key: values.mean() for key, values in objective.measures(pairs).items()}, golden["metrics"])
 
 
-@pytest.mark.parametrize(("name", "shared"), [*((name, True) for name in WHOLE), ("dpo", False), ("kto", False)])
+@pytest.mark.parametrize(("name", "shared"), [*((name, True) for name in WHOLE), repeat("dpo", False), ("kto", False)])
 def test_loss_metrics_and_gradients_equal_trl(name, shared):
     config, golden = config_of(name), GOLDEN["cases"][name]
     _, trainable, reference, frozen = parts()

@@ -13,6 +13,7 @@ import pytest
 from jaxglue.rl import checks
 from jaxglue.rl.config import RolloutConfig
 from jaxglue.rl.environment import Episode
+from jaxglue.rl.given import named_functions
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.rewards import Judge, Written, parse_reward
 from jaxglue.rl.sampler import Sample
@@ -217,6 +218,36 @@ def test_rewards_of_one_function_have_names_of_their_own():
     assert [(spec.name, str(spec.folder)) for spec in map(parse_reward, twice[2:])] == [("model", "x"), ("second", "y")]
     with pytest.raises(ValueError, match=r"two are named regex, .* let &as= name one"):
         Judge(RolloutConfig(reward=(twice[0], twice[0])))
+
+
+def test_functions_given_in_python_judge_and_reply_in_this_process():
+    seen = []
+
+    def judged(completion, wanted):
+        seen.append(completion)
+        return 0.5 if completion == wanted else None
+
+    async def said(messages, last):
+        return f"{last} {messages[-1]['content']}"
+
+    with named_functions({"reward_funcs": [judged, "exact"], "environment": said, "steps": 3}) as settings:
+        assert settings == {"reward_funcs": ["given:judged", "exact"], "environment": "given:said", "steps": 3}
+        config = RolloutConfig(reward=("given:judged?weight=2",), environment="given:said", reward_workers=1)
+        with closing(Judge(config)) as judge:
+            judge.check(["wanted"])
+            assert np.array_equal(judge.score([group("a", "b")])[0, :, 0], [0.5, np.nan], equal_nan=True)
+            (reply,) = judge.reply([Episode(group().prompt, [{"role": "assistant", "content": "!"}], [])])
+            assert reply == [{"role": "user", "content": "False !"}] and seen == ["a", "b"]
+            with pytest.raises(ValueError, match=r"--reward judged: .* nothing is given for its parameter wanted"):
+                judge.check([])
+    with closing(Judge(config)) as judge, pytest.raises(ValueError, match="judged was given as a function: give it a"):
+        judge.check(["wanted"])
+
+
+def test_mathematics_needs_a_column_to_compare_with():
+    message = "--reward math needs a column answer or solution; rows have target"
+    with closing(Judge(RolloutConfig(reward=("math",)))) as judge, pytest.raises(ValueError, match=message):
+        judge.check(["target"])
 
 
 def test_shipped_rewards(tmp_path):

@@ -43,6 +43,7 @@ def query_gradient(q, k, v, q_rest, k_rest, starts, out, lse, dout, delta, row, 
     if spec.rest > 0:
         q_more = load_tile(q_rest, row, first, head, N, TOKENS, spec.P, spec.q_descriptor, REST, spec)
     stats = ((row * (N // spec.P) + pack) * spec.T + first) * spec.P + lane
+    # Σ weights · dweights of softmax's gradient, without another pass over the keys.
     row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
     tl.store(delta + stats, row_delta, mask=tokens < end)
     row_lse = tl.load(lse + stats, mask=tokens < spec.T, other=0.0) * LOG2_E
@@ -69,7 +70,7 @@ def query_gradient(q, k, v, q_rest, k_rest, starts, out, lse, dout, delta, row, 
             scores = tl.dot(q_more, tl.trans(k_more), scores)
         scores = capped(scores, spec)
         dweights = tl.dot(dout_tile, tl.trans(v_tile))
-        if spec.late:
+        if spec.late:  # as in the forward kernel
             before_tile = load_tile(
                 k, row, before, kv_head, spec.K, spec.block_n, 1, spec.descriptors, FIRST, spec.keys
             )
@@ -91,7 +92,7 @@ def query_gradient(q, k, v, q_rest, k_rest, starts, out, lse, dout, delta, row, 
             scores = tl.where(visible, scores, MASKED)
         weights = tl.exp2(scores * (spec.factor * LOG2_E) - row_lse[:, None])
         dscores = weights * (dweights - row_delta[:, None])
-        if spec.softcap is not None:
+        if spec.softcap is not None:  # the derivative of tanh; MASKED has a finite square, times a weight of 0
             dscores *= 1.0 - scores * scores
         if not spec.late:
             acc = tl.dot(dscores.to(k_tile.dtype), k_tile, acc)
@@ -158,7 +159,7 @@ def key_value_gradients(q, k, v, q_rest, k_rest, ends, lse, delta, dout, row, fi
     dk_acc = tl.full((spec.block_n, spec.width if spec.dkeys else 1), 0.0, tl.float32)
     more_acc = tl.full((spec.block_n, spec.rest if spec.dkeys and spec.rest > 0 else 1), 0.0, tl.float32)
     dv_acc = tl.full((spec.block_n, spec.width if spec.dvalues else 1), 0.0, tl.float32)
-    for part in range(0, spec.G // spec.P):
+    for part in range(0, spec.G // spec.P):  # the group's sum is formed here, in one order
         pack = kv_head * (spec.G // spec.P) + part
         for i in range(first_query, stop, TOKENS):
             tokens = i + lane // spec.P
@@ -176,8 +177,9 @@ def key_value_gradients(q, k, v, q_rest, k_rest, ends, lse, delta, dout, row, fi
             scores = capped(scores, spec)
             if spec.dkeys:
                 dweights = tl.dot(v_tile, tl.trans(dout_tile))
+            # From the last key's first query to the first key's last one, all queries see all keys.
             cut = (i < last_query) | (i + TOKENS > all_stop)
-            if spec.far:
+            if spec.far:  # in every tile: positions do not grow along the row
                 cut = i >= first_query
             if cut:
                 visible = (queries[:, None] <= tokens[None, :]) & (tokens[None, :] < stops[:, None])

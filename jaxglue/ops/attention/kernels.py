@@ -203,6 +203,7 @@ def jump(gap_starts, gap_ends, low, stop, BLOCK_N: tl.constexpr):
     begin, end = tl.max(gap_starts, 0), -tl.max(-gap_ends, 0)
     begin, end = tl.where(end > begin, begin, stop), tl.where(end > begin, end, stop)
     end = tl.maximum(end, low)  # a window may begin after the range
+    # The loop counts on as if the keys behind the range followed the tiles before it.
     bend = low + tl.cdiv(tl.maximum(begin - low, 0), BLOCK_N) * BLOCK_N
     return bend + tl.maximum(stop - end, 0), bend, end - bend, begin
 
@@ -294,7 +295,7 @@ def forward_kernel(q, k, v, q_rest, k_rest, sinks, starts, units, out, lse, spec
 
     peak = tl.full((spec.block_m,), -float("inf"), tl.float32)
     total = tl.full((spec.block_m,), 0.0, tl.float32)
-    if spec.has_sinks:
+    if spec.has_sinks:  # a key without a value, which begins the sum
         sink = tl.load(sinks + head + lane % spec.P).to(tl.float32) * LOG2_E
         peak = tl.ceil(sink)
         total += tl.exp2(sink - peak)
@@ -315,11 +316,12 @@ def forward_kernel(q, k, v, q_rest, k_rest, sinks, starts, units, out, lse, spec
             k_more = load_tile(k_rest, row, j, kv_head, spec.K, spec.block_n, 1, spec.descriptors, REST, spec.keys)
             scores = tl.dot(q_more, tl.trans(k_more), scores)
         scores = capped(scores, spec)
-        if spec.late:
+        if spec.late:  # the product of the tile before runs under this one's exponentials; zeros in the first turn
             v_tile = load_tile(
                 v, row, before, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, spec.descriptors, VALUES, spec.keys
             )
             acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * alpha[:, None])
+        # Between these bounds all queries see all keys: most tiles need no mask.
         cut = (j < all_low) | (j + spec.block_n - 1 > first_own)
         if spec.forks:
             cut = cut | ((j < any_end) & (j + spec.block_n > any_start))
@@ -328,6 +330,7 @@ def forward_kernel(q, k, v, q_rest, k_rest, sinks, starts, units, out, lse, spec
             visible = (keys[None, :] <= own[:, None]) & (keys[None, :] >= lows[:, None])
             if spec.forks:
                 visible &= (keys[None, :] < gap_starts[:, None]) | (keys[None, :] >= gap_ends[:, None])
+                # The last tile before the jump reaches past its beginning: those keys come again, or nobody sees them.
                 visible &= (keys[None, :] < skipped) | (i >= bend)
             scores = tl.where(visible, scores, MASKED)
         # Whole peaks rescale by powers of two, exactly: no weight's rounding depends on where tiles begin.
@@ -350,7 +353,7 @@ def forward_kernel(q, k, v, q_rest, k_rest, sinks, starts, units, out, lse, spec
         )
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * alpha[:, None])
 
-    seen = (lows <= own) & (tokens < spec.T)
+    seen = (lows <= own) & (tokens < spec.T)  # padding sees nothing: zeros in place of 0 / 0
     total = tl.where(seen, total, 1.0)
     acc = tl.where(seen[:, None], acc / total[:, None], 0.0)
     store_tile(out, acc, row, first, end, head, N, TOKENS, spec.P, VALUES, spec)

@@ -52,7 +52,7 @@ def gated_mlp(
         stream: the residual stream.
         activation: of the gate.
     """
-    if (kernels := load_few_rows(x, parts[:2], conditions)) is not None:
+    if (kernels := load_few_rows(x, parts[:2], conditions, gated=True)) is not None:
         y = gate_few_rows(kernels, x, parts[:2], conditions, activation)
         return adapted_projection(y, parts[2:], conditions, stream=stream)[0]
     if ranks_of(parts, conditions) is not None:

@@ -230,22 +230,18 @@ def joined_swiglu_gradient_kernel(
 @triton.jit
 def gate_fp8_kernel(
     gate, up, row_scales, gate_scales, up_scales, fp8_values, scales,
-    M: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    F: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Compute rows of activation(gate)·up, rounded to gate's dtype, as e4m3 values and a scale each; grid (M / ROWS).
+    """Compute a row of activation(gate)·up, rounded to gate's dtype, as e4m3 values and a scale; grid (M).
 
     gate and up [M, F] are without their scales, of rows [M] and of columns [F].
     """
-    at, first = tl.arange(0, BLOCK), tl.program_id(0).to(tl.int64) * ROWS
-    # Scales of columns are twice the bytes of a row of gate and up: they are read once for all rows of the program.
-    gate_scale, up_scale = _vector(gate_scales, at, F), _vector(up_scales, at, F)
-    for row in tl.range(first, tl.minimum(first + ROWS, M), num_stages=STAGES):
-        row_scale = tl.load(row_scales + row)
-        g = _vector(gate + row * F, at, F).to(tl.float32) * row_scale * gate_scale
-        u = _vector(up + row * F, at, F).to(tl.float32) * row_scale * up_scale
-        y = (_activate(g, ACTIVATION)[0] * u).to(gate.dtype.element_ty).to(tl.float32)
-        scale = e4m3_scale(tl.max(tl.abs(y), 0))
-        values = clip_e4m3(y / scale)
-        tl.store(fp8_values + row * F + at, values.to(fp8_values.dtype.element_ty), mask=at < F)
-        tl.store(scales + row, scale)
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    row_scale = tl.load(row_scales + row)
+    g = _vector(gate + row * F, at, F).to(tl.float32) * row_scale * _vector(gate_scales, at, F)
+    u = _vector(up + row * F, at, F).to(tl.float32) * row_scale * _vector(up_scales, at, F)
+    y = (_activate(g, ACTIVATION)[0] * u).to(gate.dtype.element_ty).to(tl.float32)
+    scale = e4m3_scale(tl.max(tl.abs(y), 0))
+    values = clip_e4m3(y / scale)
+    tl.store(fp8_values + row * F + at, values.to(fp8_values.dtype.element_ty), mask=at < F)
+    tl.store(scales + row, scale)

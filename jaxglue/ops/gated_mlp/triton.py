@@ -13,8 +13,8 @@ from jaxglue.ops.launch import Launcher
 from jaxglue.ops.projection.triton import LoraTiles, block_constants
 from jaxglue.ops.quant.fp8 import E4M3
 
-_GATE_VALUES = 1024
-"""Values of a row per warp, at least, where a program has whole rows."""
+_GATE_VALUES = 2048
+"""Values of a row per warp, where a program has whole rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,22 +100,15 @@ class TritonLoraSwiglu(Launcher):
 class TritonGate(Launcher):
     """The activation of `gate_fp8` by our own kernel."""
 
-    rows: int = 1
-    """Rows of a program, which reads the columns' scales once for all."""
-    num_warps: int = 8
-    num_stages: int = 1
-
     def gate(self, products, activation):
         """Return e4m3 values of activation(gate)·up [M, F], and their rows' scales [M, 1]."""
         M, F = products.gate.shape
         block = triton.next_power_of_2(F)
         out_type = jax.ShapeDtypeStruct((M, F), E4M3), jax.ShapeDtypeStruct((M,), jnp.float32)
-        constants = {"M": M, "F": F, "ROWS": self.rows, "BLOCK": block}
-        constants |= {"STAGES": self.num_stages, "ACTIVATION": activation}
+        constants = {"F": F, "BLOCK": block, "ACTIVATION": activation}
         arrays = products.gate, products.up, products.row_scales.reshape(M), products.gate_scales, products.up_scales
-        warps, cost = min(max(block // _GATE_VALUES, 1), self.num_warps), KernelCost(kind=KernelKind.ROWS)
-        grid = (triton.cdiv(M, self.rows),)
-        values, scales = self._launch(kernels.gate_fp8_kernel, arrays, out_type, grid, constants, warps, cost=cost)
+        warps, cost = min(max(block // _GATE_VALUES, 1), 16), KernelCost(kind=KernelKind.ROWS)
+        values, scales = self._launch(kernels.gate_fp8_kernel, arrays, out_type, (M,), constants, warps, cost=cost)
         return values, scales[:, None]
 
 

@@ -33,15 +33,27 @@ class ExpertsTiles:
     block_k: int
     num_warps: int
     num_stages: int
+    registers: int | None = None
+    """Most registers of a thread."""
 
 
-# MXFP4 in steps of 64 columns, six of them ahead, once gave infinities with 64 rows a tile (H200): cause unknown.
 _TILES = {
     "plain": ExpertsTiles(block_n=64, block_k=128, num_warps=4, num_stages=4),
-    "mxfp4": ExpertsTiles(block_n=128, block_k=128, num_warps=4, num_stages=4),
     "bytes": ExpertsTiles(block_n=64, block_k=128, num_warps=4, num_stages=5),
     "nf4": ExpertsTiles(block_n=128, block_k=128, num_warps=4, num_stages=4),
 }
+_MXFP4_TILES = {  # registers and shared memory of five, four and three programs at a time
+    16: ExpertsTiles(block_n=128, block_k=128, num_warps=4, num_stages=4, registers=96),
+    32: ExpertsTiles(block_n=128, block_k=128, num_warps=4, num_stages=4, registers=128),
+    64: ExpertsTiles(block_n=128, block_k=128, num_warps=4, num_stages=3, registers=168),
+}
+
+
+def _fitting_tiles(kind: str, rows: int) -> ExpertsTiles:
+    """Return tiles for matrices stored as `kind` and tiles of so many rows."""
+    return _MXFP4_TILES[min(rows, 64)] if kind == "mxfp4" else _TILES[kind]
+
+
 ORDERS = {"plain": "", "mxfp4": "codes", "bytes": "pairs", "nf4": "pairs"}
 """Order of columns in which matrices are multiplied, by how they are stored."""
 
@@ -184,7 +196,7 @@ class TritonFewRowsExperts(Launcher):
         """
         S, (K, N), out_columns = routing.permutation.size, sizes, _columns(sizes[1], order)
         row_tiles, gated = routing.groups.gathered_tiles, activation is not None
-        tiles = self.tiles or _TILES[matrices.kind]
+        tiles = self.tiles or _fitting_tiles(matrices.kind, row_tiles.rows)
         table, E = row_tiles.table, routing.group_sizes.shape[0]
         arrays = (
             x,
@@ -197,7 +209,10 @@ class TritonFewRowsExperts(Launcher):
             routing.row_weights if gated else None,
             table,
         )
-        least = {"nf4": BLOCK, "mxfp4": 128}.get(matrices.kind, 32)
+        least = BLOCK if matrices.nf4 else 32
+        block_k = min(max(tiles.block_k, least), max(least, triton.next_power_of_2(K)))
+        if matrices.kind == "mxfp4":
+            block_k = 128  # in whose order the columns are
         block_n = min(tiles.block_n // (2 if gated else 1), max(16, triton.next_power_of_2(N)))
         constants: dict[str, Any] = {
             "E": E,
@@ -219,7 +234,7 @@ class TritonFewRowsExperts(Launcher):
             "BLOCK_M": row_tiles.rows,
             "FEWER": _fewer(row_tiles.rows),
             "BLOCK_N": block_n,
-            "BLOCK_K": min(max(tiles.block_k, least), max(least, triton.next_power_of_2(K))),
+            "BLOCK_K": block_k,
         }
         columns = 2 * N if gated else N
         moved = round(matrices.bytes * min(1.0, S / E)) + S * (K + N) * x.dtype.itemsize
@@ -227,6 +242,5 @@ class TritonFewRowsExperts(Launcher):
         grid = table.shape[1], triton.cdiv(N, block_n)
         compiled = tiles.num_warps, tiles.num_stages
         out_type = jax.ShapeDtypeStruct((S, out_columns), x.dtype)
-        return self._launch(
-            few_rows_kernels.experts_kernel, arrays, (out_type,), grid, constants, *compiled, cost=cost
-        )[0]
+        kernel, registers = few_rows_kernels.experts_kernel, tiles.registers
+        return self._launch(kernel, arrays, (out_type,), grid, constants, *compiled, cost=cost, registers=registers)[0]

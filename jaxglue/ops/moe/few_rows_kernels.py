@@ -89,25 +89,30 @@ def _exponents(scales, rows, step, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _mxfp4_tile(blocks, rows, exponents, step, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
-                PLAIN: tl.constexpr):  # fmt: skip
-    """Return BLOCK_K columns of some rows of matrices in MXFP4, in the order "codes".
-
-    A thread's operands of 128 columns are neighboring pairs 0, 4, 8, … of 64: in that order one block, in one factor.
-    """
-    WORDS: tl.constexpr = BLOCK_K // 8
-    word = step * WORDS + tl.arange(0, WORDS)
+def _mxfp4_words(blocks, rows, step, K: tl.constexpr, ROWS: tl.constexpr):
+    """Load 128 columns of some rows of matrices in MXFP4: the first two words of every block, and the last two."""
+    word = step * 16 + tl.arange(0, 16)
     at = blocks.to(tl.pointer_type(tl.int32), bitcast=True) + rows[:, None] * (K // 8) + word[None, :]
-    if K % BLOCK_K != 0:
+    if K % 128 != 0:
         words = tl.load(at, mask=(word < K // 8)[None, :], other=0, eviction_policy="evict_first")
     else:
         words = tl.load(at, eviction_policy="evict_first")
+    first, last = tl.split(tl.permute(tl.reshape(words, (ROWS, 4, 2, 2)), (0, 1, 3, 2)))
+    return tl.reshape(first, (ROWS, 8)), tl.reshape(last, (ROWS, 8))
+
+
+@triton.jit
+def _mxfp4_tile(words, exponents, ROWS: tl.constexpr, PLAIN: tl.constexpr):
+    """Return the 64 columns of two words of each of four blocks, in the order "codes".
+
+    A thread's operands of 64 columns are neighboring pairs 0, 4, 8, … of 32: in that order one block's, in one factor.
+    """
     factors = _factors(exponents, PLAIN)
-    factors = tl.reshape(tl.broadcast_to(factors[:, :, None], (ROWS, BLOCK_K // 32, 4)), (ROWS, WORDS))
+    factors = tl.reshape(tl.broadcast_to(factors[:, :, None], (ROWS, 4, 2)), (ROWS, 8))
     a, b, c, d, e, f, g, h = _decode(words, factors, PLAIN)
     values = tl.join(tl.join(tl.join(a, b), tl.join(e, f)), tl.join(tl.join(c, d), tl.join(g, h)))
-    values = tl.reshape(values, (ROWS, BLOCK_K // 128, 4, 4, 2, 4))  # chunks, blocks, words, halves, pairs
-    return tl.reshape(tl.permute(values, (0, 1, 3, 5, 2, 4)), (ROWS, BLOCK_K))
+    values = tl.reshape(values, (ROWS, 4, 2, 2, 4))  # blocks, words, halves, pairs
+    return tl.reshape(tl.permute(values, (0, 2, 4, 1, 3)), (ROWS, 64))
 
 
 @triton.jit
@@ -205,35 +210,41 @@ def _multiply(
         scale, factor = nf4_scales(scales, nf4[0], matrix + n, 0, K, BLOCK_K)
     elif STORED == "bytes":
         row_scales = tl.load(scales + matrix + n)
+    # Values of a part of a step are decoded into registers, of which fewer leave room for more programs.
+    PARTS: tl.constexpr = 2 if STORED == "mxfp4" else 1
     for step in range(0, tl.cdiv(K, BLOCK_K)):
-        columns = step * BLOCK_K + tl.arange(0, BLOCK_K)
-        values = _load_x(at_x, ours, columns, X_COLUMNS, BLOCK_K)
-        if MORE:
-            values_too = _load_x(at_more, ours_too, columns, X_COLUMNS, BLOCK_K)
         if STORED == "mxfp4":
+            words = _mxfp4_words(matrices, matrix + n, step, K, ROWS)
             # Single bytes are not loaded ahead by the compiler.
             following = _exponents(scales, matrix + n, step + 1, K, BLOCK_K)
-            w = _mxfp4_tile(matrices, matrix + n, exponents, step, K, ROWS, BLOCK_K, PLAIN).to(values.dtype)
-            exponents = following
-        elif STORED == "nf4":
-            next_scale, next_factor = nf4_scales(scales, nf4[0], matrix + n, step + 1, K, BLOCK_K)
-            found = tl.load(nf4[2] + scale.to(tl.int32)) * factor + offset
-            w = nf4_tile(matrices, matrix + n, step, found, lookup, values.dtype, K, ROWS, BLOCK_K)
-            scale, factor = next_scale, next_factor
-        elif STORED == "bytes":
-            w = _byte_tile(matrices, matrix + n, row_scales, step, values.dtype, FACTOR, K, ROWS, BLOCK_K)
-        elif TRANSPOSED:
-            at = matrices + (matrix + n)[:, None] * K + columns[None, :]
-            if K % BLOCK_K != 0:
-                w = tl.load(at, mask=(columns < K)[None, :], other=0.0, eviction_policy="evict_first")
+        for part in tl.static_range(PARTS):
+            columns = step * BLOCK_K + part * (BLOCK_K // PARTS) + tl.arange(0, BLOCK_K // PARTS)
+            values = _load_x(at_x, ours, columns, X_COLUMNS, BLOCK_K)
+            if MORE:
+                values_too = _load_x(at_more, ours_too, columns, X_COLUMNS, BLOCK_K)
+            if STORED == "mxfp4":
+                w = _mxfp4_tile(words[part], exponents, ROWS, PLAIN).to(values.dtype)
+            elif STORED == "nf4":
+                next_scale, next_factor = nf4_scales(scales, nf4[0], matrix + n, step + 1, K, BLOCK_K)
+                found = tl.load(nf4[2] + scale.to(tl.int32)) * factor + offset
+                w = nf4_tile(matrices, matrix + n, step, found, lookup, values.dtype, K, ROWS, BLOCK_K)
+                scale, factor = next_scale, next_factor
+            elif STORED == "bytes":
+                w = _byte_tile(matrices, matrix + n, row_scales, step, values.dtype, FACTOR, K, ROWS, BLOCK_K)
+            elif TRANSPOSED:
+                at = matrices + (matrix + n)[:, None] * K + columns[None, :]
+                if K % BLOCK_K != 0:
+                    w = tl.load(at, mask=(columns < K)[None, :], other=0.0, eviction_policy="evict_first")
+                else:
+                    w = tl.load(at, eviction_policy="evict_first")
             else:
-                w = tl.load(at, eviction_policy="evict_first")
-        else:
-            at = matrices + (group.to(tl.int64) * K + columns)[:, None] * ALL + n[None, :]
-            w = tl.trans(tl.load(at, mask=(columns < K)[:, None], other=0.0, eviction_policy="evict_first"))
-        acc = tl.dot(w, tl.trans(values), acc)
-        if MORE:
-            more = tl.dot(w, tl.trans(values_too), more)
+                at = matrices + (group.to(tl.int64) * K + columns)[:, None] * ALL + n[None, :]
+                w = tl.trans(tl.load(at, mask=(columns < K)[:, None], other=0.0, eviction_policy="evict_first"))
+            acc = tl.dot(w, tl.trans(values), acc)
+            if MORE:
+                more = tl.dot(w, tl.trans(values_too), more)
+        if STORED == "mxfp4":
+            exponents = following
         if STORED != "plain" and not PLAIN:
             acc = settled(acc)
             if MORE:

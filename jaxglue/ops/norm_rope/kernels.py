@@ -92,6 +92,7 @@ def norm_gradient_kernel(
     row, grad = _load(x + start, columns, mask), _load(dout + start, columns, mask)
     grad *= OFFSET + _load(weight, columns, mask)
     scale = rms_scale(tl.sum(row * row, 0), D, EPS)
+    # Along x itself the norm is constant: that part of the gradient is taken out.
     along = tl.sum(grad * row, 0) * scale * scale / D
     total = (grad - row * along) * scale
     if dstream is not None:

@@ -3,6 +3,7 @@
 There are no gradients: the caller's conditions say that none are taken.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,15 @@ from jaxglue.ops.backend import (
     check_tried,
     check_triton,
 )
-from jaxglue.ops.projection.few_rows_operands import FewRows, LowRank, NF4Scales
+from jaxglue.ops.projection.few_rows_operands import (
+    MOST_ADAPTED_ROWS,
+    MOST_MANY_ROWS,
+    MOST_ROWS,
+    MOST_WIDE_ROWS,
+    FewRows,
+    LowRank,
+    NF4Scales,
+)
 from jaxglue.ops.projection.fp8 import encode
 from jaxglue.ops.projection.fp8_adapters import FP8Rows, NormedRows, QuantizedRows
 from jaxglue.ops.quant.formats import is_quantized
@@ -26,35 +35,29 @@ from jaxglue.ops.quant.fp8 import FP8Weight
 from jaxglue.ops.quant.int8 import LARGEST, Int8Weight
 from jaxglue.ops.quant.nf4 import NF4
 
-MOST_ROWS = 256
-"""Rows up to which reading the weights takes longer than multiplying by them."""
-MOST_WIDE_ROWS, MOST_ADAPTED_ROWS = 64, 128
-"""The same for one or two weights in 16 bits or for FP8 products, and in 16 bits with adapters."""
 MOST_NF4_ROWS = 64
-"""The same for NF4, whose values each program looks up in turn with its product."""
+"""Rows up to which a kernel is faster for NF4, whose values each program looks up in turn with its product."""
 LARGEST_RANK = 64
 PERMUTED = ("int8", "e4m3", "nf4")
 """Ways of multiplication that convert weights to x's dtype."""
 
 
-def _check(capability: Capability | None, x, projections: Sequence[Any], conditions) -> None:
-    rows = _check_call(capability, x, projections, MOST_ROWS)
+def _check(capability: Capability | None, x, projections: Sequence[Any], conditions, gated: bool = False) -> None:
+    rows = _check_call(capability, x, projections)
     _check_weights(x, projections, conditions)
     _check_parts(projections, conditions)
-    _check_speed(rows, projections, _kind(projections[0], conditions))
+    _check_speed(rows, projections, _kind(projections[0], conditions), gated)
 
 
-def _check_call(capability: Capability | None, x, projections: Sequence[Any], most: int) -> int:
+def _check_call(capability: Capability | None, x, projections: Sequence[Any]) -> int:
     """Return the rows of x."""
     values = x.values if isinstance(x, FP8Rows) else x
     check_triton(capability, values.dtype)
     check_hopper(capability)
     check_one_device()
-    if (rows := values.size // values.shape[-1]) > most:
-        raise NotImplementedError(f"more than {most} rows")
     if len(projections) > 3:
         raise NotImplementedError("more than three weights")
-    return rows
+    return values.size // values.shape[-1]
 
 
 def _check_weights(x, projections: Sequence[Any], conditions) -> None:
@@ -69,8 +72,12 @@ def _check_weights(x, projections: Sequence[Any], conditions) -> None:
         raise NotImplementedError("32 does not divide the columns")
 
 
-def _check_speed(rows: int, projections: Sequence[Any], kind: str) -> None:
+def _check_speed(rows: int, projections: Sequence[Any], kind: str, gated: bool) -> None:
     """Raise NotImplementedError where XLA's products are faster, as measured on an H100 and an H200 (Qwen3-8B)."""
+    if _suits_many(rows, projections, kind, gated):
+        return
+    if rows > MOST_ROWS:
+        raise NotImplementedError(f"more than {MOST_ROWS} rows")
     adapted = projections[0].adapter is not None
     if kind == "nf4" and rows > MOST_NF4_ROWS:
         raise NotImplementedError(f"cuBLAS on expanded weights is faster for more than {MOST_NF4_ROWS} rows")
@@ -78,6 +85,18 @@ def _check_speed(rows: int, projections: Sequence[Any], kind: str) -> None:
         return
     if rows > (most := MOST_ADAPTED_ROWS if adapted else MOST_WIDE_ROWS) and len(projections) < 3:
         raise NotImplementedError(f"cuBLAS is as fast for more than {most} rows, but for narrow keys and values")
+
+
+def _suits_many(rows: int, projections: Sequence[Any], kind: str, gated: bool) -> bool:
+    """Return whether kernels of many rows, by programs of 256, are faster: for gate and up, and for q, k and v."""
+    weights = [projection.weight for projection in projections]
+    parts = any(projection.adapter is not None or projection.bias is not None for projection in projections)
+    if kind not in ("16 bits", "fp8") or parts or sum(math.prod(weight.shape) for weight in weights) >= 2**31:
+        return False
+    twice = MOST_MANY_ROWS - 64 < rows <= MOST_MANY_ROWS
+    if gated:
+        return MOST_WIDE_ROWS < rows <= MOST_ROWS or (kind == "fp8" and twice)
+    return twice and len(weights) == 3 and not any(weight.shape[0] % 128 for weight in weights[:-1])
 
 
 def _kind(projection, conditions) -> str:
@@ -130,17 +149,18 @@ FEW_ROWS = Operation(
         ),
     },
 )
-"""Backends of projections without gradients; a call is described by x, projections and conditions."""
+"""Backends of projections without gradients; a call is described by x, projections, conditions and `gated`."""
 
 
-def load_few_rows(x, projections: Sequence[Any], conditions) -> Any | None:
-    """Return the kernels that serve a call; None for none, as where gradients may be taken."""
-    return FEW_ROWS.load(x, projections, conditions) if getattr(conditions, "inference", False) else None
+def load_few_rows(x, projections: Sequence[Any], conditions, *, gated: bool = False) -> Any | None:
+    """Return the kernels that serve a call, of gate and up if it is `gated`; None where gradients may be taken."""
+    return FEW_ROWS.load(x, projections, conditions, gated) if getattr(conditions, "inference", False) else None
 
 
-def few_rows_read_fp8(x, projections: Sequence[Any], conditions) -> bool:
+def few_rows_read_fp8(x, projections: Sequence[Any], conditions, *, gated: bool) -> bool:
     """Return whether kernels of few rows multiply e4m3 values of x, so that a norm need write nothing else."""
-    return load_few_rows(x, projections, conditions) is not None and _kind(projections[0], conditions) == "fp8"
+    kernels = load_few_rows(x, projections, conditions, gated=gated)
+    return kernels is not None and _kind(projections[0], conditions) == "fp8"
 
 
 def project_few_rows(kernels: Any, x, projections: Sequence[Any], conditions, stream) -> list[Array]:
@@ -176,24 +196,8 @@ def _operands(x, projections: Sequence[Any], conditions) -> tuple[FewRows, tuple
         nf4=nf4,
         biases=biases,
         low_rank=_low_rank(x, rows, [p.adapter for p in projections], getattr(conditions, "ranks", None)),
-        ahead=_ahead(projections, conditions),
     )
     return operands, values.shape[:-1]
-
-
-def _ahead(projections: Sequence[Any], conditions) -> tuple[Array, ...]:
-    """Return the weights, as they are stored, that are read next; none where they are not known."""
-    following = getattr(conditions, "following", {}).get(id(projections[-1].weight), ())
-    stored = tuple(_values(weight) for weight in following)
-    alike = len(stored) <= 3 and len({(weight.shape[1], weight.dtype) for weight in stored}) <= 1
-    return stored if alike else ()
-
-
-def _values(weight) -> Array:
-    """Return a weight's largest array."""
-    if not is_quantized(weight):
-        return weight
-    return weight.codes if isinstance(weight, Int8Weight | NF4) else weight.values
 
 
 def _permuted(x: Float[Array, "M K"]) -> Float[Array, "M K"]:

@@ -28,29 +28,26 @@ def _nf4_assembly() -> str:
     """Return instructions that look up eight NF4 codes, in four bytes, in bfloat16, and multiply by the bytes' scales.
 
     A permutation of bytes looks up four of eight bytes at a time, by three bits of each code: the values' low and high
-    bytes are four tables, for codes below 8 and from 8 on, between which the codes' last bits choose.
+    bytes are four tables, for codes below 8 and from 8 on, between which the codes' last bits choose: another
+    permutation repeats these, as the signs of bytes, in all bits of a byte.
     """
     bits = (np.array(VALUES, np.float32).view(np.uint32) + 0x8000 >> 16).astype(np.uint16)  # no value is a tie
     parts = (("l", bits & 255), ("h", bits >> 8))
     words = {f"{part}{i}": found[4 * i : 4 * i + 4] for part, found in parts for i in range(4)}
     tables = "".join(f"mov.b32 {name}, 0x{bytes(map(int, four))[::-1].hex()};\n" for name, four in words.items())
-    lines = f"{{.reg .b32 {', '.join(words)}, a, b, c, d, i, s, z;\n{tables}mov.b32 z, 0x80808080;\n"
-    for half in (0, 1):
-        lines += f"""shr.b32 s, $4, {16 * half};  and.b32 i, s, 0x7777;
-        prmt.b32 a, l0, l1, i;  prmt.b32 b, l2, l3, i;  prmt.b32 c, h0, h1, i;  prmt.b32 d, h2, h3, i;
-        prmt.b32 i, z, z, s;  shl.b32 s, i, 1;  or.b32 s, s, 1;  and.b32 i, i, s;
-        lop3.b32 a, a, b, i, 0xD8;  lop3.b32 c, c, d, i, 0xD8;
+    lines = f"{{.reg .b32 {', '.join(words)}, a, b, c, d, i, m, s;\n{tables}"
+    lines += "shl.b32 s, $4, 4;  and.b32 i, $4, 0x77777777;\n"
+    for half, signs in ((0, "0x9D8C"), (1, "0xBFAE")):
+        lines += f"""prmt.b32 a, l0, l1, i;  prmt.b32 b, l2, l3, i;  prmt.b32 c, h0, h1, i;  prmt.b32 d, h2, h3, i;
+        prmt.b32 m, $4, s, {signs};  lop3.b32 a, a, b, m, 0xD8;  lop3.b32 c, c, d, m, 0xD8;
         prmt.b32 b, a, c, 0x7351;  mul.rn.bf16x2 ${half}, b, ${5 + half};
         prmt.b32 d, a, c, 0x6240;  mul.rn.bf16x2 ${2 + half}, d, ${5 + half};
+        shr.b32 i, i, 16;
         """
     return lines + "}"
 
 
 NF4_ASSEMBLY = tl.constexpr(_nf4_assembly())
-PREFETCH = tl.constexpr(
-    "{.reg .pred p; setp.ne.b32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $3; mov.b32 $0, 0;}"
-)
-"""Instructions that ask for $3 bytes at an address, if $2 is not 0, without waiting for them."""
 BEYOND = tl.constexpr(1 << 20)
 """More than the tiles of a launch."""
 
@@ -66,7 +63,7 @@ def settled(acc):
 
 
 @triton.jit
-def arrive(counter):
+def _arrive(counter):
     """Return how many programs arrived before, after all stores of this program."""
     tl.debug_barrier()  # one thread counts for all
     return tl.atomic_add(counter, 1, sem="acq_rel")
@@ -177,7 +174,7 @@ def _shrink(
         acc = tl.dot(x, tl.trans(a.to(x.dtype)), acc)
     tile = rows[:, None] * BLOCK_R + ranks[None, :]
     tl.store(parts + number * BLOCK_M * BLOCK_R + tile, acc)
-    if arrive(counter) == SHRINKS - 1:
+    if _arrive(counter) == SHRINKS - 1:
         total = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
         for other in tl.static_range(0, SHRINKS):
             total += tl.load(parts + other * BLOCK_M * BLOCK_R + tile, cache_modifier=".cg")
@@ -219,32 +216,15 @@ def _expand(acc, low_rank, b, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr):
 
 
 @triton.jit
-def _read_ahead(w, program, ROWS: tl.constexpr, BYTES: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr,
-                PROGRAMS: tl.constexpr, THREADS: tl.constexpr):  # fmt: skip
-    """Ask the L2 cache for the first AHEAD bytes of each of PARTS parts of some of a weight's rows of BYTES bytes."""
-    EACH: tl.constexpr = (ROWS * PARTS + PROGRAMS - 1) // PROGRAMS
-    base = w.to(tl.int64)
-    for first in tl.static_range(0, EACH, THREADS):
-        own = first + tl.arange(0, THREADS)
-        part = program * EACH + own
-        inside = (own < EACH) & (part < ROWS * PARTS)
-        at = base + (part // PARTS).to(tl.int64) * BYTES + (part % PARTS) * (BYTES // PARTS)
-        size = tl.full((THREADS,), AHEAD, tl.int32)
-        operands = [at, inside.to(tl.int32), size]
-        tl.inline_asm_elementwise(PREFETCH, "=r,l,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
 def few_rows_kernel(
     x, x_scales, weights, scales, blocks, groups, offsets, codes, lookup, biases, source, downs, ups, factors,
-    norm_weight, inverse_rms, ranks_used, stream, ahead, counters, parts, low_ranks, low_rank_parts, outs,
+    norm_weight, inverse_rms, ranks_used, stream, counters, parts, low_ranks, low_rank_parts, outs,
     M: tl.constexpr, K: tl.constexpr, N_0: tl.constexpr, N_1: tl.constexpr, N_2: tl.constexpr, COUNT: tl.constexpr,
     FIRST_1: tl.constexpr, FIRST_2: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr,
     WHOLE: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, R: tl.constexpr, SHRINKS: tl.constexpr,
     SHRINK_STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr, NF4: tl.constexpr, FACTOR: tl.constexpr, ROUND: tl.constexpr, ROUND_ADAPTER: tl.constexpr,
-    E4M3: tl.constexpr, AHEAD: tl.constexpr, AHEAD_PARTS: tl.constexpr, AHEAD_ROW: tl.constexpr, AHEAD_0: tl.constexpr,
-    AHEAD_1: tl.constexpr, AHEAD_2: tl.constexpr, THREADS: tl.constexpr,
+    E4M3: tl.constexpr, DECODED: tl.constexpr,
 ):  # fmt: skip
     """Compute x·Wᵀ of COUNT weights (+ adapters' products) (+ biases) (+ stream), or activation(gate)·up of two.
 
@@ -253,9 +233,8 @@ def few_rows_kernel(
     Values of one byte times x's dtype have scales [N_i] · FACTOR; e4m3 values of x have scales [M]. NF4 has codes
     [N_i, K / 2], and codes of scales in `blocks` [N_i, K / 64]: these are values of the table `codes`, times one of
     `groups` for each 256, plus one of `offsets`.
+    Weights that registers take before the matmul are DECODED.
     Gate and up are rounded to e4m3 after multiplication by a factor E4M3, if this is not 0.
-    Once its own weights are read, a program asks for the beginnings of those that the next launch reads, `ahead`
-    [AHEAD_i, AHEAD_ROW bytes]: while launches end and begin, the memory would idle.
     counters: a count for each tile, then one for each adapter's parts, and one for readers of all adapters' inputs.
     """
     program = tl.program_id(0)
@@ -325,13 +304,11 @@ def few_rows_kernel(
             else:
                 matrix = _matrix(weights[1], inside, k, values.dtype, K, BLOCK_N, BLOCK_K)
             up = tl.dot(matrix, tl.trans(values), up)
+        if DECODED:
+            acc = settled(acc)
+            if GATED:
+                up = settled(up)
 
-    if AHEAD > 0:
-        _read_ahead(ahead[0], program, AHEAD_0, AHEAD_ROW, AHEAD_PARTS, AHEAD, TILES * SPLITS, THREADS)
-        if AHEAD_1 > 0:
-            _read_ahead(ahead[1], program, AHEAD_1, AHEAD_ROW, AHEAD_PARTS, AHEAD, TILES * SPLITS, THREADS)
-        if AHEAD_2 > 0:
-            _read_ahead(ahead[2], program, AHEAD_2, AHEAD_ROW, AHEAD_PARTS, AHEAD, TILES * SPLITS, THREADS)
     if SPLITS > 1:
         SIZE: tl.constexpr = BLOCK_N * BLOCK_M
         WIDTH: tl.constexpr = 2 * SIZE if GATED else SIZE
@@ -340,7 +317,7 @@ def few_rows_kernel(
         tl.store(own + split * WIDTH + at, acc)
         if GATED:
             tl.store(own + split * WIDTH + SIZE + at, up)
-        if arrive(counters + tile) < SPLITS - 1:
+        if _arrive(counters + tile) < SPLITS - 1:
             return
         tl.store(counters + tile, 0)
     if R > 0:
@@ -396,11 +373,11 @@ def _finish(
     """Apply scales, and add the adapter's product and the bias of one of the weights."""
     if ROUND and x_scales is not None:  # training's products of e4m3 values have no scales
         acc = acc.to(dtype).to(tl.float32)
-    if scales is not None:
-        acc *= (tl.load(scales[WHICH] + n, mask=n < N, other=0.0) * FACTOR)[:, None]
     if x_scales is not None:
         acc *= tl.load(x_scales + rows, mask=rows < M, other=0.0)[None, :]
-    elif ROUND:
+    if scales is not None:
+        acc *= (tl.load(scales[WHICH] + n, mask=n < N, other=0.0) * FACTOR)[:, None]
+    if ROUND and x_scales is None:
         acc = acc.to(dtype).to(tl.float32)
     if R > 0:
         own = low_ranks + WHICH * BLOCK_M * BLOCK_R

@@ -1,8 +1,15 @@
-"""Operands of a projection of few rows, for its kernels."""
+"""Operands of a projection of few rows, for its kernels, and how many rows are few."""
 
 from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float, UInt8
+
+MOST_ROWS = 256
+"""Rows up to which reading the weights takes longer than multiplying by them."""
+MOST_WIDE_ROWS, MOST_ADAPTED_ROWS = 64, 128
+"""The same for one or two weights in 16 bits or for FP8 products, and in 16 bits with adapters."""
+MOST_MANY_ROWS = 512
+"""Rows up to which kernels of many rows were measured."""
 
 
 class LowRank(NamedTuple):
@@ -44,5 +51,3 @@ class FewRows(NamedTuple):
     nf4: NF4Scales | None
     biases: tuple[Float[Array, " N"], ...] | None
     low_rank: LowRank | None
-    ahead: tuple[Array, ...] = ()
-    """Weights that the next launch reads, of equal rows."""

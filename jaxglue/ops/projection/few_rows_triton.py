@@ -11,59 +11,12 @@ from jaxtyping import Array, Float
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.projection import few_rows_kernels as kernels
-from jaxglue.ops.projection import many_rows_kernels as kernels_of_many
-from jaxglue.ops.projection.few_rows_operands import FewRows
+from jaxglue.ops.projection import many_rows_kernels
+from jaxglue.ops.projection.few_rows_operands import MOST_ROWS, MOST_WIDE_ROWS, FewRows
 from jaxglue.ops.projection.fp8 import e4m3_factor
 from jaxglue.ops.quant.blocks import dynamic_code
 from jaxglue.ops.quant.nf4 import BLOCK, VALUES
 
-
-@dataclass(frozen=True, kw_only=True)
-class ManyRowsTiles:
-    """Rows of weights in a program of many rows of x, in two matmuls, and how it is compiled."""
-
-    block_n: int
-    few: int
-    """Rows of the second matmul; 0 for none."""
-    block_k: int
-    """Columns of 16-bit values in a step; twice as many of 8 bits."""
-    num_warps: int = 8
-    num_stages: int = 4
-    programs: int = 132
-    """Programs to reach by splitting sums, as many as run at a time."""
-    wait: bool = True
-    """Let all programs of a tile add their parts, instead of the last one."""
-
-    block_m: int = 256
-    """Largest number of rows of x."""
-
-    def count(self, rows: int) -> int:
-        """Return the tiles of so many rows of weights."""
-        return triton.cdiv(rows, self.block_n + self.few)
-
-    def part(self, sizes: list[int]) -> bool:
-        """Return whether no tile has rows of two weights of these sizes."""
-        first = self.count(sum(sizes)) * self.block_n
-        borders = [sum(sizes[:i]) for i in range(1, len(sizes))]
-        return all(b % self.block_n == 0 if b <= first else (b - first) % self.few == 0 for b in borders)
-
-    def rows(self, count: int) -> int:
-        """Return the rows of x in a program, of so many."""
-        return min(max(16, triton.next_power_of_2(count)), self.block_m)
-
-    def columns(self, dtype) -> int:
-        """Return the columns of a step."""
-        return self.block_k * max(2 // jnp.dtype(dtype).itemsize, 1)
-
-
-_MANY_GATES = ManyRowsTiles(block_n=128, few=64, block_k=64)
-_MANY_PRODUCTS = ManyRowsTiles(block_n=128, few=0, block_k=64)
-_LEAST_GATES, _LEAST_PRODUCTS = 65, 257
-"""Rows from which a program takes more of weights, as multiplying takes longer than reading."""
-_LINE = 128
-"""Bytes of a line of the L2 cache."""
-_LARGEST_INT32 = 2**31 - 1
-_AHEAD = 0
 _SHRINK_COLUMNS = 512
 """Columns of a program that multiplies a part of the adapters' input, where the GPU has place for more programs."""
 
@@ -98,6 +51,29 @@ _FEW_RANKS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
+class ManyRowsTiles:
+    """Tiles of the kernels of many rows, measured on an H100."""
+
+    block_m: int = 256
+    """Largest number of rows of x in a program."""
+    block_n: int = 128
+    """Rows of weights."""
+    few: int = 64
+    """More of them, in a second matmul, of gate and up."""
+    block_k: int = 64
+    """Columns of 16-bit values in a step; twice as many of 8 bits."""
+    num_warps: int = 8
+
+    def rows(self, count: int) -> int:
+        """Return the rows of x in a program, of so many."""
+        return min(max(16, triton.next_power_of_2(count)), self.block_m)
+
+    def stages(self, count: int) -> int:
+        """Return the stages of the loop over columns, as many as shared memory has room for."""
+        return 4 if self.rows(count) > 128 else 5
+
+
+@dataclass(frozen=True, kw_only=True)
 class TritonFewRows(Launcher):
     """Projections of few rows by our own kernel."""
 
@@ -109,75 +85,55 @@ class TritonFewRows(Launcher):
     """Decode NF4 without instructions that Triton's interpreter lacks."""
     rounds: bool = True
     """Round values where training does."""
-    ahead: int | None = None
-    """Bytes of the next launch's weights to ask for; None takes those measured."""
 
     def project(self, operands: FewRows, stream: Float[Array, "M N"] | None) -> list[Float[Array, "M N"]]:
         """Return the products, adapters' and biases included, of one weight with the stream added."""
-        tiles = self._many(operands, _MANY_PRODUCTS, _LEAST_PRODUCTS)
-        if tiles is not None and tiles.part(list(map(len, operands.weights))):
-            return self._multiply_many(operands, stream, tiles)
+        if stream is None and (tiles := self._tiles_of_many(operands, MOST_ROWS)) is not None:
+            return self._multiply_many(operands, tiles)
         return self._multiply(operands, stream, activation=None)
 
     def gate(self, operands: FewRows, activation: str) -> Float[Array, "M N"]:
         """Return activation(gate) · up of two weights."""
-        if (tiles := self._many(operands, _MANY_GATES, _LEAST_GATES)) is not None:
+        if (tiles := self._tiles_of_many(operands, MOST_WIDE_ROWS)) is not None:
             return self._gate_many(operands, activation, tiles)
         return self._multiply(operands, None, activation=activation)[0]
 
-    def _many(self, operands: FewRows, tiles: ManyRowsTiles, least: int) -> ManyRowsTiles | None:
-        """Return the tiles of a launch for many rows; None for one of few, or with other parts."""
+    def _tiles_of_many(self, operands: FewRows, few: int) -> ManyRowsTiles | None:
+        """Return the tiles of a launch for more rows than `few`; None where its kernels lack a part."""
         alike = operands.weights[0].dtype == operands.x.dtype
-        plain = operands.low_rank is None and operands.biases is None and operands.nf4 is None
-        values = sum(weight.size for weight in operands.weights)
-        if not (alike and plain) or values >= _LARGEST_INT32:
+        if not alike or operands.low_rank is not None or operands.biases is not None:
             return None
-        return self.many or (tiles if self.tiles is None and len(operands.x) >= least else None)
+        return self.many or (ManyRowsTiles() if self.tiles is None and len(operands.x) > few else None)
 
     def _gate_many(self, operands: FewRows, activation: str, tiles: ManyRowsTiles) -> Float[Array, "M N"]:
         F = len(operands.weights[0])
         out = jax.ShapeDtypeStruct((len(operands.x), F), operands.dtype)
-        constants = {"F": F, "GELU": activation == "gelu_tanh", "ROUND": self.rounds}
+        constants = {"F": F, "FEW": tiles.few, "GELU": activation == "gelu_tanh", "ROUND": self.rounds}
         arrays = (operands.x, operands.x_scales, *operands.weights, *(operands.scales or (None, None)))
-        count, kernel = tiles.count(2 * F), kernels_of_many.gate_rows_kernel
-        return self._launch_many(kernel, operands, arrays, (out,), count, constants, tiles)[0]
+        programs, kernel = triton.cdiv(2 * F, tiles.block_n + tiles.few), many_rows_kernels.gate_rows_kernel
+        return self._launch_many(kernel, operands, arrays, (out,), programs, constants, tiles)[0]
 
-    def _multiply_many(self, operands: FewRows, stream, tiles: ManyRowsTiles) -> list[Float[Array, "M N"]]:
-        (M, K), sizes, dtype = operands.x.shape, [len(weight) for weight in operands.weights], operands.dtype
-        block_m, own = tiles.rows(M), tiles.count(sum(sizes))
-        count = own * triton.cdiv(M, block_m)
-        steps = triton.cdiv(K, tiles.columns(operands.x.dtype))
-        splits = next(n for n in (8, 4, 2, 1) if n == 1 or (n * count <= tiles.programs and steps % n == 0))
-        empty = lambda *shape, dtype=jnp.float32: jax.new_ref(jax.lax.empty(shape, dtype))  # noqa: E731
-        outs = tuple(empty(M, size, dtype=dtype) for size in sizes)
-        parts = count * splits * (tiles.block_n + tiles.few) * block_m if splits > 1 else 1
-        scratch = jnp.zeros(count, jnp.int32), empty(parts)
-        arrays = (operands.x, operands.x_scales, operands.weights, operands.scales, stream, *scratch, outs)
-        constants = {
-            **{f"N_{i}": sizes[i] if i < len(sizes) else 0 for i in range(3)},
-            "COUNT": len(sizes),
-            "TILES": own,
-            "SPLITS": splits,
-            "STEPS": steps // splits,
-            "WAIT": tiles.wait and not self.plain,  # the interpreter runs programs one after another
-        }
-        self._launch_many(kernels_of_many.many_rows_kernel, operands, arrays, (), own * splits, constants, tiles)
+    def _multiply_many(self, operands: FewRows, tiles: ManyRowsTiles) -> list[Float[Array, "M N"]]:
+        sizes = [len(weight) for weight in operands.weights]
+        outs = tuple(jax.new_ref(jax.lax.empty((len(operands.x), size), operands.dtype)) for size in sizes)
+        constants = {f"N_{i}": sizes[i] if i < len(sizes) else 0 for i in range(3)} | {"COUNT": len(sizes)}
+        arrays = operands.x, operands.x_scales, operands.weights, operands.scales, outs
+        programs, kernel = triton.cdiv(sum(sizes), tiles.block_n), many_rows_kernels.many_rows_kernel
+        self._launch_many(kernel, operands, arrays, (), programs, constants, tiles)
         return [jax.freeze(out) for out in outs]
 
-    def _launch_many(self, kernel, operands: FewRows, arrays, outs, programs: int, constants, tiles: ManyRowsTiles):
-        (M, K), itemsize, sizes = operands.x.shape, operands.x.dtype.itemsize, [len(w) for w in operands.weights]
-        moved = (M + sum(sizes)) * K * itemsize + M * (sum(sizes) if not outs else sizes[0]) * 2
-        cost = KernelCost(kind=KernelKind.ROWS, flops=2 * M * K * sum(sizes), bytes=moved)
-        constants |= {
-            "M": M,
-            "K": K,
-            "BLOCK_M": tiles.rows(M),
-            "BLOCK_N": tiles.block_n,
-            "FEW": tiles.few,
-            "BLOCK_K": tiles.columns(operands.x.dtype),
-        }
-        grid = (programs * triton.cdiv(M, tiles.rows(M)),)
-        return self._launch(kernel, arrays, outs, grid, constants, tiles.num_warps, tiles.num_stages, cost=cost)
+    def _launch_many(
+        self, kernel, operands: FewRows, arrays, outs: tuple, programs: int, constants: dict, tiles: ManyRowsTiles
+    ):
+        (M, K), itemsize, rows = operands.x.shape, operands.x.dtype.itemsize, sum(map(len, operands.weights))
+        moved = (M + rows) * K * itemsize + M * (outs[0].shape[1] if outs else rows) * jnp.dtype(
+            operands.dtype
+        ).itemsize
+        cost = KernelCost(kind=KernelKind.ROWS, flops=2 * M * K * rows, bytes=moved)
+        block_k = tiles.block_k * (2 // itemsize or 1)
+        sizes = {"M": M, "K": K, "BLOCK_M": tiles.rows(M), "BLOCK_N": tiles.block_n, "BLOCK_K": block_k}
+        grid, launched = (programs * triton.cdiv(M, tiles.rows(M)),), (tiles.num_warps, tiles.stages(M))
+        return self._launch(kernel, arrays, outs, grid, constants | sizes, *launched, cost=cost)
 
     def _multiply(self, operands: FewRows, stream, *, activation: str | None) -> list[Float[Array, "M N"]]:
         (M, K), gated = operands.x.shape, activation is not None
@@ -210,11 +166,11 @@ class TritonFewRows(Launcher):
             "BLOCK_K": tiles.block_k,
             "BLOCK_R": max(16, triton.next_power_of_2(rank)),
             "NF4": operands.nf4 is not None,
+            "DECODED": not self.plain and (operands.nf4 is not None or operands.weights[0].dtype != operands.x.dtype),
             "FACTOR": operands.factor,
             "ROUND": self.rounds and (rank > 0 or gated),
             "E4M3": e4m3_factor(K) if self.rounds and gated and rank and operands.x_scales is not None else 0.0,
             "ROUND_ADAPTER": self.rounds and not gated and stream is None and operands.x_scales is None,
-            **self._ahead_of(operands.ahead, tiles),
         }
         return self._run(operands, stream, constants, tiles)
 
@@ -239,7 +195,6 @@ class TritonFewRows(Launcher):
             None if low_rank is None else jnp.asarray(low_rank.factors, jnp.float32),
             *((None,) * 3 if low_rank is None else (low_rank.norm_weight, low_rank.inverse_rms, low_rank.used)),
             stream,
-            operands.ahead if constants["AHEAD"] else None,
             jnp.zeros(constants["TILES"] + count + 1, jnp.int32),
             empty(parts if constants["SPLITS"] > 1 else 1),
             empty(count * block_m * block_r if low_rank else 1, dtype=dtype),
@@ -253,20 +208,6 @@ class TritonFewRows(Launcher):
         grid = (count * shrinks + constants["TILES"] * constants["SPLITS"],)
         self._launch(kernels.few_rows_kernel, arrays, (), grid, constants, tiles.num_warps, tiles.num_stages, cost=cost)
         return [jax.freeze(out) for out in outs]
-
-    def _ahead_of(self, weights: tuple[Array, ...], tiles: FewRowsTiles) -> dict[str, int]:
-        """Return the sizes of the next launch's weights, and how many bytes to ask for of each row's parts."""
-        rows, size = [len(weight) for weight in weights], 0
-        row = weights[0].shape[1] * weights[0].dtype.itemsize if weights else 0
-        parts = max(tiles.programs // triton.cdiv(sum(rows), tiles.block_n), 1) if rows else 1
-        if rows and not self.plain and row % (16 * parts) == 0:
-            size = (
-                min((_AHEAD if self.ahead is None else self.ahead) // (sum(rows) * parts), row // parts)
-                // _LINE
-                * _LINE
-            )
-        sizes = {f"AHEAD_{i}": rows[i] if i < len(rows) else 0 for i in range(3)}
-        return {"AHEAD": size, "AHEAD_PARTS": parts, "AHEAD_ROW": row, **sizes, "THREADS": 32 * tiles.num_warps}
 
     def _tiles(self, block_m: int, operands: FewRows, gated: bool, rank: int) -> FewRowsTiles:
         K, itemsize = operands.x.shape[1], operands.x.dtype.itemsize

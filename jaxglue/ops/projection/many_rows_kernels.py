@@ -1,14 +1,14 @@
 """Triton kernels of projections of some hundred rows, where multiplying takes as long as reading the weights.
 
-Each program reads 256 rows of x, from the L2 cache, so that its rate decides: a program takes up to three times 64 rows
-of weights, as many as registers hold sums of. Those of gate and up, with 12,288 columns, are then a program for each
-multiprocessor of an H100 or H200, where 64 or 128 rows would leave a third of them idle in the second turn.
+Each program reads 256 rows of x, from the L2 cache, so a program takes 128 rows of weights or, of gate and up, three
+times 64, as many as registers hold sums of. With 12,288 columns the latter are a program for each multiprocessor of an
+H100 or H200, where 64 or 128 rows would leave a third of them idle in the second turn.
 """
 
 import triton
 import triton.language as tl
 
-from jaxglue.ops.projection.few_rows_kernels import activate, arrive, load_rows
+from jaxglue.ops.projection.few_rows_kernels import activate, load_rows
 
 
 @triton.jit
@@ -32,18 +32,19 @@ def _store_pairs(
     acc, first, x_scales, gate_scales, up_scales, out, rows, M: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, GELU: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """Store activation(gate) · up of sums in the order of `_load_pairs`."""
+    """Store activation(gate) · up of sums in the order of `_load_pairs`, rounded before scales as in training."""
     dtype: tl.constexpr = out.dtype.element_ty
     if ROUND:
         acc = acc.to(dtype).to(tl.float32)
+    if x_scales is not None:
+        acc *= tl.load(x_scales + rows, mask=rows < M, other=0.0)[None, :]
     pairs = tl.permute(tl.reshape(acc, (ROWS // 16, 2, 8, BLOCK_M)), (0, 2, 3, 1))
     gate, up = tl.split(pairs)
     gate, up = tl.reshape(gate, (ROWS // 2, BLOCK_M)), tl.reshape(up, (ROWS // 2, BLOCK_M))
     n = first + tl.arange(0, ROWS // 2)
     if x_scales is not None:
-        row_scales = tl.load(x_scales + rows, mask=rows < M, other=0.0)[None, :]
-        gate *= tl.load(gate_scales + n, mask=n < F, other=0.0)[:, None] * row_scales
-        up *= tl.load(up_scales + n, mask=n < F, other=0.0)[:, None] * row_scales
+        gate *= tl.load(gate_scales + n, mask=n < F, other=0.0)[:, None]
+        up *= tl.load(up_scales + n, mask=n < F, other=0.0)[:, None]
     y = (activate(gate, GELU) * up).to(dtype)
     tl.store(out + rows[None, :] * F + n[:, None], y, mask=(rows < M)[None, :] & (n < F)[:, None])
 
@@ -63,16 +64,14 @@ def gate_rows_kernel(
     program = tl.program_id(0)
     first, rows = program // BLOCKS * ((BLOCK_N + FEW) // 2), program % BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
     acc = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
-    few = tl.full((FEW if FEW > 0 else 16, BLOCK_M), 0.0, tl.float32)
+    few = tl.full((FEW, BLOCK_M), 0.0, tl.float32)
     for step in range(0, (K + BLOCK_K - 1) // BLOCK_K):
         k = step * BLOCK_K
         values = tl.trans(load_rows(x, rows, k, M, K, BLOCK_M, BLOCK_K))
         acc = tl.dot(_load_pairs(gate, up, first, k, F, K, BLOCK_N, BLOCK_K), values, acc)
-        if FEW > 0:
-            few = tl.dot(_load_pairs(gate, up, first + BLOCK_N // 2, k, F, K, FEW, BLOCK_K), values, few)
-    if FEW > 0:
-        _store_pairs(few, first + BLOCK_N // 2, x_scales, gate_scales, up_scales, out, rows, M, F, FEW, BLOCK_M, GELU,
-                     ROUND)  # fmt: skip
+        few = tl.dot(_load_pairs(gate, up, first + BLOCK_N // 2, k, F, K, FEW, BLOCK_K), values, few)
+    _store_pairs(few, first + BLOCK_N // 2, x_scales, gate_scales, up_scales, out, rows, M, F, FEW, BLOCK_M, GELU,
+                 ROUND)  # fmt: skip
     _store_pairs(acc, first, x_scales, gate_scales, up_scales, out, rows, M, F, BLOCK_N, BLOCK_M, GELU, ROUND)
 
 
@@ -103,100 +102,29 @@ def _load_block(weights, first, k, N_0: tl.constexpr, N_1: tl.constexpr, N_2: tl
 
 
 @triton.jit
-def _store_block(
-    acc, first, rows, x_scales, scales, stream, outs, N_0: tl.constexpr, N_1: tl.constexpr, N_2: tl.constexpr,
-    COUNT: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
+def many_rows_kernel(
+    x, x_scales, weights, scales, outs,
+    M: tl.constexpr, K: tl.constexpr, N_0: tl.constexpr, N_1: tl.constexpr, N_2: tl.constexpr, COUNT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Scale sums of ROWS rows of the weight that has row `first`, add the stream, and store them.
+    """Compute x·Wᵀ of COUNT weights; grid (Σ N_i / BLOCK_N · M / BLOCK_M), neighbors with the same weights.
 
-    Products of e4m3 values are rounded before and after their scales, as training does.
+    x [M, K]; weights [N_i, K], all but the last of whole blocks; outs [M, N_i]. e4m3 values have scales [M] and [N_i],
+    and products are rounded before them, as in training.
     """
+    BLOCKS: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    program = tl.program_id(0)
+    first, rows = program // BLOCKS * BLOCK_N, program % BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
+    acc = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
+    for step in range(0, (K + BLOCK_K - 1) // BLOCK_K):
+        k = step * BLOCK_K
+        values = tl.trans(load_rows(x, rows, k, M, K, BLOCK_M, BLOCK_K))
+        acc = tl.dot(_load_block(weights, first, k, N_0, N_1, N_2, COUNT, K, BLOCK_N, BLOCK_K), values, acc)
     dtype: tl.constexpr = outs[0].dtype.element_ty
-    n = first - _of(first, (0, N_0, N_0 + N_1), N_0, N_1, COUNT) + tl.arange(0, ROWS)
+    n = first - _of(first, (0, N_0, N_0 + N_1), N_0, N_1, COUNT) + tl.arange(0, BLOCK_N)
     N = _of(first, (N_0, N_1, N_2), N_0, N_1, COUNT)
-    mask = (rows < M)[None, :] & (n < N)[:, None]
     if x_scales is not None:
         acc = acc.to(dtype).to(tl.float32) * tl.load(x_scales + rows, mask=rows < M, other=0.0)[None, :]
         acc *= tl.load(_of(first, scales, N_0, N_1, COUNT) + n, mask=n < N, other=0.0)[:, None]
-        acc = acc.to(dtype).to(tl.float32)
-    at = rows[None, :] * N + n[:, None]
-    if stream is not None:
-        acc += tl.load(stream + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(_of(first, outs, N_0, N_1, COUNT) + at, acc.to(dtype), mask=mask)
-
-
-@triton.jit
-def _sum_of_parts(parts, local, lanes, SPLITS: tl.constexpr, SIZE: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the sum of all programs' parts of some rows of a tile, in their order."""
-    at = parts + local[:, None] * BLOCK_M + lanes[None, :]
-    total = tl.load(at, cache_modifier=".cg")
-    for other in range(1, SPLITS):
-        total += tl.load(at + other * SIZE, cache_modifier=".cg")
-    return total
-
-
-@triton.jit
-def many_rows_kernel(
-    x, x_scales, weights, scales, stream, counters, parts, outs,
-    M: tl.constexpr, K: tl.constexpr, N_0: tl.constexpr, N_1: tl.constexpr, N_2: tl.constexpr, COUNT: tl.constexpr,
-    TILES: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr, WAIT: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, FEW: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Compute x·Wᵀ of COUNT weights (+ stream, of one); grid (TILES · blocks of x's rows · SPLITS).
-
-    x [M, K]; weights [N_i, K]; outs [M, N_i]. A tile has BLOCK_N of the first TILES · BLOCK_N rows of the weights, one
-    below the other, and FEW of the last, in neither case of two weights: of q, k and v the former are q's. e4m3 values
-    have scales [M] and [N_i]. Programs of a tile sum STEPS steps each, wait for each other with WAIT, and then each
-    adds all parts of some of the rows; without, the last one adds all. They have neighboring numbers and so begin
-    together, or when those before them have ended.
-    counters: zeros for each tile, before and after.
-    """
-    BLOCKS: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
-    program, lanes = tl.program_id(0), tl.arange(0, BLOCK_M)
-    tile, split = program // SPLITS, program % SPLITS
-    first, rows = tile // BLOCKS * BLOCK_N, tile % BLOCKS * BLOCK_M + lanes
-    second = TILES * BLOCK_N + tile // BLOCKS * FEW
-    acc = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
-    few = tl.full((FEW if FEW > 0 else 16, BLOCK_M), 0.0, tl.float32)
-    for index in range(0, STEPS):
-        k = (split * STEPS + index) * BLOCK_K
-        values = tl.trans(load_rows(x, rows, k, M, K, BLOCK_M, BLOCK_K))
-        acc = tl.dot(_load_block(weights, first, k, N_0, N_1, N_2, COUNT, K, BLOCK_N, BLOCK_K), values, acc)
-        if FEW > 0:
-            few = tl.dot(_load_block(weights, second, k, N_0, N_1, N_2, COUNT, K, FEW, BLOCK_K), values, few)
-    if SPLITS == 1:
-        _store_block(acc, first, rows, x_scales, scales, stream, outs, N_0, N_1, N_2, COUNT, M, BLOCK_N)
-        if FEW > 0:
-            _store_block(few, second, rows, x_scales, scales, stream, outs, N_0, N_1, N_2, COUNT, M, FEW)
-        return
-
-    SIZE: tl.constexpr = (BLOCK_N + FEW) * BLOCK_M
-    parts += tile.to(tl.int64) * SPLITS * SIZE
-    own = parts + split * SIZE
-    tl.store(own + tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + lanes[None, :], acc)
-    if FEW > 0:
-        tl.store(own + (BLOCK_N + tl.arange(0, FEW))[:, None] * BLOCK_M + lanes[None, :], few)
-    begin, end = 0, SPLITS
-    count = arrive(counters + tile)
-    if WAIT:
-        while count < SPLITS:
-            count = tl.atomic_add(counters + tile, 0, sem="acquire")
-        if arrive(counters + tile) == 2 * SPLITS - 1:
-            tl.store(counters + tile, 0)
-        begin, end = split, split + 1
-    else:
-        if count < SPLITS - 1:
-            return
-        tl.store(counters + tile, 0)
-    EACH: tl.constexpr = BLOCK_N // SPLITS
-    EACH_FEW: tl.constexpr = FEW // SPLITS
-    for part in range(begin, end):
-        total = _sum_of_parts(parts, part * EACH + tl.arange(0, EACH), lanes, SPLITS, SIZE, BLOCK_M)
-        at = first + part * EACH
-        _store_block(total, at, rows, x_scales, scales, stream, outs, N_0, N_1, N_2, COUNT, M, EACH)
-        if FEW > 0:
-            total = _sum_of_parts(
-                parts, BLOCK_N + part * EACH_FEW + tl.arange(0, EACH_FEW), lanes, SPLITS, SIZE, BLOCK_M
-            )
-            at = second + part * EACH_FEW
-            _store_block(total, at, rows, x_scales, scales, stream, outs, N_0, N_1, N_2, COUNT, M, EACH_FEW)
+    out = _of(first, outs, N_0, N_1, COUNT) + rows[None, :] * N + n[:, None]
+    tl.store(out, acc.to(dtype), mask=(rows < M)[None, :] & (n < N)[:, None])

@@ -4,16 +4,17 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jaxglue.ops.backend import Backend, Capability, Operation, check_one_device, check_tried, check_triton
-from jaxglue.ops.sampling.reference import Choice, Truncation, choose
+from jaxglue.ops.backend import Backend, Capability, Operation, check_one_device, check_triton
+from jaxglue.ops.sampling.reference import Choice, Truncation, choose, likeliest
 
-__all__ = ["SAMPLING", "Choice", "Truncation", "choose_tokens"]
+__all__ = ["SAMPLING", "Choice", "Truncation", "choose_tokens", "likeliest"]
 
 
 def _check(capability: Capability | None, truncation: Truncation | None) -> None:
     check_triton(capability)
     check_one_device()
-    check_tried("sampling" if truncation is None else "truncated sampling")
+    if truncation is not None:
+        raise NotImplementedError("XLA finds the thresholds of top-k and top-p in less time")
 
 
 def _load(capability: Capability, truncation: Truncation | None) -> Any:
@@ -44,4 +45,6 @@ def choose_tokens(
         truncation: leaves tokens out before the draw; log-probabilities stay those among all.
     """
     kernels = SAMPLING.load(truncation)
-    return (choose if kernels is None else kernels.choose)(logits, temperature, uniform, truncation)
+    if kernels is None:
+        return choose(logits, temperature, uniform, truncation)
+    return kernels.choose(logits, temperature, uniform)

@@ -11,14 +11,14 @@ from jaxtyping import Array, Float, Int
 
 BLOCK = 1024
 """Tokens whose weights are summed before the draw chooses among them."""
-
-
+_GROUP = 128
+"""Tokens of which the likeliest is found first, where a few are wanted of all."""
 _DIGIT = 3
 """Bits of a threshold that a pass over the vocabulary decides: more passes read, larger ones compare, longer."""
 
 
 class Truncation(NamedTuple):
-    """What leaves unlikely tokens of B rows out, in this order; None for what does not.
+    """Thresholds below which unlikely tokens of B rows are left out, in this order; None for unused ones.
 
     Equally likely ones are all in or all out.
     """
@@ -57,15 +57,32 @@ def choose(
         return Choice(tokens, highest - normalizers, highest - normalizers, normalizers)
     divisor = divisors(temperature)
     weights = Weights(logits, highest, divisor)
-    kept = weights if truncation is None else Kept(_truncate(weights.all, truncation))
-    tokens = jnp.where(temperature > 0, draw(kept, uniform), tokens)
+    total = weights.sums.sum(-1)
+    kept: Weights | Kept = weights
+    if truncation is not None:
+        kept = Kept(weights.all, _threshold(weights.all, total, truncation))
+    tokens = jnp.where(temperature > 0, _draw(kept, uniform), tokens)
     chosen = at(logits, tokens)
-    log_probs = (chosen - highest) / divisor - jnp.log(weights.sums.sum(-1))
+    log_probs = (chosen - highest) / divisor - jnp.log(total)
     return Choice(tokens, log_probs, chosen - normalizers, normalizers)
 
 
+def likeliest(logits: Float[Array, "B V"], count: int) -> tuple[Float[Array, "B count"], Int[Array, "B count"]]:
+    """Return the largest logits and their tokens as `jax.lax.top_k`, which sorts few of them instead of all.
+
+    They are in as many groups of tokens: those with the largest ones, the first ones where these are equal.
+    """
+    B, V = logits.shape
+    if not 0 < 4 * count * _GROUP < V:
+        return jax.lax.top_k(logits, count)
+    groups = jnp.pad(logits, ((0, 0), (0, -V % _GROUP)), constant_values=-jnp.inf).reshape(B, -1, _GROUP)
+    chosen = jnp.sort(jax.lax.top_k(groups.max(-1), count)[1], axis=-1)  # in the order of tokens, for equal ones
+    values, places = jax.lax.top_k(jnp.take_along_axis(groups, chosen[:, :, None], axis=1).reshape(B, -1), count)
+    return values, jnp.take_along_axis(chosen, places // _GROUP, axis=-1) * _GROUP + places % _GROUP
+
+
 def divisors(temperature: Float[Array, " B"]) -> Float[Array, " B"]:
-    """Return what divides logits."""
+    """Return the divisors of logits."""
     return jnp.where(temperature > 0, temperature, 1.0)
 
 
@@ -92,35 +109,36 @@ class Weights:
 
 
 class Kept:
-    """Weights of which some are left out, in memory."""
+    """Weights in memory, those below the least that is kept taken as 0: formed again, equal ones might differ."""
 
-    def __init__(self, weights: Float[Array, "B V"]):
-        self._blocks = _blocks(weights, 0.0)
-        self.sums = _block_sums(self._blocks)
+    def __init__(self, weights: Float[Array, "B V"], least: Float[Array, " B"]):
+        self._blocks, self._least = _blocks(weights, 0.0), least[:, None]
+        self.sums = _block_sums(jnp.where(self._blocks >= least[:, None, None], self._blocks, 0.0))
 
     def block(self, index: Int[Array, " B"]) -> Float[Array, "B n"]:
         """Return the weights of one block of each row."""
-        return _block(self._blocks, index)
+        weights = _block(self._blocks, index)
+        return jnp.where(weights >= self._least, weights, 0.0)
 
 
-def draw(weights: Weights | Kept, uniform: Float[Array, " B"]) -> Int[Array, " B"]:
+def _draw(weights: Weights | Kept, uniform: Float[Array, " B"]) -> Int[Array, " B"]:
     """Draw a token from each row, in proportion to the weights."""
     block, left = _first_above(weights.sums, uniform * weights.sums.sum(-1))
     return (block * BLOCK + _first_above(weights.block(block), left)[0]).astype(jnp.int32)
 
 
-def _truncate(weights: Float[Array, "B V"], truncation: Truncation) -> Float[Array, "B V"]:
-    """Set weights to 0 below the thresholds of top-k, top-p and min-p."""
+def _threshold(weights: Float[Array, "B V"], total: Float[Array, " B"], truncation: Truncation) -> Float[Array, " B"]:
+    """Return the least weight that top-k, top-p and min-p keep; `total` is that of all weights."""
     top_k, top_p, min_p = truncation
-    threshold = jnp.zeros(len(weights)) if min_p is None else min_p
+    threshold = jnp.zeros_like(total) if min_p is None else min_p
     if top_k is not None:
         wanted = jnp.where(top_k > 0, top_k, weights.shape[1]).astype(jnp.float32)
         threshold = jnp.maximum(threshold, _search(weights, jnp.ones_like, wanted))
+        total = jnp.where(weights >= threshold[:, None], weights, 0.0).sum(-1)
     if top_p is not None:
-        kept = jnp.where(weights >= threshold[:, None], weights, 0.0) if top_k is not None else weights
-        nucleus = _search(weights, lambda kept: kept, top_p * kept.sum(-1))
+        nucleus = _search(weights, lambda kept: kept, top_p * total)
         threshold = jnp.where(top_p < 1, jnp.maximum(threshold, nucleus), threshold)
-    return jnp.where(weights >= threshold[:, None], weights, 0.0)
+    return threshold
 
 
 def _search(weights: Float[Array, "B V"], measure: Any, wanted: Float[Array, " B"]) -> Float[Array, " B"]:
@@ -168,7 +186,7 @@ def _block_sums(blocks: Float[Array, "B blocks n"]) -> Float[Array, "B blocks"]:
 
 
 def _first_above(weights: Float[Array, "B n"], target: Float[Array, " B"]) -> tuple[Int[Array, " B"], Array]:
-    """Return the first index whose cumulated weight exceeds the target, and what the target exceeds those before by.
+    """Return the first index whose cumulated weight exceeds the target, and the target less the weights before it.
 
     The weight there is above 0, whatever the rounding of the sums.
     """

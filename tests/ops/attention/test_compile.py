@@ -107,7 +107,7 @@ def compiled_kernels(monkeypatch):
     return results
 
 
-@repeats_parts_of("test_hopper_computes_wide_heads_forward_and_triton_backward")
+@repeats_parts_of("test_hopper_kernels_keep_matmuls_in_flight_and_write_in_place")
 def test_kernels_of_wide_heads_keep_matmuls_in_flight_and_values_in_registers(h200, compiled_kernels, tmp_path):
     shape = {"T": 8192, "N": 16, "K": 8, "H": 256, "window": None, "softcap": 50.0}
     compile_step(h200, **shape, policy=jax.checkpoint_policies.everything_saveable)
@@ -163,7 +163,8 @@ def test_hopper_kernels_of_split_rows_keep_matmuls_in_flight(h200, compiled_kern
     assert max(int(re.search(r"(\d+) bytes spill stores", note)[1]) for note in notes) <= 48
 
 
-@pytest.mark.parametrize("softcap", [None, repeat(50.0)])
+@repeats_parts_of("test_hopper_kernels_keep_matmuls_in_flight_and_write_in_place")
+@pytest.mark.parametrize("softcap", [None, 50.0])
 def test_hopper_computes_wide_heads_forward_and_triton_backward(h200, compiled_kernels, tmp_path, softcap):
     compile_hopper(h200, T=4096, N=16, K=8, H=256, window=None, slots=32, softcap=softcap)
     forward, *gradients = compiled_kernels

@@ -90,7 +90,7 @@ def test_reference_equals_two_documents(name, window):
 )
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [("a gap of several tiles", (32, 16)), ("long and short parts", (16, 32)), ("many continuations", (16, 16))],
+    [("a gap of several tiles", (32, 16)), repeat("long and short parts", (16, 32)), ("many continuations", (16, 16))],
 )
 def test_kernels_equal_the_reference(interpreted_backend, name, sizes, window, late):
     rows = ROWS[name]

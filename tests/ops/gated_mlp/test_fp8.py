@@ -130,7 +130,7 @@ def test_without_gradients_equals_separate_products(kernel, activation, request)
     if kernel:
         from jaxglue.ops.gated_mlp.triton import TritonGate
 
-        own = request.getfixturevalue("interpreted")(TritonGate)(compute_capability=90, rows=2)
+        own = request.getfixturevalue("interpreted")(TritonGate)(compute_capability=90)
     with GATE_FP8.using(own):
         got = call(Inference())
     want, tolerance = call(Inference(inference=False)), 3e-2 if kernel else 1e-6  # the interpreter rounds e4m3 wrongly

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ptx import halves, run_assembly
+from ptx import halves, matmuls_left_running, run_assembly
 from selection import repeat
 
 from jaxglue.ops.backend import tracing_for
@@ -52,7 +52,7 @@ def kernels(interpreted):
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
-        ((5, 8, 2, 48, 40), {}),
+        repeat((5, 8, 2, 48, 40), {}),
         ((52, 4, 2, 64, 32), {"stored": "mxfp4", "activation": "gpt_oss", "bias": True}),  # tiles of 32, 48, 64
         ((3, 2, 1, 160, 32), {"stored": "mxfp4"}),
         ((9, 4, 2, 128, 64), {"stored": "nf4"}),
@@ -123,14 +123,13 @@ def test_assembly_decodes_every_mxfp4_code():
     pytest.importorskip("triton")
     from jaxglue.ops.moe.few_rows_kernels import MXFP4_ASSEMBLY
 
-    exponent, order = 120, [0, 4, 1, 5, 2, 6, 3, 7]
-    for code in range(16):
-        for index in range(8):
-            codes = np.zeros(8, np.uint8)
-            codes[index] = code
+    exponent, order = 120, np.array([0, 4, 1, 5, 2, 6, 3, 7])
+    for first in range(16):
+        for step in range(16):
+            codes = ((first + step * np.arange(8)) % 16).astype(np.uint8)
             word = int((codes.astype(np.uint32) << 4 * np.arange(8, dtype=np.uint32)).sum())
             got = run_assembly(MXFP4_ASSEMBLY.value, [word, (exponent + 126) * 0x800080], 8)
-            want = decode_e2m1(jnp.asarray(codes))[np.array(order)] * 2.0 ** (exponent - 127)
+            want = decode_e2m1(jnp.asarray(codes))[order] * 2.0 ** (exponent - 127)
             np.testing.assert_array_equal([float(halves(value)[0]) for value in got], want)
 
 
@@ -172,7 +171,17 @@ def test_obstacles_are_named():
 
 
 @pytest.mark.parametrize("stored", ["mxfp4", "nf4", repeat("fp8"), repeat(None)])
-def test_kernels_compile_for_a_gpu(stored, h200):
+def test_kernels_compile_for_a_gpu(stored, h200, monkeypatch):
+    from jax_triton import triton_lib
+
+    compile, texts = triton_lib.compile_ttir_inplace, []
+
+    def noted(*args, **options):
+        found = compile(*args, **options)
+        texts.append(found.binary)
+        return found
+
+    monkeypatch.setattr(triton_lib, "compile_ttir_inplace", noted)
     half = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype, sharding=h200)  # noqa: E731
     E, D, F = 8, 256, 192
 
@@ -190,3 +199,5 @@ def test_kernels_compile_for_a_gpu(stored, h200):
     with tracing_for((9, 0)):
         program = jax.jit(mlp).lower(half(32, D), half(32, E), matrix(2 * F, D), matrix(D, F)).compile()
     assert program.as_text().count("triton_kernel_call_ffi") == 5
+    matmuls = [text for text in texts if "wgmma.mma_async" in text]
+    assert len(matmuls) == 2 and not any(map(matmuls_left_running, matmuls))

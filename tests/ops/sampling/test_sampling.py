@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from selection import repeat
 
-from jaxglue.ops.sampling import SAMPLING, Truncation, choose_tokens
+from jaxglue.ops.sampling import SAMPLING, choose_tokens, likeliest
 from jaxglue.ops.sampling.reference import BLOCK
 
 
@@ -19,7 +19,7 @@ def rows_of(B: int, V: int):
 def kernels(interpreted):
     from jaxglue.ops.sampling.triton import TritonSampling
 
-    return interpreted(TritonSampling)(compute_capability=90, count=2)
+    return interpreted(TritonSampling)(compute_capability=90)
 
 
 def assert_equal(got, want) -> None:
@@ -42,29 +42,6 @@ def test_interpreted_kernels_choose_as_the_reference(V, draws, kernels):
     np.testing.assert_allclose(got.normalizers, jax.nn.logsumexp(logits, axis=-1), rtol=1e-5)
 
 
-TRUNCATIONS = [
-    Truncation(top_p=jnp.array([0.9, 0.5, 1.0, 0.3, 1e-6, 0.95])),
-    Truncation(top_k=jnp.array([1, 20, 0, 3, 7, 200])),
-    Truncation(top_k=jnp.array([50, 20, 0, 3, 7, 2]), top_p=jnp.full(6, 0.8), min_p=jnp.full(6, 0.01)),
-]
-
-
-LONG = 2 * BLOCK + 33
-
-
-@pytest.mark.parametrize(
-    ("V", "truncation"),
-    [(LONG, TRUNCATIONS[2]), repeat(LONG, TRUNCATIONS[0]), repeat(97, TRUNCATIONS[1]), repeat(97, TRUNCATIONS[2])],
-)
-def test_interpreted_kernels_keep_the_tokens_that_the_reference_keeps(V, truncation, kernels):
-    logits, temperature, _ = rows_of(6, V)
-    logits = logits.at[2, [5, V - 1]].set(9.0).at[1, V // 2 :].set(-jnp.inf)
-    settings = temperature, jnp.array([0.0, 0.4, 0.999, 0.5, 0.8, 0.2]), truncation
-    with SAMPLING.using(kernels):
-        got = choose_tokens(logits, *settings)
-    assert_equal(got, choose_tokens(logits, *settings))
-
-
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
 def test_interpreted_kernels_show_logits_that_are_not_finite(value, kernels):
     logits, temperature, uniform = rows_of(2, 2 * BLOCK)
@@ -74,6 +51,13 @@ def test_interpreted_kernels_show_logits_that_are_not_finite(value, kernels):
     assert (np.asarray(got.tokens) < 2 * BLOCK).all() and (np.asarray(got.tokens) >= 0).all()
 
 
+@pytest.mark.parametrize("count", [0, 3, 40])
+def test_likeliest_tokens_are_the_first_of_equal_ones(count):
+    logits = jnp.round(2 * jax.random.normal(jax.random.key(0), (5, 4001)))  # most values many times
+    for found, expected in zip(likeliest(logits, count), jax.lax.top_k(logits, count), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("B", "V"), [(1, 151_936), (64, 50_257), (256, 151_936)])
 def test_kernels_choose_as_the_reference_on_a_gpu(B, V):
@@ -81,10 +65,7 @@ def test_kernels_choose_as_the_reference_on_a_gpu(B, V):
     from jaxglue.ops.sampling.triton import TritonSampling
 
     logits, temperature, uniform = rows_of(B, V)
-    nucleus = Truncation(top_p=jnp.full(B, 0.9))
-    all_three = Truncation(top_k=jnp.full(B, 50), top_p=jnp.full(B, 0.8), min_p=jnp.full(B, 0.01))
-    drawn = temperature, uniform
-    for settings in ((None, None), drawn, (*drawn, nucleus), (*drawn, all_three)):
+    for settings in ((None, None), (temperature, uniform)):
         with SAMPLING.using(TritonSampling.of(compute_capability())):
             got = jax.jit(choose_tokens)(logits, *settings)
         with SAMPLING.using(None):

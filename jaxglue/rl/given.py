@@ -1,0 +1,51 @@
+"""Rewards and environments given as functions in Python, which run in the process of the run."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+
+from jaxglue.rl.worker import reply
+
+GIVEN = "given"
+"""Stands for the file of a function."""
+_SETTINGS = ("reward", "reward_funcs", "reward_functions", "environment")
+_functions: dict[str, Callable[..., Any]] = {}
+_lock = Lock()
+
+
+@contextmanager
+def named_functions(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield settings in which functions that judge or reply have names, known meanwhile, as those of files."""
+    before, named = {**_functions}, {**settings}
+    for key in _SETTINGS:
+        if key in settings:
+            value = settings[key]
+            named[key] = [*map(_name, value)] if isinstance(value, list | tuple) else _name(value)
+    try:
+        yield named
+    finally:
+        _functions.clear()
+        _functions.update(before)
+
+
+def ask_given(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the reply of a function; one runs at a time, without limits."""
+    with _lock:
+        return reply(request, _find)
+
+
+def _name(value: Any) -> Any:
+    """Return the name of a function, after noting it, and other values as they are."""
+    if not callable(value):
+        return value
+    name = getattr(value, "__name__", type(value).__name__)
+    if _functions.setdefault(name, value) is not value:
+        raise ValueError(f"reward: two functions are named {name}, and metrics tell them by name: rename one")
+    return f"{GIVEN}:{name}"
+
+
+def _find(_: str, name: str) -> Callable[..., Any]:
+    if name not in _functions:
+        raise ValueError(f"{name} was given as a function: give it again, or name its file, as in rewards.py:{name}")
+    return _functions[name]
