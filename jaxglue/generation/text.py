@@ -47,8 +47,10 @@ def cut(text: str, ends: Sequence[str]) -> tuple[str, str, bool]:
     """Return a text before the first of `ends`, what after it may begin one of these, and whether one was in it."""
     if found := [text.find(end) for end in ends if end in text]:
         return text[: min(found)], "", True
-    kept = max((n for end in ends for n in range(1, len(end)) if text.endswith(end[:n])), default=0)
-    return text[: len(text) - kept], text[len(text) - kept :], False
+    place, firsts = max(len(text) - max(map(len, ends), default=1) + 1, 0), {end[0] for end in ends}
+    while place < len(text) and not (text[place] in firsts and any(end.startswith(text[place:]) for end in ends)):
+        place += 1
+    return text[:place], text[place:], False
 
 
 def without(tokens: Iterable[int], stops: Collection[int]) -> list[int]:
@@ -77,7 +79,7 @@ def stream_text(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> It
     Special tokens are skipped but those that separate thinking from the answer; with channels (GPT-OSS) none is.
     """
     hidden = _hidden(tokenizer)
-    stream = TokenDecoder(tokenizer.backend_tokenizer, skip_special_tokens=False)
+    stream = TokenDecoder(tokenizer.backend_tokenizer)
     for token in tokens:
         if token not in hidden and (piece := stream.add(token)):
             yield piece
@@ -102,7 +104,7 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Sequence[str], *, shown: Collection[str] = ()):
-        self._decoder = TokenDecoder(tokenizer.backend_tokenizer, skip_special_tokens=False)
+        self._decoder = TokenDecoder(tokenizer.backend_tokenizer)
         self._hidden, self._ends, self._held = _hidden(tokenizer, shown), ends, ""
         self.text = ""
         """Text certain to be shown."""

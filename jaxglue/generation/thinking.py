@@ -1,7 +1,9 @@
 """Thinking in the text of an answer, apart from what it says: between tags, or in GPT-OSS's channels."""
 
 import re
+from collections.abc import Iterable, Iterator
 from enum import Enum
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -62,6 +64,22 @@ def split_thinking(
     if grows and not ended:
         thought = cut(thought, (end,))[0]
     return thought.strip(), said.lstrip()
+
+
+def said(pieces: Iterable[str], tokenizer: PreTrainedTokenizerBase, thinks: Thought) -> Iterator[str]:
+    """Yield what an answer in pieces says after its thinking; all of it if it does not think."""
+    if thinks == Thought.NONE:
+        yield from pieces
+        return
+    settings: dict[str, Any] = {"tags": tags_of(tokenizer), "opened": thinks == Thought.BEGUN}
+    settings["channels"] = CHANNEL in tokenizer.get_added_vocab()
+    text, shown = "", 0
+    for piece in pieces:
+        text += piece
+        new = split_thinking(text, **settings, grows=True)[1][shown:]
+        shown += len(new)
+        yield new
+    yield split_thinking(text, **settings)[1][shown:]
 
 
 def _by_channels(text: str) -> tuple[str, str]:

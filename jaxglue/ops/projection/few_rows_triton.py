@@ -166,6 +166,7 @@ class TritonFewRows(Launcher):
             "BLOCK_K": tiles.block_k,
             "BLOCK_R": max(16, triton.next_power_of_2(rank)),
             "NF4": operands.nf4 is not None,
+            "DECODED": not self.plain and (operands.nf4 is not None or operands.weights[0].dtype != operands.x.dtype),
             "FACTOR": operands.factor,
             "ROUND": self.rounds and (rank > 0 or gated),
             "E4M3": e4m3_factor(K) if self.rounds and gated and rank and operands.x_scales is not None else 0.0,
