@@ -170,7 +170,7 @@ def test_obstacles_are_named():
     assert "another dtype" in reason(3)
 
 
-@pytest.mark.parametrize("stored", ["mxfp4", "nf4", repeat("fp8"), repeat(None)])
+@pytest.mark.parametrize("stored", ["mxfp4", repeat("nf4"), repeat("fp8"), repeat(None)])
 def test_kernels_compile_for_a_gpu(stored, h200):
     half = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype, sharding=h200)  # noqa: E731
     E, D, F = 8, 256, 192
