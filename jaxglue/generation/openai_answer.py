@@ -28,8 +28,8 @@ class AnswerText:
         self._channels, self._tags = CHANNEL in added, tags_of(call.voice.tokenizer)
         self._text = TextStream(call.voice.tokenizer, request.sampling.stop, shown=MARKS if call.functions else ())
         self._decoder = TokenDecoder(call.voice.tokenizer.backend_tokenizer)
-        self._shown, self._shown_thinking = 0, 0
-        """Characters that were sent."""
+        self._shown, self._shown_thinking, self._certain = 0, 0, 0
+        """Characters that were sent, and that are certainly no call."""
         self._calls, self.count = list[ToolCall](), 0
         """Calls of tools, and tokens up to the end."""
         self._log_probs, self._offset = list[_TokenText](), 0
@@ -69,7 +69,8 @@ class AnswerText:
         """Return the thinking and the text that are certain to be shown; completions know no thinking."""
         grows, text = self.finish is None, self._text.text if self._content is None else self._content
         if grows and self._call.functions:
-            text = shown_before_calls(text, self._call.functions)
+            text = shown_before_calls(text, self._call.functions, known=self._certain)
+            self._certain = len(text)
         if not self._call.chat:
             return "", self._echo + text
         opened = self._call.thinks == Thought.BEGUN

@@ -47,8 +47,10 @@ def cut(text: str, ends: Sequence[str]) -> tuple[str, str, bool]:
     """Return a text before the first of `ends`, what after it may begin one of these, and whether one was in it."""
     if found := [text.find(end) for end in ends if end in text]:
         return text[: min(found)], "", True
-    kept = max((n for end in ends for n in range(1, len(end)) if text.endswith(end[:n])), default=0)
-    return text[: len(text) - kept], text[len(text) - kept :], False
+    place, firsts = max(len(text) - max(map(len, ends), default=1) + 1, 0), {end[0] for end in ends}
+    while place < len(text) and not (text[place] in firsts and any(end.startswith(text[place:]) for end in ends)):
+        place += 1
+    return text[:place], text[place:], False
 
 
 def without(tokens: Iterable[int], stops: Collection[int]) -> list[int]:

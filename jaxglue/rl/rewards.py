@@ -270,8 +270,8 @@ class Judge:
         if reply is None or (isinstance(reply, float) and math.isfinite(reply)):
             return reply
         raise ValueError(
-            f"{where}: expected a text, a message with role and content, a list of "
-            f"messages, a finite number or None, got {reply!r:.200}"
+            f"{where}: expected a text, a message with content and a role other than "
+            f"assistant, a list of messages, a finite number or None, got {reply!r:.200}"
         )
 
     def _ask(self, spec: RewardSpec, group: Written) -> list[float] | None:
@@ -321,7 +321,9 @@ def _named(spec: RewardSpec) -> dict[str, Any]:
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+    """Tell whether a value is a message of others than the model."""
+    texts = isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+    return texts and value["role"] != "assistant"
 
 
 def _checked(rewards: Sequence[float | None], count: int, where: str) -> list[float]:

@@ -53,6 +53,10 @@ async def reply(messages, wanted):
     return wanted + messages[-1]["content"]
 
 
+def parrot(messages):
+    return messages[-1]
+
+
 def half(messages):
     return "\\ud83d"
 
@@ -198,6 +202,12 @@ def test_environments_reply_also_when_async_and_are_named_by_their_flag(tmp_path
         assert judge.reply([said, replace(said, is_last=True)]) == [[{"role": "tool", "content": "!"}] * 2, 0.25]
         with pytest.raises(ValueError, match=r"prompts.jsonl:4: expected a text, .* got \['no message'\]"):
             judge.reply([replace(said, messages=said.messages * 2)])
+    parrot, message = (
+        replace(config, environment=f"{tmp_path}/rewards.py:parrot"),
+        "a role other than assistant, .* got",
+    )
+    with closing(Judge(parrot)) as judge, pytest.raises(ValueError, match=message):
+        judge.reply([said])
     half = replace(config, environment=f"{tmp_path}/rewards.py:half")
     with closing(Judge(half)) as judge, pytest.raises(ValueError, match=r"prompts.jsonl:4: a text holds half of a sur"):
         judge.reply([said])

@@ -1,5 +1,6 @@
 """Projections of few rows: the interpreted kernel against products in float32, and what it compiles to."""
 
+import re
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -381,25 +382,55 @@ def test_kernel_compiles_for_a_gpu(h200):
     assert program.as_text().count("triton_kernel_call_ffi") == 1
 
 
-@pytest.mark.parametrize(("rows", "rank"), [(256, 16), repeat(256, 64), repeat(128, 64)])
-def test_steps_of_an_adapter_beside_e4m3_values_fit_shared_memory(rows, rank, h200, monkeypatch):
-    from jax_triton import triton_lib
+@pytest.fixture
+def compiled(monkeypatch):
+    """Return a list of what Triton compiles meanwhile."""
+    pytest.importorskip("jax_triton")
+    from jaxglue.ops.launch import triton_lib
 
-    compile, sizes = triton_lib.compile_ttir_inplace, []
+    compile, found = triton_lib.compile_ttir_inplace, []
 
     def noted(*args, **options):
-        found = compile(*args, **options)
-        sizes.append(found.shared_mem_bytes)
-        return found
+        found.append(compile(*args, **options))
+        return found[-1]
 
     monkeypatch.setattr(triton_lib, "compile_ttir_inplace", noted)
-    part = projection(1, 1024, 2048, rank=rank, quantize=lambda matrix: quantize_fp8(matrix.astype(jnp.bfloat16)))
-    inputs = jnp.zeros((1, rows, 2048), jnp.bfloat16), part.weight, part.adapter.A, part.adapter.B
-    shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=h200), inputs)
+    return found
 
-    def project(x, weight, down, up):
-        return adapted_projection(x, [Projection(weight=weight, adapter=Adapter(A=down, B=up))], Decoding(fp8=True))
+
+def lower(sharding, sizes, conditions, M, K, *, quantize=lambda matrix: matrix, rank=0):
+    """Lower projections of M rows, or gate and up of two, for an H200."""
+    half, exact = ((lambda *shape, dtype=d: jax.ShapeDtypeStruct(shape, dtype)) for d in (jnp.bfloat16, jnp.float32))
+    adapters = [(exact(rank, K), exact(N, rank)) if rank else None for N in sizes]
+    inputs = half(1, M, K), [jax.eval_shape(quantize, half(N, K)) for N in sizes], adapters
+    shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding), inputs)
+
+    def project(x, weights, adapters):
+        made = [None if adapter is None else Adapter(A=adapter[0], B=adapter[1]) for adapter in adapters]
+        parts = [Projection(weight=weight, adapter=adapter) for weight, adapter in zip(weights, made, strict=True)]
+        if len(parts) == 2:
+            return gate_few_rows(FEW_ROWS.load(x, parts, conditions, True), x, parts, conditions, "silu")
+        return adapted_projection(x, parts, conditions)
 
     with tracing_for((9, 0)):
         jax.jit(project).lower(*shapes)
-    assert sizes and max(sizes) <= 232_448
+
+
+@pytest.mark.parametrize(("rows", "rank"), [(256, 16), repeat(256, 64), repeat(128, 64)])
+def test_steps_of_an_adapter_beside_e4m3_values_fit_shared_memory(rows, rank, h200, compiled):
+    lower(h200, [1024], Decoding(fp8=True), rows, 2048, quantize=quantize_fp8, rank=rank)
+    assert compiled and max(kernel.shared_mem_bytes for kernel in compiled) <= 232_448
+
+
+@pytest.mark.parametrize(("rows", "sizes"), [(256, [768] * 2), repeat(100, [768] * 2), repeat(512, [256, 128, 128])])
+def test_steps_of_many_rows_fit_shared_memory(rows, sizes, h200, compiled):
+    lower(h200, sizes, Decoding(), rows, 512)
+    assert [kernel.name for kernel in compiled] == ["gate_rows_kernel" if len(sizes) == 2 else "many_rows_kernel"]
+    assert compiled[0].shared_mem_bytes <= 232_448
+
+
+@pytest.mark.parametrize("quantize", [quantize_int8, repeat(quantize_nf4)])
+def test_matmuls_end_before_registers_take_the_next_weights(quantize, h200, compiled):
+    lower(h200, [8448] * 2, Decoding(), 64, 512, quantize=quantize)
+    waits = re.findall(r"wgmma.wait_group.sync.aligned\s+(\d+)", compiled[-1].binary)
+    assert waits and set(waits) == {"0"}
