@@ -218,6 +218,18 @@ def test_environments_reply_also_when_async_and_are_named_by_their_flag(tmp_path
         Judge(replace(config, environment="exact"))
 
 
+def test_rewards_of_one_function_have_names_of_their_own():
+    twice = ("regex?pattern=^a", "regex?pattern=b$&as=end&weight=2", "model?folder=x", "model?folder=y&as=second")
+    judge = Judge(RolloutConfig(reward=twice[:2]))
+    with closing(judge):
+        assert judge.names == ["regex", "end"] and judge.weights.tolist() == [1, 2]
+        judge.check([])
+        assert judge.score([group("a", "ab", "b")]).tolist() == [[[1, 0], [1, 1], [0, 1]]]
+    assert [(spec.name, str(spec.folder)) for spec in map(parse_reward, twice[2:])] == [("model", "x"), ("second", "y")]
+    with pytest.raises(ValueError, match=r"two are named regex, .* let &as= name one"):
+        Judge(RolloutConfig(reward=(twice[0], twice[0])))
+
+
 def test_functions_given_in_python_judge_and_reply_in_this_process():
     seen = []
 
