@@ -22,6 +22,7 @@ from measure import table, write_results
 from jaxglue.ops import backend
 from jaxglue.ops.projection import Projection, adapted_projection
 from jaxglue.ops.projection.few_rows import FEW_ROWS, gate_few_rows, project_few_rows
+from jaxglue.ops.projection.few_rows_operands import MOST_ROWS
 from jaxglue.ops.projection.few_rows_triton import TritonFewRows
 from jaxglue.ops.projection.fp8 import encode
 from jaxglue.ops.projection.fp8_adapters import QuantizedRows
@@ -142,7 +143,8 @@ def main() -> None:
     print(jax.devices()[0].device_kind, flush=True)
     sizes, weights = [(rows, False) for rows in args.rows] + [(rows, True) for rows in args.fp8_rows], draw_weights()
     for (rows, fp8), kernel in itertools.product(sizes, args.kernels):
-        cases = [Case(rows, name, fp8, kernel) for name in MATRICES if kernel != "triton" or rows <= 256]
+        names = MATRICES if kernel != "triton" or rows <= MOST_ROWS else ("gate, up", "q, k, v")
+        cases = [Case(rows, name, fp8, kernel) for name in names]
         for case, (program, arguments) in zip(cases, compile_products(cases, weights), strict=True):
             show(time_products(case, program, arguments))
 

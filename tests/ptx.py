@@ -66,3 +66,16 @@ _INSTRUCTIONS = {
     "mul.lo.u32": lambda a, b: a * b,
     "mul.rn.bf16x2": _multiply,
 }
+
+
+def matmuls_left_running(text: str) -> int:
+    """Count the loops of a kernel that repeat while a matmul may still read its operand in registers."""
+    lines, count = [line.strip() for line in text.splitlines()], 0
+    labels = {label[1]: i for i, line in enumerate(lines) if (label := re.match(r"(\$\w+):", line))}
+    for end, line in enumerate(lines):
+        branch = re.search(r"\bbra(?:\.uni)?\s+(\$\w+);", line)
+        if branch and (start := labels.get(branch[1], end)) < end:
+            steps = [step for step in lines[start:end] if step.startswith(("wgmma.mma", "wgmma.wait"))]
+            decoded = any(re.search(r"\}, \{", step) for step in steps)
+            count += decoded and not re.search(r"wait_group\S* 0", steps[-1])
+    return count

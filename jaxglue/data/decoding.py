@@ -9,8 +9,8 @@ class TokenDecoder:
     A run of single bytes that is no character makes characters before it unreadable, too: what is shown stays.
     """
 
-    def __init__(self, backend: Tokenizer, *, skip_special_tokens: bool):
-        self._backend, self._skip = backend, skip_special_tokens
+    def __init__(self, backend: Tokenizer):
+        self._backend = backend
         self._tokens, self._shown = list[int](), 0
         """The tokens of the last text and those after it, which are decoded together; how many are shown."""
         self._before = ""
@@ -41,4 +41,4 @@ class TokenDecoder:
         return piece
 
     def _decode(self, tokens: list[int]) -> str:
-        return str(self._backend.decode(tokens, skip_special_tokens=self._skip))
+        return str(self._backend.decode(tokens, skip_special_tokens=False))

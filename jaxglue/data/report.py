@@ -131,7 +131,7 @@ def trained_parts(data: TokenDataset, document: int, tokenizer: PreTrainedTokeni
     """Yield the tokens of a document one by one, decoded, and whether each is trained on; a pair's answers in lines."""
     tokens, mask = _tokens(data, document)
     second = len(tokens) - data.sizes[document, 1] if isinstance(data, AnswerDataset) else None
-    decoder = TokenDecoder(tokenizer.backend_tokenizer, skip_special_tokens=False)
+    decoder = TokenDecoder(tokenizer.backend_tokenizer)
     for index, (token, trained) in enumerate(zip(tokens.tolist(), mask.tolist(), strict=True)):
         if index == second:
             yield "\n", False

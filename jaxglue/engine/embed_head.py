@@ -1,4 +1,4 @@
-"""The compiled programs around the layers: embedding and rotary tables; final norm, projection, loss and scores."""
+"""Compiled programs around the layers: embedding and rotary tables; final norm, projection, loss, log-probabilities."""
 
 from dataclasses import replace
 from functools import partial
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.stages import Traced
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from jaxglue.data.batch import PROMPT, Batch, sum_labels, sum_parts
 from jaxglue.engine import transfer
@@ -24,7 +24,7 @@ from jaxglue.models.vocabulary import extended_matrix, with_low_rank
 from jaxglue.objectives.config import SUPERVISED
 from jaxglue.objectives.objective import Objective
 from jaxglue.ops.collectives import BATCH_AXES, TOKEN_AXES, divide_equally, per_device, psum
-from jaxglue.ops.cross_entropy import chunk_size, linear_log_probs, linear_scores
+from jaxglue.ops.cross_entropy import linear_log_probs
 from jaxglue.ops.rope import RopeTables
 from jaxglue.ops.row_split import CONTEXT
 from jaxglue.sharding.gather import gather, reduce_scatter_grads, stack
@@ -324,73 +324,3 @@ class EmbedHead:
         options: dict[str, Any] = {"fp8": fp8, "softcap": softcap, "temperature": self._objective.temperature}
         values = self._objective(HeadValues(hidden, output, batch, **options), batch) * scale
         return self._objective.loss(values), values
-
-
-class ScoreHead:
-    """Compiled functions that score the targets of the last layer's output.
-
-    Args:
-        head: of the model.
-        layout: of its arrays.
-    """
-
-    def __init__(self, head: EmbedHead, layout: Layout):
-        self._head, self._layout = head, layout
-        self._tokens_program = jit_step(self._tokens)
-        self._sums_program = jit_step(self._sums, static_argnames="sources")
-        whole = layout.sharding(PartitionSpec())
-        self._total = jax.jit(lambda rows: rows.sum(0), out_shardings=whole)
-
-    def tokens(
-        self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch
-    ) -> tuple[Float[Array, "B T"], Int[Array, "B T"]]:
-        """Return each target's cross-entropy, and the token with the largest logit in its place."""
-        return self._tokens_program(self._head.parts(trainable), self._head.parts(frozen), x, batch.targets)
-
-    def sums(
-        self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch, sources: int
-    ) -> Float[Array, "3 sources"]:
-        """Return Σ weight · loss, Σ weight · hit and Σ weight over the targets of each source.
-
-        Args:
-            trainable, frozen: parameter trees of the model.
-            x: the last layer's output.
-            batch: with `sources`, or None for a single one.
-            sources: their number.
-        """
-        rows = batch.targets, batch.loss_weights, batch.sources
-        parts = self._head.parts(trainable), self._head.parts(frozen)
-        found = self._sums_program(*parts, x, rows, sources=sources)
-        return self._total(found) if self._layout.mesh else found
-
-    def _tokens(self, trainable: Params, frozen: Params, x, targets):
-        layout, stored = self._layout, self._layout.param_specs((trainable, frozen))
-
-        def program(weights, x, targets):
-            return self._local(gather(layout, weights, stored), x, targets)
-
-        specs = (stored, layout.batch_spec, layout.batch_spec)
-        return per_device(program, layout.mesh, specs, layout.batch_spec)((trainable, frozen), x, targets)
-
-    def _sums(self, trainable: Params, frozen: Params, x, rows, *, sources: int):
-        layout, stored = self._layout, self._layout.param_specs((trainable, frozen))
-
-        def program(weights, x, rows):
-            targets, loss_weights, owners = rows
-            losses, best = self._local(gather(layout, weights, stored), x, targets)
-            hits = best == targets
-            values = jnp.stack([loss_weights * losses, loss_weights * hits, loss_weights]).reshape(3, -1)
-            of_source = jnp.arange(sources)[:, None] == (0 if owners is None else owners.ravel())
-            sums = jnp.sum(jnp.where(of_source, values[:, None], 0.0), axis=-1)
-            return stack(layout, divide_equally(sums, "tensor"))
-
-        specs = (stored, layout.batch_spec, layout.batch_spec)
-        return per_device(program, layout.mesh, specs, layout.device_spec)((trainable, frozen), x, rows)
-
-    def _local(self, weights: Any, x, targets) -> tuple[Float[Array, "B T"], Int[Array, "B T"]]:
-        trainable, frozen = weights
-        hidden, output = self._head.normed_output(trainable, frozen, x)
-        matrix = extended_matrix(output)
-        softcap = self._head.config.logit_softcap
-        losses, best = linear_scores(hidden, matrix, targets.ravel(), chunk_size(matrix.shape[0]), softcap)
-        return losses.reshape(targets.shape), best.reshape(targets.shape)

@@ -20,14 +20,16 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from jaxglue.data.batch import Batch
 from jaxglue.engine import transfer
 from jaxglue.engine.compiler import Program, on_devices
-from jaxglue.engine.embed_head import EmbedHead, ScoreHead
+from jaxglue.engine.embed_head import EmbedHead
+from jaxglue.engine.fixed_addresses import MicroBatchProgram
 from jaxglue.engine.host_buffers import Buffers
 from jaxglue.engine.layer import LayerFunctions, layer_function
-from jaxglue.engine.layer_groups import LayerGroups, MicroBatchProgram, check_grouped
+from jaxglue.engine.layer_groups import LayerGroups, check_grouped
 from jaxglue.engine.layer_passes import LayerPasses
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.engine.residuals import Layer
 from jaxglue.engine.saved import check_dropped_inputs
+from jaxglue.engine.score_head import ScoreHead
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext, RouterLosses
 from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params, set_part, without_parts

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from jaxglue.generation.pages import free_bytes
 from jaxglue.generation.prompts import encode_messages, encode_rows, prompt_of, read_prompts, system_message
 from jaxglue.generation.scheduler import Request
 from jaxglue.generation.text import TAGS, before, decode, in_order, special_stops, stream_text, without
-from jaxglue.generation.thinking import Thought, thought_after
+from jaxglue.generation.thinking import Thought, said, thought_after
 from jaxglue.hf.adapter import adapter_labels, warn_of_adapter_inside
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.identity import Identity, identify, identify_random
@@ -157,35 +157,31 @@ def answer_rows(
     """Yield each row of `read_prompts` with its answer in pieces; as `generate`, `say` as in `Assistant.answers`."""
     rows, assistant = read_prompts(config), Assistant(config)
     prompts = encode_rows(assistant.tokenizer, rows, config)
-    asked = list(enumerate(zip(prompts, _grammars(assistant, config, rows, prompts), strict=True)))
+    thoughts = [_thought(assistant, config, row, tokens) for row, tokens in zip(rows, prompts, strict=True)]
+    grammars = {thinks: _grammar(assistant, config, thinks) for thinks in set(thoughts)}
+    asked = list(enumerate(zip(prompts, map(grammars.get, thoughts), strict=True)))
     if len(rows) == 1 or config.batch_size == 1:
         answers = (assistant.answer(tokens, config.sampling, index, grammar) for index, (tokens, grammar) in asked)
     else:
         requests = [Request(tokens, config.sampling, index, grammar=grammar) for index, (tokens, grammar) in asked]
         texts = assistant.answers(requests, batch_size=config.batch_size, say=say)
         answers = (iter([text]) for text in texts)
-    yield from zip(rows, answers, strict=True)
+    for row, answer, thinks in zip(rows, answers, thoughts, strict=True):
+        yield row, said(answer, assistant.tokenizer, thinks)
 
 
-def _grammars(
-    assistant: Assistant, config: GenerateConfig, rows: Sequence[dict[str, Any]], prompts: Sequence[list[int]]
-) -> list[Grammar | None]:
-    """Return the grammar of the answer to each row, after its thinking; None without."""
-    if config.json_schema is None and config.regex is None:
-        return [None] * len(prompts)
-    schema: Any = None if config.json_schema is None else read_json(config.json_schema)
+def _thought(assistant: Assistant, config: GenerateConfig, row: dict[str, Any], tokens: list[int]) -> Thought:
+    """Return how an answer that is to follow a grammar begins; others are shown with their thinking."""
+    held = config.json_schema is not None or config.regex is not None
+    if not held or (config.raw and "prompt" in row):
+        return Thought.NONE
+    return thought_after(str(assistant.tokenizer.decode(tokens[-_END:])))
 
-    @cache
-    def grammar(thinks: Thought) -> Grammar:
-        if config.regex is not None:
-            return assistant.grammars.regex(config.regex, thinks=thinks)
-        return assistant.grammars.json(schema, thinks=thinks)
 
-    def thought(row: dict[str, Any], tokens: list[int]) -> Thought:
-        plain = config.raw and "prompt" in row
-        return Thought.NONE if plain else thought_after(str(assistant.tokenizer.decode(tokens[-_END:])))
-
-    return [grammar(thought(row, tokens)) for row, tokens in zip(rows, prompts, strict=True)]
+def _grammar(assistant: Assistant, config: GenerateConfig, thinks: Thought) -> Grammar | None:
+    if config.json_schema is not None:
+        return assistant.grammars.json(read_json(config.json_schema), thinks=thinks)
+    return None if config.regex is None else assistant.grammars.regex(config.regex, thinks=thinks)
 
 
 def _in_float32(dtype: str) -> bool:

@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from jaxglue.engine.compiler import rounding_as_written
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.grammar import Grammar
-from jaxglue.generation.inputs import Kind, PromptInputs, SlotTable
+from jaxglue.generation.inputs import Kind, PromptInputs, SlotTable, features_of
 from jaxglue.generation.pages import CachePlan, free_bytes, make_caches, plan_cache
 from jaxglue.generation.programs import (
     IDLE,
@@ -34,7 +34,7 @@ from jaxglue.generation.programs import (
     place_of,
     sharding_of,
 )
-from jaxglue.generation.sampling import Sampled
+from jaxglue.generation.sampling import Features, Sampled
 from jaxglue.generation.scheduler import Answer, Finish, Request, Scheduler, Tokens, Work
 from jaxglue.generation.window_sizes import WindowSizes
 from jaxglue.models.config import DecoderConfig
@@ -315,8 +315,8 @@ def _wait_at_exit() -> None:
 class Batch:
     """Answers in progress, with the state of the device; made by `Engine.open`.
 
-    Its kind has what most answers use: while one wants further likely tokens, windows run by programs of their own,
-    layer by layer until these are compiled.
+    Its kind has what most answers use: while one uses more, windows run by programs of their own; where one wants
+    further likely tokens, layer by layer until these are compiled.
     """
 
     def __init__(
@@ -335,11 +335,11 @@ class Batch:
         self._programs, self._trees, self._caches, self._plan = programs, trees, caches, plan
         self._kind, self._sizes, self._compiler, self._whole = kind, sizes, compiler, whole
         self._table, self._prompts = SlotTable(plan, kind, vocabulary), PromptInputs(plan, programs.windows, kind.ranks)
-        self._slots = make_sequences(plan, vocabulary, kind.features, place_of(trees))
+        self._slots = make_sequences(plan, vocabulary, kind.all_features, place_of(trees))
         self._scheduler = Scheduler(plan, STEPS, remembers=programs.extends, rewinds=programs.rewinds)
         self._under_way, self._vocabulary = deque[tuple[Work, Any]](), vocabulary
-        self._reporting = dict[int, WindowSizes]()
-        """Windows that report more likely tokens than those of the kind do, by their number."""
+        self._others = dict[Features, WindowSizes]()
+        """Windows in which some answer uses more than most do."""
         _OPEN.add(self)
 
     @property
@@ -363,7 +363,7 @@ class Batch:
         What follows, such as a training step, has the memory and the device for itself; at the end of the process
         windows under way would abort it.
         """
-        all_sizes = [self._sizes, *self._reporting.values()]
+        all_sizes = [self._sizes, *self._others.values()]
         for sizes in all_sizes:
             sizes.give_up()
         jax.block_until_ready([results for _, results in self._under_way])
@@ -391,12 +391,9 @@ class Batch:
             assert self._slots.counts is not None
             counts = programs.note(self._slots.counts, *self._prompts.counted(penalized))
             self._slots = replace(self._slots, counts=counts)
-        features, sizes, whole = self._kind.features, self._sizes, self._whole
-        if (top := max(answer.request.top_log_probs for answer in work.answers)) > features.top:
-            features, whole = features._replace(top=min(-(-top // _TOP) * _TOP, self._vocabulary)), False
-            sizes = self._reporting.setdefault(features.top, WindowSizes(self._plan.slots))
+        features, sizes, whole = self._choose(work)
         size, run = sizes.take(len(work.answers), whole)
-        arguments = trees, self._slots, self._caches, self._table.window(work, size)
+        arguments = trees, self._slots, self._caches, self._table.window(work, size, features)
         options: dict[str, Any] = {"plan": self._plan, "steps": STEPS, "features": features}
         if run is None:
             run = partial(programs.window if whole else programs.window_by_layers, **options)
@@ -408,6 +405,17 @@ class Batch:
         self._slots, self._caches, sampled = run(*arguments)
         jax.tree.map(lambda x: x.copy_to_host_async(), sampled)
         return sampled
+
+    def _choose(self, work: Work) -> tuple[Features, WindowSizes, bool]:
+        """Return what a window's answers use, its programs, and whether these are waited for."""
+        kind, whole = self._kind, self._whole
+        used = Features.union(features_of(answer.request) for answer in work.answers)
+        features = kind.features if used.within(kind.features) else kind.all_features
+        if used.top > features.top:
+            features, whole = features._replace(top=min(-(-used.top // _TOP) * _TOP, self._vocabulary)), False
+        if features == kind.features:
+            return features, self._sizes, whole
+        return features, self._others.setdefault(features, WindowSizes(self._plan.slots)), whole
 
     def _receive(self, work: Work, sampled: Any) -> Iterator[tuple[Answer, Int[np.ndarray, " n"], Finish | None]]:
         """Yield the new tokens of a window's answers.

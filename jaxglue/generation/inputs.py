@@ -19,35 +19,48 @@ _PADDED = 8
 """Lists of stop tokens and biases are padded to multiples of this, so that few programs are compiled."""
 
 
+def features_of(request: Request) -> Features:
+    """Return what an answer to a request uses."""
+    sampling = request.sampling
+    draws = sampling.temperature > 0
+    return Features(
+        draws=draws,
+        top_k=draws and sampling.top_k > 0,
+        top_p=draws and sampling.top_p < 1,
+        min_p=draws and sampling.min_p > 0,
+        penalties=sampling.has_penalties,
+        grammars=request.grammar is not None,
+        biases=bool(request.logit_bias),
+        top=request.top_log_probs,
+    )
+
+
 class Kind(NamedTuple):
-    """Features that the answers of a batch use, for which programs are compiled."""
+    """What the answers of a batch use, for which programs are compiled."""
 
     features: Features
+    """Features that most of them use."""
     stops: int
     """Stop tokens of an answer, at most."""
     biases: int
     """Tokens of an answer that have a bias, at most."""
     ranks: int = 0
     """Ranks of the adapters, of which answers use some; 0 where all use all."""
+    rare: Features | None = None
+    """Features of windows in which some answer uses more; None if none does."""
 
     @classmethod
     def of(cls, requests: Sequence[Request], stop: Collection[int]) -> "Kind":
         """Return the kind of these requests."""
-        sampled = [request.sampling for request in requests if request.sampling.temperature > 0]
-        features = Features(
-            draws=bool(sampled),
-            top_k=any(sampling.top_k for sampling in sampled),
-            top_p=any(sampling.top_p < 1 for sampling in sampled),
-            min_p=any(sampling.min_p for sampling in sampled),
-            penalties=any(request.sampling.has_penalties for request in requests),
-            biases=any(request.logit_bias for request in requests),
-            grammars=any(request.grammar for request in requests),
-            top=max(request.top_log_probs for request in requests),
-        )
         stops = max(len(set(stop).union(request.stop)) for request in requests)
         biases = max(len(request.logit_bias) for request in requests)
         ranks = max(0 if request.ranks is None else len(request.ranks) for request in requests)
-        return cls(features, _padded(stops), _padded(biases), ranks)
+        return cls(Features.union(map(features_of, requests)), _padded(stops), _padded(biases), ranks)
+
+    @property
+    def all_features(self) -> Features:
+        """Return what any answer uses, but for further likely tokens."""
+        return self.features if self.rare is None else self.rare
 
 
 class SlotTable:
@@ -61,7 +74,7 @@ class SlotTable:
 
     def __init__(self, plan: CachePlan, kind: Kind, vocabulary: int):
         self._nobody, self._vocabulary, rows = plan.slots, vocabulary, plan.slots + 1
-        self._words = -(-vocabulary // 32) if kind.features.grammars else None
+        self._words = -(-vocabulary // 32) if kind.all_features.grammars else None
         self._answers = dict[int, tuple[Any, frozenset[int]]]()
         self._tables: Any = np.zeros((rows, plan.table), np.int32)
         self._ranks: Any = np.ones((rows, kind.ranks), bool) if kind.ranks else None
@@ -87,8 +100,8 @@ class SlotTable:
         """Return the tokens that end an answer."""
         return self._answers[id(answer)][1]
 
-    def window(self, work: Work, size: int) -> Window:
-        """Return the window of the work's answers, padded to `size` sequences."""
+    def window(self, work: Work, size: int, features: Features) -> Window:
+        """Return the window of the work's answers, padded to `size` sequences, whose answers have these features."""
         for answer in work.fresh:
             self._begin(answer)
         slots: Any = np.full(size, self._nobody, np.int32)
@@ -101,14 +114,14 @@ class SlotTable:
         fresh: Any = np.isin(slots, np.array([answer.slot for answer in work.fresh], np.int32))
         fields = {name: rows[slots] for name, rows in self._fields.items()}
         controls = Controls(**{name: rows[slots] for name, rows in self._controls.items()})
-        ranks, masks = None if self._ranks is None else self._ranks[slots], self._masks(work.answers, size)
+        ranks = None if self._ranks is None else self._ranks[slots]
+        masks = self._masks(work.answers, size) if features.grammars else None
         options: Any = {"controls": controls, "ranks": ranks, "masks": masks}
         return Window(slots=slots, fresh=fresh, tables=self._tables[slots], **fields, **options)
 
     def _masks(self, answers: Sequence[Answer], size: int) -> Any:
         """Return the tokens that may come next; all of them in answers without a grammar."""
-        if self._words is None:
-            return None
+        assert self._words is not None
         masks = np.full((size, self._words), 0xFFFFFFFF, np.uint32)
         for row, answer in enumerate(answers):
             if answer.matcher:

@@ -185,10 +185,15 @@ def _delta_values(config: DecoderConfig) -> int:
     return 3 * delta.channels + 3 * delta.value_width + states
 
 
-def free_bytes(limit: float = math.inf) -> float:
-    """Return the free memory of the fullest device within a limit of its use; on CPUs, half of the host's."""
-    if all(devices := [device.memory_stats() for device in jax.local_devices()]):
-        return min(min(limit, stats["bytes_limit"]) - stats["bytes_in_use"] for stats in devices)
+def free_bytes(limit: float = math.inf, device: jax.Device | None = None) -> float:
+    """Return a device's free memory within a limit of its use; on CPUs, half of the host's.
+
+    Args:
+        limit: bytes that may be in use.
+        device: by default the first.
+    """
+    if stats := (device or jax.local_devices()[0]).memory_stats():
+        return min(limit, stats["bytes_limit"]) - stats["bytes_in_use"]
     return min(limit, psutil.virtual_memory().available / 2)
 
 

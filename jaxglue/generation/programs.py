@@ -318,7 +318,7 @@ class Programs:
         tokens, was_live = sampled.tokens, sequences.live
         live = was_live & sampled.finite & (tokens[:, None] != window.stops).all(-1) & (positions + 1 < window.ends)
         shown = jnp.where(was_live, jnp.where(sampled.finite, tokens, NOT_FINITE), IDLE)
-        if sequences.counts is not None:
+        if features.penalties and sequences.counts is not None:
             counted = jnp.where(was_live, window.slots, len(sequences.counts.seen) - 1)
             sequences = replace(sequences, counts=_count(sequences.counts, counted, tokens))
         after = replace(sequences, tokens=tokens, positions=jnp.where(live, positions, 0), live=live)

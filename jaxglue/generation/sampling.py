@@ -5,7 +5,7 @@ vocabulary. Probabilities below a threshold are left out, and the threshold of t
 vocabulary is never sorted, and no bound on k or on the nucleus is needed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,6 +37,15 @@ class Features(NamedTuple):
     """Some tokens' logits are raised or lowered."""
     top: int = 0
     """Most likely tokens that are reported."""
+
+    @classmethod
+    def union(cls, several: Iterable["Features"]) -> "Features":
+        """Return what some of several use."""
+        return cls(*map(max, zip(*several, strict=True)))
+
+    def within(self, others: "Features") -> bool:
+        """Return whether all parts are among others', however many likely tokens are reported."""
+        return all(theirs or not own for own, theirs in zip(self[:-1], others[:-1], strict=True))
 
 
 @jax.tree_util.register_dataclass

@@ -16,7 +16,7 @@ from jaxglue.generation.scheduler import Answer, Finish, Request
 
 STOPS, BIASES = 32, 64
 """Stop tokens, and tokens with a bias, of a request, at most."""
-_FEATURES = Features(draws=True, top_k=True, top_p=True, min_p=True, penalties=True, biases=True)
+_USUAL, _RARE = Features(draws=True), Features(True, top_k=True, top_p=True, min_p=True, penalties=True, biases=True)
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,7 @@ class Service:
         lengths = [(self.length // 2, self.length)] * slots
         options = {"cache_dtype": self._engine.cache_dtype, "free": memory}
         plan = plan_cache(lengths, assistant.config, assistant.dtype, **options)  # type: ignore[arg-type]
-        features = _FEATURES._replace(grammars=is_installed())
-        kind = Kind(features, STOPS, BIASES, assistant.ranks)
+        kind = Kind(_USUAL, STOPS, BIASES, assistant.ranks, _RARE._replace(grammars=is_installed()))
         weights = assistant.adapter, assistant.frozen
         self.failure: str | None = None
         """Reason for the service's end; None while it runs."""
@@ -124,7 +123,8 @@ class Service:
         events = queue.SimpleQueue[Event]()
         for length in (1, 2 * PAGE + 1, 2 * PAGE + 6, 3 * PAGE + 6):  # the last two behind two known pages
             if length < self.length:
-                self.submit(Request([0] * length, replace(GREEDY, max_tokens=1)), events.put)
+                sampling = replace(GREEDY, max_tokens=1, presence_penalty=float(length == 1))  # which most do not use
+                self.submit(Request([0] * length, sampling), events.put)
                 if (error := events.get().error) is not None:
                     raise EndedError(error)
 

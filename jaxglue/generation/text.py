@@ -1,6 +1,7 @@
 """Texts of answers: tokens decoded as they come, up to the texts at which answers end."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -24,10 +25,29 @@ _SHOWN = {"<|channel>", *(tag for tags in TAGS for tag in tags)}
 """Special tokens that are shown: they separate thinking from the answer."""
 
 
+class AddedTokens:
+    """Ids of a tokenizer's added tokens by their texts, which takes a while to list."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        added = tokenizer.added_tokens_decoder.items()
+        self.all = {token.content: id for id, token in added}
+        self.special = {token.content: id for id, token in added if token.special}
+
+
+def added_tokens(tokenizer: PreTrainedTokenizerBase) -> AddedTokens:
+    """Return the added tokens, listed once."""
+    return _added_tokens(tokenizer, len(tokenizer))
+
+
+@lru_cache(maxsize=16)
+def _added_tokens(tokenizer: PreTrainedTokenizerBase, _: int) -> AddedTokens:
+    return AddedTokens(tokenizer)
+
+
 def special_stops(tokenizer: PreTrainedTokenizerBase, ends: Collection[str]) -> frozenset[int]:
     """Return the special tokens among texts at which answers end: they are no part of an answer's text."""
-    tokens = tokenizer.added_tokens_decoder.items() if ends else ()
-    return frozenset(number for number, token in tokens if token.special and token.content in ends)
+    tokens = added_tokens(tokenizer).special if ends else {}
+    return frozenset(id for text, id in tokens.items() if text in ends)
 
 
 def before(pieces: Iterable[str], ends: Sequence[str]) -> Iterator[str]:
@@ -47,8 +67,10 @@ def cut(text: str, ends: Sequence[str]) -> tuple[str, str, bool]:
     """Return a text before the first of `ends`, what after it may begin one of these, and whether one was in it."""
     if found := [text.find(end) for end in ends if end in text]:
         return text[: min(found)], "", True
-    kept = max((n for end in ends for n in range(1, len(end)) if text.endswith(end[:n])), default=0)
-    return text[: len(text) - kept], text[len(text) - kept :], False
+    place, firsts = max(len(text) - max(map(len, ends), default=1) + 1, 0), {end[0] for end in ends}
+    while place < len(text) and not (text[place] in firsts and any(end.startswith(text[place:]) for end in ends)):
+        place += 1
+    return text[:place], text[place:], False
 
 
 def without(tokens: Iterable[int], stops: Collection[int]) -> list[int]:
@@ -77,7 +99,7 @@ def stream_text(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> It
     Special tokens are skipped but those that separate thinking from the answer; with channels (GPT-OSS) none is.
     """
     hidden = _hidden(tokenizer)
-    stream = TokenDecoder(tokenizer.backend_tokenizer, skip_special_tokens=False)
+    stream = TokenDecoder(tokenizer.backend_tokenizer)
     for token in tokens:
         if token not in hidden and (piece := stream.add(token)):
             yield piece
@@ -87,12 +109,10 @@ def stream_text(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> It
 
 def _hidden(tokenizer: PreTrainedTokenizerBase, shown: Collection[str] = ()) -> frozenset[int]:
     """Return the special tokens that are no text."""
-    if CHANNEL in tokenizer.get_added_vocab():
+    added = added_tokens(tokenizer)
+    if CHANNEL in added.all:
         return frozenset()
-    tokens = tokenizer.added_tokens_decoder.items()
-    return frozenset(
-        id for id, token in tokens if token.special and token.content not in _SHOWN and token.content not in shown
-    )
+    return frozenset(id for text, id in added.special.items() if text not in _SHOWN and text not in shown)
 
 
 class TextStream:
@@ -102,7 +122,7 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Sequence[str], *, shown: Collection[str] = ()):
-        self._decoder = TokenDecoder(tokenizer.backend_tokenizer, skip_special_tokens=False)
+        self._decoder = TokenDecoder(tokenizer.backend_tokenizer)
         self._hidden, self._ends, self._held = _hidden(tokenizer, shown), ends, ""
         self.text = ""
         """Text certain to be shown."""

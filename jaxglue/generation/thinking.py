@@ -1,11 +1,13 @@
 """Thinking in the text of an answer, apart from what it says: between tags, or in GPT-OSS's channels."""
 
 import re
+from collections.abc import Iterable, Iterator
 from enum import Enum
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.generation.text import CHANNEL, TAGS, Tags, cut
+from jaxglue.generation.text import CHANNEL, TAGS, Tags, added_tokens, cut
 
 _MESSAGE = re.compile(
     r"<\|channel\|>([^<]*)(?:<\|constrain\|>[^<]*)?<\|message\|>"
@@ -34,7 +36,7 @@ def thought_after(prompt: str) -> Thought:
 
 def tags_of(tokenizer: PreTrainedTokenizerBase) -> Tags | None:
     """Return the tags of a model that thinks between some: its vocabulary has them, or its chat template."""
-    known, template = tokenizer.get_added_vocab(), str(tokenizer.chat_template)
+    known, template = added_tokens(tokenizer).all, str(tokenizer.chat_template)
     return next((tags for tags in TAGS if tags.end in known or tags.end in template), None)
 
 
@@ -62,6 +64,22 @@ def split_thinking(
     if grows and not ended:
         thought = cut(thought, (end,))[0]
     return thought.strip(), said.lstrip()
+
+
+def said(pieces: Iterable[str], tokenizer: PreTrainedTokenizerBase, thinks: Thought) -> Iterator[str]:
+    """Yield what an answer in pieces says after its thinking; all of it if it does not think."""
+    if thinks == Thought.NONE:
+        yield from pieces
+        return
+    settings: dict[str, Any] = {"tags": tags_of(tokenizer), "opened": thinks == Thought.BEGUN}
+    settings["channels"] = CHANNEL in added_tokens(tokenizer).all
+    text, shown = "", 0
+    for piece in pieces:
+        text += piece
+        new = split_thinking(text, **settings, grows=True)[1][shown:]
+        shown += len(new)
+        yield new
+    yield split_thinking(text, **settings)[1][shown:]
 
 
 def _by_channels(text: str) -> tuple[str, str]:

@@ -85,19 +85,21 @@ def parameters_of(schemas: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, 
     return {name: as_object(schema.get("properties")) for name, schema in schemas.items()}
 
 
-def shown_before_calls(text: str, functions: Collection[str] = ()) -> str:
+def shown_before_calls(text: str, functions: Collection[str] = (), *, known: int = 0) -> str:
     """Return the beginning of a growing text that certainly is no tool call.
 
     Args:
         text: received so far.
         functions: names of those that may be called.
+        known: length of an earlier beginning, which is not searched again.
     """
     thinking, answer = _after_thinking(text)
     begin = answer.lstrip()
     addressed = _ADDRESSED.startswith(begin[: len(_ADDRESSED)])
     if addressed or begin[:1] in ("{", "[") or any(_may_call(begin, name) for name in (_FUNCTOOLS, *functions)):
         return thinking
-    return thinking + cut(answer, _BEGINS)[0]
+    start = max(known - len(thinking), 0)
+    return thinking + answer[:start] + cut(answer[start:], _BEGINS)[0]
 
 
 def _may_call(begin: str, name: str) -> bool:
@@ -120,7 +122,8 @@ def split_calls(text: str, functions: dict[str, dict[str, Any]]) -> tuple[str, l
 
 def _after_thinking(text: str) -> tuple[str, str]:
     """Return a text up to the end of its thinking, and the rest."""
-    end = max(text.rfind(tags.end) + len(tags.end) if tags.end in text else 0 for tags in TAGS)
+    ends = ((text.rfind(tags.end), len(tags.end)) for tags in TAGS)
+    end = max(place + length if place >= 0 else 0 for place, length in ends)
     return text[:end], text[end:]
 
 

@@ -7,8 +7,8 @@ from functools import cached_property, lru_cache
 import jax
 import numpy as np
 
+from jaxglue.engine.fixed_addresses import SMALL_ARRAYS
 from jaxglue.engine.host_table import host_parts
-from jaxglue.engine.layer_groups import SMALL_ARRAYS
 from jaxglue.engine.residency import DEVICE, MAPPED
 from jaxglue.engine.transfer import HEAD_AHEAD, requested_ahead, weights_prefetch_depth
 from jaxglue.models.parameters import Params

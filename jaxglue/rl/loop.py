@@ -118,7 +118,7 @@ class RolloutSteps(Iterator[Step]):
         """Optimizer steps in which as many prompts are answered as there are."""
         self.max_segments = config.generation_batch_size
         """Segment slots of every batch."""
-        self._folder = RolloutFolder(folder, self._run())
+        self._folder = RolloutFolder(folder, self._run(), judge.digests)
 
     @property
     def description(self) -> str:
@@ -159,9 +159,10 @@ class RolloutSteps(Iterator[Step]):
         self._step += 1
         return self._window.popleft()
 
-    def _steps(self) -> list[Step]:
-        """Return the steps on the next answers."""
-        rollouts = self._folder.load(self._step, self._dataset.prompts) or self._keep(self._write())
+    def _steps(self, kept: Generation | None = None) -> list[Step]:
+        """Return the steps on the next answers, or on those that are kept for them."""
+        kept = kept or self._folder.load(self._step, self._dataset.prompts)
+        rollouts = self._keep(self._write()) if kept is None else kept
         advantages = self._advantages(rollouts)
         self._folder.record(self._step + 1, rollouts, self._judge.names, advantages.values)
         self._warn_of_equal(advantages)
@@ -385,13 +386,21 @@ class RolloutSteps(Iterator[Step]):
         self._window.clear()
         self._position, self._step = state["position"], state["step"]
         self._folder.rewind()
-        if state["taken"] and self._folder.load(self._step, self._dataset.prompts) is None:
+        if not state["taken"]:
+            return
+        if (kept := self._folder.load(self._step, self._dataset.prompts, in_use=True)) is None:
             raise ValueError(
                 f"the answers that steps from {self._step + 1} on train on are gone from the output folder's rollouts: "
                 "resume from an earlier checkpoint, or start a new run"
             )
+        self._began = {"position": self._position, "step": self._step}
+        self._window.extend(self._steps(kept))
         for _ in range(state["taken"]):
             next(self)
+
+    def forget(self) -> None:
+        """Delete the answers kept for later steps, of which other settings would make others."""
+        self._folder.drop_all(but=self._began["step"] if self._window else None)
 
     def saved(self) -> None:
         """Delete answers that no step after the last checkpoint needs."""

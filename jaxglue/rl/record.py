@@ -59,21 +59,28 @@ class RolloutFolder:
     Args:
         path: of the run.
         run: settings that answers depend on; those of others are not loaded.
+        judges: digests of the functions that judge them, likewise.
     """
 
-    def __init__(self, path: Path, run: dict[str, Any]):
-        self._path, self._run = path, run
+    def __init__(self, path: Path, run: dict[str, Any], judges: dict[str, str]):
+        self._path, self._run, self._judges = path, run, judges
         self._is_cut = False
 
-    def load(self, step: int, dataset: Sequence[Prompt]) -> Generation | None:
-        """Return the rollouts after `step` optimizer steps; None where they are not kept."""
+    def load(self, step: int, dataset: Sequence[Prompt], *, in_use: bool = False) -> Generation | None:
+        """Return the rollouts after `step` optimizer steps; None where they are not kept.
+
+        Args:
+            step: optimizer steps.
+            dataset: the prompts.
+            in_use: some steps were made on them, so their rewards stay, whatever would judge them now.
+        """
         file = self._file(step)
         if not file.is_file():
             return None
         with np.load(file, allow_pickle=False) as arrays:
             values = {name: arrays[name] for name in arrays.files}
         meta = json.loads(values["meta"].tobytes())
-        if meta["run"] != self._run:
+        if meta["run"] != self._run or not (in_use or meta.get("judges", {}) == self._judges):
             return None
         bounds = np.cumsum(values["lengths"])[:-1]
         parts = {name: np.split(values[name], bounds) for name in _ARRAYS if name in values}
@@ -94,7 +101,8 @@ class RolloutFolder:
     def save(self, step: int, rollouts: Generation, rows: Sequence[int]) -> Generation:
         """Keep rollouts, whose prompts are these rows of the data, and return them."""
         samples = rollouts.all_samples
-        meta = {"run": self._run, "numbers": rollouts.numbers, "following": rollouts.following, "rows": list(rows)}
+        meta: dict[str, Any] = {"run": self._run, "judges": self._judges}
+        meta |= {"numbers": rollouts.numbers, "following": rollouts.following, "rows": list(rows)}
         meta |= {"ended": [sample.ended for sample in samples], "texts": [sample.text for sample in samples]}
         meta["sampled"] = rollouts.sampled
         arrays: dict[str, Any] = {
@@ -145,6 +153,12 @@ class RolloutFolder:
                     break
                 place += len(line)
             file.truncate(place)
+
+    def drop_all(self, *, but: int | None) -> None:
+        """Delete the rollouts kept for all steps but one."""
+        for file in (self._path / KEPT).glob("step-*.npz"):
+            if int(file.stem.partition("-")[2]) != but:
+                file.unlink()
 
     def drop_before(self, step: int) -> None:
         """Delete the rollouts kept for steps before the one after `step`."""

@@ -74,10 +74,17 @@ class RewardSpec(NamedTuple):
     """A Python file; empty for a reward model."""
     options: Mapping[str, str]
     weight: float = 1.0
+    function: str = ""
+    """Function of the file."""
+
+    @property
+    def folder(self) -> Path | None:
+        """Return the folder of a reward model; None for other rewards."""
+        return Path(self.options["folder"]) if not self.file and "folder" in self.options else None
 
 
 def parse_reward(text: str) -> RewardSpec:
-    """Read `rewards.py:function?weight=0.5`, or the name of a shipped reward with its settings.
+    """Read `rewards.py:function?weight=0.5&as=name`, or the name of a shipped reward with its settings.
 
     Raises:
         ValueError: an unknown name, a weight that is no number, or a reward model without a folder or with settings
@@ -91,15 +98,16 @@ def parse_reward(text: str) -> RewardSpec:
             raise ValueError
     except ValueError:
         raise ValueError(f"--reward {text}: weight: expected a number") from None
-    file, colon, name = place.rpartition(":")
+    file, colon, function = place.rpartition(":")
+    name = options.pop("as", "") or function  # the word of Python is no parameter of a function
     if colon:
-        return RewardSpec(name, file, options, weight)
+        return RewardSpec(name, file, options, weight, function)
     if place == "model":
         if not options.get("folder"):
             raise ValueError(f"--reward {text}: name the reward model's folder, as in model?folder=runs/reward/adapter")
         if unknown := sorted(options.keys() - {"folder"}):
             raise ValueError(f"--reward {text}: unknown {', '.join(unknown)}: a reward model has a folder and a weight")
-        return RewardSpec("model", "", options, weight)
+        return RewardSpec(name, "", options, weight)
     if place not in _SHIPPED:
         known = ", ".join((*_SHIPPED, "model"))
         raise ValueError(f"--reward {text}: expected a function of a file, as in rewards.py:{place}, or one of {known}")
@@ -107,7 +115,7 @@ def parse_reward(text: str) -> RewardSpec:
         _check_shipped(options)
     except (ValueError, re.error) as error:
         raise ValueError(f"--reward {text}: {error}") from None
-    return RewardSpec(place, str(_CHECKS), options, weight)
+    return RewardSpec(name, str(_CHECKS), options, weight, function)
 
 
 def _check_shipped(options: Mapping[str, str]) -> None:
@@ -154,7 +162,7 @@ class Judge:
             self.specs.append(RewardSpec(ENVIRONMENT, "", {}, self._environment.weight))
         names = [spec.name for spec in self.specs]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ValueError(f"--reward: two are named {twice}, and metrics tell them by name: rename one function")
+            raise ValueError(f"--reward: two are named {twice}, and metrics tell them by name: let &as= name one")
         self.weights = np.array([spec.weight for spec in self.specs])
         self._models: dict[str, Scorer] = {}
         self._timeout = config.reward_timeout
@@ -194,7 +202,7 @@ class Judge:
             known = {"columns": sorted(columns), "replies": spec is self._environment}
             request = _named(spec) | {"check": True} | known
             reply = ask_given(request) if spec.file == GIVEN else self._processes[0].check(spec, known)
-            name = spec.name if spec.file in (str(_CHECKS), GIVEN) else f"{spec.file}:{spec.name}"
+            name = spec.function if spec.file in (str(_CHECKS), GIVEN) else f"{spec.file}:{spec.function}"
             if limit := reply.get("limit"):
                 raise ValueError(f"{flag} {name}: its import reached {limit}")
             if error := reply.get("error"):
@@ -206,8 +214,9 @@ class Judge:
         Raises:
             ValueError: no reward model, or one with another vocabulary than the tokenizer.
         """
-        for spec in (spec for spec in self.specs if not spec.file and spec.name != ENVIRONMENT):
-            folder = Path(spec.options["folder"])
+        for spec in self.specs:
+            if (folder := spec.folder) is None:
+                continue
             is_adapter = (folder / "adapter_config.json").is_file()
             model = RewardModel(AssistantConfig(adapter=folder) if is_adapter else AssistantConfig(model=folder))
             if model.tokenizer.get_vocab() != tokenizer.get_vocab():
@@ -230,9 +239,11 @@ class Judge:
             if spec.file
         }
         for column, spec in enumerate(self.specs):
-            if spec.name == ENVIRONMENT:
+            if spec.file:
+                continue
+            if spec.folder is None:
                 found[:, :, column] = [[sample.reward for sample in group.samples] for group in written]
-            elif not spec.file:
+            else:
                 documents = [[*group.prompt.tokens, *ids] for group in written for ids in group.ids]
                 found[:, :, column] = np.reshape(self._models[spec.name].score(documents), found.shape[:2])
         for (row, column), task in tasks.items():
@@ -270,8 +281,8 @@ class Judge:
         if reply is None or (isinstance(reply, float) and math.isfinite(reply)):
             return reply
         raise ValueError(
-            f"{where}: expected a text, a message with role and content, a list of "
-            f"messages, a finite number or None, got {reply!r:.200}"
+            f"{where}: expected a text, a message with content and a role other than "
+            f"assistant, a list of messages, a finite number or None, got {reply!r:.200}"
         )
 
     def _ask(self, spec: RewardSpec, group: Written) -> list[float] | None:
@@ -317,11 +328,13 @@ class Judge:
 
 def _named(spec: RewardSpec) -> dict[str, Any]:
     """Return the function of a request."""
-    return {"file": spec.file, "function": spec.name, "options": dict(spec.options)}
+    return {"file": spec.file, "function": spec.function, "options": dict(spec.options)}
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+    """Tell whether a value is a message of others than the model."""
+    texts = isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+    return texts and value["role"] != "assistant"
 
 
 def _checked(rewards: Sequence[float | None], count: int, where: str) -> list[float]:

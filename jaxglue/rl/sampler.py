@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.engine import Engine
-from jaxglue.generation.pages import CachePlan
+from jaxglue.generation.pages import CachePlan, free_bytes
 from jaxglue.generation.scheduler import Request
 from jaxglue.models.parameters import Params
 from jaxglue.ops.backend import one_device_each
@@ -73,6 +73,12 @@ def copies_of(trees: _Trees) -> list[_Trees]:
         return next(shard.data for shard in value.addressable_shards if shard.device == device)
 
     return [jax.tree.map(partial(on, device), trees) for device in devices]
+
+
+def _device_of(trees: _Trees) -> jax.Device | None:
+    """Return the first device of the trees."""
+    first = next((leaf for leaf in jax.tree.leaves(trees) if isinstance(leaf, jax.Array)), None)
+    return None if first is None else next(iter(first.devices()))
 
 
 class Sampler:
@@ -135,9 +141,11 @@ class Sampler:
             count: answers to each.
         """
         if self._plan is None:
-            own = self._typical[:: len(copies_of((trainable, frozen)))]
+            devices = [_device_of(copy) for copy in copies_of((trainable, frozen))]
+            own = self._typical[:: len(devices)]
             typical = [Request(prompt, self._sampling, n=count) for prompt in own]
-            self._plan = self._engine.plan(typical, limit="--max-completion-length")
+            free = min(free_bytes(device=device) for device in devices)
+            self._plan = self._engine.plan(typical, limit="--max-completion-length", memory=free)
             _log.info("sampling: %s", self._plan)
         pairs = zip(prompts, indices, strict=True)
         requests = [Request(prompt, self._sampling, index, n=count) for prompt, index in pairs]

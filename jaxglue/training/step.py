@@ -22,9 +22,9 @@ from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import BatchIterator, Step
 from jaxglue.engine.compiler import Lowering, jit_exchanging, jit_step, on_devices, rounding_as_written
 from jaxglue.engine.executor import Executor, LayerExecutor, Update
+from jaxglue.engine.fixed_addresses import SmallResults
 from jaxglue.engine.fp8_errors import FP8Errors, fp8_errors
 from jaxglue.engine.host_buffers import Buffers
-from jaxglue.engine.layer_groups import SmallResults
 from jaxglue.models.lora import without_adapters
 from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params
 from jaxglue.objectives.objective import Objective

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import IO, Any, NotRequired, cast
@@ -28,7 +28,7 @@ from jaxglue.training.config import ModelConfig, TrainConfig
 from jaxglue.training.divergence import Postmortem, Spikes, SpikeState, save_step
 from jaxglue.training.evaluation import BestState, Evaluation, ExpertLoadProbe, Samples, evaluation_lines
 from jaxglue.training.explain import run_reasons
-from jaxglue.training.fingerprint import fingerprint
+from jaxglue.training.fingerprint import changed_settings, fingerprint
 from jaxglue.training.interrupt import Interrupt, Output
 from jaxglue.training.out_of_memory import (
     OutOfMemory,
@@ -528,8 +528,10 @@ class Trainer:
 
     def _resume(self, checkpoints: Checkpoints) -> None:
         restored = checkpoints.restore_latest(abstract_state(self._model.state()))
+        changed = changed_settings(self._folder / "config.toml", self._run.config)
         if restored is None:
             self._console.print("no checkpoint yet: starting from step 0")
+            self._forget_answers(changed)
             return
         host, notes = cast(RunState, restored.host), list(resume_notes(self._run, restored))
         self._model.restore(restored.state, restored.step)
@@ -539,7 +541,13 @@ class Trainer:
         self._recorder.first_loss, self._recorder.last_loss = host["first_loss"], host["last_loss"]
         if self._spikes and (spikes := host.get("spikes")):
             self._spikes.set_state(spikes)
+        self._forget_answers(changed)
         self._console.print("\n".join(notes))
+
+    def _forget_answers(self, changed: Mapping[str, str]) -> None:
+        """Forget answers that were kept for later steps under other settings."""
+        if self._run.rollouts and changed and self._processes.is_main:
+            self._run.rollouts.forget()
 
     def _finish(self, begun: float, checkpoints: Checkpoints) -> RunSummary:
         """Export the result, answer samples and write curve and summary; `begun` is the start, `time.monotonic`."""

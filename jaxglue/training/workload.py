@@ -106,7 +106,7 @@ def read_teacher(config: TrainConfig) -> DecoderConfig:
 def other_models(config: TrainConfig) -> list[DecoderConfig]:
     """Return the architectures of the models that are loaded beside the one in training: a teacher, and rewards."""
     found = [read_teacher(config)] if config.rollouts.teacher not in (None, "base") else []
-    for folder in (Path(spec.options["folder"]) for spec in map(parse_reward, config.rollouts.reward) if not spec.file):
+    for folder in filter(None, (parse_reward(text).folder for text in config.rollouts.reward)):
         is_adapter = (folder / "adapter_config.json").is_file()
         found.append(config_from_hf(read_config(find_base(folder, weights=False) if is_adapter else folder)))
     return found

@@ -14,6 +14,7 @@ from jaxglue.generation.config import GREEDY, SamplingConfig
 from jaxglue.generation.engine import Engine
 from jaxglue.generation.inputs import Kind
 from jaxglue.generation.pages import PREFILL_TOKENS, plan_cache
+from jaxglue.generation.sampling import Features
 from jaxglue.generation.scheduler import Request
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
@@ -398,6 +399,29 @@ def test_an_answer_goes_on_in_a_program_that_was_compiled_meanwhile(tiny_model):
     before = staying.compilations()
     assert found + list(stream) == wanted and staying.compilations() == before
     assert list(staying.stream(*trees, PROMPT, replace(SAMPLED, max_tokens=30))) == wanted[:30]
+
+
+def test_answers_that_use_more_than_most_have_programs_of_their_own(llama):
+    engine, trees = llama[0]
+    some = {"top_k": 3, "repetition_penalty": 3.0}
+    settings = [{"max_tokens": 40}, {"max_tokens": 4, **some}, {"max_tokens": 30, **some}]
+    requests = [Request(PROMPT, replace(SAMPLED, **each), i) for i, each in enumerate(settings)]
+    plan = engine.plan(requests)
+    wanted = one_by_one(engine, trees, requests, plan)
+    rare = Features(draws=True, top_k=True, penalties=True)
+    batch = engine.open(*trees, plan, Kind(Features(draws=True), 8, 8, rare=rare), whole=False)
+    choose, used = batch._choose, []
+    batch._choose = lambda work: used.append(choose(work)) or used[-1]
+    answers = [engine.answers(request, i)[0] for i, request in enumerate(requests)]
+    batch.add(answers[:2], ())
+    for _ in range(3):
+        list(batch.advance())
+    batch.add(answers[2:], ())
+    while batch.is_busy:
+        list(batch.advance())
+    assert {answer.number: answer.new for answer in answers} == wanted
+    assert [features == rare for features, *_ in used] == [True, False, False] + [True] * 4
+    assert wanted[2][:4] != wanted[0][:4], "some should change the answer"
 
 
 def follow(engine, trees, prompts, **options):

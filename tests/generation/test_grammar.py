@@ -286,8 +286,8 @@ def test_generate_holds_what_follows_the_thinking_to_a_schema(folders, tmp_path,
     for batch_size in (1, None):
         held = generate(GenerateConfig(**settings, regex="x{9}", batch_size=batch_size))
         first, *others = ("".join(pieces) for _, pieces in held)
-        assert first == "xxxx" or "<think>".startswith(first.lstrip("\n")[:7])
-        assert [set(text) == {"x"} for text in others] == [False, True]
+        assert first == "xxxx" or "<think>".startswith(first)
+        assert others == ["", "xxxx"]  # four tokens of thinking, which is not shown
 
 
 def test_generate_follows_a_schema_or_expression(folders, tmp_path, grammars):

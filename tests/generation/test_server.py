@@ -501,6 +501,20 @@ def test_a_client_that_hangs_up_before_its_answer_ends_it(served, stream):
     assert sent[0]["status"] == (200 if stream else 499)
 
 
+def test_a_stream_is_not_silent_while_its_answer_waits(served, monkeypatch):
+    assistant, _, config = served
+    monkeypatch.setattr(server, "_SILENCE", 0.01)
+
+    class Slow(Told):
+        def submit(self, request, listen):
+            threading.Timer(0.2, super().submit, (request, listen)).start()
+
+    client = TestClient(make_app(assistant, Slow(assistant.tokenizer.encode("So"), [min(assistant.stops)]), config))
+    response = post(client, "/v1/completions", prompt="a", stream=True)
+    comments, rest = response.text.count(": waiting\n\n"), response.text.replace(": waiting\n\n", "")
+    assert comments > 2 and "".join(e["choices"][0]["text"] for e in events(SimpleNamespace(text=rest))) == "So"
+
+
 def test_errors_have_openais_form(served, client):
     assistant, service, config = served
     two = replace(config, name="other")

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxglue.generation.text import TAGS
-from jaxglue.generation.thinking import split_thinking
+from jaxglue.generation.thinking import Thought, said, split_thinking
 
 ANALYSIS = "<|channel|>analysis<|message|>Three and four."
 FINAL = "<|channel|>final<|message|>Seven."
@@ -40,3 +40,18 @@ def test_thinking_is_split_from_what_is_said_whole_or_growing(text, options, wan
         assert all(new.startswith(old) for new, old in zip(found, before, strict=True)), (found, before)
         assert all(whole.startswith(part) for whole, part in zip(wanted, found, strict=True))
         before = found
+
+
+@pytest.mark.parametrize(
+    ("text", "thinks", "wanted"),
+    [
+        ("<think>\nThree and four.\n</think>\n\nSeven.", Thought.POSSIBLE, "Seven."),
+        ("Three and four.</think>Seven.", Thought.BEGUN, "Seven."),
+        ("Three and four", Thought.BEGUN, ""),
+        ("Seven.", Thought.POSSIBLE, "Seven."),
+        ("<think>Hm.</think>Seven.", Thought.NONE, "<think>Hm.</think>Seven."),
+    ],
+)
+def test_what_is_said_comes_in_pieces(tokenizer, text, thinks, wanted):
+    pieces = list(said(text, tokenizer, thinks))
+    assert "".join(pieces) == wanted and max(map(len, pieces)) <= 2

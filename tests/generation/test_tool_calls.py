@@ -134,6 +134,8 @@ def test_values_of_every_kind_are_read_from_gemmas_objects_and_from_python():
 def test_shown_text_only_grows_and_is_in_the_result(text):
     rest, calls = split_calls(text, FUNCTIONS)
     shown = [shown_before_calls(text[:end], FUNCTIONS) for end in range(len(text) + 1)]
+    for end, before in enumerate(shown[:-1], start=1):
+        assert shown_before_calls(text[:end], FUNCTIONS, known=len(before)) == shown[end]
     assert all(later.startswith(earlier) for earlier, later in pairwise(shown))
     assert (rest if calls else text).startswith(shown[-1])
 

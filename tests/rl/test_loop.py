@@ -36,7 +36,7 @@ class Policy:
 class Judge:
     """Gives answers of prompts with these numbers in the run one reward, or none, and others rewards that differ."""
 
-    names, weights, specs = ["stub"], np.ones(1), [RewardSpec("stub", "", {})]
+    names, weights, specs, digests = ["stub"], np.ones(1), [RewardSpec("stub", "", {})], {}
 
     def __init__(self, equal, reward, calls):
         self._equal, self._reward, self._calls = equal, reward, calls

@@ -53,6 +53,10 @@ async def reply(messages, wanted):
     return wanted + messages[-1]["content"]
 
 
+def parrot(messages):
+    return messages[-1]
+
+
 def half(messages):
     return "\\ud83d"
 
@@ -198,6 +202,12 @@ def test_environments_reply_also_when_async_and_are_named_by_their_flag(tmp_path
         assert judge.reply([said, replace(said, is_last=True)]) == [[{"role": "tool", "content": "!"}] * 2, 0.25]
         with pytest.raises(ValueError, match=r"prompts.jsonl:4: expected a text, .* got \['no message'\]"):
             judge.reply([replace(said, messages=said.messages * 2)])
+    parrot, message = (
+        replace(config, environment=f"{tmp_path}/rewards.py:parrot"),
+        "a role other than assistant, .* got",
+    )
+    with closing(Judge(parrot)) as judge, pytest.raises(ValueError, match=message):
+        judge.reply([said])
     half = replace(config, environment=f"{tmp_path}/rewards.py:half")
     with closing(Judge(half)) as judge, pytest.raises(ValueError, match=r"prompts.jsonl:4: a text holds half of a sur"):
         judge.reply([said])
@@ -206,6 +216,18 @@ def test_environments_reply_also_when_async_and_are_named_by_their_flag(tmp_path
         judge.check(["wanted", "number"])
     with pytest.raises(ValueError, match=r"--environment exact: expected a function of a file"):
         Judge(replace(config, environment="exact"))
+
+
+def test_rewards_of_one_function_have_names_of_their_own():
+    twice = ("regex?pattern=^a", "regex?pattern=b$&as=end&weight=2", "model?folder=x", "model?folder=y&as=second")
+    judge = Judge(RolloutConfig(reward=twice[:2]))
+    with closing(judge):
+        assert judge.names == ["regex", "end"] and judge.weights.tolist() == [1, 2]
+        judge.check([])
+        assert judge.score([group("a", "ab", "b")]).tolist() == [[[1, 0], [1, 1], [0, 1]]]
+    assert [(spec.name, str(spec.folder)) for spec in map(parse_reward, twice[2:])] == [("model", "x"), ("second", "y")]
+    with pytest.raises(ValueError, match=r"two are named regex, .* let &as= name one"):
+        Judge(RolloutConfig(reward=(twice[0], twice[0])))
 
 
 def test_functions_given_in_python_judge_and_reply_in_this_process():

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from jaxglue.generation.config import SamplingConfig
+from jaxglue.rl import sampler as module
 from jaxglue.rl.sampler import Sampler
 
 
@@ -14,9 +15,10 @@ class Engine:
     def __init__(self):
         self.requests, self.plans = [], []
 
-    def plan(self, requests, *, limit):
+    def plan(self, requests, *, limit, memory=None):
         assert limit == "--max-completion-length"
         self.plans.append(requests)
+        self.memory = memory
         return "plan"
 
     def generate(self, trainable, frozen, requests, stops, *, plan, whole):
@@ -43,3 +45,12 @@ def test_answers_are_told_apart_by_prompt_and_place():
     first, turn = engine.requests[0], engine.requests[-1]
     assert {r.sampling.seed for r in first}.isdisjoint(r.sampling.seed for r in turn)
     assert [r.sampling.max_tokens for r in turn] == [4, 3]
+
+
+def test_devices_with_the_same_weights_have_pages_for_the_fullest(monkeypatch):
+    engine, free = Engine(), iter([5.0, 3.0])
+    monkeypatch.setattr(module, "copies_of", lambda trees: [trees] * 2)
+    monkeypatch.setattr(module, "free_bytes", lambda *, device: next(free))
+    sampler = Sampler(engine, [0], SamplingConfig(max_tokens=9), rounds=3, typical=[[1], [2], [3]])
+    assert [len(group) for group in sampler({}, {}, [[1], [2], [3]], [0, 1, 2], 2)] == [2, 2, 2]
+    assert engine.memory == 3.0 and [request.prompt for request in engine.plans[0]] == [[1], [3]]

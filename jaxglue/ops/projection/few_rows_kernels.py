@@ -224,7 +224,7 @@ def few_rows_kernel(
     WHOLE: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, R: tl.constexpr, SHRINKS: tl.constexpr,
     SHRINK_STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr, NF4: tl.constexpr, FACTOR: tl.constexpr, ROUND: tl.constexpr, ROUND_ADAPTER: tl.constexpr,
-    E4M3: tl.constexpr,
+    E4M3: tl.constexpr, DECODED: tl.constexpr,
 ):  # fmt: skip
     """Compute x·Wᵀ of COUNT weights (+ adapters' products) (+ biases) (+ stream), or activation(gate)·up of two.
 
@@ -233,6 +233,7 @@ def few_rows_kernel(
     Values of one byte times x's dtype have scales [N_i] · FACTOR; e4m3 values of x have scales [M]. NF4 has codes
     [N_i, K / 2], and codes of scales in `blocks` [N_i, K / 64]: these are values of the table `codes`, times one of
     `groups` for each 256, plus one of `offsets`.
+    Weights that registers take before the matmul are DECODED.
     Gate and up are rounded to e4m3 after multiplication by a factor E4M3, if this is not 0.
     counters: a count for each tile, then one for each adapter's parts, and one for readers of all adapters' inputs.
     """
@@ -303,6 +304,10 @@ def few_rows_kernel(
             else:
                 matrix = _matrix(weights[1], inside, k, values.dtype, K, BLOCK_N, BLOCK_K)
             up = tl.dot(matrix, tl.trans(values), up)
+        if DECODED:
+            acc = settled(acc)
+            if GATED:
+                up = settled(up)
 
     if SPLITS > 1:
         SIZE: tl.constexpr = BLOCK_N * BLOCK_M

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ptx import halves, run_assembly
+from ptx import halves, matmuls_left_running, run_assembly
 from selection import repeat
 
 from jaxglue.ops.backend import tracing_for
@@ -170,8 +170,18 @@ def test_obstacles_are_named():
     assert "another dtype" in reason(3)
 
 
-@pytest.mark.parametrize("stored", ["mxfp4", repeat("nf4"), repeat("fp8"), repeat(None)])
-def test_kernels_compile_for_a_gpu(stored, h200):
+@pytest.mark.parametrize("stored", ["mxfp4", "nf4", repeat("fp8"), repeat(None)])
+def test_kernels_compile_for_a_gpu(stored, h200, monkeypatch):
+    from jax_triton import triton_lib
+
+    compile, texts = triton_lib.compile_ttir_inplace, []
+
+    def noted(*args, **options):
+        found = compile(*args, **options)
+        texts.append(found.binary)
+        return found
+
+    monkeypatch.setattr(triton_lib, "compile_ttir_inplace", noted)
     half = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype, sharding=h200)  # noqa: E731
     E, D, F = 8, 256, 192
 
@@ -189,3 +199,5 @@ def test_kernels_compile_for_a_gpu(stored, h200):
     with tracing_for((9, 0)):
         program = jax.jit(mlp).lower(half(32, D), half(32, E), matrix(2 * F, D), matrix(D, F)).compile()
     assert program.as_text().count("triton_kernel_call_ffi") == 5
+    matmuls = [text for text in texts if "wgmma.mma_async" in text]
+    assert len(matmuls) == 2 and not any(map(matmuls_left_running, matmuls))

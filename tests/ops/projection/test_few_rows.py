@@ -1,5 +1,6 @@
 """Projections of few rows: the interpreted kernel against products in float32, and what it compiles to."""
 
+import re
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -296,14 +297,16 @@ def test_narrow_projections_and_quantized_ones_of_more_rows_are_served():
     ],
 )
 def test_many_rows_are_served_where_kernels_are_faster(rows, quantize, gated, wide):
-    def serves(count, N, gated):
-        parts = [projection(i, N, 64, quantize=quantize or (lambda matrix: matrix)) for i in range(count)]
-        x = jnp.zeros((rows, 64), jnp.bfloat16)
+    def serves(sizes, gated=False):
+        weights = [jax.ShapeDtypeStruct((N, 4096), jnp.bfloat16) for N in sizes]
+        parts = [Projection(weight=jax.eval_shape(quantize, w) if quantize else w) for w in weights]
+        x = jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16)
         return FEW_ROWS.choose((9, 0), x, parts, Decoding(fp8=True), gated).name == "triton"
 
-    assert (serves(2, 128, True), serves(3, 128, False)) == (gated, wide)
-    assert rows < 65 or not serves(2, 128, False), "other pairs are not"
-    assert rows < 300 or not serves(3, 96, False), "nor blocks of rows of two weights"
+    assert (serves([12288, 12288], True), serves([4096, 1024, 1024])) == (gated, wide)
+    assert rows < 65 or not serves([12288, 12288]), "other pairs are not"
+    assert rows < 65 or not serves([14336, 14336], True), "nor what leaves multiprocessors idle in its second turn"
+    assert rows < 300 or not serves([4096, 1000, 1048]), "nor blocks of two weights"
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (12, 0)])
@@ -340,10 +343,12 @@ def test_kernels_match_products_on_a_gpu(quantize, rank):
 @pytest.mark.parametrize("quantize", [lambda matrix: matrix, quantize_fp8])
 @pytest.mark.parametrize(("M", "sizes"), [(100, (1312, 1312)), (200, (1312, 1312)), (500, (1024, 256, 256))])
 def test_kernels_of_many_rows_match_products_on_a_gpu(M, sizes, quantize):
+    from jaxglue.ops.projection.few_rows_triton import TritonFewRows
+
     x, conditions = draw(99, M, 1024).astype(jnp.bfloat16), Decoding(fp8=quantize is quantize_fp8)
     half = lambda matrix: quantize(matrix.astype(jnp.bfloat16))  # noqa: E731
     parts = [projection(10 * i, N, 1024, quantize=half) for i, N in enumerate(sizes)]
-    kernels = FEW_ROWS.load(x, parts, conditions, len(sizes) == 2)
+    kernels = TritonFewRows.of(compute_capability())
     with jax.default_matmul_precision("highest"):
         wanted = [product(x.astype(jnp.float32), part) for part in parts]
     if len(sizes) == 2:
@@ -381,25 +386,57 @@ def test_kernel_compiles_for_a_gpu(h200):
     assert program.as_text().count("triton_kernel_call_ffi") == 1
 
 
-@pytest.mark.parametrize(("rows", "rank"), [(256, 16), repeat(256, 64), repeat(128, 64)])
-def test_steps_of_an_adapter_beside_e4m3_values_fit_shared_memory(rows, rank, h200, monkeypatch):
-    from jax_triton import triton_lib
+@pytest.fixture
+def compiled(monkeypatch):
+    """Return a list of what Triton compiles meanwhile."""
+    pytest.importorskip("jax_triton")
+    from jaxglue.ops.launch import triton_lib
 
-    compile, sizes = triton_lib.compile_ttir_inplace, []
+    compile, found = triton_lib.compile_ttir_inplace, []
 
     def noted(*args, **options):
-        found = compile(*args, **options)
-        sizes.append(found.shared_mem_bytes)
-        return found
+        found.append(compile(*args, **options))
+        return found[-1]
 
     monkeypatch.setattr(triton_lib, "compile_ttir_inplace", noted)
-    part = projection(1, 1024, 2048, rank=rank, quantize=lambda matrix: quantize_fp8(matrix.astype(jnp.bfloat16)))
-    inputs = jnp.zeros((1, rows, 2048), jnp.bfloat16), part.weight, part.adapter.A, part.adapter.B
-    shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=h200), inputs)
+    return found
 
-    def project(x, weight, down, up):
-        return adapted_projection(x, [Projection(weight=weight, adapter=Adapter(A=down, B=up))], Decoding(fp8=True))
+
+def lower(sharding, sizes, conditions, M, K, *, quantize=lambda matrix: matrix, rank=0):
+    """Lower projections of M rows, or gate and up of two, for an H200."""
+    half, exact = ((lambda *shape, dtype=d: jax.ShapeDtypeStruct(shape, dtype)) for d in (jnp.bfloat16, jnp.float32))
+    adapters = [(exact(rank, K), exact(N, rank)) if rank else None for N in sizes]
+    inputs = half(1, M, K), [jax.eval_shape(quantize, half(N, K)) for N in sizes], adapters
+    shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding), inputs)
+
+    def project(x, weights, adapters):
+        made = [None if adapter is None else Adapter(A=adapter[0], B=adapter[1]) for adapter in adapters]
+        parts = [Projection(weight=weight, adapter=adapter) for weight, adapter in zip(weights, made, strict=True)]
+        if len(parts) == 2:
+            return gate_few_rows(FEW_ROWS.load(x, parts, conditions, True), x, parts, conditions, "silu")
+        return adapted_projection(x, parts, conditions)
 
     with tracing_for((9, 0)):
         jax.jit(project).lower(*shapes)
-    assert sizes and max(sizes) <= 232_448
+
+
+@pytest.mark.parametrize(("rows", "rank"), [(256, 16), repeat(256, 64), repeat(128, 64)])
+def test_steps_of_an_adapter_beside_e4m3_values_fit_shared_memory(rows, rank, h200, compiled):
+    lower(h200, [1024], Decoding(fp8=True), rows, 2048, quantize=quantize_fp8, rank=rank)
+    assert compiled and max(kernel.shared_mem_bytes for kernel in compiled) <= 232_448
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes"), [(256, [12288] * 2), repeat(100, [12288] * 2), repeat(512, [4096, 1024, 1024])]
+)
+def test_steps_of_many_rows_fit_shared_memory(rows, sizes, h200, compiled):
+    lower(h200, sizes, Decoding(), rows, 512)
+    assert [kernel.name for kernel in compiled] == ["gate_rows_kernel" if len(sizes) == 2 else "many_rows_kernel"]
+    assert compiled[0].shared_mem_bytes <= 232_448
+
+
+@pytest.mark.parametrize("quantize", [quantize_int8, repeat(quantize_nf4)])
+def test_matmuls_end_before_registers_take_the_next_weights(quantize, h200, compiled):
+    lower(h200, [8448] * 2, Decoding(), 64, 512, quantize=quantize)
+    waits = re.findall(r"wgmma.wait_group.sync.aligned\s+(\d+)", compiled[-1].binary)
+    assert waits and set(waits) == {"0"}
