@@ -53,7 +53,9 @@ def client(server):
 @pytest.fixture(scope="module")
 def kept_model(server):
     """A model for requests that change nothing of it."""
-    return Client(server).call("create_model", {"session_id": "s", "base_model": MODEL, "lora_config": LORA})["model_id"]
+    return Client(server).call("create_model", {"session_id": "s", "base_model": MODEL, "lora_config": LORA})[
+        "model_id"
+    ]
 
 
 @pytest.fixture

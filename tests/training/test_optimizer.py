@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from selection import repeat
 from safetensors.numpy import load_file
+from selection import repeat
 
 from jaxglue.models.parameters import get_part
 from jaxglue.ops.adam import ADAM, AdamW, EightBit

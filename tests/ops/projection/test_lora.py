@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from selection import repeat
 from closeness import assert_close, outputs_and_gradients
+from selection import repeat
 
 from jaxglue.engine.compiler import STEP_OPTIONS
 from jaxglue.ops.backend import tracing_for
