@@ -8,6 +8,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Collection
+from copy import copy
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -132,7 +133,13 @@ class Grammars:
 
         self._tokens = from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=sorted(stops) or None)
         self._words = -(-vocabulary // 32)
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
+
+    def of(self, tokenizer: Any) -> "Grammars":
+        """Return the same for a tokenizer of the same tokens, whose template tells how an adapter thinks."""
+        other = copy(self)
+        other.tokenizer = tokenizer
+        return other
 
     def json(self, schema: dict[str, Any], *, thinks: Thought = Thought.NONE) -> Grammar:
         """Return JSON of a schema; raise ValueError for one that is malformed or not supported.
@@ -165,9 +172,9 @@ class Grammars:
 
     def _before(self, thinks: Thought, *, final: bool) -> str | None:
         """Return the grammar of thinking, and of the final channel's header, before `@answer`; None without."""
-        rules, tags = Rules(self._tokenizer), tags_of(self._tokenizer)
+        rules, tags = Rules(self.tokenizer), tags_of(self.tokenizer)
         text, until = rules.text, rules.until
-        if thinks != Thought.NONE and CHANNEL in str(self._tokenizer.chat_template):
+        if thinks != Thought.NONE and CHANNEL in str(self.tokenizer.chat_template):
             body = f"({text('<|channel|>analysis<|message|>')} {until('<|end|>')} {text('<|start|>assistant')})*"
             if final:
                 body += f" {text('<|channel|>final')} ({text(' <|constrain|>')} /[a-z]*/)? {text('<|message|>')}"

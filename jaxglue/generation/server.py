@@ -195,7 +195,7 @@ class _Server:
         length, longest = self._service.length, max(map(len, prompts))
         defaults = self._config.sampling, max(length - longest, 1), length, self._requests
         sampling, log_probs = read_sampling(body, *defaults), read_log_probs(body, chat=chat)
-        make = partial(read_grammar, body, lambda: self._assistant.grammars, calls, thinks=thinks)
+        make = partial(read_grammar, body, lambda: self._assistant.grammars.of(voice.tokenizer), calls, thinks=thinks)
         vocabulary = self._assistant.config.vocab_size
         special = special_stops(voice.tokenizer, sampling.stop)
         asked: dict[str, Any] = {

@@ -285,7 +285,7 @@ def test_thinking_comes_apart_from_the_answer(served, monkeypatch):
         assert "".join(delta.get(name, "") for delta in deltas) == text
     asked = []
     grammars = SimpleNamespace(regex=lambda _, thinks: asked.append(thinks))
-    monkeypatch.setitem(vars(assistant), "grammars", grammars)
+    monkeypatch.setitem(vars(assistant), "grammars", SimpleNamespace(of=lambda _: grammars))
     post(client, messages=MESSAGES, guided_regex="Seven.")
     monkeypatch.setattr(assistant.tokenizer, "chat_template", "<think></think>")
     post(client, messages=MESSAGES, guided_regex="Seven.")
@@ -301,7 +301,7 @@ def test_a_call_of_a_tool_is_forced(served, monkeypatch):
     monkeypatch.setitem(
         vars(assistant),
         "grammars",
-        SimpleNamespace(calls=lambda text, **_: given.append(text) or text),
+        SimpleNamespace(of=lambda _: SimpleNamespace(calls=lambda text, **_: given.append(text) or text)),
     )
     service = Told(assistant.tokenizer.encode(f"{call}; {call}"), [min(assistant.stops)])
     client = TestClient(make_app(assistant, service, config))
