@@ -22,7 +22,9 @@ from jaxglue.training.setup import resolve
 from jaxglue.training.step import StepProgram, TrainStep
 from jaxglue.training.train import train
 
-pytestmark = pytest.mark.skipif(jax.device_count() != 4, reason="run by test_simulated_devices.py in a process of four devices")
+pytestmark = pytest.mark.skipif(
+    jax.device_count() != 4, reason="run by test_simulated_devices.py in a process of four devices"
+)
 
 
 def losses(folder):
