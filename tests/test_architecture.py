@@ -35,10 +35,15 @@ def packages() -> dict[str, list[Path]]:
     return {name: paths for name, paths in files.items() if name != "__init__"}
 
 
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imported_packages(path: Path) -> set[str]:
     """Every `jaxglue.NAME` that a file imports, inside functions too."""
     modules: list[str] = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}: relative import"
             modules += [f"{node.module}.{alias.name}" for alias in node.names]
@@ -67,11 +72,6 @@ def sources(*folders: str) -> list[Path]:
     """Every Python file; `models/` under its installed name, which is a link."""
     found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     return found + (sorted((ROOT / "jaxglue" / "models").glob("*.py")) if "jaxglue" in folders else [])
-
-
-@cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def module_name(path: Path) -> str:

@@ -8,12 +8,14 @@ import importlib.util
 import json
 import re
 from collections.abc import Collection
+from copy import copy
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 from jaxtyping import UInt32
 
-from jaxglue.generation.text import CHANNEL, TAGS
+from jaxglue.generation.text import CHANNEL, TAGS, AddedTokens, added_tokens
 from jaxglue.generation.thinking import Thought, tags_of
 
 _TEXT = "/(?s:.*)/"
@@ -66,11 +68,7 @@ class Rules:
     """
 
     def __init__(self, tokenizer: Any):
-        added = {token.content: (id, token.special) for id, token in tokenizer.added_tokens_decoder.items()}
-        self._specials = {text: id for text, (id, special) in added.items() if special or _IN_BRACKETS(text)}
-        self._plain = {text: id for text, id in self._specials.items() if not added[text][1]}
-        """Those that are text to the tokenizer."""
-        self._splits = re.compile("|".join(f"({re.escape(token)})" for token in self._specials) or r"(?!)")
+        self._specials, self._plain, self._splits = _special_tokens(added_tokens(tokenizer))
         self._names = dict[tuple[str, str], str]()
 
     @property
@@ -91,9 +89,24 @@ class Rules:
         """Return the body of any text and its end."""
         if (special := self._splits.match(end)) is None:
             return self.add(_TEXT, f"[suffix={quoted(end)}]")
-        tokens = ",".join(str(id) for text, id in self._plain.items() if text != special[0])
+        tokens = _ranges({*self._plain} - {self._specials[special[0]]})
         text = self.add(f"(/(?s:.+)/ | <[{tokens}]>)*") if tokens else self.add(_TEXT)
         return f"{text} {self.text(end)}"
+
+
+@lru_cache(maxsize=16)
+def _special_tokens(added: AddedTokens) -> tuple[dict[str, int], frozenset[int], re.Pattern[str]]:
+    """Return the tokens that are special to llguidance, the ids of those that are text else, and what finds all."""
+    found = {text: id for text, id in added.all.items() if text in added.special or _IN_BRACKETS(text)}
+    splits = re.compile(f"({'|'.join(map(re.escape, found)) or '(?!)'})")
+    return found, frozenset(id for text, id in found.items() if text not in added.special), splits
+
+
+def _ranges(ids: Collection[int]) -> str:
+    """Return ids in llguidance's notation, consecutive ones together."""
+    firsts = sorted(id for id in ids if id - 1 not in ids)
+    lasts = sorted(id for id in ids if id + 1 not in ids)
+    return ",".join(f"{first}-{last}" for first, last in zip(firsts, lasts, strict=True))
 
 
 def quoted(text: str) -> str:
@@ -120,7 +133,13 @@ class Grammars:
 
         self._tokens = from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=sorted(stops) or None)
         self._words = -(-vocabulary // 32)
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
+
+    def of(self, tokenizer: Any) -> "Grammars":
+        """Return the same for a tokenizer of the same tokens, whose template tells how an adapter thinks."""
+        other = copy(self)
+        other.tokenizer = tokenizer
+        return other
 
     def json(self, schema: dict[str, Any], *, thinks: Thought = Thought.NONE) -> Grammar:
         """Return JSON of a schema; raise ValueError for one that is malformed or not supported.
@@ -153,9 +172,9 @@ class Grammars:
 
     def _before(self, thinks: Thought, *, final: bool) -> str | None:
         """Return the grammar of thinking, and of the final channel's header, before `@answer`; None without."""
-        rules, tags = Rules(self._tokenizer), tags_of(self._tokenizer)
+        rules, tags = Rules(self.tokenizer), tags_of(self.tokenizer)
         text, until = rules.text, rules.until
-        if thinks != Thought.NONE and CHANNEL in str(self._tokenizer.chat_template):
+        if thinks != Thought.NONE and CHANNEL in str(self.tokenizer.chat_template):
             body = f"({text('<|channel|>analysis<|message|>')} {until('<|end|>')} {text('<|start|>assistant')})*"
             if final:
                 body += f" {text('<|channel|>final')} ({text(' <|constrain|>')} /[a-z]*/)? {text('<|message|>')}"

@@ -9,7 +9,7 @@ from jaxglue.data.decoding import TokenDecoder
 from jaxglue.generation.openai_request import Call
 from jaxglue.generation.scheduler import Request
 from jaxglue.generation.service import Event
-from jaxglue.generation.text import CHANNEL, TextStream
+from jaxglue.generation.text import CHANNEL, TextStream, added_tokens
 from jaxglue.generation.thinking import Thought, split_thinking, tags_of
 from jaxglue.generation.tool_calls import MARKS, ToolCall, shown_before_calls, split_calls
 
@@ -24,10 +24,10 @@ class AnswerText:
     def __init__(self, call: Call, request: Request):
         self._stops, self._call = request.stop, call
         self._echo = call.echo[request.index] if call.echo else ""
-        added = call.voice.tokenizer.get_added_vocab()
-        self._channels, self._tags = CHANNEL in added, tags_of(call.voice.tokenizer)
-        self._text = TextStream(call.voice.tokenizer, request.sampling.stop, shown=MARKS if call.functions else ())
-        self._decoder = TokenDecoder(call.voice.tokenizer.backend_tokenizer)
+        tokenizer = call.voice.tokenizer
+        self._channels, self._tags = CHANNEL in added_tokens(tokenizer).all, tags_of(tokenizer)
+        self._text = TextStream(tokenizer, request.sampling.stop, shown=MARKS if call.functions else ())
+        self._decoder = TokenDecoder(tokenizer.backend_tokenizer)
         self._shown, self._shown_thinking, self._certain = 0, 0, 0
         """Characters that were sent, and that are certainly no call."""
         self._calls, self.count = list[ToolCall](), 0

@@ -14,7 +14,7 @@ RESPONSE = _SHARED | {"input", "instructions", "text", "reasoning", "include", "
 """Parameters of a request, of which the last three are ignored."""
 _SETTINGS = ("instructions", "max_output_tokens", "temperature", "top_p", "text", "tool_choice", "tools", "reasoning")
 """Parameters that a response repeats."""
-_TEXTS = ("input_text", "output_text", "text")
+_TEXTS = ("input_text", "output_text", "text", "reasoning_text")
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 """Kinds of items of text, and those of their only parts."""
 _LOG_PROBS: dict[str, dict[str, Any]] = {"message": {"logprobs": []}, "reasoning": {}}
@@ -95,9 +95,13 @@ def _content(content: Any) -> Any:
     if not isinstance(content, list):
         return content
     parts = _list_of_objects(content, "input")
-    if wrong := [part.get("type") for part in parts if part.get("type") not in (*_TEXTS, "reasoning_text")]:
-        raise BadRequestError(f"input of type {wrong[0]!r:.100} is not served: expected text", parameter="input")
-    return "".join(str(part.get("text", "")) for part in parts)
+    for part in parts:
+        if part.get("type") not in _TEXTS:
+            message = f"input of type {part.get('type')!r:.100} is not served: expected text"
+            raise BadRequestError(message, parameter="input")
+        if not isinstance(part.get("text"), str):
+            raise BadRequestError("a part of input has no text", parameter="input")
+    return "".join(part["text"] for part in parts)
 
 
 class ResponseWriter:

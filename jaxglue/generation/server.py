@@ -52,6 +52,9 @@ from jaxglue.generation.thinking import Thought, thought_after
 from jaxglue.generation.tool_calls import parameters_of, schemas_of
 from jaxglue.generation.tool_grammar import call_grammar
 
+_SILENCE = 15.0
+"""Seconds without an event, at most."""
+
 
 def make_app(assistant: Assistant, service: Service, config: ServeConfig) -> Starlette:
     """Return the application."""
@@ -192,7 +195,7 @@ class _Server:
         length, longest = self._service.length, max(map(len, prompts))
         defaults = self._config.sampling, max(length - longest, 1), length, self._requests
         sampling, log_probs = read_sampling(body, *defaults), read_log_probs(body, chat=chat)
-        make = partial(read_grammar, body, lambda: self._assistant.grammars, calls, thinks=thinks)
+        make = partial(read_grammar, body, lambda: self._assistant.grammars.of(voice.tokenizer), calls, thinks=thinks)
         vocabulary = self._assistant.config.vocab_size
         special = special_stops(voice.tokenizer, sampling.stop)
         asked: dict[str, Any] = {
@@ -288,7 +291,7 @@ class _EventStream(StreamingResponse):
     """Server-sent events of answers, which end with it, also before the first event."""
 
     def __init__(self, events: AsyncIterator[str], answers: _Answers):
-        super().__init__(events, media_type="text/event-stream")
+        super().__init__(_with_comments(events), media_type="text/event-stream")
         self._answers = answers
 
     async def __call__(self, *arguments: Any) -> None:
@@ -296,6 +299,24 @@ class _EventStream(StreamingResponse):
             await super().__call__(*arguments)
         finally:
             self._answers.cancel()
+
+
+async def _with_comments(events: AsyncIterator[str]) -> AsyncIterator[str]:
+    """Yield events, and comments, which clients skip, while none come: proxies close connections that are silent."""
+    event = None
+    try:
+        while True:
+            event = event or asyncio.ensure_future(anext(events, None))
+            if not (await asyncio.wait([event], timeout=_SILENCE))[0]:
+                yield ": waiting\n\n"
+            elif (text := event.result()) is None:
+                return
+            else:
+                event = None
+                yield text
+    finally:
+        if event:
+            event.cancel()
 
 
 def _forced_calls(body: dict[str, Any], schemas: Mapping[str, dict[str, Any]], voice: Voice) -> str | None:

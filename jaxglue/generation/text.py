@@ -1,6 +1,7 @@
 """Texts of answers: tokens decoded as they come, up to the texts at which answers end."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -24,10 +25,29 @@ _SHOWN = {"<|channel>", *(tag for tags in TAGS for tag in tags)}
 """Special tokens that are shown: they separate thinking from the answer."""
 
 
+class AddedTokens:
+    """Ids of a tokenizer's added tokens by their texts, which takes a while to list."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        added = tokenizer.added_tokens_decoder.items()
+        self.all = {token.content: id for id, token in added}
+        self.special = {token.content: id for id, token in added if token.special}
+
+
+def added_tokens(tokenizer: PreTrainedTokenizerBase) -> AddedTokens:
+    """Return the added tokens, listed once."""
+    return _added_tokens(tokenizer, len(tokenizer))
+
+
+@lru_cache(maxsize=16)
+def _added_tokens(tokenizer: PreTrainedTokenizerBase, _: int) -> AddedTokens:
+    return AddedTokens(tokenizer)
+
+
 def special_stops(tokenizer: PreTrainedTokenizerBase, ends: Collection[str]) -> frozenset[int]:
     """Return the special tokens among texts at which answers end: they are no part of an answer's text."""
-    tokens = tokenizer.added_tokens_decoder.items() if ends else ()
-    return frozenset(number for number, token in tokens if token.special and token.content in ends)
+    tokens = added_tokens(tokenizer).special if ends else {}
+    return frozenset(id for text, id in tokens.items() if text in ends)
 
 
 def before(pieces: Iterable[str], ends: Sequence[str]) -> Iterator[str]:
@@ -89,12 +109,10 @@ def stream_text(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> It
 
 def _hidden(tokenizer: PreTrainedTokenizerBase, shown: Collection[str] = ()) -> frozenset[int]:
     """Return the special tokens that are no text."""
-    if CHANNEL in tokenizer.get_added_vocab():
+    added = added_tokens(tokenizer)
+    if CHANNEL in added.all:
         return frozenset()
-    tokens = tokenizer.added_tokens_decoder.items()
-    return frozenset(
-        id for id, token in tokens if token.special and token.content not in _SHOWN and token.content not in shown
-    )
+    return frozenset(id for text, id in added.special.items() if text not in _SHOWN and text not in shown)
 
 
 class TextStream:

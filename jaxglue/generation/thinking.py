@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.generation.text import CHANNEL, TAGS, Tags, cut
+from jaxglue.generation.text import CHANNEL, TAGS, Tags, added_tokens, cut
 
 _MESSAGE = re.compile(
     r"<\|channel\|>([^<]*)(?:<\|constrain\|>[^<]*)?<\|message\|>"
@@ -36,7 +36,7 @@ def thought_after(prompt: str) -> Thought:
 
 def tags_of(tokenizer: PreTrainedTokenizerBase) -> Tags | None:
     """Return the tags of a model that thinks between some: its vocabulary has them, or its chat template."""
-    known, template = tokenizer.get_added_vocab(), str(tokenizer.chat_template)
+    known, template = added_tokens(tokenizer).all, str(tokenizer.chat_template)
     return next((tags for tags in TAGS if tags.end in known or tags.end in template), None)
 
 
@@ -72,7 +72,7 @@ def said(pieces: Iterable[str], tokenizer: PreTrainedTokenizerBase, thinks: Thou
         yield from pieces
         return
     settings: dict[str, Any] = {"tags": tags_of(tokenizer), "opened": thinks == Thought.BEGUN}
-    settings["channels"] = CHANNEL in tokenizer.get_added_vocab()
+    settings["channels"] = CHANNEL in added_tokens(tokenizer).all
     text, shown = "", 0
     for piece in pieces:
         text += piece

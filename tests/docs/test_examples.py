@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
-from selection import repeat
+from selection import repeat, repeats_parts_of
 
 import jaxglue
 from jaxglue.models import FAMILIES, config_from_hf
@@ -84,6 +84,7 @@ def test_examples_are_short():
     assert all(len(block.splitlines()) < 15 for block in blocks)
 
 
+@repeats_parts_of("test_examples_of_a_page_run_in_order")
 def test_notebook_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")

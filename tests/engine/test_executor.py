@@ -53,7 +53,7 @@ GEMMA4 = {
 @pytest.mark.parametrize(
     ("kind", "changes", "policy"),
     [
-        ("lora", {}, "none"),
+        repeat("lora", {}, "none"),
         ("full", {"tie_word_embeddings": True}, "dots"),
         ("lora", GEMMA4, "full"),
         repeat("full", {**GEMMA4, "hidden_size_per_layer_input": 0}, "dots"),

@@ -245,6 +245,13 @@ def test_tokens_that_are_special_to_llguidance_are_known(quickstart):
     assert special == {n for n in ("[INST]", *names) if Rules(tokenizer).text(n).startswith("<[")}
 
 
+def test_each_adapters_template_tells_how_it_thinks(quickstart):
+    (tokenizer, grammars), (other, _) = grammars_of(quickstart, [], "{{ 1 }}"), grammars_of(quickstart, [], "</think>")
+    for made, wanted in ((grammars, False), (grammars.of(other), True), (grammars.of(tokenizer), False)):
+        grammar = made.json({"type": "integer"}, thinks=Thought.POSSIBLE)
+        assert fits(tokenizer, grammar, "<think>Hm.</think>12") == wanted and fits(tokenizer, grammar, "12")
+
+
 def test_an_answer_in_channels_follows_the_grammar_in_the_final_one(quickstart):
     specials = ["<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>"]
     tokenizer, grammars = grammars_of(quickstart, specials, "<|channel|>")

@@ -167,6 +167,7 @@ def test_effort_sets_what_the_template_reads(ask, quickstart):
         ({"input": 5}, "input must be a list of objects"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input of type 'item_reference' is not served"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input of type 'input_image' is not"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text", "text": 5}]}]}, "a part of input has no text"),
         ({"input": "a", "tools": [{"type": "web_search"}]}, "tools of type 'web_search' are not served"),
         ({"input": "a", "text": 5}, "text must be an object"),
         ({"input": "a", "text": {"format": "json"}}, "response_format must have the type"),

@@ -285,7 +285,7 @@ def test_thinking_comes_apart_from_the_answer(served, monkeypatch):
         assert "".join(delta.get(name, "") for delta in deltas) == text
     asked = []
     grammars = SimpleNamespace(regex=lambda _, thinks: asked.append(thinks))
-    monkeypatch.setitem(vars(assistant), "grammars", grammars)
+    monkeypatch.setitem(vars(assistant), "grammars", SimpleNamespace(of=lambda _: grammars))
     post(client, messages=MESSAGES, guided_regex="Seven.")
     monkeypatch.setattr(assistant.tokenizer, "chat_template", "<think></think>")
     post(client, messages=MESSAGES, guided_regex="Seven.")
@@ -301,7 +301,7 @@ def test_a_call_of_a_tool_is_forced(served, monkeypatch):
     monkeypatch.setitem(
         vars(assistant),
         "grammars",
-        SimpleNamespace(calls=lambda text, **_: given.append(text) or text),
+        SimpleNamespace(of=lambda _: SimpleNamespace(calls=lambda text, **_: given.append(text) or text)),
     )
     service = Told(assistant.tokenizer.encode(f"{call}; {call}"), [min(assistant.stops)])
     client = TestClient(make_app(assistant, service, config))
@@ -499,6 +499,20 @@ def test_a_client_that_hangs_up_before_its_answer_ends_it(served, stream):
     asyncio.run(asyncio.wait_for(make_app(assistant, Silent(), config)(scope, receive, send), 60))
     assert cancelled and set(cancelled) == {"ticket"}
     assert sent[0]["status"] == (200 if stream else 499)
+
+
+def test_a_stream_is_not_silent_while_its_answer_waits(served, monkeypatch):
+    assistant, _, config = served
+    monkeypatch.setattr(server, "_SILENCE", 0.01)
+
+    class Slow(Told):
+        def submit(self, request, listen):
+            threading.Timer(0.2, super().submit, (request, listen)).start()
+
+    client = TestClient(make_app(assistant, Slow(assistant.tokenizer.encode("So"), [min(assistant.stops)]), config))
+    response = post(client, "/v1/completions", prompt="a", stream=True)
+    comments, rest = response.text.count(": waiting\n\n"), response.text.replace(": waiting\n\n", "")
+    assert comments > 2 and "".join(e["choices"][0]["text"] for e in events(SimpleNamespace(text=rest))) == "So"
 
 
 def test_errors_have_openais_form(served, client):

@@ -16,7 +16,7 @@ from jaxglue.models.lora import add_lora
 from jaxglue.models.parameters import hf_name
 from jaxglue.ops.segments import pack_segments
 from tests.goldens.drawn import probes, unpacked
-from tests.selection import repeats
+from tests.selection import repeat, repeats
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 DENSE = ["qwen3_tied", "qwen3_window_bias", "llama_tied_llama3", "llama_yarn", "llama_bias_no_groups"]
@@ -102,7 +102,7 @@ def assert_folder_parity(folder):
     assert_parity(load_model(folder, dtype=jnp.float32), unpacked(load_file(folder / "golden.safetensors")))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", repeats(MODELS, "qwen3_moe"))
 def test_logits_loss_and_gradients_match_transformers(name):
     assert_folder_parity(GOLDENS / name)
 
@@ -111,7 +111,7 @@ def test_logits_loss_and_gradients_match_transformers(name):
     ("base", "adapter", "golden"),
     [
         ("qwen3_tied", "adapter", "adapter.safetensors"),
-        ("qwen3_moe", "qwen3_moe_adapter", "qwen3_moe_adapter/golden.safetensors"),
+        repeat("qwen3_moe", "qwen3_moe_adapter", "qwen3_moe_adapter/golden.safetensors"),
         ("gpt_oss", "gpt_oss_adapter", "gpt_oss_adapter/golden.safetensors"),
     ],
 )
@@ -121,7 +121,9 @@ def test_adapter_logits_loss_and_gradients_match_peft(base, adapter, golden):
     assert_parity(model, load_file(GOLDENS / golden), nnx.LoRAParam, config.rank)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_window_bias", "llama_tied_llama3", "qwen3_moe_mixed", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_5", "qwen3_window_bias", *map(repeat, ("llama_tied_llama3", "qwen3_moe_mixed")), "gpt_oss"]
+)
 def test_packed_row_equals_its_documents_one_by_one(name):
     model, golden = load_model(GOLDENS / name, dtype=jnp.float32), load_file(GOLDENS / name / "golden.safetensors")
     lengths = golden["lengths"].tolist()

@@ -103,7 +103,7 @@ def close(got, expected, tolerance=5e-5):
     assert abs(got - expected) <= tolerance * max(abs(expected), 0.1), (got, expected)
 
 
-OTHERS = "dapo, token_mask", "dapo, sequence_truncate", "dr_grpo, entropy bonus"
+OTHERS = "dapo", "dapo, token_mask", "dapo, sequence_truncate", "dr_grpo, entropy bonus"
 """Cases whose settings others have, one by one."""
 
 

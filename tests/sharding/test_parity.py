@@ -148,7 +148,7 @@ CASES = [
     repeat("lora", "fsdp=2,expert=4", "dots", DEEPSEEK),
     repeat("full", "fsdp=4,expert=2", "full", GPT_OSS | WINDOWS),
     ("lora", "fsdp=4,expert=2", "dots", GPT_OSS | WIDE | FULL | {"quantize": "mxfp4"}),
-    ("lora", "data=2,fsdp=4", "dots", WIDE | {"quantize": "nf4"}),
+    repeat("lora", "data=2,fsdp=4", "dots", WIDE | {"quantize": "nf4"}),
     repeat("lora", "fsdp=8", "full", WIDE | {"quantize": "int8"}),
     repeat("lora", "fsdp=4,expert=2", "dots", MOE | WIDE | {"moe_intermediate_size": 64, "quantize": "nf4"}),
     repeat("lora", "data=2,fsdp=4", "dots", MOE | WIDE | {"moe_intermediate_size": 64, "quantize": "nf4"}),

@@ -50,6 +50,14 @@ def client(server):
     return Client(server)
 
 
+@pytest.fixture(scope="module")
+def kept_model(server):
+    """A model for requests that change nothing of it."""
+    return Client(server).call("create_model", {"session_id": "s", "base_model": MODEL, "lora_config": LORA})[
+        "model_id"
+    ]
+
+
 @pytest.fixture
 def model(client):
     name = client.call("create_model", {"session_id": "s", "base_model": MODEL, "lora_config": LORA})["model_id"]
@@ -184,8 +192,8 @@ def test_losses_are_tinkers(client, model):
         ("asample", {"prompt": {"chunks": []}}, "expected a sampling session of the last 16 saved weights"),
     ],
 )
-def test_bad_requests_fail_with_a_reason(client, model, name, body, message):
-    assert message in client.call(name, {"model_id": model, **body})["error"]
+def test_bad_requests_fail_with_a_reason(client, kept_model, name, body, message):
+    assert message in client.call(name, {"model_id": kept_model, **body})["error"]
 
 
 def test_so_many_saved_weights_are_kept_and_no_more_samples_than_those_are_asked(client, server, model, monkeypatch):

@@ -81,7 +81,7 @@ def test_an_adapter_that_unties_the_head_is_trained_on(with_weights, model_folde
         train(replace(config, model=random, run=replace(config.run, output=tmp_path / "random")))
 
 
-@pytest.mark.parametrize("options", [{"new_tokens": "<|tool|>\n"}, {"modules_to_save": ("embed_tokens",)}])
+@pytest.mark.parametrize("options", [{"new_tokens": "<|tool|>\n"}, repeat({"modules_to_save": ("embed_tokens",)})])
 def test_checkpoints_of_trained_vocabularies_and_dora_are_exported(with_weights, model_folder, tmp_path, options):
     if text := options.get("new_tokens"):
         options = {"new_tokens": tmp_path / "new.txt"}

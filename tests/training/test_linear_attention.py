@@ -28,8 +28,9 @@ def hybrid_folder(model_folder):
     return model_folder
 
 
-def test_run_learns_and_saves_adapters_of_both_kinds_of_layers(make_config, hybrid_folder, tmp_path):
-    summary = train(make_config(targets=("all-linear",), steps=6))
+def test_run_learns_answers_samples_and_saves_adapters_of_both_kinds_of_layers(make_config, hybrid_folder, tmp_path):
+    config = make_config(targets=("all-linear",), steps=6, sample_prompt=("Hello",), sample_tokens=3)
+    summary = train(config)
     assert summary.last_loss < summary.first_loss - 0.1
     tensors = load_adapter(tmp_path / "run/adapter").tensors
     linear = {f"0.linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")}
@@ -38,9 +39,13 @@ def test_run_learns_and_saves_adapters_of_both_kinds_of_layers(make_config, hybr
     modules = {name.partition(".lora_")[0].removeprefix("model.layers.") for name in tensors}
     assert modules == linear | attention | mlps
     assert all(np.any(tensor) for tensor in tensors.values())
+    lines = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["prompt"]) for line in lines] == [(0, "Hello"), (6, "Hello")]
+    model = config_from_hf(json.loads((hybrid_folder / "config.json").read_text()))
+    assert not why_prompts_are_copied(config, model)
 
 
-@repeats_parts_of("test_run_learns_and_saves_adapters_of_both_kinds_of_layers")
+@repeats_parts_of("test_run_learns_answers_samples_and_saves_adapters_of_both_kinds_of_layers")
 def test_experts_of_hybrids_learn(make_config, hybrid_folder, tmp_path):
     path = hybrid_folder / "config.json"
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -52,15 +57,6 @@ def test_experts_of_hybrids_learn(make_config, hybrid_folder, tmp_path):
     modules = {name.partition(".lora_")[0].partition(".0.mlp.")[2] for name in tensors if ".0.mlp." in name}
     shared = {"shared_expert_gate", *(f"shared_expert.{name}_proj" for name in ("gate", "up", "down"))}
     assert modules == shared | {"experts.gate_up_proj", "experts.down_proj"}
-
-
-def test_samples_are_answered_and_answers_repeat_their_prompts(make_config, hybrid_folder, tmp_path):
-    config = make_config(steps=1, sample_prompt=("Hello",), sample_tokens=3)
-    train(config)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["prompt"]) for line in lines] == [(0, "Hello"), (1, "Hello")]
-    model = config_from_hf(json.loads((hybrid_folder / "config.json").read_text()))
-    assert not why_prompts_are_copied(config, model)
 
 
 @repeats_parts_of("test_continuations_equal_documents_of_their_own_and_gradients_add_up")

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from safetensors.numpy import load_file
+from selection import repeat
 
 from jaxglue.models.parameters import get_part
 from jaxglue.ops.adam import ADAM, AdamW, EightBit
@@ -49,7 +50,7 @@ def backend(request):
         request.getfixturevalue("on_kernels")
 
 
-@pytest.mark.parametrize("clip_norm", [0.0, 0.5])
+@pytest.mark.parametrize("clip_norm", [repeat(0.0), 0.5])
 def test_updates_equal_optax_adamw(backend, clip_norm):
     config = OptimizerConfig(clip_norm=clip_norm, weight_decay=0.1, learning_rate=0.01, warmup_ratio=0.5)
     optimizer, trainable = AdamWOptimizer(config, total_steps=4), random_tree(0)
@@ -184,7 +185,7 @@ def test_small_tensors_keep_float32():
     assert all(isinstance(moment, EightBit) for moment in large)
 
 
-@pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
+@pytest.mark.parametrize("moments", [repeat("float32"), repeat("bfloat16"), "8bit"])
 def test_gpu_step_is_few_launches_in_place(h200, moments):
     from jaxglue.ops.adam.triton import TritonAdam
 

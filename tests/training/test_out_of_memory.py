@@ -2,6 +2,7 @@
 
 import jax
 import pytest
+from selection import repeat
 
 from jaxglue.planner.gpus import find_gpu
 from jaxglue.training import out_of_memory
@@ -35,7 +36,7 @@ def test_gpu_out_of_memory_names_a_plan_that_fits(make_config, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("limit", "kind", "said"), [(15.0, "device", True), (17.0, "device", False), (15.0, "host", False)]
+    ("limit", "kind", "said"), [(15.0, "device", True), (17.0, "device", False), repeat(15.0, "host", False)]
 )
 def test_memory_beyond_the_limit_is_said_after_the_first_step(make_config, monkeypatch, capsys, limit, kind, said):
     monkeypatch.setattr(out_of_memory, "memory_use", lambda devices: MemoryUse(0, 2**34, kind))

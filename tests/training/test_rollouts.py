@@ -96,7 +96,7 @@ def test_a_run_samples_rewards_and_trains(make_run, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("continued", [False, True])
+@pytest.mark.parametrize("continued", [repeat(False), True])
 def test_a_reference_stays_what_the_run_began_with(make_run, continued):
     """New adapters are left out, and add nothing at first; those of another run have a copy."""
     first = make_run(beta=0.1, learning_rate=3e-2, steps=1)

@@ -20,10 +20,13 @@ from jaxglue.ops.backend import (
     check_triton,
 )
 from jaxglue.ops.projection.few_rows_operands import (
+    MANY_GATE_ROWS,
+    MANY_WEIGHT_ROWS,
     MOST_ADAPTED_ROWS,
     MOST_MANY_ROWS,
     MOST_ROWS,
     MOST_WIDE_ROWS,
+    MULTIPROCESSORS,
     FewRows,
     LowRank,
     NF4Scales,
@@ -88,15 +91,23 @@ def _check_speed(rows: int, projections: Sequence[Any], kind: str, gated: bool) 
 
 
 def _suits_many(rows: int, projections: Sequence[Any], kind: str, gated: bool) -> bool:
-    """Return whether kernels of many rows, by programs of 256, are faster: for gate and up, and for q, k and v."""
+    """Return whether kernels of many rows are faster: for gate and up, and for q, k and v, that fill the GPU."""
     weights = [projection.weight for projection in projections]
     parts = any(projection.adapter is not None or projection.bias is not None for projection in projections)
     if kind not in ("16 bits", "fp8") or parts or sum(math.prod(weight.shape) for weight in weights) >= 2**31:
         return False
-    twice = MOST_MANY_ROWS - 64 < rows <= MOST_MANY_ROWS
+    twice, wide = MOST_MANY_ROWS - 64 < rows <= MOST_MANY_ROWS, sum(weight.shape[0] for weight in weights)
     if gated:
-        return MOST_WIDE_ROWS < rows <= MOST_ROWS or (kind == "fp8" and twice)
-    return twice and len(weights) == 3 and not any(weight.shape[0] % 128 for weight in weights[:-1])
+        served = MOST_WIDE_ROWS < rows <= MOST_ROWS or (kind == "fp8" and twice)
+        return served and _share(-(-wide // sum(MANY_GATE_ROWS)) * (1 + twice)) > 0.9
+    whole = len(weights) == 3 and not any(weight.shape[0] % MANY_WEIGHT_ROWS for weight in weights[:-1])
+    return twice and whole and _share(-(-wide // MANY_WEIGHT_ROWS) * 2) > 0.7
+
+
+def _share(programs: int) -> float:
+    """Return the share of its multiprocessors that a GPU uses for so many programs, each of which takes a whole one."""
+    turns = -(-programs // MULTIPROCESSORS)
+    return programs / (turns * MULTIPROCESSORS)
 
 
 def _kind(projection, conditions) -> str:

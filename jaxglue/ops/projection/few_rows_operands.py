@@ -10,6 +10,11 @@ MOST_WIDE_ROWS, MOST_ADAPTED_ROWS = 64, 128
 """The same for one or two weights in 16 bits or for FP8 products, and in 16 bits with adapters."""
 MOST_MANY_ROWS = 512
 """Rows up to which kernels of many rows were measured."""
+MANY_WEIGHT_ROWS = 128
+MANY_GATE_ROWS = MANY_WEIGHT_ROWS, 64
+"""Rows of weights in a program of many rows of x, and of gate and up in its two matmuls."""
+MULTIPROCESSORS = 132
+"""Multiprocessors of an H100 or H200."""
 
 
 class LowRank(NamedTuple):

@@ -12,7 +12,14 @@ from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.projection import few_rows_kernels as kernels
 from jaxglue.ops.projection import many_rows_kernels
-from jaxglue.ops.projection.few_rows_operands import MOST_ROWS, MOST_WIDE_ROWS, FewRows
+from jaxglue.ops.projection.few_rows_operands import (
+    MANY_GATE_ROWS,
+    MANY_WEIGHT_ROWS,
+    MOST_ROWS,
+    MOST_WIDE_ROWS,
+    MULTIPROCESSORS,
+    FewRows,
+)
 from jaxglue.ops.projection.fp8 import e4m3_factor
 from jaxglue.ops.quant.blocks import dynamic_code
 from jaxglue.ops.quant.nf4 import BLOCK, VALUES
@@ -33,7 +40,7 @@ class FewRowsTiles:
     """Programs to reach by splitting sums, as many as run at a time."""
 
 
-def _tiles(block_k: int, num_warps: int, num_stages: int, programs: int = 132) -> FewRowsTiles:
+def _tiles(block_k: int, num_warps: int, num_stages: int, programs: int = MULTIPROCESSORS) -> FewRowsTiles:
     return FewRowsTiles(block_n=64, block_k=block_k, num_warps=num_warps, num_stages=num_stages, programs=programs)
 
 
@@ -56,9 +63,9 @@ class ManyRowsTiles:
 
     block_m: int = 256
     """Largest number of rows of x in a program."""
-    block_n: int = 128
+    block_n: int = MANY_WEIGHT_ROWS
     """Rows of weights."""
-    few: int = 64
+    few: int = MANY_GATE_ROWS[1]
     """More of them, in a second matmul, of gate and up."""
     block_k: int = 64
     """Columns of 16-bit values in a step; twice as many of 8 bits."""

@@ -297,14 +297,16 @@ def test_narrow_projections_and_quantized_ones_of_more_rows_are_served():
     ],
 )
 def test_many_rows_are_served_where_kernels_are_faster(rows, quantize, gated, wide):
-    def serves(count, N, gated):
-        parts = [projection(i, N, 64, quantize=quantize or (lambda matrix: matrix)) for i in range(count)]
-        x = jnp.zeros((rows, 64), jnp.bfloat16)
+    def serves(sizes, gated=False):
+        weights = [jax.ShapeDtypeStruct((N, 4096), jnp.bfloat16) for N in sizes]
+        parts = [Projection(weight=jax.eval_shape(quantize, w) if quantize else w) for w in weights]
+        x = jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16)
         return FEW_ROWS.choose((9, 0), x, parts, Decoding(fp8=True), gated).name == "triton"
 
-    assert (serves(2, 128, True), serves(3, 128, False)) == (gated, wide)
-    assert rows < 65 or not serves(2, 128, False), "other pairs are not"
-    assert rows < 300 or not serves(3, 96, False), "nor blocks of rows of two weights"
+    assert (serves([12288, 12288], True), serves([4096, 1024, 1024])) == (gated, wide)
+    assert rows < 65 or not serves([12288, 12288]), "other pairs are not"
+    assert rows < 65 or not serves([14336, 14336], True), "nor what leaves multiprocessors idle in its second turn"
+    assert rows < 300 or not serves([4096, 1000, 1048]), "nor blocks of two weights"
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (12, 0)])
@@ -341,10 +343,12 @@ def test_kernels_match_products_on_a_gpu(quantize, rank):
 @pytest.mark.parametrize("quantize", [lambda matrix: matrix, quantize_fp8])
 @pytest.mark.parametrize(("M", "sizes"), [(100, (1312, 1312)), (200, (1312, 1312)), (500, (1024, 256, 256))])
 def test_kernels_of_many_rows_match_products_on_a_gpu(M, sizes, quantize):
+    from jaxglue.ops.projection.few_rows_triton import TritonFewRows
+
     x, conditions = draw(99, M, 1024).astype(jnp.bfloat16), Decoding(fp8=quantize is quantize_fp8)
     half = lambda matrix: quantize(matrix.astype(jnp.bfloat16))  # noqa: E731
     parts = [projection(10 * i, N, 1024, quantize=half) for i, N in enumerate(sizes)]
-    kernels = FEW_ROWS.load(x, parts, conditions, len(sizes) == 2)
+    kernels = TritonFewRows.of(compute_capability())
     with jax.default_matmul_precision("highest"):
         wanted = [product(x.astype(jnp.float32), part) for part in parts]
     if len(sizes) == 2:
@@ -422,7 +426,9 @@ def test_steps_of_an_adapter_beside_e4m3_values_fit_shared_memory(rows, rank, h2
     assert compiled and max(kernel.shared_mem_bytes for kernel in compiled) <= 232_448
 
 
-@pytest.mark.parametrize(("rows", "sizes"), [(256, [768] * 2), repeat(100, [768] * 2), repeat(512, [256, 128, 128])])
+@pytest.mark.parametrize(
+    ("rows", "sizes"), [(256, [12288] * 2), repeat(100, [12288] * 2), repeat(512, [4096, 1024, 1024])]
+)
 def test_steps_of_many_rows_fit_shared_memory(rows, sizes, h200, compiled):
     lower(h200, sizes, Decoding(), rows, 512)
     assert [kernel.name for kernel in compiled] == ["gate_rows_kernel" if len(sizes) == 2 else "many_rows_kernel"]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close, outputs_and_gradients
+from selection import repeat
 
 from jaxglue.engine.compiler import STEP_OPTIONS
 from jaxglue.ops.backend import tracing_for
@@ -127,7 +128,7 @@ def test_bf16_matches_float32_on_a_gpu(case):
     assert_close(outputs_and_gradients(lora_expand, arguments, cotangents), expected, 1e-2)
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+@pytest.mark.parametrize("capability", [repeat((8, 0)), (9, 0)])
 def test_only_kernels_write_wide_arrays(gpu_target, capability):
     # two adapters of one input
     M, D, N, R = 2048, 512, 1024, 16
