@@ -18,8 +18,9 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.parameters import Params
 from jaxglue.recipe import load_config
 from jaxglue.spelling import nearest
-from jaxglue.training.checkpoint import check_digests, check_meta, quiet_orbax, reason_of
+from jaxglue.training.checkpoint import check_digests, check_meta
 from jaxglue.training.config import TrainConfig
+from jaxglue.training.orbax_files import quiet_orbax, reason_of
 from jaxglue.training.result import export_result, require_equal
 from jaxglue.training.vocabulary import Vocabulary, read_vocabulary, run_stops
 from jaxglue.training.workload import read_architecture
