@@ -256,7 +256,10 @@ def test_functions_given_in_python_judge_and_reply_in_this_process():
     with pytest.raises(ValueError, match="expected one for each of 2"), named_functions(both | {"reward_weights": [1]}):
         pass
     other = type("judged", (), {"__call__": judged})()
-    with pytest.raises(ValueError, match="two functions are named judged"), named_functions({"reward": [judged, other]}):
+    with (
+        pytest.raises(ValueError, match="two functions are named judged"),
+        named_functions({"reward": [judged, other]}),
+    ):
         pass
     with named_functions({"reward": other}) as settings:  # the first one is forgotten
         assert settings == {"reward": "given:judged"}
