@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import Any
 
+from jaxglue.dialects.rollouts import with_weights
 from jaxglue.rl.worker import reply
 
 GIVEN = "given"
@@ -16,13 +17,22 @@ _lock = Lock()
 
 @contextmanager
 def named_functions(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield settings in which functions that judge or reply have names, known meanwhile, as those of files."""
+    """Yield settings in which functions that judge or reply have names, known meanwhile, as those of files.
+
+    Names of rewards have TRL's `reward_weights`.
+
+    Raises:
+        ValueError: functions of one name, or other weights than a number for each reward.
+    """
     before, named = {**_functions}, {**settings}
-    for key in _SETTINGS:
-        if key in settings:
-            value = settings[key]
-            named[key] = [*map(_name, value)] if isinstance(value, list | tuple) else _name(value)
     try:
+        for key in _SETTINGS:
+            if key in settings:
+                value = settings[key]
+                named[key] = [*map(_name, value)] if isinstance(value, list | tuple) else _name(value)
+                if key != "environment" and "reward_weights" in named:
+                    names = [named[key]] if isinstance(named[key], str) else named[key]
+                    named[key] = with_weights(names, named.pop("reward_weights"))
         yield named
     finally:
         _functions.clear()

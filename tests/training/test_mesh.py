@@ -1,4 +1,4 @@
-"""Whole runs on a mesh of four devices; see tests/sharding/test_devices.py."""
+"""Whole runs on a mesh of four devices; see tests/sharding/test_simulated_devices.py."""
 
 import json
 import signal
@@ -22,7 +22,9 @@ from jaxglue.training.setup import resolve
 from jaxglue.training.step import StepProgram, TrainStep
 from jaxglue.training.train import train
 
-pytestmark = pytest.mark.skipif(jax.device_count() != 4, reason="run by test_devices.py in a process of four devices")
+pytestmark = pytest.mark.skipif(
+    jax.device_count() != 4, reason="run by test_simulated_devices.py in a process of four devices"
+)
 
 
 def losses(folder):

@@ -1,4 +1,4 @@
-"""Bytes shown by the plan are the bytes allocated on each device; meshes run in tests/sharding/test_devices.py."""
+"""Bytes shown by the plan are the bytes allocated on each device; `test_simulated_devices.py` runs those of meshes."""
 
 import json
 import re
