@@ -1,8 +1,11 @@
 """Rewards and environments given as functions in Python, which run in the process of the run."""
 
+import hashlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import Lock
+from types import CodeType
 from typing import Any
 
 from jaxglue.dialects.rollouts import with_weights
@@ -43,6 +46,22 @@ def ask_given(request: dict[str, Any]) -> dict[str, Any]:
     """Return the reply of a function; one runs at a time, without limits."""
     with _lock:
         return reply(request, _find)
+
+
+def digest_of(name: str) -> str:
+    """Return the digest of a function's code, without that of functions which it calls; empty where there is none."""
+    function = inspect.unwrap(_functions[name]) if name in _functions else None
+    code = getattr(function, "__code__", getattr(type(function).__call__, "__code__", None))
+    return "" if code is None else hashlib.sha256("\n".join(_parts(code)).encode()).hexdigest()[:16]
+
+
+def _parts(code: CodeType) -> Iterator[str]:
+    yield f"{code.co_code.hex()} {code.co_names}"
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            yield from _parts(value)
+        else:  # the order of a set's texts differs from process to process
+            yield repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value)
 
 
 def _name(value: Any) -> Any:

@@ -267,6 +267,20 @@ def test_functions_given_in_python_judge_and_reply_in_this_process():
         judge.check(["wanted"])
 
 
+def test_digests_tell_functions_given_in_python_apart():
+    def judged(completion):
+        return 1.0 if completion in {"a", "b"} else sum(0.0 for _ in "x")
+
+    def digest(function) -> str:
+        function.__name__ = "judged"
+        with named_functions({"reward": function}), closing(Judge(RolloutConfig(reward=("given:judged",)))) as judge:
+            return judge.digests["judged"]
+
+    again = eval(f"lambda completion: {1.0}"), eval(f"lambda completion: {1.0}"), eval("lambda completion: 2.0")
+    first, same, other = map(digest, again)
+    assert first == same != other != digest(judged) != ""
+
+
 def test_mathematics_needs_a_column_to_compare_with():
     message = "--reward math needs a column answer or solution; rows have target"
     with closing(Judge(RolloutConfig(reward=("math",)))) as judge, pytest.raises(ValueError, match=message):
