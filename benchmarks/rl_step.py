@@ -15,7 +15,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -82,7 +82,7 @@ def make_run(args: argparse.Namespace, folder: Path) -> Run:
         tokenizer = load_tokenizer(Path(__file__).parents[1] / "jaxglue" / "recipes" / "quickstart" / "model")
         tokenizer.save_pretrained(folder / "model")
         (folder / "model" / "config.json").write_text(json.dumps(shape))
-    (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n' * args.prompts)
+    (folder / "prompts.jsonl").write_text('{"prompt": "a", "answer": "b"}\n' * args.prompts)
     config = TrainConfig(
         model=ModelConfig(
             model=str(args.model or folder / "model"),
@@ -318,7 +318,8 @@ def memory() -> str:
     )
 
 
-def main() -> None:
+def read_flags(flags: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line, or these flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-8b", choices=SHAPES)
     parser.add_argument("--layers", type=int)
@@ -346,7 +347,11 @@ def main() -> None:
     parser.add_argument("--compare-alone", action="store_true", help="end after the log-probabilities")
     parser.add_argument("--inputs-only", type=Path, help="write prompts and lengths for a peer, and end")
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    return parser.parse_args(flags)
+
+
+def main() -> None:
+    args = read_flags()
     if args.inputs_only:
         save_inputs(args)
         return

@@ -108,6 +108,15 @@ def temporary_prefix(path: Path) -> str:
     return f".{path.name}.{hashlib.sha256(host.encode()).hexdigest()[:8]}-"
 
 
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's entries, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _is_alive(process: int) -> bool:
     try:
         os.kill(process, 0)

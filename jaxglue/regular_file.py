@@ -1,6 +1,7 @@
 """The reader of strangers' files: regular ones of a bounded size. A pipe may wait for ever, and a device never ends."""
 
 import errno
+import hashlib
 import io
 import os
 import stat
@@ -44,3 +45,9 @@ def read_regular_text(path: str | Path, encoding: str = "utf-8-sig", most: int =
     """Read a regular text file with its ends of lines as \\n; errors are those of `open_regular`, or of decoding."""
     with open_regular(path, most) as file:
         return io.TextIOWrapper(file, encoding).read()
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes."""
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

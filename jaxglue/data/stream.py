@@ -20,7 +20,8 @@ from jaxglue.data.formats import unused_columns
 from jaxglue.data.iterator import Step, Steps, check_batch, check_run, read_ahead
 from jaxglue.data.mixing import plan_dataset_epoch
 from jaxglue.data.readers import data_files, hub_fingerprint, row_chunks, source_parts
-from jaxglue.data.store import Encoded, TokenStore, content_key, sum_findings
+from jaxglue.data.store import Encoded, TokenStore, sum_findings
+from jaxglue.data.store_files import content_key
 from jaxglue.data.tokenize import cache_key, check_format, encode_in_processes, find_format, make_encoder
 from jaxglue.ops.segments import segment_bucket
 

@@ -1,6 +1,6 @@
 """Recipes of TRL and axolotl for answers that the model writes in training."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxglue.dialects.values import Nested
@@ -100,12 +100,17 @@ def _rewards(functions: Any, weights: Any) -> list[str]:
     names = [functions] if isinstance(functions, str) else functions
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"reward_funcs: expected names of functions, got {names!r:.100}")
+    return with_weights([_REWARDS.get(name, _of_file(name)) for name in names], weights)
+
+
+def with_weights(names: Sequence[str], weights: Any) -> list[str]:
+    """Return names of rewards with TRL's `reward_weights`; raise ValueError for others than a number for each."""
     weights = [1.0] * len(names) if weights is None else weights
     if not isinstance(weights, list) or not all(isinstance(weight, int | float) for weight in weights):
         raise ValueError(f"reward_weights: expected numbers, got {weights!r:.100}")
     if len(weights) != len(names):
         raise ValueError(f"reward_weights: expected one for each of {len(names)} functions, got {len(weights)}")
-    return [_weighted(_REWARDS.get(name, _of_file(name)), weight) for name, weight in zip(names, weights, strict=True)]
+    return [_weighted(name, weight) for name, weight in zip(names, weights, strict=True)]
 
 
 def _of_file(name: str) -> str:

@@ -4,19 +4,25 @@ Matmuls, reductions and attention kernels read their operands from memory and wr
 everything else into them, so a value is in memory only if one of them makes or needs it.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
-from jaxglue.ops.equations import branch, called, equations, live_program
+from jaxglue.ops.equations import branch, called, live_program
 from jaxglue.ops.kernel_cost import KERNEL, KernelCost, KernelKind, stated_cost
-from jaxglue.planner import calibration as fitted
+from jaxglue.planner.equation_sizes import aval_bytes, dot_flops, fp8_to_transpose, is_fp8, padded_bytes
 from jaxglue.planner.gpus import Gpu, find_gpu
+from jaxglue.planner.kernel_times import (
+    conversion_seconds,
+    fused_seconds,
+    kernel_seconds,
+    matmul_seconds,
+    transposed_seconds,
+    with_gap,
+)
 from jaxglue.planner.live_bytes import Kernel, Value, peak_bytes
 
 
@@ -39,111 +45,6 @@ class Sizes:
     def of(self, var: Any) -> int:
         """Return a variable's bytes."""
         return self(aval_bytes(var.aval) if self._given is None else 0)
-
-
-def is_fp8(aval: Any) -> bool:
-    """Return whether values are 8-bit floats."""
-    return jax.dtypes.issubdtype(aval.dtype, jnp.floating) and aval.dtype.itemsize == 1
-
-
-def fp8_to_transpose(eqn) -> int:
-    """Return the bytes of FP8 operands that cuBLAS needs with the contracted dimension last, and gets otherwise."""
-    pairs = zip(eqn.invars, eqn.params["dimension_numbers"][0], strict=True)
-    return sum(aval_bytes(var.aval) for var, (*_, last) in pairs if is_fp8(var.aval) and last + 1 < var.aval.ndim)
-
-
-_TILE = 8
-"""Multiples of sizes to which XLA pads 16-bit matmuls."""
-
-
-def padded_bytes(eqn) -> int:
-    """Return the bytes of copies of a 16-bit matmul's operands and result that XLA makes for sizes of whole tiles."""
-    values = [var.aval for var in (*eqn.invars, *eqn.outvars)]
-    if any(aval.ndim != 2 for aval in values) or any(aval.dtype.itemsize != 2 for aval in values[:2]):
-        return 0
-    shapes = [tuple(-(-size // _TILE) * _TILE for size in aval.shape) for aval in values]
-    padded = zip(shapes, values, strict=True)
-    return sum(math.prod(shape) * aval.dtype.itemsize for shape, aval in padded if shape != aval.shape)
-
-
-def dot_flops(eqn) -> int:
-    """Return the FLOPs of a `dot_general`."""
-    (contracting, _), _ = eqn.params["dimension_numbers"]
-    lhs = eqn.invars[0].aval.shape
-    return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs[dim] for dim in contracting)
-
-
-def aval_bytes(aval: Any) -> int:
-    """Return the bytes of an array; keys and other odd types count as none."""
-    try:
-        return math.prod(aval.shape) * jax.dtypes.canonicalize_dtype(aval.dtype).itemsize
-    except TypeError:
-        return 0
-
-
-def received_bytes(jaxpr: Jaxpr) -> float:
-    """Return the bytes that a device receives in all-gathers and reduce-scatters of its program."""
-    exchanges = ((eqn, n) for eqn, n in equations(jaxpr) if eqn.primitive.name in ("all_gather", "reduce_scatter"))
-    return sum(
-        repeat * abs(aval_bytes(eqn.outvars[0].aval) - aval_bytes(eqn.invars[0].aval)) for eqn, repeat in exchanges
-    )
-
-
-def with_gap(seconds: float) -> float:
-    """Return the time from a kernel's start to the next one's."""
-    return max(seconds, fitted.SHORTEST_KERNEL) + fitted.KERNEL_GAP
-
-
-def matmul_seconds(flops: float, moved: int, gpu: Gpu) -> float:
-    """Return the time of a matmul.
-
-    Args:
-        flops: seconds at the rate of long ones.
-        moved: bytes read and written.
-        gpu: that runs it.
-    """
-    seconds = _together(flops, moved / (fitted.KERNEL_SHARE * gpu.copy))
-    return max(seconds, fitted.MATMUL_START + fitted.UNHEATED * seconds)
-
-
-def conversion_seconds(codes: int) -> float:
-    """Return the time of converting 8-bit codes."""
-    return codes / fitted.CODES_RATE
-
-
-def fused_seconds(moved: int, gpu: Gpu) -> float:
-    """Return the time of a kernel of XLA's without matmuls."""
-    return moved / gpu.copy
-
-
-def transposed_seconds(size: int, gpu: Gpu) -> float:
-    """Return the time of transposing FP8 codes of so many bytes."""
-    return 2 * size / (fitted.FP8_SHARE * gpu.copy)
-
-
-def kernel_seconds(cost: KernelCost, *, flops: int, moved: int, reads_fp8: bool, gpu: Gpu) -> float:
-    """Return the time of a Triton kernel.
-
-    Args:
-        cost: as its launch states it.
-        flops: of its matmuls, for the rows that are planned.
-        moved: bytes read and written, likewise.
-        reads_fp8: some are of FP8 values.
-        gpu: that runs it.
-    """
-    multiplied = flops / (gpu.matmul * (gpu.fp8_gain if cost.fp8 else 1))
-    share = fitted.FP8_SHARE if reads_fp8 else fitted.KIND_SHARES.get(cost.kind, fitted.KERNEL_SHARE)
-    copied = moved / (gpu.copy * share)
-    if cost.kind in fitted.MOST_MOVED:
-        copied = moved / min(gpu.copy, fitted.MOST_MOVED[cost.kind])
-    if cost.kind == KernelKind.EXPERTS_MATMUL:
-        return _together(multiplied / fitted.EXPERTS_SHARE, copied)
-    return max(multiplied, copied, fitted.LOOP_TURN * cost.turns)
-
-
-def _together(*seconds: float) -> float:
-    """Return the time of multiplying and of moving operands, which hide each other where one is short."""
-    return sum(each**3 for each in seconds) ** (1 / 3)
 
 
 _ALIASES = {

@@ -15,7 +15,8 @@ from jaxglue.ops.names import LAYER_INPUT, QUERY
 from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.planner import calibration as fitted
 from jaxglue.planner.attention import layer_attention_costs
-from jaxglue.planner.cost import AttentionCost, Cost, Sizes, program_cost, received_bytes
+from jaxglue.planner.cost import AttentionCost, Cost, Sizes, program_cost
+from jaxglue.planner.equation_sizes import received_bytes
 from jaxglue.planner.gpus import Gpu
 from jaxglue.planner.programs import Programs, SizedProgram, abstract_input, shared_programs
 from jaxglue.planner.workload import Workload, abstract_parts, tree_bytes

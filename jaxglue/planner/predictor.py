@@ -17,8 +17,8 @@ from jaxglue.engine.transfer import (
 from jaxglue.ops.backend import has_jax_triton
 from jaxglue.planner import calibration as fitted
 from jaxglue.planner.attention import with_fitting_attention
-from jaxglue.planner.cost import fused_seconds
 from jaxglue.planner.gpus import RECORDED, Dispatch, Gpu
+from jaxglue.planner.kernel_times import fused_seconds
 from jaxglue.planner.layer_costs import LayerCost, TracedModel
 from jaxglue.planner.memory import PeakMemory, resident_bytes
 from jaxglue.planner.plan import SMALL_VALUES, Memory, Plan

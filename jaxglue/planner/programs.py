@@ -29,7 +29,8 @@ from jaxglue.ops.kernel_cost import KernelCost, KernelKind, stand_in
 from jaxglue.ops.names import ATTENTION_LSE, ATTENTION_OUT
 from jaxglue.ops.rope import RopeTables
 from jaxglue.ops.segments import Copies, PackedSegments
-from jaxglue.planner.cost import aval_bytes, program_sizes
+from jaxglue.planner.cost import program_sizes
+from jaxglue.planner.equation_sizes import aval_bytes
 from jaxglue.planner.workload import Workload, abstract_parts
 from jaxglue.sharding.mesh import MeshShape
 from jaxglue.sharding.rules import Layout

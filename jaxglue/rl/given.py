@@ -1,10 +1,14 @@
 """Rewards and environments given as functions in Python, which run in the process of the run."""
 
+import hashlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import Lock
+from types import CodeType
 from typing import Any
 
+from jaxglue.dialects.rollouts import with_weights
 from jaxglue.rl.worker import reply
 
 GIVEN = "given"
@@ -16,13 +20,22 @@ _lock = Lock()
 
 @contextmanager
 def named_functions(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield settings in which functions that judge or reply have names, known meanwhile, as those of files."""
+    """Yield settings in which functions that judge or reply have names, known meanwhile, as those of files.
+
+    Names of rewards have TRL's `reward_weights`.
+
+    Raises:
+        ValueError: functions of one name, or other weights than a number for each reward.
+    """
     before, named = {**_functions}, {**settings}
-    for key in _SETTINGS:
-        if key in settings:
-            value = settings[key]
-            named[key] = [*map(_name, value)] if isinstance(value, list | tuple) else _name(value)
     try:
+        for key in _SETTINGS:
+            if key in settings:
+                value = settings[key]
+                named[key] = [*map(_name, value)] if isinstance(value, list | tuple) else _name(value)
+                if key != "environment" and "reward_weights" in named:
+                    names = [named[key]] if isinstance(named[key], str) else named[key]
+                    named[key] = with_weights(names, named.pop("reward_weights"))
         yield named
     finally:
         _functions.clear()
@@ -33,6 +46,22 @@ def ask_given(request: dict[str, Any]) -> dict[str, Any]:
     """Return the reply of a function; one runs at a time, without limits."""
     with _lock:
         return reply(request, _find)
+
+
+def digest_of(name: str) -> str:
+    """Return the digest of a function's code, without that of functions which it calls; empty where there is none."""
+    function = inspect.unwrap(_functions[name]) if name in _functions else None
+    code = getattr(function, "__code__", getattr(type(function).__call__, "__code__", None))
+    return "" if code is None else hashlib.sha256("\n".join(_parts(code)).encode()).hexdigest()[:16]
+
+
+def _parts(code: CodeType) -> Iterator[str]:
+    yield f"{code.co_code.hex()} {code.co_names}"
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            yield from _parts(value)
+        else:  # the order of a set's texts differs from process to process
+            yield repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value)
 
 
 def _name(value: Any) -> Any:

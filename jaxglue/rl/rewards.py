@@ -28,7 +28,7 @@ from jaxglue.generation.config import AssistantConfig
 from jaxglue.generation.scoring import RewardModel
 from jaxglue.rl.config import RolloutConfig
 from jaxglue.rl.environment import Episode, Reply
-from jaxglue.rl.given import GIVEN, ask_given
+from jaxglue.rl.given import GIVEN, ask_given, digest_of
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.sampler import Sample
 
@@ -179,10 +179,14 @@ class Judge:
 
     @property
     def digests(self) -> dict[str, str]:
-        """Return the digests of the functions' files, without those shipped."""
+        """Return the digests of the functions' files, without those shipped, and of functions given in Python."""
         specs = self.specs if self._environment is None else [*self.specs, self._environment]
-        files = [file for file in sorted({spec.file for spec in specs} - {"", str(_CHECKS)}) if Path(file).is_file()]
-        return {file: hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] for file in files}
+        given = {spec.function: digest_of(spec.function) for spec in specs if spec.file == GIVEN}
+        files = sorted({spec.file for spec in specs} - {"", GIVEN, str(_CHECKS)})
+        digests = {
+            file: hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] for file in filter(os.path.isfile, files)
+        }
+        return digests | given
 
     def check(self, columns: Collection[str]) -> None:
         """Import every function once.

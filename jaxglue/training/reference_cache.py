@@ -18,7 +18,7 @@ from jaxglue.data.answers import AnswerDataset
 from jaxglue.data.dataset import TokenDataset
 from jaxglue.data.iterator import BatchIterator, EvalBatches
 from jaxglue.data.progress import DataProgress, NoProgress
-from jaxglue.data.store import content_key
+from jaxglue.data.store_files import content_key
 from jaxglue.distributed import Processes
 from jaxglue.hf.export import on_host
 from jaxglue.sharding.mesh import place_batch, process_batch_shard

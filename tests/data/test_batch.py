@@ -9,7 +9,7 @@ import pytest
 from jaxglue.data.dataset import TokenDataset
 from jaxglue.data.encode import Encoded
 from jaxglue.data.packing import plan_packing
-from jaxglue.data.store import open_store, write_store
+from jaxglue.data.store_files import open_store, write_store
 
 LENGTHS = [7, 1, 12, 3, 9, 5, 2, 12]
 

@@ -10,7 +10,7 @@ import pytest
 from jaxglue.data.dataset import TokenDataset
 from jaxglue.data.encode import Encoded
 from jaxglue.data.iterator import BatchIterator, EvalBatches
-from jaxglue.data.store import open_store, write_store
+from jaxglue.data.store_files import open_store, write_store
 from jaxglue.ops import segments
 
 SIZES = {"seq_len": 32, "batch_size": 2, "gradient_accumulation_steps": 3, "seed": 5}

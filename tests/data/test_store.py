@@ -8,7 +8,8 @@ import pytest
 
 from jaxglue.data import store as store_module
 from jaxglue.data.encode import Encoded
-from jaxglue.data.store import join_stores, open_store, write_store
+from jaxglue.data.store import join_stores
+from jaxglue.data.store_files import open_store, write_store
 
 
 @pytest.fixture

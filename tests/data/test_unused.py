@@ -6,7 +6,7 @@ from jaxglue.data.config import DataConfig
 from jaxglue.data.files import Row
 from jaxglue.data.formats import unused_columns
 from jaxglue.data.prepare import prepare_data
-from jaxglue.data.store import open_or_write
+from jaxglue.data.store_files import open_or_write
 
 EXCHANGE = {"question": "What is 1?", "answer": "It is 1."}
 MESSAGE = {"role": "assistant", "content": "It is 1."}

@@ -13,7 +13,7 @@ from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.ops.backend import tracing_for
 from jaxglue.planner import rates
 from jaxglue.planner.candidates import policies_and_mixes
-from jaxglue.planner.cost import received_bytes
+from jaxglue.planner.equation_sizes import received_bytes
 from jaxglue.planner.gpus import GIB, RECORDED, find_gpu
 from jaxglue.planner.host_memory import HOST_LIMIT, pinned_memory, raise_pinned_limit
 from jaxglue.planner.plan import MARGIN, DoesNotFit
@@ -165,7 +165,7 @@ def test_recomputation_is_counted(planner):
     """`full` recomputes the forward pass's matmuls but the last one, which the backward pass does not need."""
     from jaxglue.engine.layer import LayerFunctions
     from jaxglue.ops.equations import equations
-    from jaxglue.planner.cost import dot_flops
+    from jaxglue.planner.equation_sizes import dot_flops
 
     graphdefs, trainable, frozen = abstract_parts(planner.workload)
 

@@ -250,8 +250,35 @@ def test_functions_given_in_python_judge_and_reply_in_this_process():
             assert reply == [{"role": "user", "content": "False !"}] and seen == ["a", "b"]
             with pytest.raises(ValueError, match=r"--reward judged: .* nothing is given for its parameter wanted"):
                 judge.check([])
+    both = {"reward_funcs": [judged, "regex?pattern=a"], "reward_weights": [0.5, 2]}
+    with named_functions(both) as settings:
+        assert settings == {"reward_funcs": ["given:judged?weight=0.5", "regex?pattern=a&weight=2"]}
+    with pytest.raises(ValueError, match="expected one for each of 2"), named_functions(both | {"reward_weights": [1]}):
+        pass
+    other = type("judged", (), {"__call__": judged})()
+    with (
+        pytest.raises(ValueError, match="two functions are named judged"),
+        named_functions({"reward": [judged, other]}),
+    ):
+        pass
+    with named_functions({"reward": other}) as settings:  # the first one is forgotten
+        assert settings == {"reward": "given:judged"}
     with closing(Judge(config)) as judge, pytest.raises(ValueError, match="judged was given as a function: give it a"):
         judge.check(["wanted"])
+
+
+def test_digests_tell_functions_given_in_python_apart():
+    def judged(completion):
+        return 1.0 if completion in {"a", "b"} else sum(0.0 for _ in "x")
+
+    def digest(function) -> str:
+        function.__name__ = "judged"
+        with named_functions({"reward": function}), closing(Judge(RolloutConfig(reward=("given:judged",)))) as judge:
+            return judge.digests["judged"]
+
+    again = eval(f"lambda completion: {1.0}"), eval(f"lambda completion: {1.0}"), eval("lambda completion: 2.0")
+    first, same, other = map(digest, again)
+    assert first == same != other != digest(judged) != ""
 
 
 def test_mathematics_needs_a_column_to_compare_with():

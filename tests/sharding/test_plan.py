@@ -9,7 +9,7 @@ from jaxglue.engine.policy import parse_policy
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.ops.backend import tracing_for
-from jaxglue.planner.cost import received_bytes
+from jaxglue.planner.equation_sizes import received_bytes
 from jaxglue.planner.programs import abstract_input
 from jaxglue.planner.workload import Workload, abstract_parts
 from jaxglue.sharding.mesh import MeshShape

@@ -42,10 +42,10 @@ _TILES = {
     "bytes": ExpertsTiles(block_n=64, block_k=128, num_warps=4, num_stages=5),
     "nf4": ExpertsTiles(block_n=128, block_k=128, num_warps=4, num_stages=4),
 }
-_MXFP4_TILES = {  # registers and shared memory of five, four and three programs at a time
-    16: ExpertsTiles(block_n=128, block_k=128, num_warps=4, num_stages=4, registers=96),
-    32: ExpertsTiles(block_n=128, block_k=128, num_warps=4, num_stages=4, registers=128),
-    64: ExpertsTiles(block_n=128, block_k=128, num_warps=4, num_stages=3, registers=168),
+_MXFP4_TILES = {
+    16: ExpertsTiles(block_n=64, block_k=128, num_warps=4, num_stages=4),
+    32: ExpertsTiles(block_n=64, block_k=128, num_warps=4, num_stages=4),
+    64: ExpertsTiles(block_n=128, block_k=128, num_warps=4, num_stages=3, registers=168),  # three programs at a time
 }
 
 

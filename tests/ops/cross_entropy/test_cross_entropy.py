@@ -21,7 +21,7 @@ from jaxglue.ops.cross_entropy import (
 from jaxglue.ops.cross_entropy.chunks import split_chunks
 from jaxglue.ops.cross_entropy.reference import ReferenceCrossEntropy
 from jaxglue.ops.equations import equations
-from jaxglue.planner.cost import padded_bytes
+from jaxglue.planner.equation_sizes import padded_bytes
 
 M, D, V = 11, 16, 37
 
