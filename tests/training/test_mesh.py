@@ -115,6 +115,7 @@ def test_kernels_update_each_devices_own_parameters(interpreted, monkeypatch, mo
         chex.assert_trees_all_close((trainable, values), two_steps(SINGLE_DEVICE), rtol=1e-4, atol=1e-5)
 
 
+@repeats_parts_of("test_mesh_equals_one_device")
 def test_expert_parallel_training_equals_data_parallel(make_config, moe_folder, tmp_path):
     options = {"batch_size": 8, "steps": 2, "seq_len": 48, "rank": 2, "router_balance_loss": 0.1, "eval_fraction": 0.2}
     for name, mesh in (("whole", "data=4"), ("run", "data=2,expert=2")):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from selection import repeat
+from selection import repeats_parts_of
 
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.hf.checkpoint import read_config
@@ -34,7 +34,8 @@ def nf4_folder(model_folder):
     return model_folder
 
 
-@pytest.mark.parametrize("how", ["nf4", repeat("int8")])
+@repeats_parts_of("test_layers_that_a_folder_leaves_unquantized_train_adapters")
+@pytest.mark.parametrize("how", ["nf4", "int8"])
 def test_quantized_run_learns(make_config, nf4_folder, tmp_path, how):
     summary = train(make_config(steps=8, quantize=how, sample_prompt=("Hello",), sample_tokens=3))
     assert summary.last_loss < summary.first_loss - 0.2
