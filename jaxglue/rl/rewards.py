@@ -99,7 +99,7 @@ def parse_reward(text: str) -> RewardSpec:
     except ValueError:
         raise ValueError(f"--reward {text}: weight: expected a number") from None
     file, colon, function = place.rpartition(":")
-    name = options.pop("as", "") or function  # the word of Python is no parameter of a function
+    name = options.pop("as", "") or function  # no function has a parameter `as`, a keyword of Python
     if colon:
         return RewardSpec(name, file, options, weight, function)
     if place == "model":
