@@ -36,7 +36,7 @@ def features_of(request: Request) -> Features:
 
 
 class Kind(NamedTuple):
-    """What the answers of a batch use, for which programs are compiled."""
+    """Settings that a batch's answers use; each kind has programs of its own."""
 
     features: Features
     """Features that most of them use."""

@@ -74,7 +74,7 @@ class Call:
     """Likely tokens to report beside each of an answer's; None for no log-probabilities."""
     chat: bool
     thinks: Thought
-    """How the answer begins."""
+    """State in which the answer begins."""
     functions: dict[str, dict[str, Any]]
     """The tools that the answer may call, with the schemas of their parameters."""
     one_call: bool

@@ -18,7 +18,7 @@ _TEXTS = ("input_text", "output_text", "text", "reasoning_text")
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 """Kinds of items of text, and those of their only parts."""
 _LOG_PROBS: dict[str, dict[str, Any]] = {"message": {"logprobs": []}, "reasoning": {}}
-"""Of their events."""
+"""Further fields of their events, without log-probabilities, which are not served."""
 
 
 def chat_body(body: dict[str, Any]) -> dict[str, Any]:

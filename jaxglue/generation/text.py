@@ -20,7 +20,7 @@ class Tags(NamedTuple):
 
 
 TAGS = (Tags("<think>", "</think>"), Tags("[THINK]", "[/THINK]"), Tags("<|channel>thought\n", "<channel|>"))
-"""Of Qwen, DeepSeek, GLM and others; of Mistral; of Gemma 4."""
+"""Tags around thinking: of Qwen, DeepSeek, GLM and others; of Mistral; of Gemma 4."""
 _SHOWN = {"<|channel>", *(tag for tags in TAGS for tag in tags)}
 """Special tokens that are shown: they separate thinking from the answer."""
 

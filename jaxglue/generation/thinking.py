@@ -18,7 +18,7 @@ _SAID = "<|message|>"
 
 
 class Thought(Enum):
-    """How an answer begins."""
+    """State in which an answer begins."""
 
     NONE = "without thinking"
     BEGUN = "inside of thinking, which the prompt has begun"
