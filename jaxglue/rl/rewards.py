@@ -1,6 +1,5 @@
 """Rewards of answers: functions in processes of their own, with limits of time and memory, and reward models."""
 
-import hashlib
 import json
 import logging
 import math
@@ -26,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxglue.data.tokenizer import require_unicode
 from jaxglue.generation.config import AssistantConfig
 from jaxglue.generation.scoring import RewardModel
+from jaxglue.regular_file import file_digest
 from jaxglue.rl.config import RolloutConfig
 from jaxglue.rl.environment import Episode, Reply
 from jaxglue.rl.given import GIVEN, ask_given, digest_of
@@ -183,10 +183,7 @@ class Judge:
         specs = self.specs if self._environment is None else [*self.specs, self._environment]
         given = {spec.function: digest_of(spec.function) for spec in specs if spec.file == GIVEN}
         files = sorted({spec.file for spec in specs} - {"", GIVEN, str(_CHECKS)})
-        digests = {
-            file: hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] for file in filter(os.path.isfile, files)
-        }
-        return digests | given
+        return {file: file_digest(Path(file))[:16] for file in filter(os.path.isfile, files)} | given
 
     def check(self, columns: Collection[str]) -> None:
         """Import every function once.
