@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from shapes import SHAPES
 
-from jaxglue.atomic import atomic_folder
+from jaxglue.files.atomic import atomic_folder
 from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.experts import checkpoint_layout, part_shape
 from jaxglue.hf.tensor_files import INDEX, plan_shards, write_file

@@ -20,7 +20,7 @@ from jaxglue.commands.configs import EstimateConfig
 from jaxglue.commands.estimate import make_planner
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.plan import DoesNotFit
-from jaxglue.recipe import from_settings
+from jaxglue.settings.recipe import from_settings
 
 GPUS = ("3060", "4080", "4090", "5090", "L40S", "A100-40", "H100", "H200")
 HOST_MEMORY = 64 * GIB

@@ -17,10 +17,10 @@ if HIDES_TORCH in os.environ:
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
 
 _MODULES = {
-    "api": ("evaluate", "export", "generate", "load_model", "plan", "score", "train"),
+    "api.calls": ("evaluate", "export", "generate", "load_model", "plan", "score", "train"),
     "data.tokenizer": ("load_tokenizer",),
     "training.callbacks": ("Callback", "Predictions"),
-    "session": ("DistillationLoss", "Session"),
+    "api.session": ("DistillationLoss", "Session"),
     "training.config": ("TrainConfig",),
     "generation.config": ("GenerateConfig",),
     "engine.layer_stack": ("LayerStack",),

@@ -4,12 +4,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from jaxglue.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, Range, plain_fields
 from jaxglue.models.config import LAYER_LINEARS, linears_by_layer
 from jaxglue.ops.choices import Storage
 from jaxglue.ops.gated_mlp import Activation
 from jaxglue.ops.quant.formats import FORMATS, skipped_modules, stored_format
 from jaxglue.ops.rope import RopeConfig
+from jaxglue.settings.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, Range, plain_fields
 
 _Size = Annotated[int, Range(ge=1, le=2**31 - 1)]
 

@@ -11,7 +11,7 @@ from jaxglue.models.lora_config import ALL_LINEAR, PATHS, LoraConfig, is_target,
 from jaxglue.models.moe_layers import ExpertLinear
 from jaxglue.models.parameters import Params, merge_module
 from jaxglue.models.vocabulary import adapt_vocabulary, train_modules, train_rows, train_score, vocabulary_modules
-from jaxglue.spelling import nearest
+from jaxglue.settings.spelling import nearest
 
 
 def add_lora(model: CausalLM, config: LoraConfig, *, rngs: nnx.Rngs) -> None:

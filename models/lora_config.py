@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from jaxglue.config import Alias, CommaSeparated, Config, NonNegativeInt, PositiveInt, Range, Synonyms
 from jaxglue.data.limits import pattern_time_limit
+from jaxglue.settings.config import Alias, CommaSeparated, Config, NonNegativeInt, PositiveInt, Range, Synonyms
 
 ALL_LINEAR = "all-linear"
 VocabularyModule = Literal["embed_tokens", "lm_head"]

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxglue.config import Kind, groups, plain_fields
-from jaxglue.dialects import NOTES, REFUSED
+from jaxglue.settings.config import Kind, groups, plain_fields
+from jaxglue.settings.dialects import NOTES, REFUSED
 from jaxglue.training.config import TrainConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "from_other_tools.md"

@@ -18,21 +18,21 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from jaxglue.cli import parse_config
-from jaxglue.config import groups, plain_fields
 from jaxglue.data.config import Source
 from jaxglue.data.encode import Encoded, Encoder
 from jaxglue.data.files import Row
 from jaxglue.data.formats import ANSWER_KEYS as PREFERENCES
 from jaxglue.data.formats import KEYS
 from jaxglue.data.readers import read_rows
+from jaxglue.files.json_file import MalformedJSONError
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.hf.checkpoint import open_checkpoint, read_config
-from jaxglue.json_file import MalformedJSONError
 from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.ops.rope import inverse_frequencies
-from jaxglue.recipe import load_config
+from jaxglue.settings.config import groups, plain_fields
+from jaxglue.settings.flags import parse_config
+from jaxglue.settings.recipe import load_config
 from jaxglue.training.config import TrainConfig
 
 GOLDENS = Path(__file__).parent / "goldens"

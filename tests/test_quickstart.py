@@ -10,7 +10,7 @@ from jaxglue.data.prepare import prepare_data
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.models import config_from_hf
-from jaxglue.recipe import find_recipe, load_config
+from jaxglue.settings.recipe import find_recipe, load_config
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.record import read_metrics
 from jaxglue.training.train import train

@@ -16,7 +16,7 @@ from typing import Any
 import jaxglue
 from jaxglue.commands.interrupts import STATUS, Interrupts
 from jaxglue.commands.streams import standard_streams
-from jaxglue.garbage_collection import without_collection
+from jaxglue.engine.garbage_collection import without_collection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ def _parse(name: str, argv: Sequence[str]) -> Any:
     """Return the configuration of a command's flags."""
     from argparse import ArgumentParser
 
-    from jaxglue.cli import parse_config
+    from jaxglue.settings.flags import parse_config
 
     command = COMMANDS[name]
     words, flags = tuple(argv[: len(command.task)]), argv[len(command.task) :]
@@ -175,13 +175,13 @@ def _torch_hidden() -> Iterator[None]:
 
 class _Folded(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        from jaxglue.terminal import fold
+        from jaxglue.terminal.lines import fold
 
         return fold(super().format(record))
 
 
 def _print(text: str) -> None:
-    from jaxglue.terminal import echo
+    from jaxglue.terminal.lines import echo
 
     try:
         with standard_streams():
@@ -191,7 +191,7 @@ def _print(text: str) -> None:
 
 
 def _end(line: str, *, status: int) -> None:
-    from jaxglue.terminal import echo, fold
+    from jaxglue.terminal.lines import echo, fold
 
     with suppress(OSError):  # a closed terminal
         echo(fold(line), error=True)

@@ -4,7 +4,7 @@ import contextlib
 
 from jaxglue.generation.chat import HELP, Assistant, ChatSession, converse
 from jaxglue.generation.config import AssistantConfig
-from jaxglue.terminal import echo
+from jaxglue.terminal.lines import echo
 
 
 def main(config: AssistantConfig) -> None:

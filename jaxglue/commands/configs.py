@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from jaxglue.config import Alias, Choices, Config, NonNegativeFloat, PositiveInt, Range
 from jaxglue.data.config import DataConfig
 from jaxglue.hf.files import MAX_SHARD_BYTES
 from jaxglue.hf.hub import model_path
 from jaxglue.ops.choices import QUANTIZE, GgufType
+from jaxglue.settings.config import Alias, Choices, Config, NonNegativeFloat, PositiveInt, Range
 from jaxglue.training.config import ModelConfig, TrainConfig
 
 if TYPE_CHECKING:

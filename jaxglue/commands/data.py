@@ -10,7 +10,6 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.commands.configs import PreviewConfig
-from jaxglue.console import Console
 from jaxglue.data.dataset import TokenDataset
 from jaxglue.data.prepare import prepare_data
 from jaxglue.data.progress import DataProgress
@@ -20,6 +19,7 @@ from jaxglue.hf.hub import model_path
 from jaxglue.hf.serving import load_own_tokenizer
 from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
+from jaxglue.terminal.console import Console
 from jaxglue.training.workload import row_text, settle
 
 _BAR = 40

@@ -22,7 +22,7 @@ from typing import Literal
 import psutil
 
 from jaxglue.commands.configs import DoctorConfig
-from jaxglue.terminal import echo
+from jaxglue.terminal.lines import echo
 
 GIB = 2**30
 LEAST_DRIVER = (580,)

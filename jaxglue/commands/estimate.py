@@ -15,9 +15,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from jaxglue.commands.configs import EstimateConfig
-from jaxglue.console import Console
+from jaxglue.engine.garbage_collection import without_collection
 from jaxglue.engine.policy import PRESETS
-from jaxglue.garbage_collection import without_collection
 from jaxglue.generation.pages import plan_cache
 from jaxglue.hf.hub import model_path
 from jaxglue.objectives.policy_gradient import RolloutObjective
@@ -31,6 +30,7 @@ from jaxglue.planner.memory import resident_bytes
 from jaxglue.planner.plan import MARGIN, DoesNotFit, Plan
 from jaxglue.planner.planner import Planner, embedding_places, fastest_place
 from jaxglue.sharding.mesh import AUTO, MeshShape
+from jaxglue.terminal.console import Console
 from jaxglue.training.checks import check_mesh, why_not_mapped
 from jaxglue.training.explain import kernel_reasons
 from jaxglue.training.remat import explain_plan

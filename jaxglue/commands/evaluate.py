@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from jaxglue.files.json_file import write_json
 from jaxglue.generation.config import EvaluateConfig
 from jaxglue.generation.harness import run_tasks
-from jaxglue.json_file import write_json
-from jaxglue.terminal import echo
+from jaxglue.terminal.lines import echo
 
 
 def main(config: EvaluateConfig) -> None:

@@ -22,6 +22,7 @@ from jaxglue.data.config import DataConfig
 from jaxglue.data.iterator import BatchIterator
 from jaxglue.data.prepare import prepare_data
 from jaxglue.data.progress import DataProgress
+from jaxglue.files.json_file import read_json
 from jaxglue.hf.export import quantize_folder
 from jaxglue.hf.export_check import CHECK_FILE, Rows, folder_parts
 from jaxglue.hf.gguf.export import export_gguf, export_gguf_lora
@@ -30,10 +31,9 @@ from jaxglue.hf.hub import base_reference, push_folder
 from jaxglue.hf.merge import MergedTensors, export_adapter
 from jaxglue.hf.model_card import CURVE, model_card
 from jaxglue.hf.serving import has_tokenizer, load_own_tokenizer, render_example, stop_tokens
-from jaxglue.json_file import read_json
 from jaxglue.ops.choices import GgufType
 from jaxglue.ops.quant.formats import FORMATS
-from jaxglue.terminal import echo
+from jaxglue.terminal.lines import echo
 from jaxglue.training.checkpoint_export import export_checkpoint
 
 _CALIBRATION_TOKENS, _CALIBRATION_BATCH, _CALIBRATION_BATCHES = 512, 4, 16

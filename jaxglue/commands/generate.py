@@ -5,11 +5,11 @@ import sys
 from contextlib import nullcontext
 from typing import IO, Any
 
-from jaxglue.atomic import atomic_file
+from jaxglue.files.atomic import atomic_file
 from jaxglue.generation.chat import answer_rows
 from jaxglue.generation.config import STDIN, GenerateConfig
 from jaxglue.generation.prompts import prompt_of
-from jaxglue.terminal import echo
+from jaxglue.terminal.lines import echo
 
 
 def main(config: GenerateConfig) -> None:

@@ -6,11 +6,11 @@ from typing import IO
 
 import numpy as np
 
-from jaxglue.atomic import atomic_file
 from jaxglue.data.files import Row
+from jaxglue.files.atomic import atomic_file
 from jaxglue.generation.config import ScoreConfig
 from jaxglue.generation.scoring import score_rows
-from jaxglue.terminal import echo
+from jaxglue.terminal.lines import echo
 
 
 def main(config: ScoreConfig) -> None:

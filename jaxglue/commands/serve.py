@@ -3,7 +3,7 @@
 import importlib.util
 
 from jaxglue.generation.config import ServeConfig
-from jaxglue.terminal import echo
+from jaxglue.terminal.lines import echo
 
 
 def main(config: ServeConfig) -> None:

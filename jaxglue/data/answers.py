@@ -9,7 +9,6 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float32, Int
 
-from jaxglue.config import stable_repr
 from jaxglue.data.batch import CHOSEN, PARTS, PROMPT, REJECTED, Answers, Batch
 from jaxglue.data.config import NO_COLUMNS, AnswerTask, Columns, DataConfig, Source
 from jaxglue.data.dataset import Selection, TokenDataset, overlong_error, read_columns, row_origin
@@ -17,6 +16,7 @@ from jaxglue.data.labeled import last_tokens
 from jaxglue.data.packing import PackPlan
 from jaxglue.data.store import TokenStore
 from jaxglue.ops.segments import BatchKind, PackedSegments, copy_beginnings, pack_forks, pack_segments, segment_bucket
+from jaxglue.settings.config import stable_repr
 
 _DIGESTED = ("labeled", "shared_prompt", "prompt_loss", "scored", "padding")
 """Fields of the task that fingerprints always hold; later ones only where they are not at their defaults."""

@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, Self
 from urllib.parse import unquote
 
-from jaxglue.config import Alias, Config, Kind, NonNegativeInt, PositiveFloat, PositiveInt, Range, plain_fields
-from jaxglue.spelling import nearest
+from jaxglue.settings.config import Alias, Config, Kind, NonNegativeInt, PositiveFloat, PositiveInt, Range, plain_fields
+from jaxglue.settings.spelling import nearest
 
 HUB_PREFIX = "hf:"
 Format = Literal[

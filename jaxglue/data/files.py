@@ -10,8 +10,15 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
-from jaxglue.json_file import MAX_BYTES, MalformedJSONError, numbered_lines, parse_array, parse_json, without_nulls
-from jaxglue.regular_file import open_regular
+from jaxglue.files.json_file import (
+    MAX_BYTES,
+    MalformedJSONError,
+    numbered_lines,
+    parse_array,
+    parse_json,
+    without_nulls,
+)
+from jaxglue.files.regular_file import open_regular
 
 _COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}

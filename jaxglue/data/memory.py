@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxglue.atomic import temporary_beside
 from jaxglue.data.config import DataConfig
 from jaxglue.data.readers import arrow_values
-from jaxglue.json_file import without_nulls
+from jaxglue.files.atomic import temporary_beside
+from jaxglue.files.json_file import without_nulls
 
 _ROWS_AT_ONCE = 64
 """Rows of a table that become Python objects together."""

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from jaxglue.json_file import parse_json, without_nulls
+from jaxglue.files.json_file import parse_json, without_nulls
 
 Messages = list[dict[str, Any]]
 Tools = list[Any] | None

@@ -8,8 +8,8 @@ from itertools import accumulate
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from jaxglue.console import Console
-from jaxglue.terminal import visible
+from jaxglue.terminal.console import Console
+from jaxglue.terminal.lines import visible
 
 Advance = Callable[[float], None]
 """Callback with the bytes done so far in a stage."""

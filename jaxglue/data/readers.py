@@ -15,7 +15,7 @@ from jaxglue.data.files import SUFFIXES, Row, expected_files, file_rows, file_ty
 from jaxglue.data.hub_client import checked_answers
 from jaxglue.data.messages import listed
 from jaxglue.data.patterns import pair_renderer
-from jaxglue.json_file import without_nulls
+from jaxglue.files.json_file import without_nulls
 
 SAVED_INFO = ("state.json", "dataset_dict.json", "dataset_info.json")
 """Files without rows in a folder saved with `datasets`."""

@@ -13,11 +13,11 @@ from typing import Any, cast
 import numpy as np
 from jaxtyping import Float32
 
-from jaxglue.atomic import sync, temporary_beside
 from jaxglue.data.config import NO_COLUMNS, Columns
 from jaxglue.data.store import Encoded, StoreInfo, TokenStore, UnchangedFile
-from jaxglue.json_file import read_json
-from jaxglue.regular_file import file_digest
+from jaxglue.files.atomic import sync, temporary_beside
+from jaxglue.files.json_file import read_json
+from jaxglue.files.regular_file import file_digest
 
 _BLOCK = 2**24
 """Bytes read at a time."""

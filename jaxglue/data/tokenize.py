@@ -35,7 +35,7 @@ from jaxglue.data.progress import Advance, DataProgress, metered
 from jaxglue.data.readers import hub_fingerprint, read_rows, row_chunks, source_files
 from jaxglue.data.store import Encoded, TokenStore
 from jaxglue.data.store_files import content_key, open_or_write, write_store
-from jaxglue.regular_file import file_digest
+from jaxglue.files.regular_file import file_digest
 
 _VERSION = 10
 """Increment when the same rows yield different tokens or masks, to invalidate caches; streams under way go on."""

@@ -6,9 +6,9 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from jaxglue.json_file import read_json
-from jaxglue.regular_file import MAX_BYTES, open_regular, read_regular_text
-from jaxglue.spelling import nearest
+from jaxglue.files.json_file import read_json
+from jaxglue.files.regular_file import MAX_BYTES, open_regular, read_regular_text
+from jaxglue.settings.spelling import nearest
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """Files of which a tokenizer needs one."""

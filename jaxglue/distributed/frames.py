@@ -9,7 +9,7 @@ import threading
 import time
 from typing import Any
 
-from jaxglue.json_file import parse_object
+from jaxglue.files.json_file import parse_object
 
 DIED = "died"
 """The reason given for a process whose connection the system closed."""

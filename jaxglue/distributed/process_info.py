@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, NamedTuple
 
-from jaxglue.config import Config, NonNegativeInt, Range
 from jaxglue.distributed.token import TOKEN, find_token
+from jaxglue.settings.config import Config, NonNegativeInt, Range
 
 _NUMBERS = ("coordinator", "num_processes", "process_id")
 _UNSET = "start the run with them, or unset their variables"

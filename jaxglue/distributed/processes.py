@@ -15,7 +15,7 @@ from jaxglue.distributed.channel import ControlChannel
 from jaxglue.distributed.frames import DIED
 from jaxglue.distributed.meeting import address_text, listen
 from jaxglue.distributed.process_info import ProcessInfo
-from jaxglue.terminal import echo
+from jaxglue.terminal.lines import echo
 
 _MEETING_SECONDS = 300.0
 _HEARTBEAT_SECONDS = 60

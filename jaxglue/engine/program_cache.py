@@ -19,9 +19,9 @@ from typing import Any
 import jax
 from filelock import FileLock, Timeout
 
-from jaxglue.atomic import atomic_file
-from jaxglue.json_file import read_json
-from jaxglue.regular_file import file_digest
+from jaxglue.files.atomic import atomic_file
+from jaxglue.files.json_file import read_json
+from jaxglue.files.regular_file import file_digest
 
 _BEGIN = "/jax/compilation_cache/compile_requests_use_cache"
 """Event before a program is read from the folder."""

@@ -14,6 +14,7 @@ from jaxtyping import Bool
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.progress import DataProgress
+from jaxglue.files.json_file import read_json
 from jaxglue.generation.config import AssistantConfig, GenerateConfig, SamplingConfig
 from jaxglue.generation.engine import STEPS, Engine
 from jaxglue.generation.grammar import Grammar, Grammars
@@ -28,7 +29,6 @@ from jaxglue.hf.identity import Identity, identify, identify_random
 from jaxglue.hf.loading import add_adapter, load_model, random_model
 from jaxglue.hf.serving import load_own_tokenizer, stop_tokens
 from jaxglue.hf.several import add_adapters
-from jaxglue.json_file import read_json
 from jaxglue.models import config_from_hf
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.parameters import split_model

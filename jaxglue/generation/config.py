@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from jaxglue.config import Alias, Config, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
 from jaxglue.hf.hub import model_path
 from jaxglue.ops.choices import KVCache, Matmul, Quantize, Storage, choose_storage
+from jaxglue.settings.config import Alias, Config, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
 
 STDIN = Path("-")
 """Names standard input as a file of prompts, and standard output as a file of answers."""

@@ -13,9 +13,9 @@ from jaxglue.data.messages import Chat, Messages
 from jaxglue.data.template import ChatTemplate
 from jaxglue.data.template_check import TemplateCheck
 from jaxglue.data.tokenizer import encode_beginning, require_unicode
+from jaxglue.files.json_file import parse_json
+from jaxglue.files.regular_file import read_regular_text
 from jaxglue.generation.config import STDIN, GenerateConfig
-from jaxglue.json_file import parse_json
-from jaxglue.regular_file import read_regular_text
 
 Row = dict[str, Any]
 

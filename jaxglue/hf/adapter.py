@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxglue.atomic import atomic_file
+from jaxglue.files.atomic import atomic_file
+from jaxglue.files.json_file import parse_json, read_json, write_json
 from jaxglue.hf.adapter_config import (
     SEQUENCE_CLASSIFIER,
     config_from_peft,
@@ -34,7 +35,6 @@ from jaxglue.hf.adapter_tensors import (
 from jaxglue.hf.hub import base_reference, is_hub_id, model_path
 from jaxglue.hf.identity import Identity
 from jaxglue.hf.tensor_files import TensorFiles, write_file
-from jaxglue.json_file import parse_json, read_json, write_json
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora_config import PATHS, LoraConfig, VocabularyModule
 from jaxglue.models.vocabulary import ROWS

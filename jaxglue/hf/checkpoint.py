@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxglue.atomic import atomic_folder
 from jaxglue.data.progress import DataProgress, NoProgress, metered
+from jaxglue.files.atomic import atomic_folder
+from jaxglue.files.json_file import read_json
 from jaxglue.hf.experts import ParameterSource, find_source
 from jaxglue.hf.files import MAX_SHARD_BYTES
 from jaxglue.hf.tensor_files import INDEX, SINGLE, TensorFiles, write_shards
 from jaxglue.hf.upload_buffers import UploadBuffers
-from jaxglue.json_file import read_json
 from jaxglue.models import config_from_hf
 from jaxglue.models.file_param import FileParam
 from jaxglue.models.wrapper import Spelling, Wrapper, find_names, find_wrapper, ties, with_text

@@ -14,9 +14,10 @@ from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.atomic import atomic_folder
 from jaxglue.data.progress import DataProgress
 from jaxglue.data.tokenizer import padding_token
+from jaxglue.files.atomic import atomic_folder
+from jaxglue.files.json_file import write_json
 from jaxglue.hf.adapter import warn_of_adapter_inside
 from jaxglue.hf.checkpoint import has_weights, open_checkpoint, read_config, stored_form
 from jaxglue.hf.experts import checkpoint_layout, expert_parts, part_shape
@@ -24,7 +25,6 @@ from jaxglue.hf.export_check import ExportCheck, check_quantized
 from jaxglue.hf.files import MAX_SHARD_BYTES, refuse_link_out
 from jaxglue.hf.hub import TEXTS
 from jaxglue.hf.tensor_files import write_shards
-from jaxglue.json_file import write_json
 from jaxglue.models import abstract_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.parameters import abstract_parameters, buffers, quantized_names

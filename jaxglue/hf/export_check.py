@@ -12,11 +12,12 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxglue.atomic import atomic_file
+from jaxglue.files.atomic import atomic_file
+from jaxglue.files.json_file import write_json
+from jaxglue.files.regular_file import open_regular
 from jaxglue.hf.adapter import Adapter, vocabulary_matrix
 from jaxglue.hf.checkpoint import load_tensors, read_config
 from jaxglue.hf.experts import expand, expert_parts
-from jaxglue.json_file import write_json
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import packed_context
@@ -29,7 +30,6 @@ from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import FORMATS, WeightFormat, is_quantized
 from jaxglue.ops.quant.stack import hold_matrices
 from jaxglue.ops.segments import PackedSegments, pack_segments
-from jaxglue.regular_file import open_regular
 
 CHECK_FILE = "export_check.json"
 ROWS_FILE = "export_rows.npz"

@@ -13,9 +13,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxglue.files.json_file import read_json
 from jaxglue.hf.checkpoint import open_checkpoint, read_config
 from jaxglue.hf.tensor_files import TensorFiles
-from jaxglue.json_file import read_json
 from jaxglue.models.wrapper import TEXT_PATH, from_text_name, text_config, to_text_name
 
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxglue.atomic import atomic_folder, require_empty
 from jaxglue.data.progress import DataProgress
+from jaxglue.files.atomic import atomic_folder, require_empty
+from jaxglue.files.json_file import write_json
 from jaxglue.hf.adapter import Adapter, load_adapter, vocabulary_matrix, warn_of_adapter_inside
 from jaxglue.hf.adapter_check import check_adapter
 from jaxglue.hf.adapter_tensors import MAGNITUDE, SCORE
@@ -34,7 +35,6 @@ from jaxglue.hf.serving import (
 )
 from jaxglue.hf.serving_check import check_serving
 from jaxglue.hf.tensor_files import TensorFiles, TensorInfo, write_shards
-from jaxglue.json_file import write_json
 from jaxglue.models import abstract_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import CausalLM

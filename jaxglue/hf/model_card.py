@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxglue.files.json_file import read_json
 from jaxglue.hf.hub import BaseReference
-from jaxglue.json_file import read_json
 from jaxglue.objectives.objective import OBJECTIVES
-from jaxglue.recipe import read_tables
+from jaxglue.settings.recipe import read_tables
 
 CURVE = "loss.png"
 """The loss curve in a run's folder, and beside the card."""

@@ -7,10 +7,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.atomic import atomic_file
 from jaxglue.data.template import trained_stops
 from jaxglue.data.tokenizer import FILES, load_tokenizer, read_template
-from jaxglue.json_file import read_json, write_json
+from jaxglue.files.atomic import atomic_file
+from jaxglue.files.json_file import read_json, write_json
 
 GENERATION = "generation_config.json"
 CONFIG = "config.json"

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.template import trained_stops
 from jaxglue.data.tokenizer import load_tokenizer
+from jaxglue.files.json_file import parse_json, read_json
 from jaxglue.hf.serving import (
     CONFIG,
     GENERATION,
@@ -23,7 +24,6 @@ from jaxglue.hf.serving import (
     served_stops,
     token_names,
 )
-from jaxglue.json_file import parse_json, read_json
 from jaxglue.models.wrapper import text_config
 
 Chats = Sequence[Mapping[str, Any]]

@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 
 from jaxglue.data.progress import DataProgress, NoProgress
 from jaxglue.data.store import UnchangedFile
+from jaxglue.files.regular_file import open_regular
 from jaxglue.models.wrapper import Spelling, TensorNames, Wrapper
-from jaxglue.regular_file import open_regular
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
-from jaxglue.config import Alias, Choices, Config, NonNegativeFloat, PositiveFloat, PositiveInt, Range
 from jaxglue.data.config import AnswerTask, Columns, LabelTask
 from jaxglue.objectives.objective import OBJECTIVES, Objective
+from jaxglue.settings.config import Alias, Choices, Config, NonNegativeFloat, PositiveFloat, PositiveInt, Range
 
 LossType = Literal["sigmoid", "hinge", "robust", "exo_pair", "nca_pair", "apo_zero", "apo_down", "sigmoid_norm"]
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from jaxglue.config import Choices
+from jaxglue.settings.config import Choices
 
 Attention = Literal["auto", "cudnn", "hopper", "triton", "reference"]
 """Backends of packed attention."""

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax_triton.triton_lib import CompilationResult
 
-from jaxglue.atomic import atomic_file
+from jaxglue.files.atomic import atomic_file
 
 _VERSIONS = [version(package) for package in ("triton", "jax-triton")]
 _DUMPS = {"ttgir": "", "llir": ""}

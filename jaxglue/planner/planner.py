@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from jaxglue.engine.garbage_collection import without_collection
 from jaxglue.engine.layer_groups import check_grouped
 from jaxglue.engine.policy import AUTO, PRESETS, RematPolicy, parse_policies, parse_policy
 from jaxglue.engine.residency import DEVICE, HOST, MAPPED, is_streamed, parse_weights
 from jaxglue.engine.saved import check_dropped_inputs
-from jaxglue.garbage_collection import without_collection
 from jaxglue.planner.candidates import Candidates, tile_sizes
 from jaxglue.planner.gpus import GIB, Gpu, find_gpu
 from jaxglue.planner.host_memory import HOST_LIMIT

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from jaxglue.config import Alias, Config, PositiveFloat, PositiveInt, Range
 from jaxglue.ops.choices import Quantize
+from jaxglue.settings.config import Alias, Config, PositiveFloat, PositiveInt, Range
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from threading import Lock
 from types import CodeType
 from typing import Any
 
-from jaxglue.dialects.rollouts import with_weights
 from jaxglue.rl.worker import reply
+from jaxglue.settings.dialects.rollouts import with_weights
 
 GIVEN = "given"
 """Stands for the file of a function."""

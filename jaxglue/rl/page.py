@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxglue.atomic import atomic_file
+from jaxglue.files.atomic import atomic_file
 from jaxglue.rl.record import LINES
 
 PAGE = "rollouts.html"

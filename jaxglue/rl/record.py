@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from jaxglue.atomic import atomic_file
+from jaxglue.files.atomic import atomic_file
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.sampler import Sample
 

@@ -23,9 +23,9 @@ from jaxtyping import Float
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.tokenizer import require_unicode
+from jaxglue.files.regular_file import file_digest
 from jaxglue.generation.config import AssistantConfig
 from jaxglue.generation.scoring import RewardModel
-from jaxglue.regular_file import file_digest
 from jaxglue.rl.config import RolloutConfig
 from jaxglue.rl.environment import Episode, Reply
 from jaxglue.rl.given import GIVEN, ask_given, digest_of

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxglue.session import Loss, TokenDocument
+from jaxglue.api.session import Loss, TokenDocument
 
 
 class TokenLoss(NamedTuple):

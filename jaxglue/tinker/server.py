@@ -26,12 +26,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from jaxglue.api.session import Session
+from jaxglue.files.json_file import parse_json
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.scheduler import Request
-from jaxglue.json_file import parse_json
 from jaxglue.models.parameters import Params
-from jaxglue.session import Session
-from jaxglue.terminal import echo
+from jaxglue.terminal.lines import echo
 from jaxglue.tinker.losses import find_loss, read_document
 from jaxglue.tinker.wire import LossRequest, loss_response, read_loss_request, sample_response
 from jaxglue.training.optimizer_objects import SteppedAdam

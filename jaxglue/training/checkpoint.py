@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxglue.distributed import SINGLE_PROCESS, Processes
-from jaxglue.json_file import read_json
+from jaxglue.files.json_file import read_json
 from jaxglue.training.array_checks import check_arrays
 from jaxglue.training.fingerprint import check_fingerprint
 from jaxglue.training.orbax_files import DurablePath, Manager, quiet_orbax, reason_of, silence_abandoned

@@ -8,16 +8,16 @@ from typing import Any, Literal
 import jax
 import orbax.checkpoint as ocp
 
-from jaxglue.atomic import atomic_folder, require_empty
 from jaxglue.data.template import adopt
+from jaxglue.files.atomic import atomic_folder, require_empty
+from jaxglue.files.json_file import read_json
 from jaxglue.hf.adapter import Adapter, load_adapter
 from jaxglue.hf.adapter_check import fit_tied
 from jaxglue.hf.serving_check import check_serving
-from jaxglue.json_file import read_json
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.parameters import Params
-from jaxglue.recipe import load_config
-from jaxglue.spelling import nearest
+from jaxglue.settings.recipe import load_config
+from jaxglue.settings.spelling import nearest
 from jaxglue.training.checkpoint import check_digests, check_meta
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.orbax_files import quiet_orbax, reason_of

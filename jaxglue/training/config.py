@@ -4,7 +4,14 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from jaxglue.config import (
+from jaxglue.data.config import DataConfig
+from jaxglue.distributed import DistributedConfig
+from jaxglue.hf.hub import base_reference, is_hub_id, model_path
+from jaxglue.models.lora_config import LoraConfig
+from jaxglue.objectives.config import ObjectiveConfig
+from jaxglue.ops.choices import QUANTIZE, Attention, Matmul, MomentFormat, Quantize, Storage, choose_storage
+from jaxglue.rl.config import RolloutConfig
+from jaxglue.settings.config import (
     Alias,
     Choices,
     CommaSeparated,
@@ -19,13 +26,6 @@ from jaxglue.config import (
     Range,
     Synonyms,
 )
-from jaxglue.data.config import DataConfig
-from jaxglue.distributed import DistributedConfig
-from jaxglue.hf.hub import base_reference, is_hub_id, model_path
-from jaxglue.models.lora_config import LoraConfig
-from jaxglue.objectives.config import ObjectiveConfig
-from jaxglue.ops.choices import QUANTIZE, Attention, Matmul, MomentFormat, Quantize, Storage, choose_storage
-from jaxglue.rl.config import RolloutConfig
 from jaxglue.training.optimizer import OPTIMIZERS, OptimizerKind
 
 if TYPE_CHECKING:

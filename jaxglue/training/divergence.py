@@ -10,12 +10,12 @@ from typing import Any, TypedDict
 import jax.numpy as jnp
 import numpy as np
 
-from jaxglue.atomic import atomic_file
 from jaxglue.data.batch import Answers, Batch, Rollouts
 from jaxglue.data.iterator import Step
+from jaxglue.files.atomic import atomic_file
+from jaxglue.files.regular_file import open_regular
 from jaxglue.models.parameters import ParamKey, Params
 from jaxglue.ops.segments import PackedSegments, copy_beginnings
-from jaxglue.regular_file import open_regular
 from jaxglue.training.array_checks import check_parameters, non_finite
 from jaxglue.training.checkpoint import Checkpoints
 from jaxglue.training.record import Diverged

@@ -13,7 +13,6 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxglue.console import Console
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import EvalBatches
 from jaxglue.engine import transfer
@@ -32,6 +31,7 @@ from jaxglue.ops.moe import Routing, routing_statistics
 from jaxglue.sharding.gather import gather
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
+from jaxglue.terminal.console import Console
 from jaxglue.training.callbacks import Metrics, Predictions
 from jaxglue.training.json_lines import read_steps, rewrite_lines
 from jaxglue.training.progress import SHOWN

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxglue.config import stable_repr
 from jaxglue.hf.identity import weights_digest
 from jaxglue.models.config import DecoderConfig, describe_as_earlier
-from jaxglue.recipe import as_dict, defaults_of, read_tables
+from jaxglue.settings.config import stable_repr
+from jaxglue.settings.recipe import as_dict, defaults_of, read_tables
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.secrets import masked
 from jaxglue.training.setup import Run

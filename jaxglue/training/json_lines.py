@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxglue.atomic import atomic_file, named_errors
-from jaxglue.json_file import parse_object
+from jaxglue.files.atomic import atomic_file, named_errors
+from jaxglue.files.json_file import parse_object
 
 DAMAGED = ".damaged"
 """Ends the name of the file that damaged lines are moved to."""

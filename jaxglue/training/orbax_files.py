@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 from orbax.checkpoint._src.path.atomicity import AtomicRenameTemporaryPath
 
-from jaxglue.atomic import sync
+from jaxglue.files.atomic import sync
 
 _SHORTEST = 8
 """Characters of a cause that says something by itself."""

@@ -10,8 +10,8 @@ from typing import Any, Self
 import jax
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from jaxglue.console import Console
 from jaxglue.engine.program_cache import COMPILED
+from jaxglue.terminal.console import Console
 
 SHOWN = {
     "reward": "reward",

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import psutil
 
-from jaxglue.atomic import atomic_file
+from jaxglue.files.atomic import atomic_file
 from jaxglue.planner.gpus import peak_flops
 from jaxglue.training.json_lines import read_steps
 from jaxglue.training.progress import StartupTimer, StepReport, TrainingProgress

@@ -12,15 +12,15 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float32, Int
 
-from jaxglue.atomic import atomic_file
-from jaxglue.config import stable_repr
 from jaxglue.data.answers import AnswerDataset
 from jaxglue.data.dataset import TokenDataset
 from jaxglue.data.iterator import BatchIterator, EvalBatches
 from jaxglue.data.progress import DataProgress, NoProgress
 from jaxglue.data.store_files import content_key
 from jaxglue.distributed import Processes
+from jaxglue.files.atomic import atomic_file
 from jaxglue.hf.export import on_host
+from jaxglue.settings.config import stable_repr
 from jaxglue.sharding.mesh import place_batch, process_batch_shard
 from jaxglue.training.array_checks import check_parameters
 from jaxglue.training.divergence import bad_weights

@@ -13,11 +13,11 @@ from typing import Any
 import jax
 from jax.extend.backend import clear_backends
 
+from jaxglue.engine.garbage_collection import without_collection
 from jaxglue.engine.host_buffers import Buffers, HostBuffers, MeshBuffers
 from jaxglue.engine.layer_groups import check_grouped
 from jaxglue.engine.policy import AUTO, RematPolicy, parse_policies
 from jaxglue.engine.residency import DEVICE, HOST, MAPPED, is_streamed, parse_weights
-from jaxglue.garbage_collection import without_collection
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.projection.fp8 import check_fp8
 from jaxglue.planner.device_memory import pool_gib

@@ -12,7 +12,6 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from jaxglue.console import Console
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.moe import GROUPED_MATMUL
 from jaxglue.ops.quant.formats import FORMATS
@@ -22,6 +21,7 @@ from jaxglue.planner.workload import abstract_parts, parameter_counts
 from jaxglue.sharding.mesh import AUTO
 from jaxglue.sharding.plan import plan_sharding
 from jaxglue.sharding.rules import Layout
+from jaxglue.terminal.console import Console
 from jaxglue.training.checks import why_prompts_are_copied
 from jaxglue.training.config import warmup_steps
 from jaxglue.training.explain import (

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxglue.console import Console
 from jaxglue.data.batch import Batch
 from jaxglue.data.progress import DataProgress
 from jaxglue.data.tokenize import first_row
 from jaxglue.distributed import Processes
+from jaxglue.files.json_file import write_json
 from jaxglue.hf.adapter import Adapter, load_adapter, save_adapter
 from jaxglue.hf.adapter_check import fit_tied
 from jaxglue.hf.checkpoint import read_config
@@ -35,7 +35,6 @@ from jaxglue.hf.export_check import (
 from jaxglue.hf.identity import identify
 from jaxglue.hf.serving import write_stops, write_tokenizer
 from jaxglue.hf.serving_check import PROBES, check_serving
-from jaxglue.json_file import write_json
 from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.file_param import FileParam
@@ -44,6 +43,7 @@ from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params, flatten_
 from jaxglue.models.wrapper import with_text
 from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.ops.quant.fp8 import E4M3
+from jaxglue.terminal.console import Console
 from jaxglue.training.checkpoint import Checkpoints
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.initial_adapter import base_identity

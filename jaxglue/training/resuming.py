@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxglue.distributed import Processes
+from jaxglue.files.json_file import read_json
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.hf.checkpoint import open_checkpoint
-from jaxglue.json_file import read_json
 from jaxglue.training.checkpoint import Restored, newest_fingerprint
 from jaxglue.training.fingerprint import changed_settings, check_fingerprint, fingerprint, fingerprint_differences
 from jaxglue.training.partwise import learning_rate_schedule

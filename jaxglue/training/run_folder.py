@@ -14,8 +14,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from jaxglue.atomic import atomic_file, named_errors
 from jaxglue.distributed import SINGLE_PROCESS, Processes
+from jaxglue.files.atomic import atomic_file, named_errors
 from jaxglue.training.json_lines import DAMAGED, JsonLines, read_json_lines, rewrite_lines
 
 MANIFEST = ".jaxglue-run.files"

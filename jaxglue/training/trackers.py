@@ -16,10 +16,10 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import scalar
 
-from jaxglue.atomic import named_errors
-from jaxglue.config import NONE
-from jaxglue.json_file import read_json, write_json
-from jaxglue.spelling import nearest
+from jaxglue.files.atomic import named_errors
+from jaxglue.files.json_file import read_json, write_json
+from jaxglue.settings.config import NONE
+from jaxglue.settings.spelling import nearest
 from jaxglue.training.json_lines import read_steps, rewrite_lines
 
 _FLUSH_SECONDS = 10

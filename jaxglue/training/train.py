@@ -9,19 +9,19 @@ from typing import IO, Any, NotRequired, cast
 
 import jax
 
-from jaxglue.console import Console
 from jaxglue.data.batch import Batch
 from jaxglue.data.config import NO_COLUMNS, Columns
 from jaxglue.data.iterator import Step
 from jaxglue.distributed import SINGLE_PROCESS, Processes
 from jaxglue.engine.host_buffers import Buffers
 from jaxglue.engine.policy import AUTO
+from jaxglue.files.json_file import write_json
 from jaxglue.hf.hub import is_hub_id
-from jaxglue.json_file import write_json
 from jaxglue.planner.host_memory import HOST_LIMIT
-from jaxglue.recipe import as_dict, load_config, to_toml
 from jaxglue.rl.page import write_page
+from jaxglue.settings.recipe import as_dict, load_config, to_toml
 from jaxglue.sharding.mesh import mesh_of
+from jaxglue.terminal.console import Console
 from jaxglue.training.callbacks import Callback, Callbacks, Metrics
 from jaxglue.training.checkpoint import Checkpoints, NonFinite
 from jaxglue.training.config import ModelConfig, TrainConfig

@@ -8,10 +8,10 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.tokenizer import known_tokens
+from jaxglue.files.regular_file import read_regular_text
 from jaxglue.hf.adapter import Adapter
 from jaxglue.hf.serving import has_tokenizer, load_own_tokenizer, stop_tokens
 from jaxglue.models.config import DecoderConfig
-from jaxglue.regular_file import read_regular_text
 from jaxglue.training.config import TrainConfig
 
 _MULTIPLE = 64

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from jaxglue.commands import COMMANDS, main
-from jaxglue.config import groups, plain_fields
+from jaxglue.settings.config import groups, plain_fields
 from jaxglue.training.config import TrainConfig
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxglue.atomic import temporary_prefix
 from jaxglue.data.config import DataConfig
 from jaxglue.data.prepare import prepare_data
+from jaxglue.files.atomic import temporary_prefix
 
 
 @pytest.fixture

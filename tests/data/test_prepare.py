@@ -8,12 +8,12 @@ import re
 import numpy as np
 import pytest
 
-from jaxglue.console import Console
 from jaxglue.data.config import DataConfig
 from jaxglue.data.iterator import BatchIterator
 from jaxglue.data.prepare import prepare_data
 from jaxglue.data.progress import DataProgress
 from jaxglue.data.tokenizer import load_tokenizer
+from jaxglue.terminal.console import Console
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 import io
 
-from jaxglue.console import Console
 from jaxglue.data.progress import DataProgress, metered
+from jaxglue.terminal.console import Console
 
 
 def test_rate_and_time_left_are_said_now_and_then():

@@ -10,7 +10,7 @@ import pytest
 from jaxglue.data import files
 from jaxglue.data.config import Source, parse_source
 from jaxglue.data.readers import read_rows, source_files
-from jaxglue.json_file import parse_array
+from jaxglue.files.json_file import parse_array
 
 ROWS = [{"text": "Grüße"}, {"text": "zwei"}]
 

@@ -13,7 +13,7 @@ from flax import nnx
 from forked import Forked, run_script
 from safetensors.numpy import load_file, save_file
 
-from jaxglue.atomic import atomic_folder, temporary_prefix
+from jaxglue.files.atomic import atomic_folder, temporary_prefix
 from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.checkpoint import save_tensors
 from jaxglue.hf.export import quantize_folder, save_model

@@ -15,7 +15,7 @@ from jaxglue.hf import hub as hub_module
 from jaxglue.hf.adapter import find_base
 from jaxglue.hf.hub import BaseReference, base_reference, model_path, push_folder
 from jaxglue.hf.model_card import model_card
-from jaxglue.recipe import from_settings
+from jaxglue.settings.recipe import from_settings
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.train import pinned_model
 

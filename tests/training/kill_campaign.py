@@ -20,7 +20,7 @@ from pathlib import Path
 
 import jax
 
-from jaxglue.recipe import load_config
+from jaxglue.settings.recipe import load_config
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.record import read_metrics
 from jaxglue.training.step import TrainStep

@@ -16,7 +16,7 @@ from pathlib import Path
 import jax
 
 from jaxglue.commands import run
-from jaxglue.recipe import load_config, to_toml
+from jaxglue.settings.recipe import load_config, to_toml
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.step import TrainStep
 

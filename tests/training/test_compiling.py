@@ -3,8 +3,8 @@ import io
 import jax.monitoring
 import pytest
 
-from jaxglue.console import Console
 from jaxglue.engine.program_cache import COMPILED
+from jaxglue.terminal.console import Console
 from jaxglue.training.progress import Compiling, TrainingProgress
 
 

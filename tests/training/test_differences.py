@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from jaxglue.config import stable_repr
 from jaxglue.data.config import AnswerTask
 from jaxglue.models import config_from_hf
-from jaxglue.recipe import as_dict, defaults_of
+from jaxglue.settings.config import stable_repr
+from jaxglue.settings.recipe import as_dict, defaults_of
 from jaxglue.training.fingerprint import check_fingerprint, differences, fingerprint_differences, model_digest
 
 SAVED = {"optimizer": {"learning_rate": 2e-4, "clip_norm": 1.0}, "lora": {"rank": 8}, "steps": 10}

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxglue.recipe import from_settings
+from jaxglue.settings.recipe import from_settings
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.setup import resolve
 

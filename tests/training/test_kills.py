@@ -4,7 +4,7 @@ import pytest
 from forked import Forked
 from training import kill_campaign
 
-from jaxglue.recipe import to_toml
+from jaxglue.settings.recipe import to_toml
 
 
 @pytest.mark.long

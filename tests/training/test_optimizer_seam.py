@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from jaxglue.cli import parse_config
 from jaxglue.models.parameters import get_part, set_part
+from jaxglue.settings.flags import parse_config
 from jaxglue.training.config import OptimizerConfig, TrainConfig
 from jaxglue.training.optax_optimizer import OptaxOptimizer
 from jaxglue.training.optimizer import OPTIMIZERS, OptimizerKind, make_optimizer, state_bytes

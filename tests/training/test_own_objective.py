@@ -6,10 +6,10 @@ import json
 import jax.numpy as jnp
 import pytest
 
-from jaxglue.config import NonNegativeFloat
 from jaxglue.objectives.answers import PairObjective
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.objectives.objective import OBJECTIVES, Objective
+from jaxglue.settings.config import NonNegativeFloat
 from jaxglue.training.train import train
 
 

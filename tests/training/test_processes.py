@@ -12,7 +12,7 @@ from selection import repeats_parts_of
 from training.one_process import train_or_die
 
 from jaxglue.hf.adapter import load_adapter
-from jaxglue.recipe import to_toml
+from jaxglue.settings.recipe import to_toml
 from jaxglue.training.record import read_metrics
 from jaxglue.training.train import train
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from jaxglue.console import Console
+from jaxglue.terminal.console import Console
 from jaxglue.training.progress import StepReport, TrainingProgress, format_duration, format_report
 
 REPORT = StepReport(

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import jaxglue
+from jaxglue.api.session import TokenDocument
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.fp8_errors import FP8Errors
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.hf.loading import random_model
 from jaxglue.hf.tensor_files import TensorFiles
-from jaxglue.session import TokenDocument
 from jaxglue.training import step
 from jaxglue.training.record import read_metrics
 from tests.selection import repeat

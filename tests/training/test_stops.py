@@ -6,7 +6,7 @@ import pytest
 from forked import Forked
 from training import stop_campaign
 
-from jaxglue.recipe import to_toml
+from jaxglue.settings.recipe import to_toml
 
 STEPS = 9
 STATUSES = {"interrupt": 130, "terminate": 143, "hang_up": 129, "hang_up_ignored": 0, "close_pipe": 141}

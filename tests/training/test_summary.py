@@ -2,7 +2,7 @@ import io
 from dataclasses import replace
 from pathlib import Path
 
-from jaxglue.console import Console
+from jaxglue.terminal.console import Console
 from jaxglue.training.report import RunSummary, print_panel, summary_rows
 
 SUMMARY = RunSummary(

@@ -22,7 +22,7 @@ from jaxglue.hf.loading import load_model
 from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.ops.adam import reference as adam
-from jaxglue.recipe import load_config
+from jaxglue.settings.recipe import load_config
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.record import read_metrics
 from jaxglue.training.report import plan_rows

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.atomic import atomic_folder
 from jaxglue.data.progress import DataProgress
+from jaxglue.files.atomic import atomic_folder
 from jaxglue.hf.adapter import Adapter
 from jaxglue.hf.gguf.architectures import ARCHITECTURES
 from jaxglue.hf.gguf.layout import KEYS_AND_VALUES, GgufTensor, Tensors, file_tensors, interleaved_rows

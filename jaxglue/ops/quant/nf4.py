@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
-from jaxglue.json_file import parse_object
+from jaxglue.files.json_file import parse_object
 from jaxglue.ops.quant.bitsandbytes import (
     REMEDY,
     BitsAndBytesFormat,

@@ -17,8 +17,8 @@ from jaxglue.planner import planner
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.plan import Plan
 from jaxglue.planner.workload import Workload
-from jaxglue.recipe import from_settings
 from jaxglue.rl.given import named_functions
+from jaxglue.settings.recipe import from_settings
 from jaxglue.training import train as training
 from jaxglue.training.callbacks import Callback, Metrics
 from jaxglue.training.config import TrainConfig

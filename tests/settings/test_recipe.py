@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from jaxglue.cli import parse_config
-from jaxglue.config import groups, plain_fields
 from jaxglue.data.readers import read_rows
-from jaxglue.dialects import NOTES, REFUSED
-from jaxglue.dialects.values import CONVERTERS
-from jaxglue.recipe import find_recipe, from_settings, load_config, shipped_recipes
+from jaxglue.settings.config import groups, plain_fields
+from jaxglue.settings.dialects import NOTES, REFUSED
+from jaxglue.settings.dialects.values import CONVERTERS
+from jaxglue.settings.flags import parse_config
+from jaxglue.settings.recipe import find_recipe, from_settings, load_config, shipped_recipes
 from jaxglue.training.config import TrainConfig
 
 AXOLOTL = """
@@ -451,7 +451,7 @@ def test_an_own_type_of_axolotl_names_fields_and_formats(write, tmp_path):
 
 
 def test_settings_in_the_table_of_programs_are_treated_as_it_says():
-    page = (Path(__file__).parents[1] / "docs/from_other_tools.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/from_other_tools.md").read_text(encoding="utf-8")
     lines = page.partition("### Each program")[2].partition("Five recipes")[0].strip().splitlines()[2:]
     known = {
         name

@@ -22,17 +22,17 @@ from jaxglue.data.packing import plan_packing
 from jaxglue.data.prepare import PreparedData, prepare_data
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import PRESETS
+from jaxglue.files.json_file import read_json, write_json
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.engine import Completion, Engine
 from jaxglue.generation.prompts import encode_messages, encode_prompt
 from jaxglue.generation.scheduler import Request
 from jaxglue.hf.checkpoint import save_tensors
 from jaxglue.hf.tensor_files import TensorFiles
-from jaxglue.json_file import read_json, write_json
 from jaxglue.models.parameters import Params, split_model
 from jaxglue.objectives.objective import Objective, TargetValues
 from jaxglue.ops.segments import pack_segments, segment_bucket
-from jaxglue.recipe import from_settings
+from jaxglue.settings.recipe import from_settings
 from jaxglue.sharding.mesh import mesh_of
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.optimizer_objects import named_optimizer

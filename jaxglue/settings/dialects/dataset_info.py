@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from jaxglue.json_file import read_json
+from jaxglue.files.json_file import read_json
 
 _FILE = "dataset_info.json"
 _ELSEWHERE = ("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")

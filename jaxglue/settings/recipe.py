@@ -5,7 +5,7 @@ A table for each group holds its fields; `{recipe}` in a text stands for the rec
     [data]
     seq_len = 4096
 
-A YAML file without such tables is taken for a recipe of another program (`jaxglue.dialects`).
+A YAML file without such tables is taken for a recipe of another program (`jaxglue.settings.dialects`).
 """
 
 import dataclasses
@@ -15,13 +15,13 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxglue.config import KEEP, NONE, Kind, groups, plain_fields
-from jaxglue.dialects import NOTES, REFUSED, translate
-from jaxglue.json_file import MAX_DEPTH, is_deeper
-from jaxglue.regular_file import read_regular_text
-from jaxglue.spelling import nearest
+from jaxglue.files.json_file import MAX_DEPTH, is_deeper
+from jaxglue.files.regular_file import read_regular_text
+from jaxglue.settings.config import KEEP, NONE, Kind, groups, plain_fields
+from jaxglue.settings.dialects import NOTES, REFUSED, translate
+from jaxglue.settings.spelling import nearest
 
-SHIPPED = Path(__file__).parent / "recipes"
+SHIPPED = Path(__file__).parents[1] / "recipes"
 """Recipes that come with the library."""
 _FOLDER = "{recipe}"
 _REMEDIES = NOTES | REFUSED
@@ -208,7 +208,7 @@ def _parse_toml(text: str) -> dict[str, Any]:
 
 
 def _parse_yaml(text: str) -> dict[str, Any]:
-    from jaxglue.yaml_file import parse_yaml  # only such recipes need the library
+    from jaxglue.files.yaml_file import parse_yaml  # only such recipes need the library
 
     return parse_yaml(text)
 

@@ -6,11 +6,11 @@ import os
 import pytest
 
 from jaxglue.data.tokenizer import load_tokenizer, read_template
+from jaxglue.files.json_file import read_json
+from jaxglue.files.regular_file import open_regular, read_regular, read_regular_text
 from jaxglue.hf.serving import folder_stops
 from jaxglue.hf.tensor_files import TensorFiles
-from jaxglue.json_file import read_json
-from jaxglue.recipe import read_tables
-from jaxglue.regular_file import open_regular, read_regular, read_regular_text
+from jaxglue.settings.recipe import read_tables
 from jaxglue.training.divergence import load_step
 from jaxglue.training.vocabulary import add_tokens
 

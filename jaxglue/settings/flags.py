@@ -1,7 +1,7 @@
 """Command lines from configuration dataclasses: every field is a flag, and a key of a recipe.
 
-A configuration (`jaxglue.config.Config`) holds plain values and groups, which are further configurations.
-A flag wins over a recipe (`jaxglue.recipe`), a recipe over a default.
+A configuration (`jaxglue.settings.config.Config`) holds plain values and groups, which are further configurations.
+A flag wins over a recipe (`jaxglue.settings.recipe`), a recipe over a default.
 """
 
 import argparse
@@ -15,10 +15,10 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from jaxglue.config import KEEP, NONE, HelpLayout, Kind, groups, plain_fields
-from jaxglue.dialects import NOTES, REFUSED
-from jaxglue.recipe import construct, find_recipe, is_required, read_recipe, to_plain
-from jaxglue.spelling import nearest
+from jaxglue.settings.config import KEEP, NONE, HelpLayout, Kind, groups, plain_fields
+from jaxglue.settings.dialects import NOTES, REFUSED
+from jaxglue.settings.recipe import construct, find_recipe, is_required, read_recipe, to_plain
+from jaxglue.settings.spelling import nearest
 
 
 def parse_config[C](cls: type[C], argv: Sequence[str] | None = None, *, command: str | None = None) -> C:
@@ -107,7 +107,7 @@ def _help_groups(cls: type, layout: HelpLayout | None) -> Iterator[tuple[str, st
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
-        from jaxglue.terminal import fold
+        from jaxglue.terminal.lines import fold
 
         self.exit(2, fold(f"{self.prog}: error: {message}") + "\n")
 

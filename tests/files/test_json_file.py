@@ -2,8 +2,8 @@ import io
 
 import pytest
 
-from jaxglue import json_file
-from jaxglue.json_file import MAX_DEPTH, numbered_lines, parse_json, read_json
+from jaxglue.files import json_file
+from jaxglue.files.json_file import MAX_DEPTH, numbered_lines, parse_json, read_json
 
 
 @pytest.mark.parametrize("text", ["{", "[1,]", '"\\x"', "9" * 5000, b"\xff"])

@@ -4,10 +4,10 @@ from typing import Annotated, Literal
 
 import pytest
 
-from jaxglue.cli import parse_config
-from jaxglue.config import Alias, Config, Range
 from jaxglue.models.lora_config import LoraConfig
-from jaxglue.recipe import as_dict, load_config, to_toml
+from jaxglue.settings.config import Alias, Config, Range
+from jaxglue.settings.flags import parse_config
+from jaxglue.settings.recipe import as_dict, load_config, to_toml
 from jaxglue.training.config import TrainConfig
 
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jaxglue.atomic import atomic_file, temporary_prefix
+from jaxglue.files.atomic import atomic_file, temporary_prefix
 
 
 def test_simultaneous_writers_all_succeed(tmp_path):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxglue.dialects.values import Nested
+from jaxglue.settings.dialects.values import Nested
 
 _PACKING = ("packing", "sample_packing", "neat_packing", "padding_free")
 _BATCHES = ("micro_batch_size", "per_device_train_batch_size")

@@ -7,9 +7,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from jaxglue.console import Console
 from jaxglue.data.progress import DataProgress
-from jaxglue.terminal import echo, fold, visible
+from jaxglue.terminal.console import Console
+from jaxglue.terminal.lines import echo, fold, visible
 
 HOSTILE = "mk[/red]2 \x1b[2J \x9b31m \u202eabc :smile:"
 SHOWN = "mk[/red]2 \\x1b[2J \\x9b31m \\u202eabc :smile:"

@@ -7,14 +7,14 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxglue.config import KEEP, Kind, groups, plain_fields
-from jaxglue.dialects.data_sets import with_our_data
-from jaxglue.dialects.dataset_info import described_sources
-from jaxglue.dialects.left_out import CHANGES, NOTES, REFUSED
-from jaxglue.dialects.meaning import use_chats, use_documents, use_wandb
-from jaxglue.dialects.rollouts import with_rollouts
-from jaxglue.dialects.values import CONVERTERS, Nested, with_objective
-from jaxglue.spelling import nearest
+from jaxglue.settings.config import KEEP, Kind, groups, plain_fields
+from jaxglue.settings.dialects.data_sets import with_our_data
+from jaxglue.settings.dialects.dataset_info import described_sources
+from jaxglue.settings.dialects.left_out import CHANGES, NOTES, REFUSED
+from jaxglue.settings.dialects.meaning import use_chats, use_documents, use_wandb
+from jaxglue.settings.dialects.rollouts import with_rollouts
+from jaxglue.settings.dialects.values import CONVERTERS, Nested, with_objective
+from jaxglue.settings.spelling import nearest
 
 _logger = logging.getLogger(__name__)
 

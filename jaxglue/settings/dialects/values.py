@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxglue.config import Kind
-from jaxglue.dialects.data_sets import data_sets
+from jaxglue.settings.config import Kind
+from jaxglue.settings.dialects.data_sets import data_sets
 
 Nested = dict[str, Any]
 """Values by groups and fields, those of groups one level down."""

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from jaxglue.spelling import nearest
+from jaxglue.settings.spelling import nearest
 
 NONE = "none"
 """Stands for None, which flags and TOML cannot express, wherever a field is optional."""

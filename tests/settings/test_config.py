@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import numpy as np
 import pytest
 
-from jaxglue.config import Alias, Config, PositiveFloat, PositiveInt, Range, plain_fields
+from jaxglue.settings.config import Alias, Config, PositiveFloat, PositiveInt, Range, plain_fields
 from jaxglue.training.config import ModelConfig
 
 

@@ -8,7 +8,7 @@ from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from jaxglue.terminal import visible
+from jaxglue.terminal.lines import visible
 
 
 class Console(rich.console.Console):

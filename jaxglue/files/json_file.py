@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jaxglue.atomic import atomic_file
-from jaxglue.regular_file import MAX_BYTES, read_regular
+from jaxglue.files.atomic import atomic_file
+from jaxglue.files.regular_file import MAX_BYTES, read_regular
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 MAX_DEPTH = 64

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxglue.dialects.values import Nested
+from jaxglue.settings.dialects.values import Nested
 
 _NAMES = {"reward_funcs", "num_generations", "max_completion_length", "steps_per_generation", "generation_batch_size"}
 """Settings that such recipes alone have."""

@@ -1,6 +1,6 @@
 import pytest
 
-from jaxglue.yaml_file import parse_yaml
+from jaxglue.files.yaml_file import parse_yaml
 
 
 def test_plain_values_are_read():

@@ -1,0 +1,1 @@
+"""Settings: their declaration, flags, recipes, other programs' recipes, and hints at misspelled names."""
