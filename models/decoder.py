@@ -27,7 +27,7 @@ class CausalLM(nnx.Module):
         self.config = config
         self.embed_tokens = Embedding(config, norm, dtype=dtype, rngs=rngs)
         self.layers = nnx.List([make_layer(index) for index in range(config.num_hidden_layers)])
-        factor = 1.0 if config.scores else 1.0 / config.logit_divisor
+        factor = 1.0 if config.scores else 1.0 / config.scales.logit_divisor
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, style=norm, factor=factor, dtype=dtype)
         D, V, std = config.hidden_size, config.vocab_size, config.initializer_range
         without = config.tie_word_embeddings or config.scores
@@ -60,7 +60,7 @@ class CausalLM(nnx.Module):
         for layer, own in zip(self.layers, contexts, strict=True):
             x = layer(x, own)
         hidden, matrix = with_low_rank(self._output, self.norm(x)), extended_matrix(self._output)
-        return cap_logits(project(hidden, matrix, jnp.float32), self.config.logit_softcap)
+        return cap_logits(project(hidden, matrix, jnp.float32), self.config.scales.logit_softcap)
 
     @property
     def output_weight(self) -> Float[Array, "V D"]:

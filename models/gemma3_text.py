@@ -22,7 +22,12 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         "sliding_attention": raw.get("rope_local_base_freq") or 10_000.0,
     }
     ropes = ropes_by_type(raw, thetas, max_position_embeddings=_POSITIONS)
-    fields = gemma_fields(raw, max_position_embeddings=_POSITIONS, rope=ropes["full_attention"])
+    fields = gemma_fields(
+        raw,
+        max_position_embeddings=_POSITIONS,
+        rope=ropes["full_attention"],
+        logit_softcap=raw.get("final_logit_softcapping"),
+    )
     every = raw.get("sliding_window_pattern") or 6
     types = [
         "sliding_attention" if (index + 1) % every else "full_attention" for index in range(raw["num_hidden_layers"])
@@ -31,7 +36,6 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         **fields,
         layer_windows=layer_windows(raw, types, raw.get("sliding_window", 4096)),
         layer_ropes=tuple(ropes[kind] for kind in layer_types(raw, types)),
-        logit_softcap=raw.get("final_logit_softcapping"),
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from jaxglue.models.config import LAYER_LINEARS, linears_by_layer
+from jaxglue.models.config import layer_linears, linears_by_layer
 from jaxglue.ops.choices import Storage
 from jaxglue.ops.gated_mlp import Activation
 from jaxglue.ops.quant.formats import FORMATS, skipped_modules, stored_format
@@ -269,7 +269,7 @@ def decoder_fields(
 def _layer_unquantized(raw: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
     """Return the linear layers of each layer that a quantized folder holds unquantized; empty where it holds none."""
     layers = raw["num_hidden_layers"]
-    modules = [f"model.layers.{layer}.{linear}" for layer in range(layers) for linear in LAYER_LINEARS]
+    modules = [f"model.layers.{layer}.{linear}" for layer in range(layers) for linear in layer_linears()]
     return linears_by_layer(skipped_modules(raw.get("quantization_config"), modules), layers)
 
 

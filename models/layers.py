@@ -15,7 +15,6 @@ from jaxtyping import Array, Float
 
 from jaxglue.models.config import DecoderConfig, LayerKind
 from jaxglue.models.context import LayerContext
-from jaxglue.models.delta_net import DeltaNet
 from jaxglue.models.family import Parts
 from jaxglue.models.linear import Linear, layer_linear
 from jaxglue.models.moe_layers import SparseMLP
@@ -44,7 +43,8 @@ class Attention(nnx.Module):
         D, H = config.hidden_size, kind.head_dim
         N, K = config.num_attention_heads, kind.shape.kv_heads
         linear = partial(layer_linear, config, kind, dtype=dtype, rngs=rngs)
-        bias, output_bias = config.attention_bias, config.attention_output_bias
+        bias, options = config.attention_bias, config.attention
+        output_bias = bias if options.output_bias is None else options.output_bias
         self.fused, self.gated = parts.fused_qkv, parts.gated_attention
         if self.fused:
             self.qkv_proj = linear("self_attn.qkv_proj", D, (N + 2 * K) * H, bias=bias)
@@ -52,10 +52,10 @@ class Attention(nnx.Module):
             self.q_proj = linear("self_attn.q_proj", D, N * H * (1 + self.gated), bias=bias)
             self.k_proj = linear("self_attn.k_proj", D, K * H, bias=bias)
             self.v_proj = linear("self_attn.v_proj", D, K * H, bias=bias)
-        self.o_proj = linear("self_attn.o_proj", N * H, D, bias=bias if output_bias is None else output_bias)
+        self.o_proj = linear("self_attn.o_proj", N * H, D, bias=output_bias)
         norm: dict[str, Any] = {"eps": config.rms_norm_eps, "style": parts.norm, "dtype": dtype}
         widths = {"none": None, "heads": (H, H), "full": (N * H, K * H)}[parts.head_norms]
-        widths = widths if config.head_norms else None
+        widths = widths if options.head_norms else None
         self.q_norm = RMSNorm(widths[0], **norm) if widths else None
         self.k_norm = RMSNorm(widths[1], **norm) if widths else None
         self.norms_full_width = parts.head_norms == "full"
@@ -64,7 +64,7 @@ class Attention(nnx.Module):
         self.bounds = N * H, (N + K) * H
         """Ends of queries and of keys in a fused projection."""
         self.head_dim, self.window, self.rotary = H, kind.window, kind.rotary
-        self.query_factor, self.softcap = config.query_factor(H), config.attention_softcap
+        self.query_factor, self.softcap = config.query_factor(H), options.softcap
 
     def __call__(self, normed: Normed, context: LayerContext) -> Branch:
         """Project, rotate, attend and project back."""
@@ -205,14 +205,12 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: DecoderConfig, parts: Parts, kind: LayerKind, *, dtype, rngs: nnx.Rngs):
         options: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
-        if kind.linear:
-            self.linear_attn = DeltaNet(config, kind, **options)
-        else:
-            self.self_attn = self.attention(config, parts, kind, **options)
-        self.linear = kind.linear
+        mixer = kind.mixer.make(config, parts, kind, **options) or self.attention(config, parts, kind, **options)
+        setattr(self, kind.mixer.module, mixer)
+        self.mixer_name = kind.mixer.module
         dense = FusedMLP if parts.fused_gate_up else GatedMLP
         self.mlp = _sparse_mlp(config, parts, kind, **options) if kind.sparse else dense(config, kind, **options)
-        self.norms, self.norm_style, self.factor = parts.norms, parts.norm, config.residual_multiplier
+        self.norms, self.norm_style, self.factor = parts.norms, parts.norm, config.scales.residual
         for name in filter(None, vars(parts.norms).values()):
             setattr(self, name, RMSNorm(config.hidden_size, config.rms_norm_eps, style=parts.norm, dtype=dtype))
 
@@ -223,14 +221,9 @@ class DecoderLayer(nnx.Module):
         return self._add_mlp(x, context)
 
     @property
-    def mixer(self) -> Attention | DeltaNet:
-        """Return the part in which tokens see others: attention, or linear attention."""
-        return self.linear_attn if self.linear else self.self_attn
-
-    @property
-    def gates_attention(self) -> bool:
-        """Return whether the mixer's output has a gate."""
-        return self.linear or self.self_attn.gated
+    def mixer(self) -> Any:
+        """Return the part in which tokens see others: attention, or another with its methods."""
+        return getattr(self, self.mixer_name)
 
     def before_attention(self, x: Float[Array, "B T D"], context: LayerContext) -> tuple[tuple[Array, ...], Any]:
         """Return the mixer's values of norm(x), such as queries, keys and values, and its output's gate, if any."""
@@ -257,9 +250,7 @@ class DecoderLayer(nnx.Module):
         """Return the norm of this name; None for none."""
         return None if name is None else getattr(self, name)
 
-    def _fork(
-        self, x, name: str | None, reader: Attention | DeltaNet | GatedMLP | FusedMLP | SparseMLP, context
-    ) -> tuple[Array, Normed]:
+    def _fork(self, x, name: str | None, reader: Any, context) -> tuple[Array, Normed]:
         """Return x, and norm(x) for this reader."""
         norm = self.norm(name)
         return (x, x) if norm is None else norm.fork(x, reader.inputs, context)

@@ -47,7 +47,7 @@ class SharedAttention(Attention):
         self.fused = self.gated = self.norms_full_width = False
         self.sinks = None
         self.head_dim, self.window, self.rotary = H, kind.window, kind.rotary
-        self.query_factor, self.softcap = config.query_factor(H), config.attention_softcap
+        self.query_factor, self.softcap = config.query_factor(H), config.attention.softcap
 
     def project(self, normed: Normed, context: LayerContext) -> tuple[tuple[Array, Array, Array], None]:
         """Return rotated queries and keys, and values [B, T, heads, H], all made here."""

@@ -33,7 +33,7 @@ class Embedding(nnx.Module):
     def __init__(self, config: DecoderConfig, norm: NormStyle = LLAMA_NORM, *, dtype, rngs: nnx.Rngs):
         shape = (config.vocab_size, config.hidden_size)
         self.weight = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * config.initializer_range)
-        self.multiplier, self.shared_width = config.embedding_multiplier, config.shared_width
+        self.multiplier, self.shared_width = config.scales.embedding, config.shared_width
         self.lora_A: nnx.LoRAParam | None = nnx.data(None)
         self.lora_B: nnx.LoRAParam | None = nnx.data(None)
         self.lora_scale = 0.0

@@ -77,7 +77,7 @@ def by_tiles(
         return layer.after_attention(x, attended, gate, context)
 
     known = context.attention_out
-    if known is not None and not layer.gates_attention:
+    if known is not None and not layer.mixer.gated:
         return map_tiles(after, context, x, known)
     values, gate = map_tiles(before, context, x)
     values = tuple(map(checkpoint_name, values, layer.mixer.value_names))
@@ -109,10 +109,11 @@ def _check_small(capability: Capability | None, layer: DecoderLayer, x: Array, c
 def _as_small(layer: DecoderLayer, x: Float[Array, "B T D"], context: PackedContext) -> Float[Array, "B T D"]:
     """Apply the layer as one operation that is differentiated by hand."""
     before, after = layer.norm(_PRE_NORMS.before_attention), layer.norm(_PRE_NORMS.before_mlp)
-    rotary = layer.self_attn.rotary
+    attention = layer.mixer
+    rotary = attention.rotary
     assert before is not None and after is not None and rotary is not None
-    norms = LayerNorms(before.weight[...], after.weight[...], layer.self_attn.head_norms)
-    spec = LayerSpec(rotary=rotary, eps=before.eps, window=layer.self_attn.window)
+    norms = LayerNorms(before.weight[...], after.weight[...], attention.head_norms)
+    spec = LayerSpec(rotary=rotary, eps=before.eps, window=attention.window)
     y = small_layer(spec, x, norms, _projections(layer), context)
     assert y is not None
     return y
@@ -120,7 +121,7 @@ def _as_small(layer: DecoderLayer, x: Float[Array, "B T D"], context: PackedCont
 
 def _projections(layer: DecoderLayer) -> list[Projection]:
     assert isinstance(layer.mlp, GatedMLP)
-    return [linear.projection for linear in (*layer.self_attn.linears, *layer.mlp.linears)]
+    return [linear.projection for linear in (*layer.mixer.linears, *layer.mlp.linears)]
 
 
 LAYER_FORM = Operation(

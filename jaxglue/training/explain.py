@@ -8,7 +8,6 @@ from jaxglue.engine.layer_forms import explain_forms
 from jaxglue.ops.attention import ATTENTION
 from jaxglue.ops.backend import BackendChoice, compute_capability
 from jaxglue.ops.cross_entropy import CROSS_ENTROPY
-from jaxglue.ops.delta_rule import DELTA_RULE, DeltaShape
 from jaxglue.ops.moe import GROUPED_MATMUL
 from jaxglue.ops.norm_rope import NORM_ROPE
 from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT, BatchKind
@@ -47,7 +46,7 @@ def kernel_reasons(config: TrainConfig, workload: Workload, *, attention: str, s
     if config.objective.kind.answers is not None:
         reasons["prompts"] = _prompt_reason(why_prompts_are_copied(config, model))
     reasons |= dict(_attention_reasons(config, workload, attention, slots))
-    choices = {"rotation": rotation_choice(workload), **layer_forms(workload), **linear_attention_choice(workload)}
+    choices = {"rotation": rotation_choice(workload), **layer_forms(workload), **mixer_choices(workload)}
     if model.moe is not None:
         choices["experts"] = GROUPED_MATMUL.choose(capability, dtype)
     choices["loss"] = CROSS_ENTROPY.choose(capability, dtype)
@@ -71,12 +70,14 @@ def rotation_choice(workload: Workload) -> BackendChoice:
     return NORM_ROPE.choose(compute_capability(), workload.dtype, interleaved)
 
 
-def linear_attention_choice(workload: Workload) -> dict[str, BackendChoice]:
-    """Return the delta rule's backend by title, where layers have linear attention."""
-    if (delta := workload.config.delta) is None:
-        return {}
-    shape = DeltaShape(dtype=workload.dtype, key_dim=delta.key_dim, value_dim=delta.value_dim)
-    return {"linear attention": DELTA_RULE.choose(compute_capability(), shape)}
+def mixer_choices(workload: Workload) -> dict[str, BackendChoice]:
+    """Return the backends of what layers have in place of attention, by title."""
+    mixers = workload.config.mixer_kinds
+    return {
+        title: choice
+        for mixer in mixers
+        for title, choice in mixer.backends(compute_capability(), workload.dtype).items()
+    }
 
 
 def attention_choice(

@@ -27,8 +27,8 @@ from jaxglue.training.config import warmup_steps
 from jaxglue.training.explain import (
     attention_choice,
     layer_forms,
-    linear_attention_choice,
     long_attention_choices,
+    mixer_choices,
     rotation_choice,
 )
 from jaxglue.training.progress import format_duration
@@ -216,7 +216,7 @@ def _memory(run: Run) -> str:
 
 def _forms(run: Run) -> dict[str, object]:
     """Describe how the first layer, its projections and linear attention are computed, and why."""
-    choices = layer_forms(run.workload) | linear_attention_choice(run.workload)
+    choices = layer_forms(run.workload) | mixer_choices(run.workload)
     return {title: f"{choice.name}: {choice.reason}" for title, choice in choices.items()}
 
 

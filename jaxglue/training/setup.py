@@ -226,7 +226,7 @@ def _read_data(
             held_out = read_prompts(config.data, vocabulary.tokenizer, **sizes, held_out=True)
         return PreparedData(train=prompts, eval=held_out, report=PromptReport(prompts, held_out))
     shared = not why_prompts_are_copied(config, model)
-    task = config.objective.task(shared_prompt=shared, copies=model.delta is not None)
+    task = config.objective.task(shared_prompt=shared, copies=model.recurrent is not None)
     columns = {**config.objective.columns, **columns}
     return prepare_data(config.data, vocabulary.tokenizer, model.vocab_size, progress, task, columns)
 
@@ -277,7 +277,7 @@ def _make_rollouts(
         seed=config.data.seed,
         folder=config.run.output,
         shared=not why_prompts_are_copied(config, model),
-        copies=model.delta is not None,
+        copies=model.recurrent is not None,
         held_out=held_out,
     )
     try:

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxglue.models.config import DecoderConfig, LayerKind
+from jaxglue.models.delta_net import DeltaConfig
 from jaxglue.models.family import find_family
+from jaxglue.models.latent import LatentConfig
 from jaxglue.ops.rope import RopeConfig, Rotary
 
 _LOCAL_THETA = 10_000.0
@@ -48,10 +50,10 @@ class Architecture:
 
 def _granite(config: DecoderConfig) -> dict[str, Any]:
     return {
-        "attention.scale": float(config.attention_scale or 1.0),
-        "embedding_scale": float(config.embedding_multiplier),
-        "residual_scale": float(config.residual_multiplier),
-        "logit_scale": float(config.logit_divisor),
+        "attention.scale": float(config.attention.scale or 1.0),
+        "embedding_scale": float(config.scales.embedding),
+        "residual_scale": float(config.scales.residual),
+        "logit_scale": float(config.scales.logit_divisor),
     }
 
 
@@ -93,7 +95,7 @@ def _smollm3(config: DecoderConfig) -> str | None:
 def _gemma_scale(config: DecoderConfig) -> str | None:
     large = config.num_hidden_layers == _LAYERS_OF_27B[config.model_type]
     width = config.hidden_size / config.num_attention_heads if large else config.head_dim
-    scale = config.attention_scale or 0.0
+    scale = config.attention.scale or 0.0
     return None if abs(scale * width**0.5 - 1) < 1e-6 else f"query_pre_attn_scalar other than {width:g}"
 
 
@@ -102,14 +104,14 @@ def _gemma2(config: DecoderConfig) -> str | None:
         return "Gemma 2 with other layers in windows than every second"
     if not config.tie_word_embeddings:
         return "Gemma 2 with an output projection apart from the embedding"
-    if config.attention_softcap is None or config.logit_softcap is None:
+    if config.attention.softcap is None or config.scales.logit_softcap is None:
         return "Gemma 2 without caps of scores and logits"
     return _gemma_scale(config)
 
 
 def _gemma2_metadata(config: DecoderConfig) -> dict[str, Any]:
-    assert config.attention_softcap and config.logit_softcap
-    caps = {"attn_logit_softcapping": config.attention_softcap, "final_logit_softcapping": config.logit_softcap}
+    assert config.attention.softcap and config.scales.logit_softcap
+    caps = {"attn_logit_softcapping": config.attention.softcap, "final_logit_softcapping": config.scales.logit_softcap}
     return {name: float(value) for name, value in caps.items()}
 
 
@@ -120,7 +122,7 @@ def _gemma3(config: DecoderConfig) -> str | None:
     local = [kind.rope for kind in kinds if kind.window is not None]
     if any(rope is None or rope.rope_type != "default" or rope.rope_theta != _LOCAL_THETA for rope in local):
         return f"rotary embeddings of windows other than with base {_LOCAL_THETA:g}"
-    return "a cap of logits" if config.logit_softcap is not None else _gemma_scale(config)
+    return "a cap of logits" if config.scales.logit_softcap is not None else _gemma_scale(config)
 
 
 def _olmo3(config: DecoderConfig) -> str | None:
@@ -208,7 +210,7 @@ _LAYERS_OF_LITE = (26, 27)
 
 
 def _latent(config: DecoderConfig) -> str | None:
-    moe, rope, latent = config.moe, config.rope, config.latent
+    moe, rope, latent = config.moe, config.rope, config.mixer_of(LatentConfig)
     assert moe is not None and latent is not None
     if latent.query_rank is None and config.num_hidden_layers not in _LAYERS_OF_LITE:
         return "queries without a latent vector in a model of other than 26 or 27 layers"
@@ -228,7 +230,7 @@ def _latent(config: DecoderConfig) -> str | None:
 
 def _latent_metadata(config: DecoderConfig) -> dict[str, Any]:
     """Return the metadata of attention to latents: all heads have one key, a latent and what turns."""
-    latent, moe, rope = config.latent, config.moe, config.rope
+    latent, moe, rope = config.mixer_of(LatentConfig), config.moe, config.rope
     assert latent is not None and moe is not None
     found: dict[str, Any] = {
         "attention.head_count_kv": 1,
@@ -296,7 +298,9 @@ def _gemma4_metadata(config: DecoderConfig) -> dict[str, Any]:
         found |= {f"attention.{part}_length{suffix}": kind.head_dim for part in ("key", "value")}
         found[f"rope.dimension_count{suffix}"] = kind.head_dim
         found[f"rope.freq_base{suffix}"] = float(kind.rope.rope_theta) if kind.rope else 0.0
-    return found | ({"final_logit_softcapping": float(config.logit_softcap)} if config.logit_softcap else {})
+    return found | (
+        {"final_logit_softcapping": float(config.scales.logit_softcap)} if config.scales.logit_softcap else {}
+    )
 
 
 def _partial(config: DecoderConfig) -> dict[str, Any]:
@@ -304,8 +308,9 @@ def _partial(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _linear_attention(config: DecoderConfig) -> str | None:
-    assert config.delta is not None
-    if config.delta.key_dim != config.delta.value_dim:
+    delta = config.mixer_of(DeltaConfig)
+    assert delta is not None
+    if delta.key_dim != delta.value_dim:
         return "keys and values of linear attention of different sizes"
     if _interval(config) is None:
         return "layers of linear attention in another order than all but every so many-th"
@@ -314,15 +319,14 @@ def _linear_attention(config: DecoderConfig) -> str | None:
 
 def _interval(config: DecoderConfig) -> int | None:
     """Return the number of layers of which the last is not of linear attention; None where there is none."""
-    assert config.delta is not None
-    layers = config.delta.layers
+    layers = tuple(mixer.recurrent for mixer in config.mixers)
     interval = layers.index(False) + 1 if False in layers else len(layers) + 1
     return interval if layers == tuple(bool((i + 1) % interval) for i in range(len(layers))) else None
 
 
 def _linear_attention_metadata(config: DecoderConfig) -> dict[str, Any]:
-    assert config.delta is not None
-    delta, pairs = config.delta, Rotary(config.rope, config.head_dim).dims // 2
+    delta, pairs = config.mixer_of(DeltaConfig), Rotary(config.rope, config.head_dim).dims // 2
+    assert delta is not None
     found = {
         "ssm.conv_kernel": delta.conv_width,
         "ssm.inner_size": delta.value_width,

@@ -15,6 +15,7 @@ from jaxglue.hf.gguf.linear_attention import in_file, module_in_file, shape_in_f
 from jaxglue.hf.gguf.package import load_gguf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.family import find_family
+from jaxglue.models.latent import LatentConfig
 from jaxglue.ops.quant.mxfp4 import BLOCK
 from jaxglue.ops.rope import inverse_frequencies
 
@@ -206,7 +207,8 @@ class _Layout:
 
     def _from_latents(self, name: str) -> Iterator[GgufTensor]:
         """Yield the matrices from latents to each head's keys, transposed, and to its values."""
-        latent, heads, (_, rank) = self._config.latent, self._config.num_attention_heads, self._specs[name].shape
+        latent, heads = self._config.mixer_of(LatentConfig), self._config.num_attention_heads
+        _, rank = self._specs[name].shape
         assert latent is not None
         sizes = {"k_b_proj": (rank, latent.nope_dim), "v_b_proj": (latent.value_dim, rank)}
         rows = {"k_b_proj": slice(latent.nope_dim), "v_b_proj": slice(latent.nope_dim, None)}
