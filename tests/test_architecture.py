@@ -20,6 +20,7 @@ FLOORS = (
     {"models", "objectives"},
     {"data"},
     {"distributed", "ops"},
+    {"parts"},
     {"settings"},
     {"files"},
     {"terminal"},
