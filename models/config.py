@@ -103,8 +103,6 @@ class Mixer:
     """In words."""
     module: ClassVar[str] = "self_attn"
     """Its name in the layer."""
-    linears: ClassVar[tuple[str, ...]] = ()
-    """Its linear layers, by their paths within the layer, beside those of `LAYER_LINEARS`."""
     recurrent: ClassVar[bool] = False
     """A state of fixed size stands for the tokens before, and follows one continuation of them."""
     extends: ClassVar[bool] = False
@@ -531,26 +529,21 @@ class DecoderConfig:
         return replace(self, moe=replace(self.moe, quantize="none")) if self.moe else self
 
 
-LAYER_LINEARS = (
+LAYER_LINEARS = [
     *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
     *(f"self_attn.{name}" for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")),
     *(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")),
     *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.qkv_proj", "mlp.gate_up_proj"),
     *("per_layer_input_gate", "per_layer_projection"),
     *(f"mlp.{shared}.{name}_proj" for shared in ("shared_expert", "shared_experts") for name in ("gate", "up", "down")),
-)
-"""Linear layers of decoder layers."""
-
-
-def layer_linears() -> list[str]:
-    """Return `LAYER_LINEARS` and those of further kinds of mixers."""
-    return list(dict.fromkeys([*LAYER_LINEARS, *(name for mixer in Mixer.__subclasses__() for name in mixer.linears)]))
+]
+"""Linear layers of decoder layers; families that have others add these (`Family.linears`)."""
 
 
 def linears_by_layer(modules: Iterable[str], layers: int) -> tuple[tuple[str, ...], ...]:
     """Return the linear layers of each layer among modules; empty where none has any."""
     named = set(modules)
-    found = tuple(tuple(x for x in layer_linears() if f"model.layers.{layer}.{x}" in named) for layer in range(layers))
+    found = tuple(tuple(x for x in LAYER_LINEARS if f"model.layers.{layer}.{x}" in named) for layer in range(layers))
     return found if any(found) else ()
 
 

@@ -109,7 +109,10 @@ class DeltaConfig(Mixer):
         """See `Mixer`."""
         if self.num_key_heads % devices == 0:
             return None
-        return f"the {self.num_key_heads} key heads of {self.title} do not divide among {devices} GPUs of context"
+        return (
+            f"the {self.num_key_heads} key heads of {self.title} do not divide among {devices} GPUs of context, which "
+            "exchange tokens for heads there"
+        )
 
     def initial(self, name: str, key: jax.Array, spec: jax.ShapeDtypeStruct) -> jax.Array | None:
         """See `Mixer`."""

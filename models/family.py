@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal
 
-from jaxglue.models.config import DecoderConfig
+from jaxglue.models.config import LAYER_LINEARS, DecoderConfig
+from jaxglue.models.wrapper import WRAPPERS
 from jaxglue.ops.moe import Activation, Order
 from jaxglue.ops.norm_rope import LLAMA_NORM, NormStyle
+from jaxglue.parts import Registry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +21,21 @@ class NormNames:
     """Norm of attention's output, before it is added to the residual stream."""
     before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleNames:
+    """Names of a layer's modules."""
+
+    output: str = "o_proj"
+    """Attention's projection of its output."""
+    mlp: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+NAMES = ModuleNames()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +55,8 @@ class ExpertParts:
     """The router's weight is in float32 whatever the model's dtype, and so is its product."""
     correction: bool = False
     """The router has a stored bias of each expert, `e_score_correction_bias`, that counts for the choice alone."""
+    correction_axes: int = 1
+    """Axes of these biases in files, the first ones of size 1."""
     shared: str = "shared_expert"
     """Name of the expert that serves every token, where config.json has one."""
     shared_gate: bool = False
@@ -50,8 +69,11 @@ class Parts:
 
     norms: NormNames = NormNames()
     norm: NormStyle = LLAMA_NORM
-    head_norms: Literal["none", "heads", "full"] = "none"
-    """Norms of queries and keys: of each head, or of the full width before it is cut into heads."""
+    head_norms: Literal["none", "heads", "full", "turned"] = "none"
+    """Norms of queries and keys: of each head, of the full width before it is cut into heads, or of turned heads."""
+    names: ModuleNames = NAMES
+    parallel: bool = False
+    """Attention and feed-forward read one norm, that before attention, and add to one residual stream."""
     fused_qkv: bool = False
     """One projection `qkv_proj` gives queries, keys and values."""
     fused_gate_up: bool = False
@@ -73,15 +95,18 @@ class Family:
     parts: Parts = Parts()
     layer: type | None = None
     """Its `DecoderLayer`, where it has one of its own."""
+    linears: tuple[str, ...] = ()
+    """Linear layers of its layers, by paths within a layer, beside `LAYER_LINEARS`."""
 
 
-FAMILIES: dict[str, Family] = {}
+FAMILIES = Registry[Family]("model family")
 """Families by `model_type`."""
 
 
 def register(family: Family) -> Family:
-    """Let config.json files of this model type be read and built, in place of an earlier family of that type."""
-    FAMILIES[family.model_type] = family
+    """Let config.json files of this model type be read and built; raise ValueError for a type that has a family."""
+    FAMILIES.add(family.model_type, family)
+    LAYER_LINEARS.extend(name for name in family.linears if name not in LAYER_LINEARS)
     return family
 
 
@@ -113,7 +138,8 @@ def find_family(model_type: Any, raw: Mapping[str, Any] | None = None) -> Family
     """
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
-    nearest = get_close_matches(str(model_type), FAMILIES, n=1, cutoff=0.6)
+    types = sorted({*FAMILIES, *WRAPPERS})
+    nearest = get_close_matches(str(model_type), types, n=1, cutoff=0.6)
     hint = f"; the nearest is {nearest[0]}" if nearest else ""
     parts: dict[str, str] = {}
     for name, part in _FOREIGN.items():
@@ -121,4 +147,4 @@ def find_family(model_type: Any, raw: Mapping[str, Any] | None = None) -> Family
             parts.setdefault(part, name)
     if parts:
         hint += f". Its config.json names {', '.join(f'{part} ({name})' for part, name in parts.items())}"
-    raise ValueError(f"model_type {model_type!r} is not supported: known are {', '.join(FAMILIES)}{hint}")
+    raise ValueError(f"model_type {model_type!r} is not supported: known are {', '.join(types)}{hint}")

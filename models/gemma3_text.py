@@ -6,7 +6,7 @@ from typing import Any
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.family import Family, Parts, register
 from jaxglue.models.gemma2 import NORMS, gemma_fields
-from jaxglue.models.hf_fields import layer_types, layer_windows, ropes_by_type
+from jaxglue.models.hf_fields import layer_types, layer_windows, ropes_by_type, window_pattern
 from jaxglue.models.wrapper import Wrapper, wrap
 
 _POSITIONS = 131_072
@@ -28,7 +28,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         rope=ropes["full_attention"],
         logit_softcap=raw.get("final_logit_softcapping"),
     )
-    every = raw.get("sliding_window_pattern") or 6
+    every = window_pattern(raw, 6)
     types = [
         "sliding_attention" if (index + 1) % every else "full_attention" for index in range(raw["num_hidden_layers"])
     ]

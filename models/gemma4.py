@@ -110,9 +110,9 @@ class Gemma4Layer(DecoderLayer):
         if not self.sparse:
             return super()._add_mlp(x, context)
         x = checkpoint_name(x, names.ATTENTION_RESIDUAL)
-        x, normed = self._fork(x, self.norms.before_mlp, self.mlp, context)
+        x, normed = self._fork(x, self.norms.before_mlp, self.ffn, context)
         dense_norm, before, after = (getattr(self, name) for name in _EXPERT_NORMS)
-        dense = dense_norm.of(self.mlp(normed, context).add_to(jnp.zeros_like(x)))
+        dense = dense_norm.of(self.ffn(normed, context).add_to(jnp.zeros_like(x)))
         flat = x.reshape(-1, x.shape[-1])
         logits, routing = self.router(flat)
         routed = apply_experts(self.experts, before(flat), logits, routing, context).reshape(x.shape)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from jaxglue.models.config import DecoderConfig, LayerKind
 from jaxglue.models.context import LayerContext
-from jaxglue.models.family import Parts
+from jaxglue.models.family import NAMES, ModuleNames, Parts
 from jaxglue.models.linear import Linear, layer_linear
 from jaxglue.models.moe_layers import SparseMLP
 from jaxglue.models.residual import Branch, RMSNorm
@@ -38,6 +38,7 @@ class Attention(nnx.Module):
 
     value_names: tuple[str, ...] = (names.QUERY, names.KEY, names.VALUE)
     """Names of `project`'s values, for checkpoint policies."""
+    output_name = "o_proj"
 
     def __init__(self, config: DecoderConfig, parts: Parts, kind: LayerKind, *, dtype, rngs: nnx.Rngs):
         D, H = config.hidden_size, kind.head_dim
@@ -52,13 +53,14 @@ class Attention(nnx.Module):
             self.q_proj = linear("self_attn.q_proj", D, N * H * (1 + self.gated), bias=bias)
             self.k_proj = linear("self_attn.k_proj", D, K * H, bias=bias)
             self.v_proj = linear("self_attn.v_proj", D, K * H, bias=bias)
-        self.o_proj = linear("self_attn.o_proj", N * H, D, bias=output_bias)
+        self.output_name = parts.names.output
+        setattr(self, self.output_name, linear(f"self_attn.{self.output_name}", N * H, D, bias=output_bias))
         norm: dict[str, Any] = {"eps": config.rms_norm_eps, "style": parts.norm, "dtype": dtype}
-        widths = {"none": None, "heads": (H, H), "full": (N * H, K * H)}[parts.head_norms]
+        widths = {"none": None, "heads": (H, H), "turned": (H, H), "full": (N * H, K * H)}[parts.head_norms]
         widths = widths if options.head_norms else None
         self.q_norm = RMSNorm(widths[0], **norm) if widths else None
         self.k_norm = RMSNorm(widths[1], **norm) if widths else None
-        self.norms_full_width = parts.head_norms == "full"
+        self.norms_full_width, self.norms_turned = (parts.head_norms == kind for kind in ("full", "turned"))
         std = config.initializer_range
         self.sinks = nnx.Param(jax.random.normal(rngs.params(), (N,), dtype) * std) if parts.sinks else None
         self.bounds = N * H, (N + K) * H
@@ -83,6 +85,10 @@ class Attention(nnx.Module):
         q, k, v, gate = self._heads(q), self._heads(k), self._heads(v), None
         if self.gated:  # each head's query, then its gate
             q, gate = q[:, :, ::2], q[:, :, 1::2]
+        if self.q_norm is not None and self.k_norm is not None and self.norms_turned:
+            q, k = context.rotate(q, k, self.rotary, at_once=True)
+            q, k = self.q_norm(q), self.k_norm(k)
+            return ((q * self.query_factor).astype(q.dtype), k, v), gate
         q, k = context.rotate(q, k, self.rotary, self.head_norms, self.query_factor)
         return (q, k, v), gate
 
@@ -97,7 +103,12 @@ class Attention(nnx.Module):
         if gate is not None:
             attended = attended.reshape(gate.shape) * jax.nn.sigmoid(gate)
         flat = attended.reshape(*attended.shape[:2], -1)
-        return Branch(lambda x: self.o_proj.add_to(x, flat, context))
+        return Branch(lambda x: self.output_proj.add_to(x, flat, context))
+
+    @property
+    def output_proj(self) -> Linear:
+        """Return the projection of attention's output."""
+        return getattr(self, self.output_name)
 
     def _heads(self, x):
         return x.reshape(*x.shape[:2], -1, self.head_dim)
@@ -113,12 +124,12 @@ class Attention(nnx.Module):
     def linears(self) -> tuple[Linear, ...]:
         """Return the projections to queries, keys and values, or the one to all, and that of attention's output."""
         first = (self.qkv_proj,) if self.fused else (self.q_proj, self.k_proj, self.v_proj)
-        return *first, self.o_proj
+        return *first, self.output_proj
 
     @property
     def head_norms(self) -> HeadNorms | None:
-        """Return the norms of the heads of queries and keys; None without."""
-        if self.q_norm is None or self.k_norm is None or self.norms_full_width:
+        """Return the norms of the heads of queries and keys, before they turn; None without."""
+        if self.q_norm is None or self.k_norm is None or self.norms_full_width or self.norms_turned:
             return None
         return HeadNorms(self.q_norm.weight[...], self.k_norm.weight[...], self.q_norm.eps, self.q_norm.style)
 
@@ -127,13 +138,21 @@ class GatedMLP(nnx.Module):
     """Gated feed-forward: down(activation(gate(x)) · up(x)); `path` is within the layer, `size` its width F."""
 
     def __init__(
-        self, config: DecoderConfig, kind: LayerKind, path: str = "mlp", size: int | None = None, *, dtype, rngs
+        self,
+        config: DecoderConfig,
+        kind: LayerKind,
+        path: str = "mlp",
+        size: int | None = None,
+        *,
+        modules: ModuleNames = NAMES,
+        dtype,
+        rngs,
     ):
         D, F = config.hidden_size, kind.shape.intermediate_size if size is None else size
         linear = partial(layer_linear, config, kind, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
-        self.gate_proj = linear(f"{path}.gate_proj", D, F)
-        self.up_proj = linear(f"{path}.up_proj", D, F)
-        self.down_proj = linear(f"{path}.down_proj", F, D)
+        self.modules = modules.gate, modules.up, modules.down
+        for name, sizes in zip(self.modules, ((D, F), (D, F), (F, D)), strict=True):
+            setattr(self, name, linear(f"{path}.{name}", *sizes))
         self.activation = config.activation
 
     def __call__(self, normed: Normed, context: LayerContext) -> Branch:
@@ -154,7 +173,8 @@ class GatedMLP(nnx.Module):
     @property
     def linears(self) -> tuple[Linear, Linear, Linear]:
         """Return gate, up and down."""
-        return self.gate_proj, self.up_proj, self.down_proj
+        gate, up, down = (getattr(self, name) for name in self.modules)
+        return gate, up, down
 
 
 class FusedMLP(nnx.Module):
@@ -208,14 +228,18 @@ class DecoderLayer(nnx.Module):
         mixer = kind.mixer.make(config, parts, kind, **options) or self.attention(config, parts, kind, **options)
         setattr(self, kind.mixer.module, mixer)
         self.mixer_name = kind.mixer.module
-        dense = FusedMLP if parts.fused_gate_up else GatedMLP
-        self.mlp = _sparse_mlp(config, parts, kind, **options) if kind.sparse else dense(config, kind, **options)
+        self.mlp_name = parts.names.mlp
+        setattr(self, self.mlp_name, _feed_forward(config, parts, kind, **options))
+        self.parallel = parts.parallel
         self.norms, self.norm_style, self.factor = parts.norms, parts.norm, config.scales.residual
         for name in filter(None, vars(parts.norms).values()):
             setattr(self, name, RMSNorm(config.hidden_size, config.rms_norm_eps, style=parts.norm, dtype=dtype))
 
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
         """Apply the layer to the residual stream."""
+        if self.parallel:
+            values, gate = self.before_attention(x, context)
+            return self.after_attention(x, self.mixer.attend(values, context), gate, context)
         x, normed = self._fork(x, self.norms.before_attention, self.mixer, context)
         x = x + self._branch(self.mixer(normed, context), self.norms.after_attention, names.ATTENTION_BRANCH)
         return self._add_mlp(x, context)
@@ -225,21 +249,29 @@ class DecoderLayer(nnx.Module):
         """Return the part in which tokens see others: attention, or another with its methods."""
         return getattr(self, self.mixer_name)
 
+    @property
+    def ffn(self) -> Any:
+        """Return the feed-forward, dense or of experts."""
+        return getattr(self, self.mlp_name)
+
     def before_attention(self, x: Float[Array, "B T D"], context: LayerContext) -> tuple[tuple[Array, ...], Any]:
         """Return the mixer's values of norm(x), such as queries, keys and values, and its output's gate, if any."""
-        norm = self.norm(self.norms.before_attention)
-        return self.mixer.project(x if norm is None else norm(x), context)
+        return self.mixer.project(self._normed(x, self.norms.before_attention), context)
 
     def after_attention(self, x: Float[Array, "B T D"], attended: Array, gate: Any, context: LayerContext) -> Array:
         """Return the layer's output from its input, the values that attention gives its heads, and their gate."""
+        normed = x if not self.parallel else self._normed(x, self.norms.before_attention)
         branch = self.mixer.output(attended, gate, context)
         x = x + self._branch(branch, self.norms.after_attention, names.ATTENTION_BRANCH)
+        if self.parallel:
+            x = x + self._branch(self.ffn(normed, context), self.norms.after_mlp, names.MLP_BRANCH)
+            return self._finish(x, context)
         return self._add_mlp(x, context)
 
     def _add_mlp(self, x, context: LayerContext) -> Float[Array, "B T D"]:
         x = checkpoint_name(x, names.ATTENTION_RESIDUAL)
-        x, normed = self._fork(x, self.norms.before_mlp, self.mlp, context)
-        branch = self._branch(self.mlp(normed, context), self.norms.after_mlp, names.MLP_BRANCH)
+        x, normed = self._fork(x, self.norms.before_mlp, self.ffn, context)
+        branch = self._branch(self.ffn(normed, context), self.norms.after_mlp, names.MLP_BRANCH)
         return self._finish(x + branch, context)
 
     def _finish(self, x, context: LayerContext) -> Float[Array, "B T D"]:
@@ -249,6 +281,11 @@ class DecoderLayer(nnx.Module):
     def norm(self, name: str | None) -> RMSNorm | None:
         """Return the norm of this name; None for none."""
         return None if name is None else getattr(self, name)
+
+    def _normed(self, x: Array, name: str | None) -> Array:
+        """Return the norm of this name of x; x without one."""
+        norm = self.norm(name)
+        return x if norm is None else norm(x)
 
     def _fork(self, x, name: str | None, reader: Any, context) -> tuple[Array, Normed]:
         """Return x, and norm(x) for this reader."""
@@ -260,8 +297,15 @@ class DecoderLayer(nnx.Module):
         return replace(branch, norm=self.norm(norm), factor=self.factor, name=name)
 
 
-def _sparse_mlp(config: DecoderConfig, parts: Parts, kind: LayerKind, **options: Any) -> SparseMLP:
-    """Make a layer's experts, with the one that all tokens share, if any."""
+def _feed_forward(
+    config: DecoderConfig, parts: Parts, kind: LayerKind, **options: Any
+) -> SparseMLP | FusedMLP | GatedMLP:
+    """Make a layer's feed-forward: a dense one, or experts with the one that all tokens share, if any."""
+    names = parts.names
+    if not kind.sparse and parts.fused_gate_up:
+        return FusedMLP(config, kind, **options)
+    if not kind.sparse:
+        return GatedMLP(config, kind, names.mlp, modules=names, **options)
     assert config.moe is not None
-    path, size = f"mlp.{parts.experts.shared}", config.moe.shared_size
+    path, size = f"{names.mlp}.{parts.experts.shared}", config.moe.shared_size
     return SparseMLP(config, parts.experts, GatedMLP(config, kind, path, size, **options) if size else None, **options)

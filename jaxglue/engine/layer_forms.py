@@ -49,8 +49,8 @@ def explain_forms(
         context, capability = replace(context, dropout_key=jax.random.key(0)), compute_capability()
         found["layers"] = LAYER_FORM.choose(capability, layer, x, context)
         found["projections"] = PROJECTION.choose(capability, layer.mixer.inputs, context, False)
-        if isinstance(layer.mlp, GatedMLP | FusedMLP) and (parts := layer.mlp.parts) is not None:
-            found["feed-forward"] = GATED_MLP.choose(capability, parts, context, layer.mlp.activation)
+        if isinstance(layer.ffn, GatedMLP | FusedMLP) and (parts := layer.ffn.parts) is not None:
+            found["feed-forward"] = GATED_MLP.choose(capability, parts, context, layer.ffn.activation)
 
     jax.eval_shape(look, trainable, frozen, x, context)
     if found["layers"].name == "reference":
@@ -88,7 +88,7 @@ def by_tiles(
 
 def _check_small(capability: Capability | None, layer: DecoderLayer, x: Array, context: PackedContext) -> None:
     """Raise NotImplementedError for a layer that `small_layer` does not compute."""
-    attention, mlp = layer.mixer, layer.mlp
+    attention, mlp = layer.mixer, layer.ffn
     if not isinstance(attention, Attention) or isinstance(attention, LatentAttention) or attention.gated:
         raise NotImplementedError("attention is linear, latent or gated")
     rotary = attention.rotary
@@ -100,7 +100,13 @@ def _check_small(capability: Capability | None, layer: DecoderLayer, x: Array, c
         raise NotImplementedError("attention has sinks, a cap or a scale")
     if rotary is None or not rotary.turns_whole_halves or rotary.config.query_scale is not None:
         raise NotImplementedError("not both halves of each head turn, or queries are scaled by their positions")
-    if layer.norms != _PRE_NORMS or layer.factor != 1.0 or layer.norm_style != LLAMA_NORM or attention.norms_full_width:
+    if (
+        layer.norms != _PRE_NORMS
+        or layer.factor != 1.0
+        or layer.norm_style != LLAMA_NORM
+        or attention.norms_full_width
+        or attention.norms_turned
+    ):
         raise NotImplementedError("norms are not Llama's, or outputs are scaled")
     if SMALL_LAYER.load(x, _projections(layer), context) is None:
         raise NotImplementedError(SMALL_LAYER.choose(capability, x, _projections(layer), context).reason)
@@ -120,8 +126,8 @@ def _as_small(layer: DecoderLayer, x: Float[Array, "B T D"], context: PackedCont
 
 
 def _projections(layer: DecoderLayer) -> list[Projection]:
-    assert isinstance(layer.mlp, GatedMLP)
-    return [linear.projection for linear in (*layer.mixer.linears, *layer.mlp.linears)]
+    assert isinstance(layer.ffn, GatedMLP)
+    return [linear.projection for linear in (*layer.mixer.linears, *layer.ffn.linears)]
 
 
 LAYER_FORM = Operation(

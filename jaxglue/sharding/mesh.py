@@ -119,9 +119,7 @@ class MeshShape:
                 f"{nearest}"
             )
         for obstacle in filter(None, (mixer.why_not_split(self.context) for mixer in config.mixer_kinds)):
-            raise ValueError(
-                f"--mesh {self}: {obstacle}, which exchange tokens for heads there; use data or fsdp for the rest"
-            )
+            raise ValueError(f"--mesh {self}: {obstacle}; use data or fsdp for the rest")
 
     def _check_tensor(self, config: DecoderConfig) -> None:
         remedy = "use data or fsdp instead of tensor"

@@ -25,8 +25,8 @@ _BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 @pytest.fixture
 def registries():
     """Forget what a page's examples register."""
-    kept = [(each, {**each}) for each in (FAMILIES, OPTIMIZERS)], [*QUANTIZE]
-    with OBJECTIVES.scope(), FORMATS.scope():
+    kept = [(OPTIMIZERS, {**OPTIMIZERS})], [*QUANTIZE]
+    with OBJECTIVES.scope(), FORMATS.scope(), FAMILIES.scope():
         yield
     for each, entries in kept[0]:
         each.clear()

@@ -195,8 +195,8 @@ def test_absent_sizes_are_named(model_type, null):
 def test_latent_attention_is_scaled_as_yarn_says():
     raw = {**RAW, **GLM4_MOE, **LATENT, "model_type": "deepseek_v3", "n_group": 1, "topk_group": 1}
     plain, scaled = (config_from_hf({**raw, "rope_scaling": rope}) for rope in (None, {**YARN, "mscale_all_dim": 0.5}))
-    assert (plain.head_dim, plain.attention_scale, plain.num_key_value_heads) == (12, None, 32)
-    assert scaled.attention_scale == pytest.approx((0.05 * math.log(4) + 1) ** 2 / 12**0.5)
+    assert (plain.head_dim, plain.attention.scale, plain.num_key_value_heads) == (12, None, 32)
+    assert scaled.attention.scale == pytest.approx((0.05 * math.log(4) + 1) ** 2 / 12**0.5)
     assert {(rotary.dims, rotary.config.interleaved) for rotary in scaled.rotaries} == {(4, True)}
 
 

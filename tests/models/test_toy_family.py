@@ -71,10 +71,9 @@ AFTER = Family(
 
 
 @pytest.fixture(params=[TOY, AFTER], ids=["toy", "after"])
-def family(request, monkeypatch):
-    monkeypatch.delitem(FAMILIES, request.param.model_type, raising=False)
-    yield register(request.param)
-    del FAMILIES[request.param.model_type]
+def family(request):
+    with FAMILIES.scope():
+        yield register(request.param)
 
 
 @pytest.fixture

@@ -197,7 +197,7 @@ def route(
         order: `softmax_topk`, a softmax over all experts (Qwen3), `topk_softmax`, one over the chosen (GPT-OSS), or
             `sigmoid_topk`, a sigmoid of each (DeepSeek-V3).
         normalize: divide the chosen weights by their sum (Qwen3's `norm_topk_prob`); `topk_softmax` always sums to 1.
-        correction: added to sigmoids for the choice alone, without a gradient.
+        correction: added to probabilities or sigmoids for the choice alone, without a gradient.
         groups: of experts; those kept have the largest sum of their two best sigmoids, or the largest probability.
         scale: of the weights.
         inference: no gradients are taken: few tokens have kernels of their own.
@@ -206,8 +206,8 @@ def route(
         ValueError: k is not between 1 and E, the order is unknown, or groups do not fit.
     """
     M, E = router_logits.shape
-    softmax = order != "sigmoid_topk" and groups.kept == groups.total and scale == 1.0
-    if inference and softmax and (kernels := ROUTE.load(M * k, E)) is not None:
+    plain = order != "sigmoid_topk" and groups.kept == groups.total and scale == 1.0 and correction is None
+    if inference and plain and (kernels := ROUTE.load(M * k, E)) is not None:
         return kernels.route(router_logits, k, order=order, normalize=normalize)
     few = inference and M * k <= MOST_ROWS * E
     return sorted_route(
