@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -145,17 +146,23 @@ class DeltaNet(nnx.Module):
 
     def __init__(self, config: DecoderConfig, kind: LayerKind, shape: DeltaConfig, *, dtype, rngs: nnx.Rngs):
         D, std, N = config.hidden_size, config.initializer_range, shape.num_value_heads
+        self.shape = shape
+        self.make_inputs(config, kind, dtype=dtype, rngs=rngs)
+        self.conv1d = Convolution(shape.channels, shape.conv_width, std=std, dtype=dtype, rngs=rngs)
+        self.dt_bias = nnx.Param(jnp.ones(N, dtype))
+        self.A_log = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (N,), minval=0.01, maxval=16.0)).astype(dtype))
+        self.norm = RMSNorm(shape.value_dim, config.rms_norm_eps, dtype=dtype)
+        options: dict[str, Any] = {"bias": False, "dtype": dtype, "rngs": rngs}
+        self.out_proj = layer_linear(config, kind, "linear_attn.out_proj", shape.value_width, D, **options)
+
+    def make_inputs(self, config: DecoderConfig, kind: LayerKind, *, dtype, rngs: nnx.Rngs) -> None:
+        """Make the projections that read the layer's norm."""
+        D, N, shape = config.hidden_size, self.shape.num_value_heads, self.shape
         linear = partial(layer_linear, config, kind, bias=False, dtype=dtype, rngs=rngs)
         self.in_proj_qkv = linear("linear_attn.in_proj_qkv", D, shape.channels)
         self.in_proj_z = linear("linear_attn.in_proj_z", D, shape.value_width)
         self.in_proj_b = linear("linear_attn.in_proj_b", D, N)
         self.in_proj_a = linear("linear_attn.in_proj_a", D, N)
-        self.conv1d = Convolution(shape.channels, shape.conv_width, std=std, dtype=dtype, rngs=rngs)
-        self.dt_bias = nnx.Param(jnp.ones(N, dtype))
-        self.A_log = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (N,), minval=0.01, maxval=16.0)).astype(dtype))
-        self.norm = RMSNorm(shape.value_dim, config.rms_norm_eps, dtype=dtype)
-        self.out_proj = linear("linear_attn.out_proj", shape.value_width, D)
-        self.shape = shape
 
     def __call__(self, normed: Normed, context: LayerContext) -> Branch:
         """Project, mix the tokens of each document, and project back."""

@@ -69,8 +69,12 @@ class Parts:
 
     norms: NormNames = NormNames()
     norm: NormStyle = LLAMA_NORM
-    head_norms: Literal["none", "heads", "full", "turned"] = "none"
-    """Norms of queries and keys: of each head, of the full width before it is cut into heads, or of turned heads."""
+    final_norm: NormStyle | None = None
+    """Of the norm before the output projection; None for the same as in layers."""
+    embedding_norm: bool = False
+    """Embeddings are normed, without a weight."""
+    head_norms: Literal["none", "heads", "plain", "full", "turned"] = "none"
+    """Norms of queries and keys: of each head, these without weights, of the full width, or of turned heads."""
     names: ModuleNames = NAMES
     parallel: bool = False
     """Attention and feed-forward read one norm, that before attention, and add to one residual stream."""
@@ -80,9 +84,16 @@ class Parts:
     """One projection `gate_up_proj` gives gate and up of dense feed-forwards."""
     gated_attention: bool = False
     """The query projection has a gate for each of attention's outputs beside its query."""
+    gate: str | None = None
+    """Projection of gates of attention's output; None without one of its own."""
+    gate_per_head: bool = False
+    """It has a gate for each head, not for each of its values."""
     sinks: bool = False
     """Attention's softmax has a learned logit for each head."""
     experts: ExpertParts = ExpertParts()
+
+
+LLAMA_PARTS = Parts()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +103,7 @@ class Family:
     model_type: str
     config_from_hf: Callable[[Mapping[str, Any]], DecoderConfig]
     """Read a parsed config.json; raise ValueError for missing fields and values that are not supported."""
-    parts: Parts = Parts()
+    parts: Parts = LLAMA_PARTS
     layer: type | None = None
     """Its `DecoderLayer`, where it has one of its own."""
     linears: tuple[str, ...] = ()

@@ -282,11 +282,17 @@ def _sizes(
     return LayerShape(H, K, fields["intermediate_size"], keys_as_values=joined)
 
 
+PARTS = Parts(**{**NORMS, "norm": _NORM}, head_norms="heads", experts=ExpertParts(activation="geglu"))
+SIZES = {
+    **{"vocab_size": 262_144, "hidden_size": 2304, "intermediate_size": 9216},
+    **{"num_hidden_layers": 30, "num_attention_heads": 8},
+}
+"""transformers' where config.json has none."""
 register(
     Family(
         model_type="gemma4_text",
         config_from_hf=config_from_hf,
-        parts=Parts(**{**NORMS, "norm": _NORM}, head_norms="heads", experts=ExpertParts(activation="geglu")),
+        parts=PARTS,
         layer=Gemma4Layer,
     )
 )
@@ -296,12 +302,6 @@ wrap(
         text_types=("gemma4_text",),
         others=("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio."),
         tied=True,
-        defaults={
-            "vocab_size": 262_144,
-            "hidden_size": 2304,
-            "intermediate_size": 9216,
-            "num_hidden_layers": 30,
-            "num_attention_heads": 8,
-        },
+        defaults=SIZES,
     )
 )

@@ -99,7 +99,7 @@ class LatentAttention(Attention):
         )
         self.o_proj = linear("self_attn.o_proj", N * latent.value_dim, D, bias=bias)
         self.latent, self.heads = latent, N
-        self.fused = self.gated = self.norms_full_width = self.norms_turned = False
+        self.fused = self.gated = self.gated_queries = self.norms_full_width = self.norms_turned = False
         self.sinks = self.q_norm = self.k_norm = None
         self.head_dim, self.window, self.rotary = H, kind.window, kind.rotary
         self.query_factor, self.softcap = config.query_factor(H), None

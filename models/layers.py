@@ -38,7 +38,7 @@ class Attention(nnx.Module):
 
     value_names: tuple[str, ...] = (names.QUERY, names.KEY, names.VALUE)
     """Names of `project`'s values, for checkpoint policies."""
-    output_name = "o_proj"
+    output_name, gate_name, plain_norms = "o_proj", None, None
 
     def __init__(self, config: DecoderConfig, parts: Parts, kind: LayerKind, *, dtype, rngs: nnx.Rngs):
         D, H = config.hidden_size, kind.head_dim
@@ -46,18 +46,23 @@ class Attention(nnx.Module):
         linear = partial(layer_linear, config, kind, dtype=dtype, rngs=rngs)
         bias, options = config.attention_bias, config.attention
         output_bias = bias if options.output_bias is None else options.output_bias
-        self.fused, self.gated = parts.fused_qkv, parts.gated_attention
+        self.fused, self.gated_queries, self.gate_name = parts.fused_qkv, parts.gated_attention, parts.gate
+        self.gated = parts.gated_attention or parts.gate is not None
         if self.fused:
             self.qkv_proj = linear("self_attn.qkv_proj", D, (N + 2 * K) * H, bias=bias)
         else:
-            self.q_proj = linear("self_attn.q_proj", D, N * H * (1 + self.gated), bias=bias)
+            self.q_proj = linear("self_attn.q_proj", D, N * H * (1 + parts.gated_attention), bias=bias)
             self.k_proj = linear("self_attn.k_proj", D, K * H, bias=bias)
             self.v_proj = linear("self_attn.v_proj", D, K * H, bias=bias)
+        if parts.gate is not None:
+            width = N if parts.gate_per_head else N * H
+            setattr(self, parts.gate, linear(f"self_attn.{parts.gate}", D, width, bias=False))
         self.output_name = parts.names.output
         setattr(self, self.output_name, linear(f"self_attn.{self.output_name}", N * H, D, bias=output_bias))
         norm: dict[str, Any] = {"eps": config.rms_norm_eps, "style": parts.norm, "dtype": dtype}
-        widths = {"none": None, "heads": (H, H), "turned": (H, H), "full": (N * H, K * H)}[parts.head_norms]
+        widths = {"heads": (H, H), "turned": (H, H), "full": (N * H, K * H)}.get(parts.head_norms)
         widths = widths if options.head_norms else None
+        self.plain_norms = (config.rms_norm_eps, dtype) if parts.head_norms == "plain" else None
         self.q_norm = RMSNorm(widths[0], **norm) if widths else None
         self.k_norm = RMSNorm(widths[1], **norm) if widths else None
         self.norms_full_width, self.norms_turned = (parts.head_norms == kind for kind in ("full", "turned"))
@@ -74,16 +79,22 @@ class Attention(nnx.Module):
         return self.output(self.attend(values, context), gate, context)
 
     def project(self, normed: Normed, context: LayerContext) -> tuple[tuple[Array, ...], Array | None]:
-        """Return rotated queries and keys, and values [B, T, heads, H]; and the output's gate [B, T, N, H], if any."""
-        projected = adapted_projection(copied(normed), self.inputs, context)
+        """Return rotated queries and keys, and values [B, T, heads, H]; and the output's gate, if any.
+
+        A gate is [B, T, N, H], or of a projection of its own [B, T, N·H] or [B, T, N].
+        """
+        projected, gate = adapted_projection(copied(normed), self.inputs, context), None
+        if self.gate_name is not None:
+            *projected, gate = projected
+            gate = checkpoint_name(gate, names.OUTPUT_GATE)
         if len(projected) == 1:
             projected = jnp.split(projected[0], self.bounds, axis=-1)
         names_of = zip(projected, self.value_names, strict=True)
         q, k, v = (checkpoint_name(y, name) for y, name in names_of)
         if self.q_norm is not None and self.k_norm is not None and self.norms_full_width:
             q, k = self.q_norm.of(q), self.k_norm.of(k)
-        q, k, v, gate = self._heads(q), self._heads(k), self._heads(v), None
-        if self.gated:  # each head's query, then its gate
+        q, k, v = self._heads(q), self._heads(k), self._heads(v)
+        if self.gated_queries:  # each head's query, then its gate
             q, gate = q[:, :, ::2], q[:, :, 1::2]
         if self.q_norm is not None and self.k_norm is not None and self.norms_turned:
             q, k = context.rotate(q, k, self.rotary, at_once=True)
@@ -101,7 +112,8 @@ class Attention(nnx.Module):
     def output(self, attended: Array, gate: Array | None, context: LayerContext) -> Branch:
         """Project attention's output, times its gate's sigmoid, back."""
         if gate is not None:
-            attended = attended.reshape(gate.shape) * jax.nn.sigmoid(gate)
+            heads = attended.reshape(*gate.shape[:2], -1, self.head_dim)
+            attended = heads * jax.nn.sigmoid(gate.reshape(*heads.shape[:3], -1))
         flat = attended.reshape(*attended.shape[:2], -1)
         return Branch(lambda x: self.output_proj.add_to(x, flat, context))
 
@@ -122,13 +134,17 @@ class Attention(nnx.Module):
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """Return the projections to queries, keys and values, or the one to all, and that of attention's output."""
+        """Return the projections to queries, keys and values, or the one to all, that of gates, and the output's."""
         first = (self.qkv_proj,) if self.fused else (self.q_proj, self.k_proj, self.v_proj)
-        return *first, self.output_proj
+        gate = () if self.gate_name is None else (getattr(self, self.gate_name),)
+        return *first, *gate, self.output_proj
 
     @property
     def head_norms(self) -> HeadNorms | None:
         """Return the norms of the heads of queries and keys, before they turn; None without."""
+        if self.plain_norms is not None:
+            eps, dtype = self.plain_norms
+            return HeadNorms(jnp.ones(self.head_dim, dtype), jnp.ones(self.head_dim, dtype), eps)
         if self.q_norm is None or self.k_norm is None or self.norms_full_width or self.norms_turned:
             return None
         return HeadNorms(self.q_norm.weight[...], self.k_norm.weight[...], self.q_norm.eps, self.q_norm.style)

@@ -44,7 +44,7 @@ class SharedAttention(Attention):
         self.o_proj = linear("self_attn.o_proj", N * H, D)
         self.q_norm = RMSNorm(H, **norm)
         self.k_norm = RMSNorm(H, **norm) if makes else None
-        self.fused = self.gated = self.norms_full_width = self.norms_turned = False
+        self.fused = self.gated = self.gated_queries = self.norms_full_width = self.norms_turned = False
         self.sinks = None
         self.head_dim, self.window, self.rotary = H, kind.window, kind.rotary
         self.query_factor, self.softcap = config.query_factor(H), config.attention.softcap

@@ -212,7 +212,9 @@ def _initial(name: str, spec: jax.ShapeDtypeStruct, config: DecoderConfig, key: 
     if ".experts." in name and part in experts.parts:
         return experts.random_part(part, key, spec, std)
     if len(spec.shape) == 1 and not name.endswith("sinks"):
-        return jnp.full(spec.shape, 1 - find_family(config.model_type).parts.norm.offset, spec.dtype)
+        parts = find_family(config.model_type).parts
+        style = (parts.final_norm if name == "model.norm.weight" else None) or parts.norm
+        return jnp.full(spec.shape, 1 - style.offset, spec.dtype)
     return _normal(key, spec.shape, spec.dtype, std)
 
 

@@ -15,6 +15,9 @@ def matmul_parameters(config: DecoderConfig) -> int:
     D = config.hidden_size
     mixers = sum(kind.mixer.weights(config, kind) for kind in config.layer_kinds)
     layers = sum(_feed_forward(config, layer) for layer in range(config.num_hidden_layers))
+    parts, attending = find_family(config.model_type).parts, (k for k in config.layer_kinds if not k.mixer.recurrent)
+    if parts.gate is not None:
+        layers += sum(D * config.num_attention_heads * (1 if parts.gate_per_head else k.head_dim) for k in attending)
     inputs = 2 * D * config.per_layer.size * config.num_hidden_layers if config.per_layer else 0
     return mixers + layers + inputs + D * (config.labels if config.scores else config.vocab_size)
 

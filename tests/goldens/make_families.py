@@ -11,13 +11,15 @@ saves, and the tensors of `make_models.py`.
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from drawn import drawn
 from make_models import SHAPE, YARN_ROPE, documents, golden, probed
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
 
+EAGER = {"attn_implementation": "eager"}
 HERE = Path(__file__).parent / "families"
 KINDS = ["sliding_attention", "full_attention"]
 SLIDING = {"sliding_window": 4, "layer_types": KINDS}
@@ -136,6 +138,31 @@ MODELS = {
         **{"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "routed_scaling_factor": 1.5},
         **{"rope_theta": 100.0, "conv_L_cache": 4},
     },
+    "lfm3": {
+        **{"layer_types": ["conv", "full_attention", "sliding_attention"], "num_hidden_layers": 3},
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 100.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+        },
+        **{"sliding_window": 4, "conv_bias": True},
+    },
+    "qwen3_next": {
+        **{"layer_types": ["linear_attention", "full_attention"], "head_dim": 8},
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        **{"linear_key_head_dim": 6, "linear_value_head_dim": 4},
+        **{"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12},
+        **{"shared_expert_intermediate_size": 24, "mlp_only_layers": [1]},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+    },
+    "gemma4_unified_text": {
+        **SLIDING,
+        **{"global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+        "rope_parameters": GEMMA4_ROPES,
+    },
+    "muse_glimmer_text": {
+        **{"layer_types": KINDS, "layer_rope_theta": [100.0, 0], "rope_theta": 100.0, "sliding_window": 4},
+        **{"output_multiplier": 0.4, "final_logit_softcapping": 2.0, "post_norm_eps": 1e-2},
+    },
     "minimax_m2": {
         **{"num_local_experts": 6, "num_experts_per_tok": 3},
         "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
@@ -146,10 +173,26 @@ MODELS = {
 }
 
 
+class Muse(torch.nn.Module):
+    """Muse Glimmer's text model with the output projection of the model around it, which needs images."""
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__()
+        self.model, self.config = AutoModel.from_config(config, **EAGER), config
+        self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> SimpleNamespace:
+        """Return scaled and capped logits, as `MuseGlimmerForConditionalGeneration`."""
+        logits = self.lm_head(self.model(tokens).last_hidden_state) * self.config.output_multiplier
+        cap = self.config.final_logit_softcapping
+        return SimpleNamespace(logits=cap * torch.tanh(logits / cap))
+
+
 def build(name: str, fields: dict) -> tuple[PreTrainedConfig, torch.nn.Module]:
     """Return a config and its model with drawn weights."""
     config = AutoConfig.for_model(OTHER_TYPES.get(name, name), **SHAPE | {"pad_token_id": None} | fields)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    made = Muse(config) if name == "muse_glimmer_text" else AutoModelForCausalLM.from_config(config, **EAGER)
+    model = made.float().eval()
     with torch.no_grad():
         stored = [item for item in model.named_buffers() if item[0].endswith(STORED)]
         for parameter_name, parameter in [*model.named_parameters(), *stored]:
