@@ -19,7 +19,7 @@ from jaxglue.hf.hub import model_path
 from jaxglue.hf.loading import load_model
 from jaxglue.models.parameters import Params, split_model
 from jaxglue.models.vocabulary import extended_matrix
-from jaxglue.objectives.policy_gradient import RolloutObjective
+from jaxglue.objectives.rollouts import RolloutObjective
 from jaxglue.rl.sampler import Sample, Sampler
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.training.setup import Run
@@ -88,7 +88,7 @@ class TrainedPolicy:
             seed=run.config.data.seed,
         )
         assert run.rollouts is not None
-        rounds, typical = run.total_steps // run.rollouts.window, run.rollouts.typical_prompts
+        rounds, typical = run.total_steps // run.rollouts.plan.window, run.rollouts.plan.typical_prompts
         self._sample = Sampler(self._engine, run.stops, sampling, rounds=rounds, typical=typical)
         # Without new adapters the reference has arrays of its own, as training donates its.
         assert isinstance(objective, RolloutObjective)

@@ -10,6 +10,7 @@ from jaxglue.data.store import TokenStore
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.rl.config import RolloutConfig
 from jaxglue.rl.loop import RolloutSteps
+from jaxglue.rl.plan import RolloutPlan
 from jaxglue.rl.prompts import Prompt, PromptDataset
 from jaxglue.rl.rewards import RewardSpec
 from jaxglue.rl.sampler import Sample
@@ -67,9 +68,9 @@ def make_steps(tmp_path):
         calls = [] if calls is None else calls
         config = RolloutConfig(reward=("exact",), num_generations=3, generation_batch_size=6, **settings)
         objective = ObjectiveConfig(objective="grpo", **loss or {}).make()
-        sizes = {"seq_len": 32, "batch_size": 1, "seed": 3, "folder": tmp_path}
-        sizes["held_out"] = dataset if held_out else None
-        steps = RolloutSteps(dataset, objective, config, Judge(equal, reward, calls), **sizes)
+        parts = {"dataset": dataset, "held_out": dataset if held_out else None, "judge": Judge(equal, reward, calls)}
+        sizes = {"seq_len": 32, "batch_size": 1, "seed": 3}
+        steps = RolloutSteps(RolloutPlan(objective=objective, config=config, **parts, **sizes), tmp_path)
         steps.begin(Policy(calls), SimpleNamespace())
         return steps
 

@@ -9,7 +9,11 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from jaxglue.data.batch import Batch, Rollouts
+from jaxglue.objectives.advantages import Values
+from jaxglue.objectives.rollouts import RolloutObjective
 from jaxglue.ops.segments import BatchKind, copy_beginnings, pack_forks, pack_segments, segment_bucket
+from jaxglue.rl.prompts import Prompt
+from jaxglue.rl.sampler import Sample
 
 _KNOWN = ("old", "reference", "teacher")
 """Values of answers' tokens, where they are known."""
@@ -53,6 +57,31 @@ class Group(NamedTuple):
     def length(self) -> int:
         """Return the tokens of a row: the prompt's last one begins every answer, whose own last predicts nothing."""
         return len(self.prompt) - 1 + sum(len(answer.tokens) for answer in self.answers)
+
+
+def groups_of(
+    objective: RolloutObjective,
+    prompts: Sequence[Prompt],
+    samples: Sequence[Sequence[Sample]],
+    advantages: Values,
+) -> list[Group]:
+    """Return answers as the objective trains on them, after their prompts."""
+
+    def answer(sample: Sample, advantage: float) -> TrainedAnswer:
+        trained = np.full(len(sample.tokens), sample.ended or not objective.masks_truncated)
+        return TrainedAnswer(
+            tokens=sample.tokens,
+            log_probs=sample.log_probs,
+            counted=trained if sample.counted is None else trained & sample.counted,
+            advantage=float(advantage),
+            old=sample.old,
+            reference=sample.reference,
+        )
+
+    return [
+        Group(prompt.tokens, [answer(*pair) for pair in zip(group, values, strict=True)])
+        for prompt, group, values in zip(prompts, samples, advantages, strict=True)
+    ]
 
 
 def pack_groups(
