@@ -19,7 +19,7 @@ from jaxglue.objectives.rollouts import StepCounts
 from jaxglue.rl.advantages import Advantages, compare
 from jaxglue.rl.generate import Policy, Writer, answer_held_out, generate, make_writer, rewards_of
 from jaxglue.rl.metrics import generation_metrics, length_metrics, reward_metrics
-from jaxglue.rl.pack import Group, groups_of, unpack, with_mean_weight
+from jaxglue.rl.pack import Group, groups_of, unpack, with_mean_weight, with_teacher_matrix
 from jaxglue.rl.plan import RolloutPlan
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.record import Generation, RolloutFolder
@@ -171,8 +171,7 @@ def _make_step(plan: RolloutPlan, policy: Policy, groups: Sequence[Group]) -> St
     counts = StepCounts(len(answers), counted, len(batches), plan.config.max_completion_length)
     normalizer = objective.normalizer(counts)
     if objective.needs_teacher:
-        matrix = policy.teacher_matrix
-        batches = [replace(each, rollouts=replace(each.rollouts, teacher_matrix=matrix)) for each in batches]
+        batches = [with_teacher_matrix(batch, policy.teacher_matrix) for batch in batches]
     if objective.needs_mean_weight:
         batches = [with_mean_weight(batch, normalizer / max(counted, 1)) for batch in batches]
     return Step(micro_batches=tuple(batches), tokens=sum(group.length for group in groups), targets=normalizer)

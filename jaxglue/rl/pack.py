@@ -6,7 +6,7 @@ from itertools import batched
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxglue.data.batch import Batch, Rollouts
 from jaxglue.objectives.advantages import Values
@@ -113,6 +113,12 @@ def with_mean_weight(batch: Batch, weight: float) -> Batch:
     assert batch.rollouts is not None
     weights: Any = np.full((len(batch.tokens), 1), weight, np.float32)
     return replace(batch, rollouts=replace(batch.rollouts, mean_weight=weights))
+
+
+def with_teacher_matrix(batch: Batch, matrix: Float[Array, "V E"]) -> Batch:
+    """Return a micro-batch with a teacher's output projection."""
+    assert batch.rollouts is not None
+    return replace(batch, rollouts=replace(batch.rollouts, teacher_matrix=matrix))
 
 
 def unpack(packed: Sequence[Packed], values: Sequence[Float[Any, "B T *E"]]) -> list[Float[np.ndarray, "L *E"]]:

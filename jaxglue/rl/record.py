@@ -123,7 +123,7 @@ class RolloutFolder:
             "texts": [sample.text for sample in samples],
             "sampled": rollouts.sampled,
         }
-        arrays: dict[str, np.ndarray] = {
+        arrays: dict[str, Any] = {
             name: np.concatenate([getattr(sample, name) for sample in samples])
             for name in _ARRAYS
             if getattr(samples[0], name) is not None
