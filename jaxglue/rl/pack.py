@@ -15,8 +15,8 @@ from jaxglue.ops.segments import BatchKind, copy_beginnings, pack_forks, pack_se
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.sampler import Sample
 
-_KNOWN = ("old", "reference", "teacher")
-"""Values of answers' tokens, where they are known."""
+_OPTIONAL = ("old", "reference", "teacher")
+"""Values of answers' tokens, of all answers or none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,12 +123,12 @@ def with_teacher_matrix(batch: Batch, matrix: Float[Array, "V E"]) -> Batch:
 
 def unpack(packed: Sequence[Packed], values: Sequence[Float[Any, "B T *E"]]) -> list[Float[np.ndarray, "L *E"]]:
     """Return the values of each answer's tokens from those of the micro-batches, in the order of the answers."""
-    found: dict[int, np.ndarray] = {}
-    for (batch, numbers), own in zip(packed, values, strict=True):
+    by_number: dict[int, np.ndarray] = {}
+    for (batch, numbers), rows in zip(packed, values, strict=True):
         assert batch.rollouts is not None
-        for owners, row, answers in zip(np.asarray(batch.rollouts.owners), np.asarray(own), numbers, strict=True):
-            found |= {number: row[owners == slot] for slot, number in enumerate(answers)}
-    return [found[number] for number in range(len(found))]
+        for owners, row, answers in zip(np.asarray(batch.rollouts.owners), np.asarray(rows), numbers, strict=True):
+            by_number |= {number: row[owners == slot] for slot, number in enumerate(answers)}
+    return [by_number[number] for number in range(len(by_number))]
 
 
 def _rows(groups: Sequence[Group], seq_len: int, shared: bool) -> list[list[tuple[Group, range]]]:
@@ -144,18 +144,18 @@ def _rows(groups: Sequence[Group], seq_len: int, shared: bool) -> list[list[tupl
         end = number + len(answers)
         while number < end:
             waiting = answers[len(answers) - (end - number) :]
-            own = np.cumsum([len(answer.tokens) for answer in waiting])
-            sizes = (own + len(prompt) - 1)[: None if shared else 1]
+            lengths = np.cumsum([len(answer.tokens) for answer in waiting])
+            sizes = (lengths + len(prompt) - 1)[: None if shared else 1]
             if sizes[0] > seq_len:
                 raise ValueError(
-                    f"a prompt of {len(prompt):,} tokens and its answer of {own[0]:,} are longer than a row of "
+                    f"a prompt of {len(prompt):,} tokens and its answer of {lengths[0]:,} are longer than a row of "
                     f"{seq_len:,}: raise --seq-len, or lower --max-completion-length"
                 )
             row = min((row for row, room in enumerate(rooms) if room >= sizes[-1]), key=rooms.__getitem__, default=None)
             if row is None and rooms:
                 emptiest = max(range(len(rooms)), key=rooms.__getitem__)
                 count = int(np.searchsorted(sizes, rooms[emptiest], side="right"))
-                row = emptiest if count and own[count - 1] >= len(prompt) else None
+                row = emptiest if count and lengths[count - 1] >= len(prompt) else None
             if row is None:
                 row = len(rows)
                 rows.append([])
@@ -169,38 +169,43 @@ def _rows(groups: Sequence[Group], seq_len: int, shared: bool) -> list[list[tupl
 
 def _pack(rows: Sequence[Sequence[tuple[Group, range]]], seq_len: int, slots: int, shared: bool) -> Packed:
     forks = [[(len(g.prompt) - 1, *(len(answer.tokens) for answer in g.answers)) for g, _ in row] for row in rows]
-    known = {
+    examples = {
         name: value
-        for name in _KNOWN
+        for name in _OPTIONAL
         for value in [getattr(a, name) for row in rows for g, _ in row for a in g.answers][:1]
         if value is not None
     }
     shape = len(rows), seq_len
-    integers = {name: np.zeros(shape, np.int32) for name in ("tokens", "targets")}
+    tokens, targets = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     counted, sampler = np.zeros(shape, np.float32), np.full(shape, np.nan, np.float32)
-    others = {name: np.zeros((*shape, *value.shape[1:]), value.dtype) for name, value in known.items()}
+    others = {name: np.zeros((*shape, *value.shape[1:]), value.dtype) for name, value in examples.items()}
     owners, advantages = np.full(shape, slots, np.int32), np.zeros((len(rows), slots), np.float32)
     for b, row in enumerate(rows):
         begin = slot = 0
         for (prompt, answers), _ in row:
             before = len(prompt) - 1
-            integers["tokens"][b, begin : begin + before] = prompt[:-1]
+            tokens[b, begin : begin + before] = prompt[:-1]
             begin += before
             for answer in answers:
-                own = slice(begin, begin + len(answer.tokens))
-                integers["tokens"][b, own] = [prompt[-1], *answer.tokens[:-1]]
-                integers["targets"][b, own] = answer.tokens
-                counted[b, own], sampler[b, own] = answer.counted, answer.log_probs
+                span = slice(begin, begin + len(answer.tokens))
+                tokens[b, span] = [prompt[-1], *answer.tokens[:-1]]
+                targets[b, span] = answer.tokens
+                counted[b, span], sampler[b, span] = answer.counted, answer.log_probs
                 for name, values in others.items():
-                    values[b, own] = getattr(answer, name)
-                owners[b, own], advantages[b, slot] = slot, answer.advantage
+                    values[b, span] = getattr(answer, name)
+                owners[b, span], advantages[b, slot] = slot, answer.advantage
                 begin, slot = begin + len(answer.tokens), slot + 1
-    rollouts: dict[str, Any] = {"owners": owners, "advantages": advantages, "sampler": sampler, **others}
-    fields: dict[str, Any] = {**integers, "loss_weights": counted, "rollouts": Rollouts(**rollouts)}
+    rollouts = Rollouts(owners=owners, advantages=advantages, sampler=sampler, **others)  # type: ignore[arg-type]
     if shared:
         segments = pack_forks(forks, seq_len=seq_len, max_segments=slots)
     else:
         kind = BatchKind(long=False, slots=slots)
         segments = pack_segments([list(map(sum, row)) for row in forks], seq_len=seq_len, kind=kind)
-    batch = Batch(**fields, segments=segments)
+    batch = Batch(
+        tokens=tokens,  # type: ignore[arg-type]
+        targets=targets,  # type: ignore[arg-type]
+        loss_weights=counted,  # type: ignore[arg-type]
+        rollouts=rollouts,
+        segments=segments,
+    )
     return Packed(batch, [[number for _, numbers in row for number in numbers] for row in rows])

@@ -10,7 +10,7 @@ from jaxglue.api.session import Loss, TokenDocument
 from jaxglue.objectives.policy_gradient import clipped_losses, weighted_log_probs
 from jaxglue.objectives.rollouts import Tokens
 
-Columns = Mapping[str, Tokens]
+TokenColumns = Mapping[str, Tokens]
 """Each token's log-probability under the weights that sampled it, `logprobs`, its advantage or its weight."""
 
 
@@ -56,7 +56,7 @@ def _ppo(clip_low_threshold: float, clip_high_threshold: float) -> Loss:
 
 
 def _cispo(clip_low_threshold: float, clip_high_threshold: float) -> Loss:
-    def loss(log_probs: Tokens, columns: Columns) -> Tokens:
+    def loss(log_probs: Tokens, columns: TokenColumns) -> Tokens:
         weights = jnp.clip(_ratio(log_probs, columns), clip_low_threshold, clip_high_threshold)
         return weighted_log_probs(weights, columns["advantages"], log_probs)
 
@@ -64,13 +64,13 @@ def _cispo(clip_low_threshold: float, clip_high_threshold: float) -> Loss:
 
 
 def _dro(beta: float) -> Loss:
-    def loss(log_probs: Tokens, columns: Columns) -> Tokens:
+    def loss(log_probs: Tokens, columns: TokenColumns) -> Tokens:
         return 0.5 * beta * (log_probs - columns["logprobs"]) ** 2 - log_probs * columns["advantages"]
 
     return loss
 
 
-def _ratio(log_probs: Tokens, columns: Columns) -> Tokens:
+def _ratio(log_probs: Tokens, columns: TokenColumns) -> Tokens:
     return jnp.exp(log_probs - columns["logprobs"])
 
 
