@@ -128,13 +128,21 @@ _FOREIGN = {
         "mamba_d_state": "state-space layers",
         "state_size": "state-space layers",
     },
-    **{"layer_norm_eps": "layer norms", "layer_norm_epsilon": "layer norms", "norm_epsilon": "layer norms"},
     **{"rotary_pct": "another partial rotation", "alibi": "ALiBi positions", "n_positions": "learned positions"},
     **{"vision_config": "a vision tower", "audio_config": "an audio tower", "encoder_layers": "an encoder"},
     **{"decoder_start_token_id": "an encoder", "num_nextn_predict_layers": "layers that predict further tokens"},
-    **{"logit_scale": "a scale of logits", "clip_qkv": "clipped queries, keys and values"},
+    "clip_qkv": "clipped queries, keys and values",
 }
 """Parts of models that have no family here, by fields of config.json that speak of them."""
+
+
+def foreign_parts(raw: Mapping[str, Any]) -> dict[str, str]:
+    """Return parts that no family has, in words, by the first field of a config.json that speaks of each."""
+    parts: dict[str, str] = {}
+    for name, part in _FOREIGN.items():
+        if raw.get(name) not in (None, False, 0):
+            parts.setdefault(part, name)
+    return parts
 
 
 def find_family(model_type: Any, raw: Mapping[str, Any] | None = None) -> Family:
@@ -152,10 +160,6 @@ def find_family(model_type: Any, raw: Mapping[str, Any] | None = None) -> Family
     types = sorted({*FAMILIES, *WRAPPERS})
     nearest = get_close_matches(str(model_type), types, n=1, cutoff=0.6)
     hint = f"; the nearest is {nearest[0]}" if nearest else ""
-    parts: dict[str, str] = {}
-    for name, part in _FOREIGN.items():
-        if (raw or {}).get(name) not in (None, False, 0):
-            parts.setdefault(part, name)
-    if parts:
+    if parts := foreign_parts(raw or {}):
         hint += f". Its config.json names {', '.join(f'{part} ({name})' for part, name in parts.items())}"
     raise ValueError(f"model_type {model_type!r} is not supported: known are {', '.join(types)}{hint}")

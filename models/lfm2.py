@@ -36,7 +36,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     Raises:
         ValueError: a missing field, or a value that is not supported.
     """
-    fields = lfm_fields({"intermediate_size": 12_288, **raw})
+    fields = lfm_fields(raw)
     return DecoderConfig(**fields | {"intermediate_size": _feed_forward_size(raw, fields["intermediate_size"])})
 
 
@@ -45,7 +45,7 @@ def lfm_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     check_fields(raw, LfmFields)
     given = {"num_key_value_heads": 8, "tie_word_embeddings": True, "rms_norm_eps": raw.get("norm_eps"), **raw}
     for name, other in (("tie_word_embeddings", "tie_embedding"), ("intermediate_size", "block_ff_dim")):
-        given[name] = given[name] if raw.get(other) is None else raw[other]
+        given[name] = given.get(name) if raw.get(other) is None else raw[other]
     unbiased = {"attention_bias": False, "mlp_bias": False}
     fields = decoder_fields(given | unbiased, theta=1_000_000.0, max_position_embeddings=128_000, eps=1e-5)
     types = _types(raw, fields["num_hidden_layers"])

@@ -20,7 +20,7 @@ class _Fields:
 
 _DEFAULTS = {
     **{"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792, "num_dense_layers": 2},
-    **{"intermediate_size": 7168, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "use_expert_bias": True},
+    **{"norm_topk_prob": True, "routed_scaling_factor": 1.0, "use_expert_bias": True},
 }
 
 
@@ -32,7 +32,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """
     check_fields(raw, _Fields)
     given = {**_DEFAULTS, **{name: value for name, value in raw.items() if value is not None}}
-    require_fields(given, ("num_hidden_layers", "layer_types"))
+    require_fields(given, ("num_hidden_layers",))
+    fields = lfm_fields(given)
+    require_fields(given, ("layer_types",))
     if not given["use_expert_bias"]:
         raise ValueError("use_expert_bias=false in config.json is not supported for lfm2_moe")
     moe = MoeConfig(
@@ -44,7 +46,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         quantize=expert_format(given),
         routed_scale=given["routed_scaling_factor"],
     )
-    return DecoderConfig(**lfm_fields(given), moe=moe)
+    return DecoderConfig(**fields, moe=moe)
 
 
 _EXPERTS = ExpertParts(order="sigmoid_topk", correction=True)

@@ -11,10 +11,7 @@ from jaxglue.models.mixtral import EXPERT_NAMES
 from jaxglue.models.wrapper import Spelling, spell
 from jaxglue.settings.config import PositiveInt
 
-_DEFAULTS = {
-    **{"num_local_experts": 256, "num_experts_per_tok": 8, "intermediate_size": 1536},
-    **{"num_key_value_heads": 8, "head_dim": 128},
-}
+_DEFAULTS = {"num_local_experts": 256, "num_experts_per_tok": 8, "num_key_value_heads": 8, "head_dim": 128}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +28,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     check_fields(raw, _Fields)
     given = {**_DEFAULTS, "num_local_experts": raw.get("num_experts") or _DEFAULTS["num_local_experts"]}
     given |= {name: value for name, value in raw.items() if value is not None}
-    require_fields(given, ("num_hidden_layers",))
+    require_fields(given, ("num_hidden_layers", "intermediate_size"))
     if (turning := given.get("rotary_dim")) is not None and given.get("partial_rotary_factor") is None:
         given["partial_rotary_factor"] = turning / given["head_dim"]
     fields = decoder_fields(given, theta=5_000_000.0, max_position_embeddings=196_608, partial=1.0)

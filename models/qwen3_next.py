@@ -66,7 +66,7 @@ def _by_group(x: jax.Array, groups: int, bounds: tuple[int, ...]) -> list[jax.Ar
 
 _DEFAULTS = {
     **{"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True},
-    **{"shared_expert_intermediate_size": 512, "intermediate_size": 5632, "num_key_value_heads": 2},
+    **{"shared_expert_intermediate_size": 512, "num_key_value_heads": 2},
 }
 
 

@@ -159,7 +159,8 @@ GIVEN |= {"use_sliding_window", "model_type"}
 def whole(model_type):
     """Return a config.json that lacks nothing."""
     latent = {"num_key_value_heads": 64} if "kv_lora_rank" in DEFAULTS[model_type] else {}
-    return {"num_experts_per_tok": 2, **DEFAULTS[model_type], **latent}
+    kinds = {"layer_types": ["conv", "full_attention"] * 15} if model_type == "lfm2_moe" else {}  # which it must have
+    return {"num_experts_per_tok": 2, **DEFAULTS[model_type], **latent, **kinds}
 
 
 @pytest.mark.parametrize("model_type", DEFAULTS)

@@ -8,6 +8,7 @@ from jaxglue.models.config import DecoderConfig, LayerKind
 from jaxglue.models.delta_net import DeltaConfig
 from jaxglue.models.family import find_family
 from jaxglue.models.latent import LatentConfig
+from jaxglue.models.short_conv import ShortConvConfig
 from jaxglue.ops.rope import RopeConfig, Rotary
 
 _LOCAL_THETA = 10_000.0
@@ -46,6 +47,10 @@ class Architecture:
     """It reads divisors of rotary frequencies."""
     own_output: bool = False
     """Its files hold an output projection, also where it is the embedding."""
+    names: tuple[tuple[str, str], ...] = ()
+    """Parts of names here, and those by which the gguf package knows them."""
+    flat: tuple[str, ...] = ()
+    """Ends of the names of tensors whose axes of size 1 its files leave out."""
 
 
 def _granite(config: DecoderConfig) -> dict[str, Any]:
@@ -341,6 +346,101 @@ def _linear_attention_metadata(config: DecoderConfig) -> dict[str, Any]:
     return found | ({"expert_shared_feed_forward_length": config.moe.shared_size} if config.moe else {})
 
 
+def _plain_biases(config: DecoderConfig) -> str | None:
+    return "biases of linear layers" if config.attention_bias or config.mlp_bias else _all_attended(config)
+
+
+def _seed_oss(config: DecoderConfig) -> str | None:
+    return "biases of attention's output" if config.attention.output_bias else _all_attended(config)
+
+
+_LAYERS_OF_32B = 64
+"""Layers by which llama.cpp knows the EXAONE 4 that has windows."""
+
+
+def _exaone4(config: DecoderConfig) -> str | None:
+    slides = [window is not None for window in config.layer_windows]
+    if not any(slides):
+        return None
+    if len(slides) != _LAYERS_OF_32B or slides != [bool((layer + 1) % 4) for layer in range(len(slides))]:
+        return f"EXAONE 4 with windows in other layers than three of four of {_LAYERS_OF_32B}"
+    return None
+
+
+def _cohere2(config: DecoderConfig) -> str | None:
+    slides = [window is not None for window in config.layer_windows]
+    if slides != [bool((layer + 1) % 4) for layer in range(len(slides))]:
+        return "Cohere 2 with other layers in windows than three of four"
+    if not config.tie_word_embeddings:
+        return "Cohere 2 with an output projection apart from the embedding"
+    return "biases in attention" if config.attention_bias else None
+
+
+def _cohere2_metadata(config: DecoderConfig) -> dict[str, Any]:
+    return {
+        "attention.layer_norm_epsilon": float(config.rms_norm_eps),
+        "logit_scale": 1 / config.scales.logit_divisor,
+    }
+
+
+def _ernie_moe(config: DecoderConfig) -> str | None:
+    assert config.moe is not None
+    dense = config.moe.sparse_layers.count(False)
+    if any(config.moe.sparse_layers[:dense]):
+        return "dense layers between sparse ones"
+    return "ERNIE without shared experts" if not config.moe.shared_size else _plain_biases(config)
+
+
+def _ernie_moe_metadata(config: DecoderConfig) -> dict[str, Any]:
+    assert config.moe is not None
+    moe = config.moe
+    return {
+        "expert_shared_count": moe.shared_size // moe.intermediate_size,
+        "expert_shared_feed_forward_length": moe.shared_size,
+        "leading_dense_block_count": moe.sparse_layers.count(False),
+        "interleave_moe_layer_step": 1,
+    }
+
+
+def _minimax_metadata(config: DecoderConfig) -> dict[str, Any]:
+    return {**_partial(config), "expert_gating_func": _SIGMOID}
+
+
+def _short_conv(config: DecoderConfig) -> str | None:
+    conv, moe = config.mixer_of(ShortConvConfig), config.moe
+    if conv is None or conv.bias:
+        return "models of short convolutions without any, or with biases"
+    if not config.tie_word_embeddings:
+        return "LFM2 with an output projection apart from the embedding"
+    if moe and not (moe.norm_topk_prob and moe.routed_scale == 1.0):
+        return "weights of experts that are scaled or not normalized"
+    return (
+        "dense layers between sparse ones" if moe and any(moe.sparse_layers[: moe.sparse_layers.count(False)]) else None
+    )
+
+
+def _short_conv_metadata(config: DecoderConfig) -> dict[str, Any]:
+    """Return the metadata of layers without keys, whose number of heads is 0."""
+    conv, heads = config.mixer_of(ShortConvConfig), config.num_key_value_heads
+    assert conv is not None
+    found: dict[str, Any] = {
+        "shortconv.l_cache": conv.width,
+        "attention.head_count_kv": [0 if mixer.recurrent else heads for mixer in config.mixers],
+    }
+    if config.moe:
+        dense = config.moe.sparse_layers.count(False)
+        found |= {"leading_dense_block_count": dense, "expert_gating_func": _SIGMOID}
+    return found
+
+
+_SHORT_CONV_NAMES = (
+    ("model.norm", "model.embedding_norm"),
+    *(
+        (f"feed_forward.experts.{ours}", f"mlp.experts.{ours}")
+        for ours in ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
+    ),
+    ("feed_forward.gate.e_score_correction", "feed_forward.expert_bias"),
+)
 ARCHITECTURES = {
     "llama": Architecture(name="LLAMA", permuted=True, factors=True),
     "mistral": Architecture(name="LLAMA", permuted=True, factors=True),
@@ -362,6 +462,29 @@ ARCHITECTURES = {
         Architecture(name="DEEPSEEK2", metadata=_latent_metadata, obstacle=_latent),
     ),
     "glm4_moe": Architecture(name="GLM4_MOE", metadata=_glm4_moe_metadata, obstacle=_glm4_moe),
+    "seed_oss": Architecture(name="SEED_OSS", obstacle=_seed_oss),
+    "exaone4": Architecture(name="EXAONE4", obstacle=_exaone4, factors=True),
+    "hunyuan_v1_dense": Architecture(name="HUNYUAN_DENSE", obstacle=_plain_biases),
+    "ernie4_5": Architecture(name="ERNIE4_5", obstacle=_plain_biases),
+    "ernie4_5_moe": Architecture(
+        name="ERNIE4_5_MOE",
+        metadata=_ernie_moe_metadata,
+        obstacle=_ernie_moe,
+        flat=("e_score_correction_bias",),
+    ),
+    "minimax_m2": Architecture(name="MINIMAXM2", metadata=_minimax_metadata),
+    "cohere2": Architecture(name="COHERE2", metadata=_cohere2_metadata, obstacle=_cohere2),
+    **{
+        model_type: Architecture(
+            name=name,
+            metadata=_short_conv_metadata,
+            obstacle=_short_conv,
+            names=_SHORT_CONV_NAMES,
+            flat=("conv.conv.weight",),
+        )
+        for model_type, name in (("lfm2", "LFM2"), ("lfm2_moe", "LFM2MOE"))
+    },
+    "gemma4_unified_text": Architecture(name="GEMMA4", metadata=_gemma4_metadata, obstacle=_gemma4, factors=True),
     "smollm3": Architecture(name="SMOLLM3", permuted=True, obstacle=_smollm3),
     "gemma2": Architecture(name="GEMMA2", metadata=_gemma2_metadata, obstacle=_gemma2),
     "gemma4_text": Architecture(name="GEMMA4", metadata=_gemma4_metadata, obstacle=_gemma4, factors=True),
