@@ -14,7 +14,7 @@ from selection import repeat, repeats_parts_of
 from jaxglue.engine.policy import parse_policies
 from jaxglue.planner import calibration as fitted
 from jaxglue.planner.gpus import GIB
-from jaxglue.training import mesh_choice, out_of_memory
+from jaxglue.training import out_of_memory, remat
 from jaxglue.training.out_of_memory import OutOfMemory
 from jaxglue.training.record import MemoryUse
 from jaxglue.training.step import TrainStep
@@ -35,7 +35,7 @@ def models() -> list[weakref.ref]:
 def planned(monkeypatch, models) -> dict:
     """Plan `dots` at first, `remat` afterwards, when the model before is gone; list later plans' GiB of the pool."""
     plans: dict = {"remat": "full", "pools": []}
-    choose = mesh_choice.choose_remat
+    choose = remat.choose_remat
 
     def chosen(settings, workload, steps, explain=False):
         return replace(choose(settings, workload, steps), device_bytes=PLANNED)
@@ -47,7 +47,7 @@ def planned(monkeypatch, models) -> dict:
         again = replace(choose(settings, workload, steps), remat=plans["remat"], policies=policies)
         return replace(again, device_bytes=int(0.95 * pool * GIB))
 
-    monkeypatch.setattr(mesh_choice, "choose_remat", chosen)
+    monkeypatch.setattr(remat, "choose_remat", chosen)
     monkeypatch.setattr(out_of_memory, "choose_remat", chosen_again)
     return plans
 
