@@ -117,7 +117,7 @@ class Session:
         if config.optimizer.update_in_backward:
             raise ValueError("update_in_backward: gradients of a session add up before its steps: leave it out")
         with ExitStack() as stack:
-            stack.enter_context(configured_jax(config))
+            stack.enter_context(configured_jax(config.run.compilation_cache, config.model.memory_limit))
             config = replace(config, model=config.model.pinned)
             self._setup = resolve_model(config)
             self._data = config.data.within(self._setup.model.max_position_embeddings)

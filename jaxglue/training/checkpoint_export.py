@@ -158,7 +158,7 @@ def _read_run(config: TrainConfig) -> FinishedRun:
         dtype=config.model.compute_dtype,
         objective=config.objective.make(),
         vocabulary=vocabulary,
-        stops=run_stops(config, vocabulary.tokenizer),
+        stops=run_stops(vocabulary.tokenizer, folder, config.model.adapter, config.data.stop_tokens),
     )
 
 

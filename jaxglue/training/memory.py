@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 
 import jax
 from jax.extend.backend import clear_backends
@@ -18,7 +19,6 @@ from jaxglue.planner.gpus import GIB
 from jaxglue.planner.host_memory import DEFAULT_PINNED_GIB, HOST_LIMIT, available_memory
 from jaxglue.planner.plan import gib
 from jaxglue.planner.workload import Workload, abstract_parts
-from jaxglue.training.config import TrainConfig
 from jaxglue.training.remat import RematChoice, local_gpus
 from jaxglue.training.run import Setup
 
@@ -29,12 +29,18 @@ _SLACK, _LOST = GIB, 0.03
 
 
 @contextmanager
-def configured_jax(config: TrainConfig, *, processes: int = 1) -> Iterator[None]:
-    """Bound the pool of a client of JAX that starts in the context, and keep its compiled programs."""
-    if config.run.compilation_cache:
-        keep_programs(config.run.compilation_cache, take_turns=processes == 1)
+def configured_jax(cache: Path | None, memory_limit: float | None, *, processes: int = 1) -> Iterator[None]:
+    """Bound the pool of a client of JAX that starts in the context, and keep its compiled programs.
+
+    Args:
+        cache: folder of these; None keeps none.
+        memory_limit: of a GPU, GiB; None for JAX's share.
+        processes: of the run.
+    """
+    if cache:
+        keep_programs(cache, take_turns=processes == 1)
     take_fitting_blocks(os.environ)
-    with bounded_pool(config.model.memory_limit, os.environ, exchanges=processes > 1):
+    with bounded_pool(memory_limit, os.environ, exchanges=processes > 1):
         yield
 
 

@@ -101,7 +101,7 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
     return Run(
         base=base,
         vocabulary=vocabulary,
-        stops=run_stops(config, vocabulary.tokenizer),
+        stops=run_stops(vocabulary.tokenizer, base.folder, config.model.adapter, config.data.stop_tokens),
         rows=_rows(config),
         schedule=schedule,
         execution=_execution(config),
@@ -147,7 +147,7 @@ def resolve_model(config: TrainConfig) -> Setup:
     return Setup(
         base=base,
         vocabulary=vocabulary,
-        stops=run_stops(config, vocabulary.tokenizer),
+        stops=run_stops(vocabulary.tokenizer, base.folder, config.model.adapter, config.data.stop_tokens),
         rows=_rows(config),
         schedule=Schedule(total_steps=config.run.steps, optimizer=config.optimizer),
         execution=_execution(config),

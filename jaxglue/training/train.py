@@ -145,7 +145,7 @@ def train(
     )
     config = replace(config, model=pinned_model(config))
     processes.agree("configuration", {**as_dict(config.shared), "jax": jax.__version__})
-    with configured_jax(config, processes=processes.count):
+    with configured_jax(config.run.compilation_cache, config.model.memory_limit, processes=processes.count):
         if not config.run.dry_run:
             return _train_in_folder(config, columns, context)
         _dry_run(config, context)

@@ -21,7 +21,7 @@ from jaxglue.planner.planner import Planner
 from jaxglue.planner.workload import Workload
 from jaxglue.sharding.mesh import MeshShape
 from jaxglue.training import memory, remat
-from jaxglue.training.remat import RematChoice
+from jaxglue.training.remat import Asked, RematChoice
 
 V2 = {"memory.max": "{}", "memory.current": "{}", "memory.stat": "anon 7\nactive_file {}\ninactive_file 0"}
 V1 = {
@@ -142,7 +142,7 @@ def test_embeddings_leave_the_gpu_where_memory_is_short(make_config, tiny_config
     gpu = replace(find_gpu("H100"), memory=(2 * most if roomy else (most + least) / 2) / (1 - MARGIN))
     monkeypatch.setattr(remat, "device_gpu", lambda *_: gpu)
     config = make_config(embeddings="auto", weights="auto", remat="full")
-    planner, plan = remat._fastest(config.model, on_gpu)
+    planner, plan = remat._fastest(Asked.of(config), on_gpu)
     assert planner.workload.host_embeddings != roomy and not is_streamed(plan.weights)
 
 
@@ -162,5 +162,5 @@ def test_the_host_is_measured_where_times_depend_on_it(
         return find_gpu("H200")
 
     monkeypatch.setattr(remat, "device_gpu", device_gpu)
-    remat._fastest(make_config(remat=policy).model, work)
+    remat._fastest(Asked.of(make_config(remat=policy)), work)
     assert (asked[-1] is None) == measured
