@@ -62,7 +62,7 @@ class Evaluation:
     def __init__(self, run: Run, parts: StepParts, compute_metrics: Metrics | None = None):
         self._compute_metrics = compute_metrics
         self._batches, self._executor, self._mesh = run.eval_batches, parts.executor, parts.mesh
-        self._rollouts = run.rollouts if run.rollouts and run.rollouts.has_held_out else None
+        self._rollouts = run.rollouts if run.rollouts and run.rollouts.plan.held_out else None
         self._sources = run.data.eval_sources
         self._objective = run.objective
         self._probe = None

@@ -17,7 +17,7 @@ from jaxglue.hf.hub import model_path
 from jaxglue.hf.loading import load_model
 from jaxglue.models.parameters import Params, split_model
 from jaxglue.models.vocabulary import extended_matrix
-from jaxglue.objectives.policy_gradient import RolloutObjective
+from jaxglue.objectives.rollouts import RolloutObjective
 from jaxglue.rl.sampler import Sample, Sampler
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.training.run import Run, TeacherPlan
@@ -73,7 +73,8 @@ class TrainedPolicy:
     """
 
     def __init__(self, run: Run, parts: StepParts, state: TrainState):
-        assert run.rollouts is not None and run.answers is not None and isinstance(run.objective, RolloutObjective)
+        assert run.rollouts is not None and isinstance(run.objective, RolloutObjective)
+        plan = run.rollouts.plan
         self.state = state
         """The present weights; who advances them sets it."""
         self._parts, self._tokenizer = parts, run.tokenizer
@@ -81,31 +82,30 @@ class TrainedPolicy:
             parts.graphdefs, run.model, dtype=run.dtype, attention=run.workload.attention, as_written=True
         )
         sampling = SamplingConfig(
-            max_tokens=run.answers.longest,
+            max_tokens=plan.config.max_completion_length,
             temperature=run.objective.temperature,
             top_p=1.0,
-            seed=run.answers.seed,
+            seed=plan.seed,
         )
-        rounds, typical = run.schedule.total_steps // run.rollouts.window, run.rollouts.typical_prompts
-        self._sample = Sampler(self._engine, run.stops, sampling, rounds=rounds, typical=typical)
+        rounds = run.schedule.total_steps // plan.window
+        self._sample = Sampler(self._engine, run.stops, sampling, rounds=rounds, typical=plan.typical_prompts)
         # Without new adapters the reference has arrays of its own, as training donates its.
         copied = run.objective.uses_reference and not parts.executor.has_reference
         self._reference = jax.tree.map(jnp.copy, state.trainable) if copied else None
-        teacher = run.answers.teacher
-        self._teacher = None if teacher is None else make_teacher(teacher, parts, state)
+        self._teacher = None if run.teacher is None else make_teacher(run.teacher, parts, state)
 
     def sample(self, prompts: Sequence[Sequence[int]], indices: Sequence[int], count: int) -> list[list[Sample]]:
         """Return answers by the present weights, with their texts."""
         self._engine.multiply_in_fp8(self._parts.executor.fp8_layers)
-        found = self._sample(self.state.trainable, self.state.frozen, prompts, indices, count)
-        return [[sample._replace(text=self._decode(sample)) for sample in group] for group in found]
+        groups = self._sample(self.state.trainable, self.state.frozen, prompts, indices, count)
+        return [[sample._replace(text=self._decode(sample)) for sample in group] for group in groups]
 
     def turn(
         self, prompts: Sequence[Sequence[int]], indices: Sequence[int], turn: int, room: Sequence[int]
     ) -> list[Sample]:
         """Return an answer to each conversation in a later turn, of at most `room` tokens."""
-        found = self._sample.turn(self.state.trainable, self.state.frozen, prompts, indices, turn, room)
-        return [sample._replace(text=self._decode(sample)) for sample in found]
+        samples = self._sample.turn(self.state.trainable, self.state.frozen, prompts, indices, turn, room)
+        return [sample._replace(text=self._decode(sample)) for sample in samples]
 
     def log_probs(self, batch: Batch, *, reference: bool = False) -> Float[Array, "B T"]:
         """Return log-probabilities of targets under the present weights, or under those that training began with.

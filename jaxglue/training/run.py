@@ -124,16 +124,6 @@ class TeacherPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerPlan:
-    """The answers that the model writes in training."""
-
-    longest: int
-    """Tokens of an answer, at most."""
-    seed: int
-    teacher: TeacherPlan | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Cadence:
     """Optimizer steps between what a run reports, measures and saves."""
 
@@ -184,8 +174,7 @@ class Setup:
     """Settings of the plan as they were given."""
     workload: Workload
     remat: RematChoice
-    answers: AnswerPlan | None = None
-    """None for objectives whose answers are data."""
+    teacher: TeacherPlan | None = None
     spikes: SpikePlan | None = None
     """None leaves no update out."""
     recorded: TrainConfig

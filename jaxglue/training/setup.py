@@ -22,9 +22,10 @@ from jaxglue.hf.hub import model_path
 from jaxglue.hf.loading import check_weights
 from jaxglue.models.config import DecoderConfig
 from jaxglue.objectives.objective import Objective
-from jaxglue.objectives.policy_gradient import RolloutObjective
+from jaxglue.objectives.rollouts import RolloutObjective
 from jaxglue.planner.workload import sample_lengths
 from jaxglue.rl.loop import RolloutSteps
+from jaxglue.rl.plan import RolloutPlan
 from jaxglue.rl.prompts import PromptDataset, PromptReport, read_prompts
 from jaxglue.rl.rewards import Judge
 from jaxglue.sharding.mesh import MeshShape, mesh_of, process_batch_shard
@@ -32,7 +33,6 @@ from jaxglue.training.checks import warn_of_peft, why_prompts_are_copied
 from jaxglue.training.config import RunConfig, TrainConfig
 from jaxglue.training.remat import Asked, agree_on_mesh, runs_in_steps
 from jaxglue.training.run import (
-    AnswerPlan,
     Base,
     Cadence,
     Execution,
@@ -108,7 +108,7 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
         asked=Asked.of(config),
         workload=workload,
         remat=remat,
-        answers=_answer_plan(config) if workload.objective.needs_rollouts else None,
+        teacher=_teacher_plan(config),
         spikes=_spike_plan(config),
         recorded=config,
         data=data,
@@ -200,13 +200,12 @@ def _spike_plan(config: TrainConfig) -> SpikePlan | None:
     return None if how == "nothing" else SpikePlan(sigma=config.run.spike_sigma, rewinds=how == "rewind")
 
 
-def _answer_plan(config: TrainConfig) -> AnswerPlan:
-    """Return the plan of the answers that the model writes, and of their teacher."""
-    rollouts, teacher = config.rollouts, None
-    if rollouts.teacher is not None:
-        storage = config.model.storage if rollouts.teacher_quantize is None else rollouts.teacher_quantize
-        teacher = TeacherPlan(folder=None if rollouts.teacher == "base" else rollouts.teacher, storage=storage)
-    return AnswerPlan(longest=rollouts.max_completion_length, seed=config.data.seed, teacher=teacher)
+def _teacher_plan(config: TrainConfig) -> TeacherPlan | None:
+    folder, storage = config.rollouts.teacher, config.rollouts.teacher_quantize
+    if folder is None:
+        return None
+    storage = config.model.storage if storage is None else storage
+    return TeacherPlan(folder=None if folder == "base" else folder, storage=storage)
 
 
 def _untied_by_head(config: TrainConfig, base: DecoderConfig) -> DecoderConfig:
@@ -290,19 +289,19 @@ def _make_rollouts(
     assert isinstance(objective, RolloutObjective) and isinstance(dataset, PromptDataset)
     assert held_out is None or isinstance(held_out, PromptDataset)
     judge = Judge(config.rollouts)
-    steps = RolloutSteps(
-        dataset,
-        objective,
-        config.rollouts,
-        judge,
+    plan = RolloutPlan(
+        dataset=dataset,
+        objective=objective,
+        config=config.rollouts,
+        judge=judge,
         seq_len=config.data.row_tokens,
         batch_size=config.run.batch_size,
         seed=config.data.seed,
-        folder=config.run.output,
         shared=shared,
         copies=model.delta is not None,
         held_out=held_out,
     )
+    steps = RolloutSteps(plan, config.run.output)
     try:
         judge.check({name for prompt in dataset.prompts for name in prompt.columns})
     except BaseException:

@@ -29,7 +29,7 @@ from jaxglue.engine.host_buffers import Buffers
 from jaxglue.models.lora import without_adapters
 from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params
 from jaxglue.objectives.objective import Objective
-from jaxglue.objectives.policy_gradient import RolloutObjective
+from jaxglue.objectives.rollouts import RolloutObjective
 from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.planner.device_memory import leave_small_blocks
 from jaxglue.planner.workload import abstract_parts
@@ -505,8 +505,7 @@ def reference_layers(
     run: Setup, graphdefs: ModelGraphDefs, trainable: Params, frozen: Params
 ) -> list[nnx.GraphDef] | None:
     """Return the frozen layers without adapters, to run beside the model's; None where no loss needs them."""
-    teacher = run.answers.teacher if run.answers else None
-    from_base = teacher is not None and teacher.folder is None
+    from_base = run.teacher is not None and run.teacher.folder is None
     if not (run.workload.reference or from_base or _compares_rollouts_with_frozen(run, trainable)):
         return None
     kinds: dict[nnx.GraphDef, nnx.GraphDef] = {}

@@ -15,7 +15,7 @@ from jaxglue.data.iterator import BatchIterator, Step
 from jaxglue.engine.array_checks import check_arrays, non_finite
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.ops.segments import BatchKind, pack_segments
-from jaxglue.rl.packing import Group, TrainedAnswer, pack_groups
+from jaxglue.rl.pack import Group, TrainedAnswer, pack_groups
 from jaxglue.training import divergence
 from jaxglue.training.divergence import Spikes, explain_divergence, load_step, save_step
 from jaxglue.training.record import Diverged, read_metrics
