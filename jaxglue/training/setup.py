@@ -219,8 +219,8 @@ def _read_data(
     if config.objective.kind.needs_rollouts:
         answer, limit = config.rollouts.max_completion_length, config.data.row_tokens
         sizes: dict[str, Any] = {"answer": answer, "limit": limit}
-        system = config.rollouts.teacher_system
-        prompts = read_prompts(config.data, vocabulary.tokenizer, **sizes, teacher_system=system)
+        system, answered = config.rollouts.teacher_system, config.rollouts.lmbda < 1
+        prompts = read_prompts(config.data, vocabulary.tokenizer, **sizes, teacher_system=system, answered=answered)
         held_out = None
         if config.data.eval_data:
             held_out = read_prompts(config.data, vocabulary.tokenizer, **sizes, held_out=True)
@@ -282,6 +282,7 @@ def _make_rollouts(
     )
     try:
         judge.check({name for prompt in dataset.prompts for name in prompt.columns})
+        judge.check_rows([*dataset.prompts, *(held_out.prompts if held_out else ())])
     except BaseException:
         judge.close()
         raise
