@@ -7,7 +7,7 @@ from pathlib import Path
 from jaxglue.files.json_file import read_json
 from jaxglue.files.regular_file import file_digest
 from jaxglue.hf.adapter import CONFIG, TENSORS, find_base
-from jaxglue.hf.checkpoint import read_config
+from jaxglue.hf.checkpoint import has_weights, read_config
 from jaxglue.hf.identity import weights_digest
 
 
@@ -21,7 +21,8 @@ def folder_digest(folder: str | Path) -> str:
     """
     if (Path(folder) / CONFIG).is_file():
         return _digest(adapter_digest(folder), folder_digest(find_base(folder)))
-    return _digest(json.dumps(read_config(folder), sort_keys=True), weights_digest(folder))
+    weights = weights_digest(folder) if has_weights(Path(folder)) else "random"
+    return _digest(json.dumps(read_config(folder), sort_keys=True), weights)
 
 
 def adapter_digest(folder: str | Path) -> str:

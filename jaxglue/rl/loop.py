@@ -390,8 +390,8 @@ class RolloutSteps(Iterator[Step]):
             return
         if (kept := self._folder.load(self._step, self._dataset.prompts, in_use=True)) is None:
             raise ValueError(
-                f"the answers that steps from {self._step + 1} on train on are gone from the output folder's rollouts: "
-                "resume from an earlier checkpoint, or start a new run"
+                f"the answers that steps from {self._step + 1} on train on are gone from the output folder's rollouts, "
+                f"or damaged: delete its checkpoints after step {self._step:,}, and --resume goes on from there"
             )
         self._began = {"position": self._position, "step": self._step}
         self._window.extend(self._steps(kept))

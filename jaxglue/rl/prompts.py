@@ -77,7 +77,7 @@ def read_prompts(
     limit: int,
     teacher_system: str | None = None,
     held_out: bool = False,
-    answered: bool = False,
+    answered: bool = True,
 ) -> PromptDataset:
     """Read rows with a `prompt`, `messages` or a `question`; a text in `prompt` is continued as it is.
 

@@ -22,8 +22,6 @@ from jaxglue.data.tokenizer import require_unicode
 from jaxglue.files.regular_file import file_digest
 from jaxglue.generation.config import AssistantConfig
 from jaxglue.generation.scoring import RewardModel
-from jaxglue.text.stream import CHANNEL, added_tokens, decode
-from jaxglue.text.thinking import Thought, split_thinking, tags_of, thought_after
 from jaxglue.hf.folder_digest import folder_digest
 from jaxglue.rl.checks import check_schema, expected_texts
 from jaxglue.rl.config import RolloutConfig
@@ -33,6 +31,8 @@ from jaxglue.rl.process import Function, JudgingProcess
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.sampler import Sample
 from jaxglue.rl.sources import source_files
+from jaxglue.text.stream import CHANNEL, added_tokens, decode
+from jaxglue.text.thinking import Thought, split_thinking, tags_of, thought_after
 
 _CHECKS = Path(__file__).parent / "checks.py"
 ENVIRONMENT = "environment"

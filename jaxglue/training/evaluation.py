@@ -18,6 +18,7 @@ from jaxglue.data.iterator import EvalBatches
 from jaxglue.engine import transfer
 from jaxglue.engine.embed_head import EmbedHead
 from jaxglue.engine.executor import Executor
+from jaxglue.files.json_lines import read_steps, rewrite_lines
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.engine import Engine
 from jaxglue.generation.prompts import encode_prompt
@@ -33,7 +34,6 @@ from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 from jaxglue.terminal.console import Console
 from jaxglue.text.stream import in_order, without
 from jaxglue.training.callbacks import Metrics, Predictions
-from jaxglue.training.json_lines import read_steps, rewrite_lines
 from jaxglue.training.progress import SHOWN
 from jaxglue.training.setup import Run
 

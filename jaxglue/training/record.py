@@ -14,8 +14,8 @@ import jax
 import psutil
 
 from jaxglue.files.atomic import atomic_file
+from jaxglue.files.json_lines import read_steps
 from jaxglue.planner.gpus import peak_flops
-from jaxglue.training.json_lines import read_steps
 from jaxglue.training.progress import StartupTimer, StepReport, TrainingProgress
 from jaxglue.training.setup import Run
 from jaxglue.training.step import StepResult
