@@ -71,7 +71,7 @@ class Evaluation:
     ):
         self._compute_metrics = compute_metrics
         self._batches, self._executor, self._mesh = run.eval_batches, executor, mesh
-        self._rollouts = run.rollouts if run.rollouts and run.rollouts.has_held_out else None
+        self._rollouts = run.rollouts if run.rollouts and run.rollouts.plan.held_out else None
         self._sources = run.data.eval_sources
         self._objective = run.workload.objective
         self._probe = None if run.model.moe is None else probe

@@ -18,7 +18,13 @@ def answers() -> Generation:
     rng = np.random.default_rng(0)
     samples = [Sample(rng.integers(0, 99, n, np.int32), rng.random(n, np.float32), n > 3, "text") for n in (3, 5)]
     return Generation(
-        numbers=[0], following=1, prompts=[PROMPT], samples=[samples], rewards=np.array([[[0.5], [np.nan]]]), sampled=1
+        rows=[0],
+        numbers=[0],
+        following=1,
+        prompts=[PROMPT],
+        samples=[samples],
+        rewards=np.array([[[0.5], [np.nan]]]),
+        sampled=1,
     )
 
 
@@ -31,7 +37,7 @@ def content(generation: Generation) -> str:
 
 def test_answers_with_a_flipped_bit_are_equal_or_not_used(tmp_path, answers, caplog):
     folder = RolloutFolder(tmp_path, {"seed": 1}, {})
-    folder.save(2, answers, [0])
+    folder.save(2, answers)
     file, rng = tmp_path / KEPT / "step-2.npz", np.random.default_rng(1)
     whole, unused = file.read_bytes(), 0
     for bit in rng.integers(0, 8 * len(whole), 300):
