@@ -149,7 +149,7 @@ MODELS = {
     "qwen3_next": {
         **{"layer_types": ["linear_attention", "full_attention"], "head_dim": 8},
         **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
-        **{"linear_key_head_dim": 6, "linear_value_head_dim": 4},
+        **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
         **{"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12},
         **{"shared_expert_intermediate_size": 24, "mlp_only_layers": [1]},
         "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
