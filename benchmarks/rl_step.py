@@ -38,12 +38,12 @@ from jaxglue.generation.pages import free_bytes
 from jaxglue.generation.scheduler import Request
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.objectives.config import ObjectiveConfig
-from jaxglue.objectives.policy_gradient import StepCounts
+from jaxglue.objectives.rollouts import StepCounts
 from jaxglue.ops.backend import one_device_each
 from jaxglue.ops.choices import QUANTIZE
 from jaxglue.planner.device_memory import bounded_pool, take_fitting_blocks
 from jaxglue.rl.config import RolloutConfig
-from jaxglue.rl.packing import Group, Packed, TrainedAnswer, pack_groups
+from jaxglue.rl.pack import Group, Packed, TrainedAnswer, pack_groups
 from jaxglue.rl.sampler import copies_of
 from jaxglue.sharding.mesh import mesh_of
 from jaxglue.training.config import ModelConfig, RunConfig, TrainConfig

@@ -19,7 +19,7 @@ from jaxglue.engine.garbage_collection import without_collection
 from jaxglue.engine.policy import PRESETS
 from jaxglue.generation.pages import plan_cache
 from jaxglue.hf.hub import model_path
-from jaxglue.objectives.policy_gradient import RolloutObjective
+from jaxglue.objectives.rollouts import RolloutObjective
 from jaxglue.ops.backend import tracing_for
 from jaxglue.ops.projection.fp8 import check_fp8
 from jaxglue.planner.calibration import FILES_RATE

@@ -140,7 +140,7 @@ def plan_rows(run: Run) -> dict[str, object]:
         "method": f"{model.method}, {trained:,} parameters train ({trained / total:.2%})",
         "objective": _objective(run),
         "data": run.data.report,
-        **({"answers": run.rollouts.description} if run.rollouts else {}),
+        **({"answers": run.rollouts.plan.description} if run.rollouts else {}),
         "batch": _batch(run),
         "optimizer": _optimizer(run),
         "steps": _steps(run),

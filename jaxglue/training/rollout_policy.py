@@ -1,7 +1,6 @@
 """The model in training as reinforcement learning sees it: it writes answers, and tells their log-probabilities."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from jaxglue.hf.hub import model_path
 from jaxglue.hf.loading import load_model
 from jaxglue.models.parameters import Params, split_model
 from jaxglue.models.vocabulary import extended_matrix
-from jaxglue.objectives.policy_gradient import RolloutObjective
+from jaxglue.objectives.rollouts import RolloutObjective
 from jaxglue.rl.sampler import Sample, Sampler
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.training.setup import Run
@@ -60,8 +59,8 @@ def make_teacher(run: Run, model: TrainStep) -> Teacher:
         without = jax.tree.map(jnp.zeros_like, model.trainable)  # adapters of embedding and head
         return Teacher(model.executor, without, model.frozen, reference=True)
     folder = model_path(name)
-    wanted = run.config.rollouts.teacher_quantize
-    loaded = load_model(folder, dtype=dtype, quantize=run.config.model.storage if wanted is None else wanted)
+    storage = run.config.rollouts.teacher_quantize
+    loaded = load_model(folder, dtype=dtype, quantize=run.config.model.storage if storage is None else storage)
     graphdefs, trainable, frozen = split_model(loaded, nnx.LoRAParam)
     executor = Executor(graphdefs, loaded.config, policy=PRESETS["full"], dtype=dtype)
     return Teacher(executor, trainable, frozen)
@@ -79,8 +78,9 @@ class TrainedPolicy:
     def __init__(self, run: Run, model: TrainStep, mesh: Mesh | None):
         self._model, self._mesh, self._tokenizer = model, mesh, run.tokenizer
         settings, objective = run.config.model, run.workload.objective
-        options: dict[str, Any] = {"dtype": settings.compute_dtype, "attention": settings.attention}
-        self._engine = Engine(model.graphdefs, run.model, **options, as_written=True)
+        self._engine = Engine(
+            model.graphdefs, run.model, dtype=settings.compute_dtype, attention=settings.attention, as_written=True
+        )
         sampling = SamplingConfig(
             max_tokens=run.config.rollouts.max_completion_length,
             temperature=objective.temperature,
@@ -88,7 +88,7 @@ class TrainedPolicy:
             seed=run.config.data.seed,
         )
         assert run.rollouts is not None
-        rounds, typical = run.total_steps // run.rollouts.window, run.rollouts.typical_prompts
+        rounds, typical = run.total_steps // run.rollouts.plan.window, run.rollouts.plan.typical_prompts
         self._sample = Sampler(self._engine, run.stops, sampling, rounds=rounds, typical=typical)
         # Without new adapters the reference has arrays of its own, as training donates its.
         assert isinstance(objective, RolloutObjective)
@@ -99,15 +99,15 @@ class TrainedPolicy:
     def sample(self, prompts: Sequence[Sequence[int]], indices: Sequence[int], count: int) -> list[list[Sample]]:
         """Return answers by the present weights, with their texts."""
         self._engine.multiply_in_fp8(self._model.executor.fp8_layers)
-        found = self._sample(self._model.trainable, self._model.frozen, prompts, indices, count)
-        return [[sample._replace(text=self._decode(sample)) for sample in group] for group in found]
+        groups = self._sample(self._model.trainable, self._model.frozen, prompts, indices, count)
+        return [[sample._replace(text=self._decode(sample)) for sample in group] for group in groups]
 
     def turn(
         self, prompts: Sequence[Sequence[int]], indices: Sequence[int], turn: int, room: Sequence[int]
     ) -> list[Sample]:
         """Return an answer to each conversation in a later turn, of at most `room` tokens."""
-        found = self._sample.turn(self._model.trainable, self._model.frozen, prompts, indices, turn, room)
-        return [sample._replace(text=self._decode(sample)) for sample in found]
+        samples = self._sample.turn(self._model.trainable, self._model.frozen, prompts, indices, turn, room)
+        return [sample._replace(text=self._decode(sample)) for sample in samples]
 
     def log_probs(self, batch: Batch, *, reference: bool = False) -> Float[Array, "B T"]:
         """Return log-probabilities of targets under the present weights, or under those that training began with.

@@ -18,10 +18,11 @@ from jaxglue.hf.adapter import Adapter, warn_of_adapter_inside
 from jaxglue.hf.hub import model_path
 from jaxglue.hf.loading import check_weights
 from jaxglue.models.config import DecoderConfig
-from jaxglue.objectives.policy_gradient import RolloutObjective
+from jaxglue.objectives.rollouts import RolloutObjective
 from jaxglue.planner.flops import mean_visible_keys, training_flops_per_token
 from jaxglue.planner.workload import Workload, sample_lengths
 from jaxglue.rl.loop import RolloutSteps
+from jaxglue.rl.plan import RolloutPlan
 from jaxglue.rl.prompts import PromptDataset, PromptReport, read_prompts
 from jaxglue.rl.rewards import Judge
 from jaxglue.sharding.mesh import MeshShape, mesh_of, process_batch_shard
@@ -267,19 +268,19 @@ def _make_rollouts(
     if config.rollouts.teacher not in (None, "base"):
         _check_teacher(config, model, tokenizer)
     judge = Judge(config.rollouts)
-    steps = RolloutSteps(
-        dataset,
-        objective,
-        config.rollouts,
-        judge,
+    plan = RolloutPlan(
+        dataset=dataset,
+        objective=objective,
+        config=config.rollouts,
+        judge=judge,
         seq_len=config.data.row_tokens,
         batch_size=config.run.batch_size,
         seed=config.data.seed,
-        folder=config.run.output,
         shared=not why_prompts_are_copied(config, model),
         copies=model.delta is not None,
         held_out=held_out,
     )
+    steps = RolloutSteps(plan, config.run.output)
     try:
         judge.check({name for prompt in dataset.prompts for name in prompt.columns})
     except BaseException:

@@ -28,7 +28,7 @@ from jaxglue.engine.host_buffers import Buffers
 from jaxglue.models.lora import without_adapters
 from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params
 from jaxglue.objectives.objective import Objective
-from jaxglue.objectives.policy_gradient import RolloutObjective
+from jaxglue.objectives.rollouts import RolloutObjective
 from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.planner.device_memory import leave_small_blocks
 from jaxglue.planner.workload import abstract_parts

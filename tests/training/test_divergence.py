@@ -14,7 +14,7 @@ from selection import repeats_parts_of
 from jaxglue.data.iterator import BatchIterator, Step
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.ops.segments import BatchKind, pack_segments
-from jaxglue.rl.packing import Group, TrainedAnswer, pack_groups
+from jaxglue.rl.pack import Group, TrainedAnswer, pack_groups
 from jaxglue.training import divergence
 from jaxglue.training.array_checks import check_arrays, non_finite
 from jaxglue.training.divergence import Postmortem, Spikes, load_step, save_step

@@ -13,7 +13,7 @@ from jaxglue.engine import compiler
 from jaxglue.generation.config import AssistantConfig
 from jaxglue.generation.scoring import RewardModel
 from jaxglue.planner.planner import plan
-from jaxglue.rl.loop import RolloutSteps
+from jaxglue.rl import loop
 from jaxglue.rl.rewards import Judge
 from jaxglue.rl.sampler import Sampler
 from jaxglue.training.checkpoint import Checkpoints
@@ -356,7 +356,8 @@ def reply(messages, wanted):
 def test_conversations_with_an_environment_train_the_models_turns_alone(make_run, tmp_path, monkeypatch):
     (tmp_path / "game.py").write_text(GAME)
     trained = []
-    monkeypatch.setattr(RolloutSteps, "_as_step", lambda self, groups: trained.append(groups) or original(self, groups))
+    make_groups = loop.groups_of
+    monkeypatch.setattr(loop, "groups_of", lambda *values: trained.append(make_groups(*values)) or trained[-1])
     settings = {"reward": (), "environment": f"{tmp_path}/game.py:reply", "max_turns": 3, "learning_rate": 3e-2}
     tokenizer = load_tokenizer(tmp_path / "model")
     words = [token for token in tokenizer.get_vocab() if token not in tokenizer.all_special_tokens]
@@ -374,9 +375,6 @@ def test_conversations_with_an_environment_train_the_models_turns_alone(make_run
         said = tokenizer.decode(answer.tokens[~answer.counted])
         assert said.startswith("<|im_end|>\n<|im_start|>user\nnot ")
         assert said.endswith("<|im_end|>\n<|im_start|>assistant\n")
-
-
-original = RolloutSteps._as_step
 
 
 def test_equal_rewards_are_said_once(make_run, caplog):
