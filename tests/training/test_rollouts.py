@@ -16,7 +16,7 @@ from jaxglue.planner.planner import plan
 from jaxglue.rl import loop
 from jaxglue.rl.rewards import Judge
 from jaxglue.rl.sampler import Sampler
-from jaxglue.training import train as training
+from jaxglue.training import loop as training
 from jaxglue.training.checkpoint import Checkpoints
 from jaxglue.training.record import read_metrics
 from jaxglue.training.rollout_policy import TrainedPolicy
