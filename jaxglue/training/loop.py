@@ -225,7 +225,7 @@ def _run_steps(training: Training) -> Overrun | None:
                 first = _first_step(training, progress)
             if isinstance(first, Overrun):
                 return first
-            with training.output.writing(*folders), _open_loggers(training) as loggers, context.interrupt:
+            with training.output.writing(*folders), _open_loggers(training, begun) as loggers, context.interrupt:
                 _loop(training, loggers, progress, first)
     except jax.errors.JaxRuntimeError as error:
         if not (training.is_planned and training.plans) or not is_out_of_memory(error):
@@ -478,12 +478,12 @@ def _finish(training: Training, begun: float) -> RunSummary:
     return summary
 
 
-def _open_loggers(training: Training) -> Loggers:
-    """Open the receivers of metrics, which go on after the steps done."""
+def _open_loggers(training: Training, step: int) -> Loggers:
+    """Open the receivers of metrics, which go on after a step."""
     if not training.context.processes.is_main:
         return Loggers()
     settings = masked(as_dict(training.run.recorded.shared), os.environ)
-    trackers, step = training.run.output.trackers, training.state.step
+    trackers = training.run.output.trackers
     return open_loggers(training.output.path, resume_step=step, trackers=trackers, settings=settings)
 
 
