@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 
 from jaxglue.objectives.advantages import Rewards, Values, deviation, mean
 from jaxglue.objectives.rollouts import RolloutObjective
@@ -74,11 +74,13 @@ def length_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     return metrics
 
 
-def reward_metrics(rewards: np.ndarray, names: Sequence[str], advantages: Advantages) -> dict[str, float]:
+def reward_metrics(
+    rewards: Float[np.ndarray, "prompts answers functions"], names: Sequence[str], advantages: Advantages
+) -> dict[str, float]:
     """Return the metrics of rewards; those of a function without any reward are left out.
 
     Args:
-        rewards: [prompts, answers, functions], NaN where a function left an answer out.
+        rewards: NaN where a function left an answer out.
         names: of the functions.
         advantages: of the answers.
     """

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import Array, Float
@@ -36,7 +36,7 @@ class Policy(Protocol):
         """Return an answer to each conversation in a later turn, of at most `room` tokens."""
 
     @property
-    def teacher_matrix(self) -> Any:
+    def teacher_matrix(self) -> Float[Array, "V E"]:
         """Return the teacher's output projection."""
 
     def teacher_hidden(self, batch: Batch) -> Float[np.ndarray, "B T E"]:
