@@ -131,7 +131,8 @@ class RolloutSteps(Iterator[Step]):
         if generation is None:
             raise ValueError(
                 f"the answers that steps from {self.state.step + 1} on train on are gone from the output folder's "
-                "rollouts: resume from an earlier checkpoint, or start a new run"
+                f"rollouts, or damaged: delete its checkpoints after step {self.state.step:,}, and --resume goes on "
+                "from there"
             )
         self._fill(generation)
         for _ in range(state["taken"]):
