@@ -10,7 +10,7 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
 from jaxglue.models.family import Parts
 from jaxglue.models.linear import Linear
-from jaxglue.models.residual import RMSNorm
+from jaxglue.models.residual import Norm
 from jaxglue.models.vocabulary import Embedding, extended_matrix, output_matrix, with_low_rank
 from jaxglue.ops.cross_entropy import cap_logits
 from jaxglue.ops.projection import project
@@ -28,7 +28,7 @@ class CausalLM(nnx.Module):
         self.embed_tokens = Embedding(config, parts, dtype=dtype, rngs=rngs)
         self.layers = nnx.List([make_layer(index) for index in range(config.num_hidden_layers)])
         factor = 1.0 if config.scores else 1.0 / config.scales.logit_divisor
-        self.norm = RMSNorm(
+        self.norm = Norm(
             config.hidden_size, config.rms_norm_eps, style=parts.final_norm or parts.norm, factor=factor, dtype=dtype
         )
         D, V, std = config.hidden_size, config.vocab_size, config.initializer_range

@@ -14,13 +14,13 @@ from jaxglue.models.config import CacheSizes, DecoderConfig, LayerKind, Mixer
 from jaxglue.models.context import LayerContext
 from jaxglue.models.family import Parts
 from jaxglue.models.linear import Linear, layer_linear, project_together
-from jaxglue.models.residual import Branch, RMSNorm
+from jaxglue.models.residual import Branch, Norm
 from jaxglue.ops import names
 from jaxglue.ops.backend import BackendChoice, Capability
 from jaxglue.ops.delta_rule import (
     DELTA_RULE,
+    DeltaCall,
     DeltaHeads,
-    DeltaShape,
     DeltaStates,
     gated_rms_norm,
     gates,
@@ -125,7 +125,7 @@ class DeltaConfig(Mixer):
 
     def backends(self, capability: Capability | None, dtype) -> dict[str, BackendChoice]:
         """See `Mixer`."""
-        shape = DeltaShape(dtype=dtype, key_dim=self.key_dim, value_dim=self.value_dim)
+        shape = DeltaCall(dtype=dtype, key_dim=self.key_dim, value_dim=self.value_dim)
         return {self.title: DELTA_RULE.choose(capability, shape)}
 
 
@@ -151,7 +151,7 @@ class DeltaNet(nnx.Module):
         self.conv1d = Convolution(shape.channels, shape.conv_width, std=std, dtype=dtype, rngs=rngs)
         self.dt_bias = nnx.Param(jnp.ones(N, dtype))
         self.A_log = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (N,), minval=0.01, maxval=16.0)).astype(dtype))
-        self.norm = RMSNorm(shape.value_dim, config.rms_norm_eps, dtype=dtype)
+        self.norm = Norm(shape.value_dim, config.rms_norm_eps, dtype=dtype)
         options: dict[str, Any] = {"bias": False, "dtype": dtype, "rngs": rngs}
         self.out_proj = layer_linear(config, kind, "linear_attn.out_proj", shape.value_width, D, **options)
 

@@ -16,8 +16,8 @@ from jaxglue.models.family import LLAMA_PARTS, Parts
 from jaxglue.models.linear import Linear
 from jaxglue.models.lora_config import PATHS, LoraConfig, VocabularyModule
 from jaxglue.models.per_layer import PerLayerEmbedding
-from jaxglue.ops.norm_rope import rms_norm
-from jaxglue.ops.projection import Adapter
+from jaxglue.ops.norm_rope import reference_norm
+from jaxglue.ops.projection import LowRankAdapter
 from jaxglue.ops.rows import take_rows
 
 EMBEDDING: VocabularyModule = "embed_tokens"
@@ -68,7 +68,7 @@ class Embedding(nnx.Module):
             product = jnp.matmul(low_rank.astype(dtype), B.T.astype(dtype), preferred_element_type=jnp.float32)
             x = (x + self.lora_scale * product).astype(dtype)
         x = x if self.multiplier == 1.0 else x * jnp.asarray(self.multiplier, dtype)
-        x = x if self.norm_eps is None else rms_norm(x, jnp.ones(x.shape[-1], dtype), self.norm_eps)
+        x = x if self.norm_eps is None else reference_norm(x, jnp.ones(x.shape[-1], dtype), self.norm_eps)
         return jnp.pad(x, ((0, 0), (0, 0), (0, self.shared_width))) if self.shared_width else x
 
     def layer_inputs(
@@ -119,7 +119,7 @@ def extended_matrix(module: Any) -> Float[Array, "V W"]:
     return matrix if columns is None else jnp.concatenate([matrix, columns.astype(matrix.dtype)], axis=1)
 
 
-def _head_adapter(module: Any) -> Adapter | None:
+def _head_adapter(module: Any) -> LowRankAdapter | None:
     """Return the adapter of an output projection; that of an embedding tied to it is not one."""
     return module.adapter if isinstance(module, Linear) else None
 

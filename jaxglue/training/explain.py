@@ -5,11 +5,12 @@ from dataclasses import replace
 from functools import partial
 
 from jaxglue.engine.layer_forms import explain_forms
+from jaxglue.models.family import find_family
 from jaxglue.ops.attention import ATTENTION
 from jaxglue.ops.backend import BackendChoice, compute_capability
-from jaxglue.ops.cross_entropy import CROSS_ENTROPY
-from jaxglue.ops.moe import GROUPED_MATMUL
-from jaxglue.ops.norm_rope import NORM_ROPE
+from jaxglue.ops.cross_entropy import CROSS_ENTROPY, CrossEntropyCall
+from jaxglue.ops.moe import GROUPED_MATMUL, GroupedCall
+from jaxglue.ops.norm_rope import LLAMA_NORM, NORM_ROPE, NormCall
 from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT, BatchKind
 from jaxglue.planner.attention import attention_shape
 from jaxglue.planner.explain import Reason
@@ -57,8 +58,10 @@ def kernel_reasons(
         reasons |= dict(_attention_reasons(workload, attention, slots, why_copied))
     choices = {"rotation": rotation_choice(workload), **layer_forms(workload), **mixer_choices(workload)}
     if model.moe is not None:
-        choices["experts"] = GROUPED_MATMUL.choose(capability, dtype)
-    choices["loss"] = CROSS_ENTROPY.choose(capability, dtype)
+        activation = find_family(model.model_type).parts.experts.activation
+        choices["experts"] = GROUPED_MATMUL.choose(capability, GroupedCall(dtype=dtype, activation=activation))
+    loss = CrossEntropyCall(dtype=dtype, vocab_size=model.vocab_size, softcap=model.scales.logit_softcap)
+    choices["loss"] = CROSS_ENTROPY.choose(capability, loss)
     reasons |= {title: _backend_reason(choice) for title, choice in choices.items()}
     return reasons
 
@@ -76,7 +79,9 @@ def layer_forms(workload: Workload) -> dict[str, BackendChoice]:
 def rotation_choice(workload: Workload) -> BackendChoice:
     """Return the backend of rotary embeddings and norms of heads."""
     interleaved = any(rotary.config.interleaved for rotary in workload.config.rotaries)
-    return NORM_ROPE.choose(compute_capability(), workload.dtype, interleaved)
+    parts = find_family(workload.config.model_type).parts
+    style = LLAMA_NORM if parts.head_norms == "none" else parts.norm
+    return NORM_ROPE.choose(compute_capability(), NormCall(dtype=workload.dtype, style=style, interleaved=interleaved))
 
 
 def mixer_choices(workload: Workload) -> dict[str, BackendChoice]:
