@@ -1,4 +1,4 @@
-"""Cohere 2 (Command R7B, Command A): attention and feed-forward read one layer norm; layers that slide have positions."""
+"""Cohere 2 (Command R7B, Command A): attention and feed-forward read one layer norm; sliding layers have positions."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
