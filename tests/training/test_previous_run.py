@@ -12,7 +12,7 @@ from jaxglue.training.run_folder import MANIFEST, RunFiles, RunFolder, output_fo
 
 def write_run(folder, text, *, checkpoint=True):
     output = RunFolder(folder)
-    output.begin(text)
+    output.begin(text, {"rows": []})
     with output.writing("adapter"):
         (folder / "adapter").mkdir(exist_ok=True)
         (folder / "adapter" / "weights").write_text(text)
@@ -51,7 +51,7 @@ def test_new_run_replaces_the_files_of_the_old_alone(run):
         output = RunFolder(run, overwrite=True)
         with output.replacing():
             assert {name: text for name, text in contents(run).items() if "old-" not in name} == MINE
-            output.begin("new")
+            output.begin("new", {"rows": []})
             folder = run / "checkpoints" / "1"
             output.before_checkpoint(folder)
             folder.mkdir(parents=True)
@@ -72,7 +72,7 @@ def test_failure_before_a_checkpoint_restores_the_old_run(run):
 def test_damaged_list_of_files_is_mended(run, damage):
     with (run / MANIFEST).open("ab") as file:
         file.write(damage + b'{"path": "cut')
-    RunFolder(run).begin("resumed")
+    RunFolder(run).begin("resumed", {"rows": []})
     assert {"config.toml", "checkpoints/5/array"} <= set(RunFiles(run).present())
     assert not RunFiles(run)._lines.damaged
     assert (run / f"{MANIFEST}.damaged").read_bytes() == damage
@@ -81,7 +81,7 @@ def test_damaged_list_of_files_is_mended(run, damage):
 def test_killed_first_run_can_be_replaced(tmp_path):
     folder = tmp_path / "run"
     with output_folder(folder, overwrite=True), RunFolder(folder, overwrite=True).replacing():
-        RunFolder(folder).begin("first")
+        RunFolder(folder).begin("first", {"rows": []})
         (folder / "checkpoints").mkdir()
         killed = contents(folder)
     with output_folder(folder, overwrite=True):
