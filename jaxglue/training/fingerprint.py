@@ -89,7 +89,7 @@ def fingerprint(run: Run) -> dict[str, Any]:
 
 def _inputs(run: Run) -> dict[str, str]:
     """Return the digests of further inputs that are named by a path, without those that tell in the data's."""
-    config = run.config
+    config = run.recorded
     teacher, adapter, tokens = config.rollouts.teacher, config.model.adapter, config.model.new_tokens
     digests = {} if teacher in (None, "base") else {"teacher": folder_digest(model_path(teacher))}
     digests |= {} if adapter is None else {"adapter": adapter_digest(adapter)}
