@@ -230,9 +230,9 @@ class RunFolder:
             return
         for name in (*_FILES, *(name + DAMAGED for name in _LINES)):
             self._files.claim(self.path / name)
+        write_json(self.path / "plan.json", plan)
         with atomic_file(self.path / "config.toml") as temporary:
             temporary.write_text(recipe, encoding="utf-8")
-        write_json(self.path / "plan.json", plan)
 
     @contextlib.contextmanager
     def writing(self, *names: str) -> Iterator[None]:

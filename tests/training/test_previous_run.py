@@ -42,7 +42,8 @@ def run(tmp_path):
 
 
 MINE = {"chats.jsonl": "mine", "adapter/notes.txt": "mine"}
-OLD = {**MINE, "config.toml": "old", "adapter/weights": "old", "checkpoints/5/array": "old"}
+PLAN = {"plan.json": '{\n  "rows": []\n}\n'}
+OLD = {**MINE, **PLAN, "config.toml": "old", "adapter/weights": "old", "checkpoints/5/array": "old"}
 
 
 def test_new_run_replaces_the_files_of_the_old_alone(run):
@@ -57,7 +58,7 @@ def test_new_run_replaces_the_files_of_the_old_alone(run):
             folder.mkdir(parents=True)
             (folder / "array").write_text("new")
             output.checkpoint_saved(folder)
-    assert contents(run) == {**MINE, "config.toml": "new", "checkpoints/1/array": "new"}
+    assert contents(run) == {**MINE, **PLAN, "config.toml": "new", "checkpoints/1/array": "new"}
 
 
 def test_failure_before_a_checkpoint_restores_the_old_run(run):
@@ -85,7 +86,7 @@ def test_killed_first_run_can_be_replaced(tmp_path):
         (folder / "checkpoints").mkdir()
         killed = contents(folder)
     with output_folder(folder, overwrite=True):
-        assert contents(folder) == killed == {"config.toml": "first"}
+        assert contents(folder) == killed == {**PLAN, "config.toml": "first"}
 
 
 def test_kill_at_any_moment_leaves_one_whole_run(run, tmp_path, monkeypatch):
@@ -98,7 +99,7 @@ def test_kill_at_any_moment_leaves_one_whole_run(run, tmp_path, monkeypatch):
             break
         with output_folder(folder, resume=True):
             outcomes.append(contents(folder))
-    new = {**MINE, "config.toml": "new", "adapter/weights": "new", "checkpoints/5/array": "new"}
+    new = {**MINE, **PLAN, "config.toml": "new", "adapter/weights": "new", "checkpoints/5/array": "new"}
     assert len(outcomes) > 15
     assert [outcome for outcome in outcomes if outcome not in (OLD, new)] == []
     assert outcomes[0] == OLD and outcomes[-1] == new
