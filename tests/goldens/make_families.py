@@ -154,7 +154,7 @@ MODELS = {
         **{"shared_expert_intermediate_size": 24, "mlp_only_layers": [1]},
         "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
     },
-    "cohere2": {**SLIDING, "head_dim": 4, "logit_scale": 0.4, "rope_theta": 100.0, "attention_bias": True},
+    "cohere2": {**SLIDING, "head_dim": 4, "logit_scale": 0.4, "rope_theta": 100.0},
     "gemma4_unified_text": {
         **SLIDING,
         **{"global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
