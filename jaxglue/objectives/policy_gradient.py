@@ -9,8 +9,14 @@ from jax.lax import stop_gradient
 from jaxtyping import Array, Float
 
 from jaxglue.data.batch import Batch, Rollouts
-from jaxglue.objectives.config import ObjectiveConfig
-from jaxglue.objectives.objective import Objective, TargetValues
+from jaxglue.objectives.config import (
+    PolicyGradientSettings,
+    RLOOSettings,
+    RolloutSettings,
+    SAPOSettings,
+    VESPOSettings,
+)
+from jaxglue.objectives.objective import Objective, ObjectiveConfig, TargetValues
 from jaxglue.ops.collectives import TOKEN_AXES, all_gather, psum
 
 Tokens = Float[Array, "B T"]
@@ -39,6 +45,7 @@ class StepCounts(NamedTuple):
 class RolloutObjective(Objective):
     """Losses of answers that the model writes in training."""
 
+    Settings: ClassVar[type[ObjectiveConfig]] = RolloutSettings
     needs_rollouts = True
     generations: ClassVar[int]
     """Answers to each prompt where no number is given."""
@@ -75,24 +82,12 @@ class RolloutObjective(Objective):
 class PolicyGradient(RolloutObjective):
     """Clipped ratios of probabilities, times advantages."""
 
-    settings: ClassVar[tuple[str, ...]] = (
-        *("beta", "temperature", "epsilon_low", "epsilon_high", "delta", "use_bias_correction_kl", "scale_rewards"),
-        *("multi_objective_aggregation", "mask_truncated_completions", "top_entropy_quantile", "entropy_coef"),
-        *("off_policy_mask_threshold", "importance_sampling_mode", "importance_sampling_max"),
-        "importance_sampling_min",
-    )
+    Settings: ClassVar[type[ObjectiveConfig]] = PolicyGradientSettings
     learning_rates = {"lora": 1e-5, "full": 1e-6}  # noqa: RUF012 - with all weights TRL's
-    default_beta = 0.0
     generations = 8
     compares = True
     by_answer = False
     """Ratios are of whole answers."""
-
-    @classmethod
-    def check(cls, config: ObjectiveConfig) -> None:
-        """Refuse bounds in the wrong order."""
-        if config.importance_sampling_min >= config.importance_sampling_max:
-            raise ValueError("--importance-sampling-min is not below --importance-sampling-max: lower it")
 
     @property
     def uses_reference(self) -> bool:
@@ -350,10 +345,7 @@ class CISPO(DAPO):
 class SAPO(GRPO):
     """Ratios through a sigmoid, whose gradient falls off around 1, in place of clipped ones (arXiv 2511.20347)."""
 
-    settings = (
-        *(name for name in PolicyGradient.settings if name not in ("epsilon_low", "epsilon_high", "delta")),
-        *("sapo_temperature_pos", "sapo_temperature_neg"),
-    )
+    Settings = SAPOSettings
 
     def policy_losses(self, ratio: Tokens, advantages: Tokens, log_probs: Tokens) -> Tokens:
         """Return the losses of tokens without the divergence."""
@@ -376,21 +368,8 @@ class LUSPO(GSPO):
 class VESPO(DAPO):
     """Log-probabilities weighted by e^λ · w^k · e^(−λw) of the answers' ratios w, which favors those near 1."""
 
-    settings = (
-        *(name for name in SAPO.settings if not name.startswith("sapo")),
-        *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
-    )
+    Settings = VESPOSettings
     by_answer = True
-
-    @classmethod
-    def check(cls, config: ObjectiveConfig) -> None:
-        """Refuse corrections of whole answers, whose ratios the weights contain."""
-        super().check(config)
-        if config.importance_sampling_mode.startswith("sequence"):
-            raise ValueError(
-                f"--importance-sampling-mode {config.importance_sampling_mode} is not for --objective vespo, whose "
-                "weights are of whole answers: use token_truncate, token_mask or none"
-            )
 
     def policy_losses(self, ratio: Tokens, advantages: Tokens, log_probs: Tokens) -> Tokens:
         """Return the losses of tokens without the divergence."""
@@ -421,11 +400,7 @@ class VESPO(DAPO):
 class RLOO(GRPO):
     """REINFORCE with the mean of the other answers as the baseline (arXiv 2402.14740); ratios are of whole answers."""
 
-    settings = (
-        *("beta", "temperature", "epsilon_low", "epsilon_high", "normalize_advantages", "mask_truncated_completions"),
-        *("importance_sampling_mode", "importance_sampling_max", "importance_sampling_min"),
-    )
-    default_beta = 0.05
+    Settings = RLOOSettings
     generations = 2
     by_answer = leaves_one_out = True
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float
 
-from jaxglue.objectives.config import ObjectiveConfig
+from jaxglue.objectives.config import GroupSettings, RLOOSettings
 
 Rewards = Float[np.ndarray, "prompts answers functions"]
 """NaN where a function left an answer out."""
@@ -37,7 +37,7 @@ class Advantages(NamedTuple):
         return self.values.max(**known, initial=-np.inf) - self.values.min(**known, initial=np.inf) > _ROUNDING
 
 
-def group_advantages(rewards: Rewards, weights: Float[np.ndarray, " functions"], config: ObjectiveConfig) -> Advantages:
+def group_advantages(rewards: Rewards, weights: Float[np.ndarray, " functions"], config: GroupSettings) -> Advantages:
     """Return advantages relative to the other answers of a prompt."""
     total = _weighted(rewards, weights)
     deviations = _deviation(total, 1)
@@ -53,11 +53,11 @@ def group_advantages(rewards: Rewards, weights: Float[np.ndarray, " functions"],
 
 
 def left_one_out(
-    rewards: Rewards, weights: Float[np.ndarray, " functions"], divergence: Values, config: ObjectiveConfig
+    rewards: Rewards, weights: Float[np.ndarray, " functions"], divergence: Values, config: RLOOSettings
 ) -> Advantages:
     """Return the rewards, less β times the divergences from the reference, relative to the mean of the others."""
     total = _weighted(rewards, weights)
-    penalized = total - (config.beta or 0.0) * divergence
+    penalized = total - config.beta * divergence
     scorable = (~np.isnan(penalized)).sum(1, keepdims=True)
     with np.errstate(invalid="ignore", divide="ignore"):
         others = (np.nansum(penalized, 1, keepdims=True) - penalized) / (scorable - 1)

@@ -17,7 +17,18 @@ from typing import Any
 
 from jaxglue.files.json_file import MAX_DEPTH, is_deeper
 from jaxglue.files.regular_file import read_regular_text
-from jaxglue.settings.config import KEEP, NONE, Kind, groups, plain_fields
+from jaxglue.settings.config import (
+    KEEP,
+    NONE,
+    Kind,
+    KindSettings,
+    chosen_groups,
+    groups,
+    is_default,
+    kind_names,
+    plain_fields,
+    refusal_of,
+)
 from jaxglue.settings.dialects import NOTES, REFUSED, translate
 from jaxglue.settings.spelling import nearest
 
@@ -58,8 +69,13 @@ def load_config[C](cls: type[C], path: Path) -> C:
     return construct(cls, read_recipe(cls, path), {})
 
 
-def read_recipe(cls: type, path: Path) -> dict[str, Any]:
+def read_recipe(cls: type, path: Path, kinds: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return the recipe's values by field name, those of groups one level down.
+
+    Args:
+        cls: class of the configuration.
+        path: a TOML or YAML file.
+        kinds: names of kinds, which win over the recipe's, by the field that names them.
 
     Raises:
         ValueError: an unreadable file, or a key or value that the configuration does not have.
@@ -67,14 +83,34 @@ def read_recipe(cls: type, path: Path) -> dict[str, Any]:
     tables = _with_folder(read_tables(path), str(path.resolve().parent))
     subgroups = groups(cls)
     if path.suffix in _YAML and subgroups and not any(isinstance(tables.get(name), dict) for name in subgroups):
-        return translate(tables, cls, f"{path}: ")
+        return translate(tables, cls, f"{path}: ", kinds or {})
+    named: dict[str, str] = {}
+    for name in subgroups:
+        if isinstance(table := tables.get(name), dict):
+            named |= named_kinds(cls, table, f"{path}: [{name}] ")
+    named |= kinds or {}
+    subgroups = chosen_groups(cls, named)
     plain = {key: value for key, value in tables.items() if key not in subgroups}
-    values = _read_table(plain, cls, f"{path}: ", cls, "")
+    values = _read_table(plain, cls, f"{path}: ", cls, "", named)
     for name in subgroups.keys() & tables.keys():
         if not isinstance(tables[name], dict):
             raise ValueError(f"{path}: {name} = {tables[name]!r:.100}: expected the table [{name}]")
-        values[name] = _read_table(tables[name], subgroups[name], f"{path}: [{name}] ", cls, name)
+        values[name] = _read_table(tables[name], subgroups[name], f"{path}: [{name}] ", cls, name, named)
     return values
+
+
+def named_kinds(cls: type, settings: Mapping[str, Any], where: str = "") -> dict[str, str]:
+    """Return the names of kinds among settings, which have fields' names or their aliases, by field.
+
+    Raises:
+        ValueError: a kind that is not known; begins with `where` and the key.
+    """
+    found = {}
+    for name, kind in kind_names(cls).items():
+        for key in (name, *kind.aliases):
+            if key in settings and (read := _read_value(kind, key, settings[key], where)) is not KEEP:
+                found[name] = read
+    return found
 
 
 def construct[C](cls: type[C], values: Mapping[str, Any], flags: Mapping[str, Any]) -> C:
@@ -91,9 +127,8 @@ def construct[C](cls: type[C], values: Mapping[str, Any], flags: Mapping[str, An
         if field.name not in values and is_required(field):
             flag = field.name.replace("_", "-")
             raise ValueError(f"--{flag} is missing: give the flag or its key in a recipe")
-    nested: dict[str, Any] = {
-        name: construct(group, values.get(name, {}), flags) for name, group in groups(cls).items()
-    }
+    chosen = chosen_groups(cls, {**names_in(cls, values), **flags})
+    nested: dict[str, Any] = {name: construct(group, values.get(name, {}), flags) for name, group in chosen.items()}
     return cls(**values | nested)
 
 
@@ -108,12 +143,16 @@ def from_settings[C](cls: type[C], settings: Mapping[str, Any], recipe: str | Pa
     Raises:
         ValueError: an unknown name, a bad value, or a missing field.
     """
-    values = read_recipe(cls, find_recipe(recipe)) if recipe else {}
-    fields = {name: kind for group in (cls, *groups(cls).values()) for name, (_, kind) in plain_fields(group).items()}
+    kinds = named_kinds(cls, settings)
+    values = read_recipe(cls, find_recipe(recipe), kinds) if recipe else {}
+    chosen = chosen_groups(cls, names_in(cls, values) | kinds)
+    fields = {name: kind for group in (cls, *chosen.values()) for name, (_, kind) in plain_fields(group).items()}
     names = {key: name for name, kind in fields.items() for key in (name, *kind.aliases)}
     flags: dict[str, Any] = {}
     for key, value in settings.items():
         if key not in names:
+            if refusal := refusal_of(chosen, key, names_in(cls, values) | kinds):
+                raise ValueError(refusal)
             remedy = f" has no counterpart: {_REMEDIES[key]}" if key in _REMEDIES else ""
             raise ValueError(f"unknown setting {key!r:.100}{remedy or nearest(key, names)}")
         read = _read_value(fields[names[key]], key, value, "")
@@ -122,6 +161,12 @@ def from_settings[C](cls: type[C], settings: Mapping[str, Any], recipe: str | Pa
         if flags.setdefault(names[key], read) != read:
             raise ValueError(f"{key}: {names[key]} is given twice, by this name and another: leave one out")
     return construct(cls, values, flags)
+
+
+def names_in(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the names of kinds among a recipe's nested values."""
+    tables = {name: values.get(name, {}) for name in groups(cls)}
+    return {name: table[name] for name in kind_names(cls) for table in tables.values() if name in table}
 
 
 def is_required(field: dataclasses.Field) -> bool:
@@ -225,17 +270,33 @@ def _with_folder(value: Any, folder: str) -> Any:
     return value
 
 
-def _read_table(table: dict[str, Any], cls: type, where: str, root: type, own: str) -> dict[str, Any]:
-    """Return the values of one table by field name; a key that belongs to another of `root`'s tables is told so."""
+def _read_table(
+    table: dict[str, Any], cls: type, where: str, root: type, own: str, kinds: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the values of one table by field name; a key that belongs to another of `root`'s tables is told so.
+
+    Settings of kinds other than those named are left out where they have their defaults, else refused.
+    """
     fields = plain_fields(cls)
     names = {key: name for name, (_, kind) in fields.items() for key in (name, *kind.aliases)}
     values: dict[str, Any] = {}
     for key, value in table.items():
+        if (
+            key not in names
+            and issubclass(cls, KindSettings)
+            and (refusal := cls.refusal(key, kinds.get(cls.named_by)))
+        ):
+            if is_default(cls, key, value):
+                continue
+            raise ValueError(f"{where}{refusal}")
         if key not in names:
             raise ValueError(f"{where}{_unknown(key, value, names, root, own)}")
         if isinstance(value, dict):
             raise ValueError(f"{where}[{key}] is a table, and this command has one value there: give flags instead")
-        read = _read_value(fields[names[key]][1], key, value, where)
+        _, kind = fields[names[key]]
+        if issubclass(cls, KindSettings) and value == NONE and not kind.optional:
+            continue  # earlier runs record it where a kind's default holds
+        read = _read_value(kind, key, value, where)
         if names[key] in values and read is not KEEP:
             raise ValueError(f"{where}{key}: {names[key]} is given twice, by this name and another: leave one out")
         if read is not KEEP:

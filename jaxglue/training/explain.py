@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxglue.engine.layer_forms import explain_forms
+from jaxglue.objectives.config import ReferenceSettings
 from jaxglue.ops.attention import ATTENTION
 from jaxglue.ops.backend import BackendChoice, compute_capability
 from jaxglue.ops.cross_entropy import CROSS_ENTROPY
@@ -141,7 +142,8 @@ def _prompt_reason(obstacle: str) -> Reason:
 
 def _reference_reason(run: Run) -> Iterator[tuple[str, Reason]]:
     """Explain when an objective's reference runs, where that was not given."""
-    if not run.config.objective.kind.needs_reference or run.config.objective.reference_cache != "auto":
+    objective = run.config.objective
+    if not isinstance(objective, ReferenceSettings) or objective.reference_cache != "auto":
         return
     names = {True: "beside every step", False: "once, before training"}
     choice, other, flag = names[run.workload.reference], names[not run.workload.reference], "--reference-cache"

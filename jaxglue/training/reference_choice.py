@@ -5,6 +5,7 @@ from dataclasses import replace
 import jax
 
 from jaxglue.distributed import Processes
+from jaxglue.objectives.config import ReferenceSettings
 from jaxglue.planner.planner import Planner
 from jaxglue.planner.rates import device_gpu
 from jaxglue.planner.workload import Workload
@@ -14,8 +15,11 @@ from jaxglue.training.remat import RematChoice
 
 def may_run_in_steps(config: TrainConfig) -> bool:
     """Tell whether the reference's layers run beside the model's in every step, as far as flags decide."""
+    objective = config.objective
+    if not isinstance(objective, ReferenceSettings):
+        return False
     several = config.run.epochs > 1 and config.run.steps is None
-    cached = config.objective.reference_cache == "on" or (config.objective.reference_cache == "auto" and several)
+    cached = objective.reference_cache == "on" or (objective.reference_cache == "auto" and several)
     return config.model.method == "lora" and config.model.adapter is None and not cached
 
 
@@ -35,6 +39,7 @@ def runs_in_steps(
     Raises:
         ValueError: `--reference-cache off` where the reference must be computed before training.
     """
+    assert isinstance(config.objective, ReferenceSettings)
     how = config.objective.reference_cache
     if how == "off" and not frozen:
         raise ValueError(

@@ -12,6 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from jaxglue.objectives.config import ReferenceSettings
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.moe import GROUPED_MATMUL
 from jaxglue.ops.quant.formats import FORMATS
@@ -23,7 +24,6 @@ from jaxglue.sharding.plan import plan_sharding
 from jaxglue.sharding.rules import Layout
 from jaxglue.terminal.console import Console
 from jaxglue.training.checks import why_prompts_are_copied
-from jaxglue.training.config import warmup_steps
 from jaxglue.training.explain import (
     attention_choice,
     layer_forms,
@@ -31,6 +31,7 @@ from jaxglue.training.explain import (
     long_attention_choices,
     rotation_choice,
 )
+from jaxglue.training.optimizer import warmup_steps
 from jaxglue.training.progress import format_duration
 from jaxglue.training.setup import Run
 from jaxglue.training.workload import row_text
@@ -193,7 +194,7 @@ def _objective(run: Run) -> str | None:
 def _reference(run: Run) -> str:
     """Describe when the reference runs, if the objective has one."""
     objective = run.config.objective
-    if not objective.kind.needs_reference:
+    if not isinstance(objective, ReferenceSettings):
         return ""
     how = "runs beside every step" if run.workload.reference else "is computed once, before training"
     return f"; the reference {how}{' (auto)' if objective.reference_cache == 'auto' else ''}"
@@ -202,9 +203,8 @@ def _reference(run: Run) -> str:
 def _optimizer(run: Run) -> str:
     optimizer = run.config.optimizer
     rise = f"{optimizer.schedule} after {warmup_steps(optimizer, run.total_steps):,} warm-up steps"
-    moments = {"float32": "", "8bit": " with 8-bit moments"}.get(
-        optimizer.moments, f" with {optimizer.moments} moments"
-    )
+    form = optimizer.state_format
+    moments = {"float32": "", "8bit": " with 8-bit moments"}.get(form, f" with {form} moments")
     return f"{optimizer.kind.title}{moments}, learning rate {optimizer.learning_rate:g}, {rise}"
 
 

@@ -41,6 +41,7 @@ from jaxglue.models.file_param import FileParam
 from jaxglue.models.lora import LoraConfig
 from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params, flatten_names, hf_name
 from jaxglue.models.wrapper import with_text
+from jaxglue.objectives.config import ClassifySettings
 from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.ops.quant.fp8 import E4M3
 from jaxglue.terminal.console import Console
@@ -344,7 +345,7 @@ def _finish_folder(run: Exportable, folder: Path) -> None:
     write_tokenizer(folder, vocabulary.tokenizer)
     if run.config.objective.kind.trains_scores:
         objective = run.config.objective
-        kind = objective.problem_type if objective.kind.classifies else None
+        kind = objective.problem_type if isinstance(objective, ClassifySettings) else None
         describe_classifier(folder, vocabulary.tokenizer, objective.make().labels, kind)
     else:
         write_stops(folder, run.stops)

@@ -26,9 +26,10 @@ from jaxglue.rl.prompts import PromptDataset, PromptReport, read_prompts
 from jaxglue.rl.rewards import Judge
 from jaxglue.sharding.mesh import MeshShape, mesh_of, process_batch_shard
 from jaxglue.training.checks import warn_of_peft, why_prompts_are_copied
-from jaxglue.training.config import RunConfig, TrainConfig, warmup_steps
+from jaxglue.training.config import RunConfig, TrainConfig
 from jaxglue.training.initial_adapter import read_initial_adapter
 from jaxglue.training.mesh_choice import agree_on_mesh
+from jaxglue.training.optimizer import warmup_steps
 from jaxglue.training.reference_choice import runs_in_steps
 from jaxglue.training.remat import RematChoice
 from jaxglue.training.trackers import check_trackers

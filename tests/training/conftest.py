@@ -84,6 +84,7 @@ def make_config(tmp_path, model_folder, write_jsonl, chat_rows):
         }
         configs = {}
         for name, (cls, defaults) in groups.items():
+            cls = cls.of(changes.get(cls.named_by)) if issubclass(cls, KindSettings) else cls
             own = {field.name for field in dataclasses.fields(cls)}
             given = {key: changes.pop(key) for key in own & changes.keys()}
             configs[name] = cls(**{**defaults, **given})

@@ -7,7 +7,16 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxglue.settings.config import KEEP, Kind, groups, plain_fields
+from jaxglue.settings.config import (
+    KEEP,
+    Kind,
+    KindSettings,
+    chosen_groups,
+    is_default,
+    kind_names,
+    plain_fields,
+    refusal_of,
+)
 from jaxglue.settings.dialects.data_sets import with_our_data
 from jaxglue.settings.dialects.dataset_info import described_sources
 from jaxglue.settings.dialects.left_out import CHANGES, NOTES, REFUSED
@@ -19,16 +28,21 @@ from jaxglue.settings.spelling import nearest
 _logger = logging.getLogger(__name__)
 
 
-def translate(recipe: Mapping[str, Any], cls: type, where: str) -> Nested:
+def translate(recipe: Mapping[str, Any], cls: type, where: str, kinds: Mapping[str, str]) -> Nested:
     """Return the values of another program's flat recipe by our groups and fields, those of groups one level down.
 
     What the program does where its recipe says nothing is translated, too: all weights are trained, documents are not
     packed. Settings in `NOTES` are left out, and listed in a warning.
 
+    Args:
+        recipe: of the other program.
+        cls: class of the configuration.
+        where: begins errors.
+        kinds: names of kinds, which win over the recipe's, by the field that names them.
+
     Raises:
         ValueError: names all the settings that are not known, or whose values are not.
     """
-    places = dict(_places(cls))
     values: Nested = {}
     unknown, wrong, left_out = [], list[str](), dict[str, list[str]]()
     ours = with_rollouts(recipe, where)
@@ -37,10 +51,16 @@ def translate(recipe: Mapping[str, Any], cls: type, where: str) -> Nested:
             ours = step(ours, where)
         except ValueError as error:
             wrong.append(str(error).removeprefix(where))
+    kinds = _kinds(cls, ours, kinds)
+    chosen = chosen_groups(cls, kinds)
+    places = dict(_places(chosen))
     for key, value in {**_method(recipe), **ours}.items():
         try:
             if key in CONVERTERS:
                 _merge(values, CONVERTERS[key](value))
+            elif key not in places and (refusal := refusal_of(chosen, key, kinds)):
+                if not _is_default(chosen, key, value):
+                    wrong.append(refusal)
             elif key in places:
                 group, field, kind = places[key]
                 if (read := kind.from_alias(key, value)) is not KEEP:
@@ -75,9 +95,23 @@ def _left_out(reasons: Mapping[str, list[str]]) -> Iterator[str]:
         yield f"{change}: {', '.join(reasons[reason])} ({reason})"
 
 
-def _places(cls: type) -> Iterator[tuple[str, tuple[str, str, Kind]]]:
+def _kinds(cls: type, recipe: Mapping[str, Any], chosen: Mapping[str, str]) -> dict[str, Any]:
+    """Return the names of kinds in a recipe, or those that win over them, by field; bad values are read later."""
+    reward = {"objective": "reward"} if recipe.get("reward_model") is True else {}
+    named = {
+        name: recipe[key] for name, kind in kind_names(cls).items() for key in (name, *kind.aliases) if key in recipe
+    }
+    return {**reward, **named, **chosen}
+
+
+def _is_default(chosen: Mapping[str, type], key: str, value: Any) -> bool:
+    """Tell whether a setting of kinds that are not chosen has a default of theirs."""
+    return any(is_default(group, key, value) for group in chosen.values() if issubclass(group, KindSettings))
+
+
+def _places(chosen: Mapping[str, type]) -> Iterator[tuple[str, tuple[str, str, Kind]]]:
     """Yield the names of every group's fields, each with its group, field and declaration."""
-    for group, members in groups(cls).items():
+    for group, members in chosen.items():
         for field, kind in plain_fields(members).values():
             for name in (field.name, *kind.aliases):
                 yield name, (group, field.name, kind)
