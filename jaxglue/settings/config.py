@@ -323,6 +323,12 @@ def kind_names(cls: type) -> dict[str, Kind]:
     return {base.named_by: plain_fields(base)[base.named_by][1] for base in bases}
 
 
+def names_in(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the names of kinds among a recipe's nested values."""
+    tables = {name: values.get(name, {}) for name in groups(cls)}
+    return {name: table[name] for name in kind_names(cls) for table in tables.values() if name in table}
+
+
 def every_field(cls: type) -> Iterator[tuple[str, dataclasses.Field, Kind]]:
     """Yield (group, field, declaration) of the fields of all groups, of kinds those of every kind, each name once."""
     for group, base in groups(cls).items():

@@ -27,7 +27,7 @@ from jaxglue.settings.config import (
     refusal_of,
 )
 from jaxglue.settings.dialects import NOTES, REFUSED
-from jaxglue.settings.recipe import construct, find_recipe, is_required, names_in, read_recipe, to_plain
+from jaxglue.settings.recipe import construct, find_recipe, is_required, read_recipe, recipe_kinds, to_plain
 from jaxglue.settings.spelling import nearest
 
 
@@ -44,10 +44,9 @@ def parse_config[C](cls: type[C], argv: Sequence[str] | None = None, *, command:
     kinds = vars(first.parse_known_args(words)[0])
     recipe = kinds.pop("recipe", None)
     try:
-        values = read_recipe(cls, find_recipe(recipe), kinds) if recipe else {}
+        kinds = {**(recipe_kinds(cls, find_recipe(recipe)) if recipe else {}), **kinds}
     except ValueError as error:
         first.error(str(error))
-    kinds = {**names_in(cls, values), **kinds}
     parser = _build_parser(cls, command, kinds)
     flags, unknown = parser.parse_known_args(words)
     if unknown:
@@ -55,6 +54,7 @@ def parse_config[C](cls: type[C], argv: Sequence[str] | None = None, *, command:
     given = vars(flags)
     given.pop("recipe", None)
     try:
+        values = read_recipe(cls, find_recipe(recipe), given) if recipe else {}
         return construct(cls, values, given)
     except ValueError as error:
         parser.error(str(error))

@@ -26,10 +26,12 @@ from jaxglue.settings.config import (
     groups,
     is_default,
     kind_names,
+    names_in,
     plain_fields,
     refusal_of,
 )
-from jaxglue.settings.dialects import NOTES, REFUSED, translate
+from jaxglue.settings.dialects import NO_FLAGS, NOTES, REFUSED, foreign_kinds, translate
+from jaxglue.settings.dialects.defaults import TORCHTUNE, program_of
 from jaxglue.settings.spelling import nearest
 
 SHIPPED = Path(__file__).parents[1] / "recipes"
@@ -69,26 +71,21 @@ def load_config[C](cls: type[C], path: Path) -> C:
     return construct(cls, read_recipe(cls, path), {})
 
 
-def read_recipe(cls: type, path: Path, kinds: Mapping[str, str] | None = None) -> dict[str, Any]:
+def read_recipe(cls: type, path: Path, flags: Mapping[str, Any] = NO_FLAGS) -> dict[str, Any]:
     """Return the recipe's values by field name, those of groups one level down.
 
     Args:
-        cls: class of the configuration.
-        path: a TOML or YAML file.
-        kinds: names of kinds, which win over the recipe's, by the field that names them.
+        cls: the configuration.
+        path: the file.
+        flags: given beside it, by field: kinds among them win over the recipe's.
 
     Raises:
         ValueError: an unreadable file, or a key or value that the configuration does not have.
     """
     tables = _with_folder(read_tables(path), str(path.resolve().parent))
-    subgroups = groups(cls)
-    if path.suffix in _YAML and subgroups and not any(isinstance(tables.get(name), dict) for name in subgroups):
-        return translate(tables, cls, f"{path}: ", kinds or {})
-    named: dict[str, str] = {}
-    for name in subgroups:
-        if isinstance(table := tables.get(name), dict):
-            named |= named_kinds(cls, table, f"{path}: [{name}] ")
-    named |= kinds or {}
+    if _is_foreign(tables, cls, path):
+        return translate(tables, cls, f"{path}: ", flags)
+    named = recipe_kinds(cls, path) | named_kinds(cls, flags)
     subgroups = chosen_groups(cls, named)
     plain = {key: value for key, value in tables.items() if key not in subgroups}
     values = _read_table(plain, cls, f"{path}: ", cls, "", named)
@@ -97,6 +94,24 @@ def read_recipe(cls: type, path: Path, kinds: Mapping[str, str] | None = None) -
             raise ValueError(f"{path}: {name} = {tables[name]!r:.100}: expected the table [{name}]")
         values[name] = _read_table(tables[name], subgroups[name], f"{path}: [{name}] ", cls, name, named)
     return values
+
+
+def recipe_kinds(cls: type, path: Path) -> dict[str, Any]:
+    """Return the names of kinds in a recipe, by field; raises like `read_recipe`."""
+    tables = read_tables(path)
+    if _is_foreign(tables, cls, path):
+        return foreign_kinds(tables, cls, f"{path}: ")
+    named: dict[str, Any] = {}
+    for name in groups(cls):
+        if isinstance(table := tables.get(name), dict):
+            named |= named_kinds(cls, table, f"{path}: [{name}] ")
+    return named
+
+
+def _is_foreign(tables: Mapping[str, Any], cls: type, path: Path) -> bool:
+    """Tell whether a recipe is one of another program, without tables for our groups."""
+    has_ours = any(isinstance(tables.get(name), dict) for name in groups(cls)) and program_of(tables) is not TORCHTUNE
+    return path.suffix in _YAML and bool(groups(cls)) and not has_ours
 
 
 def named_kinds(cls: type, settings: Mapping[str, Any], where: str = "") -> dict[str, str]:
@@ -143,15 +158,15 @@ def from_settings[C](cls: type[C], settings: Mapping[str, Any], recipe: str | Pa
     Raises:
         ValueError: an unknown name, a bad value, or a missing field.
     """
-    kinds = named_kinds(cls, settings)
-    values = read_recipe(cls, find_recipe(recipe), kinds) if recipe else {}
-    chosen = chosen_groups(cls, names_in(cls, values) | kinds)
+    path = find_recipe(recipe) if recipe else None
+    kinds = (recipe_kinds(cls, path) if path else {}) | named_kinds(cls, settings)
+    chosen = chosen_groups(cls, kinds)
     fields = {name: kind for group in (cls, *chosen.values()) for name, (_, kind) in plain_fields(group).items()}
     names = {key: name for name, kind in fields.items() for key in (name, *kind.aliases)}
     flags: dict[str, Any] = {}
     for key, value in settings.items():
         if key not in names:
-            if refusal := refusal_of(chosen, key, names_in(cls, values) | kinds):
+            if refusal := refusal_of(chosen, key, kinds):
                 raise ValueError(refusal)
             remedy = f" has no counterpart: {_REMEDIES[key]}" if key in _REMEDIES else ""
             raise ValueError(f"unknown setting {key!r:.100}{remedy or nearest(key, names)}")
@@ -160,13 +175,7 @@ def from_settings[C](cls: type[C], settings: Mapping[str, Any], recipe: str | Pa
             continue
         if flags.setdefault(names[key], read) != read:
             raise ValueError(f"{key}: {names[key]} is given twice, by this name and another: leave one out")
-    return construct(cls, values, flags)
-
-
-def names_in(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the names of kinds among a recipe's nested values."""
-    tables = {name: values.get(name, {}) for name in groups(cls)}
-    return {name: table[name] for name in kind_names(cls) for table in tables.values() if name in table}
+    return construct(cls, read_recipe(cls, path, flags) if path else {}, flags)
 
 
 def is_required(field: dataclasses.Field) -> bool:

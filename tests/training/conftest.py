@@ -17,6 +17,7 @@ from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.rl.config import RolloutConfig
+from jaxglue.settings.config import KindSettings
 from jaxglue.training.config import ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 
 SHAPE = {
