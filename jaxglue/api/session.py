@@ -32,6 +32,7 @@ from jaxglue.hf.tensor_files import TensorFiles
 from jaxglue.models.parameters import Params, split_model
 from jaxglue.objectives.objective import Objective, TargetValues
 from jaxglue.ops.segments import pack_segments, segment_bucket
+from jaxglue.parts import load_kinds
 from jaxglue.settings.recipe import from_settings
 from jaxglue.sharding.mesh import mesh_of
 from jaxglue.training.config import TrainConfig
@@ -96,6 +97,7 @@ class Session:
     def __init__(self, *, recipe: str | Path | None = None, base: "Session | None" = None, **settings: Any):
         if settings.keys() & {"data", "eval_data"}:
             raise ValueError("data: a session is given its rows step by step: pass them to forward_backward or batches")
+        load_kinds(settings.get("parts", ()))
         with named_optimizer(with_named_tokenizer(settings)) as named:
             self._open(recipe, named, base)
         self.tokenizer = self._setup.tokenizer

@@ -16,7 +16,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
@@ -81,6 +81,17 @@ class Instead:
         self.remedies = remedies
 
 
+class Code:
+    """Marks texts that name files of code: only a command line, or a shipped recipe, has them run.
+
+    Args:
+        file: returns the file that a text names, None for one that names no code.
+    """
+
+    def __init__(self, file: Callable[[str], str | None] = str):
+        self.file = file
+
+
 class Synonyms:
     """Values of other programs that stand for values of a field."""
 
@@ -133,6 +144,8 @@ class Kind:
     """Values of other programs by ours."""
     overrules: tuple[str, ...] = ()
     """Switches of a recipe that this one, given as a flag, turns off."""
+    code: Code | None = None
+    """Its texts name files of code."""
 
     def __str__(self) -> str:
         name = " | ".join(map(str, self.choices)) or f"{self.scalar.__name__} {self.range}".strip()
@@ -453,6 +466,8 @@ def _annotated(kind: Kind, notes: Iterable[Any]) -> Kind:
                 kind = dataclasses.replace(kind, synonyms=note.values)
             case CommaSeparated():
                 kind = dataclasses.replace(kind, comma_separated=True)
+            case Code():
+                kind = dataclasses.replace(kind, code=note)
             case Overrules():
                 kind = dataclasses.replace(kind, overrules=note.names)
     return kind

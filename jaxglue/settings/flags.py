@@ -22,31 +22,51 @@ from jaxglue.settings.config import (
     Kind,
     KindSettings,
     chosen_groups,
+    groups,
     kind_names,
     plain_fields,
     refusal_of,
 )
 from jaxglue.settings.dialects import NOTES, REFUSED
-from jaxglue.settings.recipe import construct, find_recipe, is_required, read_recipe, recipe_kinds, to_plain
+from jaxglue.settings.recipe import (
+    code_fields,
+    construct,
+    find_recipe,
+    is_required,
+    read_recipe,
+    read_tables,
+    recipe_kinds,
+    refuse_code,
+    to_plain,
+)
 from jaxglue.settings.spelling import nearest
 
 
-def parse_config[C](cls: type[C], argv: Sequence[str] | None = None, *, command: str | None = None) -> C:
+def parse_config[C](
+    cls: type[C],
+    argv: Sequence[str] | None = None,
+    *,
+    command: str | None = None,
+    trusts: Callable[[str], bool] = lambda _: False,
+) -> C:
     """Parse a command line; a mistake ends the program with status 2 and one line that names it.
 
     Args:
         cls: class of the configuration; the first line of its docstring begins the help.
         argv: the arguments, by default those of the process.
         command: of `jaxglue`, as usage lines name it; by default the program's name.
+        trusts: tells whether a file of code that a recipe names may run, which the command line does not name.
     """
     words = [_hyphenated(arg) for arg in (sys.argv[1:] if argv is None else argv)]
-    first = _first_parser(cls, command)
-    kinds = vars(first.parse_known_args(words)[0])
-    recipe = kinds.pop("recipe", None)
+    named = given_flags(cls, words, *kind_names(cls), *code_fields(cls), command=command)
+    kinds = {name: named[name] for name in kind_names(cls) if name in named}
     try:
-        kinds = {**(recipe_kinds(cls, find_recipe(recipe)) if recipe else {}), **kinds}
+        path = find_recipe(named["recipe"]) if "recipe" in named else None
+        if path is not None:
+            refuse_code(cls, path, read_tables(path), named, trusts)
+            kinds = recipe_kinds(cls, path) | kinds
     except ValueError as error:
-        first.error(str(error))
+        _empty_parser(cls, command).error(str(error))
     parser = _build_parser(cls, command, kinds)
     flags, unknown = parser.parse_known_args(words)
     if unknown:
@@ -54,10 +74,22 @@ def parse_config[C](cls: type[C], argv: Sequence[str] | None = None, *, command:
     given = vars(flags)
     given.pop("recipe", None)
     try:
-        values = read_recipe(cls, find_recipe(recipe), given) if recipe else {}
+        values = read_recipe(cls, path, given) if path else {}
+        if path:
+            refuse_code(cls, path, values, given, trusts)
         return construct(cls, values, given)
     except ValueError as error:
         parser.error(str(error))
+
+
+def given_flags(cls: type, argv: Sequence[str], *names: str, command: str | None = None) -> dict[str, Any]:
+    """Return the values that a command line has for some fields and `recipe`, whatever else it holds."""
+    parser = _empty_parser(cls, command)
+    parser.add_argument("--recipe", "--config")
+    for group in (cls, *groups(cls).values()):
+        fields = [name for name in names if name in plain_fields(group)]
+        _add_fields(parser.add_argument_group(), group, fields, aliases=True)
+    return vars(parser.parse_known_args([_hyphenated(word) for word in argv])[0])
 
 
 def _hyphenated(argument: str) -> str:
@@ -75,15 +107,6 @@ def _unknown(flag: str, parser: argparse.ArgumentParser, cls: type, kinds: Mappi
     known = [name for action in parser._actions for name in action.option_strings]
     every = "--help-all" if "--help-all" in known else "--help"
     return f"unknown argument {flag}{nearest(flag, known)}; {every} lists them all"
-
-
-def _first_parser(cls: type, command: str | None) -> argparse.ArgumentParser:
-    """Return the parser of the recipe and of the names of kinds, which decide what other flags there are."""
-    parser = _empty_parser(cls, command)
-    parser.add_argument("--recipe", "--config")
-    for name, kind in kind_names(cls).items():
-        parser.add_argument(*map(_flag, (name, *kind.aliases)), type=_flag_type(kind), metavar=_metavar(kind))
-    return parser
 
 
 def _empty_parser(cls: type, command: str | None, *, usual: bool = False) -> argparse.ArgumentParser:

@@ -11,7 +11,7 @@ A YAML file without such tables is taken for a recipe of another program (`jaxgl
 import dataclasses
 import json
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,49 @@ def read_recipe(cls: type, path: Path, flags: Mapping[str, Any] = NO_FLAGS) -> d
     return values
 
 
+def refuse_code(
+    cls: type, path: Path, values: Mapping[str, Any], flags: Mapping[str, Any], trusts: Callable[[str], bool]
+) -> None:
+    """Refuse files of code that a recipe names, unless it is shipped.
+
+    Args:
+        cls: class of the configuration.
+        path: the recipe.
+        values: of the recipe, nested.
+        flags: which win over these.
+        trusts: tells whether a file, with the digest that its text may have, may run nevertheless.
+
+    Raises:
+        ValueError: names the flag to add.
+    """
+    tables = {group: (base, values.get(group, {})) for group, base in groups(cls).items()} | {"": (cls, values)}
+    for base, table in tables.values():
+        for name, (_, kind) in plain_fields(base).items():
+            if kind.code is None or name in flags or path.parent == SHIPPED:
+                continue
+            texts = (table.get(name) if isinstance(table, dict) else None) or ()
+            for text in (texts,) if isinstance(texts, str) else texts:
+                if isinstance(text, str) and (file := kind.code.file(text)) and not trusts(file):
+                    flag = f"--{name.replace('_', '-')} {text}"
+                    raise ValueError(f"{path} names {text}, which is code: add {flag} to the command to run it")
+
+
+def code_fields(cls: type) -> list[str]:
+    """Return the names of a configuration's fields that name files of code."""
+    members = (cls, *groups(cls).values())
+    return [name for group in members for name, (_, kind) in plain_fields(group).items() if kind.code is not None]
+
+
+def code_files(config: Any) -> Iterator[str]:
+    """Yield the files of code that a configuration names."""
+    for group in (config, *(getattr(config, name) for name in groups(type(config)))):
+        for name, (_, kind) in plain_fields(type(group)).items():
+            texts = getattr(group, name) if kind.code is not None else ()
+            for text in (texts,) if isinstance(texts, str) else texts or ():
+                if kind.code is not None and (file := kind.code.file(text)):
+                    yield file
+
+
 def recipe_kinds(cls: type, path: Path) -> dict[str, Any]:
     """Return the names of kinds in a recipe, by field; raises like `read_recipe`."""
     tables = read_tables(path)
@@ -106,6 +149,14 @@ def recipe_kinds(cls: type, path: Path) -> dict[str, Any]:
         if isinstance(table := tables.get(name), dict):
             named |= named_kinds(cls, table, f"{path}: [{name}] ")
     return named
+
+
+def peek(cls: type, path: Path, name: str) -> Any:
+    """Return the value that a recipe has for a field of one value, whatever else it holds; None for none."""
+    (kind,) = (plain_fields(group)[name][1] for group in (cls, *groups(cls).values()) if name in plain_fields(group))
+    tables = _with_folder(read_tables(path), str(path.resolve().parent))
+    rows = (tables, *(table for table in tables.values() if isinstance(table, dict)))
+    return next((row[key] for row in rows for key in (name, *kind.aliases) if key in row), None)
 
 
 def _is_foreign(tables: Mapping[str, Any], cls: type, path: Path) -> bool:
@@ -159,6 +210,8 @@ def from_settings[C](cls: type[C], settings: Mapping[str, Any], recipe: str | Pa
         ValueError: an unknown name, a bad value, or a missing field.
     """
     path = find_recipe(recipe) if recipe else None
+    if path:
+        refuse_code(cls, path, read_tables(path), settings, lambda _: False)
     kinds = (recipe_kinds(cls, path) if path else {}) | named_kinds(cls, settings)
     chosen = chosen_groups(cls, kinds)
     fields = {name: kind for group in (cls, *chosen.values()) for name, (_, kind) in plain_fields(group).items()}
@@ -175,7 +228,10 @@ def from_settings[C](cls: type[C], settings: Mapping[str, Any], recipe: str | Pa
             continue
         if flags.setdefault(names[key], read) != read:
             raise ValueError(f"{key}: {names[key]} is given twice, by this name and another: leave one out")
-    return construct(cls, read_recipe(cls, path, flags) if path else {}, flags)
+    values = read_recipe(cls, path, flags) if path else {}
+    if path:
+        refuse_code(cls, path, values, flags, lambda _: False)
+    return construct(cls, values, flags)
 
 
 def is_required(field: dataclasses.Field) -> bool:

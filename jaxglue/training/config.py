@@ -11,6 +11,7 @@ from jaxglue.models.lora_config import LoraConfig
 from jaxglue.objectives.config import SampledSettings
 from jaxglue.objectives.objective import ObjectiveConfig
 from jaxglue.ops.choices import QUANTIZE, Attention, Matmul, Quantize, Storage, choose_storage
+from jaxglue.parts import PartsConfig, require_parts
 from jaxglue.rl.config import RolloutConfig
 from jaxglue.settings.config import (
     Alias,
@@ -25,6 +26,7 @@ from jaxglue.settings.config import (
     PositiveInt,
     Range,
 )
+from jaxglue.settings.recipe import load_config, read_tables
 from jaxglue.training.optimizer import AdamWSettings, OptimizerConfig
 
 if TYPE_CHECKING:
@@ -276,7 +278,7 @@ class RunConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(Config):
+class TrainConfig(PartsConfig):
     """Fine-tune a language model on packed rows."""
 
     help_layout: ClassVar = HelpLayout(
@@ -464,3 +466,13 @@ class TrainConfig(Config):
         )
         sources = (source.name for source in (*self.data.sources, *self.data.eval_sources))
         return [self.model.model, *sources, *(str(file) for file in files if file is not None)]
+
+
+def recorded_config(path: Path) -> TrainConfig:
+    """Read the `config.toml` of a run.
+
+    Raises:
+        ValueError: it cannot be read, or records parts that this process has not imported.
+    """
+    require_parts(read_tables(path).get("parts", ()), str(path))
+    return load_config(TrainConfig, path)

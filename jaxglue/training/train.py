@@ -17,14 +17,15 @@ from jaxglue.engine.host_buffers import Buffers
 from jaxglue.engine.policy import AUTO
 from jaxglue.files.json_file import write_json
 from jaxglue.hf.hub import is_hub_id
+from jaxglue.parts import pinned
 from jaxglue.planner.host_memory import HOST_LIMIT
 from jaxglue.rl.page import write_page
-from jaxglue.settings.recipe import as_dict, load_config, to_toml
+from jaxglue.settings.recipe import as_dict, to_toml
 from jaxglue.sharding.mesh import mesh_of
 from jaxglue.terminal.console import Console
 from jaxglue.training.callbacks import Callback, Callbacks, Metrics
 from jaxglue.training.checkpoint import Checkpoints, NonFinite
-from jaxglue.training.config import ModelConfig, TrainConfig
+from jaxglue.training.config import ModelConfig, TrainConfig, recorded_config
 from jaxglue.training.divergence import Postmortem, Spikes, SpikeState, save_step
 from jaxglue.training.evaluation import BestState, Evaluation, ExpertLoadProbe, Samples, evaluation_lines
 from jaxglue.training.explain import run_reasons
@@ -124,7 +125,7 @@ def train(
         callbacks=Callbacks(callbacks),
         compute_metrics=compute_metrics,
     )
-    config = replace(config, model=pinned_model(config))
+    config = replace(config, model=pinned_model(config), parts=pinned(config.parts))
     processes.agree("configuration", {**as_dict(config.shared), "jax": jax.__version__})
     with configured_jax(config, processes=processes.count):
         if not config.run.dry_run:
@@ -222,7 +223,7 @@ def pinned_model(config: TrainConfig) -> ModelConfig:
     """Return the run's model with its commit on the hub: the recorded one where a run resumes, else the newest."""
     model, record = config.model, config.run.output / "config.toml"
     if config.run.resume and model.revision is None and is_hub_id(model.model) and record.is_file():
-        recorded = load_config(TrainConfig, record).model
+        recorded = recorded_config(record).model
         if recorded.model == model.model:
             model = replace(model, revision=recorded.revision)
     return model.pinned

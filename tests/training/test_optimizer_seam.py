@@ -63,7 +63,7 @@ def test_registered_optimizer_is_a_flag_with_its_learning_rate():
     flags = ["--model", "m", "--data", "d.jsonl", "--optimizer", "toy"]
     config = parse_config(TrainConfig, flags, command="train")
     assert config.optimizer.optimizer == "toy" and config.optimizer.learning_rate == 0.5 * 2e-4
-    with pytest.raises(ValueError, match="--moments is for --optimizer adamw .*, not toy"):
+    with pytest.raises(ValueError, match=r"--moments is for --optimizer adamw .*, not toy"):
         OptimizerConfig(optimizer="toy", moments="8bit")
 
 
