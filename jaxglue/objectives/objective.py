@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
 from jaxglue.data.config import NO_COLUMNS, AnswerTask, Columns, LabelTask
 from jaxglue.parts import Registry
-from jaxglue.settings.config import Alias, Choices, KindSettings
+from jaxglue.settings.config import Alias, Choices, KindSettings, plain_fields
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -82,6 +82,11 @@ class ObjectiveConfig(KindSettings):
     def settings_of(cls, name: str) -> type[Any]:
         """Return the settings of an objective."""
         return _SETTINGS[name] if name in _SETTINGS else OBJECTIVES[name].Settings
+
+    @property
+    def reference_cache(self) -> str:
+        """Return when the reference's log-probabilities are computed, of an objective that compares with one."""
+        return "auto"
 
     @property
     def columns(self) -> Columns:
@@ -173,7 +178,7 @@ class Objective:
     """Peak learning rates by training method."""
 
     def __init_subclass__(cls) -> None:
-        if cls.needs_reference and not hasattr(cls.Settings, "reference_cache"):
+        if cls.needs_reference and "reference_cache" not in plain_fields(cls.Settings):
             raise TypeError(f"{cls.__name__} needs a reference: let its Settings extend ReferenceSettings")
 
     @property

@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 
 from jaxglue.distributed import SINGLE_PROCESS, Processes
 from jaxglue.files.atomic import atomic_file, named_errors
-from jaxglue.training.json_lines import DAMAGED, JsonLines, read_json_lines, rewrite_lines
+from jaxglue.files.json_lines import DAMAGED, JsonLines, read_json_lines, rewrite_lines
 
 MANIFEST = ".jaxglue-run.files"
 """One JSON object a line: a claimed `path`, with `files` once a folder is complete."""
@@ -39,7 +39,7 @@ _REPLACED_WHOLE = ("base", "checkpoints", "model", "model-last")
 """Folders in which a run deletes and replaces folders."""
 _SHARED_SECONDS = 15
 """Time for another host to see a file of process 0."""
-_LINES = ("metrics.jsonl", "samples.jsonl", MANIFEST)
+_LINES = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl", MANIFEST)
 _LONGEST = 4096
 """Characters of a path."""
 ASIDE = ".jaxglue-old-"
