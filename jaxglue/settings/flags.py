@@ -146,7 +146,8 @@ def _build_parser(
         "axolotl, LLaMA-Factory or TRL; flags win over it"
     )
     parser.add_argument("--recipe", "--config", metavar="NAME|FILE", help=recipe)
-    _add_fields(parser.add_argument_group("general"), cls, list(plain_fields(cls)), aliases=not usual)
+    general = [name for name, (_, kind) in plain_fields(cls).items() if not (usual and kind.code)]
+    _add_fields(parser.add_argument_group("general"), cls, general, aliases=not usual)
     chosen = chosen_groups(cls, kinds)
     of_kinds = {name for group in chosen.values() for name in _fields_of_kind(group, kinds)}
     shown = {*layout.common, *of_kinds} if layout and usual else None
