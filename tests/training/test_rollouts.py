@@ -20,7 +20,7 @@ from jaxglue.planner.planner import plan
 from jaxglue.rl import loop
 from jaxglue.rl.rewards import Judge
 from jaxglue.rl.sampler import Sampler
-from jaxglue.training import train as training
+from jaxglue.training import loop as training
 from jaxglue.training.checkpoint import Checkpoints
 from jaxglue.training.fingerprint import check_fingerprint, fingerprint
 from jaxglue.training.record import read_metrics
