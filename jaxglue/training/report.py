@@ -29,6 +29,7 @@ from jaxglue.training.explain import (
     linear_attention_choice,
     long_attention_choices,
     rotation_choice,
+    run_reasons,
 )
 from jaxglue.training.progress import format_duration
 from jaxglue.training.run import Run
@@ -126,6 +127,15 @@ def summary_json(summary: RunSummary) -> dict[str, object]:
 def read_summary(values: Mapping[str, Any]) -> RunSummary:
     """Return the results that `summary_json` wrote."""
     return RunSummary(**{**values, **{name: Path(values[name]) for name in PATHS if values.get(name)}})
+
+
+def plan_json(run: Run) -> dict[str, list[list[str]]]:
+    """Return the plan for the run's page: its rows, and the reasons for automatic choices."""
+
+    def shown(rows: Mapping[str, object]) -> list[list[str]]:
+        return [[title, str(text)] for title, text in rows.items() if text is not None]
+
+    return {"rows": shown(plan_rows(run)), "choices": shown(run_reasons(run))}
 
 
 def plan_rows(run: Run) -> dict[str, object]:
