@@ -16,9 +16,15 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.iterator import Step, check_run
 from jaxglue.objectives.rollouts import StepCounts
-from jaxglue.rl.advantages import Advantages, compare
-from jaxglue.rl.generate import Policy, Writer, answer_held_out, generate, make_writer, rewards_of
-from jaxglue.rl.metrics import generation_metrics, length_metrics, reward_metrics
+from jaxglue.rl.advantages import (
+    Advantages,
+    compare,
+    generation_metrics,
+    length_metrics,
+    reward_metrics,
+    rewards_of,
+)
+from jaxglue.rl.generate import Policy, Writer, answer_held_out, generate, make_writer
 from jaxglue.rl.pack import Group, groups_of, unpack, with_mean_weight, with_teacher_matrix
 from jaxglue.rl.plan import RolloutPlan
 from jaxglue.rl.prompts import Prompt

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 from urllib.parse import unquote
 
 import numpy as np
@@ -161,13 +161,6 @@ def parse_environment(text: str) -> RewardSpec:
     return parse_reward(text)
 
 
-class Scorer(Protocol):
-    """A reward model."""
-
-    def score(self, documents: Sequence[Sequence[int] | np.ndarray]) -> list[float]:
-        """Return each document's score."""
-
-
 class Judge:
     """All rewards of a run; a context that ends its processes.
 
@@ -187,7 +180,7 @@ class Judge:
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"--reward: two are named {twice}, and metrics tell them by name: let &as= name one")
         self.weights = np.array([spec.weight for spec in self.specs])
-        self._models: dict[str, Scorer] = {}
+        self._models: dict[str, RewardModel] = {}
         self._timeout = config.reward_timeout
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._judges_each = set[str]()
