@@ -207,9 +207,8 @@ def _reference(run: Run) -> str:
 def _optimizer(run: Run) -> str:
     optimizer = run.schedule.optimizer
     rise = f"{optimizer.schedule} after {run.schedule.warmup:,} warm-up steps"
-    moments = {"float32": "", "8bit": " with 8-bit moments"}.get(
-        optimizer.moments, f" with {optimizer.moments} moments"
-    )
+    form = optimizer.state_format
+    moments = {"float32": "", "8bit": " with 8-bit moments"}.get(form, f" with {form} moments")
     return f"{optimizer.kind.title}{moments}, learning rate {optimizer.learning_rate:g}, {rise}"
 
 
