@@ -149,9 +149,10 @@ class DeltaNet(nnx.Module):
         self.shape = shape
         self.make_inputs(config, kind, dtype=dtype, rngs=rngs)
         self.conv1d = Convolution(shape.channels, shape.conv_width, std=std, dtype=dtype, rngs=rngs)
-        self.dt_bias = nnx.Param(jnp.ones(N, dtype))
-        self.A_log = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (N,), minval=0.01, maxval=16.0)).astype(dtype))
-        self.norm = Norm(shape.value_dim, config.rms_norm_eps, dtype=dtype)
+        # Published in float32, whatever the other weights' dtype: decays multiply over all tokens of a document.
+        self.dt_bias = nnx.Param(jnp.ones(N, jnp.float32))
+        self.A_log = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (N,), minval=0.01, maxval=16.0)))
+        self.norm = Norm(shape.value_dim, config.rms_norm_eps, dtype=jnp.float32)
         options: dict[str, Any] = {"bias": False, "dtype": dtype, "rngs": rngs}
         self.out_proj = layer_linear(config, kind, "linear_attn.out_proj", shape.value_width, D, **options)
 
