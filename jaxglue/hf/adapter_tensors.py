@@ -101,11 +101,10 @@ def from_key(path: Path, key: str, array: np.ndarray, raw: Mapping[str, Any]) ->
         raise ValueError(
             f"{path}: {key} has shape {list(array.shape)}, expected {'a matrix' if axes == 2 else '[out]'}"
         )
-    experts, patterns = (
-        raw.get("target_parameters") or (),
-        parse_patterns("rank_pattern", pattern_entries("rank_pattern", raw)),
-    )
-    return from_peft(name, array, experts, raw["r"], patterns) or (name, array)
+    if not _THEIRS.fullmatch(name):
+        return name, array
+    ranks = parse_patterns("rank_pattern", pattern_entries("rank_pattern", raw))
+    return from_peft(name, array, raw.get("target_parameters") or (), raw["r"], ranks) or (name, array)
 
 
 def join_rows(
