@@ -290,8 +290,10 @@ def differences(folder, file, prompts, **options):
 PROMPTS = [list(range(40, 60)), list(range(300, 400, 3))]
 FURTHER = {
     "seed_oss": {},
-    "exaone4": {"sliding_window": None},
-    "hunyuan_v1_dense": {"rope_parameters": {"rope_type": "dynamic", "alpha": 7.0, "rope_theta": 10_000.0}},
+    "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
+    "hunyuan_v1_dense": {
+        "rope_parameters": {"rope_type": "dynamic", "alpha": 7.0, "factor": 1.0, "rope_theta": 10_000.0}
+    },
     "ernie4_5": {},
     "ernie4_5_moe": {
         **{"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 256, "moe_num_shared_experts": 2},

@@ -1,18 +1,20 @@
 """A model family in a file of the user's, compared with transformers."""
 
 import json
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 from safetensors import safe_open
-from tests.parts.test_commands import FOLDER
 
 from jaxglue.hf.loading import load_model
 from jaxglue.models import FAMILIES
 from tests.goldens.drawn import unpacked
 from tests.models.test_family_goldens import GOLDENS, write_folder
 from tests.models.test_parity import assert_parity
+
+FOLDER = Path(__file__).parent
 
 
 @pytest.fixture
