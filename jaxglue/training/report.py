@@ -12,8 +12,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from jaxglue.models.family import find_family
 from jaxglue.ops.backend import compute_capability
-from jaxglue.ops.moe import GROUPED_MATMUL
+from jaxglue.ops.moe import GROUPED_MATMUL, GroupedCall
 from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.memory import resident_bytes
@@ -28,6 +29,7 @@ from jaxglue.training.explain import (
     linear_attention_choice,
     long_attention_choices,
     rotation_choice,
+    run_reasons,
 )
 from jaxglue.training.progress import format_duration
 from jaxglue.training.run import Run
@@ -127,6 +129,15 @@ def read_summary(values: Mapping[str, Any]) -> RunSummary:
     return RunSummary(**{**values, **{name: Path(values[name]) for name in PATHS if values.get(name)}})
 
 
+def plan_json(run: Run) -> dict[str, list[list[str]]]:
+    """Return the plan for the run's page: its rows, and the reasons for automatic choices."""
+
+    def shown(rows: Mapping[str, object]) -> list[list[str]]:
+        return [[title, str(text)] for title, text in rows.items() if text is not None]
+
+    return {"rows": shown(plan_rows(run)), "choices": shown(run_reasons(run))}
+
+
 def plan_rows(run: Run) -> dict[str, object]:
     """Return the panel's rows, title → content."""
     method = "full" if run.lora is None else "lora"
@@ -217,7 +228,9 @@ def _forms(run: Run) -> dict[str, object]:
 def _experts(run: Run) -> dict[str, object]:
     if (moe := run.model.moe) is None:
         return {}
-    choice = GROUPED_MATMUL.choose(compute_capability(), run.dtype)
+    activation = find_family(run.model.model_type).parts.experts.activation
+    call = GroupedCall(dtype=run.dtype, activation=activation)
+    choice = GROUPED_MATMUL.choose(compute_capability(), call)
     stored = "" if moe.quantize == "none" else f", in {FORMATS[moe.quantize].label.upper()}"
     served = f"{moe.num_experts_per_tok} of {moe.num_experts} for each token{stored}"
     return {"experts": f"{served}; grouped matmul by {choice.name}: {choice.reason}"}
