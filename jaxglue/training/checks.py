@@ -10,6 +10,7 @@ from jaxglue.hf.loading import require_stored
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.family import find_family
 from jaxglue.models.lora_config import ALL_LINEAR
+from jaxglue.objectives.config import DistillSettings
 from jaxglue.ops.attention import ATTENTION
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.quant.formats import FORMATS
@@ -40,7 +41,7 @@ def check_model(config: TrainConfig, model: DecoderConfig) -> None:
             f"{config.model.model} weighs experts by sigmoids, and router losses are of a softmax: leave out "
             "--router-balance-loss and --router-z-loss"
         )
-    top = config.objective.distill_top_k
+    top = config.objective.distill_top_k if isinstance(config.objective, DistillSettings) else None
     if top is not None and top > model.vocab_size:
         raise ValueError(f"--distill-top-k {top} is above the {model.vocab_size:,} tokens of the model: lower it")
     if config.data.seq_len is not None and config.data.seq_len > model.max_position_embeddings:
@@ -82,8 +83,8 @@ def why_rows_stay_whole(config: TrainConfig, model: DecoderConfig) -> str:
     kind, name = config.objective.kind, config.objective.objective
     if kind.needs_teacher:
         return f"of --objective {name}, whose teacher is on one"
-    if (kind.answers is not None or kind.needs_rollouts) and model.delta is not None:
-        return f"of --objective {name} in layers of linear attention"
+    if (kind.answers is not None or kind.needs_rollouts) and model.recurrent:
+        return f"of --objective {name} in layers of {model.recurrent}"
     return ""
 
 
@@ -140,8 +141,8 @@ def _check_full_fine_tuning(config: TrainConfig, model: DecoderConfig) -> None:
 
 def why_prompts_are_copied(config: TrainConfig, model: DecoderConfig) -> str:
     """Return why each answer has a copy of its prompt; empty where attention's kernel serves forked segments."""
-    if model.delta is not None and jax.process_count() > 1:
-        return "a state of linear attention follows one continuation, and rows of copies differ between processes"
+    if model.recurrent and jax.process_count() > 1:
+        return f"a state of {model.recurrent} follows one continuation, and rows of copies differ between processes"
     if jax.default_backend() == "cpu":
         return ""
     dtype, seq_len, kind = config.model.compute_dtype, config.data.row_tokens, BatchKind(long=False, slots=2)
