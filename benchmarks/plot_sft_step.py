@@ -1,8 +1,8 @@
-"""Draw docs/speed.png from benchmarks/results/sft_step.json, and print the README's table.
+"""Draw docs/speed.png from benchmarks/results/sft_step.json, and write the README's table from it.
 
 python benchmarks/plot_sft_step.py
 
-A bar is an engine's percentage of matmul-only speed.
+Shown are rows in which both engines ran in one session on one machine, ours within Unsloth's memory.
 """
 
 import json
@@ -13,78 +13,101 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from kernel_profile import MATMUL
-from measure import table
+from measure import save_figure, table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "sft_step.json"
-ENGINES = {
-    "ours": ("jaxglue", "#2a6fdb"),
-    "unsloth": ("Unsloth", "#9aa3b2"),
-    "peft": ("transformers + PEFT", "#d3d8e0"),
-}
+PAGES = ROOT / "README.md", ROOT / "docs" / "index.md"
+ENGINES = {"ours": ("jaxglue", "#2a6fdb"), "unsloth": ("Unsloth", "#9aa3b2")}
+TABLE = re.compile(r"^\| tokens/s, GiB of the GPU \|.*\n(?:\|.*\n)+", re.M)
+FIRST = "llama-3.1-8b", "qwen3-8b", "qwen3-8b NF4", "mistral-7b"
+"""The README has the first three of these that were measured so."""
+
+
+def pairs(results: list[dict]) -> dict[str, tuple[dict, dict]]:
+    """Return ours and Unsloth's of the rows that compare like with like."""
+    by = {(result["row"], result["engine"]): result for result in results if "ms" in result}
+    both = {name: (by[name, "ours"], by[name, "unsloth"]) for name, engine in by if engine == "unsloth"}
+    session = "gpu", "date", "commit"
+    return {
+        name: (ours, theirs)
+        for name, (ours, theirs) in both.items()
+        if ours["peak_gib"] <= theirs["peak_gib"] and all(ours.get(key) == theirs.get(key) for key in session)
+    }
 
 
 def main() -> None:
-    measured = [result for result in json.loads(RESULTS.read_text())["results"] if "ms" in result]
-    names = list(dict.fromkeys(result["row"] for result in measured))
-    figure, axes = plt.subplots(figsize=(8, 0.28 * len(measured) + 0.25 * len(names) + 1.0))
-    ticks, offset, shown = [], 0.0, set()
-    for name in names:
-        results = {result["engine"]: result for result in measured if result["row"] == name}
-        present = [engine for engine in ENGINES if engine in results]
-        ticks.append(offset + (len(present) - 1) / 2)
-        for engine in present:
-            label, color = ENGINES[engine]
-            result = results[engine]
-            share = 100 * result["flops"] / result["ms"] * 1e3 / MATMUL
-            axes.barh(offset, share, 0.9, color=color, label=None if engine in shown else label)
-            text = f"{result['tokens'] / result['ms'] * 1e3:,.0f} tokens/s, {result.get('peak_gib', 0):.1f} GiB"
-            at, side, ink = (share - 1, "right", "white") if share > 70 else (share + 1, "left", "black")
-            axes.text(at, offset, text, horizontalalignment=side, verticalalignment="center", color=ink, fontsize=7)
-            shown.add(engine)
-            offset += 1
-        offset += 0.6
-    axes.set_yticks(ticks, [_label(name, measured) for name in names], fontsize=8)
+    """Write the chart and the tables."""
+    compared = pairs(json.loads(RESULTS.read_text())["results"])
+    draw(compared)
+    for page in PAGES:
+        page.write_text(TABLE.sub(lambda _: format_table(compared), page.read_text("utf-8"), count=1), "utf-8")
+    print(format_table(compared))
+
+
+def draw(compared: dict[str, tuple[dict, dict]]) -> None:
+    """Draw tokens/s of both engines, a pair of bars for each row."""
+    figure, axes = plt.subplots(figsize=(7.2, 0.62 * len(compared) + 0.9))
+    for position, (ours, theirs) in enumerate(compared.values()):
+        for offset, result in ((-0.2, ours), (0.2, theirs)):
+            label, color = ENGINES[result["engine"]]
+            axes.barh(position + offset, speed(result), 0.38, color=color, label=None if position else label)
+            text = f"{speed(result):,.0f}, {result['peak_gib']:.1f} GiB"
+            axes.text(speed(result) - 200, position + offset, text, ha="right", va="center", color="white", fontsize=8)
+    names = [f"{title(name)}\n{short_gpu(ours)}, {ours['date']}" for name, (ours, _) in compared.items()]
+    axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlim(0, 100)
-    axes.set_xlabel(f"% of matmul-only speed, one {_gpu(measured)}", fontsize=8)
+    axes.set_xlabel("tokens/s, LoRA in bf16 (or on 4-bit weights, NF4), one GPU; higher is faster", fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=3)
+    axes.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=2)
     figure.tight_layout()
-    figure.savefig(ROOT / "docs" / "speed.png", dpi=110)
-    print(table([_row(name, measured) for name in names]))
+    save_figure(figure, ROOT / "docs" / "speed.png", plotted(compared))
 
 
-def _row(name: str, measured: list[dict]) -> dict[str, str]:
-    """Return tokens/s and peak memory by engine, and the speedup over Unsloth."""
-    results = {result["engine"]: result for result in measured if result["row"] == name}
-    cells = {label: _cell(results.get(engine)) for engine, (label, _) in ENGINES.items()}
-    both = "ours" in results and "unsloth" in results
-    gain = f"{results['unsloth']['ms'] / results['ours']['ms']:.2f} ×" if both else "–"
-    tokens = next(iter(results.values()))["tokens"]
-    return {"tokens/s, peak memory": f"{_title(name)}, {tokens:,} tokens"} | cells | {"jaxglue against Unsloth": gain}
+def plotted(compared: dict[str, tuple[dict, dict]]) -> list:
+    """Return what the chart shows."""
+    return [
+        [name, result["date"], short_gpu(result), round(speed(result)), round(result["peak_gib"], 1)]
+        for name, pair in compared.items()
+        for result in pair
+    ]
 
 
-def _cell(result: dict | None) -> str:
-    if result is None:
-        return "–"
-    return f"{result['tokens'] / result['ms'] * 1e3:,.0f}, {result['peak_gib']:.1f} GiB"
+def format_table(compared: dict[str, tuple[dict, dict]]) -> str:
+    """Return the README's table of three rows."""
+    chosen = [name for name in FIRST if name in compared][:3]
+    return table([_row(name, *compared[name]) for name in chosen]) + "\n"
 
 
-def _label(name: str, measured: list[dict]) -> str:
-    result = next(result for result in measured if result["row"] == name)
-    limit = f", ≤ {result['memory_limit']} GiB" if result["memory_limit"] else ""
-    return f"{_title(name)}\n{result['tokens']:,} tokens{limit}"
+def _row(name: str, ours: dict, theirs: dict) -> dict[str, str]:
+    return {
+        "tokens/s, GiB of the GPU": f"{title(name)}, one {short_gpu(ours)}",
+        "jaxglue": f"{speed(ours):,.0f}, {ours['peak_gib']:.1f}",
+        f"Unsloth {theirs['versions']['unsloth']}" if theirs.get("versions") else "Unsloth": (
+            f"{speed(theirs):,.0f}, {theirs['peak_gib']:.1f}"
+        ),
+        "faster": f"{theirs['ms'] / ours['ms']:.2f} ×",
+        "date, commit": f"{ours['date']}, {ours['commit']}",
+    }
 
 
-def _title(name: str) -> str:
+def speed(result: dict) -> float:
+    """Return tokens/s."""
+    return result["tokens"] / result["ms"] * 1e3
+
+
+def title(name: str) -> str:
     """Format a row's name as a model name, such as Qwen3-8B."""
-    return re.sub(r"(?<=\d)b\b", "B", name).replace("qwen", "Qwen").replace("llama", "Llama")
+    for ending, words in ((" NF4", ", QLoRA"), ("", ", LoRA")):
+        if name.endswith(ending):
+            name = name.removesuffix(ending) + words
+            break
+    return re.sub(r"(?<=\d)b\b", "B", name[0].upper() + name[1:])
 
 
-def _gpu(measured: list[dict]) -> str:
-    return next(result["gpu"] for result in measured if "gpu" in result)
+def short_gpu(result: dict) -> str:
+    """Return H200 of NVIDIA H200."""
+    return re.search(r"[A-Z]+\d+", result["gpu"].removeprefix("NVIDIA "))[0]
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
     python scripts/claims.py docs/measured/attention.md
 
-`docs/measured/claims.toml` has, for each table row or paragraph with numbers, where each of them comes from, in order: a path into
-a file of `benchmarks/results/`, or `-` for settings, versions and data sheets. A path's steps are keys, positions, or
-`key=value` of a list's item; paths and numbers are joined by + − × ÷, and a path that begins with a dot continues from
-the place of the one before it: `sft_step.json > results > row=qwen3-8b, engine=ours > tokens ÷ .ms × 1000`. The command
-proposes the entries that a page lacks.
+For each table row or paragraph with numbers, `docs/measured/claims.toml` says where each of them comes from, in order:
+a path into a file of `benchmarks/results/`, or `-` for settings, versions and data sheets; `["-"]` alone stands for a
+block of these. A path's steps are keys, positions, or `key=value` of a list's item. Paths and numbers are joined by
++ − × ÷, and a path that begins with a dot continues from the place of the one before it:
+`sft_step.json > results > row=qwen3-8b, engine=ours > tokens ÷ .ms × 1000`. The command proposes missing entries.
 """
 
 import argparse
@@ -134,6 +134,8 @@ def problems(page: Path, claims: dict[str, dict[str, list[str]]]) -> list[str]:
         sources = claims.get(block.section, {}).get(block.name)
         seen.add((block.section, block.name))
         place = f"{page.name}, {block.section}: {block.name}"
+        if sources == [SETTING]:
+            continue
         if sources is None or len(sources) != len(block.numbers):
             wrong.append(f"{place}: {len(block.numbers)} numbers, {len(sources or [])} sources")
             continue
@@ -167,7 +169,7 @@ def _selector(items: list, item, index: int) -> str:
     pairs: list[tuple[str, str]] = []
     rest = items
     for key, value in item.items():
-        if isinstance(value, str | int | float) and not isinstance(value, bool) and ", " not in str(value).split("=")[0]:
+        if isinstance(value, str | int | float) and not isinstance(value, bool):
             fewer = [other for other in rest if str(other.get(key)) == str(value)]
             if len(fewer) < len(rest):
                 pairs, rest = [*pairs, (key, str(value))], fewer
@@ -197,8 +199,8 @@ def main() -> None:
     for page in args.pages:
         name = page.resolve().relative_to(ROOT).as_posix()
         text = page.read_text(encoding="utf-8")
-        files = args.files or sorted({file for file in re.findall(r"\b(\w+\.json)\b", text) if (RESULTS / file).exists()})
-        pool = [leaf for file in files for leaf in leaves(_load(file), file)]
+        named = {file for file in re.findall(r"\b\w+\.json\b", text) if (RESULTS / file).exists()}
+        pool = [leaf for file in args.files or sorted(named) for leaf in leaves(_load(file), file)]
         section = None
         for block in blocks(page):
             if block.name in claims.get(name, {}).get(block.section, {}):
