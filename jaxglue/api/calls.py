@@ -9,15 +9,17 @@ from jaxglue.commands.estimate import make_planner
 from jaxglue.commands.export import main as write_exports
 from jaxglue.data.config import NO_COLUMNS, Columns, DataConfig
 from jaxglue.data.memory import holds_rows, name_sources, with_named_tokenizer
-from jaxglue.generation import chat, scoring
-from jaxglue.generation.config import AssistantConfig, EvaluateConfig, GenerateConfig, ScoreConfig
-from jaxglue.generation.harness import run_tasks
+from jaxglue.generation import assistant
+from jaxglue.generation.config import AssistantConfig
 from jaxglue.ops.choices import Quantize
 from jaxglue.planner import planner
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.plan import Plan
 from jaxglue.planner.workload import Workload
 from jaxglue.rl.given import named_functions
+from jaxglue.serve import answers, scores
+from jaxglue.serve.config import EvaluateConfig, GenerateConfig, ScoreConfig
+from jaxglue.serve.harness import run_tasks
 from jaxglue.settings.recipe import from_settings
 from jaxglue.training import train as training
 from jaxglue.training.callbacks import Callback, Metrics
@@ -74,7 +76,7 @@ def generate(
     Raises:
         ValueError: bad settings, folders, tensors, tokenizer or prompts.
     """
-    return chat.generate(_configured(GenerateConfig, config, settings))
+    return answers.generate(_configured(GenerateConfig, config, settings))
 
 
 def score(
@@ -90,7 +92,7 @@ def score(
     Raises:
         ValueError: bad settings, folders, tensors, tokenizer or data.
     """
-    found = scoring.score_rows(_configured(ScoreConfig, config, settings))
+    found = scores.score_rows(_configured(ScoreConfig, config, settings))
     return ((row.value, scores) for row, scores in found)
 
 
@@ -148,7 +150,7 @@ def load_model(
         name: Path(path) for name, path in (("model", model), ("adapter", adapter)) if path is not None
     }
     config = AssistantConfig(**paths, revision=revision, quantize=quantize)
-    return chat.load_assistant(config, config.folder, jnp.bfloat16 if dtype is None else dtype)
+    return assistant.load_assistant(config, config.folder, jnp.bfloat16 if dtype is None else dtype)
 
 
 def plan(model: str | Path | Workload, gpu: str, *, recipe: str | Path | None = None, **settings: Any) -> Plan:

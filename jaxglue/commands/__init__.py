@@ -49,23 +49,23 @@ COMMANDS = {
     ),
     "generate": Command(
         summary="answer prompts with a model and an adapter",
-        config="jaxglue.generation.config:GenerateConfig",
+        config="jaxglue.serve.config:GenerateConfig",
         early=_CACHED,
     ),
     "score": Command(
         summary="score data with a reward model",
-        config="jaxglue.generation.config:ScoreConfig",
+        config="jaxglue.serve.config:ScoreConfig",
         early=_CACHED,
     ),
     "evaluate": Command(
         summary="run tasks of lm-evaluation-harness",
-        config="jaxglue.generation.config:EvaluateConfig",
+        config="jaxglue.serve.config:EvaluateConfig",
         early=_CACHED,
         hides_torch=False,
     ),
     "serve": Command(
         summary="serve a model over OpenAI's HTTP interface",
-        config="jaxglue.generation.config:ServeConfig",
+        config="jaxglue.serve.config:ServeConfig",
         early=_CACHED,
     ),
     "export": Command(

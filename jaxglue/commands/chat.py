@@ -2,8 +2,9 @@
 
 import contextlib
 
-from jaxglue.generation.chat import HELP, Assistant, ChatSession, converse
+from jaxglue.generation.assistant import Assistant
 from jaxglue.generation.config import AssistantConfig
+from jaxglue.serve.chat import HELP, ChatSession, converse
 from jaxglue.terminal.lines import echo
 
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from jaxglue.files.json_file import write_json
-from jaxglue.generation.config import EvaluateConfig
-from jaxglue.generation.harness import run_tasks
+from jaxglue.serve.config import EvaluateConfig
+from jaxglue.serve.harness import run_tasks
 from jaxglue.terminal.lines import echo
 
 

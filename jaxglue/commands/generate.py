@@ -6,9 +6,8 @@ from contextlib import nullcontext
 from typing import IO, Any
 
 from jaxglue.files.atomic import atomic_file
-from jaxglue.generation.chat import answer_rows
-from jaxglue.generation.config import STDIN, GenerateConfig
-from jaxglue.generation.prompts import prompt_of
+from jaxglue.serve.answers import answer_rows, prompt_of
+from jaxglue.serve.config import STDIN, GenerateConfig
 from jaxglue.terminal.lines import echo
 
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from jaxglue.data.files import Row
 from jaxglue.files.atomic import atomic_file
-from jaxglue.generation.config import ScoreConfig
-from jaxglue.generation.scoring import score_rows
+from jaxglue.serve.config import ScoreConfig
+from jaxglue.serve.scores import score_rows
 from jaxglue.terminal.lines import echo
 
 

@@ -2,7 +2,7 @@
 
 import importlib.util
 
-from jaxglue.generation.config import ServeConfig
+from jaxglue.serve.config import ServeConfig
 from jaxglue.terminal.lines import echo
 
 
@@ -16,9 +16,9 @@ def main(config: ServeConfig) -> None:
         raise ValueError(f"jaxglue serve needs {' and '.join(missing)}: pip install '.[serve]' in its clone")
     import uvicorn
 
-    from jaxglue.generation.chat import Assistant
-    from jaxglue.generation.server import make_app
-    from jaxglue.generation.service import Service
+    from jaxglue.generation.assistant import Assistant
+    from jaxglue.serve.server import make_app
+    from jaxglue.serve.service import Service
 
     assistant = Assistant(config)
     limits = {"slots": config.batch_size, "length": config.max_length, "most": config.max_requests}

@@ -1,1 +1,1 @@
-"""Text generation: sampling, cached decoding, chat."""
+"""The engine of generation: requests scheduled, decoded over paged caches, sampled and held to grammars; scores."""

@@ -1,87 +1,15 @@
-"""Prompts and conversations to answer: read from flags and files, and tokenized as in training."""
+"""Prompts and conversations to answer, tokenized as in training."""
 
-import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.data.formats import read_row
 from jaxglue.data.limits import template_time_limit
 from jaxglue.data.messages import Chat, Messages
 from jaxglue.data.template import ChatTemplate
 from jaxglue.data.template_check import TemplateCheck
 from jaxglue.data.tokenizer import encode_beginning, require_unicode
-from jaxglue.files.json_file import parse_json
-from jaxglue.files.regular_file import read_regular_text
-from jaxglue.generation.config import STDIN, GenerateConfig
-
-Row = dict[str, Any]
-
-
-def read_prompts(config: GenerateConfig) -> list[Row]:
-    """Return the rows to answer, each with `prompt` or `messages`.
-
-    Raises:
-        ValueError: a malformed line, or a file without prompts.
-    """
-    rows: list[Row] = [{"prompt": prompt} for prompt in config.prompt]
-    if config.prompt_file is None:
-        return rows
-    lines = [(number, line) for number, line in enumerate(_read(config.prompt_file).split("\n"), 1) if line.strip()]
-    if not lines:
-        raise ValueError(f"{config.prompt_file}: no prompts: expected one a line")
-    if config.prompt_file.suffix != ".jsonl":
-        return rows + [{"prompt": line} for _, line in lines]
-    return rows + [_parse_row(line, f"{config.prompt_file}:{number}") for number, line in lines]
-
-
-def _read(path: Path) -> str:
-    try:
-        if path != STDIN:
-            return read_regular_text(path)
-        return sys.stdin.read().removeprefix("\ufeff").replace("\r\n", "\n")  # as of a file
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 at byte {error.start + 1}: save the prompts as UTF-8") from error
-
-
-def _parse_row(line: str, origin: str) -> Row:
-    row = parse_json(line, origin)
-    given = {"prompt", "messages"} & row.keys() if isinstance(row, dict) else set()
-    if len(given) != 1 or not isinstance(row[key := given.pop()], str if key == "prompt" else list):
-        raise ValueError(f"{origin}: expected an object with a text `prompt` or a list `messages`")
-    return row
-
-
-def prompt_of(row: Row) -> Any:
-    """Return the prompt or the content of the last message of a row."""
-    return row["prompt"] if "prompt" in row else row["messages"][-1].get("content", "")
-
-
-def encode_rows(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], config: GenerateConfig) -> list[list[int]]:
-    """Return the tokens that precede the answer to each row.
-
-    Raises:
-        ValueError: as `encode_prompt`; or messages that training would refuse, with the row's number.
-    """
-    found = []
-    for number, row in enumerate(rows, 1):
-        try:
-            found.append(_encode_row(tokenizer, row, config))
-        except ValueError as error:
-            raise ValueError(f"prompt {number}: {error}") from error
-    return found
-
-
-def _encode_row(tokenizer: PreTrainedTokenizerBase, row: Row, config: GenerateConfig) -> list[int]:
-    if "messages" not in row:
-        return encode_prompt(tokenizer, row["prompt"], system=config.system, raw=config.raw)
-    chat = read_row(row, "messages")
-    assert isinstance(chat, Chat)
-    chat = chat if config.system is None else chat.with_system(config.system)
-    template, text = render_messages(tokenizer, chat, check=True)
-    return template.encode(text)
 
 
 def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:

@@ -1,7 +1,6 @@
 """Scores of continuations by a language model, and of texts by a reward model, many of them packed into one row."""
 
-from collections.abc import Iterator, Sequence
-from itertools import batched, chain
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,26 +10,18 @@ from flax import nnx
 from jaxtyping import Float
 
 from jaxglue.data.batch import CHOSEN, PARTS, Answers, Batch
-from jaxglue.data.config import parse_source
-from jaxglue.data.encode import Encoder
-from jaxglue.data.files import Row
-from jaxglue.data.formats import CHATS, PAIRS, detect_format, detect_preference
 from jaxglue.data.packing import PackPlan, plan_packing
-from jaxglue.data.readers import read_rows
-from jaxglue.data.tokenize import find_format
 from jaxglue.data.tokenizer import padding_token
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import PRESETS
-from jaxglue.generation.chat import Assistant, count_labels, load_parts
-from jaxglue.generation.config import AssistantConfig, ScoreConfig
+from jaxglue.generation.assistant import Assistant, count_labels, load_parts
+from jaxglue.generation.config import AssistantConfig
 from jaxglue.generation.engine import require_known
 from jaxglue.models.parameters import split_model
 from jaxglue.ops.segments import pack_segments, segment_bucket
 
 Tokens = list[int]
 _SHORTEST_ROW = 2048
-_CHUNK = 1024
-"""Rows of data that are packed together."""
 
 
 class Scorer:
@@ -188,37 +179,3 @@ def _make_batch(documents: Sequence[np.ndarray], row: int, slots: int) -> Batch:
     units: dict[str, Any] = {"owners": owners, "used": ones, "desirable": ones, "token_weight": ones}
     segments = pack_segments([lengths], seq_len=row, max_segments=slots)
     return Batch(**fields, segments=segments, answers=Answers(**units))
-
-
-def score_rows(config: ScoreConfig) -> Iterator[tuple[Row, tuple[float, ...]]]:
-    """Yield rows of data with their scores: one, those of the preferred and of the other answer, or of each label.
-
-    Texts are read without their end, as transformers' pipelines read them for a classifier.
-
-    Raises:
-        ValueError: bad folders, tensors, tokenizer or data.
-    """
-    model = TextScorer(config)
-    for source in (parse_source(name, rename=config.columns) for name in config.data):
-        rows = read_rows(source)
-        head = list(next(batched(rows, _CHUNK), ()))
-        format = find_format(head, source, _detect if model.labels == 1 else detect_format)
-        encoder = Encoder(model.tokenizer, format=format, loss_on="assistant", system=config.system or "")
-        for chunk in batched(chain(head, rows), _CHUNK):
-            yield from zip(chunk, _score_chunk(model, encoder, chunk, 2 if format == PAIRS else 1), strict=True)
-
-
-def _detect(row: dict[str, Any]) -> str:
-    return detect_preference(row) if "chosen" in row else detect_format(row)
-
-
-def _score_chunk(model: TextScorer, encoder: Encoder, rows: Sequence[Row], answers: int) -> Iterator[tuple[float, ...]]:
-    encoded = encoder.encode(rows)
-    documents = np.split(encoded.tokens, np.cumsum(encoded.lengths)[:-1])
-    for row, length in zip(rows, encoded.lengths[::answers], strict=True):
-        if length > model.limit:
-            raise ValueError(f"{row.origin}: {length:,} tokens are above the model's limit of {model.limit:,}")
-    if model.labels > 1 and encoder.format not in CHATS:
-        end = model.tokenizer.eos_token_id
-        documents = [document[:-1] if document[-1:] == end else document for document in documents]
-    return batched(model.scores(documents).ravel().tolist(), answers * model.labels)

@@ -1,11 +1,11 @@
 """The interface of an objective, and the registry by name; importing it loads no JAX."""
 
-import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from jaxglue.data.config import NO_COLUMNS, AnswerTask, Columns
+from jaxglue.parts import Registry
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -149,66 +149,28 @@ class Objective:
         return dict(zip(self.sums, values[1:], strict=True)) if self.sums else {}
 
 
-class Registry(Mapping[str, type[Objective]]):
-    """Objectives by name; modules of built-in ones are imported when these are looked up.
-
-    Args:
-        built_in: module and class, by name.
-    """
-
-    def __init__(self, built_in: Mapping[str, str]):
-        self._entries: dict[str, str | type[Objective]] = {**built_in}
-
-    def register[Kind: type[Objective]](self, name: str) -> Callable[[Kind], Kind]:
-        """Return a decorator that registers an objective.
-
-        Raises:
-            ValueError: another objective has the name.
-        """
-
-        def add(kind: Kind) -> Kind:
-            if name in self._entries:
-                raise ValueError(f"an objective named {name!r} is registered already: choose another name")
-            self._entries[name] = kind
-            return kind
-
-        return add
-
-    def __getitem__(self, name: str) -> type[Objective]:
-        entry = self._entries[name]
-        if isinstance(entry, str):
-            module, _, kind = entry.partition(":")
-            return getattr(importlib.import_module(f"jaxglue.objectives.{module}"), kind)
-        return entry
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-
-OBJECTIVES = Registry(
+OBJECTIVES = Registry[type[Objective]](
+    "objective",
     {
-        "sft": "sft:Supervised",
-        "dpo": "dpo:DPO",
-        "ipo": "ipo:IPO",
-        "kto": "kto:KTO",
-        "orpo": "orpo:ORPO",
-        "simpo": "simpo:SimPO",
-        "reward": "reward:RewardModel",
-        "classify": "classify:Classification",
-        "grpo": "policy_gradient:GRPO",
-        "dr_grpo": "policy_gradient:DrGRPO",
-        "dapo": "policy_gradient:DAPO",
-        "bnpo": "policy_gradient:BNPO",
-        "gspo": "policy_gradient:GSPO",
-        "cispo": "policy_gradient:CISPO",
-        "sapo": "policy_gradient:SAPO",
-        "luspo": "policy_gradient:LUSPO",
-        "vespo": "policy_gradient:VESPO",
-        "rloo": "policy_gradient:RLOO",
-        "distill": "distill:Distillation",
-    }
+        "sft": "jaxglue.objectives.sft:Supervised",
+        "dpo": "jaxglue.objectives.dpo:DPO",
+        "ipo": "jaxglue.objectives.ipo:IPO",
+        "kto": "jaxglue.objectives.kto:KTO",
+        "orpo": "jaxglue.objectives.orpo:ORPO",
+        "simpo": "jaxglue.objectives.simpo:SimPO",
+        "reward": "jaxglue.objectives.reward:RewardModel",
+        "classify": "jaxglue.objectives.classify:Classification",
+        "grpo": "jaxglue.objectives.policy_gradient:GRPO",
+        "dr_grpo": "jaxglue.objectives.policy_gradient:DrGRPO",
+        "dapo": "jaxglue.objectives.policy_gradient:DAPO",
+        "bnpo": "jaxglue.objectives.policy_gradient:BNPO",
+        "gspo": "jaxglue.objectives.policy_gradient:GSPO",
+        "cispo": "jaxglue.objectives.policy_gradient:CISPO",
+        "sapo": "jaxglue.objectives.policy_gradient:SAPO",
+        "luspo": "jaxglue.objectives.policy_gradient:LUSPO",
+        "vespo": "jaxglue.objectives.policy_gradient:VESPO",
+        "rloo": "jaxglue.objectives.policy_gradient:RLOO",
+        "distill": "jaxglue.objectives.distill:Distillation",
+    },
 )
 """Every objective, in the order of `--help`."""

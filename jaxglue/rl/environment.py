@@ -11,9 +11,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.template import ChatTemplate, trained_stops
-from jaxglue.generation.tool_calls import parameters_of, schemas_of, split_calls
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.sampler import Sample
+from jaxglue.text.tool_calls import parameters_of, schemas_of, split_calls
 
 Reply = list[dict[str, Any]] | float | None
 """The next messages, the reward that ends the conversation, or its end without one."""

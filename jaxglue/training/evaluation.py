@@ -22,7 +22,6 @@ from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.engine import Engine
 from jaxglue.generation.prompts import encode_prompt
 from jaxglue.generation.scheduler import Request
-from jaxglue.generation.text import in_order, without
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
 from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
@@ -32,6 +31,7 @@ from jaxglue.sharding.gather import gather
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 from jaxglue.terminal.console import Console
+from jaxglue.text.stream import in_order, without
 from jaxglue.training.callbacks import Metrics, Predictions
 from jaxglue.training.json_lines import read_steps, rewrite_lines
 from jaxglue.training.progress import SHOWN

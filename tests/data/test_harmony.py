@@ -6,8 +6,8 @@ import pytest
 from jaxglue.data.encode import Encoder
 from jaxglue.data.files import Row
 from jaxglue.generation.prompts import encode_prompt
-from jaxglue.generation.text import stream_text
 from jaxglue.hf.serving import stop_tokens
+from jaxglue.text.stream import stream_text
 
 SPECIAL = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"]
 TEMPLATE = """

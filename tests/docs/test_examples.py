@@ -23,11 +23,11 @@ _BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 
 
 @pytest.fixture
-def registries(monkeypatch):
+def registries():
     """Forget what a page's examples register."""
-    monkeypatch.setattr(OBJECTIVES, "_entries", {**OBJECTIVES._entries})
-    kept = [(each, {**each}) for each in (FAMILIES, FORMATS, OPTIMIZERS)], [*QUANTIZE]
-    yield
+    kept = [(each, {**each}) for each in (FAMILIES, OPTIMIZERS)], [*QUANTIZE]
+    with OBJECTIVES.scope(), FORMATS.scope():
+        yield
     for each, entries in kept[0]:
         each.clear()
         each.update(entries)

@@ -11,15 +11,17 @@ from flax import nnx
 from selection import repeat
 
 from jaxglue.data.tokenizer import load_tokenizer
-from jaxglue.generation.chat import generate
-from jaxglue.generation.config import GREEDY, GenerateConfig, SamplingConfig
+from jaxglue.generation.config import GREEDY, SamplingConfig
 from jaxglue.generation.engine import Engine
-from jaxglue.generation.grammar import Grammars, Rules
+from jaxglue.generation.grammar import Grammars
 from jaxglue.generation.scheduler import Request
-from jaxglue.generation.thinking import Thought, thought_after
 from jaxglue.hf.serving import stop_tokens
 from jaxglue.models.parameters import split_model
 from jaxglue.ops.segments import pack_segments
+from jaxglue.serve.answers import generate
+from jaxglue.serve.config import GenerateConfig
+from jaxglue.text.lark import Rules
+from jaxglue.text.thinking import Thought, thought_after
 
 PROMPT = [5, 3, 60, 17, 17, 2, 90, 41]
 VOCABULARY = 97

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxglue.generation.chat import Assistant
-from jaxglue.generation.config import AssistantConfig, ScoreConfig
-from jaxglue.generation.scoring import RewardModel, score_rows
+from jaxglue.generation.assistant import Assistant
+from jaxglue.generation.config import AssistantConfig
+from jaxglue.generation.scoring import RewardModel
 from jaxglue.hf.adapter import load_adapter, save_adapter
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.export import save_model
@@ -18,6 +18,8 @@ from jaxglue.hf.merge import export_adapter
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import flatten_names, split_model
+from jaxglue.serve.config import ScoreConfig
+from jaxglue.serve.scores import score_rows
 
 RAW = {
     "architectures": ["LlamaForCausalLM"],

@@ -9,8 +9,8 @@ from flax import nnx
 from selection import repeat
 
 from jaxglue.generation import inputs, programs, scheduler
-from jaxglue.generation.chat import Assistant
-from jaxglue.generation.config import SamplingConfig, ServeConfig
+from jaxglue.generation.assistant import Assistant
+from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.engine import Engine
 from jaxglue.generation.scheduler import Request
 from jaxglue.hf.adapter import save_adapter
@@ -19,6 +19,7 @@ from jaxglue.hf.several import add_adapters
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import flatten_names, split_model
+from jaxglue.serve.config import ServeConfig
 
 FAMILIES = {
     "llama": {},
@@ -119,8 +120,8 @@ def test_a_request_names_its_adapter(folders, two):
     pytest.importorskip("httpx")
     from starlette.testclient import TestClient
 
-    from jaxglue.generation.server import make_app
-    from jaxglue.generation.service import Service
+    from jaxglue.serve.server import make_app
+    from jaxglue.serve.service import Service
 
     greedy = SamplingConfig(temperature=0.0, top_p=1.0, max_tokens=8)
     config = ServeConfig(model=folders[0], adapters=two, name="plain", sampling=greedy)

@@ -71,7 +71,7 @@ def test_losses_and_gradients_equal_transformers(classifier, problem):
 
 
 def test_scores_of_a_peft_classifier_equal_transformers(make_tokenizer, monkeypatch):
-    monkeypatch.setattr("jaxglue.generation.chat.load_own_tokenizer", lambda *folders: make_tokenizer())
+    monkeypatch.setattr("jaxglue.generation.assistant.load_own_tokenizer", lambda *folders: make_tokenizer())
     scorer = TextScorer(AssistantConfig(model=GOLDENS / "qwen3_tied", adapter=GOLDENS / "classes/adapter"))
     found = scorer.scores(GOLDEN["documents"])
     np.testing.assert_allclose(found, GOLDEN[PROBLEMS[0]]["scores"], atol=1e-5)

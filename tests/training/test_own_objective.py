@@ -50,10 +50,9 @@ class Sampled(Objective):
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch):
-    monkeypatch.setattr(OBJECTIVES, "_entries", {**OBJECTIVES._entries})
-    for name, kind in {"weighted": Weighted, "contrast": Contrast, "sampled": Sampled}.items():
-        OBJECTIVES.register(name)(kind)
+def registered():
+    with OBJECTIVES.scope({"weighted": Weighted, "contrast": Contrast, "sampled": Sampled}):
+        yield
 
 
 @pytest.fixture

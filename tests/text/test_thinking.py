@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxglue.generation.text import TAGS
-from jaxglue.generation.thinking import Thought, said, split_thinking
+from jaxglue.text.stream import TAGS
+from jaxglue.text.thinking import Thought, said, split_thinking
 
 ANALYSIS = "<|channel|>analysis<|message|>Three and four."
 FINAL = "<|channel|>final<|message|>Seven."

@@ -8,11 +8,11 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
-from jaxglue.generation.chat import Voice
+from jaxglue.generation.assistant import Voice
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.grammar import Grammar, Grammars
 from jaxglue.generation.scheduler import Request
-from jaxglue.generation.thinking import Thought
+from jaxglue.text.thinking import Thought
 
 _LARGEST_BODY = 4 * 2**20
 _MOST_ANSWERS, MOST_PROMPTS = 16, 128

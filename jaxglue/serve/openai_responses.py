@@ -5,8 +5,8 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from jaxglue.generation.openai_answer import AnswerText
-from jaxglue.generation.openai_request import CHAT, BadRequestError, Call
+from jaxglue.serve.openai_answer import AnswerText
+from jaxglue.serve.openai_request import CHAT, BadRequestError, Call
 
 _OF_CHATS = {"messages", "max_tokens", "max_completion_tokens", "n", "response_format", "reasoning_effort"}
 _SHARED = CHAT - _OF_CHATS - {"logprobs", "top_logprobs", "stream_options"} | {"max_output_tokens"}

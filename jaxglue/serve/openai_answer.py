@@ -6,12 +6,12 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from jaxglue.data.decoding import TokenDecoder
-from jaxglue.generation.openai_request import Call
 from jaxglue.generation.scheduler import Request
-from jaxglue.generation.service import Event
-from jaxglue.generation.text import CHANNEL, TextStream, added_tokens
-from jaxglue.generation.thinking import Thought, split_thinking, tags_of
-from jaxglue.generation.tool_calls import MARKS, ToolCall, shown_before_calls, split_calls
+from jaxglue.serve.openai_request import Call
+from jaxglue.serve.service import Event
+from jaxglue.text.stream import CHANNEL, TextStream, added_tokens
+from jaxglue.text.thinking import Thought, split_thinking, tags_of
+from jaxglue.text.tool_calls import MARKS, ToolCall, shown_before_calls, split_calls
 
 _FINISH = {"stop": "stop", "until": "stop", "length": "length"}
 _IMPOSSIBLE = -9999.0

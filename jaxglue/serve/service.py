@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from jaxglue.generation.chat import Assistant
+from jaxglue.generation.assistant import Assistant
 from jaxglue.generation.config import GREEDY
 from jaxglue.generation.engine import Batch
 from jaxglue.generation.grammar import is_installed

@@ -10,11 +10,12 @@ import pytest
 
 from jaxglue import commands
 from jaxglue.data.batch import Batch
-from jaxglue.generation.chat import Assistant
-from jaxglue.generation.config import EvaluateConfig, SamplingConfig
-from jaxglue.generation.harness import HarnessModel, check_harness
+from jaxglue.generation.assistant import Assistant
+from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.scoring import Scorer
 from jaxglue.ops.segments import pack_segments
+from jaxglue.serve.config import EvaluateConfig
+from jaxglue.serve.harness import HarnessModel, check_harness
 
 TASK = """
 task: local_sums

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.generation.grammar import Rules, quoted
-from jaxglue.generation.tool_calls import (
+from jaxglue.text.lark import Rules, quoted
+from jaxglue.text.tool_calls import (
     CALL,
     CALL_END,
     CALLS,
@@ -21,7 +21,7 @@ from jaxglue.generation.tool_calls import (
     SECTION,
     SECTION_END,
 )
-from jaxglue.generation.tool_values import as_object
+from jaxglue.text.tool_values import as_object
 
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 """White space between parts of JSON, of which a model could otherwise write any number."""

@@ -11,10 +11,10 @@ import openai
 from starlette.testclient import TestClient
 
 from jaxglue.data.tokenizer import load_tokenizer
-from jaxglue.generation.config import ServeConfig
-from jaxglue.generation.openai_responses import chat_body
-from jaxglue.generation.server import make_app
-from jaxglue.generation.service import Event
+from jaxglue.serve.config import ServeConfig
+from jaxglue.serve.openai_responses import chat_body
+from jaxglue.serve.server import make_app
+from jaxglue.serve.service import Event
 
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": True}
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>'

@@ -1,4 +1,4 @@
-"""Chat with a model: templates, end-of-turn tokens, streamed decoding, and a conversation in the terminal."""
+"""A loaded model with its adapters, which answers encoded prompts."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,15 +14,11 @@ from jaxtyping import Bool
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.progress import DataProgress
-from jaxglue.files.json_file import read_json
-from jaxglue.generation.config import AssistantConfig, GenerateConfig, SamplingConfig
+from jaxglue.generation.config import AssistantConfig, SamplingConfig
 from jaxglue.generation.engine import STEPS, Engine
 from jaxglue.generation.grammar import Grammar, Grammars
 from jaxglue.generation.pages import free_bytes
-from jaxglue.generation.prompts import encode_messages, encode_rows, prompt_of, read_prompts, system_message
 from jaxglue.generation.scheduler import Request
-from jaxglue.generation.text import TAGS, before, decode, in_order, special_stops, stream_text, without
-from jaxglue.generation.thinking import Thought, said, thought_after
 from jaxglue.hf.adapter import adapter_labels, warn_of_adapter_inside
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.identity import Identity, identify, identify_random
@@ -34,12 +30,7 @@ from jaxglue.models.decoder import CausalLM
 from jaxglue.models.parameters import split_model
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.projection.fp8 import check_fp8
-
-HELP = "/reset forgets the conversation · /system TEXT sets the system message\nCtrl-C stops an answer · Ctrl-D leaves"
-_END = 16
-"""Last tokens of a prompt, which tell whether it has begun to think."""
-_FINAL = "<|channel|>final<|message|>"
-"""Start of the answer proper in the harmony format; its template takes no other channel back."""
+from jaxglue.text.stream import before, decode, in_order, special_stops, stream_text, without
 
 
 @dataclass(frozen=True)
@@ -141,49 +132,6 @@ class Assistant:
             yield "".join(before([text], own))
 
 
-def generate(config: GenerateConfig) -> Iterator[tuple[str, Iterator[str]]]:
-    """Yield each prompt with its answer in pieces, which stream if there is one prompt or `batch_size` is 1.
-
-    Raises:
-        ValueError: bad folders, tensors, tokenizer or prompts.
-    """
-    for row, answer in answer_rows(config):
-        yield prompt_of(row), answer
-
-
-def answer_rows(
-    config: GenerateConfig, say: Callable[[str], None] | None = None
-) -> Iterator[tuple[dict[str, Any], Iterator[str]]]:
-    """Yield each row of `read_prompts` with its answer in pieces; as `generate`, `say` as in `Assistant.answers`."""
-    rows, assistant = read_prompts(config), Assistant(config)
-    prompts = encode_rows(assistant.tokenizer, rows, config)
-    thoughts = [_thought(assistant, config, row, tokens) for row, tokens in zip(rows, prompts, strict=True)]
-    grammars = {thinks: _grammar(assistant, config, thinks) for thinks in set(thoughts)}
-    asked = list(enumerate(zip(prompts, map(grammars.get, thoughts), strict=True)))
-    if len(rows) == 1 or config.batch_size == 1:
-        answers = (assistant.answer(tokens, config.sampling, index, grammar) for index, (tokens, grammar) in asked)
-    else:
-        requests = [Request(tokens, config.sampling, index, grammar=grammar) for index, (tokens, grammar) in asked]
-        texts = assistant.answers(requests, batch_size=config.batch_size, say=say)
-        answers = (iter([text]) for text in texts)
-    for row, answer, thinks in zip(rows, answers, thoughts, strict=True):
-        yield row, said(answer, assistant.tokenizer, thinks)
-
-
-def _thought(assistant: Assistant, config: GenerateConfig, row: dict[str, Any], tokens: list[int]) -> Thought:
-    """Return how an answer that is to follow a grammar begins; others are shown with their thinking."""
-    held = config.json_schema is not None or config.regex is not None
-    if not held or (config.raw and "prompt" in row):
-        return Thought.NONE
-    return thought_after(str(assistant.tokenizer.decode(tokens[-_END:])))
-
-
-def _grammar(assistant: Assistant, config: GenerateConfig, thinks: Thought) -> Grammar | None:
-    if config.json_schema is not None:
-        return assistant.grammars.json(read_json(config.json_schema), thinks=thinks)
-    return None if config.regex is None else assistant.grammars.regex(config.regex, thinks=thinks)
-
-
 def _in_float32(dtype: str) -> bool:
     return dtype == "float32" or (dtype == "auto" and jax.default_backend() == "cpu")
 
@@ -226,83 +174,3 @@ def load_assistant(config: AssistantConfig, folder: Path, dtype, *, labels: int 
 
 def _identity(config: AssistantConfig, model: CausalLM) -> Identity:
     return identify(config.folder) if config.seed is None else identify_random(model.config, config.seed)
-
-
-class ChatSession:
-    """Messages so far, answered by one loaded model."""
-
-    def __init__(self, assistant: Assistant, sampling: SamplingConfig, system: str | None = None):
-        self._assistant, self._sampling, self._system = assistant, sampling, system
-        self.messages: list[dict[str, str]] = []
-
-    def ask(self, text: str) -> Iterator[str]:
-        """Yield the answer in pieces, and remember it, or as much of it as came before an interruption.
-
-        Raises:
-            ValueError: the conversation is too long, or the template refuses it; the question is forgotten.
-        """
-        asked = [*self.messages, {"role": "user", "content": text}]
-        tokens = encode_messages(self._assistant.tokenizer, [*system_message(self._system), *asked])
-        pieces: list[str] = []
-        try:
-            for piece in self._assistant.answer(tokens, self._sampling):
-                pieces.append(piece)
-                yield piece
-        finally:
-            if pieces:
-                self.messages = [*asked, {"role": "assistant", "content": _said("".join(pieces))}]
-
-    def command(self, line: str) -> str:
-        """Run a command that begins with a slash; return what to show."""
-        name, _, text = line.partition(" ")
-        if name == "/reset":
-            self.messages = []
-            return "the conversation is forgotten"
-        if name == "/system":
-            self._system, self.messages = text.strip() or None, []
-            return f"system message: {self._system or 'none'}; the conversation begins anew"
-        return HELP if name == "/help" else f"unknown command {name}\n{HELP}"
-
-
-def _said(text: str) -> str:
-    """Return an answer without thinking that chat templates do not take back."""
-    for begin in (_FINAL, *(tags.end for tags in TAGS[1:])):
-        text = text.rpartition(begin)[2]
-    return text
-
-
-def converse(session: ChatSession, read: Callable[[str], str], write: Callable[[str], None]) -> None:
-    """Read lines and write answers until the input ends.
-
-    Args:
-        session: of the model.
-        read: returns a line after a prompt; EOFError ends the conversation, KeyboardInterrupt drops the line.
-        write: shows text without adding a newline.
-    """
-    while True:
-        try:
-            line = read("> ").strip()
-        except EOFError:
-            write("\n")
-            return
-        except KeyboardInterrupt:
-            write("\n")
-            continue
-        if line.startswith("/"):
-            write(session.command(line) + "\n")
-        elif line:
-            _answer(session, line, write)
-
-
-def _answer(session: ChatSession, line: str, write: Callable[[str], None]) -> None:
-    pieces = session.ask(line)
-    try:
-        for piece in pieces:
-            write(piece)
-    except KeyboardInterrupt:
-        write(" [stopped]")
-    except ValueError as error:
-        write(f"{error}: /reset begins anew")
-    finally:
-        pieces.close()  # type: ignore[attr-defined]
-    write("\n")

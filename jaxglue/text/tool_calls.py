@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
-from jaxglue.generation.text import TAGS, cut
-from jaxglue.generation.tool_values import as_object, gemma_object, json_value, json_values, python_calls
+from jaxglue.text.stream import TAGS, cut
+from jaxglue.text.tool_values import as_object, gemma_object, json_value, json_values, python_calls
 
 CALLS = "[TOOL_CALLS]"
 """Special token before calls (Mistral)."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.generation.text import CHANNEL, TAGS, Tags, added_tokens, cut
+from jaxglue.text.stream import CHANNEL, TAGS, Tags, added_tokens, cut
 
 _MESSAGE = re.compile(
     r"<\|channel\|>([^<]*)(?:<\|constrain\|>[^<]*)?<\|message\|>"

@@ -20,10 +20,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from jaxglue.data.messages import read_chat
-from jaxglue.generation.chat import Assistant, Voice
-from jaxglue.generation.config import ServeConfig
-from jaxglue.generation.openai_answer import AnswerText, usage
-from jaxglue.generation.openai_request import (
+from jaxglue.generation.assistant import Assistant, Voice
+from jaxglue.generation.prompts import encode_prompt, render_messages
+from jaxglue.generation.scheduler import Request
+from jaxglue.serve.config import ServeConfig
+from jaxglue.serve.openai_answer import AnswerText, usage
+from jaxglue.serve.openai_request import (
     CHAT,
     COMPLETION,
     BadRequestError,
@@ -43,14 +45,12 @@ from jaxglue.generation.openai_request import (
     read_usage,
     read_variables,
 )
-from jaxglue.generation.openai_responses import RESPONSE, ResponseWriter, chat_body
-from jaxglue.generation.prompts import encode_prompt, render_messages
-from jaxglue.generation.scheduler import Request
-from jaxglue.generation.service import EndedError, Event, FullError, Service, Ticket, TooLongError
-from jaxglue.generation.text import special_stops
-from jaxglue.generation.thinking import Thought, thought_after
-from jaxglue.generation.tool_calls import parameters_of, schemas_of
-from jaxglue.generation.tool_grammar import call_grammar
+from jaxglue.serve.openai_responses import RESPONSE, ResponseWriter, chat_body
+from jaxglue.serve.service import EndedError, Event, FullError, Service, Ticket, TooLongError
+from jaxglue.text.stream import special_stops
+from jaxglue.text.thinking import Thought, thought_after
+from jaxglue.text.tool_calls import parameters_of, schemas_of
+from jaxglue.text.tool_grammar import call_grammar
 
 _SILENCE = 15.0
 """Seconds without an event, at most."""

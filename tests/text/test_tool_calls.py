@@ -7,9 +7,9 @@ import pytest
 
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.generation.grammar import Grammars
-from jaxglue.generation.thinking import Thought
-from jaxglue.generation.tool_calls import parameters_of, schemas_of, shown_before_calls, split_calls
-from jaxglue.generation.tool_grammar import call_grammar
+from jaxglue.text.thinking import Thought
+from jaxglue.text.tool_calls import parameters_of, schemas_of, shown_before_calls, split_calls
+from jaxglue.text.tool_grammar import call_grammar
 
 TOOLS = [
     {

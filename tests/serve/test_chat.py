@@ -15,14 +15,16 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from jaxglue.commands import main
-from jaxglue.generation.chat import ChatSession, converse, generate
-from jaxglue.generation.config import GREEDY, AssistantConfig, GenerateConfig, SamplingConfig
+from jaxglue.generation.config import GREEDY, AssistantConfig, SamplingConfig
 from jaxglue.generation.engine import Engine
-from jaxglue.generation.prompts import encode_prompt, encode_rows, prompt_of, read_prompts
-from jaxglue.generation.text import TextStream, before, stream_text
+from jaxglue.generation.prompts import encode_prompt
 from jaxglue.hf.loading import add_adapter, random_model
 from jaxglue.hf.serving import stop_tokens
 from jaxglue.models import config_from_hf
+from jaxglue.serve.answers import encode_rows, generate, prompt_of, read_prompts
+from jaxglue.serve.chat import ChatSession, converse
+from jaxglue.serve.config import GenerateConfig
+from jaxglue.text.stream import TextStream, before, stream_text
 
 SHORT = SamplingConfig(temperature=0, max_tokens=8)
 

@@ -13,19 +13,20 @@ import pytest
 
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.generation import grammar
-from jaxglue.generation.chat import Assistant
-from jaxglue.generation.config import SamplingConfig, ServeConfig
+from jaxglue.generation.assistant import Assistant
+from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.scheduler import Request
-from jaxglue.generation.text import decode, without
-from jaxglue.generation.thinking import Thought
+from jaxglue.serve.config import ServeConfig
+from jaxglue.text.stream import decode, without
+from jaxglue.text.thinking import Thought
 
 pytest.importorskip("starlette")
 pytest.importorskip("httpx")
 from starlette.testclient import TestClient
 
-from jaxglue.generation import server
-from jaxglue.generation.server import make_app
-from jaxglue.generation.service import EndedError, Event, Service, Ticket
+from jaxglue.serve import server
+from jaxglue.serve.server import make_app
+from jaxglue.serve.service import EndedError, Event, Service, Ticket
 
 GREEDY = SamplingConfig(temperature=0.0, top_p=1.0)
 MESSAGES = [{"role": "user", "content": "Hello"}]

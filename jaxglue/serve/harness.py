@@ -7,10 +7,11 @@ from typing import Any
 
 from jaxglue.data.template import ChatTemplate
 from jaxglue.data.tokenizer import encode_beginning
-from jaxglue.generation.chat import Assistant
-from jaxglue.generation.config import EvaluateConfig, SamplingConfig
+from jaxglue.generation.assistant import Assistant
+from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.scheduler import Request
 from jaxglue.generation.scoring import Scorer
+from jaxglue.serve.config import EvaluateConfig
 
 _NEW_TOKENS = 256
 """Longest answer where a task sets no limit."""

@@ -1,0 +1,132 @@
+"""Answers to the prompts of flags and files, row by row."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from jaxglue.data.formats import read_row
+from jaxglue.data.messages import Chat
+from jaxglue.files.json_file import parse_json, read_json
+from jaxglue.files.regular_file import read_regular_text
+from jaxglue.generation.assistant import Assistant
+from jaxglue.generation.grammar import Grammar
+from jaxglue.generation.prompts import encode_prompt, render_messages
+from jaxglue.generation.scheduler import Request
+from jaxglue.serve.config import STDIN, GenerateConfig
+from jaxglue.text.thinking import Thought, said, thought_after
+
+Row = dict[str, Any]
+
+
+def read_prompts(config: GenerateConfig) -> list[Row]:
+    """Return the rows to answer, each with `prompt` or `messages`.
+
+    Raises:
+        ValueError: a malformed line, or a file without prompts.
+    """
+    rows: list[Row] = [{"prompt": prompt} for prompt in config.prompt]
+    if config.prompt_file is None:
+        return rows
+    lines = [(number, line) for number, line in enumerate(_read(config.prompt_file).split("\n"), 1) if line.strip()]
+    if not lines:
+        raise ValueError(f"{config.prompt_file}: no prompts: expected one a line")
+    if config.prompt_file.suffix != ".jsonl":
+        return rows + [{"prompt": line} for _, line in lines]
+    return rows + [_parse_row(line, f"{config.prompt_file}:{number}") for number, line in lines]
+
+
+def _read(path: Path) -> str:
+    try:
+        if path != STDIN:
+            return read_regular_text(path)
+        return sys.stdin.read().removeprefix("\ufeff").replace("\r\n", "\n")  # as of a file
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 at byte {error.start + 1}: save the prompts as UTF-8") from error
+
+
+def _parse_row(line: str, origin: str) -> Row:
+    row = parse_json(line, origin)
+    given = {"prompt", "messages"} & row.keys() if isinstance(row, dict) else set()
+    if len(given) != 1 or not isinstance(row[key := given.pop()], str if key == "prompt" else list):
+        raise ValueError(f"{origin}: expected an object with a text `prompt` or a list `messages`")
+    return row
+
+
+def prompt_of(row: Row) -> Any:
+    """Return the prompt or the content of the last message of a row."""
+    return row["prompt"] if "prompt" in row else row["messages"][-1].get("content", "")
+
+
+def encode_rows(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], config: GenerateConfig) -> list[list[int]]:
+    """Return the tokens that precede the answer to each row.
+
+    Raises:
+        ValueError: as `encode_prompt`; or messages that training would refuse, with the row's number.
+    """
+    found = []
+    for number, row in enumerate(rows, 1):
+        try:
+            found.append(_encode_row(tokenizer, row, config))
+        except ValueError as error:
+            raise ValueError(f"prompt {number}: {error}") from error
+    return found
+
+
+def _encode_row(tokenizer: PreTrainedTokenizerBase, row: Row, config: GenerateConfig) -> list[int]:
+    if "messages" not in row:
+        return encode_prompt(tokenizer, row["prompt"], system=config.system, raw=config.raw)
+    chat = read_row(row, "messages")
+    assert isinstance(chat, Chat)
+    chat = chat if config.system is None else chat.with_system(config.system)
+    template, text = render_messages(tokenizer, chat, check=True)
+    return template.encode(text)
+
+
+_END = 16
+"""Last tokens of a prompt, which tell whether it has begun to think."""
+
+
+def generate(config: GenerateConfig) -> Iterator[tuple[str, Iterator[str]]]:
+    """Yield each prompt with its answer in pieces, which stream if there is one prompt or `batch_size` is 1.
+
+    Raises:
+        ValueError: bad folders, tensors, tokenizer or prompts.
+    """
+    for row, answer in answer_rows(config):
+        yield prompt_of(row), answer
+
+
+def answer_rows(
+    config: GenerateConfig, say: Callable[[str], None] | None = None
+) -> Iterator[tuple[dict[str, Any], Iterator[str]]]:
+    """Yield each row of `read_prompts` with its answer in pieces; as `generate`, `say` as in `Assistant.answers`."""
+    rows, assistant = read_prompts(config), Assistant(config)
+    prompts = encode_rows(assistant.tokenizer, rows, config)
+    thoughts = [_thought(assistant, config, row, tokens) for row, tokens in zip(rows, prompts, strict=True)]
+    grammars = {thinks: _grammar(assistant, config, thinks) for thinks in set(thoughts)}
+    asked = list(enumerate(zip(prompts, map(grammars.get, thoughts), strict=True)))
+    if len(rows) == 1 or config.batch_size == 1:
+        answers = (assistant.answer(tokens, config.sampling, index, grammar) for index, (tokens, grammar) in asked)
+    else:
+        requests = [Request(tokens, config.sampling, index, grammar=grammar) for index, (tokens, grammar) in asked]
+        texts = assistant.answers(requests, batch_size=config.batch_size, say=say)
+        answers = (iter([text]) for text in texts)
+    for row, answer, thinks in zip(rows, answers, thoughts, strict=True):
+        yield row, said(answer, assistant.tokenizer, thinks)
+
+
+def _thought(assistant: Assistant, config: GenerateConfig, row: dict[str, Any], tokens: list[int]) -> Thought:
+    """Return how an answer that is to follow a grammar begins; others are shown with their thinking."""
+    held = config.json_schema is not None or config.regex is not None
+    if not held or (config.raw and "prompt" in row):
+        return Thought.NONE
+    return thought_after(str(assistant.tokenizer.decode(tokens[-_END:])))
+
+
+def _grammar(assistant: Assistant, config: GenerateConfig, thinks: Thought) -> Grammar | None:
+    if config.json_schema is not None:
+        return assistant.grammars.json(read_json(config.json_schema), thinks=thinks)
+    return None if config.regex is None else assistant.grammars.regex(config.regex, thinks=thinks)
