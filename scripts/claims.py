@@ -6,7 +6,8 @@ For each table row or paragraph with numbers, `docs/measured/claims.toml` says w
 a path into a file of `benchmarks/results/`, or `-` for settings, versions and data sheets; `["-"]` alone stands for a
 block of these. A path's steps are keys, positions, or `key=value` of a list's item. Paths and numbers are joined by
 + − × ÷, and a path that begins with a dot continues from the place of the one before it:
-`sft_step.json > results > row=qwen3-8b, engine=ours > tokens ÷ .ms × 1000`. The command proposes missing entries.
+`sft_step.json > results > row=qwen3-8b, engine=ours > tokens ÷ .ms × 1000`. A path to a text goes on with words of
+it that have the number: `… > plan : 26 x host`. The command proposes missing entries.
 """
 
 import argparse
@@ -14,44 +15,76 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CLAIMS = ROOT / "docs" / "measured" / "claims.toml"
 RESULTS = ROOT / "benchmarks" / "results"
 SETTING = "-"
+BOUND = "README.md", "docs/index.md", "docs/measured/"
+"""Pages all of whose numbers are bound, of others those of measurements."""
+PASSED_OVER = {
+    "profile",
+    "ms_all",
+    "warm_up_s",
+    "launches",
+    "steps",
+    "process_s",
+    "date",
+    "commit",
+    "versions",
+    "settings",
+}
+"""Keys in which a number of a page is seldom meant."""
 NUMBER = re.compile(r"(?<![\w.,/^-])\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?(?![\w^]|\.\d|-[a-z]*\d)")
 _CODE_OR_LINK = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)|<!--.*?-->|https?://\S+", re.S)
 _DATE = re.compile(r"\d{1,2} (?:October|November|December)(?: \d{4})?|\d{4}-\d\d-\d\d|\bcommit [0-9a-f]{7,}")
-_OPERATORS = {"+": float.__add__, "−": float.__sub__, "×": float.__mul__, "÷": float.__truediv__}
+_OPERATOR = re.compile(r" ([+−×÷]) (?=[\d.]|\w+\.json )")
+_UNIT = re.compile(
+    r"\d\s(?:ms|µs|tokens/s|pairs/s|TFLOP/s|TB/s|GB/s|nats)\b|\d ×(?! ?[\d`])|\d times (?:as (?:fast|many)|one)|\dk/s"
+)
+_UNIT_OF_TABLE = re.compile(r"\bms\b|µs|tokens/s|GiB|pairs/s|seconds|\bKL\b|held-out loss|TFLOP/s|predicted")
 
 
 @dataclass(frozen=True)
 class Block:
-    """A table row or paragraph of a page, with its name and the numbers that it shows, as written."""
+    """A table row or paragraph of a page: its section, its name, its numbers as written, and if it tells a measurement.
+
+    One that does has a number with a unit of speed or time, or stands in a table whose header has one.
+    """
 
     section: str
     name: str
     numbers: tuple[str, ...]
+    measured: bool
+    text: str
 
 
-def blocks(page: Path) -> Iterator[Block]:
-    """Yield the blocks of a page that show numbers."""
-    text = _CODE_OR_LINK.sub(lambda match: "`" if match[0].startswith("`") else "]", page.read_text(encoding="utf-8"))
-    section, named = page.stem, set()
+def blocks(text: str) -> Iterator[Block]:
+    """Yield the blocks of a page's text that show numbers."""
+    text = _CODE_OR_LINK.sub(lambda match: re.sub(r"\d|```.*", "", match[0]) if match[0].startswith("`") else "]", text)
+    section, header, named = "", "", set()
     for part in re.split(r"\n\s*\n|\n(?=\|)|\n(?=\s*[-*] )|\n(?=#)", _DATE.sub("", text)):
         if heading := re.match(r"#+ (.*)\n?", part.strip()):
             section, part = heading[1].strip(), part.strip()[heading.end() :]
-        numbers = tuple(NUMBER.findall(part))
-        if not numbers:
+        row = part.lstrip().startswith("|")
+        header = (header or part) if row else ""
+        if not (numbers := tuple(NUMBER.findall(part))):
             continue
         name = base = _name(part)
         while (section, name) in named:
             name = f"{base} #{int(name.rpartition('#')[2]) + 1 if '#' in name[len(base) :] else 2}"
         named.add((section, name))
-        yield Block(section, name, numbers)
+        yield Block(
+            section,
+            name,
+            numbers,
+            bool(_UNIT.search(part) or (row and _UNIT_OF_TABLE.search(header))),
+            f"{header} {part}",
+        )
 
 
 def _name(part: str) -> str:
@@ -63,29 +96,37 @@ def _name(part: str) -> str:
 
 
 def evaluate(expression: str) -> float:
-    """Return the value of a claim's expression."""
-    place: list = []
-    operator, total = "+", 0.0
-    for token in re.split(r" ([+−×÷]) ", expression):
-        if token in _OPERATORS:
+    """Return the value of a claim's expression; × and ÷ come before + and −."""
+    with suppress(KeyError):  # of keys with such signs, too
+        return _number(_follow(expression))
+    item, sums, operator = None, [0.0], "+"
+    for token in _OPERATOR.split(expression):
+        if token in "+−×÷":
             operator = token
             continue
         if re.fullmatch(r"[\d.]+(?:e-?\d+)?", token):
             value = float(token)
-        elif token.startswith("."):
-            value = _number(_step(place[-1], token[1:]))
         else:
-            file, *steps = token.split(" > ")
-            place = [_load(file)]
-            for step in steps:
-                place.append(_step(place[-1], step))
-            value = _number(place.pop())
-        total = _OPERATORS[operator](total, value)
-    return total
+            path, _, key = token.rpartition(" > ") if token[0] != "." else ("", "", token[1:])
+            item = _follow(path) if path else item
+            value = _number(_step(item, key))
+        if operator in "+−":
+            sums.append(value if operator == "+" else -value)
+        else:
+            sums[-1] *= value if operator == "×" else 1 / value
+    return sum(sums)
+
+
+def _follow(path: str):
+    """Return the value at a path, which begins with a file."""
+    file, *steps = path.split(" > ")
+    return reduce(_step, steps, _load(file))
 
 
 @cache
 def _load(file: str):
+    if not (RESULTS / file).is_file():
+        raise KeyError(file)
     return json.loads((RESULTS / file).read_text(encoding="utf-8"), object_hook=_named_columns)
 
 
@@ -122,34 +163,49 @@ def differs(shown: str, value: float) -> bool:
     return abs(value - float(shown.replace(",", ""))) > unit * 0.5000001
 
 
+def agrees(shown: str, source: str) -> bool:
+    """Return whether a claim's source has the shown number, or the words after a colon with it."""
+    path, _, words = source.partition(" : ")
+    if words:
+        return shown in words and words in str(_follow(path))
+    return not differs(shown, evaluate(source))
+
+
 def read_claims() -> dict[str, dict[str, dict[str, list[str]]]]:
     """Return the claims: page → section → block → a source for each number."""
     return tomllib.loads(CLAIMS.read_text(encoding="utf-8"))
 
 
-def problems(page: Path, claims: dict[str, dict[str, list[str]]]) -> list[str]:
-    """Return what is wrong: numbers without a claim or with another value, claims without their block."""
+def problems(page: str, text: str, claims: dict[str, dict[str, list[str]]], *, all_numbers: bool) -> list[str]:
+    """Return what is wrong: numbers without a claim or with another value, claims without their block.
+
+    All numbers need one, or those of measured blocks.
+    """
     wrong, seen = [], set()
-    for block in blocks(page):
+    for block in blocks(text):
         sources = claims.get(block.section, {}).get(block.name)
         seen.add((block.section, block.name))
-        place = f"{page.name}, {block.section}: {block.name}"
-        if sources == [SETTING]:
+        if sources == [SETTING] or (sources is None and not all_numbers and not block.measured):
             continue
+        place = f"{page}, {block.section}: {block.name}"
         if sources is None or len(sources) != len(block.numbers):
             wrong.append(f"{place}: {len(block.numbers)} numbers, {len(sources or [])} sources")
             continue
-        for shown, source in zip(block.numbers, sources, strict=True):
-            if source != SETTING and differs(shown, value := evaluate(source)):
-                wrong.append(f"{place}: {shown} is {value:.6g} in {source}")
+        wrong += [
+            f"{place}: {shown} is not that of {source}"
+            for shown, source in zip(block.numbers, sources, strict=True)
+            if source != SETTING and not agrees(shown, source)
+        ]
     listed = {(section, name) for section, entries in claims.items() for name in entries}
-    return wrong + [f"{page.name} lacks {section}: {name}" for section, name in sorted(listed - seen)]
+    return wrong + [f"{page} lacks {section}: {name}" for section, name in sorted(listed - seen)]
 
 
 def leaves(value, path: str) -> Iterator[tuple[float, str]]:
     """Yield every number of a file with its path, items of lists by the fewest keys that tell them apart."""
     if isinstance(value, dict):
         for key, child in value.items():
+            if key in PASSED_OVER:
+                continue
             yield from leaves(child, f"{path} > {key}")
         if isinstance(value.get("ms"), int | float) and isinstance(value.get("tokens"), int | float):
             yield value["tokens"] / value["ms"] * 1e3, f"{path} > tokens ÷ .ms × 1000"
@@ -168,6 +224,8 @@ def _selector(items: list, item, index: int) -> str:
         return str(index)
     pairs: list[tuple[str, str]] = []
     rest = items
+    if len(items) == 1:
+        return "0"
     for key, value in item.items():
         if isinstance(value, str | int | float) and not isinstance(value, bool):
             fewer = [other for other in rest if str(other.get(key)) == str(value)]
@@ -178,15 +236,33 @@ def _selector(items: list, item, index: int) -> str:
     return str(index)
 
 
-def propose(shown: str, words: set[str], pool: list[tuple[float, str]]) -> str:
-    """Return the likeliest source of a number, ? without any; words of row and section decide between several."""
+def propose(block: Block, pool: list[tuple[float, str]]) -> list[str]:
+    """Return the likeliest source of each number, ? without any.
+
+    Words that a path shares with the block decide between several. Numbers of few digits are those of an item that
+    another number of the block is from.
+    """
+    words = {*re.findall(r"[\w.]+", f"{block.text} {block.section}".lower())}
+    fits = [_fits(number, words, pool) for number in block.numbers]
+    sure = [len(re.sub(r"\D", "", number).strip("0")) > 2 for number in block.numbers]
+    items = {max(each)[1].rpartition(" > ")[0] for each, is_sure in zip(fits, sure, strict=True) if each and is_sure}
+    sources = []
+    for number, each, is_sure in zip(block.numbers, fits, sure, strict=True):
+        each = each if is_sure else [(score, path) for score, path in each if path.rpartition(" > ")[0] in items]
+        whole = int(number.replace(",", "")) if re.fullmatch(r"[\d,]+", number) else None
+        power_of_two = whole is not None and whole & (whole - 1) == 0  # tokens, ranks, sizes of heads
+        sources.append(SETTING if power_of_two else max(each)[1] if each else "?")
+    return sources
+
+
+def _fits(shown: str, words: set[str], pool: list[tuple[float, str]]) -> list[tuple[float, str]]:
     fits = []
     for value, path in pool:
         for factor, text in ((1.0, ""), (100.0, " × 100"), (1e3, " × 1000"), (1e-3, " ÷ 1000"), (1e-9, " ÷ 1e9")):
             if not differs(shown, value * factor):
                 common = len(words & {*re.findall(r"[\w.]+", path.lower())})
                 fits.append((common - 0.5 * bool(text) - 0.002 * len(path), path + text))
-    return max(fits)[1] if fits else "?"
+    return fits
 
 
 def main() -> None:
@@ -201,17 +277,16 @@ def main() -> None:
         text = page.read_text(encoding="utf-8")
         named = {file for file in re.findall(r"\b\w+\.json\b", text) if (RESULTS / file).exists()}
         pool = [leaf for file in args.files or sorted(named) for leaf in leaves(_load(file), file)]
-        section = None
-        for block in blocks(page):
-            if block.name in claims.get(name, {}).get(block.section, {}):
+        section, everything = None, name.startswith(BOUND)
+        for block in blocks(text):
+            if block.name in claims.get(name, {}).get(block.section, {}) or not (everything or block.measured):
                 continue
             if section != block.section:
                 section = block.section
                 print(f"\n[{json.dumps(name)}.{json.dumps(section, ensure_ascii=False)}]")
-            words = {*re.findall(r"[\w.]+", f"{block.name} {section}".lower())}
             print(f"{json.dumps(block.name, ensure_ascii=False)} = [")
-            for number in block.numbers:
-                print(f"  {json.dumps(propose(number, words, pool), ensure_ascii=False)},  # {number}")
+            for number, source in zip(block.numbers, propose(block, pool), strict=True):
+                print(f"  {json.dumps(source, ensure_ascii=False)},  # {number}")
             print("]")
 
 
