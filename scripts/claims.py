@@ -31,6 +31,7 @@ PASSED_OVER = {
     "ms_all",
     "warm_up_s",
     "launches",
+    "kernels",
     "steps",
     "process_s",
     "date",
@@ -227,7 +228,7 @@ def _selector(items: list, item, index: int) -> str:
     if len(items) == 1:
         return "0"
     for key, value in item.items():
-        if isinstance(value, str | int | float) and not isinstance(value, bool):
+        if isinstance(value, str | int) and not isinstance(value, bool):
             fewer = [other for other in rest if str(other.get(key)) == str(value)]
             if len(fewer) < len(rest):
                 pairs, rest = [*pairs, (key, str(value))], fewer
