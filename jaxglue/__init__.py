@@ -22,7 +22,7 @@ _MODULES = {
     "training.callbacks": ("Callback", "Predictions"),
     "api.session": ("DistillationLoss", "Session"),
     "training.config": ("TrainConfig",),
-    "generation.config": ("GenerateConfig",),
+    "serve.config": ("GenerateConfig",),
     "engine.layer_stack": ("LayerStack",),
     "planner.workload": ("Workload",),
     "ops.attention": ("packed_attention",),

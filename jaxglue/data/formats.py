@@ -22,6 +22,8 @@ KEYS: dict[str, tuple[str, ...]] = {
 """Required keys by format, in order of detection."""
 CHATS = ("messages", "conversations", "question_answer", "alpaca_chat")
 """Formats that are rendered with the chat template."""
+WHOLE_CHATS = ("messages", "conversations")
+"""Those of whole conversations, which tell no prompt from its completion."""
 ALPACA = (
     "Below is an instruction that describes a task{context}. Write a response that appropriately completes the "
     "request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"

@@ -36,7 +36,7 @@ def parse_config[C](cls: type[C], argv: Sequence[str] | None = None, *, command:
     given = vars(flags)
     recipe = given.pop("recipe", None)
     try:
-        values = read_recipe(cls, find_recipe(recipe)) if recipe else {}
+        values = read_recipe(cls, find_recipe(recipe), given) if recipe else {}
         return construct(cls, values, given)
     except ValueError as error:
         parser.error(str(error))

@@ -18,7 +18,8 @@ from typing import Any
 from jaxglue.files.json_file import MAX_DEPTH, is_deeper
 from jaxglue.files.regular_file import read_regular_text
 from jaxglue.settings.config import KEEP, NONE, Kind, groups, plain_fields
-from jaxglue.settings.dialects import NOTES, REFUSED, translate
+from jaxglue.settings.dialects import NO_FLAGS, NOTES, REFUSED, translate
+from jaxglue.settings.dialects.defaults import TORCHTUNE, program_of
 from jaxglue.settings.spelling import nearest
 
 SHIPPED = Path(__file__).parents[1] / "recipes"
@@ -58,16 +59,22 @@ def load_config[C](cls: type[C], path: Path) -> C:
     return construct(cls, read_recipe(cls, path), {})
 
 
-def read_recipe(cls: type, path: Path) -> dict[str, Any]:
+def read_recipe(cls: type, path: Path, flags: Mapping[str, Any] = NO_FLAGS) -> dict[str, Any]:
     """Return the recipe's values by field name, those of groups one level down.
+
+    Args:
+        cls: the configuration.
+        path: the file.
+        flags: given beside it, by field: defaults of another program depend on the objective.
 
     Raises:
         ValueError: an unreadable file, or a key or value that the configuration does not have.
     """
     tables = _with_folder(read_tables(path), str(path.resolve().parent))
     subgroups = groups(cls)
-    if path.suffix in _YAML and subgroups and not any(isinstance(tables.get(name), dict) for name in subgroups):
-        return translate(tables, cls, f"{path}: ")
+    has_ours = any(isinstance(tables.get(name), dict) for name in subgroups) and program_of(tables) is not TORCHTUNE
+    if path.suffix in _YAML and subgroups and not has_ours:
+        return translate(tables, cls, f"{path}: ", flags)
     plain = {key: value for key, value in tables.items() if key not in subgroups}
     values = _read_table(plain, cls, f"{path}: ", cls, "")
     for name in subgroups.keys() & tables.keys():

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from jaxglue.data.config import DataConfig
+from jaxglue.data.config import DataConfig, is_jinja
 from jaxglue.distributed import DistributedConfig
 from jaxglue.hf.hub import base_reference, is_hub_id, model_path
 from jaxglue.models.lora_config import LoraConfig
@@ -544,6 +544,11 @@ class TrainConfig(Config):
     @property
     def inputs(self) -> list[str]:
         """Return the files and folders that the run reads."""
-        files = (self.data.chat_template, self.model.adapter, self.model.new_tokens)
+        template = self.data.chat_template
+        files = (
+            None if template is not None and is_jinja(template) else template,
+            self.model.adapter,
+            self.model.new_tokens,
+        )
         sources = (source.name for source in (*self.data.sources, *self.data.eval_sources))
         return [self.model.model, *sources, *(str(file) for file in files if file is not None)]
