@@ -2,7 +2,8 @@
 
 python benchmarks/plot_sft_step.py
 
-Shown are rows in which both engines ran in one session on one machine, ours within Unsloth's memory.
+Shown are rows in which both engines ran in one session on one machine, ours within Unsloth's memory. Ours of
+Llama-3.1-8B joins leaderboard.json with its date and commit, which is drawn as docs/leaderboard.png.
 """
 
 import json
@@ -13,10 +14,13 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from measure import save_figure, table
+from measure import save_figure, table, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "sft_step.json"
+LEADERBOARD = RESULTS.with_name("leaderboard.json")
+BOARD_PAGE = ROOT / "docs" / "measured" / "index.md"
+BOARD_TABLE = re.compile(r"^\| date \| commit \|.*\n(?:\|.*\n)+", re.M)
 PAGES = ROOT / "README.md", ROOT / "docs" / "index.md"
 ENGINES = {"ours": ("jaxglue", "#2a6fdb"), "unsloth": ("Unsloth", "#9aa3b2")}
 TABLE = re.compile(r"^\| tokens/s, GiB of the GPU \|.*\n(?:\|.*\n)+", re.M)
@@ -37,12 +41,78 @@ def pairs(results: list[dict]) -> dict[str, tuple[dict, dict]]:
 
 
 def main() -> None:
-    """Write the chart and the tables."""
-    compared = pairs(json.loads(RESULTS.read_text())["results"])
+    """Write the charts and the tables."""
+    results = json.loads(RESULTS.read_text())["results"]
+    compared, board = pairs(results), json.loads(LEADERBOARD.read_text())
+    extend(board, results)
+    write_json(LEADERBOARD, board)
     draw(compared)
+    draw_board(board["results"])
     for page in PAGES:
-        page.write_text(TABLE.sub(lambda _: format_table(compared), page.read_text("utf-8"), count=1), "utf-8")
+        replace(page, TABLE, format_table(compared))
+    replace(BOARD_PAGE, BOARD_TABLE, format_board(board["results"]))
     print(format_table(compared))
+
+
+def replace(page: Path, pattern: re.Pattern, table: str) -> None:
+    """Put a table in the place of the page's own."""
+    page.write_text(pattern.sub(lambda _: table, page.read_text("utf-8"), count=1), "utf-8")
+
+
+def extend(board: dict, results: list[dict]) -> None:
+    """Add ours of Llama-3.1-8B to the leaderboard unless it has that run."""
+    told = "gpu", "date", "commit", "versions", "command", "host_memory_gib"
+    for result in results:
+        if result["row"] != "llama-3.1-8b" or result["engine"] != "ours":
+            continue
+        row = {"setting": f"bf16 within {result['memory_limit']} GiB"}
+        row |= {key: result[key] for key in ("gpu", "date", "commit", "ms", "tokens", "peak_gib")}
+        row["file"] = RESULTS.name
+        if not any((row["date"], row["commit"]) == (other["date"], other["commit"]) for other in board["results"]):
+            board["results"].append(row)
+            board.update({key: result.get(key) for key in told})
+
+
+def draw_board(rows: list[dict]) -> None:
+    """Draw tokens/s of Llama-3.1-8B by date."""
+    figure, axes = plt.subplots(figsize=(7.2, 3.0))
+    for setting in dict.fromkeys(row["setting"] for row in rows):
+        of_it = [row for row in rows if row["setting"] == setting]
+        axes.plot([row["date"] for row in of_it], [speed(row) for row in of_it], "o-", label=setting)
+        for row in of_it:
+            axes.annotate(
+                f"{speed(row):,.0f}", (row["date"], speed(row)), (0, 6), textcoords="offset points", fontsize=8
+            )
+    axes.set_ylim(0, 1.2 * max(speed(row) for row in rows))
+    axes.set_ylabel("tokens/s, Llama-3.1-8B, LoRA", fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    figure.tight_layout()
+    save_figure(figure, ROOT / "docs" / "leaderboard.png", plotted_board(rows))
+
+
+def plotted_board(rows: list[dict]) -> list:
+    """Return what the leaderboard's chart shows."""
+    return [[row["setting"], row["date"], round(speed(row))] for row in rows]
+
+
+def format_board(rows: list[dict]) -> str:
+    """Return the leaderboard's table, newest first."""
+    shown = [
+        {
+            "date": row["date"],
+            "commit": row["commit"],
+            "setting": row["setting"],
+            "GPU": short_gpu(row),
+            "ms a step": f"{row['ms']:,.0f}",
+            "tokens/s": f"{speed(row):,.0f}",
+            "peak GiB": f"{row['peak_gib']:.1f}",
+            "file": f"`{row['file']}`",
+        }
+        for row in sorted(rows, key=lambda row: row["date"], reverse=True)
+    ]
+    return table(shown) + "\n"
 
 
 def draw(compared: dict[str, tuple[dict, dict]]) -> None:
