@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -35,12 +36,13 @@ from jaxglue.ops.segments import pack_segments, segment_bucket
 from jaxglue.settings.recipe import from_settings
 from jaxglue.sharding.mesh import mesh_of
 from jaxglue.training.config import TrainConfig
+from jaxglue.training.memory import configured_jax, planned_memory
 from jaxglue.training.optimizer_objects import named_optimizer
 from jaxglue.training.result import export_result
 from jaxglue.training.rollout_policy import Teacher
-from jaxglue.training.setup import Setup, resolve_model
-from jaxglue.training.start import configured_jax, planned_memory
-from jaxglue.training.step import TrainStep
+from jaxglue.training.run import Setup
+from jaxglue.training.setup import resolve_model
+from jaxglue.training.step import check_fp8, loss_and_gradients, multiply_in_fp8, prepare_steps, update
 
 if TYPE_CHECKING:
     from jaxglue.models.decoder import CausalLM
@@ -115,12 +117,15 @@ class Session:
         if config.optimizer.update_in_backward:
             raise ValueError("update_in_backward: gradients of a session add up before its steps: leave it out")
         with ExitStack() as stack:
-            stack.enter_context(configured_jax(config))
-            self._setup = resolve_model(replace(config, model=config.model.pinned))
-            buffers, mesh = stack.enter_context(planned_memory(self._setup)), mesh_of(self._setup.mesh)
+            stack.enter_context(configured_jax(config.run.compilation_cache, config.model.memory_limit))
+            config = replace(config, model=config.model.pinned)
+            self._setup = resolve_model(config)
+            self._data = config.data.within(self._setup.model.max_position_embeddings)
+            buffers = stack.enter_context(planned_memory(self._setup))
             if base is not None and base.origin != self.origin:
                 raise ValueError(f"base: a session of {base.origin}, this one is of {self.origin}")
-            self._model = TrainStep(self._setup, mesh, buffers, None if base is None else base.frozen)
+            frozen = None if base is None else base.frozen
+            self._parts, self._state = prepare_steps(self._setup, mesh_of(self._setup.mesh), buffers, frozen)
             self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxglue-session-")))
             self._stack = stack.pop_all()
 
@@ -137,15 +142,21 @@ class Session:
     @property
     def frozen(self) -> Params:
         """Return the weights below the adapters."""
-        return self._model.frozen
+        return self._state.frozen
 
     @property
     def origin(self) -> tuple[Any, ...]:
         """Return the settings that decide these weights."""
-        config = self._setup.config
-        names = ("model", "revision", "random_weights", "quantize", "matmul", "expand_experts", "weights")
-        given = [getattr(config.model, name) for name in names]
-        return (*given, config.model.random_weights and config.data.seed, str(config.model.compute_dtype))
+        base = self._setup.base
+        drawn = base.seed if base.random else None
+        return (
+            base.folder,
+            drawn,
+            base.storage,
+            base.expand_experts,
+            self._setup.asked.weights,
+            str(self._setup.dtype),
+        )
 
     @property
     def architecture(self) -> str:
@@ -155,7 +166,7 @@ class Session:
     @property
     def step(self) -> int:
         """Return the optimizer steps done."""
-        return self._model.step
+        return self._state.step
 
     def batches(self, data: Any, *, epochs: int | None = 1, columns: Columns = NO_COLUMNS) -> Iterator[Step]:
         """Yield the steps of packed rows that `train` makes of the data, with the session's batch size and seed.
@@ -168,12 +179,18 @@ class Session:
         Raises:
             ValueError: unusable data, naming file and line where possible.
         """
-        config, run = self._setup.config.data, self._setup.config.run
+        config, rows = self._data, self._setup.rows
         names = name_sources(data, Path(config.cache_dir) / "rows")
         prepared = self._prepare(replace(config, data=names), columns)
-        sizes = {"batch_size": run.batch_size, "gradient_accumulation_steps": run.gradient_accumulation_steps}
-        order: dict[str, Any] = {"seed": config.seed, "documents_per_step": run.documents_per_step}
-        steps = BatchIterator(prepared.train, seq_len=config.row_tokens, epochs=epochs, **order, **sizes)
+        steps = BatchIterator(
+            prepared.train,
+            seq_len=rows.seq_len,
+            epochs=epochs,
+            seed=config.seed,
+            documents_per_step=rows.documents,
+            batch_size=rows.batch_size,
+            gradient_accumulation_steps=rows.micro_batches,
+        )
         try:
             yield from steps
         finally:
@@ -197,14 +214,18 @@ class Session:
             ValueError: unusable rows, by their number.
         """
         step = rows if isinstance(rows, Step) else self._pack(rows, columns)
-        if note := self._model.check_fp8(step.micro_batches[-1]):
+        if note := check_fp8(self._parts, self._state, step.micro_batches[-1]):
             _log.info(note)
         objective: Objective | None = None
         if isinstance(loss, DistillationLoss):
             step, objective = loss.prepared(step, self._setup)
         elif loss is not None:
-            objective = FunctionLoss(config=self._setup.config.objective, function=loss)
-        value, _, gradients = self._model.loss_and_gradients(step, objective)
+            objective = FunctionLoss(config=self._setup.objective.config, function=loss)
+        return self._add_gradients(step, objective)
+
+    def _add_gradients(self, step: Step, objective: Objective | None) -> float:
+        """Add the gradients of a step by the session's objective or another; return the loss."""
+        value, gradients = loss_and_gradients(self._parts, self._state, step, objective)
         self._gradients = gradients if self._gradients is None else _add(self._gradients, gradients)
         return float(value)
 
@@ -225,21 +246,20 @@ class Session:
             ValueError: no document, or one that is longer than a row or holds other than tokens and finite numbers.
         """
         step, places = self._pack_tokens(documents)
-        objective = FunctionLoss(config=self._setup.config.objective, function=loss)
+        objective = FunctionLoss(config=self._setup.objective.config, function=loss)
         found = np.concatenate([np.asarray(part) for part in self.log_probs(step)])
         if backward:
-            value, _, gradients = self._model.loss_and_gradients(step, objective)
-            self._gradients = gradients if self._gradients is None else _add(self._gradients, gradients)
+            value = self._add_gradients(step, objective)
         else:
             columns = [batch.columns for batch in step.micro_batches]
             whole: dict[str, Any] = {name: np.concatenate([each[name] for each in columns]) for name in columns[0]}
             counted = np.concatenate([batch.loss_weights for batch in step.micro_batches])
-            value = jnp.sum(jnp.where(counted > 0, _losses(loss, jnp.asarray(found), whole), 0.0))
-        return float(value), [found[row, first:last] for row, first, last in places]
+            value = float(jnp.sum(jnp.where(counted > 0, _losses(loss, jnp.asarray(found), whole), 0.0)))
+        return value, [found[row, first:last] for row, first, last in places]
 
     def _pack_tokens(self, documents: Sequence["TokenDocument"]) -> tuple[Step, list[tuple[int, int, int]]]:
         """Pack documents into one step whose loss is a sum; return also each one's row, first and last token."""
-        size, seq_len = self._setup.config.run.batch_size, self._setup.config.data.row_tokens
+        size, seq_len = self._setup.rows.batch_size, self._setup.rows.seq_len
         if not documents or max(len(each.tokens) for each in documents) > seq_len:
             raise ValueError(f"expected documents of at most {seq_len} tokens, and at least one: raise seq_len")
         for number, document in enumerate(documents, 1):
@@ -250,8 +270,9 @@ class Session:
         count = -(-plan.rows // size)
         members = [plan.row(row) if row < plan.rows else np.zeros(0, np.int64) for row in range(count * size)]
         names = ("", *documents[0].columns)  # the first is of the tokens that count
-        arrays = {name: np.zeros((len(members), seq_len), np.float32) for name in names}
-        tokens, targets = np.zeros((2, len(members), seq_len), np.int32)
+        arrays: dict[str, Any] = {name: np.zeros((len(members), seq_len), np.float32) for name in names}
+        tokens: Any = np.zeros((len(members), seq_len), np.int32)
+        targets: Any = np.zeros_like(tokens)
         places: list[tuple[int, int, int]] = [(0, 0, 0)] * len(documents)
         for row, own in enumerate(members):
             for document, last in zip(own, np.cumsum(lengths[own]), strict=True):
@@ -266,22 +287,27 @@ class Session:
             segments = pack_segments(
                 [lengths[each].tolist() for each in members[rows]], seq_len=seq_len, max_segments=self._slots
             )
-            columns: dict[str, Any] = {name: values[rows] for name, values in arrays.items() if name}
-            given: dict[str, Any] = {"tokens": tokens[rows], "targets": targets[rows], "loss_weights": arrays[""][rows]}
-            batches.append(Batch(**given, segments=segments, columns=columns))
+            batches.append(
+                Batch(
+                    tokens=tokens[rows],
+                    targets=targets[rows],
+                    loss_weights=arrays[""][rows],
+                    segments=segments,
+                    columns={name: values[rows] for name, values in arrays.items() if name},
+                )
+            )
         return Step(micro_batches=tuple(batches), tokens=int(lengths.sum()), targets=1.0), places
 
     def sample_tokens(
         self, requests: Sequence[Request], stops: Collection[int] | None = None, weights: Params | None = None
     ) -> Iterator[Completion]:
         """Yield the answers to tokens as they end, by the present weights or a `snapshot`; stops are the model's."""
-        engine, model = self._sampling_engine(), self._model
-        trainable = model.trainable if weights is None else weights
-        return engine.generate(trainable, model.frozen, requests, self._setup.stops if stops is None else stops)
+        engine, trainable = self._sampling_engine(), self._state.trainable if weights is None else weights
+        return engine.generate(trainable, self._state.frozen, requests, self._setup.stops if stops is None else stops)
 
     def snapshot(self) -> Params:
         """Return a copy of the trained parameters, for `sample_tokens`."""
-        return jax.tree.map(jnp.copy, self._model.trainable)
+        return jax.tree.map(jnp.copy, self._state.trainable)
 
     def optim_step(self) -> dict[str, float]:
         """Update the parameters by the gradients since the last step; return `grad_norm` and `learning_rate`.
@@ -297,7 +323,9 @@ class Session:
                 "optim_step: the gradients are not finite (NaN or infinity), so they are dropped: check the loss "
                 "function, its columns, and the learning rate of the steps before"
             )
-        return {name: float(value) for name, value in self._model.take_step(gradients).items()}
+        state, values = update(self._parts, self._state, gradients)
+        self._state = state._replace(step=state.step + 1)
+        return {name: float(value) for name, value in values.items()}
 
     def log_probs(self, rows: Step | Iterable[Mapping[str, Any]]) -> list[Float[np.ndarray, "B T"]]:
         """Return the log-probabilities of each micro-batch's targets, 0 where none is trained on; float32.
@@ -306,8 +334,8 @@ class Session:
             ValueError: as `forward_backward`.
         """
         step = rows if isinstance(rows, Step) else self._pack(rows, NO_COLUMNS)
-        model = self._model
-        return [np.asarray(model.executor.log_probs(model.trainable, model.frozen, b)) for b in model.place(step)]
+        log_probs = partial(self._parts.executor.log_probs, self._state.trainable, self._state.frozen)
+        return [np.asarray(log_probs(batch)) for batch in self._parts.place(step)]
 
     def sample(
         self, prompts: Sequence[str | Sequence[Mapping[str, Any]]], *, n: int = 1, **sampling: Any
@@ -336,11 +364,11 @@ class Session:
         return [[group[index] for index in range(n)] for group in found]
 
     def _sampling_engine(self) -> Engine:
-        settings, model = self._setup.config.model, self._model
+        setup, parts = self._setup, self._parts
         if self._engine is None:
-            options: dict[str, Any] = {"dtype": settings.compute_dtype, "attention": settings.attention}
-            self._engine = Engine(model.graphdefs, self._setup.model, **options)
-        self._engine.multiply_in_fp8(model.executor.fp8_layers)
+            attention = setup.workload.attention
+            self._engine = Engine(parts.graphdefs, setup.model, dtype=setup.dtype, attention=attention)
+        self._engine.multiply_in_fp8(parts.executor.fp8_layers)
         return self._engine
 
     def save(self, path: str | Path) -> Path:
@@ -350,10 +378,10 @@ class Session:
             ValueError: the folder is not empty.
         """
         path = Path(path)
-        export_result(self._setup, self._model.trainable, path)
-        state = jax.tree_util.tree_leaves_with_path(self._model.state())
+        export_result(self._setup, self._state.trainable, path)
+        state = jax.tree_util.tree_leaves_with_path(self._state.saved)
         save_tensors(path / _STATE, {jax.tree_util.keystr(key): leaf for key, leaf in state})
-        host = {"step": self._model.step, "sampled": self._sampled, **self._model.get_state()}
+        host = {"step": self._state.step, "sampled": self._sampled, "fp8": self._parts.fp8}
         write_json(path / _STATE / "session.json", host)
         return path
 
@@ -369,7 +397,7 @@ class Session:
         """
         folder = Path(path) / _STATE
         known, tensors = read_json(folder / "session.json"), TensorFiles(sorted(folder.glob("*.safetensors")))
-        state = self._model.state()
+        state = self._state.saved
         wanted = {jax.tree_util.keystr(key): leaf for key, leaf in jax.tree_util.tree_leaves_with_path(state)}
         if wanted.keys() != tensors.tensors.keys():
             raise ValueError(
@@ -381,31 +409,41 @@ class Session:
         restored = jax.tree_util.tree_map_with_path(
             lambda key, leaf: jax.device_put(read[jax.tree_util.keystr(key)].astype(leaf.dtype), leaf.sharding), state
         )
-        self._model.restore(restored, known["step"])
+        self._state = self._state.restored(restored, known["step"])
         if not optimizer:
-            self._model.begin_anew()
-        self._model.set_state({"fp8": known["fp8"]})
+            anew = self._parts.optimizer.init(self._state.trainable)
+            self._state = self._state._replace(optimizer=anew, step=0)
+        multiply_in_fp8(self._parts, known["fp8"])
         self._gradients, self._sampled = None, known["sampled"]
 
     def as_teacher(self) -> Teacher:
         """Return the model as it is now, for `DistillationLoss`."""
-        return Teacher(self._model.executor, self._model.trainable, self._model.frozen)
+        return Teacher(self._parts.executor, self._state.trainable, self._state.frozen)
 
     def _prepare(self, config: DataConfig, columns: Columns) -> PreparedData:
         return prepare_data(config, self.tokenizer, self._setup.model.vocab_size, columns=columns)
 
     def _pack(self, rows: Iterable[Mapping[str, Any]], columns: Columns) -> Step:
         """Pack all rows into one step, in as many micro-batches as they need; its shapes only grow."""
-        config, size = self._setup.config.data, self._setup.config.run.batch_size
+        shape = self._setup.rows
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
             file = str(write_rows(rows, Path(folder)))
-            own = replace(config, data=(file,), eval_data=(), eval_fraction=0.0, cache_dir=str(Path(folder) / "cache"))
+            own = replace(
+                self._data, data=(file,), eval_data=(), eval_fraction=0.0, cache_dir=str(Path(folder) / "cache")
+            )
             data = self._prepare(own, columns).train
-            plan = plan_packing(data.lengths, seq_len=config.row_tokens)
+            plan = plan_packing(data.lengths, seq_len=shape.seq_len)
             self._slots = max(self._slots, segment_bucket(plan.max_segments))
-            shape: dict[str, Any] = {"seq_len": config.row_tokens, "max_segments": self._slots, "batch_size": size}
-            shape |= {"gradient_accumulation_steps": -(-plan.rows // size), "process_index": 0, "process_count": 1}
-            return Steps(dataset=data, plan=plan, **shape)[0]
+            return Steps(
+                dataset=data,
+                plan=plan,
+                seq_len=shape.seq_len,
+                max_segments=self._slots,
+                batch_size=shape.batch_size,
+                gradient_accumulation_steps=-(-plan.rows // shape.batch_size),
+                process_index=0,
+                process_count=1,
+            )[0]
 
     def _encode(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
         if isinstance(prompt, str):
@@ -467,7 +505,7 @@ class DistillationLoss:
                 f"expected temperature > 0, beta and alpha from 0 to 1, got {temperature:g}, {beta:g} and {alpha:g}"
             )
         self._teacher: Session | Teacher = teacher if isinstance(teacher, Session) else _load(teacher)
-        self._settings: dict[str, Any] = {"divergence": float(beta), "scale": float(temperature), "alpha": float(alpha)}
+        self._beta, self._temperature, self._alpha = float(beta), float(temperature), float(alpha)
 
     def prepared(self, step: Step, setup: Setup) -> tuple[Step, Objective]:
         """Return a step with the teacher's hidden states, and the objective that reads them.
@@ -482,12 +520,18 @@ class DistillationLoss:
             sizes = f"{len(teacher.matrix):,} tokens, the student {setup.model.vocab_size:,}"
             raise ValueError(f"the teacher has {sizes}: distributions over one vocabulary are compared")
         batches = tuple(_with_teacher(batch, teacher) for batch in step.micro_batches)
-        return replace(step, micro_batches=batches), _Divergence(config=setup.config.objective, **self._settings)
+        return replace(step, micro_batches=batches), _Divergence(
+            config=setup.objective.config, divergence=self._beta, scale=self._temperature, alpha=self._alpha
+        )
 
 
 def _with_teacher(batch: Batch, teacher: Teacher) -> Batch:
-    nobody: dict[str, Any] = {"owners": np.ones_like(batch.tokens), "advantages": np.zeros((len(batch.tokens), 1))}
-    rollouts = Rollouts(**nobody, teacher=jnp.asarray(teacher.hidden(batch)), teacher_matrix=teacher.matrix)
+    rollouts = Rollouts(
+        owners=jnp.ones_like(batch.tokens),
+        advantages=jnp.zeros((len(batch.tokens), 1)),
+        teacher=jnp.asarray(teacher.hidden(batch)),
+        teacher_matrix=teacher.matrix,
+    )
     return replace(batch, rollouts=rollouts)
 
 

@@ -4,7 +4,7 @@ import io
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ _ARRAYS = ("tokens", "log_probs", "old", "reference", "counted")
 class Generation:
     """Answers to some prompts, and their rewards."""
 
+    rows: list[int]
+    """Of the prompts in their data."""
     numbers: list[int]
     """Positions of the prompts in the run's order."""
     following: int
@@ -40,17 +42,26 @@ class Generation:
 
     def select(self, chosen: Sequence[int]) -> "Generation":
         """Return those of some prompts."""
-        lists: dict[str, Any] = {name: [getattr(self, name)[i] for i in chosen] for name in _BY_PROMPT}
-        return Generation(**lists, following=self.following, rewards=self.rewards[list(chosen)], sampled=self.sampled)
+        return replace(
+            self,
+            rows=[self.rows[i] for i in chosen],
+            numbers=[self.numbers[i] for i in chosen],
+            prompts=[self.prompts[i] for i in chosen],
+            samples=[self.samples[i] for i in chosen],
+            rewards=self.rewards[list(chosen)],
+        )
 
     def join(self, later: "Generation") -> "Generation":
         """Return both."""
-        lists: dict[str, Any] = {name: [*getattr(self, name), *getattr(later, name)] for name in _BY_PROMPT}
-        both: dict[str, Any] = {"following": later.following, "sampled": self.sampled + later.sampled}
-        return Generation(**lists, **both, rewards=np.concatenate([self.rewards, later.rewards]))
-
-
-_BY_PROMPT = ("numbers", "prompts", "samples")
+        return Generation(
+            rows=self.rows + later.rows,
+            numbers=self.numbers + later.numbers,
+            following=later.following,
+            prompts=self.prompts + later.prompts,
+            samples=self.samples + later.samples,
+            rewards=np.concatenate([self.rewards, later.rewards]),
+            sampled=self.sampled + later.sampled,
+        )
 
 
 class RolloutFolder:
@@ -90,6 +101,7 @@ class RolloutFolder:
         ]
         count = len(samples) // len(meta["numbers"])
         return Generation(
+            rows=meta["rows"],
             numbers=meta["numbers"],
             following=meta["following"],
             prompts=[dataset[row] for row in meta["rows"]],
@@ -98,13 +110,19 @@ class RolloutFolder:
             sampled=meta["sampled"],
         )
 
-    def save(self, step: int, rollouts: Generation, rows: Sequence[int]) -> Generation:
-        """Keep rollouts, whose prompts are these rows of the data, and return them."""
+    def save(self, step: int, rollouts: Generation) -> None:
+        """Keep rollouts for the steps after `step` optimizer steps."""
         samples = rollouts.all_samples
-        meta: dict[str, Any] = {"run": self._run, "judges": self._judges}
-        meta |= {"numbers": rollouts.numbers, "following": rollouts.following, "rows": list(rows)}
-        meta |= {"ended": [sample.ended for sample in samples], "texts": [sample.text for sample in samples]}
-        meta["sampled"] = rollouts.sampled
+        meta = {
+            "run": self._run,
+            "judges": self._judges,
+            "numbers": rollouts.numbers,
+            "following": rollouts.following,
+            "rows": rollouts.rows,
+            "ended": [sample.ended for sample in samples],
+            "texts": [sample.text for sample in samples],
+            "sampled": rollouts.sampled,
+        }
         arrays: dict[str, Any] = {
             name: np.concatenate([getattr(sample, name) for sample in samples])
             for name in _ARRAYS
@@ -117,7 +135,6 @@ class RolloutFolder:
         (self._path / KEPT).mkdir(exist_ok=True)
         with atomic_file(self._file(step)) as temporary:
             temporary.write_bytes(buffer.getvalue())
-        return rollouts
 
     def record(
         self, step: int, rollouts: Generation, names: Sequence[str], advantages: Float[np.ndarray, "prompts answers"]

@@ -16,7 +16,7 @@ from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.ops.segments import BatchKind
 from jaxglue.planner.attention import attention_shape
 from jaxglue.sharding.mesh import MeshShape
-from jaxglue.training.config import ModelConfig, TrainConfig
+from jaxglue.training.config import TrainConfig
 
 _log = logging.getLogger(__name__)
 
@@ -85,20 +85,6 @@ def why_rows_stay_whole(config: TrainConfig, model: DecoderConfig) -> str:
     if (kind.answers is not None or kind.needs_rollouts) and model.delta is not None:
         return f"of --objective {name} in layers of linear attention"
     return ""
-
-
-def why_not_mapped(model: ModelConfig, mesh: MeshShape) -> str | None:
-    """Return why weights cannot stay in the model's files, with the remedy; None where they can."""
-    if model.random_weights:
-        return "--weights mapped reads the model's files, and --random-weights draws others: leave one out"
-    if model.storage != "none":
-        return (
-            f"--weights mapped reads weights as they are stored, and {model.storage} would quantize them each "
-            "time: quantize the folder first (jaxglue export --quantize), or use --weights host"
-        )
-    if mesh.devices > 1:
-        return f"--weights mapped is for one GPU, and --mesh {mesh} has {mesh.devices}: use --weights host"
-    return None
 
 
 def check_muon(config: TrainConfig, model: DecoderConfig) -> None:

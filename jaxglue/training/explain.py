@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from jaxglue.engine.layer_forms import explain_forms
 from jaxglue.ops.attention import ATTENTION
@@ -16,10 +16,8 @@ from jaxglue.planner.attention import attention_shape
 from jaxglue.planner.explain import Reason
 from jaxglue.planner.programs import abstract_input
 from jaxglue.planner.workload import Workload, abstract_parts
-from jaxglue.training.checks import why_prompts_are_copied
-from jaxglue.training.config import TrainConfig
-from jaxglue.training.reference_choice import reference_seconds
-from jaxglue.training.setup import Run
+from jaxglue.training.remat import reference_seconds
+from jaxglue.training.run import Run
 
 _FLAGS = {"fp8": "--matmul fp8"}
 """Flags by which a barred backend serves."""
@@ -27,26 +25,37 @@ _FLAGS = {"fp8": "--matmul fp8"}
 
 def run_reasons(run: Run) -> dict[str, Reason]:
     """Explain a run's automatic choices, by the name of the setting; those of the plan are in `run.remat.reasons`."""
-    kernels = kernel_reasons(run.config, run.workload, attention=run.remat.attention, slots=run.batches.max_segments)
+    kernels = kernel_reasons(
+        run.workload,
+        attention=run.remat.attention,
+        slots=run.batches.max_segments,
+        why_copied=run.why_copied,
+        any_dtype=run.asked.dtype == "auto",
+        any_attention=run.workload.attention == "auto",
+    )
     return {**run.remat.reasons, **dict(_reference_reason(run)), **kernels}
 
 
-def kernel_reasons(config: TrainConfig, workload: Workload, *, attention: str, slots: int) -> dict[str, Reason]:
+def kernel_reasons(
+    workload: Workload, *, attention: str, slots: int, why_copied: str, any_dtype: bool, any_attention: bool
+) -> dict[str, Reason]:
     """Explain the choices of dtype, prompts and backends on this GPU, or on that of `tracing_for`.
 
     Args:
-        config: of the run.
         workload: of the run.
         attention: its backend in the plan.
         slots: segments in a row, at most.
+        why_copied: why each answer has a copy of its prompt; empty where answers share it.
+        any_dtype, any_attention: they were not named.
     """
     model, dtype, capability = workload.config, workload.dtype, compute_capability()
     reasons = {}
-    if config.model.dtype == "auto":
+    if any_dtype:
         reasons["dtype"] = Reason(choice=str(dtype), limit="the device: bfloat16 on GPUs, float32 on CPUs")
-    if config.objective.kind.answers is not None:
-        reasons["prompts"] = _prompt_reason(why_prompts_are_copied(config, model))
-    reasons |= dict(_attention_reasons(config, workload, attention, slots))
+    if workload.objective.answers is not None:
+        reasons["prompts"] = _prompt_reason(why_copied)
+    if any_attention:
+        reasons |= dict(_attention_reasons(workload, attention, slots, why_copied))
     choices = {"rotation": rotation_choice(workload), **layer_forms(workload), **linear_attention_choice(workload)}
     if model.moe is not None:
         choices["experts"] = GROUPED_MATMUL.choose(capability, dtype)
@@ -80,30 +89,37 @@ def linear_attention_choice(workload: Workload) -> dict[str, BackendChoice]:
 
 
 def attention_choice(
-    config: TrainConfig, workload: Workload, *, attention: str, slots: int, long_slots: int | None = None
+    workload: Workload, *, attention: str, slots: int, why_copied: str, long_slots: int | None = None
 ) -> BackendChoice:
     """Return attention's backend for usual batches, or for those with long documents and up to so many slots."""
     long, model = long_slots is not None, workload.config
     windows, kind = model.layer_windows, BatchKind(long, min(slots, long_slots or slots))
     window = None if long and None in windows else next(filter(None, windows), None)
-    forked = workload.objective.forks and not why_prompts_are_copied(config, model)
-    options: dict[str, Any] = {"window": window, "forked": forked, "split": workload.mesh.context > 1}
-    shape = attention_shape(model, workload.dtype, workload.seq_len, kind, **options)
+    shape = attention_shape(
+        model,
+        workload.dtype,
+        workload.seq_len,
+        kind,
+        window=window,
+        forked=workload.objective.forks and not why_copied,
+        split=workload.mesh.context > 1,
+    )
     return ATTENTION.choose(compute_capability(), shape, backend=attention)
 
 
 def long_attention_choices(
-    config: TrainConfig, workload: Workload, *, attention: str, slots: int
+    workload: Workload, *, attention: str, slots: int, why_copied: str
 ) -> Iterator[tuple[str, BackendChoice]]:
     """Yield rows, described, whose documents are mostly long, with the backend that they have in place of the usual."""
     if workload.seq_len < LONG_DOCUMENT:
         return
-    usual = attention_choice(config, workload, attention=attention, slots=slots)
+    choose = partial(attention_choice, workload, attention=attention, slots=slots, why_copied=why_copied)
+    usual = choose()
     counts = {f"up to {FEW_DOCUMENTS}": FEW_DOCUMENTS, "more": FEW_DOCUMENTS + 1}
     for count, most in counts.items():
         if count == "more" and slots <= FEW_DOCUMENTS:
             continue
-        choice = attention_choice(config, workload, attention=attention, slots=slots, long_slots=most)
+        choice = choose(long_slots=most)
         if choice.name != usual.name:
             yield f"rows of {count} documents, mostly of {LONG_DOCUMENT:,} tokens or more", choice
 
@@ -116,18 +132,14 @@ def _backend_reason(choice: BackendChoice, flag: str | None = None) -> Reason:
     return Reason(choice=choice.name, limit=limit, runner_up=choice.runner_up, change=change)
 
 
-def _attention_reasons(
-    config: TrainConfig, workload: Workload, attention: str, slots: int
-) -> Iterator[tuple[str, Reason]]:
-    if config.model.attention != "auto":
-        return
-    usual = attention_choice(config, workload, attention="auto", slots=slots)
+def _attention_reasons(workload: Workload, attention: str, slots: int, why_copied: str) -> Iterator[tuple[str, Reason]]:
+    usual = attention_choice(workload, attention="auto", slots=slots, why_copied=why_copied)
     if attention != "auto":
         limit = "the GPU's memory: workspace of other kernels would take too much of it"
         yield "attention", Reason(choice=attention, limit=limit, runner_up=usual.name, change="shorter rows")
         return
     yield "attention", _backend_reason(usual, "--attention")
-    long = long_attention_choices(config, workload, attention="auto", slots=slots)
+    long = long_attention_choices(workload, attention="auto", slots=slots, why_copied=why_copied)
     for index, (rows, choice) in enumerate(long, start=1):
         reason = _backend_reason(choice, "--attention")
         yield f"long documents {index}", replace(reason, choice=f"{reason.choice} for {rows}")
@@ -141,17 +153,16 @@ def _prompt_reason(obstacle: str) -> Reason:
 
 def _reference_reason(run: Run) -> Iterator[tuple[str, Reason]]:
     """Explain when an objective's reference runs, where that was not given."""
-    if not run.config.objective.kind.needs_reference or run.config.objective.reference_cache != "auto":
+    if not run.objective.needs_reference or run.asked.reference_cache != "auto":
         return
     names = {True: "beside every step", False: "once, before training"}
     choice, other, flag = names[run.workload.reference], names[not run.workload.reference], "--reference-cache"
-    epochs = run.total_steps / run.batches.steps_per_epoch
-    if run.config.model.method == "full" or run.adapter is not None:
+    if run.lora is None or run.base.adapter is not None:
         yield "reference", Reason(choice=choice, limit="the start: the reference is not the frozen weights alone")
     elif times := reference_seconds(run.workload, run.remat):
         in_step, alone = (f"{1e3 * seconds:,.0f} ms" for seconds in times)
-        limit = f"time: {epochs:.2f} × {in_step} a step beside, {alone} for a pass of its own"
+        limit = f"time: {run.epochs:.2f} × {in_step} a step beside, {alone} for a pass of its own"
         yield "reference", Reason(choice=choice, limit=limit, runner_up=other, change=f"{flag}, other epochs")
     else:
-        limit = f"time: both passes take the same, and the steps read each document {epochs:.2f} times"
+        limit = f"time: both passes take the same, and the steps read each document {run.epochs:.2f} times"
         yield "reference", Reason(choice=choice, limit=limit, runner_up=other, change=f"{flag}, other epochs")

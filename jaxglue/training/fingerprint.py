@@ -11,9 +11,8 @@ from jaxglue.hf.identity import weights_digest
 from jaxglue.models.config import DecoderConfig, describe_as_earlier
 from jaxglue.settings.config import stable_repr
 from jaxglue.settings.recipe import as_dict, defaults_of, read_tables
-from jaxglue.training.config import TrainConfig
-from jaxglue.training.secrets import masked
-from jaxglue.training.setup import Run
+from jaxglue.settings.secrets import masked
+from jaxglue.training.run import Run
 
 _DIGESTED = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -42,7 +41,7 @@ def fingerprint(run: Run) -> dict[str, Any]:
 
     `defaults` holds those of optional settings, by which versions that lack a setting compare (`differences`).
     """
-    config = run.config
+    config = run.recorded
     groups: dict[str, Any] = {"model": run.model, "optimizer": config.optimizer}
     if config.model.method == "lora":
         groups["lora"] = config.lora
@@ -62,7 +61,7 @@ def fingerprint(run: Run) -> dict[str, Any]:
         "lora": None,
         "objective": None,
         "rollouts": None,
-        "steps": run.total_steps,
+        "steps": run.schedule.total_steps,
         "batch": {
             "gradient_accumulation_steps": config.run.gradient_accumulation_steps,
             "batch_size": config.run.batch_size,
@@ -121,13 +120,13 @@ def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any]) -> N
         )
 
 
-def changed_settings(recipe: Path, config: TrainConfig) -> dict[str, str]:
+def changed_settings(recipe: Path, run: Run) -> dict[str, str]:
     """Return the settings that differ from a run's `config.toml`; none if it cannot be read."""
     try:
         saved = read_tables(recipe)
     except (OSError, ValueError):
         return {}
-    settings = config.shared
+    settings = run.recorded.shared
     found = differences(_filled(saved, defaults_of(settings)), masked(as_dict(settings), os.environ))
     return {key: text for key, text in found.items() if key not in _PER_START}
 

@@ -14,10 +14,10 @@ import jax
 import psutil
 
 from jaxglue.files.atomic import atomic_file
+from jaxglue.files.json_lines import read_steps
 from jaxglue.planner.gpus import peak_flops
-from jaxglue.training.json_lines import read_steps
 from jaxglue.training.progress import StartupTimer, StepReport, TrainingProgress
-from jaxglue.training.setup import Run
+from jaxglue.training.run import Run
 from jaxglue.training.step import StepResult
 from jaxglue.training.trackers import Loggers
 
@@ -42,7 +42,7 @@ class Recorder:
     """
 
     def __init__(self, run: Run, timer: StartupTimer):
-        self._timer, self._log_every, self._total_steps = timer, run.config.run.log_every, run.total_steps
+        self._timer, self._log_every, self._total_steps = timer, run.cadence.log, run.schedule.total_steps
         self._steps_per_epoch = run.batches.steps_per_epoch
         self.meter = Meter(model_flops_per_token=run.flops_per_token, devices=jax.devices())
         self.has_compiled = False

@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 
 from jaxglue.distributed import SINGLE_PROCESS, Processes
 from jaxglue.files.atomic import atomic_file, named_errors
-from jaxglue.training.json_lines import DAMAGED, JsonLines, read_json_lines, rewrite_lines
+from jaxglue.files.json_lines import DAMAGED, JsonLines, read_json_lines, rewrite_lines
 
 MANIFEST = ".jaxglue-run.files"
 """One JSON object a line: a claimed `path`, with `files` once a folder is complete."""

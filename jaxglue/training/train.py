@@ -2,9 +2,9 @@
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import IO, Any, NotRequired, cast
 
 import jax
@@ -13,23 +13,24 @@ from jaxglue.data.batch import Batch
 from jaxglue.data.config import NO_COLUMNS, Columns
 from jaxglue.data.iterator import Step
 from jaxglue.distributed import SINGLE_PROCESS, Processes
-from jaxglue.engine.host_buffers import Buffers
 from jaxglue.engine.policy import AUTO
 from jaxglue.files.json_file import write_json
 from jaxglue.hf.hub import is_hub_id
 from jaxglue.planner.host_memory import HOST_LIMIT
 from jaxglue.rl.page import write_page
 from jaxglue.settings.recipe import as_dict, load_config, to_toml
+from jaxglue.settings.secrets import masked
 from jaxglue.sharding.mesh import mesh_of
 from jaxglue.terminal.console import Console
+from jaxglue.terminal.interrupt import Interrupt, Output
 from jaxglue.training.callbacks import Callback, Callbacks, Metrics
 from jaxglue.training.checkpoint import Checkpoints, NonFinite
 from jaxglue.training.config import ModelConfig, TrainConfig
-from jaxglue.training.divergence import Postmortem, Spikes, SpikeState, save_step
-from jaxglue.training.evaluation import BestState, Evaluation, ExpertLoadProbe, Samples, evaluation_lines
+from jaxglue.training.divergence import Spikes, SpikeState, explain_divergence, save_step
+from jaxglue.training.evaluation import BestState, Evaluation, Samples, evaluation_lines
 from jaxglue.training.explain import run_reasons
 from jaxglue.training.fingerprint import changed_settings, fingerprint
-from jaxglue.training.interrupt import Interrupt, Output
+from jaxglue.training.memory import configured_jax, planned_memory, restore_pool
 from jaxglue.training.out_of_memory import (
     OutOfMemory,
     Overrun,
@@ -53,22 +54,40 @@ from jaxglue.training.record import (
     save_loss_curve,
 )
 from jaxglue.training.reference_cache import add_reference
-from jaxglue.training.remat import restore_pool
 from jaxglue.training.report import RunSummary, plan_rows, print_panel, summary_json, summary_rows
-from jaxglue.training.result import Result, ResultWriter, abstract_state
+from jaxglue.training.result import abstract_state, write_result
 from jaxglue.training.resuming import check_resumable, finished_run, resume_notes
 from jaxglue.training.rollout_policy import TrainedPolicy
+from jaxglue.training.run import Run
 from jaxglue.training.run_folder import RunFolder, check_inputs, check_output, shared_output_folder
-from jaxglue.training.secrets import masked
-from jaxglue.training.setup import Run, resolve
-from jaxglue.training.start import configured_jax, planned_memory
-from jaxglue.training.step import StepResult, StepsInFlight, StepState, TrainStep
+from jaxglue.training.setup import resolve
+from jaxglue.training.step import (
+    StepParts,
+    StepResult,
+    StepsInFlight,
+    StepState,
+    TrainState,
+    check_fp8,
+    multiply_in_fp8,
+    prepare_steps,
+    train_step,
+)
 from jaxglue.training.trackers import Loggers, open_loggers
 
 _STEPS_IN_FLIGHT = 2
 """Steps that the host runs ahead of the device: enough to keep it busy, few enough to stop soon."""
 _MOST_PLANS = 3
 """How often a run that takes more memory than there is may be planned again."""
+
+
+class RunState(BestState, StepState):
+    """State of a run in a checkpoint, beside its arrays, as JSON."""
+
+    batches: Any
+    """State of the run's iterator, `BatchState` or another's."""
+    first_loss: float | None
+    last_loss: float | None
+    spikes: NotRequired[SpikeState | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +145,7 @@ def train(
     )
     config = replace(config, model=pinned_model(config))
     processes.agree("configuration", {**as_dict(config.shared), "jax": jax.__version__})
-    with configured_jax(config, processes=processes.count):
+    with configured_jax(config.run.compilation_cache, config.model.memory_limit, processes=processes.count):
         if not config.run.dry_run:
             return _train_in_folder(config, columns, context)
         _dry_run(config, context)
@@ -172,7 +191,7 @@ def _train_as_planned(run: Run, identity: dict[str, Any], output: RunFolder, con
     """Train; where a run takes more memory than there is, plan with less and go on from its checkpoint or the start."""
     start: Any = run.batches.get_state()
     pinned, pool = os.environ.get(HOST_LIMIT), None
-    result = _attempt(run, identity, output, context, plans_left=_MOST_PLANS)
+    result = _train(run, identity, output, context, plans_left=_MOST_PLANS)
     if not isinstance(result, Overrun):
         return result
     with output.replacing():  # the run before comes back if nothing else fits
@@ -184,18 +203,10 @@ def _train_as_planned(run: Run, identity: dict[str, Any], output: RunFolder, con
                 f"{describe(run, result)}: planned again and started again, with --remat {again.remat}"
             )
             again.batches.set_state(start)
-            result, run = _attempt(again, identity, output, context, plans_left=left, again=True), again
+            result, run = _train(again, identity, output, context, plans_left=left, again=True), again
             if not isinstance(result, Overrun):
                 return result
     raise AssertionError("the last plan's overrun is an error")
-
-
-def _attempt(
-    run: Run, identity: dict[str, Any], output: RunFolder, context: RunContext, *, plans_left: int, again: bool = False
-) -> RunSummary | Overrun | None:
-    """Train as a run is planned, with the memory of the host that this needs."""
-    with explained_out_of_memory(run), planned_memory(run) as buffers:
-        return Trainer(run, identity, output, context, buffers, plans_left=plans_left, again=again).run()
 
 
 def _dry_run(config: TrainConfig, context: RunContext) -> None:
@@ -214,7 +225,7 @@ def _dry_run(config: TrainConfig, context: RunContext) -> None:
 
 def _explain(run: Run, context: RunContext) -> None:
     """Print the reasons for automatic choices, where these are asked for."""
-    if run.config.run.explain and context.processes.is_main:
+    if run.asked.explain and context.processes.is_main:
         print_panel(context.console, "choices", run_reasons(run))
 
 
@@ -228,370 +239,402 @@ def pinned_model(config: TrainConfig) -> ModelConfig:
     return model.pinned
 
 
-class RunState(BestState, StepState):
-    """State of a run in a checkpoint, beside its arrays, as JSON."""
+@dataclass(kw_only=True)
+class Training:
+    """A run while it trains: its state, and what reads, measures and records it."""
 
-    batches: Any
-    """State of the run's iterator, `BatchState` or another's."""
-    first_loss: float | None
-    last_loss: float | None
-    spikes: NotRequired[SpikeState | None]
-
-
-class Trainer:
-    """One run, from its loaded weights to the exported result.
-
-    Args:
-        run: the run.
-        identity: its fingerprint.
-        output: its folder.
-        context: its surroundings.
-        host_buffers: for offloaded values; None for JAX's pool.
-        plans_left: how often the run may be planned again.
-        again: it was, and began before.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        identity: dict[str, Any],
-        output: RunFolder,
-        context: RunContext,
-        host_buffers: Buffers | None,
-        *,
-        plans_left: int,
-        again: bool,
-    ):
-        self._run, self._settings, self._identity, self._again = run, run.config.run, identity, again
-        self._output, self._folder = output, output.path
-        self._console, self._timer, self._processes = context.console, context.timer, context.processes
-        self._interrupt, self._callbacks = context.interrupt, context.callbacks
-        self._is_planned = run.config.model.remat == AUTO and self._processes.count == 1
-        self._may_plan = self._is_planned and plans_left > 0
-        mesh = mesh_of(run.mesh)
-        self._model = TrainStep(run, mesh, host_buffers)
-        self._timer.stage("weights")
-        if note := add_reference(run, self._model, mesh, self._processes):
-            self._console.print(note)
-            self._timer.stage("reference")
-        shared: dict[str, Any] = {"dtype": run.config.model.compute_dtype, "attention": run.config.model.attention}
-        probe = ExpertLoadProbe(self._model.graphdefs, run.model, **shared, layout=self._model.layout)
-        self._evaluation = Evaluation(run, self._model.executor, probe, mesh, context.compute_metrics)
-        folder = self._folder if self._processes.is_main else None
-        self._samples = Samples(run, self._model.graphdefs, folder, self._console)
-        self._recorder = Recorder(run, self._timer)
-        self._result = ResultWriter(run, self._model, output, self._processes, self._console)
-        if run.rollouts:
-            run.rollouts.begin(TrainedPolicy(run, self._model, mesh), run.tokenizer)
-        self._ahead = 0 if run.rollouts else _STEPS_IN_FLIGHT
-        self._last_batch: Batch | None = None
-        self._recent: dict[int, Step] = {}
-        self._spikes = None if self._settings.on_spike == "nothing" else Spikes(self._settings.spike_sigma)
-
-    def run(self) -> RunSummary | Overrun | None:
-        """Train to the end, or until an interruption, after which the run can be resumed.
-
-        Return early where it takes more memory than there is and can be planned again, to go on from the last
-        checkpoint: nothing was written that another attempt would not write over.
-        """
-        begun = time.monotonic()
-        with self._output.replacing(), self._open_checkpoints() as checkpoints:
-            if self._settings.resume or self._again:
-                self._resume(checkpoints)
-            if self._has_ended:
-                return self._finish(begun, checkpoints)
-            if self._processes.is_main:
-                self._output.begin(masked(to_toml(self._run.config.shared), os.environ))
-            if self._model.step == 0 and not self._again:
-                self._answer_samples("before")
-            if (overrun := self._train(checkpoints)) is not None:
-                if self._run.rollouts:
-                    self._run.rollouts.release()
-                return overrun
-            if self._has_ended:
-                return self._finish(begun, checkpoints)
-        self._console.print(f"saved at step {self._model.step}: continue with --resume")
-        return None
+    run: Run
+    context: RunContext
+    parts: StepParts
+    state: TrainState
+    """The model, which each step replaces."""
+    policy: TrainedPolicy | None
+    """The model as reinforcement learning sees it."""
+    evaluation: Evaluation
+    samples: Samples
+    recorder: Recorder
+    spikes: Spikes | None
+    checkpoints: Checkpoints
+    output: RunFolder
+    identity: dict[str, Any]
+    """Fingerprint of the run."""
+    again: bool
+    """It was planned again, and began before."""
+    plans: int
+    """How often it may be planned again."""
+    last_batch: Batch | None = None
+    recent: dict[int, Step] = field(default_factory=dict)
+    """The latest steps' rows, to be written if one of them fails."""
 
     @property
-    def _has_ended(self) -> bool:
-        return self._model.step == self._run.total_steps or self._why_stopped is not None
-
-    @property
-    def _why_stopped(self) -> str | None:
+    def why_stopped(self) -> str | None:
         """Return the reason of an early end for good, in words."""
-        return self._evaluation.why_stale if self._evaluation.is_stale else self._callbacks.why_stopped
+        return self.evaluation.why_stale if self.evaluation.is_stale else self.context.callbacks.why_stopped
 
-    def _open_checkpoints(self) -> Checkpoints:
-        return Checkpoints(
-            self._folder / "checkpoints",
-            fingerprint=self._identity,
-            keep=self._settings.keep_checkpoints,
-            processes=self._processes,
-            before_write=self._output.before_checkpoint,
-            saved=self._output.checkpoint_saved,
+    @property
+    def has_ended(self) -> bool:
+        """Tell whether no step is left."""
+        return self.state.step == self.run.schedule.total_steps or self.why_stopped is not None
+
+    @property
+    def is_planned(self) -> bool:
+        """Tell whether another plan may take less memory."""
+        return self.run.asked.remat == AUTO and self.context.processes.count == 1
+
+    @property
+    def is_in_spikes(self) -> bool:
+        """Tell whether the last step was a spike, after which the weights may be ruined."""
+        return self.spikes is not None and self.spikes.in_a_row > 0
+
+    def answer_samples(self, when: str) -> None:
+        """Answer the sample prompts with the present weights."""
+        state = self.state
+        self.samples.answer(when, state.step, state.trainable, state.frozen, self.parts.executor.fp8_layers)
+
+
+def _train(
+    run: Run, identity: dict[str, Any], output: RunFolder, context: RunContext, *, plans_left: int, again: bool = False
+) -> RunSummary | Overrun | None:
+    """Load the weights, resume, train to the end, and export; None after an interruption, which can be resumed.
+
+    Return early where a step takes more memory than there is and the run can be planned again, to go on from the last
+    checkpoint: nothing was written that another attempt would not write over.
+    """
+    processes, console, timer = context.processes, context.console, context.timer
+    mesh = mesh_of(run.mesh)
+    with explained_out_of_memory(run), planned_memory(run) as buffers:
+        parts, state = prepare_steps(run, mesh, buffers)
+        timer.stage("weights")
+        if note := add_reference(run, parts, state, processes):
+            console.print(note)
+            timer.stage("reference")
+        evaluation = Evaluation(run, parts, context.compute_metrics)
+        samples = Samples(run, parts.graphdefs, output.path if processes.is_main else None, console)
+        recorder, policy = Recorder(run, timer), None
+        if run.rollouts:
+            policy = TrainedPolicy(run, parts, state)
+            run.rollouts.begin(policy, run.tokenizer)
+        begun = time.monotonic()
+        open_checkpoints = Checkpoints(
+            output.path / "checkpoints",
+            fingerprint=identity,
+            keep=run.output.checkpoints,
+            processes=processes,
+            before_write=output.before_checkpoint,
+            saved=output.checkpoint_saved,
         )
-
-    def _train(self, checkpoints: Checkpoints) -> Overrun | None:
-        """Train to the end or an interruption; explain a divergence; return where memory runs out, to plan again."""
-        begun, start = self._model.step, self._run.batches.get_state() if self._model.step == 0 else {}
-        progress = TrainingProgress(self._run.total_steps, first_step=begun, console=self._console)
-        compiling = Compiling(progress, self._run.remat.compile_seconds, lambda: self._recorder.has_compiled)
-        try:
-            with progress, compiling, self._recorder:
-                with self._interrupt:
-                    if not self._again:
-                        self._callbacks.call(Callback.on_start, begun, self._run.total_steps)
-                    first = self._first_step(checkpoints, progress)
-                if isinstance(first, Overrun):
-                    return first
-                with (
-                    self._output.writing(*self._settings.trackers, *(["profile"] if self._settings.profile else [])),
-                    self._open_loggers(begun) as loggers,
-                    self._interrupt,
-                ):
-                    self._run_steps(checkpoints, loggers, progress, first)
-        except jax.errors.JaxRuntimeError as error:
-            if not self._may_plan or not is_out_of_memory(error):
-                raise
-            return failed_allocation(self._run, str(error))
-        except Diverged as error:
-            rows = self._save_rows(error.step)
-            self._console.print(f"step {error.step} diverged: looking for the cause")
-            postmortem = Postmortem(self._run, self._model, checkpoints, start)
-            alone = self._processes.count == 1 and self._spikes is None and "eval_loss" not in error.found
-            failed = self._spikes.first_in_a_row(error.step) if self._spikes else error.step
-            with self._interrupt:
-                cause = postmortem.explain(error, first=failed, replay=alone)
-            raise ValueError(f"{error}.{rows} {cause}.") from error
+        with output.replacing(), open_checkpoints as checkpoints:
+            training = Training(
+                run=run,
+                context=context,
+                parts=parts,
+                state=state,
+                policy=policy,
+                evaluation=evaluation,
+                samples=samples,
+                recorder=recorder,
+                spikes=Spikes(run.spikes.sigma) if run.spikes else None,
+                checkpoints=checkpoints,
+                output=output,
+                identity=identity,
+                again=again,
+                plans=plans_left,
+            )
+            if run.output.resume or again:
+                _resume(training)
+            if not training.has_ended:
+                if processes.is_main:
+                    output.begin(masked(to_toml(run.recorded.shared), os.environ))
+                if training.state.step == 0 and not again:
+                    training.answer_samples("before")
+                if (overrun := _run_steps(training)) is not None:
+                    if run.rollouts:
+                        run.rollouts.release()
+                    return overrun
+            if training.has_ended:
+                return _finish(training, begun)
+        console.print(f"saved at step {training.state.step}: continue with --resume")
         return None
 
-    def _first_step(self, checkpoints: Checkpoints, progress: TrainingProgress) -> StepResult | Overrun:
-        """Run this process's first step; return by how much it takes more memory than the limit, to plan again.
 
-        Raises:
-            OutOfMemory: it was planned as often as may be.
-        """
-        before = memory_use(jax.local_devices()).peak
-        result = self._dispatch_step(checkpoints, progress)
-        jax.block_until_ready(result.values)
-        if (overrun := memory_beyond_limit(self._run, before)) is None:
-            return result
-        if self._may_plan:
-            return overrun
-        remedy = f"start again with {smaller_limit(self._run, overrun)}, or lower --batch-size or --seq-len"
-        if self._is_planned:
-            raise OutOfMemory(f"{describe(self._run, overrun)}, though planned {_MOST_PLANS} times more: {remedy}")
-        progress.say(f"{describe(self._run, overrun)}: where no more is free, {remedy}, or change --remat")
+def _run_steps(training: Training) -> Overrun | None:
+    """Train to the end or an interruption; explain a divergence; return where memory runs out, to plan again."""
+    run, context, recorder = training.run, training.context, training.recorder
+    begun, start = training.state.step, run.batches.get_state() if training.state.step == 0 else {}
+    progress = TrainingProgress(run.schedule.total_steps, first_step=begun, console=context.console)
+    compiling = Compiling(progress, run.remat.compile_seconds, lambda: recorder.has_compiled)
+    folders = [*run.output.trackers, *(["profile"] if run.output.profile else [])]
+    try:
+        with progress, compiling, recorder:
+            with context.interrupt:
+                if not training.again:
+                    context.callbacks.call(Callback.on_start, begun, run.schedule.total_steps)
+                first = _first_step(training, progress)
+            if isinstance(first, Overrun):
+                return first
+            with training.output.writing(*folders), _open_loggers(training) as loggers, context.interrupt:
+                _loop(training, loggers, progress, first)
+    except jax.errors.JaxRuntimeError as error:
+        if not (training.is_planned and training.plans) or not is_out_of_memory(error):
+            raise
+        return failed_allocation(run, str(error))
+    except Diverged as error:
+        raise ValueError(_explained(training, error, start)) from error
+    return None
+
+
+def _first_step(training: Training, progress: TrainingProgress) -> StepResult | Overrun:
+    """Run this process's first step; return by how much it takes more memory than the limit, to plan again.
+
+    Raises:
+        OutOfMemory: it was planned as often as may be.
+    """
+    run, before = training.run, memory_use(jax.local_devices()).peak
+    result = _dispatch(training, progress)
+    jax.block_until_ready(result.values)
+    if (overrun := memory_beyond_limit(run, before)) is None:
         return result
+    if training.is_planned and training.plans:
+        return overrun
+    remedy = f"start again with {smaller_limit(run, overrun)}, or lower --batch-size or --seq-len"
+    if training.is_planned:
+        raise OutOfMemory(f"{describe(run, overrun)}, though planned {_MOST_PLANS} times more: {remedy}")
+    progress.say(f"{describe(run, overrun)}: where no more is free, {remedy}, or change --remat")
+    return result
 
-    def _save_rows(self, step: int) -> str:
-        """Write the rows of a recent step for a replay; return a sentence that names the file."""
-        path = self._folder / f"failed-step-{step}.npz"
-        if step not in self._recent or not self._processes.is_main:
-            return ""
-        save_step(path, self._recent[step])
-        return f" Its rows are in {path}."
 
-    def _run_steps(
-        self, checkpoints: Checkpoints, loggers: Loggers, progress: TrainingProgress, first: StepResult
-    ) -> None:
-        """Dispatch step after step after the first one, reading a step's loss while later ones run."""
-        eval_every = self._settings.eval_every or self._run.batches.steps_per_epoch
-        save_every = self._settings.save_every or eval_every
-        profiled = self._settings.profile if self._processes.is_main else 0
-        profiler = StepProfiler(self._folder / "profile", first=self._model.step + 3, count=profiled)
-        total, stop, due, in_flight = self._run.total_steps, False, False, StepsInFlight()
-        dispatched: StepResult | None = first
-        with profiler:
-            while dispatched or (self._model.step < total and not stop):
-                profiler.before(self._model.step + 1)
-                in_flight.add(dispatched or self._dispatch_step(checkpoints, progress))
-                dispatched = None
-                stop = (self._must_stop() or self._callbacks.why_stopped is not None) and not self._is_in_spikes
-                look = self._is_due(eval_every)
-                evaluate = self._evaluation.is_needed and look
-                due = due or self._is_due(save_every)
-                save = (stop or due) and not self._is_in_spikes
-                drain = look or save or not self._recorder.has_compiled
-                for result, done in in_flight.take(leave=0 if drain else self._ahead):
-                    values = self._recorder.record(result, done, loggers, progress)
-                    self._callbacks.call(Callback.on_step, result.step, values)
-                with self._recorder.meter.paused():
-                    eval_loss = self._evaluate(loggers, progress) if evaluate else None
-                    if look and self._model.step < total:
-                        self._answer_samples(f"step {self._model.step} of")
-                    # Only after the finite checks, so a diverged step is never saved.
-                    if save or self._must_keep:
-                        self._save(checkpoints, eval_loss)
-                        due = False
-                stop = stop or self._evaluation.is_stale
+def _loop(training: Training, loggers: Loggers, progress: TrainingProgress, first: StepResult) -> None:
+    """Dispatch step after step after the first one, evaluate and save between them, and record what they return.
 
-    def _open_loggers(self, step: int) -> Loggers:
-        """Open the receivers of metrics, which go on after a step."""
-        if not self._processes.is_main:
-            return Loggers()
-        settings = masked(as_dict(self._run.config.shared), os.environ)
-        trackers = self._settings.trackers
-        return open_loggers(self._folder, resume_step=step, trackers=trackers, settings=settings)
+    The host runs ahead of the device, and reads a step's loss while later ones run.
+    """
+    run, context, recorder, evaluation = training.run, training.context, training.recorder, training.evaluation
+    total, interrupt, processes = run.schedule.total_steps, context.interrupt, context.processes
+    profiler = StepProfiler(
+        training.output.path / "profile",
+        first=training.state.step + 3,
+        count=run.output.profile if processes.is_main else 0,
+    )
+    # Answers are written by the weights of now: a step on them begins when the one before is done.
+    ahead = 0 if run.rollouts else _STEPS_IN_FLIGHT
+    stop, due, in_flight = False, False, StepsInFlight()
+    dispatched: StepResult | None = first
+    with profiler:
+        while dispatched or (training.state.step < total and not stop):
+            profiler.before(training.state.step + 1)
+            in_flight.add(dispatched or _dispatch(training, progress))
+            dispatched, step = None, training.state.step
 
-    def _dispatch_step(self, checkpoints: Checkpoints, progress: TrainingProgress) -> StepResult:
-        with self._recorder.meter.waiting():
-            batch = next(self._run.batches)
-        self._last_batch = batch.micro_batches[-1]
-        if note := self._model.check_fp8(self._last_batch):
-            self._console.print(note)
-        self._recent = {**dict(list(self._recent.items())[-_STEPS_IN_FLIGHT:]), self._model.step + 1: batch}
-        if self._spikes is None:
-            return self._model.dispatch(batch)
-        result = self._model.dispatch(batch, self._spikes.accepts)
-        if "skipped" in result.values:
-            self._skip(result, checkpoints, progress)
-        return result
+            # Several processes stop together, and ask each other at the steps they log.
+            if processes.count == 1 or recorder.is_log_due(step):
+                interrupt.number = max(processes.all_gather_object(interrupt.number))
+                stop = bool(interrupt.number)
+            stop = (stop or context.callbacks.why_stopped is not None) and not training.is_in_spikes
+            look = step % run.cadence.evaluate == 0 or step == total
+            due = due or step % run.cadence.save == 0 or step == total
+            save = (stop or due) and not training.is_in_spikes
 
-    def _skip(self, result: StepResult, checkpoints: Checkpoints, progress: TrainingProgress) -> None:
-        """Say that a step was a spike and, to rewind, return to the weights and moments of the last checkpoint.
+            drain = look or save or not recorder.has_compiled
+            for result, done in in_flight.take(leave=0 if drain else ahead):
+                values = recorder.record(result, done, loggers, progress)
+                context.callbacks.call(Callback.on_step, result.step, values)
 
-        After a second spike in a row that is one which an accepted step has followed, if there is one.
-        """
-        assert self._spikes is not None
-        values = ", ".join(f"{name} {float(result.values[name]):.4g}" for name in ("loss", "grad_norm"))
-        rewinds, before = self._settings.on_spike == "rewind", self._spikes.first_in_a_row(result.step) - 1
-        if rewinds and self._spikes.in_a_row > 1 and any(step < before for step in checkpoints.steps):
-            checkpoints.reject(before)
-        if rewinds and checkpoints.steps:
-            abstract = abstract_state(self._model.state())
-            self._model.release()
-            restored = checkpoints.restore_latest(abstract)
-            assert restored is not None
-            self._model.restore(restored.state, result.step)
-            progress.say(f"step {result.step}: spike ({values}); back to the weights of step {restored.step}")
-        else:
-            progress.say(f"step {result.step}: spike ({values}); its update is left out")
+            with recorder.meter.paused():
+                eval_loss = _evaluate(training, loggers, progress) if look and evaluation.is_needed else None
+                if look and step < total:
+                    training.answer_samples(f"step {step} of")
+                # The best weights are kept to be exported, as are those with which the run ends early.
+                is_best = run.output.keep != "last" and evaluation.best is not None and evaluation.best[1] == step
+                # Only after the finite checks, so a diverged step is never saved.
+                if save or is_best or evaluation.is_stale:
+                    _save(training, eval_loss)
+                    due = False
+            stop = stop or evaluation.is_stale
 
-    @property
-    def _is_in_spikes(self) -> bool:
-        return self._spikes is not None and self._spikes.in_a_row > 0
 
-    def _must_stop(self) -> bool:
-        """Tell whether any process was asked to stop; several processes ask each other at the steps they log."""
-        if self._processes.count > 1 and not self._recorder.is_log_due(self._model.step):
-            return False
-        self._interrupt.number = max(self._processes.all_gather_object(self._interrupt.number))
-        return bool(self._interrupt.number)
+def _dispatch(training: Training, progress: TrainingProgress) -> StepResult:
+    """Take a step on the next rows; of a spike, leave out the update, and perhaps return to the last checkpoint."""
+    parts, state = training.parts, training.state
+    with training.recorder.meter.waiting():
+        if training.policy:
+            training.policy.state = state
+        batch = next(training.run.batches)
+    training.last_batch = batch.micro_batches[-1]
+    if note := check_fp8(parts, state, training.last_batch):
+        training.context.console.print(note)
+    training.recent[state.step + 1] = batch
+    training.recent.pop(state.step - _STEPS_IN_FLIGHT, None)
+    accepts = training.spikes.accepts if training.spikes else None
+    training.state, result = train_step(parts, state, batch, accepts)
+    if "skipped" in result.values:
+        _skip(training, result, progress)
+    return result
 
-    @property
-    def _must_keep(self) -> bool:
-        """Return whether this step has the best weights, to be exported, or ends the run early."""
-        best = self._evaluation.best
-        is_best = self._settings.keep != "last" and best is not None and best[1] == self._model.step
-        return is_best or self._evaluation.is_stale
 
-    def _is_due(self, every: int) -> bool:
-        return self._model.step % every == 0 or self._model.step == self._run.total_steps
+def _skip(training: Training, result: StepResult, progress: TrainingProgress) -> None:
+    """Say that a step was a spike and, to rewind, return to the weights and moments of the last checkpoint.
 
-    def _evaluate(self, loggers: Loggers, progress: TrainingProgress) -> float | None:
-        """Log an evaluation of the model; return its held-out loss, None without held-out data."""
-        step = self._model.step
-        values = self._evaluation.read(step, self._model.trainable, self._model.frozen, self._last_batch)
-        loggers.log(step, values)
-        eval_loss = values.get("eval_loss")
-        if lines := list(evaluation_lines(values)):
-            progress.say(f"step {step}: " + "\n".join(lines))
-        if eval_loss is not None:
-            check_finite(step, {"eval_loss": eval_loss})
-        self._callbacks.call(Callback.on_evaluation, step, values)
-        return eval_loss
+    After a second spike in a row that is one which an accepted step has followed, if there is one.
+    """
+    spikes, checkpoints, plan = training.spikes, training.checkpoints, training.run.spikes
+    assert spikes is not None and plan is not None
+    values = ", ".join(f"{name} {float(result.values[name]):.4g}" for name in ("loss", "grad_norm"))
+    before = spikes.first_in_a_row(result.step) - 1
+    if plan.rewinds and spikes.in_a_row > 1 and any(step < before for step in checkpoints.steps):
+        checkpoints.reject(before)
+    if plan.rewinds and checkpoints.steps:
+        abstract = abstract_state(training.state.saved)
+        training.state.free()
+        restored = checkpoints.restore_latest(abstract)
+        assert restored is not None
+        training.state = training.state.restored(restored.state, result.step)
+        progress.say(f"step {result.step}: spike ({values}); back to the weights of step {restored.step}")
+    else:
+        progress.say(f"step {result.step}: spike ({values}); its update is left out")
 
-    def _answer_samples(self, when: str) -> None:
-        model = self._model
-        self._samples.answer(when, model.step, model.trainable, model.frozen, model.executor.fp8_layers)
 
-    def _save(self, checkpoints: Checkpoints, eval_loss: float | None) -> None:
-        host: RunState = {
-            "batches": self._run.batches.get_state(),
-            **self._evaluation.get_state(),
-            **self._model.get_state(),
-            "first_loss": self._recorder.first_loss,
-            "last_loss": self._recorder.last_loss,
-            "spikes": self._spikes.get_state() if self._spikes else None,
-        }
-        try:
-            checkpoints.save(self._model.step, self._model.state(), host, eval_loss=eval_loss)
-            if self._run.rollouts:
-                checkpoints.wait()
-                self._run.rollouts.saved()
-                self._write_page()
-        except NonFinite as error:
-            raise Diverged(self._model.step, f"after its update {error}") from error
-        self._callbacks.call(Callback.on_save, self._model.step, self._folder / "checkpoints")
+def _evaluate(training: Training, loggers: Loggers, progress: TrainingProgress) -> float | None:
+    """Log an evaluation of the model; return its held-out loss, None without held-out data."""
+    state = training.state
+    if training.policy:
+        training.policy.state = state
+    values = training.evaluation.read(state.step, state.trainable, state.frozen, training.last_batch)
+    loggers.log(state.step, values)
+    eval_loss = values.get("eval_loss")
+    if lines := list(evaluation_lines(values)):
+        progress.say(f"step {state.step}: " + "\n".join(lines))
+    if eval_loss is not None:
+        check_finite(state.step, {"eval_loss": eval_loss})
+    training.context.callbacks.call(Callback.on_evaluation, state.step, values)
+    return eval_loss
 
-    def _resume(self, checkpoints: Checkpoints) -> None:
-        restored = checkpoints.restore_latest(abstract_state(self._model.state()))
-        changed = changed_settings(self._folder / "config.toml", self._run.config)
-        if restored is None:
-            self._console.print("no checkpoint yet: starting from step 0")
-            self._forget_answers(changed)
-            return
-        host, notes = cast(RunState, restored.host), list(resume_notes(self._run, restored))
-        self._model.restore(restored.state, restored.step)
-        self._run.batches.set_state(host["batches"])
-        self._evaluation.set_state(host)
-        self._model.set_state(host)
-        self._recorder.first_loss, self._recorder.last_loss = host["first_loss"], host["last_loss"]
-        if self._spikes and (spikes := host.get("spikes")):
-            self._spikes.set_state(spikes)
-        self._forget_answers(changed)
-        self._console.print("\n".join(notes))
 
-    def _forget_answers(self, changed: Mapping[str, str]) -> None:
-        """Forget answers that were kept for later steps under other settings."""
-        if self._run.rollouts and changed and self._processes.is_main:
-            self._run.rollouts.forget()
+def _save(training: Training, eval_loss: float | None) -> None:
+    """Save a checkpoint; raise Diverged for weights that are not finite."""
+    state, run, recorder = training.state, training.run, training.recorder
+    host: RunState = {
+        "batches": run.batches.get_state(),
+        **training.evaluation.get_state(),
+        "fp8": training.parts.fp8,
+        "first_loss": recorder.first_loss,
+        "last_loss": recorder.last_loss,
+        "spikes": training.spikes.get_state() if training.spikes else None,
+    }
+    try:
+        training.checkpoints.save(state.step, state.saved, host, eval_loss=eval_loss)
+        if run.rollouts:
+            training.checkpoints.wait()
+            run.rollouts.saved()
+            _write_page(training)
+    except NonFinite as error:
+        raise Diverged(state.step, f"after its update {error}") from error
+    training.context.callbacks.call(Callback.on_save, state.step, training.output.path / "checkpoints")
 
-    def _finish(self, begun: float, checkpoints: Checkpoints) -> RunSummary:
-        """Export the result, answer samples and write curve and summary; `begun` is the start, `time.monotonic`."""
-        _, best_step = self._evaluation.best or (None, None)
-        if self._why_stopped:
-            self._console.print(self._why_stopped)
-        result = self._result.write(checkpoints, best_step, self._last_batch)
-        self._answer_samples("after")
-        summary = self._summarize(result, time.monotonic() - begun)
-        if self._processes.is_main:
-            save_loss_curve(summary.metrics, summary.curve)
-            self._write_page()
-            asked = {"keep": self._settings.keep, "early_stopping": self._settings.early_stopping}
-            write_json(self._folder / "summary.json", summary_json(summary) | asked | {"fingerprint": self._identity})
-        print_panel(self._console, "done", summary_rows(summary))
-        self._callbacks.call(Callback.on_end, summary)
-        return summary
 
-    def _write_page(self) -> None:
-        """Write the page about rollouts, where there are some."""
-        if self._run.rollouts:
-            write_page(self._folder, read_metrics(self._folder / "metrics.jsonl"))
+def _resume(training: Training) -> None:
+    """Continue from the last checkpoint, and say what changed since; begin anew where there is none."""
+    run, context, state = training.run, training.context, training.state
+    restored = training.checkpoints.restore_latest(abstract_state(state.saved))
+    changed = changed_settings(training.output.path / "config.toml", run)
+    if restored is None:
+        notes = ["no checkpoint yet: starting from step 0"]
+    else:
+        host, notes = cast(RunState, restored.host), list(resume_notes(run, restored))
+        state.free()
+        training.state = state.restored(restored.state, restored.step)
+        run.batches.set_state(host["batches"])
+        training.evaluation.set_state(host)
+        multiply_in_fp8(training.parts, host.get("fp8"))
+        training.recorder.first_loss, training.recorder.last_loss = host["first_loss"], host["last_loss"]
+        if training.spikes and (spikes := host.get("spikes")):
+            training.spikes.set_state(spikes)
+    if run.rollouts and changed and context.processes.is_main:
+        run.rollouts.forget()  # answers were kept for later steps under other settings
+    context.console.print("\n".join(notes))
 
-    def _summarize(self, result: Result, seconds: float) -> RunSummary:
-        recorder, speed = self._recorder, self._recorder.meter.total()
-        best_loss, best_step = self._evaluation.best or (None, None)
-        assert recorder.first_loss is not None and recorder.last_loss is not None
-        return RunSummary(
-            steps=self._model.step,
-            first_loss=recorder.first_loss,
-            last_loss=recorder.last_loss,
-            best_eval_loss=best_loss,
-            best_eval_step=best_step,
-            tokens_per_second=speed.tokens_per_second,
-            mfu=speed.mfu,
-            peak_memory_gb=memory_use(jax.local_devices()).peak / 1e9,
-            seconds=seconds,
-            startup_seconds=self._timer.stages,
-            adapter=result.path,
-            adapter_step=result.step,
-            last_adapter=result.last,
-            stopped_early=self._why_stopped,
-            checkpoints=self._folder / "checkpoints",
-            metrics=self._folder / "metrics.jsonl",
-            curve=self._folder / "loss.png",
-            skipped_steps=self._spikes.steps if self._spikes else [],
+
+def _explained(training: Training, error: Diverged, start: Any) -> str:
+    """Return the error of a divergence with its cause, and write the failed step's rows for a replay."""
+    run, context, spikes, rows = training.run, training.context, training.spikes, ""
+    if error.step in training.recent and context.processes.is_main:
+        path = training.output.path / f"failed-step-{error.step}.npz"
+        save_step(path, training.recent[error.step])
+        rows = f" Its rows are in {path}."
+    context.console.print(f"step {error.step} diverged: looking for the cause")
+    with context.interrupt:
+        cause = explain_divergence(
+            run,
+            training.parts,
+            training.state,
+            training.checkpoints,
+            error,
+            start=start,
+            first=spikes.first_in_a_row(error.step) if spikes else error.step,
+            replay=context.processes.count == 1 and spikes is None and "eval_loss" not in error.found,
         )
+    return f"{error}.{rows} {cause}."
+
+
+def _finish(training: Training, begun: float) -> RunSummary:
+    """Export the result, answer samples and write curve and summary; `begun` is the start, `time.monotonic`."""
+    run, context, recorder, folder = training.run, training.context, training.recorder, training.output.path
+    best_loss, best_step = training.evaluation.best or (None, None)
+    if training.why_stopped:
+        context.console.print(training.why_stopped)
+    training.state, result = write_result(
+        run,
+        training.parts,
+        training.state,
+        training.checkpoints,
+        training.output,
+        best_step=best_step,
+        batch=training.last_batch,
+        processes=context.processes,
+        console=context.console,
+    )
+    training.answer_samples("after")
+    speed = recorder.meter.total()
+    assert recorder.first_loss is not None and recorder.last_loss is not None
+    summary = RunSummary(
+        steps=training.state.step,
+        first_loss=recorder.first_loss,
+        last_loss=recorder.last_loss,
+        best_eval_loss=best_loss,
+        best_eval_step=best_step,
+        tokens_per_second=speed.tokens_per_second,
+        mfu=speed.mfu,
+        peak_memory_gb=memory_use(jax.local_devices()).peak / 1e9,
+        seconds=time.monotonic() - begun,
+        startup_seconds=context.timer.stages,
+        adapter=result.path,
+        adapter_step=result.step,
+        last_adapter=result.last,
+        stopped_early=training.why_stopped,
+        checkpoints=folder / "checkpoints",
+        metrics=folder / "metrics.jsonl",
+        curve=folder / "loss.png",
+        skipped_steps=training.spikes.steps if training.spikes else [],
+    )
+    if context.processes.is_main:
+        save_loss_curve(summary.metrics, summary.curve)
+        _write_page(training)
+        asked = {"keep": run.output.keep, "early_stopping": run.output.early_stopping}
+        write_json(folder / "summary.json", summary_json(summary) | asked | {"fingerprint": training.identity})
+    print_panel(context.console, "done", summary_rows(summary))
+    context.callbacks.call(Callback.on_end, summary)
+    return summary
+
+
+def _open_loggers(training: Training) -> Loggers:
+    """Open the receivers of metrics, which go on after the steps done."""
+    if not training.context.processes.is_main:
+        return Loggers()
+    settings = masked(as_dict(training.run.recorded.shared), os.environ)
+    trackers, step = training.run.output.trackers, training.state.step
+    return open_loggers(training.output.path, resume_step=step, trackers=trackers, settings=settings)
+
+
+def _write_page(training: Training) -> None:
+    """Write the page about rollouts, where there are some."""
+    if training.run.rollouts:
+        write_page(training.output.path, read_metrics(training.output.path / "metrics.jsonl"))

@@ -13,7 +13,7 @@ import pytest
 
 from jaxglue.training.config import OptimizerConfig
 from jaxglue.training.optimizer import make_optimizer, state_bytes
-from jaxglue.training.step import TrainStep
+from jaxglue.training.step import train_step
 from jaxglue.training.train import train
 from tests.selection import repeats_parts_of
 
@@ -143,16 +143,15 @@ def test_resumed_run_is_bit_identical(make_config, tmp_path, monkeypatch, name, 
     options = {"optimizer": name, "method": "full", "steps": 4, "learning_rate": 1e-3, "schedule": "wsd"}
     options |= {"clip_norm": 0, "update_in_backward": True} if update_in_backward else {}
     whole = train(make_config(**options, output=tmp_path / "whole"))
-    dispatch = TrainStep.dispatch
 
-    def interrupted(self, batch):
-        result = dispatch(self, batch)
+    def interrupted(*arguments):
+        state, result = train_step(*arguments)
         if result.step == 2:
             signal.raise_signal(signal.SIGTERM)
-        return result
+        return state, result
 
     with monkeypatch.context() as patch:
-        patch.setattr(TrainStep, "dispatch", interrupted)
+        patch.setattr("jaxglue.training.train.train_step", interrupted)
         assert train(make_config(**options)) is None
     resumed = train(make_config(**options, resume=True))
     assert resumed.last_loss == whole.last_loss

@@ -13,7 +13,7 @@ from jaxglue.training.optax_optimizer import OptaxOptimizer
 from jaxglue.training.optimizer import OPTIMIZERS, OptimizerKind, make_optimizer, state_bytes
 from jaxglue.training.report import plan_rows
 from jaxglue.training.setup import resolve
-from jaxglue.training.step import TrainStep
+from jaxglue.training.step import prepare_steps
 from jaxglue.training.train import train
 from tests.selection import repeat
 
@@ -85,10 +85,10 @@ def test_registered_optimizer_trains_and_resumes_to_the_bit(make_config, tmp_pat
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "lion", "adafactor"])
 def test_planned_bytes_are_those_of_the_state(make_config, name):
-    model = TrainStep(resolve(make_config(optimizer=name)), None)
-    arrays = jax.tree.leaves(model.state()["optimizer"])
-    values = sum(leaf.size for leaf in jax.tree.leaves(model.trainable))
-    expected = state_bytes(OptimizerConfig(optimizer=name), model.trainable)
+    _, state = prepare_steps(resolve(make_config(optimizer=name)), None)
+    arrays = jax.tree.leaves(state.optimizer)
+    values = sum(leaf.size for leaf in jax.tree.leaves(state.trainable))
+    expected = state_bytes(OptimizerConfig(optimizer=name), state.trainable)
     assert sum(leaf.nbytes for leaf in arrays) == pytest.approx(expected * values)
 
 

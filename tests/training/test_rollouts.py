@@ -13,14 +13,15 @@ from jaxglue.engine import compiler
 from jaxglue.generation.config import AssistantConfig
 from jaxglue.generation.scoring import RewardModel
 from jaxglue.planner.planner import plan
-from jaxglue.rl.loop import RolloutSteps
+from jaxglue.rl import loop
 from jaxglue.rl.rewards import Judge
 from jaxglue.rl.sampler import Sampler
+from jaxglue.training import train as training
 from jaxglue.training.checkpoint import Checkpoints
 from jaxglue.training.record import read_metrics
 from jaxglue.training.rollout_policy import TrainedPolicy
 from jaxglue.training.setup import resolve
-from jaxglue.training.step import TrainStep
+from jaxglue.training.step import prepare_steps
 from jaxglue.training.train import train
 
 REWARDS = """
@@ -108,17 +109,17 @@ def test_a_reference_stays_what_the_run_began_with(make_run, continued):
         )
     run = resolve(first)
     (first.run.output / "rollouts").mkdir(parents=True, exist_ok=True)
-    model = TrainStep(run, None)
-    policy = TrainedPolicy(run, model, None)
+    parts, state = prepare_steps(run, None)
+    policy = TrainedPolicy(run, parts, state)
     run.rollouts.begin(policy, run.tokenizer)
     batch = next(run.rollouts).micro_batches[0]
     before = np.asarray(policy.log_probs(batch))
     np.testing.assert_allclose(policy.log_probs(batch, reference=True), before, atol=1e-5)
-    model.trainable = jax.tree.map(lambda x: x + 0.3, model.trainable)
+    policy.state = state._replace(trainable=jax.tree.map(lambda x: x + 0.3, state.trainable))
     assert np.abs(policy.log_probs(batch) - before).max() > 1e-2
     np.testing.assert_allclose(policy.log_probs(batch, reference=True), before, atol=1e-5)
     np.testing.assert_allclose(batch.rollouts.reference, before, atol=1e-5)
-    assert continued != model.executor.has_reference
+    assert continued != parts.executor.has_reference
     run.rollouts.close()
 
 
@@ -151,7 +152,7 @@ def test_held_out_prompts_are_answered_at_evaluations_and_change_nothing(make_ru
 PHASES = {
     "sampling": (Sampler, "__call__", 2),
     "scoring": (Judge, "score", 2),
-    "training": (TrainStep, "dispatch", 4),
+    "training": (training, "train_step", 4),
     "saving": (Checkpoints, "save", 3),
 }
 
@@ -356,7 +357,8 @@ def reply(messages, wanted):
 def test_conversations_with_an_environment_train_the_models_turns_alone(make_run, tmp_path, monkeypatch):
     (tmp_path / "game.py").write_text(GAME)
     trained = []
-    monkeypatch.setattr(RolloutSteps, "_as_step", lambda self, groups: trained.append(groups) or original(self, groups))
+    make_groups = loop.groups_of
+    monkeypatch.setattr(loop, "groups_of", lambda *values: trained.append(make_groups(*values)) or trained[-1])
     settings = {"reward": (), "environment": f"{tmp_path}/game.py:reply", "max_turns": 3, "learning_rate": 3e-2}
     tokenizer = load_tokenizer(tmp_path / "model")
     words = [token for token in tokenizer.get_vocab() if token not in tokenizer.all_special_tokens]
@@ -374,9 +376,6 @@ def test_conversations_with_an_environment_train_the_models_turns_alone(make_run
         said = tokenizer.decode(answer.tokens[~answer.counted])
         assert said.startswith("<|im_end|>\n<|im_start|>user\nnot ")
         assert said.endswith("<|im_end|>\n<|im_start|>assistant\n")
-
-
-original = RolloutSteps._as_step
 
 
 def test_equal_rewards_are_said_once(make_run, caplog):
@@ -428,7 +427,7 @@ def test_a_reward_model_of_this_vocabulary_judges(make_run, make_config, tmp_pat
 def test_a_run_that_replaces_another_takes_none_of_its_answers(make_run, tmp_path, monkeypatch):
     config = make_run(save_every=100, steps=4)
     with monkeypatch.context() as patch:
-        patch.setitem(PHASES, "training", (TrainStep, "dispatch", 3))
+        patch.setitem(PHASES, "training", (training, "train_step", 3))
         stop_at(patch, "training")
         with pytest.raises(KilledError):
             train(config)
