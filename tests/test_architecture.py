@@ -13,7 +13,7 @@ FLOORS = (
     {"api"},
     {"commands"},
     {"serve", "training"},
-    {"rl"},
+    {"rl", "ui"},
     {"generation", "planner"},
     {"hf", "engine"},
     {"sharding"},

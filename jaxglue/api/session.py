@@ -2,9 +2,9 @@
 
 import logging
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -12,17 +12,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxglue.data.batch import Batch, Rollouts
+from jaxglue.api.documents import TokenDocument, pack_documents
+from jaxglue.api.losses import DistillationLoss, FunctionLoss, Loss, token_losses
 from jaxglue.data.config import NO_COLUMNS, Columns, DataConfig
 from jaxglue.data.iterator import BatchIterator, Step, Steps
 from jaxglue.data.memory import name_sources, with_named_tokenizer, write_rows
 from jaxglue.data.packing import plan_packing
 from jaxglue.data.prepare import PreparedData, prepare_data
-from jaxglue.engine.executor import Executor
-from jaxglue.engine.policy import PRESETS
 from jaxglue.files.json_file import read_json, write_json
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.engine import Completion, Engine
@@ -30,9 +28,9 @@ from jaxglue.generation.prompts import encode_messages, encode_prompt
 from jaxglue.generation.scheduler import Request
 from jaxglue.hf.checkpoint import save_tensors
 from jaxglue.hf.tensor_files import TensorFiles
-from jaxglue.models.parameters import Params, split_model
-from jaxglue.objectives.objective import Objective, TargetValues
-from jaxglue.ops.segments import pack_segments, segment_bucket
+from jaxglue.models.parameters import Params
+from jaxglue.objectives.objective import Objective
+from jaxglue.ops.segments import segment_bucket
 from jaxglue.settings.recipe import from_settings
 from jaxglue.sharding.mesh import mesh_of
 from jaxglue.training.config import TrainConfig
@@ -40,17 +38,12 @@ from jaxglue.training.memory import configured_jax, planned_memory
 from jaxglue.training.optimizer_objects import named_optimizer
 from jaxglue.training.result import export_result
 from jaxglue.training.rollout_policy import Teacher
-from jaxglue.training.run import Setup
 from jaxglue.training.setup import resolve_model
 from jaxglue.training.step import check_fp8, loss_and_gradients, multiply_in_fp8, prepare_steps, update
 
 if TYPE_CHECKING:
-    from jaxglue.models.decoder import CausalLM
-    from jaxglue.objectives.config import ObjectiveConfig
+    pass
 
-Loss = Callable[[Float[Array, "B T"], Mapping[str, Float[Array, "B T"]]], Float[Array, "B T"]]
-"""`loss(log_probs, columns)` of tokens, from the log-probabilities of the targets and each token's values of its row's
-columns; tokens that are not trained on do not count."""
 _log = logging.getLogger(__name__)
 _STATE = "session"
 """Folder beside a result's files that `load` reads."""
@@ -68,14 +61,6 @@ class Answer(NamedTuple):
     """Log-probabilities of the tokens, at the temperature."""
     ended: bool
     """False for an answer that reached its longest length."""
-
-
-class TokenDocument(NamedTuple):
-    """Tokens with a target each, and numbers of theirs that a loss reads."""
-
-    tokens: Int[np.ndarray, " T"]
-    targets: Int[np.ndarray, " T"]
-    columns: Mapping[str, Float[np.ndarray, " T"]]
 
 
 class Session:
@@ -199,7 +184,7 @@ class Session:
     def forward_backward(
         self,
         rows: Step | Iterable[Mapping[str, Any]],
-        loss: "Loss | DistillationLoss | None" = None,
+        loss: Loss | DistillationLoss | None = None,
         *,
         columns: Columns = NO_COLUMNS,
     ) -> float:
@@ -230,7 +215,7 @@ class Session:
         return float(value)
 
     def forward_backward_tokens(
-        self, documents: Sequence["TokenDocument"], loss: Loss, *, backward: bool = True
+        self, documents: Sequence[TokenDocument], loss: Loss, *, backward: bool = True
     ) -> tuple[float, list[Float[np.ndarray, " T"]]]:
         """Add the gradients of a loss's sum over the documents' tokens.
 
@@ -245,7 +230,9 @@ class Session:
         Raises:
             ValueError: no document, or one that is longer than a row or holds other than tokens and finite numbers.
         """
-        step, places = self._pack_tokens(documents)
+        size = self._setup.model.vocab_size
+        step, places = pack_documents(documents, self._setup.rows, slots=self._slots, vocabulary=size)
+        self._slots = step.micro_batches[0].segments.slots
         objective = FunctionLoss(config=self._setup.objective.config, function=loss)
         found = np.concatenate([np.asarray(part) for part in self.log_probs(step)])
         if backward:
@@ -254,49 +241,8 @@ class Session:
             columns = [batch.columns for batch in step.micro_batches]
             whole: dict[str, Any] = {name: np.concatenate([each[name] for each in columns]) for name in columns[0]}
             counted = np.concatenate([batch.loss_weights for batch in step.micro_batches])
-            value = float(jnp.sum(jnp.where(counted > 0, _losses(loss, jnp.asarray(found), whole), 0.0)))
+            value = float(jnp.sum(jnp.where(counted > 0, token_losses(loss, jnp.asarray(found), whole), 0.0)))
         return value, [found[row, first:last] for row, first, last in places]
-
-    def _pack_tokens(self, documents: Sequence["TokenDocument"]) -> tuple[Step, list[tuple[int, int, int]]]:
-        """Pack documents into one step whose loss is a sum; return also each one's row, first and last token."""
-        size, seq_len = self._setup.rows.batch_size, self._setup.rows.seq_len
-        if not documents or max(len(each.tokens) for each in documents) > seq_len:
-            raise ValueError(f"expected documents of at most {seq_len} tokens, and at least one: raise seq_len")
-        for number, document in enumerate(documents, 1):
-            _check_document(document, self._setup.model.vocab_size, f"document {number}")
-        lengths = np.array([len(each.tokens) for each in documents])
-        plan = plan_packing(lengths, seq_len=seq_len)
-        self._slots = max(self._slots, segment_bucket(plan.max_segments))
-        count = -(-plan.rows // size)
-        members = [plan.row(row) if row < plan.rows else np.zeros(0, np.int64) for row in range(count * size)]
-        names = ("", *documents[0].columns)  # the first is of the tokens that count
-        arrays: dict[str, Any] = {name: np.zeros((len(members), seq_len), np.float32) for name in names}
-        tokens: Any = np.zeros((len(members), seq_len), np.int32)
-        targets: Any = np.zeros_like(tokens)
-        places: list[tuple[int, int, int]] = [(0, 0, 0)] * len(documents)
-        for row, own in enumerate(members):
-            for document, last in zip(own, np.cumsum(lengths[own]), strict=True):
-                each, part = documents[document], slice(last - lengths[document], last)
-                places[document] = row, part.start, part.stop
-                tokens[row, part], targets[row, part], arrays[""][row, part] = each.tokens, each.targets, 1
-                for name, values in each.columns.items():
-                    arrays[name][row, part] = values
-        batches = []
-        for first in range(0, len(members), size):
-            rows = slice(first, first + size)
-            segments = pack_segments(
-                [lengths[each].tolist() for each in members[rows]], seq_len=seq_len, max_segments=self._slots
-            )
-            batches.append(
-                Batch(
-                    tokens=tokens[rows],
-                    targets=targets[rows],
-                    loss_weights=arrays[""][rows],
-                    segments=segments,
-                    columns={name: values[rows] for name, values in arrays.items() if name},
-                )
-            )
-        return Step(micro_batches=tuple(batches), tokens=int(lengths.sum()), targets=1.0), places
 
     def sample_tokens(
         self, requests: Sequence[Request], stops: Collection[int] | None = None, weights: Params | None = None
@@ -449,123 +395,6 @@ class Session:
         if isinstance(prompt, str):
             return encode_prompt(self.tokenizer, prompt, raw=not self.tokenizer.chat_template)
         return encode_messages(self.tokenizer, [dict(message) for message in prompt])
-
-
-@dataclass(frozen=True, kw_only=True)
-class FunctionLoss(Objective):
-    """A function of the caller's as objective."""
-
-    config: "ObjectiveConfig"
-    function: Loss
-
-    def __call__(self, values: TargetValues, batch: Batch) -> Float[Array, ""]:
-        """Return Σ loss over the tokens that are trained on."""
-        losses = _losses(self.function, values.log_probs, batch.columns)
-        return jnp.sum(jnp.where(batch.loss_weights > 0, losses * batch.loss_weights, 0.0))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Divergence(Objective):
-    """A divergence from a teacher's distributions as objective, beside the cross-entropy."""
-
-    config: "ObjectiveConfig"
-    divergence: float
-    scale: float
-    alpha: float
-
-    @property
-    def temperature(self) -> float:
-        """Return the divisor of both models' logits."""
-        return self.scale
-
-    def __call__(self, values: TargetValues, batch: Batch) -> Float[Array, ""]:
-        """Return Σ loss over the tokens that are trained on."""
-        distilled = jnp.sum(values.divergences(self.divergence, None)) * (self.alpha * self.scale**2)
-        return distilled if self.alpha == 1 else distilled + (1 - self.alpha) * values.cross_entropy
-
-
-class DistillationLoss:
-    """Divergence between a teacher's distributions and a session's, over the whole vocabulary, for `forward_backward`.
-
-    The loss is α · T² · divergence of the distributions at temperature T + (1 − α) · cross-entropy (arXiv 1503.02531).
-    Logits exist for a chunk of tokens at a time.
-
-    Args:
-        teacher: a loaded model, or another session, as it is at each call; with the student's vocabulary.
-        temperature: T.
-        beta: 0 for the forward divergence KL(teacher‖student), 1 for the reverse, between for Jensen and Shannon's.
-        alpha: share of the divergence.
-    """
-
-    def __init__(
-        self, teacher: "CausalLM | Session", *, temperature: float = 1.0, beta: float = 0.0, alpha: float = 1.0
-    ):
-        if temperature <= 0 or not (0 <= beta <= 1 and 0 <= alpha <= 1):
-            raise ValueError(
-                f"expected temperature > 0, beta and alpha from 0 to 1, got {temperature:g}, {beta:g} and {alpha:g}"
-            )
-        self._teacher: Session | Teacher = teacher if isinstance(teacher, Session) else _load(teacher)
-        self._beta, self._temperature, self._alpha = float(beta), float(temperature), float(alpha)
-
-    def prepared(self, step: Step, setup: Setup) -> tuple[Step, Objective]:
-        """Return a step with the teacher's hidden states, and the objective that reads them.
-
-        Raises:
-            ValueError: another vocabulary, or several devices.
-        """
-        teacher = self._teacher.as_teacher() if isinstance(self._teacher, Session) else self._teacher
-        if setup.mesh.devices > 1:
-            raise ValueError("a teacher is for one GPU yet: use mesh data=1")
-        if len(teacher.matrix) != setup.model.vocab_size:
-            sizes = f"{len(teacher.matrix):,} tokens, the student {setup.model.vocab_size:,}"
-            raise ValueError(f"the teacher has {sizes}: distributions over one vocabulary are compared")
-        batches = tuple(_with_teacher(batch, teacher) for batch in step.micro_batches)
-        return replace(step, micro_batches=batches), _Divergence(
-            config=setup.objective.config, divergence=self._beta, scale=self._temperature, alpha=self._alpha
-        )
-
-
-def _with_teacher(batch: Batch, teacher: Teacher) -> Batch:
-    rollouts = Rollouts(
-        owners=jnp.ones_like(batch.tokens),
-        advantages=jnp.zeros((len(batch.tokens), 1)),
-        teacher=jnp.asarray(teacher.hidden(batch)),
-        teacher_matrix=teacher.matrix,
-    )
-    return replace(batch, rollouts=rollouts)
-
-
-def _load(model: "CausalLM") -> Teacher:
-    graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)
-    dtype = model.norm.weight.get_value().dtype
-    return Teacher(Executor(graphdefs, model.config, policy=PRESETS["full"], dtype=dtype), trainable, frozen)
-
-
-def _check_document(document: TokenDocument, vocabulary: int, name: str) -> None:
-    for what, tokens in (("tokens", document.tokens), ("targets", document.targets)):
-        found = np.asarray(tokens)
-        if found.shape != (len(document.tokens),) or not len(found):
-            raise ValueError(f"{name}: expected tokens, and as many targets, got shape {list(found.shape)} of {what}")
-        if len(bad := found[(found < 0) | (found >= vocabulary)]):
-            raise ValueError(
-                f"{name}: its {what} hold the id {bad[0]}, and the vocabulary has {vocabulary:,}; a target that is not "
-                "trained on is any token, with weight 0"
-            )
-    for column, values in document.columns.items():
-        if np.shape(values) != (len(document.tokens),) or not np.isfinite(values).all():
-            raise ValueError(f"{name}: {column} must hold a finite number for each of {len(document.tokens)} tokens")
-
-
-def _losses(loss: Loss, log_probs: Any, columns: Mapping[str, Any]) -> Any:
-    """Return a function's losses of all tokens; raise ValueError for another shape, which would be broadcast."""
-    found = loss(log_probs, columns)
-    if jnp.shape(found) != jnp.shape(log_probs):
-        wanted, given = list(jnp.shape(log_probs)), list(jnp.shape(found))
-        raise ValueError(
-            f"loss: expected a loss for each token, an array {wanted} as log_probs, got one of shape {given}: the "
-            "session sums and divides"
-        )
-    return found
 
 
 @jax.jit

@@ -74,6 +74,7 @@ COMMANDS = {
         early=_CACHED,
     ),
     "estimate": Command(summary="predict time and memory of training on a GPU", config=f"{_CONFIGS}:EstimateConfig"),
+    "ui": Command(summary="show runs on a page: plan, curves, rollouts, samples, chat", config=f"{_CONFIGS}:UiConfig"),
     "data": Command(
         summary="preview training data: tokens with loss, lengths, packing",
         config=f"{_CONFIGS}:PreviewConfig",

@@ -155,3 +155,17 @@ class PreviewConfig(TrainConfig):
 
     def validate(self) -> None:
         """Accept settings that only matter in a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UiConfig(Config):
+    """Show runs on a page of this machine: plan, curves, rows, rollouts, samples, chat, exports."""
+
+    runs: tuple[Path, ...] = (Path("runs/latest"),)
+    """Output folders of runs, which may still train."""
+    port: Annotated[int, Range(ge=0, le=65535)] = 0
+    """Port to listen at, on this machine alone; 0 takes a free one."""
+    open: bool = False
+    """Open the page in a browser."""
+    output: Path | None = None
+    """Write the page to this file instead, which needs no server."""

@@ -90,7 +90,7 @@ def print_estimate(config: EstimateConfig) -> bool:
     plans = [best, *plans] if best and best not in plans else plans
     fitting = [plan for plan in plans if planner.fits(plan, host_memory)]
     first = [best] if best else []
-    shown = list(_worth_showing(plans)) if config.all else list(_alternatives([*first, *fitting]))[:_SHOWN]
+    shown = list(worth_showing(plans)) if config.all else list(_alternatives([*first, *fitting]))[:_SHOWN]
     if shown:
         console.print(_table(planner, shown, {id(plan) for plan in fitting}, verbose=config.all))
     if config.run.explain and best is not None:
@@ -159,7 +159,7 @@ def _alternatives(plans: Iterable[Plan]) -> Iterator[Plan]:
         device, host = min(device, plan.device_bytes), min(host, plan.host_bytes)
 
 
-def _worth_showing(plans: Iterable[Plan]) -> Iterator[Plan]:
+def worth_showing(plans: Iterable[Plan]) -> Iterator[Plan]:
     """Yield, of plans sorted by time, presets and those that need clearly less GPU memory than all faster ones."""
     least = math.inf
     for plan in plans:

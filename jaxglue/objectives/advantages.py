@@ -62,13 +62,13 @@ def weighted(
     return np.where(np.isnan(rewards).all(-1), np.nan, np.nansum(rewards * weights, -1))
 
 
-def mean(values: np.ndarray, axis: int | None = None) -> np.ndarray:
+def mean(values: Float[np.ndarray, "..."], axis: int | None = None) -> Float[np.ndarray, "..."]:
     """Return the mean of values that are not NaN, NaN where there is none; the axis is kept."""
     count = (~np.isnan(values)).sum(axis, keepdims=True)
     return np.where(count > 0, np.nansum(values, axis, keepdims=True) / np.maximum(count, 1), np.nan)
 
 
-def deviation(values: np.ndarray, axis: int | None = None) -> np.ndarray:
+def deviation(values: Float[np.ndarray, "..."], axis: int | None = None) -> Float[np.ndarray, "..."]:
     """Return the standard deviation, with n − 1, of values that are not NaN; NaN where there are fewer than two."""
     count = (~np.isnan(values)).sum(axis, keepdims=True)
     squares = np.nansum((values - mean(values, axis)) ** 2, axis, keepdims=True)

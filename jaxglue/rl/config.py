@@ -29,7 +29,8 @@ class RolloutConfig(Config):
     dynamic_sampling: bool = False
     """Replace prompts whose answers all have the same reward by further ones (DAPO, arXiv 2503.14476)."""
     reward_timeout: PositiveFloat = 60.0
-    """Seconds in which a function must judge the answers to a prompt; those of later ones have no reward."""
+    """Seconds in which a function must judge an answer, or all answers to a prompt at once; else these have no
+    reward."""
     reward_memory: PositiveFloat = 8.0
     """GiB of address space of a process that judges answers."""
     reward_workers: PositiveInt = 2

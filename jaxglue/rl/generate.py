@@ -2,21 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import Array, Float
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.batch import Batch
-from jaxglue.objectives.advantages import Rewards
-from jaxglue.rl.advantages import compare
+from jaxglue.rl.advantages import compare, rewards_of
 from jaxglue.rl.environment import Environment
 from jaxglue.rl.pack import Packed, groups_of, unpack
 from jaxglue.rl.plan import RolloutPlan
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.record import Generation
-from jaxglue.rl.rewards import Judge, Written
+from jaxglue.rl.rewards import Written
 from jaxglue.rl.sampler import Sample
 
 _HELD_OUT = 1 << 30
@@ -37,7 +36,7 @@ class Policy(Protocol):
         """Return an answer to each conversation in a later turn, of at most `room` tokens."""
 
     @property
-    def teacher_matrix(self) -> Any:
+    def teacher_matrix(self) -> Float[Array, "V E"]:
         """Return the teacher's output projection."""
 
     def teacher_hidden(self, batch: Batch) -> Float[np.ndarray, "B T E"]:
@@ -103,7 +102,7 @@ def _answer(plan: RolloutPlan, writer: Writer, position: int, *, with_log_probs:
         following=position + plan.prompts,
         prompts=prompts,
         samples=samples,
-        rewards=judge(plan.judge, prompts, samples),
+        rewards=judge(plan, prompts, samples),
         sampled=len(prompts),
     )
     return _with_log_probs(generation, passes)
@@ -115,7 +114,7 @@ def answer_held_out(plan: RolloutPlan, writer: Writer) -> Generation:
     prompts = list(plan.held_out.prompts)
     rows, numbers = list(range(len(prompts))), list(range(_HELD_OUT, _HELD_OUT + len(prompts)))
     samples = sample(plan, writer, prompts, numbers)
-    rewards = judge(plan.judge, prompts, samples)
+    rewards = judge(plan, prompts, samples)
     return Generation(
         rows=rows, numbers=numbers, following=0, prompts=prompts, samples=samples, rewards=rewards, sampled=len(prompts)
     )
@@ -130,23 +129,10 @@ def sample(plan: RolloutPlan, writer: Writer, prompts: Sequence[Prompt], numbers
 
 
 def judge(
-    judge: Judge, prompts: Sequence[Prompt], samples: Sequence[Sequence[Sample]]
+    plan: RolloutPlan, prompts: Sequence[Prompt], samples: Sequence[Sequence[Sample]]
 ) -> Float[np.ndarray, "prompts answers functions"]:
     """Return the rewards of answers; NaN where a function leaves one out."""
-    return judge.score([Written(prompt, [*group]) for prompt, group in zip(prompts, samples, strict=True)])
-
-
-def rewards_of(plan: RolloutPlan, generation: Generation) -> Rewards:
-    """Return what is known of the answers when they are compared."""
-    divergence = np.array([[divergence_of(answer) for answer in group] for group in generation.samples])
-    return Rewards(by_function=generation.rewards, weights=plan.judge.weights, divergence=divergence)
-
-
-def divergence_of(sample: Sample) -> float:
-    """Return Σ log π − log π_ref of an answer's tokens, in nats; 0 without a reference."""
-    if sample.old is None or sample.reference is None:
-        return 0.0
-    return float(np.sum(sample.old - sample.reference, dtype=np.float64))
+    return plan.judge.score([Written(prompt, [*group]) for prompt, group in zip(prompts, samples, strict=True)])
 
 
 def _row_answer(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Sample:

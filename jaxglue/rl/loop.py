@@ -16,9 +16,15 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.iterator import Step, check_run
 from jaxglue.objectives.rollouts import StepCounts
-from jaxglue.rl.advantages import Advantages, compare
-from jaxglue.rl.generate import Policy, Writer, answer_held_out, generate, make_writer, rewards_of
-from jaxglue.rl.metrics import generation_metrics, length_metrics, reward_metrics
+from jaxglue.rl.advantages import (
+    Advantages,
+    compare,
+    generation_metrics,
+    length_metrics,
+    reward_metrics,
+    rewards_of,
+)
+from jaxglue.rl.generate import Policy, Writer, answer_held_out, generate, make_writer
 from jaxglue.rl.pack import Group, groups_of, unpack, with_mean_weight, with_teacher_matrix
 from jaxglue.rl.plan import RolloutPlan
 from jaxglue.rl.prompts import Prompt
@@ -125,7 +131,8 @@ class RolloutSteps(Iterator[Step]):
         if generation is None:
             raise ValueError(
                 f"the answers that steps from {self.state.step + 1} on train on are gone from the output folder's "
-                "rollouts: resume from an earlier checkpoint, or start a new run"
+                f"rollouts, or damaged: delete its checkpoints after step {self.state.step:,}, and --resume goes on "
+                "from there"
             )
         self._fill(generation)
         for _ in range(state["taken"]):

@@ -3,11 +3,13 @@
 import json
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from jaxglue.files.atomic import atomic_file
+from jaxglue.files.json_file import parse_object
 from jaxglue.rl.record import LINES
 
 PAGE = "rollouts.html"
@@ -32,13 +34,19 @@ def write_page(folder: Path, lines: Iterable[Mapping[str, Any]]) -> None:
         with (folder / LINES).open("rb") as file:
             for count, line in enumerate(file, 1):  # noqa: B007 - of all lines, which may be many GB
                 latest.append(line)
-    rollouts = [{key: value for key, value in json.loads(line).items() if key != "log_probs"} for line in latest]
+    rollouts = [{key: value for key, value in line.items() if key != "log_probs"} for line in _intact(latest)]
     data = {"metrics": _charts(list(lines)), "rollouts": rollouts, "left": count - len(rollouts)}
     # "<" would end the script that holds the data, as "</script>" of an answer.
     text = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
     template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     with atomic_file(folder / PAGE) as temporary:
         temporary.write_text(template.replace("DATA", text, 1), encoding="utf-8")
+
+
+def _intact(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        with suppress(ValueError):  # of a damaged one
+            yield parse_object(line, LINES)
 
 
 def _charts(lines: list[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:

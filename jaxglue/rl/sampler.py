@@ -58,6 +58,13 @@ class Sample(NamedTuple):
         """Return the number of tokens that the model wrote."""
         return len(self.tokens) if self.counted is None else int(self.counted.sum())
 
+    @property
+    def divergence(self) -> float:
+        """Return Σ log π − log π_ref over the tokens, in nats; 0 where one of both is not known."""
+        if self.old is None or self.reference is None:
+            return 0.0
+        return float(np.sum(self.old - self.reference, dtype=np.float64))
+
 
 def copies_of(trees: _Trees) -> list[_Trees]:
     """Return the trees on each of their devices where every one holds all values, without copying; else as they are."""

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxglue.api.session import Loss, TokenDocument
+from jaxglue.api.documents import TokenDocument
+from jaxglue.api.losses import Loss
 from jaxglue.objectives.policy_gradient import clipped_losses, weighted_log_probs
 from jaxglue.objectives.rollouts import Tokens
 

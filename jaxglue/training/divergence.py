@@ -250,9 +250,13 @@ def _micro_batch(arrays: dict[str, Any], index: int) -> Batch:
         {name.removeprefix(kind): arrays[name][index] for name in arrays if name.startswith(kind)}
         for kind in (_COLUMN, _ROLLOUT)
     )
-    units: dict[str, Any] = {"answers": Answers(**answers) if answers else None}
-    units["rollouts"] = Rollouts(**rollouts) if rollouts else None
-    return Batch(**rows, segments=segments, **units, columns=columns)
+    return Batch(
+        **rows,
+        segments=segments,
+        columns=columns,
+        answers=Answers(**answers) if answers else None,
+        rollouts=Rollouts(**rollouts) if rollouts else None,
+    )
 
 
 def _stacked(names: Sequence[str], parts: Sequence[Any]) -> dict[str, np.ndarray]:

@@ -5,12 +5,13 @@ from dataclasses import replace
 from functools import partial
 
 from jaxglue.engine.layer_forms import explain_forms
+from jaxglue.models.family import find_family
 from jaxglue.ops.attention import ATTENTION
 from jaxglue.ops.backend import BackendChoice, compute_capability
-from jaxglue.ops.cross_entropy import CROSS_ENTROPY
-from jaxglue.ops.delta_rule import DELTA_RULE, DeltaShape
-from jaxglue.ops.moe import GROUPED_MATMUL
-from jaxglue.ops.norm_rope import NORM_ROPE
+from jaxglue.ops.cross_entropy import CROSS_ENTROPY, CrossEntropyCall
+from jaxglue.ops.delta_rule import DELTA_RULE, DeltaCall
+from jaxglue.ops.moe import GROUPED_MATMUL, GroupedCall
+from jaxglue.ops.norm_rope import LLAMA_NORM, NORM_ROPE, NormCall
 from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT, BatchKind
 from jaxglue.planner.attention import attention_shape
 from jaxglue.planner.explain import Reason
@@ -58,8 +59,10 @@ def kernel_reasons(
         reasons |= dict(_attention_reasons(workload, attention, slots, why_copied))
     choices = {"rotation": rotation_choice(workload), **layer_forms(workload), **linear_attention_choice(workload)}
     if model.moe is not None:
-        choices["experts"] = GROUPED_MATMUL.choose(capability, dtype)
-    choices["loss"] = CROSS_ENTROPY.choose(capability, dtype)
+        activation = find_family(model.model_type).parts.experts.activation
+        choices["experts"] = GROUPED_MATMUL.choose(capability, GroupedCall(dtype=dtype, activation=activation))
+    loss = CrossEntropyCall(dtype=dtype, vocab_size=model.vocab_size, softcap=model.logit_softcap)
+    choices["loss"] = CROSS_ENTROPY.choose(capability, loss)
     reasons |= {title: _backend_reason(choice) for title, choice in choices.items()}
     return reasons
 
@@ -77,14 +80,16 @@ def layer_forms(workload: Workload) -> dict[str, BackendChoice]:
 def rotation_choice(workload: Workload) -> BackendChoice:
     """Return the backend of rotary embeddings and norms of heads."""
     interleaved = any(rotary.config.interleaved for rotary in workload.config.rotaries)
-    return NORM_ROPE.choose(compute_capability(), workload.dtype, interleaved)
+    parts = find_family(workload.config.model_type).parts
+    style = LLAMA_NORM if parts.head_norms == "none" else parts.norm
+    return NORM_ROPE.choose(compute_capability(), NormCall(dtype=workload.dtype, style=style, interleaved=interleaved))
 
 
 def linear_attention_choice(workload: Workload) -> dict[str, BackendChoice]:
     """Return the delta rule's backend by title, where layers have linear attention."""
     if (delta := workload.config.delta) is None:
         return {}
-    shape = DeltaShape(dtype=workload.dtype, key_dim=delta.key_dim, value_dim=delta.value_dim)
+    shape = DeltaCall(dtype=workload.dtype, key_dim=delta.key_dim, value_dim=delta.value_dim)
     return {"linear attention": DELTA_RULE.choose(compute_capability(), shape)}
 
 

@@ -7,6 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxglue.files.regular_file import file_digest
+from jaxglue.hf.folder_digest import adapter_digest, folder_digest
+from jaxglue.hf.hub import model_path
 from jaxglue.hf.identity import weights_digest
 from jaxglue.models.config import DecoderConfig, describe_as_earlier
 from jaxglue.settings.config import stable_repr
@@ -23,13 +26,22 @@ _DIGESTED = (
     *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
 )
 """Fields of a model in the digests of earlier checkpoints, which have no mapping by field; none is ever added here."""
-_MAY_CHANGE = ("steps", *(f"rollouts.reward_{limit}" for limit in ("timeout", "memory", "workers")))
-"""Entries of a fingerprint in which a resumed run may differ: its length, and the limits of functions that judge."""
+HELD_OUT = "held_out_rows"
+_MAY_CHANGE = (
+    "steps",
+    f"inputs.{HELD_OUT}",
+    *(f"rollouts.reward_{limit}" for limit in ("timeout", "memory", "workers")),
+)
+"""Entries of a fingerprint in which a resumed run may differ: its length, held-out rows, and limits of functions."""
 _PER_START = ("run.resume", "run.overwrite", "run.explain")
 """Settings of one start of a run, not of the run."""
 _DIGESTS = {
     "data": " (digests of the rows' tokens: files, tokenizer, template or settings of the data have changed, or an "
-    "older version left parts of the rows unread)"
+    "older version left parts of the rows unread)",
+    **dict.fromkeys(
+        (f"inputs.{name}" for name in ("teacher", "adapter", "new_tokens")),
+        " (digests: what lies at this path has changed)",
+    ),
 }
 """Explanations of entries whose values are digests."""
 _SHOWN = 80
@@ -58,6 +70,7 @@ def fingerprint(run: Run) -> dict[str, Any]:
         "neftune_alpha": config.model.neftune_alpha,
         "dtype": str(config.model.compute_dtype),
         "adapter": config.model.adapter and str(config.model.adapter),
+        "inputs": _inputs(run),
         "lora": None,
         "objective": None,
         "rollouts": None,
@@ -72,6 +85,16 @@ def fingerprint(run: Run) -> dict[str, Any]:
         "defaults": {name: defaults_of(group) for name, group in groups.items()},
         "model_digest": model_digest(run.model),
     }
+
+
+def _inputs(run: Run) -> dict[str, str]:
+    """Return the digests of further inputs that are named by a path, without those that tell in the data's."""
+    config = run.recorded
+    teacher, adapter, tokens = config.rollouts.teacher, config.model.adapter, config.model.new_tokens
+    digests = {} if teacher in (None, "base") else {"teacher": folder_digest(model_path(teacher))}
+    digests |= {} if adapter is None else {"adapter": adapter_digest(adapter)}
+    digests |= {} if tokens is None else {"new_tokens": file_digest(tokens)[:16]}
+    return digests | ({} if run.data.eval is None else {HELD_OUT: run.data.eval.fingerprint})
 
 
 def model_digest(model: DecoderConfig) -> str:
@@ -94,6 +117,8 @@ def fingerprint_differences(saved: Mapping[str, Any], current: Mapping[str, Any]
     old, new = dict(saved), dict(current)
     old_defaults, new_defaults = (values.pop("defaults", {}) for values in (old, new))
     old, old_defaults = _with_current_names(old), _with_current_names(old_defaults)
+    if "inputs" not in old:  # of earlier versions, which did not read them
+        new.pop("inputs", None)
     _, digest = (values.pop("model_digest", None) for values in (old, new))
     if digest and isinstance(old.get("model"), str):
         new["model"] = digest

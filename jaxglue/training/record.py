@@ -104,11 +104,19 @@ class Recorder:
         self._timer.stage("first step")
         progress.say(f"step {step}: loss {self.last_loss:.4f}; start-up took {self._timer}")
 
-    def _report(self, step: int, values: dict[str, Any]) -> StepReport:
-        memory_gb, epoch = memory_use(jax.local_devices()).used / 1e9, step / self._steps_per_epoch
-        known = {"grad_norm": None, **{name: values[name] for name in values.keys() & _REPORTED}}
-        metrics = {name: value for name, value in values.items() if name not in _REPORTED}
-        return StepReport(**known, **self.meter.read()._asdict(), memory_gb=memory_gb, epoch=epoch, metrics=metrics)
+    def _report(self, step: int, values: Mapping[str, float]) -> StepReport:
+        speed = self.meter.read()
+        return StepReport(
+            loss=values["loss"],
+            learning_rate=values["learning_rate"],
+            grad_norm=values.get("grad_norm"),
+            tokens_per_second=speed.tokens_per_second,
+            mfu=speed.mfu,
+            data_wait=speed.data_wait,
+            memory_gb=memory_use(jax.local_devices()).used / 1e9,
+            epoch=step / self._steps_per_epoch,
+            metrics={name: value for name, value in values.items() if name not in _REPORTED},
+        )
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

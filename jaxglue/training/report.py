@@ -12,8 +12,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from jaxglue.models.family import find_family
 from jaxglue.ops.backend import compute_capability
-from jaxglue.ops.moe import GROUPED_MATMUL
+from jaxglue.ops.moe import GROUPED_MATMUL, GroupedCall
 from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.memory import resident_bytes
@@ -217,7 +218,9 @@ def _forms(run: Run) -> dict[str, object]:
 def _experts(run: Run) -> dict[str, object]:
     if (moe := run.model.moe) is None:
         return {}
-    choice = GROUPED_MATMUL.choose(compute_capability(), run.dtype)
+    activation = find_family(run.model.model_type).parts.experts.activation
+    call = GroupedCall(dtype=run.dtype, activation=activation)
+    choice = GROUPED_MATMUL.choose(compute_capability(), call)
     stored = "" if moe.quantize == "none" else f", in {FORMATS[moe.quantize].label.upper()}"
     served = f"{moe.num_experts_per_tok} of {moe.num_experts} for each token{stored}"
     return {"experts": f"{served}; grouped matmul by {choice.name}: {choice.reason}"}

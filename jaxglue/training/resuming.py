@@ -10,7 +10,13 @@ from jaxglue.files.json_file import read_json
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.hf.checkpoint import open_checkpoint
 from jaxglue.training.checkpoint import Restored, newest_fingerprint
-from jaxglue.training.fingerprint import changed_settings, check_fingerprint, fingerprint, fingerprint_differences
+from jaxglue.training.fingerprint import (
+    HELD_OUT,
+    changed_settings,
+    check_fingerprint,
+    fingerprint,
+    fingerprint_differences,
+)
 from jaxglue.training.partwise import learning_rate_schedule
 from jaxglue.training.report import PATHS, RunSummary, read_summary, summary_rows
 from jaxglue.training.run import Run
@@ -30,6 +36,9 @@ def resume_notes(run: Run, restored: Restored) -> Iterator[str]:
     yield f"resumed from step {step}"
     for key, text in changed_settings(run.output.folder / "config.toml", run).items():
         yield f"changed setting {key}: {text}"
+    before_rows = restored.fingerprint.get("inputs", {}).get(HELD_OUT)
+    if before_rows and run.data.eval is not None and run.data.eval.fingerprint != before_rows:
+        yield "held-out rows have changed: eval losses before this step are of others"
     if before != total:
         old, new = (learning_rate_schedule(run.schedule.optimizer, steps) for steps in (before, total))
         yield (

@@ -39,7 +39,7 @@ _REPLACED_WHOLE = ("base", "checkpoints", "model", "model-last")
 """Folders in which a run deletes and replaces folders."""
 _SHARED_SECONDS = 15
 """Time for another host to see a file of process 0."""
-_LINES = ("metrics.jsonl", "samples.jsonl", MANIFEST)
+_LINES = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl", MANIFEST)
 _LONGEST = 4096
 """Characters of a path."""
 ASIDE = ".jaxglue-old-"

@@ -238,7 +238,7 @@ def _read_data(
             answer=rollouts.max_completion_length,
             limit=config.data.row_tokens,
         )
-        prompts = read(teacher_system=rollouts.teacher_system)
+        prompts = read(teacher_system=rollouts.teacher_system, answered=rollouts.lmbda < 1)
         if config.data.eval_data:
             held_out = read(held_out=True)
         return PreparedData(train=prompts, eval=held_out, report=PromptReport(prompts, held_out))
@@ -304,6 +304,7 @@ def _make_rollouts(
     steps = RolloutSteps(plan, config.run.output)
     try:
         judge.check({name for prompt in dataset.prompts for name in prompt.columns})
+        judge.check_rows([*dataset.prompts, *(held_out.prompts if held_out else ())])
     except BaseException:
         judge.close()
         raise

@@ -27,8 +27,7 @@ from jaxglue.objectives.policy_gradient import k3
 from jaxglue.objectives.rollouts import StepCounts
 from jaxglue.ops.delta_rule import DELTA_RULE
 from jaxglue.ops.segments import pack_segments
-from jaxglue.rl.advantages import compare
-from jaxglue.rl.metrics import reward_metrics
+from jaxglue.rl.advantages import compare, reward_metrics
 from jaxglue.rl.pack import Group, TrainedAnswer, pack_groups, with_mean_weight
 
 GOLDENS = Path(__file__).parent.parent / "goldens"

@@ -98,6 +98,39 @@ def test_every_prompt_is_answered_once_an_epoch(make_steps, tmp_path):
     assert len(set(origins[:5])) == len(set(origins[5:])) == 5 and origins[:5] != origins[5:]
 
 
+@pytest.mark.parametrize("taken", range(4))
+def test_a_state_goes_on_with_the_same_answers_and_rewards(make_steps, taken):
+    """Of two steps on each half of the answers: from a state between them by the rewards that were kept."""
+    settings = {"steps_per_generation": 2, "num_iterations": 2}
+    steps = make_steps(**settings)
+    for _ in range(4 + taken):
+        next(steps)
+    state = json.loads(json.dumps(steps.get_state()))
+    assert (state["position"], state["step"], state["taken"]) == (2, 4, taken)
+    equal = {2, 3} if taken else ()  # would now be judged otherwise
+    later = make_steps(equal=equal, **settings)
+    later.set_state(state)
+    assert later.get_state() == state
+    for _ in range(6 - taken):
+        expected, step = next(steps), next(later)
+        (batch,), (same,) = expected.micro_batches, step.micro_batches
+        np.testing.assert_array_equal(same.targets, batch.targets)
+        np.testing.assert_array_equal(same.rollouts.advantages, batch.rollouts.advantages)
+        assert step.metrics == expected.metrics
+
+
+def test_answers_that_are_gone_are_said(make_steps, tmp_path):
+    steps = make_steps(num_iterations=2)
+    next(steps)
+    steps.forget()  # keeps those in use
+    steps.set_state(steps.get_state())
+    next(steps)
+    state = {**steps.get_state(), "step": 0, "position": 0, "taken": 1}
+    steps.saved()
+    with pytest.raises(ValueError, match="the answers that steps from 1 on train on are gone"):
+        steps.set_state(state)
+
+
 @pytest.mark.parametrize("reward", [1.0, 0.1, np.nan])
 def test_dynamic_sampling_replaces_prompts_of_equal_rewards_or_none(make_steps, reward):
     steps = make_steps(equal={0, 2, 3, 7}, reward=reward, dynamic_sampling=True)

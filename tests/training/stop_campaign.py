@@ -17,7 +17,7 @@ import jax
 
 from jaxglue.commands import run
 from jaxglue.settings.recipe import load_config, to_toml
-from jaxglue.training import train as training
+from jaxglue.training import loop
 from jaxglue.training.config import TrainConfig
 
 _AT = 3
@@ -97,14 +97,14 @@ def _train(recipe: Path, stop) -> None:
         _pipe = os.pipe()
         os.dup2(_pipe[1], 1)
         os.close(_pipe[1])
-    train_step = training.train_step
+    train_step = loop.train_step
 
     def stopping(parts, state, *arguments):
         if state.step == _AT - 1:
             stop()
         return train_step(parts, state, *arguments)
 
-    training.train_step = stopping
+    loop.train_step = stopping
     status = 0
     try:
         run("train", ["--recipe", str(recipe)])

@@ -153,7 +153,7 @@ def poison(monkeypatch, failing):
 
         return train_step(parts, state, batch, accepts and judge)
 
-    monkeypatch.setattr("jaxglue.training.train.train_step", failing_step)
+    monkeypatch.setattr("jaxglue.training.loop.train_step", failing_step)
 
 
 def test_no_checkpoint_is_saved_while_spikes_follow_each_other(make_config, tmp_path, monkeypatch):

@@ -51,7 +51,7 @@ def test_full_fine_tuning_resumes_on_another_mesh(make_config, tmp_path, monkeyp
             signal.raise_signal(signal.SIGTERM)
         return state, result
 
-    monkeypatch.setattr("jaxglue.training.train.train_step", interrupted)
+    monkeypatch.setattr("jaxglue.training.loop.train_step", interrupted)
     assert train(make_config(**options)) is None  # auto: fsdp=4
     embedding = states[-1].trainable["embed_tokens"]["weight"]
     moments = [state for state in jax.tree.leaves(states[-1].optimizer) if state.shape == embedding.shape]
@@ -139,7 +139,7 @@ def test_rows_split_over_devices_resume_to_the_bit(make_config, tmp_path, monkey
         return state, result
 
     with monkeypatch.context() as patch:
-        patch.setattr("jaxglue.training.train.train_step", interrupted)
+        patch.setattr("jaxglue.training.loop.train_step", interrupted)
         assert train(make_config(**options)) is None
     assert train(make_config(**options, resume=True)) is not None
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")

@@ -151,7 +151,7 @@ def test_resumed_run_is_bit_identical(make_config, tmp_path, monkeypatch, name, 
         return state, result
 
     with monkeypatch.context() as patch:
-        patch.setattr("jaxglue.training.train.train_step", interrupted)
+        patch.setattr("jaxglue.training.loop.train_step", interrupted)
         assert train(make_config(**options)) is None
     resumed = train(make_config(**options, resume=True))
     assert resumed.last_loss == whole.last_loss

@@ -16,7 +16,7 @@ def test_exhausted_memory_names_plan_and_remedy(make_config, monkeypatch):
     def exhausted(*args):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes.")
 
-    monkeypatch.setattr("jaxglue.training.train.train_step", exhausted)
+    monkeypatch.setattr("jaxglue.training.loop.train_step", exhausted)
     line = r"ran out of memory, .*planned was --remat 'dots'.*1 × 96 tokens\. Lower --batch-size or --seq-len"
     with pytest.raises(OutOfMemory, match=line) as error:
         train(make_config(steps=2))

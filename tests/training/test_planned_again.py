@@ -71,7 +71,7 @@ def overrun(monkeypatch, models) -> Callable[..., None]:
 
         steps[0] = 0
         models.clear()
-        monkeypatch.setattr("jaxglue.training.train.train_step", dispatched)
+        monkeypatch.setattr("jaxglue.training.loop.train_step", dispatched)
         monkeypatch.setattr(out_of_memory, "memory_use", memory_use if kind == "peak" else out_of_memory.memory_use)
 
     return make

@@ -1,23 +1,28 @@
 """Runs on answers that the model writes: what a step trains on, and runs that go on after they were stopped."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from selection import repeat, repeats_parts_of
 
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.engine import compiler
 from jaxglue.generation.config import AssistantConfig
 from jaxglue.generation.scoring import RewardModel
+from jaxglue.hf.adapter import TENSORS
+from jaxglue.models.lora_config import LoraConfig
 from jaxglue.planner.planner import plan
 from jaxglue.rl import loop
 from jaxglue.rl.rewards import Judge
 from jaxglue.rl.sampler import Sampler
-from jaxglue.training import train as training
+from jaxglue.training import loop as training
 from jaxglue.training.checkpoint import Checkpoints
+from jaxglue.training.fingerprint import check_fingerprint, fingerprint
 from jaxglue.training.record import read_metrics
 from jaxglue.training.rollout_policy import TrainedPolicy
 from jaxglue.training.setup import resolve
@@ -323,6 +328,40 @@ def test_a_teacher_of_another_vocabulary_is_refused(make_distillation, tmp_path,
     (folder / "config.json").write_text((tmp_path / "model" / "config.json").read_text())
     with pytest.raises(ValueError, match=r"has another vocabulary \(1 tokens differ"):
         train(make_distillation(teacher=str(folder)))
+
+
+def test_inputs_named_by_a_path_are_in_the_fingerprint(make_distillation, with_weights, tmp_path):
+    teacher, tokens = tmp_path / "teacher", tmp_path / "tokens.txt"
+    shutil.copytree(tmp_path / "model", teacher)
+    tokens.write_text("<one>\n")
+    weights = load_file(teacher / "model.safetensors")
+    config = make_distillation(teacher=str(teacher), teacher_system=None)
+    before = fingerprint(resolve(config))
+    check_fingerprint(before | {"inputs": {}}, before | {"inputs": {}})
+    save_file({name: value * 1.5 for name, value in weights.items()}, teacher / "model.safetensors")
+    with pytest.raises(ValueError, match=r"inputs.teacher: saved '\w+', now '\w+' \(digests: what lies at this path"):
+        check_fingerprint(before, fingerprint(resolve(config)))
+    save_file(weights, teacher / "model.safetensors")
+    check_fingerprint(before, fingerprint(resolve(config)))
+    check_fingerprint({name: value for name, value in before.items() if name != "inputs"}, before)  # an older version's
+
+    def tells(change, **settings) -> bool:
+        before = fingerprint(resolve(with_weights(**settings)))
+        change()
+        try:
+            check_fingerprint(before, fingerprint(resolve(with_weights(**settings))))
+        except ValueError as error:
+            return "inputs." in str(error)
+        return False
+
+    assert tells(lambda: tokens.write_text("<two>\n"), new_tokens=tokens)
+    train(with_weights(steps=1, output=tmp_path / "first"))
+    adapter = tmp_path / "first" / "adapter"
+
+    def halve() -> None:
+        save_file({n: v / 2 for n, v in load_file(adapter / TENSORS).items()}, adapter / TENSORS)
+
+    assert tells(halve, adapter=adapter, rank=LoraConfig().rank)
 
 
 def test_a_teacher_and_reward_models_have_their_place_in_the_plan(make_distillation, tmp_path):

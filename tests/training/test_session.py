@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxglue
-from jaxglue.api.session import TokenDocument
+from jaxglue.api.documents import TokenDocument
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.fp8_errors import FP8Errors
 from jaxglue.hf.adapter import load_adapter

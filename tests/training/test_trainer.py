@@ -88,7 +88,7 @@ def test_resumed_run_is_bit_identical(
         return state, result
 
     with monkeypatch.context() as patch:
-        patch.setattr("jaxglue.training.train.train_step", interrupted)
+        patch.setattr("jaxglue.training.loop.train_step", interrupted)
         assert train(make_config(**options)) is None
     assert max(losses(tmp_path / "run")) == stop_at < whole.steps
     resumed = train(make_config(**options, resume=True))
