@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 import matplotlib
+import matplotlib.ticker
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -128,6 +129,7 @@ def draw(compared: dict[str, tuple[dict, dict]]) -> None:
     axes.set_yticks(range(len(names)), names, fontsize=9)
     axes.tick_params(axis="x", labelsize=9)
     axes.invert_yaxis()
+    axes.xaxis.set_major_locator(matplotlib.ticker.MultipleLocator(4000))
     axes.set_xlabel("tokens/s on one GPU (higher is faster), and its memory", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9, loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=2)
