@@ -45,7 +45,7 @@ _CODE_OR_LINK = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)|<!--.*?-->|https?://\
 _DATE = re.compile(r"\d{1,2} (?:October|November|December)(?: \d{4})?|\d{4}-\d\d-\d\d|\bcommit [0-9a-f]{7,}")
 _OPERATOR = re.compile(r" ([+−×÷]) (?=[\d.]|\w+\.json )")
 _UNIT = re.compile(
-    r"\d\s(?:ms|µs|tokens/s|pairs/s|TFLOP/s|TB/s|GB/s|nats|seconds)\b|\d ×(?! ?[\w`])"
+    r"\d\s(?:ms|µs|tokens/s|pairs/s|TFLOP/s|TB/s|GB/s|MB/s|nats|seconds)\b|\d ×(?! ?[\w`])"
     r"|\d times (?:as (?:fast|many)|one)|\dk/s"
 )
 _UNIT_OF_TABLE = re.compile(r"\bms\b|µs|tokens/s|GiB|pairs/s|seconds|\bKL\b|held-out loss|TFLOP/s|predicted")
