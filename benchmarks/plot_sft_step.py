@@ -15,16 +15,15 @@ import matplotlib.ticker
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from kernel_profile import MATMUL
 from measure import save_figure, table, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "sft_step.json"
 LEADERBOARD = RESULTS.with_name("leaderboard.json")
-BOARD_PAGE = ROOT / "docs" / "measured" / "index.md"
-BOARD_TABLE = re.compile(r"^\| date \| commit \|.*\n(?:\|.*\n)+", re.M)
 PAGES = ROOT / "README.md", ROOT / "docs" / "index.md"
 ENGINES = {"ours": ("jaxglue", "#2a6fdb"), "unsloth": ("Unsloth", "#9aa3b2")}
-TABLE = re.compile(r"^\| tokens/s, GiB of the GPU \|.*\n(?:\|.*\n)+", re.M)
+BOARD_PAGE, STEPS_PAGE = (ROOT / "docs" / "measured" / f"{name}.md" for name in ("index", "training"))
 FIRST = "llama-3.1-8b", "qwen3-8b", "qwen3-8b NF4", "qwen2.5-7b"
 """The README has the first three of these that were measured so."""
 
@@ -33,7 +32,7 @@ def pairs(results: list[dict]) -> dict[str, tuple[dict, dict]]:
     """Return ours and Unsloth's of the rows that compare like with like."""
     by = {(result["row"], result["engine"]): result for result in results if "ms" in result}
     both = {name: (by[name, "ours"], by[name, "unsloth"]) for name, engine in by if engine == "unsloth"}
-    session = "gpu", "date", "commit"
+    session = "gpu", "date", "commit", "host_memory_gib"
     return {
         name: (ours, theirs)
         for name, (ours, theirs) in both.items()
@@ -49,15 +48,78 @@ def main() -> None:
     write_json(LEADERBOARD, board)
     draw(compared)
     draw_board(board["results"])
-    for page in PAGES:
-        replace(page, TABLE, format_table(compared))
-    replace(BOARD_PAGE, BOARD_TABLE, format_board(board["results"]))
+    for page, tables in rendered().items():
+        text = page.read_text("utf-8")
+        for new in tables:
+            text = beginning_alike(new).sub(lambda _, new=new: new, text, count=1)
+        page.write_text(text, "utf-8")
     print(format_table(compared))
 
 
-def replace(page: Path, pattern: re.Pattern, table: str) -> None:
-    """Put a table in the place of the page's own."""
-    page.write_text(pattern.sub(lambda _: table, page.read_text("utf-8"), count=1), "utf-8")
+def rendered() -> dict[Path, list[str]]:
+    """Return the tables that pages have from the files as they are."""
+    content = json.loads(RESULTS.read_text())
+    compared = pairs(content["results"])
+    return {page: [format_table(compared)] for page in PAGES} | {
+        BOARD_PAGE: [format_board(json.loads(LEADERBOARD.read_text())["results"])],
+        STEPS_PAGE: [format_steps(compared), format_losses(content["losses"])],
+    }
+
+
+def beginning_alike(new: str) -> re.Pattern:
+    """Return a pattern of the table on a page that begins with the same two columns as a new one."""
+    columns = re.escape(" | ".join(new.splitlines()[0].split(" | ")[:2]))
+    return re.compile(rf"^{columns}.*\n(?:\|.*\n)+", re.M)
+
+
+def without_tables(page: Path) -> str:
+    """Return the text of a page without tables that are rendered from files."""
+    text = page.read_text("utf-8")
+    for of_files in rendered().get(page, []):
+        text = text.replace(of_files, "")
+    return text
+
+
+def format_steps(compared: dict[str, tuple[dict, dict]]) -> str:
+    """Return the table of all steps beside Unsloth's."""
+    rows = [
+        {
+            "beside Unsloth": title(name),
+            "GPU, date": f"{short_gpu(ours)}, {ours['date']}",
+            "ms": f"{ours['ms']:,.0f}",
+            "tokens/s": f"{speed(ours):,.0f}",
+            "GiB": f"{ours['peak_gib']:.1f}",
+            "Unsloth, ms": f"{theirs['ms']:,.0f}",
+            "its GiB": f"{theirs['peak_gib']:.1f}",
+            "faster": f"{theirs['ms'] / ours['ms']:.2f} ×",
+            "of the limit": f"{ours['flops'] / ours['ms'] * 1e3 / MATMUL:.0%}",
+            "weights": places(ours["plan"]),
+        }
+        for name, (ours, theirs) in compared.items()
+    ]
+    return table(rows) + "\n"
+
+
+def places(plan: str) -> str:
+    """Return where a plan has the layers' weights."""
+    flag = plan.partition("--weights ")[2]
+    return {"": "on the GPU", "host": "on the host"}.get(flag, flag.strip("'"))
+
+
+def format_losses(losses: list[dict]) -> str:
+    """Return the table of differences between engines' losses."""
+    names = {"ours": "jaxglue", "unsloth": "Unsloth", "peft": "transformers + PEFT"}
+    rows = [
+        {
+            "losses": title(row["row"]),
+            "engines": " and ".join(names[engine] for engine in row["engines"].split(", ")),
+            "steps": row["steps"],
+            "largest": row["largest relative difference"],
+            "mean": row["mean"],
+        }
+        for row in losses
+    ]
+    return table(rows) + "\n"
 
 
 def extend(board: dict, results: list[dict]) -> None:
@@ -175,6 +237,7 @@ def title(name: str) -> str:
         if name.endswith(ending):
             name = name.removesuffix(ending) + words
             break
+    name = name.replace("deepseek-v2-lite", "DeepSeek-V2-Lite")
     return re.sub(r"(?<=\d)b\b", "B", name[0].upper() + name[1:])
 
 

@@ -194,7 +194,7 @@ def problems(page: str, text: str, claims: dict[str, dict[str, list[str]]], *, a
             wrong.append(f"{place}: {len(block.numbers)} numbers, {len(sources or [])} sources")
             continue
         wrong += [
-            f"{place}: {shown} is not that of {source}"
+            f"{place}: {shown} is not that of {source}{'' if ' : ' in source else f', {evaluate(source):.6g}'}"
             for shown, source in zip(block.numbers, sources, strict=True)
             if source != SETTING and not agrees(shown, source)
         ]
