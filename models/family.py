@@ -58,7 +58,7 @@ class ExpertParts:
     correction_axes: int = 1
     """Axes of these biases in files, the first ones of size 1."""
     stored: Literal["together", "apart", "by_number"] = "together"
-    """How files hold matrices: those of all experts in one tensor, or of each, as gate_proj, … or by number, as w1, …."""
+    """How files hold matrices: of all experts in one tensor, or of each, as gate_proj, …, or by number, as w1, …."""
     shared: str = "shared_expert"
     """Name of the expert that serves every token, where config.json has one."""
     shared_gate: bool = False
