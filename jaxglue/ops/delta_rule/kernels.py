@@ -38,7 +38,7 @@ FACTORS = tl.constexpr(8)
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelSpec:
+class DeltaKernelSpec:
     """Constants of a kernel: sizes of a call, and a program's part of them."""
 
     T: int

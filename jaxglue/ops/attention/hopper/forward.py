@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from jaxglue.ops.attention.hopper.tiles import Range, Sizes, load_rows, store_rows
+from jaxglue.ops.attention.hopper.tiles import AttentionSizes, TileRange, load_rows, store_rows
 from jaxglue.ops.attention.kernels import LOG2_E, MASKED
 from jaxglue.ops.tile_ring import GROUP_ROWS, await_tile, load, release, ring, turn, vacate
 
@@ -45,7 +45,7 @@ def _key_range(starts, first, last, BLOCK_N: gl.constexpr, sizes):
     count = (last - low) // BLOCK_N + 1
     full = gl.minimum(gl.maximum((all_low - low + BLOCK_N - 1) // BLOCK_N, 1), count)
     cut = gl.minimum(gl.maximum(gl.maximum(first + 1 - low, 0) // BLOCK_N, full), count)
-    return Range(low, full, cut, count)
+    return TileRange(low, full, cut, count)
 
 
 @gluon.jit
@@ -175,7 +175,7 @@ def forward_kernel(
     keys beyond those of values come by a descriptor of their own; k_rest is k where there are none. With SPLIT,
     starts [B, 2, T] have queries' first keys, and their own.
     """
-    sizes = Sizes(T, S, K, G, P, H, WINDOW, SCALE, SPLIT, V, SOFTCAP=SOFTCAP)
+    sizes = AttentionSizes(T, S, K, G, P, H, WINDOW, SCALE, SPLIT, V, SOFTCAP=SOFTCAP)
     PARTS: gl.constexpr = G // P
     TOKENS: gl.constexpr = 2 * GROUP_ROWS // P
     TILES: gl.constexpr = (T + TOKENS - 1) // TOKENS

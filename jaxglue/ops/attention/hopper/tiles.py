@@ -8,7 +8,7 @@ from jaxglue.ops.tile_ring import GROUP_ROWS
 
 
 @aggregate
-class Sizes:
+class AttentionSizes:
     """Constants of a call: T queries, S keys, K key/value heads, G query heads each, P of them in a tile, head dim H.
 
     With SPLIT, queries are some of a row's tokens (see `forward_kernel`, `backward_kernel`). CHUNK is of the backward
@@ -41,7 +41,7 @@ class Sizes:
 
 
 @aggregate
-class Range:
+class TileRange:
     """A loop over tiles: `count` of them from token `first` on, only those in [full, cut) without a mask."""
 
     first: gl.tensor
