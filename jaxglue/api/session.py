@@ -31,6 +31,7 @@ from jaxglue.hf.tensor_files import TensorFiles
 from jaxglue.models.parameters import Params
 from jaxglue.objectives.objective import Objective
 from jaxglue.ops.segments import segment_bucket
+from jaxglue.parts import load_kinds
 from jaxglue.settings.recipe import from_settings
 from jaxglue.sharding.mesh import mesh_of
 from jaxglue.training.config import TrainConfig
@@ -83,6 +84,7 @@ class Session:
     def __init__(self, *, recipe: str | Path | None = None, base: "Session | None" = None, **settings: Any):
         if settings.keys() & {"data", "eval_data"}:
             raise ValueError("data: a session is given its rows step by step: pass them to forward_backward or batches")
+        load_kinds(settings.get("parts", ()))
         with named_optimizer(with_named_tokenizer(settings)) as named:
             self._open(recipe, named, base)
         self.tokenizer = self._setup.tokenizer

@@ -8,6 +8,7 @@ from jaxglue.data.config import DataConfig
 from jaxglue.hf.files import MAX_SHARD_BYTES
 from jaxglue.hf.hub import model_path
 from jaxglue.ops.choices import QUANTIZE, GgufType
+from jaxglue.parts import PartsConfig
 from jaxglue.settings.config import Alias, Choices, Config, NonNegativeFloat, PositiveInt, Range
 from jaxglue.training.config import ModelConfig, TrainConfig
 
@@ -65,7 +66,7 @@ class EstimateConfig(TrainConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportConfig(Config):
+class ExportConfig(PartsConfig):
     """Merge an adapter into its base model, quantize a model, write it for llama.cpp, write a run's checkpoint, or
     upload the result."""
 

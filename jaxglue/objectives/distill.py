@@ -1,23 +1,16 @@
 """Distillation on the model's own answers: divergences between its distributions and a teacher's (arXiv 2306.13649)."""
 
-from jaxglue.objectives.config import ObjectiveConfig
+from jaxglue.objectives.config import DistillSettings
 from jaxglue.objectives.rollouts import LossInputs, Metric, RolloutObjective, StepCounts, Tokens
 
 
 class Distillation(RolloutObjective):
     """Divergences over the vocabulary, the mean over all tokens of a step."""
 
-    settings = ("beta", "temperature", "distill_top_k")
+    Settings = DistillSettings
     needs_teacher = True
     generations = 1
-    default_beta = 1.0
     learning_rates = {"lora": 1e-4, "full": 1e-6}  # noqa: RUF012 - with all weights TRL's
-
-    @classmethod
-    def check(cls, config: ObjectiveConfig) -> None:
-        """Refuse a mixture beyond its ends."""
-        if config.beta is not None and config.beta > 1:
-            raise ValueError(f"--beta {config.beta:g}: expected 0 (forward) to 1 (reverse) for --objective distill")
 
     @property
     def title(self) -> str:

@@ -9,7 +9,8 @@ from jax.lax import stop_gradient
 from jaxtyping import Array, Float
 
 from jaxglue.objectives.advantages import EPSILON, Rewards, Values, deviation, group_relative, leave_one_out, mean
-from jaxglue.objectives.config import ObjectiveConfig
+from jaxglue.objectives.config import PolicyGradientSettings, RLOOSettings, SAPOSettings, VESPOSettings
+from jaxglue.objectives.objective import ObjectiveConfig
 from jaxglue.objectives.rollouts import LossInputs, Metric, RolloutObjective, StepCounts, Tokens
 from jaxglue.ops.collectives import TOKEN_AXES, all_gather, psum
 
@@ -46,24 +47,12 @@ class PolicyGradient(RolloutObjective):
     to those of a method that it extends.
     """
 
-    settings: ClassVar[tuple[str, ...]] = (
-        *("beta", "temperature", "epsilon_low", "epsilon_high", "delta", "use_bias_correction_kl", "scale_rewards"),
-        *("multi_objective_aggregation", "mask_truncated_completions", "top_entropy_quantile", "entropy_coef"),
-        *("off_policy_mask_threshold", "importance_sampling_mode", "importance_sampling_max"),
-        "importance_sampling_min",
-    )
+    Settings: ClassVar[type[ObjectiveConfig]] = PolicyGradientSettings
     learning_rates = {"lora": 1e-5, "full": 1e-6}  # noqa: RUF012 - with all weights TRL's
-    default_beta = 0.0
     generations = 8
     compares = True
     by_answer = False
     """Ratios are of whole answers."""
-
-    @classmethod
-    def check(cls, config: ObjectiveConfig) -> None:
-        """Refuse bounds in the wrong order."""
-        if config.importance_sampling_min >= config.importance_sampling_max:
-            raise ValueError("--importance-sampling-min is not below --importance-sampling-max: lower it")
 
     @property
     def uses_reference(self) -> bool:
@@ -259,10 +248,7 @@ class CISPO(DAPO):
 class SAPO(GRPO):
     """Ratios through a sigmoid, whose gradient falls off around 1, in place of clipped ones (arXiv 2511.20347)."""
 
-    settings = (
-        *(name for name in PolicyGradient.settings if name not in ("epsilon_low", "epsilon_high", "delta")),
-        *("sapo_temperature_pos", "sapo_temperature_neg"),
-    )
+    Settings = SAPOSettings
 
     def policy_losses(self, inputs: LossInputs, ratio: Tokens, correction: Tokens) -> tuple[Tokens, dict[str, Metric]]:
         """Return the losses of tokens without the divergence; nothing is clipped."""
@@ -283,20 +269,7 @@ class LUSPO(GSPO):
 class VESPO(DAPO):
     """Log-probabilities weighted by e^λ · w^k · e^(−λw) of the answers' ratios w, which favors those near 1."""
 
-    settings = (
-        *(name for name in SAPO.settings if not name.startswith("sapo")),
-        *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
-    )
-
-    @classmethod
-    def check(cls, config: ObjectiveConfig) -> None:
-        """Refuse corrections of whole answers, whose ratios the weights contain."""
-        super().check(config)
-        if config.importance_sampling_mode.startswith("sequence"):
-            raise ValueError(
-                f"--importance-sampling-mode {config.importance_sampling_mode} is not for --objective vespo, whose "
-                "weights are of whole answers: use token_truncate, token_mask or none"
-            )
+    Settings = VESPOSettings
 
     def policy_losses(self, inputs: LossInputs, ratio: Tokens, correction: Tokens) -> tuple[Tokens, dict[str, Metric]]:
         """Return the losses of tokens without the divergence, and the answers' mean weight.
@@ -318,11 +291,7 @@ class VESPO(DAPO):
 class RLOO(GRPO):
     """REINFORCE with the mean of the other answers as the baseline (arXiv 2402.14740); ratios are of whole answers."""
 
-    settings = (
-        *("beta", "temperature", "epsilon_low", "epsilon_high", "normalize_advantages", "mask_truncated_completions"),
-        *("importance_sampling_mode", "importance_sampling_max", "importance_sampling_min"),
-    )
-    default_beta = 0.05
+    Settings = RLOOSettings
     generations = 2
     by_answer = divergence_in_reward = True
 

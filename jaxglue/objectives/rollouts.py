@@ -11,7 +11,8 @@ from jaxtyping import Array, Float
 
 from jaxglue.data.batch import Batch, Rollouts
 from jaxglue.objectives.advantages import Rewards, Values, group_relative
-from jaxglue.objectives.objective import Objective, TargetValues
+from jaxglue.objectives.config import RolloutSettings
+from jaxglue.objectives.objective import Objective, ObjectiveConfig, TargetValues
 
 Tokens = Float[Array, "B T"]
 """A value for each token of a micro-batch's rows."""
@@ -119,6 +120,7 @@ class RolloutObjective(Objective):
     in their group, `advantages`.
     """
 
+    Settings: ClassVar[type[ObjectiveConfig]] = RolloutSettings
     needs_rollouts = True
     generations: ClassVar[int]
     """Answers to each prompt where no number is given."""

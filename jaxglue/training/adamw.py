@@ -17,7 +17,7 @@ from jaxglue.ops.adam.reference import BLOCK
 from jaxglue.ops.collectives import per_device, psum
 from jaxglue.sharding.gather import constrain_params
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
-from jaxglue.training.config import OptimizerConfig
+from jaxglue.training.optimizer import AdamWSettings
 from jaxglue.training.partwise import Factors, PartwiseOptimizer, Prefixes, decays, param_keys, part_prefixes
 
 if TYPE_CHECKING:
@@ -29,11 +29,11 @@ class AdamWOptimizer(PartwiseOptimizer):
 
     fits_programs = True
 
-    def __init__(self, config: OptimizerConfig, total_steps: int, layout: Layout = SINGLE_DEVICE):
+    def __init__(self, config: AdamWSettings, total_steps: int, layout: Layout = SINGLE_DEVICE):
         super().__init__(config, total_steps, layout)
         self._adam = AdamW(
             beta1=config.beta1,
-            beta2=config.second_decay,
+            beta2=config.beta2,
             epsilon=config.epsilon,
             weight_decay=config.weight_decay,
             moments=config.moments,

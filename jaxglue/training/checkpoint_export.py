@@ -17,10 +17,9 @@ from jaxglue.hf.serving_check import check_serving
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import Params
 from jaxglue.objectives.objective import Objective
-from jaxglue.settings.recipe import load_config
 from jaxglue.settings.spelling import nearest
 from jaxglue.training.checkpoint import check_digests, check_meta, quiet_orbax, reason_of
-from jaxglue.training.config import TrainConfig
+from jaxglue.training.config import TrainConfig, recorded_config
 from jaxglue.training.result import export_result, require_equal
 from jaxglue.training.run import Base
 from jaxglue.training.vocabulary import Vocabulary, read_vocabulary, run_stops
@@ -57,7 +56,7 @@ def export_checkpoint(run: Path, which: str, output: Path) -> int:
         raise ValueError(f"{run} holds no run of jaxglue: name the --output of a training run with --run")
     step = choose_step(run / "checkpoints", which)
     trainable = read_trainable(run / "checkpoints" / str(step))
-    config = load_config(TrainConfig, recipe)
+    config = recorded_config(recipe)
     # The run may have been on another machine, where auto is another dtype.
     config = replace(config, model=replace(config.model, dtype=trained_dtype(run / "checkpoints" / str(step))))
     source = _read_run(config)

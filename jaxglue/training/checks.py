@@ -10,6 +10,7 @@ from jaxglue.hf.loading import require_stored
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.family import find_family
 from jaxglue.models.lora_config import ALL_LINEAR
+from jaxglue.objectives.config import DistillSettings
 from jaxglue.ops.attention import ATTENTION
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.quant.formats import FORMATS
@@ -40,7 +41,7 @@ def check_model(config: TrainConfig, model: DecoderConfig) -> None:
             f"{config.model.model} weighs experts by sigmoids, and router losses are of a softmax: leave out "
             "--router-balance-loss and --router-z-loss"
         )
-    top = config.objective.distill_top_k
+    top = config.objective.distill_top_k if isinstance(config.objective, DistillSettings) else None
     if top is not None and top > model.vocab_size:
         raise ValueError(f"--distill-top-k {top} is above the {model.vocab_size:,} tokens of the model: lower it")
     if config.data.seq_len is not None and config.data.seq_len > model.max_position_embeddings:

@@ -12,7 +12,7 @@ from jaxglue.hf.folder_digest import adapter_digest, folder_digest
 from jaxglue.hf.hub import model_path
 from jaxglue.hf.identity import weights_digest
 from jaxglue.models.config import DecoderConfig, describe_as_earlier
-from jaxglue.settings.config import stable_repr
+from jaxglue.settings.config import NONE, stable_repr
 from jaxglue.settings.recipe import as_dict, defaults_of, read_tables
 from jaxglue.settings.secrets import masked
 from jaxglue.training.run import Run
@@ -117,12 +117,28 @@ def fingerprint_differences(saved: Mapping[str, Any], current: Mapping[str, Any]
     old, new = dict(saved), dict(current)
     old_defaults, new_defaults = (values.pop("defaults", {}) for values in (old, new))
     old, old_defaults = _with_current_names(old), _with_current_names(old_defaults)
+    old = _without_other_kinds(old, new, new_defaults)
     if "inputs" not in old:  # of earlier versions, which did not read them
         new.pop("inputs", None)
     _, digest = (values.pop("model_digest", None) for values in (old, new))
     if digest and isinstance(old.get("model"), str):
         new["model"] = digest
     return differences(_filled(old, new_defaults), _filled(new, old_defaults))
+
+
+def _without_other_kinds(
+    saved: Mapping[str, Any], current: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return settings of an earlier version, which had those of all kinds: without others', and defaults in full."""
+    result = dict(saved)
+    for group, others in (("objective", ("beta",)), ("optimizer", ("beta2",))):
+        if isinstance(table := saved.get(group), dict) and isinstance(now := current.get(group), dict):
+            result[group] = {
+                name: defaults[group][name] if value == NONE and name in defaults[group] else value
+                for name, value in table.items()
+                if name in now or name not in others
+            }
+    return result
 
 
 def _with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:

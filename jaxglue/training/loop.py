@@ -12,7 +12,6 @@ from jaxglue.data.iterator import Step
 from jaxglue.distributed import Processes
 from jaxglue.engine.policy import AUTO
 from jaxglue.files.json_file import write_json
-from jaxglue.rl.page import write_page
 from jaxglue.settings.recipe import as_dict, to_toml
 from jaxglue.settings.secrets import masked
 from jaxglue.sharding.mesh import mesh_of
@@ -41,11 +40,10 @@ from jaxglue.training.record import (
     StepProfiler,
     check_finite,
     memory_use,
-    read_metrics,
     save_loss_curve,
 )
 from jaxglue.training.reference_cache import add_reference
-from jaxglue.training.report import RunSummary, print_panel, summary_json, summary_rows
+from jaxglue.training.report import RunSummary, plan_json, print_panel, summary_json, summary_rows
 from jaxglue.training.result import abstract_state, write_result
 from jaxglue.training.resuming import resume_notes
 from jaxglue.training.rollout_policy import TrainedPolicy
@@ -63,6 +61,7 @@ from jaxglue.training.step import (
     train_step,
 )
 from jaxglue.training.trackers import Loggers, open_loggers
+from jaxglue.ui.page import write_page
 
 _STEPS_IN_FLIGHT = 2
 """Steps that the host runs ahead of the device: enough to keep it busy, few enough to stop soon."""
@@ -197,7 +196,7 @@ def run_loop(
                 _resume(training)
             if not training.has_ended:
                 if processes.is_main:
-                    output.begin(masked(to_toml(run.recorded.shared), os.environ))
+                    output.begin(masked(to_toml(run.recorded.shared), os.environ), plan_json(run))
                 if training.state.step == 0 and not again:
                     training.answer_samples("before")
                 if (overrun := _run_steps(training)) is not None:
@@ -378,7 +377,7 @@ def _save(training: Training, eval_loss: float | None) -> None:
         if run.rollouts:
             training.checkpoints.wait()
             run.rollouts.saved()
-            _write_page(training)
+            write_page(training.output.path)
     except NonFinite as error:
         raise Diverged(state.step, f"after its update {error}") from error
     training.context.callbacks.call(Callback.on_save, state.step, training.output.path / "checkpoints")
@@ -470,9 +469,9 @@ def _finish(training: Training, begun: float) -> RunSummary:
     )
     if context.processes.is_main:
         save_loss_curve(summary.metrics, summary.curve)
-        _write_page(training)
         asked = {"keep": run.output.keep, "early_stopping": run.output.early_stopping}
         write_json(folder / "summary.json", summary_json(summary) | asked | {"fingerprint": training.identity})
+        write_page(folder)
     print_panel(context.console, "done", summary_rows(summary))
     context.callbacks.call(Callback.on_end, summary)
     return summary
@@ -485,9 +484,3 @@ def _open_loggers(training: Training, step: int) -> Loggers:
     settings = masked(as_dict(training.run.recorded.shared), os.environ)
     trackers = training.run.output.trackers
     return open_loggers(training.output.path, resume_step=step, trackers=trackers, settings=settings)
-
-
-def _write_page(training: Training) -> None:
-    """Write the page about rollouts, where there are some."""
-    if training.run.rollouts:
-        write_page(training.output.path, read_metrics(training.output.path / "metrics.jsonl"))

@@ -29,6 +29,7 @@ from jaxglue.training.explain import (
     linear_attention_choice,
     long_attention_choices,
     rotation_choice,
+    run_reasons,
 )
 from jaxglue.training.progress import format_duration
 from jaxglue.training.run import Run
@@ -128,6 +129,15 @@ def read_summary(values: Mapping[str, Any]) -> RunSummary:
     return RunSummary(**{**values, **{name: Path(values[name]) for name in PATHS if values.get(name)}})
 
 
+def plan_json(run: Run) -> dict[str, list[list[str]]]:
+    """Return the plan for the run's page: its rows, and the reasons for automatic choices."""
+
+    def shown(rows: Mapping[str, object]) -> list[list[str]]:
+        return [[title, str(text)] for title, text in rows.items() if text is not None]
+
+    return {"rows": shown(plan_rows(run)), "choices": shown(run_reasons(run))}
+
+
 def plan_rows(run: Run) -> dict[str, object]:
     """Return the panel's rows, title → content."""
     method = "full" if run.lora is None else "lora"
@@ -197,9 +207,8 @@ def _reference(run: Run) -> str:
 def _optimizer(run: Run) -> str:
     optimizer = run.schedule.optimizer
     rise = f"{optimizer.schedule} after {run.schedule.warmup:,} warm-up steps"
-    moments = {"float32": "", "8bit": " with 8-bit moments"}.get(
-        optimizer.moments, f" with {optimizer.moments} moments"
-    )
+    form = optimizer.state_format
+    moments = {"float32": "", "8bit": " with 8-bit moments"}.get(form, f" with {form} moments")
     return f"{optimizer.kind.title}{moments}, learning rate {optimizer.learning_rate:g}, {rise}"
 
 

@@ -18,7 +18,8 @@ from jaxglue.planner.flops import mean_visible_keys, training_flops_per_token
 from jaxglue.planner.workload import Workload
 from jaxglue.rl.loop import RolloutSteps
 from jaxglue.sharding.mesh import MeshShape
-from jaxglue.training.config import OptimizerConfig, TrainConfig, warmup_steps
+from jaxglue.training.config import TrainConfig
+from jaxglue.training.optimizer import OptimizerConfig, warmup_steps
 from jaxglue.training.remat import Asked, RematChoice
 from jaxglue.training.vocabulary import Vocabulary
 

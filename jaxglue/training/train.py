@@ -11,12 +11,13 @@ import jax
 from jaxglue.data.config import NO_COLUMNS, Columns
 from jaxglue.distributed import SINGLE_PROCESS, Processes
 from jaxglue.hf.hub import is_hub_id
+from jaxglue.parts import pinned
 from jaxglue.planner.host_memory import HOST_LIMIT
-from jaxglue.settings.recipe import as_dict, load_config
+from jaxglue.settings.recipe import as_dict
 from jaxglue.terminal.console import Console
 from jaxglue.terminal.interrupt import Interrupt, Output
 from jaxglue.training.callbacks import Callback, Callbacks, Metrics
-from jaxglue.training.config import ModelConfig, TrainConfig
+from jaxglue.training.config import ModelConfig, TrainConfig, recorded_config
 from jaxglue.training.explain import run_reasons
 from jaxglue.training.fingerprint import fingerprint
 from jaxglue.training.loop import MOST_PLANS, RunContext, run_loop
@@ -76,7 +77,7 @@ def train(
         callbacks=Callbacks(callbacks),
         compute_metrics=compute_metrics,
     )
-    config = replace(config, model=pinned_model(config))
+    config = replace(config, model=pinned_model(config), parts=pinned(config.parts))
     processes.agree("configuration", {**as_dict(config.shared), "jax": jax.__version__})
     with configured_jax(config.run.compilation_cache, config.model.memory_limit, processes=processes.count):
         if not config.run.dry_run:
@@ -166,7 +167,7 @@ def pinned_model(config: TrainConfig) -> ModelConfig:
     """Return the run's model with its commit on the hub: the recorded one where a run resumes, else the newest."""
     model, record = config.model, config.run.output / "config.toml"
     if config.run.resume and model.revision is None and is_hub_id(model.model) and record.is_file():
-        recorded = load_config(TrainConfig, record).model
+        recorded = recorded_config(record).model
         if recorded.model == model.model:
             model = replace(model, revision=recorded.revision)
     return model.pinned

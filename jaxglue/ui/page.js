@@ -1,7 +1,7 @@
 // The start: runs to choose, panels to open, and with a server a look for news every two seconds.
 const page = {
   live: !document.getElementById("data"),
-  runs: [], shown: new Set(), memory: {}, panel: location.hash.slice(1).split("/")[0],
+  runs: [], shown: new Set(), memory: {}, panel: "", query: "",
   token: new URLSearchParams(location.search).get("token") ?? "",
   index: run => page.runs.indexOf(run),
   async ask(name, body) {
@@ -13,6 +13,13 @@ const page = {
     }
   },
 };
+
+/** Reads the address: a panel, and after a slash what its rollouts are searched for. */
+function enter() {
+  const [panel, ...rest] = location.hash.slice(1).split("/");
+  page.panel = panel;
+  try { page.query = decodeURIComponent(rest.join("/")); } catch { page.query = ""; }
+}
 
 function draw() {
   const chosen = page.runs.filter(run => page.shown.has(run.folder)), main = document.getElementById("main");
@@ -48,5 +55,5 @@ async function look() {
   setTimeout(look, 2000);
 }
 
-addEventListener("hashchange", () => { page.panel = location.hash.slice(1).split("/")[0]; draw(); document.getElementById("main").focus(); });
-addEventListener("DOMContentLoaded", () => { page.live = !document.getElementById("data"); if (page.live) look(); else take(JSON.parse(document.getElementById("data").textContent)); });
+addEventListener("hashchange", () => { enter(); draw(); document.getElementById("main").focus(); });
+addEventListener("DOMContentLoaded", () => { enter(); page.live = !document.getElementById("data"); if (page.live) look(); else take(JSON.parse(document.getElementById("data").textContent)); });

@@ -25,13 +25,12 @@ _BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 @pytest.fixture
 def registries():
     """Forget what a page's examples register."""
-    kept = [(each, {**each}) for each in (FAMILIES, OPTIMIZERS)], [*QUANTIZE]
-    with OBJECTIVES.scope(), FORMATS.scope():
+    families, offered = {**FAMILIES}, [*QUANTIZE]
+    with OBJECTIVES.scope(), FORMATS.scope(), OPTIMIZERS.scope():
         yield
-    for each, entries in kept[0]:
-        each.clear()
-        each.update(entries)
-    QUANTIZE[:] = kept[1]
+    FAMILIES.clear()
+    FAMILIES.update(families)
+    QUANTIZE[:] = offered
 
 
 REPEATED = ("Rows in memory", "Callbacks", "Metrics", "An optimizer, a tokenizer", "A loop of your own")

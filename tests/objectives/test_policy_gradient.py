@@ -264,6 +264,6 @@ def test_settings_without_a_meaning_are_refused(setting, text):
         ObjectiveConfig(**setting)
 
 
-@pytest.mark.parametrize(("name", "beta"), [("sft", 0.1), ("dpo", 0.1), ("grpo", 0.0), ("rloo", 0.05)])
+@pytest.mark.parametrize(("name", "beta"), [("dpo", 0.1), ("distill", 1.0), ("grpo", 0.0), ("rloo", 0.05)])
 def test_beta_is_the_objectives_where_none_is_given(name, beta):
     assert ObjectiveConfig(objective=name).beta == beta

@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from jaxglue.rl.page import write_page
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.record import KEPT, LINES, Generation, RolloutFolder
 from jaxglue.rl.sampler import Sample
+from jaxglue.ui.run_files import read_rollouts
 
 PROMPT = Prompt("prompts.jsonl:1", "a", [5, 6], {})
 
@@ -62,7 +62,7 @@ def test_damaged_lines_are_moved_aside(tmp_path, answers, damage, caplog):
         folder.record(step, answers, ["exact"], np.zeros((1, 2)))
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:2], damage, *lines[3:]]))
-    write_page(tmp_path, [])
+    assert len(read_rollouts(path)[0]) >= 4  # the page shows what can be read
     again = RolloutFolder(tmp_path, {}, {})
     again.record(3, answers, ["exact"], np.zeros((1, 2)))
     assert path.read_bytes().splitlines(keepends=True) == [*lines[:2], *lines[3:]]

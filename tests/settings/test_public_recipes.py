@@ -50,12 +50,12 @@ def meaning(config: TrainConfig) -> dict:
     return {
         **{"objective": config.objective.objective, "method": config.model.method, "quantize": config.model.quantize},
         **{"rank": lora.rank, "alpha": lora.alpha, "dropout": lora.dropout, "targets": " ".join(lora.targets)},
-        **{"optimizer": optimizer.optimizer, "moments": optimizer.moments, "warmup": warmup},
+        **{"optimizer": optimizer.optimizer, "moments": optimizer.state_format, "warmup": warmup},
         **{name: getattr(optimizer, name) for name in ("learning_rate", "schedule", "weight_decay", "clip_norm")},
         **{"epochs": run.epochs, "steps": run.steps, "documents_per_step": run.documents_per_step},
         "rows": [run.per_device_batch_size, run.gradient_accumulation_steps],
         **{name: getattr(data, name) for name in ("seq_len", "overlong", "loss_on", "eval_fraction", "seed")},
-        "beta": config.objective.make().beta,
+        "beta": getattr(config.objective, "beta", 0.1),
     }
 
 

@@ -95,11 +95,10 @@ def test_a_run_samples_rewards_and_trains(make_run, monkeypatch):
         assert values["completions/mean_length"] == pytest.approx(np.mean([line["tokens"] for line in own]))
     assert len({line["answer"] for line in lines}) > 20  # neither groups nor steps are copies
     assert len({line["origin"] for line in lines}) == 6
-    page = (config.run.output / "rollouts.html").read_text()
-    assert (
-        json.loads(page.partition('id="data">')[2].partition("</script>")[0])["rollouts"][-1]["answer"]
-        == lines[-1]["answer"]
-    )
+    page = (config.run.output / "run.html").read_text()
+    (run,) = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+    assert run["rollouts"][-1]["answer"] == lines[-1]["answer"] and run["summary"]["steps"] == 3
+    assert dict(run["plan"]["rows"])["objective"].startswith("grpo")
 
 
 @pytest.mark.parametrize("continued", [repeat(False), True])

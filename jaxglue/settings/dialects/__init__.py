@@ -7,7 +7,17 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxglue.settings.config import KEEP, Kind, groups, plain_fields
+from jaxglue.settings.config import (
+    KEEP,
+    Kind,
+    KindSettings,
+    chosen_groups,
+    is_default,
+    kind_names,
+    names_in,
+    plain_fields,
+    refusal_of,
+)
 from jaxglue.settings.dialects.data_sets import with_our_data
 from jaxglue.settings.dialects.dataset_info import described_sources
 from jaxglue.settings.dialects.defaults import AXOLOTL, TORCHTUNE, TRL, program_of
@@ -37,14 +47,14 @@ def translate(recipe: Mapping[str, Any], cls: type, where: str, flags: Mapping[s
         recipe: the file's settings.
         cls: the configuration.
         where: the beginning of errors.
-        flags: given beside the recipe, by field; the objective decides defaults.
+        flags: given beside the recipe, by field; kinds among them win over the recipe's, and decide defaults.
 
     Raises:
         ValueError: names all the settings that are not known, or whose values are not.
     """
     program = program_of(recipe)
     given = with_flat_settings(recipe, where) if program is TORCHTUNE else recipe
-    values, left_out, wrong = _read(given, cls, where)
+    values, left_out, wrong = _read(given, cls, where, flags)
     if "objective" in flags:
         values.setdefault("objective", {})["objective"] = flags["objective"]
     if program is TRL and "objective" not in values.get("objective", {}) and (loss := _PREFERENCE & recipe.keys()):
@@ -59,16 +69,17 @@ def translate(recipe: Mapping[str, Any], cls: type, where: str, flags: Mapping[s
     lines = [*filter(None, notes), *_left_out(left_out)]
     if program is not None and (missing := program.missing(values, flags)):
         lines.append(f"left unsaid, and {program.name} has no default for it, so as jaxglue has it: {missing}")
-    if program is not None and (filled := list(program.fill(values, groups(cls)))):
+    if program is not None and (filled := list(program.fill(values, chosen_groups(cls, names_in(cls, values))))):
         lines.append(f"left unsaid, so as {program.name} {program.version} has it: {', '.join(filled)}")
     if lines:
         _logger.warning("%s%s", where, "".join(f"\n  - {line}" for line in lines))
     return values
 
 
-def _read(recipe: Mapping[str, Any], cls: type, where: str) -> tuple[Nested, dict[str, list[str]], list[str]]:
+def _read(
+    recipe: Mapping[str, Any], cls: type, where: str, flags: Mapping[str, Any]
+) -> tuple[Nested, dict[str, list[str]], list[str]]:
     """Return the translated values, the settings left out by reason, and a text for each that is wrong."""
-    places = dict(_places(cls))
     values: Nested = {}
     unknown, wrong, left_out = [], list[str](), dict[str, list[str]]()
     ours = with_rollouts(with_one_name(recipe), where)
@@ -77,12 +88,18 @@ def _read(recipe: Mapping[str, Any], cls: type, where: str) -> tuple[Nested, dic
             ours = step(ours, where)
         except ValueError as error:
             wrong.append(str(error).removeprefix(where))
+    kinds = {**_kinds(cls, ours), **flags}
+    chosen = chosen_groups(cls, kinds)
+    places = dict(_places(chosen))
     for key, value in {**_method(recipe), **ours}.items():
         try:
             if key in _EVENTS and isinstance(value, float) and value < 1:
                 left_out.setdefault("shares of all steps: --eval-every and --save-every count steps", []).append(key)
             elif key in CONVERTERS:
                 _merge(values, CONVERTERS[key](value))
+            elif key not in places and (refusal := refusal_of(chosen, key, kinds)):
+                if not _is_default(chosen, key, value):
+                    wrong.append(refusal)
             elif key in places:
                 group, field, kind = places[key]
                 if (read := kind.from_alias(key, value)) is not KEEP:
@@ -113,9 +130,29 @@ def _left_out(reasons: Mapping[str, list[str]]) -> Iterator[str]:
         yield f"{change}: {', '.join(reasons[reason])} ({reason})"
 
 
-def _places(cls: type) -> Iterator[tuple[str, tuple[str, str, Kind]]]:
+def foreign_kinds(recipe: Mapping[str, Any], cls: type, where: str) -> dict[str, Any]:
+    """Return the names of kinds in another program's recipe, by field; raise ValueError as `translate` does."""
+    given = with_flat_settings(recipe, where) if program_of(recipe) is TORCHTUNE else recipe
+    return _kinds(cls, with_objective(with_rollouts(with_one_name(given), where), where))
+
+
+def _kinds(cls: type, recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the names of kinds in a recipe, by field; bad values are read later."""
+    reward = {"objective": "reward"} if recipe.get("reward_model") is True else {}
+    named = {
+        name: recipe[key] for name, kind in kind_names(cls).items() for key in (name, *kind.aliases) if key in recipe
+    }
+    return {**reward, **named}
+
+
+def _is_default(chosen: Mapping[str, type], key: str, value: Any) -> bool:
+    """Tell whether a setting of kinds that are not chosen has a default of theirs."""
+    return any(is_default(group, key, value) for group in chosen.values() if issubclass(group, KindSettings))
+
+
+def _places(chosen: Mapping[str, type]) -> Iterator[tuple[str, tuple[str, str, Kind]]]:
     """Yield the names of every group's fields, each with its group, field and declaration."""
-    for group, members in groups(cls).items():
+    for group, members in chosen.items():
         if group == "distributed":  # names such as num_processes mean processes that we do not start
             continue
         for field, kind in plain_fields(members).values():

@@ -3,10 +3,11 @@
 A recipe that leaves a setting out means the program's default for it, which is not ours.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxglue.settings.config import plain_fields
 from jaxglue.settings.dialects.values import Nested
 
 _PAIRS = ("dpo", "ipo", "kto", "orpo", "simpo")
@@ -59,8 +60,8 @@ class Program:
             names += [name for name in ("rank", "alpha") if name not in {**lora, **flags}]
         return ", ".join(names)
 
-    def fill(self, values: Nested, known: Collection[str]) -> Iterator[str]:
-        """Add the defaults of absent settings to the known groups; yield a text for each, such as "epochs 3"."""
+    def fill(self, values: Nested, known: Mapping[str, type]) -> Iterator[str]:
+        """Add the defaults of absent settings that the groups have; yield a text for each, such as "epochs 3"."""
         objective = values.get("objective", {}).get("objective", "sft")
         is_adapted = values.get("model", {}).get("method", "lora") == "lora"
         groups = {**self.settings}
@@ -73,7 +74,11 @@ class Program:
         for group, settings in ((group, groups[group]) for group in groups if group in known):
             table = values.setdefault(group, {})
             for name, value in settings.items():
-                if name not in table and not (_OTHERS.get(name, set()) & table.keys()):
+                if (
+                    name in plain_fields(known[group])
+                    and name not in table
+                    and not (_OTHERS.get(name, set()) & table.keys())
+                ):
                     table[name] = value
                     yield f"{name} {' '.join(value) if isinstance(value, tuple) else value}"
 

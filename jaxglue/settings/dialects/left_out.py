@@ -107,7 +107,7 @@ _REASONS = {
         *("use_transformers_paged", "use_transformers_continuous_batching", "cache_implementation"),
         *("ds3_gather_for_generation", "use_liger_loss", "fast_inference"),
     ),
-    "rollouts.jsonl and rollouts.html have all answers": (
+    "rollouts.jsonl has all answers, run.html shows them": (
         *("log_completions", "num_completions_to_print", "log_unique_prompts", "wandb_log_unique_prompts"),
     ),
     "the cache knows what has changed": ("overwrite_cache", "tokenized_path"),

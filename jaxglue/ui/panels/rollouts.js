@@ -10,7 +10,7 @@ const total = answer => Object.values(answer.rewards ?? {}).reduce((sum, value) 
 const mean = values => values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
 
 function show(element, run, page) {
-  const key = `rollouts ${run.folder}`, chosen = page.memory[key] ??= { query: "", step: "", order: "" };
+  const key = `rollouts ${run.folder}`, chosen = page.memory[key] ??= { query: page.query, step: "", order: "" };
   const groups = new Map();
   for (const answer of run.rollouts) {
     const name = `${answer.step} ${answer.origin} ${content(answer.prompt)}`;
