@@ -186,7 +186,7 @@ def _shrink(
             total = tl.where(used != 0, total, 0.0)
         tl.store(low_rank + tile, total.to(low_rank.dtype.element_ty))
         tl.store(counter, 0)
-        tl.debug_barrier()
+        tl.debug_barrier()  # one thread signals that all have stored
         tl.atomic_add(unread, added, sem="release")
 
 
@@ -196,7 +196,7 @@ def _await_low_ranks(unread, TILES: tl.constexpr):
     left = tl.atomic_add(unread, 0, sem="acquire")
     while (left < 1) | (left > TILES):
         left = tl.atomic_add(unread, 0, sem="acquire")
-    tl.debug_barrier()
+    tl.debug_barrier()  # one thread may have waited for all
     tl.atomic_add(unread, -1, sem="relaxed")
 
 

@@ -43,7 +43,7 @@ def _hand_over(dq, tiles, n, GROUP: gl.constexpr):
     """Hand over a warpgroup's half of the n-th tile's gradient of queries."""
     place = _await_place_of_dq(tiles, n)
     tiles.dq.tiles.index(2 * place + GROUP).store(dq.reshape([1, GROUP_ROWS, dq.shape[1]]))
-    fence_async_shared()
+    fence_async_shared()  # TMA reads the half from shared memory
     mbarrier.arrive(tiles.dq.full.index(place), count=1)
 
 
@@ -114,7 +114,7 @@ def _hand_over_parts(tiles, n, zero, sizes, GROUP: gl.constexpr):
     dq = warpgroup_mma_wait(0, deps=[_begin_half(dscores, tiles.keys_rest.index(zero), sizes.REST, GROUP)])
     mbarrier.arrive(tiles.read.index(0), count=1)
     tiles.dq_rest.index(half).store(dq.reshape([1, GROUP_ROWS, sizes.REST // 2]))
-    fence_async_shared()
+    fence_async_shared()  # TMA reads it from shared memory
     mbarrier.arrive(tiles.dq.full.index(half // 2), count=1)
 
 
@@ -177,7 +177,7 @@ def _differentiate_tile(scores, sums, n, token, MASK: gl.constexpr, operands, si
     else:
         # The other warpgroup has left the tile of two tiles ago, for it has stored its part of the tile before.
         tiles.dscores.index(n & 1).slice(GROUP * GROUP_ROWS, GROUP_ROWS, dim=0).store(dscores)
-    fence_async_shared()
+    fence_async_shared()  # the tensor cores read both warpgroups' scores from shared memory
     mbarrier.arrive(tiles.stored.index(0), count=1)
     if sizes.REST > 0:
         return warpgroup_mma_wait(0, deps=[dk, dv, dk_rest])
@@ -340,6 +340,7 @@ def backward_kernel(
     rounded = gl.where(rounds, (tokens * P + GROUP_ROWS - 1) // GROUP_ROWS * (G // P), 0)
     before = gl.where(tile > 0, visible_end(row_ends, gl.maximum(first - 1, 0), WINDOW), 0)
     tiles = allocate(q, k, lse, sums, q_rest, k_rest, sums_rest, STAGES, P, sizes)
+    # Barriers were initialized by one thread, and TMA, which signals them, sees shared memory after a fence alone.
     fence_async_shared()
     gl.barrier()
     start = (row * T + bounds.first).to(gl.int32)

@@ -114,8 +114,8 @@ def _attend(q, sinks, starts, out, lse, tiles, row, head, first, bounds, sizes, 
         query_rest = queries_rest.index(GROUP)
         load_rows(q + V, query_rest, row, token, head, T, N, H, P)
     if H > 128:
-        fence_async_shared()
-    gl.barrier()
+        fence_async_shared()  # the tensor cores read queries from shared memory
+    gl.barrier()  # rows are read by other threads than loaded them
     # The sums of wide heads leave no registers for queries.
     held = query.load(gl.DotOperandLayout(0, SCORES, 2)) if V <= 128 else query
     lane = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, SCORES))
@@ -192,6 +192,7 @@ def forward_kernel(
     if sizes.REST > 0:
         keys_rest = gl.allocate_shared_memory(k.dtype, [STAGES, KEYS, sizes.REST], k_rest.layout)
         queries_rest = gl.allocate_shared_memory(k.dtype, [2, GROUP_ROWS, sizes.REST], k_rest.layout)
+    # Barriers were initialized by one thread, and TMA, which signals them, sees shared memory after a fence alone.
     fence_async_shared()
     gl.barrier()
     start = (row * S + bounds.first).to(gl.int32)

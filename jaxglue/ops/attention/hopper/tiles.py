@@ -75,9 +75,9 @@ def store_rows(target, value, tile, row, token, head, T: gl.constexpr, HEADS: gl
     """Store `rows`, through a tile in shared memory that a warpgroup no longer needs."""
     base, offsets, mask = rows(row, token, head, T, HEADS, H, P, tile.shape[1])
     tile.store(value.to(target.dtype.element_ty))
-    gl.barrier()
+    gl.barrier()  # rows are read by other threads than wrote them
     gl.store(target + base + offsets, tile.load(offsets.type.layout), mask=mask)
-    gl.barrier()
+    gl.barrier()  # the next rows overwrite the tile
 
 
 @gluon.jit
