@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -96,9 +97,9 @@ def provenance(gpu: str) -> dict:
 def commit() -> str | None:
     """Return the checkout's commit, followed by + where tracked files differ from it.
 
-    Copies without git's folder name theirs in `JAXGLUE_COMMIT`; None without either.
+    Copies without git's folder, or machines without git, name theirs in `JAXGLUE_COMMIT`; None without either.
     """
-    if not (ROOT / ".git").exists():
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
         return os.environ.get("JAXGLUE_COMMIT")
     changed = _git("status", "--porcelain", "--untracked-files=no")
     return _git("rev-parse", "--short=8", "HEAD") + ("+" if changed else "")
