@@ -96,12 +96,15 @@ def provenance(gpu: str) -> dict:
 def commit() -> str | None:
     """Return the checkout's commit, followed by + where tracked files differ from it.
 
-    Copies without git's folder name theirs in `JAXGLUE_COMMIT`; None without either.
+    Where git does not tell, it is that of `JAXGLUE_COMMIT`, or None: a measurement is not lost for it.
     """
     if not (ROOT / ".git").exists():
         return os.environ.get("JAXGLUE_COMMIT")
-    changed = _git("status", "--porcelain", "--untracked-files=no")
-    return _git("rev-parse", "--short=8", "HEAD") + ("+" if changed else "")
+    try:
+        changed = _git("status", "--porcelain", "--untracked-files=no")
+        return _git("rev-parse", "--short=8", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("JAXGLUE_COMMIT")
 
 
 def _git(*arguments: str) -> str:
