@@ -224,7 +224,7 @@ OTHERS += (
 """Families whose parts in llama.cpp those of the others have, too, or the test of adapters runs."""
 
 
-@pytest.mark.parametrize("family", repeats(FAMILIES, *OTHERS))
+@pytest.mark.parametrize("family", repeats(SEEDS, *OTHERS))
 def test_f16_gives_our_tokens_stops_and_template(family, make_folder, make_tokenizer, tmp_path):
     folder, tokenizer = make_folder(family), make_tokenizer("plain")
     template = ChatTemplate(tokenizer)
@@ -327,6 +327,38 @@ def differences(folder, file, prompts, **options):
 
 
 PROMPTS = [list(range(40, 60)), list(range(300, 400, 3))]
+FURTHER = {
+    "seed_oss": {},
+    "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
+    "hunyuan_v1_dense": {
+        "rope_parameters": {"rope_type": "dynamic", "alpha": 7.0, "factor": 1.0, "rope_theta": 10_000.0}
+    },
+    "ernie4_5": {},
+    "ernie4_5_moe": {
+        **{"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 256, "moe_num_shared_experts": 2},
+    },
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 32},
+    "cohere2": {"num_hidden_layers": 4, "sliding_window": 16, "logit_scale": 0.5, "hidden_size": 256},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
+    "lfm2_moe": {
+        **{"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "num_dense_layers": 1},
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256},
+    },
+    "gemma4_unified_text": {
+        **{"num_hidden_layers": 3, "sliding_window": 16, "initializer_range": 0.05, "global_head_dim": 128},
+        **{"num_global_key_value_heads": 1, "attention_k_eq_v": True},
+        "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
+    },
+}
+"""Families whose tokens need no seeds: their probabilities are compared."""
+FAMILIES |= {name: {"model_type": name, **fields} for name, fields in FURTHER.items()}
+
+
+@pytest.mark.parametrize("family", repeats(FURTHER, *(FURTHER.keys() - {"lfm2_moe"})))
+def test_f16_of_further_families_gives_our_probabilities(family, make_folder, make_tokenizer, tmp_path):
+    folder = make_folder(family, seed=1)
+    file = export(folder, "f16", tmp_path / "out", make_tokenizer("plain"), {2})
+    assert max(differences(folder, file, PROMPTS)) < 0.1
 
 
 @pytest.mark.parametrize("kind", repeats(KINDS, "q5_k_m", "q6_k", "q8_0", "bf16"))
