@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("openai")
 import openai
-from starlette.testclient import TestClient
+from local_client import TestClient
 
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.serve.config import ServeConfig
@@ -28,7 +28,7 @@ class Told:
     def __init__(self, tokens, finish):
         self.tokens, self._finish = tokens, finish
 
-    def submit(self, request, listen):
+    def submit(self, request, listen, owner=None):
         self.request = request
         for token in self.tokens[:-1]:
             listen(Event(0, [token], [0.0], None))
@@ -49,7 +49,7 @@ def ask(quickstart):
         parts = {"tokenizer": tokenizer, "stops": {tokenizer.eos_token_id}, "ranks": 0, "voices": {}}
         assistant = SimpleNamespace(**parts, config=SimpleNamespace(vocab_size=1024))
         app = TestClient(make_app(assistant, service, ServeConfig(model=quickstart, name="tiny")))
-        return openai.OpenAI(base_url="http://testserver/v1", api_key="any", http_client=app).responses, service
+        return openai.OpenAI(base_url="http://localhost/v1", api_key="any", http_client=app).responses, service
 
     return make
 
