@@ -16,8 +16,8 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.ops.attention import ATTENTION
 from jaxglue.ops.backend import BackendChoice, compute_capability, tracing_for
-from jaxglue.ops.cross_entropy import CROSS_ENTROPY
-from jaxglue.ops.moe import GROUPED_MATMUL
+from jaxglue.ops.cross_entropy import CROSS_ENTROPY, CrossEntropyCall
+from jaxglue.ops.moe import GROUPED_MATMUL, GroupedCall
 from jaxglue.ops.segments import BatchKind
 from jaxglue.planner.attention import attention_shape
 from jaxglue.planner.workload import Workload
@@ -47,8 +47,10 @@ def row(name: str) -> dict:
     del forms["projections"]  # a backend for FP8 alone
     others = {"rotation": rotation_choice(work), **forms, **linear_attention_choice(work)}
     if config.moe is not None:
-        others["experts"] = GROUPED_MATMUL.choose(compute_capability(), work.dtype)
-    others["loss"] = CROSS_ENTROPY.choose(compute_capability(), work.dtype)
+        others["experts"] = GROUPED_MATMUL.choose(compute_capability(), GroupedCall(dtype=work.dtype))
+    others["loss"] = CROSS_ENTROPY.choose(
+        compute_capability(), CrossEntropyCall(dtype=work.dtype, vocab_size=config.vocab_size)
+    )
     plain = {title: choice for title, choice in (attention | others).items() if choice.name == "reference"}
     return {
         "model": name,

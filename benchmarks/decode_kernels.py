@@ -24,7 +24,7 @@ from measure import table, write_results
 from jaxglue.ops.gated_mlp import GatedParts, gated_mlp
 from jaxglue.ops.moe import make_routing, moe_mlp, route
 from jaxglue.ops.paged_attention import KVPages, make_pages, paged_attention
-from jaxglue.ops.projection import Adapter, Projection, adapted_projection
+from jaxglue.ops.projection import LowRankAdapter, Projection, adapted_projection
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import FORMATS, is_quantized
 from jaxglue.ops.quant.mxfp4 import quantize_mxfp4
@@ -167,9 +167,9 @@ def attention(streams: int, tokens: int, heads: tuple[int, int, int], dtype, rat
 def projections(seed: int, K: int, sizes: Sequence[int], quantize: str, adapted: bool) -> list[Projection]:
     """Return random projections of one input."""
 
-    def adapter(i: int, N: int) -> Adapter | None:
+    def adapter(i: int, N: int) -> LowRankAdapter | None:
         A, B = draw(i, RANK, K, scale=K**-0.5), draw(i, N, RANK, scale=0.1)
-        return Adapter(A=A.astype(jnp.float32), B=B.astype(jnp.float32), scale=2.0) if adapted else None
+        return LowRankAdapter(A=A.astype(jnp.float32), B=B.astype(jnp.float32), scale=2.0) if adapted else None
 
     made = FORMATS[quantize].quantize
     parts = ((seed + i, N) for i, N in enumerate(sizes))
@@ -182,7 +182,7 @@ def arrays_of(part: Projection) -> tuple[Any, tuple[jax.Array, jax.Array] | None
 
 def rebuilt(weight: Any, matrices: tuple[jax.Array, jax.Array] | None) -> Projection:
     """Return a projection from `arrays_of` it."""
-    adapter = None if matrices is None else Adapter(A=matrices[0], B=matrices[1], scale=2.0)
+    adapter = None if matrices is None else LowRankAdapter(A=matrices[0], B=matrices[1], scale=2.0)
     return Projection(weight=weight, adapter=adapter)
 
 

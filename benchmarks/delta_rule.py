@@ -26,8 +26,8 @@ from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.delta_rule import (
     DELTA_RULE,
     DELTA_STEP,
+    DeltaCall,
     DeltaHeads,
-    DeltaShape,
     advance_states,
     causal_convolution,
     delta_rule_and_states,
@@ -38,7 +38,7 @@ from jaxglue.ops.delta_rule.chunks import ChunkedDeltaRule
 from jaxglue.ops.segments import PackedSegments, pack_segments
 
 HEADS, V = DeltaHeads(16, 32, 128), 128
-SHAPE = DeltaShape(dtype=jnp.dtype(jnp.bfloat16), key_dim=128, value_dim=128)
+SHAPE = DeltaCall(dtype=jnp.dtype(jnp.bfloat16), key_dim=128, value_dim=128)
 COPIES, MATMUL = {"NVIDIA H200": 4.3e12}, 690e12
 """Bytes/s of a device copy by GPU, an H100's 3.0e12 for others, and FLOP/s of a large matmul."""
 CASES = {"30 documents": (16_384, 30), "one document": (16_384, 1), "1,000 documents": (65_536, 1000)}

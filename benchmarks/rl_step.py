@@ -38,18 +38,19 @@ from jaxglue.generation.pages import free_bytes
 from jaxglue.generation.scheduler import Request
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.objectives.config import ObjectiveConfig
-from jaxglue.objectives.policy_gradient import StepCounts
+from jaxglue.objectives.rollouts import StepCounts
 from jaxglue.ops.backend import one_device_each
 from jaxglue.ops.choices import QUANTIZE
 from jaxglue.planner.device_memory import bounded_pool, take_fitting_blocks
 from jaxglue.rl.config import RolloutConfig
-from jaxglue.rl.packing import Group, Packed, TrainedAnswer, pack_groups
+from jaxglue.rl.pack import Group, Packed, TrainedAnswer, pack_groups
 from jaxglue.rl.sampler import copies_of
 from jaxglue.sharding.mesh import mesh_of
 from jaxglue.training.config import ModelConfig, RunConfig, TrainConfig
 from jaxglue.training.rollout_policy import TrainedPolicy
-from jaxglue.training.setup import Run, resolve
-from jaxglue.training.step import TrainStep
+from jaxglue.training.run import Run
+from jaxglue.training.setup import resolve
+from jaxglue.training.step import prepare_steps, train_step
 
 PROMPT, MEAN, SIGMA, LONGEST = 200, 512, 0.7, 1024
 
@@ -112,12 +113,10 @@ class Benchmark:
     def __init__(self, args: argparse.Namespace, folder: Path):
         self._args, self._run, self._rows = args, make_run(args, folder), jax.device_count()
         self._mesh = mesh_of(self._run.mesh)
-        self.model = TrainStep(self._run, self._mesh)
+        self.parts, self.state = prepare_steps(self._run, self._mesh)
         self._spread()
-        settings = self._run.config.model
-        options: dict[str, Any] = {"dtype": settings.compute_dtype, "as_written": True}
-        self._engine = Engine(self.model.graphdefs, self._run.model, **options)
-        self._policy = TrainedPolicy(self._run, self.model, self._mesh)
+        self._engine = Engine(self.parts.graphdefs, self._run.model, dtype=self._run.dtype, as_written=True)
+        self._policy = TrainedPolicy(self._run, self.parts, self.state)
         self._prompts = forced_prompts(args.prompts, self._run.model.vocab_size).tolist()
         if args.texts is not None:
             texts = [json.loads(line)["text"] for line in args.texts.read_text().splitlines()[: args.prompts]]
@@ -128,16 +127,16 @@ class Benchmark:
         """Answers' tokens, and seconds after which they were there, of the last sampling."""
         self.share = 1.0
         """Part of the free memory that sampling may take."""
-        self.devices = len(copies_of((self.model.trainable, self.model.frozen)))
+        self.devices = len(copies_of((self.state.trainable, self.state.frozen)))
         """GPUs that answer prompts, each by its own copy of the weights."""
 
     def _spread(self) -> None:
         """Give adapters random values, and distributions about two nats."""
         key = jax.random.key(3)
-        self.model.trainable = jax.tree.map(
-            lambda x: x + 0.01 * jax.random.normal(key, x.shape, x.dtype), self.model.trainable
+        self.state = self.state._replace(
+            trainable=jax.tree.map(lambda x: x + 0.01 * jax.random.normal(key, x.shape, x.dtype), self.state.trainable)
         )
-        self.model.frozen["norm"] = jax.tree.map(lambda x: x * self._args.norm, self.model.frozen["norm"])
+        self.state.frozen["norm"] = jax.tree.map(lambda x: x * self._args.norm, self.state.frozen["norm"])
 
     def sample(self, longest: int | None = None, *, part: int = 1, devices: int | None = None) -> list[Group]:
         """Return answers of the forced lengths, or of a shorter one.
@@ -152,7 +151,7 @@ class Benchmark:
         everyone = [Request(prompt, sampling, index, n=count) for index, prompt in enumerate(self._prompts)]
         requests = everyone[: len(everyone) // part]
         ends = np.minimum(self._lengths, longest or self._args.longest)
-        copies = copies_of((self.model.trainable, self.model.frozen))[:devices]
+        copies = copies_of((self.state.trainable, self.state.frozen))[:devices]
         # Of all prompts, so that parts of them need no programs of their own.
         plan = self._engine.plan(everyone[:: self.devices], memory=self.share * free_bytes())
         print(plan, flush=True)
@@ -216,7 +215,7 @@ class Benchmark:
         """Sample 64 tokens of each answer to a prompt of a length; call twice to leave compilation out."""
         prompt = np.random.default_rng(2).integers(0, self._run.model.vocab_size, context).tolist()
         request = Request(prompt, SamplingConfig(max_tokens=64, temperature=1.0, top_p=1.0), n=self._args.answers)
-        list(self._engine.generate(self.model.trainable, self.model.frozen, [request], whole=True))
+        list(self._engine.generate(self.state.trainable, self.state.frozen, [request], whole=True))
 
     def pack(self, groups: list[Group]) -> Step:
         """Return the step's micro-batches."""
@@ -225,14 +224,15 @@ class Benchmark:
         self.packed = pack_groups(groups, seq_len=self._args.row, batch_size=self._rows, slots=slots)
         tokens = sum(len(answer.tokens) for group in groups for answer in group.answers)
         counts = StepCounts(slots, tokens, len(self.packed), self._args.longest)
-        objective: Any = self._run.workload.objective
+        objective: Any = self._run.objective
         batches = tuple(batch for batch, _ in self.packed)
         return Step(micro_batches=batches, tokens=tokens, targets=objective.normalizer(counts))
 
     def train(self, step: Step) -> dict[str, float]:
         """Run the optimizer step, and return its values."""
-        values = self.model.dispatch(step).values
-        return {name: float(value) for name, value in values.items()}
+        self.state, result = train_step(self.parts, self.state, step)
+        self._policy.state = self.state
+        return {name: float(value) for name, value in result.values.items()}
 
     def log_probs(self, packed: list[Packed], *, reference: bool) -> None:
         """Compute log-probabilities of answers, as several steps on them need, or those of the reference."""

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
 from jaxglue.models.linear import Linear
-from jaxglue.models.residual import RMSNorm
+from jaxglue.models.residual import Norm
 from jaxglue.models.vocabulary import Embedding, extended_matrix, output_matrix, with_low_rank
 from jaxglue.ops.cross_entropy import cap_logits
 from jaxglue.ops.norm_rope import NormStyle
@@ -28,7 +28,7 @@ class CausalLM(nnx.Module):
         self.embed_tokens = Embedding(config, norm, dtype=dtype, rngs=rngs)
         self.layers = nnx.List([make_layer(index) for index in range(config.num_hidden_layers)])
         factor = 1.0 if config.scores else 1.0 / config.logit_divisor
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, style=norm, factor=factor, dtype=dtype)
+        self.norm = Norm(config.hidden_size, config.rms_norm_eps, style=norm, factor=factor, dtype=dtype)
         D, V, std = config.hidden_size, config.vocab_size, config.initializer_range
         without = config.tie_word_embeddings or config.scores
         self.lm_head = None if without else Linear(D, V, bias=False, std=std, dtype=dtype, rngs=rngs)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from jaxglue.models.config import DecoderConfig, LayerKind
 from jaxglue.models.context import LayerContext
 from jaxglue.models.linear import Linear, layer_linear, project_together
-from jaxglue.models.residual import Branch, RMSNorm
+from jaxglue.models.residual import Branch, Norm
 from jaxglue.ops import names
 from jaxglue.ops.delta_rule import DeltaHeads, gated_rms_norm, gates
 from jaxglue.ops.projection import Projection
@@ -41,9 +41,10 @@ class DeltaNet(nnx.Module):
         self.in_proj_b = linear("linear_attn.in_proj_b", D, N)
         self.in_proj_a = linear("linear_attn.in_proj_a", D, N)
         self.conv1d = Convolution(shape.channels, shape.conv_width, std=std, dtype=dtype, rngs=rngs)
-        self.dt_bias = nnx.Param(jnp.ones(N, dtype))
-        self.A_log = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (N,), minval=0.01, maxval=16.0)).astype(dtype))
-        self.norm = RMSNorm(shape.value_dim, config.rms_norm_eps, dtype=dtype)
+        # Published in float32, whatever the other weights' dtype: decays multiply over all tokens of a document.
+        self.dt_bias = nnx.Param(jnp.ones(N, jnp.float32))
+        self.A_log = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (N,), minval=0.01, maxval=16.0)))
+        self.norm = Norm(shape.value_dim, config.rms_norm_eps, dtype=jnp.float32)
         self.out_proj = linear("linear_attn.out_proj", shape.value_width, D)
         self.shape = shape
 

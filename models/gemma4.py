@@ -17,7 +17,7 @@ from jaxglue.models.layers import DecoderLayer
 from jaxglue.models.linear import layer_linear
 from jaxglue.models.moe_layers import Experts, ScaledRouter, apply_experts
 from jaxglue.models.parameters import Buffer
-from jaxglue.models.residual import Branch, RMSNorm
+from jaxglue.models.residual import Branch, Norm
 from jaxglue.models.shared_kv import KeysValues, SharedAttention
 from jaxglue.models.wrapper import Wrapper, wrap
 from jaxglue.ops import names
@@ -51,7 +51,7 @@ class Gemma4Layer(DecoderLayer):
             self.router = ScaledRouter(config, parts.norm, dtype=dtype, rngs=rngs)
             self.experts = Experts(config, parts.experts, dtype=dtype, rngs=rngs)
             for name in _EXPERT_NORMS:
-                setattr(self, name, RMSNorm(config.hidden_size, config.rms_norm_eps, style=parts.norm, dtype=dtype))
+                setattr(self, name, Norm(config.hidden_size, config.rms_norm_eps, style=parts.norm, dtype=dtype))
         self.layer_scalar = Buffer(jnp.ones(1, dtype))
         self.in_stages = not config.shared_width and config.per_layer is None
         self.width, self.shape = config.hidden_size, kind.shape
@@ -61,7 +61,7 @@ class Gemma4Layer(DecoderLayer):
             options: dict[str, Any] = {"bias": False, "dtype": dtype, "rngs": rngs}
             self.per_layer_input_gate = layer_linear(config, kind, "per_layer_input_gate", D, P, **options)
             self.per_layer_projection = layer_linear(config, kind, "per_layer_projection", P, D, **options)
-            self.post_per_layer_input_norm = RMSNorm(D, config.rms_norm_eps, style=parts.norm, dtype=dtype)
+            self.post_per_layer_input_norm = Norm(D, config.rms_norm_eps, style=parts.norm, dtype=dtype)
         self.has_input = config.per_layer is not None
 
     def __call__(self, x: Float[Array, "B T W"], context: LayerContext) -> Float[Array, "B T W"]:

@@ -17,7 +17,7 @@ from jaxglue.models.family import Parts
 from jaxglue.models.hf_fields import decoder_fields, require_fields
 from jaxglue.models.layers import Attention, DecoderLayer, copied
 from jaxglue.models.linear import Linear, layer_linear
-from jaxglue.models.residual import RMSNorm
+from jaxglue.models.residual import Norm
 from jaxglue.ops import names
 from jaxglue.ops.projection import Projection, adapted_projection
 from jaxglue.ops.projection.dora import magnitude_gain, matrix
@@ -46,10 +46,10 @@ class LatentAttention(Attention):
             self.q_proj = linear("self_attn.q_proj", D, N * H, bias=False)
         else:
             self.q_a_proj = linear("self_attn.q_a_proj", D, latent.query_rank, bias=bias)
-            self.q_a_layernorm = RMSNorm(latent.query_rank, _EPS, dtype=dtype)
+            self.q_a_layernorm = Norm(latent.query_rank, _EPS, dtype=dtype)
             self.q_b_proj = linear("self_attn.q_b_proj", latent.query_rank, N * H, bias=False)
         self.kv_a_proj_with_mqa = linear("self_attn.kv_a_proj_with_mqa", D, latent.rank + latent.rope_dim, bias=bias)
-        self.kv_a_layernorm = RMSNorm(latent.rank, _EPS, dtype=dtype)
+        self.kv_a_layernorm = Norm(latent.rank, _EPS, dtype=dtype)
         self.kv_b_proj = linear(
             "self_attn.kv_b_proj", latent.rank, N * (latent.nope_dim + latent.value_dim), bias=False
         )

@@ -19,7 +19,7 @@ from jaxglue.models.delta_net import DeltaNet
 from jaxglue.models.family import Parts
 from jaxglue.models.linear import Linear, layer_linear
 from jaxglue.models.moe_layers import SparseMLP
-from jaxglue.models.residual import Branch, RMSNorm
+from jaxglue.models.residual import Branch, Norm
 from jaxglue.ops import names
 from jaxglue.ops.collectives import copy_to
 from jaxglue.ops.gated_mlp import ACTIVATIONS, GatedParts, gated_mlp
@@ -56,8 +56,8 @@ class Attention(nnx.Module):
         norm: dict[str, Any] = {"eps": config.rms_norm_eps, "style": parts.norm, "dtype": dtype}
         widths = {"none": None, "heads": (H, H), "full": (N * H, K * H)}[parts.head_norms]
         widths = widths if config.head_norms else None
-        self.q_norm = RMSNorm(widths[0], **norm) if widths else None
-        self.k_norm = RMSNorm(widths[1], **norm) if widths else None
+        self.q_norm = Norm(widths[0], **norm) if widths else None
+        self.k_norm = Norm(widths[1], **norm) if widths else None
         self.norms_full_width = parts.head_norms == "full"
         std = config.initializer_range
         self.sinks = nnx.Param(jax.random.normal(rngs.params(), (N,), dtype) * std) if parts.sinks else None
@@ -120,7 +120,9 @@ class Attention(nnx.Module):
         """Return the norms of the heads of queries and keys; None without."""
         if self.q_norm is None or self.k_norm is None or self.norms_full_width:
             return None
-        return HeadNorms(self.q_norm.weight[...], self.k_norm.weight[...], self.q_norm.eps, self.q_norm.style)
+        q, k = self.q_norm, self.k_norm
+        biases = None if q.bias_values is None or k.bias_values is None else (q.bias_values, k.bias_values)
+        return HeadNorms(q.weight[...], k.weight[...], q.eps, q.style, biases)
 
 
 class GatedMLP(nnx.Module):
@@ -214,7 +216,7 @@ class DecoderLayer(nnx.Module):
         self.mlp = _sparse_mlp(config, parts, kind, **options) if kind.sparse else dense(config, kind, **options)
         self.norms, self.norm_style, self.factor = parts.norms, parts.norm, config.residual_multiplier
         for name in filter(None, vars(parts.norms).values()):
-            setattr(self, name, RMSNorm(config.hidden_size, config.rms_norm_eps, style=parts.norm, dtype=dtype))
+            setattr(self, name, Norm(config.hidden_size, config.rms_norm_eps, style=parts.norm, dtype=dtype))
 
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
         """Apply the layer to the residual stream."""
@@ -253,7 +255,7 @@ class DecoderLayer(nnx.Module):
         """Return the layer's output from the sum with its feed-forward."""
         return x
 
-    def norm(self, name: str | None) -> RMSNorm | None:
+    def norm(self, name: str | None) -> Norm | None:
         """Return the norm of this name; None for none."""
         return None if name is None else getattr(self, name)
 

@@ -13,7 +13,7 @@ from jaxglue.models.config import DecoderConfig, LayerKind
 from jaxglue.models.context import LayerContext
 from jaxglue.models.file_param import on_device
 from jaxglue.ops.choices import Storage
-from jaxglue.ops.projection import Adapter, Projection, adapted_projection
+from jaxglue.ops.projection import LowRankAdapter, Projection, adapted_projection
 from jaxglue.ops.projection.dora import row_norms
 from jaxglue.ops.quant.formats import FORMATS, quantize_matrix
 from jaxglue.ops.residual_norm import Normed
@@ -73,12 +73,12 @@ class Linear(nnx.Module):
         return Projection(weight=weight, bias=bias, adapter=self.adapter, trains_in_fp8=self.trains_in_fp8)
 
     @property
-    def adapter(self) -> Adapter | None:
+    def adapter(self) -> LowRankAdapter | None:
         """Return the adapter; None without."""
         if self.lora_A is None or self.lora_B is None:
             return None
         magnitude = None if self.lora_magnitude_vector is None else self.lora_magnitude_vector[...]
-        return Adapter(
+        return LowRankAdapter(
             A=self.lora_A[...],
             B=self.lora_B[...],
             magnitude=magnitude,

@@ -6,7 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxglue.models.config import DecoderConfig
-from jaxglue.models.residual import RMSNorm
+from jaxglue.models.residual import Norm
 from jaxglue.ops.norm_rope import NormStyle
 from jaxglue.ops.projection import project
 from jaxglue.ops.rows import take_rows
@@ -28,7 +28,7 @@ class PerLayerEmbedding(nnx.Module):
         width = shape.layers * shape.size
         self.embedding = Matrix((shape.vocab_size, width), std, dtype=dtype, rngs=rngs)
         self.projection = Matrix((width, D), std, dtype=dtype, rngs=rngs)
-        self.norm = RMSNorm(shape.size, config.rms_norm_eps, style=norm, dtype=dtype)
+        self.norm = Norm(shape.size, config.rms_norm_eps, style=norm, dtype=dtype)
         self.shape, self.width = shape, D
 
     def __call__(self, tokens: Int[Array, "B T"], x: Float[Array, "B T D"]) -> list[Float[Array, "B T P"]]:

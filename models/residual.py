@@ -9,29 +9,37 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxglue.models.context import LayerContext
-from jaxglue.ops.norm_rope import LLAMA_NORM, NormStyle, norm, rms_norm
+from jaxglue.ops.norm_rope import LLAMA_NORM, NormStyle, norm, reference_norm
 from jaxglue.ops.residual_norm import Normed, Reader, residual_norm
 
 
-class RMSNorm(nnx.Module):
-    """Root-mean-square norm over the last axis, in float32 internally, times a factor."""
+class Norm(nnx.Module):
+    """Norm of a style over the last axis, in float32 internally, times a factor."""
 
     def __init__(self, size: int, eps: float, *, style: NormStyle = LLAMA_NORM, factor: float = 1.0, dtype):
         self.weight = nnx.Param(jnp.full(size, 1 - style.offset, dtype))
+        if style.bias:
+            self.bias = nnx.Param(jnp.zeros(size, dtype))
         self.eps, self.style, self.factor = eps, style, factor
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         """Normalize x, in x's dtype; of a residual stream with further columns, the first ones."""
-        normed = rms_norm(x[..., : self.weight.shape[0]], self.weight[...], self.eps, self.style)
+        first = x[..., : self.weight.shape[0]]
+        normed = reference_norm(first, self.weight[...], self.eps, self.style, self.bias_values)
         return normed if self.factor == 1.0 else (normed * self.factor).astype(x.dtype)
 
     def of(self, x: Float[Array, "*B D"], stream: Float[Array, "*B D"] | None = None) -> Float[Array, "*B D"]:
         """Return the norm of x in one pass, plus a residual stream if there is one."""
-        return norm(x, self.weight[...], self.eps, self.style, stream=stream)
+        return norm(x, self.weight[...], self.eps, self.style, self.bias_values, stream=stream)
 
     def fork(self, x: Float[Array, "B T D"], reader: Reader, context: LayerContext) -> tuple[Array, Normed]:
         """Return a residual stream x, and its norm in the form that its reader multiplies."""
-        return residual_norm(x, self.weight[...], self.eps, self.style, reader, context)
+        return residual_norm(x, self.weight[...], self.eps, self.style, reader, context, self.bias_values)
+
+    @property
+    def bias_values(self) -> Float[Array, " D"] | None:
+        """Return the bias; None in styles without."""
+        return self.bias[...] if self.style.bias else None
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,7 @@ class Branch:
 
     add_to: Callable[[Array], Array]
     """Return a residual stream plus the output."""
-    norm: RMSNorm | None = None
+    norm: Norm | None = None
     """Norm of the output, before it is added."""
     factor: float = 1.0
     """Factor of the output, before it is added."""

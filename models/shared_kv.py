@@ -17,7 +17,7 @@ from jaxglue.models.context import LayerContext
 from jaxglue.models.family import Parts
 from jaxglue.models.layers import Attention, copied
 from jaxglue.models.linear import Linear, layer_linear, project_together
-from jaxglue.models.residual import RMSNorm
+from jaxglue.models.residual import Norm
 from jaxglue.ops import names
 from jaxglue.ops.norm_rope import rms_norm
 from jaxglue.ops.residual_norm import Normed
@@ -42,8 +42,8 @@ class SharedAttention(Attention):
         v_proj = linear("self_attn.v_proj", D, K * H) if makes and not shape.keys_as_values else None
         self.k_proj, self.v_proj = k_proj, v_proj  # type: ignore[assignment]
         self.o_proj = linear("self_attn.o_proj", N * H, D)
-        self.q_norm = RMSNorm(H, **norm)
-        self.k_norm = RMSNorm(H, **norm) if makes else None
+        self.q_norm = Norm(H, **norm)
+        self.k_norm = Norm(H, **norm) if makes else None
         self.fused = self.gated = self.norms_full_width = False
         self.sinks = None
         self.head_dim, self.window, self.rotary = H, kind.window, kind.rotary

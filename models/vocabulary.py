@@ -16,7 +16,7 @@ from jaxglue.models.linear import Linear
 from jaxglue.models.lora_config import PATHS, LoraConfig, VocabularyModule
 from jaxglue.models.per_layer import PerLayerEmbedding
 from jaxglue.ops.norm_rope import LLAMA_NORM, NormStyle
-from jaxglue.ops.projection import Adapter
+from jaxglue.ops.projection import LowRankAdapter
 from jaxglue.ops.rows import take_rows
 
 EMBEDDING: VocabularyModule = "embed_tokens"
@@ -116,7 +116,7 @@ def extended_matrix(module: Any) -> Float[Array, "V W"]:
     return matrix if columns is None else jnp.concatenate([matrix, columns.astype(matrix.dtype)], axis=1)
 
 
-def _head_adapter(module: Any) -> Adapter | None:
+def _head_adapter(module: Any) -> LowRankAdapter | None:
     """Return the adapter of an output projection; that of an embedding tied to it is not one."""
     return module.adapter if isinstance(module, Linear) else None
 

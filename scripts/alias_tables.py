@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxglue.settings.config import Kind, groups, plain_fields
+from jaxglue.settings.config import Kind, every_field
 from jaxglue.settings.dialects import NOTES, REFUSED
 from jaxglue.training.config import TrainConfig
 
@@ -24,8 +24,11 @@ def render(page: str) -> str:
 
 
 def _aliases() -> str:
-    fields = (field for group in groups(TrainConfig).values() for field in plain_fields(group).values())
-    rows = [(", ".join(_names(kind)), f"`--{field.name.replace('_', '-')}`") for field, kind in fields if kind.aliases]
+    rows = [
+        (", ".join(_names(kind)), f"`--{field.name.replace('_', '-')}`")
+        for _, field, kind in every_field(TrainConfig)
+        if kind.aliases
+    ]
     return _table(("theirs", "ours"), rows)
 
 

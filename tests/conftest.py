@@ -72,7 +72,7 @@ def unsynced_files(monkeypatch):
 @pytest.fixture(autouse=True)
 def short_ends(request, monkeypatch):
     """Let runs draw no curve and collect no garbage, a quarter of a short one's time, but those of `whole_runs`."""
-    if (module := sys.modules.get("jaxglue.training.train")) and "whole_runs" not in request.fixturenames:
+    if (module := sys.modules.get("jaxglue.training.loop")) and "whole_runs" not in request.fixturenames:
         monkeypatch.setattr(module, "save_loss_curve", lambda *_: None)
         nothing = SimpleNamespace(collect=lambda: 0, freeze=lambda: None, unfreeze=lambda: None)
         monkeypatch.setattr(sys.modules["jaxglue.training.record"], "gc", nothing)

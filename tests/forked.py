@@ -10,7 +10,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from jaxglue.training import train
+from jaxglue.training import loop
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["jaxglue.commands.train"])
@@ -42,5 +42,5 @@ def _call(outputs: list[Path], function: Callable[..., object], arguments: tuple
     for number, path in enumerate(outputs, start=1):
         os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), number)
     gc.freeze()
-    train.save_loss_curve = lambda *_: None  # type: ignore[assignment]
+    loop.save_loss_curve = lambda *_: None  # type: ignore[assignment]
     function(*arguments)

@@ -13,13 +13,14 @@ FLOORS = (
     {"api"},
     {"commands"},
     {"serve", "training"},
-    {"rl"},
+    {"rl", "ui"},
     {"generation", "planner"},
     {"hf", "engine"},
     {"sharding"},
     {"models", "objectives", "text"},
     {"data"},
     {"distributed", "ops"},
+    {"parts"},
     {"settings"},
     {"files"},
     {"terminal"},
@@ -162,7 +163,7 @@ PRIVATE_OF_OTHERS = {
     },
     "jaxglue/ops/attention/hopper/tiles.py": {"_aggregate": AGGREGATE},
     "jaxglue/ops/tile_ring.py": {"_aggregate": AGGREGATE},
-    "jaxglue/training/orbax_files.py": {
+    "jaxglue/training/checkpoint.py": {
         "orbax.checkpoint._src.path.atomicity": "orbax has no public way to write a checkpoint under another name"
     },
 }

@@ -6,7 +6,7 @@ import pytest
 from jaxglue.ops import backend
 from jaxglue.ops.backend import check_tried
 from jaxglue.ops.projection import Projection
-from jaxglue.ops.projection.few_rows import FEW_ROWS
+from jaxglue.ops.projection.few_rows import FEW_ROWS, FewRowsCall
 from jaxglue.ops.quant.int8 import quantize_int8
 
 
@@ -19,7 +19,7 @@ def test_a_kernel_is_left_out_until_a_gpu_has_run_it(monkeypatch):
     x, weight = jnp.zeros((4, 64), jnp.bfloat16), quantize_int8(jnp.ones((32, 64), jnp.bfloat16))
 
     def choose():
-        return FEW_ROWS.choose((9, 0), x, [Projection(weight=weight)], Decoding())
+        return FEW_ROWS.choose((9, 0), FewRowsCall.of(x, [Projection(weight=weight)], Decoding()))
 
     monkeypatch.setattr(backend, "UNTRIED", {"few rows of int8"})
     assert choose().name == "reference" and "no GPU has run the kernel" in choose().reason

@@ -12,6 +12,7 @@ from jaxglue.data.memory import holds_rows, name_sources, with_named_tokenizer
 from jaxglue.generation import assistant
 from jaxglue.generation.config import AssistantConfig
 from jaxglue.ops.choices import Quantize
+from jaxglue.parts import load_kinds
 from jaxglue.planner import planner
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.plan import Plan
@@ -168,6 +169,7 @@ def plan(model: str | Path | Workload, gpu: str, *, recipe: str | Path | None = 
     """
     if isinstance(model, Workload):
         return planner.plan(model, gpu, **settings)
+    load_kinds(settings.get("parts", ()))
     config = from_settings(EstimateConfig, {"model": str(model), "gpu": gpu, **settings}, recipe)
     planned, weights = make_planner(config), config.model.weights
     host_memory = planned.gpu.host_memory(config.host_memory_gib * GIB)
@@ -190,6 +192,7 @@ def _configured[C](cls: type[C], config: Any, settings: Mapping[str, Any], recip
 
 def _from_settings[C](cls: type[C], settings: dict[str, Any], recipe: str | Path | None) -> C:
     """Build a configuration; rows in memory are written once all other settings are known to be good."""
+    load_kinds(settings.get("parts", ()))
     settings = with_named_tokenizer(settings)
     rows = {name: settings[name] for name in ("data", "eval_data", "eval_dataset") if holds_rows(settings.get(name))}
     config = from_settings(cls, settings | {name: (f"{name} in memory",) for name in rows}, recipe)

@@ -2,26 +2,25 @@
 
 import logging
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxglue.data.batch import Batch, Rollouts
+from jaxglue.api.documents import TokenDocument, pack_documents
+from jaxglue.api.losses import DistillationLoss, FunctionLoss, Loss, token_losses
 from jaxglue.data.config import NO_COLUMNS, Columns, DataConfig
 from jaxglue.data.iterator import BatchIterator, Step, Steps
 from jaxglue.data.memory import name_sources, with_named_tokenizer, write_rows
 from jaxglue.data.packing import plan_packing
 from jaxglue.data.prepare import PreparedData, prepare_data
-from jaxglue.engine.executor import Executor
-from jaxglue.engine.policy import PRESETS
 from jaxglue.files.json_file import read_json, write_json
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.engine import Completion, Engine
@@ -29,26 +28,23 @@ from jaxglue.generation.prompts import encode_messages, encode_prompt
 from jaxglue.generation.scheduler import Request
 from jaxglue.hf.checkpoint import save_tensors
 from jaxglue.hf.tensor_files import TensorFiles
-from jaxglue.models.parameters import Params, split_model
-from jaxglue.objectives.objective import Objective, TargetValues
-from jaxglue.ops.segments import pack_segments, segment_bucket
+from jaxglue.models.parameters import Params
+from jaxglue.objectives.objective import Objective
+from jaxglue.ops.segments import segment_bucket
+from jaxglue.parts import load_kinds
 from jaxglue.settings.recipe import from_settings
 from jaxglue.sharding.mesh import mesh_of
 from jaxglue.training.config import TrainConfig
+from jaxglue.training.memory import configured_jax, planned_memory
 from jaxglue.training.optimizer_objects import named_optimizer
 from jaxglue.training.result import export_result
 from jaxglue.training.rollout_policy import Teacher
-from jaxglue.training.setup import Setup, resolve_model
-from jaxglue.training.start import configured_jax, planned_memory
-from jaxglue.training.step import TrainStep
+from jaxglue.training.setup import resolve_model
+from jaxglue.training.step import check_fp8, loss_and_gradients, multiply_in_fp8, prepare_steps, update
 
 if TYPE_CHECKING:
-    from jaxglue.models.decoder import CausalLM
-    from jaxglue.objectives.config import ObjectiveConfig
+    pass
 
-Loss = Callable[[Float[Array, "B T"], Mapping[str, Float[Array, "B T"]]], Float[Array, "B T"]]
-"""`loss(log_probs, columns)` of tokens, from the log-probabilities of the targets and each token's values of its row's
-columns; tokens that are not trained on do not count."""
 _log = logging.getLogger(__name__)
 _STATE = "session"
 """Folder beside a result's files that `load` reads."""
@@ -66,14 +62,6 @@ class Answer(NamedTuple):
     """Log-probabilities of the tokens, at the temperature."""
     ended: bool
     """False for an answer that reached its longest length."""
-
-
-class TokenDocument(NamedTuple):
-    """Tokens with a target each, and numbers of theirs that a loss reads."""
-
-    tokens: Int[np.ndarray, " T"]
-    targets: Int[np.ndarray, " T"]
-    columns: Mapping[str, Float[np.ndarray, " T"]]
 
 
 class Session:
@@ -96,6 +84,7 @@ class Session:
     def __init__(self, *, recipe: str | Path | None = None, base: "Session | None" = None, **settings: Any):
         if settings.keys() & {"data", "eval_data"}:
             raise ValueError("data: a session is given its rows step by step: pass them to forward_backward or batches")
+        load_kinds(settings.get("parts", ()))
         with named_optimizer(with_named_tokenizer(settings)) as named:
             self._open(recipe, named, base)
         self.tokenizer = self._setup.tokenizer
@@ -115,12 +104,15 @@ class Session:
         if config.optimizer.update_in_backward:
             raise ValueError("update_in_backward: gradients of a session add up before its steps: leave it out")
         with ExitStack() as stack:
-            stack.enter_context(configured_jax(config))
-            self._setup = resolve_model(replace(config, model=config.model.pinned))
-            buffers, mesh = stack.enter_context(planned_memory(self._setup)), mesh_of(self._setup.mesh)
+            stack.enter_context(configured_jax(config.run.compilation_cache, config.model.memory_limit))
+            config = replace(config, model=config.model.pinned)
+            self._setup = resolve_model(config)
+            self._data = config.data.within(self._setup.model.max_position_embeddings)
+            buffers = stack.enter_context(planned_memory(self._setup))
             if base is not None and base.origin != self.origin:
                 raise ValueError(f"base: a session of {base.origin}, this one is of {self.origin}")
-            self._model = TrainStep(self._setup, mesh, buffers, None if base is None else base.frozen)
+            frozen = None if base is None else base.frozen
+            self._parts, self._state = prepare_steps(self._setup, mesh_of(self._setup.mesh), buffers, frozen)
             self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxglue-session-")))
             self._stack = stack.pop_all()
 
@@ -137,15 +129,21 @@ class Session:
     @property
     def frozen(self) -> Params:
         """Return the weights below the adapters."""
-        return self._model.frozen
+        return self._state.frozen
 
     @property
     def origin(self) -> tuple[Any, ...]:
         """Return the settings that decide these weights."""
-        config = self._setup.config
-        names = ("model", "revision", "random_weights", "quantize", "matmul", "expand_experts", "weights")
-        given = [getattr(config.model, name) for name in names]
-        return (*given, config.model.random_weights and config.data.seed, str(config.model.compute_dtype))
+        base = self._setup.base
+        drawn = base.seed if base.random else None
+        return (
+            base.folder,
+            drawn,
+            base.storage,
+            base.expand_experts,
+            self._setup.asked.weights,
+            str(self._setup.dtype),
+        )
 
     @property
     def architecture(self) -> str:
@@ -155,7 +153,7 @@ class Session:
     @property
     def step(self) -> int:
         """Return the optimizer steps done."""
-        return self._model.step
+        return self._state.step
 
     def batches(self, data: Any, *, epochs: int | None = 1, columns: Columns = NO_COLUMNS) -> Iterator[Step]:
         """Yield the steps of packed rows that `train` makes of the data, with the session's batch size and seed.
@@ -168,12 +166,18 @@ class Session:
         Raises:
             ValueError: unusable data, naming file and line where possible.
         """
-        config, run = self._setup.config.data, self._setup.config.run
+        config, rows = self._data, self._setup.rows
         names = name_sources(data, Path(config.cache_dir) / "rows")
         prepared = self._prepare(replace(config, data=names), columns)
-        sizes = {"batch_size": run.batch_size, "gradient_accumulation_steps": run.gradient_accumulation_steps}
-        order: dict[str, Any] = {"seed": config.seed, "documents_per_step": run.documents_per_step}
-        steps = BatchIterator(prepared.train, seq_len=config.row_tokens, epochs=epochs, **order, **sizes)
+        steps = BatchIterator(
+            prepared.train,
+            seq_len=rows.seq_len,
+            epochs=epochs,
+            seed=config.seed,
+            documents_per_step=rows.documents,
+            batch_size=rows.batch_size,
+            gradient_accumulation_steps=rows.micro_batches,
+        )
         try:
             yield from steps
         finally:
@@ -182,7 +186,7 @@ class Session:
     def forward_backward(
         self,
         rows: Step | Iterable[Mapping[str, Any]],
-        loss: "Loss | DistillationLoss | None" = None,
+        loss: Loss | DistillationLoss | None = None,
         *,
         columns: Columns = NO_COLUMNS,
     ) -> float:
@@ -197,19 +201,23 @@ class Session:
             ValueError: unusable rows, by their number.
         """
         step = rows if isinstance(rows, Step) else self._pack(rows, columns)
-        if note := self._model.check_fp8(step.micro_batches[-1]):
+        if note := check_fp8(self._parts, self._state, step.micro_batches[-1]):
             _log.info(note)
         objective: Objective | None = None
         if isinstance(loss, DistillationLoss):
             step, objective = loss.prepared(step, self._setup)
         elif loss is not None:
-            objective = FunctionLoss(config=self._setup.config.objective, function=loss)
-        value, _, gradients = self._model.loss_and_gradients(step, objective)
+            objective = FunctionLoss(config=self._setup.objective.config, function=loss)
+        return self._add_gradients(step, objective)
+
+    def _add_gradients(self, step: Step, objective: Objective | None) -> float:
+        """Add the gradients of a step by the session's objective or another; return the loss."""
+        value, gradients = loss_and_gradients(self._parts, self._state, step, objective)
         self._gradients = gradients if self._gradients is None else _add(self._gradients, gradients)
         return float(value)
 
     def forward_backward_tokens(
-        self, documents: Sequence["TokenDocument"], loss: Loss, *, backward: bool = True
+        self, documents: Sequence[TokenDocument], loss: Loss, *, backward: bool = True
     ) -> tuple[float, list[Float[np.ndarray, " T"]]]:
         """Add the gradients of a loss's sum over the documents' tokens.
 
@@ -224,64 +232,30 @@ class Session:
         Raises:
             ValueError: no document, or one that is longer than a row or holds other than tokens and finite numbers.
         """
-        step, places = self._pack_tokens(documents)
-        objective = FunctionLoss(config=self._setup.config.objective, function=loss)
+        size = self._setup.model.vocab_size
+        step, places = pack_documents(documents, self._setup.rows, slots=self._slots, vocabulary=size)
+        self._slots = step.micro_batches[0].segments.slots
+        objective = FunctionLoss(config=self._setup.objective.config, function=loss)
         found = np.concatenate([np.asarray(part) for part in self.log_probs(step)])
         if backward:
-            value, _, gradients = self._model.loss_and_gradients(step, objective)
-            self._gradients = gradients if self._gradients is None else _add(self._gradients, gradients)
+            value = self._add_gradients(step, objective)
         else:
             columns = [batch.columns for batch in step.micro_batches]
             whole: dict[str, Any] = {name: np.concatenate([each[name] for each in columns]) for name in columns[0]}
             counted = np.concatenate([batch.loss_weights for batch in step.micro_batches])
-            value = jnp.sum(jnp.where(counted > 0, _losses(loss, jnp.asarray(found), whole), 0.0))
-        return float(value), [found[row, first:last] for row, first, last in places]
-
-    def _pack_tokens(self, documents: Sequence["TokenDocument"]) -> tuple[Step, list[tuple[int, int, int]]]:
-        """Pack documents into one step whose loss is a sum; return also each one's row, first and last token."""
-        size, seq_len = self._setup.config.run.batch_size, self._setup.config.data.row_tokens
-        if not documents or max(len(each.tokens) for each in documents) > seq_len:
-            raise ValueError(f"expected documents of at most {seq_len} tokens, and at least one: raise seq_len")
-        for number, document in enumerate(documents, 1):
-            _check_document(document, self._setup.model.vocab_size, f"document {number}")
-        lengths = np.array([len(each.tokens) for each in documents])
-        plan = plan_packing(lengths, seq_len=seq_len)
-        self._slots = max(self._slots, segment_bucket(plan.max_segments))
-        count = -(-plan.rows // size)
-        members = [plan.row(row) if row < plan.rows else np.zeros(0, np.int64) for row in range(count * size)]
-        names = ("", *documents[0].columns)  # the first is of the tokens that count
-        arrays = {name: np.zeros((len(members), seq_len), np.float32) for name in names}
-        tokens, targets = np.zeros((2, len(members), seq_len), np.int32)
-        places: list[tuple[int, int, int]] = [(0, 0, 0)] * len(documents)
-        for row, own in enumerate(members):
-            for document, last in zip(own, np.cumsum(lengths[own]), strict=True):
-                each, part = documents[document], slice(last - lengths[document], last)
-                places[document] = row, part.start, part.stop
-                tokens[row, part], targets[row, part], arrays[""][row, part] = each.tokens, each.targets, 1
-                for name, values in each.columns.items():
-                    arrays[name][row, part] = values
-        batches = []
-        for first in range(0, len(members), size):
-            rows = slice(first, first + size)
-            segments = pack_segments(
-                [lengths[each].tolist() for each in members[rows]], seq_len=seq_len, max_segments=self._slots
-            )
-            columns: dict[str, Any] = {name: values[rows] for name, values in arrays.items() if name}
-            given: dict[str, Any] = {"tokens": tokens[rows], "targets": targets[rows], "loss_weights": arrays[""][rows]}
-            batches.append(Batch(**given, segments=segments, columns=columns))
-        return Step(micro_batches=tuple(batches), tokens=int(lengths.sum()), targets=1.0), places
+            value = float(jnp.sum(jnp.where(counted > 0, token_losses(loss, jnp.asarray(found), whole), 0.0)))
+        return value, [found[row, first:last] for row, first, last in places]
 
     def sample_tokens(
         self, requests: Sequence[Request], stops: Collection[int] | None = None, weights: Params | None = None
     ) -> Iterator[Completion]:
         """Yield the answers to tokens as they end, by the present weights or a `snapshot`; stops are the model's."""
-        engine, model = self._sampling_engine(), self._model
-        trainable = model.trainable if weights is None else weights
-        return engine.generate(trainable, model.frozen, requests, self._setup.stops if stops is None else stops)
+        engine, trainable = self._sampling_engine(), self._state.trainable if weights is None else weights
+        return engine.generate(trainable, self._state.frozen, requests, self._setup.stops if stops is None else stops)
 
     def snapshot(self) -> Params:
         """Return a copy of the trained parameters, for `sample_tokens`."""
-        return jax.tree.map(jnp.copy, self._model.trainable)
+        return jax.tree.map(jnp.copy, self._state.trainable)
 
     def optim_step(self) -> dict[str, float]:
         """Update the parameters by the gradients since the last step; return `grad_norm` and `learning_rate`.
@@ -297,7 +271,9 @@ class Session:
                 "optim_step: the gradients are not finite (NaN or infinity), so they are dropped: check the loss "
                 "function, its columns, and the learning rate of the steps before"
             )
-        return {name: float(value) for name, value in self._model.take_step(gradients).items()}
+        state, values = update(self._parts, self._state, gradients)
+        self._state = state._replace(step=state.step + 1)
+        return {name: float(value) for name, value in values.items()}
 
     def log_probs(self, rows: Step | Iterable[Mapping[str, Any]]) -> list[Float[np.ndarray, "B T"]]:
         """Return the log-probabilities of each micro-batch's targets, 0 where none is trained on; float32.
@@ -306,8 +282,8 @@ class Session:
             ValueError: as `forward_backward`.
         """
         step = rows if isinstance(rows, Step) else self._pack(rows, NO_COLUMNS)
-        model = self._model
-        return [np.asarray(model.executor.log_probs(model.trainable, model.frozen, b)) for b in model.place(step)]
+        log_probs = partial(self._parts.executor.log_probs, self._state.trainable, self._state.frozen)
+        return [np.asarray(log_probs(batch)) for batch in self._parts.place(step)]
 
     def sample(
         self, prompts: Sequence[str | Sequence[Mapping[str, Any]]], *, n: int = 1, **sampling: Any
@@ -336,11 +312,11 @@ class Session:
         return [[group[index] for index in range(n)] for group in found]
 
     def _sampling_engine(self) -> Engine:
-        settings, model = self._setup.config.model, self._model
+        setup, parts = self._setup, self._parts
         if self._engine is None:
-            options: dict[str, Any] = {"dtype": settings.compute_dtype, "attention": settings.attention}
-            self._engine = Engine(model.graphdefs, self._setup.model, **options)
-        self._engine.multiply_in_fp8(model.executor.fp8_layers)
+            attention = setup.workload.attention
+            self._engine = Engine(parts.graphdefs, setup.model, dtype=setup.dtype, attention=attention)
+        self._engine.multiply_in_fp8(parts.executor.fp8_layers)
         return self._engine
 
     def save(self, path: str | Path) -> Path:
@@ -350,10 +326,10 @@ class Session:
             ValueError: the folder is not empty.
         """
         path = Path(path)
-        export_result(self._setup, self._model.trainable, path)
-        state = jax.tree_util.tree_leaves_with_path(self._model.state())
+        export_result(self._setup, self._state.trainable, path)
+        state = jax.tree_util.tree_leaves_with_path(self._state.saved)
         save_tensors(path / _STATE, {jax.tree_util.keystr(key): leaf for key, leaf in state})
-        host = {"step": self._model.step, "sampled": self._sampled, **self._model.get_state()}
+        host = {"step": self._state.step, "sampled": self._sampled, "fp8": self._parts.fp8}
         write_json(path / _STATE / "session.json", host)
         return path
 
@@ -369,7 +345,7 @@ class Session:
         """
         folder = Path(path) / _STATE
         known, tensors = read_json(folder / "session.json"), TensorFiles(sorted(folder.glob("*.safetensors")))
-        state = self._model.state()
+        state = self._state.saved
         wanted = {jax.tree_util.keystr(key): leaf for key, leaf in jax.tree_util.tree_leaves_with_path(state)}
         if wanted.keys() != tensors.tensors.keys():
             raise ValueError(
@@ -381,147 +357,46 @@ class Session:
         restored = jax.tree_util.tree_map_with_path(
             lambda key, leaf: jax.device_put(read[jax.tree_util.keystr(key)].astype(leaf.dtype), leaf.sharding), state
         )
-        self._model.restore(restored, known["step"])
+        self._state = self._state.restored(restored, known["step"])
         if not optimizer:
-            self._model.begin_anew()
-        self._model.set_state({"fp8": known["fp8"]})
+            anew = self._parts.optimizer.init(self._state.trainable)
+            self._state = self._state._replace(optimizer=anew, step=0)
+        multiply_in_fp8(self._parts, known["fp8"])
         self._gradients, self._sampled = None, known["sampled"]
 
     def as_teacher(self) -> Teacher:
         """Return the model as it is now, for `DistillationLoss`."""
-        return Teacher(self._model.executor, self._model.trainable, self._model.frozen)
+        return Teacher(self._parts.executor, self._state.trainable, self._state.frozen)
 
     def _prepare(self, config: DataConfig, columns: Columns) -> PreparedData:
         return prepare_data(config, self.tokenizer, self._setup.model.vocab_size, columns=columns)
 
     def _pack(self, rows: Iterable[Mapping[str, Any]], columns: Columns) -> Step:
         """Pack all rows into one step, in as many micro-batches as they need; its shapes only grow."""
-        config, size = self._setup.config.data, self._setup.config.run.batch_size
+        shape = self._setup.rows
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
             file = str(write_rows(rows, Path(folder)))
-            own = replace(config, data=(file,), eval_data=(), eval_fraction=0.0, cache_dir=str(Path(folder) / "cache"))
+            own = replace(
+                self._data, data=(file,), eval_data=(), eval_fraction=0.0, cache_dir=str(Path(folder) / "cache")
+            )
             data = self._prepare(own, columns).train
-            plan = plan_packing(data.lengths, seq_len=config.row_tokens)
+            plan = plan_packing(data.lengths, seq_len=shape.seq_len)
             self._slots = max(self._slots, segment_bucket(plan.max_segments))
-            shape: dict[str, Any] = {"seq_len": config.row_tokens, "max_segments": self._slots, "batch_size": size}
-            shape |= {"gradient_accumulation_steps": -(-plan.rows // size), "process_index": 0, "process_count": 1}
-            return Steps(dataset=data, plan=plan, **shape)[0]
+            return Steps(
+                dataset=data,
+                plan=plan,
+                seq_len=shape.seq_len,
+                max_segments=self._slots,
+                batch_size=shape.batch_size,
+                gradient_accumulation_steps=-(-plan.rows // shape.batch_size),
+                process_index=0,
+                process_count=1,
+            )[0]
 
     def _encode(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
         if isinstance(prompt, str):
             return encode_prompt(self.tokenizer, prompt, raw=not self.tokenizer.chat_template)
         return encode_messages(self.tokenizer, [dict(message) for message in prompt])
-
-
-@dataclass(frozen=True, kw_only=True)
-class FunctionLoss(Objective):
-    """A function of the caller's as objective."""
-
-    config: "ObjectiveConfig"
-    function: Loss
-
-    def __call__(self, values: TargetValues, batch: Batch) -> Float[Array, ""]:
-        """Return Σ loss over the tokens that are trained on."""
-        losses = _losses(self.function, values.log_probs, batch.columns)
-        return jnp.sum(jnp.where(batch.loss_weights > 0, losses * batch.loss_weights, 0.0))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Divergence(Objective):
-    """A divergence from a teacher's distributions as objective, beside the cross-entropy."""
-
-    config: "ObjectiveConfig"
-    divergence: float
-    scale: float
-    alpha: float
-
-    @property
-    def temperature(self) -> float:
-        """Return the divisor of both models' logits."""
-        return self.scale
-
-    def __call__(self, values: TargetValues, batch: Batch) -> Float[Array, ""]:
-        """Return Σ loss over the tokens that are trained on."""
-        distilled = jnp.sum(values.divergences(self.divergence, None)) * (self.alpha * self.scale**2)
-        return distilled if self.alpha == 1 else distilled + (1 - self.alpha) * values.cross_entropy
-
-
-class DistillationLoss:
-    """Divergence between a teacher's distributions and a session's, over the whole vocabulary, for `forward_backward`.
-
-    The loss is α · T² · divergence of the distributions at temperature T + (1 − α) · cross-entropy (arXiv 1503.02531).
-    Logits exist for a chunk of tokens at a time.
-
-    Args:
-        teacher: a loaded model, or another session, as it is at each call; with the student's vocabulary.
-        temperature: T.
-        beta: 0 for the forward divergence KL(teacher‖student), 1 for the reverse, between for Jensen and Shannon's.
-        alpha: share of the divergence.
-    """
-
-    def __init__(
-        self, teacher: "CausalLM | Session", *, temperature: float = 1.0, beta: float = 0.0, alpha: float = 1.0
-    ):
-        if temperature <= 0 or not (0 <= beta <= 1 and 0 <= alpha <= 1):
-            raise ValueError(
-                f"expected temperature > 0, beta and alpha from 0 to 1, got {temperature:g}, {beta:g} and {alpha:g}"
-            )
-        self._teacher: Session | Teacher = teacher if isinstance(teacher, Session) else _load(teacher)
-        self._settings: dict[str, Any] = {"divergence": float(beta), "scale": float(temperature), "alpha": float(alpha)}
-
-    def prepared(self, step: Step, setup: Setup) -> tuple[Step, Objective]:
-        """Return a step with the teacher's hidden states, and the objective that reads them.
-
-        Raises:
-            ValueError: another vocabulary, or several devices.
-        """
-        teacher = self._teacher.as_teacher() if isinstance(self._teacher, Session) else self._teacher
-        if setup.mesh.devices > 1:
-            raise ValueError("a teacher is for one GPU yet: use mesh data=1")
-        if len(teacher.matrix) != setup.model.vocab_size:
-            sizes = f"{len(teacher.matrix):,} tokens, the student {setup.model.vocab_size:,}"
-            raise ValueError(f"the teacher has {sizes}: distributions over one vocabulary are compared")
-        batches = tuple(_with_teacher(batch, teacher) for batch in step.micro_batches)
-        return replace(step, micro_batches=batches), _Divergence(config=setup.config.objective, **self._settings)
-
-
-def _with_teacher(batch: Batch, teacher: Teacher) -> Batch:
-    nobody: dict[str, Any] = {"owners": np.ones_like(batch.tokens), "advantages": np.zeros((len(batch.tokens), 1))}
-    rollouts = Rollouts(**nobody, teacher=jnp.asarray(teacher.hidden(batch)), teacher_matrix=teacher.matrix)
-    return replace(batch, rollouts=rollouts)
-
-
-def _load(model: "CausalLM") -> Teacher:
-    graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)
-    dtype = model.norm.weight.get_value().dtype
-    return Teacher(Executor(graphdefs, model.config, policy=PRESETS["full"], dtype=dtype), trainable, frozen)
-
-
-def _check_document(document: TokenDocument, vocabulary: int, name: str) -> None:
-    for what, tokens in (("tokens", document.tokens), ("targets", document.targets)):
-        found = np.asarray(tokens)
-        if found.shape != (len(document.tokens),) or not len(found):
-            raise ValueError(f"{name}: expected tokens, and as many targets, got shape {list(found.shape)} of {what}")
-        if len(bad := found[(found < 0) | (found >= vocabulary)]):
-            raise ValueError(
-                f"{name}: its {what} hold the id {bad[0]}, and the vocabulary has {vocabulary:,}; a target that is not "
-                "trained on is any token, with weight 0"
-            )
-    for column, values in document.columns.items():
-        if np.shape(values) != (len(document.tokens),) or not np.isfinite(values).all():
-            raise ValueError(f"{name}: {column} must hold a finite number for each of {len(document.tokens)} tokens")
-
-
-def _losses(loss: Loss, log_probs: Any, columns: Mapping[str, Any]) -> Any:
-    """Return a function's losses of all tokens; raise ValueError for another shape, which would be broadcast."""
-    found = loss(log_probs, columns)
-    if jnp.shape(found) != jnp.shape(log_probs):
-        wanted, given = list(jnp.shape(log_probs)), list(jnp.shape(found))
-        raise ValueError(
-            f"loss: expected a loss for each token, an array {wanted} as log_probs, got one of shape {given}: the "
-            "session sums and divides"
-        )
-    return found
 
 
 @jax.jit

@@ -74,6 +74,7 @@ COMMANDS = {
         early=_CACHED,
     ),
     "estimate": Command(summary="predict time and memory of training on a GPU", config=f"{_CONFIGS}:EstimateConfig"),
+    "ui": Command(summary="show runs on a page: plan, curves, rollouts, samples, chat", config=f"{_CONFIGS}:UiConfig"),
     "data": Command(
         summary="preview training data: tokens with loss, lengths, packing",
         config=f"{_CONFIGS}:PreviewConfig",
@@ -140,7 +141,10 @@ def _parse(name: str, argv: Sequence[str]) -> Any:
     """Return the configuration of a command's flags."""
     from argparse import ArgumentParser
 
+    from jaxglue.commands.own_kinds import own_kinds
+    from jaxglue.parts import note_named
     from jaxglue.settings.flags import parse_config
+    from jaxglue.settings.recipe import code_files
 
     command = COMMANDS[name]
     words, flags = tuple(argv[: len(command.task)]), argv[len(command.task) :]
@@ -151,7 +155,10 @@ def _parse(name: str, argv: Sequence[str]) -> Any:
     title = " ".join((name, *command.task))
     if command.config is None:
         return ArgumentParser(f"jaxglue {title}", description=command.summary).parse_args(flags)
-    return parse_config(_load(command.config), flags, command=title)
+    cls, kinds = _load(command.config), own_kinds(_load(command.config), flags)
+    config = parse_config(cls, [*flags, *kinds.flags], command=title, trusts=kinds.trusts)
+    note_named(code_files(config))
+    return config
 
 
 def _load(name: str) -> Any:

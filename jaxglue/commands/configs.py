@@ -8,6 +8,7 @@ from jaxglue.data.config import DataConfig
 from jaxglue.hf.files import MAX_SHARD_BYTES
 from jaxglue.hf.hub import model_path
 from jaxglue.ops.choices import QUANTIZE, GgufType
+from jaxglue.parts import PartsConfig
 from jaxglue.settings.config import Alias, Choices, Config, NonNegativeFloat, PositiveInt, Range
 from jaxglue.training.config import ModelConfig, TrainConfig
 
@@ -65,7 +66,7 @@ class EstimateConfig(TrainConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportConfig(Config):
+class ExportConfig(PartsConfig):
     """Merge an adapter into its base model, quantize a model, write it for llama.cpp, write a run's checkpoint, or
     upload the result."""
 
@@ -155,3 +156,17 @@ class PreviewConfig(TrainConfig):
 
     def validate(self) -> None:
         """Accept settings that only matter in a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UiConfig(Config):
+    """Show runs on a page of this machine: plan, curves, rows, rollouts, samples, chat, exports."""
+
+    runs: tuple[Path, ...] = (Path("runs/latest"),)
+    """Output folders of runs, which may still train."""
+    port: Annotated[int, Range(ge=0, le=65535)] = 0
+    """Port to listen at, on this machine alone; 0 takes a free one."""
+    open: bool = False
+    """Open the page in a browser."""
+    output: Path | None = None
+    """Write the page to this file instead, which needs no server."""

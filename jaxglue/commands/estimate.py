@@ -19,7 +19,7 @@ from jaxglue.engine.garbage_collection import without_collection
 from jaxglue.engine.policy import PRESETS
 from jaxglue.generation.pages import plan_cache
 from jaxglue.hf.hub import model_path
-from jaxglue.objectives.policy_gradient import RolloutObjective
+from jaxglue.objectives.rollouts import RolloutObjective
 from jaxglue.ops.backend import tracing_for
 from jaxglue.ops.projection.fp8 import check_fp8
 from jaxglue.planner.calibration import FILES_RATE
@@ -31,9 +31,9 @@ from jaxglue.planner.plan import MARGIN, DoesNotFit, Plan
 from jaxglue.planner.planner import Planner, embedding_places, fastest_place
 from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.terminal.console import Console
-from jaxglue.training.checks import check_mesh, why_not_mapped
+from jaxglue.training.checks import check_mesh, why_prompts_are_copied
 from jaxglue.training.explain import kernel_reasons
-from jaxglue.training.remat import explain_plan
+from jaxglue.training.remat import Asked, explain_plan, why_not_mapped
 from jaxglue.training.report import print_panel
 from jaxglue.training.workload import make_workload, read_architecture, row_text, settle
 
@@ -57,7 +57,7 @@ def make_planner(config: EstimateConfig) -> Planner:
     check_mesh(config, model, mesh, devices=mesh.devices)
     documents = (config.document_tokens,) if config.document_tokens else ()
     workload = make_workload(config, model, documents, mesh)
-    files = 0.0 if gpu.unified or why_not_mapped(config.model, mesh) else FILES_RATE
+    files = 0.0 if gpu.unified or why_not_mapped(Asked.of(config), mesh) else FILES_RATE
     gpu = replace(gpu, files=files).limited(pool_gib(config.model.memory_limit, exchanges=mesh.devices > 1))
     return Planner(workload, gpu, steps=config.run.steps, layers_per_program=config.model.layers_per_program)
 
@@ -90,7 +90,7 @@ def print_estimate(config: EstimateConfig) -> bool:
     plans = [best, *plans] if best and best not in plans else plans
     fitting = [plan for plan in plans if planner.fits(plan, host_memory)]
     first = [best] if best else []
-    shown = list(_worth_showing(plans)) if config.all else list(_alternatives([*first, *fitting]))[:_SHOWN]
+    shown = list(worth_showing(plans)) if config.all else list(_alternatives([*first, *fitting]))[:_SHOWN]
     if shown:
         console.print(_table(planner, shown, {id(plan) for plan in fitting}, verbose=config.all))
     if config.run.explain and best is not None:
@@ -123,11 +123,19 @@ def _reasons(config: EstimateConfig, planner: Planner, plan: Plan, host_memory: 
     reasons = {}
     if config.run.mesh == AUTO:
         reasons["mesh"] = Reason(choice="one GPU", limit="the estimate: it asks for no more", change="--mesh data=2")
-    reasons |= explain_plan(config.model, planner, plan, host_memory)
+    reasons |= explain_plan(Asked.of(config), planner, plan, host_memory)
     workload = replace(planner.workload, tile=plan.tile)
     slots = max(batches.kind.slots for batches in workload.micro_batches)
     with tracing_for(planner.gpu.capability):
-        return reasons | kernel_reasons(config, workload, attention=workload.attention, slots=slots)
+        kernels = kernel_reasons(
+            workload,
+            attention=workload.attention,
+            slots=slots,
+            why_copied=why_prompts_are_copied(config, workload.config),
+            any_dtype=config.model.dtype == "auto",
+            any_attention=config.model.attention == "auto",
+        )
+        return reasons | kernels
 
 
 def _verdict(planner: Planner, plan: Plan, longest: int | None) -> str:
@@ -151,7 +159,7 @@ def _alternatives(plans: Iterable[Plan]) -> Iterator[Plan]:
         device, host = min(device, plan.device_bytes), min(host, plan.host_bytes)
 
 
-def _worth_showing(plans: Iterable[Plan]) -> Iterator[Plan]:
+def worth_showing(plans: Iterable[Plan]) -> Iterator[Plan]:
     """Yield, of plans sorted by time, presets and those that need clearly less GPU memory than all faster ones."""
     least = math.inf
     for plan in plans:

@@ -6,8 +6,8 @@ import sys
 from jaxglue.distributed import find_process_info, join_processes
 from jaxglue.engine.program_cache import explain_cache_errors
 from jaxglue.planner.host_memory import raise_pinned_limit
+from jaxglue.terminal.interrupt import Interrupt
 from jaxglue.training.config import TrainConfig
-from jaxglue.training.interrupt import Interrupt
 from jaxglue.training.progress import StartupTimer
 from jaxglue.training.train import train
 

@@ -26,7 +26,7 @@ Format = Literal[
     "preference",
     "labeled",
 ]
-LossOn = Literal["assistant", "last-turn", "all"]
+LossOn = Literal["assistant", "completion", "last-turn", "all"]
 Columns = Mapping[str, float]
 """Columns of numbers that an objective reads beside a row's text, each with the value of rows without it."""
 NO_COLUMNS: Columns = MappingProxyType({})
@@ -132,6 +132,11 @@ def _read(kind: Kind, key: str, value: str) -> Any:
         raise ValueError(f"{key}: {error}") from error
 
 
+def is_jinja(template: str) -> bool:
+    """Tell whether a chat template is given as text rather than as a file's name."""
+    return "{%" in template or "{{" in template
+
+
 class LabelTask(NamedTuple):
     """Treatment of documents with labels."""
 
@@ -196,8 +201,9 @@ class DataConfig(Config):
         Alias("mask_history", values={True: "last-turn"}),
         Alias("train_on"),
     ] = "assistant"
-    """Tokens with loss. `assistant`: assistant turns or completions, and whole text rows. `last-turn`: of chats the
-    last assistant message alone. `all`: every token."""
+    """Tokens with loss. `assistant`: assistant turns or completions, and whole text rows. `completion`: completions,
+    and whole chats and texts, as TRL by default. `last-turn`: of chats the last assistant message alone. `all`: every
+    token."""
     mask_empty_thinking: bool = False
     """Leave out of the loss the empty thinking with which a chat template begins turns without reasoning."""
     allow_special_tokens: tuple[str, ...] = ()
@@ -210,7 +216,7 @@ class DataConfig(Config):
     overlong: Annotated[Overlong, Alias("excess_length_strategy")] = "truncate"
     """Treatment of documents above `seq_len` tokens, with counts reported."""
     chat_template: Annotated[str, Alias("chat_template_path")] | None = None
-    """Jinja file that replaces the tokenizer's chat template."""
+    """Jinja file, or text with Jinja's braces, that replaces the tokenizer's chat template."""
     eos_token: Annotated[str, Alias("replace_eos", values={True: TURN_END})] | None = None
     """Token that ends texts in place of the tokenizer's; `turn_end` names the one that ends the chat template's
     turns."""
@@ -244,7 +250,7 @@ class DataConfig(Config):
             self._check_streaming()
         if any(source.share or source.weight != 1 for source in self.eval_sources):
             raise ValueError("eval_data: held-out data have no weight or share: each document counts once")
-        if self.chat_template is not None and not Path(self.chat_template).is_file():
+        if self.chat_template is not None and not (is_jinja(self.chat_template) or Path(self.chat_template).is_file()):
             raise ValueError(f"chat_template: no such file: {self.chat_template}")
 
     def _check_streaming(self) -> None:

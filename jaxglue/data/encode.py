@@ -16,6 +16,7 @@ from jaxglue.data.formats import (
     CHATS,
     PAIR_COLUMNS,
     PAIRS,
+    WHOLE_CHATS,
     Segments,
     Text,
     read_answers,
@@ -119,10 +120,11 @@ class Encoder:
         self.format, self._all, self._system = format, loss_on == "all", system
         self._tokenize = PieceTokenizer(tokenizer.backend_tokenizer)
         is_chat = format in CHATS
+        chat_loss = "all" if loss_on == "completion" and format in WHOLE_CHATS else loss_on
         template = ChatTemplate(tokenizer, allowed) if is_chat or tokenizer.chat_template else None
         self._template = template
         self._split_chat = (
-            ChatSplitter(template, loss_on, mask_empty_thinking=mask_empty_thinking) if template else None
+            ChatSplitter(template, chat_loss, mask_empty_thinking=mask_empty_thinking) if template else None
         )
         self._bos, self._eos = (b"", b"") if is_chat else _text_ends(tokenizer)
         self._ends = str(tokenizer.bos_token), str(tokenizer.eos_token)

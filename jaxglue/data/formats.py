@@ -22,6 +22,8 @@ KEYS: dict[str, tuple[str, ...]] = {
 """Required keys by format, in order of detection."""
 CHATS = ("messages", "conversations", "question_answer", "alpaca_chat")
 """Formats that are rendered with the chat template."""
+WHOLE_CHATS = ("messages", "conversations")
+"""Those of whole conversations, which tell no prompt from its completion."""
 ALPACA = (
     "Below is an instruction that describes a task{context}. Write a response that appropriately completes the "
     "request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
@@ -103,7 +105,7 @@ def read_row(row: Mapping[str, Any], format: str) -> Text | Segments:
     if missing := [key for key in KEYS[format] if key not in row]:
         raise ValueError(f"a row of format {format!r} needs {listed(missing)}; its keys are {listed(row)}")
     if format != "text":
-        _refuse_media(row)
+        refuse_media(row)
     return _segments(row["segments"]) if format == "segments" else with_system(_read_content(row, format), row)
 
 
@@ -118,10 +120,10 @@ def _segments(value: Any) -> Segments:
     return Segments([each["text"] for each in value], [read_flag(each["label"], "label") for each in value])
 
 
-def _refuse_media(row: Mapping[str, Any]) -> None:
+def refuse_media(row: Mapping[str, Any]) -> None:
     """Raise ValueError for a row with images, videos or sounds."""
     if found := next((key for key in _MEDIA if row.get(key) not in _EMPTY), None):
-        raise ValueError(f"{found!r} is not read, as only text is trained on: leave out such rows, or the key")
+        raise ValueError(f"{found!r} is not read, as only text is: leave out such rows, or the key")
 
 
 def with_system(content: Chat | list[str], row: Mapping[str, Any]) -> Chat | list[str]:
@@ -226,7 +228,7 @@ def read_answers(row: Mapping[str, Any], format: str) -> AnswerTexts:
     row = _with_label(row)
     if missing := [key for key in ANSWER_KEYS[format] if key not in row]:
         raise ValueError(f"a row of format {format!r} needs {listed(missing)}; its keys are {listed(row)}")
-    _refuse_media(row)
+    refuse_media(row)
     first, second = _pair(row) if format == PAIRS else _labeled_answer(row)
     return first and with_system(first, row), second and with_system(second, row)
 

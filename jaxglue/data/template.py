@@ -14,7 +14,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from jaxglue.data.config import TURN_END, DataConfig
+from jaxglue.data.config import TURN_END, DataConfig, is_jinja
 from jaxglue.data.limits import TemplateTimeoutError, memory_limit, template_time_limit
 from jaxglue.data.messages import Messages, Tools
 from jaxglue.data.pieces import PieceTokenizer
@@ -364,7 +364,8 @@ def adopt(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
         ValueError: a template that cannot be read, or a token that the tokenizer does not have.
     """
     if config.chat_template is not None:
-        tokenizer.chat_template = read_template(config.chat_template)
+        text = config.chat_template
+        tokenizer.chat_template = text if is_jinja(text) else read_template(text)
     known_tokens(tokenizer, "stop_tokens", config.stop_tokens)
     known_tokens(tokenizer, "allow_special_tokens", config.allow_special_tokens)
     if (token := config.eos_token) is None:

@@ -1,6 +1,7 @@
 """An embedding table in host memory, from which a step reads the rows of its tokens."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +16,18 @@ from jaxglue.models.parameters import Params
 from jaxglue.ops.backend import Backend, Capability, Operation, check_triton, triton_capability
 
 
-def _load(capability: Capability, _dtype) -> Callable[..., Array]:
+@dataclass(frozen=True, kw_only=True)
+class TableCall:
+    """Meaning of a read of a table's rows."""
+
+    dtype: jnp.dtype
+
+
+def _check(capability: Capability | None, call: TableCall) -> None:
+    check_triton(capability, call.dtype)
+
+
+def _load(capability: Capability, _call: TableCall) -> Callable[..., Array]:
     from jaxglue.engine.host_table_triton import read_rows
 
     return partial(read_rows, compute_capability=triton_capability(capability))
@@ -23,7 +35,14 @@ def _load(capability: Capability, _dtype) -> Callable[..., Array]:
 
 TABLE_ROWS = Operation(
     name="read of table rows",
-    backends={"triton": Backend(check=check_triton, load=_load, advantage="the GPU reads pinned memory itself")},
+    backends={
+        "triton": Backend(
+            check=_check,
+            load=_load,
+            advantage="the GPU reads pinned memory itself",
+            reads={TableCall: ("dtype",)},
+        )
+    },
 )
 
 
@@ -58,7 +77,7 @@ def embeddings_to_host(frozen: Params) -> Params:
     """
     parts = host_parts(frozen)
     leaves = jax.tree.leaves(parts["embed_tokens"])
-    kernel = all(TABLE_ROWS.load(leaf.dtype) is not None for leaf in leaves)
+    kernel = all(TABLE_ROWS.load(TableCall(dtype=leaf.dtype)) is not None for leaf in leaves)
     table = transfer.to_host(parts["embed_tokens"]) if kernel else jax.tree.map(np.asarray, parts["embed_tokens"])
     embed = {**frozen["embed_tokens"], **table}
     if "per_layer" in table:
@@ -128,7 +147,7 @@ def _address(weight: Array) -> np.ndarray:
 
 @partial(jit_step, static_argnames=("width", "dtype"))
 def _read(address: Array, tokens: Int[Array, "B T"], *, width: int, dtype) -> tuple[Float[Array, "B*T D"], Array]:
-    read_rows = TABLE_ROWS.load(dtype)
+    read_rows = TABLE_ROWS.load(TableCall(dtype=dtype))
     assert read_rows is not None
     rows = read_rows(address, tokens.reshape(-1), width, dtype)
     return rows, jnp.arange(tokens.size, dtype=jnp.int32).reshape(tokens.shape)

@@ -4,7 +4,7 @@ A model says what its stages compute; this file decides how.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -20,13 +20,13 @@ from jaxglue.models.latent import LatentAttention
 from jaxglue.models.layers import Attention, DecoderLayer, FusedMLP, GatedMLP
 from jaxglue.models.parameters import Params, merge_module
 from jaxglue.ops import names
-from jaxglue.ops.backend import BackendChoice, Capability, Operation, compute_capability, form
+from jaxglue.ops.backend import BackendChoice, Capability, Operation, Reads, compute_capability, form
 from jaxglue.ops.collectives import psum_batch
-from jaxglue.ops.gated_mlp import GATED_MLP
+from jaxglue.ops.gated_mlp import GATED_MLP, GatedCall
 from jaxglue.ops.norm_rope import LLAMA_NORM
-from jaxglue.ops.projection import PROJECTION, Projection
+from jaxglue.ops.projection import PROJECTION, Projection, ProjectionCall, StaticConditions
 from jaxglue.ops.rope import RopeTables
-from jaxglue.ops.small_layer import SMALL_LAYER, LayerNorms, LayerSpec, small_layer
+from jaxglue.ops.small_layer import SMALL_LAYER, LayerNorms, LayerSpec, SmallLayerCall, small_layer
 
 _PRE_NORMS = NormNames()
 
@@ -34,7 +34,9 @@ _PRE_NORMS = NormNames()
 def run_layer(layer: Any, x: Float[Array, "B T D"], context: PackedContext) -> Float[Array, "B T D"]:
     """Return a layer's output in the form of `LAYER_FORM`; modules that are no decoder layers have one form."""
     x = checkpoint_name(x, names.LAYER_INPUT)
-    run = LAYER_FORM.load(layer, x, context) if isinstance(layer, DecoderLayer) else None
+    run = None
+    if isinstance(layer, DecoderLayer):
+        run = LAYER_FORM.load(LayerCall(layer=layer, x=x, context=context))
     return layer(x, context) if run is None else run(layer, x, context)
 
 
@@ -42,26 +44,36 @@ def explain_forms(
     graphdef: nnx.GraphDef, trainable: Params, frozen: Params, x: Any, context: PackedContext
 ) -> dict[str, BackendChoice]:
     """Return the forms of a layer and of its projections in training, by title, with reasons, from shapes alone."""
-    found: dict[str, BackendChoice] = {}
+    choices: dict[str, BackendChoice] = {}
 
     def look(*arguments):
         layer, x, context = merge_module(graphdef, *arguments[:2]), *arguments[2:]
         context, capability = replace(context, dropout_key=jax.random.key(0)), compute_capability()
-        found["layers"] = LAYER_FORM.choose(capability, layer, x, context)
-        found["projections"] = PROJECTION.choose(capability, layer.mixer.inputs, context, False)
+        choices["layers"] = LAYER_FORM.choose(capability, LayerCall(layer=layer, x=x, context=context))
+        choices["projections"] = PROJECTION.choose(capability, ProjectionCall.of(layer.mixer.inputs, context))
         if isinstance(layer.mlp, GatedMLP | FusedMLP) and (parts := layer.mlp.parts) is not None:
-            found["feed-forward"] = GATED_MLP.choose(capability, parts, context, layer.mlp.activation)
+            call = GatedCall.of(parts, context, layer.mlp.activation)
+            choices["feed-forward"] = GATED_MLP.choose(capability, call)
 
     jax.eval_shape(look, trainable, frozen, x, context)
-    if found["layers"].name == "reference":
-        found["layers"] = replace(found["layers"], name="stage by stage")
-    return found
+    if choices["layers"].name == "reference":
+        choices["layers"] = replace(choices["layers"], name="stage by stage")
+    return choices
 
 
-def _check_tiles(_capability: Capability | None, layer: DecoderLayer, _x: Array, context: PackedContext) -> None:
-    if context.tile is None:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerCall:
+    """Meaning of a decoder layer."""
+
+    layer: DecoderLayer
+    x: Float[Array, "B T D"]
+    context: PackedContext
+
+
+def _check_tiles(_capability: Capability | None, call: LayerCall) -> None:
+    if call.context.tile is None:
         raise NotImplementedError("rows pass whole (--tile)")
-    if not layer.in_stages:
+    if not call.layer.in_stages:
         raise NotImplementedError("layers share keys and values, or have embeddings of their own")
 
 
@@ -86,8 +98,9 @@ def by_tiles(
     return map_tiles(after, context, x, attended.reshape(*x.shape[:2], -1), *(() if gate is None else (gate,)))
 
 
-def _check_small(capability: Capability | None, layer: DecoderLayer, x: Array, context: PackedContext) -> None:
+def _check_small(capability: Capability | None, call: LayerCall) -> None:
     """Raise NotImplementedError for a layer that `small_layer` does not compute."""
+    layer, context = call.layer, call.context
     attention, mlp = layer.mixer, layer.mlp
     if not isinstance(attention, Attention) or isinstance(attention, LatentAttention) or attention.gated:
         raise NotImplementedError("attention is linear, latent or gated")
@@ -102,20 +115,28 @@ def _check_small(capability: Capability | None, layer: DecoderLayer, x: Array, c
         raise NotImplementedError("not both halves of each head turn, or queries are scaled by their positions")
     if layer.norms != _PRE_NORMS or layer.factor != 1.0 or layer.norm_style != LLAMA_NORM or attention.norms_full_width:
         raise NotImplementedError("norms are not Llama's, or outputs are scaled")
-    if SMALL_LAYER.load(x, _projections(layer), context) is None:
-        raise NotImplementedError(SMALL_LAYER.choose(capability, x, _projections(layer), context).reason)
+    conditions = StaticConditions.of(context)
+    small = SmallLayerCall(x=call.x, spec=_spec(layer), projections=_projections(layer), conditions=conditions)
+    if SMALL_LAYER.load(small) is None:
+        raise NotImplementedError(SMALL_LAYER.choose(capability, small).reason)
 
 
 def _as_small(layer: DecoderLayer, x: Float[Array, "B T D"], context: PackedContext) -> Float[Array, "B T D"]:
     """Apply the layer as one operation that is differentiated by hand."""
     before, after = layer.norm(_PRE_NORMS.before_attention), layer.norm(_PRE_NORMS.before_mlp)
-    rotary = layer.self_attn.rotary
-    assert before is not None and after is not None and rotary is not None
+    assert before is not None and after is not None
     norms = LayerNorms(before.weight[...], after.weight[...], layer.self_attn.head_norms)
-    spec = LayerSpec(rotary=rotary, eps=before.eps, window=layer.self_attn.window)
-    y = small_layer(spec, x, norms, _projections(layer), context)
+    y = small_layer(_spec(layer), x, norms, _projections(layer), context)
     assert y is not None
     return y
+
+
+def _spec(layer: DecoderLayer) -> LayerSpec:
+    norm, attention, mlp = layer.norm(_PRE_NORMS.before_attention), layer.self_attn, layer.mlp
+    assert norm is not None and attention.rotary is not None and isinstance(mlp, GatedMLP)
+    return LayerSpec(
+        rotary=attention.rotary, eps=norm.eps, window=attention.window, style=norm.style, activation=mlp.activation
+    )
 
 
 def _projections(layer: DecoderLayer) -> list[Projection]:
@@ -123,14 +144,17 @@ def _projections(layer: DecoderLayer) -> list[Projection]:
     return [linear.projection for linear in (*layer.self_attn.linears, *layer.mlp.linears)]
 
 
+_READS: Reads = {LayerCall: ("layer", "x", "context"), PackedContext: None}
+"""The operations within a layer check its context."""
+
 LAYER_FORM = Operation(
     name="layer",
     backends={
-        "tiles": form(_check_tiles, by_tiles, "temporary values are a tile's"),
-        "small": form(_check_small, _as_small, SMALL_LAYER.backends["triton"].advantage),
+        "tiles": form(_check_tiles, by_tiles, "temporary values are a tile's", _READS),
+        "small": form(_check_small, _as_small, SMALL_LAYER.backends["triton"].advantage, _READS),
     },
 )
-"""Forms of a decoder layer beside its stages one by one; a call is described by layer, x and context."""
+"""Forms of a decoder layer beside its stages one by one."""
 
 
 def map_tiles(function: Callable, context: PackedContext, *arrays: Array) -> Any:

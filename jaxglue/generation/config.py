@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from jaxglue.hf.hub import model_path
 from jaxglue.ops.choices import KVCache, Matmul, Quantize, Storage, choose_storage
+from jaxglue.parts import PartsConfig
 from jaxglue.settings.config import Alias, Config, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
 
 
@@ -51,7 +52,7 @@ GREEDY = SamplingConfig(temperature=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class AssistantConfig(Config):
+class AssistantConfig(PartsConfig):
     """A model with an optional adapter, and how it answers."""
 
     model: Annotated[Path | None, Alias("base", "base_model", "model_name_or_path")] = None

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxglue.data.limits import SECONDS, time_limit
-from jaxglue.hf.adapter_tensors import SCORE, is_adapter, target_parameters
+from jaxglue.hf.adapter_tensors import SCORE, is_adapter, pattern_entries, target_parameters
 from jaxglue.hf.hub import BaseReference
 from jaxglue.models.lora_config import MODULES, PATHS, LoraConfig, VocabularyModule, match_pattern, parse_patterns
 from jaxglue.models.vocabulary import ROWS
-from jaxglue.models.wrapper import TEXT_PATH, from_text_name, to_text_name
+from jaxglue.models.wrapper import TEXT_PATH, from_text_name
 
 _READ = {
     "alpha_pattern",
@@ -262,10 +262,7 @@ def config_from_peft(path: Path, raw: Mapping[str, Any], tensors: Iterable[str])
 
 def _entries(field: str, raw: Mapping[str, Any], modules: Iterable[str]) -> tuple[str, ...]:
     """Return the patterns, as in `LoraConfig`, that match a module; PEFT ignores the others."""
-    given = {} if raw.get(field) is None else raw[field]
-    if not isinstance(given, dict) or not all(type(value) in (int, float) for value in given.values()):
-        raise ValueError(f"{field}: expected numbers by pattern, got {given!r:.100}")
-    entries = [f"{to_text_name(pattern)[0]}={value}" for pattern, value in given.items()]
+    entries = pattern_entries(field, raw)
     return tuple(e for e in entries if any(match_pattern(parse_patterns(field, [e]), m) is not None for m in modules))
 
 

@@ -1,6 +1,6 @@
 """Objectives of packed units of two answers, from the log-probabilities of their tokens."""
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jax.lax import stop_gradient
@@ -9,7 +9,8 @@ from jaxtyping import Array, Float
 
 from jaxglue.data.batch import CHOSEN, PROMPT, REJECTED, Answers, Batch, sum_parts
 from jaxglue.data.config import AnswerTask
-from jaxglue.objectives.objective import Objective, TargetValues
+from jaxglue.objectives.config import BetaSettings, IPOSettings, PairSettings
+from jaxglue.objectives.objective import Objective, ObjectiveConfig, TargetValues
 
 Values = Float[Array, "*U"]
 """A value for each unit."""
@@ -75,6 +76,7 @@ class AnswerObjective(Objective):
 class PairObjective(AnswerObjective):
     """Losses of pairs by the log-probabilities of their answers."""
 
+    Settings: ClassVar[type[ObjectiveConfig]] = BetaSettings
     by_token = False
     """Rewards in metrics are of log-probabilities for each token."""
 
@@ -85,7 +87,7 @@ class PairObjective(AnswerObjective):
     @property
     def supervised_weight(self) -> float:
         """Return the weight of the preferred answers' supervised loss (RPO, arXiv 2404.19733)."""
-        return self.config.rpo_alpha
+        return self.config.rpo_alpha if isinstance(self.config, PairSettings) else 0.0
 
     @property
     def sums(self) -> tuple[str, ...]:
@@ -100,7 +102,8 @@ class PairObjective(AnswerObjective):
     def units(self, values: TargetValues, batch: Batch, answers: Answers) -> tuple[Values, list[Values]]:
         """Return the losses of pairs, and their metrics."""
         sums = sum_parts(values.log_probs, answers)
-        counts, weighting = sum_parts(batch.loss_weights, answers), self.config.use_weighting
+        counts = sum_parts(batch.loss_weights, answers)
+        weighting = isinstance(self.config, IPOSettings) and self.config.use_weighting
         alignment = values.alignment if weighting else None
         reference, used = reference_of(answers, sums), answers.used[..., None] > 0
         # Unused slots would have answers of probability 1, whose odds are infinite.

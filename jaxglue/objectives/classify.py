@@ -1,18 +1,14 @@
 """Classification of documents: cross-entropies of the scores at their last tokens, one for each label."""
 
-from typing import TYPE_CHECKING
-
 import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jax.nn import log_softmax, softplus
 from jaxtyping import Array, Float
 
 from jaxglue.data.batch import Batch
-from jaxglue.data.config import Columns
+from jaxglue.data.config import AnswerTask, Columns, LabelTask
+from jaxglue.objectives.config import ClassifySettings
 from jaxglue.objectives.objective import Objective, TargetValues
-
-if TYPE_CHECKING:
-    from jaxglue.objectives.config import ObjectiveConfig
 
 LABEL = "label"
 """Column of a document's only label."""
@@ -24,7 +20,7 @@ _MISSING = float("nan")
 class Classification(Objective):
     """Losses of transformers' sequence classifiers: softmax of one label, or sigmoids of several."""
 
-    settings = ("num_labels", "problem_type")
+    Settings = ClassifySettings
     classifies = True
     trains_scores = True
     learning_rates = {"lora": 1e-4, "full": 1e-5}  # noqa: RUF012 - as of reward models
@@ -34,11 +30,15 @@ class Classification(Objective):
         """Tell whether each document has one label."""
         return self.config.problem_type == "single_label_classification"
 
-    @classmethod
-    def columns_of(cls, config: "ObjectiveConfig") -> Columns:
+    @property
+    def columns_read(self) -> Columns:
         """Return the columns of labels, which every row must have."""
-        single = cls(config=config).is_single
-        return dict.fromkeys([LABEL] if single else [f"{LABELS}.{i}" for i in range(config.num_labels)], _MISSING)
+        names = [LABEL] if self.is_single else [f"{LABELS}.{i}" for i in range(self.labels)]
+        return dict.fromkeys(names, _MISSING)
+
+    def task(self, *, shared_prompt: bool, copies: bool = False) -> AnswerTask | LabelTask | None:
+        """Return the values of a label."""
+        return LabelTask(values=self.labels if self.is_single else 2)
 
     @property
     def labels(self) -> int:

@@ -5,20 +5,14 @@ import jax.numpy as jnp
 from jax.nn import log_sigmoid, sigmoid
 
 from jaxglue.objectives.answers import PairObjective, Pairs, Values, smoothed
-from jaxglue.objectives.config import ObjectiveConfig
+from jaxglue.objectives.config import DPOSettings
 
 
 class DPO(PairObjective):
     """DPO's losses in the form of `loss_type`."""
 
-    settings = ("beta", "loss_type", "label_smoothing", "rpo_alpha", "use_weighting")
+    Settings = DPOSettings
     needs_reference = True
-
-    @classmethod
-    def check(cls, config: ObjectiveConfig) -> None:
-        """Refuse EXO without smoothing."""
-        if config.loss_type == "exo_pair" and not config.label_smoothing:
-            raise ValueError("--loss-type exo_pair needs --label-smoothing above 0, such as 0.001")
 
     def losses(self, pairs: Pairs) -> Values:
         """Return the pairs' losses."""

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 from jaxglue.data.batch import CHOSEN, REJECTED, Answers, Batch, sum_parts
 from jaxglue.data.config import AnswerTask
 from jaxglue.objectives.answers import AnswerObjective, Values, reference_of
+from jaxglue.objectives.config import KTOSettings
 from jaxglue.objectives.objective import TargetValues
 from jaxglue.ops.collectives import BATCH_AXES, psum
 
@@ -20,7 +21,7 @@ class KTO(AnswerObjective):
     The first answer of a unit is judged; the second, of another prompt, serves the divergence alone.
     """
 
-    settings = ("beta", "desirable_weight", "undesirable_weight")
+    Settings = KTOSettings
     answers = AnswerTask(labeled=True)
     needs_reference = True
 

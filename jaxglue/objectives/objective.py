@@ -1,17 +1,110 @@
-"""The interface of an objective, and the registry by name; importing it loads no JAX."""
+"""The interface of an objective, its settings, and the registry by name; importing it loads no JAX."""
 
-import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
-from jaxglue.data.config import NO_COLUMNS, AnswerTask, Columns
+from jaxglue.data.config import NO_COLUMNS, AnswerTask, Columns, LabelTask
+from jaxglue.parts import Registry
+from jaxglue.settings.config import Alias, Choices, KindSettings, plain_fields
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
     from jaxglue.data.batch import Batch
-    from jaxglue.objectives.config import ObjectiveConfig
+
+
+OBJECTIVES = Registry["type[Objective]"](
+    "objective",
+    {
+        "sft": "jaxglue.objectives.sft:Supervised",
+        "dpo": "jaxglue.objectives.dpo:DPO",
+        "ipo": "jaxglue.objectives.ipo:IPO",
+        "kto": "jaxglue.objectives.kto:KTO",
+        "orpo": "jaxglue.objectives.orpo:ORPO",
+        "simpo": "jaxglue.objectives.simpo:SimPO",
+        "reward": "jaxglue.objectives.reward:RewardModel",
+        "classify": "jaxglue.objectives.classify:Classification",
+        "grpo": "jaxglue.objectives.policy_gradient:GRPO",
+        "dr_grpo": "jaxglue.objectives.policy_gradient:DrGRPO",
+        "dapo": "jaxglue.objectives.policy_gradient:DAPO",
+        "bnpo": "jaxglue.objectives.policy_gradient:BNPO",
+        "gspo": "jaxglue.objectives.policy_gradient:GSPO",
+        "cispo": "jaxglue.objectives.policy_gradient:CISPO",
+        "sapo": "jaxglue.objectives.policy_gradient:SAPO",
+        "luspo": "jaxglue.objectives.policy_gradient:LUSPO",
+        "vespo": "jaxglue.objectives.policy_gradient:VESPO",
+        "rloo": "jaxglue.objectives.policy_gradient:RLOO",
+        "distill": "jaxglue.objectives.distill:Distillation",
+    },
+)
+"""Every objective, in the order of `--help`."""
+_SETTINGS = Registry["type[ObjectiveConfig]"](
+    "objective",
+    {
+        name: f"jaxglue.objectives.{where}"
+        for where, names in {
+            "objective:ObjectiveConfig": ("sft",),
+            "config:DPOSettings": ("dpo",),
+            "config:IPOSettings": ("ipo",),
+            "config:KTOSettings": ("kto",),
+            "config:BetaSettings": ("orpo",),
+            "config:SimPOSettings": ("simpo",),
+            "config:RewardSettings": ("reward",),
+            "config:ClassifySettings": ("classify",),
+            "config:PolicyGradientSettings": ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "luspo"),
+            "config:SAPOSettings": ("sapo",),
+            "config:VESPOSettings": ("vespo",),
+            "config:RLOOSettings": ("rloo",),
+            "config:DistillSettings": ("distill",),
+        }.items()
+        for name in names
+    },
+)
+"""Settings of the built-in objectives, each its class's `Settings`, where no JAX is loaded for them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig(KindSettings):
+    """The loss that training minimizes; its further settings are the objective's own."""
+
+    named_by: ClassVar = "objective"
+    objective: Annotated[str, Choices(OBJECTIVES), Alias("rl")] = "sft"
+    """Supervised cross-entropy, or a loss of preferred and other answers: DPO (arXiv 2305.18290), IPO (2310.12036),
+    KTO (2402.01306, rows with a label), ORPO (2403.07691), SimPO (2405.14734), or a reward model's (Bradley-Terry);
+    or classify, the labels of documents;
+    or of answers that the model writes and rewards judge: GRPO (2402.03300), Dr. GRPO (2503.20783), DAPO (2503.14476),
+    BNPO, GSPO (2507.18071), CISPO (2506.13585), SAPO (2511.20347), LUSPO (2602.05261), VESPO,
+    RLOO (2402.14740); or distill, the divergence from a teacher on the
+    model's answers (2306.13649)."""
+
+    @classmethod
+    def settings_of(cls, name: str) -> type[Any]:
+        """Return the settings of an objective."""
+        return _SETTINGS[name] if name in _SETTINGS else OBJECTIVES[name].Settings
+
+    @property
+    def reference_cache(self) -> str:
+        """Return when the reference's log-probabilities are computed, of an objective that compares with one."""
+        return "auto"
+
+    @property
+    def columns(self) -> Columns:
+        """Return the columns of rows that the objective reads."""
+        return self.make().columns_read
+
+    def task(self, *, shared_prompt: bool, copies: bool = False) -> AnswerTask | LabelTask | None:
+        """Return the treatment of preference data or labels; None for texts and chats."""
+        return self.make().task(shared_prompt=shared_prompt, copies=copies)
+
+    @property
+    def kind(self) -> "type[Objective]":
+        """Return the class of the objective."""
+        return OBJECTIVES[self.objective]
+
+    def make(self) -> "Objective":
+        """Return the objective with these settings."""
+        return self.kind(config=self)
 
 
 class TargetValues(Protocol):
@@ -60,10 +153,11 @@ class Objective:
     `OBJECTIVES.register(name)` makes a subclass an objective: it is the whole of what a new one adds.
     """
 
-    config: "ObjectiveConfig"
+    config: Any
+    """Its settings, of the class `Settings`."""
 
-    settings: ClassVar[tuple[str, ...]] = ()
-    """Fields of the configuration that it reads; others are refused."""
+    Settings: ClassVar[type[ObjectiveConfig]] = ObjectiveConfig
+    """Class of its settings: a dataclass on `ObjectiveConfig`, or on another objective's, without JAX."""
     answers: ClassVar[AnswerTask | None] = None
     """Its data: pairs of answers, answers with a label, or pairs to score; None for texts and chats."""
     columns: ClassVar[Columns] = NO_COLUMNS
@@ -82,17 +176,19 @@ class Objective:
     """Documents have labels, which are read at their last tokens."""
     learning_rates: ClassVar[Mapping[str, float]] = {"lora": 2e-4, "full": 2e-5}
     """Peak learning rates by training method."""
-    default_beta: ClassVar[float] = 0.1
-    """Strength of the tie to the reference where none is given."""
 
-    @classmethod
-    def check(cls, config: "ObjectiveConfig") -> None:
-        """Refuse settings that contradict each other; override it to raise ValueError."""
+    def __init_subclass__(cls) -> None:
+        if cls.needs_reference and "reference_cache" not in plain_fields(cls.Settings):
+            raise TypeError(f"{cls.__name__} needs a reference: let its Settings extend ReferenceSettings")
 
-    @classmethod
-    def columns_of(cls, config: "ObjectiveConfig") -> Columns:  # noqa: ARG003 - for those whose settings decide
-        """Return the columns that it reads with these settings."""
-        return cls.columns
+    @property
+    def columns_read(self) -> Columns:
+        """Return the columns that it reads with its settings."""
+        return self.columns
+
+    def task(self, *, shared_prompt: bool, copies: bool = False) -> AnswerTask | LabelTask | None:
+        """Return the treatment of preference data or labels; None for texts and chats."""
+        return None if self.answers is None else self.answers._replace(shared_prompt=shared_prompt, copies=copies)
 
     @property
     def labels(self) -> int:
@@ -101,8 +197,8 @@ class Objective:
 
     @property
     def beta(self) -> float:
-        """Return the strength of the tie to the reference."""
-        return self.default_beta if self.config.beta is None else self.config.beta
+        """Return the strength of the tie to the reference, of objectives that have one."""
+        return self.config.beta
 
     @property
     def forks(self) -> bool:
@@ -147,68 +243,3 @@ class Objective:
     def metrics(self, values: "Float[Array, '*sums']") -> "dict[str, Array]":
         """Return a step's metrics from the results of `__call__` over its micro-batches, summed and divided."""
         return dict(zip(self.sums, values[1:], strict=True)) if self.sums else {}
-
-
-class Registry(Mapping[str, type[Objective]]):
-    """Objectives by name; modules of built-in ones are imported when these are looked up.
-
-    Args:
-        built_in: module and class, by name.
-    """
-
-    def __init__(self, built_in: Mapping[str, str]):
-        self._entries: dict[str, str | type[Objective]] = {**built_in}
-
-    def register[Kind: type[Objective]](self, name: str) -> Callable[[Kind], Kind]:
-        """Return a decorator that registers an objective.
-
-        Raises:
-            ValueError: another objective has the name.
-        """
-
-        def add(kind: Kind) -> Kind:
-            if name in self._entries:
-                raise ValueError(f"an objective named {name!r} is registered already: choose another name")
-            self._entries[name] = kind
-            return kind
-
-        return add
-
-    def __getitem__(self, name: str) -> type[Objective]:
-        entry = self._entries[name]
-        if isinstance(entry, str):
-            module, _, kind = entry.partition(":")
-            return getattr(importlib.import_module(f"jaxglue.objectives.{module}"), kind)
-        return entry
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-
-OBJECTIVES = Registry(
-    {
-        "sft": "sft:Supervised",
-        "dpo": "dpo:DPO",
-        "ipo": "ipo:IPO",
-        "kto": "kto:KTO",
-        "orpo": "orpo:ORPO",
-        "simpo": "simpo:SimPO",
-        "reward": "reward:RewardModel",
-        "classify": "classify:Classification",
-        "grpo": "policy_gradient:GRPO",
-        "dr_grpo": "policy_gradient:DrGRPO",
-        "dapo": "policy_gradient:DAPO",
-        "bnpo": "policy_gradient:BNPO",
-        "gspo": "policy_gradient:GSPO",
-        "cispo": "policy_gradient:CISPO",
-        "sapo": "policy_gradient:SAPO",
-        "luspo": "policy_gradient:LUSPO",
-        "vespo": "policy_gradient:VESPO",
-        "rloo": "policy_gradient:RLOO",
-        "distill": "distill:Distillation",
-    }
-)
-"""Every objective, in the order of `--help`."""

@@ -10,7 +10,6 @@ from jaxglue.objectives.answers import PairObjective, Pairs, Values
 class ORPO(PairObjective):
     """ORPO's odds-ratio losses beside the supervised loss of prompts and preferred answers, without a reference."""
 
-    settings = ("beta",)
     answers = AnswerTask(prompt_loss=True)
     by_token = True
 

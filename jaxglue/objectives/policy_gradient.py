@@ -1,98 +1,58 @@
 """Policy gradients of answers that the model wrote: GRPO and its kin, in TRL's forms and under its names."""
 
 import math
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jaxtyping import Array, Float
 
-from jaxglue.data.batch import Batch, Rollouts
-from jaxglue.objectives.config import ObjectiveConfig
-from jaxglue.objectives.objective import Objective, TargetValues
+from jaxglue.objectives.advantages import EPSILON, Rewards, Values, deviation, group_relative, leave_one_out, mean
+from jaxglue.objectives.config import PolicyGradientSettings, RLOOSettings, SAPOSettings, VESPOSettings
+from jaxglue.objectives.objective import ObjectiveConfig
+from jaxglue.objectives.rollouts import LossInputs, Metric, RolloutObjective, StepCounts, Tokens
 from jaxglue.ops.collectives import TOKEN_AXES, all_gather, psum
 
-Tokens = Float[Array, "B T"]
-"""A value for each token."""
-_COUNTS = ("tokens", "answers", "sampled", "measured")
-"""Sums by which the others are divided."""
-_BY_TOKEN = ("kl",)
-_CLIPPED = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
-_SAMPLING = (
-    *("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/signed_mean"),
-    "sampling/importance_sampling_ratio/mean",
-)
+
+def clipped_losses(ratio: Tokens, advantages: Tokens, low: float, high: float, most: float | None = None) -> Tokens:
+    """Return −min(r · A, clip(r, low, high) · A), PPO's losses of tokens (arXiv 1707.06347).
+
+    Args:
+        ratio: r, of probabilities under the present and the old weights.
+        advantages: A.
+        low, high: bounds of the clipped ratio.
+        most: cap of the other one, which bounds losses of bad answers (arXiv 2505.07291).
+    """
+    clipped = jnp.clip(ratio, low, high)
+    if most is not None:
+        ratio = jnp.minimum(ratio, most)
+    return -jnp.minimum(ratio * advantages, clipped * advantages)
 
 
-class StepCounts(NamedTuple):
-    """Sizes of an optimizer step, over all devices."""
-
-    answers: int
-    tokens: float
-    """Counted tokens of the answers."""
-    micro_batches: int
-    longest: int
-    """The most tokens of an answer."""
+def weighted_log_probs(weights: Tokens, advantages: Tokens, log_probs: Tokens) -> Tokens:
+    """Return −w · A · log π with constant weights w, as CISPO's capped ratios (arXiv 2506.13585)."""
+    return -stop_gradient(weights) * advantages * log_probs
 
 
-class RolloutObjective(Objective):
-    """Losses of answers that the model writes in training."""
-
-    needs_rollouts = True
-    generations: ClassVar[int]
-    """Answers to each prompt where no number is given."""
-    compares: ClassVar[bool] = False
-    """Rewards of answers to one prompt are compared: there must be two at least."""
-    leaves_one_out: ClassVar[bool] = False
-    """An answer's baseline is the mean of the others, and the divergence is a part of the reward."""
-
-    @property
-    def temperature(self) -> float:
-        """Return the divisor of the logits."""
-        return self.config.temperature
-
-    @property
-    def uses_reference(self) -> bool:
-        """Tell whether answers need log-probabilities of the model as training begins."""
-        return False
-
-    @property
-    def masks_truncated(self) -> bool:
-        """Tell whether answers that reached their longest length leave the loss."""
-        return False
-
-    @property
-    def needs_mean_weight(self) -> bool:
-        """Tell whether a part of the loss is a mean over all tokens of a step."""
-        return False
-
-    def normalizer(self, counts: StepCounts) -> float:
-        """Return the number by which a step divides the sum of its losses."""
-        raise NotImplementedError
+def k3(difference: Tokens) -> Tokens:
+    """Estimate the divergence from the reference by d = log π_ref − log π: exp(d) − d − 1, never negative."""
+    return jnp.exp(difference) - difference - 1
 
 
 class PolicyGradient(RolloutObjective):
-    """Clipped ratios of probabilities, times advantages."""
+    """Clipped ratios of probabilities, times advantages.
 
-    settings: ClassVar[tuple[str, ...]] = (
-        *("beta", "temperature", "epsilon_low", "epsilon_high", "delta", "use_bias_correction_kl", "scale_rewards"),
-        *("multi_objective_aggregation", "mask_truncated_completions", "top_entropy_quantile", "entropy_coef"),
-        *("off_policy_mask_threshold", "importance_sampling_mode", "importance_sampling_max"),
-        "importance_sampling_min",
-    )
+    A subclass may have another `ratio` or `policy_losses`, other `token_weights`, or further metrics, which are added
+    to those of a method that it extends.
+    """
+
+    Settings: ClassVar[type[ObjectiveConfig]] = PolicyGradientSettings
     learning_rates = {"lora": 1e-5, "full": 1e-6}  # noqa: RUF012 - with all weights TRL's
-    default_beta = 0.0
     generations = 8
     compares = True
     by_answer = False
     """Ratios are of whole answers."""
-
-    @classmethod
-    def check(cls, config: ObjectiveConfig) -> None:
-        """Refuse bounds in the wrong order."""
-        if config.importance_sampling_min >= config.importance_sampling_max:
-            raise ValueError("--importance-sampling-min is not below --importance-sampling-max: lower it")
 
     @property
     def uses_reference(self) -> bool:
@@ -110,11 +70,6 @@ class PolicyGradient(RolloutObjective):
         return self.config.mask_truncated_completions
 
     @property
-    def sums(self) -> tuple[str, ...]:
-        """Return the names of the sums behind the metrics."""
-        return (*_COUNTS, "policy_loss", "entropy", *_BY_TOKEN, *_CLIPPED, *_SAMPLING)
-
-    @property
     def title(self) -> str:
         """Return the name with β."""
         return f"{self.config.objective}, beta {self.beta:g}"
@@ -125,153 +80,104 @@ class PolicyGradient(RolloutObjective):
         low, high = self.config.epsilon_low, self.config.epsilon_high
         return 1 - low, 1 + (low if high is None else high)
 
-    def token_weights(self, counted: Tokens, lengths: Tokens) -> Tokens:
-        """Return each token's weight in the sum of losses.
+    def advantages(self, rewards: Rewards) -> Values:
+        """Return the rewards relative to those of the other answers to the prompt."""
+        scale, aggregation = self.config.scale_rewards, self.config.multi_objective_aggregation
+        return group_relative(rewards, scale=scale, aggregation=aggregation)
+
+    def token_weights(self, inputs: LossInputs) -> Tokens:
+        """Return each token's weight in the sum of losses; 0 for tokens that do not count."""
+        return inputs.counted
+
+    def ratio(self, inputs: LossInputs) -> Tokens:
+        """Return the ratio of probabilities under the present and the old weights, for each token."""
+        return jnp.exp(inputs.log_ratio)
+
+    def policy_losses(self, inputs: LossInputs, ratio: Tokens, correction: Tokens) -> tuple[Tokens, dict[str, Metric]]:
+        """Return the losses of tokens without the divergence, and metrics.
 
         Args:
-            counted: 1 for tokens of answers, 0 for others.
-            lengths: counted tokens of each token's answer, at least 1.
+            inputs: of the micro-batch.
+            ratio: of `ratio`.
+            correction: constant weights for differences between sampling and training; 1 without.
         """
-        return counted
-
-    def log_ratio(self, difference: Tokens, rollouts: Rollouts, lengths: Tokens) -> Tokens:
-        """Return the logarithm of each token's ratio from the differences of log-probabilities."""
-        return difference
-
-    def policy_losses(self, ratio: Tokens, advantages: Tokens, log_probs: Tokens) -> Tokens:
-        """Return the losses of tokens without the divergence."""
-        clipped = jnp.clip(ratio, *self.bounds)
-        if self.config.delta is not None:
-            ratio = jnp.minimum(ratio, self.config.delta)
-        return -jnp.minimum(ratio * advantages, clipped * advantages)
-
-    def corrected(
-        self, correction: Tokens, difference: Tokens, advantages: Tokens, rollouts: Rollouts, counted: Tokens
-    ) -> Tokens:
-        """Return the constant weights of the losses of tokens, from those that correct for sampling.
-
-        Args:
-            correction: weights for differences between sampling and training; 1 without.
-            difference: log-probabilities less those under the weights that wrote the answers; 0 where none counts.
-            advantages: of each token's answer.
-            rollouts: the answers.
-            counted: 1 for tokens of answers, 0 for others.
-        """
-        return correction
-
-    def clipped(self, ratio: Tokens, advantages: Tokens, weights: Tokens) -> tuple[Tokens, Tokens]:
-        """Tell where the ratio is below its range in a bad answer, and above it in a good one."""
         low, high = self.bounds
-        return (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
+        losses = clipped_losses(ratio, inputs.advantages, low, high, self.config.delta)
+        below, above = (ratio < low) & (inputs.advantages < 0), (ratio > high) & (inputs.advantages > 0)
+        clipped = {"low": below, "high": above, "region": below | above}
+        mean = inputs.mean_of_answers if self.by_answer else inputs.mean
+        return losses * correction, {f"clip_ratio/{name}_mean": mean(tokens) for name, tokens in clipped.items()}
 
-    def __call__(self, values: TargetValues, batch: Batch) -> Float[Array, " sums"]:
-        """Return [Σ loss, Σ of each of `sums`] over the answers in this device's rows."""
-        assert batch.rollouts is not None
-        rollouts, counted, log_probs = batch.rollouts, batch.loss_weights, values.log_probs
-        now = stop_gradient(log_probs)
-        old = now if rollouts.old is None else rollouts.old
-        lengths = jnp.maximum(rollouts.spread(rollouts.sums(counted)), 1)
-        advantages = rollouts.spread(rollouts.advantages)
-
-        difference = _where(counted, log_probs - old)
-        ratio = jnp.exp(self.log_ratio(difference, rollouts, lengths))
-        correction, sampled, sampling = self._correct(old, rollouts, counted)
-        weights = self.corrected(correction, stop_gradient(difference), advantages, rollouts, counted)
-        losses = self.policy_losses(ratio, advantages, log_probs)
-        uncertain = self._uncertain(values, counted)
-        losses *= weights * uncertain * self._near_policy(now, old, rollouts, counted, lengths)
-        divergence = jnp.zeros_like(ratio)
-        if self.beta and not self.leaves_one_out:
-            assert rollouts.reference is not None
-            divergence = k3(_where(counted, rollouts.reference - log_probs))
-            if self.config.use_bias_correction_kl:
+    def loss_and_metrics(self, inputs: LossInputs) -> tuple[Float[Array, ""], dict[str, Metric]]:
+        """Return the loss of a micro-batch and its metrics: policy, divergence and entropy."""
+        config, values = self.config, inputs.values
+        metrics = {"entropy": Metric(*values.entropy)}
+        correction, sampling = self._correct_sampling(inputs)
+        ratio = self.ratio(inputs)
+        losses, clipping = self.policy_losses(inputs, ratio, correction)
+        metrics |= sampling | clipping
+        uncertain = self._uncertain(inputs)
+        losses *= uncertain * self._near_policy(inputs)
+        if self.uses_reference and not self.divergence_in_reward:
+            divergence = k3(inputs.of_counted(inputs.reference - inputs.log_probs))
+            if config.use_bias_correction_kl:
                 divergence *= ratio
             losses += self.beta * divergence
+            metrics["kl"] = inputs.mean(divergence)
+        loss = jnp.sum(self.token_weights(inputs) * inputs.of_counted(losses))
+        if config.entropy_coef:
+            metrics["policy_loss"] = Metric(loss)
+            loss -= config.entropy_coef * _mean_entropy(inputs, uncertain)
+        return loss, metrics
 
-        loss = jnp.sum(self.token_weights(counted, lengths) * _where(counted, losses))
-        policy_loss = loss
-        if self.config.entropy_coef:
-            loss -= self.config.entropy_coef * self._entropy(values, rollouts, counted, uncertain)
-        shares = counted / lengths
-        low, high = self.clipped(ratio, advantages, weights)
-        entropy, measured = values.entropy
-        metrics = [counted, shares, sampled, measured, policy_loss, entropy, counted * divergence]
-        metrics += [
-            (shares if self.by_answer else counted) * clipped for clipped in (low, high, jnp.logical_or(low, high))
-        ]
-        return jnp.stack([loss, *(stop_gradient(jnp.sum(value)) for value in (*metrics, *sampling))])
-
-    def _uncertain(self, values: TargetValues, counted: Tokens) -> Tokens:
+    def _uncertain(self, inputs: LossInputs) -> Tokens:
         """Return 1 for tokens whose entropy is large enough to be trained, and 0 for others."""
         if self.config.top_entropy_quantile == 1:
-            return jnp.ones_like(counted)
-        found = stop_gradient(values.trained_entropies) if self.config.entropy_coef else values.entropies
-        whole = all_gather(jnp.where(counted > 0, found, jnp.nan).ravel(), *TOKEN_AXES)
-        return jnp.where(found >= jnp.nanquantile(whole, 1 - self.config.top_entropy_quantile), counted, 0)
+            return jnp.ones_like(inputs.counted)
+        values = inputs.values
+        entropies = stop_gradient(values.trained_entropies) if self.config.entropy_coef else values.entropies
+        every = all_gather(jnp.where(inputs.counted > 0, entropies, jnp.nan).ravel(), *TOKEN_AXES)
+        least = jnp.nanquantile(every, 1 - self.config.top_entropy_quantile)
+        return jnp.where(entropies >= least, inputs.counted, 0)
 
-    def _near_policy(self, now: Tokens, old: Tokens, rollouts: Rollouts, counted: Tokens, lengths: Tokens) -> Tokens:
+    def _near_policy(self, inputs: LossInputs) -> Tokens:
         """Return 0 for tokens that leave the loss with their answer, and 1 for others."""
         if (threshold := self.config.off_policy_mask_threshold) is None:
-            return jnp.ones_like(counted)
-        before = old if rollouts.sampler is None else rollouts.sampler
-        moved = rollouts.spread(rollouts.sums(_where(counted, jnp.nan_to_num(before - now)))) / lengths
-        return ((rollouts.spread(rollouts.advantages) >= 0) | (moved <= threshold)).astype(counted.dtype)
+            return jnp.ones_like(inputs.counted)
+        moved = inputs.over_answers(inputs.of_counted(jnp.nan_to_num(inputs.sampler - inputs.now))) / inputs.lengths
+        return ((inputs.advantages >= 0) | (moved <= threshold)).astype(inputs.counted.dtype)
 
-    def _entropy(self, values: TargetValues, rollouts: Rollouts, counted: Tokens, uncertain: Tokens) -> Array:
-        """Return the micro-batch's part of the mean entropy over the step's tokens, of which some may be left out."""
-        assert rollouts.mean_weight is not None
-        kept = counted * uncertain
-        share = psum(counted.sum(), *TOKEN_AXES) / jnp.maximum(psum(kept.sum(), *TOKEN_AXES), 1)
-        return jnp.sum(rollouts.mean_weight * kept * values.trained_entropies) * share
+    def _correct_sampling(self, inputs: LossInputs) -> tuple[Tokens, dict[str, Metric]]:
+        """Return weights that correct for differences between sampling and training, and their metrics.
 
-    def _correct(self, old: Tokens, rollouts: Rollouts, counted: Tokens) -> tuple[Tokens, Tokens, list[Tokens]]:
-        """Return the weights that correct for sampling's log-probabilities, the tokens that have one, and statistics.
-
-        A token without one has the ratio 1.
+        A token without a log-probability of sampling has the ratio 1.
         """
-        if rollouts.sampler is None:
-            return jnp.ones_like(counted), jnp.zeros_like(counted), [jnp.zeros_like(counted)] * len(_SAMPLING)
-        sampled = counted * jnp.isfinite(rollouts.sampler)
-        shares = counted / jnp.maximum(rollouts.spread(rollouts.sums(counted)), 1)
-        difference = stop_gradient(_where(sampled, old - rollouts.sampler))
         level, _, bound = self.config.importance_sampling_mode.partition("_")
-        log_ratio = rollouts.spread(rollouts.sums(difference)) if level == "sequence" else difference
         low, high = self.config.importance_sampling_min, self.config.importance_sampling_max
-        ratio = jnp.exp(log_ratio)
+        sampled = inputs.counted * jnp.isfinite(inputs.sampler)
+        difference = stop_gradient(jnp.where(sampled > 0, inputs.old - inputs.sampler, 0))
+        ratio = jnp.exp(inputs.over_answers(difference) if level == "sequence" else difference)
         if bound == "mask":
             ratio = jnp.where((ratio >= low) & (ratio <= high), ratio, 0)  # which may be infinite
         elif bound == "truncate":
             ratio = jnp.clip(ratio, low, high)
-        statistics = [jnp.abs(difference), -difference, (shares if level == "sequence" else sampled) * ratio]
-        return jnp.ones_like(counted) if level == "none" else ratio, sampled, statistics
-
-    def metrics(self, values: Float[Array, " sums"]) -> dict[str, Array]:
-        """Return the metrics by TRL's names: means over tokens, or over answers."""
-        named = dict(zip(self.sums, values[1:], strict=True))
-        tokens, answers, sampled, measured = (named.pop(name) for name in _COUNTS)
-        if not self.beta or self.leaves_one_out:
-            del named["kl"]
-        if not self.config.entropy_coef:
-            del named["policy_loss"]
-        divisors = (
-            {"policy_loss": 1.0, "entropy": measured}
-            | dict.fromkeys(_BY_TOKEN, tokens)
-            | dict.fromkeys(_SAMPLING, sampled)
-        )
-        divisors |= dict.fromkeys(_CLIPPED, answers if self.by_answer else tokens)
-        if self.config.importance_sampling_mode.startswith("sequence"):
-            divisors["sampling/importance_sampling_ratio/mean"] = answers
-        return {name: value / jnp.maximum(divisors[name], 1e-30) for name, value in named.items()}
+        metrics = {
+            "sampling_logp_difference/mean": Metric(jnp.abs(difference), sampled),
+            "sampling_logp_difference/signed_mean": Metric(-difference, sampled),
+            "importance_sampling_ratio/mean": (
+                inputs.mean_of_answers(ratio) if level == "sequence" else Metric(sampled * ratio, sampled)
+            ),
+        }
+        weights = jnp.ones_like(inputs.counted) if level == "none" else ratio
+        return weights, {f"sampling/{name}": metric for name, metric in metrics.items()}
 
 
-def _where(counted: Tokens, values: Tokens) -> Tokens:
-    """Return the values of counted tokens, and 0 for others, whose values may be anything."""
-    return jnp.where(counted > 0, values, 0)
-
-
-def k3(difference: Tokens) -> Tokens:
-    """Estimate the divergence from the reference by d = log π_ref − log π: exp(d) − d − 1, never negative."""
-    return jnp.exp(difference) - difference - 1
+def _mean_entropy(inputs: LossInputs, uncertain: Tokens) -> Float[Array, ""]:
+    """Return the micro-batch's part of the mean entropy over the step's tokens, of which some may be left out."""
+    assert inputs.rollouts.mean_weight is not None
+    trained = inputs.counted * uncertain
+    share = psum(inputs.counted.sum(), *TOKEN_AXES) / jnp.maximum(psum(trained.sum(), *TOKEN_AXES), 1)
+    return jnp.sum(inputs.rollouts.mean_weight * trained * inputs.values.trained_entropies) * share
 
 
 class GRPO(PolicyGradient):
@@ -281,9 +187,9 @@ class GRPO(PolicyGradient):
         """Return the number of answers."""
         return counts.answers
 
-    def token_weights(self, counted: Tokens, lengths: Tokens) -> Tokens:
+    def token_weights(self, inputs: LossInputs) -> Tokens:
         """Return 1 over the answer's length."""
-        return counted / lengths
+        return inputs.counted / inputs.lengths
 
 
 class DrGRPO(PolicyGradient):
@@ -309,9 +215,9 @@ class BNPO(PolicyGradient):
         """Return the number of micro-batches."""
         return counts.micro_batches
 
-    def token_weights(self, counted: Tokens, lengths: Tokens) -> Tokens:
+    def token_weights(self, inputs: LossInputs) -> Tokens:
         """Return 1 over the tokens of the micro-batch."""
-        return counted / jnp.maximum(psum(counted.sum(), *TOKEN_AXES), 1)
+        return inputs.counted / jnp.maximum(psum(inputs.counted.sum(), *TOKEN_AXES), 1)
 
 
 class GSPO(GRPO):
@@ -319,15 +225,9 @@ class GSPO(GRPO):
 
     by_answer = True
 
-    def log_ratio(self, difference: Tokens, rollouts: Rollouts, lengths: Tokens) -> Tokens:
-        """Return the mean over the answer's tokens."""
-        return rollouts.spread(rollouts.sums(difference)) / lengths
-
-
-def _with_high_as(name: str, metrics: dict[str, Array]) -> dict[str, Array]:
-    """Return the metrics with the mean above the upper bound under this name, in place of all of clipped ratios."""
-    kept = {key: value for key, value in metrics.items() if key not in _CLIPPED}
-    return kept | {name: metrics["clip_ratio/high_mean"]}
+    def ratio(self, inputs: LossInputs) -> Tokens:
+        """Return the exponential of the mean over the answer's tokens."""
+        return jnp.exp(inputs.over_answers(inputs.log_ratio) / inputs.lengths)
 
 
 class CISPO(DAPO):
@@ -338,97 +238,70 @@ class CISPO(DAPO):
         """Return 0 and the cap of the ratios."""
         return 0.0, 5.0 if self.config.epsilon_high is None else self.config.epsilon_high
 
-    def policy_losses(self, ratio: Tokens, advantages: Tokens, log_probs: Tokens) -> Tokens:
-        """Return the losses of tokens without the divergence."""
-        return -stop_gradient(jnp.minimum(ratio, self.bounds[1])) * advantages * log_probs
-
-    def metrics(self, values: Float[Array, " sums"]) -> dict[str, Array]:
-        """Return the metrics, with the share of capped ratios in place of the clipped ones."""
-        return _with_high_as("cispo_clip_ratio", super().metrics(values))
+    def policy_losses(self, inputs: LossInputs, ratio: Tokens, correction: Tokens) -> tuple[Tokens, dict[str, Metric]]:
+        """Return the losses of tokens without the divergence, and the share of capped ratios of good answers."""
+        _, cap = self.bounds
+        losses = weighted_log_probs(jnp.minimum(ratio, cap), inputs.advantages, inputs.log_probs)
+        return losses * correction, {"cispo_clip_ratio": inputs.mean((ratio > cap) & (inputs.advantages > 0))}
 
 
 class SAPO(GRPO):
     """Ratios through a sigmoid, whose gradient falls off around 1, in place of clipped ones (arXiv 2511.20347)."""
 
-    settings = (
-        *(name for name in PolicyGradient.settings if name not in ("epsilon_low", "epsilon_high", "delta")),
-        *("sapo_temperature_pos", "sapo_temperature_neg"),
-    )
+    Settings = SAPOSettings
 
-    def policy_losses(self, ratio: Tokens, advantages: Tokens, log_probs: Tokens) -> Tokens:
-        """Return the losses of tokens without the divergence."""
-        sharpness = jnp.where(advantages > 0, self.config.sapo_temperature_pos, self.config.sapo_temperature_neg)
-        return -jax.nn.sigmoid(sharpness * (ratio - 1)) * 4 / sharpness * advantages
-
-    def metrics(self, values: Float[Array, " sums"]) -> dict[str, Array]:
-        """Return the metrics; nothing is clipped."""
-        return {name: value for name, value in super().metrics(values).items() if name not in _CLIPPED}
+    def policy_losses(self, inputs: LossInputs, ratio: Tokens, correction: Tokens) -> tuple[Tokens, dict[str, Metric]]:
+        """Return the losses of tokens without the divergence; nothing is clipped."""
+        good = inputs.advantages > 0
+        sharpness = jnp.where(good, self.config.sapo_temperature_pos, self.config.sapo_temperature_neg)
+        losses = -jax.nn.sigmoid(sharpness * (ratio - 1)) * 4 / sharpness * inputs.advantages
+        return losses * correction, {}
 
 
 class LUSPO(GSPO):
     """GSPO with answers weighted by their length, so that no token of a long one counts less (arXiv 2602.05261)."""
 
-    def token_weights(self, counted: Tokens, lengths: Tokens) -> Tokens:
+    def token_weights(self, inputs: LossInputs) -> Tokens:
         """Return 1 for each token of an answer."""
-        return counted
+        return inputs.counted
 
 
 class VESPO(DAPO):
     """Log-probabilities weighted by e^λ · w^k · e^(−λw) of the answers' ratios w, which favors those near 1."""
 
-    settings = (
-        *(name for name in SAPO.settings if not name.startswith("sapo")),
-        *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
-    )
-    by_answer = True
+    Settings = VESPOSettings
 
-    @classmethod
-    def check(cls, config: ObjectiveConfig) -> None:
-        """Refuse corrections of whole answers, whose ratios the weights contain."""
-        super().check(config)
-        if config.importance_sampling_mode.startswith("sequence"):
-            raise ValueError(
-                f"--importance-sampling-mode {config.importance_sampling_mode} is not for --objective vespo, whose "
-                "weights are of whole answers: use token_truncate, token_mask or none"
-            )
+    def policy_losses(self, inputs: LossInputs, ratio: Tokens, correction: Tokens) -> tuple[Tokens, dict[str, Metric]]:
+        """Return the losses of tokens without the divergence, and the answers' mean weight.
 
-    def policy_losses(self, ratio: Tokens, advantages: Tokens, log_probs: Tokens) -> Tokens:
-        """Return the losses of tokens without the divergence."""
-        return -advantages * log_probs
-
-    def corrected(
-        self, correction: Tokens, difference: Tokens, advantages: Tokens, rollouts: Rollouts, counted: Tokens
-    ) -> Tokens:
-        """Return the answers' weights, of ratios to the probabilities of sampling."""
-        least, most = math.log(1e-8), 20.0
+        Weights are of ratios to the probabilities of sampling.
+        """
+        config, least, most = self.config, math.log(1e-8), 20.0
         sampled = jnp.clip(jnp.log(correction), least, most)
-        tokens = _where(counted, jnp.clip(difference, -most, most) + sampled)
-        log_ratio = jnp.clip(rollouts.spread(rollouts.sums(tokens)), least, most)
-        config, good = self.config, advantages >= 0
+        tokens = inputs.of_counted(jnp.clip(stop_gradient(inputs.log_ratio), -most, most) + sampled)
+        log_ratio = jnp.clip(inputs.over_answers(tokens), least, most)
+        good = inputs.advantages >= 0
         k = jnp.where(good, config.vespo_k_pos, config.vespo_k_neg)
         slope = jnp.where(good, config.vespo_lambda_pos, config.vespo_lambda_neg)
-        return jnp.exp(slope + k * log_ratio - slope * jnp.exp(log_ratio))
-
-    def clipped(self, ratio: Tokens, advantages: Tokens, weights: Tokens) -> tuple[Tokens, Tokens]:
-        """Return no clipped ratios, and the weights."""
-        return jnp.zeros_like(weights), weights
-
-    def metrics(self, values: Float[Array, " sums"]) -> dict[str, Array]:
-        """Return the metrics, with the answers' mean weight in place of clipped ratios."""
-        return _with_high_as("vespo/phi_seq_mean", super().metrics(values))
+        weights = jnp.exp(slope + k * log_ratio - slope * jnp.exp(log_ratio))
+        losses = -inputs.advantages * inputs.log_probs * weights
+        return losses, {"vespo/phi_seq_mean": inputs.mean_of_answers(weights)}
 
 
 class RLOO(GRPO):
     """REINFORCE with the mean of the other answers as the baseline (arXiv 2402.14740); ratios are of whole answers."""
 
-    settings = (
-        *("beta", "temperature", "epsilon_low", "epsilon_high", "normalize_advantages", "mask_truncated_completions"),
-        *("importance_sampling_mode", "importance_sampling_max", "importance_sampling_min"),
-    )
-    default_beta = 0.05
+    Settings = RLOOSettings
     generations = 2
-    by_answer = leaves_one_out = True
+    by_answer = divergence_in_reward = True
 
-    def log_ratio(self, difference: Tokens, rollouts: Rollouts, lengths: Tokens) -> Tokens:
-        """Return the sum over the answer's tokens."""
-        return rollouts.spread(rollouts.sums(difference))
+    def advantages(self, rewards: Rewards) -> Values:
+        """Return the rewards, with the divergence, relative to the mean of the others."""
+        values = leave_one_out(self.reward(rewards))
+        if self.config.normalize_advantages:
+            values = (values - mean(values)) / (deviation(values) + EPSILON)
+        return values
+
+    def ratio(self, inputs: LossInputs) -> Tokens:
+        """Return the ratio of the answer, the product of its tokens'."""
+        return jnp.exp(inputs.over_answers(inputs.log_ratio))

@@ -6,13 +6,14 @@ from jaxglue.data.batch import CHOSEN, REJECTED, Answers, Batch, sum_parts
 from jaxglue.data.config import AnswerTask
 from jaxglue.data.formats import PAIR_COLUMNS
 from jaxglue.objectives.answers import AnswerObjective, Values
+from jaxglue.objectives.config import RewardSettings
 from jaxglue.objectives.objective import TargetValues
 
 
 class RewardModel(AnswerObjective):
     """Bradley-Terry losses of scores, with the squared sums that center them (arXiv 2312.09244)."""
 
-    settings = ("center_rewards_coefficient",)
+    Settings = RewardSettings
     answers = AnswerTask(scored=True)
     columns = PAIR_COLUMNS
     trains_scores = True

@@ -1,12 +1,13 @@
 """Simple preference optimization (arXiv 2405.14734)."""
 
 from jaxglue.objectives.answers import PairObjective, Pairs, Values, smoothed
+from jaxglue.objectives.config import SimPOSettings
 
 
 class SimPO(PairObjective):
     """SimPO's losses of log-probabilities for each token, without a reference."""
 
-    settings = ("beta", "label_smoothing", "rpo_alpha", "simpo_gamma")
+    Settings = SimPOSettings
     by_token = True
 
     def losses(self, pairs: Pairs) -> Values:

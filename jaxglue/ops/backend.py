@@ -1,12 +1,12 @@
 """Choice of an operation's backend: named implementations, what each needs, and the reason for the start-up log."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -34,44 +34,103 @@ class BackendChoice:
     """The next backend that can serve; None for the reference, and for a backend asked for."""
 
 
+Reads = Mapping[type, Collection[str] | Mapping[str, Collection[Any] | None] | None]
+"""Fields that a backend reads, by the class of a call and of its parts; names, or names with values, None for any.
+
+None in place of fields leaves a class to another operation's check.
+"""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Backend:
+class Backend[Call, Kernels]:
     """An implementation of an operation, by kernels or by a faster form of its products."""
 
-    check: Callable[..., None]
-    """`check(capability, *call)` raises NotImplementedError, naming the reason, for a call that it cannot serve."""
-    load: Callable[..., Any]
-    """`load(capability, *call)` imports the kernels and returns the object that launches them."""
+    check: Callable[[Capability | None, Call], None]
+    """Raises NotImplementedError, naming the reason, for a call that it cannot serve."""
+    load: Callable[[Capability, Call], Kernels]
+    """Imports the kernels and returns the object that launches them."""
     advantage: str
     """Reason for preferring it where it can serve."""
+    reads: Reads
+    """Any other field of a call must have its default: what a kernel does not read, it would ignore."""
     anywhere: bool = False
     """The backend is a form of the computation without kernels, and serves on any device."""
 
+    def obstacle(self, capability: Capability | None, call: Call) -> str | None:
+        """Return the reason why it cannot serve a call; None if it can."""
+        try:
+            self.check(capability, call)
+        except NotImplementedError as reason:
+            return str(reason)
+        unread = list(unread_fields(call, self.reads))
+        return f"it does not read {', '.join(unread)}" if unread else None
 
-def form(check: Callable[..., None], apply: Callable[..., Any], advantage: str) -> Backend:
+
+def form[Call, Kernels](
+    check: Callable[[Capability | None, Call], None], apply: Kernels, advantage: str, reads: Reads
+) -> Backend[Call, Kernels]:
     """Return a backend for any device: a form of the computation, which is the function `apply`, and no kernel."""
-    return Backend(check=check, load=lambda capability, *call: apply, advantage=advantage, anywhere=True)
+    return Backend(check=check, load=lambda capability, call: apply, advantage=advantage, reads=reads, anywhere=True)
+
+
+def unread_fields(value: Any, reads: Reads) -> Iterator[str]:
+    """Yield the fields of a call and of its parts that have other values than their defaults and are not read.
+
+    Parts are dataclasses and named tuples, alone or in sequences. One whose class is not in `reads` has no read field.
+    """
+    if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
+        for part in value:
+            yield from unread_fields(part, reads)
+        return
+    read: dict[str, Collection[Any] | None] = {}
+    for base in type(value).__mro__:
+        if (names := reads.get(base, ())) is None:
+            return
+        read |= names if isinstance(names, Mapping) else dict.fromkeys(names)
+    for name, default in _defaults(value).items():
+        field = getattr(value, name)
+        if name not in read:
+            if default is MISSING or not _equal(field, default):
+                yield f"{type(value).__name__}.{name}"
+        elif (values := read[name]) is None:
+            yield from unread_fields(field, reads)
+        elif field not in values:
+            yield f"{type(value).__name__}.{name} = {field!r}"
+
+
+def _defaults(value: Any) -> dict[str, Any]:
+    """Return the defaults of the fields of a dataclass or named tuple, MISSING where there is none."""
+    if is_dataclass(value):
+        return {field.name: field.default for field in fields(value)}
+    if isinstance(value, tuple) and (names := getattr(value, "_fields", None)):
+        return {name: value._field_defaults.get(name, MISSING) for name in names}  # type: ignore[attr-defined]
+    return {}
+
+
+def _equal(field: Any, default: Any) -> bool:
+    """Compare a field with its default, which is no array."""
+    return field is default or (not isinstance(field, jax.Array) and type(field) is type(default) and field == default)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Operation:
+class Operation[Call, Kernels]:
     """An operation with a reference that runs anywhere, and backends that are faster where they can serve.
 
-    A call is described by the arguments of its backends' `check` and `load`, such as the dtype.
+    A call is described whole, by one frozen dataclass: backends refuse a call with a field that they do not read.
     """
 
     name: str
-    backends: Mapping[str, Backend]
+    backends: Mapping[str, Backend[Call, Kernels]]
     """Backends by name, in order of preference."""
-    order: Callable[..., Sequence[str]] | None = None
-    """`order(*call)` returns the names in order of preference, where it depends on the call."""
+    order: Callable[[Call], Sequence[str]] | None = None
+    """Returns the names in order of preference, where it depends on the call."""
 
     @property
     def names(self) -> tuple[str, ...]:
         """Return the names that a user may give as the backend."""
         return "auto", "reference", *self.backends
 
-    def choose(self, capability: Capability | None, *call: Any, backend: str = "auto") -> BackendChoice:
+    def choose(self, capability: Capability | None, call: Call, *, backend: str = "auto") -> BackendChoice:
         """Choose the backend for a call on a GPU of this compute capability (None: no NVIDIA GPU).
 
         Raises:
@@ -80,12 +139,12 @@ class Operation:
         if backend not in self.names:
             raise ValueError(f"backend must be one of {', '.join(self.names)}, got {backend!r}")
         if backend == "auto":
-            return self._choose(capability, *call)
-        if backend != "reference" and (obstacle := self._obstacle(backend, capability, *call)):
+            return self._choose(capability, call)
+        if backend != "reference" and (obstacle := self.backends[backend].obstacle(capability, call)):
             raise ValueError(f"backend={backend!r} cannot serve this {self.name}: {obstacle}")
         return BackendChoice(name=backend, reason="asked for")
 
-    def load(self, *call: Any, backend: str = "auto") -> Any | None:
+    def load(self, call: Call, *, backend: str = "auto") -> Kernels | None:
         """Return the object that launches the chosen backend's kernels on the default device, None for the reference.
 
         Raises:
@@ -94,9 +153,12 @@ class Operation:
         if backend == "auto" and self in _overrides.get():
             return _overrides.get()[self]
         capability = compute_capability()
-        choice = self.choose(capability, *call, backend=backend)
+        choice = self.choose(capability, call, backend=backend)
         _log.debug("%s by %s: %s", self.name, choice.name, choice.reason)
-        return None if choice.name == "reference" else self.backends[choice.name].load(capability, *call)
+        if choice.name == "reference":
+            return None
+        # None comes to forms alone, which do not read it.
+        return self.backends[choice.name].load(cast(Capability, capability), call)
 
     @contextmanager
     def using(self, loaded: Any | None) -> Iterator[None]:
@@ -107,31 +169,23 @@ class Operation:
         finally:
             _overrides.reset(token)
 
-    def _choose(self, capability: Capability | None, *call: Any) -> BackendChoice:
-        names = list(self.order(*call) if self.order else self.backends)
+    def _choose(self, capability: Capability | None, call: Call) -> BackendChoice:
+        names = list(self.order(call) if self.order else self.backends)
         if capability is None and not any(backend.anywhere for backend in self.backends.values()):
             return BackendChoice(name="reference", reason="no NVIDIA GPU", barred=names[0])
         obstacles: list[str] = []
         for index, name in enumerate(names):
-            obstacle = self._obstacle(name, capability, *call)
+            obstacle = self.backends[name].obstacle(capability, call)
             if obstacle is None:
+                others = (n for n in names[index + 1 :] if not self.backends[n].obstacle(capability, call))
                 return BackendChoice(
                     name=name,
                     reason="; ".join(obstacles) or self.backends[name].advantage,
                     barred=names[0] if obstacles else None,
-                    runner_up=next(
-                        (n for n in names[index + 1 :] if not self._obstacle(n, capability, *call)), "reference"
-                    ),
+                    runner_up=next(others, "reference"),
                 )
             obstacles.append(f"not {name}: {obstacle}")
         return BackendChoice(name="reference", reason="; ".join(obstacles), barred=names[0])
-
-    def _obstacle(self, name: str, capability: Capability | None, *call: Any) -> str | None:
-        try:
-            self.backends[name].check(capability, *call)
-        except NotImplementedError as reason:
-            return str(reason)
-        return None
 
 
 @contextmanager

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxglue.ops.backend import Reads
+
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 _REQUIRED = {
     "default": (),
@@ -191,6 +193,29 @@ class Rotary(NamedTuple):
         return self.dims == self.head_dim and not self.config.interleaved
 
 
+TABLES_READ: Reads = {
+    Rotary: ("config", "head_dim"),
+    RopeConfig: (
+        "rope_type",
+        "rope_theta",
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+        "partial_rotary_factor",
+        "short_factor",
+        "long_factor",
+    ),
+}
+"""Read by kernels that turn both halves of a head by a batch's tables: what these tell."""
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RopeTables:
@@ -216,9 +241,13 @@ class RopeTables:
         """Return (cosines, sines) of one of the embeddings."""
         return self.tables[self.rotaries.index(rotary)]
 
+    def scales(self, rotary: Rotary) -> Float[Array, "B T"] | None:
+        """Return the factors of one of the embeddings' rotated queries; None for none."""
+        return self.query_scales[self.rotaries.index(rotary)] if self.query_scales else None
+
     def scale_queries(self, q: Float[Array, "B T N H"], rotary: Rotary) -> Float[Array, "B T N H"]:
         """Return rotated queries times their factors, in their dtype."""
-        scales = self.query_scales[self.rotaries.index(rotary)] if self.query_scales else None
+        scales = self.scales(rotary)
         return q if scales is None else q * scales[..., None, None].astype(q.dtype)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jaxglue.models.config import DecoderConfig
-from jaxglue.ops.attention import ATTENTION, AttentionShape
+from jaxglue.ops.attention import ATTENTION, AttentionCall
 from jaxglue.ops.attention.tiles import heads_summed_at_once
 from jaxglue.ops.kernel_cost import KernelKind
 from jaxglue.ops.segments import BatchKind
@@ -134,7 +134,7 @@ def attention_shape(
     window: int | None,
     forked: bool,
     split: bool = False,
-) -> AttentionShape:
+) -> AttentionCall:
     """Return a layer's call of attention on rows of one kind.
 
     Args:
@@ -145,7 +145,7 @@ def attention_shape(
         forked: segments have several continuations of one beginning.
         split: rows are split over GPUs.
     """
-    return AttentionShape(
+    return AttentionCall(
         dtype=jnp.dtype(dtype),
         head_dim=model.head_dim,
         value_dim=_value_dim(model),

@@ -1,18 +1,17 @@
-"""Advantages of answers from their rewards, as TRL computes them."""
+"""Advantages of a generation's answers, which the objective makes of their rewards, and metrics of both."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float
 
-from jaxglue.objectives.config import ObjectiveConfig
+from jaxglue.objectives.advantages import Rewards, Values, deviation, mean
+from jaxglue.objectives.rollouts import RolloutObjective
+from jaxglue.rl.plan import RolloutPlan
+from jaxglue.rl.record import Generation
+from jaxglue.rl.sampler import Sample
 
-Rewards = Float[np.ndarray, "prompts answers functions"]
-"""NaN where a function left an answer out."""
-Values = Float[np.ndarray, "prompts answers"]
-_EPSILON = 1e-4
-"""Added to standard deviations."""
 _ROUNDING = 1e-8
 """Difference of advantages that is none."""
 
@@ -33,65 +32,63 @@ class Advantages(NamedTuple):
 
         Advantages of equal rewards are 0 but for the rounding of their mean.
         """
-        known: Any = {"axis": 1, "where": ~np.isnan(self.rewards)}
-        return self.values.max(**known, initial=-np.inf) - self.values.min(**known, initial=np.inf) > _ROUNDING
+        judged = ~np.isnan(self.rewards)
+        most = self.values.max(axis=1, where=judged, initial=-np.inf)
+        least = self.values.min(axis=1, where=judged, initial=np.inf)
+        return most - least > _ROUNDING
 
 
-def group_advantages(rewards: Rewards, weights: Float[np.ndarray, " functions"], config: ObjectiveConfig) -> Advantages:
-    """Return advantages relative to the other answers of a prompt."""
-    total = _weighted(rewards, weights)
-    deviations = _deviation(total, 1)
-    if config.multi_objective_aggregation == "normalize_then_sum":
-        scaled = (rewards - _mean(rewards, 1)) / (_deviation(rewards, 1) + _EPSILON)
-        summed = _weighted(scaled, weights)
-        values = (summed - _mean(summed)) / (_deviation(summed) + _EPSILON)
-    else:
-        values = total - _mean(total, 1)
-        if config.scale_rewards != "none":
-            values /= (deviations if config.scale_rewards == "group" else _deviation(total)) + _EPSILON
-    return Advantages(np.nan_to_num(values), total, np.isclose(deviations[:, 0], 0))
+def rewards_of(plan: RolloutPlan, generation: Generation) -> Rewards:
+    """Return what is known of the answers when they are compared."""
+    divergence = np.array([[sample.divergence for sample in group] for group in generation.samples])
+    return Rewards(by_function=generation.rewards, weights=plan.judge.weights, divergence=divergence)
 
 
-def left_one_out(
-    rewards: Rewards, weights: Float[np.ndarray, " functions"], divergence: Values, config: ObjectiveConfig
-) -> Advantages:
-    """Return the rewards, less β times the divergences from the reference, relative to the mean of the others."""
-    total = _weighted(rewards, weights)
-    penalized = total - (config.beta or 0.0) * divergence
-    scorable = (~np.isnan(penalized)).sum(1, keepdims=True)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        others = (np.nansum(penalized, 1, keepdims=True) - penalized) / (scorable - 1)
-    values = penalized - np.where(scorable > 1, others, np.nan)
-    if config.normalize_advantages:
-        values = (values - _mean(values)) / (_deviation(values) + _EPSILON)
-    return Advantages(np.nan_to_num(values), total, np.isclose(_deviation(penalized, 1)[:, 0], 0))
+def compare(objective: RolloutObjective, rewards: Rewards) -> Advantages:
+    """Return the objective's advantages of answers with these rewards."""
+    is_equal = np.isclose(deviation(objective.reward(rewards), 1)[:, 0], 0)
+    return Advantages(np.nan_to_num(objective.advantages(rewards)), rewards.total, is_equal)
 
 
-def reward_metrics(rewards: Rewards, names: Sequence[str], advantages: Advantages) -> dict[str, float]:
-    """Return the metrics of rewards by TRL's names; those of a function without any reward are left out."""
+def generation_metrics(plan: RolloutPlan, generation: Generation, advantages: Advantages) -> dict[str, float]:
+    """Return the metrics of a generation's answers and rewards, in its first step."""
+    samples = generation.all_samples
+    metrics = length_metrics(samples)
+    if plan.judge.names:
+        metrics |= reward_metrics(generation.rewards, plan.judge.names, advantages)
+    if plan.objective.divergence_in_reward and plan.objective.uses_reference:
+        metrics["kl"] = sum(sample.divergence for sample in samples) / sum(sample.length for sample in samples)
+    if plan.config.dynamic_sampling:
+        metrics["sampled_prompts"] = generation.sampled
+    return metrics
+
+
+def length_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the metrics of lengths in tokens; those of ended answers are 0 where there is none."""
+    lengths = np.array([sample.length for sample in samples])
+    ended = np.array([sample.ended for sample in samples])
+    metrics = {"completions/clipped_ratio": float(1 - ended.mean())}
+    for name, values in (("length", lengths), ("terminated_length", lengths[ended] if ended.any() else np.zeros(1))):
+        parts = {"mean": values.mean(), "min": values.min(), "max": values.max()}
+        metrics |= {f"completions/{part}_{name}": float(value) for part, value in parts.items()}
+    return metrics
+
+
+def reward_metrics(
+    rewards: Float[np.ndarray, "prompts answers functions"], names: Sequence[str], advantages: Advantages
+) -> dict[str, float]:
+    """Return the metrics of rewards; those of a function without any reward are left out.
+
+    Args:
+        rewards: NaN where a function left an answer out.
+        names: of the functions.
+        advantages: of the answers.
+    """
     metrics: dict[str, float] = {}
     for name, values in zip(names, np.moveaxis(rewards, -1, 0), strict=True):
-        metrics |= {f"rewards/{name}/mean": _mean(values).item(), f"rewards/{name}/std": _deviation(values).item()}
+        metrics |= {f"rewards/{name}/mean": mean(values).item(), f"rewards/{name}/std": deviation(values).item()}
     total = advantages.rewards
-    metrics |= {"reward": _mean(total).item(), "reward_std": _deviation(total).item()}
+    metrics |= {"reward": mean(total).item(), "reward_std": deviation(total).item()}
     return {name: value for name, value in metrics.items() if not np.isnan(value)} | {
         "frac_reward_zero_std": float(advantages.is_equal.mean())
     }
-
-
-def _weighted(rewards: Rewards, weights: Float[np.ndarray, " functions"]) -> Values:
-    """Sum weighted rewards, without those left out; NaN where all are."""
-    return np.where(np.isnan(rewards).all(-1), np.nan, np.nansum(rewards * weights, -1))
-
-
-def _mean(values: np.ndarray, axis: int | None = None) -> np.ndarray:
-    """Return the mean of values that are not NaN, NaN where there is none; the axis is kept."""
-    count = (~np.isnan(values)).sum(axis, keepdims=True)
-    return np.where(count > 0, np.nansum(values, axis, keepdims=True) / np.maximum(count, 1), np.nan)
-
-
-def _deviation(values: np.ndarray, axis: int | None = None) -> np.ndarray:
-    """Return the standard deviation, with n − 1, of values that are not NaN; NaN where there are fewer than two."""
-    count = (~np.isnan(values)).sum(axis, keepdims=True)
-    squares = np.nansum((values - _mean(values, axis)) ** 2, axis, keepdims=True)
-    return np.where(count > 1, np.sqrt(squares / np.maximum(count - 1, 1)), np.nan)

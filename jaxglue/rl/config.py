@@ -4,14 +4,19 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from jaxglue.ops.choices import Quantize
-from jaxglue.settings.config import Alias, Config, PositiveFloat, PositiveInt, Range
+from jaxglue.settings.config import Alias, Code, Config, PositiveFloat, PositiveInt, Range
+
+
+def file_of_function(text: str) -> str | None:
+    """Return the file of a function, `rewards.py:exact_match?weight=2`; None for the name of a shipped one."""
+    return text.partition("?")[0].rpartition(":")[0] or None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig(Config):
     """Answers that the model writes in training, and their rewards."""
 
-    reward: Annotated[tuple[str, ...], Alias("reward_funcs", "reward_functions")] = ()
+    reward: Annotated[tuple[str, ...], Alias("reward_funcs", "reward_functions"), Code(file_of_function)] = ()
     """Judges of answers: functions of Python files, `rewards.py:exact_match`; exact, math, regex, json_schema, length;
     or model, of `jaxglue train --objective reward`. Settings follow, such as `length?soft=400&hard=512&weight=0.5`."""
     num_generations: (
@@ -29,13 +34,14 @@ class RolloutConfig(Config):
     dynamic_sampling: bool = False
     """Replace prompts whose answers all have the same reward by further ones (DAPO, arXiv 2503.14476)."""
     reward_timeout: PositiveFloat = 60.0
-    """Seconds in which a function must judge the answers to a prompt; those of later ones have no reward."""
+    """Seconds in which a function must judge an answer, or all answers to a prompt at once; else these have no
+    reward."""
     reward_memory: PositiveFloat = 8.0
     """GiB of address space of a process that judges answers."""
     reward_workers: PositiveInt = 2
     """Processes that judge answers."""
 
-    environment: str | None = None
+    environment: Annotated[str | None, Code(file_of_function)] = None
     """Function of a Python file that replies to a conversation, `games.py:reply`: with the next message, or with a
     reward, which ends it."""
     max_turns: PositiveInt = 8

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxglue.data.config import DataConfig
 from jaxglue.data.dataset import TokenDataset
 from jaxglue.data.files import Row
+from jaxglue.data.formats import refuse_media, with_system
 from jaxglue.data.limits import template_time_limit
 from jaxglue.data.messages import Chat, listed, read_chat
 from jaxglue.data.pieces import PieceTokenizer
@@ -60,9 +61,11 @@ class PromptDataset(TokenDataset):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash tokens and columns."""
+        """Hash tokens and columns, and the rows' answers where they are trained on."""
         digest = self._tokens_digest
         digest.update(json.dumps([prompt.columns for prompt in self.prompts], sort_keys=True, default=str).encode())
+        if any(prompt.given for prompt in self.prompts):
+            digest.update(json.dumps([prompt.given for prompt in self.prompts]).encode())
         return digest.hexdigest()
 
 
@@ -74,6 +77,7 @@ def read_prompts(
     limit: int,
     teacher_system: str | None = None,
     held_out: bool = False,
+    answered: bool = True,
 ) -> PromptDataset:
     """Read rows with a `prompt`, `messages` or a `question`; a text in `prompt` is continued as it is.
 
@@ -84,6 +88,7 @@ def read_prompts(
         limit: the most of a prompt and its answer.
         teacher_system: system message of a teacher's prompts; `{name}` stands for a column.
         held_out: read the held-out rows of `config`, not those to train on.
+        answered: keep the rows' own answers.
 
     Raises:
         ValueError: no row, one without a prompt, or a prompt that leaves no room for the answer, by file and line.
@@ -95,7 +100,7 @@ def read_prompts(
         prompt = encoder.encode(row)
         longest = max(len(prompt.tokens), len(prompt.teacher or ()))
         if longest + answer <= limit:
-            prompts.append(prompt._replace(given=prompt.given and prompt.given[:answer]))
+            prompts.append(prompt._replace(given=prompt.given[:answer] if answered and prompt.given else None))
         elif config.overlong != "drop":
             raise ValueError(
                 f"{row.origin}: a prompt of {longest:,} tokens leaves no room for an answer of {answer:,} "
@@ -142,16 +147,20 @@ class _Encoder:
         key = next((key for key in _KEYS if row.get(key)), None)
         if key is None:
             raise ValueError(f"a prompt needs one of {', '.join(_KEYS)}; the row's keys are {listed(row)}")
+        refuse_media(row)
         columns = {name: value for name, value in row.items() if name not in (key, "tools", "system")}
         if key == "prompt" and isinstance(row[key], str):
+            if unread := next((name for name in ("system", "tools") if row.get(name)), None):
+                raise ValueError(f"{unread!r} is for a chat, and the prompt is a text: write the row as 'messages'")
             require_unicode(row[key])
             return row[key], None, columns
         messages = [{"role": "user", "content": row[key]}] if key == "question" else row[key]
         chat = read_chat(messages, row.get("tools"), key)
         if _is_answered(chat.messages):
             chat = Chat(chat.messages[:-1], chat.tools, chat.trained[:-1])
-        system = row.get("system") or self._system
-        chat = chat.with_system(system) if system else chat
+        completed = with_system(chat, row)
+        assert isinstance(completed, Chat)
+        chat = completed.with_system(self._system) if self._system else completed
         return chat.messages, chat, columns
 
     def _tokens(self, content: Content, chat: Chat | None) -> list[int]:

@@ -1,10 +1,14 @@
 """Answers on disk: those that no checkpoint holds yet, whole, and a line for each in `rollouts.jsonl`."""
 
+import hashlib
 import io
 import json
-import re
+import logging
+import struct
+import zipfile
+import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +16,19 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxglue.files.atomic import atomic_file
+from jaxglue.files.json_file import parse_object
+from jaxglue.files.json_lines import move_aside
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.sampler import Sample
 
 KEPT, LINES = "rollouts", "rollouts.jsonl"
+_DAMAGED = (
+    *(ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, RuntimeError, SyntaxError, TypeError),
+    *(ValueError, struct.error, zipfile.BadZipFile, zlib.error),
+)
+"""What a file with changed bytes raises somewhere in zipfile, numpy or json."""
+_HEX = 2 * hashlib.sha256().digest_size
+_log = logging.getLogger(__name__)
 _ARRAYS = ("tokens", "log_probs", "old", "reference", "counted")
 
 
@@ -23,6 +36,8 @@ _ARRAYS = ("tokens", "log_probs", "old", "reference", "counted")
 class Generation:
     """Answers to some prompts, and their rewards."""
 
+    rows: list[int]
+    """Of the prompts in their data."""
     numbers: list[int]
     """Positions of the prompts in the run's order."""
     following: int
@@ -40,17 +55,26 @@ class Generation:
 
     def select(self, chosen: Sequence[int]) -> "Generation":
         """Return those of some prompts."""
-        lists: dict[str, Any] = {name: [getattr(self, name)[i] for i in chosen] for name in _BY_PROMPT}
-        return Generation(**lists, following=self.following, rewards=self.rewards[list(chosen)], sampled=self.sampled)
+        return replace(
+            self,
+            rows=[self.rows[i] for i in chosen],
+            numbers=[self.numbers[i] for i in chosen],
+            prompts=[self.prompts[i] for i in chosen],
+            samples=[self.samples[i] for i in chosen],
+            rewards=self.rewards[list(chosen)],
+        )
 
     def join(self, later: "Generation") -> "Generation":
         """Return both."""
-        lists: dict[str, Any] = {name: [*getattr(self, name), *getattr(later, name)] for name in _BY_PROMPT}
-        both: dict[str, Any] = {"following": later.following, "sampled": self.sampled + later.sampled}
-        return Generation(**lists, **both, rewards=np.concatenate([self.rewards, later.rewards]))
-
-
-_BY_PROMPT = ("numbers", "prompts", "samples")
+        return Generation(
+            rows=self.rows + later.rows,
+            numbers=self.numbers + later.numbers,
+            following=later.following,
+            prompts=self.prompts + later.prompts,
+            samples=self.samples + later.samples,
+            rewards=np.concatenate([self.rewards, later.rewards]),
+            sampled=self.sampled + later.sampled,
+        )
 
 
 class RolloutFolder:
@@ -77,34 +101,29 @@ class RolloutFolder:
         file = self._file(step)
         if not file.is_file():
             return None
-        with np.load(file, allow_pickle=False) as arrays:
-            values = {name: arrays[name] for name in arrays.files}
-        meta = json.loads(values["meta"].tobytes())
-        if meta["run"] != self._run or not (in_use or meta.get("judges", {}) == self._judges):
+        try:
+            values = _read_arrays(file.read_bytes())
+            meta = json.loads(values["meta"].tobytes())
+            if meta["run"] != self._run or not (in_use or meta.get("judges", {}) == self._judges):
+                return None
+            return _generation(values, meta, dataset)
+        except _DAMAGED as error:
+            _log.warning("%s is damaged (%s): its answers are not used", file, error)
             return None
-        bounds = np.cumsum(values["lengths"])[:-1]
-        parts = {name: np.split(values[name], bounds) for name in _ARRAYS if name in values}
-        samples = [
-            Sample(**{name: part[index] for name, part in parts.items()}, ended=ended, text=text)
-            for index, (ended, text) in enumerate(zip(meta["ended"], meta["texts"], strict=True))
-        ]
-        count = len(samples) // len(meta["numbers"])
-        return Generation(
-            numbers=meta["numbers"],
-            following=meta["following"],
-            prompts=[dataset[row] for row in meta["rows"]],
-            samples=[samples[start : start + count] for start in range(0, len(samples), count)],
-            rewards=values["rewards"],
-            sampled=meta["sampled"],
-        )
 
-    def save(self, step: int, rollouts: Generation, rows: Sequence[int]) -> Generation:
-        """Keep rollouts, whose prompts are these rows of the data, and return them."""
+    def save(self, step: int, rollouts: Generation) -> None:
+        """Keep rollouts for the steps after `step` optimizer steps."""
         samples = rollouts.all_samples
-        meta: dict[str, Any] = {"run": self._run, "judges": self._judges}
-        meta |= {"numbers": rollouts.numbers, "following": rollouts.following, "rows": list(rows)}
-        meta |= {"ended": [sample.ended for sample in samples], "texts": [sample.text for sample in samples]}
-        meta["sampled"] = rollouts.sampled
+        meta = {
+            "run": self._run,
+            "judges": self._judges,
+            "numbers": rollouts.numbers,
+            "following": rollouts.following,
+            "rows": rollouts.rows,
+            "ended": [sample.ended for sample in samples],
+            "texts": [sample.text for sample in samples],
+            "sampled": rollouts.sampled,
+        }
         arrays: dict[str, Any] = {
             name: np.concatenate([getattr(sample, name) for sample in samples])
             for name in _ARRAYS
@@ -116,8 +135,7 @@ class RolloutFolder:
         np.savez(buffer, **arrays)
         (self._path / KEPT).mkdir(exist_ok=True)
         with atomic_file(self._file(step)) as temporary:
-            temporary.write_bytes(buffer.getvalue())
-        return rollouts
+            temporary.write_bytes(_signed(buffer.getvalue()))
 
     def record(
         self, step: int, rollouts: Generation, names: Sequence[str], advantages: Float[np.ndarray, "prompts answers"]
@@ -142,17 +160,22 @@ class RolloutFolder:
         self._is_cut = False
 
     def _cut(self, step: int) -> None:
-        """Cut lines from `step` on, and a last line that a crash cut short."""
+        """Cut lines from `step` on, and a last line that a crash cut short; move damaged ones to a file beside it."""
         self._is_cut, path = True, self._path / LINES
         if not path.is_file():
             return
+        end, damaged = 0, list[tuple[int, int]]()
         with path.open("r+b") as file:
-            place = 0
             for line in file:
-                if not line.endswith(b"\n") or _step(line) >= step:
+                number = _step(line)
+                if not line.endswith(b"\n") or (number is not None and number >= step):
                     break
-                place += len(line)
-            file.truncate(place)
+                if number is None:
+                    damaged.append((end, end + len(line)))
+                end += len(line)
+            file.truncate(end)
+        if damaged:
+            move_aside(path, damaged)
 
     def drop_all(self, *, but: int | None) -> None:
         """Delete the rollouts kept for all steps but one."""
@@ -170,7 +193,47 @@ class RolloutFolder:
         return self._path / KEPT / f"step-{step}.npz"
 
 
-def _step(line: bytes) -> int:
-    """Return the step of a line, whose tokens are not read for it."""
-    found = re.match(rb'{"step": (\d+),', line)
-    return int(found[1]) if found else json.loads(line)["step"]
+def _signed(content: bytes) -> bytes:
+    """Return a zip file with the digest of its bytes as its comment: checksums of zip files leave out much."""
+    buffer = io.BytesIO(content)
+    with zipfile.ZipFile(buffer, "a") as archive:
+        archive.comment = bytes(_HEX)
+    content = buffer.getvalue()[:-_HEX]
+    return content + hashlib.sha256(content).hexdigest().encode()
+
+
+def _read_arrays(content: bytes) -> dict[str, np.ndarray]:
+    """Return the arrays of a signed file; those of earlier versions have no digest."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        if archive.comment and hashlib.sha256(content[:-_HEX]).hexdigest().encode() != content[-_HEX:]:
+            raise ValueError("its digest differs")
+    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+        return {name: arrays[name] for name in arrays.files}
+
+
+def _generation(values: dict[str, Any], meta: dict[str, Any], dataset: Sequence[Prompt]) -> Generation:
+    bounds = np.cumsum(values["lengths"])[:-1]
+    parts: dict[str, Any] = {name: np.split(values[name], bounds) for name in _ARRAYS if name in values}
+    samples = [
+        Sample(**{name: part[index] for name, part in parts.items()}, ended=ended, text=text)
+        for index, (ended, text) in enumerate(zip(meta["ended"], meta["texts"], strict=True))
+    ]
+    count = len(samples) // len(meta["numbers"])
+    return Generation(
+        rows=meta["rows"],
+        numbers=meta["numbers"],
+        following=meta["following"],
+        prompts=[dataset[row] for row in meta["rows"]],
+        samples=[samples[start : start + count] for start in range(0, len(samples), count)],
+        rewards=values["rewards"],
+        sampled=meta["sampled"],
+    )
+
+
+def _step(line: bytes) -> int | None:
+    """Return the step of a line; None for one that is damaged."""
+    try:
+        step = parse_object(line, LINES).get("step")
+    except ValueError:
+        return None
+    return step if type(step) is int else None

@@ -5,17 +5,13 @@ import logging
 import math
 import os
 import re
-import select
-import signal
-import subprocess
-import sys
-import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 from urllib.parse import unquote
 
 import numpy as np
@@ -26,18 +22,30 @@ from jaxglue.data.tokenizer import require_unicode
 from jaxglue.files.regular_file import file_digest
 from jaxglue.generation.config import AssistantConfig
 from jaxglue.generation.scoring import RewardModel
+from jaxglue.hf.folder_digest import folder_digest
+from jaxglue.rl.checks import check_schema, expected_texts
 from jaxglue.rl.config import RolloutConfig
 from jaxglue.rl.environment import Episode, Reply
 from jaxglue.rl.given import GIVEN, ask_given, digest_of
+from jaxglue.rl.process import Function, JudgingProcess
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.sampler import Sample
+from jaxglue.rl.sources import source_files
+from jaxglue.text.stream import CHANNEL, added_tokens, decode
+from jaxglue.text.thinking import Thought, split_thinking, tags_of, thought_after
 
 _CHECKS = Path(__file__).parent / "checks.py"
 ENVIRONMENT = "environment"
 """Name of the reward that an environment gives."""
 _SHIPPED = ("exact", "math", "regex", "json_schema", "length")
-_START_SECONDS = 120.0
-"""Time for a process to import a file."""
+_SECONDS = {"math": 10.0}
+"""The most time of shipped rewards for an answer, which may be made to take long."""
+_AFTER_THINKING = ("exact", "math", "json_schema")
+"""Shipped rewards that judge what follows the thinking."""
+_TAIL = 16
+"""Last tokens of a prompt, which tell whether it has begun to think."""
+_MOST_KILLED = 3
+"""Times in a row that a function's process may be killed."""
 _log = logging.getLogger(__name__)
 
 
@@ -78,6 +86,16 @@ class RewardSpec(NamedTuple):
     """Function of the file."""
 
     @property
+    def call(self) -> Function:
+        """Return the function with its settings."""
+        return Function(self.file, self.function, self.options)
+
+    @property
+    def is_shipped(self) -> bool:
+        """Return whether the function is one of jaxglue's."""
+        return self.file == str(_CHECKS)
+
+    @property
     def folder(self) -> Path | None:
         """Return the folder of a reward model; None for other rewards."""
         return Path(self.options["folder"]) if not self.file and "folder" in self.options else None
@@ -99,6 +117,8 @@ def parse_reward(text: str) -> RewardSpec:
     except ValueError:
         raise ValueError(f"--reward {text}: weight: expected a number") from None
     file, colon, function = place.rpartition(":")
+    if colon and not (file.strip() and function.strip()):
+        raise ValueError(f"--reward {text}: expected a file and a function of it, as in rewards.py:exact_match")
     name = options.pop("as", "") or function  # no function has a parameter `as`, a keyword of Python
     if colon:
         return RewardSpec(name, file, options, weight, function)
@@ -113,7 +133,7 @@ def parse_reward(text: str) -> RewardSpec:
         raise ValueError(f"--reward {text}: expected a function of a file, as in rewards.py:{place}, or one of {known}")
     try:
         _check_shipped(options)
-    except (ValueError, re.error) as error:
+    except (ImportError, ValueError, re.error) as error:
         raise ValueError(f"--reward {text}: {error}") from None
     return RewardSpec(name, str(_CHECKS), options, weight, function)
 
@@ -121,10 +141,13 @@ def parse_reward(text: str) -> RewardSpec:
 def _check_shipped(options: Mapping[str, str]) -> None:
     """Raise ValueError or re.error for settings of shipped rewards that no answer could be judged by."""
     re.compile(options.get("pattern", ""))
-    for name in options.keys() & {"soft", "hard"}:
-        float(options[name])
-    if (schema := options.get("schema")) is not None and not Path(schema).is_file():
-        raise ValueError(f"no such file: {schema}")
+    bounds = {name: float(options[name]) for name in ("soft", "hard") if name in options}
+    if not all(map(math.isfinite, bounds.values())) or bounds.get("soft", 0) > bounds.get("hard", math.inf):
+        raise ValueError(f"expected numbers of tokens with soft ≤ hard, got {bounds}")
+    if (schema := options.get("schema")) is not None:
+        if not Path(schema).is_file():
+            raise ValueError(f"no such file: {schema}")
+        check_schema(schema)
 
 
 def parse_environment(text: str) -> RewardSpec:
@@ -136,13 +159,6 @@ def parse_environment(text: str) -> RewardSpec:
     if ":" not in text.partition("?")[0]:
         raise ValueError(f"--environment {text}: expected a function of a file, as in games.py:reply")
     return parse_reward(text)
-
-
-class Scorer(Protocol):
-    """A reward model."""
-
-    def score(self, documents: Sequence[Sequence[int] | np.ndarray]) -> list[float]:
-        """Return each document's score."""
 
 
 class Judge:
@@ -164,10 +180,14 @@ class Judge:
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"--reward: two are named {twice}, and metrics tell them by name: let &as= name one")
         self.weights = np.array([spec.weight for spec in self.specs])
-        self._models: dict[str, Scorer] = {}
+        self._models: dict[str, RewardModel] = {}
         self._timeout = config.reward_timeout
-        self._free: SimpleQueue[_Process] = SimpleQueue()
-        self._processes = [_Process(config.reward_memory) for _ in range(config.reward_workers)]
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._judges_each = set[str]()
+        self._killed = Counter[str]()
+        self._unread = set[str]()
+        self._free: SimpleQueue[JudgingProcess] = SimpleQueue()
+        self._processes = [JudgingProcess(config.reward_memory) for _ in range(config.reward_workers)]
         for process in self._processes:
             self._free.put(process)
         self._threads = ThreadPoolExecutor(config.reward_workers, thread_name_prefix="rewards")
@@ -177,13 +197,17 @@ class Judge:
         """Return the names of the rewards in metrics."""
         return [spec.name for spec in self.specs]
 
-    @property
+    @cached_property
     def digests(self) -> dict[str, str]:
-        """Return the digests of the functions' files, without those shipped, and of functions given in Python."""
+        """Return the digests of what judges: files with those that they import, schemas, reward models' folders, and
+        functions given in Python; nothing of those shipped."""
         specs = self.specs if self._environment is None else [*self.specs, self._environment]
         given = {spec.function: digest_of(spec.function) for spec in specs if spec.file == GIVEN}
-        files = sorted({spec.file for spec in specs} - {"", GIVEN, str(_CHECKS)})
-        return {file: file_digest(Path(file))[:16] for file in filter(os.path.isfile, files)} | given
+        own = {spec.file for spec in specs if spec.file != GIVEN and not spec.is_shipped} - {""}
+        files = {str(path) for file in own for path in source_files(Path(file))}
+        files |= {spec.options["schema"] for spec in specs if spec.is_shipped and "schema" in spec.options}
+        folders = {str(spec.folder): folder_digest(spec.folder) for spec in specs if spec.folder is not None}
+        return {file: file_digest(Path(file))[:16] for file in sorted(files) if os.path.isfile(file)} | folders | given
 
     def check(self, columns: Collection[str]) -> None:
         """Import every function once.
@@ -194,20 +218,49 @@ class Judge:
         Raises:
             ValueError: a function that cannot be imported, lacks a named setting, or has parameters that no column has.
         """
-        rewards = [("--reward", spec) for spec in self.specs if spec.file]
-        for flag, spec in rewards if self._environment is None else [*rewards, ("--environment", self._environment)]:
-            if (spec.name, spec.file) == ("math", str(_CHECKS)) and not {"answer", "solution"} & {*columns}:
+        for where, spec in self._functions:
+            if spec.is_shipped and spec.function == "math" and not {"answer", "solution"} & {*columns}:
                 raise ValueError(
                     f"--reward math needs a column answer or solution; rows have {', '.join(sorted(columns))}"
                 )
-            known = {"columns": sorted(columns), "replies": spec is self._environment}
-            request = _named(spec) | {"check": True} | known
-            reply = ask_given(request) if spec.file == GIVEN else self._processes[0].check(spec, known)
-            name = spec.function if spec.file in (str(_CHECKS), GIVEN) else f"{spec.file}:{spec.function}"
-            if limit := reply.get("limit"):
-                raise ValueError(f"{flag} {name}: its import reached {limit}")
-            if error := reply.get("error"):
-                raise ValueError(f"{flag} {name}: {error}")
+            self._check(where, spec, columns)
+
+    def check_rows(self, prompts: Sequence[Prompt]) -> None:
+        """Raise ValueError for a row without a column that a function needs, or with a value that no answer can have.
+
+        Args:
+            prompts: all that are to be answered, after `check`.
+        """
+        by_columns = {frozenset(prompt.columns): prompt for prompt in reversed(prompts)}
+        for where, spec in self._functions:
+            if spec.is_shipped:
+                _check_values(spec.function, prompts)
+            for columns, prompt in by_columns.items() if len(by_columns) > 1 else ():
+                self._check(f"{where}, {prompt.origin}", spec, columns)
+
+    @property
+    def _functions(self) -> list[tuple[str, RewardSpec]]:
+        """Return the functions that judge and reply, each after its flag and name."""
+        flags = [("--reward", spec) for spec in self.specs if spec.file]
+        flags += [] if self._environment is None else [("--environment", self._environment)]
+        return [
+            (f"{flag} {s.function if s.is_shipped or s.file == GIVEN else f'{s.file}:{s.function}'}", s)
+            for flag, s in flags
+        ]
+
+    def _check(self, where: str, spec: RewardSpec, columns: Collection[str]) -> None:
+        """Import a function, and check that columns of these names have its parameters."""
+        known = {"columns": sorted(columns), "replies": spec is self._environment}
+        if spec.file == GIVEN:
+            reply = ask_given(spec.call.request | {"check": True} | known)
+        else:
+            reply = self._processes[0].check(spec.call, known)
+            if reply.get("judges_each"):
+                self._judges_each.add(spec.name)
+        if limit := reply.get("limit"):
+            raise ValueError(f"{where}: its import reached {limit}")
+        if error := reply.get("error"):
+            raise ValueError(f"{where}: {error}")
 
     def load_models(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Load the reward models, which read the tokens of answers.
@@ -215,6 +268,7 @@ class Judge:
         Raises:
             ValueError: no reward model, or one with another vocabulary than the tokenizer.
         """
+        self._tokenizer = tokenizer
         for spec in self.specs:
             if (folder := spec.folder) is None:
                 continue
@@ -248,8 +302,7 @@ class Judge:
                 documents = [[*group.prompt.tokens, *ids] for group in written for ids in group.ids]
                 found[:, :, column] = np.reshape(self._models[spec.name].score(documents), found.shape[:2])
         for (row, column), task in tasks.items():
-            if (rewards := task.result()) is not None:
-                found[row, :, column] = rewards
+            found[row, :, column] = task.result()
         return found
 
     def reply(self, episodes: Sequence[Episode]) -> list[Reply]:
@@ -267,7 +320,8 @@ class Judge:
         answer["last"] = episode.is_last
         where = f"environment of {episode.prompt.origin}"
         found = self._call(self._environment, request | answer, where)
-        if found is None:
+        if limit := found.get("limit"):
+            self._warn(where, [limit], 1)
             return None
         reply = found["reply"]
         try:
@@ -286,31 +340,74 @@ class Judge:
             f"assistant, a list of messages, a finite number or None, got {reply!r:.200}"
         )
 
-    def _ask(self, spec: RewardSpec, group: Written) -> list[float] | None:
-        """Return a function's rewards of the answers to a prompt; None beyond a limit."""
-        where = f"reward {spec.name} of {group.prompt.origin}"
-        request: dict[str, Any] = {"prompt": group.prompt.content, "columns": dict(group.prompt.columns)}
-        request |= {"texts": group.texts, "completions": group.completions, "completion_ids": group.ids}
-        reply = self._call(spec, request, where)
-        return None if reply is None else _checked(reply["rewards"], len(group.samples), where)
+    def _ask(self, spec: RewardSpec, group: Written) -> list[float]:
+        """Return a function's rewards of the answers to a prompt; NaN beyond a limit.
 
-    def _call(self, spec: RewardSpec, request: dict[str, Any], where: str) -> dict[str, Any] | None:
-        """Return the reply of a process; None beyond a limit, with a line; raise ValueError if the function fails."""
-        process = self._free.get()
+        A function that judges one answer at a time has its time for each: none takes that of the others.
+        """
+        where = f"reward {spec.name} of {group.prompt.origin}"
+        texts = self._visible(group) if spec.is_shipped and spec.function in _AFTER_THINKING else group.texts
+        shared: dict[str, Any] = {"prompt": group.prompt.content, "columns": dict(group.prompt.columns)}
+        size = 1 if spec.name in self._judges_each else len(group.samples)
+        rewards, limits = list[float](), list[str]()
+        for start in range(0, len(group.samples), size):
+            part = slice(start, start + size)
+            request = shared | {"texts": texts[part], "completions": group.completions[part]}
+            reply = self._call(spec, request | {"completion_ids": group.ids[part]}, where)
+            if limit := reply.get("limit"):
+                limits.append(limit)
+                rewards += [math.nan] * size
+            else:
+                rewards += _checked(reply["rewards"], size, where)
+        if spec.is_shipped and not limits and np.isnan(rewards).all() and group.prompt.origin not in self._unread:
+            self._unread.add(group.prompt.origin)
+            _log.warning("%s: math-verify reads no mathematics in its answer, so the row teaches nothing", where)
+        self._warn(where, limits, len(rewards) // size)
+        return rewards
+
+    def _warn(self, where: str, limits: Sequence[str], count: int) -> None:
+        if limits and not self._processes[0].is_stopped:
+            share = "" if len(limits) == count else f" with {len(limits)} of {count} answers"
+            _log.warning("%s reached %s%s; it gives none", where, limits[0], share)
+
+    def _call(self, spec: RewardSpec, request: dict[str, Any], where: str) -> dict[str, Any]:
+        """Return the reply of a process, or the `limit` that it reached; raise ValueError if the function fails."""
+        process, seconds = self._free.get(), self._timeout
+        if spec.is_shipped:
+            seconds = min(seconds, _SECONDS.get(spec.function, seconds))
         try:
             if spec.file == GIVEN:
-                reply = ask_given(_named(spec) | request)
+                reply = ask_given(spec.call.request | request)
             else:
-                reply = process.ask(spec, request, self._timeout)
+                reply = process.ask(spec.call, request, seconds)
         finally:
             self._free.put(process)
-        if limit := reply.get("limit"):
-            if not process.is_stopped:
-                _log.warning("%s reached %s; it gives none", where, limit)
-            return None
+        self._killed[spec.name] = self._killed[spec.name] + 1 if reply.get("killed") else 0
+        if self._killed[spec.name] == _MOST_KILLED and not process.is_stopped:
+            raise ValueError(f"{where}: its process was killed {_MOST_KILLED} times in a row, and judges nothing")
         if error := reply.get("error"):
             raise ValueError(f"{where}: {error}")
         return reply
+
+    def _visible(self, group: Written) -> list[str]:
+        """Return the answers without the model's thinking; of conversations, what the model says last."""
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            return group.texts
+        tags, channels = tags_of(tokenizer), CHANNEL in added_tokens(tokenizer).all
+        opened = thought_after(str(tokenizer.decode(group.prompt.tokens[-_TAIL:]))) is Thought.BEGUN
+
+        def visible(sample: Sample) -> str:
+            if sample.messages:
+                written = [message for message in sample.messages if message["role"] == "assistant"]
+                text = str(written[-1]["content"])
+            elif tags or channels:
+                text = decode(tokenizer, sample.tokens.tolist())
+            else:
+                return sample.text
+            return split_thinking(text, tags=tags, opened=opened, channels=channels)[1]
+
+        return [visible(sample) for sample in group.samples]
 
     def close(self) -> None:
         """End the processes, also those that judge answers now."""
@@ -327,9 +424,15 @@ class Judge:
         self.close()
 
 
-def _named(spec: RewardSpec) -> dict[str, Any]:
-    """Return the function of a request."""
-    return {"file": spec.file, "function": spec.function, "options": dict(spec.options)}
+def _check_values(name: str, prompts: Sequence[Prompt]) -> None:
+    """Raise ValueError for a row whose value no answer could have, by a shipped reward's name."""
+    for prompt in prompts if name in ("exact", "math") else ():
+        columns = prompt.columns
+        column = "solution" if name == "math" and columns.get("answer") is None else "answer"
+        try:
+            expected_texts(columns.get(column), column)
+        except ValueError as error:
+            raise ValueError(f"--reward {name}, {prompt.origin}: {error}") from None
 
 
 def _is_message(value: Any) -> bool:
@@ -344,93 +447,3 @@ def _checked(rewards: Sequence[float | None], count: int, where: str) -> list[fl
     if wrong := next((value for value in rewards if value is not None and not math.isfinite(value)), None):
         raise ValueError(f"{where}: expected finite numbers or None, got {wrong}")
     return [math.nan if value is None else value for value in rewards]
-
-
-class _Process:
-    """A process that judges answers, started when it is asked and again after it was ended."""
-
-    def __init__(self, memory: float):
-        self._memory, self._process, self._read = memory, None, b""  # type: tuple[float, subprocess.Popen | None, bytes]
-        self._loaded: list[RewardSpec] = []
-        self.is_stopped = False
-        """Whether the process is stopped for good, and judges no further answers."""
-
-    def ask(self, spec: RewardSpec, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Return a function's reply; beyond the time, or where the process has died, end it and return the `limit`.
-
-        Args:
-            spec: the function.
-            request: what it judges.
-            seconds: the time to judge it; an import has its own.
-        """
-        if self.is_stopped:
-            return {"limit": "the end of the run"}
-        if spec not in self._loaded and (reply := self.check(spec, {})):
-            return reply
-        return self._exchange(_named(spec) | request, seconds)
-
-    def check(self, spec: RewardSpec, known: dict[str, Any]) -> dict[str, Any]:
-        """Import a function and check its parameters; return an error or limit, if there is one."""
-        if not (reply := self._exchange(_named(spec) | {"check": True} | known, _START_SECONDS)):
-            self._loaded.append(spec)
-        return reply
-
-    def _exchange(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        process = self._process = self._process or self._start()
-        assert process.stdin is not None
-        try:
-            process.stdin.write(json.dumps(request, default=str).encode() + b"\n")
-            process.stdin.flush()
-            line = self._line(process, seconds)
-        except (BrokenPipeError, EOFError):
-            self.end()
-            return {"limit": "its limit of memory, or ended its process"}
-        if line is None:
-            self.end()
-            return {"limit": f"its limit of {seconds:g} s"}
-        return json.loads(line)
-
-    def _start(self) -> subprocess.Popen:
-        # The file is run by its path, as importing the package takes time; -P keeps its neighbors out of the imports.
-        command = [sys.executable, "-P", str(Path(__file__).parent / "worker.py"), str(self._memory)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        return subprocess.Popen(command, **pipes, env=environment, start_new_session=True)
-
-    def _line(self, process: subprocess.Popen, seconds: float) -> bytes | None:
-        """Return a line of the process; None where it takes too long."""
-        assert process.stdout is not None
-        end = time.monotonic() + seconds
-        while b"\n" not in self._read:
-            left = end - time.monotonic()
-            if left <= 0 or not select.select([process.stdout], [], [], left)[0]:
-                return None
-            if not (part := os.read(process.stdout.fileno(), 65536)):
-                raise EOFError
-            self._read += part
-        line, _, self._read = self._read.partition(b"\n")
-        return line
-
-    def stop(self) -> None:
-        """Kill the process from another thread than the one that asks it, and start none again."""
-        self.is_stopped = True
-        if (process := self._process) is not None:
-            _kill(process)
-
-    def end(self) -> None:
-        """Kill the process, if there is one."""
-        if self._process is None:
-            return
-        _kill(self._process)
-        for pipe in (self._process.stdin, self._process.stdout):
-            with suppress(OSError):  # of unwritten requests
-                pipe and pipe.close()
-        self._process.wait()
-        self._process, self._read = None, b""
-        self._loaded.clear()
-
-
-def _kill(process: subprocess.Popen) -> None:
-    """Kill a process and those that the functions started in it."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)

@@ -58,13 +58,20 @@ class Sample(NamedTuple):
         """Return the number of tokens that the model wrote."""
         return len(self.tokens) if self.counted is None else int(self.counted.sum())
 
+    @property
+    def divergence(self) -> float:
+        """Return Σ log π − log π_ref over the tokens, in nats; 0 where one of both is not known."""
+        if self.old is None or self.reference is None:
+            return 0.0
+        return float(np.sum(self.old - self.reference, dtype=np.float64))
+
 
 def copies_of(trees: _Trees) -> list[_Trees]:
     """Return the trees on each of their devices where every one holds all values, without copying; else as they are."""
     arrays = [leaf for leaf in jax.tree.leaves(trees) if isinstance(leaf, jax.Array)]
     devices = sorted(arrays[0].sharding.device_set, key=attrgetter("id")) if arrays else []
-    whole = all(array.is_fully_replicated and array.is_fully_addressable for array in arrays)
-    if len(devices) < 2 or not whole:
+    replicated = all(array.is_fully_replicated and array.is_fully_addressable for array in arrays)
+    if len(devices) < 2 or not replicated:
         return [trees]
 
     def on(device: jax.Device, value: Any) -> Any:
@@ -104,15 +111,15 @@ class Sampler:
         typical: Sequence[Sequence[int]],
     ):
         self._engine, self._stops, self._sampling, self._typical = engine, stops, sampling, typical
-        self._whole = rounds * sampling.max_tokens >= _MANY_STEPS
+        self._one_program = rounds * sampling.max_tokens >= _MANY_STEPS
         self._plan: CachePlan | None = None
 
     def _answer(self, trees: _Trees, requests: Sequence[Request], count: int) -> list[list[Sample]]:
         """Return the answers to each request."""
-        found: list[dict[int, Sample]] = [{} for _ in requests]
-        for done in self._engine.generate(*trees, requests, self._stops, plan=self._plan, whole=self._whole):
-            found[done.number][done.answer] = Sample(done.tokens, done.log_probs, done.finish == "stop")
-        return [[group[index] for index in range(count)] for group in found]
+        answers: list[dict[int, Sample]] = [{} for _ in requests]
+        for done in self._engine.generate(*trees, requests, self._stops, plan=self._plan, whole=self._one_program):
+            answers[done.number][done.answer] = Sample(done.tokens, done.log_probs, done.finish == "stop")
+        return [[group[index] for index in range(count)] for group in answers]
 
     def _divided(self, trees: _Trees, requests: Sequence[Request], count: int) -> list[list[Sample]]:
         """Return the answers to each request, of which devices with the same weights take every second, third, …"""
@@ -126,8 +133,8 @@ class Sampler:
                 return self._answer(copy, part, count)
 
         with ThreadPoolExecutor(len(copies), "sampling") as pool:
-            found = list(pool.map(answer, copies, parts))
-        return [found[index % len(copies)][index // len(copies)] for index in range(len(requests))]
+            answered = list(pool.map(answer, copies, parts))
+        return [answered[index % len(copies)][index // len(copies)] for index in range(len(requests))]
 
     def __call__(
         self, trainable: Params, frozen: Params, prompts: Sequence[Sequence[int]], indices: Sequence[int], count: int
@@ -142,8 +149,7 @@ class Sampler:
         """
         if self._plan is None:
             devices = [_device_of(copy) for copy in copies_of((trainable, frozen))]
-            own = self._typical[:: len(devices)]
-            typical = [Request(prompt, self._sampling, n=count) for prompt in own]
+            typical = [Request(prompt, self._sampling, n=count) for prompt in self._typical[:: len(devices)]]
             free = min(free_bytes(device=device) for device in devices)
             self._plan = self._engine.plan(typical, limit="--max-completion-length", memory=free)
             _log.info("sampling: %s", self._plan)

@@ -1,11 +1,13 @@
 """A process that judges answers: it imports functions by their file's path and talks JSON lines.
 
 It reads requests from its first standard input and writes replies to its first standard output; the functions, and
-programs that they start, find an empty input, and print to standard error. No code travels through the pipe.
+programs that they start, find an empty input, and print to standard error. No code travels through the pipe. The
+process has a parent that loads nothing, and ends every program that the functions started, whatever its session.
 """
 
 import asyncio
 import contextlib
+import ctypes
 import importlib.util
 import inspect
 import json
@@ -13,10 +15,9 @@ import os
 import resource
 import signal
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ _SINGULAR = {"prompt": "prompts", "completion": "texts", "completion_ids": "comp
 """Parameters of functions that judge one answer, by those of functions that judge all answers to a prompt."""
 _ALL = ("prompts", "completions", "completion_ids", "texts")
 """Parameters of the latter."""
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 @cache
@@ -107,7 +109,10 @@ def judge(function: Callable[..., Any], request: dict[str, Any]) -> list[Any]:
         lists |= {"completion_ids": request["completion_ids"], "texts": request["texts"]}
         columns = {name: [value] * count for name, value in request["columns"].items()}
         found = function(**chosen(columns | request["options"] | lists))
-        return list(asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found)
+        found = asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found
+        if isinstance(found, str | bytes | Mapping | Set):
+            raise TypeError(f"expected a list of numbers or None, got {found!r:.80}")
+        return list(found)
     plural = {"prompts": [request["prompt"]] * count, **request}
     calls = [
         function(**chosen(given | {name: plural[many][index] for name, many in _SINGULAR.items()}))
@@ -136,11 +141,11 @@ def reply(request: dict[str, Any], find: Callable[[str, str], Callable[..., Any]
                 check_values(
                     function, (*values_of(function, replies=request["replies"]), *request["options"], *columns)
                 )
-            return {}
+            return {"judges_each": not (judges_all(function) or inspect.iscoroutinefunction(function))}
         rewards = judge(function, request)
         if "messages" in request:
             return {"reply": rewards[0] if isinstance(rewards[0], str | dict | list | None) else float(rewards[0])}
-        return {"rewards": [value if value is None else float(value) for value in rewards]}
+        return {"rewards": [_number(value) for value in rewards]}
     except MemoryError:
         return {"limit": "its limit of memory"}
     except BaseException as error:
@@ -151,26 +156,99 @@ def reply(request: dict[str, Any], find: Callable[[str, str], Callable[..., Any]
         return {"error": f"{type(error).__name__}: {error}{where}"}
 
 
-def _end_with_parent(parent: int) -> None:
-    """End this process, and those that the functions started, once the parent has ended, even if it was killed."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os.killpg(0, signal.SIGKILL)
+def _number(value: Any) -> float | None:
+    """Return a reward; texts of numbers are none."""
+    if isinstance(value, str | bytes):
+        raise TypeError(f"expected a number or None, got {value!r:.80}")
+    return None if value is None else float(value)
 
 
-def main() -> None:
+def _serve(memory: int) -> None:
     """Answer requests until standard input ends."""
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     requests, replies = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    bytes_ = int(float(sys.argv[1]) * 2**30)
     with contextlib.suppress(ValueError, OSError):  # a lower limit is in force
-        resource.setrlimit(resource.RLIMIT_AS, (bytes_, bytes_))
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    process = os.getpid()
     with contextlib.suppress(KeyboardInterrupt):
         for line in requests:
-            replies.write(json.dumps(reply(json.loads(line))) + "\n")
+            request = json.loads(line)
+            answer = json.dumps({"number": request["number"], **reply(request)})
+            if os.getpid() != process:  # a function forked, and its copy returned
+                os._exit(0)
+            replies.write(answer + "\n")
             replies.flush()
+
+
+def _set(option: int, value: int) -> None:
+    """Set an option of this process; without Linux's there are none."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _watch(child: int, parent: int) -> int:
+    """Return the exit status of the child, which ends at SIGTERM or with the parent; negative for a signal."""
+    while True:
+        received = signal.sigtimedwait({signal.SIGCHLD, signal.SIGTERM}, 1.0)
+        ended = dict(_reaped())
+        if child in ended:
+            return os.waitstatus_to_exitcode(ended[child])
+        if os.getppid() != parent or (received is not None and received.si_signo == signal.SIGTERM):
+            return 0
+
+
+def _reaped() -> Iterator[tuple[int, int]]:
+    """Yield processes that have ended, and their statuses."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            yield ended
+
+
+def _end_descendants() -> None:
+    """Kill the processes under this one; those whose parents end become its children."""
+    while found := _descendants():
+        for process in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        dict(_reaped())
+        time.sleep(0.005)
+
+
+def _descendants() -> set[int]:
+    parents = dict[int, int]()
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent, *_ = entry.read_text(errors="replace").rpartition(")")[2].split()
+            if state not in "ZX":
+                parents[int(entry.parent.name)] = int(parent)
+    found = {os.getpid()}
+    while more := {process for process, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {os.getpid()}
+
+
+def main() -> None:
+    """Answer requests in a child until standard input ends; then end all that it has started."""
+    parent, both = os.getppid(), {signal.SIGCHLD, signal.SIGTERM}
+    _set(_PR_SET_CHILD_SUBREAPER, 1)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    signal.pthread_sigmask(signal.SIG_BLOCK, both)
+    if not (child := os.fork()):
+        _set(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, both)
+        _serve(int(float(sys.argv[1]) * 2**30))
+        return
+    empty = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1):
+        os.dup2(empty, descriptor)  # or the pipes would stay open without the child
+    status = _watch(child, parent)
+    _end_descendants()
+    if status < 0:
+        with contextlib.suppress(OSError, ValueError):  # of SIGKILL, which has one disposition
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
 
 
 if __name__ == "__main__":

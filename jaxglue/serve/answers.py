@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.data.formats import read_row
+from jaxglue.data.formats import read_row, refuse_media
 from jaxglue.data.messages import Chat
 from jaxglue.files.json_file import parse_json, read_json
 from jaxglue.files.regular_file import read_regular_text
@@ -77,6 +77,7 @@ def encode_rows(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], config:
 
 def _encode_row(tokenizer: PreTrainedTokenizerBase, row: Row, config: GenerateConfig) -> list[int]:
     if "messages" not in row:
+        refuse_media(row)
         return encode_prompt(tokenizer, row["prompt"], system=config.system, raw=config.raw)
     chat = read_row(row, "messages")
     assert isinstance(chat, Chat)

@@ -16,9 +16,9 @@ import os
 import re
 import types
 import typing
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Self
 
 from jaxglue.settings.spelling import nearest
 
@@ -81,6 +81,17 @@ class Instead:
         self.remedies = remedies
 
 
+class Code:
+    """Marks texts that name files of code: only a command line, or a shipped recipe, has them run.
+
+    Args:
+        file: returns the file that a text names, None for one that names no code.
+    """
+
+    def __init__(self, file: Callable[[str], str | None] = str):
+        self.file = file
+
+
 class Synonyms:
     """Values of other programs that stand for values of a field."""
 
@@ -133,6 +144,8 @@ class Kind:
     """Values of other programs by ours."""
     overrules: tuple[str, ...] = ()
     """Switches of a recipe that this one, given as a flag, turns off."""
+    code: Code | None = None
+    """Its texts name files of code."""
 
     def __str__(self) -> str:
         name = " | ".join(map(str, self.choices)) or f"{self.scalar.__name__} {self.range}".strip()
@@ -247,6 +260,132 @@ class Config:
         """Check relations between fields; override it to raise ValueError."""
 
 
+class KindSettings(Config):
+    """Base of a group whose class follows from a kind: one of its fields names it, such as an objective.
+
+    Constructing the base makes the settings of the kind named, `ObjectiveConfig(objective="dpo", beta=0.5)` those of
+    DPO. A class extends the base by the fields of its kinds.
+    """
+
+    named_by: ClassVar[str]
+    """The field that names the kind."""
+
+    def __new__(cls, **values: Any) -> Self:
+        """Return an object of the kind's class."""
+        chosen = cls.of(values.get(cls.named_by)) if cls is cls.base() else cls
+        for name in values.keys() - plain_fields(chosen).keys():
+            raise ValueError(cls.refusal(name, values.get(cls.named_by)) or f"unknown setting {name!r:.100}")
+        return super().__new__(chosen)
+
+    def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, str]]:
+        """Let copies be of the same kind."""
+        return (), {self.named_by: getattr(self, self.named_by)}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        chosen = self.of(name := getattr(self, self.named_by))
+        if type(self) is not chosen:
+            raise ValueError(f"{self.named_by} {name} has the settings {chosen.__name__}, not {type(self).__name__}")
+
+    @classmethod
+    def base(cls) -> type["KindSettings"]:
+        """Return the class that all kinds' settings extend."""
+        return next(base for base in reversed(cls.__mro__) if "named_by" in vars(base))
+
+    @classmethod
+    def settings_of(cls, name: str) -> type[Self]:
+        """Return the settings of a named kind; raise KeyError if there is none."""
+        raise NotImplementedError
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Return the names of all kinds."""
+        return [*plain_fields(cls)[cls.named_by][1].choices]
+
+    @classmethod
+    def of(cls, name: Any = None) -> type[Self]:
+        """Return the class of a named kind's settings, by default of the default kind; itself for a bad name."""
+        field, kind = plain_fields(cls)[cls.named_by]
+        name = field.default if name is None else kind.synonyms.get(name, name)
+        return cls.settings_of(name) if isinstance(name, str) and name in cls.names() else cls
+
+    @classmethod
+    def readers(cls, setting: str) -> dict[str, "tuple[dataclasses.Field, Kind]"]:
+        """Return the kinds that have a setting, by its name or an alias, each with the setting's declaration."""
+        return {
+            name: (field, kind)
+            for name in cls.names()
+            for field, kind in plain_fields(cls.base().of(name)).values()
+            if setting in (field.name, *kind.aliases)
+        }
+
+    @classmethod
+    def refusal(cls, setting: str, name: Any = None) -> str | None:
+        """Return why a named kind refuses a setting of others; None for a setting that no kind has."""
+        if not (readers := cls.readers(setting)):
+            return None
+        name = plain_fields(cls)[cls.named_by][0].default if name is None else name
+        flag, kinds = f"--{setting.replace('_', '-')}", " or ".join(readers)
+        named = cls.named_by.replace("_", "-")
+        return f"{flag} is for --{named} {kinds}, not {name}: name the {named}, or leave it out"
+
+
+def kind_names(cls: type) -> dict[str, Kind]:
+    """Return the declarations of the fields of a configuration's groups that name kinds."""
+    bases = (base for base in groups(cls).values() if issubclass(base, KindSettings))
+    return {base.named_by: plain_fields(base)[base.named_by][1] for base in bases}
+
+
+def names_in(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the names of kinds among a recipe's nested values."""
+    tables = {name: values.get(name, {}) for name in groups(cls)}
+    return {name: table[name] for name in kind_names(cls) for table in tables.values() if name in table}
+
+
+def every_field(cls: type) -> Iterator[tuple[str, dataclasses.Field, Kind]]:
+    """Yield (group, field, declaration) of the fields of all groups, of kinds those of every kind, each name once."""
+    for group, base in groups(cls).items():
+        kinds = [base.of(name) for name in base.names()] if issubclass(base, KindSettings) else []
+        fields = {name: each for kind in (base, *dict.fromkeys(kinds)) for name, each in plain_fields(kind).items()}
+        yield from ((group, field, kind) for field, kind in fields.values())
+
+
+def chosen_groups(cls: type, names: Mapping[str, Any]) -> dict[str, type]:
+    """Return the groups of a configuration, with those of kinds for the kinds named.
+
+    Args:
+        cls: class of the configuration.
+        names: of kinds by the field that names them; of others the default is taken.
+    """
+    return {
+        group: base.of(names.get(base.named_by)) if issubclass(base, KindSettings) else base
+        for group, base in groups(cls).items()
+    }
+
+
+def refusal_of(chosen: Mapping[str, type], key: str, names: Mapping[str, Any]) -> str | None:
+    """Return why the kinds chosen refuse a setting of others; None if no kind has it.
+
+    Args:
+        chosen: groups of a configuration.
+        key: name of the setting or an alias.
+        names: of kinds, by the field that names them.
+    """
+    groups_of_kinds = (group for group in chosen.values() if issubclass(group, KindSettings))
+    return next(filter(None, (group.refusal(key, names.get(group.named_by)) for group in groups_of_kinds)), None)
+
+
+def is_default(cls: type[KindSettings], key: str, value: Any) -> bool:
+    """Tell whether a setting of other kinds has a default of theirs, as records of runs and other programs may say."""
+    if value in (False, NONE):
+        return True
+    for field, kind in cls.readers(key).values():
+        with contextlib.suppress(ValueError):
+            if kind.from_alias(key, value) is KEEP or kind.read(kind.from_alias(key, value)) == field.default:
+                return True
+    return False
+
+
 def groups(cls: type) -> dict[str, type]:
     """Return the fields of a configuration that are configurations themselves."""
     hints = _hints(cls)
@@ -327,6 +466,8 @@ def _annotated(kind: Kind, notes: Iterable[Any]) -> Kind:
                 kind = dataclasses.replace(kind, synonyms=note.values)
             case CommaSeparated():
                 kind = dataclasses.replace(kind, comma_separated=True)
+            case Code():
+                kind = dataclasses.replace(kind, code=note)
             case Overrules():
                 kind = dataclasses.replace(kind, overrules=note.names)
     return kind

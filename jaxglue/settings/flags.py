@@ -12,34 +12,84 @@ import inspect
 import itertools
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from jaxglue.settings.config import KEEP, NONE, HelpLayout, Kind, groups, plain_fields
+from jaxglue.settings.config import (
+    KEEP,
+    NONE,
+    HelpLayout,
+    Kind,
+    KindSettings,
+    chosen_groups,
+    groups,
+    kind_names,
+    plain_fields,
+    refusal_of,
+)
 from jaxglue.settings.dialects import NOTES, REFUSED
-from jaxglue.settings.recipe import construct, find_recipe, is_required, read_recipe, to_plain
+from jaxglue.settings.recipe import (
+    code_fields,
+    construct,
+    find_recipe,
+    is_required,
+    read_recipe,
+    read_tables,
+    recipe_kinds,
+    refuse_code,
+    to_plain,
+)
 from jaxglue.settings.spelling import nearest
 
 
-def parse_config[C](cls: type[C], argv: Sequence[str] | None = None, *, command: str | None = None) -> C:
+def parse_config[C](
+    cls: type[C],
+    argv: Sequence[str] | None = None,
+    *,
+    command: str | None = None,
+    trusts: Callable[[str], bool] = lambda _: False,
+) -> C:
     """Parse a command line; a mistake ends the program with status 2 and one line that names it.
 
     Args:
         cls: class of the configuration; the first line of its docstring begins the help.
         argv: the arguments, by default those of the process.
         command: of `jaxglue`, as usage lines name it; by default the program's name.
+        trusts: tells whether a file of code that a recipe names may run, which the command line does not name.
     """
-    parser = _build_parser(cls, command)
-    flags, unknown = parser.parse_known_args([_hyphenated(arg) for arg in (sys.argv[1:] if argv is None else argv)])
-    if unknown:
-        parser.error(_unknown(unknown[0].partition("=")[0], parser))
-    given = vars(flags)
-    recipe = given.pop("recipe", None)
+    words = [_hyphenated(arg) for arg in (sys.argv[1:] if argv is None else argv)]
+    named = given_flags(cls, words, *kind_names(cls), *code_fields(cls), command=command)
+    kinds = {name: named[name] for name in kind_names(cls) if name in named}
     try:
-        values = read_recipe(cls, find_recipe(recipe)) if recipe else {}
+        path = find_recipe(named["recipe"]) if "recipe" in named else None
+        if path is not None:
+            refuse_code(cls, path, read_tables(path), named, trusts)
+            kinds = recipe_kinds(cls, path) | kinds
+    except ValueError as error:
+        _empty_parser(cls, command).error(str(error))
+    parser = _build_parser(cls, command, kinds)
+    flags, unknown = parser.parse_known_args(words)
+    if unknown:
+        parser.error(_unknown(unknown[0].partition("=")[0], parser, cls, kinds))
+    given = vars(flags)
+    given.pop("recipe", None)
+    try:
+        values = read_recipe(cls, path, given) if path else {}
+        if path:
+            refuse_code(cls, path, values, given, trusts)
         return construct(cls, values, given)
     except ValueError as error:
         parser.error(str(error))
+
+
+def given_flags(cls: type, argv: Sequence[str], *names: str, command: str | None = None) -> dict[str, Any]:
+    """Return the values that a command line has for some fields and `recipe`, whatever else it holds."""
+    parser = _empty_parser(cls, command)
+    parser.add_argument("--recipe", "--config")
+    for group in (cls, *groups(cls).values()):
+        fields = [name for name in names if name in plain_fields(group)]
+        _add_fields(parser.add_argument_group(), group, fields, aliases=True)
+    return vars(parser.parse_known_args([_hyphenated(word) for word in argv])[0])
 
 
 def _hyphenated(argument: str) -> str:
@@ -48,8 +98,10 @@ def _hyphenated(argument: str) -> str:
     return name.replace("_", "-") + equals + value if name.startswith("--") and " " not in name else argument
 
 
-def _unknown(flag: str, parser: argparse.ArgumentParser) -> str:
-    """Describe an unknown flag with what replaces it here, or the flag it may be a misspelling of."""
+def _unknown(flag: str, parser: argparse.ArgumentParser, cls: type, kinds: Mapping[str, str]) -> str:
+    """Describe an unknown flag with its kinds, with what replaces it here, or the flag it may be a misspelling of."""
+    if refusal := refusal_of(chosen_groups(cls, kinds), flag.strip("-").replace("-", "_"), kinds):
+        return refusal
     if note := (NOTES | REFUSED).get(flag.strip("-").replace("-", "_")):
         return f"{flag} has no counterpart: {note}"
     known = [name for action in parser._actions for name in action.option_strings]
@@ -57,10 +109,8 @@ def _unknown(flag: str, parser: argparse.ArgumentParser) -> str:
     return f"unknown argument {flag}{nearest(flag, known)}; {every} lists them all"
 
 
-def _build_parser(cls: type, command: str | None, *, usual: bool = False) -> argparse.ArgumentParser:
-    """Return the parser of a configuration; for its help, perhaps that of the usual flags by one name each."""
-    layout: HelpLayout | None = getattr(cls, "help_layout", None)
-    parser = _Parser(
+def _empty_parser(cls: type, command: str | None, *, usual: bool = False) -> argparse.ArgumentParser:
+    return _Parser(
         prog=command and f"jaxglue {command}",
         description=_summary(cls),
         usage="%(prog)s [--recipe FILE] [--flag value …]",
@@ -70,18 +120,38 @@ def _build_parser(cls: type, command: str | None, *, usual: bool = False) -> arg
         formatter_class=_HelpFormatter,
         add_help=False,
     )
-    short = layout and (lambda: _build_parser(cls, command, usual=True))
-    parser.add_argument("-h", "--help", action=_Help, build=short, help="show this help")
+
+
+def _build_parser(
+    cls: type, command: str | None, kinds: Mapping[str, str], *, usual: bool = False
+) -> argparse.ArgumentParser:
+    """Return the parser of a configuration; for its help, perhaps that of the usual flags by one name each.
+
+    Args:
+        cls: class of the configuration.
+        command: of `jaxglue`.
+        kinds: names of kinds, by the field that names them.
+        usual: show the usual flags, and those of the kinds named.
+    """
+    layout: HelpLayout | None = getattr(cls, "help_layout", None)
+    parser = _empty_parser(cls, command, usual=usual)
+    short = layout and (lambda: _build_parser(cls, command, kinds, usual=True).format_help())
+    everything = lambda: parser.format_help() + _help_of_kinds(cls, kinds)  # noqa: E731 - as the one above
+    parser.add_argument("-h", "--help", action=_Help, text=short or parser.format_help, help="show this help")
     if layout is not None:
-        parser.add_argument("--help-all", action=_Help, help="show all flags, and other programs' names for them")
+        text = "show all flags, those of all kinds, and other programs' names for them"
+        parser.add_argument("--help-all", action=_Help, text=everything, help=text)
     recipe = (
         "a recipe: a TOML or YAML file with a table for each group below, a shipped one by its name, or a YAML file of "
         "axolotl, LLaMA-Factory or TRL; flags win over it"
     )
     parser.add_argument("--recipe", "--config", metavar="NAME|FILE", help=recipe)
-    _add_fields(parser.add_argument_group("general"), cls, list(plain_fields(cls)), aliases=not usual)
-    shown = layout.common if layout and usual else None
-    for title, text, owners in _help_groups(cls, layout):
+    general = [name for name, (_, kind) in plain_fields(cls).items() if not (usual and kind.code)]
+    _add_fields(parser.add_argument_group("general"), cls, general, aliases=not usual)
+    chosen = chosen_groups(cls, kinds)
+    of_kinds = {name for group in chosen.values() for name in _fields_of_kind(group, kinds)}
+    shown = {*layout.common, *of_kinds} if layout and usual else None
+    for title, text, owners in _help_groups(chosen, layout):
         fields = [(group, [name for name in names if shown is None or name in shown]) for group, names in owners]
         if any(names for _, names in fields):
             target = parser.add_argument_group(title, text)
@@ -90,17 +160,42 @@ def _build_parser(cls: type, command: str | None, *, usual: bool = False) -> arg
     return parser
 
 
-def _help_groups(cls: type, layout: HelpLayout | None) -> Iterator[tuple[str, str, list[tuple[type, list[str]]]]]:
+def _fields_of_kind(group: type, kinds: Mapping[str, str]) -> set[str]:
+    """Return the fields that a group has for the kind named, if one is."""
+    if not issubclass(group, KindSettings) or group.named_by not in kinds:
+        return set()
+    return plain_fields(group).keys() - plain_fields(group.base()).keys()
+
+
+def _help_of_kinds(cls: type, kinds: Mapping[str, str]) -> str:
+    """Return help on the settings of kinds that are not named, a section for each class that declares some."""
+    sections = []
+    for title, chosen in chosen_groups(cls, kinds).items():
+        if not issubclass(chosen, KindSettings):
+            continue
+        settings = {kind: chosen.base().of(kind) for kind in chosen.names()}
+        declaring = dict.fromkeys(each for kind in settings.values() for each in reversed(kind.__mro__))
+        for declared in (each for each in declaring if each not in chosen.__mro__ and dataclasses.is_dataclass(each)):
+            names = [kind for kind, cls in settings.items() if issubclass(cls, declared)]
+            fields = [field for field in plain_fields(declared) if field in inspect.get_annotations(declared)]
+            if fields:
+                parser = _Parser(usage=argparse.SUPPRESS, add_help=False, formatter_class=_HelpFormatter)
+                _add_fields(parser.add_argument_group(f"{title} {', '.join(names)}"), declared, fields, aliases=True)
+                sections.append("\n" + parser.format_help())
+    return "".join(sections)
+
+
+def _help_groups(
+    chosen: Mapping[str, type], layout: HelpLayout | None
+) -> Iterator[tuple[str, str, list[tuple[type, list[str]]]]]:
     """Yield title, description and the classes' fields of each group of the help; sections follow the first group."""
     sections = layout.sections if layout else {}
     elsewhere = {name for _, names in sections.values() for name in names}
-    for index, (title, group) in enumerate(groups(cls).items()):
+    for index, (title, group) in enumerate(chosen.items()):
         yield title, _summary(group), [(group, [name for name in plain_fields(group) if name not in elsewhere])]
         if index == 0:
             for section, (text, names) in sections.items():
-                owners = [
-                    (owner, [name for name in names if name in plain_fields(owner)]) for owner in groups(cls).values()
-                ]
+                owners = [(owner, [name for name in names if name in plain_fields(owner)]) for owner in chosen.values()]
                 yield section, text, owners
 
 
@@ -158,14 +253,14 @@ def _add_alias(parser: argparse._ArgumentGroup, field: str, name: str, kind: Kin
 
 
 class _Help(argparse.Action):
-    """Prints a parser's help, by default its own, and ends the program."""
+    """Prints a help and ends the program."""
 
-    def __init__(self, option_strings: Sequence[str], dest: str, *, build: Callable | None = None, **options: Any):
+    def __init__(self, option_strings: Sequence[str], dest: str, *, text: Callable[[], str], **options: Any):
         super().__init__(option_strings, dest, nargs=0, **options)
-        self._build = build
+        self._text = text
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        (self._build() if self._build else parser).print_help()
+        sys.stdout.write(self._text())
         parser.exit()
 
 

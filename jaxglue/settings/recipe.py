@@ -11,14 +11,27 @@ A YAML file without such tables is taken for a recipe of another program (`jaxgl
 import dataclasses
 import json
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxglue.files.json_file import MAX_DEPTH, is_deeper
 from jaxglue.files.regular_file import read_regular_text
-from jaxglue.settings.config import KEEP, NONE, Kind, groups, plain_fields
-from jaxglue.settings.dialects import NOTES, REFUSED, translate
+from jaxglue.settings.config import (
+    KEEP,
+    NONE,
+    Kind,
+    KindSettings,
+    chosen_groups,
+    groups,
+    is_default,
+    kind_names,
+    names_in,
+    plain_fields,
+    refusal_of,
+)
+from jaxglue.settings.dialects import NO_FLAGS, NOTES, REFUSED, foreign_kinds, translate
+from jaxglue.settings.dialects.defaults import TORCHTUNE, program_of
 from jaxglue.settings.spelling import nearest
 
 SHIPPED = Path(__file__).parents[1] / "recipes"
@@ -58,23 +71,112 @@ def load_config[C](cls: type[C], path: Path) -> C:
     return construct(cls, read_recipe(cls, path), {})
 
 
-def read_recipe(cls: type, path: Path) -> dict[str, Any]:
+def read_recipe(cls: type, path: Path, flags: Mapping[str, Any] = NO_FLAGS) -> dict[str, Any]:
     """Return the recipe's values by field name, those of groups one level down.
+
+    Args:
+        cls: the configuration.
+        path: the file.
+        flags: given beside it, by field: kinds among them win over the recipe's.
 
     Raises:
         ValueError: an unreadable file, or a key or value that the configuration does not have.
     """
     tables = _with_folder(read_tables(path), str(path.resolve().parent))
-    subgroups = groups(cls)
-    if path.suffix in _YAML and subgroups and not any(isinstance(tables.get(name), dict) for name in subgroups):
-        return translate(tables, cls, f"{path}: ")
+    if _is_foreign(tables, cls, path):
+        return translate(tables, cls, f"{path}: ", flags)
+    named = recipe_kinds(cls, path) | named_kinds(cls, flags)
+    subgroups = chosen_groups(cls, named)
     plain = {key: value for key, value in tables.items() if key not in subgroups}
-    values = _read_table(plain, cls, f"{path}: ", cls, "")
+    values = _read_table(plain, cls, f"{path}: ", cls, "", named)
     for name in subgroups.keys() & tables.keys():
         if not isinstance(tables[name], dict):
             raise ValueError(f"{path}: {name} = {tables[name]!r:.100}: expected the table [{name}]")
-        values[name] = _read_table(tables[name], subgroups[name], f"{path}: [{name}] ", cls, name)
+        values[name] = _read_table(tables[name], subgroups[name], f"{path}: [{name}] ", cls, name, named)
     return values
+
+
+def refuse_code(
+    cls: type, path: Path, values: Mapping[str, Any], flags: Mapping[str, Any], trusts: Callable[[str], bool]
+) -> None:
+    """Refuse files of code that a recipe names, unless it is shipped.
+
+    Args:
+        cls: class of the configuration.
+        path: the recipe.
+        values: of the recipe, nested.
+        flags: which win over these.
+        trusts: tells whether a file, with the digest that its text may have, may run nevertheless.
+
+    Raises:
+        ValueError: names the flag to add.
+    """
+    tables = {group: (base, values.get(group, {})) for group, base in groups(cls).items()} | {"": (cls, values)}
+    for base, table in tables.values():
+        for name, (_, kind) in plain_fields(base).items():
+            if kind.code is None or name in flags or path.parent == SHIPPED:
+                continue
+            texts = (table.get(name) if isinstance(table, dict) else None) or ()
+            for text in (texts,) if isinstance(texts, str) else texts:
+                if isinstance(text, str) and (file := kind.code.file(text)) and not trusts(file):
+                    flag = f"--{name.replace('_', '-')} {text}"
+                    raise ValueError(f"{path} names {text}, which is code: add {flag} to the command to run it")
+
+
+def code_fields(cls: type) -> list[str]:
+    """Return the names of a configuration's fields that name files of code."""
+    members = (cls, *groups(cls).values())
+    return [name for group in members for name, (_, kind) in plain_fields(group).items() if kind.code is not None]
+
+
+def code_files(config: Any) -> Iterator[str]:
+    """Yield the files of code that a configuration names."""
+    for group in (config, *(getattr(config, name) for name in groups(type(config)))):
+        for name, (_, kind) in plain_fields(type(group)).items():
+            texts = getattr(group, name) if kind.code is not None else ()
+            for text in (texts,) if isinstance(texts, str) else texts or ():
+                if kind.code is not None and (file := kind.code.file(text)):
+                    yield file
+
+
+def recipe_kinds(cls: type, path: Path) -> dict[str, Any]:
+    """Return the names of kinds in a recipe, by field; raises like `read_recipe`."""
+    tables = read_tables(path)
+    if _is_foreign(tables, cls, path):
+        return foreign_kinds(tables, cls, f"{path}: ")
+    named: dict[str, Any] = {}
+    for name in groups(cls):
+        if isinstance(table := tables.get(name), dict):
+            named |= named_kinds(cls, table, f"{path}: [{name}] ")
+    return named
+
+
+def peek(cls: type, path: Path, name: str) -> Any:
+    """Return the value that a recipe has for a field of one value, whatever else it holds; None for none."""
+    (kind,) = (plain_fields(group)[name][1] for group in (cls, *groups(cls).values()) if name in plain_fields(group))
+    tables = _with_folder(read_tables(path), str(path.resolve().parent))
+    rows = (tables, *(table for table in tables.values() if isinstance(table, dict)))
+    return next((row[key] for row in rows for key in (name, *kind.aliases) if key in row), None)
+
+
+def _is_foreign(tables: Mapping[str, Any], cls: type, path: Path) -> bool:
+    """Tell whether a recipe is one of another program, without tables for our groups."""
+    has_ours = any(isinstance(tables.get(name), dict) for name in groups(cls)) and program_of(tables) is not TORCHTUNE
+    return path.suffix in _YAML and bool(groups(cls)) and not has_ours
+
+
+def named_kinds(cls: type, settings: Mapping[str, Any], where: str = "") -> dict[str, str]:
+    """Return the names of kinds among settings, which have fields' names or their aliases, by field.
+
+    Raises:
+        ValueError: a kind that is not known; begins with `where` and the key.
+    """
+    found = {}
+    for name, kind in kind_names(cls).items():
+        for key in (name, *kind.aliases):
+            if key in settings and (read := _read_value(kind, key, settings[key], where)) is not KEEP:
+                found[name] = read
+    return found
 
 
 def construct[C](cls: type[C], values: Mapping[str, Any], flags: Mapping[str, Any]) -> C:
@@ -91,9 +193,8 @@ def construct[C](cls: type[C], values: Mapping[str, Any], flags: Mapping[str, An
         if field.name not in values and is_required(field):
             flag = field.name.replace("_", "-")
             raise ValueError(f"--{flag} is missing: give the flag or its key in a recipe")
-    nested: dict[str, Any] = {
-        name: construct(group, values.get(name, {}), flags) for name, group in groups(cls).items()
-    }
+    chosen = chosen_groups(cls, {**names_in(cls, values), **flags})
+    nested: dict[str, Any] = {name: construct(group, values.get(name, {}), flags) for name, group in chosen.items()}
     return cls(**values | nested)
 
 
@@ -108,12 +209,18 @@ def from_settings[C](cls: type[C], settings: Mapping[str, Any], recipe: str | Pa
     Raises:
         ValueError: an unknown name, a bad value, or a missing field.
     """
-    values = read_recipe(cls, find_recipe(recipe)) if recipe else {}
-    fields = {name: kind for group in (cls, *groups(cls).values()) for name, (_, kind) in plain_fields(group).items()}
+    path = find_recipe(recipe) if recipe else None
+    if path:
+        refuse_code(cls, path, read_tables(path), settings, lambda _: False)
+    kinds = (recipe_kinds(cls, path) if path else {}) | named_kinds(cls, settings)
+    chosen = chosen_groups(cls, kinds)
+    fields = {name: kind for group in (cls, *chosen.values()) for name, (_, kind) in plain_fields(group).items()}
     names = {key: name for name, kind in fields.items() for key in (name, *kind.aliases)}
     flags: dict[str, Any] = {}
     for key, value in settings.items():
         if key not in names:
+            if refusal := refusal_of(chosen, key, kinds):
+                raise ValueError(refusal)
             remedy = f" has no counterpart: {_REMEDIES[key]}" if key in _REMEDIES else ""
             raise ValueError(f"unknown setting {key!r:.100}{remedy or nearest(key, names)}")
         read = _read_value(fields[names[key]], key, value, "")
@@ -121,6 +228,9 @@ def from_settings[C](cls: type[C], settings: Mapping[str, Any], recipe: str | Pa
             continue
         if flags.setdefault(names[key], read) != read:
             raise ValueError(f"{key}: {names[key]} is given twice, by this name and another: leave one out")
+    values = read_recipe(cls, path, flags) if path else {}
+    if path:
+        refuse_code(cls, path, values, flags, lambda _: False)
     return construct(cls, values, flags)
 
 
@@ -225,17 +335,33 @@ def _with_folder(value: Any, folder: str) -> Any:
     return value
 
 
-def _read_table(table: dict[str, Any], cls: type, where: str, root: type, own: str) -> dict[str, Any]:
-    """Return the values of one table by field name; a key that belongs to another of `root`'s tables is told so."""
+def _read_table(
+    table: dict[str, Any], cls: type, where: str, root: type, own: str, kinds: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the values of one table by field name; a key that belongs to another of `root`'s tables is told so.
+
+    Settings of kinds other than those named are left out where they have their defaults, else refused.
+    """
     fields = plain_fields(cls)
     names = {key: name for name, (_, kind) in fields.items() for key in (name, *kind.aliases)}
     values: dict[str, Any] = {}
     for key, value in table.items():
+        if (
+            key not in names
+            and issubclass(cls, KindSettings)
+            and (refusal := cls.refusal(key, kinds.get(cls.named_by)))
+        ):
+            if is_default(cls, key, value):
+                continue
+            raise ValueError(f"{where}{refusal}")
         if key not in names:
             raise ValueError(f"{where}{_unknown(key, value, names, root, own)}")
         if isinstance(value, dict):
             raise ValueError(f"{where}[{key}] is a table, and this command has one value there: give flags instead")
-        read = _read_value(fields[names[key]][1], key, value, where)
+        _, kind = fields[names[key]]
+        if issubclass(cls, KindSettings) and value == NONE and not kind.optional:
+            continue  # earlier runs record it where a kind's default holds
+        read = _read_value(kind, key, value, where)
         if names[key] in values and read is not KEEP:
             raise ValueError(f"{where}{key}: {names[key]} is given twice, by this name and another: leave one out")
         if read is not KEEP:

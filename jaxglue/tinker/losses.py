@@ -1,13 +1,18 @@
 """Losses of the `tinker` SDK by their names, as functions of tokens' log-probabilities."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxglue.api.session import Loss, TokenDocument
+from jaxglue.api.documents import TokenDocument
+from jaxglue.api.losses import Loss
+from jaxglue.objectives.policy_gradient import clipped_losses, weighted_log_probs
+from jaxglue.objectives.rollouts import Tokens
+
+TokenColumns = Mapping[str, Tokens]
+"""Each token's log-probability under the weights that sampled it, `logprobs`, its advantage or its weight."""
 
 
 class TokenLoss(NamedTuple):
@@ -35,7 +40,7 @@ def find_loss(name: str, config: Mapping[str, float]) -> TokenLoss:
     return _LOSSES[key]
 
 
-_LOSSES: dict[Any, TokenLoss] = {}
+_LOSSES: dict[tuple[str, tuple[tuple[str, float], ...]], TokenLoss] = {}
 
 
 def _cross_entropy() -> Loss:
@@ -43,32 +48,31 @@ def _cross_entropy() -> Loss:
 
 
 def _importance_sampling() -> Loss:
-    return lambda log_probs, columns: -jnp.exp(log_probs - columns["logprobs"]) * columns["advantages"]
+    return lambda log_probs, columns: -_ratio(log_probs, columns) * columns["advantages"]
 
 
 def _ppo(clip_low_threshold: float, clip_high_threshold: float) -> Loss:
-    def loss(log_probs: Any, columns: Mapping[str, Any]) -> Any:
-        ratio = jnp.exp(log_probs - columns["logprobs"])
-        clipped = jnp.clip(ratio, clip_low_threshold, clip_high_threshold)
-        return -jnp.minimum(ratio * columns["advantages"], clipped * columns["advantages"])
-
-    return loss
+    bounds = clip_low_threshold, clip_high_threshold
+    return lambda log_probs, columns: clipped_losses(_ratio(log_probs, columns), columns["advantages"], *bounds)
 
 
 def _cispo(clip_low_threshold: float, clip_high_threshold: float) -> Loss:
-    def loss(log_probs: Any, columns: Mapping[str, Any]) -> Any:
-        ratio = jnp.exp(log_probs - columns["logprobs"])
-        clipped = jax.lax.stop_gradient(jnp.clip(ratio, clip_low_threshold, clip_high_threshold))
-        return -clipped * log_probs * columns["advantages"]
+    def loss(log_probs: Tokens, columns: TokenColumns) -> Tokens:
+        weights = jnp.clip(_ratio(log_probs, columns), clip_low_threshold, clip_high_threshold)
+        return weighted_log_probs(weights, columns["advantages"], log_probs)
 
     return loss
 
 
 def _dro(beta: float) -> Loss:
-    def loss(log_probs: Any, columns: Mapping[str, Any]) -> Any:
+    def loss(log_probs: Tokens, columns: TokenColumns) -> Tokens:
         return 0.5 * beta * (log_probs - columns["logprobs"]) ** 2 - log_probs * columns["advantages"]
 
     return loss
+
+
+def _ratio(log_probs: Tokens, columns: TokenColumns) -> Tokens:
+    return jnp.exp(log_probs - columns["logprobs"])
 
 
 _CLIPS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
@@ -89,15 +93,13 @@ def read_document(tokens: np.ndarray, inputs: Mapping[str, np.ndarray], columns:
     Raises:
         ValueError: an array that is missing, or of another length than the tokens.
     """
-    given = dict(inputs)
-    targets = given.pop("target_tokens", None)
-    if "weights" in columns:
-        given.setdefault("weights", np.ones(len(tokens), np.float32))
-    if targets is None or not given.keys() >= set(columns):
+    arrays = {"weights": np.ones(len(tokens), np.float32), **inputs} if "weights" in columns else dict(inputs)
+    targets = arrays.pop("target_tokens", None)
+    if targets is None or not arrays.keys() >= set(columns):
         raise ValueError(f"loss_fn_inputs: expected target_tokens, {', '.join(columns)}, got {', '.join(inputs)}")
-    own = {name: given[name].astype(np.float32) for name in columns}
-    if "weights" in given and "weights" not in columns and "advantages" in own:
-        own["advantages"] = own["advantages"] * given["weights"].astype(np.float32)
-    if any(values.shape != tokens.shape for values in (targets, *own.values())):
+    values = {name: arrays[name].astype(np.float32) for name in columns}
+    if "weights" in arrays and "weights" not in columns and "advantages" in values:
+        values["advantages"] = values["advantages"] * arrays["weights"].astype(np.float32)
+    if any(array.shape != tokens.shape for array in (targets, *values.values())):
         raise ValueError(f"loss_fn_inputs: expected arrays of the {len(tokens)} tokens of model_input")
-    return TokenDocument(tokens, targets, own)
+    return TokenDocument(tokens, targets, values)

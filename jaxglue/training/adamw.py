@@ -12,12 +12,12 @@ from jaxtyping import Array
 
 from jaxglue.engine.compiler import jit_step
 from jaxglue.models.parameters import Params, get_part
-from jaxglue.ops.adam import ADAM, AdamW, StepScalars, is_moment
+from jaxglue.ops.adam import ADAM, AdamCall, AdamW, StepScalars, is_moment
 from jaxglue.ops.adam.reference import BLOCK
 from jaxglue.ops.collectives import per_device, psum
 from jaxglue.sharding.gather import constrain_params
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
-from jaxglue.training.config import OptimizerConfig
+from jaxglue.training.optimizer import AdamWSettings
 from jaxglue.training.partwise import Factors, PartwiseOptimizer, Prefixes, decays, param_keys, part_prefixes
 
 if TYPE_CHECKING:
@@ -29,11 +29,11 @@ class AdamWOptimizer(PartwiseOptimizer):
 
     fits_programs = True
 
-    def __init__(self, config: OptimizerConfig, total_steps: int, layout: Layout = SINGLE_DEVICE):
+    def __init__(self, config: AdamWSettings, total_steps: int, layout: Layout = SINGLE_DEVICE):
         super().__init__(config, total_steps, layout)
         self._adam = AdamW(
             beta1=config.beta1,
-            beta2=config.second_decay,
+            beta2=config.beta2,
             epsilon=config.epsilon,
             weight_decay=config.weight_decay,
             moments=config.moments,
@@ -162,10 +162,10 @@ class AdamWOptimizer(PartwiseOptimizer):
         """Return the kernels, where each device can update its own parameters with them."""
         if self._layout.mesh is not None:
             apart = all(self._has_whole_blocks(part, prefix) for part, prefix in zip(parts, prefixes, strict=True))
-            return ADAM.load(self._adam, 1 if apart else self._layout.mesh.size)
+            return ADAM.load(AdamCall(adam=self._adam, devices=1 if apart else self._layout.mesh.size))
         arrays = [leaf for leaf in jax.tree.leaves(parts) if not isinstance(leaf, jax.core.Tracer)]
         devices = {device for leaf in arrays for device in leaf.sharding.device_set}
-        return ADAM.load(self._adam, max(len(devices), 1))
+        return ADAM.load(AdamCall(adam=self._adam, devices=max(len(devices), 1)))
 
     def _has_whole_blocks(self, part: Params, prefix: str) -> bool:
         """Return whether blocks of 8-bit moments lie where their parameters do."""

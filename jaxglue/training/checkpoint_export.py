@@ -14,14 +14,14 @@ from jaxglue.files.json_file import read_json
 from jaxglue.hf.adapter import Adapter, load_adapter
 from jaxglue.hf.adapter_check import fit_tied
 from jaxglue.hf.serving_check import check_serving
-from jaxglue.models.config import DecoderConfig
+from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import Params
-from jaxglue.settings.recipe import load_config
+from jaxglue.objectives.objective import Objective
 from jaxglue.settings.spelling import nearest
-from jaxglue.training.checkpoint import check_digests, check_meta
-from jaxglue.training.config import TrainConfig
-from jaxglue.training.orbax_files import quiet_orbax, reason_of
+from jaxglue.training.checkpoint import check_digests, check_meta, quiet_orbax, reason_of
+from jaxglue.training.config import TrainConfig, recorded_config
 from jaxglue.training.result import export_result, require_equal
+from jaxglue.training.run import Base
 from jaxglue.training.vocabulary import Vocabulary, read_vocabulary, run_stops
 from jaxglue.training.workload import read_architecture
 
@@ -30,8 +30,10 @@ from jaxglue.training.workload import read_architecture
 class FinishedRun:
     """The parts of a run that its exported weights need."""
 
-    config: TrainConfig
-    base: DecoderConfig
+    base: Base
+    lora: LoraConfig | None
+    dtype: Any
+    objective: Objective
     vocabulary: Vocabulary
     stops: frozenset[int]
 
@@ -54,19 +56,19 @@ def export_checkpoint(run: Path, which: str, output: Path) -> int:
         raise ValueError(f"{run} holds no run of jaxglue: name the --output of a training run with --run")
     step = choose_step(run / "checkpoints", which)
     trainable = read_trainable(run / "checkpoints" / str(step))
-    config = load_config(TrainConfig, recipe)
+    config = recorded_config(recipe)
     # The run may have been on another machine, where auto is another dtype.
     config = replace(config, model=replace(config.model, dtype=trained_dtype(run / "checkpoints" / str(step))))
     source = _read_run(config)
-    base = run / "base"
+    kept_base = run / "base"
     with atomic_folder(output) as temporary:
-        export_result(source, trainable, temporary, base if base.is_dir() else None)
-        if not source.config.objective.kind.trains_scores:
+        export_result(source, trainable, temporary, kept_base if kept_base.is_dir() else None)
+        if not source.objective.trains_scores:
             check_serving(temporary, source.vocabulary.tokenizer, source.stops)
-        if source.config.model.method == "lora":
+        if source.lora is not None:
             written = load_adapter(temporary)
-            fitted = fit_tied(written) if source.base.tie_word_embeddings else written
-            require_equal(fitted, source.config.lora, trainable)
+            fitted = fit_tied(written) if source.base.architecture.tie_word_embeddings else written
+            require_equal(fitted, source.lora, trainable)
     return step
 
 
@@ -145,12 +147,18 @@ def _eval_loss(folder: Path) -> float | None:
 
 def _read_run(config: TrainConfig) -> FinishedRun:
     folder = config.model.folder
-    base, start = read_architecture(config, folder), _start(config)
-    base = start.adapted(base) if start else base
-    vocabulary = read_vocabulary(folder, config.model.new_tokens, base, start, config.model.tokenizer)
+    architecture, start = read_architecture(config, folder), _start(config)
+    architecture = start.adapted(architecture) if start else architecture
+    vocabulary = read_vocabulary(folder, config.model.new_tokens, architecture, start, config.model.tokenizer)
     adopt(vocabulary.tokenizer, config.data)
-    stops = run_stops(config, vocabulary.tokenizer)
-    return FinishedRun(config=config, base=base, vocabulary=vocabulary, stops=stops)
+    return FinishedRun(
+        base=Base.of(config, folder, architecture, start),
+        lora=config.lora if config.model.method == "lora" else None,
+        dtype=config.model.compute_dtype,
+        objective=config.objective.make(),
+        vocabulary=vocabulary,
+        stops=run_stops(vocabulary.tokenizer, folder, config.model.adapter, config.data.stop_tokens),
+    )
 
 
 def _start(config: TrainConfig) -> Adapter | None:

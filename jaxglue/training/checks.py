@@ -10,13 +10,14 @@ from jaxglue.hf.loading import require_stored
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.family import find_family
 from jaxglue.models.lora_config import ALL_LINEAR
+from jaxglue.objectives.config import DistillSettings
 from jaxglue.ops.attention import ATTENTION
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.ops.segments import BatchKind
 from jaxglue.planner.attention import attention_shape
 from jaxglue.sharding.mesh import MeshShape
-from jaxglue.training.config import ModelConfig, TrainConfig
+from jaxglue.training.config import TrainConfig
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ def check_model(config: TrainConfig, model: DecoderConfig) -> None:
             f"{config.model.model} weighs experts by sigmoids, and router losses are of a softmax: leave out "
             "--router-balance-loss and --router-z-loss"
         )
-    top = config.objective.distill_top_k
+    top = config.objective.distill_top_k if isinstance(config.objective, DistillSettings) else None
     if top is not None and top > model.vocab_size:
         raise ValueError(f"--distill-top-k {top} is above the {model.vocab_size:,} tokens of the model: lower it")
     if config.data.seq_len is not None and config.data.seq_len > model.max_position_embeddings:
@@ -85,20 +86,6 @@ def why_rows_stay_whole(config: TrainConfig, model: DecoderConfig) -> str:
     if (kind.answers is not None or kind.needs_rollouts) and model.delta is not None:
         return f"of --objective {name} in layers of linear attention"
     return ""
-
-
-def why_not_mapped(model: ModelConfig, mesh: MeshShape) -> str | None:
-    """Return why weights cannot stay in the model's files, with the remedy; None where they can."""
-    if model.random_weights:
-        return "--weights mapped reads the model's files, and --random-weights draws others: leave one out"
-    if model.storage != "none":
-        return (
-            f"--weights mapped reads weights as they are stored, and {model.storage} would quantize them each "
-            "time: quantize the folder first (jaxglue export --quantize), or use --weights host"
-        )
-    if mesh.devices > 1:
-        return f"--weights mapped is for one GPU, and --mesh {mesh} has {mesh.devices}: use --weights host"
-    return None
 
 
 def check_muon(config: TrainConfig, model: DecoderConfig) -> None:

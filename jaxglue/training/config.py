@@ -4,16 +4,17 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from jaxglue.data.config import DataConfig
+from jaxglue.data.config import DataConfig, is_jinja
 from jaxglue.distributed import DistributedConfig
 from jaxglue.hf.hub import base_reference, is_hub_id, model_path
 from jaxglue.models.lora_config import LoraConfig
-from jaxglue.objectives.config import ObjectiveConfig
-from jaxglue.ops.choices import QUANTIZE, Attention, Matmul, MomentFormat, Quantize, Storage, choose_storage
+from jaxglue.objectives.config import SampledSettings
+from jaxglue.objectives.objective import ObjectiveConfig
+from jaxglue.ops.choices import QUANTIZE, Attention, Matmul, Quantize, Storage, choose_storage
+from jaxglue.parts import PartsConfig, require_parts
 from jaxglue.rl.config import RolloutConfig
 from jaxglue.settings.config import (
     Alias,
-    Choices,
     CommaSeparated,
     Config,
     HelpLayout,
@@ -24,24 +25,17 @@ from jaxglue.settings.config import (
     PositiveFloat,
     PositiveInt,
     Range,
-    Synonyms,
 )
-from jaxglue.training.optimizer import OPTIMIZERS, OptimizerKind
+from jaxglue.settings.recipe import load_config, read_tables
+from jaxglue.training.optimizer import AdamWSettings, OptimizerConfig
 
 if TYPE_CHECKING:
     import jax.numpy as jnp
 
     from jaxglue.models.context import RouterLosses
 
-_OPTIMIZERS = {
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "paged_adamw_32bit"), "adamw"),
-    **dict.fromkeys(("adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), "adamw_8bit"),
-    "lion_32bit": "lion",
-}
 _SMALLEST_CLIP = 1e-3
 """Bound of a ratio's distance from 1 which is no optimizer's ε."""
-_Share = Annotated[float, Range(ge=0, le=1)]
-_Decay = Annotated[float, Range(ge=0, lt=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,87 +190,6 @@ class ModelConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(Config):
-    """The optimizer, its learning-rate schedule and clipping."""
-
-    optimizer: Annotated[
-        str,
-        Choices(OPTIMIZERS),
-        Alias("optim"),
-        Synonyms(**_OPTIMIZERS),
-        Instead(sgd="adafactor, which stores as little"),
-    ] = "adamw"
-    """AdamW; with its moments in 8 bits; Muon for the matrices of the decoder layers beside AdamW for the rest, with
-    --method full; Adafactor; or Lion."""
-    learning_rate: Annotated[PositiveFloat, Alias("lr")] | None = None
-    """Peak learning rate; by default 2e-4 with --method lora, 2e-5 with --method full, of Lion a tenth."""
-    lora_plus_ratio: Annotated[PositiveFloat, Alias("loraplus_lr_ratio")] = 1.0
-    """Learning rate of the adapters' B as a multiple of that of A (LoRA+, arXiv 2402.12354); 16 is usual there."""
-    embedding_learning_rate: Annotated[PositiveFloat, Alias("embedding_lr", "loraplus_lr_embedding")] | None = None
-    """Peak learning rate of the embedding, by adapter, rows or whole, and of rows or the whole of lm_head; by default
-    that of the rest."""
-    schedule: Annotated[
-        Literal["cosine", "linear", "constant", "wsd"],
-        Alias("lr_scheduler_type", "lr_scheduler"),
-        Synonyms(warmup_stable_decay="wsd"),
-        Instead(constant_with_warmup="constant, which follows --warmup-ratio or --warmup-steps"),
-    ] = "cosine"
-    """Learning rate after the warm-up: decay to min_lr_ratio along a cosine or a line, constant, or wsd (warm-up,
-    stable, decay): constant up to a last decay along a line."""
-    decay_ratio: _Share = 0.1
-    """Share of all steps over which --schedule wsd decays."""
-    warmup_ratio: _Share = 0.03
-    """Share of all steps over which the learning rate rises linearly to its peak; the first of W has peak / W."""
-    warmup_steps: NonNegativeInt | None = None
-    """Steps over which it rises, in place of the share."""
-    min_lr_ratio: Annotated[_Share, Alias("cosine_min_lr_ratio")] = 0.0
-    """Learning rate at the end, as a share of the peak."""
-    weight_decay: NonNegativeFloat = 0.01
-    """Decoupled weight decay of matrices; norms and biases have none."""
-    beta1: Annotated[_Decay, Alias("adam_beta1")] = 0.9
-    """Decay of the first moment, the mean of gradients."""
-    beta2: Annotated[_Decay, Alias("adam_beta2")] | None = None
-    """Decay of the second moment, the mean of squared gradients; by default 0.999. Of Lion, decay of its momentum; by
-    default 0.99."""
-    epsilon: Annotated[NonNegativeFloat, Alias("adam_epsilon")] = 1e-8
-    """Added to the root of the second moment."""
-    clip_norm: Annotated[NonNegativeFloat, Alias("max_grad_norm")] = 1.0
-    """Gradients are scaled down to this global norm; 0 clips nothing."""
-    moments: MomentFormat = "float32"
-    """Storage of AdamW's moments: float32; bfloat16 (first moment; the second stays in float32); or 8bit, in
-    bitsandbytes' blocks of 256. Muon and Lion have one moment, in float32 or bfloat16, Adafactor none."""
-    update_in_backward: bool = False
-    """Update each layer inside the backward pass, so that gradients of only one layer exist at a time."""
-
-    def validate(self) -> None:
-        """Settle 8-bit AdamW; refuse unsuitable moments, and clipping by the global norm where updates precede it."""
-        if self.optimizer == "adamw_8bit":
-            if self.moments == "bfloat16":
-                raise ValueError("--optimizer adamw_8bit and --moments bfloat16 are both given: leave one out")
-            object.__setattr__(self, "optimizer", "adamw")
-            object.__setattr__(self, "moments", "8bit")
-        if self.moments not in self.kind.moments:
-            raise ValueError(f"--moments {self.moments} is not for --optimizer {self.optimizer}: leave it out")
-        if self.update_in_backward and self.clip_norm:
-            raise ValueError("--update-in-backward needs --clip-norm 0: the global norm is known only after it")
-
-    @property
-    def kind(self) -> OptimizerKind:
-        """Return the optimizer's entry."""
-        return OPTIMIZERS[self.optimizer]
-
-    @property
-    def second_decay(self) -> float:
-        """Return beta2, by default the optimizer's own."""
-        return self.kind.beta2 if self.beta2 is None else self.beta2
-
-
-def warmup_steps(config: OptimizerConfig, total_steps: int) -> int:
-    """Return the steps over which the learning rate rises."""
-    return round(config.warmup_ratio * total_steps) if config.warmup_steps is None else config.warmup_steps
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunConfig(Config):
     """Length, measurements and output folder of a run."""
 
@@ -365,7 +278,7 @@ class RunConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(Config):
+class TrainConfig(PartsConfig):
     """Fine-tune a language model on packed rows."""
 
     help_layout: ClassVar = HelpLayout(
@@ -443,14 +356,15 @@ class TrainConfig(Config):
                 "--teacher base is the model without its adapter, and --method full has none: name a folder"
             )
         self._refuse_beside_rollouts(judged=bool(judged))
-        if self.optimizer.epsilon >= _SMALLEST_CLIP:
+        if isinstance(self.optimizer, AdamWSettings) and self.optimizer.epsilon >= _SMALLEST_CLIP:
             raise ValueError(
                 f"--epsilon {self.optimizer.epsilon:g} is the optimizer's, which would hardly move: ratios of "
                 "probabilities are clipped by --epsilon-low and --epsilon-high"
             )
-        if self.objective.beta and self.model.method == "full" and not self.objective.kind.needs_teacher:
+        beta = self.objective.beta if isinstance(self.objective, SampledSettings) else 0
+        if beta and self.model.method == "full":
             raise ValueError(
-                f"--beta {self.objective.beta:g} compares with the weights as training begins, of which --method full "
+                f"--beta {beta:g} compares with the weights as training begins, of which --method full "
                 "would need a copy: use --method lora, or --beta 0"
             )
 
@@ -544,6 +458,21 @@ class TrainConfig(Config):
     @property
     def inputs(self) -> list[str]:
         """Return the files and folders that the run reads."""
-        files = (self.data.chat_template, self.model.adapter, self.model.new_tokens)
+        template = self.data.chat_template
+        files = (
+            None if template is not None and is_jinja(template) else template,
+            self.model.adapter,
+            self.model.new_tokens,
+        )
         sources = (source.name for source in (*self.data.sources, *self.data.eval_sources))
         return [self.model.model, *sources, *(str(file) for file in files if file is not None)]
+
+
+def recorded_config(path: Path) -> TrainConfig:
+    """Read the `config.toml` of a run.
+
+    Raises:
+        ValueError: it cannot be read, or records parts that this process has not imported.
+    """
+    require_parts(read_tables(path).get("parts", ()), str(path))
+    return load_config(TrainConfig, path)

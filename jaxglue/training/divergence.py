@@ -12,16 +12,16 @@ import numpy as np
 
 from jaxglue.data.batch import Answers, Batch, Rollouts
 from jaxglue.data.iterator import Step
+from jaxglue.engine.array_checks import check_parameters, non_finite
 from jaxglue.files.atomic import atomic_file
 from jaxglue.files.regular_file import open_regular
 from jaxglue.models.parameters import ParamKey, Params
 from jaxglue.ops.segments import PackedSegments, copy_beginnings
-from jaxglue.training.array_checks import check_parameters, non_finite
 from jaxglue.training.checkpoint import Checkpoints
 from jaxglue.training.record import Diverged
 from jaxglue.training.result import abstract_state
-from jaxglue.training.setup import Run
-from jaxglue.training.step import TrainStep
+from jaxglue.training.run import Run
+from jaxglue.training.step import StepParts, TrainState, restart, train_step, visit_gradients
 
 _WINDOW = 128
 """Latest accepted steps that mean and deviation are taken over."""
@@ -113,68 +113,64 @@ def _shown(values: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
 
 
-class Postmortem:
-    """Finds the cause of a divergence; the model is not fit for training afterwards.
+def explain_divergence(
+    run: Run,
+    parts: StepParts,
+    state: TrainState,
+    checkpoints: Checkpoints,
+    error: Diverged,
+    *,
+    start: Any,
+    first: int,
+    replay: bool,
+) -> str:
+    """Return cause and remedy of a divergence; set aside checkpoints after which nothing was finite.
 
     Args:
-        run, model, checkpoints: of the run.
+        run, parts, state, checkpoints: of the run; the state is of no use afterwards.
+        error: names the failed step.
         start: state of the batches before step 1.
+        first: of the failed steps, before that one where spikes preceded it.
+        replay: False where steps cannot be replayed by this process alone.
     """
+    if bad := next((name for name, check in check_parameters(state.frozen) if not check.is_finite), None):
+        return bad_weights(run.base.name, bad)
+    cause = _replayed(run, parts, state, checkpoints, error.step, start) if replay else None
+    followed = cause is not None and cause.endswith(_ROWS)
+    cause = cause or _unknown(first)
+    for saved in [] if followed else checkpoints.reject(first - 1):
+        cause = f"{cause}; checkpoint {saved} is set aside as {saved}.diverged"
+    latest = checkpoints.latest_step
+    resume = f"--resume continues from checkpoint {latest}" if latest is not None else "No checkpoint is left"
+    return f"{cause}. {resume}"
 
-    def __init__(self, run: Run, model: TrainStep, checkpoints: Checkpoints, start: Any):
-        self._run, self._model, self._checkpoints, self._start = run, model, checkpoints, start
 
-    def explain(self, error: Diverged, *, first: int, replay: bool) -> str:
-        """Return cause and remedy; set aside checkpoints after which nothing was finite.
-
-        Args:
-            error: names the failed step.
-            first: of the failed steps, before that one where spikes preceded it.
-            replay: False where steps cannot be replayed by this process alone.
-        """
-        if bad := next((name for name, check in check_parameters(self._model.frozen) if not check.is_finite), None):
-            return bad_weights(self._run, bad)
-        cause = self._replay(error.step) if replay else None
-        followed = cause is not None and cause.endswith(_ROWS)
-        cause = cause or _unknown(first)
-        for saved in [] if followed else self._checkpoints.reject(first - 1):
-            cause = f"{cause}; checkpoint {saved} is set aside as {saved}.diverged"
-        latest = self._checkpoints.latest_step
-        resume = f"--resume continues from checkpoint {latest}" if latest is not None else "No checkpoint is left"
-        return f"{cause}. {resume}"
-
-    def _replay(self, failed: int) -> str | None:
-        """Return the first value of the step that is not finite, and the remedy; None where it cannot be replayed."""
-        try:
-            if not self._return_to(failed - 1):
-                return None
-            first = first_non_finite(self._model, next(self._run.batches))
-            others = next(self._run.batches, None)
-        except Exception as error:  # the divergence is the error to report
-            _log.debug("the failed step could not be replayed", exc_info=error)
-            return None
-        if first is None:
-            return "Its gradients are finite, its update is not: start a new run with a lower --learning-rate"
-        ruined = others is not None and first_non_finite(self._model, others) is not None
-        return f"First not finite: {first}. {_ROWS if not ruined else _RUINED if failed > 1 else _FROM_START}"
-
-    def _return_to(self, step: int) -> bool:
-        """Bring model and batches to the state after `step` steps; return whether it is near enough."""
-        model, batches = self._model, self._run.batches
-        abstract = abstract_state(model.state())
-        begin = self._checkpoints.latest_step or 0
-        if not begin <= step <= begin + _MOST_STEPS:
-            return False
-        model.release()
-        if begin and (restored := self._checkpoints.restore_latest(abstract)):
-            model.restore(restored.state, restored.step)
-            batches.set_state(restored.host["batches"])
+def _replayed(
+    run: Run, parts: StepParts, state: TrainState, checkpoints: Checkpoints, failed: int, start: Any
+) -> str | None:
+    """Return the first value of a step that is not finite, and the remedy; None where it cannot be replayed."""
+    abstract, step, begin = abstract_state(state.saved), failed - 1, checkpoints.latest_step or 0
+    if not begin <= step <= begin + _MOST_STEPS:
+        return None
+    try:
+        state.free()
+        if begin and (restored := checkpoints.restore_latest(abstract)):
+            state = state.restored(restored.state, restored.step)
+            run.batches.set_state(restored.host["batches"])
         else:
-            model.restart()
-            batches.set_state(self._start)
-        while model.step < step:
-            model.dispatch(next(batches))
-        return True
+            state = restart(parts, state)
+            run.batches.set_state(start)
+        while state.step < step:
+            state, _ = train_step(parts, state, next(run.batches))
+        first = first_non_finite(parts, state, next(run.batches))
+        others = next(run.batches, None)
+    except Exception as error:  # the divergence is the error to report
+        _log.debug("the failed step could not be replayed", exc_info=error)
+        return None
+    if first is None:
+        return "Its gradients are finite, its update is not: start a new run with a lower --learning-rate"
+    ruined = others is not None and first_non_finite(parts, state, others) is not None
+    return f"First not finite: {first}. {_ROWS if not ruined else _RUINED if failed > 1 else _FROM_START}"
 
 
 def _unknown(first: int) -> str:
@@ -187,15 +183,15 @@ def _unknown(first: int) -> str:
     )
 
 
-def bad_weights(run: Run, name: str) -> str:
+def bad_weights(model: str, name: str) -> str:
     """Return the line about a loaded array that is not finite."""
-    return f"The weights in {run.config.model.model} are not finite ({name}): mend or copy them again; no flag helps"
+    return f"The weights in {model} are not finite ({name}): mend or copy them again; no flag helps"
 
 
-def first_non_finite(model: TrainStep, step: Step) -> str | None:
+def first_non_finite(parts: StepParts, state: TrainState, step: Step) -> str | None:
     """Return the first value of a step, forward and then backward, that is not finite; None if all are."""
-    for batch in model.place(step):
-        for index, x in enumerate(model.executor.hidden_states(model.trainable, model.frozen, batch)):
+    for batch in parts.place(step):
+        for index, x in enumerate(parts.executor.hidden_states(state.trainable, state.frozen, batch)):
             if not jnp.isfinite(x).all():
                 return f"the output of layer {index - 1}" if index else "the embedded tokens"
     bad: list[ParamKey] = []
@@ -204,7 +200,7 @@ def first_non_finite(model: TrainStep, step: Step) -> str | None:
         if non_finite(gradient):
             bad.append(key)
 
-    loss = model.visit_gradients(step, visit)
+    loss = visit_gradients(parts, state, step, visit)
     if bad:
         return f"the gradient of {f'layer {bad[0]}' if isinstance(bad[0], int) else bad[0]}"
     return None if jnp.isfinite(loss) else "the loss"
@@ -230,7 +226,7 @@ def save_step(path: Path, step: Step) -> None:
 
 
 def load_step(path: Path) -> Step:
-    """Read a step written by `save_step`, for `TrainStep.dispatch`; raise ValueError for a damaged file."""
+    """Read a step written by `save_step`, for `train_step`; raise ValueError for a damaged file."""
     try:
         with open_regular(path) as source, np.load(source, allow_pickle=False) as file:
             arrays: dict[str, Any] = dict(file)
@@ -254,9 +250,13 @@ def _micro_batch(arrays: dict[str, Any], index: int) -> Batch:
         {name.removeprefix(kind): arrays[name][index] for name in arrays if name.startswith(kind)}
         for kind in (_COLUMN, _ROLLOUT)
     )
-    units: dict[str, Any] = {"answers": Answers(**answers) if answers else None}
-    units["rollouts"] = Rollouts(**rollouts) if rollouts else None
-    return Batch(**rows, segments=segments, **units, columns=columns)
+    return Batch(
+        **rows,
+        segments=segments,
+        columns=columns,
+        answers=Answers(**answers) if answers else None,
+        rollouts=Rollouts(**rollouts) if rollouts else None,
+    )
 
 
 def _stacked(names: Sequence[str], parts: Sequence[Any]) -> dict[str, np.ndarray]:

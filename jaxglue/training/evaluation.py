@@ -10,14 +10,14 @@ from typing import Any, NotRequired, TypedDict
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import EvalBatches
 from jaxglue.engine import transfer
 from jaxglue.engine.embed_head import EmbedHead
-from jaxglue.engine.executor import Executor
+from jaxglue.files.json_lines import read_steps, rewrite_lines
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.engine import Engine
 from jaxglue.generation.prompts import encode_prompt
@@ -33,9 +33,9 @@ from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 from jaxglue.terminal.console import Console
 from jaxglue.text.stream import in_order, without
 from jaxglue.training.callbacks import Metrics, Predictions
-from jaxglue.training.json_lines import read_steps, rewrite_lines
 from jaxglue.training.progress import SHOWN
-from jaxglue.training.setup import Run
+from jaxglue.training.run import Run
+from jaxglue.training.step import StepParts
 
 _LARGEST_EXPONENT = 700.0
 """A float64 whose exponential is finite."""
@@ -55,31 +55,26 @@ class Evaluation:
 
     Args:
         run: the run, perhaps with held-out batches.
-        executor: runs the model.
-        probe: reads its routers.
-        mesh: devices that share the work; None for one device.
+        parts: run the model.
         compute_metrics: of the caller's; None for none.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        executor: Executor,
-        probe: "ExpertLoadProbe",
-        mesh: Mesh | None,
-        compute_metrics: Metrics | None = None,
-    ):
+    def __init__(self, run: Run, parts: StepParts, compute_metrics: Metrics | None = None):
         self._compute_metrics = compute_metrics
-        self._batches, self._executor, self._mesh = run.eval_batches, executor, mesh
-        self._rollouts = run.rollouts if run.rollouts and run.rollouts.has_held_out else None
+        self._batches, self._executor, self._mesh = run.eval_batches, parts.executor, parts.mesh
+        self._rollouts = run.rollouts if run.rollouts and run.rollouts.plan.held_out else None
         self._sources = run.data.eval_sources
-        self._objective = run.workload.objective
-        self._probe = None if run.model.moe is None else probe
+        self._objective = run.objective
+        self._probe = None
+        if run.model.moe is not None:
+            self._probe = ExpertLoadProbe(
+                parts.graphdefs, run.model, dtype=run.dtype, attention=run.workload.attention, layout=parts.layout
+            )
         self.best: tuple[float, int] | None = None
         """The lowest loss on held-out data, and its step."""
         self.since_best = 0
         """Evaluations since then."""
-        self._patience = run.config.run.early_stopping
+        self._patience = run.output.early_stopping
 
     @property
     def is_needed(self) -> bool:
@@ -330,12 +325,11 @@ class Samples:
         Raises:
             ValueError: the tokenizer has no chat template, or its template refuses a prompt.
         """
-        model, settings = run.config.model, run.config.run
         self._tokenizer, self._console, self._path = run.tokenizer, console, folder and folder / "samples.jsonl"
-        self._prompts = {prompt: encode_prompt(run.tokenizer, prompt) for prompt in settings.sample_prompt}
+        self._prompts = {prompt: encode_prompt(run.tokenizer, prompt) for prompt in run.samples.prompts}
         self._stops = run.stops
-        self._engine = Engine(graphdefs, run.model, dtype=model.compute_dtype, attention=model.attention)
-        self._sampling = SamplingConfig(max_tokens=settings.sample_tokens, temperature=0.0)
+        self._engine = Engine(graphdefs, run.model, dtype=run.dtype, attention=run.workload.attention)
+        self._sampling = SamplingConfig(max_tokens=run.samples.tokens, temperature=0.0)
 
     def answer(
         self, when: str, step: int, trainable: Params, frozen: Params, fp8_layers: Sequence[bool] | None = None

@@ -2,24 +2,23 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from jaxglue.engine.layer_forms import explain_forms
+from jaxglue.models.family import find_family
 from jaxglue.ops.attention import ATTENTION
 from jaxglue.ops.backend import BackendChoice, compute_capability
-from jaxglue.ops.cross_entropy import CROSS_ENTROPY
-from jaxglue.ops.delta_rule import DELTA_RULE, DeltaShape
-from jaxglue.ops.moe import GROUPED_MATMUL
-from jaxglue.ops.norm_rope import NORM_ROPE
+from jaxglue.ops.cross_entropy import CROSS_ENTROPY, CrossEntropyCall
+from jaxglue.ops.delta_rule import DELTA_RULE, DeltaCall
+from jaxglue.ops.moe import GROUPED_MATMUL, GroupedCall
+from jaxglue.ops.norm_rope import LLAMA_NORM, NORM_ROPE, NormCall
 from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT, BatchKind
 from jaxglue.planner.attention import attention_shape
 from jaxglue.planner.explain import Reason
 from jaxglue.planner.programs import abstract_input
 from jaxglue.planner.workload import Workload, abstract_parts
-from jaxglue.training.checks import why_prompts_are_copied
-from jaxglue.training.config import TrainConfig
-from jaxglue.training.reference_choice import reference_seconds
-from jaxglue.training.setup import Run
+from jaxglue.training.remat import reference_seconds
+from jaxglue.training.run import Run
 
 _FLAGS = {"fp8": "--matmul fp8"}
 """Flags by which a barred backend serves."""
@@ -27,30 +26,43 @@ _FLAGS = {"fp8": "--matmul fp8"}
 
 def run_reasons(run: Run) -> dict[str, Reason]:
     """Explain a run's automatic choices, by the name of the setting; those of the plan are in `run.remat.reasons`."""
-    kernels = kernel_reasons(run.config, run.workload, attention=run.remat.attention, slots=run.batches.max_segments)
+    kernels = kernel_reasons(
+        run.workload,
+        attention=run.remat.attention,
+        slots=run.batches.max_segments,
+        why_copied=run.why_copied,
+        any_dtype=run.asked.dtype == "auto",
+        any_attention=run.workload.attention == "auto",
+    )
     return {**run.remat.reasons, **dict(_reference_reason(run)), **kernels}
 
 
-def kernel_reasons(config: TrainConfig, workload: Workload, *, attention: str, slots: int) -> dict[str, Reason]:
+def kernel_reasons(
+    workload: Workload, *, attention: str, slots: int, why_copied: str, any_dtype: bool, any_attention: bool
+) -> dict[str, Reason]:
     """Explain the choices of dtype, prompts and backends on this GPU, or on that of `tracing_for`.
 
     Args:
-        config: of the run.
         workload: of the run.
         attention: its backend in the plan.
         slots: segments in a row, at most.
+        why_copied: why each answer has a copy of its prompt; empty where answers share it.
+        any_dtype, any_attention: they were not named.
     """
     model, dtype, capability = workload.config, workload.dtype, compute_capability()
     reasons = {}
-    if config.model.dtype == "auto":
+    if any_dtype:
         reasons["dtype"] = Reason(choice=str(dtype), limit="the device: bfloat16 on GPUs, float32 on CPUs")
-    if config.objective.kind.answers is not None:
-        reasons["prompts"] = _prompt_reason(why_prompts_are_copied(config, model))
-    reasons |= dict(_attention_reasons(config, workload, attention, slots))
+    if workload.objective.answers is not None:
+        reasons["prompts"] = _prompt_reason(why_copied)
+    if any_attention:
+        reasons |= dict(_attention_reasons(workload, attention, slots, why_copied))
     choices = {"rotation": rotation_choice(workload), **layer_forms(workload), **linear_attention_choice(workload)}
     if model.moe is not None:
-        choices["experts"] = GROUPED_MATMUL.choose(capability, dtype)
-    choices["loss"] = CROSS_ENTROPY.choose(capability, dtype)
+        activation = find_family(model.model_type).parts.experts.activation
+        choices["experts"] = GROUPED_MATMUL.choose(capability, GroupedCall(dtype=dtype, activation=activation))
+    loss = CrossEntropyCall(dtype=dtype, vocab_size=model.vocab_size, softcap=model.logit_softcap)
+    choices["loss"] = CROSS_ENTROPY.choose(capability, loss)
     reasons |= {title: _backend_reason(choice) for title, choice in choices.items()}
     return reasons
 
@@ -68,42 +80,51 @@ def layer_forms(workload: Workload) -> dict[str, BackendChoice]:
 def rotation_choice(workload: Workload) -> BackendChoice:
     """Return the backend of rotary embeddings and norms of heads."""
     interleaved = any(rotary.config.interleaved for rotary in workload.config.rotaries)
-    return NORM_ROPE.choose(compute_capability(), workload.dtype, interleaved)
+    parts = find_family(workload.config.model_type).parts
+    style = LLAMA_NORM if parts.head_norms == "none" else parts.norm
+    return NORM_ROPE.choose(compute_capability(), NormCall(dtype=workload.dtype, style=style, interleaved=interleaved))
 
 
 def linear_attention_choice(workload: Workload) -> dict[str, BackendChoice]:
     """Return the delta rule's backend by title, where layers have linear attention."""
     if (delta := workload.config.delta) is None:
         return {}
-    shape = DeltaShape(dtype=workload.dtype, key_dim=delta.key_dim, value_dim=delta.value_dim)
+    shape = DeltaCall(dtype=workload.dtype, key_dim=delta.key_dim, value_dim=delta.value_dim)
     return {"linear attention": DELTA_RULE.choose(compute_capability(), shape)}
 
 
 def attention_choice(
-    config: TrainConfig, workload: Workload, *, attention: str, slots: int, long_slots: int | None = None
+    workload: Workload, *, attention: str, slots: int, why_copied: str, long_slots: int | None = None
 ) -> BackendChoice:
     """Return attention's backend for usual batches, or for those with long documents and up to so many slots."""
     long, model = long_slots is not None, workload.config
     windows, kind = model.layer_windows, BatchKind(long, min(slots, long_slots or slots))
     window = None if long and None in windows else next(filter(None, windows), None)
-    forked = workload.objective.forks and not why_prompts_are_copied(config, model)
-    options: dict[str, Any] = {"window": window, "forked": forked, "split": workload.mesh.context > 1}
-    shape = attention_shape(model, workload.dtype, workload.seq_len, kind, **options)
+    shape = attention_shape(
+        model,
+        workload.dtype,
+        workload.seq_len,
+        kind,
+        window=window,
+        forked=workload.objective.forks and not why_copied,
+        split=workload.mesh.context > 1,
+    )
     return ATTENTION.choose(compute_capability(), shape, backend=attention)
 
 
 def long_attention_choices(
-    config: TrainConfig, workload: Workload, *, attention: str, slots: int
+    workload: Workload, *, attention: str, slots: int, why_copied: str
 ) -> Iterator[tuple[str, BackendChoice]]:
     """Yield rows, described, whose documents are mostly long, with the backend that they have in place of the usual."""
     if workload.seq_len < LONG_DOCUMENT:
         return
-    usual = attention_choice(config, workload, attention=attention, slots=slots)
+    choose = partial(attention_choice, workload, attention=attention, slots=slots, why_copied=why_copied)
+    usual = choose()
     counts = {f"up to {FEW_DOCUMENTS}": FEW_DOCUMENTS, "more": FEW_DOCUMENTS + 1}
     for count, most in counts.items():
         if count == "more" and slots <= FEW_DOCUMENTS:
             continue
-        choice = attention_choice(config, workload, attention=attention, slots=slots, long_slots=most)
+        choice = choose(long_slots=most)
         if choice.name != usual.name:
             yield f"rows of {count} documents, mostly of {LONG_DOCUMENT:,} tokens or more", choice
 
@@ -116,18 +137,14 @@ def _backend_reason(choice: BackendChoice, flag: str | None = None) -> Reason:
     return Reason(choice=choice.name, limit=limit, runner_up=choice.runner_up, change=change)
 
 
-def _attention_reasons(
-    config: TrainConfig, workload: Workload, attention: str, slots: int
-) -> Iterator[tuple[str, Reason]]:
-    if config.model.attention != "auto":
-        return
-    usual = attention_choice(config, workload, attention="auto", slots=slots)
+def _attention_reasons(workload: Workload, attention: str, slots: int, why_copied: str) -> Iterator[tuple[str, Reason]]:
+    usual = attention_choice(workload, attention="auto", slots=slots, why_copied=why_copied)
     if attention != "auto":
         limit = "the GPU's memory: workspace of other kernels would take too much of it"
         yield "attention", Reason(choice=attention, limit=limit, runner_up=usual.name, change="shorter rows")
         return
     yield "attention", _backend_reason(usual, "--attention")
-    long = long_attention_choices(config, workload, attention="auto", slots=slots)
+    long = long_attention_choices(workload, attention="auto", slots=slots, why_copied=why_copied)
     for index, (rows, choice) in enumerate(long, start=1):
         reason = _backend_reason(choice, "--attention")
         yield f"long documents {index}", replace(reason, choice=f"{reason.choice} for {rows}")
@@ -141,17 +158,16 @@ def _prompt_reason(obstacle: str) -> Reason:
 
 def _reference_reason(run: Run) -> Iterator[tuple[str, Reason]]:
     """Explain when an objective's reference runs, where that was not given."""
-    if not run.config.objective.kind.needs_reference or run.config.objective.reference_cache != "auto":
+    if not run.objective.needs_reference or run.asked.reference_cache != "auto":
         return
     names = {True: "beside every step", False: "once, before training"}
     choice, other, flag = names[run.workload.reference], names[not run.workload.reference], "--reference-cache"
-    epochs = run.total_steps / run.batches.steps_per_epoch
-    if run.config.model.method == "full" or run.adapter is not None:
+    if run.lora is None or run.base.adapter is not None:
         yield "reference", Reason(choice=choice, limit="the start: the reference is not the frozen weights alone")
     elif times := reference_seconds(run.workload, run.remat):
         in_step, alone = (f"{1e3 * seconds:,.0f} ms" for seconds in times)
-        limit = f"time: {epochs:.2f} × {in_step} a step beside, {alone} for a pass of its own"
+        limit = f"time: {run.epochs:.2f} × {in_step} a step beside, {alone} for a pass of its own"
         yield "reference", Reason(choice=choice, limit=limit, runner_up=other, change=f"{flag}, other epochs")
     else:
-        limit = f"time: both passes take the same, and the steps read each document {epochs:.2f} times"
+        limit = f"time: both passes take the same, and the steps read each document {run.epochs:.2f} times"
         yield "reference", Reason(choice=choice, limit=limit, runner_up=other, change=f"{flag}, other epochs")

@@ -7,13 +7,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxglue.files.regular_file import file_digest
+from jaxglue.hf.folder_digest import adapter_digest, folder_digest
+from jaxglue.hf.hub import model_path
 from jaxglue.hf.identity import weights_digest
 from jaxglue.models.config import DecoderConfig, describe_as_earlier
-from jaxglue.settings.config import stable_repr
+from jaxglue.settings.config import NONE, stable_repr
 from jaxglue.settings.recipe import as_dict, defaults_of, read_tables
-from jaxglue.training.config import TrainConfig
-from jaxglue.training.secrets import masked
-from jaxglue.training.setup import Run
+from jaxglue.settings.secrets import masked
+from jaxglue.training.run import Run
 
 _DIGESTED = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -24,13 +26,22 @@ _DIGESTED = (
     *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
 )
 """Fields of a model in the digests of earlier checkpoints, which have no mapping by field; none is ever added here."""
-_MAY_CHANGE = ("steps", *(f"rollouts.reward_{limit}" for limit in ("timeout", "memory", "workers")))
-"""Entries of a fingerprint in which a resumed run may differ: its length, and the limits of functions that judge."""
+HELD_OUT = "held_out_rows"
+_MAY_CHANGE = (
+    "steps",
+    f"inputs.{HELD_OUT}",
+    *(f"rollouts.reward_{limit}" for limit in ("timeout", "memory", "workers")),
+)
+"""Entries of a fingerprint in which a resumed run may differ: its length, held-out rows, and limits of functions."""
 _PER_START = ("run.resume", "run.overwrite", "run.explain")
 """Settings of one start of a run, not of the run."""
 _DIGESTS = {
     "data": " (digests of the rows' tokens: files, tokenizer, template or settings of the data have changed, or an "
-    "older version left parts of the rows unread)"
+    "older version left parts of the rows unread)",
+    **dict.fromkeys(
+        (f"inputs.{name}" for name in ("teacher", "adapter", "new_tokens")),
+        " (digests: what lies at this path has changed)",
+    ),
 }
 """Explanations of entries whose values are digests."""
 _SHOWN = 80
@@ -42,7 +53,7 @@ def fingerprint(run: Run) -> dict[str, Any]:
 
     `defaults` holds those of optional settings, by which versions that lack a setting compare (`differences`).
     """
-    config = run.config
+    config = run.recorded
     groups: dict[str, Any] = {"model": run.model, "optimizer": config.optimizer}
     if config.model.method == "lora":
         groups["lora"] = config.lora
@@ -59,10 +70,11 @@ def fingerprint(run: Run) -> dict[str, Any]:
         "neftune_alpha": config.model.neftune_alpha,
         "dtype": str(config.model.compute_dtype),
         "adapter": config.model.adapter and str(config.model.adapter),
+        "inputs": _inputs(run),
         "lora": None,
         "objective": None,
         "rollouts": None,
-        "steps": run.total_steps,
+        "steps": run.schedule.total_steps,
         "batch": {
             "gradient_accumulation_steps": config.run.gradient_accumulation_steps,
             "batch_size": config.run.batch_size,
@@ -73,6 +85,16 @@ def fingerprint(run: Run) -> dict[str, Any]:
         "defaults": {name: defaults_of(group) for name, group in groups.items()},
         "model_digest": model_digest(run.model),
     }
+
+
+def _inputs(run: Run) -> dict[str, str]:
+    """Return the digests of further inputs that are named by a path, without those that tell in the data's."""
+    config = run.recorded
+    teacher, adapter, tokens = config.rollouts.teacher, config.model.adapter, config.model.new_tokens
+    digests = {} if teacher in (None, "base") else {"teacher": folder_digest(model_path(teacher))}
+    digests |= {} if adapter is None else {"adapter": adapter_digest(adapter)}
+    digests |= {} if tokens is None else {"new_tokens": file_digest(tokens)[:16]}
+    return digests | ({} if run.data.eval is None else {HELD_OUT: run.data.eval.fingerprint})
 
 
 def model_digest(model: DecoderConfig) -> str:
@@ -95,10 +117,28 @@ def fingerprint_differences(saved: Mapping[str, Any], current: Mapping[str, Any]
     old, new = dict(saved), dict(current)
     old_defaults, new_defaults = (values.pop("defaults", {}) for values in (old, new))
     old, old_defaults = _with_current_names(old), _with_current_names(old_defaults)
+    old = _without_other_kinds(old, new, new_defaults)
+    if "inputs" not in old:  # of earlier versions, which did not read them
+        new.pop("inputs", None)
     _, digest = (values.pop("model_digest", None) for values in (old, new))
     if digest and isinstance(old.get("model"), str):
         new["model"] = digest
     return differences(_filled(old, new_defaults), _filled(new, old_defaults))
+
+
+def _without_other_kinds(
+    saved: Mapping[str, Any], current: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return settings of an earlier version, which had those of all kinds: without others', and defaults in full."""
+    result = dict(saved)
+    for group, others in (("objective", ("beta",)), ("optimizer", ("beta2",))):
+        if isinstance(table := saved.get(group), dict) and isinstance(now := current.get(group), dict):
+            result[group] = {
+                name: defaults[group][name] if value == NONE and name in defaults[group] else value
+                for name, value in table.items()
+                if name in now or name not in others
+            }
+    return result
 
 
 def _with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,13 +161,13 @@ def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any]) -> N
         )
 
 
-def changed_settings(recipe: Path, config: TrainConfig) -> dict[str, str]:
+def changed_settings(recipe: Path, run: Run) -> dict[str, str]:
     """Return the settings that differ from a run's `config.toml`; none if it cannot be read."""
     try:
         saved = read_tables(recipe)
     except (OSError, ValueError):
         return {}
-    settings = config.shared
+    settings = run.recorded.shared
     found = differences(_filled(saved, defaults_of(settings)), masked(as_dict(settings), os.environ))
     return {key: text for key, text in found.items() if key not in _PER_START}
 

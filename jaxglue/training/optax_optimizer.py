@@ -14,7 +14,6 @@ from jaxglue.engine.compiler import jit_step
 from jaxglue.models.parameters import Params
 from jaxglue.sharding.gather import constrain_params
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
-from jaxglue.training.config import OptimizerConfig
 from jaxglue.training.partwise import Factors, PartwiseOptimizer, decays
 
 _MUON_MOMENTUM = 0.95
@@ -33,9 +32,10 @@ class Scalars(NamedTuple):
 class OptaxOptimizer(PartwiseOptimizer):
     """An optimizer of optax; its state has, in place of each parameter, the arrays of optax's state for it."""
 
+    _config: Any
     parts_per_program = 1
 
-    def __init__(self, config: OptimizerConfig, total_steps: int, layout: Layout = SINGLE_DEVICE):
+    def __init__(self, config: Any, total_steps: int, layout: Layout = SINGLE_DEVICE):
         super().__init__(config, total_steps, layout)
         self._programs: dict[Any, Any] = {}
         self._update = self._update_in_place
@@ -100,7 +100,7 @@ class Lion(OptaxOptimizer):
 
     def transform(self, path: tuple[Any, ...], parameter: Any) -> optax.GradientTransformation:
         """Return the transformation of a parameter's gradients."""
-        return optax.scale_by_lion(self._config.beta1, self._config.second_decay, self._mu_dtype)
+        return optax.scale_by_lion(self._config.beta1, self._config.beta2, self._mu_dtype)
 
 
 class Adafactor(OptaxOptimizer):
@@ -120,7 +120,7 @@ class Muon(OptaxOptimizer):
         if is_hidden_matrix(path, parameter):
             scale = _MUON_RMS * math.sqrt(max(parameter.shape))
             return optax.chain(scale_by_muon(beta=_MUON_MOMENTUM, mu_dtype=self._mu_dtype), optax.scale(scale))
-        return optax.scale_by_adam(config.beta1, config.second_decay, config.epsilon, mu_dtype=self._mu_dtype)
+        return optax.scale_by_adam(config.beta1, config.beta2, config.epsilon, mu_dtype=self._mu_dtype)
 
 
 def is_hidden_matrix(path: tuple[Any, ...], parameter: Any) -> bool:

@@ -144,12 +144,6 @@ def named_optimizer(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
     def make(*_: Any) -> Optimizer:
         return given if isinstance(given, SteppedAdam) else TransformOptimizer(given)
 
-    before = OPTIMIZERS.get(NAME)
-    OPTIMIZERS[NAME] = OptimizerKind(make=make, title="transformation of optax, its own rate and schedule")
-    try:
+    kind = OptimizerKind(make=make, title="transformation of optax, its own rate and schedule")
+    with OPTIMIZERS.scope({NAME: kind}):
         yield settings | {"optimizer": NAME}
-    finally:
-        if before is None:
-            del OPTIMIZERS[NAME]
-        else:
-            OPTIMIZERS[NAME] = before

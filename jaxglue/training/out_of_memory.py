@@ -16,7 +16,7 @@ from jaxglue.planner.planner import Planner
 from jaxglue.planner.rates import device_gpu
 from jaxglue.training.record import memory_use
 from jaxglue.training.remat import choose_remat, host_memory, local_gpus
-from jaxglue.training.setup import Run
+from jaxglue.training.run import Run
 
 _LESS = 0.85
 """Share of the planned memory that the next plan may use."""
@@ -82,7 +82,7 @@ def memory_beyond_limit(run: Run, before: int) -> Overrun | None:
 
 def _pool_within(run: Run) -> list[float]:
     """Return the bytes that `--memory-limit` leaves JAX's pool, if it is given."""
-    pool = pool_gib(run.config.model.memory_limit, exchanges=run.mesh.devices > 1)
+    pool = pool_gib(run.asked.memory_limit, exchanges=run.mesh.devices > 1)
     return [] if pool is None else [pool * GIB]
 
 
@@ -98,10 +98,9 @@ def plan_again(run: Run, overrun: Overrun, pool: float) -> Run:
     Raises:
         OutOfMemory: nothing fits.
     """
-    settings, host = run.config.model, run.config.model.embeddings == "host"
     try:
-        workload = replace(run.workload, host_embeddings=host)
-        remat = choose_remat(settings, workload, run.total_steps, pool=pool / GIB)
+        workload = replace(run.workload, host_embeddings=run.asked.embeddings == "host")
+        remat = choose_remat(run.asked, workload, run.schedule.total_steps, pool=pool / GIB)
     except DoesNotFit as error:
         raise OutOfMemory(f"{describe(run, overrun)}, and nothing else fits in {pool / GIB:.1f}: {error}") from error
     return replace(run, remat=remat, workload=replace(workload, host_embeddings=remat.host_embeddings))
@@ -109,7 +108,7 @@ def plan_again(run: Run, overrun: Overrun, pool: float) -> Run:
 
 def describe(run: Run, overrun: Overrun) -> str:
     """Describe the memory that a run took, beside its limit and its plan."""
-    limit, planned = run.config.model.memory_limit, run.remat.device_bytes
+    limit, planned = run.asked.memory_limit, run.remat.device_bytes
     took, pool = "the run asked for" if overrun.exhausted else "the first step took", f"{overrun.pool / GIB:.1f}"
     pool = f"the {pool} that --memory-limit {limit:g} leaves" if limit else f"the {pool} of JAX's pool"
     note = f" ({planned / GIB:.1f} planned)" if planned else ""

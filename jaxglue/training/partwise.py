@@ -16,7 +16,7 @@ from jaxglue.engine.transfer import commit
 from jaxglue.models.parameters import ParamKey, Params, get_part, set_part
 from jaxglue.objectives.objective import Objective
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
-from jaxglue.training.config import OptimizerConfig, warmup_steps
+from jaxglue.training.optimizer import OptimizerConfig, warmup_steps
 
 Prefixes = tuple[str, ...]
 """Names of parts, empty for layers: parameters' names, which decide how a mesh splits them, begin with these."""

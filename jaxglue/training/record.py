@@ -14,10 +14,10 @@ import jax
 import psutil
 
 from jaxglue.files.atomic import atomic_file
+from jaxglue.files.json_lines import read_steps
 from jaxglue.planner.gpus import peak_flops
-from jaxglue.training.json_lines import read_steps
 from jaxglue.training.progress import StartupTimer, StepReport, TrainingProgress
-from jaxglue.training.setup import Run
+from jaxglue.training.run import Run
 from jaxglue.training.step import StepResult
 from jaxglue.training.trackers import Loggers
 
@@ -42,7 +42,7 @@ class Recorder:
     """
 
     def __init__(self, run: Run, timer: StartupTimer):
-        self._timer, self._log_every, self._total_steps = timer, run.config.run.log_every, run.total_steps
+        self._timer, self._log_every, self._total_steps = timer, run.cadence.log, run.schedule.total_steps
         self._steps_per_epoch = run.batches.steps_per_epoch
         self.meter = Meter(model_flops_per_token=run.flops_per_token, devices=jax.devices())
         self.has_compiled = False
@@ -104,11 +104,19 @@ class Recorder:
         self._timer.stage("first step")
         progress.say(f"step {step}: loss {self.last_loss:.4f}; start-up took {self._timer}")
 
-    def _report(self, step: int, values: dict[str, Any]) -> StepReport:
-        memory_gb, epoch = memory_use(jax.local_devices()).used / 1e9, step / self._steps_per_epoch
-        known = {"grad_norm": None, **{name: values[name] for name in values.keys() & _REPORTED}}
-        metrics = {name: value for name, value in values.items() if name not in _REPORTED}
-        return StepReport(**known, **self.meter.read()._asdict(), memory_gb=memory_gb, epoch=epoch, metrics=metrics)
+    def _report(self, step: int, values: Mapping[str, float]) -> StepReport:
+        speed = self.meter.read()
+        return StepReport(
+            loss=values["loss"],
+            learning_rate=values["learning_rate"],
+            grad_norm=values.get("grad_norm"),
+            tokens_per_second=speed.tokens_per_second,
+            mfu=speed.mfu,
+            data_wait=speed.data_wait,
+            memory_gb=memory_use(jax.local_devices()).used / 1e9,
+            epoch=step / self._steps_per_epoch,
+            metrics={name: value for name, value in values.items() if name not in _REPORTED},
+        )
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

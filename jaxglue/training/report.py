@@ -12,8 +12,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from jaxglue.models.family import find_family
 from jaxglue.ops.backend import compute_capability
-from jaxglue.ops.moe import GROUPED_MATMUL
+from jaxglue.ops.moe import GROUPED_MATMUL, GroupedCall
 from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.memory import resident_bytes
@@ -22,17 +23,16 @@ from jaxglue.sharding.mesh import AUTO
 from jaxglue.sharding.plan import plan_sharding
 from jaxglue.sharding.rules import Layout
 from jaxglue.terminal.console import Console
-from jaxglue.training.checks import why_prompts_are_copied
-from jaxglue.training.config import warmup_steps
 from jaxglue.training.explain import (
     attention_choice,
     layer_forms,
     linear_attention_choice,
     long_attention_choices,
     rotation_choice,
+    run_reasons,
 )
 from jaxglue.training.progress import format_duration
-from jaxglue.training.setup import Run
+from jaxglue.training.run import Run
 from jaxglue.training.workload import row_text
 
 PATHS = ("adapter", "last_adapter", "checkpoints", "metrics", "curve")
@@ -129,21 +129,30 @@ def read_summary(values: Mapping[str, Any]) -> RunSummary:
     return RunSummary(**{**values, **{name: Path(values[name]) for name in PATHS if values.get(name)}})
 
 
+def plan_json(run: Run) -> dict[str, list[list[str]]]:
+    """Return the plan for the run's page: its rows, and the reasons for automatic choices."""
+
+    def shown(rows: Mapping[str, object]) -> list[list[str]]:
+        return [[title, str(text)] for title, text in rows.items() if text is not None]
+
+    return {"rows": shown(plan_rows(run)), "choices": shown(run_reasons(run))}
+
+
 def plan_rows(run: Run) -> dict[str, object]:
     """Return the panel's rows, title → content."""
-    model, settings = run.config.model, run.config.run
+    method = "full" if run.lora is None else "lora"
     total, trained = parameter_counts(run.workload)
     rotation = rotation_choice(run.workload)
     return {
-        "model": f"{model.model} ({run.model.model_type}, {total:,} parameters)",
-        "method": f"{model.method}, {trained:,} parameters train ({trained / total:.2%})",
+        "model": f"{run.base.name} ({run.model.model_type}, {total:,} parameters)",
+        "method": f"{method}, {trained:,} parameters train ({trained / total:.2%})",
         "objective": _objective(run),
         "data": run.data.report,
-        **({"answers": run.rollouts.description} if run.rollouts else {}),
+        **({"answers": run.rollouts.plan.description} if run.rollouts else {}),
         "batch": _batch(run),
         "optimizer": _optimizer(run),
         "steps": _steps(run),
-        "dtype": f"{model.compute_dtype}{_stored(run)}{_HEAD * run.model.fp8_head}",
+        "dtype": f"{run.dtype}{_stored(run)}{_HEAD * run.model.fp8_head}",
         "remat": run.remat,
         **_forms(run),
         "attention": _attention(run),
@@ -151,25 +160,24 @@ def plan_rows(run: Run) -> dict[str, object]:
         **_experts(run),
         **_devices(run),
         "memory": _memory(run),
-        "output": settings.output,
+        "output": run.output.folder,
     }
 
 
 def _batch(run: Run) -> str:
-    settings, rows = run.config.run, row_text(run.config.data.row_tokens, run.model)
+    rows = row_text(run.rows.seq_len, run.model)
     if run.rollouts:
-        return f"as many × {settings.batch_size} rows of {rows} as the answers fill"
-    count = str(settings.gradient_accumulation_steps)
-    if settings.documents_per_step is not None:
-        count = f"{settings.documents_per_step:,} documents in as many as they need,"
-    return f"{count} × {settings.batch_size} rows of {rows}"
+        return f"as many × {run.rows.batch_size} rows of {rows} as the answers fill"
+    count = str(run.rows.micro_batches)
+    if run.rows.documents is not None:
+        count = f"{run.rows.documents:,} documents in as many as they need,"
+    return f"{count} × {run.rows.batch_size} rows of {rows}"
 
 
 def _steps(run: Run) -> str:
     if run.data.stream:
-        return f"{run.total_steps:,}"
-    epoch = run.batches.steps_per_epoch
-    return f"{run.total_steps:,} ({epoch:,} an epoch, {run.total_steps / epoch:.2f} epochs)"
+        return f"{run.schedule.total_steps:,}"
+    return f"{run.schedule.total_steps:,} ({run.batches.steps_per_epoch:,} an epoch, {run.epochs:.2f} epochs)"
 
 
 def _stored(run: Run) -> str:
@@ -179,32 +187,28 @@ def _stored(run: Run) -> str:
 
 def _objective(run: Run) -> str | None:
     """Describe an objective other than supervised training, and whether its answers' prompt is computed once."""
-    objective = run.config.objective
-    if objective.kind.supervised:
+    if run.objective.supervised:
         return None
-    title = run.workload.objective.title
-    if objective.kind.answers is None:
-        return title
-    copied = why_prompts_are_copied(run.config, run.model)
+    if run.objective.answers is None:
+        return run.objective.title
+    copied = run.why_copied
     prompts = f"each answer has a copy of its prompt: {copied}" if copied else "two answers share their prompt"
-    return f"{title}; {prompts}{_reference(run)}"
+    return f"{run.objective.title}; {prompts}{_reference(run)}"
 
 
 def _reference(run: Run) -> str:
     """Describe when the reference runs, if the objective has one."""
-    objective = run.config.objective
-    if not objective.kind.needs_reference:
+    if not run.objective.needs_reference:
         return ""
     how = "runs beside every step" if run.workload.reference else "is computed once, before training"
-    return f"; the reference {how}{' (auto)' if objective.reference_cache == 'auto' else ''}"
+    return f"; the reference {how}{' (auto)' if run.asked.reference_cache == 'auto' else ''}"
 
 
 def _optimizer(run: Run) -> str:
-    optimizer = run.config.optimizer
-    rise = f"{optimizer.schedule} after {warmup_steps(optimizer, run.total_steps):,} warm-up steps"
-    moments = {"float32": "", "8bit": " with 8-bit moments"}.get(
-        optimizer.moments, f" with {optimizer.moments} moments"
-    )
+    optimizer = run.schedule.optimizer
+    rise = f"{optimizer.schedule} after {run.schedule.warmup:,} warm-up steps"
+    form = optimizer.state_format
+    moments = {"float32": "", "8bit": " with 8-bit moments"}.get(form, f" with {form} moments")
     return f"{optimizer.kind.title}{moments}, learning rate {optimizer.learning_rate:g}, {rise}"
 
 
@@ -223,7 +227,9 @@ def _forms(run: Run) -> dict[str, object]:
 def _experts(run: Run) -> dict[str, object]:
     if (moe := run.model.moe) is None:
         return {}
-    choice = GROUPED_MATMUL.choose(compute_capability(), run.config.model.compute_dtype)
+    activation = find_family(run.model.model_type).parts.experts.activation
+    call = GroupedCall(dtype=run.dtype, activation=activation)
+    choice = GROUPED_MATMUL.choose(compute_capability(), call)
     stored = "" if moe.quantize == "none" else f", in {FORMATS[moe.quantize].label.upper()}"
     served = f"{moe.num_experts_per_tok} of {moe.num_experts} for each token{stored}"
     return {"experts": f"{served}; grouped matmul by {choice.name}: {choice.reason}"}
@@ -241,15 +247,16 @@ def _devices(run: Run) -> dict[str, object]:
         tokens=workload.tokens,
         gradient_accumulation_steps=workload.gradient_accumulation_steps,
     )
-    auto = " (auto)" if run.config.run.mesh == AUTO else ""
+    auto = " (auto)" if run.asked.mesh == AUTO else ""
     return kinds | {"mesh": f"{mesh}{auto}; {sharding}", "communication": sharding.communication}
 
 
 def _attention(run: Run) -> str:
     """Return the backends of most batches, and of those with mostly long documents."""
-    options: dict[str, Any] = {"attention": run.remat.attention, "slots": run.batches.max_segments}
-    usual = attention_choice(run.config, run.workload, **options)
+    attention, slots, why_copied = run.remat.attention, run.batches.max_segments, run.why_copied
+    usual = attention_choice(run.workload, attention=attention, slots=slots, why_copied=why_copied)
     text = f"{usual.name}: {usual.reason}"
-    for rows, choice in long_attention_choices(run.config, run.workload, **options):
+    long = long_attention_choices(run.workload, attention=attention, slots=slots, why_copied=why_copied)
+    for rows, choice in long:
         text += f"; {choice.name} for {rows}: {choice.reason}"
     return text

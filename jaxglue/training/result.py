@@ -11,7 +11,6 @@ from jaxtyping import PyTree
 
 from jaxglue.data.batch import Batch
 from jaxglue.data.progress import DataProgress
-from jaxglue.data.tokenize import first_row
 from jaxglue.distributed import Processes
 from jaxglue.files.json_file import write_json
 from jaxglue.hf.adapter import Adapter, load_adapter, save_adapter
@@ -36,21 +35,20 @@ from jaxglue.hf.identity import identify
 from jaxglue.hf.serving import write_stops, write_tokenizer
 from jaxglue.hf.serving_check import PROBES, check_serving
 from jaxglue.models import config_from_hf
-from jaxglue.models.config import DecoderConfig
 from jaxglue.models.file_param import FileParam
 from jaxglue.models.lora import LoraConfig
 from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params, flatten_names, hf_name
 from jaxglue.models.wrapper import with_text
+from jaxglue.objectives.objective import Objective
 from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.ops.quant.fp8 import E4M3
 from jaxglue.terminal.console import Console
 from jaxglue.training.checkpoint import Checkpoints
-from jaxglue.training.config import TrainConfig
-from jaxglue.training.initial_adapter import base_identity
+from jaxglue.training.run import Base, Run
 from jaxglue.training.run_folder import RunFolder
-from jaxglue.training.setup import Run
-from jaxglue.training.step import TrainStep
+from jaxglue.training.step import StepParts, TrainState
 from jaxglue.training.vocabulary import Vocabulary
+from jaxglue.training.workload import base_identity
 
 _MOST_KEPT = 2**30
 """Largest random model that is written beside its adapter, in bytes."""
@@ -67,60 +65,58 @@ class Result(NamedTuple):
     """Weights of the last step, where `path` has the best."""
 
 
-class ResultWriter:
-    """Exports the weights that `--keep` names, and checks the files."""
+def write_result(
+    run: Run,
+    parts: StepParts,
+    state: TrainState,
+    checkpoints: Checkpoints,
+    output: RunFolder,
+    *,
+    best_step: int | None,
+    batch: Batch | None,
+    processes: Processes,
+    console: Console,
+) -> tuple[TrainState, Result]:
+    """Export the weights that `--keep` names, and check the files; return them, too, with `best` or `both` the best.
 
-    def __init__(self, run: Run, model: TrainStep, output: RunFolder, processes: Processes, console: Console):
-        self._run, self._model, self._output = run, model, output
-        self._processes, self._console = processes, console
+    Args:
+        run, parts, state, checkpoints, output: of the run.
+        best_step: step with the lowest eval loss, if known.
+        batch: for the check of the files where nothing is held out.
+        processes: all call it, and one writes.
+        console: where to print.
+    """
 
-    def write(self, checkpoints: Checkpoints, best_step: int | None, batch: Batch | None) -> Result:
-        """Write the result; with `--keep best` or `both`, the model has the best weights afterwards.
-
-        Args:
-            checkpoints: of the run.
-            best_step: step with the lowest eval loss, if known.
-            batch: for the check of the files where nothing is held out.
-        """
-        keep = self._run.config.run.keep
-        name = "adapter" if self._run.config.model.method == "lora" else "model"
-        base = self._keep_base()
-        last = self._export(f"{name}-last", base, batch) if keep == "both" else None
-        step = self._model.step
-        if keep != "last" and best_step != step:
-            step = self._return_to_best(checkpoints)
-        return Result(self._export(name, base, batch), step, last)
-
-    def _keep_base(self) -> Path | None:
-        folder = self._output.path / "base"
-        if reason := why_not_kept(self._run, self._model.frozen):
-            self._console.print(
-                f"{folder} is not written ({reason}), and the adapter needs its random weights: "
-                "for a usable one, name a folder with weights and leave out --random-weights",
-            )
-            return None
-        with self._output.writing("base"):
-            return keep_base(self._run, self._model.frozen, folder, write=self._processes.is_main)
-
-    def _return_to_best(self, checkpoints: Checkpoints) -> int:
-        abstract = abstract_state(self._model.state())
-        self._model.release()
-        restored = checkpoints.restore_best(abstract)
-        self._model.restore(restored.state, self._model.step)
-        self._console.print(f"the best weights are those of step {restored.step}")
-        return restored.step
-
-    def _export(self, name: str, base: Path | None, batch: Batch | None) -> Path:
-        path, model, is_main = self._output.path / name, self._model, self._processes.is_main
-        with self._output.writing(name, ROWS_FILE):
-            export_result(self._run, model.trainable, path, base, write=is_main)
-            parts = model.graphdefs, model.trainable, model.frozen
-            check = check_export(self._run, *parts, path, batch, compares=is_main)
-        if is_main:
-            check_texts(self._run, path)
+    def export(name: str, state: TrainState) -> Path:
+        path = output.path / name
+        with output.writing(name, ROWS_FILE):
+            export_result(run, state.trainable, path, base, write=processes.is_main)
+            trees = parts.graphdefs, state.trainable, state.frozen
+            check = check_export(run, *trees, path, batch, compares=processes.is_main)
+        if processes.is_main:
+            check_texts(run, path)
         if check:
-            self._console.print(f"{path}: {check}")
+            console.print(f"{path}: {check}")
         return path
+
+    base = None
+    if reason := why_not_kept(run, state.frozen):
+        console.print(
+            f"{output.path / 'base'} is not written ({reason}), and the adapter needs its random weights: "
+            "for a usable one, name a folder with weights and leave out --random-weights",
+        )
+    else:
+        with output.writing("base"):
+            base = keep_base(run, state.frozen, output.path / "base", write=processes.is_main)
+    name, keep, step = "model" if run.lora is None else "adapter", run.output.keep, state.step
+    last = export(f"{name}-last", state) if keep == "both" else None
+    if keep != "last" and best_step != step:
+        abstract = abstract_state(state.saved)
+        state.free()
+        restored = checkpoints.restore_best(abstract)
+        state, step = state.restored(restored.state, state.step), restored.step
+        console.print(f"the best weights are those of step {step}")
+    return state, Result(export(name, state), step, last)
 
 
 def abstract_state(state: PyTree) -> PyTree:
@@ -158,16 +154,15 @@ def check_export(
     Raises:
         ValueError: the files differ from the trained model.
     """
-    rows, dtype = _rows(run, last_batch), run.config.model.compute_dtype
+    rows, dtype = _rows(run, last_batch), run.dtype
     origin = predict(run.model, _on_one_device(live_parts(graphdefs, trainable, frozen)), rows, dtype)
     if not compares:
         return None
-    lora = run.config.model.method == "lora"
-    adapter = load_adapter(result) if lora else None
-    if adapter is not None and run.model.tie_word_embeddings:
-        adapter = fit_tied(adapter)
-    if adapter is not None:
-        require_equal(adapter, run.config.lora, trainable)
+    adapter = None
+    if run.lora is not None:
+        adapter = load_adapter(result)
+        adapter = fit_tied(adapter) if run.model.tie_word_embeddings else adapter
+        require_equal(adapter, run.lora, trainable)
     config, parts = _files(run, graphdefs, trainable, frozen, result, adapter)
     made = FORMATS[run.model.quantize]
     # Rounded masters may round to other FP8 values.
@@ -185,11 +180,11 @@ def check_texts(run: Run, folder: Path) -> None:
     Raises:
         ValueError: names what differs.
     """
-    stops = () if run.config.objective.kind.trains_scores else run.stops
+    stops = () if run.objective.trains_scores else run.stops
     store = run.data.train.store
     trained = store.tokens[np.arange(store.lengths[0])]
     try:
-        row = first_row(run.config.data, preferences=run.config.objective.kind.answers is not None)
+        row = run.read_first_row()
         changed = not np.array_equal(row.encode(run.tokenizer).tokens[: len(trained)], trained)
     except (ValueError, OSError):
         changed = True
@@ -222,12 +217,12 @@ def _on_one_device(parts: Parts) -> Parts:
 def _files(run: Run, graphdefs, trainable: Params, frozen: Params, result: Path, adapter: Adapter | None):
     """Return (config, parts) of the model in the files; of random weights, the frozen ones are those in memory."""
     if adapter is None:
-        config = config_from_hf(read_config(result)).quantized(run.config.model.storage)
-        return config, folder_parts(result, config, dtype=run.config.model.compute_dtype)
-    if run.config.model.random_weights:
+        config = config_from_hf(read_config(result)).quantized(run.base.storage)
+        return config, folder_parts(result, config, dtype=run.dtype)
+    if run.base.random:
         return run.model, _on_one_device(live_parts(graphdefs, _with_values(trainable, adapter), frozen))
-    folder, dtype = run.config.model.folder, run.workload.weight_dtype
-    parts: Parts = folder_parts(folder, run.base, dtype=dtype, adapter=adapter)
+    base, dtype = run.base, run.workload.weight_dtype
+    parts: Parts = folder_parts(base.folder, base.architecture, dtype=dtype, adapter=adapter)
     return run.model, parts
 
 
@@ -263,12 +258,20 @@ class Exportable(Protocol):
     """The parts of a run that its exported weights need."""
 
     @property
-    def config(self) -> TrainConfig:
-        """Return the run's settings."""
+    def base(self) -> Base:
+        """Return the model that it started from."""
 
     @property
-    def base(self) -> DecoderConfig:
-        """Return the base's architecture."""
+    def lora(self) -> LoraConfig | None:
+        """Return the adapters; None where all weights were trained."""
+
+    @property
+    def dtype(self) -> Any:
+        """Return the dtype of a model that is written whole."""
+
+    @property
+    def objective(self) -> Objective:
+        """Return the objective."""
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -293,20 +296,28 @@ def export_result(
         kept_base: folder of random base weights, from `keep_base`.
         write: False on processes that only contribute their shards.
     """
-    tensors, base, config = flatten_names(trainable), run.config.model.folder, run.config
-    if config.model.method == "full":
-        finish, dtype = partial(_finish_folder, run), config.model.compute_dtype
-        save_model(output, tensors, base, dtype=dtype, write=write, finish=finish, progress=DataProgress())
+    tensors, base, architecture = flatten_names(trainable), run.base, run.base.architecture
+    if run.lora is None:
+        finish = partial(_finish_folder, run)
+        save_model(output, tensors, base.folder, dtype=run.dtype, write=write, finish=finish, progress=DataProgress())
         return output
     adapter = {name: on_host(tensor) for name, tensor in tensors.items()}
     if write:
-        identity = identify(kept_base) if kept_base else base_identity(config, run.base)
-        names: dict[str, Any] = {"tied": run.base.tie_word_embeddings, "text_path": run.base.text_path}
-        names["model_type"] = run.base.model_type
-        save_adapter(output, adapter, config.lora, kept_base or base, identity, **names)
+        drawn = base.seed if base.random else None
+        identity = identify(kept_base) if kept_base else base_identity(architecture, base.folder, drawn)
+        save_adapter(
+            output,
+            adapter,
+            run.lora,
+            kept_base or base.folder,
+            identity,
+            tied=architecture.tie_word_embeddings,
+            text_path=architecture.text_path,
+            model_type=architecture.model_type,
+        )
         run.vocabulary.tokenizer.save_pretrained(output)
-        if not config.objective.kind.trains_scores:
-            write_stops(output, run.stops, Path(base))
+        if not run.objective.trains_scores:
+            write_stops(output, run.stops, base.folder)
     return output
 
 
@@ -314,7 +325,7 @@ def keep_base(run: Run, frozen: Params, folder: Path, *, write: bool = True) -> 
     """Write an adapter's random base weights to a folder; None for other bases."""
     if not _has_random_base(run):
         return None
-    save_model(folder, flatten_names(frozen), run.config.model.folder, write=write)
+    save_model(folder, flatten_names(frozen), run.base.folder, write=write)
     return folder
 
 
@@ -325,7 +336,7 @@ def why_not_kept(run: Run, frozen: Params) -> str:
         "weights in host memory": run.remat.streams_weights or run.workload.host_embeddings,
         "quantized weights": run.model.quantize != "none",
         "new tokens": run.vocabulary.changes,
-        "--modules-to-save": run.config.lora.modules_to_save,
+        "--modules-to-save": run.lora is not None and run.lora.modules_to_save,
         "scores": run.model.scores,
         f"{size / 1e9:.1f} GB": size > _MOST_KEPT,
     }
@@ -333,7 +344,7 @@ def why_not_kept(run: Run, frozen: Params) -> str:
 
 
 def _has_random_base(run: Run) -> bool:
-    return run.config.model.random_weights and run.config.model.method == "lora"
+    return run.base.random and run.lora is not None
 
 
 def _finish_folder(run: Exportable, folder: Path) -> None:
@@ -342,9 +353,8 @@ def _finish_folder(run: Exportable, folder: Path) -> None:
     if vocabulary.changes:
         write_json(folder / "config.json", with_text(read_config(folder), vocab_size=vocabulary.size))
     write_tokenizer(folder, vocabulary.tokenizer)
-    if run.config.objective.kind.trains_scores:
-        objective = run.config.objective
-        kind = objective.problem_type if objective.kind.classifies else None
-        describe_classifier(folder, vocabulary.tokenizer, objective.make().labels, kind)
+    if run.objective.trains_scores:
+        kind = run.objective.config.problem_type if run.objective.classifies else None
+        describe_classifier(folder, vocabulary.tokenizer, run.objective.labels, kind)
     else:
         write_stops(folder, run.stops)

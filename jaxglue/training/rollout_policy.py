@@ -1,13 +1,11 @@
 """The model in training as reinforcement learning sees it: it writes answers, and tells their log-probabilities."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from jaxglue.data.batch import Batch
@@ -19,11 +17,11 @@ from jaxglue.hf.hub import model_path
 from jaxglue.hf.loading import load_model
 from jaxglue.models.parameters import Params, split_model
 from jaxglue.models.vocabulary import extended_matrix
-from jaxglue.objectives.policy_gradient import RolloutObjective
+from jaxglue.objectives.rollouts import RolloutObjective
 from jaxglue.rl.sampler import Sample, Sampler
 from jaxglue.sharding.mesh import place_batch
-from jaxglue.training.setup import Run
-from jaxglue.training.step import TrainStep
+from jaxglue.training.run import Run, TeacherPlan
+from jaxglue.training.step import StepParts, TrainState
 
 
 class Teacher:
@@ -52,16 +50,14 @@ class Teacher:
         return np.asarray(self._norm(head.parts(trainable), head.parts(frozen), x))
 
 
-def make_teacher(run: Run, model: TrainStep) -> Teacher:
+def make_teacher(teacher: TeacherPlan, parts: StepParts, state: TrainState) -> Teacher:
     """Return the teacher: the model in training without its adapter, or another folder's; on one device."""
-    name, dtype = run.config.rollouts.teacher, run.config.model.compute_dtype
-    assert name is not None and run.mesh.devices == 1
-    if name == "base":
-        without = jax.tree.map(jnp.zeros_like, model.trainable)  # adapters of embedding and head
-        return Teacher(model.executor, without, model.frozen, reference=True)
-    folder = model_path(name)
-    wanted = run.config.rollouts.teacher_quantize
-    loaded = load_model(folder, dtype=dtype, quantize=run.config.model.storage if wanted is None else wanted)
+    assert parts.run.mesh.devices == 1
+    if teacher.folder is None:
+        without = jax.tree.map(jnp.zeros_like, state.trainable)  # adapters of embedding and head
+        return Teacher(parts.executor, without, state.frozen, reference=True)
+    dtype = parts.run.dtype
+    loaded = load_model(model_path(teacher.folder), dtype=dtype, quantize=teacher.storage)
     graphdefs, trainable, frozen = split_model(loaded, nnx.LoRAParam)
     executor = Executor(graphdefs, loaded.config, policy=PRESETS["full"], dtype=dtype)
     return Teacher(executor, trainable, frozen)
@@ -72,51 +68,53 @@ class TrainedPolicy:
 
     Args:
         run: the run.
-        model: before its first step, or restored; the reference has the weights with which it begins.
-        mesh: devices that share the work; None for one device.
+        parts: of its steps.
+        state: before the first step, or restored; the reference has the weights with which it begins.
     """
 
-    def __init__(self, run: Run, model: TrainStep, mesh: Mesh | None):
-        self._model, self._mesh, self._tokenizer = model, mesh, run.tokenizer
-        settings, objective = run.config.model, run.workload.objective
-        options: dict[str, Any] = {"dtype": settings.compute_dtype, "attention": settings.attention}
-        self._engine = Engine(model.graphdefs, run.model, **options, as_written=True)
-        sampling = SamplingConfig(
-            max_tokens=run.config.rollouts.max_completion_length,
-            temperature=objective.temperature,
-            top_p=1.0,
-            seed=run.config.data.seed,
+    def __init__(self, run: Run, parts: StepParts, state: TrainState):
+        assert run.rollouts is not None and isinstance(run.objective, RolloutObjective)
+        plan = run.rollouts.plan
+        self.state = state
+        """The present weights; who advances them sets it."""
+        self._parts, self._tokenizer = parts, run.tokenizer
+        self._engine = Engine(
+            parts.graphdefs, run.model, dtype=run.dtype, attention=run.workload.attention, as_written=True
         )
-        assert run.rollouts is not None
-        rounds, typical = run.total_steps // run.rollouts.window, run.rollouts.typical_prompts
-        self._sample = Sampler(self._engine, run.stops, sampling, rounds=rounds, typical=typical)
+        sampling = SamplingConfig(
+            max_tokens=plan.config.max_completion_length,
+            temperature=run.objective.temperature,
+            top_p=1.0,
+            seed=plan.seed,
+        )
+        rounds = run.schedule.total_steps // plan.window
+        self._sample = Sampler(self._engine, run.stops, sampling, rounds=rounds, typical=plan.typical_prompts)
         # Without new adapters the reference has arrays of its own, as training donates its.
-        assert isinstance(objective, RolloutObjective)
-        copied = objective.uses_reference and not model.executor.has_reference
-        self._reference = jax.tree.map(jnp.copy, model.trainable) if copied else None
-        self._teacher = make_teacher(run, model) if objective.needs_teacher else None
+        copied = run.objective.uses_reference and not parts.executor.has_reference
+        self._reference = jax.tree.map(jnp.copy, state.trainable) if copied else None
+        self._teacher = None if run.teacher is None else make_teacher(run.teacher, parts, state)
 
     def sample(self, prompts: Sequence[Sequence[int]], indices: Sequence[int], count: int) -> list[list[Sample]]:
         """Return answers by the present weights, with their texts."""
-        self._engine.multiply_in_fp8(self._model.executor.fp8_layers)
-        found = self._sample(self._model.trainable, self._model.frozen, prompts, indices, count)
-        return [[sample._replace(text=self._decode(sample)) for sample in group] for group in found]
+        self._engine.multiply_in_fp8(self._parts.executor.fp8_layers)
+        groups = self._sample(self.state.trainable, self.state.frozen, prompts, indices, count)
+        return [[sample._replace(text=self._decode(sample)) for sample in group] for group in groups]
 
     def turn(
         self, prompts: Sequence[Sequence[int]], indices: Sequence[int], turn: int, room: Sequence[int]
     ) -> list[Sample]:
         """Return an answer to each conversation in a later turn, of at most `room` tokens."""
-        found = self._sample.turn(self._model.trainable, self._model.frozen, prompts, indices, turn, room)
-        return [sample._replace(text=self._decode(sample)) for sample in found]
+        samples = self._sample.turn(self.state.trainable, self.state.frozen, prompts, indices, turn, room)
+        return [sample._replace(text=self._decode(sample)) for sample in samples]
 
     def log_probs(self, batch: Batch, *, reference: bool = False) -> Float[Array, "B T"]:
         """Return log-probabilities of targets under the present weights, or under those that training began with.
 
         They are on their way: the next batch's may be asked for meanwhile.
         """
-        trainable = self._reference if reference and self._reference is not None else self._model.trainable
-        placed, layers = place_batch(batch, self._mesh), reference and self._reference is None
-        return self._model.executor.log_probs(trainable, self._model.frozen, placed, reference=layers)
+        trainable = self._reference if reference and self._reference is not None else self.state.trainable
+        placed, layers = place_batch(batch, self._parts.mesh), reference and self._reference is None
+        return self._parts.executor.log_probs(trainable, self.state.frozen, placed, reference=layers)
 
     @property
     def teacher_matrix(self) -> Float[Array, "V E"]:

@@ -16,7 +16,8 @@ from filelock import FileLock, Timeout
 
 from jaxglue.distributed import SINGLE_PROCESS, Processes
 from jaxglue.files.atomic import atomic_file, named_errors
-from jaxglue.training.json_lines import DAMAGED, JsonLines, read_json_lines, rewrite_lines
+from jaxglue.files.json_file import write_json
+from jaxglue.files.json_lines import DAMAGED, JsonLines, read_json_lines, rewrite_lines
 
 MANIFEST = ".jaxglue-run.files"
 """One JSON object a line: a claimed `path`, with `files` once a folder is complete."""
@@ -26,7 +27,7 @@ _LOCK = ".jaxglue-run.lock"
 """Locked while that process lives; the system frees it after a crash."""
 _FILES = (
     *("config.toml", "metrics.jsonl", "samples.jsonl", "summary.json", "trackers.json", "loss.png"),
-    *("rollouts.jsonl", "rollouts.html", "rollouts"),
+    *("rollouts.jsonl", "rollouts", "plan.json", "run.html"),
 )
 _WRITTEN = (
     *_FILES,
@@ -39,7 +40,7 @@ _REPLACED_WHOLE = ("base", "checkpoints", "model", "model-last")
 """Folders in which a run deletes and replaces folders."""
 _SHARED_SECONDS = 15
 """Time for another host to see a file of process 0."""
-_LINES = ("metrics.jsonl", "samples.jsonl", MANIFEST)
+_LINES = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl", MANIFEST)
 _LONGEST = 4096
 """Characters of a path."""
 ASIDE = ".jaxglue-old-"
@@ -223,12 +224,13 @@ class RunFolder:
                 )
             raise
 
-    def begin(self, recipe: str) -> None:
-        """List the files of a run that trains, and write its recipe to `config.toml`."""
+    def begin(self, recipe: str, plan: dict[str, list[list[str]]]) -> None:
+        """List the files of a run that trains, and write its recipe to `config.toml` and its plan to `plan.json`."""
         if not self._processes.is_main:
             return
         for name in (*_FILES, *(name + DAMAGED for name in _LINES)):
             self._files.claim(self.path / name)
+        write_json(self.path / "plan.json", plan)
         with atomic_file(self.path / "config.toml") as temporary:
             temporary.write_text(recipe, encoding="utf-8")
 

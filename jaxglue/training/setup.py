@@ -2,8 +2,10 @@
 
 import logging
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -12,97 +14,46 @@ from jaxglue.data.iterator import BatchIterator, EvalBatches
 from jaxglue.data.prepare import PreparedData, prepare_data
 from jaxglue.data.progress import DataProgress
 from jaxglue.data.stream import StreamIterator
+from jaxglue.data.tokenize import first_row
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.distributed import SINGLE_PROCESS, Processes
-from jaxglue.hf.adapter import Adapter, warn_of_adapter_inside
+from jaxglue.hf.adapter import warn_of_adapter_inside
 from jaxglue.hf.hub import model_path
 from jaxglue.hf.loading import check_weights
 from jaxglue.models.config import DecoderConfig
-from jaxglue.objectives.policy_gradient import RolloutObjective
-from jaxglue.planner.flops import mean_visible_keys, training_flops_per_token
-from jaxglue.planner.workload import Workload, sample_lengths
+from jaxglue.objectives.objective import Objective
+from jaxglue.objectives.rollouts import RolloutObjective
+from jaxglue.planner.workload import sample_lengths
 from jaxglue.rl.loop import RolloutSteps
+from jaxglue.rl.plan import RolloutPlan
 from jaxglue.rl.prompts import PromptDataset, PromptReport, read_prompts
 from jaxglue.rl.rewards import Judge
 from jaxglue.sharding.mesh import MeshShape, mesh_of, process_batch_shard
 from jaxglue.training.checks import warn_of_peft, why_prompts_are_copied
-from jaxglue.training.config import RunConfig, TrainConfig, warmup_steps
-from jaxglue.training.initial_adapter import read_initial_adapter
-from jaxglue.training.mesh_choice import agree_on_mesh
-from jaxglue.training.reference_choice import runs_in_steps
-from jaxglue.training.remat import RematChoice
+from jaxglue.training.config import RunConfig, TrainConfig
+from jaxglue.training.remat import Asked, agree_on_mesh, runs_in_steps
+from jaxglue.training.run import (
+    Base,
+    Cadence,
+    Execution,
+    Output,
+    Rows,
+    Run,
+    SamplePrompts,
+    Schedule,
+    Setup,
+    SpikePlan,
+    TeacherPlan,
+)
 from jaxglue.training.trackers import check_trackers
 from jaxglue.training.vocabulary import Vocabulary, read_vocabulary, run_stops
-from jaxglue.training.workload import read_architecture, read_teacher, settle
+from jaxglue.training.workload import read_architecture, read_initial_adapter, read_teacher, settle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """A model to train, in which everything is settled that can be before weights are loaded."""
-
-    config: TrainConfig
-    """Settings as a run records them: batch size over all devices, length of rows, and adapters."""
-    vocabulary: Vocabulary
-    stops: frozenset[int]
-    """Tokens at which the trained model's answers end."""
-    workload: Workload
-    remat: RematChoice
-    total_steps: int
-    """Optimizer steps, by which the learning rate is scheduled."""
-    adapter: Adapter | None = None
-    """To train on from."""
-
-    @property
-    def model(self) -> DecoderConfig:
-        """Return the model's architecture."""
-        return self.workload.config
-
-    @property
-    def tokenizer(self) -> "PreTrainedTokenizerBase":
-        """Return the run's tokenizer."""
-        return self.vocabulary.tokenizer
-
-    @property
-    def base(self) -> DecoderConfig:
-        """Return the base's architecture."""
-        return replace(self.model, vocab_size=self.vocabulary.base_size)
-
-    @property
-    def mesh(self) -> MeshShape:
-        """Return the shape of the mesh."""
-        return self.workload.mesh
-
-    @property
-    def caches_reference(self) -> bool:
-        """Tell whether the reference's log-probabilities are computed once, before training."""
-        return self.config.objective.kind.needs_reference and not self.workload.reference
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run(Setup):
-    """A model and the data to train it on."""
-
-    data: PreparedData
-    batches: BatchIterator | StreamIterator | RolloutSteps
-    eval_batches: EvalBatches | None
-
-    @property
-    def rollouts(self) -> RolloutSteps | None:
-        """Return the steps on answers that the model writes in training; None for other data."""
-        return self.batches if isinstance(self.batches, RolloutSteps) else None
-
-    @property
-    def flops_per_token(self) -> float:
-        """Return a token's FLOPs of forward and backward over the training documents."""
-        full = self.config.model.method == "full"
-        keys = mean_visible_keys(self.data.train.document_lengths)
-        return training_flops_per_token(self.model, visible_keys=keys, weight_gradients=full)
 
 
 def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns: Columns = NO_COLUMNS) -> Run:
@@ -117,42 +68,67 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
         ValueError: bad model folder, data or settings; names the file and the remedy.
     """
     check_trackers(config.run.trackers)
-    config, model, vocabulary, adapter = _read_model(config, processes)
+    config, model, base, vocabulary = _read_model(config, processes)
+    why_copied = why_prompts_are_copied(config, model)
     with processes.main_process_first():
         progress = DataProgress() if processes.is_main else None
-        data = _read_data(config, model, vocabulary, progress, columns)
+        data = _read_data(config, model, vocabulary, progress, columns, shared=not why_copied)
     lengths = sample_lengths(data.train.document_lengths)
     planned = replace(config, run=_with_micro_batches(config, data))
     workload, remat = agree_on_mesh(planned, model, lengths, processes, _expected_steps(planned, data))
     batches: BatchIterator | StreamIterator | RolloutSteps
-    if config.objective.kind.needs_rollouts:
-        found = data, processes, vocabulary.tokenizer, workload.mesh.devices
-        batches, eval_batches = _make_rollouts(config, model, *found), None
+    if workload.objective.needs_rollouts:
+        devices = workload.mesh.devices
+        _check_rollouts(config, model, processes, vocabulary.tokenizer, devices=devices)
+        batches, eval_batches = _make_rollouts(config, model, workload.objective, data, shared=not why_copied), None
         total_steps = config.run.steps or config.run.epochs * batches.steps_per_epoch
     else:
         batches, eval_batches = _make_batches(config, data, workload.mesh)
         total_steps = config.run.steps or batches.total_steps or 0
-    if processes.is_main and 0 < total_steps <= (rise := warmup_steps(config.optimizer, total_steps)):
+    schedule = Schedule(total_steps=total_steps, optimizer=config.optimizer)
+    if processes.is_main and 0 < total_steps <= schedule.warmup:
         _log.warning(
             "the learning rate rises over %d warm-up steps, and the run has %d: it never reaches %g; lower "
             "--warmup-steps, or train longer",
-            *(rise, total_steps, config.optimizer.learning_rate),
+            *(schedule.warmup, total_steps, config.optimizer.learning_rate),
         )
-    if config.objective.kind.needs_reference:
-        frozen, epochs = config.model.method == "lora" and adapter is None, total_steps / batches.steps_per_epoch
+    if workload.objective.needs_reference:
+        frozen, epochs = workload.lora is not None and base.adapter is None, total_steps / batches.steps_per_epoch
         in_steps = runs_in_steps(config, workload, remat, epochs=epochs, frozen=frozen, processes=processes)
         workload = replace(workload, reference=in_steps)
+    run, preferences = config.run, workload.objective.answers is not None
+    evaluate = run.eval_every or batches.steps_per_epoch
     return Run(
-        config=config,
+        base=base,
         vocabulary=vocabulary,
-        stops=run_stops(config, vocabulary.tokenizer),
-        data=data,
+        stops=run_stops(vocabulary.tokenizer, base.folder, config.model.adapter, config.data.stop_tokens),
+        rows=_rows(config),
+        schedule=schedule,
+        execution=_execution(config),
+        asked=Asked.of(config),
         workload=workload,
         remat=remat,
+        teacher=_teacher_plan(config),
+        spikes=_spike_plan(config),
+        recorded=config,
+        data=data,
+        read_first_row=partial(first_row, config.data, preferences=preferences),
+        why_copied=why_copied,
+        cache=Path(config.data.cache_dir),
         batches=batches,
         eval_batches=eval_batches,
-        total_steps=total_steps,
-        adapter=adapter,
+        cadence=Cadence(log=run.log_every, evaluate=evaluate, save=run.save_every or evaluate),
+        samples=SamplePrompts(prompts=run.sample_prompt, tokens=run.sample_tokens),
+        output=Output(
+            folder=run.output,
+            resume=run.resume,
+            overwrite=run.overwrite,
+            checkpoints=run.keep_checkpoints,
+            keep=run.keep,
+            early_stopping=run.early_stopping,
+            trackers=run.trackers,
+            profile=run.profile,
+        ),
     )
 
 
@@ -165,36 +141,71 @@ def resolve_model(config: TrainConfig) -> Setup:
     Raises:
         ValueError: bad model folder or settings; names the file and the remedy.
     """
-    config, model, vocabulary, adapter = _read_model(config, SINGLE_PROCESS)
+    config, model, base, vocabulary = _read_model(config, SINGLE_PROCESS)
     assert config.run.steps is not None
     workload, remat = agree_on_mesh(config, model, (), SINGLE_PROCESS, config.run.steps, has_data=False)
     return Setup(
-        config=config,
+        base=base,
         vocabulary=vocabulary,
-        stops=run_stops(config, vocabulary.tokenizer),
+        stops=run_stops(vocabulary.tokenizer, base.folder, config.model.adapter, config.data.stop_tokens),
+        rows=_rows(config),
+        schedule=Schedule(total_steps=config.run.steps, optimizer=config.optimizer),
+        execution=_execution(config),
+        asked=Asked.of(config),
         workload=workload,
         remat=remat,
-        total_steps=config.run.steps,
-        adapter=adapter,
+        recorded=config,
     )
 
 
-def _read_model(
-    config: TrainConfig, processes: Processes
-) -> tuple[TrainConfig, DecoderConfig, Vocabulary, Adapter | None]:
-    """Return the settled configuration, the architecture, the vocabulary, and the adapter to train on from."""
+def _read_model(config: TrainConfig, processes: Processes) -> tuple[TrainConfig, DecoderConfig, Base, Vocabulary]:
+    """Return the settled configuration, the architecture in training, the base, and the vocabulary."""
     folder = config.model.folder
-    base = read_architecture(config, folder)
-    adapter = read_initial_adapter(config, base)
-    base = adapter.adapted(base) if adapter else _untied_by_head(config, base)
+    architecture = read_architecture(config, folder)
+    adapter = read_initial_adapter(config, architecture)
+    architecture = adapter.adapted(architecture) if adapter else _untied_by_head(config, architecture)
     if not config.model.random_weights:
-        check_weights(folder, base)
-    vocabulary = read_vocabulary(folder, config.model.new_tokens, base, adapter, config.model.tokenizer)
-    config = settle(config, base, devices=jax.device_count(), adapter=adapter, vocabulary=vocabulary)
+        check_weights(folder, architecture)
+    vocabulary = read_vocabulary(folder, config.model.new_tokens, architecture, adapter, config.model.tokenizer)
+    config = settle(config, architecture, devices=jax.device_count(), adapter=adapter, vocabulary=vocabulary)
     if processes.is_main:
-        warn_of_peft(config, base)
+        warn_of_peft(config, architecture)
         warn_of_adapter_inside(folder, config.model.adapter)
-    return config, replace(base, vocab_size=vocabulary.size), vocabulary, adapter
+    base = Base.of(config, folder, replace(architecture, vocab_size=vocabulary.base_size), adapter)
+    return config, replace(architecture, vocab_size=vocabulary.size), base, vocabulary
+
+
+def _rows(config: TrainConfig) -> Rows:
+    run = config.run
+    return Rows(
+        batch_size=run.batch_size,
+        seq_len=config.data.row_tokens,
+        micro_batches=run.gradient_accumulation_steps,
+        documents=run.documents_per_step,
+    )
+
+
+def _execution(config: TrainConfig) -> Execution:
+    drops = config.model.method == "lora" and config.lora.dropout
+    return Execution(
+        router_losses=config.model.router_losses,
+        neftune_alpha=config.model.neftune_alpha,
+        noise_seed=config.data.seed if drops or config.model.neftune_alpha else None,
+        fp8_max_error=config.model.fp8_max_error,
+    )
+
+
+def _spike_plan(config: TrainConfig) -> SpikePlan | None:
+    how = config.run.on_spike
+    return None if how == "nothing" else SpikePlan(sigma=config.run.spike_sigma, rewinds=how == "rewind")
+
+
+def _teacher_plan(config: TrainConfig) -> TeacherPlan | None:
+    folder, storage = config.rollouts.teacher, config.rollouts.teacher_quantize
+    if folder is None:
+        return None
+    storage = config.model.storage if storage is None else storage
+    return TeacherPlan(folder=None if folder == "base" else folder, storage=storage)
 
 
 def _untied_by_head(config: TrainConfig, base: DecoderConfig) -> DecoderConfig:
@@ -213,19 +224,24 @@ def _read_data(
     model: DecoderConfig,
     vocabulary: Vocabulary,
     progress: DataProgress | None,
-    columns: Columns = NO_COLUMNS,
+    columns: Columns,
+    *,
+    shared: bool,
 ) -> PreparedData:
-    """Read and tokenize the data, or the prompts that are answered in training."""
+    """Read and tokenize the data, or the prompts that are answered in training; `shared` by two answers, or copied."""
     if config.objective.kind.needs_rollouts:
-        answer, limit = config.rollouts.max_completion_length, config.data.row_tokens
-        sizes: dict[str, Any] = {"answer": answer, "limit": limit}
-        system = config.rollouts.teacher_system
-        prompts = read_prompts(config.data, vocabulary.tokenizer, **sizes, teacher_system=system)
-        held_out = None
+        rollouts, held_out = config.rollouts, None
+        read = partial(
+            read_prompts,
+            config.data,
+            vocabulary.tokenizer,
+            answer=rollouts.max_completion_length,
+            limit=config.data.row_tokens,
+        )
+        prompts = read(teacher_system=rollouts.teacher_system, answered=rollouts.lmbda < 1)
         if config.data.eval_data:
-            held_out = read_prompts(config.data, vocabulary.tokenizer, **sizes, held_out=True)
+            held_out = read(held_out=True)
         return PreparedData(train=prompts, eval=held_out, report=PromptReport(prompts, held_out))
-    shared = not why_prompts_are_copied(config, model)
     task = config.objective.task(shared_prompt=shared, copies=model.delta is not None)
     columns = {**config.objective.columns, **columns}
     return prepare_data(config.data, vocabulary.tokenizer, model.vocab_size, progress, task, columns)
@@ -245,15 +261,15 @@ def _check_teacher(config: TrainConfig, model: DecoderConfig, tokenizer: "PreTra
         )
 
 
-def _make_rollouts(
+def _check_rollouts(
     config: TrainConfig,
     model: DecoderConfig,
-    data: PreparedData,
     processes: Processes,
     tokenizer: "PreTrainedTokenizerBase",
+    *,
     devices: int,
-) -> RolloutSteps:
-    """Return the steps on answers that the model writes; their rewards are imported here, in processes of their own."""
+) -> None:
+    """Refuse several processes, a teacher on several devices, and one of another vocabulary."""
     name = config.objective.objective
     if processes.count > 1:
         raise ValueError(f"--objective {name} runs in one process yet: start one")
@@ -261,27 +277,34 @@ def _make_rollouts(
         raise ValueError(
             f"--objective {name} is for one GPU yet, and there are {devices}: choose one with CUDA_VISIBLE_DEVICES"
         )
-    objective, dataset, held_out = config.objective.make(), data.train, data.eval
-    assert isinstance(objective, RolloutObjective) and isinstance(dataset, PromptDataset)
-    assert held_out is None or isinstance(held_out, PromptDataset)
     if config.rollouts.teacher not in (None, "base"):
         _check_teacher(config, model, tokenizer)
+
+
+def _make_rollouts(
+    config: TrainConfig, model: DecoderConfig, objective: Objective, data: PreparedData, *, shared: bool
+) -> RolloutSteps:
+    """Return the steps on answers that the model writes; their rewards are imported here, in processes of their own."""
+    dataset, held_out = data.train, data.eval
+    assert isinstance(objective, RolloutObjective) and isinstance(dataset, PromptDataset)
+    assert held_out is None or isinstance(held_out, PromptDataset)
     judge = Judge(config.rollouts)
-    steps = RolloutSteps(
-        dataset,
-        objective,
-        config.rollouts,
-        judge,
+    plan = RolloutPlan(
+        dataset=dataset,
+        objective=objective,
+        config=config.rollouts,
+        judge=judge,
         seq_len=config.data.row_tokens,
         batch_size=config.run.batch_size,
         seed=config.data.seed,
-        folder=config.run.output,
-        shared=not why_prompts_are_copied(config, model),
+        shared=shared,
         copies=model.delta is not None,
         held_out=held_out,
     )
+    steps = RolloutSteps(plan, config.run.output)
     try:
         judge.check({name for prompt in dataset.prompts for name in prompt.columns})
+        judge.check_rows([*dataset.prompts, *(held_out.prompts if held_out else ())])
     except BaseException:
         judge.close()
         raise
@@ -309,24 +332,45 @@ def _make_batches(
     config: TrainConfig, data: PreparedData, mesh: MeshShape
 ) -> tuple[BatchIterator | StreamIterator, EvalBatches | None]:
     """Return this process's part of the training batches and of the held-out ones, if there are any."""
-    run = config.run
+    run, seq_len = config.run, config.data.row_tokens
     part, parts = process_batch_shard(mesh_of(mesh), run.batch_size)
-    sizes: dict[str, int] = {"batch_size": run.batch_size, "process_index": part, "process_count": parts}
-    batches = _training_batches(config, data, sizes)
+    if data.stream:
+        batches: BatchIterator | StreamIterator = _stream(config, data, part, parts)
+    else:
+        batches = BatchIterator(
+            data.train,
+            seq_len=seq_len,
+            seed=config.data.seed,
+            epochs=None if run.steps else run.epochs,
+            documents_per_step=run.documents_per_step,
+            gradient_accumulation_steps=run.gradient_accumulation_steps,
+            batch_size=run.batch_size,
+            process_index=part,
+            process_count=parts,
+        )
     if data.eval is None:
         return batches, None
-    return batches, EvalBatches(data.eval, seq_len=config.data.row_tokens, max_segments=batches.max_segments, **sizes)
+    return batches, EvalBatches(
+        data.eval,
+        seq_len=seq_len,
+        max_segments=batches.max_segments,
+        batch_size=run.batch_size,
+        process_index=part,
+        process_count=parts,
+    )
 
 
-def _training_batches(config: TrainConfig, data: PreparedData, sizes: dict[str, int]) -> BatchIterator | StreamIterator:
-    run, sizes = config.run, {**sizes, "gradient_accumulation_steps": config.run.gradient_accumulation_steps}
-    if data.stream:
-        assert data.window is not None and run.steps is not None
-        if run.documents_per_step:
-            raise ValueError(
-                "--documents-per-step: a stream's steps are of full rows: leave out one of it and --streaming"
-            )
-        return StreamIterator(data.stream, data.window, steps=run.steps, **sizes)
-    epochs = None if run.steps else run.epochs
-    order: dict[str, Any] = {"seed": config.data.seed, "epochs": epochs, "documents_per_step": run.documents_per_step}
-    return BatchIterator(data.train, seq_len=config.data.row_tokens, **order, **sizes)
+def _stream(config: TrainConfig, data: PreparedData, part: int, parts: int) -> StreamIterator:
+    run = config.run
+    assert data.stream and data.window is not None and run.steps is not None
+    if run.documents_per_step:
+        raise ValueError("--documents-per-step: a stream's steps are of full rows: leave out one of it and --streaming")
+    return StreamIterator(
+        data.stream,
+        data.window,
+        steps=run.steps,
+        gradient_accumulation_steps=run.gradient_accumulation_steps,
+        batch_size=run.batch_size,
+        process_index=part,
+        process_count=parts,
+    )

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
@@ -16,7 +17,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 from jax.stages import Traced
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import BatchIterator, Step
@@ -28,18 +29,20 @@ from jaxglue.engine.host_buffers import Buffers
 from jaxglue.models.lora import without_adapters
 from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params
 from jaxglue.objectives.objective import Objective
-from jaxglue.objectives.policy_gradient import RolloutObjective
+from jaxglue.objectives.rollouts import RolloutObjective
 from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.planner.device_memory import leave_small_blocks
 from jaxglue.planner.workload import abstract_parts
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.sharding.rules import Layout
 from jaxglue.training.optimizer import Optimizer, make_optimizer
-from jaxglue.training.setup import Run, Setup
+from jaxglue.training.run import Run, Setup
 from jaxglue.training.weights import build_parameters, new_adapters
 
 Accepts = Callable[[int, Mapping[str, float]], bool]
 """Tells of a step's loss and gradient norm whether its update may be applied."""
+_OTHER_EXECUTORS = 4
+"""Objectives beside the run's whose compiled programs are kept."""
 _log = logging.getLogger(__name__)
 
 
@@ -52,17 +55,183 @@ class FP8Parts(TypedDict):
 
 
 class StepState(TypedDict):
-    """State of the step in a checkpoint, beside its arrays, as JSON."""
+    """State of the steps in a checkpoint, beside its arrays, as JSON."""
 
     fp8: NotRequired[FP8Parts | None]
 
 
-_OTHER_EXECUTORS = 4
-"""Objectives beside the run's whose compiled programs are kept."""
+class TrainState(NamedTuple):
+    """A model in training, as values that a step advances: the arrays of the state before are donated."""
+
+    trainable: Params
+    frozen: Params
+    optimizer: Params
+    step: int = 0
+    """Optimizer steps done."""
+    spent: Params | None = None
+    """Gradients of the last step, for the next step to overwrite."""
+
+    @property
+    def saved(self) -> dict[str, Params]:
+        """Return the arrays that a checkpoint holds."""
+        return {"trainable": self.trainable, "optimizer": self.optimizer}
+
+    def restored(self, saved: Mapping[str, Params], step: int) -> "TrainState":
+        """Return the state of a checkpoint's arrays after `step` optimizer steps."""
+        return self._replace(trainable=saved["trainable"], optimizer=saved["optimizer"], step=step, spent=None)
+
+    def free(self) -> None:
+        """Free the memory of the arrays that `restored` replaces, whoever holds them."""
+        _delete((self.saved, self.spent))
 
 
-class TrainStep:
-    """A model and its optimizer; `dispatch` advances them by one optimizer step.
+class StepResult(NamedTuple):
+    """A dispatched step, whose values may still be computing."""
+
+    step: int
+    values: dict[str, jax.Array | float]
+    """loss, learning_rate and, unless parameters are updated in the backward pass, grad_norm."""
+    tokens: int
+
+
+@dataclass(kw_only=True)
+class StepParts:
+    """What steps are computed with: made before the first, compiled in it, and equal for all, but for FP8."""
+
+    run: Setup
+    mesh: Mesh | None
+    host_buffers: Buffers | None
+    layout: Layout
+    optimizer: Optimizer
+    graphdefs: ModelGraphDefs
+    executor: Executor
+    program: "StepProgram | None" = None
+    """The whole step, where it can be one program."""
+    lowering: Lowering | None = None
+    """Programs that are lowered while weights load."""
+    fp8: FP8Parts | None = None
+    """Parts that stay in FP8; None before that is decided, or without it."""
+    compiled: set[tuple[bool, bool]] = field(default_factory=set)
+    """Kinds of micro-batches whose programs are compiled: of long documents, one of several."""
+    executors: dict[Objective, Executor] = field(default_factory=dict)
+    """Of other objectives, the latest last."""
+    small_blocks: Sequence[jax.Array] = ()
+    """Keeps small blocks of memory for small arrays."""
+
+    def place(self, batch: Step) -> tuple[Batch, ...]:
+        """Return a step's micro-batches on the devices."""
+        return place_batch(batch.micro_batches, self.mesh)
+
+    def noise_key(self, step: int) -> jax.Array | None:
+        """Return a step's key of dropout and noise, by its number alone; None without either."""
+        seed = self.run.execution.noise_seed
+        return None if seed is None else jax.random.fold_in(jax.random.key(seed), step)
+
+    def compilations(self) -> int:
+        """Return how often the programs of a step were compiled."""
+        return self.executor.compilations() + (self.program.compilations() if self.program else 0)
+
+
+def train_step(
+    parts: StepParts, state: TrainState, batch: Step, accepts: Accepts | None = None
+) -> tuple[TrainState, StepResult]:
+    """Advance a model by one optimizer step; its values may still be computing on return.
+
+    Args:
+        parts: programs and optimizer.
+        state: whose arrays are donated.
+        batch: of the step; sums over it are divided by its targets.
+        accepts: asked with step, loss and gradient norm before the update; if it refuses, nothing is updated and the
+            values have `skipped`. The host then waits for the gradients.
+    """
+    executor, optimizer, objective = parts.executor, parts.optimizer, parts.run.objective
+    if parts.lowering:  # the calls below find the programs that this compiles
+        parts.lowering.compile()
+        parts.lowering = None
+    compilations, targets, key = parts.compilations(), float(batch.targets), parts.noise_key(state.step)
+
+    if parts.program and accepts is None and len(batch.micro_batches) == 1:
+        # The host would take longer to dispatch a small model's layers than the device to compute them.
+        (rows,) = batch.micro_batches
+        # On one device a program takes arrays on the host sooner than `device_put` copies them.
+        rows = rows if parts.mesh is None else place_batch(rows, parts.mesh)
+        key = None if key is None else jax.random.fold_in(key, 0)
+        trainable, moments, values = parts.program(
+            state.trainable, state.optimizer, state.frozen, rows, targets, key, state.step
+        )
+        sums = values.pop("loss")
+        state = state._replace(trainable=trainable, optimizer=moments)
+    elif parts.run.workload.update_in_backward:
+        # Gradients of one layer exist at a time: they update it before those of the layer below are computed.
+        trainable, moments = state.trainable, state.optimizer
+
+        def update_part(part: ParamKey, gradient: Params) -> None:
+            nonlocal trainable, moments
+            if jax.tree.leaves(gradient):
+                trainable, moments = optimizer.update_part(trainable, moments, part, gradient, state.step)
+
+        sums = executor.loss_and_update(state.trainable, state.frozen, parts.place(batch), targets, update_part, key)
+        values = optimizer.learning_rate(state.step)
+        state = state._replace(trainable=trainable, optimizer=moments)
+    else:
+        # One program takes the last gradients' memory, which it would else allocate beside them.
+        sums, gradients = executor.loss_and_gradients(
+            state.trainable, state.frozen, parts.place(batch), targets, key, state.spent
+        )
+        state = state._replace(spent=gradients if executor.reuses_gradients else None)
+        values = {}
+        if accepts is not None:
+            norm, loss = _norm(gradients), objective.loss(sums)
+            if not accepts(state.step + 1, {"loss": float(loss), "grad_norm": float(norm)}):
+                values = {"grad_norm": norm, **optimizer.learning_rate(state.step), "skipped": jnp.int32(1)}
+        if "skipped" not in values:
+            state, values = update(parts, state, gradients)
+
+    state = state._replace(step=state.step + 1)
+    kinds = {(each.segments.long, len(batch.micro_batches) > 1) for each in batch.micro_batches}
+    if kinds <= parts.compiled and parts.compilations() > compilations:
+        _log.warning("step %d compiled programs again: its batch has other shapes", state.step)
+    parts.compiled |= kinds
+    reported: dict[str, Any] = {"loss": objective.loss(sums), **objective.metrics(sums), **values, **batch.metrics}
+    return state, StepResult(state.step, reported, batch.tokens)
+
+
+def update(parts: StepParts, state: TrainState, gradients: Params) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Update the parameters; return also the gradients' norm and the learning rate. The step's number stays."""
+    trainable, moments, values = parts.optimizer.update(state.trainable, state.optimizer, gradients, state.step)
+    return state._replace(trainable=trainable, optimizer=moments), values
+
+
+def loss_and_gradients(
+    parts: StepParts, state: TrainState, batch: Step, objective: Objective | None = None
+) -> tuple[jax.Array, Params]:
+    """Return loss and gradients of a step's batches by the run's objective or another, and change nothing.
+
+    Programs are compiled for each objective.
+    """
+    objective, executor = objective or parts.run.objective, parts.executor
+    if objective != parts.run.objective:
+        executor = _executor_of(parts, objective)
+    key = parts.noise_key(state.step)
+    sums, gradients = executor.loss_and_gradients(
+        state.trainable, state.frozen, parts.place(batch), float(batch.targets), key, None
+    )
+    return objective.loss(sums), gradients
+
+
+def visit_gradients(parts: StepParts, state: TrainState, batch: Step, visit: Update) -> jax.Array:
+    """Pass each part's gradients of a step to `visit`, those of the head first; return the loss."""
+    key = parts.noise_key(state.step)
+    sums = parts.executor.loss_and_update(
+        state.trainable, state.frozen, parts.place(batch), float(batch.targets), visit, key
+    )
+    return parts.run.objective.loss(sums)
+
+
+def prepare_steps(
+    run: Setup, mesh: Mesh | None, host_buffers: Buffers | None = None, frozen: Params | None = None
+) -> tuple[StepParts, TrainState]:
+    """Load a model, and meanwhile trace and lower the programs of its steps.
 
     Args:
         run: the run, or a model alone, whose steps are given one by one.
@@ -70,274 +239,160 @@ class TrainStep:
         host_buffers: for offloaded values; None for JAX's pool.
         frozen: weights of another model to train new adapters on; None loads them.
     """
-
-    def __init__(
-        self, run: Setup, mesh: Mesh | None, host_buffers: Buffers | None = None, frozen: Params | None = None
-    ):
-        self._run, self._config, self._mesh = run, run.config, mesh
-        self.layout = Layout(mesh, run.config.model.compute_dtype)
-        self._objective, self._host_buffers = run.workload.objective, host_buffers
-        self.step = 0
-        """Optimizer steps done."""
-        self._lowering: Lowering | None = None
-        self._program: StepProgram | None = None
-        self._optimizer = make_optimizer(run.config.optimizer, run.total_steps, self.layout)
-        foreseen = self._lower_ahead()
-        devices = jax.local_devices() if jax.default_backend() == "gpu" else []
-        self._held = leave_small_blocks(devices if mesh else devices[:1])
-        with self._lowering or nullcontext():
-            self.graphdefs, self.trainable, self.frozen = (
-                build_parameters(run, self.layout) if frozen is None else _on_frozen(run, frozen)
-            )
-        if foreseen != self.graphdefs:
-            self._lowering = None
-            reference = reference_layers(run, self.graphdefs, self.trainable, self.frozen)
-            self.executor = self._make_executor(self.graphdefs, self._objective, reference)
-            self._program = self._make_program()
-        self._optimizer_state = self._optimizer.init(self.trainable)
-        self._norm = jit_step(optax.tree.norm)
-        self._spent: Params | None = None
-        """Gradients of the last step, for the next step to overwrite."""
-        self._compiled: set[tuple[bool, bool]] = set()
-        self._executors: dict[Objective, Executor] = {self._objective: self.executor}
-        self._fp8: FP8Parts | None = None
-
-    def _make_executor(
-        self, graphdefs: ModelGraphDefs, objective: Objective, reference: list[nnx.GraphDef] | None = None
-    ) -> Executor:
-        run = self._run
-        with rounding_as_written(objective.needs_rollouts):
-            return Executor(
-                graphdefs,
-                run.model,
-                policy=run.remat.policies,
-                dtype=run.config.model.compute_dtype,
-                attention=run.remat.attention,
-                tile=run.remat.tile,
-                layers_per_program=run.remat.layers_per_program,
-                stream_weights=run.remat.streams_weights,
-                router_losses=run.config.model.router_losses,
-                objective=objective,
-                reference=reference,
-                neftune_alpha=run.config.model.neftune_alpha,
-                mesh=self._mesh,
-                host_buffers=self._host_buffers,
-            )
-
-    def _make_program(self) -> "StepProgram | None":
-        """Return the step's only program, where it can be one."""
-        alone = self.executor.is_one_program and not self._run.workload.host_embeddings
-        decided = self._config.run.on_spike == "nothing" and not self._config.optimizer.update_in_backward
-        one_batch = self._config.run.documents_per_step is None
-        fits = alone and decided and one_batch and self._optimizer.fits_programs
-        with rounding_as_written(self._objective.needs_rollouts):
-            return StepProgram(self.executor, self._optimizer) if fits else None
-
-    def _lower_ahead(self) -> ModelGraphDefs | None:
-        """Begin to trace and lower the step's programs, and return the modules foreseen; None where shapes say less."""
-        run = self._run
-        batches = run.batches if isinstance(run, Run) else None
-        grouped = 1 < run.remat.layers_per_program < run.model.num_hidden_layers
-        if grouped or not run.workload.compiled_ahead or not isinstance(batches, BatchIterator):
-            return None
-        graphdefs, trainable, frozen = abstract_parts(run.workload)
-        self.executor, first = self._make_executor(graphdefs, self._objective), batches.first
-        self._program, key = self._make_program(), self._micro_batch_key()
-        if self._program and len(first.micro_batches) == 1:
-            (rows,) = first.micro_batches if self._mesh is None else self.place(first)
-            self._lowering = Lowering(self._program.trace(trainable, frozen, rows, key))
-            return graphdefs
-        step = self.executor.trace_step(trainable, frozen, self.place(first), key)
-        in_backward = self._config.optimizer.update_in_backward
-        shapes = on_devices(self.layout, trainable, self.layout.param_specs(trainable))
-        update = () if in_backward else self._optimizer.trace_update(shapes)
-        self._lowering = Lowering(chain(step, update))
-        return graphdefs
-
-    def dispatch(self, batch: Step, accepts: Accepts | None = None) -> "StepResult":
-        """Run one optimizer step; its values may still be computing on return.
-
-        Args:
-            batch: of the step.
-            accepts: asked with step, loss and gradient norm before the update; if it refuses, nothing is updated and
-                the values have `skipped`. The host then waits for the gradients.
-        """
-        if self._lowering:
-            self._lowering.compile()
-            self._lowering = None
-        compilations = self._compilations()
-        if self._program and accepts is None and len(batch.micro_batches) == 1:
-            loss, values = self._run_program(self._program, batch)
-        elif self._config.optimizer.update_in_backward:
-            loss, values = self._update_in_backward(batch)
-        else:
-            loss, values = self._update(batch, accepts)
-        self.step += 1
-        kinds = {(micro_batch.segments.long, len(batch.micro_batches) > 1) for micro_batch in batch.micro_batches}
-        if kinds <= self._compiled and self._compilations() > compilations:
-            _log.warning("step %d compiled programs again: its batch has other shapes", self.step)
-        self._compiled |= kinds
-        return StepResult(self.step, {"loss": loss, **values, **batch.metrics}, batch.tokens)
-
-    def check_fp8(self, batch: Batch) -> str | None:
-        """Take layers and a head out of FP8 where it is too inaccurate on a batch; return the errors in words.
-
-        None where nothing is multiplied in FP8, or the choice was made.
-        """
-        if not FORMATS[self._run.model.quantize].fp8 or self._fp8:
-            return None
-        placed, largest = place_batch(batch, self._mesh), self._config.model.fp8_max_error
-        choice = choose_fp8(fp8_errors(self.executor, self.trainable, self.frozen, placed), largest)
-        self.set_state({"fp8": {"max_error": largest, "layers": choice.layers, "head": choice.head}})
-        return choice.note
-
-    def get_state(self) -> StepState:
-        """Return the JSON values that a checkpoint holds beside the arrays."""
-        return {"fp8": self._fp8}
-
-    def set_state(self, state: StepState) -> None:
-        """Multiply the parts in FP8 that `get_state` returned, unless another error is allowed now."""
-        fp8 = state.get("fp8")
-        if fp8 and fp8["max_error"] == self._config.model.fp8_max_error:
-            self._fp8 = fp8
-            for executor in self._executors.values():
-                executor.multiply_in_fp8(fp8["layers"], fp8["head"])
-            self._program = self._make_program()
-            as_lowered = all(fp8["layers"]) and fp8["head"] == self._run.model.fp8_head
-            if not as_lowered or self._run.remat.layers_per_program > 1:
-                self._lowering = None
-
-    def state(self) -> dict[str, Any]:
-        """Return the arrays that a checkpoint holds."""
-        return {"trainable": self.trainable, "optimizer": self._optimizer_state}
-
-    def restore(self, state: dict[str, Any], step: int) -> None:
-        """Continue from the state of a checkpoint after `step` optimizer steps."""
-        self.trainable, self._optimizer_state, self.step = state["trainable"], state["optimizer"], step
-
-    def release(self) -> None:
-        """Free the state, before `restore` or `restart`."""
-        self.trainable, self._optimizer_state, self._spent = {}, {}, None
-
-    def restart(self) -> None:
-        """Return to the state before step 1."""
-        self.release()
-        self.frozen = {}
-        _, self.trainable, self.frozen = build_parameters(self._run, self.layout)
-        self._optimizer_state, self.step = self._optimizer.init(self.trainable), 0
-
-    def place(self, batch: Step) -> tuple[Batch, ...]:
-        """Return a step's micro-batches on the devices."""
-        return place_batch(batch.micro_batches, self._mesh)
-
-    def visit_gradients(self, batch: Step, visit: Update) -> jax.Array:
-        """Pass each part's gradients of a step to `visit`, those of the head first; return the loss."""
-        return self._divided(self.executor.loss_and_update(*self._arguments(batch), visit, self._step_key()))[0]
-
-    def _run_program(self, program: "StepProgram", batch: Step) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Run a step as one program; return as `_update` does."""
-        (rows,), weight, key = batch.micro_batches, float(batch.targets), self._micro_batch_key()
-        rows = rows if self._mesh is None else place_batch(rows, self._mesh)
-        state = self.trainable, self._optimizer_state
-        self.trainable, self._optimizer_state, values = program(*state, self.frozen, rows, weight, key, self.step)
-        loss, metrics = self._divided(values.pop("loss"))
-        return loss, metrics | values
-
-    def _update(self, batch: Step, accepts: Accepts | None) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Update all parameters after the backward pass; return the loss, and gradient norm and learning rate."""
-        spent, self._spent = self._spent, None
-        loss, metrics, gradients = self.loss_and_gradients(batch, into=spent)
-        if self.executor.reuses_gradients:
-            self._spent = gradients
-        if accepts is not None:
-            norm = self._norm(gradients)
-            if not accepts(self.step + 1, {"loss": float(loss), "grad_norm": float(norm)}):
-                skipped = {"grad_norm": norm, **self._optimizer.learning_rate(self.step), "skipped": jnp.int32(1)}
-                return loss, metrics | skipped
-        return loss, metrics | self._apply(gradients)
-
-    def loss_and_gradients(
-        self, batch: Step, objective: Objective | None = None, into: Params | None = None
-    ) -> tuple[jax.Array, dict[str, jax.Array], Params]:
-        """Return loss, metrics and gradients of a step's batches, and change nothing.
-
-        Args:
-            batch: of the step; sums over it are divided by its targets.
-            objective: in place of the run's; programs are compiled for each.
-            into: gradients whose memory the new ones take where the executor reuses it; donated.
-        """
-        objective = objective or self._objective
-        arguments = *self._arguments(batch), self._step_key(), into
-        sums, gradients = self._executor_of(objective).loss_and_gradients(*arguments)
-        return objective.loss(sums), objective.metrics(sums), gradients
-
-    def begin_anew(self) -> None:
-        """Forget the optimizer's state and the steps done; keep the weights."""
-        self._optimizer_state, self.step = self._optimizer.init(self.trainable), 0
-
-    def _executor_of(self, objective: Objective) -> Executor:
-        """Return the executor of an objective; the run's and the latest others are kept, with their programs."""
-        executor = self._executors.pop(objective, None)
-        if executor is None:
-            executor = self._make_executor(self.graphdefs, objective)
-            if self._fp8:
-                executor.multiply_in_fp8(self._fp8["layers"], self._fp8["head"])
-            others = [each for each in self._executors if each != self._objective]
-            if len(others) >= _OTHER_EXECUTORS:
-                _log.warning(
-                    "%d losses were compiled, and the programs of the oldest are dropped: define a loss outside of the "
-                    "loop, since each function object is compiled by itself",
-                    len(others) + 1,
-                )
-                del self._executors[others[0]]
-        self._executors[objective] = executor
-        return executor
-
-    def take_step(self, gradients: Params) -> dict[str, jax.Array]:
-        """Update the parameters; return the gradients' norm and the learning rate."""
-        values = self._apply(gradients)
-        self.step += 1
-        return values
-
-    def _apply(self, gradients: Params) -> dict[str, jax.Array]:
-        self.trainable, self._optimizer_state, values = self._optimizer.update(
-            self.trainable, self._optimizer_state, gradients, self.step
+    layout = Layout(mesh, run.dtype)
+    optimizer = make_optimizer(run.schedule.optimizer, run.schedule.total_steps, layout)
+    parts = _lowered_ahead(run, mesh, host_buffers, layout, optimizer)
+    devices = jax.local_devices() if jax.default_backend() == "gpu" else []
+    small_blocks = leave_small_blocks(devices if mesh else devices[:1])
+    with (parts and parts.lowering) or nullcontext():
+        loaded = build_parameters(run, layout) if frozen is None else _on_frozen(run, frozen)
+    graphdefs, trainable, frozen = loaded
+    if parts is None or parts.graphdefs != graphdefs:
+        reference = reference_layers(run, graphdefs, trainable, frozen)
+        executor = _make_executor(run, graphdefs, run.objective, mesh, host_buffers, reference)
+        parts = StepParts(
+            run=run,
+            mesh=mesh,
+            host_buffers=host_buffers,
+            layout=layout,
+            optimizer=optimizer,
+            graphdefs=graphdefs,
+            executor=executor,
+            program=_make_program(run, executor, optimizer),
         )
-        return values
+    parts.small_blocks = small_blocks
+    return parts, TrainState(trainable, frozen, optimizer.init(trainable))
 
-    def _update_in_backward(self, batch: Step) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Update each part as soon as its gradients exist; return the loss, and the learning rate."""
 
-        def update_part(key: ParamKey, gradient: Params) -> None:
-            if jax.tree.leaves(gradient):
-                self.trainable, self._optimizer_state = self._optimizer.update_part(
-                    self.trainable, self._optimizer_state, key, gradient, self.step
-                )
+def restart(parts: StepParts, state: TrainState) -> TrainState:
+    """Return the state before step 1; free the present one."""
+    _delete((state.saved, state.spent, state.frozen))
+    _, trainable, frozen = build_parameters(parts.run, parts.layout)
+    return TrainState(trainable, frozen, parts.optimizer.init(trainable))
 
-        values = self.executor.loss_and_update(*self._arguments(batch), update_part, self._step_key())
-        loss, metrics = self._divided(values)
-        return loss, metrics | self._optimizer.learning_rate(self.step)
 
-    def _compilations(self) -> int:
-        return self.executor.compilations() + (self._program.compilations() if self._program else 0)
+def _delete(tree: PyTree) -> None:
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array):  # others are in files
+            leaf.delete()
 
-    def _divided(self, loss: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return (loss, metrics of the objective)."""
-        return self._objective.loss(loss), self._objective.metrics(loss)
 
-    def _arguments(self, batch: Step) -> tuple[Params, Params, tuple[Batch, ...], float]:
-        return self.trainable, self.frozen, self.place(batch), float(batch.targets)
+def check_fp8(parts: StepParts, state: TrainState, batch: Batch) -> str | None:
+    """Take layers and a head out of FP8 where it is too inaccurate on a batch; return the errors in words.
 
-    def _micro_batch_key(self) -> jax.Array | None:
-        """Return a key as a step's first micro-batch gets it."""
-        return None if (key := self._step_key()) is None else jax.random.fold_in(key, 0)
+    None where nothing is multiplied in FP8, or the choice was made.
+    """
+    if not FORMATS[parts.run.model.quantize].fp8 or parts.fp8:
+        return None
+    largest = parts.run.execution.fp8_max_error
+    errors = fp8_errors(parts.executor, state.trainable, state.frozen, place_batch(batch, parts.mesh))
+    choice = choose_fp8(errors, largest)
+    multiply_in_fp8(parts, {"max_error": largest, "layers": choice.layers, "head": choice.head})
+    return choice.note
 
-    def _step_key(self) -> jax.Array | None:
-        """Return the key of dropout and noise; None without either."""
-        drops = self._config.model.method == "lora" and self._config.lora.dropout
-        if not drops and not self._config.model.neftune_alpha:
-            return None
-        return jax.random.fold_in(jax.random.key(self._config.data.seed), self.step)
+
+def multiply_in_fp8(parts: StepParts, fp8: FP8Parts | None) -> None:
+    """Multiply these parts alone in FP8, unless another error is allowed now."""
+    run = parts.run
+    if not fp8 or fp8["max_error"] != run.execution.fp8_max_error:
+        return
+    parts.fp8 = fp8
+    for executor in (parts.executor, *parts.executors.values()):
+        executor.multiply_in_fp8(fp8["layers"], fp8["head"])
+    parts.program = _make_program(run, parts.executor, parts.optimizer)
+    as_lowered = all(fp8["layers"]) and fp8["head"] == run.model.fp8_head
+    if not as_lowered or run.remat.layers_per_program > 1:
+        parts.lowering = None
+
+
+def _make_executor(
+    run: Setup,
+    graphdefs: ModelGraphDefs,
+    objective: Objective,
+    mesh: Mesh | None,
+    host_buffers: Buffers | None,
+    reference: list[nnx.GraphDef] | None = None,
+) -> Executor:
+    with rounding_as_written(objective.needs_rollouts):
+        return Executor(
+            graphdefs,
+            run.model,
+            policy=run.remat.policies,
+            dtype=run.dtype,
+            attention=run.remat.attention,
+            tile=run.remat.tile,
+            layers_per_program=run.remat.layers_per_program,
+            stream_weights=run.remat.streams_weights,
+            router_losses=run.execution.router_losses,
+            objective=objective,
+            reference=reference,
+            neftune_alpha=run.execution.neftune_alpha,
+            mesh=mesh,
+            host_buffers=host_buffers,
+        )
+
+
+def _make_program(run: Setup, executor: Executor, optimizer: Optimizer) -> "StepProgram | None":
+    """Return the whole step as a program, where it can be one."""
+    alone = executor.is_one_program and not run.workload.host_embeddings
+    decided = run.spikes is None and not run.workload.update_in_backward
+    fits = alone and decided and run.rows.documents is None and optimizer.fits_programs
+    with rounding_as_written(run.objective.needs_rollouts):
+        return StepProgram(executor, optimizer) if fits else None
+
+
+def _lowered_ahead(
+    run: Setup, mesh: Mesh | None, host_buffers: Buffers | None, layout: Layout, optimizer: Optimizer
+) -> StepParts | None:
+    """Begin to trace and lower the step's programs of the modules foreseen; None where shapes say less."""
+    batches = run.batches if isinstance(run, Run) else None
+    grouped = 1 < run.remat.layers_per_program < run.model.num_hidden_layers
+    if grouped or not run.workload.compiled_ahead or not isinstance(batches, BatchIterator):
+        return None
+    graphdefs, trainable, frozen = abstract_parts(run.workload)
+    executor = _make_executor(run, graphdefs, run.objective, mesh, host_buffers)
+    parts = StepParts(
+        run=run,
+        mesh=mesh,
+        host_buffers=host_buffers,
+        layout=layout,
+        optimizer=optimizer,
+        graphdefs=graphdefs,
+        executor=executor,
+        program=_make_program(run, executor, optimizer),
+    )
+    first, key = batches.first, parts.noise_key(0)
+    key = None if key is None else jax.random.fold_in(key, 0)  # of the first micro-batch
+    if parts.program and len(first.micro_batches) == 1:
+        (rows,) = first.micro_batches if mesh is None else parts.place(first)
+        parts.lowering = Lowering(parts.program.trace(trainable, frozen, rows, key))
+        return parts
+    step = executor.trace_step(trainable, frozen, parts.place(first), key)
+    shapes = on_devices(layout, trainable, layout.param_specs(trainable))
+    updates = () if run.workload.update_in_backward else optimizer.trace_update(shapes)
+    parts.lowering = Lowering(chain(step, updates))
+    return parts
+
+
+def _executor_of(parts: StepParts, objective: Objective) -> Executor:
+    """Return the executor of another objective; the latest are kept, with their programs."""
+    executor = parts.executors.pop(objective, None)
+    if executor is None:
+        executor = _make_executor(parts.run, parts.graphdefs, objective, parts.mesh, parts.host_buffers)
+        if parts.fp8:
+            executor.multiply_in_fp8(parts.fp8["layers"], parts.fp8["head"])
+        if len(parts.executors) >= _OTHER_EXECUTORS:
+            _log.warning(
+                "%d losses were compiled, and the programs of the oldest are dropped: define a loss outside of the "
+                "loop, since each function object is compiled by itself",
+                len(parts.executors) + 1,
+            )
+            del parts.executors[next(iter(parts.executors))]
+    parts.executors[objective] = executor
+    return executor
+
+
+_norm = jit_step(optax.tree.norm)
 
 
 def _on_frozen(run: Setup, frozen: Params) -> tuple[ModelGraphDefs, Params, Params]:
@@ -400,15 +455,6 @@ class StepProgram:
         return trainable, state, {"loss": loss, **reported}
 
 
-class StepResult(NamedTuple):
-    """A dispatched step, whose values may still be computing."""
-
-    step: int
-    values: dict[str, jax.Array | float]
-    """loss, learning_rate and, unless parameters are updated in the backward pass, grad_norm."""
-    tokens: int
-
-
 class StepsInFlight:
     """Queue of results in the order of their steps; a thread notes when each is done, as the host looks later."""
 
@@ -459,7 +505,7 @@ def reference_layers(
     run: Setup, graphdefs: ModelGraphDefs, trainable: Params, frozen: Params
 ) -> list[nnx.GraphDef] | None:
     """Return the frozen layers without adapters, to run beside the model's; None where no loss needs them."""
-    from_base = run.config.rollouts.teacher == "base"
+    from_base = run.teacher is not None and run.teacher.folder is None
     if not (run.workload.reference or from_base or _compares_rollouts_with_frozen(run, trainable)):
         return None
     kinds: dict[nnx.GraphDef, nnx.GraphDef] = {}
@@ -472,5 +518,5 @@ def reference_layers(
 def _compares_rollouts_with_frozen(run: Setup, trainable: Params) -> bool:
     """Return whether rollouts have a reference, and all that trains are new adapters, without which it is."""
     others = {name: part for name, part in trainable.items() if name != "layers"}
-    new = run.config.model.method == "lora" and run.adapter is None and not jax.tree.leaves(others)
-    return new and isinstance(run.workload.objective, RolloutObjective) and run.workload.objective.uses_reference
+    new = run.lora is not None and run.base.adapter is None and not jax.tree.leaves(others)
+    return new and isinstance(run.objective, RolloutObjective) and run.objective.uses_reference

@@ -18,9 +18,9 @@ from tensorboardX.summary import scalar
 
 from jaxglue.files.atomic import named_errors
 from jaxglue.files.json_file import read_json, write_json
+from jaxglue.files.json_lines import read_steps, rewrite_lines
 from jaxglue.settings.config import NONE
 from jaxglue.settings.spelling import nearest
-from jaxglue.training.json_lines import read_steps, rewrite_lines
 
 _FLUSH_SECONDS = 10
 """Between flushes of TensorBoard's events, each of which waits for the disk."""

@@ -1,6 +1,7 @@
 """The vocabulary of a run: its tokenizer, perhaps with new tokens, the rows of its model, and its stop tokens."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from jaxglue.files.regular_file import read_regular_text
 from jaxglue.hf.adapter import Adapter
 from jaxglue.hf.serving import has_tokenizer, load_own_tokenizer, stop_tokens
 from jaxglue.models.config import DecoderConfig
-from jaxglue.training.config import TrainConfig
 
 _MULTIPLE = 64
 """Rows of a grown vocabulary are a multiple of this, for matmuls and for sharding."""
@@ -91,10 +91,18 @@ def _load_other(folder: Path, size: int) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def run_stops(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the tokens at which a trained model's answers end: the run's, the base's, and those of --stop-tokens."""
-    named = known_tokens(tokenizer, "stop_tokens", config.data.stop_tokens)
-    return stop_tokens(tokenizer, config.model.folder, config.model.adapter).union(named)
+def run_stops(
+    tokenizer: PreTrainedTokenizerBase, folder: Path, adapter: Path | None, named: Sequence[str]
+) -> frozenset[int]:
+    """Return the tokens at which a trained model's answers end.
+
+    Args:
+        tokenizer: of the run.
+        folder: of the base.
+        adapter: folder of the one to train on from, if there is one.
+        named: by --stop-tokens.
+    """
+    return stop_tokens(tokenizer, folder, adapter).union(known_tokens(tokenizer, "stop_tokens", named))
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, path: Path) -> tuple[int, ...]:

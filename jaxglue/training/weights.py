@@ -21,14 +21,14 @@ from jaxglue.models.lora_config import MODULES, PATHS
 from jaxglue.models.parameters import PER_LAYER_TABLE, ModelGraphDefs, Params, split_model
 from jaxglue.models.vocabulary import grow_vocabulary
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
-from jaxglue.training.setup import Setup
+from jaxglue.training.run import Setup
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def build_parameters(run: Setup, layout: Layout = SINGLE_DEVICE) -> tuple[ModelGraphDefs, Params, Params]:
     """Load, or draw, (graphdefs, trainable, frozen): trainable in float32, frozen in the compute dtype."""
-    config, workload, seed = run.config, run.workload, run.config.data.seed
+    base, workload = run.base, run.workload
     dtype = workload.weight_dtype
     rows_change = run.vocabulary.changes or bool(workload.lora and workload.lora.trainable_token_indices)
     whole = () if workload.lora is None else workload.lora.modules_to_save
@@ -38,27 +38,30 @@ def build_parameters(run: Setup, layout: Layout = SINGLE_DEVICE) -> tuple[ModelG
     # Rows are added and taken on the device.
     on_host = frozen_ends if workload.host_embeddings and not rows_change else []
     place = partial(place_layers, run.remat.weights, layout=layout, on_host=on_host)
-    if config.model.random_weights:
-        model = random_model(run.base, dtype=dtype, seed=seed, place=place)
+    if base.random:
+        model = random_model(base.architecture, dtype=dtype, seed=base.seed, place=place)
     else:
-        options: dict[str, Any] = {"expand_experts": config.model.expand_experts, "quantize": config.model.storage}
-        options["fp8_experts"] = config.model.fp8_experts
         trained = [SCORE, *(f"{PATHS[module]}.weight" for module in whole)]
-        options |= {
-            "dtypes": dict.fromkeys(trained, jnp.float32),
-            "labels": run.model.labels if run.model.scores else 0,
-        }
-        options["seed"] = seed
-        options["untied"] = not run.model.tie_word_embeddings
-        options["progress"] = DataProgress() if jax.process_index() == 0 else None
-        options["mapped"] = lambda name: place_of(run.remat.weights, name) == MAPPED
-        model = load_model(config.model.folder, dtype=dtype, place=place, **options)
+        model = load_model(
+            base.folder,
+            dtype=dtype,
+            place=place,
+            dtypes=dict.fromkeys(trained, jnp.float32),
+            expand_experts=base.expand_experts,
+            quantize=base.storage,
+            fp8_experts=base.fp8_experts,
+            labels=run.model.labels if run.model.scores else 0,
+            seed=base.seed,
+            untied=not run.model.tie_word_embeddings,
+            progress=DataProgress() if jax.process_index() == 0 else None,
+            mapped=lambda name: place_of(run.remat.weights, name) == MAPPED,
+        )
     if run.vocabulary.changes:
         grow_vocabulary(model, run.vocabulary.new, run.vocabulary.size)
     if workload.lora is not None:
-        add_lora(model, workload.lora, rngs=nnx.Rngs(seed))
-    if run.adapter is not None:
-        set_adapter(model, run.adapter)
+        add_lora(model, workload.lora, rngs=nnx.Rngs(base.seed))
+    if base.adapter is not None:
+        set_adapter(model, base.adapter)
     graphdefs, trainable, frozen = split_model(model, workload.trainable_type)
     if run.vocabulary.changes:
         frozen |= layout.put({name: frozen[name] for name in MODULES if name in frozen})
@@ -79,7 +82,7 @@ def new_adapters(run: Setup) -> tuple[ModelGraphDefs, Params, Any]:
         or lora.dora
         or lora.modules_to_save
         or lora.trainable_token_indices
-        or run.adapter
+        or run.base.adapter
         or config.scores
     ):
         raise ValueError("base: adapters alone share the weights of another session: leave the other settings out")
@@ -87,7 +90,7 @@ def new_adapters(run: Setup) -> tuple[ModelGraphDefs, Params, Any]:
 
     def build() -> Params:
         model = build_model(config, dtype=run.workload.weight_dtype, rngs=nnx.Rngs(0))
-        add_lora(model, lora, rngs=nnx.Rngs(run.config.data.seed))
+        add_lora(model, lora, rngs=nnx.Rngs(run.base.seed))
         graphdefs, trainable, frozen = split_model(model, run.workload.trainable_type)
         kept.extend((graphdefs, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), frozen)))
         return trainable

@@ -1,4 +1,4 @@
-"""Architecture, batch, rows and workload, decided by settings, model folder and devices before any data is read."""
+"""Architecture, adapter to train on from, batch, rows and workload, decided before any data is read."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +20,16 @@ from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.training.checks import check_dropout, check_model
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.optimizer import state_bytes
-from jaxglue.training.reference_choice import may_run_in_steps
 
 if TYPE_CHECKING:
     from jaxglue.hf.adapter import Adapter
     from jaxglue.training.vocabulary import Vocabulary
+
+from jaxglue.hf.adapter import Adapter, load_adapter
+from jaxglue.hf.adapter_check import check_adapter
+from jaxglue.hf.identity import Identity, identify, identify_random
+from jaxglue.models.lora import base_shapes
+from jaxglue.ops.quant.formats import FORMATS
 
 
 def read_architecture(config: TrainConfig, folder: Path) -> DecoderConfig:
@@ -112,6 +117,13 @@ def other_models(config: TrainConfig) -> list[DecoderConfig]:
     return found
 
 
+def may_run_in_steps(config: TrainConfig) -> bool:
+    """Tell whether the reference's layers run beside the model's in every step, as far as flags decide."""
+    several = config.run.epochs > 1 and config.run.steps is None
+    cached = config.objective.reference_cache == "on" or (config.objective.reference_cache == "auto" and several)
+    return config.model.method == "lora" and config.model.adapter is None and not cached
+
+
 def make_workload(
     config: TrainConfig,
     model: DecoderConfig,
@@ -150,3 +162,50 @@ def make_workload(
         batches_known=has_data and not (config.data.streaming or kind.needs_rollouts or kind.needs_reference),
     )
     return replace(workload, moment_bytes=state_bytes(optimizer, abstract_parts(workload)[1]))
+
+
+def read_initial_adapter(config: TrainConfig, model: DecoderConfig) -> Adapter | None:
+    """Return the adapter that a run trains on from; None without `--adapter`.
+
+    Raises:
+        ValueError: not an adapter folder, one that does not fit the base, or flags that contradict it.
+    """
+    folder = config.model.adapter
+    if folder is None:
+        return None
+    adapter, tied = load_adapter(folder), model
+    model = adapter.adapted(tied)
+    if model != tied and config.model.random_weights:
+        raise ValueError(
+            f"--adapter {folder} has embedding and output projection apart, which --random-weights draws as one: "
+            "leave one of them out"
+        )
+    drawn = config.data.seed if config.model.random_weights else None
+    identity = base_identity(model, config.model.folder, drawn)
+    adapter = check_adapter(adapter, base_shapes(abstract_model(model)), identity, config.model.model)
+    if adapter.labels != (model.labels if model.scores else 0):
+        what = f"of a model with {adapter.labels} scores" if adapter.scores else "of a text model"
+        objective = config.objective.objective
+        raise ValueError(f"--adapter {folder} is {what}, so --objective {objective} cannot train it on")
+    lora, given = adapter.config, replace(config.lora, dropout=None)
+    if given not in (LoraConfig(), replace(lora, dropout=None)):
+        raise ValueError(
+            f"--adapter {folder} brings its own rank {lora.rank}, alpha {lora.alpha:g} and targets "
+            f"{', '.join(lora.targets[:8])}: leave out the other settings of adapters than --dropout"
+        )
+    return adapter
+
+
+def base_identity(model: DecoderConfig, folder: Path, drawn: int | None) -> Identity:
+    """Return the identity of a base, with the format of its linear layers, which an adapter records.
+
+    Args:
+        model: the base's architecture.
+        folder: of the base.
+        drawn: seed of random weights; None for those in the folder.
+    """
+    identity = identify(folder) if drawn is None else identify_random(model, drawn)
+    if not FORMATS[model.quantize].offered:
+        return identity
+    skipped = {"unquantized": ",".join(model.unquantized)} if model.unquantized else {}
+    return {**identity, "quantize": model.quantize, **skipped}

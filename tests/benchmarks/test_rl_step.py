@@ -13,7 +13,7 @@ def test_settings_of_recorded_commands_make_a_run(tmp_path, flags):
     import rl_step
 
     run = rl_step.make_run(rl_step.read_flags([*TINY, *flags]), tmp_path)
-    assert run.rollouts.description == "2 prompts × 2 answers of at most 8 tokens; reward: exact"
+    assert run.rollouts.plan.description == "2 prompts × 2 answers of at most 8 tokens; reward: exact"
     run.rollouts.close()
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from jaxglue.commands import COMMANDS, main
-from jaxglue.settings.config import groups, plain_fields
+from jaxglue.settings.config import every_field
 from jaxglue.training.config import TrainConfig
 
 
@@ -49,7 +49,7 @@ def flags_of(text):
 
 def test_help_shows_the_twenty_usual_flags_and_help_all_every_field_once(capsys):
     short, everything = help_of(capsys, "train", "--help"), help_of(capsys, "train", "--help-all")
-    fields = [name.replace("_", "-") for group in groups(TrainConfig).values() for name in plain_fields(group)]
+    fields = [field.name.replace("_", "-") for _, field, _ in every_field(TrainConfig)]
     usual = [flag for flag in flags_of(short) if flag not in ("help", "help-all", "recipe")]
     assert len(usual) == len(set(usual)) == 20 and {*usual} <= {*fields}
     assert [*fields] == [*dict.fromkeys(fields)] and {*fields} <= {*flags_of(everything)}

@@ -36,9 +36,14 @@ def assert_equal(encoded, golden, untrained_end=0):
 )
 def test_masks_are_those_of_trl(name, row):
     golden = GOLDENS["trl"][name]
-    loss_on = "all" if name == "whole messages" else "assistant"
+    loss_on = "assistant" if name == "messages" else "completion"  # the default of TRL, but for assistant_only_loss
     newline = name == "completion of messages"  # TRL trains the one after the end of turn, which is never generated
     assert_equal(encode(golden["rows"][row], golden["format"], loss_on), golden["masks"][row], int(newline))
+
+
+def test_whole_chats_of_trl_are_all_tokens():
+    (row,) = GOLDENS["trl"]["whole messages"]["rows"][:1]
+    np.testing.assert_array_equal(encode(row, "messages", "all").mask, encode(row, "messages", "completion").mask)
 
 
 @pytest.mark.parametrize("row", range(len(GOLDENS["axolotl"]["rows"])))

@@ -23,15 +23,14 @@ _BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 
 
 @pytest.fixture
-def registries(monkeypatch):
+def registries():
     """Forget what a page's examples register."""
-    monkeypatch.setattr(OBJECTIVES, "_entries", {**OBJECTIVES._entries})
-    kept = [(each, {**each}) for each in (FAMILIES, FORMATS, OPTIMIZERS)], [*QUANTIZE]
-    yield
-    for each, entries in kept[0]:
-        each.clear()
-        each.update(entries)
-    QUANTIZE[:] = kept[1]
+    families, offered = {**FAMILIES}, [*QUANTIZE]
+    with OBJECTIVES.scope(), FORMATS.scope(), OPTIMIZERS.scope():
+        yield
+    FAMILIES.clear()
+    FAMILIES.update(families)
+    QUANTIZE[:] = offered
 
 
 REPEATED = ("Rows in memory", "Callbacks", "Metrics", "An optimizer, a tokenizer", "A loop of your own")

@@ -15,7 +15,7 @@ from jaxglue.models.context import PackedContext
 from jaxglue.models.linear import Linear, project_together
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
-from jaxglue.ops.gated_mlp import GATED_MLP
+from jaxglue.ops.gated_mlp import GATED_MLP, GatedCall
 
 RANKS = (3, None, 5)
 OUT = (12, 4, 8)
@@ -146,4 +146,4 @@ def test_fused_projections_are_split_where_they_have_adapters(adapts):
     assert [part.weight.shape[0] for part in attention.inputs] == ([16, 8, 8] if adapts else [32])
     assert (mlp.parts is not None) == adapts
     if mlp.parts is not None:
-        assert GATED_MLP.choose(None, mlp.parts, context(), "silu").name == "lora_swiglu"
+        assert GATED_MLP.choose(None, GatedCall.of(mlp.parts, context(), "silu")).name == "lora_swiglu"

@@ -7,6 +7,7 @@ from jaxglue.generation.pages import plan_cache
 from jaxglue.hf.loading import random_model
 from jaxglue.models import abstract_model, config_from_hf
 from jaxglue.models.lora import linear_shapes
+from jaxglue.models.parameters import abstract_parameters
 from jaxglue.sharding.mesh import MeshShape
 
 
@@ -74,3 +75,10 @@ def test_random_states_decay_and_norms_of_their_outputs_have_unit_weights(raw):
     decays = jnp.exp(attention.A_log[...])
     assert 0 < decays.min() < 4 < 12 < decays.max() < 16
     assert jnp.all(attention.norm.weight[...] == 1) and jnp.all(attention.dt_bias[...] == 1)
+
+
+def test_decays_and_norms_of_linear_attention_stay_in_float32(raw):
+    raw |= {"num_hidden_layers": 1, "layer_types": ["linear_attention"]}
+    specs = abstract_parameters(abstract_model(config_from_hf(raw), dtype=jnp.bfloat16))
+    wide = {name.removeprefix("model.layers.0.linear_attn.") for name, spec in specs.items() if spec.dtype == "float32"}
+    assert wide == {"A_log", "dt_bias", "norm.weight"}

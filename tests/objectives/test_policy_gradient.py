@@ -21,12 +21,14 @@ from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.loading import load_model
 from jaxglue.models import config_from_hf
 from jaxglue.models.parameters import flatten_names, split_model
+from jaxglue.objectives.advantages import Rewards
 from jaxglue.objectives.config import ObjectiveConfig
-from jaxglue.objectives.policy_gradient import StepCounts, k3
+from jaxglue.objectives.policy_gradient import k3
+from jaxglue.objectives.rollouts import StepCounts
 from jaxglue.ops.delta_rule import DELTA_RULE
 from jaxglue.ops.segments import pack_segments
-from jaxglue.rl.advantages import group_advantages, left_one_out, reward_metrics
-from jaxglue.rl.packing import Group, TrainedAnswer, pack_groups, with_mean_weight
+from jaxglue.rl.advantages import compare, reward_metrics
+from jaxglue.rl.pack import Group, TrainedAnswer, pack_groups, with_mean_weight
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 GOLDEN = json.loads((GOLDENS / "policy.json").read_text())
@@ -53,8 +55,9 @@ def config_of(name: str) -> ObjectiveConfig:
     return ObjectiveConfig(objective=name.partition(",")[0], **{"importance_sampling_mode": "none", **settings})
 
 
-def rewards() -> np.ndarray:
-    return np.array([group["rewards"] for group in GOLDEN["groups"]], np.float64)
+def rewards(divergence=0.0) -> Rewards:
+    by_function = np.array([group["rewards"] for group in GOLDEN["groups"]], np.float64)
+    return Rewards(by_function=by_function, weights=WEIGHTS, divergence=divergence)
 
 
 def groups_of(config: ObjectiveConfig, advantages) -> list[Group]:
@@ -83,15 +86,15 @@ def with_log_probs(executor: Executor, batch: Batch, config: ObjectiveConfig) ->
 
 
 def advantages_of(config: ObjectiveConfig, executor: Executor):
-    if config.objective != "rloo":
-        return group_advantages(rewards(), WEIGHTS, config)
+    if not config.make().divergence_in_reward:
+        return compare(config.make(), rewards())
     ((batch, _),) = pack_groups(groups_of(config, np.zeros((3, 4))), seq_len=96, batch_size=1, slots=16)
     batch = with_log_probs(executor, batch, config)
     divergence = np.zeros((3, 4))
     if config.beta:
         sums = batch.rollouts.sums(batch.rollouts.old - batch.rollouts.reference)
         divergence = np.asarray(sums)[0, :12].reshape(3, 4)
-    return left_one_out(rewards(), WEIGHTS, divergence, config)
+    return compare(config.make(), rewards(divergence))
 
 
 def counts_of(groups: list[Group], micro_batches: int = 1) -> StepCounts:
@@ -126,7 +129,7 @@ def test_advantages_losses_metrics_and_gradients_equal_trl(name):
     sums, gradients = executor.loss_and_gradients(writer if on_policy else trained, frozen, [batch], total)
     close(float(sums[0]), golden["loss"])
     metrics = {key: float(value) for key, value in objective.metrics(sums).items()}
-    metrics |= reward_metrics(rewards(), ["reward0", "reward1"], advantages)
+    metrics |= reward_metrics(rewards().by_function, ["reward0", "reward1"], advantages)
     if config.objective == "rloo":
         golden["metrics"].pop("kl", None)  # a part of its reward, which the loop logs
     assert golden["metrics"].pop("entropy_coef", 0) == config.entropy_coef
@@ -183,7 +186,7 @@ TOKENS = {"objective": "dapo", "beta": 0.04, "importance_sampling_mode": "sequen
 def test_packed_groups_equal_answers_one_by_one_in_any_micro_batches(settings):
     config, (_, frozen, _, _, trained) = ObjectiveConfig(**settings), models()
     executor = make_executor(config)
-    groups = groups_of(config, group_advantages(rewards(), WEIGHTS, config).values)
+    groups = groups_of(config, compare(config.make(), rewards()).values)
     groups[0].answers[0].counted[1:3] = False  # as of a tool
     total, results = config.make().normalizer(counts_of(groups)), []
     packed = [batch for batch, _ in pack_groups(groups, seq_len=24, batch_size=2, slots=16)]
@@ -206,7 +209,7 @@ def test_groups_of_a_model_with_linear_attention_equal_answers_one_by_one(tmp_pa
     graphdefs, trainable, frozen = split_model(load_model(folder, dtype=jnp.float32), nnx.Param)
     shape = config_from_hf(read_config(folder))
     executor = Executor(graphdefs, shape, policy=PRESETS[policy], dtype=jnp.float32, objective=config.make())
-    groups = groups_of(config, group_advantages(rewards(), WEIGHTS, config).values)
+    groups = groups_of(config, compare(config.make(), rewards()).values)
     total, results = config.make().normalizer(counts_of(groups)), []
     packed = [batch for batch, _ in pack_groups(groups, seq_len=24, batch_size=2, slots=16, copies=True)]
     with DELTA_RULE.using(None):  # token by token: chunks would round otherwise where documents begin elsewhere
@@ -219,7 +222,7 @@ def test_groups_of_a_model_with_linear_attention_equal_answers_one_by_one(tmp_pa
 def test_log_probabilities_of_uncounted_tokens_change_nothing():
     config, (_, frozen, _, _, trained) = ObjectiveConfig(**TOKENS, top_entropy_quantile=0.5), models()
     executor = make_executor(config)
-    groups = groups_of(config, group_advantages(rewards(), WEIGHTS, config).values)
+    groups = groups_of(config, compare(config.make(), rewards()).values)
     groups[0].answers[0].counted[1:3] = False
     ((batch, _),) = pack_groups(groups, seq_len=96, batch_size=1, slots=16)
     batch = with_log_probs(executor, batch, config)
@@ -261,6 +264,6 @@ def test_settings_without_a_meaning_are_refused(setting, text):
         ObjectiveConfig(**setting)
 
 
-@pytest.mark.parametrize(("name", "beta"), [("sft", 0.1), ("dpo", 0.1), ("grpo", 0.0), ("rloo", 0.05)])
+@pytest.mark.parametrize(("name", "beta"), [("dpo", 0.1), ("distill", 1.0), ("grpo", 0.0), ("rloo", 0.05)])
 def test_beta_is_the_objectives_where_none_is_given(name, beta):
     assert ObjectiveConfig(objective=name).beta == beta

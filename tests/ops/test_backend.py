@@ -1,6 +1,7 @@
 """The registry's choice among the backends of an operation."""
 
 import re
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -18,22 +19,38 @@ from jaxglue.ops.backend import (
 )
 
 
-def check(capability, dtype):
+@dataclass(frozen=True, kw_only=True)
+class ProductCall:
+    """Meaning of a product."""
+
+    dtype: jnp.dtype
+    doubled: bool = False
+    activation: str = "silu"
+
+
+def check(capability, call):
     check_capability(capability, (8, 0))
-    check_half(dtype)
+    check_half(call.dtype)
 
 
 PRODUCT = Operation(
     name="product",
     backends={
-        "fast": Backend(check=check, load=lambda capability, dtype: ("fast", capability), advantage="one pass"),
+        "fast": Backend(
+            check=check,
+            load=lambda capability, call: ("fast", capability),
+            advantage="one pass",
+            reads={ProductCall: {"dtype": None, "activation": ("silu", "gelu")}},
+        ),
         "new": Backend(
-            check=lambda capability, dtype: check_capability(capability, (9, 0)),
-            load=lambda capability, dtype: ("new", capability),
+            check=lambda capability, call: check_capability(capability, (9, 0)),
+            load=lambda capability, call: ("new", capability),
             advantage="any dtype",
+            reads={ProductCall: ("dtype", "doubled")},
         ),
     },
 )
+HALF = ProductCall(dtype=jnp.float16)
 
 
 @pytest.mark.parametrize(
@@ -46,28 +63,37 @@ PRODUCT = Operation(
     ],
 )
 def test_auto_takes_the_first_backend_that_can_serve(capability, dtype, name, reason):
-    choice = PRODUCT.choose(capability, dtype)
+    choice = PRODUCT.choose(capability, ProductCall(dtype=dtype))
     assert choice.name == name
     assert re.search(reason, choice.reason)
 
 
 def test_a_named_backend_serves_or_refuses():
-    assert PRODUCT.choose((9, 0), jnp.float16, backend="new").name == "new"
-    assert PRODUCT.choose((9, 0), jnp.float16, backend="reference").name == "reference"
+    assert PRODUCT.choose((9, 0), HALF, backend="new").name == "new"
+    assert PRODUCT.choose((9, 0), HALF, backend="reference").name == "reference"
     with pytest.raises(ValueError, match=r"backend='new' cannot serve this product: .* 9.0 or newer, got 8.6"):
-        PRODUCT.choose((8, 6), jnp.float16, backend="new")
+        PRODUCT.choose((8, 6), HALF, backend="new")
     with pytest.raises(ValueError, match="must be one of auto, reference, fast, new, got 'old'"):
-        PRODUCT.choose((8, 6), jnp.float16, backend="old")
+        PRODUCT.choose((8, 6), HALF, backend="old")
+
+
+def test_a_field_or_value_that_a_backend_does_not_read_is_refused():
+    doubled = PRODUCT.choose((9, 0), replace(HALF, doubled=True))
+    assert (doubled.name, doubled.reason) == ("new", "not fast: it does not read ProductCall.doubled")
+    assert PRODUCT.choose((9, 0), replace(HALF, activation="gelu")).name == "fast"
+    relu = PRODUCT.choose((9, 0), replace(HALF, activation="relu"))
+    assert relu.name == "reference"
+    assert "not fast: it does not read ProductCall.activation = 'relu'" in relu.reason
 
 
 def test_load_follows_the_planned_gpu_and_an_override():
     with tracing_for((8, 6)):
-        assert PRODUCT.load(jnp.float16) == ("fast", (8, 6))
+        assert PRODUCT.load(HALF) == ("fast", (8, 6))
         with PRODUCT.using("mine"):
-            assert PRODUCT.load(jnp.float16) == "mine"
-            assert PRODUCT.load(jnp.float16, backend="reference") is None
+            assert PRODUCT.load(HALF) == "mine"
+            assert PRODUCT.load(HALF, backend="reference") is None
         with PRODUCT.using(None):
-            assert PRODUCT.load(jnp.float16) is None
+            assert PRODUCT.load(HALF) is None
 
 
 def test_kernels_need_jax_triton(monkeypatch):

@@ -10,20 +10,26 @@ from jaxglue.data.store import TokenStore
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.rl.config import RolloutConfig
 from jaxglue.rl.loop import RolloutSteps
+from jaxglue.rl.plan import RolloutPlan
 from jaxglue.rl.prompts import Prompt, PromptDataset
 from jaxglue.rl.rewards import RewardSpec
 from jaxglue.rl.sampler import Sample
 
 
 class Policy:
-    """Answers a prompt with its number in the run, and the answer's; notes passes of the reference."""
+    """Answers a prompt with its number in the run, and the answer's; notes passes, and is its own teacher."""
+
+    teacher_matrix = np.zeros((9, 1), np.float32)
 
     def __init__(self, calls):
         self._calls = calls
 
     def log_probs(self, batch, *, reference=False):
-        self._calls.append("reference")
+        self._calls.append("reference" if reference else "old")
         return -batch.targets.astype(np.float32)
+
+    def teacher_hidden(self, batch):
+        return np.zeros((*batch.targets.shape, 1), np.float32)
 
     def sample(self, prompts, indices, count):
         def answer(index, number):
@@ -66,10 +72,10 @@ def make_steps(tmp_path):
     def make(equal=(), reward=1.0, held_out=False, calls=None, loss=None, **settings):
         calls = [] if calls is None else calls
         config = RolloutConfig(reward=("exact",), num_generations=3, generation_batch_size=6, **settings)
-        objective = ObjectiveConfig(objective="grpo", **loss or {}).make()
-        sizes = {"seq_len": 32, "batch_size": 1, "seed": 3, "folder": tmp_path}
-        sizes["held_out"] = dataset if held_out else None
-        steps = RolloutSteps(dataset, objective, config, Judge(equal, reward, calls), **sizes)
+        objective = ObjectiveConfig(**{"objective": "grpo", **(loss or {})}).make()
+        parts = {"dataset": dataset, "held_out": dataset if held_out else None, "judge": Judge(equal, reward, calls)}
+        sizes = {"seq_len": 32, "batch_size": 1, "seed": 3}
+        steps = RolloutSteps(RolloutPlan(objective=objective, config=config, **parts, **sizes), tmp_path)
         steps.begin(Policy(calls), SimpleNamespace())
         return steps
 
@@ -90,6 +96,39 @@ def test_every_prompt_is_answered_once_an_epoch(make_steps, tmp_path):
     lines = (tmp_path / "rollouts.jsonl").read_text().splitlines()
     origins = [json.loads(line)["origin"] for line in lines[::3]]
     assert len(set(origins[:5])) == len(set(origins[5:])) == 5 and origins[:5] != origins[5:]
+
+
+@pytest.mark.parametrize("taken", range(4))
+def test_a_state_goes_on_with_the_same_answers_and_rewards(make_steps, taken):
+    """Of two steps on each half of the answers: from a state between them by the rewards that were kept."""
+    settings = {"steps_per_generation": 2, "num_iterations": 2}
+    steps = make_steps(**settings)
+    for _ in range(4 + taken):
+        next(steps)
+    state = json.loads(json.dumps(steps.get_state()))
+    assert (state["position"], state["step"], state["taken"]) == (2, 4, taken)
+    equal = {2, 3} if taken else ()  # would now be judged otherwise
+    later = make_steps(equal=equal, **settings)
+    later.set_state(state)
+    assert later.get_state() == state
+    for _ in range(6 - taken):
+        expected, step = next(steps), next(later)
+        (batch,), (same,) = expected.micro_batches, step.micro_batches
+        np.testing.assert_array_equal(same.targets, batch.targets)
+        np.testing.assert_array_equal(same.rollouts.advantages, batch.rollouts.advantages)
+        assert step.metrics == expected.metrics
+
+
+def test_answers_that_are_gone_are_said(make_steps, tmp_path):
+    steps = make_steps(num_iterations=2)
+    next(steps)
+    steps.forget()  # keeps those in use
+    steps.set_state(steps.get_state())
+    next(steps)
+    state = {**steps.get_state(), "step": 0, "position": 0, "taken": 1}
+    steps.saved()
+    with pytest.raises(ValueError, match="the answers that steps from 1 on train on are gone"):
+        steps.set_state(state)
 
 
 @pytest.mark.parametrize("reward", [1.0, 0.1, np.nan])
@@ -128,6 +167,30 @@ def test_a_reference_runs_while_rewards_are_judged_or_on_the_chosen_answers(make
     answered = np.asarray(batch.loss_weights) > 0
     np.testing.assert_array_equal(batch.rollouts.reference[answered], -batch.targets[answered])
     assert calls == expected
+
+
+@pytest.mark.parametrize(
+    ("loss", "settings", "passes"),
+    [
+        ({}, {}, []),
+        ({"objective": "rloo", "beta": 0.0}, {}, []),  # the present weights wrote the answers, and no reward reads them
+        ({"objective": "rloo", "beta": 0.0}, {"dynamic_sampling": True}, []),
+        ({"objective": "rloo"}, {}, ["old", "reference"]),
+        ({"beta": 0.1}, {}, ["reference"]),
+        ({"objective": "rloo", "beta": 0.0}, {"num_iterations": 2}, ["old"]),
+        ({"objective": "cispo"}, {"steps_per_generation": 2}, ["old"]),
+        ({"objective": "distill"}, {"num_iterations": 2}, []),
+    ],
+)
+def test_log_probabilities_that_nothing_reads_take_no_pass(make_steps, loss, settings, passes):
+    calls = []
+    step = next(make_steps(loss=loss, calls=calls, **settings))
+    assert [call for call in calls if call != "rewards"] == passes
+    for batch in step.micro_batches:
+        assert (batch.rollouts.old is not None, batch.rollouts.reference is not None) == (
+            "old" in passes,
+            "reference" in passes,
+        )
 
 
 def test_weights_of_a_mean_over_the_steps_tokens_are_the_normalizers_share(make_steps):

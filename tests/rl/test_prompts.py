@@ -41,3 +41,25 @@ def test_a_template_that_leaves_out_a_message_is_refused(read):
 def test_an_answer_that_is_no_message_is_refused_by_row(read):
     with pytest.raises(ValueError, match=r"data\.jsonl:1: .*message"):
         read({"prompt": [USER], "completion": ["It is 1."]})
+
+
+@pytest.mark.parametrize("key", ["images", "image", "audio", "video"])
+@pytest.mark.parametrize("prompt", [[USER], "What is 1?"])
+def test_rows_with_images_or_sounds_are_refused(read, key, prompt):
+    assert read({"prompt": prompt, key: []})
+    with pytest.raises(ValueError, match=rf"data\.jsonl:1: '{key}' is not read, as only text is"):
+        read({"prompt": prompt, key: ["a.png"]})
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"prompt": "a", "system": "b"}, "'system' is for a chat, and the prompt is a text"),
+        ({"prompt": "a", "tools": [{}]}, "'tools' is for a chat, and the prompt is a text"),
+        ({"prompt": [USER], "system": 7}, "'system' must be a string"),
+        ({"prompt": [USER], "chat_template_kwargs": {"a": 1}}, "'chat_template_kwargs' is not read"),
+    ],
+)
+def test_settings_of_rows_that_would_be_left_out_are_refused(read, row, text):
+    with pytest.raises(ValueError, match=text):
+        read(row)

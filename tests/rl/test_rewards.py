@@ -3,7 +3,7 @@
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +20,8 @@ from jaxglue.rl.sampler import Sample
 
 FILE = """
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -104,6 +106,73 @@ def program(completion):
     return len(subprocess.run("cat", capture_output=True).stdout) + len(sys.stdin.read())
 
 
+def leave(completion):
+    os._exit(3)
+
+
+def leave_by_exit(completion):
+    sys.exit(3)
+
+
+def fault(completion):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def killed(completion):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def forks(completion):
+    copy = os.fork()
+    if copy:
+        os.waitpid(copy, 0)
+    return {"a": 1, "b": 2, "skip": 3}[completion] if copy else 100
+
+
+def forks_later(completion):
+    if os.fork() == 0:
+        time.sleep(0.5)
+    return {"a": 1, "b": 2, "skip": 3}[completion]
+
+
+def slow_for_b(completion):
+    time.sleep(30 if completion == "b" else 0)
+    return 1
+
+
+def steers(completion):
+    print("\x1b]0;title\x07" + completion)
+    return 1
+
+
+def named_scores(completions, **columns):
+    return dict.fromkeys(("1", "2", "3"), 0)
+
+
+def text_of_numbers(completions, **columns):
+    return "123"
+
+
+def texts(completions, **columns):
+    return ["1", "2", "3"]
+
+
+def a_dict(completion):
+    return {"score": 1}
+
+
+def apart(completion, file):
+    subprocess.Popen(["sh", "-c", f"echo $$ > {file}; exec sleep 300"], start_new_session=True)
+    time.sleep(30)
+
+
+def apart_and_leaves(completion, file):
+    subprocess.Popen(["sh", "-c", f"echo $$ > {file}; exec sleep 300"], start_new_session=True)
+    while not os.path.exists(file) or not open(file).read():
+        time.sleep(0.01)
+    os._exit(1)
+
+
 def child(completion, file):
     subprocess.run(["sh", "-c", f"echo $$ > {file}; exec sleep 300"])
 """
@@ -146,6 +215,17 @@ def test_functions_of_any_names_judge_all_answers_at_once_and_messages_are_a_col
         ("nan", "nan of prompts.jsonl:4: expected finite numbers or None, got nan"),
         ("conversation", "conversation: ValueError: nothing is given for its parameter messages; there are prompt, "),
         ("wrong", r"wrong of prompts.jsonl:4: KeyError: 'key' \(rewards.py:\d+\)"),
+        ("leave", "leave of prompts.jsonl:4: it ended its process with status 3"),
+        ("leave_by_exit", "leave_by_exit of prompts.jsonl:4: SystemExit: 3"),
+        ("fault", "fault of prompts.jsonl:4: its process was ended by SIGSEGV"),
+        ("killed", "killed of prompts.jsonl:4: its process was killed 3 times in a row"),
+        ("named_scores", "named_scores of prompts.jsonl:4: TypeError: expected a list of numbers or None, got {'1"),
+        (
+            "text_of_numbers",
+            "text_of_numbers of prompts.jsonl:4: TypeError: expected a list of numbers or None, got '1",
+        ),
+        ("texts", "texts of prompts.jsonl:4: TypeError: expected a number or None, got '1'"),
+        ("a_dict", "a_dict of prompts.jsonl:4: TypeError: "),
         ("absent", "has no function 'absent'; it has .*single"),
         ("single?scal=2", "rewards.py:single: ValueError: no parameter scal; it has prompt, completion, wanted, scale"),
     ],
@@ -171,13 +251,29 @@ def test_functions_and_their_programs_read_no_requests(score):
     assert score("program", "later", reward_timeout=20) == [[[0.0, 1.5]] * 3]
 
 
-def test_programs_of_a_function_end_with_it(score, tmp_path):
-    score(f"child?file={tmp_path / 'pid'}", reward_timeout=2)
+@pytest.mark.parametrize("name", ["child", "apart", "apart_and_leaves"])
+def test_programs_of_a_function_end_with_it_whatever_their_session(score, tmp_path, name):
+    with suppress(ValueError):  # of one that leaves
+        score(f"{name}?file={tmp_path / 'pid'}", reward_timeout=1)
     process = Path("/proc") / (tmp_path / "pid").read_text().strip()
     deadline = time.monotonic() + 10
     while process.exists() and "Z" not in (process / "stat").read_text().split()[2]:
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_copies_of_a_process_that_a_function_forks_answer_nothing(score):
+    assert score("forks", "later", "forks_later") == [[[1, 1.5, 1], [2, 1.5, 2], [3, 1.5, 3]]]
+
+
+def test_an_answer_beyond_its_time_takes_none_of_the_others(score, caplog):
+    assert np.array_equal(score("slow_for_b", reward_timeout=0.5), [[[1], [np.nan], [1]]], equal_nan=True)
+    assert "reached its limit of 0.5 s with 1 of 3 answers; it gives none" in caplog.text
+
+
+def test_what_functions_print_steers_no_terminal(score, capfd):
+    score("steers")
+    assert r"\x1b]0;title\x07a" in (said := capfd.readouterr().err) and "\x1b" not in said
 
 
 def test_a_file_that_reaches_a_limit_when_it_is_imported_is_refused(tmp_path):
@@ -288,10 +384,82 @@ def test_mathematics_needs_a_column_to_compare_with():
 
 
 def test_shipped_rewards(tmp_path):
-    (tmp_path / "schema.json").write_text(json.dumps({"type": "object", "required": ["a"]}))
     assert checks.exact(" 7\n", 7) == 1 and checks.exact("The sum is 7", 7) == 0
+    assert checks.exact("7", 7.0) == checks.exact("7.0", 7.0) == 1 and checks.exact("0.0000001", 1e-7) == 1
     assert checks.regex("<think>\n1</think>2", "^<think>.*</think>.+$") == 1 and checks.regex("2", "^a") == 0
     assert [checks.length([0] * n, "4", "8") for n in (3, 4, 6, 8, 20)] == [0, 0, -0.5, -1, -1]
+    schema = tmp_path / "schema.json"
+    schema.write_text(json.dumps({"type": "object", "required": ["a"]}))
+    judged = {
+        '{"a": 1}': 1,
+        '```json\n{"a": 1}```': 1,
+        '<think>{"b": 1}</think>\n{"a": 1}': 1,
+        '{"a": 1}</think>{"b": 1}': 0,
+        '<think>{"a": 1}': 0,
+        '{"a": NaN}': 0,
+        "[" * 100_000: 0,
+    }
+    assert {text: checks.json_schema(text, str(schema)) for text in judged} == judged
+
+
+def test_exact_and_mathematics_judge_what_follows_the_thinking():
+    assert [checks.exact(text, "7") for text in ("<think>7</think>8", "7</think>\n7 ", "<think>7")] == [0, 1, 0]
+    assert checks.math("<think>\\boxed{7}</think> I do not know.", "7") == 0
+    assert checks.math("<think>\\boxed{8}</think>\\boxed{7}", "7") == 1
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "", "  ", True, ["7"], {"a": 7}])
+@pytest.mark.parametrize("name", ["exact", "math"])
+def test_rows_without_a_text_or_number_to_compare_with_are_refused(name, value):
+    prompts = [Prompt(f"data.jsonl:{row}", "a", [5], {"answer": answer}) for row, answer in enumerate(["7", value])]
+    message = f"--reward {name}, data.jsonl:1: the column .* has .*, and an answer is compared with a text or a number"
+    with closing(Judge(RolloutConfig(reward=(name,), reward_workers=1))) as judge:
+        judge.check(["answer"])
+        judge.check_rows(prompts[:1])
+        with pytest.raises(ValueError, match=message):
+            judge.check_rows(prompts)
+
+
+def test_rows_without_a_column_of_a_function_are_named(tmp_path):
+    (tmp_path / "rewards.py").write_text(FILE)
+    rows = [Prompt(f"data.jsonl:{row}", "a", [5], columns) for row, columns in enumerate([{"wanted": "a"}, {}])]
+    with closing(Judge(RolloutConfig(reward=(f"{tmp_path}/rewards.py:single",), reward_workers=1))) as judge:
+        judge.check(["wanted"])
+        with pytest.raises(ValueError, match=r"single, data.jsonl:1: ValueError: nothing is given for its .*wanted"):
+            judge.check_rows(rows)
+
+
+GOLDS = {  # a column's value: answers that are right, and answers that are wrong
+    "3\\sqrt{13}": (["So it is $\\boxed{3\\sqrt{13}}$.", "3\\sqrt{13}"], ["\\boxed{3}", "3"]),
+    "6 + 9i": (["\\boxed{6+9i}"], ["\\boxed{9}", "9"]),
+    "p - q": (["\\boxed{p - q}"], ["\\boxed{q}"]),
+    "[2,5)": (["\\boxed{[2,5)}"], ["\\boxed{5}"]),
+    "\\text{Evelyn}": (["\\boxed{\\text{Evelyn}}", "Evelyn"], ["\\boxed{\\text{Bob}}", "Bob"]),
+    "2, 3": (["\\boxed{3, 2}"], ["3"]),
+    "\\$36": (["$36", "36 dollars"], ["35"]),
+    "3 + 4 is 7, and 65 more are\n#### 72": (["The answer is 72."], ["\\boxed{7}"]),
+    "5 apples": (["He has 5 apples.", "5"], ["\\boxed{4}"]),
+    "18": (["18", "In total it takes 18 days."], ["8"]),
+    3: (["\\boxed{3}"], ["3\\sqrt{13}", "1" * 5000, "\\frac{" * 200]),
+    1e-7: (["\\boxed{0.0000001}"], ["\\boxed{1}"]),
+}
+
+
+@pytest.mark.parametrize("gold", [*GOLDS])
+def test_mathematics_is_read_as_a_whole_with_or_without_marks(gold):
+    right, wrong = GOLDS[gold]
+    assert [checks.math(answer, gold) for answer in (*right, *wrong)] == [1.0] * len(right) + [0.0] * len(wrong)
+
+
+def test_special_tokens_around_thinking_separate_it_from_the_answer(make_tokenizer):
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
+    tokens = tokenizer.encode("[THINK]a[/THINK]b", add_special_tokens=False)
+    answer = Sample(np.array(tokens, np.int32), np.zeros(len(tokens)), True, "ab")
+    with closing(Judge(RolloutConfig(reward=("exact",), reward_workers=1))) as judge:
+        judge.load_models(tokenizer)
+        asked = Written(Prompt("data.jsonl:1", "a", [5], {"answer": "b"}), [answer])
+        assert judge.score([asked]).tolist() == [[[1]]]
 
 
 @pytest.mark.parametrize(
@@ -301,6 +469,10 @@ def test_shipped_rewards(tmp_path):
         ("exact?weight=much", "weight: expected a number"),
         ("exact?weight=nan", "weight: expected a number"),
         ("regex?pattern=(", "unterminated subpattern"),
+        (":judge", "expected a file and a function of it"),
+        ("rewards.py:", "expected a file and a function of it"),
+        ("length?soft=nan&hard=8", "expected numbers of tokens with soft ≤ hard"),
+        ("length?soft=9&hard=8", "expected numbers of tokens with soft ≤ hard"),
         ("length?soft=4&hard=many", "could not convert string to float: 'many'"),
         ("json_schema?schema=absent.json", "no such file: absent.json"),
         ("model", "name the reward model's folder"),
@@ -310,6 +482,46 @@ def test_shipped_rewards(tmp_path):
 def test_malformed_names_are_refused(text, message):
     with pytest.raises(ValueError, match=message):
         parse_reward(text)
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ("{", "is no JSON"),
+        ('{"type": 7}', r"is no JSON schema: \$.type: 7 is not"),
+        ('{"$ref": "https://example.com/schema"}', r"\$ref https://example.com/schema is not in the file"),
+        ('{"properties": {"a": {"$ref": "#/$defs/b"}}}', r"\$ref #/\$defs/b is not in the file"),
+    ],
+)
+def test_schemas_are_checked_before_an_answer_is(tmp_path, schema, message):
+    (tmp_path / "schema.json").write_text(schema)
+    with pytest.raises(ValueError, match=message):
+        parse_reward(f"json_schema?schema={tmp_path}/schema.json")
+
+
+def test_digests_are_of_all_files_that_judge(tmp_path):
+    schema, file = tmp_path / "schema.json", tmp_path / "rewards.py"
+    schema.write_text('{"$ref": "#/$defs/a", "$defs": {"a": {"type": "object"}}}')
+    file.write_text("import helper\n\ndef judge(completion):\n    from package import inner\n    return 1.0\n")
+    (tmp_path / "helper.py").write_text("")
+    (tmp_path / "package").mkdir()
+    inner = tmp_path / "package" / "inner.py"
+    (tmp_path / "package" / "__init__.py").write_text("")
+    inner.write_text("from .. import none\nfrom . import __init__\n")
+
+    def digests() -> dict[str, str]:
+        with closing(Judge(RolloutConfig(reward=(f"{file}:judge", f"json_schema?schema={schema}")))) as judge:
+            return judge.digests
+
+    before = digests()
+    assert before.keys() == {str(path) for path in (file, schema, inner, inner.parent / "__init__.py")} | {
+        str(tmp_path / "helper.py")
+    }
+    for path in map(Path, before):
+        changed = path.read_text()
+        path.write_text(changed + "\n")
+        assert {name for name, digest in digests().items() if digest != before[name]} == {str(path)}
+        path.write_text(changed)
 
 
 def test_the_end_of_a_run_ends_rewards_under_way(tmp_path, caplog):

@@ -10,13 +10,13 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxglue.engine import array_checks
 from jaxglue.hf.export import save_model
 from jaxglue.hf.loading import load_model, random_model
 from jaxglue.hf.tensor_files import TensorFiles
 from jaxglue.models import config_from_hf
 from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.sharding.rules import Layout
-from jaxglue.training import array_checks
 
 
 @pytest.mark.parametrize("mesh", ["data=8", "fsdp=8", "data=2,fsdp=2,tensor=2"])

@@ -26,7 +26,7 @@ from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.ops import row_split
 from jaxglue.ops.segments import pack_forks
 from jaxglue.ops.small_layer import SMALL_LAYER
-from jaxglue.rl.packing import Group, TrainedAnswer, pack_groups
+from jaxglue.rl.pack import Group, TrainedAnswer, pack_groups
 from jaxglue.sharding.mesh import MeshShape, make_mesh, place_batch
 from jaxglue.sharding.rules import Layout
 

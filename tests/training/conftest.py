@@ -17,6 +17,7 @@ from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.rl.config import RolloutConfig
+from jaxglue.settings.config import KindSettings
 from jaxglue.training.config import ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 
 SHAPE = {
@@ -84,6 +85,7 @@ def make_config(tmp_path, model_folder, write_jsonl, chat_rows):
         }
         configs = {}
         for name, (cls, defaults) in groups.items():
+            cls = cls.of(changes.get(cls.named_by)) if issubclass(cls, KindSettings) else cls
             own = {field.name for field in dataclasses.fields(cls)}
             given = {key: changes.pop(key) for key in own & changes.keys()}
             configs[name] = cls(**{**defaults, **given})

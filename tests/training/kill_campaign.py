@@ -21,9 +21,9 @@ from pathlib import Path
 import jax
 
 from jaxglue.settings.recipe import load_config
+from jaxglue.training import loop
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.record import read_metrics
-from jaxglue.training.step import TrainStep
 from jaxglue.training.train import train
 
 _LATEST = 160
@@ -91,7 +91,7 @@ def _die_before(event: int) -> None:
 
     for name in ("rename", "replace", "fsync"):
         setattr(os, name, dying(getattr(os, name)))
-    TrainStep.dispatch = dying(TrainStep.dispatch)
+    loop.train_step = dying(loop.train_step)
 
 
 def _compare(whole: Path, killed: Path) -> None:

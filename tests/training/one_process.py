@@ -5,17 +5,17 @@ import signal
 from collections.abc import Sequence
 
 from jaxglue.commands import run
-from jaxglue.training.step import TrainStep
+from jaxglue.training import loop
 
 
 def train_or_die(die_before: int, arguments: Sequence[str]) -> None:
     """Run `jaxglue train`; die right before the step `die_before`, if that is not negative."""
-    dispatch = TrainStep.dispatch
+    train_step = loop.train_step
 
-    def dispatch_or_die(self, batch):
-        if self.step == die_before:
+    def train_or_die(parts, state, *arguments):
+        if state.step == die_before:
             os.kill(os.getpid(), signal.SIGKILL)
-        return dispatch(self, batch)
+        return train_step(parts, state, *arguments)
 
-    TrainStep.dispatch = dispatch_or_die
+    loop.train_step = train_or_die
     run("train", arguments)

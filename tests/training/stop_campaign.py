@@ -17,8 +17,8 @@ import jax
 
 from jaxglue.commands import run
 from jaxglue.settings.recipe import load_config, to_toml
+from jaxglue.training import loop
 from jaxglue.training.config import TrainConfig
-from jaxglue.training.step import TrainStep
 
 _AT = 3
 """The step before which a run is stopped."""
@@ -97,14 +97,14 @@ def _train(recipe: Path, stop) -> None:
         _pipe = os.pipe()
         os.dup2(_pipe[1], 1)
         os.close(_pipe[1])
-    dispatch = TrainStep.dispatch
+    train_step = loop.train_step
 
-    def stopping(self, *arguments):
-        if self.step == _AT - 1:
+    def stopping(parts, state, *arguments):
+        if state.step == _AT - 1:
             stop()
-        return dispatch(self, *arguments)
+        return train_step(parts, state, *arguments)
 
-    TrainStep.dispatch = stopping  # type: ignore[method-assign]
+    loop.train_step = stopping
     status = 0
     try:
         run("train", ["--recipe", str(recipe)])

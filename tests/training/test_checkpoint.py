@@ -10,10 +10,9 @@ import numpy as np
 import optax
 import pytest
 
-from jaxglue.training import orbax_files
-from jaxglue.training.checkpoint import Checkpoints, NonFinite
+from jaxglue.training import checkpoint
+from jaxglue.training.checkpoint import Checkpoints, NonFinite, reason_of
 from jaxglue.training.checkpoint_export import choose_step
-from jaxglue.training.orbax_files import reason_of
 
 FINGERPRINT = {"model": "tiny", "data": "0a1b", "seed": 0}
 
@@ -153,8 +152,8 @@ def test_flipped_bits_never_restore_another_state(tmp_path, pytestconfig):
 
 
 def test_published_checkpoint_is_synced_before_its_name(tmp_path, monkeypatch):
-    synced, sync = [], orbax_files.sync
-    monkeypatch.setattr(orbax_files, "sync", lambda path: (synced.append(path), sync(path)))
+    synced, sync = [], checkpoint.sync
+    monkeypatch.setattr(checkpoint, "sync", lambda path: (synced.append(path), sync(path)))
     save_all(tmp_path, {1: None})
     published = synced.index(tmp_path)
     names = {path.name for path in synced[:published]}
@@ -284,6 +283,6 @@ def test_abandoned_reads_of_orbax_are_silent():
     abandoned = SimpleNamespace(cr_code=SimpleNamespace(co_filename="/site-packages/orbax/checkpoint/x.py"))
     for thing, error in ((abandoned, "cut"), (coroutine, "Event loop is closed"), (coroutine, "another")):
         unraisable = SimpleNamespace(object=thing, exc_value=Exception(error))
-        orbax_files._print_unless_abandoned(lambda one: heard.append(str(one.exc_value)), unraisable)
+        checkpoint._print_unless_abandoned(lambda one: heard.append(str(one.exc_value)), unraisable)
     coroutine.close()
     assert heard == ["another"]

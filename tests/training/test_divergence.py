@@ -12,14 +12,14 @@ import pytest
 from selection import repeats_parts_of
 
 from jaxglue.data.iterator import BatchIterator, Step
+from jaxglue.engine.array_checks import check_arrays, non_finite
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.ops.segments import BatchKind, pack_segments
-from jaxglue.rl.packing import Group, TrainedAnswer, pack_groups
+from jaxglue.rl.pack import Group, TrainedAnswer, pack_groups
 from jaxglue.training import divergence
-from jaxglue.training.array_checks import check_arrays, non_finite
-from jaxglue.training.divergence import Postmortem, Spikes, load_step, save_step
+from jaxglue.training.divergence import Spikes, explain_divergence, load_step, save_step
 from jaxglue.training.record import Diverged, read_metrics
-from jaxglue.training.step import TrainStep
+from jaxglue.training.step import train_step
 from jaxglue.training.train import train
 
 
@@ -146,15 +146,14 @@ def test_rewinding_returns_to_the_checkpoint_and_leaves_the_rows_out(make_config
 
 def poison(monkeypatch, failing):
     """Make the losses of these steps NaN, whichever rows they have."""
-    dispatch = TrainStep.dispatch
 
-    def failing_dispatch(self, batch, accepts=None):
+    def failing_step(parts, state, batch, accepts):
         def judge(step, values):
             return accepts(step, {**values, "loss": math.nan} if step in failing else values)
 
-        return dispatch(self, batch, accepts and judge)
+        return train_step(parts, state, batch, accepts and judge)
 
-    monkeypatch.setattr(TrainStep, "dispatch", failing_dispatch)
+    monkeypatch.setattr("jaxglue.training.loop.train_step", failing_step)
 
 
 def test_no_checkpoint_is_saved_while_spikes_follow_each_other(make_config, tmp_path, monkeypatch):
@@ -215,6 +214,6 @@ def test_spikes_are_no_part_of_what_they_are_judged_by():
 def test_a_cause_that_is_not_found_is_not_named(monkeypatch, step, blames):
     monkeypatch.setattr(divergence, "check_parameters", lambda frozen: [])
     checkpoints = SimpleNamespace(reject=lambda first: [], latest_step=None)
-    postmortem = Postmortem(None, SimpleNamespace(frozen=None), checkpoints, {})
-    text = postmortem.explain(Diverged(step, "loss nan"), first=step, replay=False)
+    model = None, None, SimpleNamespace(frozen=None), checkpoints
+    text = explain_divergence(*model, Diverged(step, "loss nan"), start={}, first=step, replay=False)
     assert text.startswith(blames) and text.endswith("No checkpoint is left") and "ruined" not in text

@@ -12,7 +12,7 @@ from jaxglue.data.dataset import token_values
 from jaxglue.training.evaluation import evaluation_lines, held_out_metrics, named_metrics
 from jaxglue.training.record import read_metrics
 from jaxglue.training.setup import resolve
-from jaxglue.training.step import TrainStep
+from jaxglue.training.step import prepare_steps
 from jaxglue.training.train import train
 
 
@@ -46,12 +46,13 @@ def test_sums_by_source_equal_single_tokens(make_config, write_jsonl, chat_rows)
     config = make_config(eval_fraction=0.5, batch_size=2)
     config = make_config(eval_fraction=0.5, batch_size=2, data=(*config.data.data, other))
     setup = resolve(config)
-    model = TrainStep(setup, None)
+    parts, state = prepare_steps(setup, None)
+    trees, executor = (state.trainable, state.frozen), parts.executor
     totals, expected = 0.0, np.zeros((3, 2))
     for batch in jax.device_put(list(setup.eval_batches)):
-        sums = model.executor.evaluate(model.trainable, model.frozen, batch, 2)
-        assert float(sums[0].sum()) == pytest.approx(float(model.executor.loss(model.trainable, model.frozen, batch)))
-        losses, best = jax.device_get(model.executor.token_scores(model.trainable, model.frozen, batch))
+        sums = executor.evaluate(*trees, batch, 2)
+        assert float(sums[0].sum()) == pytest.approx(float(executor.loss(*trees, batch)))
+        losses, best = jax.device_get(executor.token_scores(*trees, batch))
         weights, owners = np.asarray(batch.loss_weights), np.asarray(batch.sources)
         for source in (0, 1):
             own = weights * (owners == source)

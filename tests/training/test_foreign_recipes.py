@@ -32,7 +32,7 @@ def test_documents_masks_and_steps_are_those_of_the_program(name, tmp_path):
     if "assistant_only_loss" in golden["recipe"]:
         more["chat_template"] = str(tmp_path / "template.jinja")
     run = resolve(from_settings(TrainConfig, more, recipe))
-    assert run.total_steps == golden["steps"]
+    assert run.schedule.total_steps == golden["steps"]
     data = run.data.train
     found = [data.store.tokens[data.indices(document)].tolist() for document in range(len(data))]
     assert found == [document["tokens"] for document in golden["documents"]]

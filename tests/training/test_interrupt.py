@@ -3,7 +3,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jaxglue.training.interrupt import Interrupt
+from jaxglue.terminal.interrupt import Interrupt
 
 
 @pytest.fixture(autouse=True)

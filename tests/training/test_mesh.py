@@ -19,7 +19,7 @@ from jaxglue.training.adamw import AdamWOptimizer
 from jaxglue.training.config import OptimizerConfig
 from jaxglue.training.record import read_metrics
 from jaxglue.training.setup import resolve
-from jaxglue.training.step import StepProgram, TrainStep
+from jaxglue.training.step import StepProgram, train_step
 from jaxglue.training.train import train
 
 pytestmark = pytest.mark.skipif(
@@ -42,21 +42,19 @@ def test_full_fine_tuning_resumes_on_another_mesh(make_config, tmp_path, monkeyp
     }
     train(make_config(**options, output=tmp_path / "whole", mesh="data=2,fsdp=2"))
     assert "compiled programs again" not in caplog.text
-    dispatch, dispatching = TrainStep.dispatch, []
+    states = []
 
-    def interrupted(self, batch):
-        dispatching.append(self)
-        result = dispatch(self, batch)
-        if result.step == 2 and len(dispatching) == 2:
+    def interrupted(*arguments):
+        state, result = train_step(*arguments)
+        states.append(state)
+        if len(states) == 2:
             signal.raise_signal(signal.SIGTERM)
-        return result
+        return state, result
 
-    monkeypatch.setattr(TrainStep, "dispatch", interrupted)
+    monkeypatch.setattr("jaxglue.training.loop.train_step", interrupted)
     assert train(make_config(**options)) is None  # auto: fsdp=4
-    embedding = dispatching[0].trainable["embed_tokens"]["weight"]
-    moments = [
-        state for state in jax.tree.leaves(dispatching[0].state()["optimizer"]) if state.shape == embedding.shape
-    ]
+    embedding = states[-1].trainable["embed_tokens"]["weight"]
+    moments = [state for state in jax.tree.leaves(states[-1].optimizer) if state.shape == embedding.shape]
     assert {array.sharding.spec for array in (embedding, *moments)} == {jax.sharding.PartitionSpec("fsdp")}
     assert train(make_config(**options, mesh="data=2,fsdp=2", resume=True)) is not None
     np.testing.assert_allclose(losses(tmp_path / "run"), losses(tmp_path / "whole"), rtol=1e-4)
@@ -133,16 +131,15 @@ def test_rows_split_over_devices_resume_to_the_bit(make_config, tmp_path, monkey
     options = {"batch_size": 2, "steps": 3, "seq_len": 64, "rank": 2, "eval_fraction": 0.2}
     train(make_config(**options, output=tmp_path / "whole"))
     assert "data=2,context=2" in capsys.readouterr().out  # auto: there are fewer rows than devices
-    dispatch = TrainStep.dispatch
 
-    def interrupted(self, batch):
-        result = dispatch(self, batch)
+    def interrupted(*arguments):
+        state, result = train_step(*arguments)
         if result.step == 2:
             signal.raise_signal(signal.SIGTERM)
-        return result
+        return state, result
 
     with monkeypatch.context() as patch:
-        patch.setattr(TrainStep, "dispatch", interrupted)
+        patch.setattr("jaxglue.training.loop.train_step", interrupted)
         assert train(make_config(**options)) is None
     assert train(make_config(**options, resume=True)) is not None
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")

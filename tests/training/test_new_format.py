@@ -91,9 +91,8 @@ class Toy4Format(WeightFormat):
 
 @pytest.fixture
 def toy4():
-    made = register(Toy4Format())
-    yield made
-    del FORMATS["toy4"]
+    with FORMATS.scope():
+        yield register(Toy4Format())
     QUANTIZE.remove("toy4")
 
 
@@ -193,13 +192,13 @@ class ToyExpertsFormat(WeightFormat):
 @pytest.fixture
 def sparse_folder(model_folder):
     """Give the model folder experts in the toy format."""
-    register(ToyExpertsFormat())
     path = model_folder / "config.json"
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
     raw = json.loads(path.read_text()) | experts | {"model_type": "qwen3_moe"}
     path.write_text(json.dumps(raw | {"quantization_config": {"quant_method": "toy_experts"}}))
-    yield model_folder
-    del FORMATS["toy_experts"]
+    with FORMATS.scope():
+        register(ToyExpertsFormat())
+        yield model_folder
 
 
 @repeats_parts_of("test_its_flag_trains_and_its_folder_is_written_and_read")

@@ -59,7 +59,7 @@ def test_updates_equal_optax_adamw(backend, clip_norm):
         optax.adamw(
             learning_rate_schedule(config, 4),
             b1=config.beta1,
-            b2=config.second_decay,
+            b2=config.beta2,
             weight_decay=0.1,
             mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree),
         ),

@@ -10,10 +10,10 @@ from jaxglue.models.parameters import get_part, set_part
 from jaxglue.settings.flags import parse_config
 from jaxglue.training.config import OptimizerConfig, TrainConfig
 from jaxglue.training.optax_optimizer import OptaxOptimizer
-from jaxglue.training.optimizer import OPTIMIZERS, OptimizerKind, make_optimizer, state_bytes
+from jaxglue.training.optimizer import OPTIMIZERS, MomentumSettings, OptimizerKind, make_optimizer, state_bytes
 from jaxglue.training.report import plan_rows
 from jaxglue.training.setup import resolve
-from jaxglue.training.step import TrainStep
+from jaxglue.training.step import prepare_steps
 from jaxglue.training.train import train
 from tests.selection import repeat
 
@@ -52,17 +52,18 @@ class SignMomentum:
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch):
+def registered():
     """Make the optimizer one that `--optimizer` names."""
-    kind = OptimizerKind(make=SignMomentum, title="sign of momentum", rate_factor=0.5)
-    monkeypatch.setitem(OPTIMIZERS, "toy", kind)
+    kind = OptimizerKind(make=SignMomentum, title="sign of momentum", rate_factor=0.5, Settings=MomentumSettings)
+    with OPTIMIZERS.scope({"toy": kind}):
+        yield
 
 
 def test_registered_optimizer_is_a_flag_with_its_learning_rate():
     flags = ["--model", "m", "--data", "d.jsonl", "--optimizer", "toy"]
     config = parse_config(TrainConfig, flags, command="train")
     assert config.optimizer.optimizer == "toy" and config.optimizer.learning_rate == 0.5 * 2e-4
-    with pytest.raises(ValueError, match="--moments 8bit is not for --optimizer toy"):
+    with pytest.raises(ValueError, match=r"--moments is for --optimizer adamw .*, not toy"):
         OptimizerConfig(optimizer="toy", moments="8bit")
 
 
@@ -85,10 +86,10 @@ def test_registered_optimizer_trains_and_resumes_to_the_bit(make_config, tmp_pat
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "lion", "adafactor"])
 def test_planned_bytes_are_those_of_the_state(make_config, name):
-    model = TrainStep(resolve(make_config(optimizer=name)), None)
-    arrays = jax.tree.leaves(model.state()["optimizer"])
-    values = sum(leaf.size for leaf in jax.tree.leaves(model.trainable))
-    expected = state_bytes(OptimizerConfig(optimizer=name), model.trainable)
+    _, state = prepare_steps(resolve(make_config(optimizer=name)), None)
+    arrays = jax.tree.leaves(state.optimizer)
+    values = sum(leaf.size for leaf in jax.tree.leaves(state.trainable))
+    expected = state_bytes(OptimizerConfig(optimizer=name), state.trainable)
     assert sum(leaf.nbytes for leaf in arrays) == pytest.approx(expected * values)
 
 
@@ -99,8 +100,8 @@ class Momentum(OptaxOptimizer):
         return optax.trace(decay=0.9)
 
 
-def test_an_optax_transformation_is_an_optimizer(monkeypatch):
-    monkeypatch.setitem(OPTIMIZERS, "momentum", OptimizerKind(make=Momentum, title="momentum"))
+def test_an_optax_transformation_is_an_optimizer():
+    OPTIMIZERS.add("momentum", OptimizerKind(make=Momentum, title="momentum"))
     plain = {"learning_rate": 0.1, "schedule": "constant", "warmup_steps": 0, "clip_norm": 0, "weight_decay": 0}
     config, trainable = OptimizerConfig(optimizer="momentum", **plain), {"layers": [{"weight": jnp.ones((2, 3))}]}
     optimizer, ones = make_optimizer(config, total_steps=9), jax.tree.map(jnp.copy, trainable)

@@ -9,15 +9,14 @@ from jaxglue.training import out_of_memory
 from jaxglue.training.out_of_memory import OutOfMemory, explained_out_of_memory
 from jaxglue.training.record import MemoryUse
 from jaxglue.training.setup import resolve
-from jaxglue.training.step import TrainStep
 from jaxglue.training.train import train
 
 
 def test_exhausted_memory_names_plan_and_remedy(make_config, monkeypatch):
-    def exhausted(self, *args):
+    def exhausted(*args):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes.")
 
-    monkeypatch.setattr(TrainStep, "dispatch", exhausted)
+    monkeypatch.setattr("jaxglue.training.loop.train_step", exhausted)
     line = r"ran out of memory, .*planned was --remat 'dots'.*1 × 96 tokens\. Lower --batch-size or --seq-len"
     with pytest.raises(OutOfMemory, match=line) as error:
         train(make_config(steps=2))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxglue.objectives.answers import PairObjective
-from jaxglue.objectives.config import ObjectiveConfig
+from jaxglue.objectives.config import BetaSettings, ObjectiveConfig
 from jaxglue.objectives.objective import OBJECTIVES, Objective
 from jaxglue.settings.config import NonNegativeFloat
 from jaxglue.training.train import train
@@ -27,20 +27,20 @@ class Weighted(Objective):
         return jnp.stack([-jnp.sum(values.log_probs * weights), jnp.sum(batch.loss_weights * weights)])
 
 
-class Contrast(PairObjective):
-    """Likelihood of preferred answers, less that of the others."""
-
-    settings = ("beta",)
-
-    def losses(self, pairs):
-        return -pairs.chosen_mean + self.config.contrast * pairs.rejected_mean
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ContrastConfig(ObjectiveConfig):
+class ContrastSettings(BetaSettings):
     """Settings of the contrast."""
 
     contrast: NonNegativeFloat = 1.0
+
+
+class Contrast(PairObjective):
+    """Likelihood of preferred answers, less that of the others."""
+
+    Settings = ContrastSettings
+
+    def losses(self, pairs):
+        return -pairs.chosen_mean + self.config.contrast * pairs.rejected_mean
 
 
 class Sampled(Objective):
@@ -50,10 +50,9 @@ class Sampled(Objective):
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch):
-    monkeypatch.setattr(OBJECTIVES, "_entries", {**OBJECTIVES._entries})
-    for name, kind in {"weighted": Weighted, "contrast": Contrast, "sampled": Sampled}.items():
-        OBJECTIVES.register(name)(kind)
+def registered():
+    with OBJECTIVES.scope({"weighted": Weighted, "contrast": Contrast, "sampled": Sampled}):
+        yield
 
 
 @pytest.fixture
@@ -98,7 +97,7 @@ def test_value_of_a_column_that_is_no_number_names_its_row(run, chat_rows):
 def test_a_loss_of_pairs_with_settings_of_its_own_trains(run):
     pairs = [{"prompt": f"What is {n}? ", "chosen": f"It is {n}.", "rejected": "Good"} for n in range(4)]
     lines = {
-        weight: run(f"weight-{weight}", pairs, ContrastConfig(objective="contrast", contrast=weight), steps=8)
+        weight: run(f"weight-{weight}", pairs, ObjectiveConfig(objective="contrast", contrast=weight), steps=8)
         for weight in (0.0, 0.5)
     }
     for found in lines.values():

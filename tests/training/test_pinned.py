@@ -20,8 +20,8 @@ from jaxglue.planner.plan import MARGIN
 from jaxglue.planner.planner import Planner
 from jaxglue.planner.workload import Workload
 from jaxglue.sharding.mesh import MeshShape
-from jaxglue.training import remat
-from jaxglue.training.remat import RematChoice
+from jaxglue.training import memory, remat
+from jaxglue.training.remat import Asked, RematChoice
 
 V2 = {"memory.max": "{}", "memory.current": "{}", "memory.stat": "anon 7\nactive_file {}\ninactive_file 0"}
 V1 = {
@@ -59,53 +59,53 @@ def renewed(monkeypatch):
     calls: list[bool] = []
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "live_arrays", list)
-    monkeypatch.setattr(remat, "_renew_client", lambda: calls.append(True))
+    monkeypatch.setattr(memory, "_renew_client", lambda: calls.append(True))
     return calls
 
 
 def test_pool_has_the_size_of_streamed_weights(workload, renewed):
     environ = {HOST_LIMIT: "90"}
-    assert remat.size_pool(workload, choice("host"), environ) == 5
+    assert memory.size_pool(workload, choice("host"), environ) == 5
     assert renewed == [True] and environ == {HOST_LIMIT: "5"}
 
 
 @pytest.mark.parametrize("case", ["resident", "mapped", "processes", "preallocated", "arrays"])
 def test_pool_is_left_to_grow(workload, renewed, monkeypatch, case):
-    environ = {remat.PREALLOCATE: "false"} if case == "preallocated" else {}
+    environ = {memory.PREALLOCATE: "false"} if case == "preallocated" else {}
     weights = {"resident": "device", "mapped": "mapped"}.get(case, "host")
     if case == "processes":
         monkeypatch.setattr(jax, "process_count", lambda: 2)
     if case == "arrays":
         monkeypatch.setattr(jax, "live_arrays", lambda: [0])
-    assert remat.size_pool(workload, choice(weights), environ) == 0 and not renewed and HOST_LIMIT not in environ
+    assert memory.size_pool(workload, choice(weights), environ) == 0 and not renewed and HOST_LIMIT not in environ
 
 
 def test_values_have_buffers_unless_the_hosts_memory_was_taken(workload, renewed, monkeypatch):
     made: list[int] = []
-    monkeypatch.setattr(remat, "HostBuffers", lambda device, size: made.append(size) or nullcontext())
+    monkeypatch.setattr(memory, "HostBuffers", lambda device, size: made.append(size) or nullcontext())
     offloading = replace(choice("device", "offload"), offloaded_bytes=3 * GIB)
     for free in (4 * GIB, 2 * GIB):
-        monkeypatch.setattr(remat, "available_memory", lambda free=free: free)
+        monkeypatch.setattr(memory, "available_memory", lambda free=free: free)
         short = pytest.raises(ValueError, match=r"3\.0 GiB .* of which 2\.0 GiB are free")
         with short if free < 3 * GIB else nullcontext():
-            remat.open_buffers(workload, offloading)
-    remat.open_buffers(workload, choice("device"))
+            memory.open_buffers(workload, offloading)
+    memory.open_buffers(workload, choice("device"))
     assert made == [3 * GIB] and not renewed
 
 
 def test_gpus_of_a_process_share_its_memory(workload, renewed, monkeypatch):
     object.__setattr__(workload, "mesh", MeshShape.parse("data=2"))
-    monkeypatch.setattr(remat, "available_memory", lambda: 5 * GIB)
+    monkeypatch.setattr(memory, "available_memory", lambda: 5 * GIB)
     with pytest.raises(ValueError, match=r"offloads 6\.0 GiB to host memory, of which 5\.0 GiB are free"):
-        remat.open_buffers(workload, replace(choice("device", "offload"), offloaded_bytes=3 * GIB))
-    assert remat.size_pool(workload, choice("host"), {}) == 8  # twice the plan's 3 GiB, and slack
+        memory.open_buffers(workload, replace(choice("device", "offload"), offloaded_bytes=3 * GIB))
+    assert memory.size_pool(workload, choice("host"), {}) == 8  # twice the plan's 3 GiB, and slack
     monkeypatch.setattr(remat, "host_memory", lambda: 4 * GIB)
     assert remat._pinned_for(workload, find_gpu("H100")) == 2 * GIB
 
 
 RENEWAL = """
 import os, sys, jax, jax.numpy as jnp
-from jaxglue.training.remat import _renew_client
+from jaxglue.training.memory import _renew_client
 double = jax.jit(lambda x: 2 * x)
 double(jnp.ones(8)).block_until_ready()
 os.environ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] = "1"
@@ -142,7 +142,7 @@ def test_embeddings_leave_the_gpu_where_memory_is_short(make_config, tiny_config
     gpu = replace(find_gpu("H100"), memory=(2 * most if roomy else (most + least) / 2) / (1 - MARGIN))
     monkeypatch.setattr(remat, "device_gpu", lambda *_: gpu)
     config = make_config(embeddings="auto", weights="auto", remat="full")
-    planner, plan = remat._fastest(config.model, on_gpu)
+    planner, plan = remat._fastest(Asked.of(config), on_gpu)
     assert planner.workload.host_embeddings != roomy and not is_streamed(plan.weights)
 
 
@@ -162,5 +162,5 @@ def test_the_host_is_measured_where_times_depend_on_it(
         return find_gpu("H200")
 
     monkeypatch.setattr(remat, "device_gpu", device_gpu)
-    remat._fastest(make_config(remat=policy).model, work)
+    remat._fastest(Asked.of(make_config(remat=policy)), work)
     assert (asked[-1] is None) == measured

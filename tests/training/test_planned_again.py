@@ -14,10 +14,10 @@ from selection import repeat, repeats_parts_of
 from jaxglue.engine.policy import parse_policies
 from jaxglue.planner import calibration as fitted
 from jaxglue.planner.gpus import GIB
-from jaxglue.training import mesh_choice, out_of_memory
+from jaxglue.training import out_of_memory, remat
 from jaxglue.training.out_of_memory import OutOfMemory
 from jaxglue.training.record import MemoryUse
-from jaxglue.training.step import TrainStep
+from jaxglue.training.step import train_step
 from jaxglue.training.train import train
 
 LIMIT = 16.0
@@ -35,7 +35,7 @@ def models() -> list[weakref.ref]:
 def planned(monkeypatch, models) -> dict:
     """Plan `dots` at first, `remat` afterwards, when the model before is gone; list later plans' GiB of the pool."""
     plans: dict = {"remat": "full", "pools": []}
-    choose = mesh_choice.choose_remat
+    choose = remat.choose_remat
 
     def chosen(settings, workload, steps, explain=False):
         return replace(choose(settings, workload, steps), device_bytes=PLANNED)
@@ -47,7 +47,7 @@ def planned(monkeypatch, models) -> dict:
         again = replace(choose(settings, workload, steps), remat=plans["remat"], policies=policies)
         return replace(again, device_bytes=int(0.95 * pool * GIB))
 
-    monkeypatch.setattr(mesh_choice, "choose_remat", chosen)
+    monkeypatch.setattr(remat, "choose_remat", chosen)
     monkeypatch.setattr(out_of_memory, "choose_remat", chosen_again)
     return plans
 
@@ -55,12 +55,12 @@ def planned(monkeypatch, models) -> dict:
 @pytest.fixture
 def overrun(monkeypatch, models) -> Callable[..., None]:
     """Make steps of these numbers, counted over attempts, overrun: in their midst, or by their peak."""
-    dispatch, steps = TrainStep.dispatch, [0]
+    steps = [0]
 
     def make(kind: str, *numbers: int) -> None:
-        def dispatched(self, *args):
-            result = dispatch(self, *args)
-            models.append(weakref.ref(self))
+        def dispatched(parts, *args):
+            result = train_step(parts, *args)
+            models.append(weakref.ref(parts))
             steps[0] += 1
             if kind == "exhausted" and steps[0] in numbers:
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2.00GiB.")
@@ -71,7 +71,7 @@ def overrun(monkeypatch, models) -> Callable[..., None]:
 
         steps[0] = 0
         models.clear()
-        monkeypatch.setattr(TrainStep, "dispatch", dispatched)
+        monkeypatch.setattr("jaxglue.training.loop.train_step", dispatched)
         monkeypatch.setattr(out_of_memory, "memory_use", memory_use if kind == "peak" else out_of_memory.memory_use)
 
     return make

@@ -12,7 +12,7 @@ from jaxglue.training.run_folder import MANIFEST, RunFiles, RunFolder, output_fo
 
 def write_run(folder, text, *, checkpoint=True):
     output = RunFolder(folder)
-    output.begin(text)
+    output.begin(text, {"rows": []})
     with output.writing("adapter"):
         (folder / "adapter").mkdir(exist_ok=True)
         (folder / "adapter" / "weights").write_text(text)
@@ -42,7 +42,8 @@ def run(tmp_path):
 
 
 MINE = {"chats.jsonl": "mine", "adapter/notes.txt": "mine"}
-OLD = {**MINE, "config.toml": "old", "adapter/weights": "old", "checkpoints/5/array": "old"}
+PLAN = {"plan.json": '{\n  "rows": []\n}\n'}
+OLD = {**MINE, **PLAN, "config.toml": "old", "adapter/weights": "old", "checkpoints/5/array": "old"}
 
 
 def test_new_run_replaces_the_files_of_the_old_alone(run):
@@ -51,13 +52,13 @@ def test_new_run_replaces_the_files_of_the_old_alone(run):
         output = RunFolder(run, overwrite=True)
         with output.replacing():
             assert {name: text for name, text in contents(run).items() if "old-" not in name} == MINE
-            output.begin("new")
+            output.begin("new", {"rows": []})
             folder = run / "checkpoints" / "1"
             output.before_checkpoint(folder)
             folder.mkdir(parents=True)
             (folder / "array").write_text("new")
             output.checkpoint_saved(folder)
-    assert contents(run) == {**MINE, "config.toml": "new", "checkpoints/1/array": "new"}
+    assert contents(run) == {**MINE, **PLAN, "config.toml": "new", "checkpoints/1/array": "new"}
 
 
 def test_failure_before_a_checkpoint_restores_the_old_run(run):
@@ -72,7 +73,7 @@ def test_failure_before_a_checkpoint_restores_the_old_run(run):
 def test_damaged_list_of_files_is_mended(run, damage):
     with (run / MANIFEST).open("ab") as file:
         file.write(damage + b'{"path": "cut')
-    RunFolder(run).begin("resumed")
+    RunFolder(run).begin("resumed", {"rows": []})
     assert {"config.toml", "checkpoints/5/array"} <= set(RunFiles(run).present())
     assert not RunFiles(run)._lines.damaged
     assert (run / f"{MANIFEST}.damaged").read_bytes() == damage
@@ -81,11 +82,11 @@ def test_damaged_list_of_files_is_mended(run, damage):
 def test_killed_first_run_can_be_replaced(tmp_path):
     folder = tmp_path / "run"
     with output_folder(folder, overwrite=True), RunFolder(folder, overwrite=True).replacing():
-        RunFolder(folder).begin("first")
+        RunFolder(folder).begin("first", {"rows": []})
         (folder / "checkpoints").mkdir()
         killed = contents(folder)
     with output_folder(folder, overwrite=True):
-        assert contents(folder) == killed == {"config.toml": "first"}
+        assert contents(folder) == killed == {**PLAN, "config.toml": "first"}
 
 
 def test_kill_at_any_moment_leaves_one_whole_run(run, tmp_path, monkeypatch):
@@ -98,7 +99,7 @@ def test_kill_at_any_moment_leaves_one_whole_run(run, tmp_path, monkeypatch):
             break
         with output_folder(folder, resume=True):
             outcomes.append(contents(folder))
-    new = {**MINE, "config.toml": "new", "adapter/weights": "new", "checkpoints/5/array": "new"}
+    new = {**MINE, **PLAN, "config.toml": "new", "adapter/weights": "new", "checkpoints/5/array": "new"}
     assert len(outcomes) > 15
     assert [outcome for outcome in outcomes if outcome not in (OLD, new)] == []
     assert outcomes[0] == OLD and outcomes[-1] == new

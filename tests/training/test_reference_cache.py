@@ -12,7 +12,7 @@ from jaxglue.models.parameters import flatten_names
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.training.reference_cache import _read, _weights, _write, add_reference
 from jaxglue.training.setup import resolve
-from jaxglue.training.step import TrainStep
+from jaxglue.training.step import prepare_steps
 
 
 @pytest.fixture
@@ -52,30 +52,30 @@ PAIRS = [{"prompt": f"What is {n} plus 1? ", "chosen": f"It is {n + 1}.", "rejec
 
 @pytest.fixture
 def make_run(make_config, write_jsonl):
-    """Return (run, its model before step 1) of DPO with a cached reference."""
+    """Return (run, parts and state of its steps before step 1) of DPO with a cached reference."""
     data = (write_jsonl(PAIRS, "pairs.jsonl"),)
 
     def make(objective="dpo", **changes):
         config = make_config(data=data, steps=1, batch_size=2, **changes)
         objective = ObjectiveConfig(objective=objective, reference_cache="on")
         run = resolve(type(config)(**{**vars(config), "objective": objective}))
-        return run, TrainStep(run, None)
+        return run, *prepare_steps(run, None)
 
     return make
 
 
-def reference(run, model):
+def reference(run, parts, state):
     """Return the line of `add_reference` and the values that the run reads."""
-    return add_reference(run, model, None, SINGLE_PROCESS), run.batches.dataset.reference
+    return add_reference(run, parts, state, SINGLE_PROCESS), run.batches.dataset.reference
 
 
 def test_a_cached_reference_is_the_model_that_training_begins_with(make_run, tmp_path):
-    run, model = make_run()
+    run, _, state = make_run()
     rng = np.random.default_rng(0)
     tensors = {
-        name: 0.1 * rng.standard_normal(x.shape, np.float32) for name, x in flatten_names(model.trainable).items()
+        name: 0.1 * rng.standard_normal(x.shape, np.float32) for name, x in flatten_names(state.trainable).items()
     }
-    save_adapter(tmp_path / "adapter", tensors, run.config.lora, run.config.model.model)
+    save_adapter(tmp_path / "adapter", tensors, run.lora, run.base.name)
     changes = {"adapter": tmp_path / "adapter", "rank": 16}  # the adapter brings its own settings
     first, values = reference(*make_run(**changes))
     again, same = reference(*make_run(**changes))
@@ -89,16 +89,16 @@ def test_a_cached_reference_is_the_model_that_training_begins_with(make_run, tmp
 
 
 def test_names_follow_every_weight_but_not_new_adapters(make_run):
-    run, model = make_run()
-    before = _weights(run, model)
-    _, other = make_run(rank=2)
+    run, parts, state = make_run()
+    before = _weights(run, state)
+    *_, other = make_run(rank=2)
     assert _weights(run, other) == before
-    weight = model.frozen["layers"][1]["mlp"]["up_proj"]["weight"]
-    model.frozen["layers"][1]["mlp"]["up_proj"]["weight"] = weight.at[3, 5].multiply(1.5)
-    assert _weights(run, model) != before
-    model.frozen["layers"][1]["mlp"]["up_proj"]["weight"] = weight.at[3, 5].set(jnp.nan)
+    weight = state.frozen["layers"][1]["mlp"]["up_proj"]["weight"]
+    state.frozen["layers"][1]["mlp"]["up_proj"]["weight"] = weight.at[3, 5].multiply(1.5)
+    assert _weights(run, state) != before
+    state.frozen["layers"][1]["mlp"]["up_proj"]["weight"] = weight.at[3, 5].set(jnp.nan)
     with pytest.raises(ValueError, match=r"not finite \(layers\.1\.mlp\.up_proj\.weight\)"):
-        reference(run, model)
+        reference(run, parts, state)
 
 
 def test_a_stale_reference_is_computed_anew(make_run, tmp_path):
@@ -115,7 +115,7 @@ def test_a_stale_reference_is_computed_anew(make_run, tmp_path):
 def test_copies_of_the_prompt_have_the_same_reference(make_run, monkeypatch):
     _, shared = reference(*make_run())
     monkeypatch.setattr("jaxglue.training.setup.why_prompts_are_copied", lambda *_: "no kernel of forked segments")
-    run, model = make_run()
-    _, copied = reference(run, model)
+    run, *model = make_run()
+    _, copied = reference(run, *model)
     assert not run.batches.dataset.task.shared_prompt
     np.testing.assert_allclose(copied, shared, atol=2e-3)

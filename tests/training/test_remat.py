@@ -18,7 +18,7 @@ def choose(make_config, tiny_config, monkeypatch):
 
     def choice(**settings):
         config, model = make_config(**settings), config_from_hf({**tiny_config, "model_type": "qwen3"})
-        return remat.choose_remat(config.model, make_workload(config, model, (64,), MeshShape()))
+        return remat.choose_remat(remat.Asked.of(config), make_workload(config, model, (64,), MeshShape()))
 
     return choice
 

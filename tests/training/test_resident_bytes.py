@@ -36,7 +36,11 @@ def allocate(setup):
     """Build (trainable, frozen, optimizer state) as the trainer does."""
     layout = Layout(make_mesh(setup.mesh) if setup.mesh.devices > 1 else None, setup.workload.dtype)
     _, trainable, frozen = build_parameters(setup, layout)
-    return trainable, frozen, AdamWOptimizer(setup.config.optimizer, setup.total_steps, layout).init(trainable)
+    return (
+        trainable,
+        frozen,
+        AdamWOptimizer(setup.schedule.optimizer, setup.schedule.total_steps, layout).init(trainable),
+    )
 
 
 def device_bytes(tree) -> set[int]:

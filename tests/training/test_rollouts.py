@@ -1,26 +1,32 @@
 """Runs on answers that the model writes: what a step trains on, and runs that go on after they were stopped."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from selection import repeat, repeats_parts_of
 
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.engine import compiler
 from jaxglue.generation.config import AssistantConfig
 from jaxglue.generation.scoring import RewardModel
+from jaxglue.hf.adapter import TENSORS
+from jaxglue.models.lora_config import LoraConfig
 from jaxglue.planner.planner import plan
-from jaxglue.rl.loop import RolloutSteps
+from jaxglue.rl import loop
 from jaxglue.rl.rewards import Judge
 from jaxglue.rl.sampler import Sampler
+from jaxglue.training import loop as training
 from jaxglue.training.checkpoint import Checkpoints
+from jaxglue.training.fingerprint import check_fingerprint, fingerprint
 from jaxglue.training.record import read_metrics
 from jaxglue.training.rollout_policy import TrainedPolicy
 from jaxglue.training.setup import resolve
-from jaxglue.training.step import TrainStep
+from jaxglue.training.step import prepare_steps
 from jaxglue.training.train import train
 
 REWARDS = """
@@ -89,11 +95,10 @@ def test_a_run_samples_rewards_and_trains(make_run, monkeypatch):
         assert values["completions/mean_length"] == pytest.approx(np.mean([line["tokens"] for line in own]))
     assert len({line["answer"] for line in lines}) > 20  # neither groups nor steps are copies
     assert len({line["origin"] for line in lines}) == 6
-    page = (config.run.output / "rollouts.html").read_text()
-    assert (
-        json.loads(page.partition('id="data">')[2].partition("</script>")[0])["rollouts"][-1]["answer"]
-        == lines[-1]["answer"]
-    )
+    page = (config.run.output / "run.html").read_text()
+    (run,) = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+    assert run["rollouts"][-1]["answer"] == lines[-1]["answer"] and run["summary"]["steps"] == 3
+    assert dict(run["plan"]["rows"])["objective"].startswith("grpo")
 
 
 @pytest.mark.parametrize("continued", [repeat(False), True])
@@ -108,17 +113,17 @@ def test_a_reference_stays_what_the_run_began_with(make_run, continued):
         )
     run = resolve(first)
     (first.run.output / "rollouts").mkdir(parents=True, exist_ok=True)
-    model = TrainStep(run, None)
-    policy = TrainedPolicy(run, model, None)
+    parts, state = prepare_steps(run, None)
+    policy = TrainedPolicy(run, parts, state)
     run.rollouts.begin(policy, run.tokenizer)
     batch = next(run.rollouts).micro_batches[0]
     before = np.asarray(policy.log_probs(batch))
     np.testing.assert_allclose(policy.log_probs(batch, reference=True), before, atol=1e-5)
-    model.trainable = jax.tree.map(lambda x: x + 0.3, model.trainable)
+    policy.state = state._replace(trainable=jax.tree.map(lambda x: x + 0.3, state.trainable))
     assert np.abs(policy.log_probs(batch) - before).max() > 1e-2
     np.testing.assert_allclose(policy.log_probs(batch, reference=True), before, atol=1e-5)
     np.testing.assert_allclose(batch.rollouts.reference, before, atol=1e-5)
-    assert continued != model.executor.has_reference
+    assert continued != parts.executor.has_reference
     run.rollouts.close()
 
 
@@ -151,7 +156,7 @@ def test_held_out_prompts_are_answered_at_evaluations_and_change_nothing(make_ru
 PHASES = {
     "sampling": (Sampler, "__call__", 2),
     "scoring": (Judge, "score", 2),
-    "training": (TrainStep, "dispatch", 4),
+    "training": (training, "train_step", 4),
     "saving": (Checkpoints, "save", 3),
 }
 
@@ -324,6 +329,40 @@ def test_a_teacher_of_another_vocabulary_is_refused(make_distillation, tmp_path,
         train(make_distillation(teacher=str(folder)))
 
 
+def test_inputs_named_by_a_path_are_in_the_fingerprint(make_distillation, with_weights, tmp_path):
+    teacher, tokens = tmp_path / "teacher", tmp_path / "tokens.txt"
+    shutil.copytree(tmp_path / "model", teacher)
+    tokens.write_text("<one>\n")
+    weights = load_file(teacher / "model.safetensors")
+    config = make_distillation(teacher=str(teacher), teacher_system=None)
+    before = fingerprint(resolve(config))
+    check_fingerprint(before | {"inputs": {}}, before | {"inputs": {}})
+    save_file({name: value * 1.5 for name, value in weights.items()}, teacher / "model.safetensors")
+    with pytest.raises(ValueError, match=r"inputs.teacher: saved '\w+', now '\w+' \(digests: what lies at this path"):
+        check_fingerprint(before, fingerprint(resolve(config)))
+    save_file(weights, teacher / "model.safetensors")
+    check_fingerprint(before, fingerprint(resolve(config)))
+    check_fingerprint({name: value for name, value in before.items() if name != "inputs"}, before)  # an older version's
+
+    def tells(change, **settings) -> bool:
+        before = fingerprint(resolve(with_weights(**settings)))
+        change()
+        try:
+            check_fingerprint(before, fingerprint(resolve(with_weights(**settings))))
+        except ValueError as error:
+            return "inputs." in str(error)
+        return False
+
+    assert tells(lambda: tokens.write_text("<two>\n"), new_tokens=tokens)
+    train(with_weights(steps=1, output=tmp_path / "first"))
+    adapter = tmp_path / "first" / "adapter"
+
+    def halve() -> None:
+        save_file({n: v / 2 for n, v in load_file(adapter / TENSORS).items()}, adapter / TENSORS)
+
+    assert tells(halve, adapter=adapter, rank=LoraConfig().rank)
+
+
 def test_a_teacher_and_reward_models_have_their_place_in_the_plan(make_distillation, tmp_path):
     folder = str(tmp_path / "model")
     beside = [
@@ -356,7 +395,8 @@ def reply(messages, wanted):
 def test_conversations_with_an_environment_train_the_models_turns_alone(make_run, tmp_path, monkeypatch):
     (tmp_path / "game.py").write_text(GAME)
     trained = []
-    monkeypatch.setattr(RolloutSteps, "_as_step", lambda self, groups: trained.append(groups) or original(self, groups))
+    make_groups = loop.groups_of
+    monkeypatch.setattr(loop, "groups_of", lambda *values: trained.append(make_groups(*values)) or trained[-1])
     settings = {"reward": (), "environment": f"{tmp_path}/game.py:reply", "max_turns": 3, "learning_rate": 3e-2}
     tokenizer = load_tokenizer(tmp_path / "model")
     words = [token for token in tokenizer.get_vocab() if token not in tokenizer.all_special_tokens]
@@ -374,9 +414,6 @@ def test_conversations_with_an_environment_train_the_models_turns_alone(make_run
         said = tokenizer.decode(answer.tokens[~answer.counted])
         assert said.startswith("<|im_end|>\n<|im_start|>user\nnot ")
         assert said.endswith("<|im_end|>\n<|im_start|>assistant\n")
-
-
-original = RolloutSteps._as_step
 
 
 def test_equal_rewards_are_said_once(make_run, caplog):
@@ -428,7 +465,7 @@ def test_a_reward_model_of_this_vocabulary_judges(make_run, make_config, tmp_pat
 def test_a_run_that_replaces_another_takes_none_of_its_answers(make_run, tmp_path, monkeypatch):
     config = make_run(save_every=100, steps=4)
     with monkeypatch.context() as patch:
-        patch.setitem(PHASES, "training", (TrainStep, "dispatch", 3))
+        patch.setitem(PHASES, "training", (training, "train_step", 3))
         stop_at(patch, "training")
         with pytest.raises(KilledError):
             train(config)

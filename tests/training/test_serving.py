@@ -25,6 +25,7 @@ from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.training.checkpoint_export import FinishedRun
 from jaxglue.training.result import export_result
+from jaxglue.training.run import Base
 from jaxglue.training.vocabulary import read_vocabulary, run_stops
 from jaxglue.training.workload import read_architecture
 
@@ -84,8 +85,15 @@ def export(make_config, tmp_path):
         base = read_architecture(config, folder)
         vocabulary = read_vocabulary(folder, None, base, None)
         adopt(vocabulary.tokenizer, config.data)
-        stops = run_stops(config, vocabulary.tokenizer)
-        run = FinishedRun(config=config, base=base, vocabulary=vocabulary, stops=stops)
+        stops = run_stops(vocabulary.tokenizer, folder, config.model.adapter, config.data.stop_tokens)
+        run = FinishedRun(
+            base=Base.of(config, folder, base, None),
+            lora=config.lora if method == "lora" else None,
+            dtype=config.model.compute_dtype,
+            objective=config.objective.make(),
+            vocabulary=vocabulary,
+            stops=stops,
+        )
         model = random_model(base, dtype=jnp.float32, seed=0)
         params = split_model(model, nnx.Param)[1]
         result = export_result(run, params, tmp_path / "result")

@@ -5,10 +5,10 @@ import logging
 
 import pytest
 
+from jaxglue.settings.secrets import masked
 from jaxglue.training import trackers
 from jaxglue.training.config import RunConfig
 from jaxglue.training.record import read_metrics
-from jaxglue.training.secrets import masked
 from jaxglue.training.trackers import IDS, check_trackers, open_loggers
 from jaxglue.training.train import train
 

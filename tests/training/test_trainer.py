@@ -27,7 +27,7 @@ from jaxglue.training.config import TrainConfig
 from jaxglue.training.record import read_metrics
 from jaxglue.training.report import plan_rows
 from jaxglue.training.setup import resolve
-from jaxglue.training.step import TrainStep
+from jaxglue.training.step import train_step
 from jaxglue.training.train import train
 
 
@@ -80,16 +80,15 @@ def test_resumed_run_is_bit_identical(
     }
     whole = train(make_config(**options, output=tmp_path / "whole"))
     stop_at = whole.steps // 2 + 1  # in the second epoch, between its ends
-    dispatch = TrainStep.dispatch
 
-    def interrupted(self, batch):
-        result = dispatch(self, batch)
+    def interrupted(*arguments):
+        state, result = train_step(*arguments)
         if result.step == stop_at:
             signal.raise_signal(signal.SIGTERM)
-        return result
+        return state, result
 
     with monkeypatch.context() as patch:
-        patch.setattr(TrainStep, "dispatch", interrupted)
+        patch.setattr("jaxglue.training.loop.train_step", interrupted)
         assert train(make_config(**options)) is None
     assert max(losses(tmp_path / "run")) == stop_at < whole.steps
     resumed = train(make_config(**options, resume=True))

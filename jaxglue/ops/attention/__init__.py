@@ -28,7 +28,7 @@ from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT, PackedSegments
 
 __all__ = [
     "ATTENTION",
-    "AttentionShape",
+    "AttentionCall",
     "Rotation",
     "packed_attention",
     "rotated_attention",
@@ -53,8 +53,8 @@ _Shaped = Array | jax.ShapeDtypeStruct
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionShape:
-    """The static properties of a call on which the choice of a backend depends."""
+class AttentionCall:
+    """Meaning of attention, and the sizes by which backends are chosen."""
 
     dtype: jnp.dtype
     head_dim: int
@@ -76,6 +76,8 @@ class AttentionShape:
     """Bound of the scores (Gemma 2)."""
     split: bool = False
     """Queries are some of a row's tokens (`PackedSegments.split`)."""
+    sinks: bool = False
+    """Each query head has a learned logit in the softmax's denominator (GPT-OSS)."""
 
     @property
     def narrow_values(self) -> bool:
@@ -89,88 +91,101 @@ class AttentionShape:
             )
 
 
-def _check_head_dim(shape: AttentionShape, largest: int, least: int = 8) -> None:
-    if not least <= shape.head_dim <= largest or shape.head_dim % 8:
-        got = shape.head_dim
+def _check_head_dim(call: AttentionCall, largest: int, least: int = 8) -> None:
+    if not least <= call.head_dim <= largest or call.head_dim % 8:
+        got = call.head_dim
         raise NotImplementedError(f"head dim must be a multiple of 8 from {least} to {largest}, got {got}")
 
 
-def _check_uncapped(shape: AttentionShape) -> None:
-    if shape.softcap is not None:
+def _check_uncapped(call: AttentionCall) -> None:
+    if call.softcap is not None:
         raise NotImplementedError("scores are capped")
 
 
-def _check_cudnn(capability: Capability | None, shape: AttentionShape) -> None:
+def _check_cudnn(capability: Capability | None, call: AttentionCall) -> None:
     check_capability(capability, HOPPER)
-    _check_uncapped(shape)
-    _check_head_dim(shape, 256)
-    check_half(shape.dtype)
-    if shape.forked:
+    _check_uncapped(call)
+    _check_head_dim(call, 256)
+    check_half(call.dtype)
+    if call.forked:
         raise NotImplementedError("forked segments need another mask than causal")
-    if shape.split:
+    if call.split:
         raise NotImplementedError("queries are some of a row's tokens")
 
 
-def _load_cudnn(_: Capability, shape: AttentionShape) -> AttentionBackend:
+def _load_cudnn(_: Capability, call: AttentionCall) -> AttentionBackend:
     from jaxglue.ops.attention.cudnn import CudnnAttention
 
-    return PaddedValues(CudnnAttention()) if shape.narrow_values else CudnnAttention()
+    return PaddedValues(CudnnAttention()) if call.narrow_values else CudnnAttention()
 
 
-def _check_hopper(capability: Capability | None, shape: AttentionShape) -> None:
-    check_triton(capability, shape.dtype)
+def _check_hopper(capability: Capability | None, call: AttentionCall) -> None:
+    check_triton(capability, call.dtype)
     if capability is None or capability != HOPPER:
         got = ".".join(map(str, capability or ()))
         raise NotImplementedError(f"its instructions need compute capability 9.0, got {got}")
-    if shape.narrow_values and (shape.head_dim, shape.value_dim) != _LATENT_HEAD_DIMS:
-        got = f"{shape.head_dim} and {shape.value_dim}"
+    if call.narrow_values and (call.head_dim, call.value_dim) != _LATENT_HEAD_DIMS:
+        got = f"{call.head_dim} and {call.value_dim}"
         raise NotImplementedError(f"head dims of keys and values that differ must be {_LATENT_HEAD_DIMS}, got {got}")
-    if not shape.narrow_values and shape.head_dim not in _HOPPER_HEAD_DIMS:
-        raise NotImplementedError(f"head dim must be one of {_HOPPER_HEAD_DIMS}, got {shape.head_dim}")
-    if shape.forked:
+    if not call.narrow_values and call.head_dim not in _HOPPER_HEAD_DIMS:
+        raise NotImplementedError(f"head dim must be one of {_HOPPER_HEAD_DIMS}, got {call.head_dim}")
+    if call.forked:
         raise NotImplementedError("forked segments need another mask than causal")
 
 
-def _load_hopper(capability: Capability, shape: AttentionShape) -> AttentionBackend:
+def _load_hopper(capability: Capability, call: AttentionCall) -> AttentionBackend:
     from jaxglue.ops.attention.hopper import HopperAttention
 
     return HopperAttention.of(capability)
 
 
-def _check_triton(capability: Capability | None, shape: AttentionShape) -> None:
-    check_triton(capability, shape.dtype)
+def _check_triton(capability: Capability | None, call: AttentionCall) -> None:
+    check_triton(capability, call.dtype)
     assert capability is not None
-    _check_head_dim(shape, largest_head_dim(capability), _NARROWEST)
+    _check_head_dim(call, largest_head_dim(capability), _NARROWEST)
 
 
-def _load_triton(capability: Capability, shape: AttentionShape) -> AttentionBackend:
+def _load_triton(capability: Capability, call: AttentionCall) -> AttentionBackend:
     from jaxglue.ops.attention.triton import TritonAttention
 
-    tiles = kernel_tiles(capability, shape.head_dim, value_dim=shape.value_dim, window=shape.window, long=shape.long)
+    tiles = kernel_tiles(capability, call.head_dim, value_dim=call.value_dim, window=call.window, long=call.long)
     return TritonAttention.of(capability, tiles=tiles)
 
 
-def _order(shape: AttentionShape) -> tuple[str, ...]:
-    reach = math.inf if shape.window is None else shape.window
-    unbounded, wide = reach >= LONG_DOCUMENT, shape.head_dim > 64
-    suits = reach >= _HOPPER_WINDOW if wide else unbounded and shape.seq_len >= _NARROW_ROW
-    if not (shape.long and suits):
+def _order(call: AttentionCall) -> tuple[str, ...]:
+    reach = math.inf if call.window is None else call.window
+    unbounded, wide = reach >= LONG_DOCUMENT, call.head_dim > 64
+    suits = reach >= _HOPPER_WINDOW if wide else unbounded and call.seq_len >= _NARROW_ROW
+    if not (call.long and suits):
         return "triton", "cudnn", "hopper"
-    few = wide and unbounded and shape.segment_slots <= FEW_DOCUMENTS
-    if few and shape.head_dim > 128 and not shape.narrow_values:
+    few = wide and unbounded and call.segment_slots <= FEW_DOCUMENTS
+    if few and call.head_dim > 128 and not call.narrow_values:
         return "cudnn", "hopper", "triton"  # faster backward, where nothing is to be skipped
     return ("hopper", "cudnn", "triton") if few else ("hopper", "triton", "cudnn")
 
 
+_SIZES = "dtype", "head_dim", "value_dim", "query_heads", "kv_heads", "seq_len", "segment_slots", "long"
+
 ATTENTION = Operation(
     name="attention",
     backends={
-        "cudnn": Backend(check=_check_cudnn, load=_load_cudnn, advantage="few long documents leave nothing to skip"),
+        "cudnn": Backend(
+            check=_check_cudnn,
+            load=_load_cudnn,
+            advantage="few long documents leave nothing to skip",
+            reads={AttentionCall: (*_SIZES, "window", "sinks")},
+        ),
         "hopper": Backend(
-            check=_check_hopper, load=_load_hopper, advantage="long documents keep the tensor cores busy"
+            check=_check_hopper,
+            load=_load_hopper,
+            advantage="long documents keep the tensor cores busy",
+            reads={AttentionCall: (*_SIZES, "window", "softcap", "split", "sinks")},
         ),
         "triton": Backend(
-            check=_check_triton, load=_load_triton, advantage="skips tiles outside of segments and windows"
+            check=_check_triton,
+            load=_load_triton,
+            advantage="skips tiles outside of segments and windows",
+            reads={AttentionCall: (*_SIZES, "window", "forked", "softcap", "split", "sinks")},
         ),
     },
     order=_order,
@@ -206,7 +221,7 @@ def packed_attention(
         ValueError: arguments that do not fit together, or a named backend that cannot serve them.
     """
     _check(q, k, v, segments, window, sinks)
-    kernels = ATTENTION.load(_shape(q, k, v, segments, window, softcap), backend=backend)
+    kernels = ATTENTION.load(_call(q, k, v, segments, window, softcap, sinks), backend=backend)
     return _attend(kernels, q, k, v, sinks, segments, window, softcap)
 
 
@@ -226,7 +241,7 @@ def rotated_attention(
     B, T, _, H = z.shape
     q, k = (jax.ShapeDtypeStruct((B, T, heads, H), z.dtype) for heads in rotation.heads)
     _check(q, k, k, segments, window, None)
-    kernels = ATTENTION.load(_shape(q, k, k, segments, window), backend=backend)
+    kernels = ATTENTION.load(_call(q, k, k, segments, window), backend=backend)
     if kernels is not None and hasattr(kernels, "rotated_backward") and H == _ROTATED_HEAD_DIM:
         return rotated_flash_attention(FlashSpec(backend=kernels, window=window), rotation, z, segments)
     queries, keys, z = rotated_heads(rotation, z)
@@ -254,10 +269,16 @@ def _attend(
     return flash_attention(FlashSpec(backend=kernels, window=window, softcap=softcap), q, k, v, sinks, segments)
 
 
-def _shape(
-    q: _Shaped, k: _Shaped, v: _Shaped, segments: PackedSegments, window: int | None, softcap: float | None = None
-) -> AttentionShape:
-    return AttentionShape(
+def _call(
+    q: _Shaped,
+    k: _Shaped,
+    v: _Shaped,
+    segments: PackedSegments,
+    window: int | None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+) -> AttentionCall:
+    return AttentionCall(
         dtype=q.dtype,
         head_dim=q.shape[3],
         value_dim=v.shape[3],
@@ -270,6 +291,7 @@ def _shape(
         forked=segments.gap_starts is not None,
         softcap=softcap,
         split=segments.split is not None,
+        sinks=sinks is not None,
     )
 
 

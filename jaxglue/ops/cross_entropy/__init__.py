@@ -1,7 +1,7 @@
 """Cross-entropy fused with the output projection: the logits of one chunk of tokens exist at a time."""
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jax import lax
@@ -16,9 +16,13 @@ from jaxglue.ops.cross_entropy.reference import ReferenceCrossEntropy, cap_logit
 from jaxglue.ops.cross_entropy.scores import linear_scores
 from jaxglue.ops.cross_entropy.vjp import Rows, chunked_cross_entropy
 
+if TYPE_CHECKING:
+    from jaxglue.ops.cross_entropy.triton import TritonCrossEntropy
+
 __all__ = [
     "CROSS_ENTROPY",
     "LOGITS_BYTES",
+    "CrossEntropyCall",
     "cap_logits",
     "chunk_size",
     "linear_cross_entropy",
@@ -34,13 +38,25 @@ LOGITS_BYTES = 2**30
 """Memory for the float32 logits of a chunk."""
 
 
-def _check_call(capability: Capability | None, dtype, temperature: float = 1.0) -> None:
-    check_triton(capability, dtype)
-    if temperature != 1:
+@dataclass(frozen=True, kw_only=True)
+class CrossEntropyCall:
+    """Meaning of a pass over logits."""
+
+    dtype: jnp.dtype
+    vocab_size: int
+    """Columns of the logits that are tokens."""
+    softcap: float | None = None
+    temperature: float = 1.0
+    """Divides the logits."""
+
+
+def _check_call(capability: Capability | None, call: CrossEntropyCall) -> None:
+    check_triton(capability, call.dtype)
+    if call.temperature != 1:
         raise NotImplementedError("logits are divided by a temperature")
 
 
-def _load(capability: Capability, *call: Any) -> Any:
+def _load(capability: Capability, call: CrossEntropyCall) -> "TritonCrossEntropy":
     from jaxglue.ops.cross_entropy.triton import TritonCrossEntropy
 
     return TritonCrossEntropy.of(capability)
@@ -48,7 +64,14 @@ def _load(capability: Capability, *call: Any) -> Any:
 
 CROSS_ENTROPY = Operation(
     name="cross-entropy",
-    backends={"triton": Backend(check=_check_call, load=_load, advantage="logits are read once, or never written")},
+    backends={
+        "triton": Backend(
+            check=_check_call,
+            load=_load,
+            advantage="logits are read once, or never written",
+            reads={CrossEntropyCall: ("dtype", "vocab_size", "softcap")},
+        )
+    },
 )
 
 
@@ -181,10 +204,19 @@ def linear_divergences(
         temperature: divides both logits, within their caps.
         softcap, teacher_softcap: c of logits c·tanh(logit / c); None for none.
     """
-    options: dict[str, Any] = {"softcap": softcap, "teacher_softcap": teacher_softcap, "temperature": temperature}
     chunk = chunk or max(chunk_size(len(weight)) // 2, 1)
     return chunked_divergences(
-        x, weight, teacher_x, teacher_weight, counted, chunk=chunk, beta=beta, top_k=top_k, **options
+        x,
+        weight,
+        teacher_x,
+        teacher_weight,
+        counted,
+        chunk=chunk,
+        beta=beta,
+        top_k=top_k,
+        softcap=softcap,
+        teacher_softcap=teacher_softcap,
+        temperature=temperature,
     )
 
 
@@ -224,9 +256,10 @@ def _spec(
     columns: Array | None = None,
 ) -> ChunkSpec:
     V = len(weight)
-    kernels, chunk = CROSS_ENTROPY.load(x.dtype, temperature, backend=backend), chunk or chunk_size(V)
+    call = CrossEntropyCall(dtype=x.dtype, vocab_size=V, softcap=softcap, temperature=temperature)
+    kernels, chunk = CROSS_ENTROPY.load(call, backend=backend), chunk or chunk_size(V)
     if kernels is not None:
-        kernels = replace(kernels, softcap=softcap, vocab_size=V)
+        kernels = replace(kernels, softcap=call.softcap, vocab_size=call.vocab_size)
     if fp8:
         scaled = kernels.scaled if kernels else ReferenceScaledCrossEntropy(V)
         return ChunkSpec(cross_entropy=scaled, vocab_size=V, chunk=chunk)

@@ -4,13 +4,13 @@ Every state begins empty at a document's first token, so a document's outputs do
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxglue.ops.backend import HOPPER, Backend, Capability, Operation, check_triton
+from jaxglue.ops.backend import HOPPER, Backend, Capability, Operation, Reads, check_triton
 from jaxglue.ops.delta_rule.chunks import ChunkedDeltaRule
 from jaxglue.ops.delta_rule.convolution import fused_convolution, reference_convolution
 from jaxglue.ops.delta_rule.forks import with_copies
@@ -30,12 +30,16 @@ from jaxglue.ops.names import ATTENTION_OUT
 from jaxglue.ops.row_split import to_heads, whole_segments
 from jaxglue.ops.segments import PackedSegments
 
+if TYPE_CHECKING:
+    from jaxglue.ops.delta_rule.triton import TritonDeltaRows, TritonDeltaStep
+
 __all__ = [
     "DELTA_ROWS",
     "DELTA_RULE",
     "DELTA_STEP",
+    "DeltaCall",
     "DeltaHeads",
-    "DeltaShape",
+    "DeltaRowsCall",
     "DeltaStates",
     "advance_states",
     "causal_convolution",
@@ -53,8 +57,8 @@ _HEAD_DIMS = (64, 128)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaShape:
-    """The static properties of a call on which the choice of a backend depends."""
+class DeltaCall:
+    """Meaning of a delta rule over rows, or of its step."""
 
     dtype: jnp.dtype
     key_dim: int
@@ -68,53 +72,72 @@ def _check_hopper(capability: Capability | None, dtype) -> None:
         raise NotImplementedError(f"its kernels are checked on compute capability 9.0 alone, got {got}")
 
 
-def _check_triton(capability: Capability | None, shape: DeltaShape) -> None:
-    _check_hopper(capability, shape.dtype)
-    if not {shape.key_dim, shape.value_dim} <= set(_HEAD_DIMS):
-        raise NotImplementedError(f"head dims must be of {_HEAD_DIMS}, got {shape.key_dim} and {shape.value_dim}")
+@dataclass(frozen=True, kw_only=True)
+class DeltaRowsCall:
+    """Meaning of a convolution over the tokens of documents, or of a gated norm of heads."""
+
+    dtype: jnp.dtype
+    taps: int = 4
+    """Of the convolution."""
 
 
-def _load_triton(capability: Capability, shape: DeltaShape) -> Any:
+def _check_triton(capability: Capability | None, call: DeltaCall) -> None:
+    _check_hopper(capability, call.dtype)
+    if not {call.key_dim, call.value_dim} <= set(_HEAD_DIMS):
+        raise NotImplementedError(f"head dims must be of {_HEAD_DIMS}, got {call.key_dim} and {call.value_dim}")
+
+
+def _load_triton(capability: Capability, call: DeltaCall) -> Any:
     from jaxglue.ops.delta_rule.triton import TritonDeltaRule
 
     return TritonDeltaRule.of(capability)
 
 
-def _check_rows(capability: Capability | None, dtype, taps: int = 4) -> None:
-    _check_hopper(capability, dtype)
-    if taps != 4:
-        raise NotImplementedError(f"convolutions must have 4 taps, got {taps}")
+def _check_rows(capability: Capability | None, call: DeltaRowsCall) -> None:
+    _check_hopper(capability, call.dtype)
+    if call.taps != 4:
+        raise NotImplementedError(f"convolutions must have 4 taps, got {call.taps}")
 
 
-def _load_rows(capability: Capability, *call: Any) -> Any:
+def _load_rows(capability: Capability, call: DeltaRowsCall) -> "TritonDeltaRows":
     from jaxglue.ops.delta_rule.triton import TritonDeltaRows
 
     return TritonDeltaRows.of(capability)
 
 
-def _serves_anywhere(capability: Capability | None, *call: Any) -> None:
+def _serves_anywhere(capability: Capability | None, call: DeltaCall) -> None:
     """Find no obstacle."""
 
+
+_READS: Reads = {DeltaCall: ("dtype", "key_dim", "value_dim")}
 
 DELTA_RULE = Operation(
     name="delta rule",
     backends={
-        "triton": Backend(check=_check_triton, load=_load_triton, advantage="documents run in parallel"),
+        "triton": Backend(check=_check_triton, load=_load_triton, advantage="documents run in parallel", reads=_READS),
         "chunked": Backend(
             check=_serves_anywhere,
-            load=lambda capability, *call: ChunkedDeltaRule(),
+            load=lambda capability, call: ChunkedDeltaRule(),
             advantage="tokens of a chunk are multiplied together",
+            reads=_READS,
             anywhere=True,
         ),
     },
 )
 DELTA_ROWS = Operation(
     name="convolution and gated norm",
-    backends={"triton": Backend(check=_check_rows, load=_load_rows, advantage="values are read and written once")},
+    backends={
+        "triton": Backend(
+            check=_check_rows,
+            load=_load_rows,
+            advantage="values are read and written once",
+            reads={DeltaRowsCall: {"dtype": None, "taps": (4,)}},
+        )
+    },
 )
 
 
-def _load_step(capability: Capability, shape: DeltaShape) -> Any:
+def _load_step(capability: Capability, call: DeltaCall) -> "TritonDeltaStep":
     from jaxglue.ops.delta_rule.triton import TritonDeltaStep
 
     return TritonDeltaStep.of(capability)
@@ -122,7 +145,11 @@ def _load_step(capability: Capability, shape: DeltaShape) -> Any:
 
 DELTA_STEP = Operation(
     name="step of the delta rule",
-    backends={"triton": Backend(check=_check_triton, load=_load_step, advantage="states are read and written once")},
+    backends={
+        "triton": Backend(
+            check=_check_triton, load=_load_step, advantage="states are read and written once", reads=_READS
+        )
+    },
 )
 
 
@@ -159,8 +186,8 @@ def gated_delta_rule(
         _check(qkv, g, beta, segments, heads)
     else:
         own = own_heads(heads)
-    shape = DeltaShape(dtype=qkv.dtype, key_dim=heads.key_dim, value_dim=own.value_dim(qkv.shape[-1]))
-    rule: Any = DELTA_RULE.load(shape, backend=backend) or reference_delta_rule
+    call = DeltaCall(dtype=qkv.dtype, key_dim=heads.key_dim, value_dim=own.value_dim(qkv.shape[-1]))
+    rule: Any = DELTA_RULE.load(call, backend=backend) or reference_delta_rule
     if split is not None and not hasattr(rule, "prepare"):
         g, beta = (to_heads(gate, split) for gate in (g, beta))
         out = rule(*own.split(qkv), g, beta, whole_segments(segments))
@@ -194,8 +221,8 @@ def delta_rule_and_states(
     _check(qkv, g, beta, segments, heads)
     q, k, v = heads.split(qkv)
     keys = normalize(q, k)[1]
-    shape = DeltaShape(dtype=qkv.dtype, key_dim=heads.key_dim, value_dim=v.shape[-1])
-    rule: Any = DELTA_RULE.load(shape) or ChunkedDeltaRule()
+    call = DeltaCall(dtype=qkv.dtype, key_dim=heads.key_dim, value_dim=v.shape[-1])
+    rule: Any = DELTA_RULE.load(call) or ChunkedDeltaRule()
     if hasattr(rule, "prepare"):
         prepared = rule.prepare(qkv, g, beta, segments, heads, dtype=jnp.float32)
         out, updates, states = rule.forward(qkv, prepared, segments, heads), prepared.updates, prepared.states
@@ -232,7 +259,7 @@ def causal_convolution(
         raise ValueError(f"weight must be [C, 1, W] with C = {x.shape[-1]} channels of x, got shape {weight.shape}")
     if x.ndim != 3 or segments.segment_ids.shape != x.shape[:2]:
         raise ValueError(f"x must be [B, T, C] with rows {segments.segment_ids.shape}, got shape {x.shape}")
-    kernels = DELTA_ROWS.load(x.dtype, weight.shape[2], backend=backend)
+    kernels = DELTA_ROWS.load(DeltaRowsCall(dtype=x.dtype, taps=weight.shape[2]), backend=backend)
     if segments.split is not None:
         assert heads is not None
         x, weight = exchanged(x, weight, segments, heads)
@@ -261,7 +288,7 @@ def gated_rms_norm(
     """
     if gate.shape != x.shape or weight.shape != x.shape[-1:]:
         raise ValueError(f"gate must be {x.shape} and weight {x.shape[-1:]} as x, got {gate.shape} and {weight.shape}")
-    kernels = DELTA_ROWS.load(x.dtype, backend=backend)
+    kernels = DELTA_ROWS.load(DeltaRowsCall(dtype=x.dtype), backend=backend)
     if kernels is None:
         return reference_gated_norm(x, gate, weight, eps)
     return fused_gated_norm(kernels, eps, x, gate, weight)
@@ -305,8 +332,8 @@ def advance_states(
     Raises:
         ValueError: a named backend that cannot serve.
     """
-    shape = DeltaShape(dtype=qkv.dtype, key_dim=heads.key_dim, value_dim=states.shape[-1])
-    kernel = DELTA_STEP.load(shape, backend=backend)
+    call = DeltaCall(dtype=qkv.dtype, key_dim=heads.key_dim, value_dim=states.shape[-1])
+    kernel = DELTA_STEP.load(call, backend=backend)
     if kernel is not None:
         return kernel(states, slots, begun, qkv, g, beta, heads)
     before = jnp.where(begun[:, None, None, None], states[slots], 0.0)

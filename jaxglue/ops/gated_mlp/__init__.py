@@ -1,18 +1,21 @@
 """Gated feed-forwards, down(activation(gate(x)) · up(x)), and the forms in which adapters cost few passes."""
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxglue.ops import names
-from jaxglue.ops.backend import Capability, Operation, form
+from jaxglue.ops.backend import Capability, Operation, Reads, form
 from jaxglue.ops.collectives import axis_size
 from jaxglue.ops.gated_mlp.fp8 import gate_fp8, swiglu_fp8
 from jaxglue.ops.gated_mlp.swiglu import ACTIVATIONS, Activation, lora_swiglu
 from jaxglue.ops.projection import (
     Conditions,
+    LowRankAdapter,
     Projection,
+    StaticConditions,
     adapted_projection,
     add_to_stream,
     base_products,
@@ -21,10 +24,12 @@ from jaxglue.ops.projection import (
     ranks_of,
     shared_down,
 )
-from jaxglue.ops.projection.few_rows import gate_few_rows, load_few_rows
+from jaxglue.ops.projection.call import EXPANDED_WEIGHTS
+from jaxglue.ops.projection.few_rows import FewRowsCall, gate_few_rows, load_few_rows
 from jaxglue.ops.projection.fp8_adapters import FP8Rows
+from jaxglue.ops.quant.fp8 import FP8Weight
 
-__all__ = ["ACTIVATIONS", "GATED_MLP", "Activation", "GatedParts", "gated_mlp", "gated_mlp_reads_fp8"]
+__all__ = ["ACTIVATIONS", "GATED_MLP", "Activation", "GatedCall", "GatedParts", "gated_mlp", "gated_mlp_reads_fp8"]
 
 
 class GatedParts(NamedTuple):
@@ -52,24 +57,38 @@ def gated_mlp(
         stream: the residual stream.
         activation: of the gate.
     """
-    if (kernels := load_few_rows(x, parts[:2], conditions, gated=True)) is not None:
+    few_rows = FewRowsCall.of(x, parts[:2], conditions, gated=True, activation=activation)
+    if (kernels := load_few_rows(few_rows)) is not None:
         y = gate_few_rows(kernels, x, parts[:2], conditions, activation)
         return adapted_projection(y, parts[2:], conditions, stream=stream)[0]
     if ranks_of(parts, conditions) is not None:
         return _apply_separately(x, parts, conditions, stream, activation)
-    apply = GATED_MLP.load(parts, conditions, activation) or _apply_separately
+    apply = GATED_MLP.load(GatedCall.of(parts, conditions, activation)) or _apply_separately
     return apply(x, parts, conditions, stream, activation)
 
 
-def gated_mlp_reads_fp8(parts: GatedParts, conditions: Conditions, activation: Activation) -> bool:
+def gated_mlp_reads_fp8(parts: GatedParts, conditions: Conditions | StaticConditions, activation: Activation) -> bool:
     """Return whether e4m3 values of the input are read alone, so a norm need write nothing else."""
-    return GATED_MLP.load(parts, conditions, activation) in (_apply_in_fp8, _apply_without_gradients)
+    return GATED_MLP.load(GatedCall.of(parts, conditions, activation)) in (_apply_in_fp8, _apply_without_gradients)
 
 
-def _check_swiglu(
-    capability: Capability | None, parts: GatedParts, conditions: Conditions, activation: Activation
-) -> None:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GatedCall:
+    """Meaning of a gated feed-forward."""
+
+    parts: GatedParts
+    conditions: StaticConditions
+    activation: Activation = "silu"
+
+    @classmethod
+    def of(cls, parts: GatedParts, conditions: Conditions | StaticConditions, activation: Activation) -> "GatedCall":
+        """Return the meaning of a feed-forward under a layer's conditions."""
+        return cls(parts=parts, conditions=StaticConditions.of(conditions), activation=activation)
+
+
+def _check_swiglu(capability: Capability | None, call: GatedCall) -> None:
     """Raise NotImplementedError where the activation's kernels cannot form the products of adapters."""
+    parts = call.parts
     if any(part.adapter is None for part in parts):
         raise NotImplementedError("a projection has no adapter")
     if parts.gate.bias is not None or parts.up.bias is not None:
@@ -78,29 +97,25 @@ def _check_swiglu(
     assert gate is not None and up is not None and down is not None
     if gate.magnitude is not None or up.magnitude is not None:
         raise NotImplementedError("magnitudes (DoRA) scale the sum of product and adapter")
-    if down.dropout > 0.0 and conditions.dropout_key is not None:
+    if down.dropout > 0.0 and call.conditions.dropout:
         raise NotImplementedError("dropout gives down's adapter an input of its own")
     ranks = gate.B.shape[1], up.B.shape[1], down.A.shape[0]
     if len(set(ranks)) > 1:
         raise NotImplementedError(f"adapters must have one rank, got {', '.join(map(str, ranks))}")
 
 
-def _check_fp8(
-    capability: Capability | None, parts: GatedParts, conditions: Conditions, activation: Activation
-) -> None:
-    check_frozen_fp8(parts, conditions)
-    _check_swiglu(capability, parts, conditions, activation)
-    if parts.down.bias is not None:
+def _check_fp8(capability: Capability | None, call: GatedCall) -> None:
+    check_frozen_fp8(call.parts, call.conditions)
+    _check_swiglu(capability, call)
+    if call.parts.down.bias is not None:
         raise NotImplementedError("a bias is added beside the product")
 
 
-def _check_without_gradients(
-    capability: Capability | None, parts: GatedParts, conditions: Conditions, activation: Activation
-) -> None:
-    if not getattr(conditions, "inference", False):
+def _check_without_gradients(capability: Capability | None, call: GatedCall) -> None:
+    if not call.conditions.inference:
         raise NotImplementedError("gradients may be taken")
-    check_frozen_fp8(parts, conditions, adapted=False)
-    if any(part.bias is not None for part in parts):
+    check_frozen_fp8(call.parts, call.conditions, adapted=False)
+    if any(part.bias is not None for part in call.parts):
         raise NotImplementedError("biases are added before the activation, and beside the last product")
     if axis_size("tensor") > 1:
         raise NotImplementedError("devices along the axis tensor sum their parts")
@@ -141,22 +156,35 @@ def _apply_separately(x, parts: GatedParts, conditions: Conditions, stream, acti
     return adapted_projection(ACTIVATIONS[activation](gate) * up, parts[2:], conditions, stream=stream)[0]
 
 
+_READ: Reads = {
+    GatedCall: {"parts": None, "conditions": None, "activation": ("silu", "gelu_tanh")},
+    GatedParts: GatedParts._fields,
+    StaticConditions: ("dropout", "fp8", "inference"),
+}
+_ADAPTER: Reads = {LowRankAdapter: ("A", "B", "scale", "dropout", "salt", "magnitude")}
+_FP8_WEIGHT: Reads = {FP8Weight: ("values", "scales", "dtype")}
+
 GATED_MLP = Operation(
     name="gated feed-forward",
     backends={
         "fp8": form(
-            _check_fp8, _apply_in_fp8, "scales are applied, and outputs quantized, where kernels read and write"
+            _check_fp8,
+            _apply_in_fp8,
+            "scales are applied, and outputs quantized, where kernels read and write",
+            reads={**_READ, Projection: ("weight", "adapter"), **_ADAPTER, **_FP8_WEIGHT},
         ),
         "fp8_inference": form(
             _check_without_gradients,
             _apply_without_gradients,
             "without adapters or gradients, the activation applies scales and quantizes its output",
+            reads={**_READ, Projection: ("weight",), **_FP8_WEIGHT},
         ),
         "lora_swiglu": form(
             _check_swiglu,
             _apply_lora_swiglu,
             "the activation forms the products of adapters where it reads the projections",
+            reads={**_READ, Projection: ("weight", "bias", "adapter", "trains_in_fp8"), **_ADAPTER, **EXPANDED_WEIGHTS},
         ),
     },
 )
-"""Forms of `gated_mlp`; a call is described by parts, conditions and activation."""
+"""Forms of `gated_mlp`."""

@@ -5,8 +5,9 @@ largest magnitude, by which their outputs are quantized for the next matmul with
 gradients, as in decoding, nothing needs the outputs: one kernel writes them as e4m3 values.
 """
 
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from jaxglue.ops.gated_mlp.swiglu import (
     Activation,
     Matrices,
     ScaledProducts,
+    SwigluCall,
     reference_lora_swiglu,
 )
 from jaxglue.ops.projection.fp8 import check_fp8_kernels, dot, dot_to_e4m3, encode, rescale
@@ -35,6 +37,9 @@ from jaxglue.ops.projection.fp8_adapters import (
 )
 from jaxglue.ops.projection.lora import lora_expand_gradients, lora_expand_gradients_in_fp8
 from jaxglue.ops.quant.fp8 import FP8Weight, Quantizer, quantize_rows, row_scales
+
+if TYPE_CHECKING:
+    from jaxglue.ops.gated_mlp.triton import TritonGate
 
 Weights = tuple[FP8Weight, FP8Weight, FP8Weight]
 """gate, up and down."""
@@ -92,7 +97,19 @@ def _absmax(x) -> Float[Array, "M 1"]:
     return jnp.abs(x.astype(jnp.float32)).max(axis=-1, keepdims=True)
 
 
-def _load_gate(capability: Capability, dtype) -> Any:
+@dataclass(frozen=True, kw_only=True)
+class GateCall:
+    """Meaning of an activation whose output is quantized."""
+
+    dtype: jnp.dtype
+    activation: Activation = "silu"
+
+
+def _check_gate(capability: Capability | None, call: GateCall) -> None:
+    check_fp8_kernels(capability, call.dtype)
+
+
+def _load_gate(capability: Capability, call: GateCall) -> "TritonGate":
     from jaxglue.ops.gated_mlp.triton import TritonGate
 
     return TritonGate.of(capability)
@@ -100,9 +117,16 @@ def _load_gate(capability: Capability, dtype) -> Any:
 
 GATE_FP8 = Operation(
     name="activation and FP8 quantization",
-    backends={"triton": Backend(check=check_fp8_kernels, load=_load_gate, advantage="products are read once")},
+    backends={
+        "triton": Backend(
+            check=_check_gate,
+            load=_load_gate,
+            advantage="products are read once",
+            reads={GateCall: {"dtype": None, "activation": ("silu", "gelu_tanh")}},
+        )
+    },
 )
-"""Backends of the activation in `gate_fp8`; a call is described by the dtype."""
+"""Backends of the activation in `gate_fp8`."""
 
 
 def gate_fp8(
@@ -130,7 +154,7 @@ def gate_fp8(
         gate_scales=gate.scales,
         up_scales=up.scales,
     )
-    if (kernels := GATE_FP8.load(stream.dtype)) is not None:
+    if (kernels := GATE_FP8.load(GateCall(dtype=stream.dtype, activation=activation))) is not None:
         fp8_values, scales = kernels.gate(products, activation)
     else:
         gated, raised = _scaled(products, stream.dtype)
@@ -159,7 +183,8 @@ def swiglu_fp8(
         last: the second matrix of down's adapter, scaled, float32.
         activation: of the gate.
     """
-    backend: Any = LORA_SWIGLU.load(stream.dtype, matrices[0].shape[1]) or _REFERENCE
+    call = SwigluCall(dtype=stream.dtype, rank=matrices[0].shape[1], activation=activation)
+    backend: Any = LORA_SWIGLU.load(call) or _REFERENCE
     rows = stream.reshape(-1, stream.shape[-1]), as_matrix(quantized(x))
     return _feed_forward(backend, activation, *rows, weights, first, matrices, last).reshape(stream.shape)
 

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Literal, Protocol
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxglue.ops.backend import Backend, Capability, Operation, check_triton_rank
@@ -52,7 +53,21 @@ class LoraSwigluBackend(Protocol):
         """Return the gradients to gate and up in their dtype, and to down in float32."""
 
 
-def _load(capability: Capability, dtype, rank: int) -> LoraSwigluBackend:
+@dataclass(frozen=True, kw_only=True)
+class SwigluCall:
+    """Meaning of an activation between adapters."""
+
+    dtype: jnp.dtype
+    rank: int
+    """Of each adapter."""
+    activation: Activation = "silu"
+
+
+def _check(capability: Capability | None, call: SwigluCall) -> None:
+    check_triton_rank(capability, call.dtype, call.rank, largest=32)
+
+
+def _load(capability: Capability, call: SwigluCall) -> LoraSwigluBackend:
     from jaxglue.ops.gated_mlp.triton import TritonLoraSwiglu
 
     return TritonLoraSwiglu.of(capability)
@@ -62,9 +77,10 @@ LORA_SWIGLU = Operation(
     name="SwiGLU between adapters",
     backends={
         "triton": Backend(
-            check=partial(check_triton_rank, largest=32),
+            check=_check,
             load=_load,
             advantage="every wide array is read and written once",
+            reads={SwigluCall: {"dtype": None, "rank": None, "activation": ("silu", "gelu_tanh")}},
         )
     },
 )
@@ -95,7 +111,7 @@ def lora_swiglu(
     if len(ranks) != 1 or low_rank.shape[-1] != 2 * min(ranks):
         got = f"ranks {', '.join(map(str, sorted(ranks)))} and {low_rank.shape[-1]} columns"
         raise ValueError(f"three adapters must have one rank R, and low_rank 2R columns, got {got}")
-    kernels = LORA_SWIGLU.load(gate.dtype, min(ranks), backend=backend)
+    kernels = LORA_SWIGLU.load(SwigluCall(dtype=gate.dtype, rank=min(ranks), activation=activation), backend=backend)
     if kernels is None:
         return reference_lora_swiglu(gate, up, low_rank, matrices, activation)
     rows = (x.reshape(-1, x.shape[-1]) for x in (gate, up, low_rank))

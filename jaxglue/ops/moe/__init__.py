@@ -1,6 +1,7 @@
 """Mixture of experts: routing by one sort, grouped matmuls over its rows, and the experts' feed-forward."""
 
-from typing import NamedTuple, get_args
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,9 @@ from jaxglue.ops.quant.mxfp4 import MXFP4
 from jaxglue.ops.quant.nf4 import NF4
 from jaxglue.ops.quant.stack import Stack
 
+if TYPE_CHECKING:
+    from jaxglue.ops.moe.few_rows import TritonFewRowsExperts
+
 __all__ = [
     "CHOOSE",
     "FEW_ROWS_EXPERTS",
@@ -52,12 +56,16 @@ __all__ = [
     "ONE_GROUP",
     "ROUTE",
     "Activation",
+    "ChooseCall",
     "ExpertAdapter",
     "ExpertLora",
     "ExpertProjection",
+    "FewRowsExpertsCall",
     "GroupMetadata",
+    "GroupedCall",
     "Groups",
     "Order",
+    "RouteCall",
     "Routing",
     "auxiliary_loss",
     "experts",
@@ -70,7 +78,20 @@ __all__ = [
 ]
 
 
-def _load(capability: Capability, dtype) -> MoeBackend:
+@dataclass(frozen=True, kw_only=True)
+class GroupedCall:
+    """Meaning of grouped matmuls, alone or with the experts' activation between them."""
+
+    dtype: jnp.dtype
+    """Of the rows."""
+    activation: Activation = "swiglu"
+
+
+def _check_grouped(capability: Capability | None, call: GroupedCall) -> None:
+    check_triton(capability, call.dtype)
+
+
+def _load(capability: Capability, call: GroupedCall) -> MoeBackend:
     from jaxglue.ops.moe.tiles import grouped_tiles
     from jaxglue.ops.moe.triton import TritonMoe
 
@@ -81,35 +102,51 @@ GROUPED_MATMUL = Operation(
     name="grouped matmul",
     backends={
         "triton": Backend(
-            check=check_triton, load=_load, advantage="work grows with the rows, not with rows times groups"
+            check=_check_grouped,
+            load=_load,
+            advantage="work grows with the rows, not with rows times groups",
+            reads={GroupedCall: {"dtype": None, "activation": ("swiglu", "geglu", "gpt_oss")}},
         )
     },
 )
-"""Backends of `grouped_matmul` and `moe_mlp`; a call is described by the dtype of its rows."""
+"""Backends of `grouped_matmul` and `moe_mlp`."""
 
 
 MOST_ROWS = 32
 """Mean rows of an expert up to which reading its matrices takes longer than multiplying by them."""
 
 
-def _check_few(
-    capability: Capability | None, x, routing: Routing, matrices, adapters, activation, transpose_rhs
-) -> None:
-    check_triton(capability, x.dtype)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FewRowsExpertsCall:
+    """Meaning of the experts' feed-forward without gradients."""
+
+    dtype: jnp.dtype
+    rows: int
+    """Of all experts, one for each assignment of a token."""
+    experts: int
+    matrices: tuple[Float[Array, "E a b"] | Quantized, ...]
+    """Gate and up as one, and down."""
+    adapters: tuple[ExpertAdapter | None, ...] = (None, None)
+    activation: Activation = "swiglu"
+    transpose_rhs: bool = False
+
+
+def _check_few(capability: Capability | None, call: FewRowsExpertsCall) -> None:
+    check_triton(capability, call.dtype)
     check_hopper(capability)
     check_one_device()
-    if routing.permutation.size > MOST_ROWS * routing.group_sizes.shape[0]:
+    if call.rows > MOST_ROWS * call.experts:
         raise NotImplementedError(f"experts have more than {MOST_ROWS} rows each")
-    if any(adapter is not None for adapter in adapters):
+    if any(adapter is not None for adapter in call.adapters):
         raise NotImplementedError("experts have adapters")
-    for matrix in matrices:
+    for matrix in call.matrices:
         if isinstance(matrix, Stack):
             _check_few_stacked(matrix)
         elif isinstance(matrix, Quantized) and not isinstance(matrix, MXFP4):
             raise NotImplementedError(f"{type(matrix).__name__} has no kernel for few rows")
-        if not isinstance(matrix, Quantized) and matrix.dtype != x.dtype:
+        if not isinstance(matrix, Quantized) and matrix.dtype != call.dtype:
             raise NotImplementedError("matrices are stored in another dtype")
-    if not transpose_rhs and activation != "gpt_oss":
+    if not call.transpose_rhs and call.activation != "gpt_oss":
         raise NotImplementedError("gate and up are not in rows")
 
 
@@ -123,7 +160,7 @@ def _check_few_stacked(matrix: Stack) -> None:
         raise NotImplementedError("rows are no multiple of 32 values long")
 
 
-def _load_few(capability: Capability, *call):
+def _load_few(capability: Capability, call: Any) -> "TritonFewRowsExperts":
     from jaxglue.ops.moe.few_rows import TritonFewRowsExperts
 
     return TritonFewRowsExperts.of(capability)
@@ -131,47 +168,102 @@ def _load_few(capability: Capability, *call):
 
 FEW_ROWS_EXPERTS = Operation(
     name="experts with few rows",
-    backends={"triton": Backend(check=_check_few, load=_load_few, advantage="matrices are read once, as stored")},
+    backends={
+        "triton": Backend(
+            check=_check_few,
+            load=_load_few,
+            advantage="matrices are read once, as stored",
+            reads={
+                FewRowsExpertsCall: {
+                    **dict.fromkeys(("dtype", "rows", "experts", "matrices", "transpose_rhs")),
+                    "activation": ("swiglu", "geglu", "gpt_oss"),
+                },
+                MXFP4: ("blocks", "scales"),
+                Stack: ("rows", "out"),
+                Int8Weight: ("codes", "absmax", "dtype"),
+                NF4: ("codes", "scales", "scale_absmax", "scale_offset", "dtype"),
+                FP8Weight: ("values", "scales", "dtype", "expand"),
+            },
+        )
+    },
 )
-"""Backends of `moe_mlp` without gradients; a call is described by x, routing, matrices, adapters and options."""
+"""Backends of `moe_mlp` without gradients."""
 
 
-def _check_route(capability: Capability | None, rows: int, experts: int) -> None:
+@dataclass(frozen=True, kw_only=True)
+class RouteCall:
+    """Meaning of a routing without gradients."""
+
+    assignments: int
+    """Of tokens to experts."""
+    experts: int
+    order: Order = "softmax_topk"
+    normalize: bool = False
+    groups: Groups = ONE_GROUP
+    scale: float = 1.0
+
+
+def _check_route(capability: Capability | None, call: RouteCall) -> None:
     check_triton(capability)
     check_one_device()
-    if rows > MOST_ROWS * experts or rows > _MOST_ASSIGNMENTS:
+    if call.order == "sigmoid_topk" or call.groups.kept != call.groups.total or call.scale != 1.0:
+        raise NotImplementedError("experts are chosen by sigmoids or in groups, or their weights are scaled")
+    if call.assignments > MOST_ROWS * call.experts or call.assignments > _MOST_ASSIGNMENTS:
         raise NotImplementedError("a sort is as fast")
 
 
 _MOST_ASSIGNMENTS = 4096
 ROUTE = Operation(
     name="routing of few rows",
-    backends={"triton": Backend(check=_check_route, load=_load_few, advantage="two launches in place of ten")},
+    backends={
+        "triton": Backend(
+            check=_check_route,
+            load=_load_few,
+            advantage="two launches in place of ten",
+            reads={
+                RouteCall: {
+                    **dict.fromkeys(("assignments", "experts", "normalize", "groups")),
+                    "order": ("softmax_topk", "topk_softmax"),
+                },
+                Groups: ("total", "kept"),  # equal: one group
+            },
+        )
+    },
 )
-"""Backends of `route` without gradients; a call is described by assignments and experts."""
+"""Backends of `route` without gradients."""
 
 
-def _check_choose(capability: Capability | None, experts: int) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ChooseCall:
+    """Meaning of a choice of the experts with the largest scores."""
+
+    experts: int
+
+
+def _check_choose(capability: Capability | None, call: ChooseCall) -> None:
     check_triton(capability)
-    if experts > MOST_EXPERTS:
+    if call.experts > MOST_EXPERTS:
         raise NotImplementedError(f"there are more than {MOST_EXPERTS} experts")
-
-
-def _load_choose(capability: Capability, experts: int):
-    return _load_few(capability)
 
 
 MOST_EXPERTS = 1024
 CHOOSE = Operation(
     name="choice of experts",
-    backends={"triton": Backend(check=_check_choose, load=_load_choose, advantage="XLA sorts all scores")},
+    backends={
+        "triton": Backend(
+            check=_check_choose,
+            load=_load_few,
+            advantage="XLA sorts all scores",
+            reads={ChooseCall: ("experts",)},
+        )
+    },
 )
-"""Backends of the choice in `route`; a call is described by the number of experts."""
+"""Backends of the choice in `route`."""
 
 
 def _top_k(scores: Float[Array, "M E"], k: int) -> tuple[Float[Array, "M k"], Int[Array, "M k"]]:
     """Return the k largest scores of each token, and their experts."""
-    if (kernels := CHOOSE.load(scores.shape[1])) is None:
+    if (kernels := CHOOSE.load(ChooseCall(experts=scores.shape[1]))) is None:
         chosen, expert_ids = jax.lax.top_k(scores, k)
         return chosen, expert_ids
     expert_ids = checkpoint_name(kernels.choose(jax.lax.stop_gradient(scores), k), names.ROUTING)
@@ -206,8 +298,8 @@ def route(
         ValueError: k is not between 1 and E, the order is unknown, or groups do not fit.
     """
     M, E = router_logits.shape
-    softmax = order != "sigmoid_topk" and groups.kept == groups.total and scale == 1.0
-    if inference and softmax and (kernels := ROUTE.load(M * k, E)) is not None:
+    call = RouteCall(assignments=M * k, experts=E, order=order, normalize=normalize, groups=groups, scale=scale)
+    if inference and (kernels := ROUTE.load(call)) is not None:
         return kernels.route(router_logits, k, order=order, normalize=normalize)
     few = inference and M * k <= MOST_ROWS * E
     return sorted_route(
@@ -255,7 +347,7 @@ def grouped_matmul(
     if lhs.ndim != 2:
         raise ValueError(f"lhs must be [S, K], got {tuple(lhs.shape)}")
     _check_operands("rhs", rhs, (groups.sizes.shape[0], lhs.shape[1]), bias, adapter, transpose_rhs)
-    kernels = GROUPED_MATMUL.load(lhs.dtype, backend=backend)
+    kernels = GROUPED_MATMUL.load(GroupedCall(dtype=lhs.dtype), backend=backend)
     if kernels is None:
         return reference_grouped_matmul(lhs, rhs, groups, bias, adapter, transpose_rhs=transpose_rhs)
     spec = GroupedSpec(kernels=kernels, transpose_rhs=transpose_rhs)
@@ -307,10 +399,18 @@ def moe_mlp(
     F = _check_operands("gate_up", gate_up, (E, x.shape[1]), gate_up_bias, adapters[0], transpose_rhs) // 2
     _check_operands("down", down, (E, F), down_bias, adapters[1], transpose_rhs)
     operands = x, routing, (gate_up, down), (gate_up_bias, down_bias), adapters
-    options = {"activation": activation, "transpose_rhs": transpose_rhs}
-    if inference and (few := FEW_ROWS_EXPERTS.load(x, routing, operands[2], adapters, *options.values())) is not None:
-        return few.mlp(*operands[:4], **options)
-    kernels = GROUPED_MATMUL.load(x.dtype, backend=backend)
+    call = FewRowsExpertsCall(
+        dtype=x.dtype,
+        rows=routing.permutation.size,
+        experts=E,
+        matrices=(gate_up, down),
+        adapters=adapters,
+        activation=activation,
+        transpose_rhs=transpose_rhs,
+    )
+    if inference and (few := FEW_ROWS_EXPERTS.load(call)) is not None:
+        return few.mlp(*operands[:4], activation=activation, transpose_rhs=transpose_rhs)
+    kernels = GROUPED_MATMUL.load(GroupedCall(dtype=x.dtype, activation=activation), backend=backend)
     if kernels is None:
         return reference_mlp(*operands, activation=activation, transpose_rhs=transpose_rhs)
     return fused_mlp(kernels, *operands, activation=activation, transpose_rhs=transpose_rhs, fp8=fp8)

@@ -1,43 +1,71 @@
 """Norms and rotary embedding: each value read and written once."""
 
-from typing import Any
+from dataclasses import dataclass
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxglue.ops.backend import Backend, Capability, Operation, check_triton
 from jaxglue.ops.norm_rope.reference import (
+    LAYER_NORM,
     LLAMA_NORM,
     HeadNorms,
     NormStyle,
     ReferenceNorm,
+    reference_norm,
     reference_rotate,
     rms_norm,
+    style_of,
 )
-from jaxglue.ops.norm_rope.vjp import NormSpec, RotateSpec, fused_norm, fused_rotate, fused_stream_norm
+from jaxglue.ops.norm_rope.vjp import (
+    NormRopeBackend,
+    NormSpec,
+    RotateSpec,
+    fused_norm,
+    fused_rotate,
+    fused_stream_norm,
+)
 from jaxglue.ops.rope import RopeTables, Rotary
 
 __all__ = [
+    "LAYER_NORM",
     "LLAMA_NORM",
     "NORM_ROPE",
     "HeadNorms",
+    "NormCall",
     "NormStyle",
     "fp8_stream_norm",
     "norm",
     "norm_and_rotate",
+    "reference_norm",
     "rms_norm",
     "rotate_heads",
     "scale_queries",
     "stream_norm",
+    "style_of",
 ]
 
 
-def _check_call(capability: Capability | None, dtype, interleaved: bool = False) -> None:
-    check_triton(capability, dtype)
-    if interleaved:
+@dataclass(frozen=True, kw_only=True)
+class NormCall:
+    """Meaning of a norm, of a rotation of heads, or of both."""
+
+    dtype: jnp.dtype
+    style: NormStyle = LLAMA_NORM
+    """Of the norm; the default where heads have none."""
+    interleaved: bool = False
+    """Neighboring dimensions turn."""
+
+
+def _check_call(capability: Capability | None, call: NormCall) -> None:
+    check_triton(capability, call.dtype)
+    if call.interleaved:
         raise NotImplementedError("XLA turns neighboring dimensions faster")
+    if call.style.centered or call.style.bias:
+        raise NotImplementedError("layer norms and biases are XLA's")
 
 
-def _load(capability: Capability, *call: Any) -> Any:
+def _load(capability: Capability, call: NormCall) -> NormRopeBackend:
     from jaxglue.ops.norm_rope.triton import TritonNormRope
 
     return TritonNormRope.of(capability)
@@ -45,7 +73,14 @@ def _load(capability: Capability, *call: Any) -> Any:
 
 NORM_ROPE = Operation(
     name="norm and rotation",
-    backends={"triton": Backend(check=_check_call, load=_load, advantage="queries and keys are read and written once")},
+    backends={
+        "triton": Backend(
+            check=_check_call,
+            load=_load,
+            advantage="queries and keys are read and written once",
+            reads={NormCall: ("dtype", "style"), NormStyle: ("offset", "rounds_first")},
+        )
+    },
 )
 
 
@@ -54,18 +89,19 @@ def stream_norm(
     weight: Float[Array, " D"],
     eps: float,
     style: NormStyle = LLAMA_NORM,
+    bias: Float[Array, " D"] | None = None,
     *,
     backend: str = "auto",
 ) -> tuple[Float[Array, "*B D"], Float[Array, "*B D"]]:
-    """Return a residual stream x and its `rms_norm`, whose gradients are added in one pass.
+    """Return a residual stream x and its `reference_norm`, whose gradients are added in one pass.
 
     Raises:
         ValueError: a weight that does not fit, or a named backend that cannot serve.
     """
-    _check_norm(x, weight)
-    kernels = NORM_ROPE.load(x.dtype, backend=backend)
+    _check_norm(x, weight, style, bias)
+    kernels = NORM_ROPE.load(NormCall(dtype=x.dtype, style=style), backend=backend)
     if kernels is None:
-        return x, rms_norm(x, weight, eps, style)
+        return x, reference_norm(x, weight, eps, style, bias)
     stream, normed = fused_stream_norm(NormSpec(backend=kernels, eps=eps, style=style), x, weight)
     return stream, normed
 
@@ -75,19 +111,20 @@ def norm(
     weight: Float[Array, " D"],
     eps: float,
     style: NormStyle = LLAMA_NORM,
+    bias: Float[Array, " D"] | None = None,
     *,
     stream: Float[Array, "*B D"] | None = None,
     backend: str = "auto",
 ) -> Float[Array, "*B D"]:
-    """Return `rms_norm` of x, plus a residual stream if there is one.
+    """Return `reference_norm` of x, plus a residual stream if there is one.
 
     Raises:
         ValueError: a weight that does not fit, or a named backend that cannot serve.
     """
-    _check_norm(x, weight)
-    kernels = NORM_ROPE.load(x.dtype, backend=backend)
+    _check_norm(x, weight, style, bias)
+    kernels = NORM_ROPE.load(NormCall(dtype=x.dtype, style=style), backend=backend)
     if kernels is None:
-        normed = rms_norm(x, weight, eps, style)
+        normed = reference_norm(x, weight, eps, style, bias)
         return normed if stream is None else stream + normed
     return fused_norm(NormSpec(backend=kernels, eps=eps, style=style), x, weight, stream)
 
@@ -97,23 +134,31 @@ def fp8_stream_norm(
 ) -> tuple[
     Float[Array, "*B D"], Float[Array, "*B D"], Float[Array, "*B D"], Float[Array, "*B 1"], Float[Array, "*B 1"]
 ]:
-    """Return a residual stream x twice, e4m3 values of its `rms_norm`, their scales, and 1 / x's root mean square.
+    """Return a residual stream x twice, e4m3 values of its norm, their scales, and 1 / x's root mean square.
 
     The gradient of the second x is by convention that to the norm, which is not written.
+
+    Args:
+        x, weight, eps, style: as in `reference_norm`, without mean and bias.
 
     Raises:
         ValueError: a weight that does not fit.
     """
-    _check_norm(x, weight)
+    assert not style.centered and not style.bias
+    _check_norm(x, weight, style, None)
+    kernels = NORM_ROPE.load(NormCall(dtype=x.dtype, style=style)) or ReferenceNorm()
     stream, again, values, scales, inverse = fused_stream_norm(
-        NormSpec(backend=NORM_ROPE.load(x.dtype) or ReferenceNorm(), eps=eps, style=style, fp8=True), x, weight
+        NormSpec(backend=kernels, eps=eps, style=style, fp8=True), x, weight
     )
     return stream, again, values, scales, inverse
 
 
-def _check_norm(x, weight) -> None:
+def _check_norm(x, weight, style: NormStyle, bias) -> None:
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"weight must be of x's last axis, [{x.shape[-1]}], got shape {weight.shape}")
+    if style.bias != (bias is not None) or (bias is not None and bias.shape != weight.shape):
+        expected = f"a bias {list(weight.shape)}" if style.bias else "no bias"
+        raise ValueError(f"this style of norm has {expected}, got {'none' if bias is None else list(bias.shape)}")
 
 
 def rotate_heads(
@@ -141,7 +186,8 @@ def rotate_heads(
         ValueError: shapes that do not fit, or a named backend that cannot serve.
     """
     _check(q, k, cos, sin, norms)
-    kernels = NORM_ROPE.load(q.dtype, interleaved, backend=backend)
+    call = NormCall(dtype=q.dtype, style=style_of(norms), interleaved=interleaved)
+    kernels = NORM_ROPE.load(call, backend=backend)
     if kernels is None:
         return reference_rotate(q, k, cos, sin, norms, interleaved=interleaved)
     if norms is None:

@@ -98,6 +98,7 @@ class TritonNormRope(Launcher):
 
 
 def _style(style: NormStyle) -> dict[str, Any]:
+    """Return the constants of a style, of whose other fields `NORM_ROPE` refuses all but the defaults."""
     return {"OFFSET": style.offset, "ROUNDS_FIRST": style.rounds_first}
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
-from jaxglue.ops.norm_rope.reference import LLAMA_NORM, HeadNorms, NormStyle, reference_rotate, rms_norm
+from jaxglue.ops.norm_rope.reference import LLAMA_NORM, HeadNorms, NormStyle, reference_norm, reference_rotate
 
 Weights = tuple[Float[Array, " H"], Float[Array, " H"]]
 Heads = tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]
@@ -22,10 +22,10 @@ class NormBackend(Protocol):
     """Kernels that pass over x once forward and once backward."""
 
     def norm(self, x, weight, stream=None, *, eps: float, style: NormStyle) -> Float[Array, "*B D"]:
-        """Return `rms_norm` of x, plus a stream if there is one."""
+        """Return `reference_norm` of x, plus a stream if there is one."""
 
     def fp8_norm(self, x, weight, *, eps: float, style: NormStyle) -> FP8Values:
-        """Return e4m3 values of `rms_norm` of x, their scales [*B, 1], and 1 / x's root mean square [*B, 1]."""
+        """Return e4m3 values of `reference_norm` of x, their scales [*B, 1], and 1 / x's root mean square [*B, 1]."""
 
     def norm_gradient(self, x, weight, dstream, dout, *, eps: float, style: NormStyle) -> Float[Array, "*B D"]:
         """Return the norm's gradient to x, plus dstream if there is one."""
@@ -42,7 +42,7 @@ class NormSpec:
     """Return e4m3 values instead of the norm."""
 
     def outputs(self, x, weight) -> tuple[Array, ...]:
-        """Return x and its `rms_norm`, or x twice and the e4m3 values of the norm."""
+        """Return x and its `reference_norm`, or x twice and the e4m3 values of the norm."""
         if self.fp8:
             return x, x, *self.backend.fp8_norm(x, weight, **self.norm)
         return x, self.backend.norm(x, weight, **self.norm)
@@ -55,7 +55,7 @@ class NormSpec:
     def weight_gradient(self, x, weight, dout) -> Float[Array, " D"]:
         """Return the norm's gradient to its weight by XLA in float32: only full fine-tuning trains norms."""
         x, dout = _float32(x), _float32(dout)
-        return jax.vjp(lambda weight: rms_norm(x, weight, self.eps, self.style), weight)[1](dout)[0]
+        return jax.vjp(lambda weight: reference_norm(x, weight, self.eps, self.style), weight)[1](dout)[0]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["x", "weight"], meta_fields=["weight_needs_grad"])
@@ -93,7 +93,7 @@ fused_stream_norm.defvjp(_norm_forward, _norm_backward, symbolic_zeros=True)
 def fused_norm(
     spec: NormSpec, x: Float[Array, "*B D"], weight: Float[Array, " D"], stream: Float[Array, "*B D"] | None
 ) -> Float[Array, "*B D"]:
-    """Return `rms_norm` of x by a fused backend, plus a stream if there is one; see `fused_stream_norm`."""
+    """Return `reference_norm` of x by a fused backend, plus a stream if there is one; see `fused_stream_norm`."""
     return spec.backend.norm(x, weight, stream, **spec.norm)
 
 
@@ -130,6 +130,10 @@ class RotateBackend(Protocol):
 
     def rotate_gradient(self, q, k, weights: Weights, cos, sin, dq_out, dk_out, *, spec: "RotateSpec") -> Heads:
         """Return (dq, dk) of normed and rotated heads."""
+
+
+class NormRopeBackend(NormBackend, RotateBackend, Protocol):
+    """Kernels of norms and of rotation."""
 
 
 @dataclass(frozen=True, kw_only=True)

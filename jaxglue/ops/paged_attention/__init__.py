@@ -1,23 +1,32 @@
 """Attention of one query for each sequence over a key/value cache in pages, and writes of new tokens to it."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxglue.ops.backend import Backend, Capability, Operation, check_capability, check_triton
-from jaxglue.ops.norm_rope import HeadNorms, norm_and_rotate, scale_queries
+from jaxglue.ops.backend import Backend, Capability, Operation, Reads, check_capability, check_triton
+from jaxglue.ops.norm_rope import LLAMA_NORM, HeadNorms, NormStyle, norm_and_rotate, scale_queries, style_of
 from jaxglue.ops.paged_attention.latent import LatentPages, make_latent_pages, reference_latent_attention
 from jaxglue.ops.paged_attention.pages import KVPages, make_pages
 from jaxglue.ops.paged_attention.reference import reference_paged_attention
-from jaxglue.ops.rope import RopeTables, Rotary
+from jaxglue.ops.rope import TABLES_READ, RopeConfig, RopeTables, Rotary
+
+if TYPE_CHECKING:
+    from jaxglue.ops.paged_attention.triton import TritonPagedAttention
 
 __all__ = [
     "APPEND",
     "APPEND_AND_ATTEND",
     "LATENT_ATTENTION",
     "PAGED_ATTENTION",
+    "AppendAndAttendCall",
+    "AppendCall",
     "KVPages",
+    "LatentCall",
     "LatentPages",
+    "PagedCall",
     "append",
     "append_and_attend",
     "latent_attention",
@@ -29,60 +38,122 @@ __all__ = [
 _FP8 = (8, 9)
 
 
-def _check(capability: Capability | None, dtype, cache: KVPages) -> None:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PagedCall:
+    """Meaning of attention over a cache."""
+
+    dtype: jnp.dtype
+    cache: KVPages
+    window: int | None = None
+    sinks: bool = False
+    """Query heads have learned logits in the softmax's denominator."""
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AppendCall:
+    """Meaning of a write to the cache."""
+
+    dtype: jnp.dtype
+    cache: KVPages
+    rotary: Rotary | None = None
+    style: NormStyle = LLAMA_NORM
+    """Of the norms of heads; the default where they have none."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AppendAndAttendCall:
+    """Meaning of a write to the cache and of attention over it."""
+
+    append: AppendCall
+    attend: PagedCall
+    query_shape: tuple[int, ...]
+    """[S, N, H] of the queries."""
+    pages: int
+    """Pages in a sequence's table."""
+    scaled: bool = False
+    """Rotated queries have factors."""
+
+
+def _check(capability: Capability | None, call: PagedCall) -> None:
+    _check_cache(capability, call.dtype, call.cache)
+
+
+def _check_cache(capability: Capability | None, dtype: jnp.dtype, cache: KVPages) -> None:
     check_triton(capability, dtype)
     if cache.key_scales is not None:
         check_capability(capability, _FP8)
 
 
-def _check_append(capability: Capability | None, dtype, cache: KVPages, rotary: Rotary | None) -> None:
-    _check(capability, dtype, cache)
-    if rotary is not None and not rotary.turns_whole_halves:
+def _check_append(capability: Capability | None, call: AppendCall) -> None:
+    _check_cache(capability, call.dtype, call.cache)
+    if call.rotary is not None and not call.rotary.turns_whole_halves:
         raise NotImplementedError("only a part of each head turns, or neighboring dimensions")
+    if call.style.centered or call.style.bias:
+        raise NotImplementedError("layer norms and biases are XLA's")
 
 
-def _load(capability: Capability, *call: Any):
+def _load(capability: Capability, call: Any) -> "TritonPagedAttention":
     from jaxglue.ops.paged_attention.triton import TritonPagedAttention
 
     return TritonPagedAttention.of(capability)
 
 
+_PAGES: Reads = {KVPages: ("keys", "values", "key_scales", "value_scales")}
+_ATTEND: Reads = {PagedCall: ("dtype", "cache", "window", "sinks", "softcap"), **_PAGES}
+_APPEND: Reads = {
+    AppendCall: ("dtype", "cache", "rotary", "style"),
+    NormStyle: ("offset", "rounds_first"),
+    **_PAGES,
+    **TABLES_READ,
+}
+
 PAGED_ATTENTION = Operation(
     name="paged attention",
-    backends={"triton": Backend(check=_check, load=_load, advantage="reads visible pages only")},
+    backends={"triton": Backend(check=_check, load=_load, advantage="reads visible pages only", reads=_ATTEND)},
 )
-"""Backends of `paged_attention`; a call is described by the dtype of queries and the cache."""
+"""Backends of `paged_attention`."""
 APPEND = Operation(
     name="write to the cache",
-    backends={"triton": Backend(check=_check_append, load=_load, advantage="norms, rotation and writes are one pass")},
+    backends={
+        "triton": Backend(
+            check=_check_append,
+            load=_load,
+            advantage="norms, rotation and writes are one pass",
+            # Queries are scaled after the kernel, by `scale_queries`.
+            reads={**_APPEND, RopeConfig: (*(TABLES_READ[RopeConfig] or ()), "query_scale")},
+        )
+    },
 )
-"""Backends of `append`; a call is described by the dtype of queries, the cache and rotation."""
+"""Backends of `append`."""
 
 
-def _check_both(
-    capability: Capability | None, q, cache: KVPages, tables, rope: RopeTables, rotary: Rotary | None, factor: float
-) -> None:
-    _check_append(capability, q.dtype, cache, rotary)
-    S, _, H = q.shape
+def _check_both(capability: Capability | None, call: AppendAndAttendCall) -> None:
+    _check_append(capability, call.append)
+    S, _, H = call.query_shape
     if H & (H - 1):
         raise NotImplementedError("a head's size must be a power of two")
-    if (whole := q[None]) is not scale_queries(whole, rope, rotary, factor):
+    if call.scaled:
         raise NotImplementedError("queries have factors")
     from jaxglue.ops.paged_attention.triton import is_split
 
-    if is_split(S * cache.keys.shape[1], tables.shape[1], cache.page):
+    cache = call.attend.cache
+    if is_split(S * cache.keys.shape[1], call.pages, cache.page):
         raise NotImplementedError("several programs share the keys of a sequence")
-
-
-def _load_both(capability: Capability, *call: Any):
-    return _load(capability)
 
 
 APPEND_AND_ATTEND = Operation(
     name="attention of new tokens",
-    backends={"triton": Backend(check=_check_both, load=_load_both, advantage="one launch instead of two")},
+    backends={
+        "triton": Backend(
+            check=_check_both,
+            load=_load,
+            advantage="one launch instead of two",
+            reads={AppendAndAttendCall: ("append", "attend", "query_shape", "pages"), **_APPEND, **_ATTEND},
+        )
+    },
 )
-"""Backends of `append_and_attend`; a call is described by queries, cache, tables, rotation and queries' factor."""
+"""Backends of `append_and_attend`."""
 
 
 def append_and_attend(
@@ -104,26 +175,48 @@ def append_and_attend(
 
     Errors are those of both.
     """
-    if (kernels := APPEND_AND_ATTEND.load(q, cache, tables, rope, rotary, factor)) is not None:
+    options = {"window": None, "sinks": None, "softcap": None} | options
+    call = AppendAndAttendCall(
+        append=AppendCall(dtype=q.dtype, cache=cache, rotary=rotary, style=style_of(norms)),
+        attend=PagedCall(dtype=q.dtype, cache=cache, **options | {"sinks": options["sinks"] is not None}),
+        query_shape=q.shape,
+        pages=tables.shape[1],
+        scaled=factor != 1.0 or (rotary is not None and rope.scales(rotary) is not None),
+    )
+    if (kernels := APPEND_AND_ATTEND.load(call)) is not None:
         _check_shapes(cache, *q.shape[1:])
-        options = {"window": None, "sinks": None, "softcap": None} | options
         turns = None if rotary is None else rope.of(rotary)
         return kernels.append_and_attend(q, k, v, cache, pages, offsets, turns, norms, tables, positions, **options)
     rotated, _, cache = append(q, k, v, cache, pages, offsets, rope, rotary, norms, factor)
     return paged_attention(rotated, cache, tables, positions, **options), cache
 
 
-def _check_latents(capability: Capability | None, dtype, cache: LatentPages) -> None:
-    check_triton(capability, dtype)
-    if cache.scales is not None:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LatentCall:
+    """Meaning of attention over latents."""
+
+    dtype: jnp.dtype
+    cache: LatentPages
+
+
+def _check_latents(capability: Capability | None, call: LatentCall) -> None:
+    check_triton(capability, call.dtype)
+    if call.cache.scales is not None:
         raise NotImplementedError("latents in float8 have no kernel")
 
 
 LATENT_ATTENTION = Operation(
     name="attention over latents",
-    backends={"triton": Backend(check=_check_latents, load=_load, advantage="reads latents once, in visible pages")},
+    backends={
+        "triton": Backend(
+            check=_check_latents,
+            load=_load,
+            advantage="reads latents once, in visible pages",
+            reads={LatentCall: ("dtype", "cache"), LatentPages: ("tokens",)},
+        )
+    },
 )
-"""Backends of `latent_attention`; a call is described by the dtype of queries and the cache."""
+"""Backends of `latent_attention`."""
 
 
 def latent_attention(
@@ -148,7 +241,7 @@ def latent_attention(
         backend: one of `LATENT_ATTENTION.names`.
     """
     options: dict[str, Any] = {"rank": rank, "scale": scale}
-    if (kernels := LATENT_ATTENTION.load(q.dtype, cache, backend=backend)) is not None:
+    if (kernels := LATENT_ATTENTION.load(LatentCall(dtype=q.dtype, cache=cache), backend=backend)) is not None:
         return kernels.attend_latents(q, cache, tables, positions, **options)
     return reference_latent_attention(q, cache, tables, positions, **options)
 
@@ -184,7 +277,8 @@ def paged_attention(
     if tables.shape[:1] != (S,) or positions.shape != (S,):
         raise ValueError(f"tables and positions must be for {S} sequences, got {tables.shape} and {positions.shape}")
     options: dict[str, Any] = {"window": window, "sinks": sinks, "softcap": softcap}
-    if (kernels := PAGED_ATTENTION.load(q.dtype, cache, backend=backend)) is not None:
+    call = PagedCall(dtype=q.dtype, cache=cache, window=window, sinks=sinks is not None, softcap=softcap)
+    if (kernels := PAGED_ATTENTION.load(call, backend=backend)) is not None:
         return kernels.attend(q, cache, tables, positions, **options)
     return reference_paged_attention(q, cache, tables, positions, **options)
 
@@ -225,7 +319,8 @@ def append(
     _check_shapes(cache, N, H)
     if k.shape != (T, cache.keys.shape[1], H) or v.shape != k.shape:
         raise ValueError(f"k and v must be [{T}, {cache.keys.shape[1]}, {H}], got {k.shape} and {v.shape}")
-    if (kernels := APPEND.load(q.dtype, cache, rotary, backend=backend)) is None:
+    call = AppendCall(dtype=q.dtype, cache=cache, rotary=rotary, style=style_of(norms))
+    if (kernels := APPEND.load(call, backend=backend)) is None:
         rotated, keys = norm_and_rotate(q[None], k[None], rope, rotary, norms=norms, factor=factor)
         return rotated[0], keys[0], cache.write(keys[0], v, pages, offsets)
     turns = None if rotary is None else rope.of(rotary)

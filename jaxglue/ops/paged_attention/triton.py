@@ -168,8 +168,10 @@ class TritonPagedAttention(Launcher):
 
 
 def _norm_constants(norms: HeadNorms | None) -> dict[str, float | bool]:
-    offset, rounds_first = LLAMA_NORM if norms is None else norms.style
-    return {"EPS": 0.0 if norms is None else norms.eps, "OFFSET": offset, "ROUNDS_FIRST": rounds_first}
+    """Return the constants of norms, of whose styles `APPEND` refuses all that these do not tell."""
+    style = LLAMA_NORM if norms is None else norms.style
+    eps = 0.0 if norms is None else norms.eps
+    return {"EPS": eps, "OFFSET": style.offset, "ROUNDS_FIRST": style.rounds_first}
 
 
 def is_split(programs: int, pages: int, page: int) -> bool:

@@ -4,35 +4,46 @@ Adding an adapter's product by itself would read and round the wide output once 
 product with the weight accumulates onto it; on the residual stream and in FP8 one pass adds all terms.
 """
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Bool, Float
 
 from jaxglue.ops import names
 from jaxglue.ops.backend import Capability, Operation, form
 from jaxglue.ops.collectives import axis_size, reduce_from
+from jaxglue.ops.projection.call import (
+    EXPANDED_WEIGHTS,
+    Conditions,
+    LowRankAdapter,
+    Projection,
+    ProjectionCall,
+    StaticConditions,
+    check_adapters,
+    check_frozen_fp8,
+)
 from jaxglue.ops.projection.dora import magnitude_gain
-from jaxglue.ops.projection.few_rows import load_few_rows, project_few_rows
+from jaxglue.ops.projection.few_rows import FewRowsCall, load_few_rows, project_few_rows
 from jaxglue.ops.projection.fp8 import project_fp8
 from jaxglue.ops.projection.fp8_adapters import FP8Rows, add_adapted_fp8, project_adapted_fp8
 from jaxglue.ops.projection.lora import lora_add, lora_expand, lora_shrink, shrink
 from jaxglue.ops.quant import project_quantized
 from jaxglue.ops.quant.formats import is_quantized
-from jaxglue.ops.quant.fp8 import is_multiplied_in_fp8
+from jaxglue.ops.quant.fp8 import FP8Weight
 
 __all__ = [
     "PROJECTION",
     "RESIDUAL_SUM",
-    "Adapter",
     "Conditions",
+    "LowRankAdapter",
     "Projection",
+    "ProjectionCall",
+    "ResidualSumCall",
+    "StaticConditions",
     "adapted_projection",
     "add_to_stream",
     "base_products",
@@ -44,83 +55,6 @@ __all__ = [
     "ranks_of",
     "shared_down",
 ]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Adapter:
-    """Low-rank change of a weight: W + scale · B·A, its rows rescaled to `magnitude` if there is one (DoRA)."""
-
-    A: Float[Array, "R in"]
-    B: Float[Array, "out R"]
-    magnitude: Float[Array, " out"] | None = None
-    scale: float = 1.0
-    dropout: float = 0.0
-    """Share of inputs that training drops."""
-    salt: int = 0
-    """Makes the dropout of this adapter differ from that of others."""
-
-    @property
-    def up(self) -> Float[Array, "out R"]:
-        """Return scale · B."""
-        return self.B if self.scale == 1.0 else self.scale * self.B
-
-    def drop(self, x: Float[Array, "*B in"], key: PRNGKeyArray | None) -> Float[Array, "*B in"]:
-        """Apply the adapter's own dropout to x; the identity without a key."""
-        if self.dropout == 0.0 or key is None:
-            return x
-        keep = jax.random.bernoulli(jax.random.fold_in(key, self.salt), 1.0 - self.dropout, x.shape)
-        return jnp.where(keep, x / (1.0 - self.dropout), 0).astype(x.dtype)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Projection:
-    """Parameters of y = x·Wᵀ (+ bias) (+ adapter's product)."""
-
-    weight: Any
-    """[out, in], quantized or not."""
-    bias: Float[Array, " out"] | None = None
-    adapter: Adapter | None = None
-    trains_in_fp8: bool = False
-    """The weight is rounded to e4m3 for each product."""
-
-    @property
-    def is_for_fp8(self) -> bool:
-        """Return whether the weight is multiplied in FP8, unless conditions say otherwise."""
-        return self.trains_in_fp8 or is_multiplied_in_fp8(self.weight)
-
-    def split(self, *bounds: int) -> list["Projection"]:
-        """Return a projection for each range of outputs between the bounds; itself alone where the parts cost copies.
-
-        Rows of a frozen matrix are read where they lie, and an adapter's first matrix is shared. The gradients to the
-        rows of a matrix that trains would be joined again, and other formats have no rows.
-        """
-        rows, arrays = self.weight.shape[0], jax.tree.leaves(self.weight)
-        if self.adapter is None or any(array.ndim == 0 or len(array) != rows for array in arrays):
-            return [self]
-        return [self._rows(slice(*ends)) for ends in itertools.pairwise((0, *bounds, rows))]
-
-    def _rows(self, rows: slice) -> "Projection":
-        assert self.adapter is not None
-        weight = jax.tree.map(lambda array: array[rows], self.weight)
-        bias = None if self.bias is None else self.bias[rows]
-        magnitude = None if self.adapter.magnitude is None else self.adapter.magnitude[rows]
-        adapter = replace(self.adapter, B=self.adapter.B[rows], magnitude=magnitude)
-        return replace(self, weight=weight, bias=bias, adapter=adapter)
-
-
-class Conditions(Protocol):
-    """Conditions of the products of a layer."""
-
-    @property
-    def dropout_key(self) -> PRNGKeyArray | None:
-        """Return the key of the adapters' dropout; None without."""
-
-    @property
-    def fp8(self) -> bool:
-        """Return whether weights for FP8 are multiplied so; otherwise in the activations' dtype."""
-
-    # `inference`, if there is one and it is true, says that no gradients are taken: few rows have kernels of their own.
-    # `ranks` [tokens or 1, R], if there are some, says which of the adapters' R ranks each token uses.
 
 
 def adapted_projection(
@@ -138,17 +72,18 @@ def adapted_projection(
         conditions: of the layer.
         stream: the residual stream; devices along the axis `tensor` that split the projection's input sum their parts.
     """
-    if (kernels := load_few_rows(x, projections, conditions)) is not None:
+    if (kernels := load_few_rows(FewRowsCall.of(x, projections, conditions))) is not None:
         return project_few_rows(kernels, x, projections, conditions, stream)
     if (ranks := ranks_of(projections, conditions)) is not None:
         return _apply_by_ranks(x, projections, conditions, stream, ranks)
-    apply = PROJECTION.load(projections, conditions, stream is not None) or _apply_separately
+    call = ProjectionCall.of(projections, conditions, onto_stream=stream is not None)
+    apply = PROJECTION.load(call) or _apply_separately
     return apply(x, projections, conditions, stream)
 
 
-def projections_read_fp8(projections: Sequence[Projection], conditions: Conditions) -> bool:
+def projections_read_fp8(projections: Sequence[Projection], conditions: Conditions | StaticConditions) -> bool:
     """Return whether the projections read e4m3 values of their input alone, so a norm need write nothing else."""
-    return PROJECTION.load(projections, conditions, False) is _apply_in_fp8
+    return PROJECTION.load(ProjectionCall.of(projections, conditions)) is _apply_in_fp8
 
 
 def ranks_of(projections: Sequence[Projection], conditions: Conditions) -> Bool[Array, "tokens R"] | None:
@@ -157,40 +92,9 @@ def ranks_of(projections: Sequence[Projection], conditions: Conditions) -> Bool[
     return getattr(conditions, "ranks", None) if adapted else None
 
 
-def check_adapters(projections: Sequence[Projection], conditions: Conditions) -> None:
-    """Raise NotImplementedError unless all have adapters whose products are just added."""
-    for adapter in (projection.adapter for projection in projections):
-        if adapter is None:
-            raise NotImplementedError("a projection has no adapter")
-        if adapter.magnitude is not None:
-            raise NotImplementedError("magnitudes (DoRA) scale the sum of product and adapter")
-        if adapter.dropout > 0.0 and conditions.dropout_key is not None:
-            raise NotImplementedError("dropout gives each adapter an input of its own")
-
-
-def check_frozen_fp8(projections: Sequence[Projection], conditions: Conditions, *, adapted: bool = True) -> None:
-    """Raise NotImplementedError unless all are frozen FP8 weights, with adapters whose products are just added.
-
-    Args:
-        projections: of one input.
-        conditions: of the layer.
-        adapted: whether they must have adapters; otherwise they must have none.
-    """
-    if not all(is_multiplied_in_fp8(projection.weight) for projection in projections):
-        raise NotImplementedError("weights are not stored for FP8 products")
-    if any(projection.trains_in_fp8 for projection in projections):
-        raise NotImplementedError("weights train")
-    if not conditions.fp8:
-        raise NotImplementedError("this layer multiplies in the activations' dtype")
-    if adapted:
-        check_adapters(projections, conditions)
-    elif any(projection.adapter is not None for projection in projections):
-        raise NotImplementedError("a projection has an adapter")
-
-
-def _check_fp8(capability: Capability | None, projections, conditions, onto_stream: bool) -> None:
-    check_frozen_fp8(projections, conditions)
-    if onto_stream and projections[0].bias is not None:
+def _check_fp8(capability: Capability | None, call: ProjectionCall) -> None:
+    check_frozen_fp8(call.projections, call.conditions)
+    if call.onto_stream and call.projections[0].bias is not None:
         raise NotImplementedError("a bias is added beside the product")
 
 
@@ -204,9 +108,22 @@ def _apply_in_fp8(x, projections: Sequence[Projection], conditions, stream) -> l
 
 PROJECTION = Operation(
     name="projection",
-    backends={"fp8": form(_check_fp8, _apply_in_fp8, "scales are applied where adapters' products are added")},
+    backends={
+        "fp8": form(
+            _check_fp8,
+            _apply_in_fp8,
+            "scales are applied where adapters' products are added",
+            reads={
+                ProjectionCall: ("projections", "conditions", "onto_stream"),
+                StaticConditions: ("dropout", "fp8", "inference"),
+                Projection: ("weight", "bias", "adapter"),
+                LowRankAdapter: ("A", "B", "scale", "dropout", "salt"),
+                FP8Weight: ("values", "scales", "dtype"),
+            },
+        )
+    },
 )
-"""Forms of `adapted_projection`; a call is described by projections, conditions, and whether it adds to a stream."""
+"""Forms of `adapted_projection`."""
 
 
 def shared_down(projections: Sequence[Projection]) -> Float[Array, "ranks in"]:
@@ -276,7 +193,7 @@ def _sum_partials(count: int, _, gradients):
 fan_out.defvjp(lambda x, count: (fan_out(x, count), None), _sum_partials)
 
 
-def _shrink(x, adapters: Sequence[Adapter], conditions: Conditions) -> Float[Array, "*B ranks"] | None:
+def _shrink(x, adapters: Sequence[LowRankAdapter], conditions: Conditions) -> Float[Array, "*B ranks"] | None:
     """Compute dropout(x)·Aᵀ of every adapter, concatenated along the last axis."""
     if not adapters:
         return None
@@ -321,11 +238,19 @@ def add_to_stream(
         product: the product with the weight alone.
         low_rank: the input at the adapter's ranks; None without an adapter.
     """
-    add: Callable = RESIDUAL_SUM.load(projection) or _add_separately
+    add = RESIDUAL_SUM.load(ResidualSumCall(projection=projection)) or _add_separately
     return add(stream, projection, product, low_rank)
 
 
-def _check_sum(capability: Capability | None, projection: Projection) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ResidualSumCall:
+    """Meaning of a sum onto the residual stream."""
+
+    projection: Projection
+
+
+def _check_sum(capability: Capability | None, call: ResidualSumCall) -> None:
+    projection = call.projection
     if projection.adapter is None:
         raise NotImplementedError("the projection has no adapter")
     if projection.bias is not None:
@@ -351,8 +276,16 @@ RESIDUAL_SUM = Operation(
     name="sum onto the residual stream",
     backends={
         "lora": form(
-            _check_sum, _add_at_once, "stream, product and adapter's product are added in float32 and rounded once"
+            _check_sum,
+            _add_at_once,
+            "stream, product and adapter's product are added in float32 and rounded once",
+            reads={
+                ResidualSumCall: ("projection",),
+                Projection: ("weight", "adapter"),
+                LowRankAdapter: ("A", "B", "scale", "dropout", "salt"),
+                **EXPANDED_WEIGHTS,
+            },
         )
     },
 )
-"""Forms of `add_to_stream`; a call is described by the projection."""
+"""Forms of `add_to_stream`."""

@@ -5,7 +5,8 @@ There are no gradients: the caller's conditions say that none are taken.
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -19,6 +20,7 @@ from jaxglue.ops.backend import (
     check_tried,
     check_triton,
 )
+from jaxglue.ops.projection.call import Conditions, LowRankAdapter, Projection, StaticConditions
 from jaxglue.ops.projection.few_rows_operands import (
     MANY_GATE_ROWS,
     MANY_WEIGHT_ROWS,
@@ -38,6 +40,9 @@ from jaxglue.ops.quant.fp8 import FP8Weight
 from jaxglue.ops.quant.int8 import LARGEST, Int8Weight
 from jaxglue.ops.quant.nf4 import NF4
 
+if TYPE_CHECKING:
+    from jaxglue.ops.projection.few_rows_triton import TritonFewRows
+
 MOST_NF4_ROWS = 64
 """Rows up to which a kernel is faster for NF4, whose values each program looks up in turn with its product."""
 LARGEST_RANK = 64
@@ -45,39 +50,71 @@ PERMUTED = ("int8", "e4m3", "nf4")
 """Ways of multiplication that convert weights to x's dtype."""
 
 
-def _check(capability: Capability | None, x, projections: Sequence[Any], conditions, gated: bool = False) -> None:
-    rows = _check_call(capability, x, projections)
-    _check_weights(x, projections, conditions)
-    _check_parts(projections, conditions)
-    _check_speed(rows, projections, _kind(projections[0], conditions), gated)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FewRowsCall:
+    """Meaning of projections of one input without gradients."""
+
+    dtype: jnp.dtype
+    rows: int
+    projections: Sequence[Projection]
+    conditions: StaticConditions
+    in_fp8: bool = False
+    """The input is e4m3 values of a norm."""
+    gated: bool = False
+    """The projections are gate and up, whose kernel has the activation."""
+    activation: str = "silu"
+    """Of the gate."""
+
+    @classmethod
+    def of(
+        cls,
+        x: Float[Array, "*B in"] | FP8Rows,
+        projections: Sequence[Projection],
+        conditions: Conditions | StaticConditions,
+        *,
+        gated: bool = False,
+        activation: str = "silu",
+    ) -> "FewRowsCall":
+        """Return the meaning of projections of x under a layer's conditions."""
+        values = x.values if isinstance(x, FP8Rows) else x
+        return cls(
+            dtype=values.dtype,
+            rows=values.size // values.shape[-1],
+            projections=projections,
+            conditions=StaticConditions.of(conditions),
+            in_fp8=isinstance(x, FP8Rows),
+            gated=gated,
+            activation=activation,
+        )
 
 
-def _check_call(capability: Capability | None, x, projections: Sequence[Any]) -> int:
-    """Return the rows of x."""
-    values = x.values if isinstance(x, FP8Rows) else x
-    check_triton(capability, values.dtype)
+def _check(capability: Capability | None, call: FewRowsCall) -> None:
+    check_triton(capability, call.dtype)
     check_hopper(capability)
     check_one_device()
-    if len(projections) > 3:
+    if len(call.projections) > 3:
         raise NotImplementedError("more than three weights")
-    return values.size // values.shape[-1]
+    _check_weights(call)
+    _check_parts(call)
+    _check_speed(call, _kind(call.projections[0], call.conditions))
 
 
-def _check_weights(x, projections: Sequence[Any], conditions) -> None:
-    kinds = {_kind(projection, conditions) for projection in projections}
+def _check_weights(call: FewRowsCall) -> None:
+    kinds = {_kind(projection, call.conditions) for projection in call.projections}
     if len(kinds) > 1:
         raise NotImplementedError(f"weights in several formats: {', '.join(sorted(kinds))}")
     for kind in kinds:
         check_tried(f"few rows of {kind}")
-    if isinstance(x, FP8Rows) and kinds != {"fp8"}:
+    if call.in_fp8 and kinds != {"fp8"}:
         raise NotImplementedError("only FP8 products read e4m3 values")
-    if kinds <= set(PERMUTED) and projections[0].weight.shape[1] % 32:
+    if kinds <= set(PERMUTED) and call.projections[0].weight.shape[1] % 32:
         raise NotImplementedError("32 does not divide the columns")
 
 
-def _check_speed(rows: int, projections: Sequence[Any], kind: str, gated: bool) -> None:
+def _check_speed(call: FewRowsCall, kind: str) -> None:
     """Raise NotImplementedError where XLA's products are faster, as measured on an H100 and an H200 (Qwen3-8B)."""
-    if _suits_many(rows, projections, kind, gated):
+    rows, projections = call.rows, call.projections
+    if _suits_many(rows, projections, kind, call.gated):
         return
     if rows > MOST_ROWS:
         raise NotImplementedError(f"more than {MOST_ROWS} rows")
@@ -90,7 +127,7 @@ def _check_speed(rows: int, projections: Sequence[Any], kind: str, gated: bool) 
         raise NotImplementedError(f"cuBLAS is as fast for more than {most} rows, but for narrow keys and values")
 
 
-def _suits_many(rows: int, projections: Sequence[Any], kind: str, gated: bool) -> bool:
+def _suits_many(rows: int, projections: Sequence[Projection], kind: str, gated: bool) -> bool:
     """Return whether kernels of many rows are faster: for gate and up, and for q, k and v, that fill the GPU.
 
     XLA's graphs run separate products of one input side by side, which fill the places that each leaves, so that a step
@@ -115,7 +152,7 @@ def _share(programs: int) -> float:
     return programs / (turns * MULTIPROCESSORS)
 
 
-def _kind(projection, conditions) -> str:
+def _kind(projection: Projection, conditions: StaticConditions) -> str:
     """Return the way in which a weight is multiplied."""
     weight = projection.weight
     if projection.trains_in_fp8:
@@ -133,25 +170,26 @@ def _kind(projection, conditions) -> str:
     return "fp8" if conditions.fp8 and projection.is_for_fp8 else "e4m3"
 
 
-def _check_parts(projections: Sequence[Any], conditions) -> None:
+def _check_parts(call: FewRowsCall) -> None:
+    projections = call.projections
     with_bias = [projection.bias is not None for projection in projections]
     if any(with_bias) and not all(with_bias):
         raise NotImplementedError("only some projections have biases")
     adapters = [projection.adapter for projection in projections]
-    found = [adapter for adapter in adapters if adapter is not None]
-    if found and len(found) < len(adapters):
+    present = [adapter for adapter in adapters if adapter is not None]
+    if present and len(present) < len(adapters):
         raise NotImplementedError("only some projections have adapters")
-    if any(adapter.magnitude is not None for adapter in found):
+    if any(adapter.magnitude is not None for adapter in present):
         raise NotImplementedError("magnitudes (DoRA) scale the sum of product and adapter")
-    if any(adapter.dropout > 0.0 and conditions.dropout_key is not None for adapter in found):
+    if any(adapter.dropout > 0.0 and call.conditions.dropout for adapter in present):
         raise NotImplementedError("dropout gives each adapter an input of its own")
-    if len(ranks := {adapter.A.shape[0] for adapter in found}) > 1:
+    if len(ranks := {adapter.A.shape[0] for adapter in present}) > 1:
         raise NotImplementedError("adapters have several ranks")
     if ranks and max(ranks) > LARGEST_RANK:
         raise NotImplementedError(f"rank must be at most {LARGEST_RANK}, got {max(ranks)}")
 
 
-def _load(capability: Capability, *call: Any):
+def _load(capability: Capability, call: FewRowsCall) -> "TritonFewRows":
     from jaxglue.ops.projection.few_rows_triton import TritonFewRows
 
     return TritonFewRows.of(capability)
@@ -161,25 +199,38 @@ FEW_ROWS = Operation(
     name="projection of few rows",
     backends={
         "triton": Backend(
-            check=_check, load=_load, advantage="weights are read once, as they are stored, by one kernel"
+            check=_check,
+            load=_load,
+            advantage="weights are read once, as they are stored, by one kernel",
+            reads={
+                FewRowsCall: {
+                    **dict.fromkeys(("dtype", "rows", "projections", "conditions", "in_fp8", "gated")),
+                    "activation": ("silu", "gelu_tanh"),
+                },
+                StaticConditions: ("dropout", "fp8", "inference", "ranks"),
+                Projection: ("weight", "bias", "adapter"),
+                LowRankAdapter: ("A", "B", "scale", "dropout", "salt"),
+                Int8Weight: ("codes", "absmax", "dtype"),
+                NF4: ("codes", "scales", "scale_absmax", "scale_offset", "dtype"),
+                FP8Weight: ("values", "scales", "dtype", "expand"),
+            },
         ),
     },
 )
-"""Backends of projections without gradients; a call is described by x, projections, conditions and `gated`."""
+"""Backends of projections without gradients."""
 
 
-def load_few_rows(x, projections: Sequence[Any], conditions, *, gated: bool = False) -> Any | None:
-    """Return the kernels that serve a call, of gate and up if it is `gated`; None where gradients may be taken."""
-    return FEW_ROWS.load(x, projections, conditions, gated) if getattr(conditions, "inference", False) else None
+def load_few_rows(call: FewRowsCall) -> "TritonFewRows | None":
+    """Return the kernels that serve a call; None where gradients may be taken."""
+    return FEW_ROWS.load(call) if call.conditions.inference else None
 
 
-def few_rows_read_fp8(x, projections: Sequence[Any], conditions, *, gated: bool) -> bool:
-    """Return whether kernels of few rows multiply e4m3 values of x, so that a norm need write nothing else."""
-    kernels = load_few_rows(x, projections, conditions, gated=gated)
-    return kernels is not None and _kind(projections[0], conditions) == "fp8"
+def few_rows_read_fp8(call: FewRowsCall) -> bool:
+    """Return whether kernels of few rows multiply e4m3 values of the input, so that a norm need write nothing else."""
+    return load_few_rows(call) is not None and _kind(call.projections[0], call.conditions) == "fp8"
 
 
-def project_few_rows(kernels: Any, x, projections: Sequence[Any], conditions, stream) -> list[Array]:
+def project_few_rows(kernels: "TritonFewRows", x, projections: Sequence[Projection], conditions, stream) -> list[Array]:
     """Do as `adapted_projection` by the kernels of `FEW_ROWS`."""
     operands, leading = _operands(x, projections, conditions)
     flat = None if stream is None else stream.reshape(-1, stream.shape[-1])
@@ -187,21 +238,23 @@ def project_few_rows(kernels: Any, x, projections: Sequence[Any], conditions, st
     return [y.reshape(*leading, -1) for y in outputs]
 
 
-def gate_few_rows(kernels: Any, x, projections: Sequence[Any], conditions, activation: str) -> Float[Array, "*B F"]:
+def gate_few_rows(
+    kernels: "TritonFewRows", x, projections: Sequence[Projection], conditions, activation: str
+) -> Float[Array, "*B F"]:
     """Compute activation(gate(x)) · up(x) by the kernels of `FEW_ROWS`."""
     operands, leading = _operands(x, projections, conditions)
     return kernels.gate(operands, activation).reshape(*leading, -1)
 
 
-def _operands(x, projections: Sequence[Any], conditions) -> tuple[FewRows, tuple[int, ...]]:
+def _operands(x, projections: Sequence[Projection], conditions: Conditions) -> tuple[FewRows, tuple[int, ...]]:
     """Return the operands of a launch, and the leading axes of x."""
-    kind = _kind(projections[0], conditions)
+    kind = _kind(projections[0], StaticConditions.of(conditions))
     if kind == "fp8" and not isinstance(x, FP8Rows):
         x = QuantizedRows(x, *encode(x))
     values = x.values if isinstance(x, FP8Rows) else x
     rows = values.reshape(-1, values.shape[-1])
     weights, scales, nf4 = _stored([projection.weight for projection in projections], kind, rows.dtype)
-    biases = None if projections[0].bias is None else tuple(projection.bias for projection in projections)
+    biases = tuple(projection.bias for projection in projections if projection.bias is not None) or None
     operands = FewRows(
         dtype=rows.dtype,
         x=_permuted(rows) if kind in PERMUTED else x.fp8_values.reshape(rows.shape) if isinstance(x, FP8Rows) else rows,

@@ -5,7 +5,8 @@ Rows are quantized by row to e4m3 values; XLA calls cuBLAS for the products. Wei
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,9 @@ from jaxtyping import Array, Float
 from jaxglue.ops.backend import Backend, Capability, Operation, check_capability, check_triton
 from jaxglue.ops.projection.lora import shrink_gradient
 from jaxglue.ops.quant.fp8 import E4M3, LARGEST, FP8Weight, encode_rows, quantize_rows, row_scales
+
+if TYPE_CHECKING:
+    from jaxglue.ops.projection.triton import TritonEncode
 
 FIRST_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with FP8 tensor cores (Ada Lovelace)."""
@@ -33,7 +37,18 @@ def check_fp8_kernels(capability: Capability | None, dtype) -> None:
     check_capability(capability, FIRST_CAPABILITY)
 
 
-def _load(capability: Capability, dtype) -> Any:
+@dataclass(frozen=True, kw_only=True)
+class EncodeCall:
+    """Meaning of a quantization of rows to e4m3."""
+
+    dtype: jnp.dtype
+
+
+def _check(capability: Capability | None, call: EncodeCall) -> None:
+    check_fp8_kernels(capability, call.dtype)
+
+
+def _load(capability: Capability, call: EncodeCall) -> "TritonEncode":
     from jaxglue.ops.projection.triton import TritonEncode
 
     return TritonEncode.of(capability)
@@ -41,7 +56,14 @@ def _load(capability: Capability, dtype) -> Any:
 
 ENCODE = Operation(
     name="FP8 quantization",
-    backends={"triton": Backend(check=check_fp8_kernels, load=_load, advantage="rows are read once, at memory speed")},
+    backends={
+        "triton": Backend(
+            check=_check,
+            load=_load,
+            advantage="rows are read once, at memory speed",
+            reads={EncodeCall: ("dtype",)},
+        )
+    },
 )
 
 
@@ -55,7 +77,7 @@ def encode(
         columns: factors of the columns, float32; None for none.
         scales: known ones, none smaller than the rows' largest magnitudes / 448; by default exactly these.
     """
-    if (kernels := ENCODE.load(x.dtype)) is not None:
+    if (kernels := ENCODE.load(EncodeCall(dtype=x.dtype))) is not None:
         return kernels.encode(x, columns, scales)
     values = x if columns is None else x.astype(jnp.float32) * columns
     return quantize_rows(values) if scales is None else encode_rows(values, scales)

@@ -79,7 +79,7 @@ def quantized(x: Float[Array, "*B n"] | FP8Rows) -> FP8Rows:
 def residual_norm_fp8(
     x: Float[Array, "*B n"], weight: Float[Array, " n"], eps: float, style: NormStyle = LLAMA_NORM
 ) -> tuple[Float[Array, "*B n"], NormedRows]:
-    """Return a residual stream x and its `rms_norm` for FP8 products; see `stream_norm`."""
+    """Return a residual stream x and its norm for FP8 products; see `stream_norm`."""
     stream, values, fp8_values, scales, inverse_rms = fp8_stream_norm(x, weight, eps, style)
     inverse_rms = checkpoint_name(inverse_rms, names.LOW_RANK)  # kept, the pass is not run again for it
     factors = style.offset + jax.lax.stop_gradient(weight).astype(jnp.float32)

@@ -67,7 +67,20 @@ class ReferenceLora:
         return dy @ matrix.astype(dy.dtype), dmatrix, fp8_values
 
 
-def _load(capability: Capability, dtype, rank: int) -> LoraBackend:
+@dataclass(frozen=True, kw_only=True)
+class LoraCall:
+    """Meaning of a product with one of an adapter's matrices, and of its gradients."""
+
+    dtype: jnp.dtype
+    rank: int
+    """The largest of the adapters that share an input."""
+
+
+def _check(capability: Capability | None, call: LoraCall) -> None:
+    check_triton_rank(capability, call.dtype, call.rank, largest=64)
+
+
+def _load(capability: Capability, call: LoraCall) -> LoraBackend:
     from jaxglue.ops.projection.triton import TritonLora
 
     return TritonLora.of(capability)
@@ -77,9 +90,10 @@ LORA = Operation(
     name="LoRA product",
     backends={
         "triton": Backend(
-            check=partial(check_triton_rank, largest=64),
+            check=_check,
             load=_load,
             advantage="both gradients in one pass over the cotangent",
+            reads={LoraCall: ("dtype", "rank")},
         )
     },
 )
@@ -87,7 +101,7 @@ LORA = Operation(
 
 def _implementation(low_rank, matrices, backend: str = "auto") -> LoraBackend:
     rank = max(matrix.shape[1] for matrix in matrices)
-    return LORA.load(low_rank.dtype, rank, backend=backend) or ReferenceLora()
+    return LORA.load(LoraCall(dtype=low_rank.dtype, rank=rank), backend=backend) or ReferenceLora()
 
 
 @jax.custom_vjp

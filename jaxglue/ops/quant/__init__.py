@@ -3,6 +3,7 @@
 `formats` has a format's interface; each is a file here that registers itself.
 """
 
+from dataclasses import dataclass
 from importlib import import_module
 
 import jax.numpy as jnp
@@ -12,24 +13,32 @@ from jaxglue.ops.backend import Backend, Capability, Operation, check_capability
 from jaxglue.ops.quant.formats import Quantized
 from jaxglue.ops.quant.fp8 import FP8Weight
 from jaxglue.ops.quant.mxfp4 import MXFP4, fp8_codes, fp8_factors, largest_exponents
+from jaxglue.ops.quant.nf4 import NF4
 from jaxglue.ops.quant.stack import Stack
 from jaxglue.ops.quant.vjp import DequantizeBackend, dequantize_with, project
 
 for _format in ("nf4", "int8", "fp8", "mxfp4", "nvfp4"):
     import_module(f"{__name__}.{_format}")
 
-__all__ = ["DEQUANTIZE", "dequantize", "mxfp4_to_fp8", "project_quantized"]
+__all__ = ["DEQUANTIZE", "DequantizeCall", "dequantize", "mxfp4_to_fp8", "project_quantized"]
 
 
-def _check(capability: Capability | None, weight: Quantized) -> None:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DequantizeCall:
+    """Meaning of a dequantization."""
+
+    weight: Quantized
+
+
+def _check(capability: Capability | None, call: DequantizeCall) -> None:
     check_triton(capability)
-    if weight.without_kernel:
-        raise NotImplementedError(weight.without_kernel)
-    if isinstance(weight, FP8Weight):
+    if call.weight.without_kernel:
+        raise NotImplementedError(call.weight.without_kernel)
+    if isinstance(call.weight, FP8Weight):
         check_capability(capability, (8, 9))
 
 
-def _load(capability: Capability, weight: Quantized) -> DequantizeBackend:
+def _load(capability: Capability, call: DequantizeCall) -> DequantizeBackend:
     from jaxglue.ops.quant.triton import TritonDequantize
 
     return TritonDequantize.of(capability)
@@ -37,9 +46,21 @@ def _load(capability: Capability, weight: Quantized) -> DequantizeBackend:
 
 DEQUANTIZE = Operation(
     name="dequantization",
-    backends={"triton": Backend(check=_check, load=_load, advantage="XLA takes several times as long")},
+    backends={
+        "triton": Backend(
+            check=_check,
+            load=_load,
+            advantage="XLA takes several times as long",
+            reads={
+                DequantizeCall: ("weight",),
+                NF4: ("codes", "scales", "scale_absmax", "scale_offset", "dtype"),
+                FP8Weight: ("values", "scales", "dtype", "expand"),
+                MXFP4: ("blocks", "scales"),
+            },
+        )
+    },
 )
-"""Backends of `dequantize` and `project_quantized`; a call is described by the weight."""
+"""Backends of `dequantize` and `project_quantized`."""
 
 
 def dequantize(weight: Quantized, dtype=jnp.bfloat16, *, backend: str = "auto") -> Float[Array, "*B out in"]:
@@ -55,7 +76,7 @@ def dequantize(weight: Quantized, dtype=jnp.bfloat16, *, backend: str = "auto") 
     """
     if isinstance(weight, Stack):
         return dequantize(weight.rows, dtype, backend=backend).reshape(weight.shape)
-    return dequantize_with(DEQUANTIZE.load(weight, backend=backend), weight, dtype)
+    return dequantize_with(DEQUANTIZE.load(DequantizeCall(weight=weight), backend=backend), weight, dtype)
 
 
 def mxfp4_to_fp8(
@@ -73,7 +94,10 @@ def mxfp4_to_fp8(
     Raises:
         ValueError: as `dequantize`.
     """
-    largest, kernels = largest_exponents(weight.check()), DEQUANTIZE.load(weight, backend=backend)
+    largest, kernels = (
+        largest_exponents(weight.check()),
+        DEQUANTIZE.load(DequantizeCall(weight=weight), backend=backend),
+    )
     codes = kernels.mxfp4_codes if kernels else fp8_codes
     return codes(weight, largest, transposed=transposed), fp8_factors(largest)
 
@@ -89,4 +113,4 @@ def project_quantized(x: Float[Array, "*B in"], weight: Quantized, *, backend: s
     Raises:
         ValueError: a named backend that cannot serve.
     """
-    return project(DEQUANTIZE.load(weight, backend=backend), x, weight)
+    return project(DEQUANTIZE.load(DequantizeCall(weight=weight), backend=backend), x, weight)

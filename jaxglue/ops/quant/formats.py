@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxglue.ops.choices import QUANTIZE
+from jaxglue.parts import Registry
 
 _LONGEST = 200
 """Characters of a pattern of modules' names."""
@@ -177,14 +178,13 @@ class WeightFormat:
         raise NotImplementedError
 
 
-FORMATS: dict[str, WeightFormat] = {}
+FORMATS = Registry[WeightFormat]("weight format")
 """Every format by name."""
 
 
 def register(made: WeightFormat) -> WeightFormat:
     """Add a format to the registry, and to the choices of `--quantize` if it is offered there."""
-    assert made.name not in FORMATS, made.name
-    FORMATS[made.name] = made
+    FORMATS.add(made.name, made)
     if made.offered and made.name not in QUANTIZE:
         QUANTIZE.append(made.name)
     return made
@@ -225,7 +225,7 @@ def stored_format(config: Mapping[str, Any] | None) -> str:
     """
     if not config:
         return "none"
-    for made in reversed(FORMATS.values()):
+    for made in reversed(list(FORMATS.values())):
         if made.reads(config):
             return made.name
     method = config.get("quant_method")

@@ -1,23 +1,34 @@
 """Choice of tokens from logits: the most likely ones, or drawn ones, with their log-probabilities."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from jaxtyping import Array, Float
 
 from jaxglue.ops.backend import Backend, Capability, Operation, check_one_device, check_triton
 from jaxglue.ops.sampling.reference import Choice, Truncation, choose, likeliest
 
-__all__ = ["SAMPLING", "Choice", "Truncation", "choose_tokens", "likeliest"]
+if TYPE_CHECKING:
+    from jaxglue.ops.sampling.triton import TritonSampling
+
+__all__ = ["SAMPLING", "Choice", "SamplingCall", "Truncation", "choose_tokens", "likeliest"]
 
 
-def _check(capability: Capability | None, truncation: Truncation | None) -> None:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SamplingCall:
+    """Meaning of a choice of tokens."""
+
+    truncation: Truncation | None = None
+
+
+def _check(capability: Capability | None, call: SamplingCall) -> None:
     check_triton(capability)
     check_one_device()
-    if truncation is not None:
+    if call.truncation is not None:
         raise NotImplementedError("XLA finds the thresholds of top-k and top-p in less time")
 
 
-def _load(capability: Capability, truncation: Truncation | None) -> Any:
+def _load(capability: Capability, call: SamplingCall) -> "TritonSampling":
     from jaxglue.ops.sampling.triton import TritonSampling
 
     return TritonSampling.of(capability)
@@ -25,9 +36,9 @@ def _load(capability: Capability, truncation: Truncation | None) -> Any:
 
 SAMPLING = Operation(
     name="choice of tokens",
-    backends={"triton": Backend(check=_check, load=_load, advantage="logits are read once")},
+    backends={"triton": Backend(check=_check, load=_load, advantage="logits are read once", reads={SamplingCall: ()})},
 )
-"""Backends of `choose_tokens`; a call is described by its truncation."""
+"""Backends of `choose_tokens`."""
 
 
 def choose_tokens(
@@ -44,7 +55,7 @@ def choose_tokens(
         uniform: numbers in [0, 1); the token drawn is the first one up to which the probabilities exceed them.
         truncation: leaves tokens out before the draw; log-probabilities stay those among all.
     """
-    kernels = SAMPLING.load(truncation)
+    kernels = SAMPLING.load(SamplingCall(truncation=truncation))
     if kernels is None:
         return choose(logits, temperature, uniform, truncation)
     return kernels.choose(logits, temperature, uniform)

@@ -1,18 +1,22 @@
 """Decoder layers of small models: adapters' ranks are further columns of matmuls, and a third of the kernels run."""
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jaxtyping import Array, Float
 
 from jaxglue.ops.backend import HOPPER, Backend, Capability, Operation, check_triton_rank
 from jaxglue.ops.collectives import axis_size
-from jaxglue.ops.projection import Projection, check_adapters
+from jaxglue.ops.projection import LowRankAdapter, Projection, StaticConditions, check_adapters
+from jaxglue.ops.rope import TABLES_READ
 from jaxglue.ops.small_layer.layer import LayerNorms, LayerSpec, Weights, fused_layer
 
-__all__ = ["SMALL_LAYER", "LayerNorms", "LayerSpec", "is_small", "small_layer"]
+if TYPE_CHECKING:
+    from jaxglue.ops.small_layer.triton import TritonSmallLayer
+
+__all__ = ["SMALL_LAYER", "LayerNorms", "LayerSpec", "SmallLayerCall", "is_small", "small_layer"]
 
 _LARGEST = 2**25
 """Bytes of weights that are copied together for one matmul; measured at 12.6 MB."""
@@ -20,8 +24,20 @@ _MOST_ROWS = 2**16
 """Tokens up to which further columns of values stay small beside the model."""
 
 
-def _check(capability: Capability | None, x: Array, projections: Sequence[Projection], context: Any) -> None:
-    check_adapters(projections, context)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SmallLayerCall:
+    """Meaning of a whole layer."""
+
+    x: Float[Array, "B T D"]
+    spec: LayerSpec
+    projections: Sequence[Projection]
+    """To queries, keys and values, of attention's output, gate, up and down."""
+    conditions: StaticConditions
+
+
+def _check(capability: Capability | None, call: SmallLayerCall) -> None:
+    x, projections = call.x, call.projections
+    check_adapters(projections, call.conditions)
     for projection in projections:
         if projection.bias is not None:
             raise NotImplementedError("a projection has a bias")
@@ -37,7 +53,7 @@ def _check(capability: Capability | None, x: Array, projections: Sequence[Projec
     check_triton_rank(capability, x.dtype, min(ranks), largest=32)
 
 
-def _load(capability: Capability, *call: Any) -> Any:
+def _load(capability: Capability, call: SmallLayerCall) -> "TritonSmallLayer":
     from jaxglue.ops.small_layer.triton import TritonSmallLayer, shallow_tiles
 
     roomy = HOPPER <= capability < (12, 0)
@@ -46,9 +62,23 @@ def _load(capability: Capability, *call: Any) -> Any:
 
 SMALL_LAYER = Operation(
     name="small layer",
-    backends={"triton": Backend(check=_check, load=_load, advantage="22 kernels instead of 64")},
+    backends={
+        "triton": Backend(
+            check=_check,
+            load=_load,
+            advantage="22 kernels instead of 64",
+            reads={
+                SmallLayerCall: ("x", "spec", "projections", "conditions"),
+                LayerSpec: ("rotary", "eps", "window"),
+                **TABLES_READ,
+                StaticConditions: ("dropout", "fp8"),
+                Projection: ("weight", "adapter"),
+                LowRankAdapter: ("A", "B", "scale", "dropout", "salt"),
+            },
+        )
+    },
 )
-"""Backends of `small_layer`, described by x, projections and context; the reference is separate operations."""
+"""Backends of `small_layer`; the reference is separate operations."""
 
 
 def small_layer(
@@ -65,7 +95,8 @@ def small_layer(
         projections: to queries, keys and values, of attention's output, gate, up and down.
         context: a dataclass, `fused_layer`'s context with the conditions of adapters' dropout.
     """
-    kernels = SMALL_LAYER.load(x, projections, context)
+    call = SmallLayerCall(x=x, spec=spec, projections=projections, conditions=StaticConditions.of(context))
+    kernels = SMALL_LAYER.load(call)
     if kernels is None:
         return None
     adapters = tuple((p.adapter.A, p.adapter.up) for p in projections if p.adapter is not None)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from jaxglue.ops import names
 from jaxglue.ops.attention.rotation import Rotation
 from jaxglue.ops.gated_mlp.swiglu import Matrices
-from jaxglue.ops.norm_rope import HeadNorms
+from jaxglue.ops.norm_rope import LLAMA_NORM, HeadNorms, NormStyle
 from jaxglue.ops.rope import RopeTables, Rotary
 
 Adapter = tuple[Float[Array, "R in"], Float[Array, "out R"]]
@@ -63,6 +63,10 @@ class LayerSpec:
     eps: float
     """Added to a mean square by the norms."""
     window: int | None
+    style: NormStyle = LLAMA_NORM
+    """Of the layer's norms."""
+    activation: str = "silu"
+    """Of the feed-forward's gate."""
 
 
 class WeightGroup(NamedTuple):

@@ -1,4 +1,4 @@
-"""Recipes of other programs (axolotl, LLaMA-Factory, TRL) by our groups and fields.
+"""Recipes of other programs (axolotl, LLaMA-Factory, TRL, torchtune) by our groups and fields.
 
 Most of their names are aliases beside our fields; this package has the rest.
 """
@@ -7,40 +7,99 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxglue.settings.config import KEEP, Kind, groups, plain_fields
+from jaxglue.settings.config import (
+    KEEP,
+    Kind,
+    KindSettings,
+    chosen_groups,
+    is_default,
+    kind_names,
+    names_in,
+    plain_fields,
+    refusal_of,
+)
 from jaxglue.settings.dialects.data_sets import with_our_data
 from jaxglue.settings.dialects.dataset_info import described_sources
-from jaxglue.settings.dialects.left_out import CHANGES, NOTES, REFUSED
-from jaxglue.settings.dialects.meaning import use_chats, use_documents, use_wandb
+from jaxglue.settings.dialects.defaults import AXOLOTL, TORCHTUNE, TRL, program_of
+from jaxglue.settings.dialects.left_out import CHANGES, HARMLESS, NOTES, REFUSED
+from jaxglue.settings.dialects.meaning import use_chats, use_documents, use_no_dropout, use_wandb
 from jaxglue.settings.dialects.rollouts import with_rollouts
-from jaxglue.settings.dialects.values import CONVERTERS, Nested, with_objective
+from jaxglue.settings.dialects.torchtune import with_flat_settings
+from jaxglue.settings.dialects.values import CONVERTERS, Nested, with_objective, with_one_name
 from jaxglue.settings.spelling import nearest
 
 _logger = logging.getLogger(__name__)
+NO_FLAGS: Mapping[str, Any] = {}
+_PREFERENCE = {"beta", "loss_type", "label_smoothing", "precompute_ref_log_probs", "desirable_weight", "rpo_alpha"}
+"""Settings by which a recipe of TRL's without an objective is known to be one of preferences."""
+_EVENTS = ("eval_steps", "save_steps", "logging_steps")
+"""Steps between events, which transformers takes for shares of a run below 1."""
 
 
-def translate(recipe: Mapping[str, Any], cls: type, where: str) -> Nested:
-    """Return the values of another program's flat recipe by our groups and fields, those of groups one level down.
+def translate(recipe: Mapping[str, Any], cls: type, where: str, flags: Mapping[str, Any] = NO_FLAGS) -> Nested:
+    """Return the values of another program's recipe by our groups and fields, those of groups one level down.
 
-    What the program does where its recipe says nothing is translated, too: all weights are trained, documents are not
-    packed. Settings in `NOTES` are left out, and listed in a warning.
+    What the program does where its recipe says nothing is translated, too (`defaults.py`): the rank of its adapters,
+    its learning rate for the objective, its steps of documents. Settings in `NOTES` are left out, and listed in a
+    warning with the defaults that were filled in.
+
+    Args:
+        recipe: the file's settings.
+        cls: the configuration.
+        where: the beginning of errors.
+        flags: given beside the recipe, by field; kinds among them win over the recipe's, and decide defaults.
 
     Raises:
         ValueError: names all the settings that are not known, or whose values are not.
     """
-    places = dict(_places(cls))
+    program = program_of(recipe)
+    given = with_flat_settings(recipe, where) if program is TORCHTUNE else recipe
+    values, left_out, wrong = _read(given, cls, where, flags)
+    if "objective" in flags:
+        values.setdefault("objective", {})["objective"] = flags["objective"]
+    if program is TRL and "objective" not in values.get("objective", {}) and (loss := _PREFERENCE & recipe.keys()):
+        wrong.append(
+            f"{', '.join(sorted(loss))}: settings of a preference loss, and TRL names it in the command: add "
+            "--objective dpo (or kto, orpo, reward, …)"
+        )
+    if wrong:
+        raise ValueError(where + "; ".join(wrong))
+    use_wandb(recipe, values)
+    notes = [use_documents(given, values, program), use_chats(values, program), use_no_dropout(recipe, values, program)]
+    lines = [*filter(None, notes), *_left_out(left_out)]
+    if program is not None and (missing := program.missing(values, flags)):
+        lines.append(f"left unsaid, and {program.name} has no default for it, so as jaxglue has it: {missing}")
+    if program is not None and (filled := list(program.fill(values, chosen_groups(cls, names_in(cls, values))))):
+        lines.append(f"left unsaid, so as {program.name} {program.version} has it: {', '.join(filled)}")
+    if lines:
+        _logger.warning("%s%s", where, "".join(f"\n  - {line}" for line in lines))
+    return values
+
+
+def _read(
+    recipe: Mapping[str, Any], cls: type, where: str, flags: Mapping[str, Any]
+) -> tuple[Nested, dict[str, list[str]], list[str]]:
+    """Return the translated values, the settings left out by reason, and a text for each that is wrong."""
     values: Nested = {}
     unknown, wrong, left_out = [], list[str](), dict[str, list[str]]()
-    ours = with_rollouts(recipe, where)
+    ours = with_rollouts(with_one_name(recipe), where)
     for step in (described_sources, with_our_data, with_objective):
         try:
             ours = step(ours, where)
         except ValueError as error:
             wrong.append(str(error).removeprefix(where))
+    kinds = {**_kinds(cls, ours), **flags}
+    chosen = chosen_groups(cls, kinds)
+    places = dict(_places(chosen))
     for key, value in {**_method(recipe), **ours}.items():
         try:
-            if key in CONVERTERS:
+            if key in _EVENTS and isinstance(value, float) and value < 1:
+                left_out.setdefault("shares of all steps: --eval-every and --save-every count steps", []).append(key)
+            elif key in CONVERTERS:
                 _merge(values, CONVERTERS[key](value))
+            elif key not in places and (refusal := refusal_of(chosen, key, kinds)):
+                if not _is_default(chosen, key, value):
+                    wrong.append(refusal)
             elif key in places:
                 group, field, kind = places[key]
                 if (read := kind.from_alias(key, value)) is not KEEP:
@@ -51,6 +110,8 @@ def translate(recipe: Mapping[str, Any], cls: type, where: str) -> Nested:
                 left_out.setdefault("off", []).append(key)
             elif key in REFUSED:
                 unknown.append(f"{key} ({REFUSED[key]})")
+            elif key.startswith(HARMLESS):
+                left_out.setdefault("unknown, and by its name no part of what is computed", []).append(key)
             else:
                 unknown.append(f"{key}{nearest(key, places)}")
         except ValueError as error:
@@ -59,13 +120,7 @@ def translate(recipe: Mapping[str, Any], cls: type, where: str) -> Nested:
             wrong.append(f"{key}: a value of another type is expected, got {value!r:.100}")
     if unknown:
         wrong.append(f"settings that jaxglue does not know: {', '.join(unknown)}. Remove them to go on")
-    if wrong:
-        raise ValueError(where + "; ".join(wrong))
-    use_wandb(recipe, values)
-    notes = [note for note in (use_documents(recipe, values), use_chats(recipe, values)) if note]
-    if lines := [*notes, *_left_out(left_out)]:
-        _logger.warning("%s%s", where, "".join(f"\n  - {line}" for line in lines))
-    return values
+    return values, left_out, wrong
 
 
 def _left_out(reasons: Mapping[str, list[str]]) -> Iterator[str]:
@@ -75,9 +130,31 @@ def _left_out(reasons: Mapping[str, list[str]]) -> Iterator[str]:
         yield f"{change}: {', '.join(reasons[reason])} ({reason})"
 
 
-def _places(cls: type) -> Iterator[tuple[str, tuple[str, str, Kind]]]:
+def foreign_kinds(recipe: Mapping[str, Any], cls: type, where: str) -> dict[str, Any]:
+    """Return the names of kinds in another program's recipe, by field; raise ValueError as `translate` does."""
+    given = with_flat_settings(recipe, where) if program_of(recipe) is TORCHTUNE else recipe
+    return _kinds(cls, with_objective(with_rollouts(with_one_name(given), where), where))
+
+
+def _kinds(cls: type, recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the names of kinds in a recipe, by field; bad values are read later."""
+    reward = {"objective": "reward"} if recipe.get("reward_model") is True else {}
+    named = {
+        name: recipe[key] for name, kind in kind_names(cls).items() for key in (name, *kind.aliases) if key in recipe
+    }
+    return {**reward, **named}
+
+
+def _is_default(chosen: Mapping[str, type], key: str, value: Any) -> bool:
+    """Tell whether a setting of kinds that are not chosen has a default of theirs."""
+    return any(is_default(group, key, value) for group in chosen.values() if issubclass(group, KindSettings))
+
+
+def _places(chosen: Mapping[str, type]) -> Iterator[tuple[str, tuple[str, str, Kind]]]:
     """Yield the names of every group's fields, each with its group, field and declaration."""
-    for group, members in groups(cls).items():
+    for group, members in chosen.items():
+        if group == "distributed":  # names such as num_processes mean processes that we do not start
+            continue
         for field, kind in plain_fields(members).values():
             for name in (field.name, *kind.aliases):
                 yield name, (group, field.name, kind)
@@ -93,6 +170,6 @@ def _merge(values: Nested, more: Nested) -> None:
 
 def _method(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the training method that another program takes where its recipe names none: full, but in LLaMA-Factory."""
-    full = "base_model" in recipe or "model_name_or_path" in recipe
+    full = program_of(recipe) in (AXOLOTL, TRL)
     named = {"adapter", "finetuning_type", "use_peft", "stage", "method", "full_finetuning"} & recipe.keys()
     return {"method": "full"} if full and not named else {}

@@ -57,10 +57,17 @@ def with_our_data(recipe: Mapping[str, Any], where: str) -> dict[str, Any]:
     values = dict(recipe)
     if "dataset" in values and "eval_dataset" in values:  # LLaMA-Factory's are names in its dataset_info.json
         values["dataset"] = (values["dataset"], values.pop("eval_dataset"))
-    if not os.path.isfile(str(values.get("chat_template"))) and "chat_template" in values:
+    template = str(values.get("chat_template"))
+    if "chat_template" in values and not (os.path.isfile(template) or "{%" in template or "{{" in template):
         values["template"] = values.pop("chat_template")
     if "chat_template_jinja" in values:
         values["chat_template"] = values.pop("chat_template_jinja")
+    for key, read in _MIXTURES.items():
+        if values.get(key) is not None:
+            try:
+                values |= read(values.pop(key), values)
+            except (ValueError, TypeError, AttributeError) as error:
+                raise ValueError(f"{where}{key}: {error}") from None
     if not values.get("dataset_name"):
         return values
     names = {key: values.pop(key, None) for key in ("dataset_name", "dataset_config", "dataset_test_split")}
@@ -69,8 +76,82 @@ def with_our_data(recipe: Mapping[str, Any], where: str) -> dict[str, Any]:
     return values | _hub_data(*names.values())
 
 
+def _mixture(mixture: Any, _: dict[str, Any]) -> dict[str, Any]:
+    """Return the sources of TRL's mixture, or of the alignment handbook's; held-out ones are those of a split test."""
+    if not isinstance(mixture, dict) or not isinstance(mixture.get("datasets"), list):
+        raise ValueError("expected a table with a list of datasets")
+    more: dict[str, Any] = {"streaming": True} if mixture.get("streaming") else {}
+    if unknown := mixture.keys() - {"datasets", "test_split_size", "seed", "streaming"}:
+        raise ValueError(f"{', '.join(sorted(unknown))}: not known here")
+    sources: dict[str, list[str]] = {"data": [], "eval_data": []}
+    for item in mixture["datasets"]:
+        name, subset = item.get("path", item.get("id")), item.get("name", item.get("config"))
+        if not isinstance(name, str):
+            raise ValueError(f"each data set needs a path, got {item!r:.100}")
+        files = item.get("data_files")
+        names = [files] if isinstance(files, str) else files or [_named(name, None if subset == "default" else subset)]
+        split = _part(item.get("split", "train"), item.get("weight"))
+        group = "eval_data" if split.startswith(("test", "validation")) else "data"
+        sources[group] += [name if split == "train" else f"{name}?split={split}" for name in names]
+    if (size := mixture.get("test_split_size")) is not None and not sources["eval_data"]:
+        more |= {"eval_fraction": size} if isinstance(size, float) else {"test_split_size": size}
+    return {key: names for key, names in sources.items() if names} | more
+
+
+def _mixer(mixer: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the sources of the alignment handbook's shares of data sets, with its splits and configurations."""
+    if not isinstance(mixer, dict):
+        raise ValueError("expected data sets with the share of each that is read")
+    splits, configs = values.pop("dataset_splits", None) or ["train"], values.pop("dataset_configs", None) or []
+    if len(configs) not in (0, len(mixer)):
+        raise ValueError(f"dataset_configs: expected one for each of {len(mixer)} data sets, got {len(configs)}")
+    sources: dict[str, list[str]] = {"data": [], "eval_data": []}
+    for split in splits:
+        group = "eval_data" if "test" in split else "data"
+        for index, (name, share) in enumerate(mixer.items()):
+            part = split if group == "eval_data" else _part(split, share)  # held-out splits are read whole there
+            source = _named(name, configs[index] if configs else None)
+            sources[group].append(source if part == "train" else f"{source}?split={part}")
+    return {key: names for key, names in sources.items() if names}
+
+
+def _stream(data: Any, _: dict[str, Any]) -> dict[str, Any]:
+    """Return axolotl's streams of texts, a name or a list of data sets."""
+    items = [{"path": data}] if isinstance(data, str) else data if isinstance(data, list) else [data]
+    items = [{"path": item} if isinstance(item, str) else {"type": "pretrain", **item} for item in items]
+    for item in items:
+        for key in ("skip", "trust_remote_code"):
+            if item.pop(key, None):
+                raise ValueError(f"{key}: not here: leave it out")
+        if (column := item.pop("text_column", "text")) != "text":
+            item["field"] = column
+    return {"data": list(data_sets("data")(items)["data"]["data"]), "format": "text", "streaming": True}
+
+
+_MIXTURES: dict[str, Callable[[Any, dict[str, Any]], dict[str, Any]]] = {
+    "dataset_mixture": _mixture,
+    "dataset_mixer": _mixer,
+    "pretraining_dataset": _stream,
+}
+"""Readers of settings with several data sets; they take settings beside them out of the recipe."""
+
+
+def _part(split: str, share: Any) -> str:
+    """Return a split, or the part of it that a share below 1 stands for."""
+    if share in (None, 1):
+        return split
+    if not isinstance(share, int | float) or not 0 < share < 1:
+        raise ValueError(f"the share of a data set: expected a number above 0, at most 1, got {share!r:.100}")
+    return f"{split}[:{100 * share:g}%]"
+
+
+def _named(name: str, subset: str | None) -> str:
+    """Return a file as it is, and a name on the hub with our prefix."""
+    return name if os.path.exists(name) else "hf:" + ":".join(filter(None, [name, subset]))
+
+
 def _hub_data(name: str, subset: str | None, held_out: str | None) -> dict[str, Any]:
-    source = name if os.path.exists(name) else "hf:" + ":".join(filter(None, [name, subset]))
+    source = _named(name, subset)
     return {"data": [source], **({"eval_data": [f"{source}?split={held_out}"]} if held_out else {})}
 
 

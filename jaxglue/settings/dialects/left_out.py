@@ -11,6 +11,7 @@ _REASONS = {
     "--remat decides what is recomputed": (
         *("gradient_checkpointing", "gradient_checkpointing_kwargs", "use_gradient_checkpointing"),
         *("activation_offloading", "disable_gradient_checkpointing"),
+        *("enable_activation_checkpointing", "enable_activation_offloading", "ac_mode", "ac_option"),
     ),
     "--attention chooses the kernel; auto takes the fastest": (
         *("attn_implementation", "flash_attention", "flash_attn", "sdp_attention", "xformers_attention"),
@@ -27,7 +28,17 @@ _REASONS = {
         *("deepspeed", "fsdp", "fsdp_config", "fsdp_version", "ddp_timeout", "ddp", "ddp_find_unused_parameters"),
         *("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree", "ddp_bucket_cap_mb"),
         *("ddp_broadcast_buffers", "ignore_bias_buffers", "gpus", "num_gpus", "n_gpu", "num_processes"),
-        *("nproc_per_node", "dp_shard_size", "dp_replicate_size", "use_ray", "ray_num_workers", "accelerator_config"),
+        *(
+            "expert_parallel_size",
+            "experts_implementation",
+            "world_size",
+            "nproc_per_node",
+            "dp_shard_size",
+            "dp_replicate_size",
+            "use_ray",
+            "ray_num_workers",
+            "accelerator_config",
+        ),
     ),
     "name files, folders or hf:owner/name with --data, parts of them with ?split=": (
         *("dataset", "dataset_name", "dataset_dir", "dataset_config", "dataset_text_field", "dataset_test_split"),
@@ -41,12 +52,14 @@ _REASONS = {
         *("bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "use_bnb_nested_quant", "double_quantization"),
         *("bnb_4bit_quant_storage", "bnb_config_kwargs"),
     ),
+    "--quantize stores experts, too": ("quantize_moe_experts",),
+    "sampling runs in the training process, on its weights": ("fast_inference", "max_lora_rank", "use_vllm"),
     "MXFP4 experts are read as they are; --expand-experts expands them": (
         *("model_quantization_config", "model_quantization_config_kwargs"),
     ),
     "documents are shuffled anew each epoch, by --seed": (
         *("dataset_shuffle", "shuffle_dataset", "shuffle_merged_datasets", "shuffle_before_merging_datasets"),
-        "data_seed",
+        *("data_seed", "shuffle"),
     ),
     "--seq-len bounds prompt and answer together": ("max_prompt_length", "truncation_mode"),
     "--on-spike skip leaves out steps whose loss is a spike": ("loss_watchdog_threshold", "loss_watchdog_patience"),
@@ -68,7 +81,8 @@ _REASONS = {
         *("per_device_eval_batch_size", "eval_batch_size", "auto_find_batch_size", "eval_accumulation_steps"),
     ),
     "checkpoints can always be resumed, and results are safetensors": ("save_safetensors", "save_only_model"),
-    "this is what training does": ("do_train", "do_eval", "strict"),
+    "taken for --steps, of data that have so many": ("max_steps_per_epoch",),
+    "this is what training does": ("do_train", "do_eval", "strict", "average_tokens_across_devices"),
     "jaxglue export --push publishes a result": (
         *("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo", "push_model", "hub_path", "hub_token"),
         "export_hub_model_id",
@@ -93,7 +107,7 @@ _REASONS = {
         *("use_transformers_paged", "use_transformers_continuous_batching", "cache_implementation"),
         *("ds3_gather_for_generation", "use_liger_loss", "fast_inference"),
     ),
-    "rollouts.jsonl and rollouts.html have all answers": (
+    "rollouts.jsonl has all answers, run.html shows them": (
         *("log_completions", "num_completions_to_print", "log_unique_prompts", "wandb_log_unique_prompts"),
     ),
     "the cache knows what has changed": ("overwrite_cache", "tokenized_path"),
@@ -116,6 +130,7 @@ CHANGES = {
         "dataset",
         "max_prompt_length",
         "dataset_shuffle",
+        "max_steps_per_epoch",
         "bias",
         "fp16",
         "per_device_eval_batch_size",
@@ -129,6 +144,17 @@ REFUSED = {
     **dict.fromkeys(("router_aux_loss_coef", "moe_aux_loss_coef"), "--router-balance-loss weighs ours"),
     "lora_target_parameters": "--targets names experts' projections, too",
     "dataset_exact_deduplication": "jaxglue data preview counts duplicates: leave them out of the data",
+    **dict.fromkeys(
+        ("freeze_trainable_layers", "freeze_trainable_modules", "use_llama_pro", "unfrozen_parameters"),
+        "weights are trained as adapters or all of them: --layers adapts some layers, --modules-to-save trains "
+        "embed_tokens and lm_head whole",
+    ),
+    "test_split_size": "a number of rows to hold out: --eval-fraction holds out a share, --eval-data a file",
     "compute_environment": "accelerate's settings: --mesh says how GPUs share the work",
 }
 """The same of settings without which a run would be another."""
+HARMLESS = (
+    *("wandb_", "mlflow_", "comet_", "swanlab_", "trackio_", "otel_", "tensorboard_", "logging_", "hub_", "push_"),
+    *("ddp_", "fsdp_", "deepspeed_", "ray_", "dataloader_", "profiler_", "save_", "vllm_server_", "ktransformers_"),
+)
+"""Beginnings of names that say where a run is shown, saved or placed, and not what it computes."""

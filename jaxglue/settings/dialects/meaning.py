@@ -3,39 +3,52 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxglue.settings.dialects.defaults import LLAMA_FACTORY, Program
 from jaxglue.settings.dialects.values import Nested
 
-_PACKING = ("packing", "sample_packing", "neat_packing", "padding_free")
-_BATCHES = ("micro_batch_size", "per_device_train_batch_size")
-_LLAMA_FACTORY = {"finetuning_type", "cutoff_len", "stage", "dataset_dir"}
-"""Settings of LLaMA-Factory that the other programs do not have."""
+_PACKING = ("packing", "sample_packing", "neat_packing")
+_BATCHES = ("micro_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "batch_size")
 
 
-def use_documents(recipe: Mapping[str, Any], values: Nested) -> str | None:
+def use_documents(recipe: Mapping[str, Any], values: Nested, program: Program | None) -> str | None:
     """Let steps have a number of documents where the recipe does not pack; return a line that says so.
 
-    axolotl, LLaMA-Factory and TRL then count documents, which they pad, in batch size and accumulation. Steps of
-    answers that are written in training have sizes of their own.
+    These programs then count documents, which they pad, in batch size and accumulation. Steps of answers that are
+    written in training have sizes of their own.
     """
-    packs = any(recipe.get(name) is True for name in _PACKING) or recipe.get("stage") == "pt"
+    packs = any(recipe.get(name) is True for name in _PACKING)
+    packs |= recipe.get("stage") == "pt" and recipe.get("packing") is None
     run = values.setdefault("run", {})
-    if packs or "rollouts" in values or not any(name in recipe for name in (*_BATCHES, "gradient_accumulation_steps")):
+    if "rollouts" in values or (program is None and not any(name in recipe for name in _BATCHES)):
         return None
-    size = run.pop("per_device_batch_size", 1 if "base_model" in recipe else 8)
-    documents = size * run.pop("gradient_accumulation_steps", 1)
-    run["documents_per_step"] = documents
+    size = run.pop("per_device_batch_size", program.batch if program else 1)
+    accumulation = run.pop("gradient_accumulation_steps", program.accumulation if program else 1)
+    if packs or values.get("data", {}).get("streaming"):
+        run |= {"per_device_batch_size": size, "gradient_accumulation_steps": accumulation}
+        return None
+    run["documents_per_step"] = size * accumulation
     return (
-        f"the recipe does not pack, so a step has the {documents:,} documents that it has on one GPU there, packed by "
-        "themselves: --documents-per-step changes their number"
+        f"the recipe does not pack, so a step has the {size * accumulation:,} documents that it has on one GPU there, "
+        "packed by themselves: --documents-per-step changes their number"
     )
 
 
-def use_chats(recipe: Mapping[str, Any], values: Nested) -> str | None:
+def use_chats(values: Nested, program: Program | None) -> str | None:
     """Render Alpaca's rows with the chat template where the recipe is LLaMA-Factory's; return a line that says so."""
-    if not _LLAMA_FACTORY & recipe.keys():
+    if program is not LLAMA_FACTORY or "format" in values.setdefault("data", {}):
         return None
-    values.setdefault("data", {}).setdefault("format", "auto_chat")
+    values["data"]["format"] = "auto_chat"
     return "rows of instruction and output are rendered with the chat template (--format auto_chat)"
+
+
+def use_no_dropout(recipe: Mapping[str, Any], values: Nested, program: Program | None) -> str | None:
+    """Switch the adapters' dropout off where the program's trainer does; return a line that says so."""
+    table, objective = values.get("lora", {}), values.get("objective", {}).get("objective", "sft")
+    is_kept = program is None or objective not in program.drops_out_nothing or recipe.get("disable_dropout") is False
+    if is_kept or not table.get("dropout"):
+        return None
+    dropout, table["dropout"] = table["dropout"], 0.0
+    return f"dropout {dropout:g} has no effect there (--objective {objective} switches it off), so it is 0"
 
 
 def use_wandb(recipe: Mapping[str, Any], values: Nested) -> None:

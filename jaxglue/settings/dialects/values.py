@@ -1,5 +1,6 @@
 """Settings of other programs whose values differ from ours in kind."""
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +21,81 @@ _PREFERENCE_LOSSES: dict[Any, dict[str, str]] = {
     "hinge": {"loss_type": "hinge"},
 }
 """Further settings by the losses of its stage dpo."""
+
+
+_LAYERS = (0, 1, 6, 23)
+"""Layers of which a regular expression of targets is asked."""
+_LINEAR = {
+    "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj", "gate_up_proj"),
+    "linear_attn": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+}
+"""Linear layers by their parents, as models of Hugging Face name them."""
+_ROOTS = ("model.layers", "model.language_model.layers", "language_model.model.layers")
+_LONGEST_PATTERN = 300
+"""Characters of a regular expression of targets: longer ones may take long to match."""
+
+
+def with_one_name(recipe: Mapping[str, Any]) -> Nested:
+    """Return the recipe with one of the names that programs read beside each other.
+
+    axolotl's `lora_target_linear` contains any `lora_target_modules`; the trainer's `max_length` and `seed` decide over
+    those with which Unsloth loads a model and draws its adapters.
+    """
+    values = dict(recipe)
+    if values.get("lora_target_linear") is True:
+        values.pop("lora_target_modules", None)
+    for name, other in (("max_length", "max_seq_length"), ("seed", "random_state")):
+        if values.get(name) is not None and "model_name" in values:
+            values.pop(other, None)
+    return values
+
+
+def _targets(value: Any) -> Nested:
+    """Return the layers to adapt; a text with signs of a regular expression is PEFT's, which matches whole paths."""
+    if not isinstance(value, str) or re.fullmatch(r"[\w.,\s-]+", value):
+        names = Kind(scalar=str, many=True, comma_separated=True).read(value)
+        return {"lora": {"targets": tuple(_TARGETS.get(name, name) for name in names)}}
+    try:
+        pattern = re.compile(value[:_LONGEST_PATTERN])
+    except re.error as error:
+        raise ValueError(f"no regular expression of Python's: {error}: {value!r:.100}") from None
+    chosen = [
+        {
+            name
+            for parent, names in _LINEAR.items()
+            for name in names
+            if any(pattern.fullmatch(f"{root}.{layer}.{parent}.{name}") for root in _ROOTS)
+        }
+        for layer in _LAYERS
+    ]
+    if len(value) > _LONGEST_PATTERN or not chosen[0] or any(names != chosen[0] for names in chosen):
+        raise ValueError(
+            f"this regular expression names no linear layers, or other ones in each layer, got {value!r:.100}: name "
+            "them in a list, and --layers for some of the layers"
+        )
+    return {"lora": {"targets": tuple(name for names in _LINEAR.values() for name in names if name in chosen[0])}}
+
+
+_TARGETS = {"all": "all-linear", "all_linear": "all-linear"}
+
+
+def _optimizer_settings(value: Any) -> Nested:
+    """Return the optimizer's settings, of a table or a text name=value, …"""
+    if isinstance(value, str):
+        value = dict(part.split("=", 1) for part in value.split(",") if "=" in part)
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a table, or name=value,…, got {value!r:.100}")
+    settings = dict(value)
+    ours: Nested = {}
+    if "betas" in settings:
+        ours["beta1"], ours["beta2"] = map(float, settings.pop("betas"))
+    for theirs, name in (("eps", "epsilon"), ("weight_decay", "weight_decay"), ("beta1", "beta1"), ("beta2", "beta2")):
+        if theirs in settings:
+            ours[name] = float(settings.pop(theirs))
+    if settings:
+        raise ValueError(f"{', '.join(settings)}: no settings of an optimizer here")
+    return {"optimizer": ours}
 
 
 def with_objective(recipe: Mapping[str, Any], where: str) -> Nested:
@@ -114,6 +190,10 @@ CONVERTERS: dict[str, Callable[[Any], Nested]] = {
     "num_labels": _only(1),
     "metric_for_best_model": _only("eval_loss", "loss", None),
     "greater_is_better": _only(False, None),
+    **dict.fromkeys(("lora_target_modules", "lora_target", "target_modules"), _targets),
+    "optim_args": _optimizer_settings,
+    "reinit_weights": lambda value: {"model": {"random_weights": True}} if value else {},
+    "use_muon": lambda value: {"optimizer": {"optimizer": "muon"}} if value else {},
     "lr_scheduler": _schedule,
     "lr_scheduler_type": _schedule,
     "lr_scheduler_kwargs": _schedule_settings,

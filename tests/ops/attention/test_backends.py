@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxglue.ops.attention import ATTENTION, AttentionShape, packed_attention
+from jaxglue.ops.attention import ATTENTION, AttentionCall, packed_attention
 from jaxglue.ops.attention.reference import reference_attention
 from jaxglue.ops.choices import Attention
 from jaxglue.ops.segments import pack_segments
 
-LLAMA = AttentionShape(dtype=jnp.bfloat16, head_dim=128, query_heads=32, kv_heads=8, seq_len=8192, segment_slots=32)
+LLAMA = AttentionCall(dtype=jnp.bfloat16, head_dim=128, query_heads=32, kv_heads=8, seq_len=8192, segment_slots=32)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from selection import repeat
 
 from jaxglue.ops import row_split
-from jaxglue.ops.attention import ATTENTION, _shape, packed_attention
+from jaxglue.ops.attention import ATTENTION, _call, packed_attention
 from jaxglue.ops.attention.padded import PaddedValues
 from jaxglue.ops.attention.reference import reference_attention
 from jaxglue.ops.attention.tiles import AttentionKernelTiles, AttentionTiles
@@ -265,8 +265,8 @@ LARGE_SPLIT = {
 def test_backends_compute_the_queries_of_split_rows_on_a_gpu(name, backend, device):
     case = LARGE_SPLIT[name]
     (q, k, v, _), segments, _ = case.inputs(jnp.bfloat16)
-    shape = replace(_shape(q, k, v, segments, None, case.softcap), split=True, long=backend == "hopper")
-    assert_split(case, ATTENTION.load(shape, backend=backend), jnp.bfloat16, 1e-2, device)
+    call = replace(_call(q, k, v, segments, None, case.softcap), split=True, long=backend == "hopper")
+    assert_split(case, ATTENTION.load(call, backend=backend), jnp.bfloat16, 1e-2, device)
 
 
 def test_units_of_documents_match_the_reference(interpreted_backend, monkeypatch):

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxglue.ops.delta_rule import DELTA_RULE, DeltaHeads, DeltaShape, gated_delta_rule, gates, reference_delta_rule
+from jaxglue.ops.delta_rule import DELTA_RULE, DeltaCall, DeltaHeads, gated_delta_rule, gates, reference_delta_rule
 from jaxglue.ops.delta_rule.chunks import ChunkedDeltaRule
 from jaxglue.ops.segments import pack_forks, pack_segments
 from tests.closeness import assert_close, outputs_and_gradients
@@ -153,7 +153,7 @@ def test_gates_are_those_of_the_layer():
 )
 def test_kernels_serve_hopper_and_chunks_every_device(capability, dtype, dim, name, reason):
     pytest.importorskip("jax_triton")
-    choice = DELTA_RULE.choose(capability, DeltaShape(dtype=jnp.dtype(dtype), key_dim=dim, value_dim=128))
+    choice = DELTA_RULE.choose(capability, DeltaCall(dtype=jnp.dtype(dtype), key_dim=dim, value_dim=128))
     assert choice.name == name
     assert reason in choice.reason
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 from closeness import assert_close, outputs_and_gradients
 
-from jaxglue.ops.gated_mlp import ACTIVATIONS, GATED_MLP, GatedParts, gated_mlp, gated_mlp_reads_fp8
-from jaxglue.ops.projection import Adapter, Projection
+from jaxglue.ops.gated_mlp import ACTIVATIONS, GATED_MLP, GatedCall, GatedParts, gated_mlp, gated_mlp_reads_fp8
+from jaxglue.ops.projection import LowRankAdapter, Projection
 from jaxglue.ops.quant.fp8 import quantize_fp8
 
 D, F = 16, 24
@@ -26,7 +26,7 @@ def random_parts(ranks=(3, 3, 3)):
 
     def part(out, size, rank):
         W, A, B = (jax.random.normal(next(keys), shape) for shape in ((out, size), (rank, size), (out, rank)))
-        return Projection(weight=0.3 * W, adapter=Adapter(A=0.3 * A, B=0.3 * B, scale=0.5))
+        return Projection(weight=0.3 * W, adapter=LowRankAdapter(A=0.3 * A, B=0.3 * B, scale=0.5))
 
     return GatedParts(*(part(*shape) for shape in zip((F, F, D), (D, D, F), ranks, strict=True)))
 
@@ -78,7 +78,7 @@ OBSTACLES = {
 
 @pytest.mark.parametrize("reason", OBSTACLES)
 def test_obstacles_to_the_fused_form_are_named(reason):
-    choice = GATED_MLP.choose(None, *OBSTACLES[reason])
+    choice = GATED_MLP.choose(None, GatedCall.of(*OBSTACLES[reason]))
     assert choice.name == "reference" and reason in choice.reason
 
 
@@ -87,4 +87,4 @@ def test_fp8_takes_frozen_weights_with_adapters_alone():
     assert gated_mlp_reads_fp8(parts, Conditions(), "silu")
     assert not gated_mlp_reads_fp8(parts, Conditions(fp8=False), "silu")
     biased = parts._replace(down=replace(parts.down, bias=jnp.zeros(D)))
-    assert GATED_MLP.choose(None, biased, Conditions(), "silu").name == "lora_swiglu"
+    assert GATED_MLP.choose(None, GatedCall.of(biased, Conditions(), "silu")).name == "lora_swiglu"

@@ -10,7 +10,16 @@ from ptx import halves, matmuls_left_running, run_assembly
 from selection import repeat
 
 from jaxglue.ops.backend import tracing_for
-from jaxglue.ops.moe import CHOOSE, FEW_ROWS_EXPERTS, ROUTE, GroupMetadata, moe_mlp, route
+from jaxglue.ops.moe import (
+    CHOOSE,
+    FEW_ROWS_EXPERTS,
+    ROUTE,
+    ChooseCall,
+    FewRowsExpertsCall,
+    GroupMetadata,
+    moe_mlp,
+    route,
+)
 from jaxglue.ops.moe.routing import few_rows_tile
 from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.ops.quant.mxfp4 import MXFP4, decode_e2m1, quantize_mxfp4
@@ -110,7 +119,7 @@ def test_interpreted_choice_and_its_gradients_equal_the_sort(order, kernels):
 @pytest.mark.gpu
 def test_choice_on_a_gpu_equals_the_sort():
     scores = jax.nn.sigmoid(jax.random.normal(jax.random.key(0), (5000, 256)).astype(jnp.bfloat16)).astype(jnp.float32)
-    np.testing.assert_array_equal(CHOOSE.load(256).choose(scores, 8), jax.lax.top_k(scores, 8)[1])
+    np.testing.assert_array_equal(CHOOSE.load(ChooseCall(experts=256)).choose(scores, 8), jax.lax.top_k(scores, 8)[1])
 
 
 def test_a_tile_of_few_rows_holds_twice_the_mean_group():
@@ -133,6 +142,12 @@ def test_assembly_decodes_every_mxfp4_code():
             np.testing.assert_array_equal([float(halves(value)[0]) for value in got], want)
 
 
+def meaning(x, routing, matrices, options, adapters=(None, None)):
+    rows, experts = routing.permutation.size, routing.group_sizes.shape[0]
+    operands = {"matrices": tuple(matrices), "adapters": adapters}
+    return FewRowsExpertsCall(dtype=x.dtype, rows=rows, experts=experts, **operands, **options)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("stored", [None, "mxfp4", "nf4", "fp8", "int8"])
 def test_kernels_match_the_reference_on_a_gpu(stored):
@@ -140,7 +155,7 @@ def test_kernels_match_the_reference_on_a_gpu(stored):
     (x, routing, *matrices), options = case(M, E, k, D, F, stored=stored)
     if not stored:
         matrices = [matrix.astype(jnp.bfloat16) for matrix in matrices]
-    kernels = FEW_ROWS_EXPERTS.load(x.astype(jnp.bfloat16), routing, matrices, (None, None), *options.values())
+    kernels = FEW_ROWS_EXPERTS.load(meaning(x.astype(jnp.bfloat16), routing, matrices, options))
     assert kernels is not None
     with jax.default_matmul_precision("highest"):
         exact = [m if stored else m.astype(jnp.float32) for m in matrices]
@@ -162,8 +177,8 @@ def test_training_takes_other_kernels():
 def test_obstacles_are_named():
     def reason(M, adapter=None, **options):
         (x, routing, *matrices), options = case(M, 4, 2, 32, 32, **options)
-        call = x.astype(jnp.bfloat16), routing, matrices, (adapter, None), *options.values()
-        return FEW_ROWS_EXPERTS.choose((9, 0), *call).reason
+        call = meaning(x.astype(jnp.bfloat16), routing, matrices, options, (adapter, None))
+        return FEW_ROWS_EXPERTS.choose((9, 0), call).reason
 
     assert "more than 32 rows each" in reason(65, stored="mxfp4")
     assert "experts have adapters" in reason(3, adapter="some", stored="mxfp4")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxglue.ops.moe import GROUPED_MATMUL, GroupMetadata, grouped_matmul
+from jaxglue.ops.moe import GROUPED_MATMUL, GroupedCall, GroupMetadata, grouped_matmul
 from jaxglue.ops.moe.tiles import GroupedTiles, MatmulTiles, grouped_tiles
 from jaxglue.ops.moe.vjp import ExpertRows, LowRank, Scales
 from jaxglue.ops.quant import dequantize
@@ -170,8 +170,8 @@ def test_mismatched_arguments_are_refused(changes, message):
 
 
 def test_choice_of_backend_names_its_reason():
-    assert GROUPED_MATMUL.choose((9, 0), jnp.bfloat16).name == "triton"
-    assert "no NVIDIA GPU" in GROUPED_MATMUL.choose(None, jnp.bfloat16).reason
-    assert "float32" in GROUPED_MATMUL.choose((9, 0), jnp.float32).reason
+    assert GROUPED_MATMUL.choose((9, 0), GroupedCall(dtype=jnp.bfloat16)).name == "triton"
+    assert "no NVIDIA GPU" in GROUPED_MATMUL.choose(None, GroupedCall(dtype=jnp.bfloat16)).reason
+    assert "float32" in GROUPED_MATMUL.choose((9, 0), GroupedCall(dtype=jnp.float32)).reason
     with pytest.raises(ValueError, match=r"8\.0 or newer, got 7\.5"):
-        GROUPED_MATMUL.choose((7, 5), jnp.bfloat16, backend="triton")
+        GROUPED_MATMUL.choose((7, 5), GroupedCall(dtype=jnp.bfloat16), backend="triton")

@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 
 from jaxglue.ops.backend import tracing_for
-from jaxglue.ops.norm_rope import LLAMA_NORM, NORM_ROPE, NormStyle, fp8_stream_norm, norm, rms_norm, stream_norm
+from jaxglue.ops.norm_rope import (
+    LAYER_NORM,
+    LLAMA_NORM,
+    NORM_ROPE,
+    NormStyle,
+    fp8_stream_norm,
+    norm,
+    rms_norm,
+    stream_norm,
+)
 from jaxglue.ops.norm_rope.reference import inverse_rms
 from jaxglue.ops.quant.fp8 import quantize_rows
 
@@ -42,6 +51,31 @@ def test_reference_matches_numpy():
     stream, normed = stream_norm(x, weight, EPS, backend="reference")
     np.testing.assert_array_equal(stream, x)
     np.testing.assert_allclose(normed, x / np.sqrt(np.mean(np.square(x), -1, keepdims=True) + EPS) * weight, rtol=1e-5)
+
+
+@pytest.mark.parametrize("style", [LAYER_NORM, NormStyle(centered=True), NormStyle(1.0, False, True, True)])
+def test_layer_norms_match_their_definition(style):
+    (x, weight), (_, dout) = random_case((2, 5, 24))
+    bias = jnp.asarray(np.random.default_rng(1).standard_normal(24), jnp.float32) if style.bias else None
+
+    def definition(x, weight, bias):
+        spread = jnp.sqrt(jnp.var(x, -1, keepdims=True) + EPS)
+        return (x - jnp.mean(x, -1, keepdims=True)) / spread * (style.offset + weight) + (0 if bias is None else bias)
+
+    got, pull = jax.vjp(lambda x, weight, bias: norm(x, weight, EPS, style, bias), x, weight, bias)
+    expected, definition_pull = jax.vjp(definition, x, weight, bias)
+    assert_close((got, pull(dout)), (expected, definition_pull(dout)), 1e-5)
+    np.testing.assert_array_equal(stream_norm(x, weight, EPS, style, bias)[1], got)
+    half = (y.astype(jnp.bfloat16) for y in (x, weight))
+    assert_close(norm(*half, EPS, style, bias).astype(jnp.float32), expected, 0.01)
+
+
+def test_a_bias_comes_with_its_style():
+    (x, weight), _ = random_case((2, 24))
+    with pytest.raises(ValueError, match=r"has a bias \[24\], got none"):
+        norm(x, weight, EPS, LAYER_NORM)
+    with pytest.raises(ValueError, match=r"has no bias, got \[24\]"):
+        norm(x, weight, EPS, bias=weight)
 
 
 @pytest.mark.parametrize(("shape", "style"), [((2, 5, 64), LLAMA_NORM), ((3, 1, 45), GEMMA)])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxglue.ops.backend import tracing_for
-from jaxglue.ops.norm_rope import LLAMA_NORM, NORM_ROPE, HeadNorms, NormStyle, rotate_heads
+from jaxglue.ops.norm_rope import LLAMA_NORM, NORM_ROPE, HeadNorms, NormCall, NormStyle, rotate_heads
 from jaxglue.ops.rope import RopeConfig, rope_tables
 from jaxglue.ops.segments import pack_segments
 
@@ -125,6 +125,6 @@ def test_unfit_arguments_are_refused(changes, message):
 
 
 def test_backend_choice_names_its_reason():
-    assert NORM_ROPE.choose((9, 0), jnp.bfloat16).name == "triton"
-    assert "float32" in NORM_ROPE.choose((9, 0), jnp.float32).reason
-    assert "neighboring dimensions" in NORM_ROPE.choose((9, 0), jnp.bfloat16, True).reason
+    assert NORM_ROPE.choose((9, 0), NormCall(dtype=jnp.bfloat16)).name == "triton"
+    assert "float32" in NORM_ROPE.choose((9, 0), NormCall(dtype=jnp.float32)).reason
+    assert "neighboring dimensions" in NORM_ROPE.choose((9, 0), NormCall(dtype=jnp.bfloat16, interleaved=True)).reason

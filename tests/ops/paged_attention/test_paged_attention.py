@@ -14,7 +14,10 @@ from jaxglue.ops.paged_attention import (
     APPEND,
     APPEND_AND_ATTEND,
     PAGED_ATTENTION,
+    AppendAndAttendCall,
+    AppendCall,
     KVPages,
+    PagedCall,
     append,
     append_and_attend,
     make_pages,
@@ -252,7 +255,13 @@ def test_a_token_attended_as_it_is_written_equals_two_passes_on_a_gpu(cache_dtyp
     q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
     rows = jnp.arange(S)
     places = tables[rows, positions // PAGE], positions % PAGE, rope, rotary, norms, 1.0
-    assert APPEND_AND_ATTEND.load(q, cache, tables, rope, rotary, 1.0) is not None
+    call = AppendAndAttendCall(
+        append=AppendCall(dtype=q.dtype, cache=cache, rotary=rotary, style=norms.style),
+        attend=PagedCall(dtype=q.dtype, cache=cache),
+        query_shape=q.shape,
+        pages=pages,
+    )
+    assert APPEND_AND_ATTEND.load(call) is not None
     got, written = append_and_attend(q, k, v, cache, *places, tables, positions)
     with APPEND_AND_ATTEND.using(None):
         want, expected = append_and_attend(q, k, v, cache, *places, tables, positions)

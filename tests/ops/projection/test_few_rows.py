@@ -15,8 +15,8 @@ from selection import repeat
 from jaxglue.ops.backend import compute_capability, tracing_for
 from jaxglue.ops.gated_mlp import GatedParts, gated_mlp
 from jaxglue.ops.norm_rope import LLAMA_NORM, rms_norm
-from jaxglue.ops.projection import Adapter, Projection, adapted_projection
-from jaxglue.ops.projection.few_rows import FEW_ROWS, gate_few_rows, project_few_rows
+from jaxglue.ops.projection import LowRankAdapter, Projection, adapted_projection
+from jaxglue.ops.projection.few_rows import FEW_ROWS, FewRowsCall, gate_few_rows, project_few_rows
 from jaxglue.ops.projection.fp8 import dot_to_e4m3, encode
 from jaxglue.ops.projection.fp8_adapters import NormedRows
 from jaxglue.ops.quant import dequantize
@@ -40,7 +40,7 @@ def draw(seed, *shape):
 
 
 def projection(seed, N, K, *, rank=0, bias=False, quantize=lambda matrix: matrix):
-    adapter = Adapter(A=draw(seed + 1, rank, K), B=draw(seed + 2, N, rank), scale=0.5 + seed) if rank else None
+    adapter = LowRankAdapter(A=draw(seed + 1, rank, K), B=draw(seed + 2, N, rank), scale=0.5 + seed) if rank else None
     weight = quantize(draw(seed, N, K))
     return Projection(weight=weight, bias=draw(seed + 3, N) if bias else None, adapter=adapter)
 
@@ -275,7 +275,9 @@ OBSTACLES = {
 
 def test_narrow_projections_and_quantized_ones_of_more_rows_are_served():
     def choose(parts):
-        return FEW_ROWS.choose((9, 0), jnp.zeros((200, 64), jnp.bfloat16), parts, Decoding(fp8=True)).name
+        return FEW_ROWS.choose(
+            (9, 0), FewRowsCall.of(jnp.zeros((200, 64), jnp.bfloat16), parts, Decoding(fp8=True))
+        ).name
 
     assert choose([projection(i, 32, 64) for i in range(3)]) == "triton"
     assert choose([projection(0, 32, 64, quantize=quantize_int8)]) == "triton"
@@ -302,7 +304,7 @@ def test_many_rows_are_served_where_kernels_are_faster(rows, quantize, gated, wi
         weights = [jax.ShapeDtypeStruct((N, 4096), jnp.bfloat16) for N in sizes]
         parts = [Projection(weight=jax.eval_shape(quantize, w) if quantize else w) for w in weights]
         x = jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16)
-        return FEW_ROWS.choose((9, 0), x, parts, Decoding(fp8=True), gated).name == "triton"
+        return FEW_ROWS.choose((9, 0), FewRowsCall.of(x, parts, Decoding(fp8=True), gated=gated)).name == "triton"
 
     assert (serves([12288, 12288], True), serves([4096, 1024, 1024])) == (gated, wide)
     assert rows < 65 or not serves([12288, 12288]), "other pairs are not"
@@ -312,7 +314,9 @@ def test_many_rows_are_served_where_kernels_are_faster(rows, quantize, gated, wi
 
 @pytest.mark.parametrize("capability", [(8, 0), (12, 0)])
 def test_other_gpus_take_other_forms(capability):
-    choice = FEW_ROWS.choose(capability, jnp.zeros((4, 64), jnp.bfloat16), [projection(0, 32, 64)], Decoding())
+    choice = FEW_ROWS.choose(
+        capability, FewRowsCall.of(jnp.zeros((4, 64), jnp.bfloat16), [projection(0, 32, 64)], Decoding())
+    )
     assert choice.name == "reference" and "compute capability" in choice.reason
 
 
@@ -320,7 +324,7 @@ def test_other_gpus_take_other_forms(capability):
 def test_obstacles_are_named(reason):
     M, ranks = OBSTACLES[reason]
     parts = [projection(10 * i, 32, 64, rank=rank) for i, rank in enumerate(ranks)]
-    choice = FEW_ROWS.choose((9, 0), jnp.zeros((M, 64), jnp.bfloat16), parts, Decoding())
+    choice = FEW_ROWS.choose((9, 0), FewRowsCall.of(jnp.zeros((M, 64), jnp.bfloat16), parts, Decoding()))
     assert reason in choice.reason
 
 
@@ -332,7 +336,7 @@ def test_kernels_match_products_on_a_gpu(quantize, rank):
     half = lambda matrix: quantize(matrix.astype(jnp.bfloat16))  # noqa: E731
     for sizes in ((1024, 256, 256), (640,)):
         parts = [projection(10 * i, N, K, rank=rank, quantize=half) for i, N in enumerate(sizes)]
-        assert FEW_ROWS.choose(compute_capability(), x, parts, conditions).name != "reference"
+        assert FEW_ROWS.choose(compute_capability(), FewRowsCall.of(x, parts, conditions)).name != "reference"
         with jax.default_matmul_precision("highest"):
             wanted = [product(x.astype(jnp.float32), part) for part in parts]
         for y, want in zip(adapted_projection(x, parts, conditions), wanted, strict=True):
@@ -377,7 +381,9 @@ def test_kernel_compiles_for_a_gpu(h200):
     exact = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=h200)  # noqa: E731
 
     def project(x, weights, downs, ups):
-        parts = [Projection(weight=W, adapter=Adapter(A=A, B=B)) for W, A, B in zip(weights, downs, ups, strict=True)]
+        parts = [
+            Projection(weight=W, adapter=LowRankAdapter(A=A, B=B)) for W, A, B in zip(weights, downs, ups, strict=True)
+        ]
         return adapted_projection(x, parts, Decoding())
 
     M, D, sizes = 64, 1024, (1024, 256, 256)
@@ -411,10 +417,12 @@ def lower(sharding, sizes, conditions, M, K, *, quantize=lambda matrix: matrix, 
     shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding), inputs)
 
     def project(x, weights, adapters):
-        made = [None if adapter is None else Adapter(A=adapter[0], B=adapter[1]) for adapter in adapters]
+        made = [None if adapter is None else LowRankAdapter(A=adapter[0], B=adapter[1]) for adapter in adapters]
         parts = [Projection(weight=weight, adapter=adapter) for weight, adapter in zip(weights, made, strict=True)]
         if len(parts) == 2:
-            return gate_few_rows(FEW_ROWS.load(x, parts, conditions, True), x, parts, conditions, "silu")
+            return gate_few_rows(
+                FEW_ROWS.load(FewRowsCall.of(x, parts, conditions, gated=True)), x, parts, conditions, "silu"
+            )
         return adapted_projection(x, parts, conditions)
 
     with tracing_for((9, 0)):

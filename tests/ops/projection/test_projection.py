@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 from closeness import assert_close, outputs_and_gradients
 
-from jaxglue.ops.projection import PROJECTION, RESIDUAL_SUM, Adapter, Projection, adapted_projection
+from jaxglue.ops.projection import (
+    PROJECTION,
+    RESIDUAL_SUM,
+    LowRankAdapter,
+    Projection,
+    ProjectionCall,
+    ResidualSumCall,
+    adapted_projection,
+)
 from jaxglue.ops.quant.fp8 import quantize_fp8
 from jaxglue.ops.quant.nf4 import quantize_nf4
 
@@ -25,7 +33,7 @@ class Conditions(NamedTuple):
 def random_projection(**adapter):
     """Return a projection with an adapter."""
     W, A, B = (jax.random.normal(key, shape) for key, shape in zip(jax.random.split(KEY, 3), SHAPES, strict=True))
-    return Projection(weight=W, adapter=Adapter(A=A, B=B, scale=0.5, **adapter))
+    return Projection(weight=W, adapter=LowRankAdapter(A=A, B=B, scale=0.5, **adapter))
 
 
 SHAPES = (24, 16), (3, 16), (24, 3)
@@ -52,13 +60,13 @@ FP8_OBSTACLES = {
 @pytest.mark.parametrize("reason", FP8_OBSTACLES)
 def test_obstacles_to_fp8_are_named(reason):
     projection, conditions = FP8_OBSTACLES[reason]
-    choice = PROJECTION.choose(None, [projection], conditions, False)
+    choice = PROJECTION.choose(None, ProjectionCall.of([projection], conditions))
     assert choice.name == "reference" and reason in choice.reason
 
 
 @pytest.mark.parametrize("projection", [FP8, in_fp8(DROPPING), in_fp8(BIASED)])
 def test_frozen_fp8_weights_with_adapters_take_one_pass(projection):
-    assert PROJECTION.choose(None, [projection], Conditions(), False).name == "fp8"
+    assert PROJECTION.choose(None, ProjectionCall.of([projection], Conditions())).name == "fp8"
 
 
 SUM_OBSTACLES = {
@@ -72,12 +80,12 @@ SUM_OBSTACLES = {
 
 @pytest.mark.parametrize("reason", SUM_OBSTACLES)
 def test_obstacles_to_one_rounding_are_named(reason):
-    choice = RESIDUAL_SUM.choose(None, SUM_OBSTACLES[reason])
+    choice = RESIDUAL_SUM.choose(None, ResidualSumCall(projection=SUM_OBSTACLES[reason]))
     assert choice.name == "reference" and reason in choice.reason
 
 
 def test_dropout_does_not_keep_products_from_being_added_at_once():
-    assert RESIDUAL_SUM.choose(None, DROPPING).name == "lora"
+    assert RESIDUAL_SUM.choose(None, ResidualSumCall(projection=DROPPING)).name == "lora"
 
 
 @pytest.mark.parametrize("projection", [PLAIN, BIASED, replace(BIASED, adapter=None)])

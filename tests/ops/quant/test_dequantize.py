@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxglue.ops.backend import HOPPER, tracing_for
-from jaxglue.ops.quant import DEQUANTIZE, dequantize, project_quantized
+from jaxglue.ops.quant import DEQUANTIZE, DequantizeCall, dequantize, project_quantized
 from jaxglue.ops.quant.fp8 import quantize_fp8
 from jaxglue.ops.quant.int8 import quantize_int8
 from jaxglue.ops.quant.mxfp4 import MXFP4
@@ -116,6 +116,6 @@ def test_only_the_dequantized_weight_is_a_temporary(h200, capability):
 
 def test_int8_has_no_kernel():
     weight = quantize_int8(jnp.ones((2, 64)))
-    assert DEQUANTIZE.choose(HOPPER, weight).name == "reference"
+    assert DEQUANTIZE.choose(HOPPER, DequantizeCall(weight=weight)).name == "reference"
     with pytest.raises(ValueError, match="cannot serve this dequantization: weights of one byte have no kernel"):
-        DEQUANTIZE.choose(HOPPER, weight, backend="triton")
+        DEQUANTIZE.choose(HOPPER, DequantizeCall(weight=weight), backend="triton")

@@ -21,10 +21,11 @@ from jaxglue.models.lora_config import LoraConfig
 from jaxglue.ops.attention import ATTENTION
 from jaxglue.ops.backend import tracing_for
 from jaxglue.ops.equations import equations
-from jaxglue.ops.projection import Adapter, Projection
+from jaxglue.ops.projection import LowRankAdapter, Projection, StaticConditions
 from jaxglue.ops.quant.fp8 import quantize_fp8
+from jaxglue.ops.rope import RopeConfig, Rotary
 from jaxglue.ops.segments import pack_segments
-from jaxglue.ops.small_layer import SMALL_LAYER, is_small
+from jaxglue.ops.small_layer import SMALL_LAYER, LayerSpec, SmallLayerCall, is_small
 
 TINY = {"vocab_size": 11, "num_hidden_layers": 1, "rope_theta": 1e4, "initializer_range": 0.2}
 SIZES = {"hidden_size": 40, "intermediate_size": 72, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 12}
@@ -156,11 +157,11 @@ def test_long_rows_and_large_weights_are_not_small():
 
 def random_parts(rank=4, **changes):
     """Return seven projections, the last of them changed."""
-    part = Projection(weight=jnp.ones((16, 16)), adapter=Adapter(A=jnp.ones((rank, 16)), B=jnp.ones((16, rank))))
+    part = Projection(weight=jnp.ones((16, 16)), adapter=LowRankAdapter(A=jnp.ones((rank, 16)), B=jnp.ones((16, rank))))
     return [part] * 6 + [replace(part, **changes)]
 
 
-WIDE = Adapter(A=jnp.ones((8, 16)), B=jnp.ones((16, 8)))
+WIDE = LowRankAdapter(A=jnp.ones((8, 16)), B=jnp.ones((16, 8)))
 OBSTACLES = {
     "a projection has no adapter": random_parts(adapter=None),
     "dropout gives each adapter": random_parts(adapter=replace(WIDE, dropout=0.1)),
@@ -177,7 +178,13 @@ def test_obstacles_are_named(reason):
         jax.ShapeDtypeStruct((1, 8, 16), jnp.bfloat16),
         PackedContext(segments=None, rope=None, dropout_key=jax.random.key(0)),
     )
-    choice = SMALL_LAYER.choose((9, 0), x, OBSTACLES[reason], context)
+    call = SmallLayerCall(
+        x=x,
+        spec=LayerSpec(rotary=Rotary(RopeConfig(), 16), eps=1e-6, window=None),
+        projections=OBSTACLES[reason],
+        conditions=StaticConditions.of(context),
+    )
+    choice = SMALL_LAYER.choose((9, 0), call)
     assert choice.name == "reference" and reason in choice.reason
 
 

@@ -3,9 +3,10 @@
 import io
 import json
 import logging
-from collections.abc import Callable, Iterable
+import shutil
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from jaxglue.files.atomic import atomic_file, named_errors
 from jaxglue.files.json_file import parse_object
@@ -56,6 +57,30 @@ def rewrite_lines(
         temporary.write_text(
             "".join(json.dumps(line, ensure_ascii=ensure_ascii) + "\n" for line in lines), encoding="utf-8"
         )
+
+
+def move_aside(path: Path, spans: Sequence[tuple[int, int]]) -> None:
+    """Move lines of a file, by their first and last bytes, to another file beside it, and say so."""
+    aside = path.with_name(path.name + DAMAGED)
+    with (
+        path.open("rb") as file,
+        named_errors(aside),
+        aside.open("ab") as damaged,
+        atomic_file(path) as temporary,
+        temporary.open("wb") as intact,
+    ):
+        for begin, end in spans:
+            _copy(file, intact, begin - file.tell())
+            _copy(file, damaged, end - begin)
+        shutil.copyfileobj(file, intact)
+    _log.warning("%s: damaged lines (%d) were moved to %s; the run goes on without them", path, len(spans), aside)
+
+
+def _copy(source: BinaryIO, target: BinaryIO, count: int) -> None:
+    while count:
+        part = source.read(min(count, 1 << 20))
+        target.write(part)
+        count -= len(part)
 
 
 def read_steps(path: Path) -> JsonLines:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxglue.rl.packing import Group, TrainedAnswer, pack_groups, unpack
+from jaxglue.rl.pack import Group, TrainedAnswer, pack_groups, unpack
 
 
 def make_groups(count: int, answers: int, prompt: int, longest: int, seed: int = 0) -> list[Group]:

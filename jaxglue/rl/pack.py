@@ -6,13 +6,17 @@ from itertools import batched
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxglue.data.batch import Batch, Rollouts
+from jaxglue.objectives.advantages import Values
+from jaxglue.objectives.rollouts import RolloutObjective
 from jaxglue.ops.segments import BatchKind, copy_beginnings, pack_forks, pack_segments, segment_bucket
+from jaxglue.rl.prompts import Prompt
+from jaxglue.rl.sampler import Sample
 
-_KNOWN = ("old", "reference", "teacher")
-"""Values of answers' tokens, where they are known."""
+_OPTIONAL = ("old", "reference", "teacher")
+"""Values of answers' tokens, of all answers or none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +59,31 @@ class Group(NamedTuple):
         return len(self.prompt) - 1 + sum(len(answer.tokens) for answer in self.answers)
 
 
+def groups_of(
+    objective: RolloutObjective,
+    prompts: Sequence[Prompt],
+    samples: Sequence[Sequence[Sample]],
+    advantages: Values,
+) -> list[Group]:
+    """Return answers as the objective trains on them, after their prompts."""
+
+    def answer(sample: Sample, advantage: float) -> TrainedAnswer:
+        trained = np.full(len(sample.tokens), sample.ended or not objective.masks_truncated)
+        return TrainedAnswer(
+            tokens=sample.tokens,
+            log_probs=sample.log_probs,
+            counted=trained if sample.counted is None else trained & sample.counted,
+            advantage=float(advantage),
+            old=sample.old,
+            reference=sample.reference,
+        )
+
+    return [
+        Group(prompt.tokens, [answer(*pair) for pair in zip(group, values, strict=True)])
+        for prompt, group, values in zip(prompts, samples, advantages, strict=True)
+    ]
+
+
 def pack_groups(
     groups: Sequence[Group], *, seq_len: int, batch_size: int, slots: int, shared: bool = True, copies: bool = False
 ) -> list[Packed]:
@@ -86,14 +115,20 @@ def with_mean_weight(batch: Batch, weight: float) -> Batch:
     return replace(batch, rollouts=replace(batch.rollouts, mean_weight=weights))
 
 
+def with_teacher_matrix(batch: Batch, matrix: Float[Array, "V E"]) -> Batch:
+    """Return a micro-batch with a teacher's output projection."""
+    assert batch.rollouts is not None
+    return replace(batch, rollouts=replace(batch.rollouts, teacher_matrix=matrix))
+
+
 def unpack(packed: Sequence[Packed], values: Sequence[Float[Any, "B T *E"]]) -> list[Float[np.ndarray, "L *E"]]:
     """Return the values of each answer's tokens from those of the micro-batches, in the order of the answers."""
-    found: dict[int, np.ndarray] = {}
-    for (batch, numbers), own in zip(packed, values, strict=True):
+    by_number: dict[int, np.ndarray] = {}
+    for (batch, numbers), rows in zip(packed, values, strict=True):
         assert batch.rollouts is not None
-        for owners, row, answers in zip(np.asarray(batch.rollouts.owners), np.asarray(own), numbers, strict=True):
-            found |= {number: row[owners == slot] for slot, number in enumerate(answers)}
-    return [found[number] for number in range(len(found))]
+        for owners, row, answers in zip(np.asarray(batch.rollouts.owners), np.asarray(rows), numbers, strict=True):
+            by_number |= {number: row[owners == slot] for slot, number in enumerate(answers)}
+    return [by_number[number] for number in range(len(by_number))]
 
 
 def _rows(groups: Sequence[Group], seq_len: int, shared: bool) -> list[list[tuple[Group, range]]]:
@@ -109,18 +144,18 @@ def _rows(groups: Sequence[Group], seq_len: int, shared: bool) -> list[list[tupl
         end = number + len(answers)
         while number < end:
             waiting = answers[len(answers) - (end - number) :]
-            own = np.cumsum([len(answer.tokens) for answer in waiting])
-            sizes = (own + len(prompt) - 1)[: None if shared else 1]
+            lengths = np.cumsum([len(answer.tokens) for answer in waiting])
+            sizes = (lengths + len(prompt) - 1)[: None if shared else 1]
             if sizes[0] > seq_len:
                 raise ValueError(
-                    f"a prompt of {len(prompt):,} tokens and its answer of {own[0]:,} are longer than a row of "
+                    f"a prompt of {len(prompt):,} tokens and its answer of {lengths[0]:,} are longer than a row of "
                     f"{seq_len:,}: raise --seq-len, or lower --max-completion-length"
                 )
             row = min((row for row, room in enumerate(rooms) if room >= sizes[-1]), key=rooms.__getitem__, default=None)
             if row is None and rooms:
                 emptiest = max(range(len(rooms)), key=rooms.__getitem__)
                 count = int(np.searchsorted(sizes, rooms[emptiest], side="right"))
-                row = emptiest if count and own[count - 1] >= len(prompt) else None
+                row = emptiest if count and lengths[count - 1] >= len(prompt) else None
             if row is None:
                 row = len(rows)
                 rows.append([])
@@ -134,38 +169,43 @@ def _rows(groups: Sequence[Group], seq_len: int, shared: bool) -> list[list[tupl
 
 def _pack(rows: Sequence[Sequence[tuple[Group, range]]], seq_len: int, slots: int, shared: bool) -> Packed:
     forks = [[(len(g.prompt) - 1, *(len(answer.tokens) for answer in g.answers)) for g, _ in row] for row in rows]
-    known = {
+    examples = {
         name: value
-        for name in _KNOWN
+        for name in _OPTIONAL
         for value in [getattr(a, name) for row in rows for g, _ in row for a in g.answers][:1]
         if value is not None
     }
     shape = len(rows), seq_len
-    integers = {name: np.zeros(shape, np.int32) for name in ("tokens", "targets")}
+    tokens, targets = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     counted, sampler = np.zeros(shape, np.float32), np.full(shape, np.nan, np.float32)
-    others = {name: np.zeros((*shape, *value.shape[1:]), value.dtype) for name, value in known.items()}
+    others = {name: np.zeros((*shape, *value.shape[1:]), value.dtype) for name, value in examples.items()}
     owners, advantages = np.full(shape, slots, np.int32), np.zeros((len(rows), slots), np.float32)
     for b, row in enumerate(rows):
         begin = slot = 0
         for (prompt, answers), _ in row:
             before = len(prompt) - 1
-            integers["tokens"][b, begin : begin + before] = prompt[:-1]
+            tokens[b, begin : begin + before] = prompt[:-1]
             begin += before
             for answer in answers:
-                own = slice(begin, begin + len(answer.tokens))
-                integers["tokens"][b, own] = [prompt[-1], *answer.tokens[:-1]]
-                integers["targets"][b, own] = answer.tokens
-                counted[b, own], sampler[b, own] = answer.counted, answer.log_probs
+                span = slice(begin, begin + len(answer.tokens))
+                tokens[b, span] = [prompt[-1], *answer.tokens[:-1]]
+                targets[b, span] = answer.tokens
+                counted[b, span], sampler[b, span] = answer.counted, answer.log_probs
                 for name, values in others.items():
-                    values[b, own] = getattr(answer, name)
-                owners[b, own], advantages[b, slot] = slot, answer.advantage
+                    values[b, span] = getattr(answer, name)
+                owners[b, span], advantages[b, slot] = slot, answer.advantage
                 begin, slot = begin + len(answer.tokens), slot + 1
-    rollouts: dict[str, Any] = {"owners": owners, "advantages": advantages, "sampler": sampler, **others}
-    fields: dict[str, Any] = {**integers, "loss_weights": counted, "rollouts": Rollouts(**rollouts)}
+    rollouts = Rollouts(owners=owners, advantages=advantages, sampler=sampler, **others)  # type: ignore[arg-type]
     if shared:
         segments = pack_forks(forks, seq_len=seq_len, max_segments=slots)
     else:
         kind = BatchKind(long=False, slots=slots)
         segments = pack_segments([list(map(sum, row)) for row in forks], seq_len=seq_len, kind=kind)
-    batch = Batch(**fields, segments=segments)
+    batch = Batch(
+        tokens=tokens,  # type: ignore[arg-type]
+        targets=targets,  # type: ignore[arg-type]
+        loss_weights=counted,  # type: ignore[arg-type]
+        rollouts=rollouts,
+        segments=segments,
+    )
     return Packed(batch, [[number for _, numbers in row for number in numbers] for row in rows])

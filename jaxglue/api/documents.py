@@ -1,0 +1,89 @@
+"""Documents of tokens with a target each, packed into one step whose loss is a sum."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from jaxglue.data.batch import Batch
+from jaxglue.data.iterator import Step
+from jaxglue.data.packing import plan_packing
+from jaxglue.ops.segments import pack_segments, segment_bucket
+from jaxglue.training.run import Rows
+
+
+class TokenDocument(NamedTuple):
+    """Tokens with a target each, and numbers of theirs that a loss reads."""
+
+    tokens: Int[np.ndarray, " T"]
+    targets: Int[np.ndarray, " T"]
+    columns: Mapping[str, Float[np.ndarray, " T"]]
+
+
+def pack_documents(
+    documents: Sequence[TokenDocument], rows: Rows, *, slots: int, vocabulary: int
+) -> tuple[Step, list[tuple[int, int, int]]]:
+    """Pack documents into one step whose loss is a sum; return also each one's row, first and last token.
+
+    Args:
+        documents: at least one.
+        rows: size of a row and of a micro-batch.
+        slots: documents that a row has place for, at least; more where a row holds more.
+        vocabulary: tokens of the model.
+
+    Raises:
+        ValueError: no document, or one that is longer than a row or holds other than tokens and finite numbers.
+    """
+    size, seq_len = rows.batch_size, rows.seq_len
+    if not documents or max(len(each.tokens) for each in documents) > seq_len:
+        raise ValueError(f"expected documents of at most {seq_len} tokens, and at least one: raise seq_len")
+    for number, document in enumerate(documents, 1):
+        _check_document(document, vocabulary, f"document {number}")
+    lengths = np.array([len(each.tokens) for each in documents])
+    plan = plan_packing(lengths, seq_len=seq_len)
+    slots = max(slots, segment_bucket(plan.max_segments))
+    count = -(-plan.rows // size)
+    members = [plan.row(row) if row < plan.rows else np.zeros(0, np.int64) for row in range(count * size)]
+    names = ("", *documents[0].columns)  # the first is of the tokens that count
+    arrays: dict[str, Any] = {name: np.zeros((len(members), seq_len), np.float32) for name in names}
+    tokens: Any = np.zeros((len(members), seq_len), np.int32)
+    targets: Any = np.zeros_like(tokens)
+    places: list[tuple[int, int, int]] = [(0, 0, 0)] * len(documents)
+    for row, own in enumerate(members):
+        for document, last in zip(own, np.cumsum(lengths[own]), strict=True):
+            each, part = documents[document], slice(last - lengths[document], last)
+            places[document] = row, part.start, part.stop
+            tokens[row, part], targets[row, part], arrays[""][row, part] = each.tokens, each.targets, 1
+            for name, values in each.columns.items():
+                arrays[name][row, part] = values
+    batches = []
+    for first in range(0, len(members), size):
+        part = slice(first, first + size)
+        members_of_part = [lengths[each].tolist() for each in members[part]]
+        segments = pack_segments(members_of_part, seq_len=seq_len, max_segments=slots)
+        batches.append(
+            Batch(
+                tokens=tokens[part],
+                targets=targets[part],
+                loss_weights=arrays[""][part],
+                segments=segments,
+                columns={name: values[part] for name, values in arrays.items() if name},
+            )
+        )
+    return Step(micro_batches=tuple(batches), tokens=int(lengths.sum()), targets=1.0), places
+
+
+def _check_document(document: TokenDocument, vocabulary: int, name: str) -> None:
+    for what, tokens in (("tokens", document.tokens), ("targets", document.targets)):
+        found = np.asarray(tokens)
+        if found.shape != (len(document.tokens),) or not len(found):
+            raise ValueError(f"{name}: expected tokens, and as many targets, got shape {list(found.shape)} of {what}")
+        if len(bad := found[(found < 0) | (found >= vocabulary)]):
+            raise ValueError(
+                f"{name}: its {what} hold the id {bad[0]}, and the vocabulary has {vocabulary:,}; a target that is not "
+                "trained on is any token, with weight 0"
+            )
+    for column, values in document.columns.items():
+        if np.shape(values) != (len(document.tokens),) or not np.isfinite(values).all():
+            raise ValueError(f"{name}: {column} must hold a finite number for each of {len(document.tokens)} tokens")

@@ -1,0 +1,180 @@
+"""A generation: answers of the model to some prompts, judged, with the log-probabilities that training reads."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from jaxtyping import Array, Float
+from transformers import PreTrainedTokenizerBase
+
+from jaxglue.data.batch import Batch
+from jaxglue.rl.advantages import compare, rewards_of
+from jaxglue.rl.environment import Environment
+from jaxglue.rl.pack import Packed, groups_of, unpack
+from jaxglue.rl.plan import RolloutPlan
+from jaxglue.rl.prompts import Prompt
+from jaxglue.rl.record import Generation
+from jaxglue.rl.rewards import Written
+from jaxglue.rl.sampler import Sample
+
+_HELD_OUT = 1 << 30
+"""Number of the first held-out prompt, beyond those of all that are trained on."""
+_MOST_ROUNDS = 10
+"""Rounds of dynamic sampling, after which groups of equal rewards complete a step."""
+
+
+class Policy(Protocol):
+    """The model in training."""
+
+    def sample(self, prompts: Sequence[Sequence[int]], indices: Sequence[int], count: int) -> list[list[Sample]]:
+        """Return answers by the present weights, with their texts."""
+
+    def turn(
+        self, prompts: Sequence[Sequence[int]], indices: Sequence[int], turn: int, room: Sequence[int]
+    ) -> list[Sample]:
+        """Return an answer to each conversation in a later turn, of at most `room` tokens."""
+
+    @property
+    def teacher_matrix(self) -> Float[Array, "V E"]:
+        """Return the teacher's output projection."""
+
+    def teacher_hidden(self, batch: Batch) -> Float[np.ndarray, "B T E"]:
+        """Return the teacher's hidden states after its final norm."""
+
+    def log_probs(self, batch: Batch, *, reference: bool = False) -> Float[Array, "B T"]:
+        """Return log-probabilities of targets, perhaps on their way, under the present weights or the reference's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Writer:
+    """What writes answers."""
+
+    policy: Policy
+    tokenizer: PreTrainedTokenizerBase
+    environment: Environment | None
+    """Continues answers as conversations, if there is one."""
+
+
+def make_writer(plan: RolloutPlan, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Writer:
+    """Return the model as a writer of the plan's answers."""
+    environment, config = None, plan.config
+    if config.environment is not None:
+        turns, longest = config.max_turns, config.max_completion_length
+        environment = Environment(plan.judge.reply, tokenizer, turns=turns, longest=longest)
+    return Writer(policy=policy, tokenizer=tokenizer, environment=environment)
+
+
+def generate(plan: RolloutPlan, writer: Writer, position: int) -> Generation:
+    """Return answers to the prompts from a position in the run's order on.
+
+    With dynamic sampling prompts whose rewards do not differ are replaced by further ones, for some rounds; then
+    log-probabilities are computed for the chosen answers alone.
+    """
+    if not plan.config.dynamic_sampling:
+        return _answer(plan, writer, position, with_log_probs=True)
+    generation = _answer(plan, writer, position, with_log_probs=False)
+    for _ in range(_MOST_ROUNDS):
+        if compare(plan.objective, rewards_of(plan, generation)).teaches.sum() >= plan.prompts:
+            break
+        generation = generation.join(_answer(plan, writer, generation.following, with_log_probs=False))
+    teaches = compare(plan.objective, rewards_of(plan, generation)).teaches
+    first = np.argsort(~teaches, kind="stable")[: plan.prompts]
+    chosen = generation.select(np.sort(first).tolist())
+    return _with_log_probs(chosen, _begin_passes(plan, writer.policy, chosen.prompts, chosen.samples))
+
+
+def _answer(plan: RolloutPlan, writer: Writer, position: int, *, with_log_probs: bool) -> Generation:
+    """Return judged answers to as many prompts as a generation has.
+
+    The device computes log-probabilities while the host judges.
+    """
+    rows, numbers = plan.rows(position), list(range(position, position + plan.prompts))
+    prompts = [plan.dataset.prompts[row] for row in rows]
+    if np.random.default_rng([plan.seed, position]).random() < plan.config.lmbda:
+        samples = sample(plan, writer, prompts, numbers)
+    else:
+        samples = [[_row_answer(prompt, writer.tokenizer)] for prompt in prompts]
+    passes = _begin_passes(plan, writer.policy, prompts, samples) if with_log_probs else None
+    generation = Generation(
+        rows=rows,
+        numbers=numbers,
+        following=position + plan.prompts,
+        prompts=prompts,
+        samples=samples,
+        rewards=judge(plan, prompts, samples),
+        sampled=len(prompts),
+    )
+    return _with_log_probs(generation, passes)
+
+
+def answer_held_out(plan: RolloutPlan, writer: Writer) -> Generation:
+    """Return judged answers to the held-out prompts, always by the same random numbers."""
+    assert plan.held_out is not None
+    prompts = list(plan.held_out.prompts)
+    rows, numbers = list(range(len(prompts))), list(range(_HELD_OUT, _HELD_OUT + len(prompts)))
+    samples = sample(plan, writer, prompts, numbers)
+    rewards = judge(plan, prompts, samples)
+    return Generation(
+        rows=rows, numbers=numbers, following=0, prompts=prompts, samples=samples, rewards=rewards, sampled=len(prompts)
+    )
+
+
+def sample(plan: RolloutPlan, writer: Writer, prompts: Sequence[Prompt], numbers: Sequence[int]) -> list[list[Sample]]:
+    """Return the model's answers to prompts with these numbers in the run, continued by the environment."""
+    samples = writer.policy.sample([prompt.tokens for prompt in prompts], numbers, plan.answers)
+    if writer.environment is None:
+        return samples
+    return writer.environment.run(prompts, samples, numbers, writer.policy.turn)
+
+
+def judge(
+    plan: RolloutPlan, prompts: Sequence[Prompt], samples: Sequence[Sequence[Sample]]
+) -> Float[np.ndarray, "prompts answers functions"]:
+    """Return the rewards of answers; NaN where a function leaves one out."""
+    return plan.judge.score([Written(prompt, [*group]) for prompt, group in zip(prompts, samples, strict=True)])
+
+
+def _row_answer(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Sample:
+    """Return the answer of a prompt's row."""
+    assert prompt.given
+    tokens = np.array(prompt.given, np.int32)
+    text = str(tokenizer.decode(prompt.given, skip_special_tokens=True))
+    return Sample(tokens, np.full(len(tokens), np.nan, np.float32), True, text)
+
+
+class _LogProbPasses(NamedTuple):
+    """Log-probabilities of packed answers, on their way."""
+
+    packed: list[Packed]
+    old: list[Float[Array, "B T"]] | None
+    reference: list[Float[Array, "B T"]] | None
+
+
+def _begin_passes(
+    plan: RolloutPlan, policy: Policy, prompts: Sequence[Prompt], samples: Sequence[Sequence[Sample]]
+) -> _LogProbPasses | None:
+    """Begin to compute the log-probabilities that something reads: later steps, the reference's divergence, rewards."""
+    needs_old, needs_reference = plan.objective.needs_old(plan.window), plan.objective.uses_reference
+    if not (needs_old or needs_reference):
+        return None
+    groups = groups_of(plan.objective, prompts, samples, np.zeros((len(prompts), len(samples[0]))))
+    packed = plan.pack(groups)
+    old = [policy.log_probs(batch) for batch, _ in packed] if needs_old else None
+    reference = [policy.log_probs(batch, reference=True) for batch, _ in packed] if needs_reference else None
+    return _LogProbPasses(packed, old, reference)
+
+
+def _with_log_probs(generation: Generation, passes: _LogProbPasses | None) -> Generation:
+    """Return the generation with the log-probabilities of these passes."""
+    if passes is None:
+        return generation
+    samples = generation.all_samples
+    if passes.old is not None:
+        values = unpack(passes.packed, passes.old)
+        samples = [answer._replace(old=own) for answer, own in zip(samples, values, strict=True)]
+    if passes.reference is not None:
+        values = unpack(passes.packed, passes.reference)
+        samples = [answer._replace(reference=own) for answer, own in zip(samples, values, strict=True)]
+    answers = iter(samples)
+    return replace(generation, samples=[[next(answers) for _ in group] for group in generation.samples])

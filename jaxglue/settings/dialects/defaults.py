@@ -1,0 +1,195 @@
+"""What other programs do where their recipe says nothing, read in their sources.
+
+A recipe that leaves a setting out means the program's default for it, which is not ours.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxglue.settings.config import plain_fields
+from jaxglue.settings.dialects.values import Nested
+
+_PAIRS = ("dpo", "ipo", "kto", "orpo", "simpo")
+_SCORED = ("reward", "classify")
+_POLICY_GRADIENTS = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "sapo", "luspo", "vespo", "rloo")
+_TRAINER: Nested = {
+    "optimizer": {
+        **{"optimizer": "adamw", "schedule": "linear", "warmup_ratio": 0.0, "weight_decay": 0.0, "clip_norm": 1.0},
+        **{"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8},
+    },
+    "run": {"epochs": 3},
+    "data": {"seed": 42, "eval_fraction": 0.0},
+}
+"""Settings of transformers' Trainer, under all but torchtune."""
+_POLICY_GRADIENT = {"importance_sampling_mode": "sequence_mask", "use_bias_correction_kl": False}
+"""TRL's settings of losses of answers written in training that differ from ours."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """Another program's settings where a recipe names none."""
+
+    name: str
+    version: str
+    source: str
+    """Repository and files that were read."""
+    settings: Nested
+    """Values by our groups and fields."""
+    adapter: Mapping[str, Any] = field(default_factory=dict)
+    """Those of the group `lora`, with adapters alone."""
+    alpha_by_rank: float | None = None
+    """Alpha divided by the rank, where the adapter's default follows it."""
+    learning_rates: Mapping[str, float] = field(default_factory=dict)
+    """Peak learning rates by objective; empty where the program asks for one."""
+    objective: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Values of the group `objective`, by objective."""
+    batch: int = 8
+    """Documents, or packed rows, in a micro-batch on each GPU."""
+    accumulation: int = 1
+    """Micro-batches in an optimizer step."""
+    drops_out_nothing: tuple[str, ...] = ()
+    """Objectives whose trainers switch all dropout off, the adapters' too."""
+
+    def missing(self, values: Nested, flags: Mapping[str, Any]) -> str:
+        """Return the names of settings that the program demands, and translated values and flags lack."""
+        model, lora = values.get("model", {}), values.get("lora", {})
+        has_rate = self.learning_rates or "learning_rate" in {**self.settings["optimizer"], **flags}
+        names = [] if has_rate or "learning_rate" in values.get("optimizer", {}) else ["learning_rate"]
+        if model.get("method") == "lora" and "adapter" not in model and "rank" not in self.adapter:
+            names += [name for name in ("rank", "alpha") if name not in {**lora, **flags}]
+        return ", ".join(names)
+
+    def fill(self, values: Nested, known: Mapping[str, type]) -> Iterator[str]:
+        """Add the defaults of absent settings that the groups have; yield a text for each, such as "epochs 3"."""
+        objective = values.get("objective", {}).get("objective", "sft")
+        is_adapted = values.get("model", {}).get("method", "lora") == "lora"
+        groups = {**self.settings}
+        if objective in self.objective:
+            groups["objective"] = self.objective[objective]
+        if is_adapted and "adapter" not in values.get("model", {}):
+            groups["lora"] = self._adapter(values.get("lora", {}), objective)
+        if (rate := self.learning_rates.get(objective)) is not None:
+            groups["optimizer"] = {"learning_rate": rate, **groups.get("optimizer", {})}
+        for group, settings in ((group, groups[group]) for group in groups if group in known):
+            table = values.setdefault(group, {})
+            for name, value in settings.items():
+                if (
+                    name in plain_fields(known[group])
+                    and name not in table
+                    and not (_OTHERS.get(name, set()) & table.keys())
+                ):
+                    table[name] = value
+                    yield f"{name} {' '.join(value) if isinstance(value, tuple) else value}"
+
+    def _adapter(self, table: Mapping[str, Any], objective: str) -> dict[str, Any]:
+        settings = dict(self.adapter)
+        if self.alpha_by_rank is not None:
+            settings["alpha"] = self.alpha_by_rank * table.get("rank", settings["rank"])
+        if objective in self.drops_out_nothing:
+            settings["dropout"] = 0.0
+        return settings
+
+
+_OTHERS = {"warmup_ratio": {"warmup_steps"}, "eval_fraction": {"eval_data"}, "epochs": {"steps"}}
+"""Settings by whose presence the default of another has no meaning."""
+_PEFT_TARGETS = ("q_proj", "v_proj")
+"""Layers that PEFT adapts in models with such names where a recipe names none."""
+AXOLOTL = Program(
+    name="axolotl",
+    version="0.18.0",
+    source="axolotl-ai-cloud/axolotl: src/axolotl/utils/schemas, src/axolotl/core/builders",
+    settings={
+        "optimizer": {**_TRAINER["optimizer"], "schedule": "cosine", "warmup_ratio": 0.03},
+        "run": {"epochs": 1},
+        "data": {**_TRAINER["data"], "seq_len": 512, "overlong": "drop"},
+    },
+    adapter={"dropout": 0.0, "targets": _PEFT_TARGETS},
+    objective=dict.fromkeys(_POLICY_GRADIENTS, _POLICY_GRADIENT),
+    batch=1,
+    drops_out_nothing=_PAIRS,
+)
+LLAMA_FACTORY = Program(
+    name="LLaMA-Factory",
+    version="0.9.5",
+    source="hiyouga/LLaMA-Factory: src/llamafactory/hparams",
+    settings={
+        "optimizer": _TRAINER["optimizer"],
+        "run": _TRAINER["run"],
+        "data": {**_TRAINER["data"], "seq_len": 2048, "overlong": "truncate"},
+    },
+    adapter={"rank": 8, "dropout": 0.0, "targets": ("all-linear",)},
+    alpha_by_rank=2.0,
+    learning_rates=dict.fromkeys(("sft", *_PAIRS, *_SCORED), 5e-5),
+    drops_out_nothing=_PAIRS,
+)
+_TRL_RATES = {
+    "sft": 2e-5,
+    "reward": 1e-4,
+    **dict.fromkeys((*_PAIRS, *_POLICY_GRADIENTS), 1e-6),
+}
+TRL = Program(
+    name="TRL",
+    version="1.10.0",
+    source="huggingface/trl: trl/trainer/*_config.py, trl/trainer/model_config.py",
+    settings={
+        "optimizer": _TRAINER["optimizer"],
+        "run": _TRAINER["run"],
+        "data": {**_TRAINER["data"], "seq_len": 1024, "overlong": "truncate", "loss_on": "completion"},
+    },
+    adapter={"rank": 16, "alpha": 32.0, "dropout": 0.05, "targets": _PEFT_TARGETS},
+    learning_rates=_TRL_RATES,
+    objective=dict.fromkeys(_POLICY_GRADIENTS, _POLICY_GRADIENT),
+    drops_out_nothing=(*_PAIRS, *_SCORED),
+)
+UNSLOTH = Program(
+    name="Unsloth",
+    version="2026.8",
+    source="unslothai/unsloth: unsloth/models/rl.py, unsloth/models/llama.py",
+    settings={
+        "optimizer": {
+            **_TRAINER["optimizer"],
+            **{"optimizer": "adamw_8bit", "warmup_ratio": 0.1, "weight_decay": 0.001},
+        },
+        "run": _TRAINER["run"],
+        "data": {"seed": 3407, "eval_fraction": 0.0, "seq_len": 2048, "overlong": "truncate", "loss_on": "completion"},
+    },
+    adapter={"rank": 16, "alpha": 16.0, "dropout": 0.0, "targets": ("all-linear",)},
+    learning_rates=dict.fromkeys(_TRL_RATES, 5e-5),
+    objective={
+        name: {"importance_sampling_mode": "none", "use_bias_correction_kl": False} for name in _POLICY_GRADIENTS
+    },
+    batch=4,
+    accumulation=2,
+    drops_out_nothing=(*_PAIRS, *_SCORED),
+)
+TORCHTUNE = Program(
+    name="torchtune",
+    version="0.7.0",
+    source="pytorch/torchtune: recipes/*.py, torchtune/models, torchtune/datasets",
+    settings={
+        "optimizer": {
+            **{"optimizer": "adamw", "schedule": "constant", "warmup_ratio": 0.0, "weight_decay": 0.01},
+            **{"clip_norm": 0.0, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "learning_rate": 1e-3},
+        },
+        "run": {"epochs": 1},
+        "data": {"eval_fraction": 0.0, "overlong": "truncate"},
+    },
+    adapter={"rank": 8, "alpha": 16.0, "dropout": 0.0, "targets": ("q_proj", "v_proj")},
+)
+PROGRAMS = (AXOLOTL, LLAMA_FACTORY, TRL, UNSLOTH, TORCHTUNE)
+_OF_LLAMA_FACTORY = {"finetuning_type", "cutoff_len", "stage", "dataset_dir", "template", "lora_target", "val_size"}
+"""Settings of LLaMA-Factory that the other programs do not have."""
+
+
+def program_of(recipe: Mapping[str, Any]) -> Program | None:
+    """Return the program that a flat recipe is for, by the settings that it alone has; None for our own names."""
+    if any(isinstance(value, dict) and "_component_" in value for value in recipe.values()):
+        return TORCHTUNE
+    if "base_model" in recipe:
+        return AXOLOTL
+    if _OF_LLAMA_FACTORY & recipe.keys():
+        return LLAMA_FACTORY
+    if "model_name_or_path" in recipe:
+        return TRL
+    return UNSLOTH if "model_name" in recipe else None

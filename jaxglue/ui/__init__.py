@@ -1,0 +1,1 @@
+"""The page of runs: their files as panels, served on this machine or written as one file."""

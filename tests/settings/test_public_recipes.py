@@ -1,0 +1,212 @@
+"""Public recipes of five programs, chosen before their reader was written, start with two changed lines.
+
+`public_recipes.json` holds each one's settings as keys and values, its address and commit, and what it means: values
+read beside the program's own sources, line by line, where the recipe names them and where it leaves them out.
+"""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jaxglue.settings.dialects.defaults import PROGRAMS, program_of
+from jaxglue.settings.recipe import construct, read_recipe
+from jaxglue.training.config import TrainConfig
+
+RECIPES = json.loads((Path(__file__).parents[1] / "goldens/public_recipes.json").read_text(encoding="utf-8"))
+_DATA = (
+    *("datasets", "dataset", "dataset_name", "dataset_mixture", "dataset_mixer", "dataset_splits", "dataset_configs"),
+    "pretraining_dataset",
+)
+SILENT = {
+    "axolotl": "base_model: m\nlearning_rate: 1e-4\nadapter: lora\nlora_r: 32\nlora_alpha: 16",
+    "LLaMA-Factory": "model_name_or_path: m\nstage: sft\nlora_rank: 64",
+    "TRL": "model_name_or_path: m\nuse_peft: true",
+    "Unsloth": "model_name: m\nmax_steps: 60",
+}
+"""Recipes that state nothing beyond what their program demands."""
+COMMON = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "clip_norm": 1.0}
+
+
+def read(tmp_path: Path, settings: dict | str, flags: dict | None = None) -> TrainConfig:
+    path = tmp_path / "recipe.yml"
+    text = settings if isinstance(settings, str) else yaml.safe_dump(settings)
+    path.write_text(text + ("\ndata: [rows.jsonl]" if isinstance(settings, str) else ""), encoding="utf-8")
+    return construct(TrainConfig, read_recipe(TrainConfig, path, flags or {}), {})
+
+
+def with_own_data(recipe: dict) -> dict:
+    settings = recipe["settings"]
+    if recipe["program"] == "torchtune":
+        return {**settings, "dataset": {**settings["dataset"], "source": "json", "data_files": "rows.jsonl"}}
+    return {key: value for key, value in settings.items() if key not in _DATA} | {"data": ["rows.jsonl"]}
+
+
+def meaning(config: TrainConfig) -> dict:
+    optimizer, run, data, lora = config.optimizer, config.run, config.data, config.lora
+    warmup = optimizer.warmup_ratio if optimizer.warmup_steps is None else optimizer.warmup_steps
+    return {
+        **{"objective": config.objective.objective, "method": config.model.method, "quantize": config.model.quantize},
+        **{"rank": lora.rank, "alpha": lora.alpha, "dropout": lora.dropout, "targets": " ".join(lora.targets)},
+        **{"optimizer": optimizer.optimizer, "moments": optimizer.state_format, "warmup": warmup},
+        **{name: getattr(optimizer, name) for name in ("learning_rate", "schedule", "weight_decay", "clip_norm")},
+        **{"epochs": run.epochs, "steps": run.steps, "documents_per_step": run.documents_per_step},
+        "rows": [run.per_device_batch_size, run.gradient_accumulation_steps],
+        **{name: getattr(data, name) for name in ("seq_len", "overlong", "loss_on", "eval_fraction", "seed")},
+        "beta": getattr(config.objective, "beta", 0.1),
+    }
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe["address"].split("/", 3)[-1])
+def test_public_recipe_means_the_same(tmp_path, recipe):
+    settings, flags = with_own_data(recipe), recipe.get("flags", {})
+    if "refused" in recipe:
+        with pytest.raises(ValueError) as error:
+            read(tmp_path, settings, flags)
+        assert recipe["refused"] in str(error.value)
+        return
+    found = meaning(read(tmp_path, settings, flags))
+    assert {name: found[name] for name in recipe["expects"]} == recipe["expects"]
+
+
+def test_public_recipes_are_of_five_programs_and_four_objectives():
+    programs = [recipe["program"] for recipe in RECIPES]
+    assert len(RECIPES) >= 40 and len(set(programs)) == 5 and min(map(programs.count, programs)) >= 5
+    assert len({recipe["expects"]["objective"] for recipe in RECIPES if "expects" in recipe}) >= 4
+    assert {program_of(recipe["settings"]).name for recipe in RECIPES} == {program.name for program in PROGRAMS}
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        (
+            "axolotl",
+            {
+                **{"rank": 32, "alpha": 16.0, "dropout": 0.0, "targets": "q_proj v_proj", "documents_per_step": 1},
+                **{"schedule": "cosine", "warmup": 0.03, "weight_decay": 0.0, "epochs": 1, "seq_len": 512, "seed": 42},
+                **{"overlong": "drop", "learning_rate": 1e-4, "loss_on": "assistant", "moments": "float32"},
+            },
+        ),
+        (
+            "LLaMA-Factory",
+            {
+                **{"rank": 64, "alpha": 128.0, "dropout": 0.0, "targets": "all-linear", "documents_per_step": 8},
+                **{"schedule": "linear", "warmup": 0.0, "weight_decay": 0.0, "epochs": 3, "seq_len": 2048, "seed": 42},
+                **{"learning_rate": 5e-5, "moments": "float32"},
+            },
+        ),
+        (
+            "TRL",
+            {
+                **{"rank": 16, "alpha": 32.0, "dropout": 0.05, "targets": "q_proj v_proj", "documents_per_step": 8},
+                **{"schedule": "linear", "warmup": 0.0, "weight_decay": 0.0, "epochs": 3, "seq_len": 1024, "seed": 42},
+                **{"learning_rate": 2e-5, "loss_on": "completion", "moments": "float32"},
+            },
+        ),
+        (
+            "Unsloth",
+            {
+                **{"rank": 16, "alpha": 16.0, "dropout": 0.0, "targets": "all-linear", "documents_per_step": 8},
+                **{"schedule": "linear", "warmup": 0.1, "weight_decay": 0.001, "steps": 60, "seq_len": 2048},
+                **{"learning_rate": 5e-5, "seed": 3407, "moments": "8bit"},
+            },
+        ),
+    ],
+)
+def test_silent_recipe_has_the_programs_defaults(tmp_path, caplog, program, expected):
+    with caplog.at_level(logging.WARNING):
+        config = read(tmp_path, SILENT[program])
+    found = meaning(config)
+    assert {name: found[name] for name in expected} == expected
+    assert {name: getattr(config.optimizer, name) for name in COMMON} == COMMON
+    (line,) = [line for line in caplog.text.splitlines() if f"left unsaid, so as {program}" in line]
+    assert "weight_decay" in line and "max_steps" not in line
+
+
+@pytest.mark.parametrize(
+    ("objective", "rate"), [("sft", 2e-5), ("dpo", 1e-6), ("kto", 1e-6), ("orpo", 1e-6), ("reward", 1e-4)]
+)
+def test_learning_rate_of_trl_follows_the_objective(tmp_path, objective, rate):
+    config = read(tmp_path, "model_name_or_path: m", {"objective": objective})
+    assert config.optimizer.learning_rate == rate and config.objective.objective == objective
+
+
+def test_dropout_that_trainers_switch_off_is_off(tmp_path, caplog):
+    text = "model_name_or_path: m\nuse_peft: true\nlora_dropout: 0.1"
+    assert read(tmp_path, text).lora.dropout == 0.1
+    assert read(tmp_path, text, {"objective": "dpo"}).lora.dropout == 0
+    assert "dropout 0.1 has no effect there" in caplog.text
+    assert read(tmp_path, text + "\ndisable_dropout: false", {"objective": "dpo"}).lora.dropout == 0.1
+
+
+def test_preference_recipe_without_a_command_asks_for_the_objective(tmp_path):
+    with pytest.raises(ValueError, match=r"beta: settings of a preference loss.*add --objective dpo"):
+        read(tmp_path, "model_name_or_path: m\nbeta: 0.2")
+    assert read(tmp_path, "model_name_or_path: m\nbeta: 0.2", {"objective": "ipo"}).objective.beta == 0.2
+
+
+@pytest.mark.parametrize(
+    ("pattern", "targets"),
+    [
+        (r"model\.layers\.\d+\.(mlp|self_attn)\.(up|down|q)_proj", ("q_proj", "up_proj", "down_proj")),
+        (r"model.language_model.layers.[\d]+.(mlp|cross_attn|self_attn).(up|k)_proj", ("k_proj", "up_proj")),
+        (r".*self_attn.*", ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")),
+    ],
+)  # fmt: skip
+def test_targets_of_a_regular_expression(tmp_path, pattern, targets):
+    settings = {"base_model": "m", "learning_rate": 1e-4, "adapter": "lora", "lora_r": 8, "lora_alpha": 8}
+    config = read(tmp_path, {**settings, "lora_target_modules": pattern, "data": ["rows.jsonl"]})
+    assert config.lora.targets == targets
+
+
+@pytest.mark.parametrize("pattern", [r"layers\.1\.mlp\.up_proj", r".*layers\.1\..*", "(", "(a|" * 200])
+def test_targets_that_differ_by_layer_are_refused(tmp_path, pattern):
+    settings = {"base_model": "m", "learning_rate": 1e-4, "adapter": "lora", "data": ["rows.jsonl"]}
+    with pytest.raises(ValueError, match=r"lora_target_modules: .*regular expression"):
+        read(tmp_path, {**settings, "lora_target_modules": pattern})
+
+
+def test_unknown_names_of_trackers_and_launchers_are_left_out(tmp_path, caplog):
+    text = "base_model: m\nlearning_rate: 1e-4\nwandb_new_switch: on\nfsdp_offload_x: 1\nnum_processes: 8"
+    assert read(tmp_path, text).distributed.num_processes is None
+    assert "wandb_new_switch, fsdp_offload_x" in caplog.text
+    with pytest.raises(ValueError, match="does not know: unheard_of"):
+        read(tmp_path, text + "\nunheard_of: 3")
+
+
+@pytest.mark.parametrize(
+    ("text", "data", "held_out"),
+    [
+        ("dataset_mixer:\n  a/b: 0.5\n  c/d: 1.0\ndataset_splits: [train_x, test_x]",
+         ("hf:a/b?split=train_x[:50%]", "hf:c/d?split=train_x"), ("hf:a/b?split=test_x", "hf:c/d?split=test_x")),
+        ("dataset_mixer:\n  a/b: 1.0\ndataset_configs: [fine]", ("hf:a/b:fine",), ()),
+        ("dataset_mixture:\n  datasets:\n  - {path: a/b, name: fine}\n  - {id: c/d, config: default, split: test_y}",
+         ("hf:a/b:fine",), ("hf:c/d?split=test_y",)),
+    ],
+)  # fmt: skip
+def test_mixtures_are_sources(tmp_path, text, data, held_out):
+    path = tmp_path / "recipe.yml"
+    path.write_text("model_name_or_path: m\n" + text)
+    config = construct(TrainConfig, read_recipe(TrainConfig, path), {})
+    assert (config.data.data, config.data.eval_data) == (data, held_out)
+
+
+def test_streams_of_pretraining_and_inline_templates_are_read(tmp_path):
+    path = tmp_path / "recipe.yml"
+    path.write_text(
+        "base_model: m\nlearning_rate: 1e-3\nmax_steps: 5\nreinit_weights: true\n"
+        "pretraining_dataset:\n- path: a/b\n  name: en\n  text_column: body\n"
+        "chat_template: \"{% for message in messages %}{{ message['content'] }}{% endfor %}\"\n"
+    )
+    config = construct(TrainConfig, read_recipe(TrainConfig, path), {})
+    assert config.data.data == ("hf:a/b:en?format=text&columns=text=body",) and config.data.streaming
+    assert config.data.chat_template.startswith("{% for") and config.model.random_weights
+
+
+def test_torchtune_recipe_names_the_part_that_it_cannot_translate(tmp_path):
+    recipe = next(recipe for recipe in RECIPES if recipe["program"] == "torchtune")
+    settings = with_own_data(recipe) | {"loss": {"_component_": "torchtune.rlhf.loss.PPOLoss"}}
+    with pytest.raises(ValueError, match=r"loss: expected one of .*DPOLoss.*got PPOLoss"):
+        read(tmp_path, settings)
