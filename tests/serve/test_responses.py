@@ -42,7 +42,7 @@ class Told:
 def ask(quickstart):
     """ask(answer, template, finish) → (OpenAI's client, the service)."""
 
-    def make(answer, template="{{ messages | tojson }}", finish="stop"):
+    def make(answer, template="{{ messages | tojson }}{{ tools | tojson if tools }}", finish="stop"):
         tokenizer = load_tokenizer(quickstart)
         tokenizer.chat_template = template
         service = Told([*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id], finish)
@@ -55,7 +55,7 @@ def ask(quickstart):
 
 
 def seen(service, quickstart):
-    return json.loads(load_tokenizer(quickstart).decode(service.request.prompt))
+    return json.JSONDecoder().raw_decode(load_tokenizer(quickstart).decode(service.request.prompt))[0]
 
 
 def test_a_text_is_answered(ask, quickstart):
@@ -147,13 +147,13 @@ def test_formats_and_choices_are_those_of_chats():
 
 def test_effort_sets_what_the_template_reads(ask, quickstart):
     for template, effort, wanted in [
-        ("{{ reasoning_effort }}", "low", "low"),
-        ("{{ enable_thinking }}", "none", "False"),
-        ("{{ thinking }}", "high", "True"),
+        ("{{ messages[0].content }} {{ reasoning_effort }}", "low", "low"),
+        ("{{ messages[0].content }} {{ enable_thinking }}", "none", "False"),
+        ("{{ messages[0].content }} {{ thinking }}", "high", "True"),
     ]:
         responses, service = ask("Seven.", template)
         responses.create(model="tiny", input="?", reasoning={"effort": effort})
-        assert load_tokenizer(quickstart).decode(service.request.prompt) == wanted
+        assert load_tokenizer(quickstart).decode(service.request.prompt) == f"? {wanted}"
     for template, effort in (("{{ messages[0].thinking }}", "low"), ("{{ reasoning_effort }}", "none")):
         with pytest.raises(openai.BadRequestError, match="knows no effort"):
             ask("Seven.", template)[0].create(model="tiny", input="?", reasoning={"effort": effort})

@@ -709,6 +709,29 @@ def test_owners_have_turns_and_none_has_all_slots(served):
     assert not service._open and not service._waiting
 
 
+def test_programs_of_a_new_kind_are_compiled_beside_the_answers_of_others(served, monkeypatch):
+    service = Service(served[0], slots=2, length=64, most=8)
+    service.warm_up()
+    compiles, may_end = threading.Event(), threading.Event()
+
+    def compile_window(*arguments, size, original=service._batch._programs.compile_window, **options):
+        if options["features"].top:
+            compiles.set()
+            assert may_end.wait(60)
+        return original(*arguments, size=size, **options)
+
+    monkeypatch.setattr(service._batch._programs, "compile_window", compile_window)
+    seen = queue.SimpleQueue()
+    sampling = replace(GREEDY, max_tokens=4)
+    service.submit(Request([6], sampling, top_log_probs=3), lambda event: event.finish and seen.put("new"))
+    assert compiles.wait(60)
+    service.submit(Request([5], sampling), lambda event: event.finish and seen.put("usual"))
+    assert seen.get(timeout=60) == "usual" and seen.empty()
+    may_end.set()
+    assert seen.get(timeout=60) == "new"
+    service.close()
+
+
 def test_a_token_is_asked_for(served):
     assistant, service, config = served
     client = TestClient(make_app(assistant, service, replace(config, api_key="secret")))
