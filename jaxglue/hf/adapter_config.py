@@ -205,6 +205,11 @@ def _check_lists(path: Path, raw: Mapping[str, Any]) -> None:
         value = raw.get(name)
         if value is not None and not (isinstance(value, texts) and all(isinstance(item, str) for item in value)):
             raise ValueError(f"{path}: {name}: expected names, got {value!r:.100}")
+    for field in ("rank_pattern", "alpha_pattern"):
+        try:
+            parse_patterns(field, pattern_entries(field, raw))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
     if unknown := sorted(saved_modules(raw) - {*MODULES, *_scores(raw)}):
         raise ValueError(f"{path}: not supported: modules_to_save={unknown}, only {', '.join(MODULES)}")
 

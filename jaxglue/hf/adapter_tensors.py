@@ -101,11 +101,10 @@ def from_key(path: Path, key: str, array: np.ndarray, raw: Mapping[str, Any]) ->
         raise ValueError(
             f"{path}: {key} has shape {list(array.shape)}, expected {'a matrix' if axes == 2 else '[out]'}"
         )
-    experts, patterns = (
-        raw.get("target_parameters") or (),
-        parse_patterns("rank_pattern", pattern_entries("rank_pattern", raw)),
-    )
-    return from_peft(name, array, experts, raw["r"], patterns) or (name, array)
+    if not _THEIRS.fullmatch(name):
+        return name, array
+    ranks = parse_patterns("rank_pattern", pattern_entries("rank_pattern", raw))
+    return from_peft(name, array, raw.get("target_parameters") or (), raw["r"], ranks) or (name, array)
 
 
 def join_rows(
@@ -155,10 +154,11 @@ def check_shapes(path: Path, tensors: Mapping[str, np.ndarray], config: LoraConf
             raise ValueError(f"{path}: {linear} has {MAGNITUDE} {list(magnitude.shape)}, expected [{b.shape[0]}]")
 
 
+_MODULE = r"((mlp|feed_forward)\.)?experts"
 _OURS = re.compile(
-    r"(?P<experts>.+?\.(?P<path>(mlp\.)?experts))\.(?P<projection>gate_up_proj|down_proj)\.(?P<matrix>lora_[AB])"
+    rf"(?P<experts>.+?\.(?P<path>{_MODULE}))\.(?P<projection>gate_up_proj|down_proj)\.(?P<matrix>lora_[AB])"
 )
-_THEIRS = re.compile(r"(?P<experts>model\.layers\.\d+\.(mlp\.)?experts)(?P<inner>\.base_layer)?\.(?P<matrix>lora_[AB])")
+_THEIRS = re.compile(rf"(?P<experts>model\.layers\.\d+\.{_MODULE})(?P<inner>\.base_layer)?\.(?P<matrix>lora_[AB])")
 _INNER, _OUTER = "gate_up_proj", "down_proj"
 
 

@@ -26,6 +26,7 @@ from jaxglue.models.file_param import FileParam
 from jaxglue.models.wrapper import Spelling, Wrapper, find_names, find_wrapper, ties, with_text
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.quant.formats import Quantized, is_unneeded
+from jaxglue.settings.recipe import shipped_recipes
 
 HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _KEYS_VALUES = re.compile(r"(.+\.self_attn\.)[kv]_(proj|norm)\.(weight|bias)")
@@ -66,7 +67,11 @@ def model_folder(folder: str | Path) -> Path:
     """Return the folder as a path; raise ValueError unless it is a directory."""
     path = Path(folder)
     if not path.is_dir():
-        raise ValueError(f"{path} is not a folder: expected a local Hugging Face model folder (nothing is downloaded)")
+        run = path.parent
+        made = run.parent.name == "runs" and run.name in shipped_recipes()
+        remedy = f"run jaxglue train --recipe {run.name} first, which writes it; " if made else ""
+        expected = "expected a local Hugging Face model folder (nothing is downloaded)"
+        raise ValueError(f"{path} is not a folder: {remedy}{expected}")
     return path
 
 
@@ -93,6 +98,13 @@ def open_checkpoint(folder: str | Path) -> TensorFiles:
     if absent := [name for name in weight_map if name not in files]:
         raise ValueError(f"{folder / INDEX} lists tensors absent from all shards: {_some(absent)}")
     return files
+
+
+def tensor_names(folder: Path) -> list[str]:
+    """Return the names of a folder's tensors, in its index or its files; none where it has neither."""
+    if (folder / INDEX).is_file():
+        return list(read_json(folder / INDEX).get("weight_map", ()))
+    return list(TensorFiles(sorted(folder.glob("*.safetensors"))).tensors)
 
 
 def _read_names(folder: Path) -> Wrapper | Spelling | None:

@@ -10,7 +10,7 @@ from jaxglue.objectives.config import RewardSettings
 from jaxglue.objectives.objective import TargetValues
 
 
-class RewardModel(AnswerObjective):
+class BradleyTerry(AnswerObjective):
     """Bradley-Terry losses of scores, with the squared sums that center them (arXiv 2312.09244)."""
 
     Settings = RewardSettings

@@ -28,7 +28,7 @@ from jaxglue.ops.equations import equations
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind, stand_in
 from jaxglue.ops.names import ATTENTION_LSE, ATTENTION_OUT
 from jaxglue.ops.rope import RopeTables
-from jaxglue.ops.segments import Copies, PackedSegments
+from jaxglue.ops.segments import ForkCopies, PackedSegments
 from jaxglue.planner.cost import program_sizes
 from jaxglue.planner.equation_sizes import aval_bytes
 from jaxglue.planner.workload import Workload, abstract_parts
@@ -78,7 +78,7 @@ def abstract_batch(workload: Workload) -> Batch:
     ids: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
     weights: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
     bounds: Any = jax.ShapeDtypeStruct((shape[0], 2), jnp.int32)
-    copies = _abstract_copies(shape) if workload.objective.forks and workload.config.delta is not None else None
+    copies = _abstract_copies(shape) if workload.objective.forks and workload.config.recurrent else None
     segments = PackedSegments(segment_ids=ids, positions=ids, starts=ids, ends=ids, cu_seqlens=bounds, copies=copies)
     objective, units = workload.objective, jax.ShapeDtypeStruct((shape[0], 1), jnp.float32)
     answers = None if objective.answers is None else _abstract_answers(ids, units)
@@ -98,11 +98,11 @@ _COPIED = 1.5
 """Tokens of rows of copies in those of forked rows: of two answers as long as their prompt, 4/3 in the next width."""
 
 
-def _abstract_copies(shape: tuple[int, int]) -> Copies:
+def _abstract_copies(shape: tuple[int, int]) -> ForkCopies:
     """Return the shapes of rows in which each of two answers has its own prompt."""
     (B, T), integers = shape, partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     copied: Any = integers((B, int(T * _COPIED)))
-    return Copies(rows=copied, starts=copied, ends=copied, places=integers((B, 2, T)))  # type: ignore[arg-type]
+    return ForkCopies(rows=copied, starts=copied, ends=copied, places=integers((B, 2, T)))  # type: ignore[arg-type]
 
 
 def _abstract_answers(owners: Any, units: Any) -> Answers:

@@ -6,6 +6,7 @@ import pytest
 from jaxglue.generation.pages import plan_cache
 from jaxglue.hf.loading import random_model
 from jaxglue.models import abstract_model, config_from_hf
+from jaxglue.models.config import ATTENTION
 from jaxglue.models.lora import linear_shapes
 from jaxglue.models.parameters import abstract_parameters
 from jaxglue.sharding.mesh import MeshShape
@@ -18,10 +19,11 @@ def raw(tiny_config):
 
 def test_one_layer_of_four_attends_by_default(raw):
     config = config_from_hf(raw)
-    assert config.delta.layers == (True, True, True, False) * 2
+    delta = config.mixers[0]
+    assert [mixer.recurrent for mixer in config.mixers] == [True, True, True, False] * 2
     assert config.first_of_kind == (0, 0, 0, 3) * 2
-    assert config_from_hf({**raw, "full_attention_interval": 2}).delta.layers == (True, False) * 4
-    assert (config.delta.channels, config.rope.partial_rotary_factor) == (8192, 0.25)
+    assert config_from_hf({**raw, "full_attention_interval": 2}).mixers == (delta, ATTENTION) * 4
+    assert (delta.channels, config.rope.partial_rotary_factor) == (8192, 0.25)
     del raw["head_dim"]
     assert config_from_hf(raw).head_dim == 256
 
