@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxglue.text.call_rules import CallRules, closed
 from jaxglue.text.stream import TAGS, cut
-from jaxglue.text.tool_formats import MARKED, BareCalls, Channels, Functions, Reading, ToolCall, ToolFormat
+from jaxglue.text.tool_formats import MARKED, BareCalls, CallReading, Channels, Functions, ToolCall, ToolFormat
 from jaxglue.text.tool_values import NoCallError, as_object, properties_of
 
 MARKS = frozenset(mark for form in MARKED for mark in form.marks)
@@ -96,7 +96,7 @@ def split_calls(
     return text, []
 
 
-def _read(form: ToolFormat, text: str, functions: Functions) -> Reading | None:
+def _read(form: ToolFormat, text: str, functions: Functions) -> CallReading | None:
     try:
         reading = form.read(text, functions)
     except (NoCallError, RecursionError):

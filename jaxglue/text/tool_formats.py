@@ -49,7 +49,7 @@ def _is_unicode(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-class Reading(NamedTuple):
+class CallReading(NamedTuple):
     """Calls in a text, and the text beside them."""
 
     rest: str
@@ -80,7 +80,7 @@ class ToolFormat(ABC):
         """Return the format as a chat template shows it; None for a template of other formats."""
 
     @abstractmethod
-    def read(self, text: str, functions: Functions) -> Reading:
+    def read(self, text: str, functions: Functions) -> CallReading:
         """Return the calls in a text, and the text beside them.
 
         Raises:
@@ -105,7 +105,7 @@ class MarkedFormat(ToolFormat):
     def read_call(self, text: str, begin: re.Match[str], functions: Functions) -> tuple[list[ToolCall], int]:
         """Return the calls behind a mark, and their end; raise NoCallError where one is not whole."""
 
-    def read(self, text: str, functions: Functions) -> Reading:
+    def read(self, text: str, functions: Functions) -> CallReading:
         """Return the calls in a text, and the text beside them; see `ToolFormat.read`."""
         rest, calls, end = "", list[ToolCall](), 0
         while begin := self.begin.search(text, end):
@@ -115,7 +115,7 @@ class MarkedFormat(ToolFormat):
             calls += further
         if not calls:
             raise NoCallError("no call")
-        return Reading(rest + text[end:], calls)
+        return CallReading(rest + text[end:], calls)
 
 
 def _skip(text: str, start: int, *marks: str) -> int:
@@ -216,7 +216,7 @@ class TagFormat(ToolFormat):
     padding: ClassVar[str]
     """Stands between a value and its tags."""
 
-    def read(self, text: str, functions: Functions) -> Reading:
+    def read(self, text: str, functions: Functions) -> CallReading:
         """Return the calls in a text, and the text beside them; see `ToolFormat.read`."""
         tags = [*self.tags.finditer(text)]
         if not tags or len(tags) > _MOST_MARKS:
@@ -240,7 +240,7 @@ class TagFormat(ToolFormat):
                 raise NoCallError("a parameter comes twice")
             calls.append(ToolCall.of(name, dict(pairs)))
             end, index = skip_space(text, tags[index].end()), index + 1
-        return Reading(rest + text[end:], calls)
+        return CallReading(rest + text[end:], calls)
 
     def _follow(self, text: str, tags: list[re.Match[str]], known: set[str]) -> list[int]:
         """Return for each tag that of the end of what it begins, if all from there on is whole, else 0.
@@ -376,7 +376,7 @@ class Channels(ToolFormat):
         """Return the format of a template; see `ToolFormat.of`."""
         return cls() if "<|channel|>" in template else None
 
-    def read(self, text: str, functions: Functions) -> Reading:
+    def read(self, text: str, functions: Functions) -> CallReading:
         """Return the calls in a text, and the text beside them; see `ToolFormat.read`."""
         rest, calls, end, place = "", list[ToolCall](), 0, 0
         while header := _HEADER.search(text, place):
@@ -390,7 +390,7 @@ class Channels(ToolFormat):
                     raise NoCallError("a text behind the arguments of a call")
         if not calls:
             raise NoCallError("no call")
-        return Reading(rest + text[end:], calls)
+        return CallReading(rest + text[end:], calls)
 
     def rule(self, rules: CallRules, name: str, schema: Mapping[str, Any]) -> str:
         """Return the body of a call; see `ToolFormat.rule`."""
@@ -706,7 +706,7 @@ class BareCalls(ToolFormat):
         """Return the format of a template that shows no other."""
         return cls("parameters" if '"parameters"' in template else "arguments")
 
-    def read(self, text: str, functions: Functions) -> Reading:
+    def read(self, text: str, functions: Functions) -> CallReading:
         """Return the calls that a text consists of; see `ToolFormat.read`."""
         body = text.strip()
         if (named := _NAMED.match(body)) and named["name"] in functions:
@@ -719,7 +719,7 @@ class BareCalls(ToolFormat):
             end = _skip(body, end + len(body) - len(body.removeprefix(_LISTED)), ";")
         if body[end:].strip():
             raise NoCallError("a text behind the calls")
-        return Reading("", calls)
+        return CallReading("", calls)
 
     @staticmethod
     def _python(text: str, functions: Functions) -> list[tuple[str, dict[str, Any]]]:
