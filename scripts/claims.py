@@ -46,7 +46,7 @@ _DATE = re.compile(r"\d{1,2} (?:October|November|December)(?: \d{4})?|\d{4}-\d\d
 _OPERATOR = re.compile(r" ([+−×÷]) (?=[\d.]|\w+\.json )")
 _UNIT = re.compile(
     r"\d\s(?:ms|µs|tokens/s|pairs/s|TFLOP/s|TB/s|GB/s|MB/s|nats|seconds)\b|\d ×(?! ?[\w`])"
-    r"|\d times (?:as (?:fast|many)|one)|\dk/s"
+    r"|\d times (?:as (?:fast|many)|one)|\dk/s|\d%"
 )
 _UNIT_OF_TABLE = re.compile(r"\bms\b|µs|tokens/s|GiB|pairs/s|seconds|\bKL\b|held-out loss|TFLOP/s|predicted")
 
@@ -55,7 +55,7 @@ _UNIT_OF_TABLE = re.compile(r"\bms\b|µs|tokens/s|GiB|pairs/s|seconds|\bKL\b|hel
 class Block:
     """A table row or paragraph of a page: its section, its name, its numbers as written, and if it tells a measurement.
 
-    One that does has a number with a unit of speed or time, or stands in a table whose header has one.
+    One that does has a number with a unit of speed or time, or %, or stands in a table whose header has one.
     """
 
     section: str

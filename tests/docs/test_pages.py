@@ -140,3 +140,13 @@ def test_every_page_and_picture_is_linked():
     assert not missing, "link them in docs/index.md, and list them in mkdocs.yml"
     pages = "".join(path.read_text(encoding="utf-8") for path in [*DOCS.rglob("*.md"), ROOT / "README.md"])
     assert [picture.name for picture in DOCS.glob("*.png") if f"{picture.name})" not in pages] == []
+
+
+def test_rewards_of_the_page_take_texts_and_messages():
+    page = (DOCS / "rl.md").read_text(encoding="utf-8")
+    names: dict = {}
+    exec(re.search(r"^```python\n(# rewards\.py.*?)^```", page, re.M | re.S)[1], names)
+    assert names["diverse"](["p"] * 3, ["a", "b", "a"]) == [0.5, 1, 0.5]
+    answers = [[{"role": "assistant", "content": text}] for text in "aba"]
+    assert names["diverse"](["p"] * 3, answers) == [0.5, 1, 0.5]
+    assert names["exact_match"](" 7\n", "7") == 1
