@@ -19,6 +19,7 @@ SHAPE = {
     "max_position_embeddings": 256,
 }
 PAIRS = [{"prompt": f"What is {n}? ", "chosen": f"It is {n}.", "rejected": "Good"} for n in range(8)]
+TEXTS = [{"text": f"{row['prompt']}{row['chosen']}"} for row in PAIRS]
 STEPS = 40
 
 
@@ -76,17 +77,22 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", ["objective", repeat("optimizer"), repeat("weight_format")])
-def test_commands_train_resume_export_and_generate_with_a_kind_of_a_file(kind, start, finish, flags, tmp_path):
+def test_commands_train_resume_export_and_generate_with_a_kind_of_a_file(
+    kind, start, finish, flags, write_jsonl, tmp_path
+):
     given, recorded = KINDS[kind]
     part, run = tmp_path / "my_parts.py", tmp_path / "run"
     part.write_bytes((FOLDER / f"{kind}.py").read_bytes())
     parts = ("--parts", part)
+    if kind != "objective":
+        write_jsonl(TEXTS)
 
     killed = start(*flags, *given, *parts)
     while killed.process.is_alive() and not (run / "checkpoints/2").is_dir():
         killed.process.join(0.02)
     killed.process.kill()
-    assert killed.wait(60)[0] == -9
+    code, _, stderr = killed.wait(60)
+    assert code == -9, stderr
     config = tomllib.loads((run / "config.toml").read_text())
     assert config["parts"] == [f"{part}#sha256={file_digest(part)}"]
     assert {name: config[name] | values for name, values in recorded.items()} == {
