@@ -21,7 +21,7 @@ from jaxglue.ops.moe import GROUPED_MATMUL, GroupedCall
 from jaxglue.ops.segments import BatchKind
 from jaxglue.planner.attention import attention_shape
 from jaxglue.planner.workload import Workload
-from jaxglue.training.explain import layer_forms, linear_attention_choice, rotation_choice
+from jaxglue.training.explain import layer_forms, mixer_choices, rotation_choice
 
 TOKENS = 16_384
 BATCHES = {"short documents": BatchKind(False, 64), "one document": BatchKind(True, 1)}
@@ -29,7 +29,11 @@ BATCHES = {"short documents": BatchKind(False, 64), "one document": BatchKind(Tr
 
 def attention_choices(config: DecoderConfig, dtype) -> Iterator[tuple[str, BackendChoice]]:
     """Yield attention's backends over the kinds of layers, for short documents and for one that fills the row."""
-    kinds = {(kind.shape.head_dim, kind.shape.kv_heads, kind.window) for kind in config.layer_kinds if not kind.linear}
+    kinds = {
+        (kind.shape.head_dim, kind.shape.kv_heads, kind.window)
+        for kind in config.layer_kinds
+        if not kind.mixer.recurrent
+    }
     for head_dim, kv_heads, window in sorted(kinds, key=str):
         own = replace(config, head_dim=head_dim, num_key_value_heads=kv_heads)
         for documents, batch in BATCHES.items():
@@ -45,7 +49,7 @@ def row(name: str) -> dict:
     attention = dict(attention_choices(config, work.dtype))
     forms = layer_forms(work)
     del forms["projections"]  # a backend for FP8 alone
-    others = {"rotation": rotation_choice(work), **forms, **linear_attention_choice(work)}
+    others = {"rotation": rotation_choice(work), **forms, **mixer_choices(work)}
     if config.moe is not None:
         others["experts"] = GROUPED_MATMUL.choose(compute_capability(), GroupedCall(dtype=work.dtype))
     others["loss"] = CROSS_ENTROPY.choose(

@@ -256,7 +256,7 @@ def profile_steps(model: Model, streams: int, context: int, plan: CachePlan | No
     spent = defaultdict[str, list[float]](list)
     for name, (start, end) in events:
         spent[re.sub(r"\d+", "#", name)[:70]].append(end - start)
-    layers = sum(not kind.linear for kind in model.config.layer_kinds)
+    layers = sum(not kind.mixer.recurrent for kind in model.config.layer_kinds)
     steps = max(1, sum(len(times) for name, times in spent.items() if any(k in name for k in ATTENTION)) / layers)
     longest = sorted(spent.items(), key=lambda item: -sum(item[1]))[:20]
     shown = {"streams": streams, "ms a step": round((events[-1][1][1] - events[0][1][0]) / steps, 2)}

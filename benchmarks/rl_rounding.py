@@ -105,8 +105,8 @@ def attention_output(model, x, attended, context):
 
 def fed_forward(model, x, context):
     layer = model.layers[0]
-    normed = layer.norm(layer.norms.before_mlp).fork(x, layer.mlp.inputs, context)[1]
-    return x + layer.mlp(normed, context)
+    normed = layer.norm(layer.norms.before_mlp).fork(x, layer.ffn.inputs, context)[1]
+    return x + layer.ffn(normed, context)
 
 
 def training_values(layer: Layer, sequences: int) -> dict[str, Any]:

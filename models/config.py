@@ -5,14 +5,19 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
+import jax
+import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Int
 
 from jaxglue.models.wrapper import TEXT_PATH, WRAPPERS
+from jaxglue.ops.backend import BackendChoice
 from jaxglue.ops.choices import Storage
 from jaxglue.ops.gated_mlp import Activation
 from jaxglue.ops.moe import ONE_GROUP, Groups
+from jaxglue.ops.paged_attention import KVPages, make_pages
 from jaxglue.ops.quant.formats import FORMATS, find_format
 from jaxglue.ops.rope import RopeConfig, RopeTables, Rotary
 
@@ -59,65 +64,8 @@ class MoeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaConfig:
-    """Shape of the layers with linear attention by the gated delta rule."""
-
-    num_key_heads: int
-    """Heads of queries and keys."""
-    num_value_heads: int
-    key_dim: int
-    value_dim: int
-    conv_width: int
-    """Tokens of the convolution before it."""
-    layers: tuple[bool, ...]
-    """Whether each layer has linear attention."""
-
-    def __post_init__(self) -> None:
-        if self.num_value_heads % self.num_key_heads:
-            raise ValueError(
-                f"linear_num_value_heads={self.num_value_heads} must be a multiple of "
-                f"linear_num_key_heads={self.num_key_heads}"
-            )
-
-    @property
-    def key_width(self) -> int:
-        """Return the width of all queries, or of all keys."""
-        return self.num_key_heads * self.key_dim
-
-    @property
-    def value_width(self) -> int:
-        """Return the width of all values."""
-        return self.num_value_heads * self.value_dim
-
-    @property
-    def channels(self) -> int:
-        """Return the width of queries, keys and values."""
-        return 2 * self.key_width + self.value_width
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatentConfig:
-    """Shape of latent attention."""
-
-    query_rank: int | None
-    """Size of the queries' latent vector; None where they are projected at once."""
-    rank: int
-    """Size of the latent vector of keys and values."""
-    nope_dim: int
-    """Dimensions of each query and key that do not turn."""
-    rope_dim: int
-    """Dimensions after these that do, those of keys being the same for all heads."""
-    value_dim: int
-
-    @property
-    def cached_dim(self) -> int:
-        """Return the values of a token in the cache: the key's part that turns, and the latent vector."""
-        return self.rope_dim + self.rank
-
-
-@dataclass(frozen=True, kw_only=True)
-class PerLayerConfig:
-    """Shape of the embeddings that each layer has of its own."""
+class PerLayerShape:
+    """Sizes of the embeddings that each layer has of its own."""
 
     size: int
     """P, width of one layer's."""
@@ -145,6 +93,122 @@ class LayerShape(NamedTuple):
         return 2 * self.kv_heads * self.head_dim
 
 
+class Mixer:
+    """A layer's part in which tokens see others: its sizes, and answers to planner, caches, meshes and files.
+
+    Each kind is a frozen dataclass in its part's file; `GroupedAttention` is that of layers without another.
+    """
+
+    title: ClassVar[str]
+    """In words."""
+    module: ClassVar[str] = "self_attn"
+    """Its name in the layer."""
+    recurrent: ClassVar[bool] = False
+    """A state of fixed size stands for the tokens before, and follows one continuation of them."""
+    extends: ClassVar[bool] = False
+    """Keys and values of all tokens are in pages, so that several tokens at once can follow them."""
+    splits_heads: ClassVar[bool] = False
+    """Devices along `tensor` can have some of its heads each."""
+    record: ClassVar[str | None] = None
+    """Name under which adapters record its sizes; None where the tensors' shapes tell them."""
+
+    def make(self, config: "DecoderConfig", parts: Any, kind: "LayerKind", *, dtype: Any, rngs: nnx.Rngs) -> Any:
+        """Return its module; None for the layer's own attention."""
+        raise NotImplementedError
+
+    def weights(self, config: "DecoderConfig", kind: "LayerKind") -> int:
+        """Return the number of weights that a token is multiplied with."""
+        raise NotImplementedError
+
+    def attended(self, heads: int, head_dim: int) -> tuple[int, int]:
+        """Return the heads of its output and the size of each, from those of queries."""
+        return heads, head_dim
+
+    def make_cache(self, kind: "LayerKind", sizes: "CacheSizes") -> Any:
+        """Return a layer's empty cache."""
+        raise NotImplementedError
+
+    def token_bytes(self, kind: "LayerKind", dtype: Any) -> int:
+        """Return a token's bytes in a layer's cache, whose float8 values have scales."""
+        return 0
+
+    def state_bytes(self, dtype: Any) -> int:
+        """Return a sequence's bytes in a layer's cache, however long it is, with activations of this dtype."""
+        return 0
+
+    @property
+    def prefill_values(self) -> int:
+        """Return the values of a token in the prefill of a layer, beside those of attention."""
+        return 0
+
+    @property
+    def exchanged(self) -> int:
+        """Return the values of a token that devices exchange where they split rows."""
+        return 0
+
+    def why_not_split(self, devices: int) -> str | None:
+        """Return why so many devices cannot split rows, in words; None where they can."""
+        return None
+
+    def initial(self, name: str, key: jax.Array, spec: jax.ShapeDtypeStruct) -> jax.Array | None:
+        """Return a random value of the named parameter, where it is not drawn as those of all layers."""
+        return None
+
+    def backends(self, capability: Any, dtype: Any) -> dict[str, BackendChoice]:
+        """Return the backends of its own operations, by title."""
+        return {}
+
+
+@dataclass(frozen=True)
+class GroupedAttention(Mixer):
+    """Grouped-query attention, whose sizes are the layer's."""
+
+    title = "attention"
+    extends = splits_heads = True
+
+    def make(self, config: Any, parts: Any, kind: Any, *, dtype: Any, rngs: Any) -> None:
+        """Leave the module to the layer."""
+
+    def weights(self, config: "DecoderConfig", kind: "LayerKind") -> int:
+        """See `Mixer`."""
+        shape = kind.shape
+        made = 0 if shape.shares == "takes" else shape.kv_heads * (1 if shape.keys_as_values else 2)
+        return config.hidden_size * shape.head_dim * (2 * config.num_attention_heads + made)
+
+    def make_cache(self, kind: "LayerKind", sizes: "CacheSizes") -> KVPages:
+        """See `Mixer`."""
+        return make_pages(sizes.pages, kind.shape.kv_heads, sizes.page, kind.head_dim, sizes.dtype, sizes.device)
+
+    def token_bytes(self, kind: "LayerKind", dtype: Any) -> int:
+        """See `Mixer`."""
+        return 2 * kind.shape.kv_heads * vector_bytes(kind.head_dim, dtype)
+
+
+ATTENTION = GroupedAttention()
+
+
+class CacheSizes(NamedTuple):
+    """Sizes of a layer's cache."""
+
+    pages: int
+    page: int
+    """Tokens of a page."""
+    slots: int
+    """Sequences with states."""
+    dtype: Any
+    """Of keys and values."""
+    activations: Any
+    """Of activations."""
+    device: Any
+    """Device or sharding."""
+
+
+def vector_bytes(size: int, dtype: Any) -> int:
+    """Return the bytes of a vector in a cache: in float8 with its scale."""
+    dtype = jnp.dtype(dtype)
+    return size * dtype.itemsize + (4 if dtype == jnp.float8_e4m3fn else 0)
+
+
 class LayerKind(NamedTuple):
     """Differences between the layers of one model; those of one kind share compiled programs."""
 
@@ -157,8 +221,8 @@ class LayerKind(NamedTuple):
     """Experts rather than a dense feed-forward."""
     unquantized: tuple[str, ...] = ()
     """Linear layers in the model's dtype, where the others are quantized."""
-    linear: bool = False
-    """Linear attention by the gated delta rule."""
+    mixer: Mixer = ATTENTION
+    """Part in which tokens see others."""
 
     @property
     def head_dim(self) -> int:
@@ -169,6 +233,53 @@ class LayerKind(NamedTuple):
     def rotary(self) -> Rotary | None:
         """Return the rotary embedding of the heads."""
         return None if self.rope is None else Rotary(self.rope, self.head_dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """Settings of attention that few families have."""
+
+    output_bias: bool | None = None
+    """Whether the output projection has a bias; None: as `attention_bias` says of all four projections."""
+    head_norms: bool = True
+    """Queries and keys have the norms that the family has for them."""
+    scale: float | None = None
+    """Factor of the scores; None for 1 / √head_dim."""
+    softcap: float | None = None
+    """Bound c of the scores, c·tanh(score / c)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scales:
+    """Factors and bounds of values outside attention and feed-forwards."""
+
+    embedding: float = 1.0
+    """Factor of the embeddings, rounded to their dtype."""
+    residual: float = 1.0
+    """Factor of what attention and feed-forward add to the residual stream."""
+    logit_divisor: float = 1.0
+    logit_softcap: float | None = None
+    """Bound c of the logits, c·tanh(logit / c)."""
+
+
+class FamilyShape:
+    """Settings that one family alone has; a subclass is a frozen dataclass in the family's file."""
+
+    layer_shapes: tuple[LayerShape, ...] = ()
+    """Sizes of each layer; empty where all are alike."""
+    shared_width: int = 0
+    """Columns of the residual stream that hold keys and values of some layers for later ones."""
+    per_layer: PerLayerShape | None = None
+    """None without embeddings for each layer."""
+
+    def with_layers(self, indices: Sequence[int]) -> "FamilyShape":
+        """Return the settings of a model that has only these layers."""
+        return self
+
+    @property
+    def recorded(self) -> dict[str, object]:
+        """Return what adapters record: settings that change outputs, and that the tensors' shapes do not tell."""
+        return {"family_shape": self}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,31 +313,12 @@ class DecoderConfig:
     """Linear layers of each layer that are not in this format, such as mlp.up_proj; empty where all are."""
     activation: Activation = field(default="silu", repr=False)
     """Activation of the gate of dense feed-forwards."""
-    attention_output_bias: bool | None = field(default=None, repr=False)
-    """Whether attention's output projection has a bias; None: as `attention_bias` says of all four projections."""
-    head_norms: bool = field(default=True, repr=False)
-    """Queries and keys have the norms that the family has for them."""
-    attention_scale: float | None = field(default=None, repr=False)
-    """Factor of the scores; None for 1 / √head_dim."""
-    attention_softcap: float | None = field(default=None, repr=False)
-    """Bound c of the scores, c·tanh(score / c)."""
-    embedding_multiplier: float = field(default=1.0, repr=False)
-    """Factor of the embeddings, rounded to their dtype."""
-    residual_multiplier: float = field(default=1.0, repr=False)
-    """Factor of what attention and feed-forward add to the residual stream."""
-    logit_divisor: float = field(default=1.0, repr=False)
-    logit_softcap: float | None = field(default=None, repr=False)
-    """Bound c of the logits, c·tanh(logit / c)."""
-    layer_shapes: tuple[LayerShape, ...] = field(default=(), repr=False)
-    """Sizes of each layer; empty where all have those above."""
-    shared_width: int = field(default=0, repr=False)
-    """Columns of the residual stream that hold keys and values of some layers for later ones."""
-    per_layer: PerLayerConfig | None = field(default=None, repr=False)
-    """None without embeddings for each layer."""
-    latent: LatentConfig | None = field(default=None, repr=False)
-    """None without latent attention."""
-    delta: DeltaConfig | None = field(default=None, repr=False)
-    """None without layers of linear attention."""
+    attention: AttentionOptions = field(default=AttentionOptions(), repr=False)
+    scales: Scales = field(default=Scales(), repr=False)
+    mixers: tuple[Mixer, ...] = field(default=(), repr=False)
+    """Part of each layer in which tokens see others; empty where all have `GroupedAttention`."""
+    family_shape: FamilyShape | None = field(default=None, repr=False)
+    """Settings of the family alone."""
     wrapper: str | None = field(default=None, repr=False)
     """Model type around it, such as one with a vision tower; see `jaxglue.models.wrapper`."""
     scores: bool = False
@@ -255,7 +347,7 @@ class DecoderConfig:
         assert not self.layer_shapes or len(self.layer_shapes) == self.num_hidden_layers
         assert not self.layer_unquantized or len(self.layer_unquantized) == self.num_hidden_layers
         assert self.moe is None or len(self.moe.sparse_layers) == self.num_hidden_layers
-        assert self.delta is None or len(self.delta.layers) == self.num_hidden_layers
+        assert not self.mixers or len(self.mixers) == self.num_hidden_layers
         self._check_quantize()
 
     def _check_quantize(self) -> None:
@@ -308,14 +400,32 @@ class DecoderConfig:
 
     def query_factor(self, head_dim: int) -> float:
         """Return the factor of queries that gives attention's scores, over √head_dim, their scale."""
-        return 1.0 if self.attention_scale is None else self.attention_scale * math.sqrt(head_dim)
+        return 1.0 if self.attention.scale is None else self.attention.scale * math.sqrt(head_dim)
 
     def attended(self, index: int) -> tuple[int, int]:
         """Return the heads of a layer's attention, linear or not, and the size of each one's output."""
-        linear = self.layer_kinds[index].linear and self.delta
-        size = self.layer_kinds[index].head_dim if self.latent is None else self.latent.value_dim
-        heads = self.num_attention_heads, size
-        return (linear.num_value_heads, linear.value_dim) if linear else heads
+        kind = self.layer_kinds[index]
+        return kind.mixer.attended(self.num_attention_heads, kind.head_dim)
+
+    @property
+    def value_dim(self) -> int:
+        """Return the size of values of attention where a head of keys has `head_dim`."""
+        mixer = next((mixer for mixer in self.mixers if not mixer.recurrent), ATTENTION)
+        return mixer.attended(self.num_attention_heads, self.head_dim)[1]
+
+    @property
+    def mixer_kinds(self) -> tuple[Mixer, ...]:
+        """Return the kinds of mixers among the layers, each once."""
+        return tuple(dict.fromkeys(self.mixers or (ATTENTION,)))
+
+    def mixer_of[Kind: Mixer](self, kind: type[Kind]) -> Kind | None:
+        """Return the first mixer of a class among the layers; None without."""
+        return next((mixer for mixer in self.mixer_kinds if isinstance(mixer, kind)), None)
+
+    @property
+    def recurrent(self) -> str | None:
+        """Return the title of the layers whose states follow one continuation of a text; None without."""
+        return next((mixer.title for mixer in self.mixer_kinds if mixer.recurrent), None)
 
     @property
     def text_path(self) -> str:
@@ -340,6 +450,21 @@ class DecoderConfig:
         return self.hidden_size + self.shared_width
 
     @property
+    def layer_shapes(self) -> tuple[LayerShape, ...]:
+        """Return the sizes of each layer; empty where all are alike."""
+        return () if self.family_shape is None else self.family_shape.layer_shapes
+
+    @property
+    def shared_width(self) -> int:
+        """Return the columns of the residual stream that hold keys and values of some layers for later ones."""
+        return 0 if self.family_shape is None else self.family_shape.shared_width
+
+    @property
+    def per_layer(self) -> PerLayerShape | None:
+        """Return the sizes of the embeddings that each layer has of its own; None without."""
+        return None if self.family_shape is None else self.family_shape.per_layer
+
+    @property
     def shapes(self) -> tuple[LayerShape, ...]:
         """Return the sizes of each layer."""
         alike = LayerShape(self.head_dim, self.num_key_value_heads, self.intermediate_size)
@@ -356,8 +481,8 @@ class DecoderConfig:
         sparse = self.moe.sparse_layers if self.moe else (False,) * self.num_hidden_layers
         ropes = self.layer_ropes or (self.rope,) * self.num_hidden_layers
         unquantized = self.layer_unquantized or ((),) * self.num_hidden_layers
-        linear = self.delta.layers if self.delta else (False,) * self.num_hidden_layers
-        kinds = zip(self.shapes, self.layer_windows, ropes, sparse, unquantized, linear, strict=True)
+        mixers = self.mixers or (ATTENTION,) * self.num_hidden_layers
+        kinds = zip(self.shapes, self.layer_windows, ropes, sparse, unquantized, mixers, strict=True)
         return tuple(LayerKind(*kind) for kind in kinds)
 
     @cached_property
@@ -383,15 +508,20 @@ class DecoderConfig:
 
     def with_layers(self, indices: Sequence[int]) -> "DecoderConfig":
         """Return the config of a model that has only these layers."""
-        moe = self.moe and replace(self.moe, sparse_layers=tuple(self.moe.sparse_layers[index] for index in indices))
-        windows = tuple(self.layer_windows[index] for index in indices)
-        ropes = tuple(self.layer_ropes[index] for index in indices if self.layer_ropes)
-        skips = tuple(self.layer_unquantized[index] for index in indices if self.layer_unquantized)
-        shapes = tuple(self.layer_shapes[index] for index in indices if self.layer_shapes)
-        delta = self.delta and replace(self.delta, layers=tuple(self.delta.layers[index] for index in indices))
-        layers: dict[str, Any] = {"layer_windows": windows, "layer_ropes": ropes, "layer_unquantized": skips}
-        layers["layer_shapes"] = shapes
-        return replace(self, num_hidden_layers=len(indices), moe=moe, delta=delta, **layers)
+
+        def some[Item](layers: tuple[Item, ...]) -> tuple[Item, ...]:
+            return tuple(layers[index] for index in indices) if layers else ()
+
+        return replace(
+            self,
+            num_hidden_layers=len(indices),
+            moe=self.moe and replace(self.moe, sparse_layers=some(self.moe.sparse_layers)),
+            layer_windows=some(self.layer_windows),
+            layer_ropes=some(self.layer_ropes),
+            layer_unquantized=some(self.layer_unquantized),
+            mixers=some(self.mixers),
+            family_shape=self.family_shape and self.family_shape.with_layers(indices),
+        )
 
     @property
     def expanded(self) -> "DecoderConfig":
@@ -399,15 +529,15 @@ class DecoderConfig:
         return replace(self, moe=replace(self.moe, quantize="none")) if self.moe else self
 
 
-LAYER_LINEARS = (
+LAYER_LINEARS = [
     *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
     *(f"self_attn.{name}" for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")),
     *(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")),
     *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.qkv_proj", "mlp.gate_up_proj"),
     *("per_layer_input_gate", "per_layer_projection"),
     *(f"mlp.{shared}.{name}_proj" for shared in ("shared_expert", "shared_experts") for name in ("gate", "up", "down")),
-)
-"""Linear layers of decoder layers."""
+]
+"""Linear layers of decoder layers; families that have others add these (`Family.linears`)."""
 
 
 def linears_by_layer(modules: Iterable[str], layers: int) -> tuple[tuple[str, ...], ...]:

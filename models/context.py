@@ -13,6 +13,7 @@ from jaxglue.ops.moe import Routing
 from jaxglue.ops.norm_rope import HeadNorms, norm_and_rotate
 from jaxglue.ops.rope import RopeTables, Rotary
 from jaxglue.ops.segments import PackedSegments
+from jaxglue.ops.short_convolution import short_convolution
 
 LatentCache = Literal["none", "written", "read"]
 """Whether latent attention keeps its latent vectors for later tokens, or attends over those that were kept."""
@@ -62,8 +63,13 @@ class LayerContext(Protocol):
         rotary: Rotary | None,
         norms: HeadNorms | None = None,
         factor: float = 1.0,
+        *,
+        at_once: bool = False,
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
-        """Apply the optional q/k norms, the optional rotary embedding at the tokens' positions, and queries' factor."""
+        """Apply the optional q/k norms, the optional rotary embedding at the tokens' positions, and queries' factor.
+
+        A context may leave it to `attend`, unless the result is needed at once.
+        """
 
     def attend(
         self,
@@ -86,6 +92,11 @@ class LayerContext(Protocol):
         self, qkv: Float[Array, "B T W"], g: Float[Array, "B T N"], beta: Float[Array, "B T N"], heads: DeltaHeads
     ) -> Float[Array, "B T N V"]:
         """Compute linear attention by the gated delta rule."""
+
+    def convolve_short(
+        self, x: Float[Array, "B T C"], weight: Float[Array, "C 1 W"], bias: Float[Array, " C"] | None
+    ) -> Float[Array, "B T C"]:
+        """Apply a causal convolution to each channel."""
 
 
 @jax.tree_util.register_dataclass
@@ -123,7 +134,7 @@ class PackedContext:
         """Ignore the routing: training keeps no statistics."""
 
     def rotate(
-        self, q, k, rotary: Rotary | None, norms: HeadNorms | None = None, factor: float = 1.0
+        self, q, k, rotary: Rotary | None, norms: HeadNorms | None = None, factor: float = 1.0, *, at_once: bool = False
     ) -> tuple[Array, Array]:
         """Apply the optional q/k norms, the optional rotary embedding at the tokens' positions, and queries' factor."""
         return norm_and_rotate(q, k, self.rope, rotary, norms=norms, factor=factor)
@@ -144,6 +155,12 @@ class PackedContext:
         if self.attention_out is not None:
             return self.attention_out.reshape(*g.shape, -1)
         return gated_delta_rule(qkv, g, beta, self.segments, heads)
+
+    def convolve_short(self, x, weight, bias) -> Float[Array, "B T C"]:
+        """Apply a causal convolution to each channel within each segment."""
+        if self.attention_out is not None:
+            return self.attention_out.reshape(x.shape)
+        return short_convolution(x, weight, bias, self.segments)
 
     def attend_rotated(self, rotation, z, *, window=None) -> Float[Array, "B T N H"]:
         """Compute `attend` of the heads of z, queries and keys once rotated."""

@@ -8,11 +8,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
+from jaxglue.models.family import Parts
 from jaxglue.models.linear import Linear
 from jaxglue.models.residual import Norm
 from jaxglue.models.vocabulary import Embedding, extended_matrix, output_matrix, with_low_rank
 from jaxglue.ops.cross_entropy import cap_logits
-from jaxglue.ops.norm_rope import NormStyle
 from jaxglue.ops.projection import project
 from jaxglue.ops.segments import PackedSegments, pack_segments
 
@@ -23,12 +23,14 @@ class CausalLM(nnx.Module):
     A reward model has `score` [1, D] in place of the projection, a classifier `score` [C, D].
     """
 
-    def __init__(self, config: DecoderConfig, norm: NormStyle, make_layer: Callable[[int], nnx.Module], *, dtype, rngs):
+    def __init__(self, config: DecoderConfig, parts: Parts, make_layer: Callable[[int], nnx.Module], *, dtype, rngs):
         self.config = config
-        self.embed_tokens = Embedding(config, norm, dtype=dtype, rngs=rngs)
+        self.embed_tokens = Embedding(config, parts, dtype=dtype, rngs=rngs)
         self.layers = nnx.List([make_layer(index) for index in range(config.num_hidden_layers)])
-        factor = 1.0 if config.scores else 1.0 / config.logit_divisor
-        self.norm = Norm(config.hidden_size, config.rms_norm_eps, style=norm, factor=factor, dtype=dtype)
+        factor = 1.0 if config.scores else 1.0 / config.scales.logit_divisor
+        self.norm = Norm(
+            config.hidden_size, config.rms_norm_eps, style=parts.final_norm or parts.norm, factor=factor, dtype=dtype
+        )
         D, V, std = config.hidden_size, config.vocab_size, config.initializer_range
         without = config.tie_word_embeddings or config.scores
         self.lm_head = None if without else Linear(D, V, bias=False, std=std, dtype=dtype, rngs=rngs)
@@ -60,7 +62,7 @@ class CausalLM(nnx.Module):
         for layer, own in zip(self.layers, contexts, strict=True):
             x = layer(x, own)
         hidden, matrix = with_low_rank(self._output, self.norm(x)), extended_matrix(self._output)
-        return cap_logits(project(hidden, matrix, jnp.float32), self.config.logit_softcap)
+        return cap_logits(project(hidden, matrix, jnp.float32), self.config.scales.logit_softcap)
 
     @property
     def output_weight(self) -> Float[Array, "V D"]:

@@ -6,7 +6,7 @@ from typing import Any
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.family import ExpertParts, Family, Parts, register
 from jaxglue.models.glm4_moe import routed_experts
-from jaxglue.models.latent import LatentLayer, latent_fields
+from jaxglue.models.latent import latent_fields
 
 _DEFAULTS = {"first_k_dense_replace": 0, "n_shared_experts": 2, "routed_scaling_factor": 1.0, "topk_method": "greedy"}
 _GROUPED = "group_limited_greedy"
@@ -31,6 +31,4 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 _EXPERTS = ExpertParts(float32_router=True, shared="shared_experts")
-register(
-    Family(model_type="deepseek_v2", config_from_hf=config_from_hf, parts=Parts(experts=_EXPERTS), layer=LatentLayer)
-)
+register(Family(model_type="deepseek_v2", config_from_hf=config_from_hf, parts=Parts(experts=_EXPERTS)))

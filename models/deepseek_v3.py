@@ -6,7 +6,7 @@ from typing import Any
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.family import Family, Parts, register
 from jaxglue.models.glm4_moe import SIGMOID_EXPERTS, routed_experts
-from jaxglue.models.latent import LatentLayer, check_rotated_size, latent_fields
+from jaxglue.models.latent import check_rotated_size, latent_fields
 from jaxglue.models.wrapper import Spelling, spell
 
 _DEFAULTS = {
@@ -36,7 +36,6 @@ register(
         model_type="deepseek_v3",
         config_from_hf=config_from_hf,
         parts=Parts(experts=SIGMOID_EXPERTS),
-        layer=LatentLayer,
     )
 )
 spell(Spelling(model_type="deepseek_v3", layers=0))

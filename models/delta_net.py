@@ -1,6 +1,8 @@
 """Linear attention by the gated delta rule, in place of attention in some layers of a family."""
 
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,14 +10,123 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxglue.models.config import DecoderConfig, LayerKind
+from jaxglue.models.config import CacheSizes, DecoderConfig, LayerKind, Mixer
 from jaxglue.models.context import LayerContext
+from jaxglue.models.family import Parts
 from jaxglue.models.linear import Linear, layer_linear, project_together
 from jaxglue.models.residual import Branch, Norm
 from jaxglue.ops import names
-from jaxglue.ops.delta_rule import DeltaHeads, gated_rms_norm, gates
+from jaxglue.ops.backend import BackendChoice, Capability
+from jaxglue.ops.delta_rule import (
+    DELTA_RULE,
+    DeltaCall,
+    DeltaHeads,
+    DeltaStates,
+    gated_rms_norm,
+    gates,
+    make_states,
+)
 from jaxglue.ops.projection import Projection
 from jaxglue.ops.residual_norm import Normed
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaConfig(Mixer):
+    """Sizes of linear attention by the gated delta rule."""
+
+    title = "linear attention"
+    module = "linear_attn"
+    recurrent = True
+    record = "delta"
+
+    num_key_heads: int
+    """Heads of queries and keys."""
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    """Tokens of the convolution before it."""
+
+    def __post_init__(self) -> None:
+        if self.num_value_heads % self.num_key_heads:
+            raise ValueError(
+                f"linear_num_value_heads={self.num_value_heads} must be a multiple of "
+                f"linear_num_key_heads={self.num_key_heads}"
+            )
+
+    @property
+    def key_width(self) -> int:
+        """Return the width of all queries, or of all keys."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        """Return the width of all values."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Return the width of queries, keys and values."""
+        return 2 * self.key_width + self.value_width
+
+    @property
+    def heads(self) -> DeltaHeads:
+        """Return the heads of queries, keys and values."""
+        return DeltaHeads(self.num_key_heads, self.num_value_heads, self.key_dim)
+
+    def make(self, config: DecoderConfig, parts: Parts, kind: LayerKind, *, dtype, rngs: nnx.Rngs) -> "DeltaNet":
+        """See `Mixer`."""
+        return DeltaNet(config, kind, self, dtype=dtype, rngs=rngs)
+
+    def weights(self, config: DecoderConfig, kind: LayerKind) -> int:
+        """See `Mixer`."""
+        return config.hidden_size * (self.channels + 2 * self.value_width + 2 * self.num_value_heads)
+
+    def attended(self, heads: int, head_dim: int) -> tuple[int, int]:
+        """See `Mixer`."""
+        return self.num_value_heads, self.value_dim
+
+    def make_cache(self, kind: LayerKind, sizes: CacheSizes) -> DeltaStates:
+        """See `Mixer`."""
+        return make_states(sizes.slots, self.heads, self.value_dim, self.conv_width, sizes.activations, sizes.device)
+
+    def state_bytes(self, dtype) -> int:
+        """See `Mixer`."""
+        state = 4 * self.num_value_heads * self.key_dim * self.value_dim
+        return state + (self.conv_width - 1) * self.channels * jnp.dtype(dtype).itemsize
+
+    @property
+    def prefill_values(self) -> int:
+        """Return the convolution's, the rule's, and a state before each chunk of 64 tokens, in float32."""
+        states = 2 * self.num_value_heads * self.key_dim * self.value_dim // 64
+        return 3 * self.channels + 3 * self.value_width + states
+
+    @property
+    def exchanged(self) -> int:
+        """See `Mixer`."""
+        return self.channels + self.value_width
+
+    def why_not_split(self, devices: int) -> str | None:
+        """See `Mixer`."""
+        if self.num_key_heads % devices == 0:
+            return None
+        return (
+            f"the {self.num_key_heads} key heads of {self.title} do not divide among {devices} GPUs of context, which "
+            "exchange tokens for heads there"
+        )
+
+    def initial(self, name: str, key: jax.Array, spec: jax.ShapeDtypeStruct) -> jax.Array | None:
+        """See `Mixer`."""
+        if name.endswith(f"{self.module}.A_log"):
+            return jnp.log(jax.random.uniform(key, spec.shape, minval=0.01, maxval=16.0)).astype(spec.dtype)
+        if name.endswith((f"{self.module}.dt_bias", f"{self.module}.norm.weight")):
+            return jnp.ones(spec.shape, spec.dtype)
+        return None
+
+    def backends(self, capability: Capability | None, dtype) -> dict[str, BackendChoice]:
+        """See `Mixer`."""
+        shape = DeltaCall(dtype=dtype, key_dim=self.key_dim, value_dim=self.value_dim)
+        return {self.title: DELTA_RULE.choose(capability, shape)}
 
 
 class Convolution(nnx.Module):
@@ -31,21 +142,28 @@ class DeltaNet(nnx.Module):
     value_names = (names.DELTA_INPUT, names.DELTA_GATES, names.DELTA_GATES)
     """Names of `project`'s values, for checkpoint policies."""
 
-    def __init__(self, config: DecoderConfig, kind: LayerKind, *, dtype, rngs: nnx.Rngs):
-        shape = config.delta
-        assert shape is not None
+    gated = True
+
+    def __init__(self, config: DecoderConfig, kind: LayerKind, shape: DeltaConfig, *, dtype, rngs: nnx.Rngs):
         D, std, N = config.hidden_size, config.initializer_range, shape.num_value_heads
+        self.shape = shape
+        self.make_inputs(config, kind, dtype=dtype, rngs=rngs)
+        self.conv1d = Convolution(shape.channels, shape.conv_width, std=std, dtype=dtype, rngs=rngs)
+        # Published in float32, whatever the other weights' dtype: decays multiply over all tokens of a document.
+        self.dt_bias = nnx.Param(jnp.ones(N, jnp.float32))
+        self.A_log = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (N,), minval=0.01, maxval=16.0)))
+        self.norm = Norm(shape.value_dim, config.rms_norm_eps, dtype=jnp.float32)
+        options: dict[str, Any] = {"bias": False, "dtype": dtype, "rngs": rngs}
+        self.out_proj = layer_linear(config, kind, "linear_attn.out_proj", shape.value_width, D, **options)
+
+    def make_inputs(self, config: DecoderConfig, kind: LayerKind, *, dtype, rngs: nnx.Rngs) -> None:
+        """Make the projections that read the layer's norm."""
+        D, N, shape = config.hidden_size, self.shape.num_value_heads, self.shape
         linear = partial(layer_linear, config, kind, bias=False, dtype=dtype, rngs=rngs)
         self.in_proj_qkv = linear("linear_attn.in_proj_qkv", D, shape.channels)
         self.in_proj_z = linear("linear_attn.in_proj_z", D, shape.value_width)
         self.in_proj_b = linear("linear_attn.in_proj_b", D, N)
         self.in_proj_a = linear("linear_attn.in_proj_a", D, N)
-        self.conv1d = Convolution(shape.channels, shape.conv_width, std=std, dtype=dtype, rngs=rngs)
-        self.dt_bias = nnx.Param(jnp.ones(N, dtype))
-        self.A_log = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (N,), minval=0.01, maxval=16.0)).astype(dtype))
-        self.norm = Norm(shape.value_dim, config.rms_norm_eps, dtype=dtype)
-        self.out_proj = linear("linear_attn.out_proj", shape.value_width, D)
-        self.shape = shape
 
     def __call__(self, normed: Normed, context: LayerContext) -> Branch:
         """Project, mix the tokens of each document, and project back."""
@@ -61,7 +179,7 @@ class DeltaNet(nnx.Module):
     def attend(self, values: tuple[Array, ...], context: LayerContext) -> Float[Array, "B T N V"]:
         """Convolve, and apply the delta rule within the context."""
         qkv, b, a = values
-        heads = DeltaHeads(self.shape.num_key_heads, self.shape.num_value_heads, self.shape.key_dim)
+        heads = self.shape.heads
         mixed = context.convolve(qkv, self.conv1d.weight[...], heads)
         g, beta = gates(a, b, self.A_log[...], self.dt_bias[...])
         return context.delta_rule(mixed, g, beta, heads)

@@ -58,7 +58,7 @@ def build_model(config: DecoderConfig, *, dtype=jnp.bfloat16, rngs: nnx.Rngs) ->
     def make_layer(index: int) -> DecoderLayer:
         return layer(config, parts, config.layer_kinds[index], dtype=dtype, rngs=rngs)
 
-    return CausalLM(config, parts.norm, make_layer, dtype=dtype, rngs=rngs)
+    return CausalLM(config, parts, make_layer, dtype=dtype, rngs=rngs)
 
 
 def abstract_model(config: DecoderConfig, *, dtype=jnp.bfloat16) -> CausalLM:

@@ -6,7 +6,7 @@ from typing import Any
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.family import Family, Parts, register
 from jaxglue.models.gemma2 import NORMS, gemma_fields
-from jaxglue.models.hf_fields import layer_types, layer_windows, ropes_by_type
+from jaxglue.models.hf_fields import layer_types, layer_windows, ropes_by_type, window_pattern
 from jaxglue.models.wrapper import Wrapper, wrap
 
 _POSITIONS = 131_072
@@ -22,8 +22,13 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         "sliding_attention": raw.get("rope_local_base_freq") or 10_000.0,
     }
     ropes = ropes_by_type(raw, thetas, max_position_embeddings=_POSITIONS)
-    fields = gemma_fields(raw, max_position_embeddings=_POSITIONS, rope=ropes["full_attention"])
-    every = raw.get("sliding_window_pattern") or 6
+    fields = gemma_fields(
+        raw,
+        max_position_embeddings=_POSITIONS,
+        rope=ropes["full_attention"],
+        logit_softcap=raw.get("final_logit_softcapping"),
+    )
+    every = window_pattern(raw, 6)
     types = [
         "sliding_attention" if (index + 1) % every else "full_attention" for index in range(raw["num_hidden_layers"])
     ]
@@ -31,7 +36,6 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         **fields,
         layer_windows=layer_windows(raw, types, raw.get("sliding_window", 4096)),
         layer_ropes=tuple(ropes[kind] for kind in layer_types(raw, types)),
-        logit_softcap=raw.get("final_logit_softcapping"),
     )
 
 

@@ -1,6 +1,7 @@
 """Gemma 4 (text): heads of two sizes, keys and values shared by layers, embeddings for each layer, experts."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,7 +9,15 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxglue.models.config import DecoderConfig, LayerKind, LayerShape, MoeConfig, PerLayerConfig
+from jaxglue.models.config import (
+    AttentionOptions,
+    DecoderConfig,
+    FamilyShape,
+    LayerKind,
+    LayerShape,
+    MoeConfig,
+    PerLayerShape,
+)
 from jaxglue.models.context import LayerContext
 from jaxglue.models.family import ExpertParts, Family, Parts, register
 from jaxglue.models.gemma2 import NORMS, gemma_fields
@@ -34,6 +43,24 @@ _READ_HERE = "use_bidirectional_attention", "per_layer_config"
 """Fields that other types may not have."""
 _EXPERT_NORMS = "post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"
 """Norms of the dense feed-forward's output beside experts, of these experts' input, and of their output."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma4Shape(FamilyShape):
+    """Sizes of each layer, and what layers read beside the residual stream."""
+
+    layer_shapes: tuple[LayerShape, ...]
+    shared_width: int
+    per_layer: PerLayerShape | None
+
+    def with_layers(self, indices: Sequence[int]) -> "Gemma4Shape":
+        """See `FamilyShape`."""
+        return replace(self, layer_shapes=tuple(self.layer_shapes[index] for index in indices))
+
+    @property
+    def recorded(self) -> dict[str, object]:
+        """See `FamilyShape`."""
+        return {"layer_shapes": self.layer_shapes}
 
 
 class Gemma4Layer(DecoderLayer):
@@ -66,7 +93,7 @@ class Gemma4Layer(DecoderLayer):
 
     def __call__(self, x: Float[Array, "B T W"], context: LayerContext) -> Float[Array, "B T W"]:
         """Apply the layer to the residual stream, and to keys and values in its columns after D."""
-        attention, carried = self.self_attn, x[..., self.width :]
+        attention, carried = self.mixer, x[..., self.width :]
         assert isinstance(attention, SharedAttention)
         taken = self._read(carried) if self.shape.shares == "takes" else None
         x, normed = self._fork(x[..., : self.width], self.norms.before_attention, attention, context)
@@ -83,9 +110,9 @@ class Gemma4Layer(DecoderLayer):
         if not self.sparse:
             return super()._add_mlp(x, context)
         x = checkpoint_name(x, names.ATTENTION_RESIDUAL)
-        x, normed = self._fork(x, self.norms.before_mlp, self.mlp, context)
+        x, normed = self._fork(x, self.norms.before_mlp, self.ffn, context)
         dense_norm, before, after = (getattr(self, name) for name in _EXPERT_NORMS)
-        dense = dense_norm.of(self.mlp(normed, context).add_to(jnp.zeros_like(x)))
+        dense = dense_norm.of(self.ffn(normed, context).add_to(jnp.zeros_like(x)))
         flat = x.reshape(-1, x.shape[-1])
         logits, routing = self.router(flat)
         routed = apply_experts(self.experts, before(flat), logits, routing, context).reshape(x.shape)
@@ -134,19 +161,21 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
             "rope_scaling: write them so in config.json"
         )
     ropes = ropes_by_type(given, _THETAS, max_position_embeddings=_POSITIONS)
-    fields = gemma_fields(given, max_position_embeddings=_POSITIONS, rope=ropes[_SLIDING])
+    fields = gemma_fields(
+        given,
+        max_position_embeddings=_POSITIONS,
+        rope=ropes[_SLIDING],
+        logit_softcap=raw.get("final_logit_softcapping"),
+    )
     types = _types(raw, fields["num_hidden_layers"])
     shapes, shared_width = _shapes(raw, fields, types)
     window = 512 if raw.get("sliding_window") is None else raw["sliding_window"]
     return DecoderConfig(
-        **{**fields, "attention_scale": 1.0},
+        **{**fields, "attention": AttentionOptions(scale=1.0)},
         layer_windows=layer_windows({**raw, "layer_types": types}, types, window),
         layer_ropes=tuple(ropes[kind] for kind in types),
-        layer_shapes=shapes,
-        shared_width=shared_width,
-        per_layer=_per_layer(raw, fields),
+        family_shape=Gemma4Shape(layer_shapes=shapes, shared_width=shared_width, per_layer=_per_layer(raw, fields)),
         moe=_experts(raw, fields) if raw.get("enable_moe_block") else None,
-        logit_softcap=raw.get("final_logit_softcapping"),
     )
 
 
@@ -156,10 +185,10 @@ def _types(raw: Mapping[str, Any], layers: int) -> list[str]:
     return [*types[:-1], _FULL]
 
 
-def _per_layer(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> PerLayerConfig | None:
+def _per_layer(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> PerLayerShape | None:
     size = 256 if raw.get("hidden_size_per_layer_input") is None else raw["hidden_size_per_layer_input"]
     vocabulary = raw.get("vocab_size_per_layer_input") or 262_144
-    return PerLayerConfig(size=size, vocab_size=vocabulary, layers=fields["num_hidden_layers"]) if size else None
+    return PerLayerShape(size=size, vocab_size=vocabulary, layers=fields["num_hidden_layers"]) if size else None
 
 
 def _experts(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> MoeConfig:
@@ -253,11 +282,17 @@ def _sizes(
     return LayerShape(H, K, fields["intermediate_size"], keys_as_values=joined)
 
 
+PARTS = Parts(**{**NORMS, "norm": _NORM}, head_norms="heads", experts=ExpertParts(activation="geglu"))
+SIZES = {
+    **{"vocab_size": 262_144, "hidden_size": 2304, "intermediate_size": 9216},
+    **{"num_hidden_layers": 30, "num_attention_heads": 8},
+}
+"""transformers' where config.json has none."""
 register(
     Family(
         model_type="gemma4_text",
         config_from_hf=config_from_hf,
-        parts=Parts(**{**NORMS, "norm": _NORM}, head_norms="heads", experts=ExpertParts(activation="geglu")),
+        parts=PARTS,
         layer=Gemma4Layer,
     )
 )
@@ -267,12 +302,6 @@ wrap(
         text_types=("gemma4_text",),
         others=("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio."),
         tied=True,
-        defaults={
-            "vocab_size": 262_144,
-            "hidden_size": 2304,
-            "intermediate_size": 9216,
-            "num_hidden_layers": 30,
-            "num_attention_heads": 8,
-        },
+        defaults=SIZES,
     )
 )

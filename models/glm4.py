@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxglue.models.config import DecoderConfig
+from jaxglue.models.config import AttentionOptions, DecoderConfig
 from jaxglue.models.family import Family, NormNames, Parts, register
 from jaxglue.models.hf_fields import decoder_fields
 
@@ -15,7 +15,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     fields = decoder_fields(
         {**_DEFAULTS, **raw}, max_position_embeddings=131_072, eps=1.5625e-7, partial=0.5, interleaved=True
     )
-    fields |= {"attention_output_bias": False, "mlp_bias": False}
+    fields |= {"attention": AttentionOptions(output_bias=False), "mlp_bias": False}
     return DecoderConfig(**fields, layer_windows=(None,) * raw["num_hidden_layers"])
 
 

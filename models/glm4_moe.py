@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxglue.models.config import DecoderConfig, MoeConfig
+from jaxglue.models.config import AttentionOptions, DecoderConfig, MoeConfig
 from jaxglue.models.family import ExpertParts, Family, Parts, register
 from jaxglue.models.hf_fields import decoder_fields, expert_format, require_fields
 from jaxglue.models.wrapper import Spelling, spell
@@ -25,7 +25,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     raw = {**_DEFAULTS, **({"n_routed_experts": given["num_local_experts"]} if "num_local_experts" in given else {})}
     raw |= given
     fields = decoder_fields(raw, max_position_embeddings=131_072, eps=1e-5, partial=0.5)
-    fields |= {"attention_output_bias": False, "mlp_bias": False, "head_norms": raw["use_qk_norm"]}
+    fields |= {"attention": AttentionOptions(output_bias=False, head_norms=raw["use_qk_norm"]), "mlp_bias": False}
     layers = raw["num_hidden_layers"]
     return DecoderConfig(**fields, layer_windows=(None,) * layers, moe=routed_experts(raw))
 

@@ -7,7 +7,7 @@ from typing import Any
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.family import Family, Parts, register
 from jaxglue.models.glm4_moe import SIGMOID_EXPERTS, routed_experts
-from jaxglue.models.latent import LatentLayer, check_rotated_size, latent_fields
+from jaxglue.models.latent import check_rotated_size, latent_fields
 from jaxglue.models.wrapper import Spelling, spell
 
 _DEFAULTS = {
@@ -44,7 +44,6 @@ register(
         model_type="glm4_moe_lite",
         config_from_hf=config_from_hf,
         parts=Parts(experts=SIGMOID_EXPERTS),
-        layer=LatentLayer,
     )
 )
 spell(Spelling(model_type="glm4_moe_lite", layers=0))

@@ -73,7 +73,6 @@ class HfFields:
     final_logit_softcapping: PositiveFloat
     rope_local_base_freq: PositiveFloat
     no_rope_layer_interval: _Size
-    sliding_window_pattern: _Size
     hidden_activation: str
     layer_types: tuple[str, ...]
     full_attention_interval: _Size
@@ -98,9 +97,14 @@ class HfFields:
 _OBJECTS = ("rope_scaling", "rope_parameters", "quantization_config", "per_layer_config")
 
 
-def check_fields(raw: Mapping[str, Any]) -> None:
-    """Raise ValueError for a field of config.json with a value of another type or outside its range."""
-    for name, (_, kind) in plain_fields(HfFields).items():
+def check_fields(raw: Mapping[str, Any], types: type = HfFields) -> None:
+    """Raise ValueError for a field of config.json with a value of another type or outside its range.
+
+    Args:
+        raw: config.json.
+        types: dataclass of the fields; a family has one of those that it alone reads.
+    """
+    for name, (_, kind) in plain_fields(types).items():
         value = raw.get(name)
         if value is None:
             continue
@@ -137,6 +141,14 @@ def layer_types(raw: Mapping[str, Any], types: Sequence[str]) -> Sequence[str]:
     if len(types) != raw["num_hidden_layers"]:
         raise ValueError(f"layer_types has {len(types)} entries for num_hidden_layers={raw['num_hidden_layers']}")
     return types
+
+
+def window_pattern(raw: Mapping[str, Any], default: int) -> int:
+    """Return the number of layers of which the last attends to all; raise ValueError for what is no number above 0."""
+    every = default if (value := raw.get("sliding_window_pattern")) is None else value
+    if type(every) is not int or every < 1:
+        raise ValueError(f"sliding_window_pattern in config.json: expected a number above 0, got {every!r:.100}")
+    return every
 
 
 def layer_windows(raw: Mapping[str, Any], types: Sequence[str], window: int | None) -> tuple[int | None, ...]:

@@ -11,14 +11,15 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxglue.models.config import DecoderConfig, LatentConfig, LayerKind
+from jaxglue.models.config import AttentionOptions, CacheSizes, DecoderConfig, LayerKind, Mixer, vector_bytes
 from jaxglue.models.context import LayerContext
 from jaxglue.models.family import Parts
 from jaxglue.models.hf_fields import decoder_fields, require_fields
-from jaxglue.models.layers import Attention, DecoderLayer, copied
+from jaxglue.models.layers import Attention, copied
 from jaxglue.models.linear import Linear, layer_linear
 from jaxglue.models.residual import Norm
 from jaxglue.ops import names
+from jaxglue.ops.paged_attention import LatentPages, make_latent_pages
 from jaxglue.ops.projection import Projection, adapted_projection
 from jaxglue.ops.projection.dora import magnitude_gain, matrix
 from jaxglue.ops.quant.fp8 import rounded_rows
@@ -26,6 +27,51 @@ from jaxglue.ops.residual_norm import Normed
 
 _EPS = 1e-6
 """Epsilon of the norms of latent vectors, whatever config.json has for the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentConfig(Mixer):
+    """Sizes of latent attention."""
+
+    title = "latent attention"
+
+    query_rank: int | None
+    """Size of the queries' latent vector; None where they are projected at once."""
+    rank: int
+    """Size of the latent vector of keys and values."""
+    nope_dim: int
+    """Dimensions of each query and key that do not turn."""
+    rope_dim: int
+    """Dimensions after these that do, those of keys being the same for all heads."""
+    value_dim: int
+
+    @property
+    def cached_dim(self) -> int:
+        """Return the values of a token in the cache: the key's part that turns, and the latent vector."""
+        return self.rope_dim + self.rank
+
+    def make(self, config: DecoderConfig, parts: Parts, kind: LayerKind, *, dtype, rngs: nnx.Rngs) -> "LatentAttention":
+        """See `Mixer`."""
+        return LatentAttention(config, self, kind, dtype=dtype, rngs=rngs)
+
+    def weights(self, config: DecoderConfig, kind: LayerKind) -> int:
+        """See `Mixer`."""
+        D, N, H = config.hidden_size, config.num_attention_heads, kind.head_dim
+        queries = D * N * H if self.query_rank is None else self.query_rank * (D + N * H)
+        keys_values = D * self.cached_dim + self.rank * N * (self.nope_dim + self.value_dim)
+        return queries + keys_values + N * self.value_dim * D
+
+    def attended(self, heads: int, head_dim: int) -> tuple[int, int]:
+        """See `Mixer`."""
+        return heads, self.value_dim
+
+    def make_cache(self, kind: LayerKind, sizes: CacheSizes) -> LatentPages:
+        """See `Mixer`."""
+        return make_latent_pages(sizes.pages, sizes.page, self.cached_dim, sizes.dtype, sizes.device)
+
+    def token_bytes(self, kind: LayerKind, dtype) -> int:
+        """See `Mixer`."""
+        return vector_bytes(self.cached_dim, dtype)
 
 
 class LatentAttention(Attention):
@@ -37,9 +83,7 @@ class LatentAttention(Attention):
 
     value_names = (*Attention.value_names, names.KEY)
 
-    def __init__(self, config: DecoderConfig, parts: Parts, kind: LayerKind, *, dtype, rngs: nnx.Rngs):
-        latent = config.latent
-        assert latent is not None
+    def __init__(self, config: DecoderConfig, latent: LatentConfig, kind: LayerKind, *, dtype, rngs: nnx.Rngs):
         D, N, H, bias = config.hidden_size, config.num_attention_heads, kind.head_dim, config.attention_bias
         linear = partial(layer_linear, config, kind, dtype=dtype, rngs=rngs)
         if latent.query_rank is None:
@@ -55,7 +99,7 @@ class LatentAttention(Attention):
         )
         self.o_proj = linear("self_attn.o_proj", N * latent.value_dim, D, bias=bias)
         self.latent, self.heads = latent, N
-        self.fused = self.gated = self.norms_full_width = False
+        self.fused = self.gated = self.gated_queries = self.norms_full_width = self.norms_turned = False
         self.sinks = self.q_norm = self.k_norm = None
         self.head_dim, self.window, self.rotary = H, kind.window, kind.rotary
         self.query_factor, self.softcap = config.query_factor(H), None
@@ -167,12 +211,6 @@ def _product(equation: str, x: Array, weight: Array) -> Array:
     return jnp.einsum(equation, x, weight.astype(x.dtype), preferred_element_type=jnp.float32)
 
 
-class LatentLayer(DecoderLayer):
-    """A decoder layer with latent attention."""
-
-    attention = LatentAttention
-
-
 def latent_fields(raw: Mapping[str, Any], **options: Any) -> dict[str, Any]:
     """Read the config.json fields of models with latent attention.
 
@@ -204,18 +242,19 @@ def latent_fields(raw: Mapping[str, Any], **options: Any) -> dict[str, Any]:
     rope, scale = replace(fields["rope"], partial_rotary_factor=part), 1.0
     if rope.rope_type != "default" and rope.mscale_all_dim and (rope.factor or 1.0) > 1:
         scale = (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
+    latent = LatentConfig(
+        query_rank=raw.get("q_lora_rank"),
+        rank=raw["kv_lora_rank"],
+        nope_dim=raw["qk_nope_head_dim"],
+        rope_dim=rope_dim,
+        value_dim=raw["v_head_dim"],
+    )
     return fields | {
         "head_dim": head_dim,
         "rope": rope,
-        "attention_scale": None if scale == 1.0 else scale * head_dim**-0.5,
+        "attention": AttentionOptions(scale=None if scale == 1.0 else scale * head_dim**-0.5),
         "layer_windows": (None,) * layers,
-        "latent": LatentConfig(
-            query_rank=raw.get("q_lora_rank"),
-            rank=raw["kv_lora_rank"],
-            nope_dim=raw["qk_nope_head_dim"],
-            rope_dim=rope_dim,
-            value_dim=raw["v_head_dim"],
-        ),
+        "mixers": (latent,) * layers,
     }
 
 

@@ -21,7 +21,7 @@ def add_lora(model: CausalLM, config: LoraConfig, *, rngs: nnx.Rngs) -> None:
     adapters where the configuration says so, and always the score of a reward model.
 
     Raises:
-        ValueError: a target or pattern that names none of them, dropout, patterns or DoRA on experts, or a token index
+        ValueError: a target or pattern that names none of them, dropout or DoRA on experts, or a token index
             outside the vocabulary.
     """
     linears = dict(linear_layers(model))
@@ -30,8 +30,6 @@ def add_lora(model: CausalLM, config: LoraConfig, *, rngs: nnx.Rngs) -> None:
         if not _is_adapted(path, config):
             continue
         rank, scale, kind = config.rank_of(path), config.scale_of(path), path.rpartition(".")[-1]
-        if isinstance(linear, ExpertLinear) and (rank, scale) != (config.rank, config.scale):
-            raise ValueError(f"rank_pattern and alpha_pattern on experts ({path}) are not supported: leave them out")
         options: dict[str, Any] = {
             "rank": rank,
             "scale": scale,

@@ -37,9 +37,6 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 
 register(Family(model_type="mixtral", config_from_hf=config_from_hf))
 _EXPERT = (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
-spell(
-    Spelling(
-        model_type="mixtral",
-        parts=((".mlp.", ".block_sparse_moe."), *((f".{ours}.", f".{theirs}.") for ours, theirs in _EXPERT)),
-    )
-)
+EXPERT_NAMES = ((".mlp.", ".block_sparse_moe."), *((f".{ours}.", f".{theirs}.") for ours, theirs in _EXPERT))
+"""Parts of the names of experts, and the files'."""
+spell(Spelling(model_type="mixtral", parts=EXPERT_NAMES))

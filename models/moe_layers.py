@@ -136,7 +136,8 @@ class Router(nnx.Module):
         weight_dtype = jnp.float32 if self.float32 else dtype
         self.weight = nnx.Param(jax.random.normal(rngs.params(), (E, D), weight_dtype) * std)
         self.bias = nnx.Param(jnp.zeros(E, dtype)) if parts.bias else None
-        self.e_score_correction_bias = Buffer(jnp.zeros(E, jnp.float32)) if parts.correction else None
+        shape = (*(1,) * (parts.correction_axes - 1), E)
+        self.e_score_correction_bias = Buffer(jnp.zeros(shape, jnp.float32)) if parts.correction else None
 
     def __call__(self, x: Float[Array, "M D"]) -> Float[Array, "M E"]:
         """Compute the logits in float32."""
@@ -150,7 +151,7 @@ class Router(nnx.Module):
     @property
     def correction(self) -> Float[Array, " E"] | None:
         """Return the correction of the scores for the choice of experts alone, if there is one."""
-        return None if self.e_score_correction_bias is None else self.e_score_correction_bias[...]
+        return None if self.e_score_correction_bias is None else self.e_score_correction_bias[...].reshape(-1)
 
 
 class ScaledRouter(nnx.Module):

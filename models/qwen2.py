@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxglue.models.config import DecoderConfig
+from jaxglue.models.config import AttentionOptions, DecoderConfig
 from jaxglue.models.family import Family, register
 from jaxglue.models.hf_fields import decoder_fields, later_windows
 
@@ -11,7 +11,8 @@ from jaxglue.models.hf_fields import decoder_fields, later_windows
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Read a `Qwen2ForCausalLM` config.json."""
     fields = decoder_fields({"num_key_value_heads": 32, **raw}, max_position_embeddings=32768)
-    fields |= {"attention_bias": True, "attention_output_bias": False, "mlp_bias": False}  # not in config.json
+    fields |= {"attention_bias": True, "attention": AttentionOptions(output_bias=False)}  # not in config.json
+    fields |= {"mlp_bias": False}
     return DecoderConfig(**fields, layer_windows=later_windows(raw))
 
 

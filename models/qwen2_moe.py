@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxglue.models.config import DecoderConfig, MoeConfig
+from jaxglue.models.config import AttentionOptions, DecoderConfig, MoeConfig
 from jaxglue.models.family import ExpertParts, Family, Parts, register
 from jaxglue.models.hf_fields import decoder_fields, expert_format, layer_windows, require_fields, sparse_layers
 
@@ -19,7 +19,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     needed = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
     require_fields(raw, needed)
     bias = True if raw.get("qkv_bias") is None else raw["qkv_bias"]
-    fields |= {"attention_bias": bias, "attention_output_bias": False, "mlp_bias": False}
+    fields |= {"attention_bias": bias, "attention": AttentionOptions(output_bias=False), "mlp_bias": False}
     moe = MoeConfig(
         num_experts=raw["num_experts"],
         num_experts_per_tok=raw["num_experts_per_tok"],

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxglue.models.config import DecoderConfig, DeltaConfig
+from jaxglue.models.config import ATTENTION, DecoderConfig
+from jaxglue.models.delta_net import DeltaConfig
 from jaxglue.models.family import Family, Parts, register
 from jaxglue.models.hf_fields import decoder_fields, layer_windows, require_fields
 from jaxglue.models.wrapper import TEXT_PATH, Wrapper, wrap
@@ -28,6 +29,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         raise ValueError(f"layer_types {', '.join(unknown)} are not supported: only {_LINEAR}, {_FULL} are")
     kinds = [_FULL] * len(types)
     sizes = {name: default if raw.get(field) is None else raw[field] for name, (field, default) in _SIZES.items()}
+    delta = DeltaConfig(**sizes)
     return DecoderConfig(
         **decoder_fields(
             {"head_dim": 256, "num_key_value_heads": 4, **raw, "mlp_bias": False},
@@ -35,7 +37,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
             partial=0.25,
         ),
         layer_windows=layer_windows({**raw, "layer_types": kinds}, kinds, None),
-        delta=DeltaConfig(**sizes, layers=tuple(name == _LINEAR for name in types)),
+        mixers=tuple(delta if name == _LINEAR else ATTENTION for name in types),
     )
 
 

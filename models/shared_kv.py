@@ -44,10 +44,10 @@ class SharedAttention(Attention):
         self.o_proj = linear("self_attn.o_proj", N * H, D)
         self.q_norm = Norm(H, **norm)
         self.k_norm = Norm(H, **norm) if makes else None
-        self.fused = self.gated = self.norms_full_width = False
+        self.fused = self.gated = self.gated_queries = self.norms_full_width = self.norms_turned = False
         self.sinks = None
         self.head_dim, self.window, self.rotary = H, kind.window, kind.rotary
-        self.query_factor, self.softcap = config.query_factor(H), config.attention_softcap
+        self.query_factor, self.softcap = config.query_factor(H), config.attention.softcap
 
     def project(self, normed: Normed, context: LayerContext) -> tuple[tuple[Array, Array, Array], None]:
         """Return rotated queries and keys, and values [B, T, heads, H], all made here."""

@@ -12,10 +12,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxglue.models.config import DecoderConfig
+from jaxglue.models.family import LLAMA_PARTS, Parts
 from jaxglue.models.linear import Linear
 from jaxglue.models.lora_config import PATHS, LoraConfig, VocabularyModule
 from jaxglue.models.per_layer import PerLayerEmbedding
-from jaxglue.ops.norm_rope import LLAMA_NORM, NormStyle
+from jaxglue.ops.norm_rope import reference_norm
 from jaxglue.ops.projection import LowRankAdapter
 from jaxglue.ops.rows import take_rows
 
@@ -28,17 +29,18 @@ Rows = tuple[Float[Array, "n D"], Int[Array, " n"]]
 
 
 class Embedding(nnx.Module):
-    """Token embeddings, weight [V, D], times a multiplier."""
+    """Token embeddings, weight [V, D], times a multiplier, or normed."""
 
-    def __init__(self, config: DecoderConfig, norm: NormStyle = LLAMA_NORM, *, dtype, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, parts: Parts = LLAMA_PARTS, *, dtype, rngs: nnx.Rngs):
         shape = (config.vocab_size, config.hidden_size)
         self.weight = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * config.initializer_range)
-        self.multiplier, self.shared_width = config.embedding_multiplier, config.shared_width
+        self.multiplier, self.shared_width = config.scales.embedding, config.shared_width
         self.lora_A: nnx.LoRAParam | None = nnx.data(None)
         self.lora_B: nnx.LoRAParam | None = nnx.data(None)
         self.lora_scale = 0.0
+        self.norm_eps = config.rms_norm_eps if parts.embedding_norm else None
         makes = {"dtype": dtype, "rngs": rngs}
-        self.per_layer = None if config.per_layer is None else PerLayerEmbedding(config, norm, **makes)
+        self.per_layer = None if config.per_layer is None else PerLayerEmbedding(config, parts.norm, **makes)
 
     def add_lora(self, *, rank: int, scale: float, rngs: nnx.Rngs) -> None:
         """Add a float32 adapter with zero initial output, as PEFT does: A [R, V] zero, B [D, R] normal."""
@@ -66,6 +68,7 @@ class Embedding(nnx.Module):
             product = jnp.matmul(low_rank.astype(dtype), B.T.astype(dtype), preferred_element_type=jnp.float32)
             x = (x + self.lora_scale * product).astype(dtype)
         x = x if self.multiplier == 1.0 else x * jnp.asarray(self.multiplier, dtype)
+        x = x if self.norm_eps is None else reference_norm(x, jnp.ones(x.shape[-1], dtype), self.norm_eps)
         return jnp.pad(x, ((0, 0), (0, 0), (0, self.shared_width))) if self.shared_width else x
 
     def layer_inputs(

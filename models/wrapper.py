@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jaxglue.parts import Registry
+
 TEXT_PATH = "model"
 """Path of the decoder among a text model's modules."""
 _SPELLINGS = ("model.language_model.", "language_model.model.")
@@ -52,13 +54,13 @@ class Wrapper:
         return [*modules, *(f"model.{module}" for module in modules)]
 
 
-WRAPPERS: dict[str, Wrapper] = {}
+WRAPPERS = Registry[Wrapper]("wrapper of a text model")
 """Wrappers by `model_type`."""
 
 
 def wrap(wrapper: Wrapper) -> Wrapper:
-    """Let folders of this model type be read, in place of an earlier wrapper of that type."""
-    WRAPPERS[wrapper.model_type] = wrapper
+    """Let folders of this model type be read; raise ValueError for a type that has a wrapper."""
+    WRAPPERS.add(wrapper.model_type, wrapper)
     return wrapper
 
 
@@ -161,8 +163,12 @@ class Spelling:
     model_type: str
     parts: tuple[tuple[str, str], ...] = ()
     """Parts of the modules' names, and the files' in their place, in the order in which these are replaced."""
+    experts: tuple[tuple[str, str], ...] = ()
+    """Names of projections of experts alone, and the files'."""
     layers: int | None = None
     """Layers of the model, config.json's in place of any number here; None where the files have no others."""
+    others: tuple[str, ...] = ()
+    """Beginnings of the names of tensors that belong to no part of the model."""
     used: bool = True
     """The files are spelled so."""
 
@@ -172,27 +178,33 @@ class Spelling:
         return replace(self, used=not stored or any(self.ours(name) != name for name in stored))
 
     def ours(self, stored: str) -> str | None:
-        """Return a tensor's name as the model's; None for layers beyond the model's."""
+        """Return a tensor's name as the model's; None for layers beyond the model's, and other parts."""
         if self.layers is not None and (found := _LAYER.match(stored)) and int(found[1]) >= self.layers:
+            return None
+        if self.others and stored.startswith(self.others):
             return None
         for ours, theirs in self.parts if self.used else ():
             stored = stored.replace(theirs, ours)
+        for ours, theirs in self.experts if self.used and ".experts." in stored else ():
+            stored = stored.replace(f".{theirs}.", f".{ours}.")
         return stored
 
     def stored(self, name: str) -> str:
         """Invert `ours`."""
+        for ours, theirs in self.experts if self.used and ".experts." in name else ():
+            name = name.replace(f".{ours}.", f".{theirs}.")
         for ours, theirs in reversed(self.parts) if self.used else ():
             name = name.replace(ours, theirs)
         return name
 
 
-SPELLINGS: dict[str, Spelling] = {}
+SPELLINGS = Registry[Spelling]("spelling of tensors' names")
 """Spellings by `model_type`."""
 
 
 def spell(spelling: Spelling) -> Spelling:
-    """Let folders of this model type be read and written by these names."""
-    SPELLINGS[spelling.model_type] = spelling
+    """Let folders of this model type be read and written by these names; raise ValueError where it has others."""
+    SPELLINGS.add(spelling.model_type, spelling)
     return spelling
 
 

@@ -93,8 +93,31 @@ def check_folder(folder: Path) -> Iterator[Check]:
 
     folder = model_path(folder, weights=False)
     base = find_base(folder, weights=False) if (folder / CONFIG).is_file() else None
+    yield from _check_type(folder if base is None else base)
     for subject, found, remedy, breaks in inspect(folder, base):
         yield Check(name=subject, verdict="fail" if breaks else "warn" if remedy else "ok", found=found, remedy=remedy)
+
+
+def _check_type(folder: Path) -> Iterator[Check]:
+    """Yield a verdict on a model type that has no family: which of its parts exist here."""
+    from jaxglue.hf.checkpoint import read_config, tensor_names
+    from jaxglue.models import config_from_hf
+    from jaxglue.models.unknown import known_parts
+
+    raw = read_config(folder)
+    try:
+        config_from_hf(raw)
+    except ValueError as error:
+        if "is not supported" not in str(error):
+            yield Check(name="model", verdict="fail", found=str(error), remedy="correct config.json")
+            return
+        text = raw.get("text_config")
+        parts = known_parts({**raw, **text} if isinstance(text, dict) else raw, tensor_names(folder))
+        exist = ", ".join(parts.exist) or "none that its tensors' names tell"
+        others = ", ".join(parts.others) or "none"
+        found = f"{str(error).split(': known are', 1)[0]}. Parts that exist: {exist}. Others: {others}"
+        remedy = "write a family of parts (docs/adding_a_model.md), and a part for each of the others"
+        yield Check(name="model", verdict="fail", found=found, remedy=remedy)
 
 
 def checks(gpus: list[Gpu]) -> Iterator[Check]:

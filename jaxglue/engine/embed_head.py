@@ -284,7 +284,7 @@ class EmbedHead:
         def program(weights, x, batch):
             trainable, frozen = gather(layout, weights, stored)
             hidden, output = self.normed_output(trainable, frozen, x)
-            values = HeadValues(hidden, output, batch, softcap=self.config.logit_softcap)
+            values = HeadValues(hidden, output, batch, softcap=self.config.scales.logit_softcap)
             if self.config.labels > 1:
                 return sum_labels(values.class_scores, batch.answers)
             return sum_parts(values.scores if self.config.scores else values.log_probs, batch.answers)[..., :PROMPT]
@@ -294,7 +294,10 @@ class EmbedHead:
 
     def _token_log_probs(self, trainable: Params, frozen: Params, x, targets, counted):
         layout, stored = self._layout, self._layout.param_specs((trainable, frozen))
-        shape: dict[str, Any] = {"softcap": self.config.logit_softcap, "temperature": self._objective.temperature}
+        shape: dict[str, Any] = {
+            "softcap": self.config.scales.logit_softcap,
+            "temperature": self._objective.temperature,
+        }
 
         def program(weights, x, targets, counted):
             trainable, frozen = gather(layout, weights, stored)
@@ -320,7 +323,7 @@ class EmbedHead:
     def local_loss(self, trainable: Params, frozen: Params, x, batch: Batch, scale, fp8: bool) -> tuple[Array, Array]:
         """Return scale · Σ loss of this device's rows, and the same followed by the objective's further sums."""
         hidden, output = self.normed_output(trainable, frozen, x)
-        softcap = self.config.logit_softcap
+        softcap = self.config.scales.logit_softcap
         options: dict[str, Any] = {"fp8": fp8, "softcap": softcap, "temperature": self._objective.temperature}
         values = self._objective(HeadValues(hidden, output, batch, **options), batch) * scale
         return self._objective.loss(values), values

@@ -51,8 +51,8 @@ def explain_forms(
         context, capability = replace(context, dropout_key=jax.random.key(0)), compute_capability()
         choices["layers"] = LAYER_FORM.choose(capability, LayerCall(layer=layer, x=x, context=context))
         choices["projections"] = PROJECTION.choose(capability, ProjectionCall.of(layer.mixer.inputs, context))
-        if isinstance(layer.mlp, GatedMLP | FusedMLP) and (parts := layer.mlp.parts) is not None:
-            call = GatedCall.of(parts, context, layer.mlp.activation)
+        if isinstance(layer.ffn, GatedMLP | FusedMLP) and (parts := layer.ffn.parts) is not None:
+            call = GatedCall.of(parts, context, layer.ffn.activation)
             choices["feed-forward"] = GATED_MLP.choose(capability, call)
 
     jax.eval_shape(look, trainable, frozen, x, context)
@@ -89,7 +89,7 @@ def by_tiles(
         return layer.after_attention(x, attended, gate, context)
 
     known = context.attention_out
-    if known is not None and not layer.gates_attention:
+    if known is not None and not layer.mixer.gated:
         return map_tiles(after, context, x, known)
     values, gate = map_tiles(before, context, x)
     values = tuple(map(checkpoint_name, values, layer.mixer.value_names))
@@ -101,7 +101,7 @@ def by_tiles(
 def _check_small(capability: Capability | None, call: LayerCall) -> None:
     """Raise NotImplementedError for a layer that `small_layer` does not compute."""
     layer, context = call.layer, call.context
-    attention, mlp = layer.mixer, layer.mlp
+    attention, mlp = layer.mixer, layer.ffn
     if not isinstance(attention, Attention) or isinstance(attention, LatentAttention) or attention.gated:
         raise NotImplementedError("attention is linear, latent or gated")
     rotary = attention.rotary
@@ -113,7 +113,13 @@ def _check_small(capability: Capability | None, call: LayerCall) -> None:
         raise NotImplementedError("attention has sinks, a cap or a scale")
     if rotary is None or not rotary.turns_whole_halves or rotary.config.query_scale is not None:
         raise NotImplementedError("not both halves of each head turn, or queries are scaled by their positions")
-    if layer.norms != _PRE_NORMS or layer.factor != 1.0 or layer.norm_style != LLAMA_NORM or attention.norms_full_width:
+    if (
+        layer.norms != _PRE_NORMS
+        or layer.factor != 1.0
+        or layer.norm_style != LLAMA_NORM
+        or attention.norms_full_width
+        or attention.norms_turned
+    ):
         raise NotImplementedError("norms are not Llama's, or outputs are scaled")
     conditions = StaticConditions.of(context)
     small = SmallLayerCall(x=call.x, spec=_spec(layer), projections=_projections(layer), conditions=conditions)
@@ -125,14 +131,14 @@ def _as_small(layer: DecoderLayer, x: Float[Array, "B T D"], context: PackedCont
     """Apply the layer as one operation that is differentiated by hand."""
     before, after = layer.norm(_PRE_NORMS.before_attention), layer.norm(_PRE_NORMS.before_mlp)
     assert before is not None and after is not None
-    norms = LayerNorms(before.weight[...], after.weight[...], layer.self_attn.head_norms)
+    norms = LayerNorms(before.weight[...], after.weight[...], layer.mixer.head_norms)
     y = small_layer(_spec(layer), x, norms, _projections(layer), context)
     assert y is not None
     return y
 
 
 def _spec(layer: DecoderLayer) -> LayerSpec:
-    norm, attention, mlp = layer.norm(_PRE_NORMS.before_attention), layer.self_attn, layer.mlp
+    norm, attention, mlp = layer.norm(_PRE_NORMS.before_attention), layer.mixer, layer.ffn
     assert norm is not None and attention.rotary is not None and isinstance(mlp, GatedMLP)
     return LayerSpec(
         rotary=attention.rotary, eps=norm.eps, window=attention.window, style=norm.style, activation=mlp.activation
@@ -140,8 +146,8 @@ def _spec(layer: DecoderLayer) -> LayerSpec:
 
 
 def _projections(layer: DecoderLayer) -> list[Projection]:
-    assert isinstance(layer.mlp, GatedMLP)
-    return [linear.projection for linear in (*layer.self_attn.linears, *layer.mlp.linears)]
+    assert isinstance(layer.ffn, GatedMLP)
+    return [linear.projection for linear in (*layer.mixer.linears, *layer.ffn.linears)]
 
 
 _READS: Reads = {LayerCall: ("layer", "x", "context"), PackedContext: None}

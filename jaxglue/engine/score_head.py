@@ -83,6 +83,6 @@ class ScoreHead:
         trainable, frozen = weights
         hidden, output = self._head.normed_output(trainable, frozen, x)
         matrix = extended_matrix(output)
-        softcap = self._head.config.logit_softcap
+        softcap = self._head.config.scales.logit_softcap
         losses, best = linear_scores(hidden, matrix, targets.ravel(), chunk_size(matrix.shape[0]), softcap)
         return losses.reshape(targets.shape), best.reshape(targets.shape)

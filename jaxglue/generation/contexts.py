@@ -27,8 +27,9 @@ from jaxglue.ops.paged_attention import (
     paged_attention,
 )
 from jaxglue.ops.rope import RopeTables, Rotary
+from jaxglue.ops.short_convolution import ConvolutionStates, short_convolution_step
 
-Cache = KVPages | LatentPages | DeltaStates
+Cache = KVPages | LatentPages | DeltaStates | ConvolutionStates
 """Cache of a layer."""
 
 
@@ -89,13 +90,13 @@ class _Appending(_Inference):
     _rope: RopeTables
 
     def rotate(
-        self, q, k, rotary: Rotary | None, norms: HeadNorms | None = None, factor: float = 1.0
+        self, q, k, rotary: Rotary | None, norms: HeadNorms | None = None, factor: float = 1.0, *, at_once: bool = False
     ) -> tuple[Array, Array]:
         """Remember what `attend` applies as it writes to the cache: norms, rotary embedding and queries' factor.
 
         Latent attention, whose writes are others, rotates at once.
         """
-        if self.latents != "none":
+        if at_once or self.latents != "none":
             return norm_and_rotate(q, k, self._rope, rotary, norms=norms, factor=factor)
         self._rotation = rotary, norms, factor
         return q, k
@@ -135,6 +136,12 @@ class PrefillContext(_Appending):
         out, states = delta_rule_and_states(qkv, g, beta, self._packed.segments, heads)
         self.cache = self.cache.write(self._places.slots, states=states[0])
         return out
+
+    def convolve_short(self, x, weight, bias) -> Float[Array, "1 T C"]:
+        """Convolve each prompt, and keep its last inputs."""
+        inputs = last_inputs(x, self._packed.segments, weight.shape[2] - 1)
+        self.cache = self.cache.write(self._places.slots, inputs[0])
+        return self._packed.convolve_short(x, weight, bias)
 
 
 class DecodeContext(_Appending):
@@ -183,6 +190,14 @@ class DecodeContext(_Appending):
         out, states = advance_states(self.cache.states, slots, begun, qkv[0], g[0], beta[0], heads)
         self.cache = replace(self.cache, states=states)
         return out[None]
+
+    def convolve_short(self, x, weight, bias) -> Float[Array, "1 S C"]:
+        """Convolve each slot's token with those before it."""
+        slots, begun = self._cursor.slots, self._cursor.positions > 0
+        inputs = jnp.where(begun[:, None, None], self.cache.inputs[slots], 0)
+        y, inputs = short_convolution_step(x[0], inputs, weight, bias)
+        self.cache = self.cache.write(slots, inputs)
+        return y[None]
 
 
 class ExtendContext(DecodeContext):

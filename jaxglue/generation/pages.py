@@ -9,6 +9,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,7 @@ import numpy as np
 import psutil
 from jaxtyping import Array, Bool, Int
 
-from jaxglue.models.config import DecoderConfig, LayerKind
-from jaxglue.ops.delta_rule import DeltaHeads, DeltaStates, make_states
-from jaxglue.ops.paged_attention import KVPages, LatentPages, make_latent_pages, make_pages
+from jaxglue.models.config import CacheSizes, DecoderConfig, LayerKind
 
 PAGE = 64
 """Tokens in a page."""
@@ -114,7 +113,7 @@ def plan_cache(
 
 def _page_bytes(config: DecoderConfig, dtype, plan: CachePlan) -> tuple[int, int]:
     """Return the bytes of a page of all layers that see all tokens, and of a slot's rings in the others."""
-    pages = [(kind.window, PAGE * _layer_token_bytes(config, kind, dtype)) for kind in config.layer_kinds]
+    pages = [(kind.window, PAGE * kind.mixer.token_bytes(kind, dtype)) for kind in config.layer_kinds]
     rings = sum(plan.ring(window) * page for window, page in pages if window is not None)
     return sum(page for window, page in pages if window is None), rings
 
@@ -138,25 +137,12 @@ def pages_of(length: int) -> int:
 
 def token_bytes(config: DecoderConfig, dtype) -> int:
     """Return a token's bytes in the cache of all layers, whose float8 values have scales."""
-    return sum(_layer_token_bytes(config, kind, dtype) for kind in config.layer_kinds)
-
-
-def _layer_token_bytes(config: DecoderConfig, kind: LayerKind, dtype) -> int:
-    if kind.linear:
-        return 0
-    dtype = jnp.dtype(dtype)
-    scale = 4 if dtype == jnp.float8_e4m3fn else 0
-    if config.latent is not None:
-        return config.latent.cached_dim * dtype.itemsize + scale
-    return 2 * kind.shape.kv_heads * (kind.head_dim * dtype.itemsize + scale)
+    return sum(kind.mixer.token_bytes(kind, dtype) for kind in config.layer_kinds)
 
 
 def state_bytes(config: DecoderConfig, dtype) -> int:
-    """Return a sequence's bytes in the layers of linear attention, however long it is."""
-    if (delta := config.delta) is None:
-        return 0
-    state = 4 * delta.num_value_heads * delta.key_dim * delta.value_dim
-    return sum(delta.layers) * (state + (delta.conv_width - 1) * delta.channels * jnp.dtype(dtype).itemsize)
+    """Return a sequence's bytes in recurrent layers, however long it is."""
+    return sum(kind.mixer.state_bytes(dtype) for kind in config.layer_kinds)
 
 
 def activation_bytes(config: DecoderConfig, dtype, tokens: int) -> float:
@@ -169,20 +155,9 @@ def activation_bytes(config: DecoderConfig, dtype, tokens: int) -> float:
     F = max(shape.intermediate_size for shape in shapes)
     hidden = F if moe is None else moe.num_experts_per_tok * (moe.intermediate_size + D) + moe.shared_size
     matrices = 3 * D * (F if moe is None else moe.num_experts * moe.intermediate_size + moe.shared_size)
-    whole, piece = 6 * D + 2 * heads + _delta_values(config), 3 * hidden
+    whole, piece = 6 * D + 2 * heads + max(mixer.prefill_values for mixer in config.mixer_kinds), 3 * hidden
     elements = tokens * whole + min(tokens, PREFILL_TOKENS) * piece + 2 * matrices
     return _RESERVE * (jax.default_backend() != "cpu") + elements * jnp.dtype(dtype).itemsize
-
-
-def _delta_values(config: DecoderConfig) -> int:
-    """Return the values of a token in a layer of linear attention: the convolution's, the rule's, and states.
-
-    A state before each chunk of 64 tokens is in float32, as two values of 16 bits.
-    """
-    if (delta := config.delta) is None:
-        return 0
-    states = 2 * delta.num_value_heads * delta.key_dim * delta.value_dim // 64
-    return 3 * delta.channels + 3 * delta.value_width + states
 
 
 def free_bytes(limit: float = math.inf, device: jax.Device | None = None) -> float:
@@ -273,9 +248,7 @@ def ring_table(slots: Int[Array, " S"], ring: int, table: int) -> Int[Array, "S 
     return 1 + slots[:, None] * ring + np.arange(table) % ring
 
 
-def make_caches(
-    plan: CachePlan, config: DecoderConfig, dtype, activations, device=None
-) -> list[KVPages | LatentPages | DeltaStates]:
+def make_caches(plan: CachePlan, config: DecoderConfig, dtype, activations, device=None) -> list[Any]:
     """Return the empty caches of all layers; page 0, and a slot more than the plan's, belong to no sequence.
 
     Args:
@@ -286,18 +259,8 @@ def make_caches(
         device: device or sharding.
     """
 
-    def states() -> DeltaStates:
-        delta = config.delta
-        assert delta is not None
-        heads = DeltaHeads(delta.num_key_heads, delta.num_value_heads, delta.key_dim)
-        return make_states(plan.slots + 1, heads, delta.value_dim, delta.conv_width, activations, device)
-
-    def cache(kind: LayerKind) -> KVPages | LatentPages | DeltaStates:
-        pages = plan.pages_in(kind.window)
-        if kind.linear:
-            return states()
-        if config.latent is not None:
-            return make_latent_pages(pages, PAGE, config.latent.cached_dim, dtype, device)
-        return make_pages(pages, kind.shape.kv_heads, PAGE, kind.head_dim, dtype, device)
+    def cache(kind: LayerKind) -> Any:
+        sizes = CacheSizes(plan.pages_in(kind.window), PAGE, plan.slots + 1, dtype, activations, device)
+        return kind.mixer.make_cache(kind, sizes)
 
     return [cache(kind) for kind in config.layer_kinds]

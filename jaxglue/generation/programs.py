@@ -17,10 +17,11 @@ from jaxglue.generation.contexts import Cache, Cursor, DecodeContext, ExtendCont
 from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, CachePlan, ring_table
 from jaxglue.generation.sampling import Controls, Counts, Features, Sampled, sample
 from jaxglue.models.config import DecoderConfig, LayerKind
-from jaxglue.models.context import LatentCache, PackedContext
+from jaxglue.models.context import PackedContext
 from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
 from jaxglue.models.vocabulary import extended_matrix, with_low_rank
 from jaxglue.ops.cross_entropy import cap_logits
+from jaxglue.ops.paged_attention import LatentPages
 from jaxglue.ops.projection import project
 from jaxglue.ops.segments import PackedSegments
 from jaxglue.ops.zeros import zeros_on
@@ -93,6 +94,7 @@ class CachedLayer:
         self.extend = jit_step(self._extend, donate_argnames="cache")
 
     def _prefill(self, weights: Trees, x, cache: Cache, packed: PackedContext, places: Places):
+        packed = replace(packed, latents="written") if isinstance(cache, LatentPages) else packed
         layer, context = merge_module(self._graphdef, *weights), PrefillContext(packed, cache, places, fp8=self._fp8)
         whole = packed.tile is None or not layer.in_stages
         x = layer(x, context) if whole else by_tiles(layer, x, packed, context)
@@ -134,11 +136,9 @@ class Programs:
         self._output_name = graphdefs.output_name
         self.windows = tuple(dict.fromkeys(kind.window for kind in config.layer_kinds))
         """Windows of attention, None for all tokens: layers with one number their pages alike."""
-        self.extends = (
-            self.windows == (None,) and config.latent is None and not any(k.linear for k in config.layer_kinds)
-        )
+        self.extends = self.windows == (None,) and all(mixer.extends for mixer in config.mixer_kinds)
         """Whether `extend` serves: all layers have the keys and values of all tokens in numbered pages."""
-        self.rewinds = not any(kind.linear for kind in config.layer_kinds)
+        self.rewinds = config.recurrent is None
         """Whether a sequence may give back its last tokens: no layer holds them in a recurrent state."""
         self._embed_prompts, self._embed_suffixes = _jit(self._embed_packed), _jit(self._embed)
         self._copy = jax.jit(self._copy_pages, donate_argnames="caches")
@@ -274,9 +274,7 @@ class Programs:
     def _embed_packed(self, weights: Trees, tokens, segments: PackedSegments):
         x, rope, own = self._embed(weights, tokens, segments.positions)
         tile = PREFILL_TOKENS if tokens.shape[1] > PREFILL_TOKENS else None
-        latents: LatentCache = "none" if self._config.latent is None else "written"
-        options: dict[str, Any] = {"backend": self._attention, "tile": tile, "latents": latents}
-        return x, PackedContext(segments=segments, rope=rope, **options), own
+        return x, PackedContext(segments=segments, rope=rope, backend=self._attention, tile=tile), own
 
     def _embed_last(self, weights: Trees, sequences: Sequences, window: Window, *, plan: CachePlan):
         """Return (hidden states [1, B, D], cursor, the layers' own embeddings, if any)."""
@@ -312,7 +310,7 @@ class Programs:
         norm = merge_module(self._graphdefs.norm, *norm_weights)
         output = merge_module(self._graphdefs.output, *output_weights)
         logits = project(with_low_rank(output, norm(x[0])), extended_matrix(output), jnp.float32)
-        logits, positions = cap_logits(logits, self._config.logit_softcap), sequences.positions + 1
+        logits, positions = cap_logits(logits, self._config.scales.logit_softcap), sequences.positions + 1
         counts = sequences.counts and jax.tree.map(lambda rows: rows[window.slots], sequences.counts)
         sampled = sample(logits, window.controls, positions, counts, features, masks)
         tokens, was_live = sampled.tokens, sequences.live
@@ -328,7 +326,7 @@ class Programs:
         def copied(kind: LayerKind, cache):
             index = self.windows.index(kind.window)
             pages = copies.sources[index], copies.targets[index]
-            sources, targets = copies.slots if kind.linear else pages
+            sources, targets = copies.slots if kind.mixer.recurrent else pages
             return jax.tree.map(lambda stored: stored.at[targets].set(stored[sources]), cache)
 
         return list(map(copied, self._config.layer_kinds, caches))

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxglue.data.limits import SECONDS, time_limit
-from jaxglue.hf.adapter_tensors import SCORE, is_adapter, target_parameters
+from jaxglue.hf.adapter_tensors import SCORE, is_adapter, pattern_entries, target_parameters
 from jaxglue.hf.hub import BaseReference
 from jaxglue.models.lora_config import MODULES, PATHS, LoraConfig, VocabularyModule, match_pattern, parse_patterns
 from jaxglue.models.vocabulary import ROWS
-from jaxglue.models.wrapper import TEXT_PATH, from_text_name, to_text_name
+from jaxglue.models.wrapper import TEXT_PATH, from_text_name
 
 _READ = {
     "alpha_pattern",
@@ -205,6 +205,11 @@ def _check_lists(path: Path, raw: Mapping[str, Any]) -> None:
         value = raw.get(name)
         if value is not None and not (isinstance(value, texts) and all(isinstance(item, str) for item in value)):
             raise ValueError(f"{path}: {name}: expected names, got {value!r:.100}")
+    for field in ("rank_pattern", "alpha_pattern"):
+        try:
+            parse_patterns(field, pattern_entries(field, raw))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
     if unknown := sorted(saved_modules(raw) - {*MODULES, *_scores(raw)}):
         raise ValueError(f"{path}: not supported: modules_to_save={unknown}, only {', '.join(MODULES)}")
 
@@ -262,10 +267,7 @@ def config_from_peft(path: Path, raw: Mapping[str, Any], tensors: Iterable[str])
 
 def _entries(field: str, raw: Mapping[str, Any], modules: Iterable[str]) -> tuple[str, ...]:
     """Return the patterns, as in `LoraConfig`, that match a module; PEFT ignores the others."""
-    given = {} if raw.get(field) is None else raw[field]
-    if not isinstance(given, dict) or not all(type(value) in (int, float) for value in given.values()):
-        raise ValueError(f"{field}: expected numbers by pattern, got {given!r:.100}")
-    entries = [f"{to_text_name(pattern)[0]}={value}" for pattern, value in given.items()]
+    entries = pattern_entries(field, raw)
     return tuple(e for e in entries if any(match_pattern(parse_patterns(field, [e]), m) is not None for m in modules))
 
 

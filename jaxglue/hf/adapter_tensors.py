@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxglue.models.lora_config import PATHS, LoraConfig, VocabularyModule
+from jaxglue.models.lora_config import PATHS, LoraConfig, VocabularyModule, match_pattern, parse_patterns
 from jaxglue.models.vocabulary import ROWS
 from jaxglue.models.wrapper import TEXT_PATH, from_text_name, is_beside_text, to_text_name
 
 MAGNITUDE = "lora_magnitude_vector"
 """PEFT's name of DoRA's magnitudes."""
+NO_PATTERNS: Mapping[str, float] = {}
 _MATRICES = ("lora_A", "lora_B")
 _PREFIX = "base_model.model."
 _LINEAR = re.compile(rf"(model\.layers\.\d+\..+|lm_head)\.({'|'.join((*_MATRICES, MAGNITUDE))})")
@@ -100,8 +101,10 @@ def from_key(path: Path, key: str, array: np.ndarray, raw: Mapping[str, Any]) ->
         raise ValueError(
             f"{path}: {key} has shape {list(array.shape)}, expected {'a matrix' if axes == 2 else '[out]'}"
         )
-    expert = from_peft(name, array, raw.get("target_parameters") or (), raw["r"])
-    return expert or (name, array)
+    if not _THEIRS.fullmatch(name):
+        return name, array
+    ranks = parse_patterns("rank_pattern", pattern_entries("rank_pattern", raw))
+    return from_peft(name, array, raw.get("target_parameters") or (), raw["r"], ranks) or (name, array)
 
 
 def join_rows(
@@ -151,10 +154,11 @@ def check_shapes(path: Path, tensors: Mapping[str, np.ndarray], config: LoraConf
             raise ValueError(f"{path}: {linear} has {MAGNITUDE} {list(magnitude.shape)}, expected [{b.shape[0]}]")
 
 
+_MODULE = r"((mlp|feed_forward)\.)?experts"
 _OURS = re.compile(
-    r"(?P<experts>.+?\.(?P<path>(mlp\.)?experts))\.(?P<projection>gate_up_proj|down_proj)\.(?P<matrix>lora_[AB])"
+    rf"(?P<experts>.+?\.(?P<path>{_MODULE}))\.(?P<projection>gate_up_proj|down_proj)\.(?P<matrix>lora_[AB])"
 )
-_THEIRS = re.compile(r"(?P<experts>model\.layers\.\d+\.(mlp\.)?experts)(?P<inner>\.base_layer)?\.(?P<matrix>lora_[AB])")
+_THEIRS = re.compile(rf"(?P<experts>model\.layers\.\d+\.{_MODULE})(?P<inner>\.base_layer)?\.(?P<matrix>lora_[AB])")
 _INNER, _OUTER = "gate_up_proj", "down_proj"
 
 
@@ -182,8 +186,17 @@ def to_peft(name: str, tensor: Any, targets: Iterable[str]) -> tuple[str, np.nda
     return f"{match['experts']}{'.base_layer' if inner else ''}.{match['matrix']}", array
 
 
-def from_peft(name: str, array: np.ndarray, targets: Iterable[str], rank: int) -> tuple[str, np.ndarray] | None:
+def from_peft(
+    name: str, array: np.ndarray, targets: Iterable[str], rank: int, patterns: Mapping[str, float] = NO_PATTERNS
+) -> tuple[str, np.ndarray] | None:
     """Invert `to_peft` for an expert tensor; return None for other names.
+
+    Args:
+        name: PEFT's.
+        array: of all experts.
+        targets: `target_parameters` of the adapter.
+        rank: of its matrices, unless `patterns` give another.
+        patterns: ranks by patterns of paths.
 
     Raises:
         ValueError: experts missing from `targets`, or a shape inconsistent with the rank.
@@ -194,6 +207,8 @@ def from_peft(name: str, array: np.ndarray, targets: Iterable[str], rank: int) -
     projection = _INNER if match["inner"] or _OUTER not in kinds else _OUTER
     if projection not in kinds:
         raise ValueError(f"{name} adapts experts, but target_parameters names no {projection}")
+    path = f"{match['experts']}.{projection}"
+    rank = int(match_pattern(patterns, path) or rank)
     rows = match["matrix"] == "lora_A"
     if array.ndim != 2 or array.shape[0 if rows else 1] % rank:
         expected = f"[experts · {rank}, in]" if rows else f"[out, {rank} · experts]"
@@ -202,4 +217,16 @@ def from_peft(name: str, array: np.ndarray, targets: Iterable[str], rank: int) -
         array = array.reshape(-1, rank, array.shape[1])
     else:
         array = np.ascontiguousarray(array.reshape(array.shape[0], rank, -1).transpose(2, 0, 1))
-    return f"{match['experts']}.{projection}.{match['matrix']}", array
+    return f"{path}.{match['matrix']}", array
+
+
+def pattern_entries(field: str, raw: Mapping[str, Any]) -> list[str]:
+    """Return the entries of a field of PEFT's with numbers by pattern, as in `LoraConfig`.
+
+    Raises:
+        ValueError: other values than numbers.
+    """
+    given = {} if raw.get(field) is None else raw[field]
+    if not isinstance(given, dict) or not all(type(value) in (int, float) for value in given.values()):
+        raise ValueError(f"{field}: expected numbers by pattern, got {given!r:.100}")
+    return [f"{to_text_name(pattern)[0]}={value}" for pattern, value in given.items()]

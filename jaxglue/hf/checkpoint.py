@@ -95,6 +95,13 @@ def open_checkpoint(folder: str | Path) -> TensorFiles:
     return files
 
 
+def tensor_names(folder: Path) -> list[str]:
+    """Return the names of a folder's tensors, in its index or its files; none where it has neither."""
+    if (folder / INDEX).is_file():
+        return list(read_json(folder / INDEX).get("weight_map", ()))
+    return list(TensorFiles(sorted(folder.glob("*.safetensors"))).tensors)
+
+
 def _read_names(folder: Path) -> Wrapper | Spelling | None:
     return find_names(read_json(folder / "config.json")) if (folder / "config.json").is_file() else None
 

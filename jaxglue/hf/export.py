@@ -49,7 +49,8 @@ def save_model(
         folder: replaced if present; it appears complete or not at all.
         tensors: all parameters by Hugging Face's full name.
         base: source of config.json and tokenizer.
-        dtype: of the written tensors; by default each keeps its own.
+        dtype: of the written tensors, but for those that a base in 16 bits holds in float32, such as routers' biases
+            and decays; by default each keeps its own.
         write: False on processes that only contribute their shards of the tensors.
         finish: called with the folder before it appears.
         progress: shows the bytes written; by default nothing does.
@@ -59,18 +60,24 @@ def save_model(
     """
     tensors = {**_read_buffers(base, dtype), **tensors}
     layout = checkpoint_layout({name: tensor.shape for name, tensor in tensors.items()}, read_config(base))
+    wide = _wide_tensors(base)
+
+    def dtype_of(name: str) -> DTypeLike:
+        parameter, _ = layout[name]
+        return tensors[parameter].dtype if dtype is None else jnp.float32 if name in wide else dtype
+
     specs = {
-        name: jax.ShapeDtypeStruct(part_shape(tensors[parameter].shape, index), dtype or tensors[parameter].dtype)
+        name: jax.ShapeDtypeStruct(part_shape(tensors[parameter].shape, index), dtype_of(name))
         for name, (parameter, index) in layout.items()
     }
 
     @lru_cache(maxsize=1)  # tensors of one layer's experts are consecutive
-    def whole(parameter: str) -> np.ndarray:
-        return on_host(tensors[parameter].astype(dtype or tensors[parameter].dtype))
+    def whole(parameter: str, dtype: DTypeLike) -> np.ndarray:
+        return on_host(tensors[parameter].astype(dtype))
 
     def read(name: str) -> np.ndarray:
         parameter, index = layout[name]
-        return whole(parameter)[index]
+        return whole(parameter, specs[name].dtype)[index]
 
     if not write:
         for name in specs:
@@ -85,6 +92,15 @@ def save_model(
         if finish is not None:
             finish(temporary)
         write_shards(temporary, *stored_form(base, specs, read), MAX_SHARD_BYTES, progress)
+
+
+def _wide_tensors(base: str | Path) -> set[str]:
+    """Return the names of float32 tensors in a folder that has others in 16 bits; of one without weights, buffers."""
+    if not has_weights(Path(base)):
+        return {*buffers(abstract_model(config_from_hf(read_config(base))))}
+    tensors = open_checkpoint(base).tensors
+    narrow = any(info.dtype in (jnp.bfloat16, np.float16) for info in tensors.values())
+    return {name for name, info in tensors.items() if narrow and info.dtype == np.float32}
 
 
 def _read_buffers(base: str | Path, dtype: DTypeLike | None) -> dict[str, jax.Array]:

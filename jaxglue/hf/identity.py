@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from math import ceil, prod
 from pathlib import Path
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -17,16 +18,11 @@ import numpy as np
 from jaxglue.hf.checkpoint import open_checkpoint, read_config
 from jaxglue.hf.tensor_files import TensorFiles
 from jaxglue.models import config_from_hf
-from jaxglue.models.config import DecoderConfig, describe_as_earlier
+from jaxglue.models.config import DecoderConfig, Mixer, describe_as_earlier
 from jaxglue.models.wrapper import text_config
 
 _WHOLE = 4096
 """Elements of a tensor that is read whole."""
-_CHANGING = (
-    *("layer_ropes", "activation", "attention_scale", "attention_softcap", "embedding_multiplier"),
-    *("residual_multiplier", "logit_divisor", "logit_softcap", "delta", "layer_shapes"),
-)
-"""Further settings of a `DecoderConfig` that change its outputs; recorded where they are not the defaults."""
 _PLACES, _ELEMENTS = 4, 256
 """Places read of a larger one, evenly spaced, and elements at each: rows, or parts of a row of three or more axes."""
 
@@ -142,13 +138,43 @@ def _settings(config: DecoderConfig) -> str:
     values: dict[str, object] = {"rms_norm_eps": config.rms_norm_eps, "rope": rope}
     if any(config.layer_windows):
         values["layer_windows"] = config.layer_windows
-    changed = (f for f in fields(config) if f.name in _CHANGING and getattr(config, f.name) != f.default)
-    values |= {f.name: repr(getattr(config, f.name)) for f in changed}
+    values |= {name: repr(value) for name, value in _changed(config).items()}
     if config.moe:
         values |= {name: getattr(config.moe, name) for name in ("num_experts_per_tok", "norm_topk_prob")}
         routed = (f for f in fields(config.moe) if f.name in ("groups", "routed_scale"))
         values |= {f.name: value for f in routed if (value := getattr(config.moe, f.name)) != f.default}
     return json.dumps(values)
+
+
+def _changed(config: DecoderConfig) -> dict[str, object]:
+    """Return further settings that change a model's outputs where they are not the defaults, as adapters record them.
+
+    Names and order are those of all versions.
+    """
+    named: dict[str, tuple[object, object]] = {
+        "layer_ropes": (config.layer_ropes, ()),
+        "activation": (config.activation, "silu"),
+        "attention_scale": (config.attention.scale, None),
+        "attention_softcap": (config.attention.softcap, None),
+        "embedding_multiplier": (config.scales.embedding, 1.0),
+        "residual_multiplier": (config.scales.residual, 1.0),
+        "logit_divisor": (config.scales.logit_divisor, 1.0),
+        "logit_softcap": (config.scales.logit_softcap, None),
+    }
+    values = {name: value for name, (value, default) in named.items() if value != default}
+    values |= {} if config.family_shape is None else config.family_shape.recorded
+    recorded = [mixer for mixer in config.mixer_kinds if mixer.record]
+    return values | {mixer.record: _RecordedMixer(mixer, config.mixers) for mixer in recorded if mixer.record}
+
+
+class _RecordedMixer(NamedTuple):
+    """A mixer and the layers that have it, in an adapter's record."""
+
+    mixer: Mixer
+    layers: tuple[Mixer, ...]
+
+    def __repr__(self) -> str:
+        return f"{repr(self.mixer)[:-1]}, layers={tuple(mixer == self.mixer for mixer in self.layers)})"
 
 
 def _storage(files: TensorFiles, names: set[str]) -> str:

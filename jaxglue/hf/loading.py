@@ -204,16 +204,17 @@ def _draw(specs: dict[str, jax.ShapeDtypeStruct], put: Put, config: DecoderConfi
 def _initial(name: str, spec: jax.ShapeDtypeStruct, config: DecoderConfig, key: jax.Array) -> jax.Array:
     experts = FORMATS[config.moe.quantize if config.moe else "none"]
     part, std = name.rpartition("_")[2], config.initializer_range
-    if name.endswith("linear_attn.A_log"):
-        return jnp.log(jax.random.uniform(key, spec.shape, minval=0.01, maxval=16.0)).astype(spec.dtype)
-    if name.endswith(("linear_attn.dt_bias", "linear_attn.norm.weight")):
-        return jnp.ones(spec.shape, spec.dtype)
+    for mixer in config.mixer_kinds:
+        if (value := mixer.initial(name, key, spec)) is not None:
+            return value
     if name.endswith("bias"):
         return jnp.zeros(spec.shape, spec.dtype)
     if ".experts." in name and part in experts.parts:
         return experts.random_part(part, key, spec, std)
     if len(spec.shape) == 1 and not name.endswith("sinks"):
-        return jnp.full(spec.shape, 1 - find_family(config.model_type).parts.norm.offset, spec.dtype)
+        parts = find_family(config.model_type).parts
+        style = (parts.final_norm if name == "model.norm.weight" else None) or parts.norm
+        return jnp.full(spec.shape, 1 - style.offset, spec.dtype)
     return _normal(key, spec.shape, spec.dtype, std)
 
 

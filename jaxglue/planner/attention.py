@@ -83,7 +83,7 @@ def _passes(
     """Return the seconds of both passes over a micro-batch."""
     config = workload.config
     if backend == "hopper":
-        heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim, _value_dim(config))
+        heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.value_dim)
         some = batches.documents[:: -(-batches.batches // _SAMPLE)]
         times = [hopper_seconds(each, heads, window, matmul=gpu.matmul, copy=gpu.copy) for each in some]
         pairs = visible_pairs(batches.lengths, window) / visible_pairs(itertools.chain(*some), window)
@@ -101,7 +101,7 @@ def _passes(
 def _sums_queries(workload: Workload, backend: str) -> bool:
     """Return whether a backward pass sums the gradients of queries in memory: Hopper's own one does."""
     config = workload.config
-    return backend == "hopper" and _value_dim(config) <= 128 and config.attention_softcap is None
+    return backend == "hopper" and config.value_dim <= 128 and config.attention.softcap is None
 
 
 def with_fitting_attention(workload: Workload, gpu: Gpu) -> Workload:
@@ -148,10 +148,10 @@ def attention_shape(
     return AttentionCall(
         dtype=jnp.dtype(dtype),
         head_dim=model.head_dim,
-        value_dim=_value_dim(model),
+        value_dim=model.value_dim,
         query_heads=model.num_attention_heads,
         kv_heads=model.num_key_value_heads,
-        softcap=model.attention_softcap,
+        softcap=model.attention.softcap,
         seq_len=seq_len,
         segment_slots=kind.slots,
         long=kind.long,
@@ -194,14 +194,9 @@ def _columns(head_dim: int) -> int:
     return 1 << (head_dim - 1).bit_length()
 
 
-def _value_dim(config: DecoderConfig) -> int:
-    """Return the head dim of values as kernels see them."""
-    return config.head_dim if config.latent is None else config.latent.value_dim
-
-
 def _tile_columns(config: DecoderConfig) -> tuple[int, int]:
     """Return the columns of tiles of keys and of values; wider keys have a second tile beside one like values'."""
-    values = _columns(_value_dim(config))
+    values = _columns(config.value_dim)
     rest = config.head_dim - values
     return values + (_columns(rest) if rest > 0 else 0), values
 
@@ -228,7 +223,7 @@ def _longest_programs(workload: Workload, batches: MicroBatches, window: int | N
 
 def _rates(workload: Workload, backend: str, kind: BatchKind) -> fitted.AttentionRates:
     kernel = backend if backend == "cudnn" else "long" if kind.long else "short"
-    size = _value_dim(workload.config)
+    size = workload.config.value_dim
     if size > 64:
         return fitted.ATTENTION[kernel, 128 if size <= 128 else 256]
     return fitted.ATTENTION.get((kernel, 64), fitted.ATTENTION["short", 64])

@@ -3,7 +3,7 @@
 from jaxtyping import Int
 from numpy import ndarray
 
-from jaxglue.models.config import DecoderConfig, LayerKind
+from jaxglue.models.config import DecoderConfig
 from jaxglue.models.family import find_family
 
 
@@ -13,27 +13,13 @@ def matmul_parameters(config: DecoderConfig) -> int:
     In a mixture of experts, only as many experts as serve one token count, and shared ones.
     """
     D = config.hidden_size
-    mixers = [_linear_attention(config) if kind.linear else _attention(config, kind) for kind in config.layer_kinds]
+    mixers = sum(kind.mixer.weights(config, kind) for kind in config.layer_kinds)
     layers = sum(_feed_forward(config, layer) for layer in range(config.num_hidden_layers))
-    return sum(mixers) + layers + D * (config.labels if config.scores else config.vocab_size)
-
-
-def _attention(config: DecoderConfig, kind: LayerKind) -> int:
-    N, shape = config.num_attention_heads, kind.shape
-    if (latent := config.latent) is not None:
-        D, H, rank = config.hidden_size, kind.head_dim, latent.query_rank
-        queries = D * N * H if rank is None else rank * (D + N * H)
-        keys_values = D * (latent.rank + latent.rope_dim) + latent.rank * N * (latent.nope_dim + latent.value_dim)
-        return queries + keys_values + N * latent.value_dim * D
-    made = 0 if shape.shares == "takes" else shape.kv_heads * (1 if shape.keys_as_values else 2)
-    own = 2 * config.hidden_size * config.per_layer.size if config.per_layer else 0
-    return config.hidden_size * shape.head_dim * (2 * N + made) + own
-
-
-def _linear_attention(config: DecoderConfig) -> int:
-    shape = config.delta
-    assert shape is not None
-    return config.hidden_size * (shape.channels + 2 * shape.value_width + 2 * shape.num_value_heads)
+    parts, attending = find_family(config.model_type).parts, (k for k in config.layer_kinds if not k.mixer.recurrent)
+    if parts.gate is not None:
+        layers += sum(D * config.num_attention_heads * (1 if parts.gate_per_head else k.head_dim) for k in attending)
+    inputs = 2 * D * config.per_layer.size * config.num_hidden_layers if config.per_layer else 0
+    return mixers + layers + inputs + D * (config.labels if config.scores else config.vocab_size)
 
 
 def _feed_forward(config: DecoderConfig, layer: int) -> int:
@@ -53,13 +39,9 @@ def training_flops_per_token(config: DecoderConfig, *, visible_keys: float, weig
         weight_gradients: all weights train; frozen ones need no gradient, which leaves two thirds of the work.
     """
     weights = (6 if weight_gradients else 4) * matmul_parameters(config)
-    heads = sum(_mean_width(config, kind) for kind in config.layer_kinds if not kind.linear)
-    return weights + 12 * config.num_attention_heads * heads * visible_keys
-
-
-def _mean_width(config: DecoderConfig, kind: LayerKind) -> float:
-    """Return the mean of a key's and a value's width."""
-    return kind.head_dim if config.latent is None else (kind.head_dim + config.latent.value_dim) / 2
+    scored = (layer for layer, kind in enumerate(config.layer_kinds) if not kind.mixer.recurrent)
+    widths = sum((config.layer_kinds[layer].head_dim + config.attended(layer)[1]) / 2 for layer in scored)
+    return weights + 12 * config.num_attention_heads * widths * visible_keys
 
 
 def mean_visible_keys(lengths: Int[ndarray, " documents"]) -> float:

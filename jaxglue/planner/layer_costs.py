@@ -198,10 +198,10 @@ class TracedModel:
 
     def _exchange_seconds(self, kind: int) -> float:
         """Return the time in which linear attention exchanges tokens for heads, where rows are split."""
-        work, delta = self._workload, self._workload.config.delta
-        if work.mesh.context == 1 or delta is None or not delta.layers[kind]:
+        work, exchanged = self._workload, self._workload.config.layer_kinds[kind].mixer.exchanged
+        if work.mesh.context == 1 or not exchanged:
             return 0.0
-        moved = work.tokens * (delta.channels + delta.value_width) * jnp.dtype(work.dtype).itemsize
+        moved = work.tokens * exchanged * jnp.dtype(work.dtype).itemsize
         return (1 - 1 / work.mesh.context) * moved / self._gpu.peers
 
     def _cost_replay(self, kind: int, keeps_attention: bool) -> Cost:

@@ -78,7 +78,7 @@ def abstract_batch(workload: Workload) -> Batch:
     ids: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
     weights: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
     bounds: Any = jax.ShapeDtypeStruct((shape[0], 2), jnp.int32)
-    copies = _abstract_copies(shape) if workload.objective.forks and workload.config.delta is not None else None
+    copies = _abstract_copies(shape) if workload.objective.forks and workload.config.recurrent else None
     segments = PackedSegments(segment_ids=ids, positions=ids, starts=ids, ends=ids, cu_seqlens=bounds, copies=copies)
     objective, units = workload.objective, jax.ShapeDtypeStruct((shape[0], 1), jnp.float32)
     answers = None if objective.answers is None else _abstract_answers(ids, units)

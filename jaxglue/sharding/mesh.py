@@ -118,18 +118,16 @@ class MeshShape:
                 f"--mesh {self}: rows of {seq_len} tokens do not divide among {self.context} GPUs: use --seq-len "
                 f"{nearest}"
             )
-        if config.delta is not None and config.delta.num_key_heads % self.context:
-            raise ValueError(
-                f"--mesh {self}: the {config.delta.num_key_heads} key heads of linear attention do not divide among "
-                f"{self.context} GPUs of context, which exchange tokens for heads there; use data or fsdp for the rest"
-            )
+        for obstacle in filter(None, (mixer.why_not_split(self.context) for mixer in config.mixer_kinds)):
+            raise ValueError(f"--mesh {self}: {obstacle}; use data or fsdp for the rest")
 
     def _check_tensor(self, config: DecoderConfig) -> None:
         remedy = "use data or fsdp instead of tensor"
         if config.moe is not None:
             raise ValueError(f"--mesh {self}: tensor is for dense models, {config.model_type} has experts; use expert")
-        if config.delta is not None:
-            raise ValueError(f"--mesh {self}: tensor cannot split linear attention; {remedy}")
+        for mixer in config.mixer_kinds:
+            if not mixer.splits_heads:
+                raise ValueError(f"--mesh {self}: tensor cannot split {mixer.title}; {remedy}")
         if config.quantize != "none":
             raise ValueError(
                 f"--mesh {self}: tensor cannot split weights in {FORMATS[config.quantize].label}; {remedy}"

@@ -83,8 +83,8 @@ def why_rows_stay_whole(config: TrainConfig, model: DecoderConfig) -> str:
     kind, name = config.objective.kind, config.objective.objective
     if kind.needs_teacher:
         return f"of --objective {name}, whose teacher is on one"
-    if (kind.answers is not None or kind.needs_rollouts) and model.delta is not None:
-        return f"of --objective {name} in layers of linear attention"
+    if (kind.answers is not None or kind.needs_rollouts) and model.recurrent:
+        return f"of --objective {name} in layers of {model.recurrent}"
     return ""
 
 
@@ -141,8 +141,8 @@ def _check_full_fine_tuning(config: TrainConfig, model: DecoderConfig) -> None:
 
 def why_prompts_are_copied(config: TrainConfig, model: DecoderConfig) -> str:
     """Return why each answer has a copy of its prompt; empty where attention's kernel serves forked segments."""
-    if model.delta is not None and jax.process_count() > 1:
-        return "a state of linear attention follows one continuation, and rows of copies differ between processes"
+    if model.recurrent and jax.process_count() > 1:
+        return f"a state of {model.recurrent} follows one continuation, and rows of copies differ between processes"
     if jax.default_backend() == "cpu":
         return ""
     dtype, seq_len, kind = config.model.compute_dtype, config.data.row_tokens, BatchKind(long=False, slots=2)

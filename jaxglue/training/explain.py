@@ -9,7 +9,6 @@ from jaxglue.models.family import find_family
 from jaxglue.ops.attention import ATTENTION
 from jaxglue.ops.backend import BackendChoice, compute_capability
 from jaxglue.ops.cross_entropy import CROSS_ENTROPY, CrossEntropyCall
-from jaxglue.ops.delta_rule import DELTA_RULE, DeltaCall
 from jaxglue.ops.moe import GROUPED_MATMUL, GroupedCall
 from jaxglue.ops.norm_rope import LLAMA_NORM, NORM_ROPE, NormCall
 from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT, BatchKind
@@ -57,11 +56,11 @@ def kernel_reasons(
         reasons["prompts"] = _prompt_reason(why_copied)
     if any_attention:
         reasons |= dict(_attention_reasons(workload, attention, slots, why_copied))
-    choices = {"rotation": rotation_choice(workload), **layer_forms(workload), **linear_attention_choice(workload)}
+    choices = {"rotation": rotation_choice(workload), **layer_forms(workload), **mixer_choices(workload)}
     if model.moe is not None:
         activation = find_family(model.model_type).parts.experts.activation
         choices["experts"] = GROUPED_MATMUL.choose(capability, GroupedCall(dtype=dtype, activation=activation))
-    loss = CrossEntropyCall(dtype=dtype, vocab_size=model.vocab_size, softcap=model.logit_softcap)
+    loss = CrossEntropyCall(dtype=dtype, vocab_size=model.vocab_size, softcap=model.scales.logit_softcap)
     choices["loss"] = CROSS_ENTROPY.choose(capability, loss)
     reasons |= {title: _backend_reason(choice) for title, choice in choices.items()}
     return reasons
@@ -85,12 +84,14 @@ def rotation_choice(workload: Workload) -> BackendChoice:
     return NORM_ROPE.choose(compute_capability(), NormCall(dtype=workload.dtype, style=style, interleaved=interleaved))
 
 
-def linear_attention_choice(workload: Workload) -> dict[str, BackendChoice]:
-    """Return the delta rule's backend by title, where layers have linear attention."""
-    if (delta := workload.config.delta) is None:
-        return {}
-    shape = DeltaCall(dtype=workload.dtype, key_dim=delta.key_dim, value_dim=delta.value_dim)
-    return {"linear attention": DELTA_RULE.choose(compute_capability(), shape)}
+def mixer_choices(workload: Workload) -> dict[str, BackendChoice]:
+    """Return the backends of what layers have in place of attention, by title."""
+    mixers = workload.config.mixer_kinds
+    return {
+        title: choice
+        for mixer in mixers
+        for title, choice in mixer.backends(compute_capability(), workload.dtype).items()
+    }
 
 
 def attention_choice(

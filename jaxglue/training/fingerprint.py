@@ -141,13 +141,38 @@ def _without_other_kinds(
     return result
 
 
+_MOVED = {
+    **{"attention_output_bias": ("attention", "output_bias"), "head_norms": ("attention", "head_norms")},
+    **{"attention_scale": ("attention", "scale"), "attention_softcap": ("attention", "softcap")},
+    **{"embedding_multiplier": ("scales", "embedding"), "residual_multiplier": ("scales", "residual")},
+    **{"logit_divisor": ("scales", "logit_divisor"), "logit_softcap": ("scales", "logit_softcap")},
+}
+"""Groups of a model's settings, and names there, by those of earlier versions, which had no groups."""
+_SHAPE = ("layer_shapes", "shared_width", "per_layer")
+"""Settings of a family alone, in earlier versions all models'."""
+
+
 def _with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with experts in MXFP4, a switch of earlier versions, under the name of their format."""
+    """Return settings with those of earlier versions' models under today's names."""
     model = settings.get("model")
-    if not isinstance(model, dict) or "mxfp4" not in (moe := model.get("moe") or {}):
+    if not isinstance(model, dict):
         return dict(settings)
-    others = {name: value for name, value in moe.items() if name != "mxfp4"}
-    return {**settings, "model": {**model, "moe": {**others, "quantize": "mxfp4" if moe["mxfp4"] else "none"}}}
+    earlier = (*_MOVED, *_SHAPE, "delta", "latent")
+    named = {name: value for name, value in model.items() if name not in earlier}
+    for name in _MOVED.keys() & model.keys():
+        group, today = _MOVED[name]
+        named[group] = {**named.get(group, {}), today: model[name]}
+    if model.get("layer_shapes"):
+        named["family_shape"] = {name: model[name] for name in _SHAPE}
+    if isinstance(latent := model.get("latent"), dict):
+        named["mixers"] = [latent] * model["num_hidden_layers"]
+    if isinstance(delta := model.get("delta"), dict):
+        sizes = {name: value for name, value in delta.items() if name != "layers"}
+        named["mixers"] = [sizes if linear else {} for linear in delta["layers"]]
+    if isinstance(moe := named.get("moe"), dict) and "mxfp4" in moe:  # experts' only format
+        named["moe"] = {name: value for name, value in moe.items() if name != "mxfp4"}
+        named["moe"]["quantize"] = "mxfp4" if moe["mxfp4"] else "none"
+    return {**settings, "model": named}
 
 
 def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:

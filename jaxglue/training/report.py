@@ -26,8 +26,8 @@ from jaxglue.terminal.console import Console
 from jaxglue.training.explain import (
     attention_choice,
     layer_forms,
-    linear_attention_choice,
     long_attention_choices,
+    mixer_choices,
     rotation_choice,
     run_reasons,
 )
@@ -220,7 +220,7 @@ def _memory(run: Run) -> str:
 
 def _forms(run: Run) -> dict[str, object]:
     """Describe how the first layer, its projections and linear attention are computed, and why."""
-    choices = layer_forms(run.workload) | linear_attention_choice(run.workload)
+    choices = layer_forms(run.workload) | mixer_choices(run.workload)
     return {title: f"{choice.name}: {choice.reason}" for title, choice in choices.items()}
 
 

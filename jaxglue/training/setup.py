@@ -242,7 +242,7 @@ def _read_data(
         if config.data.eval_data:
             held_out = read(held_out=True)
         return PreparedData(train=prompts, eval=held_out, report=PromptReport(prompts, held_out))
-    task = config.objective.task(shared_prompt=shared, copies=model.delta is not None)
+    task = config.objective.task(shared_prompt=shared, copies=model.recurrent is not None)
     columns = {**config.objective.columns, **columns}
     return prepare_data(config.data, vocabulary.tokenizer, model.vocab_size, progress, task, columns)
 
@@ -298,7 +298,7 @@ def _make_rollouts(
         batch_size=config.run.batch_size,
         seed=config.data.seed,
         shared=shared,
-        copies=model.delta is not None,
+        copies=model.recurrent is not None,
         held_out=held_out,
     )
     steps = RolloutSteps(plan, config.run.output)

@@ -25,11 +25,9 @@ _BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 @pytest.fixture
 def registries():
     """Forget what a page's examples register."""
-    families, offered = {**FAMILIES}, [*QUANTIZE]
-    with OBJECTIVES.scope(), FORMATS.scope(), OPTIMIZERS.scope():
+    offered = [*QUANTIZE]
+    with OBJECTIVES.scope(), FORMATS.scope(), OPTIMIZERS.scope(), FAMILIES.scope():
         yield
-    FAMILIES.clear()
-    FAMILIES.update(families)
     QUANTIZE[:] = offered
 
 

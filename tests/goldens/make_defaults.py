@@ -34,6 +34,8 @@ TYPES += [
     "glm4",
 ]
 TYPES += ["glm4_moe", "glm4_moe_lite", "phi3", "deepseek_v2", "deepseek_v3", "gpt_oss"]
+TYPES += ["seed_oss", "exaone4", "hunyuan_v1_dense", "ernie4_5", "ernie4_5_moe", "minimax_m2", "qwen3_next"]
+TYPES += ["gemma4_unified_text", "muse_glimmer_text", "lfm2", "lfm2_moe", "lfm3", "cohere2"]
 SIZES = {"num_hidden_layers": 30, "num_attention_heads": 64, "hidden_size": 1024, "intermediate_size": 96}
 SIZES |= {"vocab_size": 64, "use_sliding_window": True}
 UNREAD = ["_name_or_path", "architectures", "attention_dropout", "bos_token_id", "chunk_size_feed_forward", "dtype"]

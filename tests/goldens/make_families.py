@@ -11,13 +11,15 @@ saves, and the tensors of `make_models.py`.
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from drawn import drawn
 from make_models import SHAPE, YARN_ROPE, documents, golden, probed
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
 
+EAGER = {"attn_implementation": "eager"}
 HERE = Path(__file__).parent / "families"
 KINDS = ["sliding_attention", "full_attention"]
 SLIDING = {"sliding_window": 4, "layer_types": KINDS}
@@ -32,7 +34,14 @@ LONGROPE = {
     "short_factor": [1.0, 1.3],
     "long_factor": [1.0, 3.0],
 }
-STORED = ("layer_scalar", "e_score_correction_bias")
+RENAMED = (
+    *((".query_layernorm.", ".q_norm."), (".key_layernorm.", ".k_norm.")),
+    *((".gate.moe_statics.", ".gate."), (".mlp.e_score", ".mlp.gate.e_score")),
+    *((".q_layernorm.", ".q_norm."), (".k_layernorm.", ".k_norm."), ("model.embedding_norm.", "model.norm.")),
+    *((".feed_forward.expert_bias", ".feed_forward.gate.e_score_correction_bias"),),
+)
+"""Parts of parameters' names, and ours, which `Spelling`s give them in files."""
+STORED = ("layer_scalar", "e_score_correction_bias", "expert_bias")
 """Buffers that are drawn."""
 OTHER_TYPES = {"phi3_longrope": "phi3", "gemma4_text_joined": "gemma4_text", "gemma4_text_experts": "gemma4_text"}
 """Types of goldens that are named otherwise."""
@@ -112,21 +121,91 @@ MODELS = {
         **{"shared_expert_intermediate_size": 24},
         "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
     },
+    "seed_oss": {"attention_out_bias": True, "attention_dropout": 0.0, "residual_dropout": 0.0},
+    "exaone4": SLIDING,
+    "hunyuan_v1_dense": {
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "dynamic", "alpha": 7.0, "factor": 1.0, "rope_theta": 100.0},
+    },
+    "ernie4_5": {"use_bias": True, "rope_theta": 100.0, "tie_word_embeddings": False},
+    "ernie4_5_moe": {
+        **{"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 12, "moe_num_shared_experts": 2},
+        **{"rope_theta": 100.0, "tie_word_embeddings": False},
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 4, "rope_theta": 100.0, "conv_bias": True},
+    "lfm2_moe": {
+        **{"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "num_dense_layers": 1},
+        **{"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "routed_scaling_factor": 1.5},
+        **{"rope_theta": 100.0, "conv_L_cache": 4},
+    },
+    "lfm3": {
+        **{"layer_types": ["conv", "full_attention", "sliding_attention"], "num_hidden_layers": 3},
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 100.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+        },
+        **{"sliding_window": 4, "conv_bias": True},
+    },
+    "qwen3_next": {
+        **{"layer_types": ["linear_attention", "full_attention"], "head_dim": 8},
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+        **{"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12},
+        **{"shared_expert_intermediate_size": 24, "mlp_only_layers": [1]},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+    },
+    "cohere2": {**SLIDING, "head_dim": 4, "logit_scale": 0.4, "rope_theta": 100.0},
+    "gemma4_unified_text": {
+        **SLIDING,
+        **{"global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+        "rope_parameters": GEMMA4_ROPES,
+    },
+    "muse_glimmer_text": {
+        **{"layer_types": KINDS, "layer_rope_theta": [100.0, 0], "rope_theta": 100.0, "sliding_window": 4},
+        **{"output_multiplier": 0.4, "final_logit_softcapping": 2.0, "post_norm_eps": 1e-2},
+    },
+    "minimax_m2": {
+        **{"num_local_experts": 6, "num_experts_per_tok": 3},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+    },
     "ministral3": {
         "rope_parameters": {**YARN_ROPE, "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.3}
     },
 }
 
 
+class Muse(torch.nn.Module):
+    """Muse Glimmer's text model with the output projection of the model around it, which needs images."""
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__()
+        self.model, self.config = AutoModel.from_config(config, **EAGER), config
+        self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> SimpleNamespace:
+        """Return scaled and capped logits, as `MuseGlimmerForConditionalGeneration`."""
+        logits = self.lm_head(self.model(tokens).last_hidden_state) * self.config.output_multiplier
+        cap = self.config.final_logit_softcapping
+        return SimpleNamespace(logits=cap * torch.tanh(logits / cap))
+
+
 def build(name: str, fields: dict) -> tuple[PreTrainedConfig, torch.nn.Module]:
     """Return a config and its model with drawn weights."""
     config = AutoConfig.for_model(OTHER_TYPES.get(name, name), **SHAPE | {"pad_token_id": None} | fields)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    made = Muse(config) if name == "muse_glimmer_text" else AutoModelForCausalLM.from_config(config, **EAGER)
+    model = made.float().eval()
     with torch.no_grad():
         stored = [item for item in model.named_buffers() if item[0].endswith(STORED)]
         for parameter_name, parameter in [*model.named_parameters(), *stored]:
-            parameter.copy_(torch.from_numpy(drawn(parameter_name, tuple(parameter.shape))))
+            parameter.copy_(torch.from_numpy(drawn(our_name(parameter_name), tuple(parameter.shape))))
     return config, model
+
+
+def our_name(name: str) -> str:
+    """Return a parameter's name here."""
+    for theirs, ours in RENAMED:
+        name = name.replace(theirs, ours)
+    return name
 
 
 def make(name: str, fields: dict) -> None:
@@ -134,7 +213,8 @@ def make(name: str, fields: dict) -> None:
     config, model = build(name, fields)
     HERE.mkdir(exist_ok=True)
     saved = json.dumps(config.to_dict() | {"architectures": [type(model).__name__]})
-    save_file(probed(golden(model, documents(0))), HERE / f"{name}.safetensors", metadata={"config": saved})
+    tensors = {our_name(key): tensor for key, tensor in golden(model, documents(0)).items()}
+    save_file(probed(tensors), HERE / f"{name}.safetensors", metadata={"config": saved})
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def make(name: str) -> None:
     """Write one family's steps."""
     torch.manual_seed(0)
     _, model = build(name, MODELS[name])
-    targets = r".*\.layers\.\d+\.(.+\.)?(\w+_proj|per_layer_input_gate|per_layer_projection)"
+    targets = r".*\.layers\.\d+\.(.+\.)?(\w+_proj|w[123]|per_layer_input_gate|per_layer_projection)"
     model = get_peft_model(model, LoraConfig(**LORA, target_modules=targets)).eval()
     trained = {our_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     with torch.no_grad():

@@ -47,6 +47,26 @@ def test_round_trip(folder, tensors):
         np.testing.assert_array_equal(loaded[name], array)
 
 
+def test_experts_may_have_a_rank_of_their_own(tmp_path):
+    """PEFT doubles the rank of gate_up_proj by itself; it stores A [E·R, in] and B [out, R·E] of all experts."""
+    rng, E, path = np.random.default_rng(0), 3, "model.layers.0.mlp.experts"
+    shapes = {"gate_up_proj.lora_A": (E, 4, 8), "gate_up_proj.lora_B": (E, 12, 4)}
+    shapes |= {"down_proj.lora_A": (E, 2, 6), "down_proj.lora_B": (E, 8, 2)}
+    tensors = {f"{path}.{name}": rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    config = LoraConfig(
+        rank=2, targets=("down_proj", "gate_up_proj"), rank_pattern=(r".*\.gate_up_proj=4",), dropout=0.0
+    )
+    save_adapter(tmp_path, tensors, config, "some/base", model_type="qwen3_moe")
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    A, B = (saved[f"base_model.model.{path}.base_layer.lora_{matrix}.weight"] for matrix in "AB")
+    np.testing.assert_array_equal(A[4:8], tensors[f"{path}.gate_up_proj.lora_A"][1])
+    np.testing.assert_array_equal(B[:, 1::E], tensors[f"{path}.gate_up_proj.lora_B"][1])
+    adapter = load_adapter(tmp_path)
+    assert adapter.config == config and adapter.tensors.keys() == tensors.keys()
+    for name, array in tensors.items():
+        np.testing.assert_array_equal(adapter.tensors[name], array)
+
+
 def test_written_in_peft_convention(folder, tensors):
     saved = load_file(folder / "adapter_model.safetensors")
     np.testing.assert_array_equal(

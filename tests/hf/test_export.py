@@ -119,6 +119,18 @@ def test_saved_model_takes_the_wanted_dtype(tmp_path, base):
     np.testing.assert_array_equal(saved[LINEAR], np.asarray(trained[LINEAR]).astype(ml_dtypes.bfloat16))
 
 
+@pytest.mark.parametrize(("others", "kept"), [(ml_dtypes.bfloat16, np.float32), (np.float32, ml_dtypes.bfloat16)])
+def test_float32_tensors_of_a_base_in_16_bits_stay_so(tmp_path, base, others, kept):
+    file = base / "model.safetensors"
+    wide = {name: v if v.dtype == np.float32 else v.astype(others) for name, v in load_file(file).items()}
+    save_file(wide, file)
+    trained = {LINEAR: jnp.arange(64.0).reshape(8, 8) / 7, "model.norm.weight": jnp.arange(8.0) / 7}
+    save_model(tmp_path / "model", trained, base, dtype=jnp.bfloat16)
+    saved = load_file(tmp_path / "model/model.safetensors")
+    assert saved[LINEAR].dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(saved["model.norm.weight"], np.asarray(trained["model.norm.weight"]).astype(kept))
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [

@@ -6,7 +6,9 @@ import pytest
 from jaxglue.generation.pages import plan_cache
 from jaxglue.hf.loading import random_model
 from jaxglue.models import abstract_model, config_from_hf
+from jaxglue.models.config import ATTENTION
 from jaxglue.models.lora import linear_shapes
+from jaxglue.models.parameters import abstract_parameters
 from jaxglue.sharding.mesh import MeshShape
 
 
@@ -17,10 +19,11 @@ def raw(tiny_config):
 
 def test_one_layer_of_four_attends_by_default(raw):
     config = config_from_hf(raw)
-    assert config.delta.layers == (True, True, True, False) * 2
+    delta = config.mixers[0]
+    assert [mixer.recurrent for mixer in config.mixers] == [True, True, True, False] * 2
     assert config.first_of_kind == (0, 0, 0, 3) * 2
-    assert config_from_hf({**raw, "full_attention_interval": 2}).delta.layers == (True, False) * 4
-    assert (config.delta.channels, config.rope.partial_rotary_factor) == (8192, 0.25)
+    assert config_from_hf({**raw, "full_attention_interval": 2}).mixers == (delta, ATTENTION) * 4
+    assert (delta.channels, config.rope.partial_rotary_factor) == (8192, 0.25)
     del raw["head_dim"]
     assert config_from_hf(raw).head_dim == 256
 
@@ -74,3 +77,10 @@ def test_random_states_decay_and_norms_of_their_outputs_have_unit_weights(raw):
     decays = jnp.exp(attention.A_log[...])
     assert 0 < decays.min() < 4 < 12 < decays.max() < 16
     assert jnp.all(attention.norm.weight[...] == 1) and jnp.all(attention.dt_bias[...] == 1)
+
+
+def test_decays_and_norms_of_linear_attention_stay_in_float32(raw):
+    raw |= {"num_hidden_layers": 1, "layer_types": ["linear_attention"]}
+    specs = abstract_parameters(abstract_model(config_from_hf(raw), dtype=jnp.bfloat16))
+    wide = {name.removeprefix("model.layers.0.linear_attn.") for name, spec in specs.items() if spec.dtype == "float32"}
+    assert wide == {"A_log", "dt_bias", "norm.weight"}

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import PRESETS
 from jaxglue.models import FAMILIES, Family, build_model, config_from_hf, register
-from jaxglue.models.config import DecoderConfig
+from jaxglue.models.config import AttentionOptions, DecoderConfig, Scales
 from jaxglue.models.family import NormNames, Parts
 from jaxglue.models.hf_fields import decoder_fields
 from jaxglue.models.parameters import split_model
@@ -29,12 +29,8 @@ def read_toy(raw):
         **fields,
         layer_windows=(None, *(WINDOW,) * (layers - 1)),
         layer_ropes=(fields["rope"], *(replace(fields["rope"], rope_theta=50.0),) * (layers - 1)),
-        embedding_multiplier=raw["hidden_size"] ** 0.5,
-        attention_scale=SCALE,
-        attention_softcap=CAP,
-        residual_multiplier=0.7,
-        logit_divisor=2.0,
-        logit_softcap=CAP,
+        attention=AttentionOptions(scale=SCALE, softcap=CAP),
+        scales=Scales(embedding=raw["hidden_size"] ** 0.5, residual=0.7, logit_divisor=2.0, logit_softcap=CAP),
     )
 
 
@@ -75,10 +71,9 @@ AFTER = Family(
 
 
 @pytest.fixture(params=[TOY, AFTER], ids=["toy", "after"])
-def family(request, monkeypatch):
-    monkeypatch.delitem(FAMILIES, request.param.model_type, raising=False)
-    yield register(request.param)
-    del FAMILIES[request.param.model_type]
+def family(request):
+    with FAMILIES.scope():
+        yield register(request.param)
 
 
 @pytest.fixture

@@ -7,7 +7,9 @@ import pytest
 from selection import repeat
 
 from jaxglue.models import config_from_hf
-from jaxglue.models.config import LatentConfig, LayerShape
+from jaxglue.models.config import AttentionOptions, LayerShape
+from jaxglue.models.gemma4 import Gemma4Shape
+from jaxglue.models.latent import LatentConfig
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.ops.backend import has_jax_triton
 from jaxglue.ops.kernel_cost import KernelKind
@@ -109,7 +111,8 @@ def test_workspaces_are_bounded_by_the_gpus_memory(workload):
 def test_layers_are_costed_by_their_own_heads(workload):
     config = workload.config
     shapes = [LayerShape(head_dim, 8, config.intermediate_size) for head_dim in (128, 256, 512)]
-    own = replace(config, num_hidden_layers=3, layer_windows=(None,) * 3, layer_shapes=tuple(shapes))
+    sizes = Gemma4Shape(layer_shapes=tuple(shapes), shared_width=0, per_layer=None)
+    own = replace(config, num_hidden_layers=3, layer_windows=(None,) * 3, family_shape=sizes)
     work = replace(workload, config=own, document_lengths=(1024,))
     costs = [layer_attention_costs(work, H200, index)[KernelKind.ATTENTION_BACKWARD].seconds for index in range(3)]
     assert costs[0] == attention_costs(work, H200, None)[KernelKind.ATTENTION_BACKWARD].seconds
@@ -117,7 +120,7 @@ def test_layers_are_costed_by_their_own_heads(workload):
 
 
 def test_capped_scores_and_wide_heads_have_no_sums_of_queries(workload):
-    for changes in ({"attention_softcap": 50.0}, {"head_dim": 256, "num_attention_heads": 16}):
+    for changes in ({"attention": AttentionOptions(softcap=50.0)}, {"head_dim": 256, "num_attention_heads": 16}):
         work = replace(workload, config=replace(workload.config, **changes), attention="hopper")
         cost = attention_costs(work, H200, None)[KernelKind.ATTENTION_BACKWARD]
         assert (cost.workspace, cost.in_place) == (0, False)
@@ -152,7 +155,8 @@ def test_values_narrower_than_keys_take_the_time_of_their_columns(workload, atte
     latent = LatentConfig(query_rank=None, rank=512, nope_dim=128, rope_dim=64, value_dim=128)
 
     def seconds(head_dim, latent=None):
-        config = replace(workload.config, head_dim=head_dim, latent=latent)
+        mixers = () if latent is None else (latent,) * workload.config.num_hidden_layers
+        config = replace(workload.config, head_dim=head_dim, mixers=mixers)
         work = replace(workload, config=config, document_lengths=(4096,), attention=attention)
         costs = attention_costs(work, H200, None)
         return np.array([costs[kind].seconds for kind in (KernelKind.ATTENTION_FORWARD, KernelKind.ATTENTION_BACKWARD)])

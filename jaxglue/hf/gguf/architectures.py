@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxglue.models.config import DecoderConfig, LayerKind
+from jaxglue.models.delta_net import DeltaConfig
 from jaxglue.models.family import find_family
+from jaxglue.models.latent import LatentConfig
+from jaxglue.models.short_conv import ShortConvConfig
 from jaxglue.ops.rope import RopeConfig, Rotary
 
 _LOCAL_THETA = 10_000.0
@@ -44,14 +47,18 @@ class Architecture:
     """It reads divisors of rotary frequencies."""
     own_output: bool = False
     """Its files hold an output projection, also where it is the embedding."""
+    names: tuple[tuple[str, str], ...] = ()
+    """Parts of names here, and those by which the gguf package knows them."""
+    flat: tuple[str, ...] = ()
+    """Ends of the names of tensors whose axes of size 1 its files leave out."""
 
 
 def _granite(config: DecoderConfig) -> dict[str, Any]:
     return {
-        "attention.scale": float(config.attention_scale or 1.0),
-        "embedding_scale": float(config.embedding_multiplier),
-        "residual_scale": float(config.residual_multiplier),
-        "logit_scale": float(config.logit_divisor),
+        "attention.scale": float(config.attention.scale or 1.0),
+        "embedding_scale": float(config.scales.embedding),
+        "residual_scale": float(config.scales.residual),
+        "logit_scale": float(config.scales.logit_divisor),
     }
 
 
@@ -93,7 +100,7 @@ def _smollm3(config: DecoderConfig) -> str | None:
 def _gemma_scale(config: DecoderConfig) -> str | None:
     large = config.num_hidden_layers == _LAYERS_OF_27B[config.model_type]
     width = config.hidden_size / config.num_attention_heads if large else config.head_dim
-    scale = config.attention_scale or 0.0
+    scale = config.attention.scale or 0.0
     return None if abs(scale * width**0.5 - 1) < 1e-6 else f"query_pre_attn_scalar other than {width:g}"
 
 
@@ -102,14 +109,14 @@ def _gemma2(config: DecoderConfig) -> str | None:
         return "Gemma 2 with other layers in windows than every second"
     if not config.tie_word_embeddings:
         return "Gemma 2 with an output projection apart from the embedding"
-    if config.attention_softcap is None or config.logit_softcap is None:
+    if config.attention.softcap is None or config.scales.logit_softcap is None:
         return "Gemma 2 without caps of scores and logits"
     return _gemma_scale(config)
 
 
 def _gemma2_metadata(config: DecoderConfig) -> dict[str, Any]:
-    assert config.attention_softcap and config.logit_softcap
-    caps = {"attn_logit_softcapping": config.attention_softcap, "final_logit_softcapping": config.logit_softcap}
+    assert config.attention.softcap and config.scales.logit_softcap
+    caps = {"attn_logit_softcapping": config.attention.softcap, "final_logit_softcapping": config.scales.logit_softcap}
     return {name: float(value) for name, value in caps.items()}
 
 
@@ -120,7 +127,7 @@ def _gemma3(config: DecoderConfig) -> str | None:
     local = [kind.rope for kind in kinds if kind.window is not None]
     if any(rope is None or rope.rope_type != "default" or rope.rope_theta != _LOCAL_THETA for rope in local):
         return f"rotary embeddings of windows other than with base {_LOCAL_THETA:g}"
-    return "a cap of logits" if config.logit_softcap is not None else _gemma_scale(config)
+    return "a cap of logits" if config.scales.logit_softcap is not None else _gemma_scale(config)
 
 
 def _olmo3(config: DecoderConfig) -> str | None:
@@ -208,7 +215,7 @@ _LAYERS_OF_LITE = (26, 27)
 
 
 def _latent(config: DecoderConfig) -> str | None:
-    moe, rope, latent = config.moe, config.rope, config.latent
+    moe, rope, latent = config.moe, config.rope, config.mixer_of(LatentConfig)
     assert moe is not None and latent is not None
     if latent.query_rank is None and config.num_hidden_layers not in _LAYERS_OF_LITE:
         return "queries without a latent vector in a model of other than 26 or 27 layers"
@@ -228,7 +235,7 @@ def _latent(config: DecoderConfig) -> str | None:
 
 def _latent_metadata(config: DecoderConfig) -> dict[str, Any]:
     """Return the metadata of attention to latents: all heads have one key, a latent and what turns."""
-    latent, moe, rope = config.latent, config.moe, config.rope
+    latent, moe, rope = config.mixer_of(LatentConfig), config.moe, config.rope
     assert latent is not None and moe is not None
     found: dict[str, Any] = {
         "attention.head_count_kv": 1,
@@ -296,7 +303,9 @@ def _gemma4_metadata(config: DecoderConfig) -> dict[str, Any]:
         found |= {f"attention.{part}_length{suffix}": kind.head_dim for part in ("key", "value")}
         found[f"rope.dimension_count{suffix}"] = kind.head_dim
         found[f"rope.freq_base{suffix}"] = float(kind.rope.rope_theta) if kind.rope else 0.0
-    return found | ({"final_logit_softcapping": float(config.logit_softcap)} if config.logit_softcap else {})
+    return found | (
+        {"final_logit_softcapping": float(config.scales.logit_softcap)} if config.scales.logit_softcap else {}
+    )
 
 
 def _partial(config: DecoderConfig) -> dict[str, Any]:
@@ -304,8 +313,9 @@ def _partial(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _linear_attention(config: DecoderConfig) -> str | None:
-    assert config.delta is not None
-    if config.delta.key_dim != config.delta.value_dim:
+    delta = config.mixer_of(DeltaConfig)
+    assert delta is not None
+    if delta.key_dim != delta.value_dim:
         return "keys and values of linear attention of different sizes"
     if _interval(config) is None:
         return "layers of linear attention in another order than all but every so many-th"
@@ -314,15 +324,14 @@ def _linear_attention(config: DecoderConfig) -> str | None:
 
 def _interval(config: DecoderConfig) -> int | None:
     """Return the number of layers of which the last is not of linear attention; None where there is none."""
-    assert config.delta is not None
-    layers = config.delta.layers
+    layers = tuple(mixer.recurrent for mixer in config.mixers)
     interval = layers.index(False) + 1 if False in layers else len(layers) + 1
     return interval if layers == tuple(bool((i + 1) % interval) for i in range(len(layers))) else None
 
 
 def _linear_attention_metadata(config: DecoderConfig) -> dict[str, Any]:
-    assert config.delta is not None
-    delta, pairs = config.delta, Rotary(config.rope, config.head_dim).dims // 2
+    delta, pairs = config.mixer_of(DeltaConfig), Rotary(config.rope, config.head_dim).dims // 2
+    assert delta is not None
     found = {
         "ssm.conv_kernel": delta.conv_width,
         "ssm.inner_size": delta.value_width,
@@ -337,6 +346,101 @@ def _linear_attention_metadata(config: DecoderConfig) -> dict[str, Any]:
     return found | ({"expert_shared_feed_forward_length": config.moe.shared_size} if config.moe else {})
 
 
+def _plain_biases(config: DecoderConfig) -> str | None:
+    return "biases of linear layers" if config.attention_bias or config.mlp_bias else _all_attended(config)
+
+
+def _seed_oss(config: DecoderConfig) -> str | None:
+    return "biases of attention's output" if config.attention.output_bias else _all_attended(config)
+
+
+_LAYERS_OF_32B = 64
+"""Layers by which llama.cpp knows the EXAONE 4 that has windows."""
+
+
+def _exaone4(config: DecoderConfig) -> str | None:
+    slides = [window is not None for window in config.layer_windows]
+    if not any(slides):
+        return None
+    if len(slides) != _LAYERS_OF_32B or slides != [bool((layer + 1) % 4) for layer in range(len(slides))]:
+        return f"EXAONE 4 with windows in other layers than three of four of {_LAYERS_OF_32B}"
+    return None
+
+
+def _cohere2(config: DecoderConfig) -> str | None:
+    slides = [window is not None for window in config.layer_windows]
+    if slides != [bool((layer + 1) % 4) for layer in range(len(slides))]:
+        return "Cohere 2 with other layers in windows than three of four"
+    if not config.tie_word_embeddings:
+        return "Cohere 2 with an output projection apart from the embedding"
+    return "biases in attention" if config.attention_bias else None
+
+
+def _cohere2_metadata(config: DecoderConfig) -> dict[str, Any]:
+    return {
+        "attention.layer_norm_epsilon": float(config.rms_norm_eps),
+        "logit_scale": 1 / config.scales.logit_divisor,
+    }
+
+
+def _ernie_moe(config: DecoderConfig) -> str | None:
+    assert config.moe is not None
+    dense = config.moe.sparse_layers.count(False)
+    if any(config.moe.sparse_layers[:dense]):
+        return "dense layers between sparse ones"
+    return "ERNIE without shared experts" if not config.moe.shared_size else _plain_biases(config)
+
+
+def _ernie_moe_metadata(config: DecoderConfig) -> dict[str, Any]:
+    assert config.moe is not None
+    moe = config.moe
+    return {
+        "expert_shared_count": moe.shared_size // moe.intermediate_size,
+        "expert_shared_feed_forward_length": moe.shared_size,
+        "leading_dense_block_count": moe.sparse_layers.count(False),
+        "interleave_moe_layer_step": 1,
+    }
+
+
+def _minimax_metadata(config: DecoderConfig) -> dict[str, Any]:
+    return {**_partial(config), "expert_gating_func": _SIGMOID}
+
+
+def _short_conv(config: DecoderConfig) -> str | None:
+    conv, moe = config.mixer_of(ShortConvConfig), config.moe
+    if conv is None or conv.bias:
+        return "models of short convolutions without any, or with biases"
+    if not config.tie_word_embeddings:
+        return "LFM2 with an output projection apart from the embedding"
+    if moe and not (moe.norm_topk_prob and moe.routed_scale == 1.0):
+        return "weights of experts that are scaled or not normalized"
+    return (
+        "dense layers between sparse ones" if moe and any(moe.sparse_layers[: moe.sparse_layers.count(False)]) else None
+    )
+
+
+def _short_conv_metadata(config: DecoderConfig) -> dict[str, Any]:
+    """Return the metadata of layers without keys, whose number of heads is 0."""
+    conv, heads = config.mixer_of(ShortConvConfig), config.num_key_value_heads
+    assert conv is not None
+    found: dict[str, Any] = {
+        "shortconv.l_cache": conv.width,
+        "attention.head_count_kv": [0 if mixer.recurrent else heads for mixer in config.mixers],
+    }
+    if config.moe:
+        dense = config.moe.sparse_layers.count(False)
+        found |= {"leading_dense_block_count": dense, "expert_gating_func": _SIGMOID}
+    return found
+
+
+_SHORT_CONV_NAMES = (
+    ("model.norm", "model.embedding_norm"),
+    *(
+        (f"feed_forward.experts.{ours}", f"mlp.experts.{ours}")
+        for ours in ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
+    ),
+    ("feed_forward.gate.e_score_correction", "feed_forward.expert_bias"),
+)
 ARCHITECTURES = {
     "llama": Architecture(name="LLAMA", permuted=True, factors=True),
     "mistral": Architecture(name="LLAMA", permuted=True, factors=True),
@@ -358,6 +462,29 @@ ARCHITECTURES = {
         Architecture(name="DEEPSEEK2", metadata=_latent_metadata, obstacle=_latent),
     ),
     "glm4_moe": Architecture(name="GLM4_MOE", metadata=_glm4_moe_metadata, obstacle=_glm4_moe),
+    "seed_oss": Architecture(name="SEED_OSS", obstacle=_seed_oss),
+    "exaone4": Architecture(name="EXAONE4", obstacle=_exaone4, factors=True),
+    "hunyuan_v1_dense": Architecture(name="HUNYUAN_DENSE", obstacle=_plain_biases),
+    "ernie4_5": Architecture(name="ERNIE4_5", obstacle=_plain_biases),
+    "ernie4_5_moe": Architecture(
+        name="ERNIE4_5_MOE",
+        metadata=_ernie_moe_metadata,
+        obstacle=_ernie_moe,
+        flat=("e_score_correction_bias",),
+    ),
+    "minimax_m2": Architecture(name="MINIMAXM2", metadata=_minimax_metadata),
+    "cohere2": Architecture(name="COHERE2", metadata=_cohere2_metadata, obstacle=_cohere2),
+    **{
+        model_type: Architecture(
+            name=name,
+            metadata=_short_conv_metadata,
+            obstacle=_short_conv,
+            names=_SHORT_CONV_NAMES,
+            flat=("conv.conv.weight",),
+        )
+        for model_type, name in (("lfm2", "LFM2"), ("lfm2_moe", "LFM2MOE"))
+    },
+    "gemma4_unified_text": Architecture(name="GEMMA4", metadata=_gemma4_metadata, obstacle=_gemma4, factors=True),
     "smollm3": Architecture(name="SMOLLM3", permuted=True, obstacle=_smollm3),
     "gemma2": Architecture(name="GEMMA2", metadata=_gemma2_metadata, obstacle=_gemma2),
     "gemma4_text": Architecture(name="GEMMA4", metadata=_gemma4_metadata, obstacle=_gemma4, factors=True),

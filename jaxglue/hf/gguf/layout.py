@@ -15,12 +15,15 @@ from jaxglue.hf.gguf.linear_attention import in_file, module_in_file, shape_in_f
 from jaxglue.hf.gguf.package import load_gguf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.family import find_family
+from jaxglue.models.latent import LatentConfig
 from jaxglue.ops.quant.mxfp4 import BLOCK
 from jaxglue.ops.rope import inverse_frequencies
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<expert>\d+)\.(?P<projection>\w+)\.weight")
-_STACK = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<projection>gate_up_proj|down_proj)(?P<part>|_bias|_blocks)")
+_EXPERT = re.compile(r"(?P<experts>.+\.(mlp|feed_forward)\.experts)\.(?P<expert>\d+)\.(?P<projection>\w+)\.weight")
+_STACK = re.compile(
+    r"(?P<experts>.+\.(mlp|feed_forward)\.experts)\.(?P<projection>gate_up_proj|down_proj)(?P<part>|_bias|_blocks)"
+)
 _PERMUTED = re.compile(r".+\.self_attn\.(?P<projection>[qk])_proj\.(weight|bias)")
 KEYS_AND_VALUES = ".self_attn.kv_b_proj.weight"
 """The projection from latents to keys and values, which llama.cpp's files hold apart."""
@@ -151,6 +154,8 @@ class _Layout:
         module = module_in_file(name).replace("e_score_correction_bias", "e_score_correction.bias")
         for ours, theirs in _OWN_NAMES.items():
             module = module.removesuffix(ours) + theirs if module.endswith(ours) else module
+        for ours, theirs in ARCHITECTURES[self._config.model_type].names:
+            module = module.replace(ours, theirs)
         found = self._names.get_name(module, try_suffixes=(".weight", ".bias", ".scale"))
         if found is None:
             raise ValueError(f"{name}: llama.cpp has no such tensor in its {self._config.model_type} models")
@@ -158,7 +163,8 @@ class _Layout:
 
     def _plain(self, name: str) -> GgufTensor:
         spec, match = self._specs[name], _PERMUTED.fullmatch(name)
-        order = None
+        order, flat = None, name.endswith(ARCHITECTURES[self._config.model_type].flat)
+        shape = tuple(size for size in spec.shape if size > 1) if flat else shape_in_file(name, spec.shape)
         if match and ARCHITECTURES[self._config.model_type].permuted:
             heads = self._config.num_attention_heads if match["projection"] == "q" else self._config.num_key_value_heads
             order = interleaved_rows(spec.shape[0], heads)
@@ -169,9 +175,10 @@ class _Layout:
                 return changed
             if self._offset and name.endswith("norm.weight"):
                 return array.astype(np.float32) + np.float32(self._offset)
+            array = array.reshape(shape) if flat else array
             return array if order is None else array[order]
 
-        return self._make(name, shape_in_file(name, spec.shape), (name,), lambda: iter([read]))
+        return self._make(name, shape, (name,), lambda: iter([read]))
 
     def _from_experts(self, name: str, parts: list[str]) -> GgufTensor:
         """Return the stack of experts that the checkpoint holds one by one."""
@@ -206,7 +213,8 @@ class _Layout:
 
     def _from_latents(self, name: str) -> Iterator[GgufTensor]:
         """Yield the matrices from latents to each head's keys, transposed, and to its values."""
-        latent, heads, (_, rank) = self._config.latent, self._config.num_attention_heads, self._specs[name].shape
+        latent, heads = self._config.mixer_of(LatentConfig), self._config.num_attention_heads
+        _, rank = self._specs[name].shape
         assert latent is not None
         sizes = {"k_b_proj": (rank, latent.nope_dim), "v_b_proj": (latent.value_dim, rank)}
         rows = {"k_b_proj": slice(latent.nope_dim), "v_b_proj": slice(latent.nope_dim, None)}

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from jaxglue.models.config import DecoderConfig, DeltaConfig
+from jaxglue.models.config import DecoderConfig
+from jaxglue.models.delta_net import DeltaConfig
 
 _PART = ".linear_attn."
 _COLUMNS = "out_proj.weight"
@@ -20,9 +21,9 @@ def value_order(delta: DeltaConfig, width: int) -> np.ndarray:
 
 def in_file(config: DecoderConfig, name: str, array: np.ndarray) -> np.ndarray | None:
     """Return a tensor of linear attention as llama.cpp stores it; None for those of other parts."""
-    if config.delta is None or _PART not in name:
+    delta, part = config.mixer_of(DeltaConfig), name.rpartition(_PART)[2]
+    if delta is None or _PART not in name:
         return None
-    delta, part = config.delta, name.rpartition(_PART)[2]
     per_head, per_value = value_order(delta, 1), value_order(delta, delta.value_dim)
     channels = np.concatenate([np.arange(2 * delta.key_width), 2 * delta.key_width + per_value])
     match part:
@@ -63,5 +64,5 @@ def matrices_in_file(config: DecoderConfig, module: str, A: np.ndarray, B: np.nd
 
 def inputs_in_file(config: DecoderConfig, module: str, values: np.ndarray) -> np.ndarray:
     """Return a value for each input of a module's matrix in a file's order."""
-    moved = config.delta is not None and f".{module}.weight".endswith(f"{_PART}{_COLUMNS}")
-    return values[value_order(config.delta, config.delta.value_dim)] if moved and config.delta else values
+    delta, moved = config.mixer_of(DeltaConfig), f".{module}.weight".endswith(f"{_PART}{_COLUMNS}")
+    return values[value_order(delta, delta.value_dim)] if moved and delta else values

@@ -4,6 +4,7 @@ from typing import Any
 
 from jaxglue.hf.gguf.architectures import ARCHITECTURES
 from jaxglue.models.config import DecoderConfig
+from jaxglue.models.latent import LatentConfig
 from jaxglue.ops.rope import inverse_frequencies
 
 _REMEDY = "serve the model folder with transformers or vLLM"
@@ -78,7 +79,7 @@ def _refuse_others(config: DecoderConfig) -> None:
         found = f"rotary embeddings of type {min(scaled)} in models of type {config.model_type}"
     if len({rotary.config.rope_type for rotary in config.rotaries} - {"default"}) > 1:
         found = "several scalings of rotary embeddings"
-    knows_scale = config.rope.query_scale is not None or config.latent is not None
+    knows_scale = config.rope.query_scale is not None or config.mixer_of(LatentConfig) is not None
     own_factor = config.rope.attention_factor or (config.rope.mscale and not knows_scale)
     if config.rope.rope_type == "yarn" and own_factor:
         found = "YaRN with an attention factor of its own"

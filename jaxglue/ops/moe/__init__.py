@@ -201,6 +201,8 @@ class RouteCall:
     normalize: bool = False
     groups: Groups = ONE_GROUP
     scale: float = 1.0
+    corrected: bool = False
+    """The choice is not by scores alone."""
 
 
 def _check_route(capability: Capability | None, call: RouteCall) -> None:
@@ -289,7 +291,7 @@ def route(
         order: `softmax_topk`, a softmax over all experts (Qwen3), `topk_softmax`, one over the chosen (GPT-OSS), or
             `sigmoid_topk`, a sigmoid of each (DeepSeek-V3).
         normalize: divide the chosen weights by their sum (Qwen3's `norm_topk_prob`); `topk_softmax` always sums to 1.
-        correction: added to sigmoids for the choice alone, without a gradient.
+        correction: added to probabilities or sigmoids for the choice alone, without a gradient.
         groups: of experts; those kept have the largest sum of their two best sigmoids, or the largest probability.
         scale: of the weights.
         inference: no gradients are taken: few tokens have kernels of their own.
@@ -298,7 +300,15 @@ def route(
         ValueError: k is not between 1 and E, the order is unknown, or groups do not fit.
     """
     M, E = router_logits.shape
-    call = RouteCall(assignments=M * k, experts=E, order=order, normalize=normalize, groups=groups, scale=scale)
+    call = RouteCall(
+        assignments=M * k,
+        experts=E,
+        order=order,
+        normalize=normalize,
+        groups=groups,
+        scale=scale,
+        corrected=correction is not None,
+    )
     if inference and (kernels := ROUTE.load(call)) is not None:
         return kernels.route(router_logits, k, order=order, normalize=normalize)
     few = inference and M * k <= MOST_ROWS * E

@@ -218,7 +218,7 @@ def _choose(logits, k: int, order: Order, normalize: bool, correction, groups: G
         return jax.nn.softmax(chosen, axis=-1), expert_ids
     sigmoid = order == "sigmoid_topk"
     scores = jax.nn.sigmoid(logits) if sigmoid else jax.nn.softmax(logits, axis=-1)
-    if not sigmoid and groups.kept == groups.total:
+    if not sigmoid and groups.kept == groups.total and correction is None:
         chosen, expert_ids = top_k(scores, k)
     else:
         preferred = jax.lax.stop_gradient(scores if correction is None else scores + correction)

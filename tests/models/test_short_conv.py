@@ -1,0 +1,71 @@
+"""Short convolutions in packed rows: documents as apart, whatever their neighbors, at the lengths of their taps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from selection import repeat
+
+from jaxglue.models import build_model, config_from_hf
+from jaxglue.ops.segments import pack_segments
+from jaxglue.ops.short_convolution import short_convolution, short_convolution_step
+
+WIDTH = 3
+LENGTHS = (1, WIDTH - 1, WIDTH, 2, WIDTH + 1, 5)
+FIELDS = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "conv_L_cache": WIDTH}
+
+
+@pytest.fixture
+def model(tiny_config):
+    raw = {**tiny_config, **FIELDS, "model_type": "lfm2", "conv_bias": True, "initializer_range": 0.3}
+    return build_model(config_from_hf(raw), dtype=jnp.float32, rngs=nnx.Rngs(0))
+
+
+def rows(seed, vocab):
+    return np.random.default_rng(seed).integers(0, vocab, sum(LENGTHS))
+
+
+def test_packed_documents_are_as_apart(model):
+    tokens = rows(0, model.config.vocab_size)
+    packed = model(tokens[None], pack_segments([list(LENGTHS)], seq_len=len(tokens)))[0]
+    ends = np.cumsum(LENGTHS)
+    apart = np.concatenate([model(tokens[None, end - size : end])[0] for end, size in zip(ends, LENGTHS, strict=True)])
+    np.testing.assert_allclose(packed, apart, rtol=0, atol=1e-5)
+
+
+def test_a_changed_neighbor_changes_no_bit_of_values_or_gradients(model):
+    graphdef, state = nnx.split(model)
+    segments = pack_segments([list(LENGTHS)], seq_len=sum(LENGTHS))
+
+    @jax.jit
+    def values(state, tokens, counted):
+        def total(state):
+            logits = nnx.merge(graphdef, state)(tokens[None], segments)[0]
+            return jnp.where(counted[:, None], logits, 0.0).sum(), logits
+
+        return jax.grad(total, has_aux=True)(state)
+
+    tokens = rows(0, model.config.vocab_size)
+    for index, end in enumerate(np.cumsum(LENGTHS)):
+        counted = np.zeros(len(tokens), bool)
+        counted[end - LENGTHS[index] : end] = True
+        changed = np.where(counted, tokens, rows(1, model.config.vocab_size))
+        results = [values(state, jnp.asarray(row), counted) for row in (tokens, changed)]
+        for first, second in zip(*(jax.tree.leaves(gradients["layers"]) for gradients, _ in results), strict=True):
+            np.testing.assert_array_equal(first, second)
+        np.testing.assert_array_equal(*(logits[counted] for _, logits in results))
+
+
+@pytest.mark.parametrize("width", [3, repeat(1), repeat(7)])
+def test_steps_give_what_whole_documents_give(width):
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, weight, bias = (
+        jax.random.normal(key, shape) for key, shape in zip(keys, ((1, 9, 4), (4, 1, width), (4,)), strict=True)
+    )
+    whole = short_convolution(x, weight, bias, pack_segments([[9]], seq_len=9))
+    states, outputs = jnp.zeros((1, width - 1, 4)), []
+    for token in range(9):
+        y, states = short_convolution_step(x[:, token], states, weight, bias)
+        outputs.append(y)
+    np.testing.assert_allclose(jnp.stack(outputs, 1), whole, rtol=0, atol=1e-6)
