@@ -14,7 +14,8 @@ RECIPE ?= scripts/configs/quickstart.toml
 # nvidia-smi lists GPUs only where their driver answers.
 GPU := $(shell nvidia-smi --list-gpus 2>/dev/null | head -n 1)
 PACKAGE := .$(if $(GPU),[cuda13])
-PIP := .venv/bin/pip install --quiet --disable-pip-version-check
+# Python compiles what a command imports; pip would compile everything, which takes as long as installing.
+PIP := .venv/bin/pip install --quiet --disable-pip-version-check --no-compile
 
 .PHONY: train test test-all check gpu-check bench docs clean
 
@@ -65,6 +66,7 @@ clean:
 		echo "error: jaxglue needs Python 3.12 or newer, and $(or $(PYTHON),python3) is not." \
 			"Install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; }
 	'$(PYTHON)' -m venv .venv
+	@echo "installing packages into .venv, 1 GB: a minute from the cache of pip, longer where they are downloaded"
 	$(PIP) --editable '$(PACKAGE)'
 	@touch $@
 

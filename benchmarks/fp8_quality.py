@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 from flax import nnx
-from measure import table, write_results
+from measure import save_figure, table, write_results
 
 from jaxglue.data.batch import Batch
 from jaxglue.engine.executor import Executor
@@ -42,7 +42,6 @@ from jaxglue.training.config import OptimizerConfig
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from PIL import Image
 
 
 class Variant(NamedTuple):
@@ -236,8 +235,12 @@ def plot(results: list[dict], path: Path) -> None:
         axes.set_xlabel("LoRA steps")
         axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(path, dpi=90)
-    Image.open(path).quantize(32).save(path, optimize=True)
+    save_figure(figure, path, plotted(results))
+
+
+def plotted(results: list[dict]) -> list:
+    """Return what the chart shows."""
+    return [[result["weights"], result["seed"], result["curve"]] for result in results if result["weights"] in VARIANTS]
 
 
 def parse() -> argparse.Namespace:

@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from check_runs import CASES, FAULTS, LORA, ROOT, Runs, block_means, difference, fastest_steps
-from measure import table, write_json, write_results
+from measure import provenance, table, write_json, write_results
 
 from jaxglue.engine.compiler import STEP_OPTIONS
 
@@ -303,8 +303,16 @@ def find_device(runs: Runs) -> str:
 def record(path: Path, check: Check) -> None:
     """Add this device's fresh values to the record of all kinds."""
     entry = check.recorded.get(check.device, {})
-    merged = {key: {**entry.get(key, {}), **values.copy()} for key, values in check.fresh.items()}
+    merged = entry | {key: {**entry.get(key, {}), **values.copy()} for key, values in check.fresh.items()}
     write_json(path, check.recorded | {check.device: merged})
+
+
+def record_run(path: Path, device: str, rows: list[Row], seconds: float) -> None:
+    """Note when and at which commit this kind of device was last checked, and with what outcome."""
+    recorded = json.loads(path.read_text()) if path.exists() else {}
+    told = {key: value for key, value in provenance(device).items() if key != "gpu"}
+    run = {"last check": {"checks": len(rows), "hold": sum(row.ok for row in rows), "seconds": round(seconds)}}
+    write_json(path, recorded | {device: recorded.get(device, {}) | told | run})
 
 
 def main() -> None:
@@ -325,6 +333,8 @@ def main() -> None:
     print(format_rows(rows))
     wrong = sum(not row.ok for row in rows)
     print(f"{check.device}: {len(rows) - wrong} of {len(rows)} checks hold, {time.monotonic() - begun:.0f} s")
+    if args.record:
+        record_run(args.record, check.device, rows, time.monotonic() - begun)
     write_results(args.json or args.scratch / "report.json", [asdict(row) for row in rows], gpu=check.device)
     sys.exit(wrong > 0)
 

@@ -1,17 +1,23 @@
 """Timing on a GPU, and result files with their provenance."""
 
+import hashlib
 import json
+import os
 import shlex
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from datetime import UTC, datetime
 from importlib.metadata import distributions, version
 from pathlib import Path
 
 import jax
 import numpy as np
+import psutil
 
+ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", "nvidia-cudnn-cu13")
 
 
@@ -70,15 +76,39 @@ def table(results: list[dict]) -> str:
 
 
 def write_results(path: Path, results: list[dict] | dict, *, gpu: str | None = None) -> None:
-    """Write results as JSON with GPU (by default this process's), versions and command."""
+    """Write results as JSON with their provenance; the GPU is by default this process's."""
+    write_json(path, provenance(gpu or jax.devices()[0].device_kind) | {"results": results})
+
+
+def provenance(gpu: str) -> dict:
+    """Return GPU, date, commit, versions, command and the host's memory in GiB, of which every result file tells."""
     installed = {distribution.name for distribution in distributions()}
-    info = {
-        "gpu": gpu or jax.devices()[0].device_kind,
+    return {
+        "gpu": gpu,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": commit(),
         "versions": {package: version(package) for package in PACKAGES if package in installed},
         "command": shlex.join(["python", *sys.argv]),
-        "results": results,
+        "host_memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
     }
-    write_json(path, info)
+
+
+def commit() -> str | None:
+    """Return the checkout's commit, followed by + where tracked files differ from it.
+
+    Where git does not tell, it is that of `JAXGLUE_COMMIT`, or None: a measurement is not lost for it.
+    """
+    if not (ROOT / ".git").exists():
+        return os.environ.get("JAXGLUE_COMMIT")
+    try:
+        changed = _git("status", "--porcelain", "--untracked-files=no")
+        return _git("rev-parse", "--short=8", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("JAXGLUE_COMMIT")
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -87,3 +117,13 @@ def write_json(path: Path, content: dict) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(content, separators=(",", ":"), ensure_ascii=False) + "\n", encoding="utf-8")
     temporary.rename(path)
+
+
+def save_figure(figure, path: Path, data) -> None:
+    """Save a chart whose file tells what it was drawn from, so that a test knows an old one."""
+    figure.savefig(path, dpi=110, metadata={"Description": digest(data), "Software": None})
+
+
+def digest(data) -> str:
+    """Return a digest of a chart's data."""
+    return hashlib.sha256(json.dumps(data).encode()).hexdigest()

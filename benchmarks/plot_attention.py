@@ -10,6 +10,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from measure import save_figure
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "attention.json"
@@ -19,12 +20,7 @@ BACKENDS = {"triton": ("jaxglue (Triton)", "#2a6fdb"), "cudnn": ("cuDNN, packed"
 
 def main() -> None:
     measured = json.loads(RESULTS.read_text())
-    times: dict[str, dict[str, float]] = {}
-    for row in measured["results"]:
-        milliseconds = row["forward + backward ms"]
-        if row["tokens"] == TOKENS and isinstance(milliseconds, int | float) and "one" not in row["documents"]:
-            times.setdefault(f"{row['model']}, {row['documents']}", {})[row["backend"]] = milliseconds
-    times = {name: by for name, by in times.items() if by.keys() >= BACKENDS.keys()}
+    times = plotted(measured["results"])
     figure, axes = plt.subplots(figsize=(8, 0.42 * len(times) + 1.2))
     for offset, (backend, (label, color)) in zip((-0.2, 0.2), BACKENDS.items(), strict=True):
         bars = axes.barh(
@@ -41,7 +37,17 @@ def main() -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower right")
     figure.tight_layout()
-    figure.savefig(ROOT / "docs" / "attention.png", dpi=110)
+    save_figure(figure, ROOT / "docs" / "attention.png", times)
+
+
+def plotted(results: list[dict]) -> dict[str, dict[str, float]]:
+    """Return what the chart shows: milliseconds of each backend by model and documents."""
+    times: dict[str, dict[str, float]] = {}
+    for row in results:
+        milliseconds = row["forward + backward ms"]
+        if row["tokens"] == TOKENS and isinstance(milliseconds, int | float) and "one" not in row["documents"]:
+            times.setdefault(f"{row['model']}, {row['documents']}", {})[row["backend"]] = milliseconds
+    return {name: by for name, by in times.items() if by.keys() >= BACKENDS.keys()}
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from measure import table, write_results
+from measure import save_figure, table, write_results
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -145,7 +145,7 @@ def plot(results: dict[str, dict[str, list]], path: Path) -> None:
         axes.plot(*np.array(found["eval_reward"]).T, "o", color=colors[name], label=f"held-out prompts, {name}")
     axes.set(xlabel="step", ylabel="share of right sums", ylim=(0, 1.02))
     axes.legend(frameon=False, loc="center right")
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path, results)
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ it draws its weights itself, and no files hold them. Results are written as they
 import argparse
 import json
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -32,7 +31,7 @@ import numpy as np
 from gpus import FreeGpus
 from inputs import make_adapter, make_description, make_model
 from kernel_profile import MATMUL
-from measure import table, uniform_lengths, write_json
+from measure import provenance, table, uniform_lengths, write_json
 from shapes import SHAPES
 
 from jaxglue.models import config_from_hf
@@ -280,7 +279,7 @@ class Measurements:
             engines = [engine for engine in row.engines if engine in self._args.engines]
             for engine in reversed(engines) if row.peer_memory else engines:
                 result = run(engine, name, row, files, gpu, self._args)
-                self._add({"row": name, "engine": engine, **asdict(row), "flops": flops, **result})
+                self._add({"row": name, "engine": engine, **asdict(row), "flops": flops, **measured_now(), **result})
                 if row.peer_memory and engine == "unsloth" and "peak_gib" in result:
                     row = replace(row, memory_limit=round(result["peak_gib"], 2))
             self._inputs.done(name)
@@ -354,14 +353,20 @@ def merge(path: Path, files: list[Path]) -> list[dict]:
     contents = [json.loads(file.read_text()) for file in files]
     merged = {(result["row"], result["engine"]): result for content in contents for result in content["results"]}
     results = sorted(merged.values(), key=lambda r: (list(ROWS).index(r["row"]), ENGINES.index(r["engine"])))
-    write(path, results, [command for content in contents for command in content["commands"]])
+    write(path, results)
     return results
 
 
-def write(path: Path, results: list[dict], commands: list[str] | None = None) -> None:
-    """Write all results so far atomically."""
-    commands = commands or [shlex.join(["python", *sys.argv])]
-    write_json(path, {"commands": commands, "losses": loss_differences(results), "results": results})
+def measured_now() -> dict:
+    """Return a row's own provenance; its engine tells GPU and versions."""
+    return {key: value for key, value in provenance("").items() if key not in ("gpu", "versions")}
+
+
+def write(path: Path, results: list[dict]) -> None:
+    """Write all results so far atomically, with the provenance of the newest row."""
+    newest = max(results, key=lambda result: (result["date"], "gpu" in result, result["engine"] == "ours"))
+    info = {key: newest.get(key) for key in ("gpu", "date", "commit", "versions", "command", "host_memory_gib")}
+    write_json(path, info | {"losses": loss_differences(results), "results": results})
 
 
 def main() -> None:

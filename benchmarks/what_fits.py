@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from measure import table, write_json
+from measure import provenance, table, write_json
 from shapes import SHAPES
 
 from jaxglue.commands.configs import EstimateConfig
@@ -100,8 +100,7 @@ def main() -> None:
             results.append(predict(row, gpu))
             print(results[-1], flush=True)
     if args.json:
-        command = f"python benchmarks/what_fits.py --json {args.json}"
-        write_json(args.json, {"command": command, "seq_len": SEQ_LEN, "results": results})
+        write_json(args.json, provenance("none: predictions") | {"seq_len": SEQ_LEN, "results": results})
     print(format_table(results))
 
 

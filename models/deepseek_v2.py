@@ -30,5 +30,5 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return DecoderConfig(**fields, moe=moe)
 
 
-_EXPERTS = ExpertParts(float32_router=True, shared="shared_experts")
+_EXPERTS = ExpertParts(float32_router=True, stored="apart", shared="shared_experts")
 register(Family(model_type="deepseek_v2", config_from_hf=config_from_hf, parts=Parts(experts=_EXPERTS)))

@@ -50,7 +50,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return DecoderConfig(**ernie_fields(given), layer_windows=(None,) * layers, moe=moe)
 
 
-_EXPERTS = ExpertParts(float32_router=True, correction=True, correction_axes=2, shared="shared_experts")
+_EXPERTS = ExpertParts(float32_router=True, correction=True, correction_axes=2, stored="apart", shared="shared_experts")
 register(Family(model_type="ernie4_5_moe", config_from_hf=config_from_hf, parts=Parts(experts=_EXPERTS)))
 _CORRECTION = ("gate.e_score_correction_bias", "moe_statics.e_score_correction_bias")
 spell(Spelling(model_type="ernie4_5_moe", parts=(_CORRECTION,), others=("model.mtp",)))

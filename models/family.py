@@ -57,6 +57,8 @@ class ExpertParts:
     """The router has a stored bias of each expert, `e_score_correction_bias`, that counts for the choice alone."""
     correction_axes: int = 1
     """Axes of these biases in files, the first ones of size 1."""
+    stored: Literal["together", "apart", "by_number"] = "together"
+    """How files hold matrices: of all experts in one tensor, or of each, as gate_proj, …, or by number, as w1, …."""
     shared: str = "shared_expert"
     """Name of the expert that serves every token, where config.json has one."""
     shared_gate: bool = False

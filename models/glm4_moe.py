@@ -46,7 +46,9 @@ def routed_experts(raw: Mapping[str, Any]) -> MoeConfig:
     )
 
 
-SIGMOID_EXPERTS = ExpertParts(order="sigmoid_topk", float32_router=True, correction=True, shared="shared_experts")
+SIGMOID_EXPERTS = ExpertParts(
+    order="sigmoid_topk", float32_router=True, correction=True, stored="apart", shared="shared_experts"
+)
 register(
     Family(
         model_type="glm4_moe",

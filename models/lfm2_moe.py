@@ -49,7 +49,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return DecoderConfig(**fields, moe=moe)
 
 
-_EXPERTS = ExpertParts(order="sigmoid_topk", correction=True)
+_EXPERTS = ExpertParts(order="sigmoid_topk", correction=True, stored="by_number")
 register(
     Family(
         model_type="lfm2_moe",

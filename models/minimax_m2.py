@@ -45,7 +45,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-_EXPERTS = ExpertParts(order="sigmoid_topk", correction=True)
+_EXPERTS = ExpertParts(order="sigmoid_topk", correction=True, stored="by_number")
 register(
     Family(model_type="minimax_m2", config_from_hf=config_from_hf, parts=Parts(head_norms="full", experts=_EXPERTS))
 )

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxglue.models.config import DecoderConfig, MoeConfig
-from jaxglue.models.family import Family, register
+from jaxglue.models.family import ExpertParts, Family, Parts, register
 from jaxglue.models.hf_fields import decoder_fields, expert_format, require_fields
 from jaxglue.models.wrapper import Spelling, spell
 
@@ -35,7 +35,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return DecoderConfig(**fields, layer_windows=(raw.get("sliding_window"),) * layers, moe=moe)
 
 
-register(Family(model_type="mixtral", config_from_hf=config_from_hf))
+_PARTS = Parts(experts=ExpertParts(stored="by_number"))
+register(Family(model_type="mixtral", config_from_hf=config_from_hf, parts=_PARTS))
 _EXPERT = (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
 EXPERT_NAMES = ((".mlp.", ".block_sparse_moe."), *((f".{ours}.", f".{theirs}.") for ours, theirs in _EXPERT))
 """Parts of the names of experts, and the files'."""

@@ -42,5 +42,5 @@ def _windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
     return layer_windows(raw, types, raw.get("sliding_window", 4096))
 
 
-_EXPERTS = ExpertParts(shared_gate=True)
+_EXPERTS = ExpertParts(shared_gate=True, stored="apart")
 register(Family(model_type="qwen2_moe", config_from_hf=config_from_hf, parts=Parts(experts=_EXPERTS)))

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxglue.models.config import DecoderConfig, MoeConfig
-from jaxglue.models.family import Family, Parts, register
+from jaxglue.models.family import ExpertParts, Family, Parts, register
 from jaxglue.models.hf_fields import decoder_fields, expert_format, require_fields, sparse_layers
 
 
@@ -29,4 +29,10 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return DecoderConfig(**fields, layer_windows=(window,) * layers, moe=moe)
 
 
-register(Family(model_type="qwen3_moe", config_from_hf=config_from_hf, parts=Parts(head_norms="heads")))
+register(
+    Family(
+        model_type="qwen3_moe",
+        config_from_hf=config_from_hf,
+        parts=Parts(head_norms="heads", experts=ExpertParts(stored="apart")),
+    )
+)

@@ -106,7 +106,7 @@ register(
     Family(
         model_type="qwen3_next",
         config_from_hf=config_from_hf,
-        parts=replace(qwen3_5.PARTS, experts=ExpertParts(shared_gate=True)),
+        parts=replace(qwen3_5.PARTS, experts=ExpertParts(shared_gate=True, stored="apart")),
         linears=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"),
     )
 )

@@ -314,6 +314,8 @@ def interpreted():
     from reference_kernels import write_references
     from triton.runtime.interpreter import GridExecutor
 
+    from jaxglue.ops.launch import in_order
+
     class Executor(GridExecutor):
         def _init_args_hst(self, args, kwargs):
             return list(args), dict(kwargs)
@@ -338,6 +340,7 @@ def interpreted():
         class Interpreted(launcher):
             def _launch(self, kernel, arrays, out_type, grid, constants, *_, cost, **__):
                 assert cost.kind in KernelKind
+                arrays = in_order(kernel, arrays)
                 written = [any(isinstance(leaf, jax.Ref) for leaf in jax.tree.leaves(array)) for array in arrays]
                 inputs = [array for array, out in zip(arrays, written, strict=True) if not out]
                 if any(written):

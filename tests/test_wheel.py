@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-CONTENT = ("jaxglue", "models", "pyproject.toml", "README.md", "LICENSE")
+CONTENT = ("jaxglue", "models", "pyproject.toml", "README.md", "LICENSE", "NOTICE")
 
 pytestmark = pytest.mark.long
 

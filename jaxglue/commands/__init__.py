@@ -1,6 +1,7 @@
 """The `jaxglue` command: one module for each subcommand, imported when it is called, after its flags are read."""
 
 import importlib
+import itertools
 import logging
 import os
 import signal
@@ -30,27 +31,33 @@ class Command:
     """Module and function called with the flags before the command's module is imported."""
     task: tuple[str, ...] = ()
     """Further words before the flags."""
+    bare: str | None = None
+    """Module and function that return flags for words before the first flag, such as a recipe's name."""
     hides_torch: bool = True
     """Hide torch from libraries; False where one fails on a hidden torch."""
 
 
 _CONFIGS = "jaxglue.commands.configs"
 _CACHED = "jaxglue.commands.devices:use_cache"
+_RECIPE, _FOLDER, _RUNS = (f"jaxglue.commands.bare:{name}" for name in ("recipe", "folder", "runs"))
 COMMANDS = {
     "train": Command(
         summary="fine-tune a model",
         config="jaxglue.training.config:TrainConfig",
         early="jaxglue.commands.devices:start_devices",
+        bare=_RECIPE,
     ),
     "chat": Command(
         summary="talk with a model in the terminal",
         config="jaxglue.generation.config:AssistantConfig",
         early=_CACHED,
+        bare=_FOLDER,
     ),
     "generate": Command(
         summary="answer prompts with a model and an adapter",
         config="jaxglue.serve.config:GenerateConfig",
         early=_CACHED,
+        bare=_FOLDER,
     ),
     "score": Command(
         summary="score data with a reward model",
@@ -67,14 +74,19 @@ COMMANDS = {
         summary="serve a model over OpenAI's HTTP interface",
         config="jaxglue.serve.config:ServeConfig",
         early=_CACHED,
+        bare=_FOLDER,
     ),
     "export": Command(
         summary="merge an adapter, quantize a model, write a checkpoint, or upload",
         config=f"{_CONFIGS}:ExportConfig",
         early=_CACHED,
     ),
-    "estimate": Command(summary="predict time and memory of training on a GPU", config=f"{_CONFIGS}:EstimateConfig"),
-    "ui": Command(summary="show runs on a page: plan, curves, rollouts, samples, chat", config=f"{_CONFIGS}:UiConfig"),
+    "estimate": Command(
+        summary="predict time and memory of training on a GPU", config=f"{_CONFIGS}:EstimateConfig", bare=_RECIPE
+    ),
+    "ui": Command(
+        summary="show runs on a page: plan, curves, rollouts, samples, chat", config=f"{_CONFIGS}:UiConfig", bare=_RUNS
+    ),
     "data": Command(
         summary="preview training data: tokens with loss, lengths, packing",
         config=f"{_CONFIGS}:PreviewConfig",
@@ -151,6 +163,9 @@ def _parse(name: str, argv: Sequence[str]) -> Any:
         if not {"-h", "--help", "--help-all"} & set(argv):
             raise ValueError(f"jaxglue {name}: use jaxglue {' '.join((name, *command.task))} --flag value …")
         flags = argv
+    bare = tuple(itertools.takewhile(lambda word: not word.startswith("-"), flags))
+    if bare and command.bare:
+        flags = [*_load(command.bare)(*bare), *flags[len(bare) :]]
     title = " ".join((name, *command.task))
     if command.config is None:
         return ArgumentParser(f"jaxglue {title}", description=command.summary).parse_args(flags)

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 class PlannedModel(ModelConfig):
     """The model to plan for, and how it would run."""
 
-    weights: str = "auto"
-
     @property
     def compute_dtype(self) -> "jnp.dtype":
         """Return the dtype that a GPU would compute in."""

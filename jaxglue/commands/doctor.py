@@ -49,7 +49,7 @@ class Check:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gpu:
+class GpuReport:
     """A GPU as nvidia-smi describes it; memory in bytes, 0 where it is the host's."""
 
     driver: str
@@ -120,7 +120,7 @@ def _check_type(folder: Path) -> Iterator[Check]:
         yield Check(name="model", verdict="fail", found=found, remedy=remedy)
 
 
-def checks(gpus: list[Gpu]) -> Iterator[Check]:
+def checks(gpus: list[GpuReport]) -> Iterator[Check]:
     """Yield all verdicts, each as soon as it is known."""
     yield check_python()
     yield check_driver(gpus)
@@ -133,7 +133,7 @@ def checks(gpus: list[Gpu]) -> Iterator[Check]:
     yield check_host_memory(psutil.virtual_memory().available, psutil.virtual_memory().total)
 
 
-def read_gpus() -> list[Gpu]:
+def read_gpus() -> list[GpuReport]:
     """Return the GPUs that nvidia-smi lists, none without a driver that answers."""
     if not (program := shutil.which("nvidia-smi")):
         return []
@@ -142,11 +142,11 @@ def read_gpus() -> list[Gpu]:
     return [] if done.returncode else [parse_gpu(row) for row in csv.reader(done.stdout.splitlines())]
 
 
-def parse_gpu(row: Sequence[str]) -> Gpu:
+def parse_gpu(row: Sequence[str]) -> GpuReport:
     """Return the GPU of a line of nvidia-smi: `_FIELDS`, memory in MiB."""
     driver, name, capability, *memory = (cell.strip() for cell in row)
     total, free = (int(cell) * 2**20 if cell.isdecimal() else 0 for cell in memory)
-    return Gpu(driver=driver, name=name, capability=_version(capability), total=total, free=free)
+    return GpuReport(driver=driver, name=name, capability=_version(capability), total=total, free=free)
 
 
 def check_python() -> Check:
@@ -157,7 +157,7 @@ def check_python() -> Check:
     return Check(name="Python", verdict="fail", found=found, remedy="use Linux, or WSL 2 on Windows")
 
 
-def check_driver(gpus: Sequence[Gpu]) -> Check:
+def check_driver(gpus: Sequence[GpuReport]) -> Check:
     """Check that a driver answers and is new enough for CUDA 13."""
     needed = f"install NVIDIA driver {LEAST_DRIVER[0]} or newer; nvidia-smi must list the GPU"
     if not gpus:
@@ -179,7 +179,7 @@ def check_cuda() -> Check:
     return Check(name="CUDA", verdict="ok", found=f"13, in jax-cuda13-plugin {plugin}")
 
 
-def check_gpu(gpu: Gpu) -> Check:
+def check_gpu(gpu: GpuReport) -> Check:
     """Check that our kernels run on a GPU."""
     found = f"{gpu.name}, compute capability {'.'.join(map(str, gpu.capability))}"
     if gpu.capability >= LEAST_CAPABILITY:
@@ -279,7 +279,7 @@ def check_triton(expect_gpu: bool) -> Check:
     return check_speed("Triton", f"{', '.join(versions)}; a kernel is right, compiled", seconds, os.getloadavg()[0])
 
 
-def check_gpu_memory(gpu: Gpu) -> Check:
+def check_gpu_memory(gpu: GpuReport) -> Check:
     """Check that no other program holds much of a GPU's memory."""
     found = f"{gpu.free / GIB:.1f} of {gpu.total / GIB:.1f} GiB free on {gpu.name}"
     if gpu.free >= _LEAST_FREE * gpu.total:

@@ -9,6 +9,7 @@ from typing import Any
 from jaxglue.data.limits import SECONDS, time_limit
 from jaxglue.hf.adapter_tensors import SCORE, is_adapter, pattern_entries, target_parameters
 from jaxglue.hf.hub import BaseReference
+from jaxglue.models import FAMILIES
 from jaxglue.models.lora_config import MODULES, PATHS, LoraConfig, VocabularyModule, match_pattern, parse_patterns
 from jaxglue.models.vocabulary import ROWS
 from jaxglue.models.wrapper import TEXT_PATH, from_text_name
@@ -64,8 +65,6 @@ def _kinds(names: Iterable[str]) -> list[str]:
     return sorted({name.split(".")[-2] for name in names})
 
 
-_WITH_EXPERTS = {"qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"}
-"""Types in which PEFT 0.21 takes targets of the names of an expert's matrices for all experts."""
 _EXPERT_NAME = re.compile(r"\.(gate_proj|up_proj|down_proj)\.lora_[^.]+$")
 _WITHIN_LAYER = re.compile(r"^model\.layers\.\d+\.")
 
@@ -123,7 +122,10 @@ def config_to_peft(
         text_path: of the decoder among the base's modules.
     """
     linears = [name for name, shape in names.items() if is_adapter(name) and len(shape) == 2]
-    mistaken = [name for name in linears if model_type in _WITH_EXPERTS and _EXPERT_NAME.search(name)]
+    family = FAMILIES.get(str(model_type))
+    # PEFT 0.21 takes targets of the names of an expert's matrices for all experts.
+    named_so = family is not None and family.parts.experts.stored == "apart"
+    mistaken = [name for name in linears if named_so and _EXPERT_NAME.search(name)]
     linears = [name for name in linears if name not in mistaken]
     parameters = target_parameters(names) + _weights(mistaken, config)
     return {

@@ -26,6 +26,7 @@ from jaxglue.models.file_param import FileParam
 from jaxglue.models.wrapper import Spelling, Wrapper, find_names, find_wrapper, ties, with_text
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.quant.formats import Quantized, is_unneeded
+from jaxglue.settings.recipe import shipped_recipes
 
 HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _KEYS_VALUES = re.compile(r"(.+\.self_attn\.)[kv]_(proj|norm)\.(weight|bias)")
@@ -66,7 +67,11 @@ def model_folder(folder: str | Path) -> Path:
     """Return the folder as a path; raise ValueError unless it is a directory."""
     path = Path(folder)
     if not path.is_dir():
-        raise ValueError(f"{path} is not a folder: expected a local Hugging Face model folder (nothing is downloaded)")
+        run = path.parent
+        made = run.parent.name == "runs" and run.name in shipped_recipes()
+        remedy = f"run jaxglue train --recipe {run.name} first, which writes it; " if made else ""
+        expected = "expected a local Hugging Face model folder (nothing is downloaded)"
+        raise ValueError(f"{path} is not a folder: {remedy}{expected}")
     return path
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxglue.hf.tensor_files import TensorFiles
+from jaxglue.models import FAMILIES
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import FORMATS, Quantized, Stored, WeightFormat, experts_format, find_stored, format_of
 from jaxglue.ops.quant.stack import Stack
@@ -22,8 +23,6 @@ ExpertIndex = tuple[int, slice]
 Shape = tuple[int, ...]
 
 _EXPERTS = re.compile(r"(?P<experts>.+\.experts)\.(?P<projection>gate_up_proj|down_proj)")
-_SPLIT_EXPERTS = {"qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3"}
-"""Model types whose checkpoints hold one tensor per expert."""
 _HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
@@ -89,7 +88,8 @@ def checkpoint_layout(shapes: Mapping[str, Shape], config: Mapping[str, Any]) ->
         shapes: parameter shapes by name.
         config: the model's config.json.
     """
-    splits = config.get("model_type") in _SPLIT_EXPERTS
+    family = FAMILIES.get(str(config.get("model_type")))
+    splits = family is not None and family.parts.experts.stored != "together"
     layout: dict[str, tuple[str, Index]] = {}
     for parameter, shape in shapes.items():
         parts: Mapping[str, Index] = expert_parts(parameter, shape) if splits else {}

@@ -23,7 +23,7 @@ OBJECTIVES = Registry["type[Objective]"](
         "kto": "jaxglue.objectives.kto:KTO",
         "orpo": "jaxglue.objectives.orpo:ORPO",
         "simpo": "jaxglue.objectives.simpo:SimPO",
-        "reward": "jaxglue.objectives.reward:RewardModel",
+        "reward": "jaxglue.objectives.reward:BradleyTerry",
         "classify": "jaxglue.objectives.classify:Classification",
         "grpo": "jaxglue.objectives.policy_gradient:GRPO",
         "dr_grpo": "jaxglue.objectives.policy_gradient:DrGRPO",

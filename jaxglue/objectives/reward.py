@@ -11,7 +11,7 @@ from jaxglue.objectives.objective import TargetValues
 from jaxglue.objectives.scores import SCORES_EXCLUDE
 
 
-class RewardModel(AnswerObjective):
+class BradleyTerry(AnswerObjective):
     """Bradley-Terry losses of scores, with the squared sums that center them (arXiv 2312.09244)."""
 
     Settings = RewardSettings

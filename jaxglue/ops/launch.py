@@ -1,7 +1,7 @@
 """Launches of Triton and Gluon kernels in JAX programs."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -105,10 +105,11 @@ class Launcher:
     ):
         """Launch a kernel; `registers` limits those of a thread, `aliases` says which argument becomes which output.
 
-        Outputs that are arguments come last: jax-triton 0.4.1 passes outputs in order, and these a second time.
+        Kernels of more than a dozen arrays take them by the names of their arguments; see `in_order`. Outputs that are
+        arguments come last: jax-triton 0.4.1 passes outputs in order, and these a second time.
         """
         return triton_call(
-            *arrays,
+            *in_order(kernel, arrays),
             kernel=kernel,
             out_type=out_type,
             grid=grid,
@@ -120,6 +121,15 @@ class Launcher:
             backend_options={} if registers is None else {"maxnreg": registers},
             **constants,
         )
+
+
+def in_order(kernel: Any, arrays: Sequence[Any] | Mapping[str, Any]) -> Sequence[Any]:
+    """Return a kernel's arrays in the order of its first arguments, which a mapping names, each of them."""
+    if not isinstance(arrays, Mapping):
+        return arrays
+    names = kernel.arg_names[: len(arrays)]
+    assert set(names) == set(arrays), f"{kernel.__name__}: {sorted(set(names) ^ set(arrays))}"
+    return [arrays[name] for name in names]
 
 
 def dot_precision(dtype) -> str:

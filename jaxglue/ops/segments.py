@@ -48,7 +48,7 @@ class PackedSegments:
     """The key after the last that it does not see: those before are the other branch's."""
     units: Int[Array, "B 2 2 U"] | None = None
     """First tokens and ends of units, in the orders in which programs start on queries and on keys; see `_units`."""
-    copies: "Copies | None" = None
+    copies: "ForkCopies | None" = None
     """Copies of forked segments' beginnings, for operations that follow one continuation (`copy_beginnings`)."""
     split: "RowSplit | None" = None
     """How rows are split over devices; fields of tokens are then in its order, and their values stay a row's."""
@@ -69,7 +69,7 @@ class PackedSegments:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Copies:
+class ForkCopies:
     """Rows of C tokens in which each continuation of forked segments stands behind a copy of its beginning."""
 
     rows: Int[Array, "B C"]
@@ -272,7 +272,7 @@ def copy_beginnings(segments: PackedSegments) -> PackedSegments:
         for token, where in enumerate(tokens_places):
             places[b, : len(where), token] = where
     fields = {"rows": rows, "starts": starts, "ends": ends, "places": places}
-    return replace(segments, copies=Copies(**{name: x.astype(np.int32) for name, x in fields.items()}))  # type: ignore[arg-type]
+    return replace(segments, copies=ForkCopies(**{name: x.astype(np.int32) for name, x in fields.items()}))  # type: ignore[arg-type]
 
 
 def _copied(bounds: np.ndarray, gap_starts: np.ndarray, gap_ends: np.ndarray) -> list[np.ndarray]:

@@ -28,7 +28,7 @@ from jaxglue.ops.equations import equations
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind, stand_in
 from jaxglue.ops.names import ATTENTION_LSE, ATTENTION_OUT
 from jaxglue.ops.rope import RopeTables
-from jaxglue.ops.segments import Copies, PackedSegments
+from jaxglue.ops.segments import ForkCopies, PackedSegments
 from jaxglue.planner.cost import program_sizes
 from jaxglue.planner.equation_sizes import aval_bytes
 from jaxglue.planner.workload import Workload, abstract_parts
@@ -98,11 +98,11 @@ _COPIED = 1.5
 """Tokens of rows of copies in those of forked rows: of two answers as long as their prompt, 4/3 in the next width."""
 
 
-def _abstract_copies(shape: tuple[int, int]) -> Copies:
+def _abstract_copies(shape: tuple[int, int]) -> ForkCopies:
     """Return the shapes of rows in which each of two answers has its own prompt."""
     (B, T), integers = shape, partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     copied: Any = integers((B, int(T * _COPIED)))
-    return Copies(rows=copied, starts=copied, ends=copied, places=integers((B, 2, T)))  # type: ignore[arg-type]
+    return ForkCopies(rows=copied, starts=copied, ends=copied, places=integers((B, 2, T)))  # type: ignore[arg-type]
 
 
 def _abstract_answers(owners: Any, units: Any) -> Answers:

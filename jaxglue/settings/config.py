@@ -224,6 +224,8 @@ class Kind:
             result = self.scalar(value)
         except OverflowError:
             raise self._unexpected(value) from None
+        if self.choices and result not in self.choices and isinstance(result, str) and result.lower() in self.choices:
+            result = result.lower()  # Q4_K_M, as other programs write it
         if self.choices and result not in self.choices:
             raise self._unexpected(value, self._remedy(str(value)))
         if isinstance(result, float) and not math.isfinite(result):

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import logging
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from jaxglue.settings.config import (
     refusal_of,
 )
 from jaxglue.settings.dialects import NOTES, REFUSED
+from jaxglue.settings.dialects.left_out import MET
 from jaxglue.settings.recipe import (
     code_fields,
     construct,
@@ -40,6 +42,8 @@ from jaxglue.settings.recipe import (
     to_plain,
 )
 from jaxglue.settings.spelling import nearest
+
+_log = logging.getLogger(__name__)
 
 
 def parse_config[C](
@@ -69,6 +73,7 @@ def parse_config[C](
         _empty_parser(cls, command).error(str(error))
     parser = _build_parser(cls, command, kinds)
     flags, unknown = parser.parse_known_args(words)
+    unknown = _without_met_wishes(unknown)
     if unknown:
         parser.error(_unknown(unknown[0].partition("=")[0], parser, cls, kinds))
     given = vars(flags)
@@ -80,6 +85,24 @@ def parse_config[C](
         return construct(cls, values, given)
     except ValueError as error:
         parser.error(str(error))
+
+
+def _without_met_wishes(unknown: Sequence[str]) -> list[str]:
+    """Return unknown words without flags of other programs, and their values, that ask for what is done anyway."""
+    rest: list[str] = []
+    drops_value = False
+    for word in unknown:
+        name = word.partition("=")[0].strip("-").replace("-", "_")
+        is_flag = word.startswith("--")
+        if is_flag and NOTES.get(name) in MET:
+            _log.warning("%s is left out: %s", word, NOTES[name])
+            drops_value = "=" not in word
+        elif is_flag or not drops_value:
+            rest.append(word)
+            drops_value = False
+        else:
+            drops_value = False
+    return rest
 
 
 def given_flags(cls: type, argv: Sequence[str], *names: str, command: str | None = None) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from jaxglue.settings.config import (
 )
 from jaxglue.settings.dialects import NO_FLAGS, NOTES, REFUSED, foreign_kinds, translate
 from jaxglue.settings.dialects.defaults import TORCHTUNE, program_of
+from jaxglue.settings.dialects.left_out import PYTHON
 from jaxglue.settings.spelling import nearest
 
 SHIPPED = Path(__file__).parents[1] / "recipes"
@@ -222,6 +223,7 @@ def from_settings[C](cls: type[C], settings: Mapping[str, Any], recipe: str | Pa
             if refusal := refusal_of(chosen, key, kinds):
                 raise ValueError(refusal)
             remedy = f" has no counterpart: {_REMEDIES[key]}" if key in _REMEDIES else ""
+            remedy = f" is TRL's: {PYTHON[key]}" if key in PYTHON else remedy
             raise ValueError(f"unknown setting {key!r:.100}{remedy or nearest(key, names)}")
         read = _read_value(fields[names[key]], key, value, "")
         if read is KEEP:

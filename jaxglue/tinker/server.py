@@ -145,7 +145,7 @@ class TinkerServer:
 
         async def run(http: HttpRequest) -> Response:
             given = http.headers.get("x-api-key", "")
-            if not hmac.compare_digest(given.encode(), self.api_key.encode()):
+            if not hmac.compare_digest(given.encode("latin-1"), self.api_key.encode()):  # as headers are decoded
                 return JSONResponse({"error": "no or a wrong API key"}, 401)
             try:
                 return await handler(http)
@@ -203,11 +203,11 @@ class TinkerServer:
         if len(self._models) >= self._most:
             raise ValueError(f"{self._most} models are in training: unload one, or serve with models=…")
         lora = _object(body, "lora_config") or {"rank": 32}
-        if not (lora.get("train_attn", True) and lora.get("train_mlp", True)):
+        if not (_flag(lora, "train_attn", True) and _flag(lora, "train_mlp", True)):
             raise ValueError("lora_config: attention and feed-forwards are adapted together")
-        unembed = bool(lora.get("train_unembed", True))
+        unembed = _flag(lora, "train_unembed", True)
         targets = ["all-linear", *(["lm_head"] if unembed else [])]
-        rank = int(lora["rank"])
+        rank = _whole(lora, "rank", 32)
         adapter: dict[str, Any] = {"rank": rank, "alpha": 32.0, "targets": tuple(targets)}
         optimizer = SteppedAdam()
         base = next((model.session for model in self._models.values() if model.unembed == unembed), None)
@@ -254,11 +254,12 @@ class TinkerServer:
         return {"type": "save_weights", "path": f"tinker://{body['model_id']}/weights/{name}"}
 
     def _load_weights(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        model = self._model(body)
-        found = re.fullmatch(r"tinker://([\w.-]+)/weights/([\w.-]+)", str(body.get("path")))
-        if found is None or not self._path(found[1], found[2]).is_dir():
+        model, optimizer = self._model(body), _flag(body, "optimizer", True)
+        found = re.fullmatch(r"tinker://([^/]+)/weights/([^/]+)", str(body.get("path")))
+        folder = None if found is None else self._path(_name(found[1]), _name(found[2]))
+        if folder is None or not folder.is_dir():
             raise ValueError(f"no weights at {body.get('path')!r:.200}")
-        model.session.load(self._path(found[1], found[2]), optimizer=bool(body.get("optimizer", True)))
+        model.session.load(folder, optimizer=optimizer)
         return {"type": "load_weights", "path": body["path"], "model_id": body["model_id"]}
 
     def _save_for_sampler(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -294,11 +295,11 @@ class TinkerServer:
             max_tokens=512 if longest is None else longest,
             temperature=given.get("temperature", 1.0),
             top_p=given.get("top_p", 1.0),
-            top_k=max(given.get("top_k", -1), 0),
-            seed=secrets.randbits(31) if seed is None else int(seed),
+            top_k=max(_whole(given, "top_k", -1, least=-1), 0),
+            seed=secrets.randbits(31) if seed is None else _whole(given, "seed", 0, least=0),
         )
         prompt = _prompt(body)
-        request = Request(prompt, config, n=int(body.get("num_samples", 1)))
+        request = Request(prompt, config, n=_whole(body, "num_samples", 1))
         stops = None if given.get("stop") is None else _stops(session, given["stop"])
         done = sorted(session.sample_tokens([request], stops, sampler.weights), key=lambda each: each.answer)
         return sample_response([(each.tokens, each.log_probs, each.finish == "stop") for each in done])
@@ -312,8 +313,24 @@ def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return value or {}
 
 
+def _whole(body: Mapping[str, Any], name: str, absent: int, least: int = 1) -> int:
+    """Return a whole number of a request, `absent` where there is none."""
+    value = absent if body.get(name) is None else body[name]
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name}: expected a whole number from {least}, got {value!r:.100}")
+    return value
+
+
+def _flag(body: Mapping[str, Any], name: str, absent: bool) -> bool:
+    """Return a truth value of a request, `absent` where there is none."""
+    value = absent if body.get(name) is None else body[name]
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: expected true or false, got {value!r:.100}")
+    return value
+
+
 def _adam_number(name: str, value: Any) -> float:
-    number = float(value) if isinstance(value, int | float) else math.nan
+    number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     if not 0 <= number < (1 if name.startswith("beta") else math.inf):
         wanted = "a number from 0 to below 1" if name.startswith("beta") else "a number from 0"
         raise ValueError(f"adam_params: {name}: expected {wanted}, got {value!r:.100}")
@@ -322,7 +339,8 @@ def _adam_number(name: str, value: Any) -> float:
 
 def _prompt(body: Mapping[str, Any]) -> list[int]:
     found: list[int] = []
-    for chunk in _object(body, "prompt").get("chunks") or ():
+    chunks = _object(body, "prompt").get("chunks") or []
+    for chunk in chunks if isinstance(chunks, list) else [chunks]:
         tokens = chunk.get("tokens") if isinstance(chunk, Mapping) else None
         if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
             raise ValueError("prompt: expected chunks with lists of token ids, images and sound are not read")
@@ -332,9 +350,11 @@ def _prompt(body: Mapping[str, Any]) -> list[int]:
 
 def _stops(session: Session, given: Any) -> set[int]:
     """Return the stop tokens of a request: ids, or texts of one token each."""
-    listed = [given] if isinstance(given, str) else list(given)
+    listed = given if isinstance(given, list) else [given]
     found: set[int] = set()
     for each in listed:
+        if not isinstance(each, str) and type(each) is not int:
+            raise ValueError(f"stop: expected ids, or texts of one token, got {each!r:.50}")
         ids = [each] if isinstance(each, int) else session.tokenizer.encode(each, add_special_tokens=False)
         if len(ids) != 1:
             raise ValueError(f"stop: {each!r:.50} is {len(ids)} tokens: give ids, or texts of one token")

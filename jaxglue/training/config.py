@@ -92,9 +92,10 @@ class ModelConfig(Config):
     or all where dispatch takes longer than a small model's layers and everything stays on one GPU."""
     memory_limit: PositiveFloat | None = None
     """GPU memory that the run may take, GiB, and auto plans with; by default all of JAX's share."""
-    weights: str = "device"
+    weights: str = "auto"
     """Place of the layers' frozen weights: device; host, streamed layer by layer from its memory; mapped, read from
-    their files; or several, such as "20 x device & 12 x host". auto streams as few layers as memory allows."""
+    their files; or several, such as "20 x device & 12 x host". auto streams as few layers as memory allows, none where
+    the run samples text, each token of which reads them all."""
     embeddings: Literal["device", "host", "auto"] = "device"
     """Place of frozen embedding table and output projection: on the GPU, or in host memory, from which each step reads
     its tokens' rows and copies the projection. A table tied to the projection stays on the GPU, and of Gemma 4 only the
@@ -315,7 +316,9 @@ class TrainConfig(PartsConfig):
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def validate(self) -> None:
-        """Settle the learning rate of the method; refuse sample prompts on weights in host memory."""
+        """Settle the method's learning rate and the place of weights that sampling reads; refuse contradictions."""
+        if self.model.weights == "auto" and (self.run.sample_prompt or self.objective.kind.needs_rollouts):
+            object.__setattr__(self, "model", replace(self.model, weights="device"))
         if self.optimizer.learning_rate is None:
             optimizer = replace(self.optimizer, learning_rate=self.default_learning_rate)
             object.__setattr__(self, "optimizer", optimizer)

@@ -21,7 +21,7 @@ from jaxtyping import Array, PyTree
 
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import BatchIterator, Step
-from jaxglue.engine.compiler import Lowering, jit_exchanging, jit_step, on_devices, rounding_as_written
+from jaxglue.engine.compiler import Lowering, Program, jit_exchanging, jit_step, on_devices, rounding_as_written
 from jaxglue.engine.executor import Executor, LayerExecutor, Update
 from jaxglue.engine.fixed_addresses import SmallResults
 from jaxglue.engine.fp8_errors import FP8Errors, fp8_errors
@@ -115,6 +115,7 @@ class StepParts:
     """Kinds of micro-batches whose programs are compiled: of long documents, one of several."""
     executors: dict[Objective, Executor] = field(default_factory=dict)
     """Of other objectives, the latest last."""
+    norm: Program = field(default_factory=lambda: jit_step(optax.tree.norm))
     small_blocks: Sequence[jax.Array] = ()
     """Keeps small blocks of memory for small arrays."""
 
@@ -181,7 +182,7 @@ def train_step(
         state = state._replace(spent=gradients if executor.reuses_gradients else None)
         values = {}
         if accepts is not None:
-            norm, loss = _norm(gradients), objective.loss(sums)
+            norm, loss = parts.norm(gradients), objective.loss(sums)
             if not accepts(state.step + 1, {"loss": float(loss), "grad_norm": float(norm)}):
                 values = {"grad_norm": norm, **optimizer.learning_rate(state.step), "skipped": jnp.int32(1)}
         if "skipped" not in values:
@@ -390,9 +391,6 @@ def _executor_of(parts: StepParts, objective: Objective) -> Executor:
             del parts.executors[next(iter(parts.executors))]
     parts.executors[objective] = executor
     return executor
-
-
-_norm = jit_step(optax.tree.norm)
 
 
 def _on_frozen(run: Setup, frozen: Params) -> tuple[ModelGraphDefs, Params, Params]:

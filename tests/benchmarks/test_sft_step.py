@@ -130,10 +130,39 @@ def test_later_files_replace_results_when_merged(tmp_path):
 
     rows = [("qwen3-8b NF4", "ours", 1.0), ("qwen3-8b", "unsloth", 2.0), ("qwen3-8b NF4", "ours", 3.0)]
     for index, (row, engine, ms) in enumerate(rows):
-        sft_step.write(tmp_path / f"{index}.json", [{"row": row, "engine": engine, "ms": ms}], [f"run {index}"])
+        told = {"date": f"2026-12-0{index + 1}", "command": f"run {index}", "gpu": "NVIDIA H200"}
+        sft_step.write(tmp_path / f"{index}.json", [{"row": row, "engine": engine, "ms": ms, **told}])
     results = sft_step.merge(tmp_path / "all.json", [tmp_path / f"{index}.json" for index in range(3)])
     assert [(result["row"], result["ms"]) for result in results] == [("qwen3-8b", 2.0), ("qwen3-8b NF4", 3.0)]
-    assert json.loads((tmp_path / "all.json").read_text())["commands"] == ["run 0", "run 1", "run 2"]
+    assert [result["command"] for result in results] == ["run 1", "run 2"]
+    whole = json.loads((tmp_path / "all.json").read_text())
+    assert (whole["date"], whole["command"], whole["gpu"]) == ("2026-12-03", "run 2", "NVIDIA H200")
+
+
+def test_a_result_tells_when_where_and_at_which_commit_it_was_measured(tmp_path, monkeypatch):
+    import measure
+
+    monkeypatch.setattr(measure, "ROOT", tmp_path)
+    monkeypatch.setenv("JAXGLUE_COMMIT", "0123abcd")
+    measure.write_results(tmp_path / "a.json", [], gpu="NVIDIA H200")
+    told = json.loads((tmp_path / "a.json").read_text())
+    assert told["commit"] == "0123abcd" and told["gpu"] == "NVIDIA H200" and told["host_memory_gib"] > 0
+    assert len(told["date"]) == 10 and told["versions"]["jax"] and told["command"].startswith("python ")
+
+
+def test_the_commit_of_a_changed_checkout_is_marked(tmp_path, monkeypatch):
+    import subprocess
+
+    import measure
+
+    git = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b"]
+    (tmp_path / "file").write_text("1")
+    for command in (["init", "-q"], ["add", "file"], ["commit", "-qm", "First"]):
+        subprocess.run([*git, *command], check=True)
+    monkeypatch.setattr(measure, "ROOT", tmp_path)
+    clean = measure.commit()
+    (tmp_path / "file").write_text("2")
+    assert len(clean) == 8 and measure.commit() == f"{clean}+"
 
 
 @pytest.mark.parametrize("limit", [None, 0.5])

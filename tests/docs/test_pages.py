@@ -2,7 +2,6 @@
 
 import ast
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -16,8 +15,6 @@ import jaxglue
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 README_AND_INDEX = ROOT / "README.md", DOCS / "index.md"
-ENGINES = "ours", "unsloth", "peft"
-"""Columns of the README's table, as `benchmarks/sft_step.py` names them."""
 
 
 def load_script(name):
@@ -81,7 +78,7 @@ def test_alias_tables_are_those_of_the_flags():
 
 
 def test_tables_have_a_header():
-    for page in [ROOT / "README.md", *DOCS.glob("*.md")]:
+    for page in [ROOT / "README.md", *DOCS.rglob("*.md")]:
         for table in re.findall(r"(?:^\|.*\n)+", page.read_text(encoding="utf-8"), re.M):
             assert re.match(r".*\n\|[\s:|-]+\|\n", table), f"{page.name}: {table}"
 
@@ -92,7 +89,7 @@ def test_files_that_pages_name_exist():
     paths = [path.relative_to(ROOT).as_posix() for folder in folders for path in (ROOT / folder).rglob("*.py")]
     missing = {
         f"{page.name}: {name}"
-        for page in [*DOCS.glob("*.md"), *ROOT.glob("*.md")]
+        for page in [*DOCS.rglob("*.md"), *ROOT.glob("*.md")]
         for name in re.findall(r"`(?:python )?([\w./]+\.py)\b", page.read_text(encoding="utf-8"))
         if not name.startswith("vllm/") and not any(f"/{path}".endswith(f"/{name}") for path in paths)
     }
@@ -118,26 +115,6 @@ def test_readme_opens_as_the_site_does():
     assert openings[0] == openings[1]
 
 
-def test_speeds_of_the_readme_are_measured():
-    """tokens/s and GiB of each row are those of `sft_step.json`."""
-    results = json.loads((ROOT / "benchmarks/results/sft_step.json").read_text(encoding="utf-8"))["results"]
-    shown = {
-        (each["row"], each["engine"]): f"{each['tokens'] / each['ms'] * 1e3:,.0f}, {each['peak_gib']:.1f} GiB"
-        for each in results
-    }
-    rows = re.findall(
-        r"^\| (.*), [\d,]+ tokens(?: \(.*?\))? \| (.*) \| (.*) \| (.*) \| ",
-        README_AND_INDEX[0].read_text("utf-8"),
-        re.M,
-    )
-    assert len(rows) > 5
-    for name, *cells in rows:
-        expected = [
-            shown.get((name.replace("NF4", "nf4").lower().replace("nf4", "NF4"), engine), "–") for engine in ENGINES
-        ]
-        assert cells == expected, name
-
-
 def test_shipped_recipes_are_named():
     page = (DOCS / "command.md").read_text(encoding="utf-8")
     recipes = [path.stem for path in (ROOT / "jaxglue" / "recipes").glob("*.toml")]
@@ -158,7 +135,18 @@ def test_promises_name_tests_that_exist():
 
 def test_every_page_and_picture_is_linked():
     index = (DOCS / "index.md").read_text(encoding="utf-8")
-    missing = [page.name for page in DOCS.glob("*.md") if page.name != "index.md" and page.name not in index]
+    names = [page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")]
+    missing = [name for name in names if name != "index.md" and f"({name}" not in index]
     assert not missing, "link them in docs/index.md, and list them in mkdocs.yml"
-    pages = "".join(path.read_text(encoding="utf-8") for path in [*DOCS.glob("*.md"), ROOT / "README.md"])
+    pages = "".join(path.read_text(encoding="utf-8") for path in [*DOCS.rglob("*.md"), ROOT / "README.md"])
     assert [picture.name for picture in DOCS.glob("*.png") if f"{picture.name})" not in pages] == []
+
+
+def test_rewards_of_the_page_take_texts_and_messages():
+    page = (DOCS / "rl.md").read_text(encoding="utf-8")
+    names: dict = {}
+    exec(re.search(r"^```python\n(# rewards\.py.*?)^```", page, re.M | re.S)[1], names)
+    assert names["diverse"](["p"] * 3, ["a", "b", "a"]) == [0.5, 1, 0.5]
+    answers = [[{"role": "assistant", "content": text}] for text in "aba"]
+    assert names["diverse"](["p"] * 3, answers) == [0.5, 1, 0.5]
+    assert names["exact_match"](" 7\n", "7") == 1

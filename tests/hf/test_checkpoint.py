@@ -235,3 +235,8 @@ def test_read_config_explains_errors(tmp_path, content, message):
 def test_read_config_needs_a_local_folder(tmp_path):
     with pytest.raises(ValueError, match=r"is not a folder.*nothing is downloaded"):
         read_config(tmp_path / "Qwen/Qwen3-0.6B")
+
+
+def test_read_config_names_the_recipe_that_writes_a_folder():
+    with pytest.raises(ValueError, match="run jaxglue train --recipe quickstart first"):
+        read_config("runs/quickstart/base")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from selection import repeat
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from jaxglue.hf.checkpoint import read_config, save_tensors
@@ -362,9 +362,10 @@ def test_metadata_name_stops_template_and_types(make_folder, export, make_tokeni
     assert fields["llama.attention.head_count_kv"].contents() == 2
 
 
-def byte_level(*before, use_regex=False):
-    tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "<s>": 1, "b": 2, "ab": 3}, merges=[("a", "b")]))
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+def byte_level(*before, use_regex=False, normalizer=None, add_prefix_space=False, **options):
+    tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "<s>": 1, "b": 2, "ab": 3}, merges=[("a", "b")], **options))
+    tokenizer.normalizer = normalizer
+    level = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=use_regex)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, level]) if before else level
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
 
@@ -374,8 +375,15 @@ MARKS = QWEN.replace(r"]?\p{L}+", r"]?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]"
 O200K = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re)?|\p{N}{1,3}|\s+"
 
 
-def split(pattern):
-    return pre_tokenizers.Split(Regex(pattern), "isolated")
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def split(pattern, behavior="isolated"):
+    return pre_tokenizers.Split(Regex(pattern), behavior)
 
 
 @pytest.mark.parametrize(
@@ -386,6 +394,8 @@ def split(pattern):
         (byte_level(split(MARKS)), "qwen35"),
         (byte_level(split(QWEN.replace(r"\p{N}| ?", r"\p{N}{1,3}| ?"))), "llama-bpe"),
         (byte_level(split(O200K)), "gpt-4o"),
+        (byte_level(split(TEKKEN)), "tekken"),
+        (byte_level(split(QWEN), byte_fallback=True), "qwen2"),
         (byte_level(pre_tokenizers.Digits(individual_digits=True), use_regex=True), "smollm"),
     ],
 )
@@ -405,9 +415,51 @@ def test_bos_is_added_as_tokenizer_and_template_do(adds, template):
     assert vocabulary_metadata(tokenizer, 8, {1})["ggml.add_bos_token"] is expected
 
 
-def test_unknown_pre_tokenizer_is_refused():
-    with pytest.raises(ValueError, match="no pre-tokenizer like this one"):
-        vocabulary_metadata(byte_level(split(r"\w+")), 8, {1})
+@pytest.mark.parametrize(
+    ("tokenizer", "message"),
+    [
+        (byte_level(split(r"\w+")), "no pre-tokenizer like this one"),
+        (byte_level(split(QWEN, "removed")), "no pre-tokenizer like this one"),
+        (byte_level(split(QWEN), use_regex=True), "no pre-tokenizer like this one"),
+        (byte_level(pre_tokenizers.Digits(individual_digits=False), use_regex=True), "no pre-tokenizer like this one"),
+        (byte_level(split(QWEN), add_prefix_space=True), "puts no space in front of texts"),
+        (byte_level(split(QWEN), dropout=0.1), "llama.cpp has no dropout"),
+        (byte_level(split(QWEN), end_of_word_suffix="</w>"), "llama.cpp has no end_of_word_suffix"),
+        *(
+            (byte_level(split(QWEN), normalizer=normalizer), rf"does not normalize texts, .*\({name}\)")
+            for normalizer, name in (
+                (normalizers.Lowercase(), "Lowercase"),
+                (normalizers.Sequence([normalizers.NFC(), normalizers.Strip()]), "NFC, Strip"),
+                (normalizers.Replace(" ", "\u2581"), "Replace"),
+            )
+        ),
+    ],
+)
+def test_tokenizers_that_llama_cpp_lacks_are_refused(tokenizer, message):
+    with pytest.raises(ValueError, match=message):
+        vocabulary_metadata(tokenizer, 8, {1})
+
+
+def test_normal_form_is_said_not_to_be_made(caplog):
+    vocabulary_metadata(byte_level(split(QWEN), normalizer=normalizers.NFC()), 8, {1})
+    assert "llama.cpp does not normalize texts: those in decomposed form have other tokens" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"normalizer": normalizers.NFKC()}, "does not normalize texts, .*NFKC"),
+        ({"merges": [("h", "e"), ("l", "l"), ("l", "o"), ("he", "l")]}, "merges 'h' and 'el'|merges 'he' and 'l'"),
+    ],
+)
+def test_byte_fallback_that_llama_cpp_would_read_otherwise_is_refused(sentencepiece, change, message):
+    state = json.loads(sentencepiece.backend_tokenizer.to_str())
+    if "merges" in change:
+        state["model"] |= {"vocab": state["model"]["vocab"] | {"hel": 290, "el": 291}, "merges": change["merges"]}
+    tokenizer = Tokenizer.from_str(json.dumps(state))
+    tokenizer.normalizer = change.get("normalizer", tokenizer.normalizer)
+    with pytest.raises(ValueError, match=message):
+        vocabulary_metadata(PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>"), 300, {2})
 
 
 def test_byte_fallback_vocabulary_is_written_with_scores_of_its_merges(sentencepiece):

@@ -11,6 +11,9 @@ from flax import nnx
 from llama_cpp import ask
 from safetensors.numpy import load_file, save_file
 from selection import repeat, repeats
+from split_texts import MARKS, PIECES, split_texts
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from jaxglue.commands import main
 from jaxglue.data.template import ChatTemplate
@@ -221,7 +224,7 @@ OTHERS += (
 """Families whose parts in llama.cpp those of the others have, too, or the test of adapters runs."""
 
 
-@pytest.mark.parametrize("family", repeats(FAMILIES, *OTHERS))
+@pytest.mark.parametrize("family", repeats(SEEDS, *OTHERS))
 def test_f16_gives_our_tokens_stops_and_template(family, make_folder, make_tokenizer, tmp_path):
     folder, tokenizer = make_folder(family), make_tokenizer("plain")
     template = ChatTemplate(tokenizer)
@@ -267,6 +270,42 @@ def test_byte_fallback_tokenizer_gives_its_tokens_in_llama_cpp(sentencepiece, ma
     assert ask(model=file, texts=texts)["texts"] == [sentencepiece.encode(text) for text in texts]
 
 
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+QWEN = CONTRACTIONS + (r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+UPPER, LOWER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLITS = {
+    "qwen2": QWEN,
+    "llama-bpe": QWEN.replace(r"\p{N}| ?", r"\p{N}{1,3}| ?"),
+    "qwen35": QWEN.replace(r"]?\p{L}+", r"]?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"),
+    "gpt-4o": rf"{UPPER}*{LOWER}+{CONTRACTIONS}?|{UPPER}+{LOWER}*{CONTRACTIONS}?|\p{{N}}{{1,3}}|{REST}",
+    "tekken": rf"{UPPER}*{LOWER}+|{UPPER}+{LOWER}*|\p{{N}}|{REST}",
+    "gpt-2": None,
+    "smollm": None,
+}
+
+
+@pytest.mark.parametrize("name", repeats(SPLITS, "llama-bpe", "qwen35", "gpt-4o", "gpt-2", "smollm"))
+def test_texts_are_split_by_llama_cpp_as_by_the_tokenizer(name, make_folder, tmp_path, caplog):
+    tokenizer = Tokenizer(models.BPE(ignore_merges=name in ("llama-bpe", "tekken")))
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=SPLITS[name] is None)
+    before = [pre_tokenizers.Digits(individual_digits=True)] if name == "smollm" else []
+    before += [pre_tokenizers.Split(Regex(SPLITS[name]), "isolated")] if SPLITS[name] else []
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, level])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"], show_progress=False
+    )
+    tokenizer.train_from_iterator(split_texts(3000, seed=1), trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 700}
+    file = export(make_folder("qwen3", **sizes), "f16", tmp_path / "out", fast, {1})
+    warns = "separates combining marks" in caplog.text
+    texts = split_texts(1000, 2, PIECES if warns else PIECES + MARKS)
+    assert ask(model=file, texts=texts)["texts"] == [fast.encode(text) for text in texts]
+    assert warns == (name in ("gpt-4o", "tekken"))
+
+
 KINDS = ("bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0")
 
 
@@ -288,6 +327,38 @@ def differences(folder, file, prompts, **options):
 
 
 PROMPTS = [list(range(40, 60)), list(range(300, 400, 3))]
+FURTHER = {
+    "seed_oss": {},
+    "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
+    "hunyuan_v1_dense": {
+        "rope_parameters": {"rope_type": "dynamic", "alpha": 7.0, "factor": 1.0, "rope_theta": 10_000.0}
+    },
+    "ernie4_5": {},
+    "ernie4_5_moe": {
+        **{"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 256, "moe_num_shared_experts": 2},
+    },
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 32},
+    "cohere2": {"num_hidden_layers": 4, "sliding_window": 16, "logit_scale": 0.5, "hidden_size": 256},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
+    "lfm2_moe": {
+        **{"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "num_dense_layers": 1},
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256},
+    },
+    "gemma4_unified_text": {
+        **{"num_hidden_layers": 3, "sliding_window": 16, "initializer_range": 0.05, "global_head_dim": 128},
+        **{"num_global_key_value_heads": 1, "attention_k_eq_v": True},
+        "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
+    },
+}
+"""Families whose tokens need no seeds: their probabilities are compared."""
+FAMILIES |= {name: {"model_type": name, **fields} for name, fields in FURTHER.items()}
+
+
+@pytest.mark.parametrize("family", repeats(FURTHER, *(FURTHER.keys() - {"lfm2_moe"})))
+def test_f16_of_further_families_gives_our_probabilities(family, make_folder, make_tokenizer, tmp_path):
+    folder = make_folder(family, seed=1)
+    file = export(folder, "f16", tmp_path / "out", make_tokenizer("plain"), {2})
+    assert max(differences(folder, file, PROMPTS)) < 0.1
 
 
 @pytest.mark.parametrize("kind", repeats(KINDS, "q5_k_m", "q6_k", "q8_0", "bf16"))

@@ -19,6 +19,7 @@ from jaxglue.models import abstract_model, config_from_hf
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import abstract_parameters, flatten_names, split_model
+from jaxglue.models.wrapper import find_names
 from tests.models.test_parity import PADDING, assert_parity, packed_row
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -36,9 +37,11 @@ def read_golden(name):
 
 
 def write_folder(folder, raw):
-    shapes = abstract_parameters(abstract_model(config_from_hf(raw)))
+    shapes, names = abstract_parameters(abstract_model(config_from_hf(raw))), find_names(raw)
     (folder / "config.json").write_text(json.dumps(raw))
-    save_file({name: drawn(name, spec.shape) for name, spec in shapes.items()}, folder / "model.safetensors")
+    spelled = {name: name if names is None or ".experts." in name else names.names(()).stored(name) for name in shapes}
+    tensors = {spelled[name]: drawn(name, spec.shape) for name, spec in shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
     return folder
 
 

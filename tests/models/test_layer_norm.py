@@ -33,9 +33,9 @@ LENGTHS = [[5, 1, 7], [12]]
 def config(tiny_config):
     parts = Parts(norm=LAYER_NORM, head_norms="heads")
     read = lambda raw: DecoderConfig(**decoder_fields(raw), layer_windows=(None, None))  # noqa: E731
-    register(Family(model_type="layer_norm", config_from_hf=read, parts=parts))
-    yield config_from_hf({**tiny_config, "model_type": "layer_norm", "hidden_size": 64, "num_hidden_layers": 2})
-    del FAMILIES["layer_norm"]
+    with FAMILIES.scope():
+        register(Family(model_type="layer_norm", config_from_hf=read, parts=parts))
+        yield config_from_hf({**tiny_config, "model_type": "layer_norm", "hidden_size": 64, "num_hidden_layers": 2})
 
 
 def make(config, dtype=jnp.float32, *, adapted=False):

@@ -26,7 +26,7 @@ SCRIPT = Path(__file__).parents[1] / "transformers_logits.py"
 
 
 @pytest.mark.skipif(PYTHON is None, reason="JAXGLUE_TORCH names no Python with torch")
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "muse_glimmer_text"])  # no class for text alone
 def test_peft_and_transformers_open_what_is_written(name, tmp_path):
     raw, golden = read_golden(name)
     base, adapter, merged = (tmp_path / folder for folder in ("base", "adapter", "merged"))

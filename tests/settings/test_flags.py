@@ -230,7 +230,6 @@ def test_names_of_other_programs_are_accepted(flags, group, field, value):
             "--save-method has no counterpart: training writes the adapter (lora); jaxglue export --adapter DIR",
         ),
         ("--gguf q4_k_m", "--gguf has no counterpart: jaxglue export --gguf q4_k_m"),
-        ("--packing true", "--packing has no counterpart: documents are always packed"),
         ("--logging_step 1", "unknown argument --logging-step; did you mean --logging-steps?"),
         ("--top-k 1", "unknown argument --top-k; --help"),
         ("--optim sgd", "got 'sgd': adafactor, which stores as little"),

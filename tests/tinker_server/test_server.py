@@ -186,9 +186,18 @@ def test_losses_are_tinkers(client, model):
         ("optim_step", {"adam_params": [1]}, "adam_params: expected an object"),
         ("optim_step", {"adam_params": {"learning_rate": -1}}, "learning_rate: expected a number from 0, got -1"),
         ("optim_step", {"adam_params": {"beta1": 1}}, "beta1: expected a number from 0 to below 1, got 1"),
+        ("optim_step", {"adam_params": {"learning_rate": True}}, "learning_rate: expected a number from 0, got True"),
         ("create_model", {"lora_config": "x"}, "lora_config: expected an object"),
+        *(
+            ("create_model", {"lora_config": {"rank": rank}}, "rank: expected a whole number from 1")
+            for rank in (1.5, "8", True, 0)
+        ),
+        ("create_model", {"lora_config": {"train_mlp": "no"}}, "train_mlp: expected true or false"),
         ("save_weights", {"path": "../up"}, "path: expected letters, digits, dots and dashes"),
         ("load_weights", {"path": "tinker://other/weights/x"}, "no weights at"),
+        ("load_weights", {"path": "tinker://../weights/x"}, "path: expected letters, digits, dots and dashes"),
+        ("load_weights", {"path": "tinker://x/weights/.."}, "path: expected letters, digits, dots and dashes"),
+        ("load_weights", {"path": "tinker://x/weights/x", "optimizer": "no"}, "optimizer: expected true or false"),
         ("asample", {"prompt": {"chunks": []}}, "expected a sampling session of the last 16 saved weights"),
     ],
 )

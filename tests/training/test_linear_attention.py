@@ -46,6 +46,20 @@ def test_run_learns_answers_samples_and_saves_adapters_of_both_kinds_of_layers(m
 
 
 @repeats_parts_of("test_run_learns_answers_samples_and_saves_adapters_of_both_kinds_of_layers")
+def test_run_with_short_convolutions_learns_and_answers(make_config, model_folder, tmp_path):
+    path = model_folder / "config.json"
+    lfm = {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "block_multiple_of": 8}
+    path.write_text(json.dumps(json.loads(path.read_text()) | lfm))
+    summary = train(make_config(targets=("all-linear",), steps=6, sample_prompt=("Hello",), sample_tokens=3))
+    assert summary.last_loss < summary.first_loss - 0.1
+    names = load_adapter(tmp_path / "run/adapter").tensors
+    modules = {name.partition(".lora_")[0].removeprefix("model.layers.") for name in names}
+    feed_forwards = {f"{layer}.feed_forward.{name}" for layer in (0, 1) for name in ("w1", "w2", "w3")}
+    attention = {f"1.self_attn.{name}_proj" for name in ("q", "k", "v", "out")}
+    assert modules == {"0.conv.in_proj", "0.conv.out_proj"} | attention | feed_forwards
+
+
+@repeats_parts_of("test_run_learns_answers_samples_and_saves_adapters_of_both_kinds_of_layers")
 def test_experts_of_hybrids_learn(make_config, hybrid_folder, tmp_path):
     path = hybrid_folder / "config.json"
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}

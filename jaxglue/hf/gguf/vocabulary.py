@@ -5,6 +5,7 @@ import logging
 from collections.abc import Collection
 from typing import Any
 
+from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.template import ChatTemplate
@@ -19,12 +20,24 @@ _PRE_TOKENIZERS = {
     ),
     _CONTRACTIONS
     + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "qwen35",
-    "digits": "smollm",
-    "": "gpt-2",
 }
 """llama.cpp's names of pre-tokenizers by the expression that splits the text before byte-level BPE."""
-_O200K = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}"
-"""Part of the expression of OpenAI's o200k, of GPT-OSS."""
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_O200K = _BEFORE + _UPPER + "*" + _LOWER + r"+(?i:'s|'t|'re"
+"""Beginning of the expression of OpenAI's o200k, of GPT-OSS."""
+_TEKKEN = "|".join(
+    (
+        *(f"{_BEFORE}{_UPPER}*{_LOWER}+", f"{_BEFORE}{_UPPER}+{_LOWER}*", r"\p{N}"),
+        *(r" ?[^\s\p{L}\p{N}]+[\r\n/]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+"),
+    )
+)
+"""Expression of Mistral's Tekken."""
+_WHOLE_WORDS = ("llama-bpe", "tekken")
+"""Pre-tokenizers with which llama.cpp takes words that are tokens whole, whatever the merges (`ignore_merges`)."""
+_NO_MARKS = ("gpt-4o", "tekken")
+"""Pre-tokenizers by which llama.cpp separates combining marks from their letters (measured in October 2026)."""
+_SPACE = "\u2581"
 _MOST_STOPS = 3
 """End tokens that a GGUF file names: of a text, a turn and a message."""
 
@@ -47,12 +60,20 @@ def vocabulary_metadata(tokenizer: PreTrainedTokenizerBase, vocab_size: int, sto
     tokens, types = _tokens(tokenizer, vocab_size)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     found: dict[str, Any] = {"ggml.tokens": tokens}
-    if model.get("byte_fallback"):
+    _check_model(model)
+    is_byte_level = any(part["type"] == "ByteLevel" for part in _parts(state.get("pre_tokenizer"), "pretokenizers"))
+    _check_normalizer(state.get("normalizer"), spaces=not is_byte_level)
+    if model.get("byte_fallback") and not is_byte_level:
+        _check_merges(merges, model["vocab"])
         found |= {"ggml.model": "llama", "ggml.pre": "default", "ggml.scores": _scores(tokens, merges)}
         found["ggml.add_space_prefix"] = _prepends_space(state)
         types = _byte_types(tokens, types, model.get("unk_token"))
     else:
-        found |= {"ggml.model": "gpt2", "ggml.pre": _pre_tokenizer(state.get("pre_tokenizer")), "ggml.merges": merges}
+        name = _pre_tokenizer(state.get("pre_tokenizer"))
+        if name in _NO_MARKS:
+            _log.warning("llama.cpp separates combining marks from letters in %s: such words have other tokens", name)
+        _check_whole_words(name, model, tokenizer.all_special_tokens)
+        found |= {"ggml.model": "gpt2", "ggml.pre": name, "ggml.merges": merges}
     found["ggml.token_type"] = types
     found |= _special_tokens(tokenizer, stops)
     if tokenizer.chat_template:
@@ -74,26 +95,101 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> tuple[list[s
     return tokens, types
 
 
+def _parts(state: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    """Return the parts of a normalizer or pre-tokenizer, which may be a sequence of some, in their order."""
+    if state is None:
+        return []
+    return [part for each in state[name] for part in _parts(each, name)] if name in state else [state]
+
+
+def _check_model(model: dict[str, Any]) -> None:
+    """Raise ValueError for settings of BPE that llama.cpp does not have."""
+    for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(name):
+            raise ValueError(f"--gguf: llama.cpp has no {name}, which the tokenizer's BPE sets to {model[name]!r:.40}")
+
+
+def _check_normalizer(state: dict[str, Any] | None, *, spaces: bool) -> None:
+    """Raise ValueError for a normalizer that changes texts, which llama.cpp does not; warn of NFC, which few have not.
+
+    Args:
+        state: of the normalizer.
+        spaces: those of SentencePiece are not meant: a mark in front of the text and for each space.
+    """
+    marks = ({"type": "Prepend", "prepend": _SPACE}, {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE})
+    others = [part for part in _parts(state, "normalizers") if not (spaces and part in marks)]
+    if others and all(part["type"] == "NFC" for part in others):
+        _log.warning("llama.cpp does not normalize texts: those in decomposed form have other tokens there than in NFC")
+    elif others:
+        names = ", ".join(part["type"] for part in others)
+        raise ValueError(f"--gguf: llama.cpp does not normalize texts, as the tokenizer does ({names})")
+
+
 def _pre_tokenizer(state: dict[str, Any] | None) -> str:
-    """Return llama.cpp's name of a pre-tokenizer before byte-level BPE."""
-    parts = (state or {}).get("pretokenizers", [state] if state else [])
-    splits = [part["pattern"].get("Regex", "") for part in parts if part["type"] == "Split"]
-    if any(part["type"] == "Digits" for part in parts):
-        splits.append("digits")
-    byte_level = [part for part in parts if part["type"] == "ByteLevel"]
-    known = {part["type"] for part in parts} <= {"Split", "Digits", "ByteLevel"}
-    if known and byte_level and len(splits) <= 1 and bool(splits) != byte_level[0].get("use_regex", True):
-        pattern = next(iter(splits), "")
-        if _O200K in pattern:
-            return "gpt-4o"
-        if pattern in _PRE_TOKENIZERS:
-            return _PRE_TOKENIZERS[pattern]
-    if known and splits == ["digits"] and byte_level:
-        return _PRE_TOKENIZERS["digits"]
+    """Return llama.cpp's name of a pre-tokenizer before byte-level BPE.
+
+    Raises:
+        ValueError: it has none like this one.
+    """
+    parts = _parts(state, "pretokenizers")
+    level = parts[-1] if parts and parts[-1]["type"] == "ByteLevel" else None
+    if level is not None and level.get("add_prefix_space"):
+        raise ValueError("--gguf: llama.cpp puts no space in front of texts, as the tokenizer does (add_prefix_space)")
+    if level is not None and (name := _name_of_split(parts[:-1], splits_words=level.get("use_regex", True))):
+        return name
     raise ValueError(
         f"--gguf: llama.cpp has no pre-tokenizer like this one: {json.dumps(state)[:200]}; "
-        "known are those of GPT-2, Llama 3, Qwen, SmolLM and GPT-OSS"
+        "known are those of GPT-2, Llama 3, Qwen, SmolLM, GPT-OSS and Mistral's Tekken"
     )
+
+
+def _name_of_split(before: list[dict[str, Any]], *, splits_words: bool) -> str | None:
+    """Return llama.cpp's name of a split before byte-level BPE, which may split GPT-2's words itself."""
+    if splits_words:
+        digits = {"type": "Digits", "individual_digits": True}
+        return "gpt-2" if not before else "smollm" if before == [digits] else None
+    if len(before) != 1 or before[0]["type"] != "Split":
+        return None
+    if before[0].get("invert") or before[0].get("behavior") not in ("Isolated", "isolated"):
+        return None
+    pattern = before[0]["pattern"].get("Regex", "")
+    if pattern.startswith(_O200K) and r"\p{N}{1,3}" in pattern:
+        return "gpt-4o"
+    return "tekken" if pattern == _TEKKEN else _PRE_TOKENIZERS.get(pattern)
+
+
+def _check_whole_words(name: str, model: dict[str, Any], special: Collection[str]) -> None:
+    """Raise ValueError for tokens that are taken whole here and by merges there, or the reverse; warn for GPT-OSS."""
+    if bool(model.get("ignore_merges")) == (name in _WHOLE_WORDS):
+        return
+    merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
+    merged = BPE(vocab=model["vocab"], merges=merges)
+    words = [word for word in model["vocab"] if word not in special and len(merged.tokenize(word)) > 1]
+    if not words:
+        return
+    message = (
+        f"llama.cpp takes {len(words):,} tokens otherwise than the tokenizer (ignore_merges), such as {words[0]!r}"
+    )
+    if name != "gpt-4o":
+        raise ValueError(f"--gguf: {message}")
+    _log.warning("%s", message)
+
+
+def _check_merges(merges: list[str], vocabulary: Collection[str]) -> None:
+    """Raise ValueError for merges that are not SentencePiece's: llama.cpp merges any two tokens that make a third."""
+    pairs, made, last = set(merges), set[str](), ""
+    for merge in merges:
+        token = merge.replace(" ", "")
+        if token != last and token in made:
+            raise ValueError(f"--gguf: llama.cpp merges all pairs that make {token!r} at once, and the tokenizer not")
+        made.add(token)
+        last = token
+    for token in made:
+        splits = ((token[:place], token[place:]) for place in range(1, len(token)))
+        if absent := next(
+            (s for s in splits if s[0] in vocabulary and s[1] in vocabulary and " ".join(s) not in pairs), None
+        ):
+            raise ValueError(f"--gguf: llama.cpp merges {absent[0]!r} and {absent[1]!r}, and the tokenizer does not")
 
 
 def _scores(tokens: list[str], merges: list[str]) -> list[float]:

@@ -116,7 +116,10 @@ def dq_kernel(q, k, v, q_rest, k_rest, starts, units, out, lse, dout, dq, delta,
     row, first, end, pack = query_tile(units, spec)
     if first >= end:
         return
-    gradient, rest = query_gradient(q, k, v, q_rest, k_rest, starts, out, lse, dout, delta, row, first, end, pack, spec)
+    gradient, rest = query_gradient(
+        q=q, k=k, v=v, q_rest=q_rest, k_rest=k_rest, starts=starts, out=out, lse=lse, dout=dout, delta=delta, row=row,
+        first=first, end=end, pack=pack, spec=spec,
+    )  # fmt: skip
     N: tl.constexpr = spec.K * spec.G
     store_heads(dq, gradient, rest, row, first, end, pack * spec.P, N, spec.block_m // spec.P, spec.P, spec)
 
@@ -207,8 +210,9 @@ def dkdv_kernel(q, k, v, q_rest, k_rest, ends, units, lse, delta, dout, dk, dv, 
     if first >= end:
         return
     dkeys, rest, dvalues = key_value_gradients(
-        q, k, v, q_rest, k_rest, ends, lse, delta, dout, row, first, end, head, spec
-    )
+        q=q, k=k, v=v, q_rest=q_rest, k_rest=k_rest, ends=ends, lse=lse, delta=delta, dout=dout, row=row, first=first,
+        end=end, kv_head=head, spec=spec,
+    )  # fmt: skip
     store_heads(dk, dkeys, rest, row, first, end, head, spec.K, spec.block_n, 1, spec.keys)
     store_tile(dv, dvalues, row, first, end, spec.V - spec.K + head, spec.V, spec.block_n, 1, VALUES, spec.keys)
 
@@ -219,7 +223,10 @@ def dk_kernel(q, k, v, q_rest, k_rest, ends, units, lse, delta, dout, dk, spec: 
     row, first, end, head = key_tile(units, spec.keys)
     if first >= end:
         return
-    dkeys, rest, _ = key_value_gradients(q, k, v, q_rest, k_rest, ends, lse, delta, dout, row, first, end, head, spec)
+    dkeys, rest, _ = key_value_gradients(
+        q=q, k=k, v=v, q_rest=q_rest, k_rest=k_rest, ends=ends, lse=lse, delta=delta, dout=dout, row=row, first=first,
+        end=end, kv_head=head, spec=spec,
+    )  # fmt: skip
     store_heads(dk, dkeys, rest, row, first, end, head, spec.K, spec.block_n, 1, spec.keys)
 
 
@@ -229,5 +236,8 @@ def dv_kernel(q, k, v, q_rest, k_rest, ends, units, lse, delta, dout, dv, spec: 
     row, first, end, head = key_tile(units, spec.keys)
     if first >= end:
         return
-    _, _, dvalues = key_value_gradients(q, k, v, q_rest, k_rest, ends, lse, delta, dout, row, first, end, head, spec)
+    _, _, dvalues = key_value_gradients(
+        q=q, k=k, v=v, q_rest=q_rest, k_rest=k_rest, ends=ends, lse=lse, delta=delta, dout=dout, row=row, first=first,
+        end=end, kv_head=head, spec=spec,
+    )  # fmt: skip
     store_tile(dv, dvalues, row, first, end, spec.V - spec.K + head, spec.V, spec.block_n, 1, VALUES, spec.keys)

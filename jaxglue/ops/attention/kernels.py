@@ -44,7 +44,7 @@ VALUES = tl.constexpr(2)
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelSpec:
+class AttentionKernelSpec:
     """Constants of a kernel: sizes of the arrays, the visible keys, and tiles."""
 
     T: int
@@ -91,7 +91,7 @@ class KernelSpec:
     """Keys of a tile."""
 
     @property
-    def keys(self) -> "KernelSpec":
+    def keys(self) -> "AttentionKernelSpec":
         """Return the constants for arrays of keys and values."""
         return replace(self, T=self.S)
 

@@ -44,8 +44,14 @@ def rotated_dq_kernel(
     row, first, end, pack = query_tile(units, spec)
     if first >= end:
         return
-    gradient, _ = query_gradient(q, k, v, q_rest, k_rest, starts, out, lse, dout, delta, row, first, end, pack, spec)
-    _take_back(gradient, z, weight, cos, sin, dz, row, first, end, pack * spec.P, spec.block_m // spec.P, spec.P, spec)
+    gradient, _ = query_gradient(
+        q=q, k=k, v=v, q_rest=q_rest, k_rest=k_rest, starts=starts, out=out, lse=lse, dout=dout, delta=delta, row=row,
+        first=first, end=end, pack=pack, spec=spec,
+    )  # fmt: skip
+    _take_back(
+        gradient=gradient, z=z, weight=weight, cos=cos, sin=sin, dz=dz, row=row, token=first, end=end,
+        head=pack * spec.P, TOKENS=spec.block_m // spec.P, PACK=spec.P, spec=spec,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -57,7 +63,11 @@ def rotated_dkdv_kernel(
     if first >= end:
         return
     dkeys, _, dvalues = key_value_gradients(
-        q, k, v, q_rest, k_rest, ends, lse, delta, dout, row, first, end, head, spec
-    )
+        q=q, k=k, v=v, q_rest=q_rest, k_rest=k_rest, ends=ends, lse=lse, delta=delta, dout=dout, row=row, first=first,
+        end=end, kv_head=head, spec=spec,
+    )  # fmt: skip
     store_tile(dz, dvalues, row, first, end, spec.V - spec.K + head, spec.V, spec.block_n, 1, VALUES, spec)
-    _take_back(dkeys, z, weight, cos, sin, dz, row, first, end, spec.K * spec.G + head, spec.block_n, 1, spec)
+    _take_back(
+        gradient=dkeys, z=z, weight=weight, cos=cos, sin=sin, dz=dz, row=row, token=first, end=end,
+        head=spec.K * spec.G + head, TOKENS=spec.block_n, PACK=1, spec=spec,
+    )  # fmt: skip

@@ -11,7 +11,7 @@ from jax_triton.triton_lib import TensorDescriptor
 from jaxtyping import Array, Float, Int
 
 from jaxglue.ops.attention import backward_kernels, kernels, rotated
-from jaxglue.ops.attention.kernels import KernelSpec
+from jaxglue.ops.attention.kernels import AttentionKernelSpec
 from jaxglue.ops.attention.rotation import Rotation
 from jaxglue.ops.attention.tiles import AttentionKernelTiles, AttentionTiles
 from jaxglue.ops.attention.vjp import Gradients
@@ -79,7 +79,7 @@ class TritonAttention(Launcher):
         self._key_value_gradients(rotated.rotated_dkdv_kernel, (), *arrays, others, spec)
         return jax.freeze(written)
 
-    def _query_gradient(self, kernel, like, arrays, segments, given, spec: KernelSpec):
+    def _query_gradient(self, kernel, like, arrays, segments, given, spec: AttentionKernelSpec):
         """Return (an array like another with the gradient, delta)."""
         q, k, v = arrays
         sizes, tiles = KernelSizes.of(q, k), self.tiles.dq
@@ -95,7 +95,7 @@ class TritonAttention(Launcher):
             KernelKind.ATTENTION_BACKWARD,
         )
 
-    def _key_value_gradients(self, kernel, out_type, arrays, segments, given, spec: KernelSpec):
+    def _key_value_gradients(self, kernel, out_type, arrays, segments, given, spec: AttentionKernelSpec):
         q, k, v = arrays
         lse, delta, dout, *others = given
         sizes, tiles = KernelSizes.of(q, k), self.tiles.dkdv if spec.dkeys else self.tiles.dv
@@ -117,7 +117,7 @@ class TritonAttention(Launcher):
             KernelKind.ATTENTION_BACKWARD,
         )
 
-    def _operands(self, q, k, v, tiles: AttentionTiles, spec: KernelSpec) -> tuple[tuple, bool]:
+    def _operands(self, q, k, v, tiles: AttentionTiles, spec: AttentionKernelSpec) -> tuple[tuple, bool]:
         """Return (q, k, v and the rests of q and k, or their descriptors; whether q is a descriptor).
 
         A tile loaded by descriptor lies in registers, which pays for small tiles of wide heads. Triton 3.7.1 multiplies
@@ -130,7 +130,7 @@ class TritonAttention(Launcher):
         keys, keys_rest = self._parts(k, spec, tiles.block_n, 1)
         return (first, keys, self._tiled(v, tiles.block_n, 1, spec.width), rest, keys_rest), by_descriptor
 
-    def _parts(self, x, spec: KernelSpec, tokens: int, heads: int) -> tuple:
+    def _parts(self, x, spec: AttentionKernelSpec, tokens: int, heads: int) -> tuple:
         """Return the sources of the first tiles of queries or keys, and of the rests, or None without such."""
         widths = (spec.width, spec.rest) if spec.rest else (spec.width,)
         parts = tuple(self._tiled(x, tokens, heads, width) for width in widths)
@@ -140,7 +140,9 @@ class TritonAttention(Launcher):
         """Return the array as a descriptor of [tokens, heads, width] tiles where the GPU has them."""
         return _descriptor(x, tokens, heads, width) if self.descriptors else x
 
-    def _launch_tiles(self, kernel, arrays, out_type, grid, tiles: AttentionTiles, spec: KernelSpec, kind: KernelKind):
+    def _launch_tiles(
+        self, kernel, arrays, out_type, grid, tiles: AttentionTiles, spec: AttentionKernelSpec, kind: KernelKind
+    ):
         block_m, block_n, late = tiles.block_m, tiles.block_n, tiles.late
         spec = replace(spec, descriptors=self.descriptors, block_m=block_m, block_n=block_n, late=late)
         constants, compiled = {"spec": spec}, (tiles.num_warps, tiles.num_stages)
@@ -185,11 +187,11 @@ class KernelSizes:
 
 def _spec(
     sizes: KernelSizes, v, window: int | None, segments: PackedSegments, softcap: float | None = None
-) -> KernelSpec:
+) -> AttentionKernelSpec:
     """Return the constants of a call, but not its tiles'."""
     values = v.shape[3]
     width = triton.next_power_of_2(values)
-    return KernelSpec(
+    return AttentionKernelSpec(
         T=sizes.T,
         S=sizes.S,
         K=sizes.K,

@@ -61,10 +61,10 @@ def _store_part(numerators, part, buffer, row, column, M: gl.constexpr, WIDTH: g
     rows = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, WIDE))
     columns = column + gl.arange(0, PART, layout=gl.SliceLayout(0, WIDE))
     buffer.store(part.to(numerators.dtype.element_ty))
-    gl.barrier()
+    gl.barrier()  # rows are read by other threads than wrote them
     mask = (rows < M)[:, None] & (columns < WIDTH)[None, :]
     gl.store(numerators + rows[:, None].to(gl.int64) * WIDTH + columns[None, :], buffer.load(WIDE), mask=mask)
-    gl.barrier()
+    gl.barrier()  # the next part overwrites the buffer
 
 
 @gluon.jit
@@ -116,6 +116,7 @@ def exponentials_kernel(
     right = gl.allocate_shared_memory(w.dtype, [STAGES, BN, BK], w.layout)
     STAGING: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     staging = gl.allocate_shared_memory(x.dtype, [2, GROUP_ROWS, BN // 2], STAGING)
+    # Barriers were initialized by one thread, and TMA, which signals them, sees shared memory after a fence alone.
     fence_async_shared()
     gl.barrier()
     arrays, places = (references, numerators, sums, tops), (left, right, staging)

@@ -74,7 +74,8 @@ def cross_entropy_kernel(
     Grid (M).
     """
     _cross_entropy(
-        logits, weights, weights, targets, weights, losses, dlogits, losses, V, WIDTH, BLOCK, SOFTCAP, False
+        logits=logits, row_scales=weights, column_scales=weights, targets=targets, weights=weights, losses=losses,
+        dlogits=dlogits, dscales=losses, V=V, WIDTH=WIDTH, BLOCK=BLOCK, SOFTCAP=SOFTCAP, SCALED=False,
     )  # fmt: skip
 
 
@@ -210,5 +211,6 @@ def scaled_cross_entropy_kernel(
     Write the gradient times the columns' scales as e4m3 dlogits [M, WIDTH], by its largest value in a row, dscales [M].
     """
     _cross_entropy(
-        products, row_scales, column_scales, targets, weights, losses, dlogits, dscales, V, WIDTH, BLOCK, None, True
+        logits=products, row_scales=row_scales, column_scales=column_scales, targets=targets, weights=weights,
+        losses=losses, dlogits=dlogits, dscales=dscales, V=V, WIDTH=WIDTH, BLOCK=BLOCK, SOFTCAP=None, SCALED=True,
     )  # fmt: skip

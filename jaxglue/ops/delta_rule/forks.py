@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxglue.ops.segments import Copies, PackedSegments
+from jaxglue.ops.segments import ForkCopies, PackedSegments
 
 
 def with_copies(
@@ -28,7 +28,7 @@ def with_copies(
     return _collect(function(documents(copies), *(_spread(x, copies) for x in values)), copies)
 
 
-def documents(copies: Copies) -> PackedSegments:
+def documents(copies: ForkCopies) -> PackedSegments:
     """Return the segments of rows of copies: one for each continuation."""
     starts, C = copies.starts, copies.starts.shape[1]
     real, index = starts < C, jnp.arange(C)
@@ -48,12 +48,12 @@ def _take(x: Float[Array, "B N *V"], index: Int[Array, "B M"]) -> Float[Array, "
 
 
 @jax.custom_vjp
-def _spread(x: Float[Array, "B T *V"], copies: Copies) -> Float[Array, "B C *V"]:
+def _spread(x: Float[Array, "B T *V"], copies: ForkCopies) -> Float[Array, "B C *V"]:
     """Return the values of all copies."""
     return _take(x, copies.rows)
 
 
-def _spread_backward(copies: Copies, dy):
+def _spread_backward(copies: ForkCopies, dy):
     total = sum(_take(dy, copies.places[:, k]).astype(jnp.float32) for k in range(copies.places.shape[1]))
     return total.astype(dy.dtype), None  # type: ignore[union-attr]
 
@@ -62,12 +62,12 @@ _spread.defvjp(lambda x, copies: (_spread(x, copies), copies), _spread_backward)
 
 
 @jax.custom_vjp
-def _collect(y: Float[Array, "B C *V"], copies: Copies) -> Float[Array, "B T *V"]:
+def _collect(y: Float[Array, "B C *V"], copies: ForkCopies) -> Float[Array, "B T *V"]:
     """Return each token's value at its own place."""
     return _take(y, copies.places[:, 0])
 
 
-def _collect_backward(copies: Copies, dx):
+def _collect_backward(copies: ForkCopies, dx):
     own = _take(copies.places[:, 0], copies.rows) == jnp.arange(copies.rows.shape[1])
     own &= copies.rows < dx.shape[1]
     return jnp.where(own.reshape(*own.shape, *(1,) * (dx.ndim - 2)), _take(dx, copies.rows), 0), None

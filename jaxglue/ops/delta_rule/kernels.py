@@ -38,7 +38,7 @@ FACTORS = tl.constexpr(8)
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelSpec:
+class DeltaKernelSpec:
     """Constants of a kernel: sizes of a call, and a program's part of them."""
 
     T: int
@@ -421,7 +421,7 @@ def gradient_kernel(
         along_key = tl.sum(k32 * dk, 1)
         dk -= k32 * (key_scale * key_scale * along_key)[:, None]
         dk += _sum_so_far(dqkv, tokens, k_columns, added, spec)
-        tl.debug_barrier()
+        tl.debug_barrier()  # other threads have read the sums that these overwrite
         _store_rows(dqkv, dq, tokens, q_columns, spec.width, T)
         _store_rows(dqkv, dk, tokens, k_columns, spec.width, T)
         # A decay's logarithm is in the sums of all tokens from it on: these scale what they read, and divide what they
@@ -432,4 +432,4 @@ def gradient_kernel(
         dstep = tl.where(real, dstep / tl.where(real, step * step, 1.0), 0.0)
         tl.store(dg + (row * T + tokens) * N + n, dtotals, mask=inside)
         tl.store(dbeta + (row * T + tokens) * N + n, dstep, mask=inside)
-        tl.debug_barrier()
+        tl.debug_barrier()  # the next value head reads sums that other threads wrote

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxglue.ops.delta_rule import kernels, row_kernels, step_kernels
-from jaxglue.ops.delta_rule.kernels import KernelSpec
+from jaxglue.ops.delta_rule.kernels import DeltaKernelSpec
 from jaxglue.ops.delta_rule.reference import DeltaHeads
 from jaxglue.ops.delta_rule.vjp import Prepared
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
@@ -16,7 +16,7 @@ from jaxglue.ops.segments import PackedSegments
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tiles:
+class DeltaKernelTiles:
     """A program's part of a call, and how it is compiled."""
 
     columns: int = 64
@@ -29,11 +29,11 @@ class Tiles:
 class DeltaTiles:
     """Tiles of each kernel."""
 
-    prepare: Tiles = field(default_factory=Tiles)
-    state: Tiles = field(default_factory=lambda: Tiles(num_stages=3))
-    output: Tiles = field(default_factory=lambda: Tiles(columns=128))
-    state_gradient: Tiles = field(default_factory=Tiles)
-    gradient: Tiles = field(default_factory=lambda: Tiles(num_warps=8))
+    prepare: DeltaKernelTiles = field(default_factory=DeltaKernelTiles)
+    state: DeltaKernelTiles = field(default_factory=lambda: DeltaKernelTiles(num_stages=3))
+    output: DeltaKernelTiles = field(default_factory=lambda: DeltaKernelTiles(columns=128))
+    state_gradient: DeltaKernelTiles = field(default_factory=DeltaKernelTiles)
+    gradient: DeltaKernelTiles = field(default_factory=lambda: DeltaKernelTiles(num_warps=8))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,19 +82,19 @@ class TritonDeltaRule(Launcher):
         self._run(kernels.gradient_kernel, arrays, (), grid, tiles, spec, flops)
         return tuple(map(jax.freeze, written))
 
-    def _states(self, qkv, spec: KernelSpec, dtype=None) -> jax.ShapeDtypeStruct:
+    def _states(self, qkv, spec: DeltaKernelSpec, dtype=None) -> jax.ShapeDtypeStruct:
         N = spec.K * spec.G
         return jax.ShapeDtypeStruct((qkv.shape[0], N, spec.chunks, spec.H, spec.V), dtype or qkv.dtype)
 
-    def _parts(self, spec: KernelSpec, tiles: Tiles, B: int) -> tuple[int, int, int]:
+    def _parts(self, spec: DeltaKernelSpec, tiles: DeltaKernelTiles, B: int) -> tuple[int, int, int]:
         return spec.K * spec.G * spec.V // min(tiles.columns, spec.V), spec.chunks, B
 
-    def _spec(self, qkv, heads: DeltaHeads) -> KernelSpec:
+    def _spec(self, qkv, heads: DeltaHeads) -> DeltaKernelSpec:
         (K, N, H), (_, T, width), precision = heads, qkv.shape, dot_precision(qkv.dtype)
         V = DeltaHeads(*heads).value_dim(width)
-        return KernelSpec(T=T, K=K, G=N // K, H=H, V=V, precision=precision, chunk=self.chunk)
+        return DeltaKernelSpec(T=T, K=K, G=N // K, H=H, V=V, precision=precision, chunk=self.chunk)
 
-    def _run(self, kernel, arrays, types, grid, tiles: Tiles, spec: KernelSpec, flops: int):
+    def _run(self, kernel, arrays, types, grid, tiles: DeltaKernelTiles, spec: DeltaKernelSpec, flops: int):
         spec = replace(spec, columns=min(tiles.columns, spec.V), stages=tiles.num_stages)
         cost = KernelCost(kind=KernelKind.DELTA_RULE, flops=flops)
         return self._launch(kernel, arrays, types, grid, {"spec": spec}, tiles.num_warps, tiles.num_stages, cost=cost)

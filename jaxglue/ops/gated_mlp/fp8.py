@@ -41,7 +41,7 @@ from jaxglue.ops.quant.fp8 import FP8Weight, Quantizer, quantize_rows, row_scale
 if TYPE_CHECKING:
     from jaxglue.ops.gated_mlp.triton import TritonGate
 
-Weights = tuple[FP8Weight, FP8Weight, FP8Weight]
+GatedWeights = tuple[FP8Weight, FP8Weight, FP8Weight]
 """gate, up and down."""
 
 
@@ -166,7 +166,7 @@ def gate_fp8(
 def swiglu_fp8(
     stream: Float[Array, "*B D"],
     x: Float[Array, "*B D"] | FP8Rows,
-    weights: Weights,
+    weights: GatedWeights,
     first: Float[Array, "ranks D"],
     matrices: Matrices,
     last: Float[Array, "D R"],
@@ -198,7 +198,7 @@ def _feed_forward(
     activation: Activation,
     stream,
     rows: FP8Rows,
-    weights: Weights,
+    weights: GatedWeights,
     first,
     matrices: Matrices,
     last,
@@ -207,7 +207,14 @@ def _feed_forward(
 
 
 def _forward(
-    backend: ScaledSwigluBackend, activation, stream, rows: FP8Rows, weights: Weights, first, matrices: Matrices, last
+    backend: ScaledSwigluBackend,
+    activation,
+    stream,
+    rows: FP8Rows,
+    weights: GatedWeights,
+    first,
+    matrices: Matrices,
+    last,
 ):
     gate, up, down = weights
     low_rank = checkpoint_name(rows.shrink(first), names.LOW_RANK)

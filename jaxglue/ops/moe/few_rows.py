@@ -58,7 +58,7 @@ ORDERS = {"plain": "", "mxfp4": "codes", "bytes": "pairs", "nf4": "pairs"}
 """Order of columns in which matrices are multiplied, by how they are stored."""
 
 
-class _Stored(NamedTuple):
+class _StoredMatrices(NamedTuple):
     """Matrices of all experts as a kernel reads them."""
 
     kind: str
@@ -74,21 +74,21 @@ class _Stored(NamedTuple):
         return sum(part.size * part.dtype.itemsize for part in (self.values, self.scales) if part is not None)
 
 
-def _stored(matrices: Array | Quantized) -> _Stored:
+def _stored(matrices: Array | Quantized) -> _StoredMatrices:
     if isinstance(matrices, MXFP4):
-        return _Stored("mxfp4", matrices.blocks, matrices.scales)
+        return _StoredMatrices("mxfp4", matrices.blocks, matrices.scales)
     if not isinstance(matrices, Stack):
         assert isinstance(matrices, jax.Array)
-        return _Stored("plain", matrices)
+        return _StoredMatrices("plain", matrices)
     rows = matrices.rows
     if isinstance(rows, NF4):
-        return _Stored(
+        return _StoredMatrices(
             "nf4", rows.codes, rows.scales, nf4=(rows.scale_absmax, rows.scale_offset, jnp.asarray(dynamic_code()))
         )
     if isinstance(rows, Int8Weight):
-        return _Stored("bytes", rows.codes, rows.absmax, 1 / LARGEST)
+        return _StoredMatrices("bytes", rows.codes, rows.absmax, 1 / LARGEST)
     assert isinstance(rows, FP8Weight)
-    return _Stored("bytes", rows.values, rows.scales)
+    return _StoredMatrices("bytes", rows.values, rows.scales)
 
 
 def _columns(count: int, order: str) -> int:
@@ -181,7 +181,7 @@ class TritonFewRowsExperts(Launcher):
         self,
         x,
         routing: Routing,
-        matrices: _Stored,
+        matrices: _StoredMatrices,
         bias,
         sizes: tuple[int, int],
         *,

@@ -253,11 +253,17 @@ def _multiply(
     biases = None
     if bias is not None:
         biases = tl.load(bias + group * ALL + n).to(tl.float32)
-    _store(acc, biases, row_weights, out, first, end, column, N, OUT_COLUMNS, ORDER, GATED, GPT_OSS, GELU, ALPHA,
-           LIMIT, BLOCK_M, BLOCK_N)  # fmt: skip
+    _store(
+        acc=acc, biases=biases, row_weights=row_weights, out=out, first=first, end=end, column=column, N=N,
+        OUT_COLUMNS=OUT_COLUMNS, ORDER=ORDER, GATED=GATED, GPT_OSS=GPT_OSS, GELU=GELU, ALPHA=ALPHA, LIMIT=LIMIT,
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+    )  # fmt: skip
     if MORE:
-        _store(more, biases, row_weights, out, first + BLOCK_M, end, column, N, OUT_COLUMNS, ORDER, GATED, GPT_OSS,
-               GELU, ALPHA, LIMIT, MORE, BLOCK_N)  # fmt: skip
+        _store(
+            acc=more, biases=biases, row_weights=row_weights, out=out, first=first + BLOCK_M, end=end, column=column,
+            N=N, OUT_COLUMNS=OUT_COLUMNS, ORDER=ORDER, GATED=GATED, GPT_OSS=GPT_OSS, GELU=GELU, ALPHA=ALPHA,
+            LIMIT=LIMIT, BLOCK_M=MORE, BLOCK_N=BLOCK_N,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -301,15 +307,19 @@ def experts_kernel(
     for i in tl.static_range(FORMS):
         if end - first <= FEWER[i][0] + FEWER[i][1]:
             _multiply(
-                x, tokens, matrices, scales, nf4, lookup, bias, row_weights, out, group, first, end, n, column,
-                K, N, X_COLUMNS, OUT_COLUMNS, TRANSPOSED, STORED, FACTOR, ORDER, PLAIN, GATED, GPT_OSS, GELU, ALPHA,
-                LIMIT, FEWER[i][0], FEWER[i][1], BLOCK_N, BLOCK_K,
+                x=x, tokens=tokens, matrices=matrices, scales=scales, nf4=nf4, lookup=lookup, bias=bias,
+                row_weights=row_weights, out=out, group=group, first=first, end=end, n=n, column=column, K=K, N=N,
+                X_COLUMNS=X_COLUMNS, OUT_COLUMNS=OUT_COLUMNS, TRANSPOSED=TRANSPOSED, STORED=STORED, FACTOR=FACTOR,
+                ORDER=ORDER, PLAIN=PLAIN, GATED=GATED, GPT_OSS=GPT_OSS, GELU=GELU, ALPHA=ALPHA, LIMIT=LIMIT,
+                BLOCK_M=FEWER[i][0], MORE=FEWER[i][1], BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
             )  # fmt: skip
             return
     _multiply(
-        x, tokens, matrices, scales, nf4, lookup, bias, row_weights, out, group, first, end, n, column,
-        K, N, X_COLUMNS, OUT_COLUMNS, TRANSPOSED, STORED, FACTOR, ORDER, PLAIN, GATED, GPT_OSS, GELU, ALPHA, LIMIT,
-        BLOCK_M, 0, BLOCK_N, BLOCK_K,
+        x=x, tokens=tokens, matrices=matrices, scales=scales, nf4=nf4, lookup=lookup, bias=bias,
+        row_weights=row_weights, out=out, group=group, first=first, end=end, n=n, column=column, K=K, N=N,
+        X_COLUMNS=X_COLUMNS, OUT_COLUMNS=OUT_COLUMNS, TRANSPOSED=TRANSPOSED, STORED=STORED, FACTOR=FACTOR, ORDER=ORDER,
+        PLAIN=PLAIN, GATED=GATED, GPT_OSS=GPT_OSS, GELU=GELU, ALPHA=ALPHA, LIMIT=LIMIT, BLOCK_M=BLOCK_M, MORE=0,
+        BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
     )  # fmt: skip
 
 

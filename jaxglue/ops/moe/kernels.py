@@ -151,21 +151,33 @@ def matmul_kernel(
     first, column = start + tile * (BLOCK_M + BLOCK_MORE), column_tile * BLOCK_N
     # Sizes of tiles are constants, so each case is a loop of its own.
     if (BLOCK_TAIL < BLOCK_N) & (column + BLOCK_N > N):
-        _matmul_tile(lhs, half, tail, tokens, bias, low_rank, expand, row_scales, factors, out, group, first, end,
-                     column, K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, DESCRIPTORS,
-                     BLOCK_M, BLOCK_MORE, BLOCK_TAIL, BLOCK_K, BLOCK_R)  # fmt: skip
+        _matmul_tile(
+            lhs=lhs, more_lhs=half, rhs=tail, tokens=tokens, bias=bias, low_rank=low_rank, expand=expand,
+            row_scales=row_scales, factors=factors, out=out, group=group, first=first, end=end, column=column, K=K,
+            N=N, R=R, TRANSPOSE_RHS=TRANSPOSE_RHS, TRANSPOSE_EXPAND=TRANSPOSE_EXPAND, DESCRIPTORS=DESCRIPTORS,
+            BLOCK_M=BLOCK_M, BLOCK_MORE=BLOCK_MORE, BLOCK_N=BLOCK_TAIL, BLOCK_K=BLOCK_K, BLOCK_R=BLOCK_R,
+        )  # fmt: skip
     elif (BLOCK_HALF < BLOCK_M) & (end - first <= BLOCK_HALF):
-        _matmul_tile(half, half, rhs, tokens, bias, low_rank, expand, row_scales, factors, out, group, first, end,
-                     column, K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, DESCRIPTORS,
-                     BLOCK_HALF, 0, BLOCK_N, BLOCK_K, BLOCK_R)  # fmt: skip
+        _matmul_tile(
+            lhs=half, more_lhs=half, rhs=rhs, tokens=tokens, bias=bias, low_rank=low_rank, expand=expand,
+            row_scales=row_scales, factors=factors, out=out, group=group, first=first, end=end, column=column, K=K,
+            N=N, R=R, TRANSPOSE_RHS=TRANSPOSE_RHS, TRANSPOSE_EXPAND=TRANSPOSE_EXPAND, DESCRIPTORS=DESCRIPTORS,
+            BLOCK_M=BLOCK_HALF, BLOCK_MORE=0, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, BLOCK_R=BLOCK_R,
+        )  # fmt: skip
     elif (BLOCK_MORE > 0) & (end - first <= BLOCK_M):
-        _matmul_tile(lhs, half, rhs, tokens, bias, low_rank, expand, row_scales, factors, out, group, first, end,
-                     column, K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, DESCRIPTORS,
-                     BLOCK_M, 0, BLOCK_N, BLOCK_K, BLOCK_R)  # fmt: skip
+        _matmul_tile(
+            lhs=lhs, more_lhs=half, rhs=rhs, tokens=tokens, bias=bias, low_rank=low_rank, expand=expand,
+            row_scales=row_scales, factors=factors, out=out, group=group, first=first, end=end, column=column, K=K,
+            N=N, R=R, TRANSPOSE_RHS=TRANSPOSE_RHS, TRANSPOSE_EXPAND=TRANSPOSE_EXPAND, DESCRIPTORS=DESCRIPTORS,
+            BLOCK_M=BLOCK_M, BLOCK_MORE=0, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, BLOCK_R=BLOCK_R,
+        )  # fmt: skip
     else:
-        _matmul_tile(lhs, half, rhs, tokens, bias, low_rank, expand, row_scales, factors, out, group, first, end,
-                     column, K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, DESCRIPTORS,
-                     BLOCK_M, BLOCK_MORE, BLOCK_N, BLOCK_K, BLOCK_R)  # fmt: skip
+        _matmul_tile(
+            lhs=lhs, more_lhs=half, rhs=rhs, tokens=tokens, bias=bias, low_rank=low_rank, expand=expand,
+            row_scales=row_scales, factors=factors, out=out, group=group, first=first, end=end, column=column, K=K,
+            N=N, R=R, TRANSPOSE_RHS=TRANSPOSE_RHS, TRANSPOSE_EXPAND=TRANSPOSE_EXPAND, DESCRIPTORS=DESCRIPTORS,
+            BLOCK_M=BLOCK_M, BLOCK_MORE=BLOCK_MORE, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, BLOCK_R=BLOCK_R,
+        )  # fmt: skip
 
 
 @triton.jit

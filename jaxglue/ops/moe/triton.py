@@ -14,7 +14,7 @@ from jaxglue.ops.moe import kernels
 from jaxglue.ops.moe.reference import GPT_OSS_ALPHA, GPT_OSS_LIMIT, Activation
 from jaxglue.ops.moe.routing import GroupMetadata
 from jaxglue.ops.moe.tiles import GroupedTiles, fit, row_block, row_blocks
-from jaxglue.ops.moe.vjp import ExpertRows, LowRank, Scales
+from jaxglue.ops.moe.vjp import ExpertLowRank, ExpertRows, Scales
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class TritonMoe(Launcher):
         groups: GroupMetadata,
         *,
         transpose_rhs: bool,
-        low_rank: LowRank | None = None,
+        low_rank: ExpertLowRank | None = None,
         scales: Scales | None = None,
     ):
         """See `MoeBackend`."""

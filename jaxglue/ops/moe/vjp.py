@@ -33,7 +33,7 @@ class ExpertRows(NamedTuple):
         return (self.array if self.tokens is None else self.tokens).shape[0]
 
 
-class LowRank(NamedTuple):
+class ExpertLowRank(NamedTuple):
     """The term values[s] · expand[group of s] of a sum."""
 
     values: Float[Array, "S R"]
@@ -63,7 +63,7 @@ class MoeBackend(Protocol):
         groups: GroupMetadata,
         *,
         transpose_rhs: bool,
-        low_rank: LowRank | None = None,
+        low_rank: ExpertLowRank | None = None,
         scales: Scales | None = None,
     ) -> Float[Array, "S N"]:
         """Compute lhs[s] · rhs[group of s] (· scales) (+ bias[group of s]) (+ the low-rank term), in lhs's dtype."""
@@ -139,7 +139,7 @@ def _adapted(spec, lhs, rhs, bias, adapter, groups, routing, weights):
     if adapter is not None:
         A, B = (x.astype(lhs.dtype) for x in adapter)
         low_rank = checkpoint_name(matmul(rows, A, None, transpose_rhs=True), names.LOW_RANK)
-        term = LowRank(low_rank, B, True)
+        term = ExpertLowRank(low_rank, B, True)
     own_bias = None if spec.exchange == "combine" else bias
     out = _multiply(spec, rows, rhs, own_bias, groups, term, transpose_rhs=spec.transpose_rhs)
     if spec.exchange != "combine":
@@ -161,7 +161,7 @@ def _rows(spec: GroupedSpec, exchange: str, array, routing: Routing | None) -> E
     meta_fields=["rhs_needs_grad"],
 )
 @dataclass(frozen=True, kw_only=True)
-class _Residuals:
+class _GroupedResiduals:
     """Residuals; None where the gradients that need them are not taken."""
 
     lhs: Array | None
@@ -181,7 +181,7 @@ def _forward(spec, *primals):
     lhs, rhs, bias, adapter, groups, routing, weights = jax.tree.map(lambda primal: primal.value, primals)
     rhs_needs_grad, bias_needs_grad, adapter_needs_grad = (_perturbed(tree) for tree in primals[1:4])
     out, low_rank = _adapted(spec, lhs, rhs, bias, adapter, groups, routing, weights)
-    return out, _Residuals(
+    return out, _GroupedResiduals(
         lhs=lhs if rhs_needs_grad or adapter_needs_grad else None,
         low_rank=low_rank if adapter_needs_grad else None,
         rhs=rhs,
@@ -197,7 +197,7 @@ def _perturbed(tree) -> bool:
     return any(primal.perturbed for primal in jax.tree.leaves(tree))
 
 
-def _backward(spec, r: _Residuals, dout):
+def _backward(spec, r: _GroupedResiduals, dout):
     if isinstance(dout, SymbolicZero):
         dout = jnp.zeros(dout.shape, dout.dtype)
     lhs, drows = _rows(spec, "dispatch", r.lhs, r.routing), _rows(spec, "combine", dout, r.routing)
@@ -214,7 +214,7 @@ def _backward(spec, r: _Residuals, dout):
     return dlhs, drhs, dbias, dadapter, None, None, dweights
 
 
-def _bias_backward(spec, r: _Residuals, dout):
+def _bias_backward(spec, r: _GroupedResiduals, dout):
     """Return the gradients to bias and weights, None if neither is needed."""
     if r.bias is None:
         return None, None
@@ -224,13 +224,13 @@ def _bias_backward(spec, r: _Residuals, dout):
     return _group_sums(dout, r.groups).astype(r.bias.dtype), None
 
 
-def _adapter_backward(spec, r: _Residuals, lhs: ExpertRows, drows: ExpertRows):
+def _adapter_backward(spec, r: _GroupedResiduals, lhs: ExpertRows, drows: ExpertRows):
     """Return (low-rank term of the gradient to lhs, gradient to the adapter)."""
     if r.adapter is None:
         return None, None
     A, B = (x.astype(drows.array.dtype) for x in r.adapter)
     dlow_rank = spec.kernels.matmul(drows, B, None, r.groups, transpose_rhs=False)
-    term = LowRank(dlow_rank, A, False)
+    term = ExpertLowRank(dlow_rank, A, False)
     if r.low_rank is None:
         return term, None
     dA = spec.kernels.outer(ExpertRows(dlow_rank), lhs, r.groups, r.adapter.A.dtype)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxglue.ops.norm_rope.reference import LLAMA_NORM, HeadNorms, NormStyle, reference_norm, reference_rotate
 
-Weights = tuple[Float[Array, " H"], Float[Array, " H"]]
+HeadWeights = tuple[Float[Array, " H"], Float[Array, " H"]]
 Heads = tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]
 
 
@@ -125,10 +125,12 @@ def _float32(x: Array) -> Array:
 class RotateBackend(Protocol):
     """Kernels that pass over q and k once forward and once backward."""
 
-    def rotate(self, q, k, weights: Weights | None, cos, sin, *, spec: "RotateSpec", inverse: bool = False) -> Heads:
+    def rotate(
+        self, q, k, weights: HeadWeights | None, cos, sin, *, spec: "RotateSpec", inverse: bool = False
+    ) -> Heads:
         """Return (q, k), normed with `weights` if any, and rotated, or rotated back."""
 
-    def rotate_gradient(self, q, k, weights: Weights, cos, sin, dq_out, dk_out, *, spec: "RotateSpec") -> Heads:
+    def rotate_gradient(self, q, k, weights: HeadWeights, cos, sin, dq_out, dk_out, *, spec: "RotateSpec") -> Heads:
         """Return (dq, dk) of normed and rotated heads."""
 
 
@@ -155,7 +157,7 @@ class RotateSpec:
 class _RotateResiduals:
     heads: Heads | None
     """q and k; None without norms."""
-    weights: Weights | None
+    weights: HeadWeights | None
     cos: Array
     sin: Array
     weights_need_grad: bool
@@ -165,7 +167,7 @@ class _RotateResiduals:
 def fused_rotate(
     spec: RotateSpec,
     heads: Heads,
-    weights: Weights | None,
+    weights: HeadWeights | None,
     cos: Float[Array, "B T half"],
     sin: Float[Array, "B T half"],
 ) -> Heads:
@@ -189,12 +191,12 @@ def _rotate_backward(spec, r: _RotateResiduals, dout):
     return dheads, _weight_gradients(spec, r, dout) if r.weights_need_grad else None, None, None
 
 
-def _weight_gradients(spec, r: _RotateResiduals, dout) -> Weights:
+def _weight_gradients(spec, r: _RotateResiduals, dout) -> HeadWeights:
     """Compute the norms' gradients by XLA in float32: only full fine-tuning trains norms."""
     assert r.heads is not None and r.weights is not None and spec.eps is not None
     q, k = map(_float32, r.heads)
 
-    def rotate(weights: Weights):
+    def rotate(weights: HeadWeights):
         norms = HeadNorms(*weights, spec.eps, spec.style)
         return reference_rotate(q, k, r.cos, r.sin, norms)
 

@@ -171,8 +171,10 @@ def paged_kernel(
     total = tl.full([WARPS, BLOCK_G], 0.0, tl.float32)
     nothing = tl.full([WARPS, BLOCK_H // 2, BLOCK_G], 0.0, tl.float32)
     first, second, highest, total = _attend_pages(
-        query, keys, values, key_scales, value_scales, tables + slot * P, page, head, begin, end, position, position,
-        nothing, nothing, highest, total, K, H, PAGE, WINDOW, SCALE, CAP, BLOCK_G, BLOCK_H, BLOCK_T, WARPS, PLAIN,
+        query=query, keys=keys, values=values, key_scales=key_scales, value_scales=value_scales,
+        table=tables + slot * P, page=page, head=head, begin=begin, end=end, position=position, newest=position,
+        first=nothing, second=nothing, highest=highest, total=total, K=K, H=H, PAGE=PAGE, WINDOW=WINDOW, SCALE=SCALE,
+        CAP=CAP, BLOCK_G=BLOCK_G, BLOCK_H=BLOCK_H, BLOCK_T=BLOCK_T, WARPS=WARPS, PLAIN=PLAIN,
     )  # fmt: skip
 
     PAIRS: tl.constexpr = value_scales is not None
@@ -298,8 +300,9 @@ def append_kernel(
     left, right = _halves(q + at, mask, HALF)
     own_left, own_right = _norm_halves(q_weight, column, HALF)
     left, right = _rotated(
-        left, right, q_weight, own_left, own_right, c, s, H, EPS, OFFSET, ROUNDS_FIRST, ROTATES, dtype
-    )
+        left=left, right=right, weight=q_weight, own_left=own_left, own_right=own_right, c=c, s=s, H=H, EPS=EPS,
+        OFFSET=OFFSET, ROUNDS_FIRST=ROUNDS_FIRST, ROTATES=ROTATES, dtype=dtype,
+    )  # fmt: skip
     tl.store(q_out + at, left, mask=mask)
     tl.store(q_out + at + HALF, right, mask=mask)
 
@@ -307,8 +310,9 @@ def append_kernel(
     left, right = _halves(k + at, mask, HALF)
     own_left, own_right = _norm_halves(k_weight, column, HALF)
     left, right = _rotated(
-        left, right, k_weight, own_left, own_right, c, s, H, EPS, OFFSET, ROUNDS_FIRST, ROTATES, dtype
-    )
+        left=left, right=right, weight=k_weight, own_left=own_left, own_right=own_right, c=c, s=s, H=H, EPS=EPS,
+        OFFSET=OFFSET, ROUNDS_FIRST=ROUNDS_FIRST, ROTATES=ROTATES, dtype=dtype,
+    )  # fmt: skip
     tl.store(k_out + at, left, mask=mask)
     tl.store(k_out + at + HALF, right, mask=mask)
     row = (tl.load(pages + token).to(tl.int64) * K + head) * PAGE + tl.load(offsets + token)
@@ -352,8 +356,9 @@ def append_attend_kernel(
     end = (position + PAGE - 1) // PAGE
     page = tl.load(tables + slot * P + begin, mask=begin < end, other=0)
     left, right = _rotated(
-        k_left, k_right, k_weight, k_own_left, k_own_right, c, s, H, EPS, OFFSET, ROUNDS_FIRST, ROTATES, dtype
-    )
+        left=k_left, right=k_right, weight=k_weight, own_left=k_own_left, own_right=k_own_right, c=c, s=s, H=H,
+        EPS=EPS, OFFSET=OFFSET, ROUNDS_FIRST=ROUNDS_FIRST, ROTATES=ROTATES, dtype=dtype,
+    )  # fmt: skip
     key_left, key_right = _write(left, right, keys, key_scales, row, column, H)
     left, right = _write(v_left, v_right, values, value_scales, row, column, H)
     PAIRS: tl.constexpr = value_scales is not None
@@ -362,8 +367,9 @@ def append_attend_kernel(
         left, right = left * LARGEST, right * LARGEST
 
     q_left, q_right = _rotated(
-        q_left, q_right, q_weight, q_own_left, q_own_right, c, s, H, EPS, OFFSET, ROUNDS_FIRST, ROTATES, dtype
-    )
+        left=q_left, right=q_right, weight=q_weight, own_left=q_own_left, own_right=q_own_right, c=c, s=s, H=H,
+        EPS=EPS, OFFSET=OFFSET, ROUNDS_FIRST=ROUNDS_FIRST, ROTATES=ROTATES, dtype=dtype,
+    )  # fmt: skip
     score = tl.sum(q_left.to(tl.float32) * key_left + q_right.to(tl.float32) * key_right, 1)
     score = _cap(score * SCALE, CAP) * LOG2_E if CAP > 0 else score * (SCALE * LOG2_E)
     own = tl.arange(0, WARPS)[:, None] == 0  # the first warp attends the new token
@@ -371,9 +377,11 @@ def append_attend_kernel(
     total = tl.where(own, tl.exp2(score[None, :] - highest), 0.0)
     weight = total.to(dtype).to(tl.float32)[:, None, :]
     first, second, highest, total = _attend_pages(
-        _joined(q_left, q_right, False, BLOCK_G, H), keys, values, key_scales, value_scales, tables + slot * P, page,
-        head, begin, end, position, position - 1, weight * left[:, :, None], weight * right[:, :, None], highest, total,
-        K, H, PAGE, WINDOW, SCALE, CAP, BLOCK_G, H, BLOCK_T, WARPS, PLAIN,
+        query=_joined(q_left, q_right, False, BLOCK_G, H), keys=keys, values=values, key_scales=key_scales,
+        value_scales=value_scales, table=tables + slot * P, page=page, head=head, begin=begin, end=end,
+        position=position, newest=position - 1, first=weight * left[:, :, None], second=weight * right[:, :, None],
+        highest=highest, total=total, K=K, H=H, PAGE=PAGE, WINDOW=WINDOW, SCALE=SCALE, CAP=CAP, BLOCK_G=BLOCK_G,
+        BLOCK_H=H, BLOCK_T=BLOCK_T, WARPS=WARPS, PLAIN=PLAIN,
     )  # fmt: skip
     first, second = _finish(first, second, highest, total, sinks, head, lane, G)
     values = _joined(tl.trans(first), tl.trans(second), PAIRS, BLOCK_G, H)

@@ -108,17 +108,28 @@ class TritonPagedAttention(Launcher):
         constants = {"P": tables.shape[1], "K": K, "G": G, "H": H, "PAGE": page, "WINDOW": window or 0}
         constants |= {"SCALE": H**-0.5, "CAP": softcap or 0.0, "ROTATES": turns is not None, **_norm_constants(norms)}
         constants |= tiles.constants(page, H, G) | {"PLAIN": self.plain}
-        written = [x for x in (cache.key_scales, cache.value_scales) if x is not None] + [cache.keys, cache.values]
-        refs = [jax.new_ref(x) for x in (*written, jax.lax.empty(q.shape, q.dtype))]
-        weights = (None, None) if norms is None else norms.weights
-        arrays = q, k, v, *weights, cos, sin, pages, offsets, tables, positions, sinks
-        arrays = *arrays, *([] if len(written) == 4 else [None, None]), *refs
+        written, out = _written(cache), jax.new_ref(jax.lax.empty(q.shape, q.dtype))
+        q_weight, k_weight = (None, None) if norms is None else norms.weights
+        arrays = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "q_weight": q_weight,
+            "k_weight": k_weight,
+            "cos": cos,
+            "sin": sin,
+            "pages": pages,
+            "offsets": offsets,
+            "tables": tables,
+            "positions": positions,
+            "sinks": sinks,
+            **written,
+            "out": out,
+        }
         cost = KernelCost(kind=KernelKind.ATTENTION_FORWARD)
         kernel, compiled = kernels.append_attend_kernel, (constants["WARPS"], tiles.num_stages)
         self._launch(kernel, arrays, (), (S * K,), constants, *compiled, cost=cost)
-        *scales, keys, values, out = map(jax.freeze, refs)
-        key_scales, value_scales = scales or (None, None)
-        return out, KVPages(keys=keys, values=values, key_scales=key_scales, value_scales=value_scales)
+        return jax.freeze(out), _frozen(written)
 
     def attend_latents(self, q, cache: LatentPages, tables, positions, *, rank: int, scale: float):
         """See `latent_attention`."""
@@ -154,17 +165,42 @@ class TritonPagedAttention(Launcher):
         """See `append`; `turns` are cosines and sines, or None for no rotation."""
         (T, N, H), K = q.shape, k.shape[1]
         G, (cos, sin) = N // K, turns or (None, None)
-        weights = (None, None) if norms is None else norms.weights
+        q_weight, k_weight = (None, None) if norms is None else norms.weights
         constants = {"K": K, "G": G, "H": H, "PAGE": cache.page, "ROTATES": turns is not None, **_norm_constants(norms)}
         constants |= {"BLOCK_G": triton.next_power_of_2(G), "BLOCK_H": triton.next_power_of_2(H // 2)}
-        written = [x for x in (cache.key_scales, cache.value_scales) if x is not None] + [cache.keys, cache.values]
-        refs = [jax.new_ref(x) for x in (*written, *(jax.lax.empty(x.shape, x.dtype) for x in (q, k)))]
-        arrays = q, k, v, *weights, cos, sin, pages, offsets, *([] if len(written) == 4 else [None, None]), *refs
+        written, outs = _written(cache), [jax.new_ref(jax.lax.empty(x.shape, x.dtype)) for x in (q, k)]
+        arrays = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "q_weight": q_weight,
+            "k_weight": k_weight,
+            "cos": cos,
+            "sin": sin,
+            "pages": pages,
+            "offsets": offsets,
+            **written,
+            "q_out": outs[0],
+            "k_out": outs[1],
+        }
         cost = KernelCost(kind=KernelKind.ROWS, bytes=2 * sum(x.size * x.dtype.itemsize for x in (q, k, v)))
         self._launch(kernels.append_kernel, arrays, (), (T, K), constants, 1, cost=cost)
-        *scales, keys, values, q, k = map(jax.freeze, refs)
-        key_scales, value_scales = scales or (None, None)
-        return q, k, KVPages(keys=keys, values=values, key_scales=key_scales, value_scales=value_scales)
+        q, k = map(jax.freeze, outs)
+        return q, k, _frozen(written)
+
+
+def _written(cache: KVPages) -> dict[str, jax.Ref | None]:
+    """Return references to a cache's arrays, which a kernel writes, by name; None for those that it has not."""
+    return {
+        name: None if (array := getattr(cache, name)) is None else jax.new_ref(array)
+        for name in ("key_scales", "value_scales", "keys", "values")
+    }
+
+
+def _frozen(written: dict[str, jax.Ref | None]) -> KVPages:
+    """Return the cache after its references were written."""
+    arrays = {name: jax.freeze(ref) for name, ref in written.items() if ref is not None}
+    return KVPages(**arrays)
 
 
 def _norm_constants(norms: HeadNorms | None) -> dict[str, float | bool]:

@@ -30,7 +30,7 @@ from jaxglue.ops.projection.few_rows_operands import (
     MOST_WIDE_ROWS,
     MULTIPROCESSORS,
     FewRows,
-    LowRank,
+    FewRowsAdapters,
     NF4Scales,
 )
 from jaxglue.ops.projection.fp8 import encode
@@ -290,7 +290,7 @@ def _stored(weights: Sequence[Any], kind: str, dtype) -> tuple[tuple, tuple | No
     return tuple(weight.values for weight in weights), tuple(weight.scales for weight in weights), None
 
 
-def _low_rank(x, rows: Float[Array, "M K"], adapters: Sequence[Any], ranks) -> LowRank | None:
+def _low_rank(x, rows: Float[Array, "M K"], adapters: Sequence[Any], ranks) -> FewRowsAdapters | None:
     """Return the operands of adapters, of whose ranks [tokens or 1, R] each token of x may use some."""
     if adapters[0] is None:
         return None
@@ -298,7 +298,7 @@ def _low_rank(x, rows: Float[Array, "M K"], adapters: Sequence[Any], ranks) -> L
     if ranks is not None:
         leading = (x.values if isinstance(x, FP8Rows) else x).shape[:-1]
         ranks = jnp.broadcast_to(ranks, (*leading, ranks.shape[-1])).reshape(len(rows), -1).astype(jnp.uint8)
-    return LowRank(
+    return FewRowsAdapters(
         source=rows,
         norm_weight=x.weight.astype(jnp.float32) if normed else None,
         inverse_rms=x.inverse_rms.reshape(-1) if normed else None,

@@ -186,7 +186,7 @@ def _shrink(
             total = tl.where(used != 0, total, 0.0)
         tl.store(low_rank + tile, total.to(low_rank.dtype.element_ty))
         tl.store(counter, 0)
-        tl.debug_barrier()
+        tl.debug_barrier()  # one thread signals that all have stored
         tl.atomic_add(unread, added, sem="release")
 
 
@@ -196,7 +196,7 @@ def _await_low_ranks(unread, TILES: tl.constexpr):
     left = tl.atomic_add(unread, 0, sem="acquire")
     while (left < 1) | (left > TILES):
         left = tl.atomic_add(unread, 0, sem="acquire")
-    tl.debug_barrier()
+    tl.debug_barrier()  # one thread may have waited for all
     tl.atomic_add(unread, -1, sem="relaxed")
 
 
@@ -246,10 +246,11 @@ def few_rows_kernel(
                 if own == i:
                     down = downs[i]
             _shrink(
-                source, down, norm_weight, inverse_rms, ranks_used, low_rank_parts + own * SHRINKS * BLOCK_M * BLOCK_R,
-                low_ranks + own * BLOCK_M * BLOCK_R, counters + TILES + own, counters + TILES + COUNT,
-                tl.where(own == 0, TILES - (COUNT - 1) * BEYOND, BEYOND), program % SHRINKS, M, K, R, SHRINKS,
-                SHRINK_STEPS, BLOCK_M, BLOCK_R, BLOCK_K,
+                source=source, down=down, norm_weight=norm_weight, inverse_rms=inverse_rms, ranks_used=ranks_used,
+                parts=low_rank_parts + own * SHRINKS * BLOCK_M * BLOCK_R, low_rank=low_ranks + own * BLOCK_M * BLOCK_R,
+                counter=counters + TILES + own, unread=counters + TILES + COUNT,
+                added=tl.where(own == 0, TILES - (COUNT - 1) * BEYOND, BEYOND), number=program % SHRINKS, M=M, K=K,
+                R=R, SHRINKS=SHRINKS, STEPS=SHRINK_STEPS, BLOCK_M=BLOCK_M, BLOCK_R=BLOCK_R, BLOCK_K=BLOCK_K,
             )  # fmt: skip
             return
         program -= COUNT * SHRINKS
@@ -335,26 +336,44 @@ def few_rows_kernel(
     if GATED:
         if E4M3 > 0:
             acc, up = _as_e4m3(acc, E4M3), _as_e4m3(up, E4M3)
-        acc = _finish(acc, 0, x_scales, scales, FACTOR, biases, low_ranks, b, factor_0, n, rows, dtype, ROUND,
-                      ROUND_ADAPTER, R, N_0, M, BLOCK_M, BLOCK_R)  # fmt: skip
-        up = _finish(up, 1, x_scales, scales, FACTOR, biases, low_ranks, b_up, factor_1, n, rows, dtype, ROUND,
-                      ROUND_ADAPTER, R, N_0, M, BLOCK_M, BLOCK_R)  # fmt: skip
+        acc = _finish(
+            acc=acc, WHICH=0, x_scales=x_scales, scales=scales, FACTOR=FACTOR, biases=biases, low_ranks=low_ranks, b=b,
+            factor=factor_0, n=n, rows=rows, dtype=dtype, ROUND=ROUND, ROUND_ADAPTER=ROUND_ADAPTER, R=R, N=N_0, M=M,
+            BLOCK_M=BLOCK_M, BLOCK_R=BLOCK_R,
+        )  # fmt: skip
+        up = _finish(
+            acc=up, WHICH=1, x_scales=x_scales, scales=scales, FACTOR=FACTOR, biases=biases, low_ranks=low_ranks,
+            b=b_up, factor=factor_1, n=n, rows=rows, dtype=dtype, ROUND=ROUND, ROUND_ADAPTER=ROUND_ADAPTER, R=R, N=N_0,
+            M=M, BLOCK_M=BLOCK_M, BLOCK_R=BLOCK_R,
+        )  # fmt: skip
         _store(activate(acc, GELU) * up, None, outs[0], n, rows, N_0, M, BLOCK_M, WHOLE)
     elif COUNT == 1:
-        acc = _finish(acc, 0, x_scales, scales, FACTOR, biases, low_ranks, b, factor_0, n, rows, dtype, ROUND,
-                      ROUND_ADAPTER, R, N_0, M, BLOCK_M, BLOCK_R)  # fmt: skip
+        acc = _finish(
+            acc=acc, WHICH=0, x_scales=x_scales, scales=scales, FACTOR=FACTOR, biases=biases, low_ranks=low_ranks, b=b,
+            factor=factor_0, n=n, rows=rows, dtype=dtype, ROUND=ROUND, ROUND_ADAPTER=ROUND_ADAPTER, R=R, N=N_0, M=M,
+            BLOCK_M=BLOCK_M, BLOCK_R=BLOCK_R,
+        )  # fmt: skip
         _store(acc, stream, outs[0], n, rows, N_0, M, BLOCK_M, WHOLE)
     elif tile < FIRST_1:
-        acc = _finish(acc, 0, x_scales, scales, FACTOR, biases, low_ranks, b, factor_0, n, rows, dtype, ROUND,
-                      ROUND_ADAPTER, R, N_0, M, BLOCK_M, BLOCK_R)  # fmt: skip
+        acc = _finish(
+            acc=acc, WHICH=0, x_scales=x_scales, scales=scales, FACTOR=FACTOR, biases=biases, low_ranks=low_ranks, b=b,
+            factor=factor_0, n=n, rows=rows, dtype=dtype, ROUND=ROUND, ROUND_ADAPTER=ROUND_ADAPTER, R=R, N=N_0, M=M,
+            BLOCK_M=BLOCK_M, BLOCK_R=BLOCK_R,
+        )  # fmt: skip
         _store(acc, None, outs[0], n, rows, N_0, M, BLOCK_M, WHOLE)
     elif tile < FIRST_2:
-        acc = _finish(acc, 1, x_scales, scales, FACTOR, biases, low_ranks, b, factor_0, n, rows, dtype, ROUND,
-                      ROUND_ADAPTER, R, N_1, M, BLOCK_M, BLOCK_R)  # fmt: skip
+        acc = _finish(
+            acc=acc, WHICH=1, x_scales=x_scales, scales=scales, FACTOR=FACTOR, biases=biases, low_ranks=low_ranks, b=b,
+            factor=factor_0, n=n, rows=rows, dtype=dtype, ROUND=ROUND, ROUND_ADAPTER=ROUND_ADAPTER, R=R, N=N_1, M=M,
+            BLOCK_M=BLOCK_M, BLOCK_R=BLOCK_R,
+        )  # fmt: skip
         _store(acc, None, outs[1], n, rows, N_1, M, BLOCK_M, WHOLE)
     elif COUNT > 2:
-        acc = _finish(acc, 2, x_scales, scales, FACTOR, biases, low_ranks, b, factor_0, n, rows, dtype, ROUND,
-                      ROUND_ADAPTER, R, N_2, M, BLOCK_M, BLOCK_R)  # fmt: skip
+        acc = _finish(
+            acc=acc, WHICH=2, x_scales=x_scales, scales=scales, FACTOR=FACTOR, biases=biases, low_ranks=low_ranks, b=b,
+            factor=factor_0, n=n, rows=rows, dtype=dtype, ROUND=ROUND, ROUND_ADAPTER=ROUND_ADAPTER, R=R, N=N_2, M=M,
+            BLOCK_M=BLOCK_M, BLOCK_R=BLOCK_R,
+        )  # fmt: skip
         _store(acc, None, outs[2], n, rows, N_2, M, BLOCK_M, WHOLE)
 
 

@@ -17,7 +17,7 @@ MULTIPROCESSORS = 132
 """Multiprocessors of an H100 or H200."""
 
 
-class LowRank(NamedTuple):
+class FewRowsAdapters(NamedTuple):
     """Adapters of the weights that share a launch."""
 
     source: Float[Array, "M K"]
@@ -55,4 +55,4 @@ class FewRows(NamedTuple):
     factor: float
     nf4: NF4Scales | None
     biases: tuple[Float[Array, " N"], ...] | None
-    low_rank: LowRank | None
+    low_rank: FewRowsAdapters | None

@@ -191,25 +191,32 @@ class TritonFewRows(Launcher):
         empty = lambda *shape, dtype=jnp.float32: jax.new_ref(jax.lax.empty(shape, dtype))  # noqa: E731
         sizes = [len(weight) for weight in operands.weights][: 1 if constants["GATED"] else None]
         outs = tuple(empty(M, size, dtype=dtype) for size in sizes)
-        arrays = (
-            operands.x,
-            operands.x_scales,
-            operands.weights,
-            operands.scales,
-            *((None,) * 3 if operands.nf4 is None else operands.nf4),
-            None if operands.nf4 is None else jnp.asarray(dynamic_code()),
-            jnp.asarray(np.array(VALUES, np.float32)) if self.plain and operands.nf4 else None,
-            operands.biases,
-            *((None,) * 3 if low_rank is None else (low_rank.source, low_rank.downs, low_rank.ups)),
-            None if low_rank is None else jnp.asarray(low_rank.factors, jnp.float32),
-            *((None,) * 3 if low_rank is None else (low_rank.norm_weight, low_rank.inverse_rms, low_rank.used)),
-            stream,
-            jnp.zeros(constants["TILES"] + count + 1, jnp.int32),
-            empty(parts if constants["SPLITS"] > 1 else 1),
-            empty(count * block_m * block_r if low_rank else 1, dtype=dtype),
-            empty(count * shrinks * block_m * block_r if low_rank else 1),
-            outs,
-        )
+        blocks, groups, offsets = operands.nf4 or (None, None, None)
+        arrays = {
+            "x": operands.x,
+            "x_scales": operands.x_scales,
+            "weights": operands.weights,
+            "scales": operands.scales,
+            "blocks": blocks,
+            "groups": groups,
+            "offsets": offsets,
+            "codes": None if operands.nf4 is None else jnp.asarray(dynamic_code()),
+            "lookup": jnp.asarray(np.array(VALUES, np.float32)) if self.plain and operands.nf4 else None,
+            "biases": operands.biases,
+            "source": None if low_rank is None else low_rank.source,
+            "downs": None if low_rank is None else low_rank.downs,
+            "ups": None if low_rank is None else low_rank.ups,
+            "factors": None if low_rank is None else jnp.asarray(low_rank.factors, jnp.float32),
+            "norm_weight": None if low_rank is None else low_rank.norm_weight,
+            "inverse_rms": None if low_rank is None else low_rank.inverse_rms,
+            "ranks_used": None if low_rank is None else low_rank.used,
+            "stream": stream,
+            "counters": jnp.zeros(constants["TILES"] + count + 1, jnp.int32),
+            "parts": empty(parts if constants["SPLITS"] > 1 else 1),
+            "low_ranks": empty(count * block_m * block_r if low_rank else 1, dtype=dtype),
+            "low_rank_parts": empty(count * shrinks * block_m * block_r if low_rank else 1),
+            "outs": outs,
+        }
         K, size = constants["K"], sum(len(weight) for weight in operands.weights)
         moved = sum(weight.size * weight.dtype.itemsize for weight in operands.weights)
         moved += M * (K * operands.x.dtype.itemsize + sum(sizes) * jnp.dtype(dtype).itemsize)

@@ -70,9 +70,14 @@ def gate_rows_kernel(
         values = tl.trans(load_rows(x, rows, k, M, K, BLOCK_M, BLOCK_K))
         acc = tl.dot(_load_pairs(gate, up, first, k, F, K, BLOCK_N, BLOCK_K), values, acc)
         few = tl.dot(_load_pairs(gate, up, first + BLOCK_N // 2, k, F, K, FEW, BLOCK_K), values, few)
-    _store_pairs(few, first + BLOCK_N // 2, x_scales, gate_scales, up_scales, out, rows, M, F, FEW, BLOCK_M, GELU,
-                 ROUND)  # fmt: skip
-    _store_pairs(acc, first, x_scales, gate_scales, up_scales, out, rows, M, F, BLOCK_N, BLOCK_M, GELU, ROUND)
+    _store_pairs(
+        acc=few, first=first + BLOCK_N // 2, x_scales=x_scales, gate_scales=gate_scales, up_scales=up_scales, out=out,
+        rows=rows, M=M, F=F, ROWS=FEW, BLOCK_M=BLOCK_M, GELU=GELU, ROUND=ROUND,
+    )  # fmt: skip
+    _store_pairs(
+        acc=acc, first=first, x_scales=x_scales, gate_scales=gate_scales, up_scales=up_scales, out=out, rows=rows, M=M,
+        F=F, ROWS=BLOCK_N, BLOCK_M=BLOCK_M, GELU=GELU, ROUND=ROUND,
+    )  # fmt: skip
 
 
 @triton.jit

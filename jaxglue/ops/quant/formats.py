@@ -42,7 +42,7 @@ class Quantized:
         return replace(self, dtype=dtype)  # type: ignore[type-var]
 
 
-class TensorInfo(Protocol):
+class TensorHeader(Protocol):
     """Header entry of a stored tensor."""
 
     @property
@@ -62,7 +62,7 @@ class TensorReader(Protocol):
     """Tensors of a model folder."""
 
     @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
+    def tensors(self) -> Mapping[str, TensorHeader]:
         """Return their headers by name."""
 
     def read(self, name: str) -> np.ndarray:

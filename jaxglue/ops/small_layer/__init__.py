@@ -11,7 +11,7 @@ from jaxglue.ops.backend import HOPPER, Backend, Capability, Operation, check_tr
 from jaxglue.ops.collectives import axis_size
 from jaxglue.ops.projection import LowRankAdapter, Projection, StaticConditions, check_adapters
 from jaxglue.ops.rope import TABLES_READ
-from jaxglue.ops.small_layer.layer import LayerNorms, LayerSpec, Weights, fused_layer
+from jaxglue.ops.small_layer.layer import FrozenWeights, LayerNorms, LayerSpec, fused_layer
 
 if TYPE_CHECKING:
     from jaxglue.ops.small_layer.triton import TritonSmallLayer
@@ -100,7 +100,7 @@ def small_layer(
     if kernels is None:
         return None
     adapters = tuple((p.adapter.A, p.adapter.up) for p in projections if p.adapter is not None)
-    weights = Weights(norms, tuple(projection.weight for projection in projections))
+    weights = FrozenWeights(norms, tuple(projection.weight for projection in projections))
     # What the layer does not read would be an argument of its differentiation rule, and keys have no gradients.
     return fused_layer(kernels, spec, x, weights, adapters, replace(context, dropout_key=None, router_losses=None))
 

@@ -16,7 +16,7 @@ from jaxglue.ops.gated_mlp.swiglu import Matrices
 from jaxglue.ops.norm_rope import LLAMA_NORM, HeadNorms, NormStyle
 from jaxglue.ops.rope import RopeTables, Rotary
 
-Adapter = tuple[Float[Array, "R in"], Float[Array, "out R"]]
+AdapterMatrices = tuple[Float[Array, "R in"], Float[Array, "out R"]]
 """Both matrices in float32, the second one times the adapter's scale."""
 _ALIGNMENT = 64
 """Extended values have a multiple of it in columns."""
@@ -35,7 +35,7 @@ class LayerNorms(NamedTuple):
     """Norms of queries and keys; None without."""
 
 
-class Weights(NamedTuple):
+class FrozenWeights(NamedTuple):
     """Frozen parameters."""
 
     norms: LayerNorms
@@ -43,7 +43,7 @@ class Weights(NamedTuple):
     """Queries, keys, values, attention's output, gate, up and down."""
 
 
-class Context(Protocol):
+class RotatedContext(Protocol):
     """Rotary tables of the rows and attention within them; a pytree."""
 
     @property
@@ -73,7 +73,7 @@ class WeightGroup(NamedTuple):
     """Weights and adapters of linear layers with one input."""
 
     weights: Sequence[Float[Array, "out in"]]
-    adapters: Sequence[Adapter]
+    adapters: Sequence[AdapterMatrices]
     joined: bool = False
     """Ranks are multiplied with the weights, not before them."""
 
@@ -123,9 +123,9 @@ def fused_layer(
     kernels: Any,
     spec: LayerSpec,
     x: Float[Array, "B T D"],
-    weights: Weights,
-    adapters: tuple[Adapter, ...],
-    context: Context,
+    weights: FrozenWeights,
+    adapters: tuple[AdapterMatrices, ...],
+    context: RotatedContext,
 ) -> Float[Array, "B T D"]:
     """Return the layer's output; weights and context get no gradient.
 
@@ -150,7 +150,7 @@ def _forward(kernels, spec: LayerSpec, x, weights, adapters, context):
     return y, (kept if x.perturbed else (None, *kept[1:]), *others)
 
 
-def _run(kernels, spec: LayerSpec, x, weights: Weights, adapters, context: Context):
+def _run(kernels, spec: LayerSpec, x, weights: FrozenWeights, adapters, context: RotatedContext):
     B, T, D = x.shape
     rows = x.reshape(-1, D)
     rank, linears = len(adapters[0][0]), [weight.astype(x.dtype) for weight in weights.linears]
@@ -213,7 +213,7 @@ def _backward(kernels, spec: LayerSpec, residuals, dy):
 fused_layer.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _swiglu_matrices(adapters: tuple[Adapter, ...]) -> Matrices:
+def _swiglu_matrices(adapters: tuple[AdapterMatrices, ...]) -> Matrices:
     """Return the adapters' matrices for SwiGLU's kernels."""
     (_, gate), (_, up) = adapters[_GATE_UP]
     return gate, up, adapters[-1][0]

@@ -137,6 +137,25 @@ CHANGES = {
     )
 }
 """Reasons beside which the result may differ."""
+MET = {
+    NOTES[name]
+    for name in (
+        *("packing", "gradient_checkpointing", "attn_implementation", "tf32", "dataset_shuffle", "do_train"),
+        *("save_safetensors", "log_level", "local_rank", "per_device_eval_batch_size"),
+    )
+}
+"""Reasons of settings whose wish is met anyway."""
+PYTHON = {
+    "train_dataset": "data takes files, and rows in memory",
+    "processing_class": "tokenizer takes a folder, or a tokenizer of transformers; by default the model's is used",
+    "peft_config": "rank, alpha, dropout and targets are settings of their own",
+    "args": "each training argument is a setting of its own, by the same name where both have it",
+    "formatting_func": "data takes rows, which may be made by any program",
+    "data_collator": "documents are packed, and loss_on names the tokens with loss",
+    "ref_model": "the reference is the model as training begins",
+    "optimizers": "optimizer names one, or takes a transformation of optax",
+}
+"""Arguments of TRL's trainers in Python."""
 REFUSED = {
     **dict.fromkeys(("tokens", "add_tokens", "new_special_tokens"), "--new-tokens reads them from a file, one a line"),
     **dict.fromkeys(("betas", "adam_betas"), "--beta1 and --beta2 are AdamW's"),

@@ -42,12 +42,12 @@ def arguments(B, T, heads, V, dtype=jnp.float32):
 
 @pytest.mark.parametrize("case", repeats(ROWS, "one token each", "boundaries at chunks"))
 def test_interpreted_kernels_equal_the_scan(case, interpreted):
-    from jaxglue.ops.delta_rule.triton import DeltaTiles, Tiles, TritonDeltaRule
+    from jaxglue.ops.delta_rule.triton import DeltaKernelTiles, DeltaTiles, TritonDeltaRule
 
     rows = ROWS[case]
     T = max(map(sum, rows)) + 3
     segments, values = pack_segments(rows, seq_len=T), arguments(len(rows), T, HEADS, V)
-    tile = Tiles(columns=16)
+    tile = DeltaKernelTiles(columns=16)
     tiles = DeltaTiles(state=tile, output=tile, state_gradient=tile, gradient=tile)
     backend = interpreted(TritonDeltaRule)(compute_capability=90, tiles=tiles, chunk=32)
     cotangent = jax.random.normal(jax.random.key(9), (len(rows), T, HEADS.values, V))

@@ -72,7 +72,8 @@ class HopperAttention(Launcher):
         ends = segments.ends
         if segments.own_keys is not None and segments.first_queries is not None:
             ends = jnp.concatenate([ends, segments.first_queries, segments.own_keys], axis=1)
-        others = ends, *(_line(x.reshape(planes)) for x in statistics), _cube(dout, sizes.P, (values,))[0]
+        lse_lines, delta_lines = (_line(x.reshape(planes)) for x in statistics)
+        others = {"ends": ends, "lse": lse_lines, "delta": delta_lines, "dout": _cube(dout, sizes.P, (values,))[0]}
         widths = (values, sizes.H - values) if values < sizes.H else (values,)
         heads = heads_summed_at_once(sizes.K, 4 * sizes.B * sizes.T * sizes.G * sizes.H)
 
@@ -81,7 +82,14 @@ class HopperAttention(Launcher):
                 _cube(q, sizes.P, widths),
                 [_rows(k, width=width) for width in widths],
             )
-            arrays = query, key, _rows(v), *(query_rest or [None]), *(key_rest or [None]), *others
+            arrays = {
+                "q": query,
+                "k": key,
+                "v": _rows(v),
+                "q_rest": query_rest[0] if query_rest else None,
+                "k_rest": key_rest[0] if key_rest else None,
+                **others,
+            }
             constants = _constants(sizes, segments, window) | {"V": values, "CHUNK": chunk}
             return self._gradients(arrays, first, sizes, heads, widths, constants)
 
@@ -97,21 +105,29 @@ class HopperAttention(Launcher):
             dq, dk, dv = jax.lax.fori_loop(0, sizes.K // heads, replaced, (q, k, v))
         return dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, delta)
 
-    def _gradients(self, arrays, first_head, sizes: KernelSizes, heads: int, widths: tuple[int, ...], constants: dict):
+    def _gradients(
+        self, arrays: dict, first_head, sizes: KernelSizes, heads: int, widths: tuple[int, ...], constants: dict
+    ):
         """Return (dq, dk, dv) of some key/value heads and their query heads."""
         lines, planes, tiles = sizes.T * sizes.P, sizes.B * heads * sizes.G // sizes.P, triton.cdiv(sizes.S, _ROWS)
         rounded = triton.cdiv(triton.cdiv(sizes.T, _ROWS), _SPAN)
         turns = jnp.zeros((planes, triton.cdiv(lines, _ROWS // 2)), jnp.int32)
         sums = [jnp.empty((planes, lines, width), jnp.float32) for width in widths]
         dk, dv, dq = (
-            jax.ShapeDtypeStruct((sizes.B, tokens, heads * group, width), arrays[1].base.dtype)
+            jax.ShapeDtypeStruct((sizes.B, tokens, heads * group, width), arrays["k"].base.dtype)
             for tokens, group, width in ((sizes.S, 1, sizes.H), (sizes.S, 1, widths[0]), (sizes.T, sizes.G, sizes.H))
         )
-        given = *arrays, jnp.asarray(first_head, jnp.int32).reshape(1), turns
-        in_place, passed = (turns, *sums), sum(each is not None for each in given)
+        in_place, passed = (turns, *sums), 2 + sum(array is not None for array in arrays.values())
+        main, *rest = map(_halves, sums)
         dk, dv, dq, *_ = self._launch(
             backward_kernel,
-            (*given, *map(_halves, sums), *([None] if len(sums) == 1 else [])),
+            {
+                **arrays,
+                "first_head": jnp.asarray(first_head, jnp.int32).reshape(1),
+                "turns": turns,
+                "sums": main,
+                "sums_rest": rest[0] if rest else None,
+            },
             (dk, dv, dq, *map(shape_dtype_of, in_place)),
             ((tiles + rounded) * heads * sizes.B,),
             constants | {"STAGES": _STAGES + (sizes.H <= 64), "HEADS": heads, "ROWS": sizes.B, "SPAN": _SPAN},

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from jaxglue.ops.attention.hopper.backward_tiles import allocate, load_tiles, query_range
 from jaxglue.ops.attention.hopper.sums import add_shares, load_sums, round_sums, visible_end
-from jaxglue.ops.attention.hopper.tiles import Range, Sizes, store_rows
+from jaxglue.ops.attention.hopper.tiles import AttentionSizes, TileRange, store_rows
 from jaxglue.ops.attention.hopper.visits import visited_between
 from jaxglue.ops.attention.kernels import LOG2_E, MASKED
 from jaxglue.ops.tile_ring import GROUP_ROWS, await_place, release, turn
@@ -43,7 +43,7 @@ def _hand_over(dq, tiles, n, GROUP: gl.constexpr):
     """Hand over a warpgroup's half of the n-th tile's gradient of queries."""
     place = _await_place_of_dq(tiles, n)
     tiles.dq.tiles.index(2 * place + GROUP).store(dq.reshape([1, GROUP_ROWS, dq.shape[1]]))
-    fence_async_shared()
+    fence_async_shared()  # TMA reads the half from shared memory
     mbarrier.arrive(tiles.dq.full.index(place), count=1)
 
 
@@ -114,7 +114,7 @@ def _hand_over_parts(tiles, n, zero, sizes, GROUP: gl.constexpr):
     dq = warpgroup_mma_wait(0, deps=[_begin_half(dscores, tiles.keys_rest.index(zero), sizes.REST, GROUP)])
     mbarrier.arrive(tiles.read.index(0), count=1)
     tiles.dq_rest.index(half).store(dq.reshape([1, GROUP_ROWS, sizes.REST // 2]))
-    fence_async_shared()
+    fence_async_shared()  # TMA reads it from shared memory
     mbarrier.arrive(tiles.dq.full.index(half // 2), count=1)
 
 
@@ -177,7 +177,7 @@ def _differentiate_tile(scores, sums, n, token, MASK: gl.constexpr, operands, si
     else:
         # The other warpgroup has left the tile of two tiles ago, for it has stored its part of the tile before.
         tiles.dscores.index(n & 1).slice(GROUP * GROUP_ROWS, GROUP_ROWS, dim=0).store(dscores)
-    fence_async_shared()
+    fence_async_shared()  # the tensor cores read both warpgroups' scores from shared memory
     mbarrier.arrive(tiles.stored.index(0), count=1)
     if sizes.REST > 0:
         return warpgroup_mma_wait(0, deps=[dk, dv, dk_rest])
@@ -286,7 +286,10 @@ def _compute(ends, dk, dv, sums, dq, tiles, row, head, first, bounds, rounded, s
 def _load(source, finished):
     """Load a program's tiles to differentiate, or its finished sums."""
     q, k, v, lse, delta, dout, q_rest, k_rest, tiles, start, key, plane, kv_head, bounds, sizes = source
-    load_tiles(q, k, v, lse, delta, dout, q_rest, k_rest, tiles, start, key, plane, kv_head, bounds, sizes)
+    load_tiles(
+        q=q, k=k, v=v, lse=lse, delta=delta, dout=dout, q_rest=q_rest, k_rest=k_rest, tiles=tiles, start=start,
+        key=key, plane=plane, kv_head=kv_head, bounds=bounds, sizes=sizes,
+    )  # fmt: skip
     sums, sums_rest, turns, queries, ends, dq_plane, first, count, _ = finished
     load_sums(sums, sums_rest, turns, queries, ends, dq_plane, first, count, sizes)
 
@@ -317,7 +320,7 @@ def backward_kernel(
     registers, so a warpgroup then has one product in flight at a time, and the other's fill the time; lse is then
     −lse / SCALE, with which scores begin.
     """
-    sizes = Sizes(T, S, K, G, P, H, WINDOW, SCALE, SPLIT, V, CHUNK)
+    sizes = AttentionSizes(T, S, K, G, P, H, WINDOW, SCALE, SPLIT, V, CHUNK)
     KEYS: gl.constexpr = 2 * GROUP_ROWS
     TILES: gl.constexpr = (S + KEYS - 1) // KEYS
     ROUNDED: gl.constexpr = (T + KEYS - 1) // KEYS
@@ -332,11 +335,12 @@ def backward_kernel(
     plane = (row.to(gl.int32) * K + kv_head) * (G // P)
     dq_plane = (row.to(gl.int32) * HEADS + head) * (G // P)
     bounds = query_range(row_ends, first, gl.minimum(first + KEYS, S) - 1, sizes)
-    bounds = Range(bounds.first, bounds.full, bounds.cut, gl.where(rounds, 0, bounds.count))
+    bounds = TileRange(bounds.first, bounds.full, bounds.cut, gl.where(rounds, 0, bounds.count))
     tokens = gl.minimum(first + SPAN * KEYS, T) - first
     rounded = gl.where(rounds, (tokens * P + GROUP_ROWS - 1) // GROUP_ROWS * (G // P), 0)
     before = gl.where(tile > 0, visible_end(row_ends, gl.maximum(first - 1, 0), WINDOW), 0)
     tiles = allocate(q, k, lse, sums, q_rest, k_rest, sums_rest, STAGES, P, sizes)
+    # Barriers were initialized by one thread, and TMA, which signals them, sees shared memory after a fence alone.
     fence_async_shared()
     gl.barrier()
     start = (row * T + bounds.first).to(gl.int32)

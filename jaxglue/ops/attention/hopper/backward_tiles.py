@@ -6,13 +6,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
 from jaxglue.ops.attention.hopper.sums import visible_end
-from jaxglue.ops.attention.hopper.tiles import Range
+from jaxglue.ops.attention.hopper.tiles import TileRange
 from jaxglue.ops.attention.hopper.visits import visited
 from jaxglue.ops.tile_ring import GROUP_ROWS, Ring, barriers, ring, vacate
 
 
 @aggregate
-class Tiles:
+class BackwardTiles:
     """Tiles, statistics and products in shared memory, with the barriers of a program's warps."""
 
     queries: Ring
@@ -49,7 +49,7 @@ def query_range(ends, first, last, sizes):
     count = gl.maximum(end - first + TOKENS - 1, 0) // TOKENS
     full = gl.minimum((last - first + TOKENS - 1) // TOKENS, count)
     cut = gl.maximum(all_end - first, 0) // TOKENS
-    return Range(first, full, gl.minimum(gl.maximum(cut, full), count), count)
+    return TileRange(first, full, gl.minimum(gl.maximum(cut, full), count), count)
 
 
 @gluon.jit
@@ -75,7 +75,7 @@ def allocate(q, k, lse, dq, q_rest, k_rest, dq_rest, STAGES: gl.constexpr, P: gl
         keys_rest = gl.allocate_shared_memory(k.dtype, [1, ROWS, REST], k_rest.layout)
         halves_rest = gl.allocate_shared_memory(gl.float32, [2 * PLACES, 1, GROUP_ROWS, REST // 2], dq_rest.layout)
     waits = barriers(1, 1), barriers(1, 2), barriers(1, 2)
-    return Tiles(
+    return BackwardTiles(
         queries, queries_rest, statistics, keys, keys_rest, waits[0], dscores, waits[1], waits[2], handed, halves_rest
     )
 

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from jaxglue.ops.attention.hopper.tiles import Range, Sizes, load_rows, store_rows
+from jaxglue.ops.attention.hopper.tiles import AttentionSizes, TileRange, load_rows, store_rows
 from jaxglue.ops.attention.kernels import LOG2_E, MASKED
 from jaxglue.ops.tile_ring import GROUP_ROWS, await_tile, load, release, ring, turn, vacate
 
@@ -45,7 +45,7 @@ def _key_range(starts, first, last, BLOCK_N: gl.constexpr, sizes):
     count = (last - low) // BLOCK_N + 1
     full = gl.minimum(gl.maximum((all_low - low + BLOCK_N - 1) // BLOCK_N, 1), count)
     cut = gl.minimum(gl.maximum(gl.maximum(first + 1 - low, 0) // BLOCK_N, full), count)
-    return Range(low, full, cut, count)
+    return TileRange(low, full, cut, count)
 
 
 @gluon.jit
@@ -114,8 +114,8 @@ def _attend(q, sinks, starts, out, lse, tiles, row, head, first, bounds, sizes, 
         query_rest = queries_rest.index(GROUP)
         load_rows(q + V, query_rest, row, token, head, T, N, H, P)
     if H > 128:
-        fence_async_shared()
-    gl.barrier()
+        fence_async_shared()  # the tensor cores read queries from shared memory
+    gl.barrier()  # rows are read by other threads than loaded them
     # The sums of wide heads leave no registers for queries.
     held = query.load(gl.DotOperandLayout(0, SCORES, 2)) if V <= 128 else query
     lane = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, SCORES))
@@ -175,7 +175,7 @@ def forward_kernel(
     keys beyond those of values come by a descriptor of their own; k_rest is k where there are none. With SPLIT,
     starts [B, 2, T] have queries' first keys, and their own.
     """
-    sizes = Sizes(T, S, K, G, P, H, WINDOW, SCALE, SPLIT, V, SOFTCAP=SOFTCAP)
+    sizes = AttentionSizes(T, S, K, G, P, H, WINDOW, SCALE, SPLIT, V, SOFTCAP=SOFTCAP)
     PARTS: gl.constexpr = G // P
     TOKENS: gl.constexpr = 2 * GROUP_ROWS // P
     TILES: gl.constexpr = (T + TOKENS - 1) // TOKENS
@@ -192,6 +192,7 @@ def forward_kernel(
     if sizes.REST > 0:
         keys_rest = gl.allocate_shared_memory(k.dtype, [STAGES, KEYS, sizes.REST], k_rest.layout)
         queries_rest = gl.allocate_shared_memory(k.dtype, [2, GROUP_ROWS, sizes.REST], k_rest.layout)
+    # Barriers were initialized by one thread, and TMA, which signals them, sees shared memory after a fence alone.
     fence_async_shared()
     gl.barrier()
     start = (row * S + bounds.first).to(gl.int32)

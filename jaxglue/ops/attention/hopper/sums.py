@@ -146,7 +146,7 @@ def _round_half(sums, out, ring, n, row, token, end, head, sizes, HEADS: gl.cons
     lane = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, offsets.type.layout))
     value = gl.where((token + lane // P < end)[:, None], tile.load(offsets.type.layout) * sizes.SCALE, 0.0)
     gl.store(out + base + GROUP * HALF + offsets, value.to(out.dtype.element_ty), mask=mask)
-    gl.barrier()
+    gl.barrier()  # all threads have read the tile before another is loaded over it
     release(ring, n)
 
 

@@ -8,7 +8,7 @@ from jaxglue.ops.tile_ring import GROUP_ROWS
 
 
 @aggregate
-class Sizes:
+class AttentionSizes:
     """Constants of a call: T queries, S keys, K key/value heads, G query heads each, P of them in a tile, head dim H.
 
     With SPLIT, queries are some of a row's tokens (see `forward_kernel`, `backward_kernel`). CHUNK is of the backward
@@ -41,7 +41,7 @@ class Sizes:
 
 
 @aggregate
-class Range:
+class TileRange:
     """A loop over tiles: `count` of them from token `first` on, only those in [full, cut) without a mask."""
 
     first: gl.tensor
@@ -75,9 +75,9 @@ def store_rows(target, value, tile, row, token, head, T: gl.constexpr, HEADS: gl
     """Store `rows`, through a tile in shared memory that a warpgroup no longer needs."""
     base, offsets, mask = rows(row, token, head, T, HEADS, H, P, tile.shape[1])
     tile.store(value.to(target.dtype.element_ty))
-    gl.barrier()
+    gl.barrier()  # rows are read by other threads than wrote them
     gl.store(target + base + offsets, tile.load(offsets.type.layout), mask=mask)
-    gl.barrier()
+    gl.barrier()  # the next rows overwrite the tile
 
 
 @gluon.jit
