@@ -9,6 +9,7 @@ from jaxglue.data.batch import Batch
 from jaxglue.data.config import AnswerTask, Columns, LabelTask
 from jaxglue.objectives.config import ClassifySettings
 from jaxglue.objectives.objective import Objective, TargetValues
+from jaxglue.objectives.scores import SCORES_EXCLUDE
 
 LABEL = "label"
 """Column of a document's only label."""
@@ -23,6 +24,7 @@ class Classification(Objective):
     Settings = ClassifySettings
     classifies = True
     trains_scores = True
+    excludes = SCORES_EXCLUDE
     learning_rates = {"lora": 1e-4, "full": 1e-5}  # noqa: RUF012 - as of reward models
 
     @property

@@ -2,12 +2,18 @@
 
 from jaxglue.objectives.config import DistillSettings
 from jaxglue.objectives.rollouts import LossInputs, Metric, RolloutObjective, StepCounts, Tokens
+from jaxglue.settings.config import Excludes
 
 
 class Distillation(RolloutObjective):
     """Divergences over the vocabulary, the mean over all tokens of a step."""
 
     Settings = DistillSettings
+    excludes = (
+        *RolloutObjective.excludes,
+        Excludes("eval_data", "held-out prompts need a --reward", unless=("reward", "environment")),
+        Excludes("dynamic_sampling", "it chooses prompts by their rewards, which are not trained on"),
+    )
     needs_teacher = True
     generations = 1
     learning_rates = {"lora": 1e-4, "full": 1e-6}  # noqa: RUF012 - with all weights TRL's

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
 from jaxglue.data.config import NO_COLUMNS, AnswerTask, Columns, LabelTask
 from jaxglue.parts import Registry
-from jaxglue.settings.config import Alias, Choices, KindSettings, plain_fields
+from jaxglue.settings.config import Alias, Choices, Excludes, KindSettings, plain_fields
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -107,6 +107,9 @@ class ObjectiveConfig(KindSettings):
         return self.kind(config=self)
 
 
+NO_ROLLOUTS = Excludes("rollouts", "it is for answers written in training")
+
+
 class TargetValues(Protocol):
     """Values of a batch's targets under the model, computed through the head when an objective asks for them."""
 
@@ -158,6 +161,12 @@ class Objective:
 
     Settings: ClassVar[type[ObjectiveConfig]] = ObjectiveConfig
     """Class of its settings: a dataclass on `ObjectiveConfig`, or on another objective's, without JAX."""
+    excludes: ClassVar[tuple[Excludes, ...]] = (
+        NO_ROLLOUTS,
+        Excludes("fp8_head", "it is for the cross-entropy of --objective sft"),
+        Excludes("streaming", "streams are of texts and chats, for --objective sft"),
+    )
+    """Settings of a run that do not go with it, and why."""
     answers: ClassVar[AnswerTask | None] = None
     """Its data: pairs of answers, answers with a label, or pairs to score; None for texts and chats."""
     columns: ClassVar[Columns] = NO_COLUMNS

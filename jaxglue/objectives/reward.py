@@ -8,6 +8,7 @@ from jaxglue.data.formats import PAIR_COLUMNS
 from jaxglue.objectives.answers import AnswerObjective, Values
 from jaxglue.objectives.config import RewardSettings
 from jaxglue.objectives.objective import TargetValues
+from jaxglue.objectives.scores import SCORES_EXCLUDE
 
 
 class BradleyTerry(AnswerObjective):
@@ -17,6 +18,7 @@ class BradleyTerry(AnswerObjective):
     answers = AnswerTask(scored=True)
     columns = PAIR_COLUMNS
     trains_scores = True
+    excludes = SCORES_EXCLUDE
     learning_rates = {"lora": 1e-4, "full": 1e-5}  # noqa: RUF012 - with adapters TRL's
 
     @property

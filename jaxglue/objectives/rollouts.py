@@ -13,6 +13,7 @@ from jaxglue.data.batch import Batch, Rollouts
 from jaxglue.objectives.advantages import Rewards, Values, group_relative
 from jaxglue.objectives.config import RolloutSettings
 from jaxglue.objectives.objective import Objective, ObjectiveConfig, TargetValues
+from jaxglue.settings.config import Excludes
 
 Tokens = Float[Array, "B T"]
 """A value for each token of a micro-batch's rows."""
@@ -122,6 +123,19 @@ class RolloutObjective(Objective):
 
     Settings: ClassVar[type[ObjectiveConfig]] = RolloutSettings
     needs_rollouts = True
+    excludes: ClassVar[tuple[Excludes, ...]] = (
+        Excludes("fp8_head", "it is for the cross-entropy of --objective sft"),
+        Excludes("keep", "there is no eval loss"),
+        Excludes("early_stopping", "there is no eval loss"),
+        Excludes("eval_fraction", "hold prompts out in a file, with --eval-data"),
+        Excludes("gradient_accumulation_steps", "a step has as many micro-batches as its answers fill"),
+        Excludes("router_balance_loss", "its losses are no means over tokens"),
+        Excludes("router_z_loss", "its losses are no means over tokens"),
+        Excludes("documents_per_step", "--generation-batch-size has the answers of a step"),
+        Excludes("streaming", "prompts are read before training"),
+        Excludes("weights", "each token that is sampled reads them all"),
+        Excludes("embeddings", "each token that is sampled reads them all"),
+    )
     generations: ClassVar[int]
     """Answers to each prompt where no number is given."""
     compares: ClassVar[bool] = False

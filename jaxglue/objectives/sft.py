@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from jaxglue.objectives.objective import Objective, TargetValues
+from jaxglue.objectives.objective import NO_ROLLOUTS, Objective, TargetValues
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -14,6 +14,7 @@ class Supervised(Objective):
     """Cross-entropy of the target tokens."""
 
     supervised = True
+    excludes = (NO_ROLLOUTS,)
 
     def __call__(self, values: TargetValues, batch: "Batch") -> "Float[Array, '']":
         """Return Σ loss weight · cross-entropy."""

@@ -18,7 +18,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 from jaxglue.settings.spelling import nearest
 
@@ -108,6 +108,18 @@ class Overrules:
 
     def __init__(self, *names: str):
         self.names = names
+
+
+class Excludes(NamedTuple):
+    """A setting that does not go with a kind."""
+
+    setting: str
+    """A field of a group, or a group with all of its fields."""
+    reason: str
+    given: Callable[[Any], Any] | None = None
+    """Tells the values that do not go with it; by default all but the setting's default."""
+    unless: tuple[str, ...] = ()
+    """Settings any of which lifts it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -330,6 +342,29 @@ class KindSettings(Config):
         flag, kinds = f"--{setting.replace('_', '-')}", " or ".join(readers)
         named = cls.named_by.replace("_", "-")
         return f"{flag} is for --{named} {kinds}, not {name}: name the {named}, or leave it out"
+
+
+def refuse_excluded(config: Config, kind: str, excluded: Iterable[Excludes]) -> None:
+    """Raise ValueError for a setting that is given, and does not go with a kind.
+
+    Args:
+        config: with the settings in its groups.
+        kind: the flag that chose it, such as `--objective dpo`.
+        excluded: by the kind.
+    """
+    members = {name: getattr(config, name) for name in groups(type(config))}
+    fields = {
+        name: (getattr(group, name), field.default)
+        for group in members.values()
+        for name, (field, _) in plain_fields(type(group)).items()
+    }
+    for each in excluded:
+        for name in plain_fields(type(members[each.setting])) if each.setting in members else (each.setting,):
+            value, default = fields[name]
+            is_given = value != default if each.given is None else each.given(value)
+            if is_given and not any(fields[other][0] for other in each.unless):
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag} is not for {kind}: {each.reason}: leave it out")
 
 
 def kind_names(cls: type) -> dict[str, Kind]:

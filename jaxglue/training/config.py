@@ -1,6 +1,6 @@
 """Configuration of a training run: every field is a flag and a key of a recipe."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -17,6 +17,7 @@ from jaxglue.settings.config import (
     Alias,
     CommaSeparated,
     Config,
+    Excludes,
     HelpLayout,
     Instead,
     NonNegativeFloat,
@@ -25,6 +26,7 @@ from jaxglue.settings.config import (
     PositiveFloat,
     PositiveInt,
     Range,
+    refuse_excluded,
 )
 from jaxglue.settings.recipe import load_config, read_tables
 from jaxglue.training.optimizer import AdamWSettings, OptimizerConfig
@@ -34,6 +36,11 @@ if TYPE_CHECKING:
 
     from jaxglue.models.context import RouterLosses
 
+_OF_ADAPTERS = tuple(
+    Excludes(name, "it is for adapters, and all weights train")
+    for name in ("lora_plus_ratio", "modules_to_save", "trainable_token_indices", "dora")
+)
+"""Settings that do not go with `--method full`."""
 _SMALLEST_CLIP = 1e-3
 """Bound of a ratio's distance from 1 which is no optimizer's ε."""
 
@@ -320,10 +327,12 @@ class TrainConfig(PartsConfig):
                 f"--on-spike {self.run.on_spike} decides before the update, and --update-in-backward updates before "
                 "the gradient norm is known: leave one out"
             )
-        for flag, is_given in (("fp8-head", self.model.fp8_head), ("streaming", self.data.streaming)):
-            if is_given and not self.objective.kind.supervised:
-                raise ValueError(f"--{flag} is for --objective sft, not {self.objective.objective}: leave it out")
-        self._check_rollouts()
+        if self.objective.kind.needs_rollouts:
+            self._check_rollouts()
+        refuse_excluded(self, f"--objective {self.objective.objective}", self.objective.kind.excludes)
+        refuse_excluded(self, f"--optimizer {self.optimizer.optimizer}", self.optimizer.kind.excludes)
+        if self.model.method == "full":
+            refuse_excluded(self, "--method full", _OF_ADAPTERS)
         if not (self.data.eval_data or self.data.eval_fraction):
             for flag, given in (("--early-stopping", self.run.early_stopping), ("--keep", self.run.keep != "last")):
                 if given:
@@ -331,23 +340,13 @@ class TrainConfig(PartsConfig):
         if self.data.streaming and not self.run.steps:
             raise ValueError("--streaming: a stream has no epochs: give --steps")
         self._check_trainables()
-        if self.objective.kind.trains_scores and self.run.sample_prompt:
-            raise ValueError("--sample-prompt asks for text, and a reward model writes none: leave it out")
         for name in ("weights", "embeddings"):
             if self.run.sample_prompt and getattr(self.model, name) != "device":
                 raise ValueError(f"--sample-prompt needs --{name} device: each generated token reads them all")
 
     def _check_rollouts(self) -> None:
-        """Refuse settings of rollouts without them, and what does not go with them."""
+        """Refuse answers without a judge or teacher, and settings that leave them without a meaning."""
         name = self.objective.objective
-        if not self.objective.kind.needs_rollouts:
-            given = [
-                field.name for field in fields(RolloutConfig) if getattr(self.rollouts, field.name) != field.default
-            ]
-            if given:
-                flag = given[0].replace("_", "-")
-                raise ValueError(f"--{flag} is for answers written in training, not --objective {name}: leave it out")
-            return
         if self.objective.kind.needs_teacher != (self.rollouts.teacher is not None):
             needs = "needs a --teacher, a model folder or base" if self.rollouts.teacher is None else "has no --teacher"
             raise ValueError(f"--objective {name} {needs}")
@@ -358,7 +357,9 @@ class TrainConfig(PartsConfig):
             raise ValueError(
                 "--teacher base is the model without its adapter, and --method full has none: name a folder"
             )
-        self._refuse_beside_rollouts(judged=bool(judged))
+        if self.rollouts.teacher_quantize is not None and self.rollouts.teacher in (None, "base"):
+            reason = "it has no teacher in a folder of its own: leave it out"
+            raise ValueError(f"--teacher-quantize is not for --objective {name}: {reason}")
         if isinstance(self.optimizer, AdamWSettings) and self.optimizer.epsilon >= _SMALLEST_CLIP:
             raise ValueError(
                 f"--epsilon {self.optimizer.epsilon:g} is the optimizer's, which would hardly move: ratios of "
@@ -371,44 +372,6 @@ class TrainConfig(PartsConfig):
                 "would need a copy: use --method lora, or --beta 0"
             )
 
-    def _refuse_beside_rollouts(self, *, judged: bool) -> None:
-        """Refuse settings that answers written in training leave without a meaning."""
-        name, has_teacher = self.objective.objective, self.objective.kind.needs_teacher
-        no_loss, streamed = "there is no eval loss", "each token that is sampled reads them all"
-        routers = "its losses are no means over tokens"
-        refused = (
-            ("eval-data", self.data.eval_data and not judged, "held-out prompts need a --reward"),
-            ("keep", self.run.keep != "last", no_loss),
-            ("early-stopping", self.run.early_stopping is not None, no_loss),
-            ("eval-fraction", self.data.eval_fraction, "hold prompts out in a file, with --eval-data"),
-            (
-                "gradient-accumulation-steps",
-                self.run.gradient_accumulation_steps > 1,
-                "a step has as many micro-batches as its answers fill",
-            ),
-            ("router-balance-loss", self.model.router_balance_loss, routers),
-            ("router-z-loss", self.model.router_z_loss, routers),
-            ("documents-per-step", self.run.documents_per_step, "--generation-batch-size has the answers of a step"),
-            ("streaming", self.data.streaming, "prompts are read before training"),
-            ("teacher-system", self.rollouts.teacher_system is not None and not has_teacher, "it has no teacher"),
-            (
-                "teacher-quantize",
-                self.rollouts.teacher_quantize is not None and self.rollouts.teacher in (None, "base"),
-                "it has no teacher in a folder of its own",
-            ),
-            ("lmbda", self.rollouts.lmbda < 1 and not has_teacher, "rewards judge answers of the model alone"),
-            (
-                "dynamic-sampling",
-                self.rollouts.dynamic_sampling and has_teacher,
-                "it chooses prompts by their rewards, which are not trained on",
-            ),
-            ("weights", self.model.weights != "device", streamed),
-            ("embeddings", self.model.embeddings != "device", streamed),
-        )
-        for flag, is_given, reason in refused:
-            if is_given:
-                raise ValueError(f"--{flag} is not for --objective {name}: {reason}: leave it out")
-
     def _check_trainables(self) -> None:
         """Refuse a trained embedding in host memory, settings of adapters where all train, and DoRA on split rows."""
         from jaxglue.sharding.mesh import AUTO, MeshShape
@@ -419,20 +382,10 @@ class TrainConfig(PartsConfig):
             )
         whole = self.lora.modules_to_save
         adapted = self.lora.vocabulary_targets if self.model.method == "lora" else ()
-        if self.objective.kind.trains_scores and "lm_head" in adapted:
-            raise ValueError("--targets lm_head: a reward model has a score in its place, which trains anyway")
-        if self.objective.kind.trains_scores and "lm_head" in whole:
-            raise ValueError("--modules-to-save lm_head: a reward model has a score in its place, which trains anyway")
         if self.model.embeddings == "host" and "embed_tokens" in whole:
             raise ValueError(
                 "--embeddings host needs a frozen table: leave it out, or embed_tokens in --modules-to-save"
             )
-        if self.model.method == "full" and self.optimizer.lora_plus_ratio != 1:
-            raise ValueError("--lora-plus-ratio is for adapters, and --method full has none: leave it out")
-        for name in ("modules_to_save", "trainable_token_indices", "dora"):
-            if self.model.method == "full" and getattr(self.lora, name):
-                flag = name.replace("_", "-")
-                raise ValueError(f"--{flag} is for adapters, and --method full trains all weights: leave it out")
         if not (whole or adapted or self.lora.trainable_token_indices or self.model.new_tokens):
             return
         stays = "so embedding and head stay frozen: leave out --modules-to-save, --trainable-token-indices and "

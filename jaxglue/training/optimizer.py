@@ -10,6 +10,7 @@ from jaxglue.parts import Registry
 from jaxglue.settings.config import (
     Alias,
     Choices,
+    Excludes,
     Instead,
     KindSettings,
     NonNegativeFloat,
@@ -221,6 +222,8 @@ class OptimizerKind:
     """Class of its settings."""
     rate_factor: float = 1.0
     """Factor on the default learning rate, which suits AdamW's updates."""
+    excludes: tuple[Excludes, ...] = ()
+    """Settings of a run that do not go with it, and why."""
     needs_matrices: bool = False
     """Whether the optimizer updates whole weight matrices only: neither adapters nor stacked experts."""
 
