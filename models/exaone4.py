@@ -39,9 +39,11 @@ def _types(raw: Mapping[str, Any]) -> list[str]:
     layers, pattern = raw["num_hidden_layers"], raw.get("sliding_window_pattern", 4)
     if raw.get("sliding_window", 4096) is None or not pattern:
         return ["full_attention"] * layers
-    letters = "L" * (pattern - 1) + "G" if isinstance(pattern, int) else pattern
-    if set(letters) - {"L", "G"}:
-        raise ValueError(f"sliding_window_pattern in config.json: expected letters L and G, got {pattern!r:.100}")
+    letters = "L" * (min(pattern, layers + 1) - 1) + "G" if type(pattern) is int and pattern > 0 else pattern
+    if not isinstance(letters, str) or set(letters) - {"L", "G"}:
+        raise ValueError(
+            f"sliding_window_pattern in config.json: expected a number above 0, or letters L and G, got {pattern!r:.99}"
+        )
     types = [letters[layer % len(letters)] for layer in range(layers)]
     if not isinstance(pattern, int):
         types[-1] = "G"  # as the published code does, by letters alone

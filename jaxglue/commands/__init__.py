@@ -131,7 +131,8 @@ def run(name: str, argv: Sequence[str] | None = None) -> None:
         except (KeyboardInterrupt, Exception) as error:
             if interrupts.received or isinstance(error, KeyboardInterrupt):
                 signal.signal(signal.SIGINT, signal.SIG_DFL)  # another one ends the clean-up at once
-                _end(f"jaxglue {name}: interrupted", status=STATUS)
+                status = 128 + getattr(error, "number", signal.SIGINT)  # of a second signal
+                _end(f"jaxglue {name}: {'interrupted' if status == STATUS else 'terminated'}", status=status)
             if isinstance(error, (ValueError, OSError)):
                 _end(f"error: {error}", status=1)
             if isinstance(error, MemoryError):

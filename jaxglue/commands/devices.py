@@ -34,11 +34,12 @@ def _open(jax: Any) -> None:
         jax.device_put(0).block_until_ready()  # a GPU's first transfer takes seconds too
 
 
-def use_cache(_: Any) -> None:
-    """Keep compiled programs where training keeps them by default."""
+def use_cache(config: Any) -> None:
+    """Keep compiled programs in the folder of the settings, or where training keeps them by default."""
     from jaxglue.engine.program_cache import explain_cache_errors, keep_programs
     from jaxglue.training.config import RunConfig
 
-    assert RunConfig.compilation_cache is not None
-    keep_programs(RunConfig.compilation_cache)
+    folder = getattr(config, "compilation_cache", RunConfig.compilation_cache)
+    if folder is not None:
+        keep_programs(folder)
     explain_cache_errors()

@@ -1,13 +1,17 @@
 """Serve a model over OpenAI's HTTP interface: `jaxglue serve --adapter runs/first/adapter`."""
 
 import importlib.util
+import os
+import sys
+from typing import Any
 
+from jaxglue.commands.interrupts import STATUS
 from jaxglue.serve.config import ServeConfig
 from jaxglue.terminal.lines import echo
 
 
 def main(config: ServeConfig) -> None:
-    """Load the model and answer requests until Ctrl-C.
+    """Load the model and answer requests until Ctrl-C, or SIGTERM, after which requests have 5 s to end.
 
     Raises:
         ValueError: starlette or uvicorn is not installed, or bad folders, tensors or tokenizer.
@@ -17,18 +21,24 @@ def main(config: ServeConfig) -> None:
     import uvicorn
 
     from jaxglue.generation.assistant import Assistant
+    from jaxglue.serve.connections import bounded_protocol
     from jaxglue.serve.server import make_app
     from jaxglue.serve.service import Service
 
     assistant = Assistant(config)
     limits = {"slots": config.batch_size, "length": config.max_length, "most": config.max_requests}
     service = Service(assistant, **limits, memory=assistant.memory)
-    echo("compiling the programs", error=True)
-    service.warm_up()
-    names = ", ".join([config.served_name, *config.named_adapters])
-    echo(f"serving {names} at http://{config.host}:{config.port}/v1", error=True)
     try:
+        echo("compiling the programs", error=True)
+        service.warm_up()
+        names = ", ".join([config.served_name, *config.named_adapters])
+        echo(f"serving {names} at http://{config.host}:{config.port}/v1", error=True)
         app = make_app(assistant, service, config)
-        uvicorn.run(app, host=config.host, port=config.port, log_level="warning", timeout_graceful_shutdown=5)
+        connections: Any = {"http": bounded_protocol(), "log_level": "warning", "timeout_graceful_shutdown": 5}
+        uvicorn.Server(uvicorn.Config(app, host=config.host, port=config.port, **connections)).run()
+    except KeyboardInterrupt:
+        echo("jaxglue serve: interrupted", error=True)
+        sys.stdout.flush()
+        os._exit(STATUS)  # threads that compile would go on for minutes, or abort the process as it ends
     finally:
         service.close()

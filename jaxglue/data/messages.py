@@ -42,9 +42,18 @@ class Chat(NamedTuple):
         return Chat([{"role": "system", "content": text}, *self.messages], self.tools, [None, *self.trained])
 
     def with_developer_as_system(self) -> "Chat":
-        """Return the chat with the developer's messages as the system's."""
-        messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in self.messages]
-        return self._replace(messages=messages)
+        """Return the chat with the developer's messages as the system's, joined with those beside them."""
+        messages, trained, is_developers = Messages(), list[bool | None](), False
+        for message, train in zip(self.messages, self.trained, strict=True):
+            role = message["role"]
+            follows = bool(messages) and messages[-1]["role"] == "system" and role in ("system", "developer")
+            if follows and (is_developers or role == "developer"):
+                messages[-1] = messages[-1] | {"content": f"{messages[-1]['content']}\n\n{message['content']}"}
+            else:
+                messages.append(message | {"role": "system"} if role == "developer" else message)
+                trained.append(train)
+            is_developers = role == "developer"
+        return self._replace(messages=messages, trained=trained)
 
 
 def read_chat(messages: Any, tools: Any, name: str) -> Chat:

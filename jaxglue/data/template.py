@@ -47,7 +47,7 @@ _FIXED_CLOCK = (
     f"{{% macro {_CLOCK}(format) %}}{{{{ format{_FORMATTED}.replace({_PERCENT!r}, '%') }}}}{{% endmacro %}}\n"
 )
 """Line to precede a template; blocks take the line's end with them."""
-_RENDERING = {"messages", *signature(render_jinja_template).parameters}
+_RENDERING = {"self", "messages", *signature(render_jinja_template).parameters}
 """Names that are no variables: arguments of transformers' function."""
 
 

@@ -20,11 +20,15 @@ _log = logging.getLogger(__name__)
 class TemplateCheck:
     """Check of renderings: a template may leave out roles, positions, contents or tool calls without an error.
 
-    Official templates leave out texts beside tool calls, and reasoning: these are reported once.
+    Official templates leave out texts beside tool calls, and reasoning: these are reported once, and so are tools.
+
+    Args:
+        template: of the renderings.
+        needs_tools: refuse tools that are left out.
     """
 
-    def __init__(self, template: ChatTemplate):
-        self._template = template
+    def __init__(self, template: ChatTemplate, *, needs_tools: bool = False):
+        self._template, self._needs_tools = template, needs_tools
         self._shapes: set[tuple] = set()
         self._reported: set[str] = set()
         self._rows = 0
@@ -33,7 +37,7 @@ class TemplateCheck:
         """Check a conversation's rendering.
 
         Raises:
-            ValueError: an unknown role, or a message or tool call that is not in the text.
+            ValueError: an unknown role, or a message, tool call or needed tool that is not in the text.
         """
         shape = conversation_shape(messages, tools)
         if self._rows < _FIRST_ROWS or shape not in self._shapes:
@@ -50,8 +54,9 @@ class TemplateCheck:
     def _probe(self, messages: Messages, tools: Tools) -> None:
         """Render unique words in place of contents and names: a short content may be in the text by chance."""
         probes = [_marked(message, index) for index, message in enumerate(messages)]
+        marked_tools, names = _marked_tools(tools)
         try:
-            text = self._template.render(probes, tools)
+            text = self._template.render(probes, marked_tools)
         except ValueError:
             return  # the template reads the contents; `_find_contents` remains
         for index, probe in enumerate(probes):
@@ -61,7 +66,9 @@ class TemplateCheck:
                 self._miss_content(index, probe)
             if index == len(probes) - 1 and any(probe.get(key, "") not in text for key in REASONING):
                 self._report("reasonings of assistant messages")
-        if any(name not in text for name in _tool_names(tools)):
+        if absent := [name for name, probe in names.items() if probe not in text]:
+            if self._needs_tools:
+                raise ValueError(f"the chat template leaves out tools, such as {absent[0]!r:.100}: leave out tools")
             self._report("tools")
 
     def _find_contents(self, messages: Messages, text: str) -> None:
@@ -120,9 +127,16 @@ def _called(message: Message) -> list[str]:
     return [call["function"]["name"] for call in message.get("tool_calls") or ()]
 
 
-def _tool_names(tools: Tools) -> list[str]:
-    functions = [tool.get("function", tool) for tool in tools or () if isinstance(tool, dict)]
-    return [f["name"] for f in functions if isinstance(f, dict) and isinstance(f.get("name"), str)]
+def _marked_tools(tools: Tools) -> tuple[Tools, dict[str, str]]:
+    """Put unique words in place of the names of tools; return also the word for each name."""
+    marked, words = list[Any](), dict[str, str]()
+    for tool in tools or ():
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if isinstance(function, dict) and isinstance(name := function.get("name"), str):
+            function = {**function, "name": words.setdefault(name, _PROBE.format(f"tool{len(words)}"))}
+            tool = {**tool, "function": function} if "function" in tool else function
+        marked.append(tool)
+    return (None if tools is None else marked), words
 
 
 def _escaped(content: str) -> list[str]:

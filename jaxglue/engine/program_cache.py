@@ -28,8 +28,8 @@ _BEGIN = "/jax/compilation_cache/compile_requests_use_cache"
 COMPILED = "/jax/core/compile/backend_compile_duration"
 """Event after it was read, or compiled and written, in the same thread."""
 _LOCK = ".jaxglue.lock"
-_PATIENCE, _LONGEST = 5.0, 600.0
-"""Seconds of waiting before it is said, and at most."""
+_PATIENCE, _LONGEST = 5.0, 25.0
+"""Seconds of waiting before it is said, and further ones at most: long enough for one program of a small run."""
 _ERROR = re.compile(r"Error (reading|writing) persistent compilation cache entry for .*?: (.*)", re.DOTALL)
 _UNKEPT = "compiled programs cannot be kept, so that a resumed run compiles again and may round differently: "
 FOLDER = "xla_gpu_per_fusion_autotune_cache_dir"

@@ -80,6 +80,9 @@ class AssistantConfig(PartsConfig):
     """Format of the cache of keys and values; fp8 takes half the memory, with a scale for each token and head."""
     memory_limit: PositiveFloat | None = None
     """GPU memory for weights, cache and activations, GiB; by default all of JAX's share."""
+    compilation_cache: Path | None = Path("~/.cache/jaxglue/xla")
+    """Folder on a local disk that keeps compiled programs for the next call, unless JAX_COMPILATION_CACHE_DIR names
+    one; none keeps none."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
     def validate(self) -> None:

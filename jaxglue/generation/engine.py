@@ -8,7 +8,7 @@ import atexit
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,6 +30,7 @@ from jaxglue.generation.programs import (
     Cache,
     Programs,
     Trees,
+    Window,
     make_sequences,
     place_of,
     sharding_of,
@@ -400,8 +401,7 @@ class Batch:
             if whole:
                 sizes.put(run)
         if self._compiler:
-            shapes, precision = jax.tree.map(_shape, arguments), jax.config.jax_default_matmul_precision
-            sizes.compile(self._compiler, partial(_compile, programs, shapes, options, precision))
+            self._compile_beside(sizes, features, arguments[-1])
         self._slots, self._caches, sampled = run(*arguments)
         jax.tree.map(lambda x: x.copy_to_host_async(), sampled)
         return sampled
@@ -410,12 +410,43 @@ class Batch:
         """Return what a window's answers use, its programs, and whether these are waited for."""
         kind, whole = self._kind, self._whole
         used = Features.union(features_of(answer.request) for answer in work.answers)
-        features = kind.features if used.within(kind.features) else kind.all_features
-        if used.top > features.top:
-            features, whole = features._replace(top=min(-(-used.top // _TOP) * _TOP, self._vocabulary)), False
+        features = self._covering(used)
+        whole &= features.top == kind.features.top
         if features == kind.features:
             return features, self._sizes, whole
         return features, self._others.setdefault(features, WindowSizes(self._plan.slots)), whole
+
+    def _covering(self, used: Features) -> Features:
+        """Return the features of the programs that serve these: few kinds, so that few are compiled."""
+        kind = self._kind
+        if used.top > kind.features.top:
+            return kind.all_features._replace(top=min(-(-used.top // _TOP) * _TOP, self._vocabulary))
+        return kind.features if used.within(kind.features) else kind.all_features
+
+    def prepare(self, request: Request) -> Future | None:
+        """Let a thread compile the program of windows with answers to a request; None where nothing is waited for.
+
+        Answers that are added before run layer by layer, whose programs hold up all others while they are compiled.
+        """
+        features = self._covering(features_of(request))
+        if features.top == self._kind.features.top or self._compiler is None:
+            return None
+        sizes = self._others.setdefault(features, WindowSizes(self._plan.slots))
+        self._compile_beside(sizes, features, self._table.window(Work(), self._plan.slots, features))
+        return sizes.first_under_way()
+
+    def _compile_beside(self, sizes: WindowSizes, features: Features, window: Window) -> None:
+        """Let threads compile the programs of windows that are missing."""
+        assert self._compiler is not None
+        shapes = jax.tree.map(_shape, (self._trees, self._slots, self._caches, window))
+        options: dict[str, Any] = {"plan": self._plan, "steps": STEPS, "features": features}
+        precision = jax.config.jax_default_matmul_precision
+        sizes.compile(self._compiler, partial(_compile, self._programs, shapes, options, precision))
+
+    @property
+    def free_slots(self) -> int:
+        """Return the slots for further answers than those that have or await one."""
+        return self._scheduler.free_slots
 
     def _receive(self, work: Work, sampled: Any) -> Iterator[tuple[Answer, Int[np.ndarray, " n"], Finish | None]]:
         """Yield the new tokens of a window's answers.

@@ -6,19 +6,24 @@ answer goes back to the first that it refuses, and the next window chooses anoth
 
 import importlib.util
 import json
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterator
 from copy import copy
 from typing import Any, Protocol
 
 import numpy as np
 from jaxtyping import UInt32
 
-from jaxglue.text.lark import Rules, quoted
+from jaxglue.text.lark import SPACING, Rules, quoted
 from jaxglue.text.stream import CHANNEL, TAGS
 from jaxglue.text.thinking import Thought, tags_of
+from jaxglue.text.tool_values import as_object
 
 _LONGEST = 65_536
 """Characters of a grammar, at most: some take long to compile."""
+_LARGEST = 20_000
+"""Characters of an expression with its counted repetitions written out, at most: larger ones take seconds a token."""
+_COUNTED = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 
 
 class Matcher(Protocol):
@@ -90,12 +95,15 @@ class Grammars:
             schema: as an object.
             thinks: how an answer begins, which follows the schema after its thinking. So in other methods.
         """
-        return self._grammar("a JSON schema", json_schema=schema, thinks=thinks)
+        for pattern in _patterns(schema):
+            _check_repetitions(pattern)
+        return self._grammar("a JSON schema", json_schema={"x-guidance": SPACING, **schema}, thinks=thinks)
 
     def regex(self, expression: str, *, thinks: Thought = Thought.NONE) -> Grammar:
         """Return texts that an expression of Rust's `regex` matches whole; raise ValueError for a malformed one."""
         from llguidance import LLMatcher
 
+        _check_repetitions(expression)
         (grammar,) = json.loads(LLMatcher.grammar_from_regex(expression))["grammars"]
         return self._grammar("a regular expression", lark_grammar=grammar["lark_grammar"], thinks=thinks)
 
@@ -106,6 +114,7 @@ class Grammars:
 
     def lark(self, grammar: str, *, thinks: Thought = Thought.NONE) -> Grammar:
         """Return texts of a context-free grammar in Lark's notation; raise ValueError for a malformed one."""
+        _check_repetitions(grammar)
         return self._grammar("a grammar", lark_grammar=grammar, thinks=thinks)
 
     def calls(self, grammar: str, *, thinks: Thought = Thought.NONE) -> Grammar:
@@ -139,7 +148,48 @@ class Grammars:
         matcher = LLMatcher(self._tokens, json.dumps({"grammars": grammars}), log_level=0)
         if matcher.is_error():
             raise ValueError(f"{name} is not understood: {matcher.get_error().strip()}")
+        first = matcher.deep_copy()
+        first.compute_bitmask()
+        if first.is_error():
+            raise ValueError(f"{name} is beyond the limits of a step: write a simpler one")
         return _Compiled(matcher, self._words)
+
+
+def _patterns(schema: Any) -> Iterator[str]:
+    """Yield the regular expressions of a schema."""
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            if isinstance(pattern := part.get("pattern"), str):
+                yield pattern
+            yield from as_object(part.get("patternProperties"))
+        waiting += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+
+
+def _check_repetitions(expression: str) -> None:
+    """Raise ValueError where an expression is large once its counted repetitions are written out."""
+    sizes, last, index = [0], 0, 0
+    while index < len(expression):
+        character = expression[index]
+        if character == "(":
+            sizes.append(0)
+            last = 0
+        elif character == ")" and len(sizes) > 1:
+            last = sizes.pop()
+            sizes[-1] += last
+        elif counted := _COUNTED.match(expression, index):
+            count = max(int(number[:9]) for number in (counted[1], counted[2] or "", "1") if number)
+            sizes[-1] += last * (count - 1)
+            last *= count
+            index = counted.end() - 1
+        else:
+            last = 1
+            sizes[-1] += 1
+            index += character == "\\"
+        index += 1
+    if (size := sum(sizes)) > max(_LARGEST, 2 * len(expression)):
+        raise ValueError(f"an expression repeats up to {size:,} characters: at most {_LARGEST:,} are taken")
 
 
 class _Compiled:

@@ -23,7 +23,12 @@ def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> l
 
 
 def render_messages(
-    tokenizer: PreTrainedTokenizerBase, chat: Chat, *, check: bool = False, variables: Mapping[str, Any] | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    chat: Chat,
+    *,
+    check: bool = False,
+    needs_tools: bool = False,
+    variables: Mapping[str, Any] | None = None,
 ) -> tuple[ChatTemplate, str]:
     """Return the template, and the text before the answer to a conversation, which it encodes.
 
@@ -31,6 +36,7 @@ def render_messages(
         tokenizer: of the model.
         chat: the conversation.
         check: refuse what training refuses.
+        needs_tools: with `check`, refuse tools that the template leaves out.
         variables: further ones for the template, such as `enable_thinking`.
 
     Raises:
@@ -43,7 +49,7 @@ def render_messages(
         messages, tools = template.protect(chat.messages, chat.tools)
         text = template.render_prompt(messages, tools, variables)
         if check:
-            TemplateCheck(template)(messages, tools, text)
+            TemplateCheck(template, needs_tools=needs_tools)(messages, tools, text)
     require_unicode(text)
     return template, text
 

@@ -184,6 +184,11 @@ class Scheduler:
         """Return whether all answers have ended, or will in windows under way."""
         return not self._waiting and all(answer.ends_under_way for answer in self._running)
 
+    @property
+    def free_slots(self) -> int:
+        """Return the slots less the answers that wait for one; below 0 where more wait."""
+        return len(self._slots) - len(self._waiting)
+
     def next(self) -> Work | None:
         """Return the next window and what precedes it; None while results of windows under way decide."""
         for answer in [answer for answer in self._running if answer.ends_under_way]:

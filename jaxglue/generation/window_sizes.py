@@ -50,6 +50,10 @@ class WindowSizes:
         self._under_way = [compiler.submit(copy_context().run, self._compile, compile_size, size) for size in sizes]
         self._asked = True
 
+    def first_under_way(self) -> Future | None:
+        """Return the compilation for all slots, or the first of fewer; None if it is over."""
+        return next((future for future in self._under_way[:1] if not future.done()), None)
+
     def wait(self) -> None:
         """Wait for the threads."""
         wait(self._under_way)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxglue.data.template import ChatTemplate, trained_stops
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.sampler import Sample
-from jaxglue.text.tool_calls import parameters_of, schemas_of, split_calls
+from jaxglue.text.tool_calls import format_of, parameters_of, schemas_of, split_calls
 
 Reply = list[dict[str, Any]] | float | None
 """The next messages, the reward that ends the conversation, or its end without one."""
@@ -91,6 +91,7 @@ class Environment:
     ):
         self._reply, self._turns, self._longest = reply, turns, longest
         self._template, self._tokenizer = ChatTemplate(tokenizer), tokenizer
+        self._form = format_of(str(tokenizer.get_chat_template(tools=[])))
         self._ends = [str(tokenizer.convert_ids_to_tokens(token)) for token in trained_stops(tokenizer)]
         self._refused = False
 
@@ -135,7 +136,7 @@ class Environment:
         if not prompt.tools:
             return {"role": "assistant", "content": answer.text}
         text = str(self._tokenizer.decode(answer.tokens[: -1 if answer.ended else None].tolist()))
-        rest, calls = split_calls(text, parameters_of(schemas_of(prompt.tools)))
+        rest, calls = split_calls(text, parameters_of(schemas_of(prompt.tools)), self._form)
         if not calls:
             return {"role": "assistant", "content": answer.text}
         for token in self._tokenizer.all_special_tokens:

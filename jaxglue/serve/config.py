@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from jaxglue.generation.config import AssistantConfig, SamplingConfig
+from jaxglue.serve.local import LOOPBACK
 from jaxglue.settings.config import Alias, NonNegativeInt, PositiveInt, Range
 
 STDIN = Path("-")
@@ -64,9 +65,6 @@ class ScoreConfig(AssistantConfig):
             raise ValueError("nothing is sampled: leave out --max-tokens, --temperature and other such flags")
 
 
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
-
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(AssistantConfig):
     """Serve a model with an optional adapter over OpenAI's HTTP interface."""
@@ -97,7 +95,7 @@ class ServeConfig(AssistantConfig):
             raise ValueError(f"--adapters: no such folder: {absent[0]}")
         if self.served_name in self.named_adapters:
             raise ValueError(f"--adapters: {self.served_name} is the base's name: use another, or give --name")
-        if self.host not in _LOOPBACK and not self.api_key:
+        if self.host not in LOOPBACK and not self.api_key:
             raise ValueError(f"--host {self.host} lets other machines in: give --api-key, which clients must send")
 
     @property

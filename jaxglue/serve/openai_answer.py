@@ -11,7 +11,8 @@ from jaxglue.serve.openai_request import Call
 from jaxglue.serve.service import Event
 from jaxglue.text.stream import CHANNEL, TextStream, added_tokens
 from jaxglue.text.thinking import Thought, split_thinking, tags_of
-from jaxglue.text.tool_calls import MARKS, ToolCall, shown_before_calls, split_calls
+from jaxglue.text.tool_calls import MARKS, shown_before_calls, split_calls
+from jaxglue.text.tool_formats import ToolCall
 
 _FINISH = {"stop": "stop", "until": "stop", "length": "length"}
 _IMPOSSIBLE = -9999.0
@@ -22,7 +23,7 @@ class AnswerText:
     """Text of an answer as it grows."""
 
     def __init__(self, call: Call, request: Request):
-        self._stops, self._call = request.stop, call
+        self._stops, self._call, self._opened = request.stop, call, call.thinks == Thought.BEGUN
         self._echo = call.echo[request.index] if call.echo else ""
         tokenizer = call.voice.tokenizer
         self._channels, self._tags = CHANNEL in added_tokens(tokenizer).all, tags_of(tokenizer)
@@ -58,23 +59,25 @@ class AnswerText:
             self.finish = _FINISH[event.finish]
         if self.finish is not None:
             self._end_text()
-        if self.finish == "stop" and self._call.functions:
-            content, calls = split_calls(self._text.text, self._call.functions)
+        if self.finish is not None and self._call.functions:
+            content, calls = split_calls(self._text.text, self._call.functions, self._call.form, opened=self._opened)
             self._calls = calls[:1] if self._call.one_call else calls
             if calls:
-                self._content, self.finish = content, "stop" if self._call.named else "tool_calls"
+                self._content = content
+                if self.finish == "stop" and not self._call.named:
+                    self.finish = "tool_calls"
 
     @property
     def _visible(self) -> tuple[str, str]:
         """Return the thinking and the text that are certain to be shown; completions know no thinking."""
         grows, text = self.finish is None, self._text.text if self._content is None else self._content
         if grows and self._call.functions:
-            text = shown_before_calls(text, self._call.functions, known=self._certain)
+            state: dict[str, Any] = {"form": self._call.form, "opened": self._opened}
+            text = shown_before_calls(text, self._call.functions, known=self._certain, **state)
             self._certain = len(text)
         if not self._call.chat:
             return "", self._echo + text
-        opened = self._call.thinks == Thought.BEGUN
-        return split_thinking(text, tags=self._tags, opened=opened, channels=self._channels, grows=grows)
+        return split_thinking(text, tags=self._tags, opened=self._opened, channels=self._channels, grows=grows)
 
     def choice(self, index: int) -> dict[str, Any]:
         """Return the whole answer."""

@@ -1,5 +1,6 @@
 """Requests of OpenAI's clients: bodies read and checked, with errors that name the parameter."""
 
+import asyncio
 import json
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -13,8 +14,9 @@ from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.grammar import Grammar, Grammars
 from jaxglue.generation.scheduler import Request
 from jaxglue.text.thinking import Thought
+from jaxglue.text.tool_formats import ToolFormat
 
-_LARGEST_BODY = 4 * 2**20
+_LARGEST_BODY, _BODY_SECONDS = 4 * 2**20, 60.0
 _MOST_ANSWERS, MOST_PROMPTS = 16, 128
 MOST_LIKELY = 20
 """Likely tokens beside each of an answer's, at most."""
@@ -77,6 +79,8 @@ class Call:
     """State in which the answer begins."""
     functions: dict[str, dict[str, Any]]
     """The tools that the answer may call, with the schemas of their parameters."""
+    form: ToolFormat | None
+    """Format in which the model calls them; None without tools."""
     one_call: bool
     """Leave out calls after the first."""
     echo: Sequence[str]
@@ -92,11 +96,15 @@ async def read_body(http: HttpRequest, known: Collection[str]) -> dict[str, Any]
         BadRequestError: it is too large, or no JSON object.
     """
     parts, size = [], 0
-    async for part in http.stream():
-        size += len(part)
-        if size > _LARGEST_BODY:
-            raise BadRequestError(f"the body is larger than {_LARGEST_BODY / 2**20:.0f} MiB", 413)
-        parts.append(part)
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            async for part in http.stream():
+                size += len(part)
+                if size > _LARGEST_BODY:
+                    raise BadRequestError(f"the body is larger than {_LARGEST_BODY / 2**20:.0f} MiB", 413)
+                parts.append(part)
+    except TimeoutError:
+        raise BadRequestError(f"the body takes more than {_BODY_SECONDS:.0f} s", 408) from None
     try:
         body = json.loads(b"".join(parts))
     except (ValueError, RecursionError) as error:

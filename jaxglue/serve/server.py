@@ -24,6 +24,7 @@ from jaxglue.generation.assistant import Assistant, Voice
 from jaxglue.generation.prompts import encode_prompt, render_messages
 from jaxglue.generation.scheduler import Request
 from jaxglue.serve.config import ServeConfig
+from jaxglue.serve.local import foreign_page
 from jaxglue.serve.openai_answer import AnswerText, usage
 from jaxglue.serve.openai_request import (
     CHAT,
@@ -46,11 +47,10 @@ from jaxglue.serve.openai_request import (
     read_variables,
 )
 from jaxglue.serve.openai_responses import RESPONSE, ResponseWriter, chat_body
-from jaxglue.serve.service import EndedError, Event, FullError, Service, Ticket, TooLongError
+from jaxglue.serve.service import EndedError, Event, FullError, Service, Ticket, TooLongError, require_short
 from jaxglue.text.stream import special_stops
 from jaxglue.text.thinking import Thought, thought_after
-from jaxglue.text.tool_calls import parameters_of, schemas_of
-from jaxglue.text.tool_grammar import call_grammar
+from jaxglue.text.tool_calls import call_grammar, format_of, parameters_of, schemas_of
 
 _SILENCE = 15.0
 """Seconds without an event, at most."""
@@ -102,9 +102,12 @@ class _Server:
 
     def _check_token(self, http: HttpRequest) -> None:
         if (wanted := self._config.api_key) is None:
+            if reason := foreign_page(http.headers):
+                raise BadRequestError(reason, 403)
             return
-        given = http.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), wanted.encode()):
+        sent = http.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")  # bytes, as they came
+        spellings = {wanted.encode(errors="replace"), wanted.encode("latin-1", errors="replace")}
+        if not any(hmac.compare_digest(sent, spelling) for spelling in spellings):
             message = "no or a wrong API key: send it as a bearer token"
             raise BadRequestError(message, 401, code="invalid_api_key")
 
@@ -156,14 +159,18 @@ class _Server:
         if self._config.system is not None:
             chat = chat.with_system(self._config.system)
         schemas, voice = schemas_of(chat.tools), self._voice(body)[1]
+        for message in chat.messages:
+            await asyncio.to_thread(require_short, voice.tokenizer, message["content"], self._service.length)
         source = str(voice.tokenizer.chat_template)
         if "developer" not in source:  # such templates would leave the message out
             chat = chat.with_developer_as_system()
-        template, text = render_messages(voice.tokenizer, chat, variables=read_variables(body, source))
-        tokens = await asyncio.to_thread(template.encode, text)  # beside the streams of others, however long it is
+        options: dict[str, Any] = {"check": True, "needs_tools": True, "variables": read_variables(body, source)}
+        template, text = render_messages(voice.tokenizer, chat, **options)
+        await asyncio.to_thread(require_short, voice.tokenizer, text, self._service.length)
+        tokens = await asyncio.to_thread(template.encode, text)  # beside the streams of others
         calls = _forced_calls(body, schemas, voice)
-        options: dict[str, Any] = {"schemas": schemas, "calls": calls, "thinks": thought_after(text)}
-        return await self._call(body, [tokens], chat=True, **options)
+        answer: dict[str, Any] = {"schemas": schemas, "calls": calls, "thinks": thought_after(text)}
+        return await self._call(body, [tokens], chat=True, **answer)
 
     async def _complete(self, http: HttpRequest) -> Response:
         body = await read_body(http, COMPLETION)
@@ -171,6 +178,7 @@ class _Server:
         echo = read_echo(body)
         for prompt in read_prompts(body):
             if isinstance(prompt, str):
+                await asyncio.to_thread(require_short, tokenizer, prompt, self._service.length)
                 prompt = await asyncio.to_thread(encode_prompt, tokenizer, prompt, raw=True)
             if not prompt:  # an empty text, which some tokenizers begin with a token
                 raise BadRequestError("prompt must not be empty: this tokenizer puts no token before it")
@@ -196,7 +204,10 @@ class _Server:
         defaults = self._config.sampling, max(length - longest, 1), length, self._requests
         sampling, log_probs = read_sampling(body, *defaults), read_log_probs(body, chat=chat)
         make = partial(read_grammar, body, lambda: self._assistant.grammars.of(voice.tokenizer), calls, thinks=thinks)
-        vocabulary = self._assistant.config.vocab_size
+        vocabulary, count = self._assistant.config.vocab_size, read_count(body)
+        if len(prompts) * count > max(self._config.max_requests, 1):
+            message = f"{len(prompts)} prompts with {count} answers each: at most {self._config.max_requests} are taken"
+            raise BadRequestError(message, parameter="n")
         special = special_stops(voice.tokenizer, sampling.stop)
         asked: dict[str, Any] = {
             "stop": {*voice.stops, *special, *read_stop_tokens(body, vocabulary)},
@@ -204,7 +215,7 @@ class _Server:
             "ranks": voice.ranks,
             "grammar": await asyncio.to_thread(make),
             "top_log_probs": log_probs or 0,
-            "n": read_count(body),
+            "n": count,
         }
         return Call(
             model=name,
@@ -217,6 +228,7 @@ class _Server:
             thinks=thinks,
             echo=echo,
             functions=parameters_of(schemas),
+            form=format_of(str(voice.tokenizer.get_chat_template(tools=[]))) if schemas else None,
             one_call=read_flag(body, "parallel_tool_calls") is False,
             named=isinstance(body.get("tool_choice"), dict),
         )
@@ -246,7 +258,7 @@ class _Answers:
         self._n = call.requests[0].n
         try:
             for index, request in enumerate(call.requests):
-                self._tickets.append(service.submit(request, self._listener(index * self._n)))
+                self._tickets.append(service.submit(request, self._listener(index * self._n), id(self)))
         except BaseException:
             self.cancel()
             raise

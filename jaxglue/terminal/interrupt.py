@@ -14,6 +14,14 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _CLOSED = {errno.EPIPE, errno.EIO, errno.EBADF}
 
 
+class SecondSignal(KeyboardInterrupt):
+    """A signal after the one that asked to stop."""
+
+    def __init__(self, number: int):
+        super().__init__(f"second signal ({signal.Signals(number).name}) before the checkpoint was saved")
+        self.number = number
+
+
 class Interrupt:
     """Context in which a first signal asks to stop and a second one raises KeyboardInterrupt.
 
@@ -48,7 +56,7 @@ class Interrupt:
         name = signal.Signals(number).name
         # A closed terminal sends SIGHUP after the write that found it closed, or twice: neither asks for haste.
         if self.number and number != signal.SIGHUP:
-            raise KeyboardInterrupt(f"second signal ({name}) before the checkpoint was saved")
+            raise SecondSignal(number)
         self.number = self.number or number
         # The handler may interrupt a print, which cannot be re-entered.
         line = f"\n{name}: saving a checkpoint and exiting after this step; once more to exit at once\n"

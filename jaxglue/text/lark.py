@@ -8,6 +8,8 @@ from typing import Any
 
 from jaxglue.text.stream import AddedTokens, added_tokens
 
+SPACING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+"""White space between parts of JSON, of which a model could otherwise write any number."""
 _TEXT = "/(?s:.*)/"
 _IN_BRACKETS = re.compile("<.*>", re.DOTALL).fullmatch
 """Tells added tokens that are special to llguidance, whatever the tokenizer says."""

@@ -31,6 +31,7 @@ from jaxglue.files.json_file import parse_json
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.scheduler import Request
 from jaxglue.models.parameters import Params
+from jaxglue.serve.local import foreign_page
 from jaxglue.terminal.lines import echo
 from jaxglue.tinker.losses import find_loss, read_document
 from jaxglue.tinker.wire import LossRequest, loss_response, read_loss_request, sample_response
@@ -144,8 +145,10 @@ class TinkerServer:
         """Return the handler behind the token, with errors as the SDK reads them."""
 
         async def run(http: HttpRequest) -> Response:
-            given = http.headers.get("x-api-key", "")
-            if not hmac.compare_digest(given.encode("latin-1"), self.api_key.encode()):  # as headers are decoded
+            if reason := foreign_page(http.headers):
+                return JSONResponse({"error": reason}, 403)
+            sent = http.headers.get("x-api-key", "").encode("latin-1")
+            if not hmac.compare_digest(sent, self.api_key.encode()):
                 return JSONResponse({"error": "no or a wrong API key"}, 401)
             try:
                 return await handler(http)

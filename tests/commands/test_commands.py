@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import signal
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 
 from jaxglue.commands import COMMANDS, main
 from jaxglue.settings.config import every_field
+from jaxglue.terminal.interrupt import SecondSignal
 from jaxglue.training.config import TrainConfig
 
 
@@ -75,7 +77,10 @@ def test_unknown_command_is_named(capsys):
     assert "unknown command 'fly'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt(), 130), (ValueError("no folder"), 1)])
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(KeyboardInterrupt(), 130), (SecondSignal(signal.SIGTERM), 143), (ValueError("no folder"), 1)],
+)
 def test_interrupts_and_errors_are_one_line(monkeypatch, capsys, error, status):
     def fail(argv):
         raise error

@@ -5,6 +5,8 @@ import pytest
 
 from jaxglue.generation import sampling
 from jaxglue.generation.sampling import Controls, Counts, Features, answer_keys
+from jaxglue.ops.sampling import Truncation
+from jaxglue.ops.sampling.reference import Weights, _first_above, _threshold
 
 PROBABILITIES = np.array([0.05, 0.4, 0.15, 0.3, 0.1], np.float32)
 LOGITS = np.log(PROBABILITIES)
@@ -90,6 +92,40 @@ def test_log_probabilities_are_reported_before_truncation():
     np.testing.assert_allclose(found.model_log_probs, np.log(PROBABILITIES[1:2]), rtol=1e-5)
     assert found.top_tokens.tolist() == [[1, 3]]
     np.testing.assert_allclose(found.top_log_probs, np.log(PROBABILITIES[[1, 3]])[None], rtol=1e-5)
+
+
+def test_a_row_keeps_the_same_tokens_whatever_others_use():
+    rng = np.random.default_rng(3)
+    weights = np.exp(rng.normal(size=(64, 3000)) * 3).astype(np.float32)
+    weights = jnp.asarray(weights / weights.max(-1, keepdims=True))
+    total = Weights(jnp.log(weights), jnp.zeros(64), jnp.ones(64)).sums.sum(-1)
+    used = rng.random((3, 64)) < 0.5
+    top_k = np.where(used[0], rng.integers(1, 200, 64), 0).astype(np.int32)
+    top_p = np.where(used[1], rng.uniform(0.1, 0.99, 64), 1).astype(np.float32)
+    min_p = np.where(used[2], rng.uniform(0.001, 0.3, 64), 0).astype(np.float32)
+    together = np.asarray(_threshold(weights, total, Truncation(*map(jnp.asarray, (top_k, top_p, min_p)))))
+    for row in range(64):
+        parts = [
+            jnp.asarray(part[row : row + 1]) if used[i, row] else None for i, part in enumerate((top_k, top_p, min_p))
+        ]
+        alone = _threshold(weights[row : row + 1], total[row : row + 1], Truncation(*parts))
+        assert float(alone[0]) == together[row], (used[:, row], row)
+    assert (together[~used.any(0)] == 0).all() and (~used.any(0)).sum() > 3
+
+
+def test_min_p_does_not_change_the_nucleus():
+    weights = np.array([0.31, 0.19, 0.13, 0.10, 0.07, 0.065, 0.05, 0.045, 0.04], np.float32)
+    weights = jnp.asarray(weights / weights[0])[None]
+    for top_k in (None, 0, 9):
+        k = None if top_k is None else jnp.array([top_k])
+        least = _threshold(weights, weights.sum(-1), Truncation(k, jnp.array([0.8]), jnp.array([0.15])))
+        assert int((weights >= least[:, None]).sum()) == 6
+
+
+def test_a_token_of_weight_0_is_never_drawn():
+    weights = jnp.array([[0.0, 0.0, 0.5, 0.0, 0.5, 0.0]])
+    for target, index in ((-1e-7, 2), (0.0, 2), (0.5, 4), (1.0, 2)):  # rounding may leave less than 0, or all
+        assert int(_first_above(weights, jnp.array([target]))[0][0]) == index
 
 
 def test_keys_depend_on_seed_request_and_answer_alone():

@@ -1,11 +1,23 @@
+"""The scheduler: an order of windows, and random walks beside a device that is played."""
+
+import random
+from collections import Counter, deque
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from selection import repeats
+
 from jaxglue.generation.config import SamplingConfig
-from jaxglue.generation.pages import CachePlan
-from jaxglue.generation.scheduler import Answer, Request, Scheduler
+from jaxglue.generation.pages import PAGE, CachePlan
+from jaxglue.generation.scheduler import Answer, Request, Scheduler, Tokens
+
+STEPS, STOP = 8, 7
 
 
 def test_a_window_begins_with_the_longest_answers():
     plan = CachePlan(slots=4, pages=64, table=16, bytes=0)
-    scheduler = Scheduler(plan, 8)
+    scheduler = Scheduler(plan, STEPS)
     lengths = [5, 300, 70, 9, 200]  # the last one waits for a slot
     requests = [Request([1] * length, SamplingConfig(max_tokens=8 if length == 70 else 100)) for length in lengths]
     scheduler.add(
@@ -16,3 +28,153 @@ def test_a_window_begins_with_the_longest_answers():
         [300, 70, 9, 5],
         [300, 200, 9, 5],
     ]
+
+
+def written(answer: Answer, position: int) -> int:
+    """Return the token of an answer at a position of its text: the same however often it is decoded."""
+    if position < len(answer.request.prompt):
+        return int(answer.request.prompt[position])
+    number = (answer.number * 1009 + answer.answer * 131 + position * 31) % 4099
+    return STOP if number % 97 == 0 else 100 + number
+
+
+@dataclass
+class Matcher:
+    """A grammar that refuses some tokens unless they were chosen among those that it takes."""
+
+    position: int
+
+    def take(self, tokens: list[int]) -> int:
+        taken = 0
+        while taken < len(tokens) and (not taken or (self.position + taken) % 5):
+            taken += 1
+        self.position += taken
+        return taken
+
+
+@dataclass
+class Grammar:
+    prompt: int
+
+    def start(self) -> Matcher:
+        return Matcher(self.prompt)
+
+
+@dataclass
+class Device:
+    """Pages with the tokens whose keys they hold, and slots, as windows leave them."""
+
+    pages: dict[int, list[int | None]] = field(default_factory=dict)
+    slots: dict[int, int] = field(default_factory=dict)
+    """The position of each slot's last token, which is not in the cache."""
+
+    def _write(self, pages: list[int], position: int, token: int) -> None:
+        self.pages.setdefault(pages[position // PAGE], [None] * PAGE)[position % PAGE] = token
+
+    def _held(self, pages: list[int], length: int) -> list[int | None]:
+        return [token for page in pages for token in self.pages.get(page, [None] * PAGE)][:length]
+
+    def run(self, work) -> list[list[int]]:
+        """Return the tokens of the window's answers."""
+        for prefill in [*work.prompts, *work.suffixes]:
+            assert self._held(prefill.pages, prefill.begin) == prefill.tokens[: prefill.begin].tolist()
+            for position in range(prefill.begin, len(prefill.tokens)):
+                self._write(prefill.pages, position, int(prefill.tokens[position]))
+        for source, target in work.page_copies:
+            self.pages[target] = list(self.pages[source])
+        for answer in work.fresh:
+            self.slots[answer.slot] = answer.length - 1
+        return [self._decode(answer) for answer in work.answers]
+
+    def _decode(self, answer: Answer) -> list[int]:
+        new = list[int]()
+        for _ in range(STEPS):
+            last = self.slots[answer.slot]
+            if last + 1 >= answer.end or (last >= len(answer.request.prompt) and written(answer, last) == STOP):
+                break  # it has ended, perhaps in an earlier window
+            self._write(answer.pages, last, written(answer, last))
+            text = [written(answer, position) for position in range(last + 1)]
+            assert self._held(answer.pages, last + 1) == text, "attention over the keys of another text"
+            new.append(written(answer, last + 1))
+            self.slots[answer.slot] += 1
+        return new
+
+
+def receive(scheduler: Scheduler, work, results: list[list[int]]) -> None:
+    """Do as the engine does with a window's results."""
+    for answer, tokens in zip(work.answers, results, strict=True):
+        answer.windows -= 1
+        if not tokens or answer.length >= answer.end:
+            continue
+        count = answer.matcher.take(tokens) if answer.matcher else len(tokens)
+        ids = np.array(tokens[:count], np.int32)
+        empty = np.zeros(count, np.float32)
+        ends = int(ids[-1]) == STOP or answer.length + count >= answer.end
+        scheduler.receive(answer, Tokens(ids, empty, empty, empty[:, None], empty[:, None]), ends)
+
+
+def check_pages(scheduler: Scheduler, plan: CachePlan) -> None:
+    """Check that each page is held by exactly the answers that run with it, and that no other is lost."""
+    pool, running = scheduler._pool, scheduler._running
+    holders = Counter(page for answer in running for page in answer.pages)
+    assert [pool._holders[page] for page in range(1, plan.pages + 1)] == [holders[p] for p in range(1, plan.pages + 1)]
+    assert sorted([*pool._free, *pool._kept, *holders]) == list(range(1, plan.pages + 1))
+    slots = [answer.slot for answer in running]
+    assert sorted([*slots, *scheduler._slots]) == list(range(plan.slots))
+
+
+def make_requests(rng: random.Random, count: int, longest: int) -> list[Request]:
+    """Return requests some of which begin alike, in the middle of a page or after full ones."""
+    texts = [[rng.randrange(10, 90) for _ in range(longest)] for _ in range(3)]
+    requests = []
+    for index in range(count):
+        shared, rest = rng.choice((0, 1, PAGE, 2 * PAGE, rng.randrange(longest))), rng.randrange(1, PAGE)
+        prompt = (rng.choice(texts)[:shared] + [rng.randrange(10, 90) for _ in range(rest)])[: longest // 2]
+        most = rng.choice((1, 5, PAGE, longest // 2, -len(prompt) % PAGE or PAGE))  # the last one ends with a page
+        sampling = SamplingConfig(max_tokens=most)
+        grammar = Grammar(len(prompt)) if rng.random() < 0.2 else None
+        requests.append(Request(prompt, sampling, index, n=rng.choice((1, 1, 1, 2, 4)), grammar=grammar))
+    return requests
+
+
+# In the last ones, pages run out under a window, and a text goes on where another one ended with its page.
+@pytest.mark.parametrize("seed", repeats([*range(24), 208, 228], *range(10, 16), *range(17, 20), *range(21, 24)))
+def test_walks_lose_and_double_no_token_and_no_page(seed):
+    rng = random.Random(seed)
+    longest = rng.choice((2, 4, 6)) * PAGE
+    least = longest // PAGE  # the longest answer's
+    plan = CachePlan(slots=rng.choice((1, 3, 8)), pages=least + rng.choice((0, 1, 3, 12, 40)), table=least, bytes=0)
+    scheduler = Scheduler(plan, STEPS, remembers=seed % 3 > 0, rewinds=seed % 4 > 0)
+    device, under_way, all_answers = Device(), deque(), list[Answer]()
+    waiting, ended_early = make_requests(rng, 16, longest), set[int]()
+    for _ in range(4000):
+        if waiting and rng.random() < 0.3:
+            request = waiting.pop()
+            if all_answers and rng.random() < 0.5:  # a conversation goes on
+                before = rng.choice(all_answers)
+                prompt = [*before.request.prompt, *before.new, *request.prompt][: longest - 2]
+                request = replace(request, prompt=prompt, grammar=request.grammar and Grammar(len(prompt)))
+            end = min(len(request.prompt) + request.sampling.max_tokens, longest)
+            answers = [Answer(request.index, index, request, end) for index in range(request.n)]
+            all_answers += answers
+            scheduler.add(answers)
+        if all_answers and rng.random() < 0.02 and (answer := rng.choice(all_answers)).length < answer.end:
+            scheduler.end(answer)
+            ended_early.add(id(answer))
+        work = None if scheduler.is_done else scheduler.next()
+        check_pages(scheduler, plan)
+        if work:
+            under_way.append((work, device.run(work)))
+        if under_way and (not work or len(under_way) > 1):
+            receive(scheduler, *under_way.popleft())
+            check_pages(scheduler, plan)
+        if not waiting and not under_way and scheduler.is_done:
+            break
+    else:
+        pytest.fail("the walk does not end")
+    for answer in all_answers:
+        begin = len(answer.request.prompt)
+        text = [written(answer, position) for position in range(begin, answer.end)]
+        text = text[: text.index(STOP) + 1] if STOP in text else text
+        assert answer.new == text[: len(answer.new)]
+        assert id(answer) in ended_early or answer.new == text

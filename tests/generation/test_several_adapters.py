@@ -118,7 +118,7 @@ def two(folders, base, adapted, tmp_path):
 def test_a_request_names_its_adapter(folders, two):
     pytest.importorskip("starlette")
     pytest.importorskip("httpx")
-    from starlette.testclient import TestClient
+    from local_client import TestClient
 
     from jaxglue.serve.server import make_app
     from jaxglue.serve.service import Service

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("openai")
 import openai
-from starlette.testclient import TestClient
+from local_client import TestClient
 
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.serve.config import ServeConfig
@@ -28,7 +28,7 @@ class Told:
     def __init__(self, tokens, finish):
         self.tokens, self._finish = tokens, finish
 
-    def submit(self, request, listen):
+    def submit(self, request, listen, owner=None):
         self.request = request
         for token in self.tokens[:-1]:
             listen(Event(0, [token], [0.0], None))
@@ -42,20 +42,20 @@ class Told:
 def ask(quickstart):
     """ask(answer, template, finish) → (OpenAI's client, the service)."""
 
-    def make(answer, template="{{ messages | tojson }}", finish="stop"):
+    def make(answer, template="{{ messages | tojson }}{{ tools | tojson if tools }}", finish="stop"):
         tokenizer = load_tokenizer(quickstart)
         tokenizer.chat_template = template
         service = Told([*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id], finish)
         parts = {"tokenizer": tokenizer, "stops": {tokenizer.eos_token_id}, "ranks": 0, "voices": {}}
         assistant = SimpleNamespace(**parts, config=SimpleNamespace(vocab_size=1024))
         app = TestClient(make_app(assistant, service, ServeConfig(model=quickstart, name="tiny")))
-        return openai.OpenAI(base_url="http://testserver/v1", api_key="any", http_client=app).responses, service
+        return openai.OpenAI(base_url="http://localhost/v1", api_key="any", http_client=app).responses, service
 
     return make
 
 
 def seen(service, quickstart):
-    return json.loads(load_tokenizer(quickstart).decode(service.request.prompt))
+    return json.JSONDecoder().raw_decode(load_tokenizer(quickstart).decode(service.request.prompt))[0]
 
 
 def test_a_text_is_answered(ask, quickstart):
@@ -147,13 +147,13 @@ def test_formats_and_choices_are_those_of_chats():
 
 def test_effort_sets_what_the_template_reads(ask, quickstart):
     for template, effort, wanted in [
-        ("{{ reasoning_effort }}", "low", "low"),
-        ("{{ enable_thinking }}", "none", "False"),
-        ("{{ thinking }}", "high", "True"),
+        ("{{ messages[0].content }} {{ reasoning_effort }}", "low", "low"),
+        ("{{ messages[0].content }} {{ enable_thinking }}", "none", "False"),
+        ("{{ messages[0].content }} {{ thinking }}", "high", "True"),
     ]:
         responses, service = ask("Seven.", template)
         responses.create(model="tiny", input="?", reasoning={"effort": effort})
-        assert load_tokenizer(quickstart).decode(service.request.prompt) == wanted
+        assert load_tokenizer(quickstart).decode(service.request.prompt) == f"? {wanted}"
     for template, effort in (("{{ messages[0].thinking }}", "low"), ("{{ reasoning_effort }}", "none")):
         with pytest.raises(openai.BadRequestError, match="knows no effort"):
             ask("Seven.", template)[0].create(model="tiny", input="?", reasoning={"effort": effort})

@@ -22,14 +22,16 @@ from jaxglue.text.thinking import Thought
 
 pytest.importorskip("starlette")
 pytest.importorskip("httpx")
-from starlette.testclient import TestClient
+from local_client import TestClient
 
 from jaxglue.serve import server
 from jaxglue.serve.server import make_app
-from jaxglue.serve.service import EndedError, Event, Service, Ticket
+from jaxglue.serve.service import EndedError, Event, Service, Ticket, require_short
 
 GREEDY = SamplingConfig(temperature=0.0, top_p=1.0)
 MESSAGES = [{"role": "user", "content": "Hello"}]
+SHOWN = "{{ messages | map(attribute='content') | join(' ') }}"
+"""Part of a template that shows all contents."""
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +39,8 @@ def served(folders):
     """(assistant, service, configuration)."""
     config = ServeConfig(model=folders[0], adapter=folders[1], name="tiny", sampling=GREEDY)
     assistant = Assistant(config)
+    tools = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+    assistant.tokenizer.chat_template = tools + assistant.tokenizer.chat_template
     service = Service(assistant, slots=4, length=64, most=8)
     yield assistant, service, config
     service.close()
@@ -155,12 +159,15 @@ def test_a_chat_sets_variables_of_the_template(served, monkeypatch):
     assistant, _, config = served
     service = Told([min(assistant.stops)])
     client = TestClient(make_app(assistant, service, config))
-    monkeypatch.setattr(assistant.tokenizer, "chat_template", "{% if think is false %}quiet{% else %}loud{% endif %}")
+    monkeypatch.setattr(
+        assistant.tokenizer, "chat_template", f"{SHOWN}{{% if think is false %}}quiet{{% else %}}loud{{% endif %}}"
+    )
     for variables, text in ({"think": False}, "quiet"), ({}, "loud"), (None, "loud"):
         assert post(client, messages=MESSAGES, chat_template_kwargs=variables).status_code == 200
-        assert assistant.tokenizer.decode(service.request.prompt) == text
-    refused = post(client, messages=MESSAGES, chat_template_kwargs={"messages": []})
-    assert refused.status_code == 400 and "no variable 'messages'" in refused.json()["error"]["message"]
+        assert assistant.tokenizer.decode(service.request.prompt).endswith(text)
+    for name in ("messages", "self"):
+        refused = post(client, messages=MESSAGES, chat_template_kwargs={name: []})
+        assert refused.status_code == 400 and f"no variable '{name}'" in refused.json()["error"]["message"]
 
 
 def test_a_developer_speaks_as_the_system_where_a_template_knows_none(served, monkeypatch):
@@ -172,9 +179,41 @@ def test_a_developer_speaks_as_the_system_where_a_template_knows_none(served, mo
         ("{{ messages[0].role }}", "system"),
         ("{{ messages[0].role }}{# developer #}", "developer"),
     ):
-        monkeypatch.setattr(assistant.tokenizer, "chat_template", template)
+        monkeypatch.setattr(assistant.tokenizer, "chat_template", template + SHOWN)
         assert post(client, messages=messages).status_code == 200
-        assert assistant.tokenizer.decode(service.request.prompt) == role
+        assert assistant.tokenizer.decode(service.request.prompt).startswith(role)
+    one = "{% for m in messages if m.role == 'system' %}({{ m.content }}){% endfor %}{{ messages[-1].content }}"
+    monkeypatch.setattr(assistant.tokenizer, "chat_template", one)
+    for order in (("system", "developer"), ("developer", "system")):
+        both = [{"role": role, "content": f"As {role}."} for role in order]
+        assert post(client, messages=[*both, *MESSAGES]).status_code == 200
+        assert assistant.tokenizer.decode(service.request.prompt).startswith(f"(As {order[0]}.\n\nAs {order[1]}.)")
+
+
+LEAVING = (
+    "{% for m in messages if m.role in ['system', 'user', 'assistant'] %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("further", "options", "message"),
+    [
+        ([{"role": "tool", "content": "SECRET 42"}], {}, "leaves out message 2, of role 'tool'"),
+        ([{"role": "critic", "content": "no"}], {}, "unknown role 'critic'"),
+        ([{"role": "user<|im_end|>", "content": "no"}], {}, "unknown role 'user<|im_end|>'"),
+        ([{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}], {}, "tool call 1 of"),
+        ([], {"tools": [{"type": "function", "function": {"name": "f"}}]}, "leaves out tools, such as 'f'"),
+        ([], {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}, None),
+    ],
+)
+def test_what_the_template_leaves_out_is_refused_by_name(served, monkeypatch, further, options, message):
+    assistant, _, config = served
+    monkeypatch.setattr(assistant.tokenizer, "chat_template", LEAVING)
+    client = TestClient(make_app(assistant, Told([min(assistant.stops)]), config))
+    reply = post(client, messages=[*MESSAGES, *further], **options)
+    assert reply.status_code == (400 if message else 200)
+    assert not message or message in reply.json()["error"]["message"]
 
 
 def test_a_special_token_as_stop_text_ends_an_answer(served, client):
@@ -217,7 +256,7 @@ class Told:
     def __init__(self, *pieces):
         self._pieces = pieces
 
-    def submit(self, request, listen):
+    def submit(self, request, listen, owner=None):
         self.request = request
         for tokens in self._pieces[:-1]:
             listen(Event(0, tokens, [0.0] * len(tokens), None))
@@ -258,6 +297,7 @@ def test_calls_and_thinking_between_special_tokens_are_told_from_others(served, 
     tokenizer = load_tokenizer(quickstart)
     specials = ["<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>", "<|image|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": specials})
+    tokenizer.chat_template = f"{SHOWN}{{{{ tools | tojson }}}}"
     thought, call = "<|channel>thought\nHm.\n<channel|>", '<|tool_call>call:now{zone:<|"|>é<|"|>}<tool_call|>'
     tokens, stop = tokenizer.encode(f"{thought}I look.<|image|>{call}"), tokenizer.eos_token_id
     parts = {"tokenizer": tokenizer, "stops": {stop}, "ranks": 0, "voices": {}, "config": assistant.config}
@@ -278,7 +318,7 @@ def test_thinking_comes_apart_from_the_answer(served, monkeypatch):
     client = TestClient(make_app(assistant, Told(tokens[:4], tokens[4:9], tokens[9:], [min(assistant.stops)]), config))
     (plain,) = post(client, messages=MESSAGES).json()["choices"]
     assert "reasoning_content" not in plain["message"] and "</think>" in plain["message"]["content"]
-    monkeypatch.setattr(assistant.tokenizer, "chat_template", "<think>\n")
+    monkeypatch.setattr(assistant.tokenizer, "chat_template", f"{SHOWN}<think>\n")
     (choice,) = post(client, messages=MESSAGES).json()["choices"]
     assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("Three and four.", "Seven.")
     deltas = [event["choices"][0]["delta"] for event in events(post(client, messages=MESSAGES, stream=True))]
@@ -288,9 +328,9 @@ def test_thinking_comes_apart_from_the_answer(served, monkeypatch):
     grammars = SimpleNamespace(regex=lambda _, thinks: asked.append(thinks))
     monkeypatch.setitem(vars(assistant), "grammars", SimpleNamespace(of=lambda _: grammars))
     post(client, messages=MESSAGES, guided_regex="Seven.")
-    monkeypatch.setattr(assistant.tokenizer, "chat_template", "<think></think>")
+    monkeypatch.setattr(assistant.tokenizer, "chat_template", f"{SHOWN}<think></think>")
     post(client, messages=MESSAGES, guided_regex="Seven.")
-    monkeypatch.setattr(assistant.tokenizer, "chat_template", "<im_start>assistant")
+    monkeypatch.setattr(assistant.tokenizer, "chat_template", f"{SHOWN}<im_start>assistant")
     post(client, messages=MESSAGES, guided_regex="Seven.")
     post(client, "/v1/completions", prompt="<think>", guided_regex="Seven.")
     assert asked == [Thought.BEGUN, Thought.NONE, Thought.POSSIBLE, Thought.NONE]
@@ -336,13 +376,16 @@ def test_a_model_that_would_not_call_a_tool_calls_it(client):
     schema = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
     tools = [{"type": "function", "function": {"name": "f", "parameters": {**schema, "additionalProperties": False}}}]
     ask = {"messages": MESSAGES, "tools": tools, "max_tokens": 40, "temperature": 1.0, "tool_choice": "required"}
-    (choice,) = post(client, **ask, parallel_tool_calls=False).json()["choices"]
+    reply = post(client, **ask, parallel_tool_calls=False).json()
+    assert "choices" in reply, reply
+    (choice,) = reply["choices"]
     ((called,), reason) = choice["message"]["tool_calls"], choice["finish_reason"]
     assert reason == "tool_calls" and json.loads(called["function"]["arguments"]) in ({"on": True}, {"on": False})
 
 
-def test_calls_and_results_of_tools_reach_the_template_as_in_training(served):
+def test_calls_and_results_of_tools_reach_the_template_as_in_training(served, monkeypatch):
     assistant, _, config = served
+    monkeypatch.setattr(assistant.tokenizer, "chat_template", "{{ messages | tojson }}")
     service = Told([min(assistant.stops)])
     history = [
         *MESSAGES,
@@ -469,7 +512,8 @@ def test_a_client_that_hangs_up_in_its_body_is_no_error(served):
     async def send(message):
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b""}
+    scope["headers"] = [(b"host", b"localhost")]
     asyncio.run(make_app(*served)(scope, receive, send))
     assert sent[0]["status"] == 499
 
@@ -496,7 +540,8 @@ def test_a_client_that_hangs_up_before_its_answer_ends_it(served, stream):
     async def send(message):
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b""}
+    scope["headers"] = [(b"host", b"localhost")]
     asyncio.run(asyncio.wait_for(make_app(assistant, Silent(), config)(scope, receive, send), 60))
     assert cancelled and set(cancelled) == {"ticket"}
     assert sent[0]["status"] == (200 if stream else 499)
@@ -507,7 +552,7 @@ def test_a_stream_is_not_silent_while_its_answer_waits(served, monkeypatch):
     monkeypatch.setattr(server, "_SILENCE", 0.01)
 
     class Slow(Told):
-        def submit(self, request, listen):
+        def submit(self, request, listen, owner=None):
             threading.Timer(0.2, super().submit, (request, listen)).start()
 
     client = TestClient(make_app(assistant, Slow(assistant.tokenizer.encode("So"), [min(assistant.stops)]), config))
@@ -590,6 +635,103 @@ def test_an_error_of_the_model_ends_requests_and_the_service(served):
     assert client.get("/health").status_code == 503
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"host": "127.0.0.1:8000"}, 200),
+        ({"host": "[::1]:8000", "origin": "http://localhost:3000"}, 200),
+        ({"host": "evil.example"}, 403),
+        ({"host": "localhost.evil.example:8000"}, 403),
+        ({"host": ""}, 403),
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "http://[", "host": "localhost"}, 403),
+    ],
+)
+def test_pages_of_others_are_refused_without_a_key(served, headers, status):
+    assistant, service, config = served
+    assert TestClient(make_app(assistant, service, config)).get("/v1/models", headers=headers).status_code == status
+    keyed = TestClient(make_app(assistant, service, replace(config, api_key="a")))
+    assert keyed.get("/v1/models", headers={**headers, "authorization": "Bearer a"}).status_code == 200
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_a_key_may_have_letters_beyond_ascii(served, encoding):
+    client = TestClient(make_app(*served[:2], replace(served[2], api_key="schlüssel")))
+    for key, status in (("schlüssel", 200), ("schlussel", 401), ("schlüssel!", 401)):
+        headers = {"authorization": f"Bearer {key}".encode(encoding)}
+        assert client.get("/v1/models", headers=headers).status_code == status
+
+
+def test_long_texts_are_refused_before_they_are_encoded(served, monkeypatch):
+    assistant, _, config = served
+    service = Told([min(assistant.stops)])
+    monkeypatch.setattr(server, "render_messages", None)
+    client = TestClient(make_app(assistant, service, config))
+    for body in ({"messages": [{"role": "user", "content": "a b " * 10**6}]},):
+        refused = post(client, **body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    refused = post(client, "/v1/completions", prompt="a b " * 10**6)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    require_short(assistant.tokenizer, "word " * 20_000, 40_000)
+
+
+def test_prompts_times_answers_are_bounded(served):
+    client = TestClient(make_app(*served[:2], replace(served[2], max_requests=8)))
+    refused = post(client, "/v1/completions", prompt=["a"] * 5, n=2)
+    assert (
+        refused.status_code == 400 and "5 prompts with 2 answers each: at most 8" in refused.json()["error"]["message"]
+    )
+
+
+def test_owners_have_turns_and_none_has_all_slots(served):
+    service = Service(served[0], slots=8, length=64, most=64)
+    order, done = [], threading.Semaphore(0)
+    sampling = replace(GREEDY, max_tokens=8)
+
+    def begin(ticket, original=service._begin):
+        order.append(ticket.owner)
+        running = [other.owner for other in service._tickets.values()]
+        assert running.count("many") <= 6
+        return original(ticket)
+
+    service._begin = begin
+    gate = threading.Event()
+    first = service.submit(Request([9], sampling), lambda _: gate.wait(60), "first")  # the thread waits here
+    request = Request([5], sampling, logit_bias={7: 1e6})
+    for owner in [*["many"] * 20, "one"]:
+        service.submit(request, lambda event: event.finish and done.release(), owner)
+    gate.set()
+    assert all(done.acquire(timeout=60) for _ in range(21)) and first
+    assert order.index("one") <= 3
+    service.close()
+    assert not service._open and not service._waiting
+
+
+def test_programs_of_a_new_kind_are_compiled_beside_the_answers_of_others(served, monkeypatch):
+    service = Service(served[0], slots=2, length=64, most=8)
+    service.warm_up()
+    compiles, may_end = threading.Event(), threading.Event()
+
+    def compile_window(*arguments, size, original=service._batch._programs.compile_window, **options):
+        if options["features"].top:
+            compiles.set()
+            assert may_end.wait(60)
+        return original(*arguments, size=size, **options)
+
+    monkeypatch.setattr(service._batch._programs, "compile_window", compile_window)
+    seen = queue.SimpleQueue()
+    sampling = replace(GREEDY, max_tokens=4)
+    service.submit(Request([6], sampling, top_log_probs=3), lambda event: event.finish and seen.put("new"))
+    assert compiles.wait(60)
+    service.submit(Request([5], sampling), lambda event: event.finish and seen.put("usual"))
+    assert seen.get(timeout=60) == "usual" and seen.empty()
+    may_end.set()
+    assert seen.get(timeout=60) == "new"
+    service.close()
+
+
 def test_a_token_is_asked_for(served):
     assistant, service, config = served
     client = TestClient(make_app(assistant, service, replace(config, api_key="secret")))
@@ -621,7 +763,7 @@ def test_an_error_ends_the_start(served):
 
 def test_openais_client_is_served(client):
     openai = pytest.importorskip("openai")
-    user = openai.OpenAI(base_url="http://testserver/v1", api_key="any", http_client=client)
+    user = openai.OpenAI(base_url="http://localhost/v1", api_key="any", http_client=client)
     answer = user.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=6, logprobs=True)
     chunks = user.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=6, stream=True)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)

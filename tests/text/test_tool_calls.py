@@ -8,8 +8,7 @@ import pytest
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.generation.grammar import Grammars
 from jaxglue.text.thinking import Thought
-from jaxglue.text.tool_calls import parameters_of, schemas_of, shown_before_calls, split_calls
-from jaxglue.text.tool_grammar import call_grammar
+from jaxglue.text.tool_calls import call_grammar, format_of, parameters_of, schemas_of, shown_before_calls, split_calls
 
 TOOLS = [
     {
@@ -342,3 +341,88 @@ def test_parameters_in_tags_follow_their_schemas(rest_of):
         ([("unit", "C")], False),
     ]:
         assert rest_of(TEMPLATES["coder"], call(*pairs), tools)[1] == fits
+
+
+def xml(key: str, value: str) -> str:
+    return f"<tool_call>\n<function=f>\n<parameter={key}>\n{value}\n</parameter>\n</function>\n</tool_call>"
+
+
+def arguments_of(text: str, **properties) -> dict:
+    functions = parameters_of(schemas_of([{"name": "f", "parameters": {"properties": properties}}]))
+    _, ((_, arguments),) = split_calls(text, functions)
+    return json.loads(arguments)
+
+
+@pytest.mark.parametrize(
+    ("schema", "texts"),
+    [
+        ({"type": "string"}, {"90210": "90210", "null": "null", "True": "True", '{"k": 1}': '{"k": 1}'}),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, {"00123": "00123", "true": "true", "null": None}),
+        ({"type": ["string", "null"]}, {"1": "1", "None": None, "": ""}),
+        ({"enum": ["1", "2"]}, {"1": "1", "null": "null"}),
+        ({"allOf": [{"type": ["string", "null"]}, {"type": "string"}]}, {"null": "null"}),
+        ({"type": "boolean"}, {"False": False, "true": True}),
+        ({"type": "integer"}, {"None": None, "": "", "3": 3}),
+        ({"type": "array"}, {"['x', 'y']": ["x", "y"], "[1, null]": [1, None]}),
+        ({"type": "object"}, {"{'a': True}": {"a": True}}),
+        ({"type": "number"}, {"1e999": "1e999", "NaN": "NaN"}),
+        ({}, {"True": True, "(1": "(1", "word": "word"}),
+    ],
+)
+def test_a_parameter_in_tags_has_the_type_that_its_schema_says(schema, texts):
+    for text, value in texts.items():
+        for call in (
+            xml("s", text),
+            f"<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>",
+        ):
+            assert arguments_of(call, s=schema) == {"s": value}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>\n<function=f>\n<parameter=s>\nabc\n</function>\n</tool_call>",
+        "<tool_call>\n<function=f>\n<parameter=s>\nabc\n<parameter=n>\n3\n</parameter>\n</function>\n</tool_call>",
+        "<tool_call>\n<function=f>\n<parameter=s>\na\n</parameter>\n<parameter=s>\nb\n</parameter>\n</function>",
+        "<tool_call>\n<function=f>\n<parameter=s/>\n</function>\n</tool_call>",
+        "<tool_call>\n<function=f/>\n</tool_call>",
+        "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>a<arg_key>n</arg_key><arg_value>1</arg_value></tool_call>",
+        '<tool_call>{"name": "f", "age": 3}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"n": 1, "n": 2}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {}, "parameters": {}}</tool_call>',
+        '{"name": "f", "age": 3}',
+        '{"name": "f"}',
+        '[{"name": "f", "parameters": {}}, {"name": "f", "team": "b"}]',
+        "<function_calls>f(s='a', s='b')</function_calls>",
+        "<|tool_call>call:f{n:1,n:2}<tool_call|>",
+        "<think>" + xml("s", "a"),
+    ],
+)
+def test_a_call_of_which_a_part_is_not_read_is_text(text):
+    functions = {"f": {"s": {"type": "string"}, "n": {"type": "integer"}}}
+    assert split_calls(text, functions) == (text, [])
+
+
+def test_arguments_that_are_null_are_none_and_breaks_of_lines_are_read():
+    for text in ('{"name": "f", "arguments": null}', '{"name": "f", "arguments": ""}'):
+        assert arguments_of(f"<tool_call>{text}</tool_call>") == {}
+    assert arguments_of('<tool_call>{"name": "f", "arguments": {"s": "a\nb"}}</tool_call>') == {"s": "a\nb"}
+
+
+def test_bare_calls_are_read_where_the_template_shows_no_marks():
+    for text in ('{"name": "weather", "parameters": {}}', "weather\n{}", "[weather()]"):
+        assert split_calls(text, FUNCTIONS, format_of("x"))[1]
+        for family in ("hermes", "coder", "gemma 4", "olmo"):
+            assert split_calls(text, FUNCTIONS, format_of(TEMPLATES[family])) == (text, [])
+            assert shown_before_calls(text, FUNCTIONS, form=format_of(TEMPLATES[family])) == text
+
+
+def test_thinking_ends_before_the_first_call():
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "a </think> b"}}</tool_call>'
+    for thinking, opened in (("", False), ("", None), ("<think>x</think>", None), ("x</think>", True)):
+        rest, ((_, arguments),) = split_calls(thinking + call, FUNCTIONS, opened=opened)
+        assert (rest, json.loads(arguments)) == (thinking, {"city": "a </think> b"})
+        shown = [shown_before_calls((thinking + call)[:end], FUNCTIONS, opened=opened) for end in range(len(call))]
+        assert all((thinking + call).startswith(text) and "<tool" not in text for text in shown)
+    assert split_calls(call.replace("</think>", ""), FUNCTIONS, opened=True)[1] == []
+    assert split_calls(f"I may say {call} or not.</think>{TEXTS['hermes']}", FUNCTIONS, opened=True)[1] != []

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("starlette")
 pytest.importorskip("httpx")
-from starlette.testclient import TestClient
+from local_client import TestClient
 
 import jaxglue
 from tests.tinker_server.test_wire import loss_request

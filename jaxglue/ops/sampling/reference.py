@@ -128,17 +128,21 @@ def _draw(weights: Weights | Kept, uniform: Float[Array, " B"]) -> Int[Array, " 
 
 
 def _threshold(weights: Float[Array, "B V"], total: Float[Array, " B"], truncation: Truncation) -> Float[Array, " B"]:
-    """Return the least weight that top-k, top-p and min-p keep; `total` is that of all weights."""
+    """Return the least weight that top-k, top-p and min-p keep; `total` is that of all weights.
+
+    A row's is the same whatever other rows use: a part that it does not use changes neither threshold nor total.
+    """
     top_k, top_p, min_p = truncation
-    threshold = jnp.zeros_like(total) if min_p is None else min_p
+    threshold = jnp.zeros_like(total)
     if top_k is not None:
-        wanted = jnp.where(top_k > 0, top_k, weights.shape[1]).astype(jnp.float32)
-        threshold = jnp.maximum(threshold, _search(weights, jnp.ones_like, wanted))
-        total = jnp.where(weights >= threshold[:, None], weights, 0.0).sum(-1)
-    if top_p is not None:
+        likeliest = _search(weights, jnp.ones_like, top_k.astype(jnp.float32))
+        threshold = jnp.where(top_k > 0, likeliest, threshold)
+        left = jnp.where(weights >= threshold[:, None], weights, 0.0).sum(-1)
+        total = jnp.where(top_k > 0, left, total)
+    if top_p is not None:  # of what top-k left: min-p does not change the nucleus
         nucleus = _search(weights, lambda kept: kept, top_p * total)
         threshold = jnp.where(top_p < 1, jnp.maximum(threshold, nucleus), threshold)
-    return threshold
+    return threshold if min_p is None else jnp.maximum(threshold, min_p)
 
 
 def _search(weights: Float[Array, "B V"], measure: Any, wanted: Float[Array, " B"]) -> Float[Array, " B"]:
