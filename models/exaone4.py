@@ -6,6 +6,7 @@ from typing import Any
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.family import Family, NormNames, Parts, register
 from jaxglue.models.hf_fields import decoder_fields, layer_types, layer_windows
+from jaxglue.models.wrapper import Wrapper, wrap
 
 _NORMS = NormNames(
     before_attention=None,
@@ -50,4 +51,7 @@ def _types(raw: Mapping[str, Any]) -> list[str]:
     return ["sliding_attention" if letter == "L" else "full_attention" for letter in types]
 
 
-register(Family(model_type="exaone4", config_from_hf=config_from_hf, parts=Parts(norms=_NORMS, head_norms="heads")))
+_PARTS = Parts(norms=_NORMS, head_norms="heads")
+for _type in ("exaone4", "exaone4_5_text"):
+    register(Family(model_type=_type, config_from_hf=config_from_hf, parts=_PARTS))
+wrap(Wrapper(model_type="exaone4_5", text_types=("exaone4", "exaone4_5_text"), others=("visual.", "mtp."), tied=False))

@@ -6,9 +6,11 @@ import pytest
 
 from jaxglue.data.config import AnswerTask
 from jaxglue.models import config_from_hf
+from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.settings.config import stable_repr
 from jaxglue.settings.recipe import as_dict, defaults_of
 from jaxglue.training.fingerprint import check_fingerprint, differences, fingerprint_differences, model_digest
+from jaxglue.training.optimizer import OptimizerConfig
 
 SAVED = {"optimizer": {"learning_rate": 2e-4, "clip_norm": 1.0}, "lora": {"rank": 8}, "steps": 10}
 
@@ -83,3 +85,20 @@ def test_models_saved_as_digests_are_compared_as_such(model, newer):
 def test_digested_representation_of_a_task_is_the_first_one():
     assert stable_repr(AnswerTask(), AnswerTask._fields) == repr(AnswerTask())
     assert stable_repr(AnswerTask(labeled=True), ()) == "AnswerTask(labeled=True)"
+
+
+def test_records_of_runs_that_had_the_settings_of_all_kinds_are_the_same():
+    groups = {
+        "objective": ObjectiveConfig(objective="reward", center_rewards_coefficient=0.01),
+        "optimizer": OptimizerConfig(learning_rate=1e-4),
+    }
+    current = {name: as_dict(group) for name, group in groups.items()}
+    current["defaults"] = {name: defaults_of(group) for name, group in groups.items()}
+    saved = {
+        "objective": current["objective"] | {"beta": 0.1, "simpo_gamma": 0.5, "epsilon_high": "none"},
+        "optimizer": current["optimizer"] | {"beta2": "none"},
+        "defaults": {"objective": {"beta": "none", "simpo_gamma": 0.5, "epsilon_high": "none"}, "optimizer": {}},
+    }
+    assert not fingerprint_differences(saved, current)
+    saved["objective"]["center_rewards_coefficient"] = 0.0
+    assert [*fingerprint_differences(saved, current)] == ["objective.center_rewards_coefficient"]
