@@ -380,7 +380,7 @@ def test_rotary_embeddings_are_read(model_type, fields, expected):
         ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size in config"),
         ("exaone4", {"sliding_window_pattern": "LX"}, "or letters L and G, got 'LX'"),
         ("cohere2", {"sliding_window_pattern": "LLLG"}, "expected a number above 0, got 'LLLG'"),
-        ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": 9.0}}, "and head_dim above 2, got alpha=9.0"),
+        ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": 9.0}}, "head_dim above 2, got alpha=9.0"),
         ("muse_glimmer_text", {"layer_rope_theta": [0.0]}, "layer_rope_theta has 1 entries"),
         ("minimax_m2", {"rotary_dim": 0}, "rotary_dim in config.json: expected int >= 1"),
         ("ernie4_5_moe", {"moe_k": 0}, "moe_k in config.json: expected int >= 1"),
