@@ -6,6 +6,7 @@ from typing import Any
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.family import Family, NormNames, Parts, register
 from jaxglue.models.hf_fields import decoder_fields, layer_types, layer_windows
+from jaxglue.models.wrapper import Wrapper, wrap
 
 _NORMS = NormNames(
     before_attention=None,
@@ -39,13 +40,18 @@ def _types(raw: Mapping[str, Any]) -> list[str]:
     layers, pattern = raw["num_hidden_layers"], raw.get("sliding_window_pattern", 4)
     if raw.get("sliding_window", 4096) is None or not pattern:
         return ["full_attention"] * layers
-    letters = "L" * (pattern - 1) + "G" if isinstance(pattern, int) else pattern
-    if set(letters) - {"L", "G"}:
-        raise ValueError(f"sliding_window_pattern in config.json: expected letters L and G, got {pattern!r:.100}")
+    letters = "L" * (min(pattern, layers + 1) - 1) + "G" if type(pattern) is int and pattern > 0 else pattern
+    if not isinstance(letters, str) or set(letters) - {"L", "G"}:
+        raise ValueError(
+            f"sliding_window_pattern in config.json: expected a number above 0, or letters L and G, got {pattern!r:.99}"
+        )
     types = [letters[layer % len(letters)] for layer in range(layers)]
     if not isinstance(pattern, int):
         types[-1] = "G"  # as the published code does, by letters alone
     return ["sliding_attention" if letter == "L" else "full_attention" for letter in types]
 
 
-register(Family(model_type="exaone4", config_from_hf=config_from_hf, parts=Parts(norms=_NORMS, head_norms="heads")))
+_PARTS = Parts(norms=_NORMS, head_norms="heads")
+for _type in ("exaone4", "exaone4_5_text"):
+    register(Family(model_type=_type, config_from_hf=config_from_hf, parts=_PARTS))
+wrap(Wrapper(model_type="exaone4_5", text_types=("exaone4", "exaone4_5_text"), others=("visual.", "mtp."), tied=False))

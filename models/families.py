@@ -13,7 +13,7 @@ from flax import nnx
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.family import FAMILIES, Family, find_family, register
-from jaxglue.models.hf_fields import check_fields
+from jaxglue.models.hf_fields import NO_WINDOW, check_fields
 from jaxglue.models.layers import DecoderLayer
 from jaxglue.models.wrapper import WRAPPERS, find_wrapper, text_config
 
@@ -35,6 +35,10 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     text = text_config(raw)
     check_fields(text)
     config = find_family(text.get("model_type"), raw).config_from_hf(text)
+    # Of Mistral, a window of null says so alone: published folders have it.
+    says_none = text.get("sliding_window") is None and config.model_type != "mistral"
+    if says_none and "sliding_attention" in (text.get("layer_types") or ()) and not any(config.layer_windows):
+        raise ValueError(NO_WINDOW)
     wrapper = find_wrapper(raw)
     return config if wrapper is None else replace(config, wrapper=wrapper.model_type)
 

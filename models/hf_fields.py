@@ -9,9 +9,11 @@ from jaxglue.ops.choices import Storage
 from jaxglue.ops.gated_mlp import Activation
 from jaxglue.ops.quant.formats import FORMATS, skipped_modules, stored_format
 from jaxglue.ops.rope import RopeConfig
-from jaxglue.settings.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, Range, plain_fields
+from jaxglue.settings.config import NonNegativeInt, Range, plain_fields
 
 _Size = Annotated[int, Range(ge=1, le=2**31 - 1)]
+_Factor = Annotated[float, Range(gt=0, le=1e12)]
+"""Far above those of published models: products of some remain finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +39,11 @@ class HfFields:
     original_max_position_embeddings: _Size
     sliding_window: NonNegativeInt
     max_window_layers: NonNegativeInt
-    rms_norm_eps: PositiveFloat
-    initializer_range: NonNegativeFloat
+    rms_norm_eps: Annotated[float, Range(gt=0, le=1)]
+    initializer_range: Annotated[float, Range(ge=0, le=1000)]
     attention_dropout: Annotated[float, Range(ge=0, lt=1)]
-    rope_theta: PositiveFloat
-    swiglu_limit: PositiveFloat
+    rope_theta: _Factor
+    swiglu_limit: _Factor
     tie_word_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
@@ -60,18 +62,18 @@ class HfFields:
     n_shared_experts: _Size
     n_group: _Size
     topk_group: _Size
-    routed_scaling_factor: PositiveFloat
+    routed_scaling_factor: _Factor
     first_k_dense_replace: NonNegativeInt
     num_nextn_predict_layers: NonNegativeInt
     use_sliding_window: bool
-    attention_multiplier: PositiveFloat
-    embedding_multiplier: PositiveFloat
-    residual_multiplier: PositiveFloat
-    logits_scaling: PositiveFloat
-    query_pre_attn_scalar: PositiveFloat
-    attn_logit_softcapping: PositiveFloat
-    final_logit_softcapping: PositiveFloat
-    rope_local_base_freq: PositiveFloat
+    attention_multiplier: _Factor
+    embedding_multiplier: _Factor
+    residual_multiplier: _Factor
+    logits_scaling: _Factor
+    query_pre_attn_scalar: _Factor
+    attn_logit_softcapping: _Factor
+    final_logit_softcapping: _Factor
+    rope_local_base_freq: _Factor
     no_rope_layer_interval: _Size
     hidden_activation: str
     layer_types: tuple[str, ...]
@@ -94,6 +96,10 @@ class HfFields:
     mlp_only_layers: tuple[int, ...]
 
 
+NO_WINDOW = (
+    "layer_types in config.json says that layers slide, and there is no window for them: "
+    "give sliding_window (of the Qwens with use_sliding_window: true), or say full_attention"
+)
 _OBJECTS = ("rope_scaling", "rope_parameters", "quantization_config", "per_layer_config")
 
 
@@ -152,8 +158,10 @@ def window_pattern(raw: Mapping[str, Any], default: int) -> int:
 
 
 def layer_windows(raw: Mapping[str, Any], types: Sequence[str], window: int | None) -> tuple[int | None, ...]:
-    """Return each layer's window, one for all that slide; raise ValueError as `layer_types`."""
+    """Return each layer's window, one for all that slide; raise ValueError as `layer_types`, or for none of them."""
     types = layer_types(raw, types)
+    if window is None and "sliding_attention" in types:
+        raise ValueError(NO_WINDOW)
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 

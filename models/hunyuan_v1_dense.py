@@ -8,6 +8,8 @@ from jaxglue.models.family import Family, Parts, register
 from jaxglue.models.hf_fields import decoder_fields
 from jaxglue.models.wrapper import Spelling, spell
 
+_MOST = 1e12
+
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Read a `HunYuanDenseV1ForCausalLM` config.json, where α makes rotation of type `dynamic` a fixed one.
@@ -18,11 +20,13 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     rope: Mapping[str, Any] = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     given, kind = dict(raw), rope.get("rope_type") or rope.get("type")
     if kind == "dynamic" and (alpha := rope.get("alpha")):
-        if type(alpha) not in (int, float) or not raw.get("head_dim"):
-            raise ValueError(
-                f"hunyuan_v1_dense with alpha in config.json needs a number and head_dim, got alpha={alpha!r:.40}"
-            )
-        theta, width = rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0, raw["head_dim"]
+        theta, width = rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0, raw.get("head_dim") or 0
+        for name, value in (("alpha", alpha), ("rope_theta", theta)):
+            if type(value) not in (int, float) or not 0 < value <= _MOST or width <= 2:
+                raise ValueError(
+                    f"hunyuan_v1_dense with alpha in config.json needs numbers up to {_MOST:g} and head_dim above 2, "
+                    f"got {name}={value!r:.40}"
+                )
         theta *= alpha ** (width / (width - 2))
         given |= {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
     fields = decoder_fields({**given, "mlp_bias": False}, eps=1e-5)

@@ -39,6 +39,9 @@ class Wrapper:
     unread: tuple[str, ...] = ()
     """Fields of `text_config` that count for nothing, though the text model alone reads them."""
 
+    text: "Spelling | None" = None
+    """Names of its text model's tensors, where its files have others."""
+
     def names(self, stored: Iterable[str]) -> "TensorNames":
         """Return the names of a folder that has these tensors."""
         return TensorNames.of(self, stored)
@@ -138,13 +141,15 @@ class TensorNames:
     def ours(self, stored: str) -> str | None:
         """Return a tensor's name as the text model's; None for the parts around it."""
         if stored.startswith(self.decoder):
-            return f"{TEXT_PATH}.{stored.removeprefix(self.decoder)}"
+            name = f"{TEXT_PATH}.{stored.removeprefix(self.decoder)}"
+            return name if self.wrapper.text is None else self.wrapper.text.ours(name)
         if self.head and stored.startswith(f"{self.head}lm_head."):
             return stored.removeprefix(self.head)
         return None if self.wrapper.owns(stored) else stored
 
     def stored(self, name: str) -> str:
         """Invert `ours`."""
+        name = name if self.wrapper.text is None else self.wrapper.text.stored(name)
         if name.startswith(f"{TEXT_PATH}."):
             return self.decoder + name.removeprefix(f"{TEXT_PATH}.")
         return self.head + name if name.startswith("lm_head.") else name
@@ -210,12 +215,20 @@ def spell(spelling: Spelling) -> Spelling:
 
 def find_names(raw: Mapping[str, Any]) -> "Wrapper | Spelling | None":
     """Return the names of the files' tensors where they differ from the text model's; None where they are the same."""
+    wrapper, text = find_wrapper(raw), raw.get("text_config")
+    if wrapper is not None:
+        named = {"model_type": wrapper.text_types[0], **text} if isinstance(text, Mapping) else {}
+        return replace(wrapper, text=_spelling(named))
+    return _spelling(raw)
+
+
+def _spelling(raw: Mapping[str, Any]) -> Spelling | None:
     model_type = raw.get("model_type")
     spelling = SPELLINGS.get(model_type) if isinstance(model_type, str) else None
     if spelling is not None and spelling.layers is not None:
         layers = raw.get("num_hidden_layers")
         spelling = replace(spelling, layers=layers) if isinstance(layers, int) else None
-    return find_wrapper(raw) or spelling
+    return spelling
 
 
 def _any(names: Iterable[str], start: str) -> bool:

@@ -16,7 +16,9 @@ import pytest
 pytest.importorskip("hypothesis", reason="needs hypothesis: pip install '.[test]'")
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.numpy import save
+from selection import repeats
 
 from jaxglue.data.config import Source
 from jaxglue.data.encode import Encoded, Encoder
@@ -128,15 +130,27 @@ def decoder(folder):
     config = config_from_hf(read_config(folder))
     for how in ("nf4", "int8"):
         read(config.quantized, how)
-    assert np.isfinite(np.asarray(inverse_frequencies(config.rope, config.head_dim)[0])).all()
+    for rope in {config.rope, *(kind.rope for kind in config.layer_kinds if kind.rope is not None)}:
+        frequencies, factor = inverse_frequencies(rope, config.head_dim)
+        assert np.isfinite(np.asarray(frequencies)).all() and math.isfinite(factor)
     return config
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_config_json(family, tmp_path):
-    valid = json.loads((GOLDENS / family / "config.json").read_text())
+ALL_FAMILIES = [*FAMILIES, *(path.stem for path in sorted((GOLDENS / "families").glob("*.safetensors")))]
 
-    @fuzz
+
+def golden_config(family) -> dict:
+    if (file := GOLDENS / family / "config.json").is_file():
+        return json.loads(file.read_text())
+    with safe_open(GOLDENS / "families" / f"{family}.safetensors", "numpy") as file:
+        return json.loads(file.metadata()["config"])
+
+
+@pytest.mark.parametrize("family", repeats(ALL_FAMILIES, *ALL_FAMILIES[len(FAMILIES) :: 2]))
+def test_config_json(family, tmp_path):
+    valid = golden_config(family)
+
+    @settings(fuzz, max_examples=80 if family in FAMILIES else 30)
     @given(changed(valid, ("rope_scaling", "quantization_config", "sliding_window", "torch_dtype", "head_dim")))
     def run(raw):
         (tmp_path / "config.json").write_text(json.dumps(raw))

@@ -11,6 +11,9 @@ _BETA = Alias("pref_beta", "rl_beta", "dpo_beta", "orpo_alpha")
 Beta = Annotated[PositiveFloat, _BETA]
 Divergence = Annotated[NonNegativeFloat, _BETA]
 Smoothing = Annotated[float, Range(ge=0, lt=0.5), Alias("dpo_label_smoothing")]
+_Positive = Annotated[float, Range(gt=0, le=1e6)]
+_NonNegative = Annotated[float, Range(ge=0, le=1e6)]
+"""Bounds beyond which sums of a loss are no longer finite in float32."""
 SupervisedWeight = Annotated[NonNegativeFloat, Alias("pref_ftx", "cpo_alpha")]
 
 
@@ -111,7 +114,7 @@ class ClassifySettings(ObjectiveConfig):
 class RolloutSettings(ObjectiveConfig):
     """An objective of answers that the model writes in training."""
 
-    temperature: PositiveFloat = 1.0
+    temperature: Annotated[float, Range(ge=1e-3, le=1e3)] = 1.0
     """Divides the logits of answers written in training, and of their log-probabilities in the loss."""
 
 
@@ -129,7 +132,7 @@ class DistillSettings(RolloutSettings):
 class SampledSettings(RolloutSettings):
     """Ratios of probabilities of answers written in training."""
 
-    beta: Divergence = 0.0
+    beta: Annotated[_NonNegative, _BETA] = 0.0
     """Weight of the divergence from the reference; 0 computes no reference."""
     mask_truncated_completions: bool = False
     """Leave answers that reached their longest length out of the loss; their rewards stay in their group."""
@@ -139,9 +142,9 @@ class SampledSettings(RolloutSettings):
     ] = "token_truncate"
     """Correct for differences between the log-probabilities of sampling and training: weights of tokens or of whole
     answers, truncated to their bounds or 0 outside of them."""
-    importance_sampling_max: Annotated[PositiveFloat, Alias("vllm_importance_sampling_clip_max")] = 3.0
+    importance_sampling_max: Annotated[_Positive, Alias("vllm_importance_sampling_clip_max")] = 3.0
     """Largest weight of this correction."""
-    importance_sampling_min: Annotated[NonNegativeFloat, Alias("vllm_importance_sampling_clip_min")] = 0.0
+    importance_sampling_min: Annotated[_NonNegative, Alias("vllm_importance_sampling_clip_min")] = 0.0
     """Smallest weight of this correction."""
 
     def validate(self) -> None:
@@ -155,9 +158,9 @@ class SampledSettings(RolloutSettings):
 class ClippedSettings(SampledSettings):
     """Clipped ratios."""
 
-    epsilon_low: Annotated[NonNegativeFloat, Alias("clip_ratio_low", "cliprange")] = 0.2
+    epsilon_low: Annotated[_NonNegative, Alias("clip_ratio_low", "cliprange")] = 0.2
     """Clip ratios of probabilities below 1 - epsilon_low (TRL's epsilon)."""
-    epsilon_high: Annotated[NonNegativeFloat, Alias("clip_ratio_high")] | None = None
+    epsilon_high: Annotated[_NonNegative, Alias("clip_ratio_high")] | None = None
     """Clip them above 1 + epsilon_high; by default epsilon_low. CISPO's is the cap itself, by default 5."""
 
 
@@ -173,9 +176,9 @@ class GroupSettings(SampledSettings):
     """Order in which several rewards are weighted and summed, and normalized."""
     top_entropy_quantile: Annotated[float, Range(gt=0, le=1)] = 1.0
     """Share of the tokens, those of the largest entropy, on which the policy is trained (arXiv 2506.01939)."""
-    entropy_coef: NonNegativeFloat = 0.0
+    entropy_coef: _NonNegative = 0.0
     """Weight of the tokens' mean entropy in the loss, which raises it: answers to a prompt stay different."""
-    off_policy_mask_threshold: PositiveFloat | None = None
+    off_policy_mask_threshold: _Positive | None = None
     """Leave bad answers out whose tokens have become less probable than this divergence, in nats a token."""
 
 
@@ -183,7 +186,7 @@ class GroupSettings(SampledSettings):
 class PolicyGradientSettings(GroupSettings, ClippedSettings):
     """GRPO and its kin."""
 
-    delta: PositiveFloat | None = None
+    delta: _Positive | None = None
     """Cap of the unclipped ratio, which bounds losses of bad answers (two-sided clipping, arXiv 2505.07291)."""
 
 
@@ -199,9 +202,9 @@ class Unclipped:
 class SAPOSettings(Unclipped, GroupSettings):
     """SAPO."""
 
-    sapo_temperature_pos: PositiveFloat = 1.0
+    sapo_temperature_pos: _Positive = 1.0
     """Sharpness of SAPO's sigmoid in good answers."""
-    sapo_temperature_neg: PositiveFloat = 1.05
+    sapo_temperature_neg: _Positive = 1.05
     """Sharpness in other answers."""
 
 
@@ -209,13 +212,13 @@ class SAPOSettings(Unclipped, GroupSettings):
 class VESPOSettings(Unclipped, GroupSettings):
     """VESPO."""
 
-    vespo_k_pos: NonNegativeFloat = 2.0
+    vespo_k_pos: _NonNegative = 2.0
     """Power of the ratio in VESPO's weight of good answers."""
-    vespo_lambda_pos: PositiveFloat = 3.0
+    vespo_lambda_pos: _Positive = 3.0
     """Decay of this weight with the ratio."""
-    vespo_k_neg: NonNegativeFloat = 3.0
+    vespo_k_neg: _NonNegative = 3.0
     """Power of the ratio in the weight of bad answers."""
-    vespo_lambda_neg: PositiveFloat = 2.0
+    vespo_lambda_neg: _Positive = 2.0
     """Decay of this weight with the ratio."""
 
     def validate(self) -> None:
@@ -237,7 +240,7 @@ class RLOOSettings(ClippedSettings):
     entropy_coef: ClassVar[float] = 0.0
     off_policy_mask_threshold: ClassVar[float | None] = None
     delta: ClassVar[float | None] = None
-    beta: Divergence = 0.05
+    beta: Annotated[_NonNegative, _BETA] = 0.05
     """Weight of the divergence from the reference, which is a part of the reward; 0 computes no reference."""
     normalize_advantages: bool = False
     """Normalize RLOO's advantages over all answers."""

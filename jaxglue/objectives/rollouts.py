@@ -15,6 +15,7 @@ from jaxglue.objectives.config import RolloutSettings
 from jaxglue.objectives.objective import Objective, ObjectiveConfig, TargetValues
 from jaxglue.settings.config import Excludes
 
+_STREAMED = "each token that is sampled reads them all"
 Tokens = Float[Array, "B T"]
 """A value for each token of a micro-batch's rows."""
 
@@ -133,8 +134,8 @@ class RolloutObjective(Objective):
         Excludes("router_z_loss", "its losses are no means over tokens"),
         Excludes("documents_per_step", "--generation-batch-size has the answers of a step"),
         Excludes("streaming", "prompts are read before training"),
-        Excludes("weights", "each token that is sampled reads them all"),
-        Excludes("embeddings", "each token that is sampled reads them all"),
+        Excludes("weights", _STREAMED, lambda place: place not in ("device", "auto")),
+        Excludes("embeddings", _STREAMED, lambda place: place != "device"),
     )
     generations: ClassVar[int]
     """Answers to each prompt where no number is given."""

@@ -40,7 +40,10 @@ _ABOVE: dict[str, float] = {
     "partial_rotary_factor": 0,
 }
 """Bounds of the numbers; each must be larger, but mscale may be 0, which means none."""
+_LEAST, _MOST = 1e-12, 1e12
+"""Bounds of every number, far from those of published models: products of some remain finite."""
 
+_BETWEEN = f"one from {_LEAST:g} to {_MOST:g}"
 _LISTS = ("short_factor", "long_factor")
 
 _log = logging.getLogger(__name__)
@@ -139,11 +142,14 @@ class RopeConfig:
         for name, above in _ABOVE.items():
             value = getattr(self, name)
             absent = value is None or (value == 0 and name.startswith("mscale"))
-            if not absent and not (type(value) in (int, float) and above < value < float("inf")):
-                raise ValueError(f"{name} in config.json's rope parameters: expected a number > {above}, got {value!r}")
+            if not absent and not (type(value) in (int, float) and above < value and _LEAST <= value <= _MOST):
+                wanted = f"a number > {above}" if type(value) not in (int, float) or value <= above else _BETWEEN
+                raise ValueError(f"{name} in config.json's rope parameters: expected {wanted}, got {value!r:.100}")
         for name in _LISTS:
             values = getattr(self, name)
-            numbers = isinstance(values, tuple) and all(type(x) in (int, float) and 0 < x < math.inf for x in values)
+            numbers = isinstance(values, tuple) and all(
+                type(x) in (int, float) and _LEAST <= x <= _MOST for x in values
+            )
             if values is not None and not numbers:
                 raise ValueError(
                     f"{name} in config.json's rope parameters: expected numbers > 0, got {str(values)[:100]}"

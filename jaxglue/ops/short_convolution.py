@@ -49,8 +49,10 @@ def short_convolution(
         segments: the rows' documents.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not fit, or forked segments without copies of their beginnings.
     """
+    if segments.gap_starts is not None and segments.copies is None:
+        raise ValueError("segments fork, and a convolution follows one continuation: add copies of their beginnings")
     if weight.ndim != 3 or weight.shape[:2] != (x.shape[-1], 1):
         raise ValueError(f"weight must be [C, 1, W] with C = {x.shape[-1]} channels of x, got shape {weight.shape}")
     if x.ndim != 3 or segments.segment_ids.shape != x.shape[:2]:

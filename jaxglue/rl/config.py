@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from jaxglue.ops.choices import Quantize
-from jaxglue.settings.config import Alias, Code, Config, PositiveFloat, PositiveInt, Range
+from jaxglue.settings.config import Alias, Code, Config, Range
 
 
 def file_of_function(text: str) -> str | None:
@@ -20,31 +20,32 @@ class RolloutConfig(Config):
     """Judges of answers: functions of Python files, `rewards.py:exact_match`; exact, math, regex, json_schema, length;
     or model, of `jaxglue train --objective reward`. Settings follow, such as `length?soft=400&hard=512&weight=0.5`."""
     num_generations: (
-        Annotated[PositiveInt, Alias("group_size", "rollout_n", "n_samples_per_prompt", "num_rollouts")] | None
+        Annotated[int, Range(ge=1, le=2**16), Alias("group_size", "rollout_n", "n_samples_per_prompt", "num_rollouts")]
+        | None
     ) = None
     """G: answers to each prompt; by default 8, of RLOO 2, of distillation 1."""
-    generation_batch_size: PositiveInt = 64
+    generation_batch_size: Annotated[int, Range(ge=1, le=2**20)] = 64
     """Answers that are sampled together; a multiple of num_generations."""
-    max_completion_length: Annotated[PositiveInt, Alias("max_response_length")] = 512
+    max_completion_length: Annotated[int, Range(ge=1, le=2**24), Alias("max_response_length")] = 512
     """The most tokens of an answer."""
-    steps_per_generation: PositiveInt = 1
+    steps_per_generation: Annotated[int, Range(ge=1, le=2**16)] = 1
     """Optimizer steps among which the answers that were sampled together are divided."""
-    num_iterations: PositiveInt = 1
+    num_iterations: Annotated[int, Range(ge=1, le=1000)] = 1
     """Times that they are trained on."""
     dynamic_sampling: bool = False
     """Replace prompts whose answers all have the same reward by further ones (DAPO, arXiv 2503.14476)."""
-    reward_timeout: PositiveFloat = 60.0
+    reward_timeout: Annotated[float, Range(gt=0, le=86_400)] = 60.0
     """Seconds in which a function must judge an answer, or all answers to a prompt at once; else these have no
     reward."""
-    reward_memory: PositiveFloat = 8.0
+    reward_memory: Annotated[float, Range(gt=0, le=65_536)] = 8.0
     """GiB of address space of a process that judges answers."""
-    reward_workers: PositiveInt = 2
+    reward_workers: Annotated[int, Range(ge=1, le=1024)] = 2
     """Processes that judge answers."""
 
     environment: Annotated[str | None, Code(file_of_function)] = None
     """Function of a Python file that replies to a conversation, `games.py:reply`: with the next message, or with a
     reward, which ends it."""
-    max_turns: PositiveInt = 8
+    max_turns: Annotated[int, Range(ge=1, le=10_000)] = 8
     """The most answers of the model in a conversation with --environment."""
     teacher: str | None = None
     """Model folder whose distributions are distilled; or base, the model without its adapter."""

@@ -38,7 +38,7 @@ class Callback:
 
     Values are plain floats, by the names of `metrics.jsonl`. A step's arrive while later steps run, so `"stop"` ends
     the run up to three steps later, as early stopping does: with checkpoint and result. An exception ends the run as
-    any error does; its checkpoints remain.
+    any error does, after a checkpoint of the steps done.
     """
 
     def on_start(self, step: int, total_steps: int) -> Decision:
@@ -69,6 +69,8 @@ class Callbacks:
         self._callbacks = callbacks
         self.why_stopped: str | None = None
         """The end that a callback asked for, in words."""
+        self.has_failed = False
+        """Whether a callback raised an error, or answered wrongly."""
 
     def call[**P](self, event: Callable[Concatenate[Callback, P], Decision], *args: P.args, **kwargs: P.kwargs) -> None:
         """Pass an event, named by a method of `Callback`, to all.
@@ -76,10 +78,16 @@ class Callbacks:
         Raises:
             ValueError: an answer other than "stop" and None.
         """
-        name = event.__name__
+        name, self.has_failed = event.__name__, True
         for each in self._callbacks:
             answer = getattr(each, name)(*args, **kwargs)
             if answer == "stop":
                 self.why_stopped = self.why_stopped or f"stopped by {type(each).__name__}.{name}"
             elif answer is not None:
                 raise ValueError(f'{type(each).__name__}.{name} returned {answer!r:.100}: return "stop" or None')
+        self.has_failed = False
+
+
+def floats(values: Mapping[str, object]) -> dict[str, float]:
+    """Return the values that are numbers, as plain floats: a line of metrics may also say that one is unknown."""
+    return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}

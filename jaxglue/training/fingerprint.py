@@ -117,7 +117,7 @@ def fingerprint_differences(saved: Mapping[str, Any], current: Mapping[str, Any]
     old, new = dict(saved), dict(current)
     old_defaults, new_defaults = (values.pop("defaults", {}) for values in (old, new))
     old, old_defaults = _with_current_names(old), _with_current_names(old_defaults)
-    old = _without_other_kinds(old, new, new_defaults)
+    old, old_defaults = (_without_other_kinds(values, new, new_defaults) for values in (old, old_defaults))
     if "inputs" not in old:  # of earlier versions, which did not read them
         new.pop("inputs", None)
     _, digest = (values.pop("model_digest", None) for values in (old, new))
@@ -131,12 +131,13 @@ def _without_other_kinds(
 ) -> dict[str, Any]:
     """Return settings of an earlier version, which had those of all kinds: without others', and defaults in full."""
     result = dict(saved)
-    for group, others in (("objective", ("beta",)), ("optimizer", ("beta2",))):
-        if isinstance(table := saved.get(group), dict) and isinstance(now := current.get(group), dict):
+    for group in ("objective", "optimizer"):
+        table, now = saved.get(group), current.get(group)
+        if isinstance(table, dict) and isinstance(now, dict):
             result[group] = {
                 name: defaults[group][name] if value == NONE and name in defaults[group] else value
                 for name, value in table.items()
-                if name in now or name not in others
+                if name in now
             }
     return result
 
@@ -193,7 +194,8 @@ def changed_settings(recipe: Path, run: Run) -> dict[str, str]:
     except (OSError, ValueError):
         return {}
     settings = run.recorded.shared
-    found = differences(_filled(saved, defaults_of(settings)), masked(as_dict(settings), os.environ))
+    now, defaults = masked(as_dict(settings), os.environ), defaults_of(settings)
+    found = differences(_without_other_kinds(_filled(saved, defaults), now, defaults), now)
     return {key: text for key, text in found.items() if key not in _PER_START}
 
 

@@ -2,6 +2,8 @@
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, cast
 
@@ -17,7 +19,7 @@ from jaxglue.settings.secrets import masked
 from jaxglue.sharding.mesh import mesh_of
 from jaxglue.terminal.console import Console
 from jaxglue.terminal.interrupt import Interrupt
-from jaxglue.training.callbacks import Callback, Callbacks, Metrics
+from jaxglue.training.callbacks import Callback, Callbacks, Metrics, floats
 from jaxglue.training.checkpoint import Checkpoints, NonFinite
 from jaxglue.training.divergence import Spikes, SpikeState, explain_divergence, save_step
 from jaxglue.training.evaluation import BestState, Evaluation, Samples, evaluation_lines
@@ -271,7 +273,7 @@ def _loop(training: Training, loggers: Loggers, progress: TrainingProgress, firs
     ahead = 0 if run.rollouts else _STEPS_IN_FLIGHT
     stop, due, in_flight = False, False, StepsInFlight()
     dispatched: StepResult | None = first
-    with profiler:
+    with profiler, _saved_before_failure(training, in_flight, loggers, progress):
         while dispatched or (training.state.step < total and not stop):
             profiler.before(training.state.step + 1)
             in_flight.add(dispatched or _dispatch(training, progress))
@@ -289,7 +291,7 @@ def _loop(training: Training, loggers: Loggers, progress: TrainingProgress, firs
             drain = look or save or not recorder.has_compiled
             for result, done in in_flight.take(leave=0 if drain else ahead):
                 values = recorder.record(result, done, loggers, progress)
-                context.callbacks.call(Callback.on_step, result.step, values)
+                context.callbacks.call(Callback.on_step, result.step, floats(values))
 
             with recorder.meter.paused():
                 eval_loss = _evaluate(training, loggers, progress) if look and evaluation.is_needed else None
@@ -357,12 +359,34 @@ def _evaluate(training: Training, loggers: Loggers, progress: TrainingProgress) 
         progress.say(f"step {state.step}: " + "\n".join(lines))
     if eval_loss is not None:
         check_finite(state.step, {"eval_loss": eval_loss})
-    training.context.callbacks.call(Callback.on_evaluation, state.step, values)
+    training.context.callbacks.call(Callback.on_evaluation, state.step, floats(values))
     return eval_loss
 
 
+@contextmanager
+def _saved_before_failure(
+    training: Training, in_flight: StepsInFlight, loggers: Loggers, progress: TrainingProgress
+) -> Iterator[None]:
+    """Save a checkpoint of the steps done where a callback fails, unless a step diverged, before its error goes on."""
+    try:
+        yield
+    except Exception:
+        if training.context.callbacks.has_failed and not training.is_in_spikes:
+            with suppress(Diverged):
+                for result, done in in_flight.take(leave=0):
+                    training.recorder.record(result, done, loggers, progress)
+                if training.state.step not in training.checkpoints.steps:
+                    _write_checkpoint(training, None)
+        raise
+
+
 def _save(training: Training, eval_loss: float | None) -> None:
-    """Save a checkpoint; raise Diverged for weights that are not finite."""
+    """Save a checkpoint, and tell callbacks; raise Diverged for weights that are not finite."""
+    _write_checkpoint(training, eval_loss)
+    training.context.callbacks.call(Callback.on_save, training.state.step, training.output.path / "checkpoints")
+
+
+def _write_checkpoint(training: Training, eval_loss: float | None) -> None:
     state, run, recorder = training.state, training.run, training.recorder
     host: RunState = {
         "batches": run.batches.get_state(),
@@ -380,7 +404,6 @@ def _save(training: Training, eval_loss: float | None) -> None:
             write_page(training.output.path)
     except NonFinite as error:
         raise Diverged(state.step, f"after its update {error}") from error
-    training.context.callbacks.call(Callback.on_save, state.step, training.output.path / "checkpoints")
 
 
 def _resume(training: Training) -> None:

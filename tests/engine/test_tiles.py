@@ -46,6 +46,13 @@ FAMILIES = {
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 6,
     },
+    "lfm2_nf4": {
+        **{"model_type": "lfm2", "layer_types": ("conv", "full_attention"), "block_multiple_of": 64},
+        **{"quantize": "nf4", "hidden_size": 64, "intermediate_size": 96, "head_dim": 16},
+    },
+    "lfm3": {"model_type": "lfm3", "layer_types": ("conv", "sliding_attention"), "sliding_window": 4},
+    "cohere2": {"model_type": "cohere2", "sliding_window": 4},
+    "muse_glimmer": {"model_type": "muse_glimmer_text", "sliding_window": 4},
 }
 
 
@@ -67,6 +74,10 @@ def exact_matmuls():
         repeat("ministral3", "full", "full", 4),
         ("deepseek_v3", "lora", "offload:layer_input,query,key,value,attention_out", 4),
         ("qwen3_5", "lora", "offload:layer_input,output_gate; save:delta_input", 4),
+        repeat("lfm2_nf4", "lora", "offload:layer_input,attention_out; save:delta_input", 7),
+        ("lfm3", "lora", "1 x offload:layer_input,attention_out + 1 x drop:layer_input; offload:attention_out", 4),
+        repeat("cohere2", "full", "offload:layer_input,query,attention_out,attention_lse", 4),
+        repeat("muse_glimmer", "lora", "offload:layer_input,output_gate", 7),
         repeat(
             "qwen3_5", "lora", "1 x offload:layer_input,attention_out + 1 x drop:layer_input; offload:attention_out", 7
         ),

@@ -344,6 +344,7 @@ FURTHER = {
         **{"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "num_dense_layers": 1},
         **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256},
     },
+    "qwen3_next": {**LINEAR, **SPARSE, "full_attention_interval": 4, "shared_expert_intermediate_size": 256},
     "gemma4_unified_text": {
         **{"num_hidden_layers": 3, "sliding_window": 16, "initializer_range": 0.05, "global_head_dim": 128},
         **{"num_global_key_value_heads": 1, "attention_k_eq_v": True},

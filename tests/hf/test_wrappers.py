@@ -17,7 +17,7 @@ from jaxglue.hf.merge import export_adapter
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import flatten_names, split_model
-from jaxglue.models.wrapper import text_config
+from jaxglue.models.wrapper import find_names, text_config
 
 TEXT = {
     "vocab_size": 40,
@@ -30,6 +30,7 @@ TEXT = {
     "initializer_range": 0.2,
 }
 GEMMA = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": TEXT}
+LFM = {"model_type": "lfm2_vl", "text_config": {**TEXT, "layer_types": ["conv", "full_attention"]}}
 MISTRAL = {"model_type": "mistral3", "text_config": {**TEXT, "sliding_window": None}}
 OTHERS = {
     "vision_tower.layers.0.self_attn.q_proj.weight": np.arange(12, dtype=np.float16).reshape(4, 3),
@@ -47,11 +48,12 @@ def make_folder(tmp_path):
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(raw))
         (folder / "preprocessor_config.json").write_text('{"size": 3}')
-        prefix = "language_model." if start == OLD else ""
+        prefix, names = "language_model." if start == OLD else "", find_names(text_config(raw))
         tensors = {
             start + name.removeprefix("model.") if name.startswith("model.") else prefix + name: np.asarray(array)
             for name, array in parameters(random_model(config_from_hf(raw), dtype=jnp.float32)).items()
         }
+        tensors = {name if names is None else names.stored(name): array for name, array in tensors.items()}
         others = OTHERS if start == OLD else {f"model.{name}": array for name, array in OTHERS.items()}
         save_file(tensors | others, folder / "model.safetensors")
         return folder
@@ -76,7 +78,7 @@ def make_adapter(folder, base, **changes):
     return tensors
 
 
-@pytest.mark.parametrize(("raw", "start"), [(GEMMA, OLD), (GEMMA, NEW), (MISTRAL, OLD)])
+@pytest.mark.parametrize(("raw", "start"), [(GEMMA, OLD), (GEMMA, NEW), (MISTRAL, OLD), (LFM, NEW)])
 def test_text_model_is_that_of_a_folder_of_its_own(raw, start, make_folder, tmp_path):
     base, alone = make_folder(raw, start), tmp_path / "alone"
     alone.mkdir()

@@ -397,3 +397,46 @@ def test_absent_and_null_fields_have_defaults_or_are_named(name):
         for other in ({**raw, field: None}, {key: value for key, value in raw.items() if key != field}):
             with suppress(ValueError):  # and no other error
                 config_from_hf(other)
+
+
+@pytest.mark.parametrize("fields", [{}, {"sliding_window": None}, {"sliding_window": 8, "use_sliding_window": False}])
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "smollm3", "llama", "phi3", "granite"])
+def test_layers_that_slide_without_a_window_are_refused(model_type, fields):
+    raw = RAW | {"model_type": model_type, "layer_types": ["sliding_attention"] * 6, "pad_token_id": 0}
+    if fields.get("sliding_window") and model_type in ("llama", "phi3", "granite", "smollm3"):
+        return  # they slide, or have no windows in transformers either
+    with pytest.raises(ValueError, match=r"layer_types in config\.json says that layers slide, and there is no window"):
+        config_from_hf({**raw, **fields})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "message"),
+    [
+        ("deepseek_v3", {"rope_scaling": YARN | {"mscale_all_dim": 1e300}}, "mscale_all_dim in config.json.*1e[+]?12"),
+        ("qwen3", {"rope_scaling": YARN | {"beta_fast": 5e-324}}, "beta_fast in config.json's rope parameters"),
+        ("qwen3", {"initializer_range": 2**31}, "initializer_range in config.json"),
+        ("granite", {"embedding_multiplier": 1e300}, "embedding_multiplier in config.json"),
+        (
+            "exaone4",
+            {"sliding_window_pattern": 2.5},
+            "sliding_window_pattern in config.json: expected a number above 0",
+        ),
+        ("exaone4", {"sliding_window_pattern": -1}, "sliding_window_pattern in config.json: expected a number above 0"),
+        *(
+            (
+                "hunyuan_v1_dense",
+                {"head_dim": 2, "rope_scaling": {"type": "dynamic", "alpha": 1e6}},
+                "head_dim above 2",
+            ),
+            (
+                "hunyuan_v1_dense",
+                {"head_dim": 8, "rope_scaling": {"type": "dynamic", "alpha": 8, "rope_theta": "x"}},
+                "got rope_theta='x'",
+            ),
+        ),
+    ],
+)
+def test_numbers_far_from_published_ones_are_refused(model_type, fields, message):
+    raw = RAW | LATENT | GLM4_MOE | {"model_type": model_type, "num_attention_heads": 8, "moe_intermediate_size": 8}
+    with pytest.raises(ValueError, match=message):
+        config_from_hf({**raw, **fields})

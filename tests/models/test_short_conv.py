@@ -8,7 +8,7 @@ from flax import nnx
 from selection import repeat
 
 from jaxglue.models import build_model, config_from_hf
-from jaxglue.ops.segments import pack_segments
+from jaxglue.ops.segments import copy_beginnings, pack_forks, pack_segments
 from jaxglue.ops.short_convolution import short_convolution, short_convolution_step
 
 WIDTH = 3
@@ -55,6 +55,18 @@ def test_a_changed_neighbor_changes_no_bit_of_values_or_gradients(model):
         for first, second in zip(*(jax.tree.leaves(gradients["layers"]) for gradients, _ in results), strict=True):
             np.testing.assert_array_equal(first, second)
         np.testing.assert_array_equal(*(logits[counted] for _, logits in results))
+
+
+def test_continuations_of_one_beginning_are_as_behind_copies_of_it(model):
+    tokens = rows(0, model.config.vocab_size)[:9]
+    forked = pack_forks([[(4, 2, 3)]], seq_len=9)
+    logits = model(tokens[None], copy_beginnings(forked))[0]
+    for continuation in (slice(4, 6), slice(6, 9)):
+        apart = model(np.concatenate([tokens[:4], tokens[continuation]])[None])[0]
+        np.testing.assert_allclose(logits[:4], apart[:4], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(logits[continuation], apart[4:], rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="segments fork"):
+        model(tokens[None], forked)
 
 
 @pytest.mark.parametrize("width", [3, repeat(1), repeat(7)])

@@ -90,6 +90,23 @@ def test_time_grows_with_tokens_and_shrinks_with_the_gpu(planner, workload):
     assert longer.seconds > 1.8 * planner.plan(full).seconds > 1.8 * faster.seconds
 
 
+@pytest.mark.parametrize(("remat", "measured"), [("full", 1.1588), ("dots", 0.8743)])
+def test_times_are_near_recorded_ones(remat, measured):
+    """Steps of Qwen3-8B, of whose time matmuls take most, on an H200 (`benchmarks/results/planner.json`)."""
+    raw = {"model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
+    raw |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
+    work = Workload(
+        config=config_from_hf(raw | {"tie_word_embeddings": False}),
+        batch_size=1,
+        seq_len=16384,
+        lora=LoraConfig(),
+        document_lengths=(512,) * 32,
+        batches_known=True,
+    )
+    found = Planner(work, find_gpu("H200")).plan(parse_policies(remat, 36), weights="device", layers_per_program=1)
+    assert found.seconds == pytest.approx(measured, rel=0.06)
+
+
 def test_auto_gets_leaner_as_memory_shrinks(planner):
     none, dots, full = (planner.plan(parse_policy(text)).device_bytes / GIB for text in ("none", "dots", "full"))
     roomy = _with_memory(planner, none / (1 - MARGIN) + 0.01).choose(host_memory=HOST)

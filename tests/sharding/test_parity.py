@@ -50,6 +50,8 @@ LINEAR = {
     "model_type": "qwen3_5_text", "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 8, "linear_value_head_dim": 8,
 }  # fmt: skip
+SHORT = {"model_type": "lfm2", "layer_types": ("conv", "full_attention"), "block_multiple_of": 8}
+MUSE, COHERE = ({"model_type": name, "sliding_window": 4} for name in ("muse_glimmer_text", "cohere2"))
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 ROUTERS = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -155,6 +157,9 @@ CASES = [
     repeat("lora", "data=2,expert=4", "full", MOE | WIDE | {"moe_intermediate_size": 64, "quantize": "int8"}),
     ("lora", "fsdp=8", "full", LINEAR),
     repeat("full", "data=2,fsdp=4", "full", LINEAR),
+    repeat("full", "data=2,fsdp=4", "dots", SHORT),
+    repeat("lora", "fsdp=4,tensor=2", "dots", MUSE),
+    repeat("lora", "data=2,fsdp=2,tensor=2", "dots", COHERE),
     *(repeat("lora", "fsdp=2,expert=4", "dots", fields | {"model_type": name}) for name, fields in ROUTERS.items()),
 ]
 

@@ -53,6 +53,25 @@ def test_events_in_order_from_rows_in_memory(settings, chat_rows, tmp_path):
     assert (again.first_loss, again.last_loss) == (summary.first_loss, summary.last_loss)
 
 
+@pytest.mark.parametrize("event", ["on_step", "on_evaluation"])
+def test_an_error_of_a_callback_ends_a_run_after_a_checkpoint(settings, chat_rows, tmp_path, event):
+    seen = []
+
+    def fail(self, step, values):
+        seen.extend(values.values())
+        if step == 2:
+            raise RuntimeError("a fault of the user's")
+
+    more = {"data": chat_rows(24), "eval_data": chat_rows(3), "eval_every": 2, "save_every": 9, "steps": 9}
+    callback = type("Failing", (jaxglue.Callback,), {event: fail})()
+    with pytest.raises(RuntimeError, match="a fault of the user's"):
+        jaxglue.train(callbacks=[callback], **settings, **more, output=str(tmp_path / "run"))
+    (saved,) = (int(path.name) for path in (tmp_path / "run/checkpoints").iterdir() if path.name.isdigit())
+    assert 2 <= saved <= 5 and seen and all(type(value) is float for value in seen)
+    summary = jaxglue.train(**settings, **more | {"steps": 6}, output=str(tmp_path / "run"), resume=True)
+    assert summary.steps == 6
+
+
 def test_stop_ends_a_run_with_its_result_for_good(settings, chat_rows, tmp_path):
     log, more = Log(stop_at=2), {"data": chat_rows(24), "steps": 9, "output": str(tmp_path / "run")}
     summary = jaxglue.train(callbacks=[log], **settings, **more)

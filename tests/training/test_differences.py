@@ -6,9 +6,14 @@ import pytest
 
 from jaxglue.data.config import AnswerTask
 from jaxglue.models import config_from_hf
+from jaxglue.models.delta_net import DeltaConfig
+from jaxglue.models.latent import LatentConfig
+from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.settings.config import stable_repr
 from jaxglue.settings.recipe import as_dict, defaults_of
 from jaxglue.training.fingerprint import check_fingerprint, differences, fingerprint_differences, model_digest
+from jaxglue.training.optimizer import OptimizerConfig
+from tests.models.test_family_goldens import read_golden
 
 SAVED = {"optimizer": {"learning_rate": 2e-4, "clip_norm": 1.0}, "lora": {"rank": 8}, "steps": 10}
 
@@ -83,3 +88,52 @@ def test_models_saved_as_digests_are_compared_as_such(model, newer):
 def test_digested_representation_of_a_task_is_the_first_one():
     assert stable_repr(AnswerTask(), AnswerTask._fields) == repr(AnswerTask())
     assert stable_repr(AnswerTask(labeled=True), ()) == "AnswerTask(labeled=True)"
+
+
+def test_records_of_runs_that_had_the_settings_of_all_kinds_are_the_same():
+    groups = {
+        "objective": ObjectiveConfig(objective="reward", center_rewards_coefficient=0.01),
+        "optimizer": OptimizerConfig(learning_rate=1e-4),
+    }
+    current = {name: as_dict(group) for name, group in groups.items()}
+    current["defaults"] = {name: defaults_of(group) for name, group in groups.items()}
+    saved = {
+        "objective": current["objective"] | {"beta": 0.1, "simpo_gamma": 0.5, "epsilon_high": "none"},
+        "optimizer": current["optimizer"] | {"beta2": "none"},
+        "defaults": {"objective": {"beta": "none", "simpo_gamma": 0.5, "epsilon_high": "none"}, "optimizer": {}},
+    }
+    assert not fingerprint_differences(saved, current)
+    saved["objective"]["center_rewards_coefficient"] = 0.0
+    assert [*fingerprint_differences(saved, current)] == ["objective.center_rewards_coefficient"]
+
+
+EARLIER = {
+    "attention": {"output_bias": "attention_output_bias", "head_norms": "head_norms", "scale": "attention_scale"},
+    "scales": {
+        "embedding": "embedding_multiplier",
+        "residual": "residual_multiplier",
+        "logit_divisor": "logit_divisor",
+    },
+}
+"""Names of groups of a model's settings in versions that had no groups."""
+EARLIER["attention"]["softcap"] = "attention_softcap"
+EARLIER["scales"] |= {name: name for name in ("logit_divisor", "logit_softcap")}
+
+
+@pytest.mark.parametrize("name", ["gemma2", "granite", "gemma4_text", "qwen3_5_moe_text", "deepseek_v2"])
+def test_models_that_earlier_versions_saved_are_those_of_today(name):
+    model = config_from_hf(read_golden(name)[0])
+    now = json.loads(json.dumps({"model": as_dict(model), "defaults": {"model": defaults_of(model)}}))
+    new = now["model"]
+    old = {name: value for name, value in new.items() if name not in (*EARLIER, "mixers", "family_shape")}
+    old |= {before: new[group][today] for group, names in EARLIER.items() for today, before in names.items()}
+    old |= {"layer_shapes": [], "shared_width": 0, "per_layer": "none", "latent": "none", "delta": "none"}
+    old |= new["family_shape"] if isinstance(new["family_shape"], dict) else {}
+    if (latent := model.mixer_of(LatentConfig)) is not None:
+        old["latent"] = as_dict(latent)
+    if (delta := model.mixer_of(DeltaConfig)) is not None:
+        old["delta"] = {**as_dict(delta), "layers": [mixer.recurrent for mixer in model.mixers]}
+    saved = {**now, "model": old}
+    assert not fingerprint_differences(saved, now)
+    other = {**saved, "model": {**old, "embedding_multiplier": 7.0, "delta": "none", "latent": "none"}}
+    assert "model.scales.embedding" in fingerprint_differences(other, now)

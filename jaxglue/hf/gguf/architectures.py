@@ -491,6 +491,7 @@ ARCHITECTURES = {
     "gemma3_text": Architecture(name="GEMMA3", obstacle=_gemma3),
     "glm4": Architecture(name="GLM4", metadata=_partial),
     "phi3": Architecture(name="PHI3", metadata=_partial, factors=True, obstacle=_whole_square),
+    "qwen3_next": Architecture(name="QWEN3NEXT", metadata=_linear_attention_metadata, obstacle=_linear_attention),
     "qwen3_5_text": Architecture(name="QWEN35", metadata=_linear_attention_metadata, obstacle=_linear_attention),
     "qwen3_5_moe_text": Architecture(name="QWEN35MOE", metadata=_linear_attention_metadata, obstacle=_linear_attention),
 }

@@ -4,6 +4,7 @@ import numpy as np
 
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.delta_net import DeltaConfig
+from jaxglue.models.qwen3_next import JoinedDeltaConfig
 
 _PART = ".linear_attn."
 _COLUMNS = "out_proj.weight"
@@ -24,6 +25,10 @@ def in_file(config: DecoderConfig, name: str, array: np.ndarray) -> np.ndarray |
     delta, part = config.mixer_of(DeltaConfig), name.rpartition(_PART)[2]
     if delta is None or _PART not in name:
         return None
+    if isinstance(delta, JoinedDeltaConfig):  # whose value heads stay where they are
+        if part == "A_log":
+            return -np.exp(array.astype(np.float32))
+        return array[:, 0] if part == "conv1d.weight" else array
     per_head, per_value = value_order(delta, 1), value_order(delta, delta.value_dim)
     channels = np.concatenate([np.arange(2 * delta.key_width), 2 * delta.key_width + per_value])
     match part:
@@ -65,4 +70,5 @@ def matrices_in_file(config: DecoderConfig, module: str, A: np.ndarray, B: np.nd
 def inputs_in_file(config: DecoderConfig, module: str, values: np.ndarray) -> np.ndarray:
     """Return a value for each input of a module's matrix in a file's order."""
     delta, moved = config.mixer_of(DeltaConfig), f".{module}.weight".endswith(f"{_PART}{_COLUMNS}")
-    return values[value_order(delta, delta.value_dim)] if moved and delta else values
+    joined = isinstance(delta, JoinedDeltaConfig)
+    return values[value_order(delta, delta.value_dim)] if moved and delta and not joined else values
