@@ -28,6 +28,11 @@ _LLAMA = {
     "rope_theta": 500_000.0,
     "max_position_embeddings": 131072,
 }
+_LFM2 = {
+    **{"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "vocab_size": 65536, "num_key_value_heads": 8},
+    **{"conv_L_cache": 3, "norm_eps": 1e-5, "rope_theta": 1_000_000.0, "full_attn_idxs": [2, 5, 8, 10, 12, 14]},
+    **{"max_position_embeddings": 128_000, "tie_word_embeddings": True},
+}
 _GPT_OSS = {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
@@ -353,6 +358,10 @@ SHAPES = {
         linear_num_value_heads=4,
         linear_key_head_dim=64,
         linear_value_head_dim=64,
+    ),
+    "lfm2-1.2b": _shape(_LFM2, 2048, 12288, 16, 32),
+    "tiny-lfm2": _shape(
+        {**_LFM2, "full_attn_idxs": [2]}, 128, 256, 3, 4, num_key_value_heads=2, vocab_size=2048, block_multiple_of=64
     ),
     "deepseek-v2-lite": _shape(_DEEPSEEK_V2_LITE, 2048, 10944, 27, 16, num_key_value_heads=16),
     "moonlight-16b-a3b": _shape(_MOONLIGHT, 2048, 11264, 27, 16, num_key_value_heads=16),

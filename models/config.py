@@ -148,7 +148,7 @@ class Mixer:
 
     def why_not_split(self, devices: int) -> str | None:
         """Return why so many devices cannot split rows, in words; None where they can."""
-        return None
+        return f"states of {self.title} pass from token to token" if self.recurrent else None
 
     def initial(self, name: str, key: jax.Array, spec: jax.ShapeDtypeStruct) -> jax.Array | None:
         """Return a random value of the named parameter, where it is not drawn as those of all layers."""

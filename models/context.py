@@ -11,9 +11,9 @@ from jaxglue.ops.attention import packed_attention, rotated_attention
 from jaxglue.ops.delta_rule import DeltaHeads, causal_convolution, gated_delta_rule
 from jaxglue.ops.moe import Routing
 from jaxglue.ops.norm_rope import HeadNorms, norm_and_rotate
+from jaxglue.ops.recurrence import Recurrence, recur
 from jaxglue.ops.rope import RopeTables, Rotary
 from jaxglue.ops.segments import PackedSegments
-from jaxglue.ops.short_convolution import short_convolution
 
 LatentCache = Literal["none", "written", "read"]
 """Whether latent attention keeps its latent vectors for later tokens, or attends over those that were kept."""
@@ -93,10 +93,8 @@ class LayerContext(Protocol):
     ) -> Float[Array, "B T N V"]:
         """Compute linear attention by the gated delta rule."""
 
-    def convolve_short(
-        self, x: Float[Array, "B T C"], weight: Float[Array, "C 1 W"], bias: Float[Array, " C"] | None
-    ) -> Float[Array, "B T C"]:
-        """Apply a causal convolution to each channel."""
+    def recur(self, recurrence: Recurrence, *values: Float[Array, "B T *V"]) -> Float[Array, "B T *O"]:
+        """Compute a recurrence of the layer's own over the values of tokens."""
 
 
 @jax.tree_util.register_dataclass
@@ -156,11 +154,9 @@ class PackedContext:
             return self.attention_out.reshape(*g.shape, -1)
         return gated_delta_rule(qkv, g, beta, self.segments, heads)
 
-    def convolve_short(self, x, weight, bias) -> Float[Array, "B T C"]:
-        """Apply a causal convolution to each channel within each segment."""
-        if self.attention_out is not None:
-            return self.attention_out.reshape(x.shape)
-        return short_convolution(x, weight, bias, self.segments)
+    def recur(self, recurrence: Recurrence, *values) -> Float[Array, "B T *O"]:
+        """Compute a recurrence of the layer's own within each segment."""
+        return recur(recurrence, self.segments, *values) if self.attention_out is None else self.attention_out
 
     def attend_rotated(self, rotation, z, *, window=None) -> Float[Array, "B T N H"]:
         """Compute `attend` of the heads of z, queries and keys once rotated."""

@@ -16,8 +16,9 @@ from jaxglue.models.linear import layer_linear
 from jaxglue.models.residual import Branch
 from jaxglue.ops import names
 from jaxglue.ops.projection import Projection
+from jaxglue.ops.recurrence import SlotStates
 from jaxglue.ops.residual_norm import Normed
-from jaxglue.ops.short_convolution import ConvolutionStates
+from jaxglue.ops.short_convolution import short_convolution
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +48,10 @@ class ShortConvConfig(Mixer):
         """See `Mixer`."""
         return 1, self.channels
 
-    def make_cache(self, kind: LayerKind, sizes: CacheSizes) -> ConvolutionStates:
+    def make_cache(self, kind: LayerKind, sizes: CacheSizes) -> SlotStates:
         """See `Mixer`."""
-        return ConvolutionStates.empty(sizes.slots, self.width, self.channels, sizes.activations, sizes.device)
+        inputs = jax.ShapeDtypeStruct((self.width - 1, self.channels), sizes.activations)
+        return SlotStates.empty(inputs, sizes.slots, sizes.device)
 
     def state_bytes(self, dtype) -> int:
         """See `Mixer`."""
@@ -59,10 +61,6 @@ class ShortConvConfig(Mixer):
     def prefill_values(self) -> int:
         """See `Mixer`."""
         return 6 * self.channels
-
-    def why_not_split(self, devices: int) -> str | None:
-        """See `Mixer`."""
-        return f"{self.title} read tokens that other GPUs of context have"
 
     def initial(self, name: str, key: jax.Array, spec: jax.ShapeDtypeStruct) -> jax.Array | None:
         """Return values of a size that keeps that of the inputs, where a convolution's are asked for."""
@@ -107,7 +105,7 @@ class ShortConv(nnx.Module):
     def attend(self, values: tuple[Array, ...], context: LayerContext) -> Float[Array, "B T D"]:
         """Convolve within the context."""
         bias = None if self.conv.bias is None else self.conv.bias[...]
-        return context.convolve_short(values[0], self.conv.weight[...], bias)
+        return context.recur(short_convolution(self.conv.weight[...], bias), *values)
 
     def output(self, attended: Array, gate: Array, context: LayerContext) -> Branch:
         """Gate the convolution's output and project it back."""

@@ -26,10 +26,10 @@ from jaxglue.ops.paged_attention import (
     latent_attention,
     paged_attention,
 )
+from jaxglue.ops.recurrence import Recurrence, SlotStates
 from jaxglue.ops.rope import RopeTables, Rotary
-from jaxglue.ops.short_convolution import ConvolutionStates, short_convolution_step
 
-Cache = KVPages | LatentPages | DeltaStates | ConvolutionStates
+Cache = KVPages | LatentPages | DeltaStates | SlotStates
 """Cache of a layer."""
 
 
@@ -137,11 +137,11 @@ class PrefillContext(_Appending):
         self.cache = self.cache.write(self._places.slots, states=states[0])
         return out
 
-    def convolve_short(self, x, weight, bias) -> Float[Array, "1 T C"]:
-        """Convolve each prompt, and keep its last inputs."""
-        inputs = last_inputs(x, self._packed.segments, weight.shape[2] - 1)
-        self.cache = self.cache.write(self._places.slots, inputs[0])
-        return self._packed.convolve_short(x, weight, bias)
+    def recur(self, recurrence: Recurrence, *values) -> Float[Array, "1 T *O"]:
+        """Compute the layer's own recurrence within each prompt, and keep its last state."""
+        states = recurrence.last(self._packed.segments, *values)
+        self.cache = self.cache.write(self._places.slots, jax.tree.map(lambda state: state[0], states))
+        return self._packed.recur(recurrence, *values)
 
 
 class DecodeContext(_Appending):
@@ -191,13 +191,12 @@ class DecodeContext(_Appending):
         self.cache = replace(self.cache, states=states)
         return out[None]
 
-    def convolve_short(self, x, weight, bias) -> Float[Array, "1 S C"]:
-        """Convolve each slot's token with those before it."""
+    def recur(self, recurrence: Recurrence, *values) -> Float[Array, "1 S *O"]:
+        """Compute each slot's output by the layer's own recurrence, and the state behind its token."""
         slots, begun = self._cursor.slots, self._cursor.positions > 0
-        inputs = jnp.where(begun[:, None, None], self.cache.inputs[slots], 0)
-        y, inputs = short_convolution_step(x[0], inputs, weight, bias)
-        self.cache = self.cache.write(slots, inputs)
-        return y[None]
+        out, states = recurrence.step(self.cache.read(slots, begun), *(x[0] for x in values))
+        self.cache = self.cache.write(slots, states)
+        return out[None]
 
 
 class ExtendContext(DecodeContext):

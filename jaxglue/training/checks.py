@@ -106,12 +106,12 @@ def check_muon(config: TrainConfig, model: DecoderConfig) -> None:
 
 
 def check_dropout(folder: str, raw: Mapping[str, Any]) -> None:
-    """Raise ValueError for dropout in attention, which transformers would apply in training."""
-    if raw.get("attention_dropout"):
-        raise ValueError(
-            f"attention_dropout={raw['attention_dropout']} in {folder}/config.json is not supported: set it to 0 to "
-            "train without"
-        )
+    """Raise ValueError for dropout in attention or of branches, which transformers would apply in training."""
+    for name in ("attention_dropout", "residual_dropout", "resid_pdrop"):
+        if raw.get(name):
+            raise ValueError(
+                f"{name}={raw[name]} in {folder}/config.json is not supported: set it to 0 to train without"
+            )
 
 
 def _check_per_layer(config: TrainConfig, model: DecoderConfig) -> None:

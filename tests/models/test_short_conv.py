@@ -8,8 +8,9 @@ from flax import nnx
 from selection import repeat
 
 from jaxglue.models import build_model, config_from_hf
+from jaxglue.ops.recurrence import recur
 from jaxglue.ops.segments import copy_beginnings, pack_forks, pack_segments
-from jaxglue.ops.short_convolution import short_convolution, short_convolution_step
+from jaxglue.ops.short_convolution import short_convolution
 
 WIDTH = 3
 LENGTHS = (1, WIDTH - 1, WIDTH, 2, WIDTH + 1, 5)
@@ -71,13 +72,13 @@ def test_continuations_of_one_beginning_are_as_behind_copies_of_it(model):
 
 @pytest.mark.parametrize("width", [3, repeat(1), repeat(7)])
 def test_steps_give_what_whole_documents_give(width):
-    keys = jax.random.split(jax.random.key(0), 3)
-    x, weight, bias = (
-        jax.random.normal(key, shape) for key, shape in zip(keys, ((1, 9, 4), (4, 1, width), (4,)), strict=True)
-    )
-    whole = short_convolution(x, weight, bias, pack_segments([[9]], seq_len=9))
+    shapes = (1, 9, 4), (4, 1, width), (4,)
+    x, weight, bias = (jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate(shapes))
+    convolution, segments = short_convolution(weight, bias), pack_segments([[9]], seq_len=9)
+    whole = recur(convolution, segments, x)
     states, outputs = jnp.zeros((1, width - 1, 4)), []
     for token in range(9):
-        y, states = short_convolution_step(x[:, token], states, weight, bias)
+        y, states = convolution.step(states, x[:, token])
         outputs.append(y)
     np.testing.assert_allclose(jnp.stack(outputs, 1), whole, rtol=0, atol=1e-6)
+    np.testing.assert_array_equal(states, convolution.last(segments, x)[0][:1])

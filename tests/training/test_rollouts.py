@@ -127,13 +127,22 @@ def test_a_reference_stays_what_the_run_began_with(make_run, continued):
     run.rollouts.close()
 
 
+RECURRENT = {
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"],
+        **{"linear_num_key_heads": 1, "linear_num_value_heads": 2},
+        **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
+}
+
+
 @repeats_parts_of("test_a_stopped_run_goes_on_to_the_bit")
-def test_states_give_the_sampler_what_the_trainer_computes(make_run, model_folder):
+@pytest.mark.parametrize("family", RECURRENT)
+def test_states_give_the_sampler_what_the_trainer_computes(make_run, model_folder, family):
     """Answers begin with copies of their prompt's state, packed ones behind a copy of the prompt."""
     path = model_folder / "config.json"
-    sizes = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 16}
-    kinds = {"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"]}
-    path.write_text(json.dumps(json.loads(path.read_text()) | sizes | kinds | {"linear_value_head_dim": 16}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | RECURRENT[family] | {"model_type": family}))
     metrics = read_metrics(train(make_run(temperature=0.5)).metrics)
     assert [values["sampling/sampling_logp_difference/mean"] for values in metrics] == pytest.approx([0] * 3, abs=1e-5)
     assert metrics[0]["grad_norm"] > 0

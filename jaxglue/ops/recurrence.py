@@ -1,0 +1,71 @@
+"""Recurrences over the tokens of documents: in packed rows, and from token to token with states in slots."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxglue.ops.delta_rule.forks import with_copies
+from jaxglue.ops.names import ATTENTION_OUT
+from jaxglue.ops.segments import PackedSegments
+from jaxglue.ops.zeros import zeros_on
+
+
+class Recurrence(NamedTuple):
+    """A recurrence in three forms that compute the same; states are trees of arrays, zeros before a first token."""
+
+    whole: Callable[..., Float[Array, "B T *O"]]
+    """Return the outputs of packed rows, from their segments and values [B, T, …] of their tokens."""
+    last: Callable[..., Any]
+    """Return the states [B, documents, …] behind the documents, from the same."""
+    step: Callable[..., tuple[Float[Array, "S *O"], Any]]
+    """Return the outputs of one token of each sequence, and the states behind it, from states and values [S, …]."""
+
+
+def recur(recurrence: Recurrence, segments: PackedSegments, *values: Float[Array, "B T *V"]) -> Float[Array, "B T *O"]:
+    """Return a recurrence's outputs; continuations of forked segments run behind copies of their beginnings.
+
+    Under `jax.checkpoint`, a policy that saves `ATTENTION_OUT` computes them once.
+
+    Raises:
+        ValueError: forked segments without copies.
+    """
+    if segments.gap_starts is not None and segments.copies is None:
+        raise ValueError("segments fork, and a state follows one continuation: add copies of their beginnings")
+    out = (
+        recurrence.whole(segments, *values)
+        if segments.copies is None
+        else with_copies(recurrence.whole, segments, *values)
+    )
+    return checkpoint_name(out, ATTENTION_OUT)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SlotStates:
+    """All that a layer remembers of sequences by a recurrence, each in a slot. A pytree."""
+
+    states: Any
+    """A tree of arrays [slots, …]."""
+
+    @classmethod
+    def empty(cls, specs: Any, slots: int, device=None) -> "SlotStates":
+        """Return the empty states of slots, from a tree of shapes and dtypes of one, on a device or sharding."""
+        return cls(jax.tree.map(lambda spec: zeros_on(device, (slots, *spec.shape), spec.dtype), specs))
+
+    def read(self, slots: Int[Array, " S"], begun: Bool[Array, " S"]) -> Any:
+        """Return the states of these slots, zeros for sequences that have not begun."""
+
+        def of(states):
+            own = states[slots]
+            return jnp.where(begun.reshape(-1, *(1,) * (own.ndim - 1)), own, jnp.zeros_like(own))
+
+        return jax.tree.map(of, self.states)
+
+    def write(self, slots: Int[Array, " S"], states: Any) -> "SlotStates":
+        """Return the states after these of the slots."""
+        return SlotStates(jax.tree.map(lambda x, new: x.at[slots].set(new.astype(x.dtype)), self.states, states))
