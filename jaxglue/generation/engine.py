@@ -1,13 +1,13 @@
 """The engine of generation: many answers decoded together, in windows of steps that the device runs without the host.
 
 While a window runs, the host receives the results of the one before, refills the slots that became free, and dispatches
-the next. So an answer that ends at a token is noticed one window late, and one that ends at its limit at once.
+the next. So an sequence that ends at a token is noticed one window late, and one that ends at its limit at once.
 """
 
 import atexit
 import weakref
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import abc, deque
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -22,21 +22,21 @@ from jaxtyping import Float, Int
 from jaxglue.engine.compiler import rounding_as_written
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.grammar import Grammar
-from jaxglue.generation.inputs import Kind, PromptInputs, SlotTable, features_of
+from jaxglue.generation.inputs import ProgramKind, PromptInputs, SlotTable, features_of
 from jaxglue.generation.pages import CachePlan, free_bytes, make_caches, plan_cache
 from jaxglue.generation.programs import (
     IDLE,
     NOT_FINITE,
     Cache,
-    Programs,
+    DecodeWindow,
+    EnginePrograms,
     Trees,
-    Window,
     make_sequences,
     place_of,
     sharding_of,
 )
 from jaxglue.generation.sampling import Features, Sampled
-from jaxglue.generation.scheduler import Answer, Finish, Request, Scheduler, Tokens, Work
+from jaxglue.generation.scheduler import Finish, Request, Scheduler, SchedulerOutput, Sequence, Tokens
 from jaxglue.generation.window_sizes import WindowSizes
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.parameters import ModelGraphDefs, Params
@@ -88,6 +88,8 @@ class Piece(NamedTuple):
     """Why it ended; None while it grows."""
 
 
+NewTokens = tuple[Sequence, Int[np.ndarray, " n"], Finish | None]
+"""A sequence, its new tokens, and the reason if it ended."""
 Until = Callable[[int, int, list[int]], bool]
 """`until(number, answer, tokens so far)` ends an answer, which may hold tokens after the decisive one."""
 
@@ -129,7 +131,7 @@ class Engine:
         self._plan: CachePlan | None = None
         self.compilations = self._programs.compilations
 
-    def multiply_in_fp8(self, layers: Sequence[bool]) -> None:
+    def multiply_in_fp8(self, layers: abc.Sequence[bool]) -> None:
         """Multiply matrices for FP8 products so in these layers alone, as training does; at first all do."""
         if list(layers) != self._fp8_layers:
             self._fp8_layers = list(layers)
@@ -137,15 +139,15 @@ class Engine:
             self.compilations = self._programs.compilations
             self._sizes.clear()
 
-    def _make_programs(self) -> Programs:
+    def _make_programs(self) -> EnginePrograms:
         with rounding_as_written(self._as_written):
-            return Programs(*self._model, self._fp8_layers)
+            return EnginePrograms(*self._model, self._fp8_layers)
 
     def generate(
         self,
         trainable: Params,
         frozen: Params,
-        requests: Sequence[Request],
+        requests: abc.Sequence[Request],
         stop: Collection[int] = (),
         *,
         memory: float | None = None,
@@ -161,7 +163,7 @@ class Engine:
         Args:
             trainable, frozen: the parameters, which the programs read where they are.
             requests: prompts with their sampling.
-            stop: tokens that end every answer.
+            stop: tokens that end every sequence.
             memory: bytes for cache and activations; by default nearly all that are free.
             slots: the most answers at a time; by default as many as memory holds.
             plan: of the cache, in place of `memory` and `slots`; by default `plan`'s.
@@ -170,26 +172,31 @@ class Engine:
                 several devices always run layer by layer.
 
         Raises:
-            ValueError: before the first answer, an empty prompt, one reaching the model's limit, a token outside its
+            ValueError: before the first sequence, an empty prompt, one reaching the model's limit, a token outside its
                 vocabulary, or too little memory; or logits that are not finite.
         """
         options: Any = {"memory": memory, "slots": slots, "plan": plan, "until": until, "whole": whole}
-        for answer, _, finish in self._run(trainable, frozen, requests, stop, **options):
+        for sequence, _, finish in self._run(trainable, frozen, requests, stop, **options):
             if finish:
-                yield _completion(answer, finish)
+                yield _completion(sequence, finish)
 
     def pieces(
-        self, trainable: Params, frozen: Params, requests: Sequence[Request], stop: Collection[int] = (), **options: Any
+        self,
+        trainable: Params,
+        frozen: Params,
+        requests: abc.Sequence[Request],
+        stop: Collection[int] = (),
+        **options: Any,
     ) -> Iterator[Piece]:
         """Yield the answers while they grow; arguments, `options` among them, and errors as of `generate`."""
-        for answer, tokens, finish in self._run(trainable, frozen, requests, stop, **options):
-            yield Piece(answer.number, answer.answer, tokens.tolist(), finish)
+        for sequence, tokens, finish in self._run(trainable, frozen, requests, stop, **options):
+            yield Piece(sequence.number, sequence.answer, tokens.tolist(), finish)
 
     def stream(
         self,
         trainable: Params,
         frozen: Params,
-        prompt: Sequence[int],
+        prompt: abc.Sequence[int],
         sampling: SamplingConfig,
         stop: Collection[int] = (),
         *,
@@ -205,7 +212,7 @@ class Engine:
 
     def plan(
         self,
-        requests: Sequence[Request],
+        requests: abc.Sequence[Request],
         *,
         memory: float | None = None,
         slots: int | None = None,
@@ -234,32 +241,34 @@ class Engine:
 
     def _run(
         self, trainable, frozen, requests, stop, *, memory=None, slots=None, plan=None, until=None, whole=None
-    ) -> Iterator[tuple[Answer, Int[np.ndarray, " n"], Finish | None]]:
+    ) -> Iterator[NewTokens]:
         """Yield (answer, new tokens, reason if it ended)."""
         if not requests:
             return
         plan = plan or self._earlier(self.plan(requests, memory=memory, slots=slots), memory)
-        answers = [answer for number, request in enumerate(requests) for answer in self.answers(request, number)]
+        answers = [sequence for number, request in enumerate(requests) for sequence in self.answers(request, number)]
         if whole is None:
-            whole = sum(answer.end - answer.length for answer in answers) >= _MANY_STEPS * plan.slots
-        batch = self.open(trainable, frozen, plan, Kind.of(requests, stop), whole=whole)
+            whole = sum(sequence.end - sequence.length for sequence in answers) >= _MANY_STEPS * plan.slots
+        batch = self.open(trainable, frozen, plan, ProgramKind.of(requests, stop), whole=whole)
         batch.add(answers, stop)
         try:
             while batch.is_busy:
-                for answer, tokens, finish in batch.advance():
-                    if not finish and until and until(answer.number, answer.answer, answer.new):
-                        batch.end(answer)
+                for sequence, tokens, finish in batch.advance():
+                    if not finish and until and until(sequence.number, sequence.answer, sequence.new):
+                        batch.end(sequence)
                         finish = "until"
-                    yield answer, tokens, finish
+                    yield sequence, tokens, finish
         finally:
             batch.close()
 
-    def answers(self, request: Request, number: int) -> list[Answer]:
+    def answers(self, request: Request, number: int) -> list[Sequence]:
         """Return the answers of a request, numbered, that a batch takes; errors as of `generate`."""
         end = self._end(request, number + 1)
-        return [Answer(number, index, request, end) for index in range(request.n)]
+        return [Sequence(number, index, request, end) for index in range(request.n)]
 
-    def open(self, trainable: Params, frozen: Params, plan: CachePlan, kind: Kind, *, whole: bool) -> "Batch":
+    def open(
+        self, trainable: Params, frozen: Params, plan: CachePlan, kind: ProgramKind, *, whole: bool
+    ) -> "DecodeBatch":
         """Return a batch without answers; `kind` has all that they use, other arguments are as of `generate`."""
         trees = trainable, frozen
         whole = whole and sharding_of(trees) is None
@@ -270,7 +279,8 @@ class Engine:
         sizes = self._sizes.setdefault(name, WindowSizes(plan.slots))
         compiler = self._compiler if whole or (self._ahead and sharding_of(trees) is None) else None
         caches = make_caches(plan, self.config, self.cache_dtype, self._dtype, place_of(trees))
-        return Batch(self._programs, trees, caches, plan, kind, sizes, compiler, self.config.vocab_size, whole=whole)
+        vocabulary = self.config.vocab_size
+        return DecodeBatch(self._programs, trees, caches, plan, kind, sizes, compiler, vocabulary, whole=whole)
 
     def _earlier(self, plan: CachePlan, memory: float | None) -> CachePlan:
         """Return the last call's plan where it serves this one's, since others need programs of their own."""
@@ -289,20 +299,20 @@ class Engine:
         return min(count + request.sampling.max_tokens, limit)
 
 
-def require_known(tokens: Sequence[int] | np.ndarray, vocabulary: int, name: str) -> None:
+def require_known(tokens: abc.Sequence[int] | np.ndarray, vocabulary: int, name: str) -> None:
     """Raise ValueError for a token outside the vocabulary, whose embedding would be NaN or another token's."""
     if wrong := next((token for token in (min(tokens), max(tokens)) if not 0 <= token < vocabulary), None):
         raise ValueError(f"{name} holds token id {wrong}, but the model's vocabulary has {vocabulary}")
 
 
-def _completion(answer: Answer, finish: Finish) -> Completion:
-    columns = zip(*answer.received, strict=True)
+def _completion(sequence: Sequence, finish: Finish) -> Completion:
+    columns = zip(*sequence.received, strict=True)
     ids, log_probs, model_log_probs, top_ids, top = map(np.concatenate, columns)
-    most_likely = (top_ids, top) if answer.request.top_log_probs else None
-    return Completion(answer.number, answer.answer, ids, log_probs, model_log_probs, most_likely, finish)
+    most_likely = (top_ids, top) if sequence.request.top_log_probs else None
+    return Completion(sequence.number, sequence.answer, ids, log_probs, model_log_probs, most_likely, finish)
 
 
-_OPEN: "weakref.WeakSet[Batch]" = weakref.WeakSet()
+_OPEN: "weakref.WeakSet[DecodeBatch]" = weakref.WeakSet()
 
 
 @atexit.register
@@ -313,7 +323,7 @@ def _wait_at_exit() -> None:
             batch.close()
 
 
-class Batch:
+class DecodeBatch:
     """Answers in progress, with the state of the device; made by `Engine.open`.
 
     Its kind has what most answers use: while one uses more, windows run by programs of their own; where one wants
@@ -322,11 +332,11 @@ class Batch:
 
     def __init__(
         self,
-        programs: Programs,
+        programs: EnginePrograms,
         trees: Trees,
         caches: list[Cache],
         plan: CachePlan,
-        kind: Kind,
+        kind: ProgramKind,
         sizes: WindowSizes,
         compiler: ThreadPoolExecutor | None,
         vocabulary: int,
@@ -338,7 +348,7 @@ class Batch:
         self._table, self._prompts = SlotTable(plan, kind, vocabulary), PromptInputs(plan, programs.windows, kind.ranks)
         self._slots = make_sequences(plan, vocabulary, kind.all_features, place_of(trees))
         self._scheduler = Scheduler(plan, STEPS, remembers=programs.extends, rewinds=programs.rewinds)
-        self._under_way, self._vocabulary = deque[tuple[Work, Any]](), vocabulary
+        self._under_way, self._vocabulary = deque[tuple[SchedulerOutput, Any]](), vocabulary
         self._others = dict[Features, WindowSizes]()
         """Windows in which some answer uses more than most do."""
         _OPEN.add(self)
@@ -348,15 +358,15 @@ class Batch:
         """Return whether answers have not ended."""
         return bool(self._under_way) or not self._scheduler.is_done
 
-    def add(self, answers: Sequence[Answer], stop: Collection[int]) -> None:
+    def add(self, answers: abc.Sequence[Sequence], stop: Collection[int]) -> None:
         """Add answers, which end at these tokens and those of their requests, to the end of the queue."""
         self._table.add(answers, stop)
         self._scheduler.add(answers)
 
-    def end(self, answer: Answer) -> None:
+    def end(self, sequence: Sequence) -> None:
         """End an answer early."""
-        self._scheduler.end(answer)
-        self._table.remove(answer)
+        self._scheduler.end(sequence)
+        self._table.remove(sequence)
 
     def close(self) -> None:
         """Cancel compilations that no thread has begun, and wait for the others.
@@ -371,7 +381,7 @@ class Batch:
         for sizes in all_sizes if self._whole else ():
             sizes.wait()
 
-    def advance(self) -> Iterator[tuple[Answer, Int[np.ndarray, " n"], Finish | None]]:
+    def advance(self) -> Iterator[NewTokens]:
         """Start a window, and yield the answers of the one before with their new tokens, and why they ended."""
         work = None if self._scheduler.is_done else self._scheduler.next()
         if work:
@@ -379,7 +389,7 @@ class Batch:
         if self._under_way and (not work or len(self._under_way) > 1):
             yield from self._receive(*self._under_way.popleft())
 
-    def _dispatch(self, work: Work) -> Sampled:
+    def _dispatch(self, work: SchedulerOutput) -> Sampled:
         """Start the prefill and the window; return its results to come."""
         programs, trees = self._programs, self._trees
         for row in work.rows:
@@ -388,7 +398,7 @@ class Batch:
             self._caches = programs.extend(trees, *self._prompts.suffixes(row), self._caches)
         if work.slot_copies:
             self._caches = programs.copy(self._caches, self._prompts.copies(work))
-        if penalized := [answer for answer in work.fresh if answer.request.sampling.has_penalties]:
+        if penalized := [sequence for sequence in work.fresh if sequence.request.sampling.has_penalties]:
             assert self._slots.counts is not None
             counts = programs.note(self._slots.counts, *self._prompts.counted(penalized))
             self._slots = replace(self._slots, counts=counts)
@@ -406,10 +416,10 @@ class Batch:
         jax.tree.map(lambda x: x.copy_to_host_async(), sampled)
         return sampled
 
-    def _choose(self, work: Work) -> tuple[Features, WindowSizes, bool]:
+    def _choose(self, work: SchedulerOutput) -> tuple[Features, WindowSizes, bool]:
         """Return what a window's answers use, its programs, and whether these are waited for."""
         kind, whole = self._kind, self._whole
-        used = Features.union(features_of(answer.request) for answer in work.answers)
+        used = Features.union(features_of(sequence.request) for sequence in work.answers)
         features = self._covering(used)
         whole &= features.top == kind.features.top
         if features == kind.features:
@@ -432,10 +442,10 @@ class Batch:
         if features.top == self._kind.features.top or self._compiler is None:
             return None
         sizes = self._others.setdefault(features, WindowSizes(self._plan.slots))
-        self._compile_beside(sizes, features, self._table.window(Work(), self._plan.slots, features))
+        self._compile_beside(sizes, features, self._table.window(SchedulerOutput(), self._plan.slots, features))
         return sizes.first_under_way()
 
-    def _compile_beside(self, sizes: WindowSizes, features: Features, window: Window) -> None:
+    def _compile_beside(self, sizes: WindowSizes, features: Features, window: DecodeWindow) -> None:
         """Let threads compile the programs of windows that are missing."""
         assert self._compiler is not None
         shapes = jax.tree.map(_shape, (self._trees, self._slots, self._caches, window))
@@ -448,7 +458,7 @@ class Batch:
         """Return the slots for further answers than those that have or await one."""
         return self._scheduler.free_slots
 
-    def _receive(self, work: Work, sampled: Any) -> Iterator[tuple[Answer, Int[np.ndarray, " n"], Finish | None]]:
+    def _receive(self, work: SchedulerOutput, sampled: Any) -> Iterator[NewTokens]:
         """Yield the new tokens of a window's answers.
 
         Raises:
@@ -460,30 +470,29 @@ class Batch:
         if (steps.tokens == NOT_FINITE).any():
             raise ValueError("the model's logits are not finite (NaN or infinity): check its weights and the adapter")
         counts = (steps.tokens != IDLE).sum(0).tolist()
-        for column, (answer, count) in enumerate(zip(work.answers, counts, strict=False)):
-            answer.windows -= 1
-            if not count or answer.length >= answer.end:
+        for column, (sequence, count) in enumerate(zip(work.answers, counts, strict=False)):
+            sequence.windows -= 1
+            if not count or sequence.length >= sequence.end:
                 continue  # it ended in the last window, or the caller ended it
-            if answer.matcher:
-                count = answer.matcher.take(steps.tokens[:count, column].tolist())
+            if sequence.matcher:
+                count = sequence.matcher.take(steps.tokens[:count, column].tolist())
             parts = [part[:count, column] for part in (steps.tokens, steps.log_probs, steps.model_log_probs)]
-            likely = [
-                part[:count, column, : answer.request.top_log_probs] for part in (steps.top_tokens, steps.top_log_probs)
-            ]
+            most = sequence.request.top_log_probs
+            likely = [part[:count, column, :most] for part in (steps.top_tokens, steps.top_log_probs)]
             tokens = Tokens(*parts, *likely)
-            ended = self._ended(answer, tokens)
-            self._scheduler.receive(answer, tokens, ended is not None)
+            ended = self._ended(sequence, tokens)
+            self._scheduler.receive(sequence, tokens, ended is not None)
             if ended:
-                self._table.remove(answer)
-            yield answer, tokens.ids, ended
+                self._table.remove(sequence)
+            yield sequence, tokens.ids, ended
 
-    def _ended(self, answer: Answer, new: Tokens) -> Finish | None:
+    def _ended(self, sequence: Sequence, new: Tokens) -> Finish | None:
         """Return why an answer ends with its new tokens, if it does."""
-        if len(new.ids) and int(new.ids[-1]) in self._table.stop_tokens(answer):
+        if len(new.ids) and int(new.ids[-1]) in self._table.stop_tokens(sequence):
             return "stop"
-        if answer.matcher and (answer.matcher.is_over or not len(new.ids)):  # none: a grammar beyond its limits
-            return "stop" if answer.matcher.is_complete else "length"
-        return "length" if answer.length + len(new.ids) >= answer.end else None
+        if sequence.matcher and (sequence.matcher.is_over or not len(new.ids)):  # none: a grammar beyond its limits
+            return "stop" if sequence.matcher.is_complete else "length"
+        return "length" if sequence.length + len(new.ids) >= sequence.end else None
 
 
 def _placed(x: Any) -> Any:
@@ -494,6 +503,6 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_placed(x), weak_type=getattr(x, "weak_type", False))
 
 
-def _compile(programs: Programs, shapes: Any, options: dict[str, Any], precision: Any, size: int) -> Any:
+def _compile(programs: EnginePrograms, shapes: Any, options: dict[str, Any], precision: Any, size: int) -> Any:
     with jax.default_matmul_precision(precision) if precision else nullcontext():
         return programs.compile_window(*shapes, size=size, **options)

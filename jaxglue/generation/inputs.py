@@ -1,6 +1,7 @@
 """Inputs of the compiled programs, in numpy: prompts in packed rows, pages to copy, and the answers of each slot."""
 
-from collections.abc import Collection, Sequence
+from collections import abc
+from collections.abc import Collection
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,9 +10,9 @@ from jaxtyping import Int
 
 from jaxglue.generation.contexts import Cursor, Places
 from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, CachePlan, ring_table
-from jaxglue.generation.programs import Copies, Window
+from jaxglue.generation.programs import CacheCopies, DecodeWindow
 from jaxglue.generation.sampling import Controls, Features, answer_keys
-from jaxglue.generation.scheduler import LONGEST_SUFFIX, Answer, Prefill, Request, Work
+from jaxglue.generation.scheduler import LONGEST_SUFFIX, Prefill, Request, SchedulerOutput, Sequence
 from jaxglue.ops.segments import PackedSegments, pack_segments, segment_bucket
 
 _SMALLEST_ROW, _SHORT_SUFFIX = 128, 64
@@ -35,7 +36,7 @@ def features_of(request: Request) -> Features:
     )
 
 
-class Kind(NamedTuple):
+class ProgramKind(NamedTuple):
     """Settings that a batch's answers use; each kind has programs of its own."""
 
     features: Features
@@ -50,7 +51,7 @@ class Kind(NamedTuple):
     """Features of windows in which some answer uses more; None if none does."""
 
     @classmethod
-    def of(cls, requests: Sequence[Request], stop: Collection[int]) -> "Kind":
+    def of(cls, requests: abc.Sequence[Request], stop: Collection[int]) -> "ProgramKind":
         """Return the kind of these requests."""
         stops = max(len(set(stop).union(request.stop)) for request in requests)
         biases = max(len(request.logit_bias) for request in requests)
@@ -72,7 +73,7 @@ class SlotTable:
         vocabulary: of the model.
     """
 
-    def __init__(self, plan: CachePlan, kind: Kind, vocabulary: int):
+    def __init__(self, plan: CachePlan, kind: ProgramKind, vocabulary: int):
         self._nobody, self._vocabulary, rows = plan.slots, vocabulary, plan.slots + 1
         self._words = -(-vocabulary // 32) if kind.all_features.grammars else None
         self._answers = dict[int, tuple[Any, frozenset[int]]]()
@@ -86,54 +87,55 @@ class SlotTable:
         self._controls["bias_tokens"] = np.full((rows, kind.biases), vocabulary, np.int32)
         self._controls["biases"] = np.zeros((rows, kind.biases), np.float32)
 
-    def add(self, answers: Sequence[Answer], stop: Collection[int]) -> None:
+    def add(self, answers: abc.Sequence[Sequence], stop: Collection[int]) -> None:
         """Add answers that wait, and end at these tokens or those of their requests."""
         keys = answer_keys([(a.request.sampling.seed, a.request.index, a.answer) for a in answers])
-        for answer, key in zip(answers, keys, strict=True):
-            self._answers[id(answer)] = key, frozenset(stop).union(answer.request.stop)
+        for sequence, key in zip(answers, keys, strict=True):
+            self._answers[id(sequence)] = key, frozenset(stop).union(sequence.request.stop)
 
-    def remove(self, answer: Answer) -> None:
+    def remove(self, sequence: Sequence) -> None:
         """Remove an answer that has ended."""
-        self._answers.pop(id(answer), None)
+        self._answers.pop(id(sequence), None)
 
-    def stop_tokens(self, answer: Answer) -> frozenset[int]:
+    def stop_tokens(self, sequence: Sequence) -> frozenset[int]:
         """Return the tokens that end an answer."""
-        return self._answers[id(answer)][1]
+        return self._answers[id(sequence)][1]
 
-    def window(self, work: Work, size: int, features: Features) -> Window:
+    def window(self, work: SchedulerOutput, size: int, features: Features) -> DecodeWindow:
         """Return the window of the work's answers, padded to `size` sequences, whose answers have these features."""
-        for answer in work.fresh:
-            self._begin(answer)
+        for sequence in work.fresh:
+            self._begin(sequence)
         slots: Any = np.full(size, self._nobody, np.int32)
-        slots[: len(work.answers)] = [answer.slot for answer in work.answers]
-        for answer in work.answers:
-            slot, count = answer.slot or 0, len(answer.pages)
+        slots[: len(work.answers)] = [sequence.slot for sequence in work.answers]
+        for sequence in work.answers:
+            slot, count = sequence.slot or 0, len(sequence.pages)
             if count > (filled := self._filled[slot]):
-                self._tables[slot, filled:count] = answer.pages[filled:]
+                self._tables[slot, filled:count] = sequence.pages[filled:]
                 self._filled[slot] = count
-        fresh: Any = np.isin(slots, np.array([answer.slot for answer in work.fresh], np.int32))
+        fresh: Any = np.isin(slots, np.array([sequence.slot for sequence in work.fresh], np.int32))
         fields = {name: rows[slots] for name, rows in self._fields.items()}
         controls = Controls(**{name: rows[slots] for name, rows in self._controls.items()})
         ranks = None if self._ranks is None else self._ranks[slots]
         masks = self._masks(work.answers, size) if features.grammars else None
         options: Any = {"controls": controls, "ranks": ranks, "masks": masks}
-        return Window(slots=slots, fresh=fresh, tables=self._tables[slots], **fields, **options)
+        return DecodeWindow(slots=slots, fresh=fresh, tables=self._tables[slots], **fields, **options)
 
-    def _masks(self, answers: Sequence[Answer], size: int) -> Any:
+    def _masks(self, answers: abc.Sequence[Sequence], size: int) -> Any:
         """Return the tokens that may come next; all of them in answers without a grammar."""
         assert self._words is not None
         masks = np.full((size, self._words), 0xFFFFFFFF, np.uint32)
-        for row, answer in enumerate(answers):
-            if answer.matcher:
-                masks[row] = answer.matcher.mask()
+        for row, sequence in enumerate(answers):
+            if sequence.matcher:
+                masks[row] = sequence.matcher.mask()
         return masks
 
-    def _begin(self, answer: Answer) -> None:
-        slot, request, (key, stop) = answer.slot or 0, answer.request, self._answers[id(answer)]
+    def _begin(self, sequence: Sequence) -> None:
+        slot, request, (key, stop) = sequence.slot or 0, sequence.request, self._answers[id(sequence)]
         self._tables[slot], self._filled[slot] = 0, 0
-        last = answer.received[-1].ids[-1] if answer.received else request.prompt[-1]
+        last = sequence.received[-1].ids[-1] if sequence.received else request.prompt[-1]
         fields, controls = self._fields, self._controls
-        fields["ends"][slot], fields["tokens"][slot], fields["positions"][slot] = answer.end, last, answer.length - 1
+        fields["ends"][slot], fields["tokens"][slot] = sequence.end, last
+        fields["positions"][slot] = sequence.length - 1
         fields["stops"][slot], fields["stops"][slot, : len(stop)] = -1, sorted(stop)
         for name, (setting, _) in _SETTINGS.items():
             controls[name][slot] = getattr(request.sampling, setting)
@@ -162,14 +164,14 @@ class PromptInputs:
 
     Args:
         plan: of the cache.
-        windows: of the model's attention, as `Programs.windows`.
+        windows: of the model's attention, as `EnginePrograms.windows`.
         ranks: of the adapters, of which prompts use some; 0 where all use all.
     """
 
     def __init__(self, plan: CachePlan, windows: tuple[int | None, ...], ranks: int):
         self._plan, self._windows, self._all_ranks = plan, windows, ranks
 
-    def row(self, row: Sequence[Prefill]) -> tuple[Any, PackedSegments, Places]:
+    def row(self, row: abc.Sequence[Prefill]) -> tuple[Any, PackedSegments, Places]:
         """Return one packed row of prompts: tokens [1, T], segments, and where their keys and values go."""
         lengths = [len(prompt.tokens) for prompt in row]
         used = sum(lengths)
@@ -188,7 +190,7 @@ class PromptInputs:
         places: Any = Places(pages=pages, offsets=offsets, **options)
         return tokens, segments, places
 
-    def suffixes(self, row: Sequence[Prefill]) -> tuple[Any, Cursor]:
+    def suffixes(self, row: abc.Sequence[Prefill]) -> tuple[Any, Cursor]:
         """Return the rests of prompts that begin in the cache: tokens [T], with a row of its table for each."""
         used = sum(len(prompt.tokens) - prompt.begin for prompt in row)
         T = _SHORT_SUFFIX if used <= _SHORT_SUFFIX else LONGEST_SUFFIX
@@ -209,7 +211,7 @@ class PromptInputs:
         cursor = Cursor(places=places, tables=(tables,), slots=slots, positions=positions, rope=rope)
         return tokens, cursor
 
-    def _ranks(self, row: Sequence[Prefill], lengths: Sequence[int], rows: int = 1) -> Any:
+    def _ranks(self, row: abc.Sequence[Prefill], lengths: abc.Sequence[int], rows: int = 1) -> Any:
         """Return the ranks that each token of prompts uses, in so many rows; None where all use all."""
         if not self._all_ranks:
             return None
@@ -226,7 +228,7 @@ class PromptInputs:
         table: Any = ring_table(np.array([prompt.slot]), ring, self._plan.table)  # type: ignore[arg-type]
         return np.where(page > page[-1] - ring, table[0, page], 0)
 
-    def copies(self, work: Work) -> Copies:
+    def copies(self, work: SchedulerOutput) -> CacheCopies:
         """Return the pages and states of prompts that further answers continue, and theirs."""
         slots: Any = np.array(work.slot_copies, np.int32)
         copies = []
@@ -239,17 +241,17 @@ class PromptInputs:
         sources, targets = (tuple(pairs[:, i] for pairs in copies) for i in range(2))
         pad = (0, _power_of_two(len(slots)) - len(slots)), (0, 0)
         states = np.pad(slots, pad, constant_values=self._plan.slots).T
-        return Copies(sources, targets, tuple(states))  # type: ignore[arg-type]
+        return CacheCopies(sources, targets, tuple(states))  # type: ignore[arg-type]
 
-    def counted(self, fresh: Sequence[Answer]) -> tuple[Any, Any, Any]:
-        """Return slots, known tokens, and which of these are the answers' own, as `Programs.note` counts them."""
-        count, length = _power_of_two(len(fresh)), _power_of_two(max(answer.length for answer in fresh))
+    def counted(self, fresh: abc.Sequence[Sequence]) -> tuple[Any, Any, Any]:
+        """Return slots, known tokens, and which of these are the answers' own, as `EnginePrograms.note` counts them."""
+        count, length = _power_of_two(len(fresh)), _power_of_two(max(sequence.length for sequence in fresh))
         slots: Any = np.full(count, self._plan.slots, np.int32)
         tokens: Any = np.full((count, length), -1, np.int32)
         new: Any = np.zeros((count, length), bool)
-        for i, answer in enumerate(fresh):
-            slots[i], tokens[i, : answer.length] = answer.slot, answer.tokens
-            new[i, len(answer.request.prompt) :] = True
+        for i, sequence in enumerate(fresh):
+            slots[i], tokens[i, : sequence.length] = sequence.slot, sequence.tokens
+            new[i, len(sequence.request.prompt) :] = True
         return slots, tokens, new
 
 

@@ -43,7 +43,7 @@ Trees = tuple[Params, ...]
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Sequences:
+class SlotStates:
     """Sequences as the device knows them, between windows of all slots and one more, which is nobody's."""
 
     tokens: Int[Array, " S"]
@@ -58,7 +58,7 @@ class Sequences:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Window:
+class DecodeWindow:
     """The host's inputs for the B sequences of a window."""
 
     slots: Int[Array, " B"]
@@ -109,7 +109,7 @@ class CachedLayer:
         return merge_module(self._graphdef, *weights)(x, context), context.cache
 
 
-class Copies(NamedTuple):
+class CacheCopies(NamedTuple):
     """Pages to copy, from and to, for each kind of layers, and slots; nobody's onto itself where there are fewer."""
 
     sources: tuple[Int[Array, " n"], ...]
@@ -118,7 +118,7 @@ class Copies(NamedTuple):
     """Slots from and to which states are copied."""
 
 
-class Programs:
+class EnginePrograms:
     """The programs of a model; arguments as in `Engine`."""
 
     def __init__(
@@ -181,7 +181,7 @@ class Programs:
             x, caches[i] = layer.extend(weights, x, caches[i], cursor)
         return caches
 
-    def copy(self, caches: list[Cache], copies: Copies) -> list[Cache]:
+    def copy(self, caches: list[Cache], copies: CacheCopies) -> list[Cache]:
         """Copy pages within the caches."""
         return self._copy(caches, copies)
 
@@ -190,8 +190,8 @@ class Programs:
         return self._note(counts, slots, tokens, new)
 
     def window(
-        self, trees: Trees, slots: Sequences, caches: list[Cache], window: Window, *, steps: int, **static: Any
-    ) -> tuple[Sequences, list[Cache], Sampled]:
+        self, trees: Trees, slots: SlotStates, caches: list[Cache], window: DecodeWindow, *, steps: int, **static: Any
+    ) -> tuple[SlotStates, list[Cache], Sampled]:
         """Decode up to `steps` tokens of each of the window's sequences by one program.
 
         Its compile time grows with depth.
@@ -209,8 +209,8 @@ class Programs:
         return self._run(static["plan"])(trees, slots, caches, window, steps=steps, **static)
 
     def window_by_layers(
-        self, trees: Trees, slots: Sequences, caches: list[Cache], window: Window, *, steps: int, **static: Any
-    ) -> tuple[Sequences, list[Cache], list[Sampled]]:
+        self, trees: Trees, slots: SlotStates, caches: list[Cache], window: DecodeWindow, *, steps: int, **static: Any
+    ) -> tuple[SlotStates, list[Cache], list[Sampled]]:
         """Compute `window` layer by layer and step by step; return a list of the steps' samples."""
         sequences, caches, out = self._begin(slots, window), list(caches), []
         for step in range(steps):
@@ -244,7 +244,9 @@ class Programs:
     def _run(self, plan: CachePlan) -> Program:
         return self._run_one if plan.slots == 1 else self._run_several
 
-    def _scan(self, trees: Trees, slots: Sequences, caches: list[Cache], window: Window, *, steps: int, **options: Any):
+    def _scan(
+        self, trees: Trees, slots: SlotStates, caches: list[Cache], window: DecodeWindow, *, steps: int, **options: Any
+    ):
         def body(carry, first):
             # or XLA would expand all quantized weights once, before the loop
             weights, (sequences, caches) = jax.lax.optimization_barrier((trees, carry))
@@ -257,7 +259,9 @@ class Programs:
         carry, sampled = jax.lax.scan(body, (_begin(slots, window), caches), first, length=steps)
         return _finish(slots, window, carry[0]), carry[1], sampled
 
-    def _step(self, trees: Trees, sequences: Sequences, caches: list[Cache], window: Window, masks, *, plan, features):
+    def _step(
+        self, trees: Trees, sequences: SlotStates, caches: list[Cache], window: DecodeWindow, masks, *, plan, features
+    ):
         """Decode a token of each sequence, of those in `masks`; return (sequences, caches, sampled)."""
         x, cursor, own = self._embed_slots(_part(trees, "embed_tokens"), sequences, window, plan=plan)
         caches = list(caches)
@@ -276,7 +280,7 @@ class Programs:
         tile = PREFILL_TOKENS if tokens.shape[1] > PREFILL_TOKENS else None
         return x, PackedContext(segments=segments, rope=rope, backend=self._attention, tile=tile), own
 
-    def _embed_last(self, weights: Trees, sequences: Sequences, window: Window, *, plan: CachePlan):
+    def _embed_last(self, weights: Trees, sequences: SlotStates, window: DecodeWindow, *, plan: CachePlan):
         """Return (hidden states [1, B, D], cursor, the layers' own embeddings, if any)."""
         positions, live = sequences.positions, sequences.live
         x, rope, own = self._embed(weights, sequences.tokens[None], positions[None])
@@ -300,12 +304,12 @@ class Programs:
         norm_weights: Trees,
         output_weights: Trees,
         x: Float[Array, "1 B D"],
-        sequences: Sequences,
-        window: Window,
+        sequences: SlotStates,
+        window: DecodeWindow,
         masks: UInt32[Array, "B words"] | None,
         *,
         features: Features,
-    ) -> tuple[Sequences, Sampled]:
+    ) -> tuple[SlotStates, Sampled]:
         """Return the sequences after their next tokens, and the sample."""
         norm = merge_module(self._graphdefs.norm, *norm_weights)
         output = merge_module(self._graphdefs.output, *output_weights)
@@ -322,7 +326,7 @@ class Programs:
         after = replace(sequences, tokens=tokens, positions=jnp.where(live, positions, 0), live=live)
         return after, sampled._replace(tokens=shown)
 
-    def _copy_pages(self, caches: list[Cache], copies: Copies) -> list[Cache]:
+    def _copy_pages(self, caches: list[Cache], copies: CacheCopies) -> list[Cache]:
         def copied(kind: LayerKind, cache):
             index = self.windows.index(kind.window)
             pages = copies.sources[index], copies.targets[index]
@@ -332,38 +336,38 @@ class Programs:
         return list(map(copied, self._config.layer_kinds, caches))
 
 
-def make_sequences(plan: CachePlan, vocabulary: int, features: Features, device=None) -> Sequences:
+def make_sequences(plan: CachePlan, vocabulary: int, features: Features, device=None) -> SlotStates:
     """Return the state of slots without sequences, and of one more."""
     zeros = partial(zeros_on, device)
     S, counts = plan.slots + 1, None
     if features.penalties:
         counts = Counts(seen=zeros((S, vocabulary), bool), answered=zeros((S, vocabulary), jnp.int32))
-    return Sequences(tokens=zeros(S, jnp.int32), positions=zeros(S, jnp.int32), live=zeros(S, bool), counts=counts)
+    return SlotStates(tokens=zeros(S, jnp.int32), positions=zeros(S, jnp.int32), live=zeros(S, bool), counts=counts)
 
 
-def _begin(slots: Sequences, window: Window) -> Sequences:
+def _begin(slots: SlotStates, window: DecodeWindow) -> SlotStates:
     """Return the window's sequences; their counts remain those of all slots."""
     old = jax.tree.map(lambda rows: rows[window.slots], replace(slots, counts=None))
     nobody = window.slots == len(slots.live) - 1
     live = (window.fresh | old.live) & ~nobody
     positions = jnp.where(window.fresh, window.positions, old.positions)
     tokens = jnp.where(window.fresh, window.tokens, old.tokens)
-    return Sequences(tokens=tokens, positions=jnp.where(live, positions, 0), live=live, counts=slots.counts)
+    return SlotStates(tokens=tokens, positions=jnp.where(live, positions, 0), live=live, counts=slots.counts)
 
 
-def _finish(slots: Sequences, window: Window, sequences: Sequences) -> Sequences:
+def _finish(slots: SlotStates, window: DecodeWindow, sequences: SlotStates) -> SlotStates:
     """Return the state of all slots after a window of these sequences."""
     new = replace(sequences, counts=None)
     after = jax.tree.map(lambda rows, own: rows.at[window.slots].set(own), replace(slots, counts=None), new)
     return replace(after, counts=sequences.counts)
 
 
-def _masks(window: Window, first) -> UInt32[Array, "B words"] | None:
+def _masks(window: DecodeWindow, first) -> UInt32[Array, "B words"] | None:
     """Return the masks of a step, where only the first one's tokens are known to the host beforehand."""
     return None if window.masks is None else jnp.where(first, window.masks, np.uint32(0xFFFFFFFF))
 
 
-def _ring(window: Window, plan: CachePlan, size: int) -> Int[Array, "B P"]:
+def _ring(window: DecodeWindow, plan: CachePlan, size: int) -> Int[Array, "B P"]:
     return ring_table(window.slots, plan.ring(size), plan.table)
 
 

@@ -1,11 +1,11 @@
 """Which answers decode next, in which slots and pages: host work alone, between two windows of steps.
 
 Answers wait in order, get a slot and the pages of their prompt, take further pages as they grow, and leave at their
-stop token or limit. Where pages run out, the answer that came last gives its own up and waits again, with its tokens.
+stop token or limit. Where pages run out, the sequence that came last gives its own up and waits again, with its tokens.
 """
 
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import abc, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -29,7 +29,7 @@ Finish = Literal["stop", "length", "until"]
 class Request:
     """A prompt to answer."""
 
-    prompt: Sequence[int] | Int[np.ndarray, " n"]
+    prompt: abc.Sequence[int] | Int[np.ndarray, " n"]
     """Its tokens."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     index: int = 0
@@ -59,7 +59,7 @@ class Tokens(NamedTuple):
 
 
 @dataclass(eq=False)
-class Answer:
+class Sequence:
     """An answer that waits or grows."""
 
     number: int
@@ -117,7 +117,7 @@ class Prefill(NamedTuple):
 
 
 @dataclass
-class Work:
+class SchedulerOutput:
     """Prompts to prefill, pages to copy, and then a window of steps."""
 
     prompts: list[Prefill] = field(default_factory=list)
@@ -127,9 +127,9 @@ class Work:
     """Pages from and to, copied after the prefill."""
     slot_copies: list[tuple[int, int]] = field(default_factory=list)
     """Slots from and to, copied with all that a slot has besides numbered pages."""
-    fresh: list[Answer] = field(default_factory=list)
+    fresh: list[Sequence] = field(default_factory=list)
     """Answers that begin, or go on from what the host knows: after they waited, or by a grammar."""
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[Sequence] = field(default_factory=list)
     """Answers that decode in the window."""
 
     @property
@@ -143,7 +143,7 @@ class Work:
         return _packed(self.suffixes, LONGEST_SUFFIX)
 
 
-def _packed(prefills: Sequence[Prefill], most: int) -> Iterator[list[Prefill]]:
+def _packed(prefills: abc.Sequence[Prefill], most: int) -> Iterator[list[Prefill]]:
     """Yield those that share a row of so many tokens, in order; a longer one is alone."""
     row, used = list[Prefill](), 0
     for prefill in prefills:
@@ -169,75 +169,75 @@ class Scheduler:
 
     def __init__(self, plan: CachePlan, steps: int, *, remembers: bool = False, rewinds: bool = True):
         self._remembers, self._rewinds = remembers, rewinds
-        self._waiting, self._steps = deque[Answer](), steps
+        self._waiting, self._steps = deque[Sequence](), steps
         self._pool, self._slots = PagePool(plan.pages), list(range(plan.slots - 1, -1, -1))
-        self._running: list[Answer] = []
+        self._running: list[Sequence] = []
         self._promised = 0
         """Pages that the running answers are likely to take yet."""
 
-    def add(self, answers: Iterable[Answer]) -> None:
+    def add(self, answers: Iterable[Sequence]) -> None:
         """Let further answers wait, in order."""
         self._waiting.extend(answers)
 
     @property
     def is_done(self) -> bool:
         """Return whether all answers have ended, or will in windows under way."""
-        return not self._waiting and all(answer.ends_under_way for answer in self._running)
+        return not self._waiting and all(sequence.ends_under_way for sequence in self._running)
 
     @property
     def free_slots(self) -> int:
         """Return the slots less the answers that wait for one; below 0 where more wait."""
         return len(self._slots) - len(self._waiting)
 
-    def next(self) -> Work | None:
+    def next(self) -> SchedulerOutput | None:
         """Return the next window and what precedes it; None while results of windows under way decide."""
-        for answer in [answer for answer in self._running if answer.ends_under_way]:
-            self._leave(answer)  # it ends in a window under way, so its slot is free after that
-        work = Work()
+        for sequence in [sequence for sequence in self._running if sequence.ends_under_way]:
+            self._leave(sequence)  # it ends in a window under way, so its slot is free after that
+        work = SchedulerOutput()
         if not self._grow():
             return None
         self._promised = sum(map(self._promise, self._running))
         while self._waiting and self._slots and self._admit(work):
             pass
-        going = [answer for answer in self._running if not answer.waits]
-        work.fresh += [answer for answer in going if answer.matcher and answer not in work.fresh]
+        going = [sequence for sequence in self._running if not sequence.waits]
+        work.fresh += [sequence for sequence in going if sequence.matcher and sequence not in work.fresh]
         # The longest first: programs of attention begin in this order, and the last ones to end are short.
-        work.answers = sorted(going, key=lambda answer: -answer.reach)
-        for answer in work.answers:
-            answer.reach = min(answer.reach + self._steps, answer.end)
-            answer.windows += 1
+        work.answers = sorted(going, key=lambda sequence: -sequence.reach)
+        for sequence in work.answers:
+            sequence.reach = min(sequence.reach + self._steps, sequence.end)
+            sequence.windows += 1
         return work if work.answers else None
 
-    def receive(self, answer: Answer, tokens: Tokens, ends: bool) -> None:
+    def receive(self, sequence: Sequence, tokens: Tokens, ends: bool) -> None:
         """Note an answer's new tokens, and whether it ended before its limit; it goes back if they are fewer."""
-        answer.received.append(tokens)
-        answer.new += tokens.ids.tolist()
-        answer.length += len(tokens.ids)
+        sequence.received.append(tokens)
+        sequence.new += tokens.ids.tolist()
+        sequence.length += len(tokens.ids)
         if ends:
-            self.end(answer)
-        elif answer.matcher and answer.length < answer.reach:
-            answer.reach = answer.length
+            self.end(sequence)
+        elif sequence.matcher and sequence.length < sequence.reach:
+            sequence.reach = sequence.length
             if not self._rewinds:
-                self._leave(answer)
-                self._waiting.appendleft(answer)
+                self._leave(sequence)
+                self._waiting.appendleft(sequence)
 
-    def end(self, answer: Answer) -> None:
+    def end(self, sequence: Sequence) -> None:
         """End an answer early."""
-        answer.end = answer.length
-        if answer in self._running:
-            self._leave(answer)
-        elif answer in self._waiting:
-            self._waiting.remove(answer)
+        sequence.end = sequence.length
+        if sequence in self._running:
+            self._leave(sequence)
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
 
-    def _leave(self, answer: Answer) -> None:
-        assert answer.slot is not None
-        self._running.remove(answer)
-        if self._remembers and answer.length == answer.end:
+    def _leave(self, sequence: Sequence) -> None:
+        assert sequence.slot is not None
+        self._running.remove(sequence)
+        if self._remembers and sequence.length == sequence.end:
             # The last token is not in the cache, nor any of those after it in a window under way in a full page.
-            self._pool.name(answer.pages, page_names(answer.tokens[:-1], answer.request.ranks))
-        self._pool.give_back(answer.pages)
-        self._slots.append(answer.slot)
-        answer.slot, answer.pages = None, []
+            self._pool.name(sequence.pages, page_names(sequence.tokens[:-1], sequence.request.ranks))
+        self._pool.give_back(sequence.pages)
+        self._slots.append(sequence.slot)
+        sequence.slot, sequence.pages = None, []
 
     def _grow(self) -> bool:
         """Take the pages that the window fills, from the answers that came last where none are free.
@@ -245,21 +245,21 @@ class Scheduler:
         Returns:
             False if it must be known first how far these came.
         """
-        for answer in [answer for answer in self._running if not answer.waits]:
-            while answer.slot is not None and (lack := self._lack(answer)) > len(self._pool):
+        for sequence in [sequence for sequence in self._running if not sequence.waits]:
+            while sequence.slot is not None and (lack := self._lack(sequence)) > len(self._pool):
                 last = self._running[-1]
                 if last.windows:
                     return False
                 self._leave(last)
                 self._waiting.appendleft(last)
-            if answer.slot is not None:
-                answer.pages += self._pool.take(lack)
+            if sequence.slot is not None:
+                sequence.pages += self._pool.take(lack)
         return True
 
-    def _lack(self, answer: Answer) -> int:
-        return pages_of(min(answer.reach + self._steps, answer.end)) - len(answer.pages)
+    def _lack(self, sequence: Sequence) -> int:
+        return pages_of(min(sequence.reach + self._steps, sequence.end)) - len(sequence.pages)
 
-    def _admit(self, work: Work) -> bool:
+    def _admit(self, work: SchedulerOutput) -> bool:
         """Give slots to the next answer, and to those after it that continue the same prompt; False without pages."""
         first = self._waiting[0]
         known = first.length - 1  # the window begins with the last known token
@@ -280,46 +280,48 @@ class Scheduler:
         self._pool.share(there)
         prefix = there + self._pool.take(shared - len(there))
         self._pool.name(prefix, names)
-        for index, answer in enumerate(group[:fits]):
+        for index, sequence in enumerate(group[:fits]):
             self._waiting.popleft()
-            answer.slot, answer.pages = self._slots.pop(), prefix + self._pool.take(all_pages - shared)
+            sequence.slot, sequence.pages = self._slots.pop(), prefix + self._pool.take(all_pages - shared)
             if index:
                 self._pool.share(prefix)
-            self._running.append(answer)
-            self._promised += self._promise(answer)
-            work.fresh.append(answer)
+            self._running.append(sequence)
+            self._promised += self._promise(sequence)
+            work.fresh.append(sequence)
         if known:
             self._prefill(work, group[:fits], tokens, len(there) * PAGE)
         return True
 
-    def _siblings(self, first: Answer) -> list[Answer]:
+    def _siblings(self, first: Sequence) -> list[Sequence]:
         """Return the answers at the front that are to the same request: their numbers may be those of others, too."""
         if first.received:
             return [first]
-        group = list[Answer]()
-        for answer in self._waiting:
-            if answer.request is not first.request or answer.received:
+        group = list[Sequence]()
+        for sequence in self._waiting:
+            if sequence.request is not first.request or sequence.received:
                 break
-            group.append(answer)
+            group.append(sequence)
         return group
 
-    def _prefill(self, work: Work, group: Sequence[Answer], tokens: Int[np.ndarray, " n"], begin: int) -> None:
+    def _prefill(
+        self, work: SchedulerOutput, group: abc.Sequence[Sequence], tokens: Int[np.ndarray, " n"], begin: int
+    ) -> None:
         first, *others = group
         assert first.slot is not None
         if begin < len(tokens):
             prefill = Prefill(tokens, first.slot, first.pages, begin, first.request.ranks)
             (work.suffixes if begin else work.prompts).append(prefill)
         full, partial = divmod(len(tokens), PAGE)
-        for answer in others:
-            assert answer.slot is not None
-            work.slot_copies.append((first.slot, answer.slot))
+        for sequence in others:
+            assert sequence.slot is not None
+            work.slot_copies.append((first.slot, sequence.slot))
             if partial:
-                work.page_copies.append((first.pages[full], answer.pages[full]))
+                work.page_copies.append((first.pages[full], sequence.pages[full]))
 
-    def _expected(self, answer: Answer) -> int:
+    def _expected(self, sequence: Sequence) -> int:
         """Return the pages that an answer is likely to need: half of those that it may still take."""
-        return pages_of((answer.reach + answer.end + 1) // 2)
+        return pages_of((sequence.reach + sequence.end + 1) // 2)
 
-    def _promise(self, answer: Answer) -> int:
+    def _promise(self, sequence: Sequence) -> int:
         """Return the pages that an answer is likely to take yet."""
-        return max(self._expected(answer) - len(answer.pages), 0)
+        return max(self._expected(sequence) - len(sequence.pages), 0)

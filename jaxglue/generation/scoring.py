@@ -24,7 +24,7 @@ Tokens = list[int]
 _SHORTEST_ROW = 2048
 
 
-class Scorer:
+class ContinuationScorer:
     """Scores continuations of contexts with an assistant's model."""
 
     def __init__(self, assistant: Assistant):
@@ -148,7 +148,7 @@ class TextScorer:
         return tokens
 
 
-class RewardModel(TextScorer):
+class RewardScorer(TextScorer):
     """A loaded reward model, with a score for each document.
 
     Raises:

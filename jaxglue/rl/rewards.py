@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxglue.data.tokenizer import require_unicode
 from jaxglue.files.regular_file import file_digest
 from jaxglue.generation.config import AssistantConfig
-from jaxglue.generation.scoring import RewardModel
+from jaxglue.generation.scoring import RewardScorer
 from jaxglue.hf.folder_digest import folder_digest
 from jaxglue.rl.checks import check_schema, expected_texts
 from jaxglue.rl.config import RolloutConfig
@@ -180,7 +180,7 @@ class Judge:
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"--reward: two are named {twice}, and metrics tell them by name: let &as= name one")
         self.weights = np.array([spec.weight for spec in self.specs])
-        self._models: dict[str, RewardModel] = {}
+        self._models: dict[str, RewardScorer] = {}
         self._timeout = config.reward_timeout
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._judges_each = set[str]()
@@ -273,7 +273,7 @@ class Judge:
             if (folder := spec.folder) is None:
                 continue
             is_adapter = (folder / "adapter_config.json").is_file()
-            model = RewardModel(AssistantConfig(adapter=folder) if is_adapter else AssistantConfig(model=folder))
+            model = RewardScorer(AssistantConfig(adapter=folder) if is_adapter else AssistantConfig(model=folder))
             if model.tokenizer.get_vocab() != tokenizer.get_vocab():
                 raise ValueError(
                     f"--reward model: {folder} has another vocabulary than the model in training: train one on its base"

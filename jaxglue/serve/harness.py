@@ -10,7 +10,7 @@ from jaxglue.data.tokenizer import encode_beginning
 from jaxglue.generation.assistant import Assistant
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.scheduler import Request
-from jaxglue.generation.scoring import Scorer
+from jaxglue.generation.scoring import ContinuationScorer
 from jaxglue.serve.config import EvaluateConfig
 
 _NEW_TOKENS = 256
@@ -30,7 +30,7 @@ class HarnessModel:
 
     def __init__(self, assistant: Assistant):
         super().__init__()
-        self.tokenizer, self._assistant, self._scorer = assistant.tokenizer, assistant, Scorer(assistant)
+        self.tokenizer, self._assistant, self._scorer = assistant.tokenizer, assistant, ContinuationScorer(assistant)
 
     @property
     def tokenizer_name(self) -> str:

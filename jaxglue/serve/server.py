@@ -159,8 +159,10 @@ class _Server:
         if self._config.system is not None:
             chat = chat.with_system(self._config.system)
         schemas, voice = schemas_of(chat.tools), self._voice(body)[1]
-        for message in chat.messages:
-            await asyncio.to_thread(require_short, voice.tokenizer, message["content"], self._service.length)
+        if len(chat.messages) > self._service.length:  # each takes more than a token
+            raise TooLongError(f"{len(chat.messages):,} messages, and texts may have {self._service.length:,} tokens")
+        contents = "\n".join(message["content"] for message in chat.messages)
+        await asyncio.to_thread(require_short, voice.tokenizer, contents, self._service.length)
         source = str(voice.tokenizer.chat_template)
         if "developer" not in source:  # such templates would leave the message out
             chat = chat.with_developer_as_system()

@@ -10,12 +10,12 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxglue.generation.assistant import Assistant
 from jaxglue.generation.config import GREEDY
-from jaxglue.generation.engine import Batch
+from jaxglue.generation.engine import DecodeBatch
 from jaxglue.generation.grammar import is_installed
-from jaxglue.generation.inputs import Kind
+from jaxglue.generation.inputs import ProgramKind
 from jaxglue.generation.pages import PAGE, plan_cache
 from jaxglue.generation.sampling import Features
-from jaxglue.generation.scheduler import Answer, Finish, Request
+from jaxglue.generation.scheduler import Finish, Request, Sequence
 
 STOPS, BIASES = 32, 64
 """Stop tokens, and tokens with a bias, of a request, at most."""
@@ -47,7 +47,7 @@ class Ticket:
     request: Request
     listen: Callable[[Event], None]
     """Called in the service's thread."""
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[Sequence] = field(default_factory=list)
     cancelled: set[int] = field(default_factory=set)
     """Answers that nobody waits for."""
     owner: Hashable = None
@@ -91,11 +91,11 @@ class Service:
         lengths = [(self.length // 2, self.length)] * slots
         options = {"cache_dtype": self._engine.cache_dtype, "free": memory}
         plan = plan_cache(lengths, assistant.config, assistant.dtype, **options)  # type: ignore[arg-type]
-        kind = Kind(_USUAL, STOPS, BIASES, assistant.ranks, _RARE._replace(grammars=is_installed()))
+        kind = ProgramKind(_USUAL, STOPS, BIASES, assistant.ranks, _RARE._replace(grammars=is_installed()))
         weights = assistant.adapter, assistant.frozen
         self.failure: str | None = None
         """Reason for the service's end; None while it runs."""
-        self._batch: Batch = self._engine.open(*weights, plan, kind, whole=True)
+        self._batch: DecodeBatch = self._engine.open(*weights, plan, kind, whole=True)
         self._thread = threading.Thread(target=self._serve, name="service", daemon=True)
         self._thread.start()
 
@@ -219,7 +219,7 @@ class Service:
                     self._end(answer)
                     self._batch.end(answer)
 
-    def _end(self, answer: Answer) -> None:
+    def _end(self, answer: Sequence) -> None:
         """Forget an answer, and its ticket with the last one."""
         ticket = self._tickets.pop(id(answer))
         if all(id(other) not in self._tickets for other in ticket.answers):

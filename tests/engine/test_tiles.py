@@ -75,7 +75,7 @@ def exact_matmuls():
         ("deepseek_v3", "lora", "offload:layer_input,query,key,value,attention_out", 4),
         ("qwen3_5", "lora", "offload:layer_input,output_gate; save:delta_input", 4),
         repeat("lfm2_nf4", "lora", "offload:layer_input,attention_out; save:delta_input", 7),
-        ("lfm3", "lora", "1 x offload:layer_input,attention_out + 1 x drop:layer_input; offload:attention_out", 4),
+        repeat("lfm3", "lora", "offload:layer_input,attention_out", 4),
         repeat("cohere2", "full", "offload:layer_input,query,attention_out,attention_lse", 4),
         repeat("muse_glimmer", "lora", "offload:layer_input,output_gate", 7),
         repeat(

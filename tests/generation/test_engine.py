@@ -12,7 +12,7 @@ from jaxglue.generation import engine as engine_module
 from jaxglue.generation import programs
 from jaxglue.generation.config import GREEDY, SamplingConfig
 from jaxglue.generation.engine import Engine
-from jaxglue.generation.inputs import Kind
+from jaxglue.generation.inputs import ProgramKind
 from jaxglue.generation.pages import PREFILL_TOKENS, plan_cache
 from jaxglue.generation.sampling import Features
 from jaxglue.generation.scheduler import Request
@@ -409,7 +409,7 @@ def test_answers_that_use_more_than_most_have_programs_of_their_own(llama):
     plan = engine.plan(requests)
     wanted = one_by_one(engine, trees, requests, plan)
     rare = Features(draws=True, top_k=True, penalties=True)
-    batch = engine.open(*trees, plan, Kind(Features(draws=True), 8, 8, rare=rare), whole=False)
+    batch = engine.open(*trees, plan, ProgramKind(Features(draws=True), 8, 8, rare=rare), whole=False)
     choose, used = batch._choose, []
     batch._choose = lambda work: used.append(choose(work)) or used[-1]
     answers = [engine.answers(request, i)[0] for i, request in enumerate(requests)]
@@ -427,7 +427,7 @@ def test_answers_that_use_more_than_most_have_programs_of_their_own(llama):
 def follow(engine, trees, prompts, **options):
     """Return the batch's greedy answers to prompts, given one after the other, and the tokens that each wrote anew."""
     requests = [Request(prompt, SamplingConfig(temperature=0, max_tokens=70)) for prompt in prompts]
-    batch = engine.open(*trees, engine.plan(requests, slots=2), Kind.of(requests, ()), whole=False)
+    batch = engine.open(*trees, engine.plan(requests, slots=2), ProgramKind.of(requests, ()), whole=False)
     written, found = [], []
     for name in ("row", "suffixes"):
         run = getattr(batch._prompts, name)

@@ -10,7 +10,7 @@ from selection import repeats
 
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.pages import PAGE, CachePlan
-from jaxglue.generation.scheduler import Answer, Request, Scheduler, Tokens
+from jaxglue.generation.scheduler import Request, Scheduler, Sequence, Tokens
 
 STEPS, STOP = 8, 7
 
@@ -21,7 +21,7 @@ def test_a_window_begins_with_the_longest_answers():
     lengths = [5, 300, 70, 9, 200]  # the last one waits for a slot
     requests = [Request([1] * length, SamplingConfig(max_tokens=8 if length == 70 else 100)) for length in lengths]
     scheduler.add(
-        [Answer(i, 0, request, len(request.prompt) + request.sampling.max_tokens) for i, request in enumerate(requests)]
+        [Sequence(i, 0, each, len(each.prompt) + each.sampling.max_tokens) for i, each in enumerate(requests)]
     )
     windows = [scheduler.next() for _ in range(2)]
     assert [[len(answer.request.prompt) for answer in work.answers] for work in windows] == [
@@ -30,7 +30,7 @@ def test_a_window_begins_with_the_longest_answers():
     ]
 
 
-def written(answer: Answer, position: int) -> int:
+def written(answer: Sequence, position: int) -> int:
     """Return the token of an answer at a position of its text: the same however often it is decoded."""
     if position < len(answer.request.prompt):
         return int(answer.request.prompt[position])
@@ -86,7 +86,7 @@ class Device:
             self.slots[answer.slot] = answer.length - 1
         return [self._decode(answer) for answer in work.answers]
 
-    def _decode(self, answer: Answer) -> list[int]:
+    def _decode(self, answer: Sequence) -> list[int]:
         new = list[int]()
         for _ in range(STEPS):
             last = self.slots[answer.slot]
@@ -145,7 +145,7 @@ def test_walks_lose_and_double_no_token_and_no_page(seed):
     least = longest // PAGE  # the longest answer's
     plan = CachePlan(slots=rng.choice((1, 3, 8)), pages=least + rng.choice((0, 1, 3, 12, 40)), table=least, bytes=0)
     scheduler = Scheduler(plan, STEPS, remembers=seed % 3 > 0, rewinds=seed % 4 > 0)
-    device, under_way, all_answers = Device(), deque(), list[Answer]()
+    device, under_way, all_answers = Device(), deque(), list[Sequence]()
     waiting, ended_early = make_requests(rng, 16, longest), set[int]()
     for _ in range(4000):
         if waiting and rng.random() < 0.3:
@@ -155,7 +155,7 @@ def test_walks_lose_and_double_no_token_and_no_page(seed):
                 prompt = [*before.request.prompt, *before.new, *request.prompt][: longest - 2]
                 request = replace(request, prompt=prompt, grammar=request.grammar and Grammar(len(prompt)))
             end = min(len(request.prompt) + request.sampling.max_tokens, longest)
-            answers = [Answer(request.index, index, request, end) for index in range(request.n)]
+            answers = [Sequence(request.index, index, request, end) for index in range(request.n)]
             all_answers += answers
             scheduler.add(answers)
         if all_answers and rng.random() < 0.02 and (answer := rng.choice(all_answers)).length < answer.end:

@@ -9,7 +9,7 @@ from flax import nnx
 
 from jaxglue.generation.assistant import Assistant
 from jaxglue.generation.config import AssistantConfig
-from jaxglue.generation.scoring import RewardModel
+from jaxglue.generation.scoring import RewardScorer
 from jaxglue.hf.adapter import load_adapter, save_adapter
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.export import save_model
@@ -77,7 +77,7 @@ def test_reward_models_write_no_text_and_others_score_none(folders):
     with pytest.raises(ValueError, match="is a reward model or classifier, which writes no text: use jaxglue score"):
         Assistant(AssistantConfig(adapter=adapter))
     with pytest.raises(ValueError, match="is no reward model: train one with"):
-        RewardModel(AssistantConfig(model=base))
+        RewardScorer(AssistantConfig(model=base))
 
 
 def test_documents_beyond_the_limit_are_named(folders, write_jsonl):

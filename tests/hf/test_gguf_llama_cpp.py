@@ -170,7 +170,7 @@ def make_folder(tmp_path_factory, make_tokenizer):
 
     def make(family, seed=SEEDS, **changes):
         raw = SIZES | FAMILIES[family] | changes
-        seed = seed[family] if isinstance(seed, dict) else seed
+        seed = seed.get(family, 1) if isinstance(seed, dict) else seed
         folder = tmp_path_factory.mktemp(family) / "model"
         model = random_model(config_from_hf(raw), dtype=jnp.float32, seed=seed)
         _, weights, buffers = split_model(model, nnx.Param)
@@ -423,10 +423,14 @@ TARGETS = {
     "phi3": ("qkv_proj", "gate_up_proj"),
     "gemma4": ("q_proj", "v_proj", "down_proj", "per_layer_projection"),
     "qwen3_5": ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj"),
+    "qwen3_next": ("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj"),
+    "lfm2_moe": ("in_proj", "out_proj", "w1", "w2", "gate_up_proj", "down_proj"),
+    "cohere2": ("q_proj", "down_proj"),
 }
+LEFT = "llama", "qwen2_moe", "qwen3_moe", "qwen3_5", "gemma4", "qwen3_next", "lfm2_moe", "cohere2"
 
 
-@pytest.mark.parametrize("family", repeats(TARGETS, "llama", "qwen2_moe", "qwen3_moe", "qwen3_5", "gemma4"))
+@pytest.mark.parametrize("family", repeats(TARGETS, *LEFT))
 def test_adapter_alone_and_merged_predict_alike(family, make_folder, make_adapter, make_tokenizer, tmp_path):
     folder, tokenizer = make_folder(family), make_tokenizer("plain")
     adapter = make_adapter(folder, TARGETS[family])

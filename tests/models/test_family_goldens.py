@@ -25,6 +25,17 @@ from tests.models.test_parity import PADDING, assert_parity, packed_row
 GOLDENS = Path(__file__).parents[1] / "goldens"
 FAMILIES = sorted(path.stem for path in (GOLDENS / "families").glob("*.safetensors"))
 OTHERS = "gemma4_text", "glm4_moe", "glm4_moe_lite", "mistral", "mixtral", "olmo3", "phi3", "qwen2", "qwen2_moe"
+OTHERS += (
+    "cohere2",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "exaone4",
+    "gemma4_unified_text",
+    "lfm2",
+    "lfm2_moe",
+    "minimax_m2",
+    "seed_oss",
+)
 """Families whose parts the others and those of test_parity.py have, too."""
 sys.path.append(str(GOLDENS))
 from drawn import drawn, unpacked  # noqa: E402

@@ -11,6 +11,7 @@ from jaxglue.models import build_model, config_from_hf
 from jaxglue.ops.recurrence import recur
 from jaxglue.ops.segments import copy_beginnings, pack_forks, pack_segments
 from jaxglue.ops.short_convolution import short_convolution
+from tests.models.test_parity import forward
 
 WIDTH = 3
 LENGTHS = (1, WIDTH - 1, WIDTH, 2, WIDTH + 1, 5)
@@ -27,12 +28,19 @@ def rows(seed, vocab):
     return np.random.default_rng(seed).integers(0, vocab, sum(LENGTHS))
 
 
+def apart(model, documents):
+    """Return the logits of documents, each in a row of its own."""
+    sizes = [len(document) for document in documents]
+    tokens = np.stack([np.pad(document, (0, max(sizes) - len(document))) for document in documents])
+    logits = forward(model, tokens, pack_segments([[size] for size in sizes], seq_len=max(sizes)))
+    return [row[:size] for row, size in zip(logits, sizes, strict=True)]
+
+
 def test_packed_documents_are_as_apart(model):
     tokens = rows(0, model.config.vocab_size)
-    packed = model(tokens[None], pack_segments([list(LENGTHS)], seq_len=len(tokens)))[0]
-    ends = np.cumsum(LENGTHS)
-    apart = np.concatenate([model(tokens[None, end - size : end])[0] for end, size in zip(ends, LENGTHS, strict=True)])
-    np.testing.assert_allclose(packed, apart, rtol=0, atol=1e-5)
+    packed = forward(model, tokens[None], pack_segments([list(LENGTHS)], seq_len=len(tokens)))[0]
+    documents = np.split(tokens, np.cumsum(LENGTHS)[:-1])
+    np.testing.assert_allclose(packed, np.concatenate(apart(model, documents)), rtol=0, atol=1e-5)
 
 
 def test_a_changed_neighbor_changes_no_bit_of_values_or_gradients(model):
@@ -61,13 +69,14 @@ def test_a_changed_neighbor_changes_no_bit_of_values_or_gradients(model):
 def test_continuations_of_one_beginning_are_as_behind_copies_of_it(model):
     tokens = rows(0, model.config.vocab_size)[:9]
     forked = pack_forks([[(4, 2, 3)]], seq_len=9)
-    logits = model(tokens[None], copy_beginnings(forked))[0]
-    for continuation in (slice(4, 6), slice(6, 9)):
-        apart = model(np.concatenate([tokens[:4], tokens[continuation]])[None])[0]
-        np.testing.assert_allclose(logits[:4], apart[:4], rtol=0, atol=1e-5)
-        np.testing.assert_allclose(logits[continuation], apart[4:], rtol=0, atol=1e-5)
+    logits = forward(model, tokens[None], copy_beginnings(forked))[0]
+    continuations = slice(4, 6), slice(6, 9)
+    alone = apart(model, [np.concatenate([tokens[:4], tokens[own]]) for own in continuations])
+    for continuation, whole in zip(continuations, alone, strict=True):
+        np.testing.assert_allclose(logits[:4], whole[:4], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(logits[continuation], whole[4:], rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match="segments fork"):
-        model(tokens[None], forked)
+        forward(model, tokens[None], forked)
 
 
 @pytest.mark.parametrize("width", [3, repeat(1), repeat(7)])

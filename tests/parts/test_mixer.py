@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from selection import repeats_parts_of
 
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import parse_policies
@@ -21,6 +22,8 @@ from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.ops.segments import copy_beginnings, pack_forks, pack_segments
 from jaxglue.sharding.mesh import MeshShape
+from tests.models.test_parity import forward
+from tests.models.test_short_conv import apart
 
 LENGTHS = (1, 4, 2, 6)
 
@@ -35,11 +38,11 @@ def model(tiny_config):
 
 def test_documents_and_continuations_are_as_apart(model):
     tokens = np.random.default_rng(0).integers(0, 97, sum(LENGTHS))
-    packed, ends = model(tokens[None], pack_segments([list(LENGTHS)], seq_len=len(tokens)))[0], np.cumsum(LENGTHS)
-    apart = [model(tokens[None, end - size : end])[0] for end, size in zip(ends, LENGTHS, strict=True)]
-    np.testing.assert_allclose(packed, np.concatenate(apart), rtol=0, atol=1e-5)
-    forked = model(tokens[None, :9], copy_beginnings(pack_forks([[(4, 2, 3)]], seq_len=9)))[0]
-    second = model(np.concatenate([tokens[:4], tokens[6:9]])[None])[0]
+    packed = forward(model, tokens[None], pack_segments([list(LENGTHS)], seq_len=len(tokens)))[0]
+    documents = np.split(tokens, np.cumsum(LENGTHS)[:-1])
+    np.testing.assert_allclose(packed, np.concatenate(apart(model, documents)), rtol=0, atol=1e-5)
+    forked = forward(model, tokens[None, :9], copy_beginnings(pack_forks([[(4, 2, 3)]], seq_len=9)))[0]
+    (second,) = apart(model, [np.concatenate([tokens[:4], tokens[6:9]])])
     np.testing.assert_allclose(forked[6:9], second[4:], rtol=0, atol=1e-5)
 
 
@@ -56,7 +59,8 @@ def test_adapters_train_by_tiles_as_whole(model, random_batch):
     chex.assert_trees_all_close(*results, rtol=1e-4, atol=1e-5)
 
 
-def test_answers_follow_the_forward_pass(model):
+@repeats_parts_of("test_answers_follow_the_forward_pass")
+def test_answers_of_means_follow_the_forward_pass(model):
     graphdefs, *trees = split_model(model, nnx.LoRAParam)
     engine, sampling = Engine(graphdefs, model.config, dtype=jnp.float32), SamplingConfig(temperature=0, max_tokens=8)
     requests = [Request(list(range(3, 3 + size)), sampling, index) for index, size in enumerate(LENGTHS)]

@@ -12,7 +12,7 @@ from jaxglue import commands
 from jaxglue.data.batch import Batch
 from jaxglue.generation.assistant import Assistant
 from jaxglue.generation.config import SamplingConfig
-from jaxglue.generation.scoring import Scorer
+from jaxglue.generation.scoring import ContinuationScorer
 from jaxglue.ops.segments import pack_segments
 from jaxglue.serve.config import EvaluateConfig
 from jaxglue.serve.harness import HarnessModel, check_harness
@@ -37,7 +37,7 @@ def assistant(folders):
 
 def expected(assistant, context, continuation):
     """Score tokens one sequence at a time through the model's own call."""
-    scorer = Scorer(assistant)
+    scorer = ContinuationScorer(assistant)
     tokens = np.array([context + continuation[:-1]])
     T = tokens.shape[1]
     targets = np.array([(context + continuation)[1:]])
@@ -54,13 +54,13 @@ def test_packed_scores_equal_single_ones(assistant):
         (rng.integers(0, 200, size=context).tolist(), rng.integers(0, 200, size=length).tolist())
         for context, length in [(1, 1), (5, 3), (120, 7), (200, 2), (2, 30), (3, 1)]
     ]
-    found = Scorer(assistant).score(pairs)
+    found = ContinuationScorer(assistant).score(pairs)
     for pair, (score, greedy) in zip(pairs, found, strict=True):
         wanted, is_greedy = expected(assistant, *pair)
         assert score == pytest.approx(wanted, rel=1e-4)
         assert greedy == is_greedy
-    assert Scorer(assistant).score([]) == []
-    assert Scorer(assistant).score([([1], [])]) == [(0.0, True)]
+    assert ContinuationScorer(assistant).score([]) == []
+    assert ContinuationScorer(assistant).score([([1], [])]) == [(0.0, True)]
 
 
 def test_greedy_answers_are_recognized(assistant):
@@ -70,12 +70,13 @@ def test_greedy_answers_are_recognized(assistant):
         assistant.adapter, assistant.frozen, tokens, SamplingConfig(temperature=0, max_tokens=4), ()
     )
     answer = list(stream)
-    (score, greedy), (_, other) = Scorer(assistant).score([(tokens, answer), (tokens, [answer[0], answer[0] ^ 1])])
+    pairs = [(tokens, answer), (tokens, [answer[0], answer[0] ^ 1])]
+    (score, greedy), (_, other) = ContinuationScorer(assistant).score(pairs)
     assert greedy and score < 0 and not other
 
 
 def test_contexts_beyond_the_limit_lose_their_beginning(assistant):
-    scorer = Scorer(assistant)
+    scorer = ContinuationScorer(assistant)
     scorer.limit = 8
     long, short = list(range(50, 70)), list(range(63, 70))
     assert scorer.score([(long, [1, 2])]) == scorer.score([(short, [1, 2])])

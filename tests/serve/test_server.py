@@ -7,6 +7,7 @@ import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
+import hostile
 import jax
 import numpy as np
 import pytest
@@ -669,7 +670,7 @@ def test_long_texts_are_refused_before_they_are_encoded(served, monkeypatch):
     service = Told([min(assistant.stops)])
     monkeypatch.setattr(server, "render_messages", None)
     client = TestClient(make_app(assistant, service, config))
-    for body in ({"messages": [{"role": "user", "content": "a b " * 10**6}]},):
+    for body in ({"messages": [{"role": "user", "content": "a b " * 10**6}]}, {"messages": MESSAGES * 10**5}):
         refused = post(client, **body)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
     refused = post(client, "/v1/completions", prompt="a b " * 10**6)
@@ -730,6 +731,37 @@ def test_programs_of_a_new_kind_are_compiled_beside_the_answers_of_others(served
     may_end.set()
     assert seen.get(timeout=60) == "new"
     service.close()
+
+
+HOSTILE = {
+    "content": lambda text: {"messages": [{"role": "user", "content": text}]},
+    "role": lambda text: {"messages": [{"role": text, "content": "a"}]},
+    "name of a message": lambda text: {"messages": [{"role": "user", "content": "a", text: text}]},
+    "result of a tool": lambda text: {"messages": [*MESSAGES, {"role": "tool", "tool_call_id": text, "content": text}]},
+    "arguments": lambda text: {
+        "messages": [
+            *MESSAGES,
+            {"role": "assistant", "tool_calls": [{"function": {"name": text, "arguments": json.dumps({text: text})}}]},
+        ]
+    },
+    "tool": lambda text: {
+        "messages": MESSAGES,
+        "tools": [{"function": {"name": text, "parameters": {"properties": {text: {"type": text}}}}}],
+    },
+    "stop": lambda text: {"messages": MESSAGES, "stop": [text, text]},
+    "variables": lambda text: {"messages": MESSAGES, "chat_template_kwargs": {text: text}},
+    "parameter": lambda text: {"messages": MESSAGES, text: text, "model": text, "seed": text},
+}
+
+
+@pytest.mark.parametrize("place", HOSTILE)
+def test_hostile_texts_are_answered_or_refused(served, place):
+    assistant, _, config = served
+    client = TestClient(make_app(assistant, Told([min(assistant.stops)]), config), raise_server_exceptions=False)
+    for text in (*hostile.TEXTS[::3], *hostile.mixtures(9, 30)):
+        reply = client.post("/v1/chat/completions", content=json.dumps({"max_tokens": 8, **HOSTILE[place](text)}))
+        assert reply.status_code in (200, 400), (text, reply.text)
+        assert reply.status_code == 200 or reply.json()["error"]["message"]
 
 
 def test_a_token_is_asked_for(served):

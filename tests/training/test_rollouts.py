@@ -13,7 +13,7 @@ from selection import repeat, repeats_parts_of
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.engine import compiler
 from jaxglue.generation.config import AssistantConfig
-from jaxglue.generation.scoring import RewardModel
+from jaxglue.generation.scoring import RewardScorer
 from jaxglue.hf.adapter import TENSORS
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.planner.planner import plan
@@ -466,7 +466,7 @@ def test_a_reward_model_of_this_vocabulary_judges(make_run, make_config, tmp_pat
     config = make_run(reward=(f"model?folder={folder}",), steps=1)
     train(config)
     documents = [[*group.prompt.tokens, *ids] for group in judged[0] for ids in group.ids]
-    expected = RewardModel(AssistantConfig(adapter=folder)).score(documents)
+    expected = RewardScorer(AssistantConfig(adapter=folder)).score(documents)
     assert [line["rewards"]["model"] for line in rollouts(config)] == pytest.approx(expected, abs=1e-6)
     assert len(set(expected)) > 1
 

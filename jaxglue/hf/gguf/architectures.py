@@ -52,6 +52,12 @@ class Architecture:
     flat: tuple[str, ...] = ()
     """Ends of the names of tensors whose axes of size 1 its files leave out."""
 
+    def renamed(self, name: str) -> str:
+        """Return a tensor's name as the gguf package knows it."""
+        for ours, theirs in self.names:
+            name = name.replace(ours, theirs)
+        return name
+
 
 def _granite(config: DecoderConfig) -> dict[str, Any]:
     return {

@@ -148,7 +148,7 @@ def _lora_matrices(module: str, adapter: Adapter, config: DecoderConfig) -> dict
     path, _, last = module.rpartition(".")
     if f"{module}.weight".endswith(KEYS_AND_VALUES):
         raise ValueError(f"--gguf-lora: llama.cpp's files hold {module} in two parts: merge the adapter with --gguf")
-    if b.ndim == 3 and ".mlp." not in module:
+    if b.ndim == 3 and not any(part in module for part in (".mlp.", ".feed_forward.")):
         raise ValueError(f"--gguf-lora: llama.cpp applies no adapter of {module}: merge the adapter with --gguf")
     if last == "gate_up_proj" and b.ndim == 3:
         rows = b.shape[1] // 2
@@ -165,7 +165,7 @@ def _lora_matrices(module: str, adapter: Adapter, config: DecoderConfig) -> dict
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[ARCHITECTURES[config.model_type].name], config.num_hidden_layers)
     found: dict[str, np.ndarray] = {}
     for name, part in parts.items():
-        stem = names.get_name(name)
+        stem = names.get_name(ARCHITECTURES[config.model_type].renamed(name))
         if stem is None:
             raise ValueError(f"{name}: llama.cpp has no such matrix in its {config.model_type} models")
         found |= {f"{stem}.weight.lora_a": a, f"{stem}.weight.lora_b": np.ascontiguousarray(part)}

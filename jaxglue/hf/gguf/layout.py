@@ -154,8 +154,7 @@ class _Layout:
         module = module_in_file(name).replace("e_score_correction_bias", "e_score_correction.bias")
         for ours, theirs in _OWN_NAMES.items():
             module = module.removesuffix(ours) + theirs if module.endswith(ours) else module
-        for ours, theirs in ARCHITECTURES[self._config.model_type].names:
-            module = module.replace(ours, theirs)
+        module = ARCHITECTURES[self._config.model_type].renamed(module)
         found = self._names.get_name(module, try_suffixes=(".weight", ".bias", ".scale"))
         if found is None:
             raise ValueError(f"{name}: llama.cpp has no such tensor in its {self._config.model_type} models")
