@@ -256,7 +256,7 @@ def test_wsd_takes_any_share(decay_ratio):
 def test_wrong_settings_are_refused():
     with pytest.raises(ValueError, match=r"learning_rate: expected float > 0 \| none, got 0"):
         OptimizerConfig(learning_rate=0)
-    with pytest.raises(ValueError, match=r"beta2: expected float >= 0 and < 1 \| none, got 1\.5"):
+    with pytest.raises(ValueError, match=r"beta2: expected float >= 0 and < 1, got 1\.5"):
         OptimizerConfig(beta2=1.5)
     with pytest.raises(ValueError, match="--update-in-backward needs --clip-norm 0"):
         OptimizerConfig(update_in_backward=True)
@@ -288,7 +288,7 @@ def test_update_near_one_equals_the_formula():
 
 
 def test_a_decay_of_one_is_refused():
-    with pytest.raises(ValueError, match=r"beta2: expected float >= 0 and < 1 \| none, got 1\.0"):
+    with pytest.raises(ValueError, match=r"beta2: expected float >= 0 and < 1, got 1\.0"):
         OptimizerConfig(beta2=1.0)
 
 
