@@ -10,6 +10,7 @@ A YAML file without such tables is taken for a recipe of another program (`jaxgl
 
 import dataclasses
 import json
+import logging
 import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -35,6 +36,7 @@ from jaxglue.settings.dialects.defaults import TORCHTUNE, program_of
 from jaxglue.settings.dialects.left_out import PYTHON
 from jaxglue.settings.spelling import nearest
 
+_log = logging.getLogger(__name__)
 SHIPPED = Path(__file__).parents[1] / "recipes"
 """Recipes that come with the library."""
 _FOLDER = "{recipe}"
@@ -355,6 +357,9 @@ def _read_table(
         ):
             if is_default(cls, key, value):
                 continue
+            if _is_of_replaced_kind(cls, key, table, kinds):
+                _log.warning("%s%s is left out: %s", where, key, refusal)
+                continue
             raise ValueError(f"{where}{refusal}")
         if key not in names:
             raise ValueError(f"{where}{_unknown(key, value, names, root, own)}")
@@ -369,6 +374,13 @@ def _read_table(
         if read is not KEEP:
             values[names[key]] = read
     return values
+
+
+def _is_of_replaced_kind(cls: type[KindSettings], key: str, table: Mapping[str, Any], kinds: Mapping[str, Any]) -> bool:
+    """Tell whether a setting is of the kind that the recipe names itself, and a flag has put another in its place."""
+    default = plain_fields(cls.base())[cls.named_by][0].default
+    recipes_own = table.get(cls.named_by, default)
+    return recipes_own != kinds.get(cls.named_by, default) and recipes_own in cls.readers(key)
 
 
 def _read_value(kind: Kind, key: str, value: Any, where: str) -> Any:

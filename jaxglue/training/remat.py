@@ -204,7 +204,7 @@ def _fastest(
         limited = gpu.limited(pool or pool_gib(asked.memory_limit, exchanges=workload.mesh.devices > 1))
         return fastest_place(places, lambda placed: _resolve(asked, placed, limited, files, steps))
 
-    if AUTO not in (asked.remat, asked.weights, asked.embeddings):
+    if AUTO not in (asked.remat, asked.embeddings):  # auto weights stay on the device where they fit, at any rate
         planner, plan = find(device_gpu(device, RECORDED))
         if planner.predictor.hides_dispatch(plan) and not plan.host_bytes:
             return planner, plan

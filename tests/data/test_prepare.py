@@ -172,7 +172,7 @@ def test_unusable_data_are_refused(prepare, write_jsonl, rows, options, message)
         ({"columns": "prompt"}, "columns: expected new=old,new=old, such as prompt=question, got 'prompt'"),
         ({"format": "csv"}, r"format: expected auto \| auto_chat \| messages .*, got 'csv'"),
         ({"overlong": "wrap"}, r"overlong: expected truncate \| drop \| error, got 'wrap'"),
-        ({"loss_on": "user"}, r"loss_on: expected assistant \| last-turn \| all, got 'user'"),
+        ({"loss_on": "user"}, r"loss_on: expected assistant \| completion \| last-turn \| all, got 'user'"),
         ({"seq_len": 1}, r"seq_len: expected int >= 2 \| none, got 1"),
         ({"eval_fraction": 1.0}, r"eval_fraction: expected float >= 0 and < 1, got 1\.0"),
         ({"eval_fraction": 0.1, "eval_data": "b"}, "eval_data and eval_fraction are both given"),

@@ -473,3 +473,17 @@ def test_settings_in_the_table_of_programs_are_treated_as_it_says():
         assert translated <= known | CONVERTERS.keys() | handled | {"dataset_info"}, translated
         assert left_out <= NOTES.keys(), left_out - NOTES.keys()
         assert rejected <= REFUSED.keys(), rejected - REFUSED.keys()
+
+
+def test_settings_of_a_kind_that_a_flag_replaces_are_left_out(write, caplog):
+    path = write(
+        '[model]\nmodel = "m"\n[data]\ndata = ["x"]\n[optimizer]\nbeta2 = 0.98\n'
+        '[objective]\nobjective = "dpo"\nlabel_smoothing = 0.1\nbeta = 0.3\n',
+        "recipe.toml",
+    )
+    config = parse_config(TrainConfig, ["--recipe", str(path), "--optimizer", "adafactor", "--objective", "ipo"])
+    assert (config.optimizer.optimizer, config.objective.objective, config.objective.beta) == ("adafactor", "ipo", 0.3)
+    assert "beta2 is left out" in caplog.text and "label_smoothing is left out" in caplog.text
+    wrong = write('[model]\nmodel = "m"\n[data]\ndata = ["x"]\n[objective]\nlabel_smoothing = 0.1\n', "wrong.toml")
+    with pytest.raises(SystemExit):
+        parse_config(TrainConfig, ["--recipe", str(wrong)])

@@ -15,7 +15,7 @@ from jaxglue.engine.compiler import jit_step
 from jaxglue.ops import names
 from jaxglue.ops.backend import tracing_for
 from jaxglue.ops.gated_mlp import GatedParts, gated_mlp, gated_mlp_reads_fp8
-from jaxglue.ops.gated_mlp.fp8 import GATE_FP8, swiglu_fp8
+from jaxglue.ops.gated_mlp.fp8 import GATE_FP8, GateCall, swiglu_fp8
 from jaxglue.ops.gated_mlp.swiglu import LORA_SWIGLU, lora_swiglu
 from jaxglue.ops.projection import Projection
 from jaxglue.ops.quant.formats import FORMATS
@@ -146,7 +146,7 @@ def test_without_gradients_equals_separate_products_on_a_gpu(activation):
     weights = [FORMATS["fp8"].hold(quantize_fp8(weight.astype(jnp.bfloat16))) for weight in weights]
     parts = GatedParts(*(Projection(weight=weight) for weight in weights))
     call = partial(gated_mlp, x, parts, stream=stream, activation=activation)
-    assert GATE_FP8.load(stream.dtype) is not None
+    assert GATE_FP8.load(GateCall(dtype=stream.dtype, activation=activation)) is not None
     got, want = (np.asarray(call(Inference(inference=each)), np.float32) for each in (True, False))
     # Other roundings before it choose another e4m3 value here and there.
     assert np.linalg.norm(got - want) <= 3e-2 * np.linalg.norm(want - np.asarray(stream, np.float32))
