@@ -346,7 +346,11 @@ def _with_text_calls(messages: Messages) -> Messages:
 
 def _with_text(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
-    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+    try:
+        arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    except TypeError as error:
+        raise ValueError(f"arguments of a tool call hold a value that JSON lacks: {error}") from None
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def trained_stops(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
