@@ -18,7 +18,7 @@ from flax import nnx
 from measure import table, write_results
 
 from jaxglue.data.tokenizer import load_tokenizer
-from jaxglue.hf.export_check import Rows, folder_parts
+from jaxglue.hf.export_check import ExportRows, folder_parts
 from jaxglue.hf.gguf.export import export_gguf
 from jaxglue.hf.gguf.importance import measure_importance
 from jaxglue.hf.gguf.layout import ARCHITECTURES, interleaved_rows
@@ -72,7 +72,7 @@ def main() -> None:
     importance = {}
     if args.calibration:
         tokens = text_rows(tokenizer, args.calibration, 40)
-        own = Rows(tokens=tokens, segments=pack_segments([[TOKENS]] * len(tokens), seq_len=TOKENS), source="text")
+        own = ExportRows(tokens=tokens, segments=pack_segments([[TOKENS]] * len(tokens), seq_len=TOKENS), source="text")
         parts = folder_parts(args.model, tensors.config, dtype=jnp.float32)
         importance = measure_importance(tensors.config, parts, [own], jnp.float32)
     results = []

@@ -24,7 +24,7 @@ from jaxglue.data.prepare import prepare_data
 from jaxglue.data.progress import DataProgress
 from jaxglue.files.json_file import read_json
 from jaxglue.hf.export import quantize_folder
-from jaxglue.hf.export_check import CHECK_FILE, Rows, folder_parts
+from jaxglue.hf.export_check import CHECK_FILE, ExportRows, folder_parts
 from jaxglue.hf.gguf.export import export_gguf, export_gguf_lora
 from jaxglue.hf.gguf.importance import measure_importance
 from jaxglue.hf.hub import base_reference, push_folder
@@ -106,7 +106,7 @@ def _measure_importance(
     batches = BatchIterator(prepared.train, seq_len=settings.row_tokens, batch_size=_CALIBRATION_BATCH, epochs=1)
     steps = islice(batches, _CALIBRATION_BATCHES)
     rows = [
-        Rows(tokens=np.asarray(batch.tokens), segments=batch.segments, source="calibration")
+        ExportRows(tokens=np.asarray(batch.tokens), segments=batch.segments, source="calibration")
         for step in steps
         for batch in step.micro_batches
     ]

@@ -43,7 +43,7 @@ Trees = tuple[Params, ...]
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class SlotStates:
+class EngineSlots:
     """Sequences as the device knows them, between windows of all slots and one more, which is nobody's."""
 
     tokens: Int[Array, " S"]
@@ -190,8 +190,8 @@ class EnginePrograms:
         return self._note(counts, slots, tokens, new)
 
     def window(
-        self, trees: Trees, slots: SlotStates, caches: list[Cache], window: DecodeWindow, *, steps: int, **static: Any
-    ) -> tuple[SlotStates, list[Cache], Sampled]:
+        self, trees: Trees, slots: EngineSlots, caches: list[Cache], window: DecodeWindow, *, steps: int, **static: Any
+    ) -> tuple[EngineSlots, list[Cache], Sampled]:
         """Decode up to `steps` tokens of each of the window's sequences by one program.
 
         Its compile time grows with depth.
@@ -209,8 +209,8 @@ class EnginePrograms:
         return self._run(static["plan"])(trees, slots, caches, window, steps=steps, **static)
 
     def window_by_layers(
-        self, trees: Trees, slots: SlotStates, caches: list[Cache], window: DecodeWindow, *, steps: int, **static: Any
-    ) -> tuple[SlotStates, list[Cache], list[Sampled]]:
+        self, trees: Trees, slots: EngineSlots, caches: list[Cache], window: DecodeWindow, *, steps: int, **static: Any
+    ) -> tuple[EngineSlots, list[Cache], list[Sampled]]:
         """Compute `window` layer by layer and step by step; return a list of the steps' samples."""
         sequences, caches, out = self._begin(slots, window), list(caches), []
         for step in range(steps):
@@ -245,7 +245,7 @@ class EnginePrograms:
         return self._run_one if plan.slots == 1 else self._run_several
 
     def _scan(
-        self, trees: Trees, slots: SlotStates, caches: list[Cache], window: DecodeWindow, *, steps: int, **options: Any
+        self, trees: Trees, slots: EngineSlots, caches: list[Cache], window: DecodeWindow, *, steps: int, **options: Any
     ):
         def body(carry, first):
             # or XLA would expand all quantized weights once, before the loop
@@ -260,7 +260,7 @@ class EnginePrograms:
         return _finish(slots, window, carry[0]), carry[1], sampled
 
     def _step(
-        self, trees: Trees, sequences: SlotStates, caches: list[Cache], window: DecodeWindow, masks, *, plan, features
+        self, trees: Trees, sequences: EngineSlots, caches: list[Cache], window: DecodeWindow, masks, *, plan, features
     ):
         """Decode a token of each sequence, of those in `masks`; return (sequences, caches, sampled)."""
         x, cursor, own = self._embed_slots(_part(trees, "embed_tokens"), sequences, window, plan=plan)
@@ -280,7 +280,7 @@ class EnginePrograms:
         tile = PREFILL_TOKENS if tokens.shape[1] > PREFILL_TOKENS else None
         return x, PackedContext(segments=segments, rope=rope, backend=self._attention, tile=tile), own
 
-    def _embed_last(self, weights: Trees, sequences: SlotStates, window: DecodeWindow, *, plan: CachePlan):
+    def _embed_last(self, weights: Trees, sequences: EngineSlots, window: DecodeWindow, *, plan: CachePlan):
         """Return (hidden states [1, B, D], cursor, the layers' own embeddings, if any)."""
         positions, live = sequences.positions, sequences.live
         x, rope, own = self._embed(weights, sequences.tokens[None], positions[None])
@@ -304,12 +304,12 @@ class EnginePrograms:
         norm_weights: Trees,
         output_weights: Trees,
         x: Float[Array, "1 B D"],
-        sequences: SlotStates,
+        sequences: EngineSlots,
         window: DecodeWindow,
         masks: UInt32[Array, "B words"] | None,
         *,
         features: Features,
-    ) -> tuple[SlotStates, Sampled]:
+    ) -> tuple[EngineSlots, Sampled]:
         """Return the sequences after their next tokens, and the sample."""
         norm = merge_module(self._graphdefs.norm, *norm_weights)
         output = merge_module(self._graphdefs.output, *output_weights)
@@ -336,26 +336,26 @@ class EnginePrograms:
         return list(map(copied, self._config.layer_kinds, caches))
 
 
-def make_sequences(plan: CachePlan, vocabulary: int, features: Features, device=None) -> SlotStates:
+def make_sequences(plan: CachePlan, vocabulary: int, features: Features, device=None) -> EngineSlots:
     """Return the state of slots without sequences, and of one more."""
     zeros = partial(zeros_on, device)
     S, counts = plan.slots + 1, None
     if features.penalties:
         counts = Counts(seen=zeros((S, vocabulary), bool), answered=zeros((S, vocabulary), jnp.int32))
-    return SlotStates(tokens=zeros(S, jnp.int32), positions=zeros(S, jnp.int32), live=zeros(S, bool), counts=counts)
+    return EngineSlots(tokens=zeros(S, jnp.int32), positions=zeros(S, jnp.int32), live=zeros(S, bool), counts=counts)
 
 
-def _begin(slots: SlotStates, window: DecodeWindow) -> SlotStates:
+def _begin(slots: EngineSlots, window: DecodeWindow) -> EngineSlots:
     """Return the window's sequences; their counts remain those of all slots."""
     old = jax.tree.map(lambda rows: rows[window.slots], replace(slots, counts=None))
     nobody = window.slots == len(slots.live) - 1
     live = (window.fresh | old.live) & ~nobody
     positions = jnp.where(window.fresh, window.positions, old.positions)
     tokens = jnp.where(window.fresh, window.tokens, old.tokens)
-    return SlotStates(tokens=tokens, positions=jnp.where(live, positions, 0), live=live, counts=slots.counts)
+    return EngineSlots(tokens=tokens, positions=jnp.where(live, positions, 0), live=live, counts=slots.counts)
 
 
-def _finish(slots: SlotStates, window: DecodeWindow, sequences: SlotStates) -> SlotStates:
+def _finish(slots: EngineSlots, window: DecodeWindow, sequences: EngineSlots) -> EngineSlots:
     """Return the state of all slots after a window of these sequences."""
     new = replace(sequences, counts=None)
     after = jax.tree.map(lambda rows, own: rows.at[window.slots].set(own), replace(slots, counts=None), new)

@@ -52,7 +52,7 @@ Parts = Callable[[ParamKey], Part]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class ExportRows:
     """Packed rows to predict."""
 
     tokens: Int[np.ndarray, "B T"]
@@ -96,21 +96,21 @@ class ExportCheck:
         write_json(folder / CHECK_FILE, asdict(self))
 
 
-def random_rows(vocab_size: int) -> Rows:
+def random_rows(vocab_size: int) -> ExportRows:
     """Return rows of random tokens, for models without data at hand."""
     tokens = np.random.default_rng(0).integers(0, vocab_size, (_ROWS, _TOKENS), dtype=np.int32)
-    return Rows(tokens=tokens, segments=pack_segments([[_TOKENS]] * _ROWS, seq_len=_TOKENS), source="random")
+    return ExportRows(tokens=tokens, segments=pack_segments([[_TOKENS]] * _ROWS, seq_len=_TOKENS), source="random")
 
 
-def first_rows(tokens: Int[np.ndarray, "B T"], segments: PackedSegments, source: str) -> Rows:
+def first_rows(tokens: Int[np.ndarray, "B T"], segments: PackedSegments, source: str) -> ExportRows:
     """Return the start of a batch's first filled rows: documents' beginnings, as causal models see them."""
     ids = np.asarray(segments.segment_ids)[:, :_TOKENS]
     filled = np.flatnonzero(ids.any(axis=1))[:_ROWS]
     return _packed(np.asarray(tokens)[filled, :_TOKENS], ids[filled], source)
 
 
-def load_rows(path: Path) -> Rows | None:
-    """Return the rows that `Rows.save` wrote; None without the file.
+def load_rows(path: Path) -> ExportRows | None:
+    """Return the rows that `ExportRows.save` wrote; None without the file.
 
     Raises:
         ValueError: a damaged file.
@@ -124,12 +124,12 @@ def load_rows(path: Path) -> Rows | None:
         raise ValueError(f"{path} is damaged ({error}): delete it, and random tokens are compared") from None
 
 
-def _packed(tokens: np.ndarray, ids: np.ndarray, source: str) -> Rows:
+def _packed(tokens: np.ndarray, ids: np.ndarray, source: str) -> ExportRows:
     is_matrix = ids.dtype.kind == tokens.dtype.kind == "i" and ids.ndim == 2 and ids.shape == tokens.shape
     if not is_matrix or not 0 <= ids.min(initial=0) <= ids.max(initial=0) <= tokens.size:
         raise ValueError("segments out of bounds")
     lengths = [[int((row == i).sum()) for i in range(1, row.max() + 1)] for row in ids]
-    return Rows(tokens=tokens, segments=pack_segments(lengths, seq_len=ids.shape[1]), source=source)
+    return ExportRows(tokens=tokens, segments=pack_segments(lengths, seq_len=ids.shape[1]), source=source)
 
 
 def live_parts(graphdefs: ModelGraphDefs, *trees: Params) -> Parts:
@@ -195,7 +195,7 @@ def _trained_vocabulary(adapter: Adapter, path: str, values: Mapping[str, Any]) 
     return {} if matrix is None else {f"{path}.weight": jnp.asarray(matrix, base.dtype)}
 
 
-def predict(config: DecoderConfig, parts: Parts, rows: Rows, dtype) -> Float[Array, "B T V"]:
+def predict(config: DecoderConfig, parts: Parts, rows: ExportRows, dtype) -> Float[Array, "B T V"]:
     """Compute float32 logits, one layer's parameters at a time, with activations in `dtype`."""
     context, x = packed_context(config, rows.segments), embed_rows(parts, rows, dtype)
     own = _layer_inputs(*parts("embed_tokens"), rows.tokens, x) if config.per_layer else None
@@ -206,7 +206,7 @@ def predict(config: DecoderConfig, parts: Parts, rows: Rows, dtype) -> Float[Arr
     return _project(*parts(head), x)
 
 
-def embed_rows(parts: Parts, rows: Rows, dtype) -> Float[Array, "B T D"]:
+def embed_rows(parts: Parts, rows: ExportRows, dtype) -> Float[Array, "B T D"]:
     """Return the rows' embeddings."""
     return _embed(*parts("embed_tokens"), rows.tokens, dtype)
 
@@ -237,7 +237,7 @@ def _project(graphdef, trees, x):
     return project(with_low_rank(output, x), extended_matrix(output), jnp.float32)
 
 
-def compare(origin: Array, files: Array, rows: Rows, limit: float) -> ExportCheck:
+def compare(origin: Array, files: Array, rows: ExportRows, limit: float) -> ExportCheck:
     """Compare the logits of files with those of their origin."""
     kl, largest = _divergence(origin, files, rows.segments.segment_ids > 0)
     tokens = int((np.asarray(rows.segments.segment_ids) > 0).sum())
@@ -273,7 +273,7 @@ def check_merge(
     adapter: Adapter,
     merged: Path,
     dtypes: Iterable[Any],
-    rows: Rows | None = None,
+    rows: ExportRows | None = None,
 ) -> ExportCheck:
     """Compare a merged folder with its base and adapter apart, in float32; write the result into the folder.
 

@@ -64,7 +64,7 @@ class Interrupt:
             os.write(2, line.encode())
 
 
-class Output:
+class GuardedOutput:
     """Standard output of now, however redirected later; once its reader is gone, calls `closed` and writes to nowhere.
 
     Lines that a full disk refuses are dropped.
@@ -74,7 +74,7 @@ class Output:
         self._closed, self._stream = closed, sys.stdout
 
     @property
-    def rich_proxied_file(self) -> "Output":
+    def rich_proxied_file(self) -> "GuardedOutput":
         """Return itself to rich, which would write past it while a bar is shown."""
         return self
 

@@ -20,9 +20,9 @@ from jaxglue.hf.export import describe_classifier, on_host, save_model
 from jaxglue.hf.export_check import (
     ROWS_FILE,
     ExportCheck,
+    ExportRows,
     Part,
     Parts,
-    Rows,
     compare,
     first_rows,
     folder_parts,
@@ -246,7 +246,7 @@ def require_equal(adapter: Adapter, lora: LoraConfig, trainable: Params) -> None
             raise ValueError(f"{adapter.folder}: the scale of {path} differs from the trained one; the export failed")
 
 
-def _rows(run: Run, last_batch: Batch | None) -> Rows:
+def _rows(run: Run, last_batch: Batch | None) -> ExportRows:
     batch = last_batch if run.eval_batches is None else next(iter(run.eval_batches))
     if batch is None or not np.any(batch.segments.segment_ids):
         return random_rows(run.model.vocab_size)

@@ -15,7 +15,7 @@ from jaxglue.parts import pinned
 from jaxglue.planner.host_memory import HOST_LIMIT
 from jaxglue.settings.recipe import as_dict
 from jaxglue.terminal.console import Console
-from jaxglue.terminal.interrupt import Interrupt, Output
+from jaxglue.terminal.interrupt import GuardedOutput, Interrupt
 from jaxglue.training.callbacks import Callback, Callbacks, Metrics
 from jaxglue.training.config import ModelConfig, TrainConfig, recorded_config
 from jaxglue.training.explain import run_reasons
@@ -70,7 +70,8 @@ def train(
     _check_metrics(config, compute_metrics, columns)
     interrupt = interrupt or Interrupt()
     context = RunContext(
-        console=console or Console(file=cast(IO[str], Output(interrupt.output_closed)), quiet=not processes.is_main),
+        console=console
+        or Console(file=cast(IO[str], GuardedOutput(interrupt.output_closed)), quiet=not processes.is_main),
         timer=timer or StartupTimer(),
         processes=processes,
         interrupt=interrupt,

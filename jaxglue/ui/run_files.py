@@ -21,7 +21,7 @@ _KEPT_OF_ROLLOUTS = ("step", "origin", "prompt", "answer", "rewards", "advantage
 
 
 @dataclass(kw_only=True)
-class RunFiles:
+class RunRecord:
     """The contents of a run's folder, as JSON has them."""
 
     name: str
@@ -54,7 +54,7 @@ def version_of(folder: Path) -> str:
 _FILES = ("config.toml", "plan.json", "summary.json", "metrics.jsonl", "samples.jsonl", "rollouts.jsonl")
 
 
-def read_run(folder: Path) -> RunFiles:
+def read_run(folder: Path) -> RunRecord:
     """Read a run's folder.
 
     Raises:
@@ -62,7 +62,7 @@ def read_run(folder: Path) -> RunFiles:
     """
     if not any((folder / name).is_file() for name in ("config.toml", "metrics.jsonl")):
         raise ValueError(f"{folder} holds no run: name the --output of one")
-    run = RunFiles(name=folder.resolve().name, folder=str(folder), version=version_of(folder))
+    run = RunRecord(name=folder.resolve().name, folder=str(folder), version=version_of(folder))
     run.summary, run.plan = (_read_json(folder / name) for name in ("summary.json", "plan.json"))
     if (folder / "config.toml").is_file():
         run.settings = tomllib.loads(read_regular_text(folder / "config.toml"))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
-from jaxglue.hf.export_check import Parts, Rows, embed_rows
+from jaxglue.hf.export_check import ExportRows, Parts, embed_rows
 from jaxglue.hf.gguf.architectures import ARCHITECTURES
 from jaxglue.hf.gguf.linear_attention import inputs_in_file
 from jaxglue.hf.gguf.package import load_gguf
@@ -30,7 +30,7 @@ Labels = frozenset[str]
 """Names of the weights that a value is computed from, and from nothing else; empty for others."""
 
 
-def measure_importance(config: DecoderConfig, parts: Parts, rows: Sequence[Rows], dtype) -> dict[str, np.ndarray]:
+def measure_importance(config: DecoderConfig, parts: Parts, rows: Sequence[ExportRows], dtype) -> dict[str, np.ndarray]:
     """Return the mean squares [in] of the inputs of each matrix, by its name in a GGUF file.
 
     Experts' gate and up projections are given the inputs of all tokens, their down projections none.

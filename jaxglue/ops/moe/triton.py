@@ -14,7 +14,7 @@ from jaxglue.ops.moe import kernels
 from jaxglue.ops.moe.reference import GPT_OSS_ALPHA, GPT_OSS_LIMIT, Activation
 from jaxglue.ops.moe.routing import GroupMetadata
 from jaxglue.ops.moe.tiles import GroupedTiles, fit, row_block, row_blocks
-from jaxglue.ops.moe.vjp import ExpertLowRank, ExpertRows, Scales
+from jaxglue.ops.moe.vjp import ExpertLowRank, ExpertRows, ExpertScales
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class TritonMoe(Launcher):
         *,
         transpose_rhs: bool,
         low_rank: ExpertLowRank | None = None,
-        scales: Scales | None = None,
+        scales: ExpertScales | None = None,
     ):
         """See `MoeBackend`."""
         E, S, K = rhs.shape[0], lhs.size, lhs.array.shape[1]

@@ -42,7 +42,7 @@ class ExpertLowRank(NamedTuple):
     transposed: bool
 
 
-class Scales(NamedTuple):
+class ExpertScales(NamedTuple):
     """Factors of products of 8-bit values."""
 
     rows: Float[Array, "M 1"]
@@ -64,7 +64,7 @@ class MoeBackend(Protocol):
         *,
         transpose_rhs: bool,
         low_rank: ExpertLowRank | None = None,
-        scales: Scales | None = None,
+        scales: ExpertScales | None = None,
     ) -> Float[Array, "S N"]:
         """Compute lhs[s] · rhs[group of s] (· scales) (+ bias[group of s]) (+ the low-rank term), in lhs's dtype."""
 
@@ -127,7 +127,7 @@ def _multiply(spec, rows: ExpertRows, rhs, bias, groups: GroupMetadata, low_rank
     fp8_values, row_scales = encode(rows.array)
     # FP8 tensor cores multiply along last axes only.
     matrices, factors = mxfp4_to_fp8(rhs, transposed=not transpose_rhs)
-    scales = Scales(row_scales, factors, rows.array.dtype)
+    scales = ExpertScales(row_scales, factors, rows.array.dtype)
     options: dict[str, Any] = {"transpose_rhs": True, "low_rank": low_rank, "scales": scales}
     return spec.kernels.matmul(ExpertRows(fp8_values, rows.tokens), matrices, bias, groups, **options)
 

@@ -27,7 +27,7 @@ _POLICY_GRADIENT = {"importance_sampling_mode": "sequence_mask", "use_bias_corre
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class ForeignProgram:
     """Another program's settings where a recipe names none."""
 
     name: str
@@ -95,7 +95,7 @@ _OTHERS = {"warmup_ratio": {"warmup_steps"}, "eval_fraction": {"eval_data"}, "ep
 """Settings by whose presence the default of another has no meaning."""
 _PEFT_TARGETS = ("q_proj", "v_proj")
 """Layers that PEFT adapts in models with such names where a recipe names none."""
-AXOLOTL = Program(
+AXOLOTL = ForeignProgram(
     name="axolotl",
     version="0.18.0",
     source="axolotl-ai-cloud/axolotl: src/axolotl/utils/schemas, src/axolotl/core/builders",
@@ -109,7 +109,7 @@ AXOLOTL = Program(
     batch=1,
     drops_out_nothing=_PAIRS,
 )
-LLAMA_FACTORY = Program(
+LLAMA_FACTORY = ForeignProgram(
     name="LLaMA-Factory",
     version="0.9.5",
     source="hiyouga/LLaMA-Factory: src/llamafactory/hparams",
@@ -128,7 +128,7 @@ _TRL_RATES = {
     "reward": 1e-4,
     **dict.fromkeys((*_PAIRS, *_POLICY_GRADIENTS), 1e-6),
 }
-TRL = Program(
+TRL = ForeignProgram(
     name="TRL",
     version="1.10.0",
     source="huggingface/trl: trl/trainer/*_config.py, trl/trainer/model_config.py",
@@ -142,7 +142,7 @@ TRL = Program(
     objective=dict.fromkeys(_POLICY_GRADIENTS, _POLICY_GRADIENT),
     drops_out_nothing=(*_PAIRS, *_SCORED),
 )
-UNSLOTH = Program(
+UNSLOTH = ForeignProgram(
     name="Unsloth",
     version="2026.8",
     source="unslothai/unsloth: unsloth/models/rl.py, unsloth/models/llama.py",
@@ -163,7 +163,7 @@ UNSLOTH = Program(
     accumulation=2,
     drops_out_nothing=(*_PAIRS, *_SCORED),
 )
-TORCHTUNE = Program(
+TORCHTUNE = ForeignProgram(
     name="torchtune",
     version="0.7.0",
     source="pytorch/torchtune: recipes/*.py, torchtune/models, torchtune/datasets",
@@ -182,7 +182,7 @@ _OF_LLAMA_FACTORY = {"finetuning_type", "cutoff_len", "stage", "dataset_dir", "t
 """Settings of LLaMA-Factory that the other programs do not have."""
 
 
-def program_of(recipe: Mapping[str, Any]) -> Program | None:
+def program_of(recipe: Mapping[str, Any]) -> ForeignProgram | None:
     """Return the program that a flat recipe is for, by the settings that it alone has; None for our own names."""
     if any(isinstance(value, dict) and "_component_" in value for value in recipe.values()):
         return TORCHTUNE

@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxglue.settings.dialects.defaults import LLAMA_FACTORY, Program
+from jaxglue.settings.dialects.defaults import LLAMA_FACTORY, ForeignProgram
 from jaxglue.settings.dialects.values import Nested
 
 _PACKING = ("packing", "sample_packing", "neat_packing")
 _BATCHES = ("micro_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "batch_size")
 
 
-def use_documents(recipe: Mapping[str, Any], values: Nested, program: Program | None) -> str | None:
+def use_documents(recipe: Mapping[str, Any], values: Nested, program: ForeignProgram | None) -> str | None:
     """Let steps have a number of documents where the recipe does not pack; return a line that says so.
 
     These programs then count documents, which they pad, in batch size and accumulation. Steps of answers that are
@@ -33,7 +33,7 @@ def use_documents(recipe: Mapping[str, Any], values: Nested, program: Program | 
     )
 
 
-def use_chats(values: Nested, program: Program | None) -> str | None:
+def use_chats(values: Nested, program: ForeignProgram | None) -> str | None:
     """Render Alpaca's rows with the chat template where the recipe is LLaMA-Factory's; return a line that says so."""
     if program is not LLAMA_FACTORY or "format" in values.setdefault("data", {}):
         return None
@@ -41,7 +41,7 @@ def use_chats(values: Nested, program: Program | None) -> str | None:
     return "rows of instruction and output are rendered with the chat template (--format auto_chat)"
 
 
-def use_no_dropout(recipe: Mapping[str, Any], values: Nested, program: Program | None) -> str | None:
+def use_no_dropout(recipe: Mapping[str, Any], values: Nested, program: ForeignProgram | None) -> str | None:
     """Switch the adapters' dropout off where the program's trainer does; return a line that says so."""
     table, objective = values.get("lora", {}), values.get("objective", {}).get("objective", "sft")
     is_kept = program is None or objective not in program.drops_out_nothing or recipe.get("disable_dropout") is False
