@@ -58,7 +58,7 @@ def test_full_fine_tuning_resumes_on_another_mesh(make_config, tmp_path, monkeyp
     assert {array.sharding.spec for array in (embedding, *moments)} == {jax.sharding.PartitionSpec("fsdp")}
     assert train(make_config(**options, mesh="data=2,fsdp=2", resume=True)) is not None
     np.testing.assert_allclose(losses(tmp_path / "run"), losses(tmp_path / "whole"), rtol=1e-4)
-    assert dispatching[-1].trainable["embed_tokens"]["weight"].sharding.spec == jax.sharding.PartitionSpec("fsdp")
+    assert states[-1].trainable["embed_tokens"]["weight"].sharding.spec == jax.sharding.PartitionSpec("fsdp")
 
 
 @repeats_parts_of("test_full_fine_tuning_resumes_on_another_mesh")
