@@ -55,5 +55,5 @@ async function look() {
   setTimeout(look, 2000);
 }
 
-addEventListener("hashchange", () => { enter(); draw(); document.getElementById("main").focus(); });
+addEventListener("hashchange", () => { enter(); draw(); document.getElementById("main").focus({ preventScroll: true }); scrollTo(0, 0); });
 addEventListener("DOMContentLoaded", () => { enter(); page.live = !document.getElementById("data"); if (page.live) look(); else take(JSON.parse(document.getElementById("data").textContent)); });
