@@ -23,7 +23,7 @@ KEYS: dict[str, tuple[str, ...]] = {
 CHATS = ("messages", "conversations", "question_answer", "alpaca_chat")
 """Formats that are rendered with the chat template."""
 WHOLE_CHATS = ("messages", "conversations")
-"""Those of whole conversations, which tell no prompt from its completion."""
+"""Formats of whole conversations, without a prompt apart."""
 ALPACA = (
     "Below is an instruction that describes a task{context}. Write a response that appropriately completes the "
     "request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
