@@ -22,7 +22,7 @@ from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.moe import ExpertAdapter, ExpertLora, GroupMetadata, moe_mlp, route
 from jaxglue.ops.moe.tiles import GroupedTiles, MatmulTiles, grouped_tiles
 from jaxglue.ops.moe.triton import TritonMoe
-from jaxglue.ops.moe.vjp import ExpertRows, Scales
+from jaxglue.ops.moe.vjp import ExpertRows, ExpertScales
 from jaxglue.ops.projection.fp8 import encode
 from jaxglue.ops.quant import dequantize, mxfp4_to_fp8
 from jaxglue.ops.quant.mxfp4 import MXFP4
@@ -148,7 +148,7 @@ def fp8_matmul(kernels: TritonMoe, tile: tuple[int, int, int, int], groups: Grou
     kernels = replace(kernels, tiles=GroupedTiles(matmul=matmul, outer=kernels.tiles.outer))
 
     def run(x, w, scales, factors):
-        scaled = Scales(scales, factors, jnp.bfloat16)
+        scaled = ExpertScales(scales, factors, jnp.bfloat16)
         return kernels.matmul(ExpertRows(x), w, None, groups, transpose_rhs=True, scales=scaled)
 
     return jax.jit(run)

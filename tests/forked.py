@@ -10,6 +10,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from jaxglue.commands import main
 from jaxglue.training import loop
 
 _SERVER = multiprocessing.get_context("forkserver")
@@ -36,6 +37,12 @@ def run_script(path: Path, arguments: Sequence[str]) -> None:
     """Run a script as Python's command line does."""
     sys.argv = [str(path), *arguments]
     runpy.run_path(str(path), run_name="__main__")
+
+
+def run_command(home: str, arguments: list[str]) -> None:
+    """Run `jaxglue` as a user with this home."""
+    os.environ["HOME"] = home
+    main(arguments)
 
 
 def _call(outputs: list[Path], function: Callable[..., object], arguments: tuple[Any, ...]) -> None:

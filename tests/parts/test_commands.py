@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from forked import Forked
+from forked import Forked, run_command
 from selection import repeat
 
 from jaxglue.commands import main
@@ -23,18 +23,13 @@ TEXTS = [{"text": f"{row['prompt']}{row['chosen']}"} for row in PAIRS]
 STEPS = 40
 
 
-def command(home: str, arguments: list[str]) -> None:
-    os.environ["HOME"] = home
-    main(arguments)
-
-
 @pytest.fixture
 def start(tmp_path):
     """Start a command in a process of its own."""
     count = iter(range(99))
 
     def run(*arguments) -> Forked:
-        return Forked(tmp_path / f"process-{next(count)}", command, str(tmp_path / "home"), [*map(str, arguments)])
+        return Forked(tmp_path / f"process-{next(count)}", run_command, str(tmp_path / "home"), [*map(str, arguments)])
 
     return run
 

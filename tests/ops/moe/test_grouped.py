@@ -9,7 +9,7 @@ import pytest
 
 from jaxglue.ops.moe import GROUPED_MATMUL, GroupedCall, GroupMetadata, grouped_matmul
 from jaxglue.ops.moe.tiles import GroupedTiles, MatmulTiles, grouped_tiles
-from jaxglue.ops.moe.vjp import ExpertLowRank, ExpertRows, Scales
+from jaxglue.ops.moe.vjp import ExpertLowRank, ExpertRows, ExpertScales
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.mxfp4 import MXFP4
 
@@ -59,7 +59,7 @@ def test_interpreted_kernel_applies_scales(interpreted_kernels, row_tile):
     tokens, group = jnp.asarray(rng.integers(0, 70, 208)), np.repeat(np.arange(5), sizes)
     hidden, groups = normal(208, 4), GroupMetadata.of(sizes, 208, row_tile=row_tile)
     kernels = interpreted_kernels(tiles=grouped_tiles((8, 9)), compute_capability=80)
-    options = {"low_rank": ExpertLowRank(hidden, B, True), "scales": Scales(rows, factors, jnp.float32)}
+    options = {"low_rank": ExpertLowRank(hidden, B, True), "scales": ExpertScales(rows, factors, jnp.float32)}
     got = kernels.matmul(ExpertRows(x, tokens), rhs, bias, groups, transpose_rhs=True, **options)
     scaled, matrices = (x * rows)[tokens], (rhs * factors[:, None, None])[group]
     expected = jnp.einsum("sk,snk->sn", scaled, matrices) + bias[group] + jnp.einsum("sr,snr->sn", hidden, B[group])
