@@ -10,7 +10,7 @@ from jaxglue.settings.recipe import find_recipe, peek, read_tables
 
 
 class OwnKinds(NamedTuple):
-    """What a command runs of the user's code."""
+    """The user's code that a command runs."""
 
     flags: tuple[str, ...] = ()
     """To add to the command line."""

@@ -8,7 +8,17 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, Self
 from urllib.parse import unquote
 
-from jaxglue.settings.config import Alias, Config, Kind, NonNegativeInt, PositiveFloat, PositiveInt, Range, plain_fields
+from jaxglue.settings.config import (
+    Alias,
+    Config,
+    Kind,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    is_jinja,
+    plain_fields,
+)
 from jaxglue.settings.spelling import nearest
 
 HUB_PREFIX = "hf:"
@@ -130,11 +140,6 @@ def _read(kind: Kind, key: str, value: str) -> Any:
         return kind.read_text(value)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
-
-
-def is_jinja(template: str) -> bool:
-    """Tell whether a chat template is given as text rather than as a file's name."""
-    return "{%" in template or "{{" in template
 
 
 class LabelTask(NamedTuple):

@@ -14,11 +14,12 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from jaxglue.data.config import TURN_END, DataConfig, is_jinja
+from jaxglue.data.config import TURN_END, DataConfig
 from jaxglue.data.limits import TemplateTimeoutError, memory_limit, template_time_limit
 from jaxglue.data.messages import Messages, Tools
 from jaxglue.data.pieces import PieceTokenizer
 from jaxglue.data.tokenizer import known_tokens, read_template
+from jaxglue.settings.config import is_jinja
 
 Span = tuple[int, int]
 

@@ -13,7 +13,7 @@ EPSILON = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class Rewards:
-    """What is known of answers when they are compared."""
+    """Rewards of answers, with everything else that advantages are made of."""
 
     by_function: Float[np.ndarray, "prompts answers functions"]
     """NaN where a function left an answer out."""

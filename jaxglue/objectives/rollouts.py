@@ -28,7 +28,7 @@ class Metric(NamedTuple):
 
     sum: Float[Array, "*values"]
     divisor: Float[Array, "*values"] | None = None
-    """None for the normalizer of the step, which divides the loss, too."""
+    """Its divisor; None for the normalizer of the step, which divides the loss, too."""
 
 
 class StepCounts(NamedTuple):
@@ -44,13 +44,13 @@ class StepCounts(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LossInputs:
-    """What a loss of answers reads of a micro-batch, this device's B packed rows of T tokens; computed when asked for.
+    """Inputs of a loss of answers from a micro-batch, this device's B packed rows of T tokens; computed when asked for.
 
     Values of tokens are float32 [B, T], and those of tokens that do not count may be anything.
     """
 
     values: TargetValues
-    """Of the targets under the model in training: entropies, divergences from a teacher."""
+    """Values of the targets under the model in training: entropies, divergences from a teacher."""
     rollouts: Rollouts
     counted: Tokens
     """1 for tokens of answers, 0 for prompts, padding and tokens left out of the loss."""

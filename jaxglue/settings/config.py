@@ -55,6 +55,11 @@ class Range:
         return " and ".join(f"{sign} {bound}" for sign, bound in bounds if bound is not None)
 
 
+def is_jinja(template: str) -> bool:
+    """Tell whether a chat template is given as text rather than as a file's name."""
+    return "{%" in template or "{{" in template
+
+
 class Alias:
     """Further names that flags and recipes accept for a field.
 

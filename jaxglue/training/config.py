@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from jaxglue.data.config import DataConfig, is_jinja
+from jaxglue.data.config import DataConfig
 from jaxglue.distributed import DistributedConfig
 from jaxglue.hf.hub import base_reference, is_hub_id, model_path
 from jaxglue.models.lora_config import LoraConfig
@@ -26,6 +26,7 @@ from jaxglue.settings.config import (
     PositiveFloat,
     PositiveInt,
     Range,
+    is_jinja,
     refuse_excluded,
 )
 from jaxglue.settings.recipe import load_config, read_tables

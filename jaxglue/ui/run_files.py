@@ -1,6 +1,5 @@
 """Reader of a run's folder for its page: of files of any length, a sample that opens at once."""
 
-import json
 import mmap
 import tomllib
 from collections.abc import Iterator
@@ -8,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jaxglue.files.json_file import parse_object
 from jaxglue.files.regular_file import read_regular_text
 
 _WHOLE = 2**22
@@ -68,7 +68,7 @@ def read_run(folder: Path) -> RunRecord:
         run.settings = tomllib.loads(read_regular_text(folder / "config.toml"))
     run.metrics, is_part = read_metrics(folder / "metrics.jsonl")
     run.sampled["metrics"] = is_part
-    run.samples = [line for line in _lines(folder / "samples.jsonl") if isinstance(line, dict)]
+    run.samples = list(_lines(folder / "samples.jsonl"))
     run.rollouts, is_part = read_rollouts(folder / "rollouts.jsonl")
     run.sampled["rollouts"] = is_part
     names = ("adapter", "model", "adapter-last", "model-last", "base")
@@ -139,10 +139,9 @@ def _line_at(data: mmap.mmap, start: int) -> bytes:
 def _parsed(line: bytes) -> dict[str, Any] | None:
     """Return the object of a line; None for one that is no JSON, such as a line that is being written."""
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
+        return parse_object(line, "a line")
+    except ValueError:
         return None
-    return value if isinstance(value, dict) else None
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -7,6 +7,8 @@ from string import Formatter
 from typing import Any
 from urllib.parse import quote
 
+from jaxglue.settings.config import is_jinja
+
 _FORMATS = {
     **dict.fromkeys(("chat_template", "sharegpt", "chat", "chat_template.default", "chat_template.argilla"), "auto"),
     "bradley_terry.chat_template": "auto",
@@ -58,7 +60,7 @@ def with_our_data(recipe: Mapping[str, Any], where: str) -> dict[str, Any]:
     if "dataset" in values and "eval_dataset" in values:  # LLaMA-Factory's are names in its dataset_info.json
         values["dataset"] = (values["dataset"], values.pop("eval_dataset"))
     template = str(values.get("chat_template"))
-    if "chat_template" in values and not (os.path.isfile(template) or "{%" in template or "{{" in template):
+    if "chat_template" in values and not (os.path.isfile(template) or is_jinja(template)):
         values["template"] = values.pop("chat_template")
     if "chat_template_jinja" in values:
         values["chat_template"] = values.pop("chat_template_jinja")
