@@ -13,6 +13,7 @@ from jaxglue.data.config import NO_COLUMNS, Columns
 from jaxglue.data.iterator import BatchIterator, EvalBatches
 from jaxglue.data.prepare import PreparedData, prepare_data
 from jaxglue.data.progress import DataProgress
+from jaxglue.data.report import trained_tokens
 from jaxglue.data.stream import StreamIterator
 from jaxglue.data.tokenize import first_row
 from jaxglue.data.tokenizer import load_tokenizer
@@ -28,6 +29,7 @@ from jaxglue.rl.loop import RolloutSteps
 from jaxglue.rl.plan import RolloutPlan
 from jaxglue.rl.prompts import PromptDataset, PromptReport, read_prompts
 from jaxglue.rl.rewards import Judge
+from jaxglue.settings.config import is_jinja
 from jaxglue.sharding.mesh import MeshShape, mesh_of, process_batch_shard
 from jaxglue.training.checks import warn_of_peft, why_prompts_are_copied
 from jaxglue.training.config import RunConfig, TrainConfig
@@ -44,6 +46,7 @@ from jaxglue.training.run import (
     Setup,
     SpikePlan,
     TeacherPlan,
+    TextPlan,
 )
 from jaxglue.training.trackers import check_trackers
 from jaxglue.training.vocabulary import Vocabulary, read_vocabulary, run_stops
@@ -97,11 +100,12 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
         in_steps = runs_in_steps(config, workload, remat, epochs=epochs, frozen=frozen, processes=processes)
         workload = replace(workload, reference=in_steps)
     run, preferences = config.run, workload.objective.answers is not None
+    stops = run_stops(vocabulary.tokenizer, base.folder, config.model.adapter, config.data.stop_tokens)
     evaluate = run.eval_every or batches.steps_per_epoch
     return Run(
         base=base,
         vocabulary=vocabulary,
-        stops=run_stops(vocabulary.tokenizer, base.folder, config.model.adapter, config.data.stop_tokens),
+        stops=stops,
         rows=_rows(config),
         schedule=schedule,
         execution=_execution(config),
@@ -112,6 +116,7 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
         spikes=_spike_plan(config),
         recorded=config,
         data=data,
+        texts=_text_plan(config, workload.objective, data, vocabulary.tokenizer, stops),
         read_first_row=partial(first_row, config.data, preferences=preferences),
         why_copied=why_copied,
         cache=Path(config.data.cache_dir),
@@ -193,6 +198,38 @@ def _execution(config: TrainConfig) -> Execution:
         noise_seed=config.data.seed if drops or config.model.neftune_alpha else None,
         fp8_max_error=config.model.fp8_max_error,
     )
+
+
+def _text_plan(
+    config: TrainConfig,
+    objective: Objective,
+    data: PreparedData,
+    tokenizer: "PreTrainedTokenizerBase",
+    stops: frozenset[int],
+) -> TextPlan:
+    """Describe how rows become tokens and loss."""
+    named = config.data.chat_template
+    template = named or ("the tokenizer's own" if tokenizer.chat_template else "none")
+    if named is not None and is_jinja(named):
+        template = "the text of --chat-template"
+    ends = " or ".join(map(str, tokenizer.convert_ids_to_tokens(sorted(stops))))
+    return TextPlan(template=f"{template}; answers end with {ends}", loss_on=_loss_on(config, objective, data))
+
+
+def _loss_on(config: TrainConfig, objective: Objective, data: PreparedData) -> str:
+    """Describe which tokens have loss."""
+    if objective.needs_rollouts:
+        return "answers that the model writes"
+    if objective.trains_scores:
+        return "the last token of each document" if objective.classifies else "the scores of answers' last tokens"
+    if objective.answers is not None:
+        return "the answers, after their prompts"
+    settings = {source.loss_on for source in config.data.sources}
+    formats = [
+        (source.format, one.loss_on) for source, one in zip(data.report.sources, config.data.sources, strict=False)
+    ]
+    formats = formats or [(name, loss_on) for name in data.report.format.split(", ") for loss_on in sorted(settings)]
+    return ", ".join(dict.fromkeys(trained_tokens(*one) for one in formats))
 
 
 def _spike_plan(config: TrainConfig) -> SpikePlan | None:

@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from jaxglue.settings.dialects.defaults import PROGRAMS, program_of
-from jaxglue.settings.recipe import construct, read_recipe
+from jaxglue.settings.flags import parse_config
+from jaxglue.settings.recipe import construct, from_settings, read_recipe
 from jaxglue.training.config import TrainConfig
 
 RECIPES = json.loads((Path(__file__).parents[1] / "goldens/public_recipes.json").read_text(encoding="utf-8"))
@@ -174,6 +175,24 @@ def test_unknown_names_of_trackers_and_launchers_are_left_out(tmp_path, caplog):
     assert "wandb_new_switch, fsdp_offload_x" in caplog.text
     with pytest.raises(ValueError, match="does not know: unheard_of"):
         read(tmp_path, text + "\nunheard_of: 3")
+
+
+def test_strict_names_every_unknown_setting_and_no_known_one(tmp_path, capsys):
+    path = tmp_path / "recipe.yml"
+    path.write_text(
+        "base_model: m\nlearning_rate: 1e-4\nunheard_of: 3\nwandb_new_switch: on\nfsdp_offload_x: 1\n"
+        "flash_attention: true\nwandb_watch: gradients\ndata: [rows.jsonl]"
+    )
+    with pytest.raises(SystemExit) as stop:
+        parse_config(TrainConfig, ["--recipe", str(path), "--strict"])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert all(name in error for name in ("unheard_of", "wandb_new_switch", "fsdp_offload_x"))
+    assert "flash_attention" not in error and "wandb_watch" not in error
+    with pytest.raises(ValueError, match=r"does not know: unheard_of, wandb_new_switch, fsdp_offload_x\."):
+        from_settings(TrainConfig, {"strict": True}, path)
+    path.write_text("base_model: m\nlearning_rate: 1e-4\nflash_attention: true\ndata: [rows.jsonl]")
+    assert from_settings(TrainConfig, {"strict": True}, path) == from_settings(TrainConfig, {}, path)
 
 
 @pytest.mark.parametrize(
