@@ -229,3 +229,38 @@ def test_torchtune_recipe_names_the_part_that_it_cannot_translate(tmp_path):
     settings = with_own_data(recipe) | {"loss": {"_component_": "torchtune.rlhf.loss.PPOLoss"}}
     with pytest.raises(ValueError, match=r"loss: expected one of .*DPOLoss.*got PPOLoss"):
         read(tmp_path, settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("bias: none\nlabel_smoothing_factor: 0\nshuffle: true", {}),
+        ("enable_thinking: false", {"mask_empty_thinking": True}),
+        ("enable_thinking: true", {"mask_empty_thinking": False}),
+        ("use_mlflow: true\nmlflow_tracking_uri: http://localhost", {"log_to": ("tensorboard", "mlflow")}),
+        ("use_wandb: false\nwandb_project: p", {"log_to": ("tensorboard",)}),
+        ("adapter: lora\nlora_r: 8\nlora_alpha: 8\nlora_dropout: 0.1\ndisable_dropout: true", {"dropout": 0.0}),
+        ("float32: true", {"dtype": "float32"}),
+        ("datasets:\n- {path: a.jsonl, type: chat_template.default, field_messages: prompt}", {"data": ("a.jsonl",)}),
+    ],
+)  # fmt: skip
+def test_wishes_that_are_met_ask_for_nothing_and_others_are_translated(tmp_path, caplog, text, expected):
+    with caplog.at_level(logging.WARNING):
+        path = tmp_path / "recipe.yml"
+        more = "" if "datasets" in text else "\ndata: [rows.jsonl]"
+        path.write_text(f"base_model: m\nlearning_rate: 1e-4\n{text}{more}", encoding="utf-8")
+        config = construct(TrainConfig, read_recipe(TrainConfig, path), {})
+    merged = {**vars(config.model), **vars(config.data), **vars(config.lora), **vars(config.run)}
+    assert {name: merged[name] for name in expected} == expected
+    assert "may differ" not in caplog.text
+
+
+@pytest.mark.parametrize("text", ["bias: all", "shuffle: false", "label_smoothing_factor: 0.1"])
+def test_other_values_of_these_settings_are_told(tmp_path, caplog, text):
+    try:
+        with caplog.at_level(logging.WARNING):
+            read(tmp_path, f"base_model: m\nlearning_rate: 1e-4\n{text}")
+    except ValueError as error:
+        assert text.partition(":")[0] in str(error)
+    else:
+        assert f"may differ: {text.partition(':')[0]}" in caplog.text

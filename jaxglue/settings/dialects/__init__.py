@@ -21,8 +21,8 @@ from jaxglue.settings.config import (
 from jaxglue.settings.dialects.data_sets import with_our_data
 from jaxglue.settings.dialects.dataset_info import described_sources
 from jaxglue.settings.dialects.defaults import AXOLOTL, TORCHTUNE, TRL, program_of
-from jaxglue.settings.dialects.left_out import CHANGES, HARMLESS, NOTES, REFUSED
-from jaxglue.settings.dialects.meaning import use_chats, use_documents, use_no_dropout, use_wandb
+from jaxglue.settings.dialects.left_out import AS_HERE, CHANGES, HARMLESS, NOTES, REFUSED
+from jaxglue.settings.dialects.meaning import use_chats, use_documents, use_no_dropout, use_trackers
 from jaxglue.settings.dialects.rollouts import with_rollouts
 from jaxglue.settings.dialects.torchtune import with_flat_settings
 from jaxglue.settings.dialects.values import CONVERTERS, Nested, with_objective, with_one_name
@@ -68,7 +68,7 @@ def translate(
         )
     if wrong:
         raise ValueError(where + "; ".join(wrong))
-    use_wandb(recipe, values)
+    use_trackers(recipe, values)
     notes = [use_documents(given, values, program), use_chats(values, program), use_no_dropout(recipe, values, program)]
     lines = [*filter(None, notes), *_left_out(left_out)]
     if program is not None and (missing := program.missing(values, flags)):
@@ -111,6 +111,8 @@ def _read(
                 group, field, kind = places[key]
                 if (read := kind.from_alias(key, value)) is not KEEP:
                     _merge(values, {group: {field: kind.read(read)}})
+            elif value in AS_HERE.get(key, ()):
+                continue
             elif key in NOTES:
                 left_out.setdefault(NOTES[key], []).append(key)
             elif value is False or value is None or value in ("", [], {}):
