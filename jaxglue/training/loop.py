@@ -11,16 +11,14 @@ import jax
 
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import Step
-from jaxglue.distributed import Processes
 from jaxglue.engine.policy import AUTO
 from jaxglue.files.json_file import write_json
 from jaxglue.settings.recipe import as_dict, to_toml
 from jaxglue.settings.secrets import masked
 from jaxglue.sharding.mesh import mesh_of
-from jaxglue.terminal.console import Console
-from jaxglue.terminal.interrupt import Interrupt
-from jaxglue.training.callbacks import Callback, Callbacks, Metrics, floats
+from jaxglue.training.callbacks import Callback, floats
 from jaxglue.training.checkpoint import Checkpoints, NonFinite
+from jaxglue.training.context import RunContext
 from jaxglue.training.divergence import Spikes, SpikeState, explain_divergence, save_step
 from jaxglue.training.evaluation import BestState, Evaluation, Samples, evaluation_lines
 from jaxglue.training.fingerprint import changed_settings
@@ -35,7 +33,7 @@ from jaxglue.training.out_of_memory import (
     memory_beyond_limit,
     smaller_limit,
 )
-from jaxglue.training.progress import SAMPLING, WAITING, Compiling, StartupTimer, TrainingProgress
+from jaxglue.training.progress import SAMPLING, WAITING, Compiling, TrainingProgress
 from jaxglue.training.record import (
     Diverged,
     Recorder,
@@ -80,18 +78,6 @@ class RunState(BestState, StepState):
     first_loss: float | None
     last_loss: float | None
     spikes: NotRequired[SpikeState | None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunContext:
-    """The surroundings of a run: the arguments of `train` beside its configuration."""
-
-    console: Console
-    timer: StartupTimer
-    processes: Processes
-    interrupt: Interrupt
-    callbacks: Callbacks
-    compute_metrics: Metrics | None
 
 
 @dataclass(kw_only=True)

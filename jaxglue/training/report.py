@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from rich.panel import Panel
@@ -24,8 +24,10 @@ from jaxglue.sharding.rules import Layout
 from jaxglue.terminal.console import Console
 from jaxglue.training.explain import attention_choice, run_reasons
 from jaxglue.training.progress import format_duration
-from jaxglue.training.run import Run
 from jaxglue.training.workload import row_text
+
+if TYPE_CHECKING:
+    from jaxglue.training.run import Run
 
 PATHS = ("adapter", "last_adapter", "checkpoints", "metrics", "curve", "page")
 """Fields of the results that name a file or folder in the run's."""
@@ -140,7 +142,7 @@ def read_summary(values: Mapping[str, Any]) -> RunSummary:
     return RunSummary(**{**values, **{name: Path(values[name]) for name in PATHS if values.get(name)}})
 
 
-def plan_json(run: Run) -> dict[str, list[list[str]]]:
+def plan_json(run: "Run") -> dict[str, list[list[str]]]:
     """Return the plan for the run's page: its rows, and the reasons for automatic choices."""
 
     def shown(rows: Mapping[str, object]) -> list[list[str]]:
@@ -149,7 +151,7 @@ def plan_json(run: Run) -> dict[str, list[list[str]]]:
     return {"rows": shown(plan_rows(run)), "choices": shown(run_reasons(run))}
 
 
-def plan_rows(run: Run) -> dict[str, object]:
+def plan_rows(run: "Run") -> dict[str, object]:
     """Return the panel's rows, title → content; kernels are told with `--explain`, by `run_reasons`."""
     return {
         "model": f"{run.base.name} ({run.model.model_type}, {parameter_counts(run.workload)[0]:,} parameters)",
@@ -173,7 +175,7 @@ def plan_rows(run: Run) -> dict[str, object]:
     }
 
 
-def _method(run: Run) -> str:
+def _method(run: "Run") -> str:
     total, trained = parameter_counts(run.workload)
     method = "full" if run.lora is None else _adapters(run.lora)
     return f"{method}; {trained:,} parameters train ({trained / total:.2%})"
@@ -191,13 +193,13 @@ def _adapters(lora: LoraConfig) -> str:
     return text + f", and {', '.join(lora.modules_to_save)} whole" * bool(lora.modules_to_save)
 
 
-def _evaluation(run: Run) -> str:
+def _evaluation(run: "Run") -> str:
     if run.data.eval is None:
         return "none: --eval-data names held-out rows" + ", --eval-fraction a share of all" * (run.rollouts is None)
     return f"every {run.cadence.evaluate:,} steps and at the end, on the held-out rows"
 
 
-def _saves(run: Run) -> str:
+def _saves(run: "Run") -> str:
     """Describe checkpoints and exported weights."""
     weights = {"last": "the last weights", "best": "the best weights", "both": "the best and the last weights"}
     saves = f"a checkpoint every {run.cadence.save:,} steps, {weights[run.output.keep]} at the end"
@@ -205,7 +207,7 @@ def _saves(run: Run) -> str:
     return saves if stop is None else f"{saves}, or after {stop:,} evaluations without a lower loss"
 
 
-def _batch(run: Run) -> str:
+def _batch(run: "Run") -> str:
     rows = row_text(run.rows.seq_len, run.model)
     if run.rollouts:
         return f"as many × {run.rows.batch_size} rows of {rows} as the answers fill"
@@ -215,18 +217,18 @@ def _batch(run: Run) -> str:
     return f"{count} × {run.rows.batch_size} rows of {rows}"
 
 
-def _steps(run: Run) -> str:
+def _steps(run: "Run") -> str:
     if run.data.stream:
         return f"{run.schedule.total_steps:,}"
     return f"{run.schedule.total_steps:,} ({run.batches.steps_per_epoch:,} an epoch, {run.epochs:.2f} epochs)"
 
 
-def _stored(run: Run) -> str:
+def _stored(run: "Run") -> str:
     description = FORMATS[run.model.quantize].description
     return f", linear layers of the decoder layers {description}" if description else ""
 
 
-def _objective(run: Run) -> str | None:
+def _objective(run: "Run") -> str | None:
     """Describe an objective other than supervised training, and whether its answers' prompt is computed once."""
     if run.objective.supervised:
         return None
@@ -237,7 +239,7 @@ def _objective(run: Run) -> str | None:
     return f"{run.objective.title}; {prompts}{_reference(run)}"
 
 
-def _reference(run: Run) -> str:
+def _reference(run: "Run") -> str:
     """Describe when the reference runs, if the objective has one."""
     if not run.objective.needs_reference:
         return ""
@@ -245,7 +247,7 @@ def _reference(run: Run) -> str:
     return f"; the reference {how}{' (auto)' if run.asked.reference_cache == 'auto' else ''}"
 
 
-def _optimizer(run: Run) -> str:
+def _optimizer(run: "Run") -> str:
     optimizer = run.schedule.optimizer
     rise = f"{optimizer.schedule} after {run.schedule.warmup:,} warm-up steps"
     form = optimizer.state_format
@@ -261,20 +263,20 @@ def _optimizer(run: Run) -> str:
     )
 
 
-def _memory(run: Run) -> str:
+def _memory(run: "Run") -> str:
     size = resident_bytes(run.workload).total(run.remat.weights) / GIB
     each = " on each GPU" if run.mesh.devices > 1 else ""
     return f"{size:.2f} GiB for weights, gradients and optimizer{each}; activations on top"
 
 
-def _experts(run: Run) -> dict[str, object]:
+def _experts(run: "Run") -> dict[str, object]:
     if (moe := run.model.moe) is None:
         return {}
     stored = "" if moe.quantize == "none" else f", in {FORMATS[moe.quantize].label.upper()}"
     return {"experts": f"{moe.num_experts_per_tok} of {moe.num_experts} for each token{stored}"}
 
 
-def _devices(run: Run) -> dict[str, object]:
+def _devices(run: "Run") -> dict[str, object]:
     kinds: dict[str, object] = {"devices": ", ".join(sorted({device.device_kind for device in jax.devices()}))}
     workload, mesh = run.workload, run.mesh
     if mesh.devices == 1:
@@ -290,7 +292,7 @@ def _devices(run: Run) -> dict[str, object]:
     return kinds | {"mesh": f"{mesh}{auto}; {sharding}", "communication": sharding.communication}
 
 
-def _slow_attention(run: Run) -> str | None:
+def _slow_attention(run: "Run") -> str | None:
     """Return why a GPU computes attention without a kernel, which takes many times longer, if it does."""
     attention, slots = run.remat.attention, run.batches.max_segments
     usual = attention_choice(run.workload, attention=attention, slots=slots, why_copied=run.why_copied)
