@@ -123,6 +123,8 @@ class BatchIterator(Iterator[Step]):
         ValueError: a size below 1, or a batch size not divisible by the processes.
     """
 
+    _ahead: "grain.DatasetIterator | None"
+
     def __init__(
         self,
         dataset: TokenDataset,
@@ -245,7 +247,7 @@ class BatchIterator(Iterator[Step]):
         shape: dict[str, Any] = {"seq_len": self._seq_len, "max_segments": self.max_segments}
         self._epoch = epoch
         self._epoch_steps = Steps(dataset=self._dataset, plan=plan, **shape, **self._sizes, **self._processes)
-        self._ahead: grain.DatasetIterator | None = None
+        self._ahead = None
         self._next_plan: Future[PackPlan] | None = None
         if self._epochs is None or epoch + 1 < self._epochs:
             self._next_plan = self._planner.submit(self._plan, epoch + 1, self.max_segments)
