@@ -223,8 +223,13 @@ class TinkerServer:
         return {"type": "create_model", "model_id": name}
 
     def _check_base(self, asked: Any) -> None:
-        """Refuse a model of another name than that served, whose folder may stand elsewhere or on the hub."""
+        """Refuse a model of another name than that served, whose folder may stand elsewhere or on the hub.
+
+        A request that names none means this one.
+        """
         served = str(self._settings.get("model", self._settings.get("recipe")))
+        if asked is None:
+            return
         if not isinstance(asked, str) or Path(asked).name.lower() != Path(served).name.lower():
             raise ValueError(f"base_model: this server trains {served}, got {asked!r:.100}")
 
