@@ -19,7 +19,7 @@ from jaxglue.generation.engine import STEPS, Engine
 from jaxglue.generation.grammar import Grammar, Grammars
 from jaxglue.generation.pages import free_bytes
 from jaxglue.generation.scheduler import Request
-from jaxglue.hf.adapter import adapter_labels, warn_of_adapter_inside
+from jaxglue.hf.adapter import adapter_labels, served_storage_of, warn_of_adapter_inside
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.identity import Identity, identify, identify_random
 from jaxglue.hf.loading import add_adapter, load_model, random_model
@@ -27,8 +27,10 @@ from jaxglue.hf.serving import load_own_tokenizer, stop_tokens
 from jaxglue.hf.several import add_adapters
 from jaxglue.models import config_from_hf
 from jaxglue.models.decoder import CausalLM
+from jaxglue.models.lora import merge_served
 from jaxglue.models.parameters import split_model
 from jaxglue.ops.backend import compute_capability
+from jaxglue.ops.choices import SERVED
 from jaxglue.ops.projection.fp8 import check_fp8
 from jaxglue.text.stream import before, decode, in_order, special_stops, stream_text, without
 
@@ -63,6 +65,9 @@ class Assistant:
         self.tokenizer, model, self.dtype = load_parts(config)
         self.config = model.config
         self.stops = stop_tokens(self.tokenizer, folder, config.adapter)
+        for name, own in named.items():
+            if served_storage_of(own):
+                raise ValueError(f"{name}={own} was trained to be merged and rounded: give it alone as --adapter")
         ranks = add_adapters(model, named, _identity(config, model), str(folder)) if named else {}
         self.voices = {name: self._voice(folder, named[name], own) for name, own in ranks.items()}
         """Each adapter's tokenizer, stops and ranks, by its name."""
@@ -169,6 +174,8 @@ def load_assistant(config: AssistantConfig, folder: Path, dtype, *, labels: int 
         model = random_model(shape.scored(labels) if labels else shape, dtype=dtype, seed=seed)
     if config.adapter:
         add_adapter(model, config.adapter, _identity(config, model), str(folder))
+        if config.storage in SERVED:
+            merge_served(model)  # once, as no other adapter will be asked for
     return model
 
 

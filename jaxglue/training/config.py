@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
 
 from jaxglue.data.config import DataConfig
 from jaxglue.distributed import DistributedConfig
@@ -10,7 +10,7 @@ from jaxglue.hf.hub import base_reference, is_hub_id, model_path
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.objectives.config import SampledSettings
 from jaxglue.objectives.objective import ObjectiveConfig
-from jaxglue.ops.choices import QUANTIZE, Attention, Matmul, Quantize, Storage, choose_storage
+from jaxglue.ops.choices import QUANTIZE, Attention, Matmul, Quantize, ServeAs, Storage, choose_storage
 from jaxglue.parts import PartsConfig, require_parts
 from jaxglue.rl.config import RolloutConfig
 from jaxglue.settings.config import (
@@ -114,6 +114,10 @@ class ModelConfig(Config):
     ] = "none"
     """Quantize the frozen linear layers of the decoder layers to NF4 (QLoRA, 0.52 bytes a weight) or int8 (1 byte),
     with bitsandbytes' values. Already-quantized folders are detected."""
+    serve_as: ServeAs = "none"
+    """Train the adapter for a model that is served with it merged and rounded to NVFP4 (vLLM), NF4, or Q4_K_M
+    (llama.cpp): products are with the merge on that format's grid, as jaxglue export writes it. A plain merge into four
+    bits loses much of what a small adapter learned."""
     matmul: Matmul = "bf16"
     """Products of the decoder layers' linear layers: in the activations' dtype, or in FP8 (about twice the rate, and 1
     byte a frozen weight; Ada, Hopper and newer GPUs). With --method full, weights and their gradients stay wider."""
@@ -143,15 +147,17 @@ class ModelConfig(Config):
             ("weights", {self.weights} - {DEVICE, "auto"}),
             ("embeddings", ("host",)),
             ("quantize", {*QUANTIZE} - {"none"}),
+            ("serve_as", {*get_args(ServeAs)} - {"none"}),
         ):
             if self.method == "full" and getattr(self, name) in values:
+                flag = name.replace("_", "-")
                 raise ValueError(
-                    f"--{name} {getattr(self, name)} needs frozen weights, and --method full trains all: "
-                    f"use --method lora, or leave out --{name}"
+                    f"--{flag} {getattr(self, name)} needs frozen weights, and --method full trains all: "
+                    f"use --method lora, or leave out --{flag}"
                 )
         if self.adapter and self.new_tokens:
             raise ValueError("--adapter and --new-tokens are both given: merge the adapter first (jaxglue export)")
-        choose_storage(self.quantize, self.matmul)
+        choose_storage(self.quantize, self.matmul, self.serve_as)
         if self.fp8_head and self.method == "full":
             raise ValueError("--fp8-head needs a frozen output projection, and --method full trains it: leave it out")
         for name, given in self.fp8_products.items():
@@ -172,7 +178,7 @@ class ModelConfig(Config):
     @property
     def storage(self) -> Storage:
         """Return the storage of the decoder layers' linear layers."""
-        return choose_storage(self.quantize, self.matmul, trains=self.method == "full")
+        return choose_storage(self.quantize, self.matmul, self.serve_as, trains=self.method == "full")
 
     @property
     def fp8_products(self) -> dict[str, bool]:
@@ -377,6 +383,10 @@ class TrainConfig(PartsConfig):
         """Refuse a trained embedding in host memory, settings of adapters where all train, and DoRA on split rows."""
         from jaxglue.sharding.mesh import AUTO, MeshShape
 
+        if self.model.serve_as != "none":
+            for name in ("dora", "dropout"):
+                if getattr(self.lora, name):
+                    raise ValueError(f"--serve-as merges adapters as they are: leave out --{name}")
         if self.lora.dora and self.run.mesh != AUTO and MeshShape.parse(self.run.mesh).tensor > 1:
             raise ValueError(
                 f"--dora needs whole rows of the weights: use a --mesh without tensor, not {self.run.mesh}"
