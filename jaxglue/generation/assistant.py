@@ -60,14 +60,13 @@ class Assistant:
     def __init__(self, config: AssistantConfig, *, stays: bool = False):
         folder, named = config.folder, config.named_adapters
         if count_labels(config):
-            name = config.adapter or folder
-            raise ValueError(f"{name} is a reward model or classifier, which writes no text: use jaxglue score")
+            raise ValueError(f"{config.adapter or folder} is a reward model or classifier, which writes no text: use jaxglue score")
         self.tokenizer, model, self.dtype = load_parts(config)
         self.config = model.config
         self.stops = stop_tokens(self.tokenizer, folder, config.adapter)
-        for name, own in named.items():
-            if served_storage_of(own):
-                raise ValueError(f"{name}={own} was trained to be merged and rounded: give it alone as --adapter")
+        for name, path in named.items():
+            if served_storage_of(path):
+                raise ValueError(f"{name}={path} was trained to be merged and rounded: give it alone as --adapter")
         ranks = add_adapters(model, named, _identity(config, model), str(folder)) if named else {}
         self.voices = {name: self._voice(folder, named[name], own) for name, own in ranks.items()}
         """Each adapter's tokenizer, stops and ranks, by its name."""

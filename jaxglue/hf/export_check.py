@@ -79,10 +79,15 @@ class ExportRows:
 
     def save(self, path: Path) -> None:
         """Write the rows to a file."""
+        arrays: dict[str, Any] = {
+            "tokens": self.tokens,
+            "segment_ids": self.segments.segment_ids,
+            "source": self.source,
+        }
         losses = {"targets": self.targets, "loss_weights": self.loss_weights}
-        losses = {name: array for name, array in losses.items() if array is not None}
+        arrays |= {name: array for name, array in losses.items() if array is not None}
         with atomic_file(path) as temporary, temporary.open("wb") as file:
-            np.savez(file, tokens=self.tokens, segment_ids=self.segments.segment_ids, source=self.source, **losses)
+            np.savez(file, **arrays)
 
 
 @dataclass(frozen=True, kw_only=True)

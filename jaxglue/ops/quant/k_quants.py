@@ -54,7 +54,7 @@ class Grid(NamedTuple):
     @property
     def lows(self) -> Float[Array, "S B"]:
         """Return what is taken from each sub-block's levels, float32; 0 in q6_k."""
-        if self.minimum is None:
+        if self.minimum is None or self.minimum_levels is None:
             return jnp.zeros(self.scale_levels.shape)
         return self.minimum.astype(jnp.float32)[:, None] * self.minimum_levels
 
