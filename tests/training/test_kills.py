@@ -1,18 +1,38 @@
-"""Killed runs end like undisturbed ones; `--kills 100` kills more often."""
+"""Killed runs and exports end like undisturbed ones; `--kills 100` kills runs more often."""
 
+from pathlib import Path
+
+import flip_campaign
+import kill_campaign
 import pytest
 from forked import Forked
-from training import kill_campaign
 
-from jaxglue.settings.recipe import to_toml
+_OTHERS = sorted(kill_campaign.CAMPAIGNS.keys() - {"sft"})
+
+
+def run_campaign(main, folder: Path, *arguments: object) -> str:
+    """Return the last line of a campaign that finds no fault."""
+    campaign = Forked(folder / "campaign", main, [*map(str, arguments), "--work", str(folder / "work")])
+    status, stdout, stderr = campaign.wait(1200)
+    assert status == 0, stdout + stderr
+    return stdout.splitlines()[-1]
 
 
 @pytest.mark.long
-def test_killed_runs_end_like_a_whole_one(make_config, tmp_path, xla_cache, pytestconfig):
+def test_killed_runs_end_like_a_whole_one(tmp_path, pytestconfig):
     kills = pytestconfig.getoption("--kills")
-    config = make_config(steps=6, save_every=2, compilation_cache=xla_cache, gradient_accumulation_steps=2)
-    (tmp_path / "recipe.toml").write_text(to_toml(config))
-    campaign = Forked(tmp_path / "campaign", kill_campaign.main, [str(tmp_path / "recipe.toml"), "--kills", str(kills)])
-    status, stdout, stderr = campaign.wait(60 * kills)
-    assert status == 0, stderr
-    assert f"{kills} kills" in stdout.splitlines()[-1]
+    told = run_campaign(kill_campaign.main, tmp_path, "--kinds", "sft", "--kills", kills)
+    assert told == f"{kills} kills, all equal"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", _OTHERS)
+def test_killed_processes_of_all_kinds_end_like_whole_ones(kind, tmp_path):
+    assert run_campaign(kill_campaign.main, tmp_path, "--kinds", kind, "--kills", 2) == "2 kills, all equal"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("subject", flip_campaign.SUBJECTS)
+def test_flipped_bits_of_what_is_read_again_change_nothing_silently(subject, tmp_path):
+    told = run_campaign(flip_campaign.main, tmp_path, "--subjects", subject, "--flips", 2)
+    assert told == "2 flips, all equal or refused"

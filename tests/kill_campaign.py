@@ -1,0 +1,199 @@
+"""Kill runs and exports again and again at random moments, go on, and compare with undisturbed ones.
+
+    JAX_PLATFORMS=cpu python tests/kill_campaign.py --kills 60 --seed 1
+    JAX_PLATFORMS=cpu python tests/kill_campaign.py --kinds sft grpo-mesh --kills 10
+
+Half of the kills come right before an event (an optimizer step, a rename, a deletion, a sync to disk), the others at a
+random time.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from tiny_runs import KILLED, KINDS, End, TinyRuns, die_before, results, unequal
+
+from jaxglue.training.run_folder import is_replaced, output_folder
+
+EVENTS = ("rename", "replace", "fsync", "unlink", "rmdir", "mkdir")
+Stop = dict[str, object]
+"""When to kill: arguments of `TinyRuns.start`."""
+
+
+class Whole:
+    """What an undisturbed process leaves, how long it takes, and how many events it has."""
+
+    def __init__(self, start: Callable[..., End], read: Callable[[], dict[str, object]], work: Path):
+        began, counted = time.monotonic(), work / "events"
+        end = start(stop=lambda: _count_events(counted))
+        assert end.status == 0, end.output[-3000:]
+        self.seconds, self.events, self.results = time.monotonic() - began, len(counted.read_bytes()), read()
+
+    def moments(self, rng: random.Random) -> Iterator[Stop]:
+        """Yield random moments of it, in turn events and times."""
+        while True:
+            yield {"stop": die_before(rng.randrange(self.events), *EVENTS)}
+            yield {"after": rng.uniform(0.1, 0.95) * self.seconds}
+
+
+def _count_events(path: Path) -> None:
+    """Have this process append a byte to a file at each event."""
+    path.unlink(missing_ok=True)
+    file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    from jaxglue.training import loop
+
+    def counting(function):
+        def call(*args, **options):
+            os.write(file, b".")
+            return function(*args, **options)
+
+        return call
+
+    for name in EVENTS:
+        setattr(os, name, counting(getattr(os, name)))
+    loop.train_step = counting(loop.train_step)
+
+
+def kill_runs(runs: TinyRuns, kind: str, kills: int, rng: random.Random) -> Counter:
+    """Kill runs of a kind and resume them; return counts of what happened."""
+    folder, done = runs.work / "run", Counter()
+    whole = Whole(lambda **stop: runs.train(kind, folder, **stop), lambda: results(folder), runs.work)
+    shutil.rmtree(folder)
+    moments = whole.moments(rng)
+    while done["kills"] < kills:
+        victim = rng.randrange(KINDS[kind].processes)
+        done += _ended(runs.train(kind, folder, **next(moments), victim=victim), folder, whole)
+    return done + _ended(runs.train(kind, folder), folder, whole)
+
+
+def _ended(end: End, folder: Path, whole: Whole) -> Counter:
+    """Judge how a run ended; compare and remove a whole one."""
+    if end.status == KILLED:
+        return Counter(kills=1)
+    assert end.status == 0, f"a resumed run failed with status {end.status}:\n{end.output[-3000:]}"
+    assert not (names := unequal(whole.results, results(folder))), f"{names} differ"
+    _check_no_remains(folder)
+    shutil.rmtree(folder)
+    return Counter(whole=1)
+
+
+def kill_overwrites(runs: TinyRuns, kills: int, rng: random.Random) -> Counter:
+    """Kill runs that replace another: the folder holds the old run whole, or a new one that goes on to its end."""
+    folder, old_folder, done = runs.work / "run", runs.work / "old", Counter()
+    assert runs.train("sft", folder, "--seed", "1").status == 0
+    old = results(folder)
+    shutil.copytree(folder, old_folder)
+    new_flags = ("--seed", "2", "--overwrite")
+    whole = Whole(lambda **stop: runs.train("sft", folder, *new_flags, **stop), lambda: results(folder), runs.work)
+    assert unequal(old, whole.results)
+    moments = whole.moments(rng)
+    while done["kills"] < kills:
+        shutil.rmtree(folder)
+        shutil.copytree(old_folder, folder)
+        end = runs.train("sft", folder, *new_flags, **next(moments))
+        if end.status == KILLED:
+            done["kills"] += 1
+            done["replaced before"] += is_replaced(folder)
+            with output_folder(folder, resume=True):
+                is_old = '"seed": 1' in _seed_of(folder)
+            if is_old:
+                assert not (names := unequal(old, results(folder))), f"{names} of the old run differ"
+                done["old whole"] += 1
+                end = runs.train("sft", folder, *new_flags)
+            else:
+                assert any(path.name.isdigit() for path in (folder / "checkpoints").iterdir()), "both runs are lost"
+                done["new resumed"] += 1
+                end = runs.train("sft", folder, "--seed", "2")
+        assert end.status == 0, end.output[-3000:]
+        assert not (names := unequal(whole.results, results(folder))), f"{names} differ"
+        _check_no_remains(folder)
+    return done
+
+
+def _seed_of(folder: Path) -> str:
+    import tomllib
+
+    return json.dumps({"seed": tomllib.loads((folder / "config.toml").read_text())["data"]["seed"]})
+
+
+EXPORTS = {
+    "export-gguf": "--gguf q8_0 --adapter {work}/trained/adapter",
+    "export-merge": "--adapter {work}/trained/adapter",
+    "export-checkpoint": "--run {work}/trained --checkpoint 4",
+}
+
+
+def kill_exports(runs: TinyRuns, name: str, kills: int, rng: random.Random) -> Counter:
+    """Kill exports: each leaves its folder whole or not at all, and the next one removes what a killed one left."""
+    trained, folder, done = runs.work / "trained", runs.work / "exports/model", Counter()
+    if not trained.exists():
+        assert runs.train("sft", trained).status == 0
+    arguments = f"export {EXPORTS[name]} --output {folder}".replace("{work}", str(runs.work)).split()
+    whole = Whole(lambda **stop: runs.start(arguments, **stop), lambda: _files(folder), runs.work)
+    assert whole.results
+    moments = whole.moments(rng)
+    while done["kills"] < kills:
+        shutil.rmtree(folder, ignore_errors=True)
+        if runs.start(arguments, **next(moments)).status == KILLED:
+            done["kills"] += 1
+            if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+                assert not (names := unequal(whole.results, _files(folder))), f"{names} are half-written"
+                done["export whole"] += 1
+                continue
+            end = runs.start(arguments)
+            assert end.status == 0, end.output[-3000:]
+        assert not (names := unequal(whole.results, _files(folder))), f"{names} differ"
+        assert [path.name for path in folder.parent.iterdir()] == [folder.name], "remains of a killed export"
+        done["export again"] += 1
+    return done
+
+
+def _files(folder: Path) -> dict[str, object]:
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def _check_no_remains(folder: Path) -> None:
+    names = [path.name for path in folder.rglob("*") if path.suffix in (".tmp", ".old") or "orbax" in path.name]
+    names += [path.name for path in folder.glob(".jaxglue-old-*")]
+    assert not names, f"remains of killed processes: {names}"
+
+
+CAMPAIGNS: dict[str, Callable[[TinyRuns, int, random.Random], Counter]] = {
+    **{kind: lambda runs, kills, rng, kind=kind: kill_runs(runs, kind, kills, rng) for kind in KINDS},
+    **{name: lambda runs, kills, rng, name=name: kill_exports(runs, name, kills, rng) for name in EXPORTS},
+    "overwrite": kill_overwrites,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the campaign of the arguments; a kind that fails is an error with its seed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="*", choices=CAMPAIGNS, default=list(CAMPAIGNS))
+    parser.add_argument("--kills", type=int, default=60, help="of all kinds together")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--work", type=Path, help="folder of models, data and compiled programs")
+    args = parser.parse_args(argv)
+    total = Counter()
+    with tempfile.TemporaryDirectory() as scratch:
+        runs = TinyRuns(args.work or Path(scratch))
+        for number, kind in enumerate(args.kinds):
+            kills = len(range(number, args.kills, len(args.kinds)))
+            if kills:
+                for leftover in ("run", "old", "exports"):
+                    shutil.rmtree(runs.work / leftover, ignore_errors=True)
+                done = CAMPAIGNS[kind](runs, kills, random.Random(f"{args.seed} {kind}"))
+                print(f"{kind}, seed {args.seed}: {dict(done)}", flush=True)
+                total += done
+    print(f"{total['kills']} kills, all equal")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,294 @@
+"""Runs of every kind on a tiny model, as forks of this process, which imports everything once and opens no devices."""
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jaxglue
+import jaxglue.commands.export
+import jaxglue.commands.train
+import jaxglue.rl.loop
+from jaxglue.commands import run
+from jaxglue.hf.checkpoint import save_tensors
+from jaxglue.hf.loading import random_model
+from jaxglue.models import config_from_hf
+from jaxglue.models.parameters import flatten_names, split_model
+from jaxglue.training import loop
+from jaxglue.training.record import read_metrics
+
+QUICKSTART = Path(jaxglue.__file__).parent / "recipes/quickstart"
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16}
+SIZES |= {"num_key_value_heads": 1, "initializer_range": 0.3}
+REWARDS = (
+    "def even(completion_ids):\n    return sum(token % 2 == 0 for token in completion_ids) / len(completion_ids)\n"
+)
+STEPS, SAVE_EVERY, LAST_SAVED = 6, 2, 4
+KILLED = -signal.SIGKILL
+_PATIENCE = 240
+"""Longest wait for the processes of a run, seconds."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A way to train: flags, in which `{work}` stands for the folder of models and data."""
+
+    flags: str
+    devices: int = 1
+    processes: int = 1
+
+
+_ANSWERS = "--data {work}/prompts.jsonl --num-generations 4 --generation-batch-size 8 --max-completion-length 6"
+_GRPO = f"--objective grpo --reward {{work}}/rewards.py:even {_ANSWERS} --temperature 0.5"
+KINDS = {
+    "sft": Kind("--data {work}/chats.jsonl --gradient-accumulation-steps 2 --eval-fraction 0.2 --dropout 0.1"),
+    "full": Kind("--data {work}/chats.jsonl --method full --keep both --eval-fraction 0.2 --eval-every 2"),
+    "streaming": Kind("--data {work}/chats.jsonl --streaming true --gradient-accumulation-steps 2"),
+    "classify": Kind("--data {work}/labels.jsonl --objective classify"),
+    "dpo": Kind("--data {work}/pairs.jsonl --objective dpo --reference-cache on"),
+    "distill": Kind(f"--objective distill --teacher {{work}}/teacher {_ANSWERS}"),
+    "grpo": Kind(_GRPO),
+    "grpo-mesh": Kind(f"{_GRPO} --mesh fsdp=2 --batch-size 2", devices=2),
+    "grpo-processes": Kind(f"{_GRPO} --batch-size 2", processes=2),
+}
+
+
+@dataclass(frozen=True)
+class End:
+    """How a process ended."""
+
+    status: int
+    """Of its exit, negative for a signal."""
+    output: str
+
+    @property
+    def refusal(self) -> str:
+        """Return the line of an error that a user can mend; empty where it ended in another way."""
+        lines = [line for line in self.output.splitlines() if line.startswith("error: ")]
+        return lines[-1] if self.status == 1 and lines and "Traceback" not in self.output else ""
+
+
+class TinyRuns:
+    """Models and data in a folder, and commands on them."""
+
+    def __init__(self, work: Path):
+        self.work, self.compiled, self.tokens = work, work / "compiled", work / "tokens"
+        work.mkdir(parents=True, exist_ok=True)
+        _adopt_orphans()
+        if not (work / "rewards.py").exists():
+            make, arguments = _make_inputs, [work]
+            assert (end := self._wait(self._fork(lambda: make(*arguments), "inputs"), "inputs")).status == 0, end.output
+
+    def training(self, kind: str, output: Path, *flags: str) -> list[str]:
+        """Return the arguments of a run of this kind."""
+        common = (
+            f"train --model {{work}}/model --output {output} --steps {STEPS} --save-every {SAVE_EVERY} --log-every 1"
+        )
+        common += " --seq-len 96 --workers 1 --learning-rate 1e-2"
+        common += f" --cache-dir {self.tokens} --compilation-cache {self.compiled}"
+        words = f"{common} {KINDS[kind].flags}".replace("{work}", str(self.work)).split()
+        if "full" not in words:
+            words += ["--rank", "4"]
+        return [
+            *words,
+            *flags,
+            *(["--resume"] if (output / ".jaxglue-run").exists() and "--overwrite" not in flags else []),
+        ]
+
+    def train(
+        self, kind: str, output: Path, *flags: str, stop: Callable[[], None] | None = None, after: float = -1
+    ) -> End:
+        """Start a run, or go on with it; see `start`. Of several processes, the last one is stopped."""
+        described, arguments = KINDS[kind], self.training(kind, output, *flags)
+        if described.processes == 1:
+            return self.start(arguments, stop, after, devices=described.devices)
+        with socket.create_server(("", 0)) as server:
+            told = [
+                "--coordinator",
+                f"127.0.0.1:{server.getsockname()[1]}",
+                "--num-processes",
+                str(described.processes),
+            ]
+        children = []
+        for index in range(described.processes):
+            dying = stop if index == described.processes - 1 else None
+            words = [*arguments, *told, "--process-id", str(index)]
+            children.append(self._fork(lambda words=words, dying=dying: _command(words, dying, 1), f"process-{index}"))
+        if after >= 0:
+            self._kill_after(children[-1], after)
+        ends = [self._wait(child, f"process-{index}") for index, child in reversed([*enumerate(children)])]
+        self._check_orphans()
+        return ends[0] if ends[0].status else ends[-1]
+
+    def start(
+        self, arguments: list[str], stop: Callable[[], None] | None = None, after: float = -1, devices: int = 1
+    ) -> End:
+        """Run a command to its end.
+
+        Args:
+            arguments: of `jaxglue`.
+            stop: called in the process before the command, to have it die at some event.
+            after: seconds until it is killed, unless negative.
+            devices: of the CPU.
+        """
+        child = self._fork(lambda: _command(arguments, stop, devices), "process-0")
+        if after >= 0:
+            self._kill_after(child, after)
+        end = self._wait(child, "process-0")
+        self._check_orphans()
+        return end
+
+    def _fork(self, call: Callable[[], None], name: str) -> int:
+        sys.stdout.flush()
+        if child := os.fork():
+            return child
+        status = 1
+        try:
+            log = os.open(self.work / f"{name}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+            for number in (1, 2):
+                os.dup2(log, number)
+            call()
+            status = 0
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            with suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(status)
+
+    def _wait(self, child: int, name: str) -> End:
+        deadline = time.monotonic() + _PATIENCE
+        while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+            if time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                raise AssertionError(f"a run hangs:\n{(self.work / f'{name}.log').read_text()[-3000:]}")
+            time.sleep(0.02)
+        output = (self.work / f"{name}.log").read_text(errors="replace")
+        return End(os.waitstatus_to_exitcode(ended[1]), output)
+
+    @staticmethod
+    def _kill_after(child: int, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                return
+            time.sleep(0.005)
+        os.kill(child, signal.SIGKILL)
+
+    @staticmethod
+    def _check_orphans() -> None:
+        """Require that processes of a dead run have ended: this process has become their parent."""
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                if not os.waitpid(-1, os.WNOHANG)[0]:
+                    assert time.monotonic() < deadline, f"processes outlive their run: {_children()}"
+                    time.sleep(0.05)
+            except ChildProcessError:
+                return
+
+
+def die_before(event: int, *functions: str) -> Callable[[], None]:
+    """Return what kills a process before the call of this number of any of `os`'s functions or the optimizer step."""
+
+    def prepare() -> None:
+        events = iter(range(event))
+
+        def dying(function):
+            def call(*args, **options):
+                if next(events, None) is None:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return function(*args, **options)
+
+            return call
+
+        for name in functions:
+            setattr(os, name, dying(getattr(os, name)))
+        loop.train_step = dying(loop.train_step)
+
+    return prepare
+
+
+def results(folder: Path) -> dict[str, object]:
+    """Return what a run is for: losses, answers, rewards, weights and settings of what it exported."""
+    lines = read_metrics(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
+    found: dict[str, object] = {
+        "losses": [tuple(line.get(key) for key in ("step", "loss", "eval_loss", "reward")) for line in lines]
+    }
+    if (answers := folder / "rollouts.jsonl").exists():
+        found["answers"] = [json.loads(line) for line in answers.read_text().splitlines()]
+    for path in _exported(folder):
+        if path.suffix in (".safetensors", ".json", ".gguf"):
+            found[str(path.relative_to(folder))] = path.read_bytes().replace(str(folder).encode(), b"RUN")
+    return found
+
+
+def unequal(expected: dict[str, object], found: dict[str, object]) -> list[str]:
+    """Return the names of what differs."""
+    return sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+
+
+def _exported(folder: Path) -> Iterator[Path]:
+    for pattern in ("adapter*", "model*", "base"):
+        for part in sorted(folder.glob(pattern)):
+            yield from (path for path in sorted(part.rglob("*")) if path.is_file())
+
+
+def _command(arguments: list[str], prepare: Callable[[], None] | None, devices: int) -> None:
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+    os.environ.setdefault("NPROC", "8")  # a device that waits for another holds a thread
+    loop.save_loss_curve = lambda *_: None  # type: ignore[assignment]
+    if prepare:
+        prepare()
+    run(arguments[0], arguments[1:])
+
+
+def _children() -> list[str]:
+    pids = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:200] for pid in pids]
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of processes whose own parent dies, on Linux."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
+def _make_inputs(work: Path) -> None:
+    jax.config.update("jax_platforms", "cpu")
+    for seed, name in enumerate(("model", "teacher")):
+        folder = work / name
+        folder.mkdir(exist_ok=True)
+        for path in (QUICKSTART / "model").iterdir():
+            (folder / path.name).write_bytes(path.read_bytes())
+        raw = json.loads((folder / "config.json").read_text()) | SIZES
+        (folder / "config.json").write_text(json.dumps(raw))
+        model = random_model(config_from_hf(raw), dtype=jnp.float32, seed=seed)
+        save_tensors(work / "weights", flatten_names(split_model(model, nnx.Param)[1]))
+        (work / "weights/model.safetensors").rename(folder / "model.safetensors")
+    rows = [{"text": f"day {i} was {'good' if i % 3 else 'bad'}", "label": int(i % 3 > 0)} for i in range(60)]
+    for name, lines in {
+        "chats": (QUICKSTART / "chats.jsonl").read_text().splitlines()[:60],
+        "pairs": (QUICKSTART / "pairs.jsonl").read_text().splitlines()[:24],
+        "prompts": (QUICKSTART / "digits.jsonl").read_text().splitlines()[:9],
+        "labels": map(json.dumps, rows),
+    }.items():
+        (work / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    (work / "rewards.py").write_text(REWARDS)
