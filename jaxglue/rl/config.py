@@ -1,7 +1,7 @@
 """Settings of answers that the model writes in training, and of their rewards, under TRL's names."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from jaxglue.ops.choices import Quantize
 from jaxglue.settings.config import Alias, Code, Config, Range
@@ -43,10 +43,22 @@ class RolloutConfig(Config):
     """Processes that judge answers."""
 
     environment: Annotated[str | None, Code(file_of_function)] = None
-    """Function of a Python file that replies to a conversation, `games.py:reply`: with the next message, or with a
-    reward, which ends it."""
+    """What the model talks to: a class of a Python file, `games.py:Game`, whose methods are tools, as TRL's
+    environment_factory; or a function that replies with the next message, or a reward, which ends the conversation."""
     max_turns: Annotated[int, Range(ge=1, le=10_000)] = 8
     """The most answers of the model in a conversation with --environment."""
+    max_episodes: Annotated[int, Range(ge=1, le=2**20)] | None = None
+    """The most episodes under way at once; by default all of a generation."""
+    max_num_seqs: Annotated[int, Range(ge=1, le=2**16)] | None = None
+    """The most answers that are written at once; by default as many as memory holds."""
+    history: Literal["append", "branch"] = "append"
+    """What a turn of an episode follows: all tokens before it as they were written, or what the chat template makes of
+    the messages, which may drop earlier thinking; each turn is then a row of its own."""
+    credit: Literal["episode", "turn"] = "episode"
+    """What a turn's tokens are trained by: the reward of the whole episode, or that of the turn and those after it."""
+    dead_episodes: Literal["drop", "zero", "stop"] = "drop"
+    """What becomes of an episode whose environment fails, ends its process or reaches a limit: it has no reward, or a
+    reward of 0, or the run stops."""
     teacher: str | None = None
     """Model folder whose distributions are distilled; or base, the model without its adapter."""
     teacher_quantize: Quantize | None = None

@@ -70,17 +70,19 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
     check_trackers(config.run.trackers)
     config, model, base, vocabulary = _read_model(config, processes)
     why_copied = why_prompts_are_copied(config, model)
+    judge = Judge(config.rollouts) if config.objective.kind.needs_rollouts else None
     with processes.main_process_first():
         progress = DataProgress() if processes.is_main else None
-        data = _read_data(config, model, vocabulary, progress, columns, shared=not why_copied)
+        data = _read_data(config, model, vocabulary, progress, columns, judge, shared=not why_copied)
     lengths = sample_lengths(data.train.document_lengths)
     planned = replace(config, run=_with_micro_batches(config, data))
     workload, remat = agree_on_mesh(planned, model, lengths, processes, _expected_steps(planned, data))
     batches: BatchIterator | StreamIterator | RolloutSteps
-    if workload.objective.needs_rollouts:
+    if judge is not None:
         devices = workload.mesh.devices
         _check_rollouts(config, model, processes, vocabulary.tokenizer, devices=devices)
-        batches, eval_batches = _make_rollouts(config, model, workload.objective, data, shared=not why_copied), None
+        batches = _make_rollouts(config, model, workload.objective, data, judge, shared=not why_copied)
+        eval_batches = None
         total_steps = config.run.steps or config.run.epochs * batches.steps_per_epoch
     else:
         batches, eval_batches = _make_batches(config, data, workload.mesh)
@@ -225,18 +227,21 @@ def _read_data(
     vocabulary: Vocabulary,
     progress: DataProgress | None,
     columns: Columns,
+    judge: Judge | None,
     *,
     shared: bool,
 ) -> PreparedData:
     """Read and tokenize the data, or the prompts that are answered in training; `shared` by two answers, or copied."""
-    if config.objective.kind.needs_rollouts:
+    if judge is not None:
         rollouts, held_out = config.rollouts, None
+        tools = None if judge.kinds is None else judge.tools_of
         read = partial(
             read_prompts,
             config.data,
             vocabulary.tokenizer,
             answer=rollouts.max_completion_length,
             limit=config.data.row_tokens,
+            tools=tools,
         )
         prompts = read(teacher_system=rollouts.teacher_system, answered=rollouts.lmbda < 1)
         if config.data.eval_data:
@@ -282,13 +287,18 @@ def _check_rollouts(
 
 
 def _make_rollouts(
-    config: TrainConfig, model: DecoderConfig, objective: Objective, data: PreparedData, *, shared: bool
+    config: TrainConfig,
+    model: DecoderConfig,
+    objective: Objective,
+    data: PreparedData,
+    judge: Judge,
+    *,
+    shared: bool,
 ) -> RolloutSteps:
     """Return the steps on answers that the model writes; their rewards are imported here, in processes of their own."""
     dataset, held_out = data.train, data.eval
     assert isinstance(objective, RolloutObjective) and isinstance(dataset, PromptDataset)
     assert held_out is None or isinstance(held_out, PromptDataset)
-    judge = Judge(config.rollouts)
     plan = RolloutPlan(
         dataset=dataset,
         objective=objective,
