@@ -234,6 +234,13 @@ class PagePool:
         counts = Counter(page for pages in holders for page in pages if page not in but)
         return sum(self._holders[page] == count for page, count in counts.items())
 
+    def forget(self) -> None:
+        """Forget all names."""
+        self._named.clear()
+        self._names.clear()
+        self._free += self._kept
+        self._kept.clear()
+
     def _forget(self) -> int:
         page = next(iter(self._kept))
         del self._kept[page], self._named[self._names.pop(page)]

@@ -468,7 +468,7 @@ def test_episodes_are_those_of_trl(name, request):
         environment = Environment(
             judge.begin, template, True, turns, longest, 4000, None, "drop", False, judge.episode_names
         )
-        said = case["turns"], {}
+        said = case["turns"]
 
         def write(turn):
             episode = turn.index * 2 + turn.answer if turn.seed == 0 else turn.index
