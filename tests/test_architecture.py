@@ -23,7 +23,7 @@ FLOORS = (
     {"parts"},
     {"settings"},
     {"files"},
-    {"terminal"},
+    {"environments", "terminal"},
 )
 """From the top; packages of one floor do not import each other."""
 

@@ -78,8 +78,8 @@ def _turn_rewards(plan: RolloutPlan, sample: Sample) -> list[float]:
     """Return the weighted rewards of an episode's turns; 0 for those without."""
     if sample.episode is None:
         return [0.0]
-    named = sample.episode.rewards
-    weight = next((w for name, w in zip(plan.judge.names, plan.judge.weights, strict=True) if name in named), 1.0)
+    names = plan.judge.names
+    weight = plan.judge.weights[names.index(sample.episode.name)] if sample.episode.name in names else 1.0
     return [0.0 if np.isnan(reward) else float(weight * reward) for reward in sample.episode.turn_rewards]
 
 

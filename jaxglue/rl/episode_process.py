@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -97,7 +98,12 @@ class EpisodeProcess:
             ours, theirs = socket.socketpair()
             with theirs:
                 begin = {"do": "begin", "environment": environment, "seed": seed, "options": {**self._function.options}}
-                socket.send_fds(self._control, [json.dumps(begin).encode()], [theirs.fileno()])
+                try:
+                    socket.send_fds(self._control, [json.dumps(begin).encode()], [theirs.fileno()])
+                except OSError:
+                    raise ValueError(
+                        f"--environment {self._function.file}: the process that imported it has ended"
+                    ) from None
         return EpisodeConnection(ours, self._seconds, partial(self._take_back, environment))
 
     def _take_back(self, environment: str | None, connection: "EpisodeConnection") -> bool:
@@ -231,6 +237,8 @@ class EpisodeConnection:
             self._has_ended = False
             if self._take_back(self):
                 return
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)  # another thread may wait for a reply
         self._connection.close()
 
     def __enter__(self) -> "EpisodeConnection":

@@ -136,6 +136,8 @@ class OpenEpisode:
     calls: int = 0
     failures: int = 0
     died: str | None = None
+    name: str = ""
+    """Of the environment's own reward."""
     host: Host | None = None
     turn: Turn | None = None
     """The turn that the model writes, or wrote last."""
@@ -195,6 +197,7 @@ class OpenEpisode:
             calls=self.calls,
             failures=self.failures,
             died=self.died,
+            name=self.name,
         )
         counted = [np.full(len(p.tokens), True) if p.counted is None else p.counted for p in parts]
         return Sample(
@@ -332,6 +335,7 @@ class Episodes:
             return
         with self._dying(episode):
             episode.host = environment.begin(episode.prompt, f"{self._seed}.{episode.key}")
+            episode.name = episode.host.name
             if saved is not None:
                 restore_episode(episode, saved)
                 episode.host.restore(saved["state"])

@@ -36,6 +36,14 @@ from jaxglue.text.stream import CHANNEL, added_tokens, decode
 from jaxglue.text.thinking import Thought, split_thinking, tags_of, thought_after
 
 _CHECKS = Path(__file__).parent / "checks.py"
+_OWN = Path(__file__).parents[1] / "environments"
+_ENVIRONMENTS = {
+    "sandbox": ("sandbox", "Sandbox"),
+    "reasoning_gym": ("reasoning_tasks", "ReasoningGym"),
+    "textarena": ("textarena_games", "TextArena"),
+    "openenv": ("openenv_client", "OpenEnv"),
+}
+"""Files and classes of shipped environments; no file has the name of a package, which it would hide."""
 _SHIPPED = ("exact", "math", "regex", "json_schema", "length")
 _SECONDS = {"math": 10.0}
 """The most time of shipped rewards for an answer, which may be made to take long."""
@@ -158,9 +166,16 @@ def parse_environment(text: str) -> RewardSpec:
     Raises:
         ValueError: no class or function of a file, or a weight that is no number.
     """
-    if ":" not in text.partition("?")[0]:
-        raise ValueError(f"--environment {text}: expected a class or function of a file, as in games.py:Game")
-    return parse_reward(text)
+    name, mark, settings = text.partition("?")
+    if ":" in name:
+        return parse_reward(text)
+    if name not in _ENVIRONMENTS:
+        raise ValueError(
+            f"--environment {text}: expected a class or function of a file, as in games.py:Game, or one of "
+            f"{', '.join(_ENVIRONMENTS)}"
+        )
+    file, kind = _ENVIRONMENTS[name]
+    return parse_reward(f"{_OWN / file}.py:{kind}{mark}{settings}")
 
 
 class Judge:

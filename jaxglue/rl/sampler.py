@@ -49,6 +49,8 @@ class Episode(NamedTuple):
     """Calls that failed."""
     died: str | None = None
     """Why it ended before its time."""
+    name: str = ""
+    """Of the environment's own reward, of which those of turns are parts."""
 
 
 class Row(NamedTuple):
@@ -220,5 +222,8 @@ class Sampler:
             with one_device_each() if len(copies) > 1 else nullcontext():
                 decode_turns(self._engine, trees, source, plan, self._sampling, self._stops, whole=self._one_program)
 
+        if len(copies) == 1:
+            decode(copies[0], sources(1)[0])
+            return
         with ThreadPoolExecutor(len(copies), "sampling") as pool:
             list(pool.map(decode, copies, sources(len(copies))))

@@ -6,7 +6,7 @@ Run with torch, transformers and trl installed (made with torch 2.13, transforme
 
 The tokenizer is the quickstart's with `TEMPLATE`; TRL's own trainer computes everything but the turns' tokens, which
 are given. `environments.json`: for each case the environment, functions beside it, settings, rows, turns of each
-episode (two of a row), and digests of the prompts, tokens of completions, masks of tools, rewards and advantages by TRL.
+episode (two of a row), and TRL's digests of prompts, tokens of completions, masks of tools, rewards and advantages.
 """
 
 import hashlib
