@@ -2,9 +2,9 @@
 
     python benchmarks/serve_as.py --json benchmarks/results/serve_as.json
 
-A Qwen3 of 25 million parameters learns the bytes of Python's standard library; adapters on it learn three other kinds of
-text, each with equal steps: in 16 bits, then merged and rounded, and on the grid of each format. `refit` takes its scales
-from the merge of each step in place of the base's. `--tiny` is a run of seconds without a GPU.
+A Qwen3 of 25 million parameters learns the bytes of Python's standard library; adapters on it learn three other kinds
+of text, each with equal steps: in 16 bits, then merged and rounded, and on the grid of each format. `refit` takes its
+scales from the merge of each step in place of the base's. `--tiny` is a run of seconds without a GPU.
 """
 
 import argparse
