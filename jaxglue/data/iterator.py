@@ -232,9 +232,15 @@ class BatchIterator(Iterator[Step]):
 
     def _start(self, epoch: int, plan: PackPlan) -> None:
         """Begin an epoch and plan the next in the background."""
-        shape: dict[str, Any] = {"seq_len": self._seq_len, "max_segments": self.max_segments}
         self._epoch = epoch
-        self._epoch_steps = Steps(dataset=self._dataset, plan=plan, **shape, **self._sizes, **self._processes)
+        self._epoch_steps = Steps(
+            dataset=self._dataset,
+            plan=plan,
+            seq_len=self._seq_len,
+            max_segments=self.max_segments,
+            **self._sizes,
+            **self._processes,
+        )
         self._steps = read_ahead(self._epoch_steps)
         self._next_plan: Future[PackPlan] | None = None
         if self._epochs is None or epoch + 1 < self._epochs:

@@ -346,8 +346,9 @@ class StreamIterator(Iterator[Step]):
         return {**fixed, **self._sizes, "max_segments": self.max_segments}
 
     def _plan(self, window: Window, max_segments: int | None) -> Any:
-        run: dict[str, Any] = {"seq_len": self._seq_len, "seed": self._seed, "epoch": window.index}
-        return plan_dataset_epoch(window.dataset, **run, max_segments=max_segments)
+        return plan_dataset_epoch(
+            window.dataset, seq_len=self._seq_len, seed=self._seed, epoch=window.index, max_segments=max_segments
+        )
 
     def _start(self, window: Window) -> None:
         """Begin a window; its first step starts the tokenizing of the next."""

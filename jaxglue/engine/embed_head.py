@@ -66,8 +66,9 @@ class EmbedHead:
         self._loss_program = jit_step(self._loss, static_argnames="fp8")
         self._log_probs_program = jit_step(self._log_probs)
         self._token_log_probs_program = jit_step(self._token_log_probs)
-        donated: dict[str, Any] = {"donate_argnames": ("x", "accumulated")}
-        self._head_backward_program = jit_step(self._head_backward, **donated, static_argnames="fp8")
+        self._head_backward_program = jit_step(
+            self._head_backward, donate_argnames=("x", "accumulated"), static_argnames="fp8"
+        )
         self.programs = (
             self._embed_program,
             self._embed_backward_program,
@@ -326,6 +327,6 @@ class EmbedHead:
         """Return scale · Σ loss of this device's rows, and the same followed by the objective's further sums."""
         hidden, output = self.normed_output(trainable, frozen, x)
         softcap = self.config.scales.logit_softcap
-        options: dict[str, Any] = {"fp8": fp8, "softcap": softcap, "temperature": self._objective.temperature}
-        values = self._objective(HeadValues(hidden, output, batch, **options), batch) * scale
+        targets = HeadValues(hidden, output, batch, fp8=fp8, softcap=softcap, temperature=self._objective.temperature)
+        values = self._objective(targets, batch) * scale
         return self._objective.loss(values), values
