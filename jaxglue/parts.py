@@ -247,7 +247,7 @@ def note_named(files: Iterable[str]) -> None:
 
 
 def is_own(text: str) -> bool:
-    """Tell whether a command line of this user has named the contents of a file of code before; packages are installed."""
+    """Tell whether a command line of this user has named the contents of a file of code before; packages pass."""
     if text.startswith(_PACKAGE):
         return True  # its user installed it
     part = Part.parse(text)
