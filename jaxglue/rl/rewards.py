@@ -336,11 +336,17 @@ class Judge:
 
     def _reply(self, episode: Episode) -> Reply:
         assert self._environment is not None and not isinstance(episode.prompt.content, str)
-        request = {"messages": [*episode.prompt.content, *episode.messages], "columns": dict(episode.prompt.columns)}
-        answer: dict[str, Any] = {"completions": [None], "completion_ids": [None], "texts": [None], "prompt": None}
-        answer["last"] = episode.is_last
+        request = {
+            "messages": [*episode.prompt.content, *episode.messages],
+            "columns": dict(episode.prompt.columns),
+            "completions": [None],
+            "completion_ids": [None],
+            "texts": [None],
+            "prompt": None,
+            "last": episode.is_last,
+        }
         where = f"environment of {episode.prompt.origin}"
-        found = self._call(self._environment, request | answer, where)
+        found = self._call(self._environment, request, where)
         if limit := found.get("limit"):
             self._warn(where, [limit], 1)
             return None
@@ -369,13 +375,18 @@ class Judge:
         where = f"reward {spec.name} of {group.prompt.origin}"
         after_thinking = spec.is_shipped and SHIPPED[spec.function].after_thinking
         texts = self._visible(group) if after_thinking else group.texts
-        shared: dict[str, Any] = {"prompt": group.prompt.content, "columns": dict(group.prompt.columns)}
         size = 1 if spec.name in self._judges_each else len(group.samples)
         rewards, limits = list[float](), list[str]()
         for start in range(0, len(group.samples), size):
             part = slice(start, start + size)
-            request = shared | {"texts": texts[part], "completions": group.completions[part]}
-            reply = self._call(spec, request | {"completion_ids": group.ids[part]}, where)
+            request = {
+                "prompt": group.prompt.content,
+                "columns": dict(group.prompt.columns),
+                "texts": texts[part],
+                "completions": group.completions[part],
+                "completion_ids": group.ids[part],
+            }
+            reply = self._call(spec, request, where)
             if limit := reply.get("limit"):
                 limits.append(limit)
                 rewards += [math.nan] * size

@@ -211,7 +211,7 @@ class TinkerServer:
         unembed = _flag(lora, "train_unembed", True)
         targets = ["all-linear", *(["lm_head"] if unembed else [])]
         rank = _whole(lora, "rank", 32)
-        adapter: dict[str, Any] = {"rank": rank, "alpha": 32.0, "targets": tuple(targets)}
+        adapter = {"rank": rank, "alpha": 32.0, "targets": tuple(targets)}
         optimizer = SteppedAdam()
         base = next((model.session for model in self._models.values() if model.unembed == unembed), None)
         session = Session(optimizer=optimizer, base=base, **{**adapter, **self._settings})
@@ -230,8 +230,14 @@ class TinkerServer:
         model = self._model(body)
         name = str(self._settings.get("model", self._settings.get("recipe")))
         data = {"arch": model.session.architecture, "model_name": name, "tokenizer_id": name}
-        info: dict[str, Any] = {"type": "get_info", "model_id": body["model_id"], "model_name": name}
-        return info | {"model_data": data, "is_lora": True, "lora_rank": model.rank}
+        return {
+            "type": "get_info",
+            "model_id": body["model_id"],
+            "model_name": name,
+            "model_data": data,
+            "is_lora": True,
+            "lora_rank": model.rank,
+        }
 
     def _forward_backward(self, request: LossRequest) -> bytes:
         model, loss = self._model({"model_id": request.model_id}), find_loss(request.loss, request.config)
