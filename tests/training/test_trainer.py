@@ -76,6 +76,7 @@ def test_resumed_run_is_bit_identical(
     monkeypatch.setattr(adam, "SMALLEST", 64)
     options = {
         "epochs": 2,
+        "targets": ("q_proj", "down_proj"),
         "dropout": dropout,
         "gradient_accumulation_steps": gradient_accumulation_steps,
         "moments": moments,
