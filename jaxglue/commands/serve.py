@@ -28,8 +28,13 @@ def main(config: ServeConfig) -> None:
     from jaxglue.serve.service import Service
 
     assistant = Assistant(config)
-    limits: dict[str, Any] = {"slots": config.batch_size, "length": config.max_length, "most": config.max_requests}
-    service = Service(assistant, **limits, memory=assistant.memory)
+    service = Service(
+        assistant,
+        slots=config.batch_size,
+        length=config.max_length,
+        most=config.max_requests,
+        memory=assistant.memory,
+    )
     if service.length < (longest := assistant.config.max_generated_positions):
         echo(f"texts may have {service.length:,} tokens, of the model's {longest:,} (--max-length)", error=True)
     try:

@@ -126,8 +126,9 @@ def make_encoder(
     source: Source, config: DataConfig, tokenizer: PreTrainedTokenizerBase, format: str, columns: Columns = NO_COLUMNS
 ) -> Encoder:
     """Return the encoder of a source's rows, which have this format."""
-    rows: dict[str, Any] = {"format": format, "loss_on": source.loss_on, "system": source.system, "columns": columns}
-    return Encoder(tokenizer, **rows, **config.encoding)
+    return Encoder(
+        tokenizer, format=format, loss_on=source.loss_on, system=source.system, columns=columns, **config.encoding
+    )
 
 
 class FirstRow(NamedTuple):

@@ -66,8 +66,9 @@ class EmbedHead:
         self._loss_program = jit_step(self._loss, static_argnames="fp8")
         self._log_probs_program = jit_step(self._log_probs)
         self._token_log_probs_program = jit_step(self._token_log_probs)
-        donated: dict[str, Any] = {"donate_argnames": ("x", "accumulated")}
-        self._head_backward_program = jit_step(self._head_backward, **donated, static_argnames="fp8")
+        self._head_backward_program = jit_step(
+            self._head_backward, donate_argnames=("x", "accumulated"), static_argnames="fp8"
+        )
         self.programs = (
             self._embed_program,
             self._embed_backward_program,
@@ -109,12 +110,18 @@ class EmbedHead:
         self, batch: Batch, rope: RopeTables, keys: list, router_losses: RouterLosses | None, layer_inputs: list
     ) -> list[PackedContext]:
         """Return every layer's context; they differ in dropout key, own embeddings, and where FP8 is used."""
-        shared: dict[str, Any] = {"segments": batch.segments, "rope": rope, "router_losses": router_losses}
-        shared |= {"backend": self._attention, "tile": self._tile}
-        layers = zip(keys, self.fp8_layers, layer_inputs, strict=True)
         return [
-            PackedContext(**shared, dropout_key=layer_key, fp8=fp8, layer_input=layer_input)
-            for layer_key, fp8, layer_input in layers
+            PackedContext(
+                segments=batch.segments,
+                rope=rope,
+                router_losses=router_losses,
+                backend=self._attention,
+                tile=self._tile,
+                dropout_key=layer_key,
+                fp8=fp8,
+                layer_input=layer_input,
+            )
+            for layer_key, fp8, layer_input in zip(keys, self.fp8_layers, layer_inputs, strict=True)
         ]
 
     def embed_backward(
@@ -296,16 +303,14 @@ class EmbedHead:
 
     def _token_log_probs(self, trainable: Params, frozen: Params, x, targets, counted):
         layout, stored = self._layout, self._layout.param_specs((trainable, frozen))
-        shape: dict[str, Any] = {
-            "softcap": self.config.scales.logit_softcap,
-            "temperature": self._objective.temperature,
-        }
+        softcap, temperature = self.config.scales.logit_softcap, self._objective.temperature
 
         def program(weights, x, targets, counted):
             trainable, frozen = gather(layout, weights, stored)
             hidden, output = self.normed_output(trainable, frozen, x)
             tokens = hidden, extended_matrix(output), targets.ravel(), counted.ravel()
-            return linear_log_probs(*tokens, **shape).reshape(targets.shape)
+            log_probs = linear_log_probs(*tokens, softcap=softcap, temperature=temperature)
+            return log_probs.reshape(targets.shape)
 
         rows = layout.batch_spec
         specs = (stored, rows, rows, rows)
@@ -326,6 +331,6 @@ class EmbedHead:
         """Return scale · Σ loss of this device's rows, and the same followed by the objective's further sums."""
         hidden, output = self.normed_output(trainable, frozen, x)
         softcap = self.config.scales.logit_softcap
-        options: dict[str, Any] = {"fp8": fp8, "softcap": softcap, "temperature": self._objective.temperature}
-        values = self._objective(HeadValues(hidden, output, batch, **options), batch) * scale
+        targets = HeadValues(hidden, output, batch, fp8=fp8, softcap=softcap, temperature=self._objective.temperature)
+        values = self._objective(targets, batch) * scale
         return self._objective.loss(values), values

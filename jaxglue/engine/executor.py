@@ -429,10 +429,17 @@ class Executor(LayerExecutor):
         **options: Any,
     ):
         layout = Layout(mesh, dtype)
-        shared: dict[str, Any] = {"dtype": dtype, "attention": attention, "tile": tile, "router_losses": router_losses}
-        shared |= {"objective": objective, "neftune_alpha": neftune_alpha}
-        embed_head = EmbedHead(graphdefs, config, **shared, layout=layout)
-        self.embed_head = embed_head
+        self.embed_head = embed_head = EmbedHead(
+            graphdefs,
+            config,
+            dtype=dtype,
+            attention=attention,
+            tile=tile,
+            router_losses=router_losses,
+            objective=objective,
+            neftune_alpha=neftune_alpha,
+            layout=layout,
+        )
         self._scores = ScoreHead(embed_head, layout)
         super().__init__(graphdefs.layers, embed_head, policy=policy, layout=layout, **options)
 

@@ -1,7 +1,7 @@
 """Values of a batch's targets for objectives, computed by the output projection."""
 
 from functools import cached_property
-from typing import Any
+from typing import Any, TypedDict
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -20,6 +20,13 @@ _ENTROPY_TOKENS = 2048
 """Tokens of a device's rows whose entropy is a metric."""
 
 
+class LogitShape(TypedDict):
+    """What becomes of products of the output projection before they are logits."""
+
+    softcap: float | None
+    temperature: float
+
+
 class HeadValues:
     """`TargetValues` of a batch from the normed hidden states of its tokens, computed when they are asked for."""
 
@@ -35,16 +42,20 @@ class HeadValues:
     ):
         self._hidden, self._output, self._batch, self._fp8 = hidden, output, batch, fp8
         self._softcap = softcap
-        self._shape: dict[str, Any] = {"softcap": softcap, "temperature": temperature}
+        self._shape = LogitShape(softcap=softcap, temperature=temperature)
         self._targets, self._weights = batch.targets.ravel(), batch.loss_weights.ravel()
 
     @property
     def cross_entropy(self) -> Float[Array, ""]:
         """Return Σ loss weight · cross-entropy, fused with the head."""
         tokens = self._hidden, self._output.weight[...], self._targets, self._weights
-        options: dict[str, Any] = {"rows": replaced_rows(self._output), "columns": low_rank_columns(self._output)}
-        options |= {"softcap": self._softcap}
-        return linear_cross_entropy(*tokens, fp8=self._fp8, **options)
+        return linear_cross_entropy(
+            *tokens,
+            rows=replaced_rows(self._output),
+            columns=low_rank_columns(self._output),
+            fp8=self._fp8,
+            softcap=self._softcap,
+        )
 
     @cached_property
     def log_probs(self) -> Float[Array, "B T"]:
@@ -82,8 +93,17 @@ class HeadValues:
         hidden = rollouts.teacher.reshape(len(self._hidden), -1)
         teacher = hidden, rollouts.teacher_matrix, self._weights
         # The teacher's cap is the student's: other families have no common vocabulary.
-        options: dict[str, Any] = {"teacher_softcap": self._softcap, **self._shape}
-        return self._rows(linear_divergences(self._hidden, self._matrix, *teacher, beta=beta, top_k=top_k, **options))
+        return self._rows(
+            linear_divergences(
+                self._hidden,
+                self._matrix,
+                *teacher,
+                beta=beta,
+                top_k=top_k,
+                teacher_softcap=self._softcap,
+                **self._shape,
+            )
+        )
 
     @property
     def scores(self) -> Float[Array, "B T"]:

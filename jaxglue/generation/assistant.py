@@ -95,8 +95,9 @@ class Assistant:
     ) -> Iterator[str]:
         """Yield the answer to an encoded prompt in pieces; `index`, `grammar` and errors as of `Engine.stream`."""
         stops = self.stops | special_stops(self.tokenizer, sampling.stop)
-        options: dict[str, Any] = {"index": index, "grammar": grammar, "memory": self.memory}
-        new = self.engine.stream(self.adapter, self.frozen, tokens, sampling, stops, **options)
+        new = self.engine.stream(
+            self.adapter, self.frozen, tokens, sampling, stops, index=index, grammar=grammar, memory=self.memory
+        )
         return before(stream_text(self.tokenizer, new), sampling.stop)
 
     def answers(

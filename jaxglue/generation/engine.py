@@ -220,9 +220,17 @@ class Engine:
     ) -> CachePlan:
         """Plan the cache for requests; `limit` as of `plan_cache`, other arguments and errors as of `generate`."""
         lengths = [(len(r.prompt), self._end(r, number)) for number, r in enumerate(requests, 1) for _ in range(r.n)]
-        options: dict[str, Any] = {"cache_dtype": self.cache_dtype, "batch_size": slots, "free": memory, "limit": limit}
         siblings = [request.n for request in requests for _ in range(request.n)]
-        return plan_cache(lengths, self.config, self._dtype, **options, siblings=siblings)
+        return plan_cache(
+            lengths,
+            self.config,
+            self._dtype,
+            cache_dtype=self.cache_dtype,
+            batch_size=slots,
+            free=memory,
+            limit=limit,
+            siblings=siblings,
+        )
 
     def _plan_roomy(self, request: Request, memory: float | None) -> CachePlan:
         """Plan the cache for an answer and longer ones, which then need no other programs, if there is memory."""
@@ -230,8 +238,14 @@ class Engine:
         roomy = max(_SMALLEST_TEXT, 1 << (end - 1).bit_length())
         if roomy <= self.config.max_generated_positions:
             with suppress(ValueError):
-                options: dict[str, Any] = {"cache_dtype": self.cache_dtype, "batch_size": 1, "free": memory}
-                return plan_cache([(len(request.prompt), roomy)], self.config, self._dtype, **options)
+                return plan_cache(
+                    [(len(request.prompt), roomy)],
+                    self.config,
+                    self._dtype,
+                    cache_dtype=self.cache_dtype,
+                    batch_size=1,
+                    free=memory,
+                )
         return self.plan([request], memory=memory)
 
     def wait(self) -> None:
@@ -425,9 +439,10 @@ class DecodeBatch:
         features, sizes, whole = self._choose(work)
         size, run = sizes.take(len(work.answers), whole)
         arguments = trees, self._slots, self._caches, self._table.window(work, size, features)
-        options: dict[str, Any] = {"plan": self._plan, "steps": STEPS, "features": features}
         if run is None:
-            run = partial(programs.window if whole else programs.window_by_layers, **options)
+            run = partial(
+                programs.window if whole else programs.window_by_layers, plan=self._plan, steps=STEPS, features=features
+            )
             if whole:
                 sizes.put(run)
         if self._compiler:

@@ -289,8 +289,9 @@ class EnginePrograms:
         )
         rows = jnp.arange(len(positions))
         pages = tuple(table[rows, positions // PAGE] for table in tables)
-        options: dict[str, Any] = {"windows": self.windows, "ranks": window.ranks}
-        places = Places(pages=pages, offsets=positions % PAGE, slots=window.slots, **options)
+        places = Places(
+            pages=pages, offsets=positions % PAGE, slots=window.slots, windows=self.windows, ranks=window.ranks
+        )
         cursor = Cursor(places=places, tables=tables, slots=window.slots, positions=positions, rope=rope)
         return x, cursor, layer_inputs
 

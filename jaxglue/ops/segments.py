@@ -264,8 +264,8 @@ def copy_beginnings(segments: PackedSegments) -> PackedSegments:
             rows[b, columns], starts[b, columns], ends[b, columns] = tokens, begin, columns.stop
             begin = columns.stop
         ends[b, begin:] = begin
-        for place, token in enumerate(rows[b, :begin]):
-            places_of[b][token].append(place)
+        for column, token in enumerate(rows[b, :begin]):
+            places_of[b][token].append(column)
     K = segment_bucket(max((len(places) for line in places_of for places in line), default=1))
     places = np.full((B, K, T), C)
     for b, tokens_places in enumerate(places_of):

@@ -253,9 +253,17 @@ _shared: WeakValueDictionary[tuple[Workload, Capability | None], "Programs"] = W
 
 def shared_programs(workload: Workload, capability: Capability | None) -> "Programs":
     """Return the programs of a workload, those of another one in use where all that decides them is the same."""
-    same: dict[str, Any] = {"document_lengths": (), "gradient_accumulation_steps": 1, "update_in_backward": False}
-    same |= {"moment_bytes": 8.0, "host_embeddings": False, "attention": "auto", "reference": False}
-    key = replace(workload, **same), capability
+    traced = replace(
+        workload,
+        document_lengths=(),
+        gradient_accumulation_steps=1,
+        update_in_backward=False,
+        moment_bytes=8.0,
+        host_embeddings=False,
+        attention="auto",
+        reference=False,
+    )
+    key = traced, capability
     if (programs := _shared.get(key)) is None:
         programs = _shared[key] = Programs(*key)
     return programs
