@@ -30,7 +30,7 @@ MODULES = {
     "lm_eval": "lm_eval",
     "aider": "aider",
 }
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chromium-headless-shell")
 
 
 def python_of(name: str) -> str | None:

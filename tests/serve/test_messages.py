@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+import hostile
 import pytest
 
 pytest.importorskip("starlette")
@@ -166,6 +167,35 @@ def test_refusals_have_anthropics_form(server, body, status, message):
     assert message in reply.json()["error"]["message"]
     kind = {400: "invalid_request_error", 404: "not_found_error"}[status]
     assert reply.json()["error"]["type"] == kind
+
+
+HOSTILE = {
+    "content": lambda text: {"messages": [{"role": "user", "content": [{"type": "text", "text": text}]}]},
+    "system": lambda text: {"system": text},
+    "prefix": lambda text: {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]},
+    "tool": lambda text: {"tools": [{"name": text, "input_schema": {"properties": {text: {"type": text}}}}]},
+    "result": lambda text: {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": text, "name": text, "input": {text: text}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": text, "content": text}]},
+        ]
+    },
+    "kind": lambda text: {"messages": [{"role": text, "content": [{"type": text, text: text}]}]},
+    "format": lambda text: {"output_config": {"format": {"type": text, "schema": {"type": text}}}},
+    "stop": lambda text: {"stop_sequences": [text]},
+    "parameter": lambda text: {text: text, "thinking": {"type": text}},
+}
+
+
+@pytest.mark.parametrize("part", HOSTILE)
+def test_hostile_texts_are_answered_or_refused(server, part):
+    client, _ = server(f"I look.{CALL}")
+    for text in (*hostile.TEXTS[::3], *hostile.mixtures(7, 20)):
+        body = {"model": "tiny", "max_tokens": 9, "messages": [{"role": "user", "content": "a"}], **HOSTILE[part](text)}
+        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+            reply = client.post(path, content=json.dumps(body), headers=HEADERS)
+            assert reply.status_code in (200, 400), (text, reply.text)
 
 
 def test_the_key_may_come_as_anthropics_header(server):
