@@ -2,7 +2,6 @@
 
 import queue
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
@@ -204,12 +203,6 @@ class Service:
         lengths = [2 * PAGE + 1, 2 * PAGE + 6, 3 * PAGE + 6, *longer]  # two behind two known pages
         self._programs_to_come.extend(length for length in lengths if length < self.length)
         self._news.put(_Job(lambda: None, Future()))  # the thread may sleep
-
-    def wait_for_programs(self) -> None:
-        """Wait until all programs of `warm_up` are compiled, as measurements do."""
-        while self._programs_to_come or self._open:
-            self.call(lambda: None).result()
-            time.sleep(0.01)
 
     def close(self) -> None:
         """End the thread, after the window under way."""
