@@ -1,4 +1,4 @@
-"""Anthropic's messages: by its own client where it is there, of answers that are given."""
+"""Anthropic's messages, of answers that are given."""
 
 import json
 from types import SimpleNamespace
@@ -203,18 +203,3 @@ def test_the_key_may_come_as_anthropics_header(server):
     assert create(client, headers=HEADERS | {"x-api-key": "secret"}).status_code == 200
     refused = create(client, headers=HEADERS | {"x-api-key": "other"})
     assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
-
-
-def test_anthropics_client_is_served(server):
-    anthropic = pytest.importorskip("anthropic")
-    client, _ = server(f"I look.{CALL}")
-    user = anthropic.Anthropic(base_url="http://localhost", api_key="any", http_client=client)
-    ask = {"model": "tiny", "max_tokens": 50, "messages": [{"role": "user", "content": "Ulm?"}], "tools": [WEATHER]}
-    message = user.messages.create(**ask)
-    assert [block.type for block in message.content] == ["text", "tool_use"]
-    with user.messages.stream(**ask) as stream:
-        assert "".join(stream.text_stream) == "I look."
-        assert stream.get_final_message().content[1].input == {"city": "Ulm"}
-    assert user.messages.count_tokens(model="tiny", messages=ask["messages"]).input_tokens > 1
-    with pytest.raises(anthropic.NotFoundError, match="is not served"):
-        user.messages.create(**ask | {"model": "other"})
