@@ -23,7 +23,7 @@ def main(config: ServeConfig) -> None:
     import uvicorn
 
     from jaxglue.generation.assistant import Assistant
-    from jaxglue.serve.connections import bounded_protocol
+    from jaxglue.serve.connections import announcing_server, bounded_protocol
     from jaxglue.serve.server import make_app
     from jaxglue.serve.service import Service
 
@@ -40,8 +40,6 @@ def main(config: ServeConfig) -> None:
     try:
         echo("compiling the programs", error=True)
         service.warm_up()
-        names = ", ".join([config.served_name, *config.named_adapters])
-        echo(f"serving {names} at http://{config.host}:{config.port}/v1", error=True)
         app = make_app(assistant, service, config)
         connections: Any = {
             "http": bounded_protocol(),
@@ -49,7 +47,10 @@ def main(config: ServeConfig) -> None:
             "access_log": False,
             "timeout_graceful_shutdown": 5,
         }
-        uvicorn.Server(uvicorn.Config(app, host=config.host, port=config.port, **connections)).run()
+        names = ", ".join([config.served_name, *config.named_adapters])
+        ready = f"serving {names} at http://{config.host}:{config.port}/v1"
+        settings = uvicorn.Config(app, host=config.host, port=config.port, **connections)
+        announcing_server(settings, lambda: echo(ready, error=True)).run()
     except KeyboardInterrupt:
         echo("jaxglue serve: interrupted", error=True)
         sys.stdout.flush()
