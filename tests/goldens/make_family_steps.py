@@ -30,9 +30,8 @@ STEPS, RATE = 10, 1e-2
 RATES = {"qwen3_next": 1e-3}
 """Of those that at `RATE` part from themselves after a change of 1e-7."""
 LORA = {"r": 2, "lora_alpha": 8}
-TARGETS = (
-    r".*\.layers\.\d+\.(.+\.)?(\w+_proj|w[123]|in_proj_\w+|shared_expert_gate|per_layer_input_gate|per_layer_projection)"
-)
+LINEARS = r"\w+_proj", "w[123]", r"in_proj_\w+", "shared_expert_gate", "per_layer_input_gate", "per_layer_projection"
+TARGETS = rf".*\.layers\.\d+\.(.+\.)?({'|'.join(LINEARS)})"
 EXPERTS = "experts.gate_up_proj", "experts.down_proj"
 
 
@@ -50,11 +49,15 @@ def same(values: torch.Tensor) -> torch.Tensor:
 
 
 def matrices(model: torch.nn.Module) -> Iterator[tuple[str, Matrix]]:
-    """Yield our names of an adapter's matrices; experts' are [E, R, in] and [E, out, R], PEFT's [E·R, in], [out, R·E]."""
+    """Yield our names of an adapter's matrices; experts' are [E, R, in] and [E, out, R] here.
+
+    PEFT's are [E·R, in] and [out, R·E].
+    """
+    R = LORA["r"]
     for path, module in model.named_modules():
         if not isinstance(module, ParamWrapper):
             continue
-        E, R = module.num_experts, LORA["r"]
+        E = module.num_experts
         name = f"{our_name(path).replace('.base_layer', '')}.{module.parameter_name}"
         A, B = module.lora_A["default"].weight, module.lora_B["default"].weight
         yield f"{name}.lora_A", Matrix(A, lambda x, E=E: x.view(E, R, -1), lambda x: x.flatten(0, 1))
@@ -83,7 +86,9 @@ def make(name: str) -> None:
             parameter.copy_(theirs(values))
     before = {path: matrix.parameter.detach().clone() for path, matrix in trained.items()}
     rate = RATES.get(name, RATE)
-    optimizer = torch.optim.AdamW([matrix.parameter for matrix in trained.values()], lr=rate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        [matrix.parameter for matrix in trained.values()], lr=rate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
+    )
     losses = []
     for step in range(STEPS):
         _, loss = logits_and_loss(model, documents(step))

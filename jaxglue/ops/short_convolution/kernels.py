@@ -1,11 +1,12 @@
 """Triton kernels of the gated convolution, which read and write every value once.
 
 Layout: values z and their gradients [B, T, 3·C], a token's `before`, `gate` and x side by side; y and its gradient
-[B, T, C]; taps [C, W] with a token's own last; bias [C] or None. Products and sums are rounded where the reference's are.
+[B, T, C]; taps [C, W] with a token's own last; bias [C] or None. Products and sums are rounded as the reference's.
 """
 
+# Tuples grow in loops, which Triton unrolls, and it knows their sums alone.
 # mypy: disable-error-code="assignment"
-# Tuples grow in loops, which Triton unrolls.
+# ruff: noqa: RUF005
 
 import triton
 import triton.language as tl

@@ -84,7 +84,8 @@ def test_a_pass_is_one_kernel_on_a_gpu(W, h200):
 
 
 @pytest.mark.parametrize(
-    ("shapes", "message"), [(((4, 2, 3), 12), r"weight must be \[C, 1, W\]"), (((4, 1, 3), 8), r"values must be \[B, T")]
+    ("shapes", "message"),
+    [(((4, 2, 3), 12), r"weight must be \[C, 1, W\]"), (((4, 1, 3), 8), r"values must be \[B, T")],
 )
 def test_shapes_that_do_not_fit_are_refused(shapes, message):
     weight, width = shapes
