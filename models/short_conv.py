@@ -28,7 +28,7 @@ class ShortConvConfig(Mixer):
 
     title = "short convolutions"
     module = "conv"
-    recurrent = True
+    recurrent = verifies = True
 
     channels: int
     """The model's width D."""

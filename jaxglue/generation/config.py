@@ -99,6 +99,11 @@ class AssistantConfig(PartsConfig):
         return {}
 
     @property
+    def drafted(self) -> int:
+        """Return the tokens that the model's draft head proposes for a step."""
+        return 0
+
+    @property
     def seed(self) -> int | None:
         """Return the seed of random weights; None for loaded ones."""
         if self.random_weights is None and self.adapter:

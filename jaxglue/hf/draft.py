@@ -105,9 +105,13 @@ def _check_copies(model: TensorFiles, files: TensorFiles) -> None:
             )
 
 
-def load_draft(folder: str | Path, config: DecoderConfig, *, dtype: Any) -> DraftHead:
-    """Load a folder's draft head; errors as of `find_draft`."""
+def load_draft(folder: str | Path, config: DecoderConfig, *, dtype: Any, adapter: Path | None = None) -> DraftHead:
+    """Load a folder's draft head, or the one that was trained beside an adapter on it; errors as of `find_draft`."""
     found = find_draft(folder, config)
+    if read_draft(adapter, folder):
+        assert adapter is not None
+        names = DRAFTS[config.model_type].of(config.num_hidden_layers)
+        found = found._replace(files=TensorFiles([adapter / DRAFT_FILE], names))
     graphdef, state = nnx.split(nnx.eval_shape(lambda: build_draft(config, dtype=dtype, rngs=nnx.Rngs(0))))
 
     def value(name: str, spec: Any) -> jax.Array:

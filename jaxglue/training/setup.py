@@ -120,6 +120,8 @@ def resolve_model(config: TrainConfig) -> Setup:
     Raises:
         ValueError: bad model folder or settings; names the file and the remedy.
     """
+    if config.model.train_draft != "off":
+        raise ValueError("train_draft is for runs, whose steps it follows: leave it out of a session")
     config, model, base, vocabulary = _read_model(config, SINGLE_PROCESS)
     assert config.run.steps is not None
     workload, remat = agree_on_mesh(config, model, (), SINGLE_PROCESS, config.run.steps, has_data=False)

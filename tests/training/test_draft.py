@@ -7,10 +7,15 @@ import pytest
 from safetensors.numpy import load_file
 from selection import repeats_parts_of
 
+from jaxglue.generation.config import SamplingConfig
 from jaxglue.hf.merge import export_adapter
+from jaxglue.serve.answers import generate
+from jaxglue.serve.config import GenerateConfig
 from jaxglue.training.train import train
 from tests.draft_folders import add_draft
 from tests.training.test_linear_attention import HYBRID
+
+LONG = SamplingConfig(max_tokens=24, temperature=0.8)
 
 
 @pytest.fixture
@@ -34,7 +39,7 @@ def test_a_head_learns_beside_the_model_which_sees_none_of_it(with_draft, model_
     assert summary.drafts["trained"]["sampled"] > summary.drafts["folder's"]["sampled"]
     assert losses(tmp_path / "run") == losses(tmp_path / "plain")
     drafts = losses(tmp_path / "run", "draft_loss")
-    assert len(drafts) == 6 and drafts[-1] < drafts[0] - 0.1
+    assert len(drafts) == 6 and drafts[-1] < drafts[0] - 0.05
     adapters = (load_file(tmp_path / run / "adapter/adapter_model.safetensors") for run in ("plain", "run"))
     first, second = adapters
     for name, tensor in first.items():
@@ -48,6 +53,19 @@ def test_a_head_learns_beside_the_model_which_sees_none_of_it(with_draft, model_
     merged = load_file(tmp_path / "merged/model.safetensors")
     for name, tensor in trained.items():
         np.testing.assert_array_equal(merged[name], tensor, err_msg=name)
+    prompts = {
+        "model": str(model_folder),
+        "adapter": tmp_path / "run/adapter",
+        "prompt": ("Hello", "What is 1 plus 2?"),
+    }
+    told = [
+        [
+            (prompt, "".join(answer))
+            for prompt, answer in generate(GenerateConfig(**prompts, drafts=drafts, sampling=LONG))
+        ]
+        for drafts in (0, 2)
+    ]
+    assert told[0] == told[1]
 
 
 @repeats_parts_of("test_a_head_learns_beside_the_model_which_sees_none_of_it")
