@@ -7,7 +7,7 @@ from flax import nnx
 from selection import repeat
 
 from jaxglue.generation.config import SamplingConfig
-from jaxglue.generation.drafts import Drafting, accepted, why_no_drafts
+from jaxglue.generation.drafts import Drafting, DraftPrograms, accepted, why_no_drafts
 from jaxglue.generation.engine import Engine
 from jaxglue.generation.scheduler import Request
 from jaxglue.models.draft import build_draft
@@ -70,3 +70,28 @@ def test_steps_that_ran_have_their_drafts_counted():
 def test_models_with_windows_are_decoded_a_token_a_step(tiny_model):
     assert why_no_drafts(tiny_model("mistral", sliding_window=8).config) == "layers with windows"
     assert why_no_drafts(tiny_model("qwen3").config) is None
+
+
+@pytest.mark.parametrize("family", [HYBRID, repeat(EXPERTS)])
+def test_accepted_drafts_save_steps(family, tiny_model, monkeypatch):
+    fields = {**family, "num_hidden_layers": 2, "initializer_range": 0.3}
+    model = tiny_model(fields.pop("model_type"), **fields)
+    graphdef, state = nnx.split(build_draft(model.config, dtype=jnp.float32, rngs=nnx.Rngs(1)))
+    graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)
+    asked = [Request([3, 1, 4], SamplingConfig(max_tokens=40, temperature=1.0))]
+    (expected,) = Engine(graphdefs, model.config, dtype=jnp.float32).generate(trainable, frozen, asked)
+    text = jnp.asarray([3, 1, 4, *expected.tokens])
+
+    def propose(self, weights, slots, last, place, cache):
+        """Draft what comes, but for every fifth token."""
+        at = last[:, None] + 1 + jnp.arange(self.count)
+        right = text[jnp.minimum(at, len(text) - 1)]
+        return jnp.where(at % 5 == 0, (right + 1) % model.config.vocab_size, right), cache
+
+    monkeypatch.setattr(DraftPrograms, "propose", propose)
+    engine = Engine(graphdefs, model.config, dtype=jnp.float32, drafting=Drafting(graphdef, 3))
+    trees = {**trainable, "draft": {}}, {**frozen, "draft": nnx.to_pure_dict(state)}
+    (found,) = engine.generate(*trees, asked)
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    steps = engine.drafts.made // 3
+    assert engine.drafts.accepted == 40 - steps and steps <= 20
