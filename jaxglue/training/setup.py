@@ -19,6 +19,7 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.planner.workload import sample_lengths
 from jaxglue.training.checks import warn_of_peft
 from jaxglue.training.config import RunConfig, TrainConfig
+from jaxglue.training.draft import plan_draft
 from jaxglue.training.remat import Asked, agree_on_mesh, runs_in_steps
 from jaxglue.training.row_source import row_source
 from jaxglue.training.run import (
@@ -87,6 +88,7 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
         remat=remat,
         teacher=_teacher_plan(config),
         spikes=_spike_plan(config),
+        draft=plan_draft(config, workload),
         recorded=config,
         data=data,
         read_first_row=partial(first_row, config.data, preferences=preferences),
