@@ -93,11 +93,12 @@ class DraftSteps:
         head = load_draft(run.base.folder, run.model, dtype=run.dtype if self._lora else jnp.float32)
         if self._lora:
             add_adapters(head, self._lora, seed=run.base.seed)
-        self._graphdef, trainable, frozen = nnx.split(head, nnx.LoRAParam if self._lora else nnx.Param, ...)
-        self._frozen = commit(nnx.to_pure_dict(frozen))
+        self._graphdef, *states = nnx.split(head, nnx.LoRAParam if self._lora else nnx.Param, ...)
+        trainable, frozen = map(nnx.to_pure_dict, states)
+        self._frozen = commit(frozen)
         self._dtypes = weight_dtypes(run.model, run.dtype)
         self._optimizer = make_optimizer(run.draft.optimizer, run.schedule.total_steps)
-        self._published = jax.tree.map(np.asarray, nnx.to_pure_dict(trainable))
+        self._published = jax.tree.map(np.asarray, trainable)
         self._state, self._sums = self.first(), None
         self._gradients = jit_step(self._loss_and_gradients, donate_argnames="sums")
         self._scaled = jit_step(_mean, donate_argnames="gradients")
