@@ -73,9 +73,6 @@ class Acceptance(NamedTuple):
     """At temperature 1."""
     greedy: float
 
-    def __str__(self) -> str:
-        return f"{self.sampled:.1%} of drafts accepted, {self.greedy:.1%} of greedy ones"
-
 
 class DraftSteps:
     """A draft head and its training: gradients of the model's micro-batches, and an update for each step.

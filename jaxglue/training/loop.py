@@ -122,6 +122,8 @@ class Training:
     last_batch: Batch | None = None
     first_batch: Any = None
     """State of the batches before the first step."""
+    drafts: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Shares of accepted drafts; see `RunSummary`."""
     recent: dict[int, Step] = field(default_factory=dict)
     """The latest steps' rows, to be written if one of them fails."""
 
@@ -496,6 +498,7 @@ def _finish(training: Training, begun: float) -> RunSummary:
         metrics=folder / "metrics.jsonl",
         curve=folder / "loss.png",
         skipped_steps=training.spikes.steps if training.spikes else [],
+        drafts=training.drafts,
     )
     if context.processes.is_main:
         save_loss_curve(summary.metrics, summary.curve)
@@ -508,7 +511,7 @@ def _finish(training: Training, begun: float) -> RunSummary:
 
 
 def _draft_tensors(training: Training, state: TrainState) -> dict[str, np.ndarray]:
-    """Return the draft head for a state's model, and say how many drafts it has accepted; train it, if not yet."""
+    """Return the draft head for a state's model, and note how many drafts are accepted; train it, if not yet."""
     run, parts, console = training.run, training.parts, training.context.console
     model = parts.executor, state.trainable, state.frozen
     assert run.draft is not None and parts.draft is not None
@@ -523,8 +526,8 @@ def _draft_tensors(training: Training, state: TrainState) -> dict[str, np.ndarra
             if len(losses) % run.cadence.log == 0 or len(losses) == count:
                 console.print(f"draft head, step {len(losses)} of {count}: draft_loss {losses[-1]:.4f}")
     assert head is not None
-    for name, each in (("of the folder", parts.draft.first()), ("trained", head)):
-        console.print(f"draft head {name}: {parts.draft.acceptance(*model, held_out, each)}")
+    for name, each in (("folder's", parts.draft.first()), ("trained", head)):
+        training.drafts[name] = parts.draft.acceptance(*model, held_out, each)._asdict()
     return parts.draft.tensors(head)
 
 

@@ -30,7 +30,8 @@ def losses(folder, name="loss"):
 def test_a_head_learns_beside_the_model_which_sees_none_of_it(with_draft, model_folder, tmp_path):
     make, published = with_draft
     train(make(steps=6, output=tmp_path / "plain"))
-    train(make(steps=6, train_draft="with", output=tmp_path / "run"))
+    summary = train(make(steps=6, train_draft="with", output=tmp_path / "run"))
+    assert summary.drafts["trained"]["sampled"] > summary.drafts["folder's"]["sampled"]
     assert losses(tmp_path / "run") == losses(tmp_path / "plain")
     drafts = losses(tmp_path / "run", "draft_loss")
     assert len(drafts) == 6 and drafts[-1] < drafts[0] - 0.1
@@ -56,7 +57,7 @@ def test_a_head_learns_after_the_model_with_all_its_weights(with_draft, tmp_path
     trained = load_file(tmp_path / "run/adapter/draft.safetensors")
     assert not any(np.array_equal(trained[name], tensor) for name, tensor in published.items())
     shown = capsys.readouterr().out
-    assert "draft head, step 6 of 6" in shown and "draft head of the folder" in shown
+    assert "draft head, step 6 of 6" in shown and "accepted by the trained head" in shown
 
 
 @repeats_parts_of("test_a_head_learns_beside_the_model_which_sees_none_of_it")
