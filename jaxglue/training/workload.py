@@ -221,7 +221,8 @@ def base_identity(model: DecoderConfig, folder: Path, drawn: int | None) -> Iden
         drawn: seed of random weights; None for those in the folder.
     """
     identity = identify(folder) if drawn is None else identify_random(model, drawn)
-    if not FORMATS[model.quantize].offered:
+    made = FORMATS[model.quantize]
+    if not (made.offered or made.recorded):
         return identity
     skipped = {"unquantized": ",".join(model.unquantized)} if model.unquantized else {}
     return {**identity, "quantize": model.quantize, **skipped}
