@@ -96,7 +96,7 @@ class DraftSteps:
         self._dtypes = weight_dtypes(run.model, run.dtype)
         self._optimizer = make_optimizer(run.draft.optimizer, run.schedule.total_steps)
         self._published = jax.tree.map(np.asarray, trainable)
-        self._state, self._sums = self.first(), None
+        self._state, self._sums = dict[str, Any](), None
         self._gradients = jit_step(self._loss_and_gradients, donate_argnames="sums")
         self._scaled = jit_step(_mean, donate_argnames="gradients")
         self._compare = jit_step(self._agreement)
