@@ -234,11 +234,11 @@ class VerifyContext(ExtendContext):
     def delta_rule(self, qkv, g, beta, heads: DeltaHeads) -> Float[Array, "1 S*R N V"]:
         """Compute each slot's outputs, and the states behind its tokens."""
         (B, R), begun, outputs, before = self._sizes(qkv), self._begun(qkv), [], self._cursor.begins
-        parts = [jnp.unstack(part.reshape(B, R, -1), axis=1) for part in (qkv, g, beta)]
-        for row, values in enumerate(zip(*parts, strict=True)):
+        tokens, decays, steps = (jnp.unstack(part.reshape(B, R, -1), axis=1) for part in (qkv, g, beta))
+        for row, (token, decay, step) in enumerate(zip(tokens, decays, steps, strict=True)):
             place = self._place(row)
             states = self.cache.states.at[place].set(self.cache.states[before])
-            out, states = advance_states(states, place, begun, *values, heads)
+            out, states = advance_states(states, place, begun, token, decay, step, heads)
             self.cache, before, begun = replace(self.cache, states=states), place, jnp.ones_like(begun)
             outputs.append(out)
         return jnp.stack(outputs, axis=1).reshape(1, B * R, *outputs[0].shape[1:])
