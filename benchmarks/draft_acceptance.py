@@ -11,6 +11,7 @@ import argparse
 import json
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import jax
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from measure import table, write_results
-from rl_text_model import write_model, write_texts
+from rl_text_model import write_model
 from safetensors.numpy import save_file
 
 from jaxglue.files.json_file import read_json
@@ -48,10 +49,15 @@ def write_base(folder: Path, layers: int, width: int) -> None:
     save_file({name: np.asarray(value) for name, value in tensors.items()}, folder / "model.safetensors")
 
 
-def write_documentation(path: Path) -> None:
-    """Write this repository's pages as rows of text."""
-    pages = sorted((Path(__file__).parents[1] / "docs").rglob("*.md"))
-    path.write_text("".join(json.dumps({"text": page.read_text(encoding="utf-8")}) + "\n" for page in pages))
+def write_rows(path: Path, folder: Path, pattern: str, megabytes: float) -> None:
+    """Write the text files of a folder as rows, in an order of their own, up to a size."""
+    files, size, rows = sorted(folder.rglob(pattern)), 0, list[str]()
+    for index in np.random.default_rng(0).permutation(len(files)).tolist():
+        text = files[index].read_text(encoding="utf-8", errors="ignore")
+        if len(text) > 1000 and size < megabytes * 1e6:
+            rows.append(json.dumps({"text": text}) + "\n")
+            size += len(text)
+    path.write_text("".join(rows))
 
 
 def train(model: Path, data: Path, output: Path, steps: int, *flags: str) -> dict:
@@ -78,11 +84,11 @@ def main() -> None:
     scratch = args.scratch
     (scratch / "start").mkdir(parents=True, exist_ok=True)
     write_base(scratch / "start", args.layers, args.width)
-    write_texts(scratch, args.megabytes)
-    write_documentation(scratch / "documentation.jsonl")
+    write_rows(scratch / "python.jsonl", Path(sysconfig.get_paths()["stdlib"]), "*.py", args.megabytes)
+    write_rows(scratch / "documentation.jsonl", Path(__file__).parents[1] / "docs", "*.md", args.megabytes)
     rows = ["--seq-len", str(args.seq_len), "--batch-size", str(args.batch_size)]
     base = train(
-        *(scratch / "start", scratch / "texts.jsonl", scratch / "base", args.steps),
+        *(scratch / "start", scratch / "python.jsonl", scratch / "base", args.steps),
         *("--method", "full", "--learning-rate", "1e-3", "--train-draft", "with", *rows),
     )
     results = [{"text": "the base's own", "head": "trained with the base", **base["drafts"]["trained"]}]
