@@ -107,6 +107,8 @@ class Mixer:
     """A state of fixed size stands for the tokens before, and follows one continuation of them."""
     extends: ClassVar[bool] = False
     """Keys and values of all tokens are in pages, so that several tokens at once can follow them."""
+    verifies: ClassVar[bool] = False
+    """Several tokens at once can follow its states, of which a cache has one behind each of them."""
     splits_heads: ClassVar[bool] = False
     """Devices along `tensor` can have some of its heads each."""
     record: ClassVar[str | None] = None

@@ -18,6 +18,7 @@ from jaxglue.hf.adapter import Adapter, load_adapter, vocabulary_matrix, warn_of
 from jaxglue.hf.adapter_check import check_adapter
 from jaxglue.hf.adapter_tensors import MAGNITUDE, SCORE
 from jaxglue.hf.checkpoint import HEAD, open_checkpoint, read_config, stored_form, untie_files
+from jaxglue.hf.draft import read_draft
 from jaxglue.hf.experts import expert_parts, find_source, part_shape, read_expanded
 from jaxglue.hf.export import (
     copy_texts,
@@ -108,7 +109,8 @@ def export_adapter(
         if matrices:
             write_json(temporary / "config.json", read_config(temporary) | {"quantization_config": made.config()})
         _describe(merge, merge.adapter, Path(base), temporary)
-        write_shards(temporary, *stored_form(base, specs, read), max_shard_bytes, progress)
+        head = read_draft(Path(adapter), base)
+        write_shards(temporary, *stored_form(base, specs, read, head), max_shard_bytes, progress)
         dtypes = merge.dtypes | ({np.dtype(jnp.float4_e2m1fn)} if matrices else set())
         check = check_merge(base, merge.config, merge.adapter, temporary, dtypes, rows)
         if merge.config.quantize == "none":

@@ -23,6 +23,7 @@ from jaxglue.planner.workload import sample_lengths
 from jaxglue.settings.config import is_jinja
 from jaxglue.training.checks import warn_of_peft
 from jaxglue.training.config import RunConfig, TrainConfig
+from jaxglue.training.draft import plan_draft
 from jaxglue.training.remat import Asked, agree_on_mesh, runs_in_steps
 from jaxglue.training.row_source import row_source
 from jaxglue.training.run import (
@@ -96,6 +97,7 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
         remat=remat,
         teacher=_teacher_plan(config),
         spikes=_spike_plan(config),
+        draft=plan_draft(config, workload),
         recorded=config,
         data=data,
         texts=_text_plan(config.data, vocabulary.tokenizer, stops, data.report, source.loss_on(data)),
@@ -128,6 +130,8 @@ def resolve_model(config: TrainConfig) -> Setup:
     Raises:
         ValueError: bad model folder or settings; names the file and the remedy.
     """
+    if config.model.train_draft != "off":
+        raise ValueError("train_draft is for runs, whose steps it follows: leave it out of a session")
     config, model, base, vocabulary = _read_model(config, SINGLE_PROCESS)
     assert config.run.steps is not None
     workload, remat = agree_on_mesh(config, model, (), SINGLE_PROCESS, config.run.steps, has_data=False)

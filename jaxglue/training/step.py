@@ -35,6 +35,7 @@ from jaxglue.planner.device_memory import leave_small_blocks
 from jaxglue.planner.workload import abstract_parts
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.sharding.rules import Layout
+from jaxglue.training.draft import DraftSteps
 from jaxglue.training.optimizer import Optimizer, make_optimizer
 from jaxglue.training.run import Run, Setup
 from jaxglue.training.weights import build_parameters, new_adapters
@@ -70,15 +71,19 @@ class TrainState(NamedTuple):
     """Optimizer steps done."""
     spent: Params | None = None
     """Gradients of the last step, for the next step to overwrite."""
+    draft: Params | None = None
+    """The draft head in training and its optimizer's state; see `DraftSteps`."""
 
     @property
     def saved(self) -> dict[str, Params]:
         """Return the arrays that a checkpoint holds."""
-        return {"trainable": self.trainable, "optimizer": self.optimizer}
+        saved = {"trainable": self.trainable, "optimizer": self.optimizer}
+        return saved if self.draft is None else saved | {"draft": self.draft}
 
     def restored(self, saved: Mapping[str, Params], step: int) -> "TrainState":
         """Return the state of a checkpoint's arrays after `step` optimizer steps."""
-        return self._replace(trainable=saved["trainable"], optimizer=saved["optimizer"], step=step, spent=None)
+        arrays = {name: saved[name] for name in self.saved}
+        return self._replace(**arrays, step=step, spent=None)
 
     def free(self) -> None:
         """Free the memory of the arrays that `restored` replaces, whoever holds them."""
@@ -118,6 +123,8 @@ class StepParts:
     norm: Program = field(default_factory=lambda: jit_step(optax.tree.norm))
     small_blocks: Sequence[jax.Array] = ()
     """Keeps small blocks of memory for small arrays."""
+    draft: DraftSteps | None = None
+    """Trains the draft head, if the run does."""
 
     def place(self, batch: Step) -> tuple[Batch, ...]:
         """Return a step's micro-batches on the devices."""
@@ -150,6 +157,8 @@ def train_step(
         parts.lowering.compile()
         parts.lowering = None
     compilations, targets, key = parts.compilations(), float(batch.targets), parts.noise_key(state.step)
+    if parts.draft and state.draft is not None:
+        parts.draft.begin(state.draft)
 
     if parts.program and accepts is None and len(batch.micro_batches) == 1:
         # The host would take longer to dispatch a small model's layers than the device to compute them.
@@ -188,6 +197,9 @@ def train_step(
         if "skipped" not in values:
             state, values = update(parts, state, gradients)
 
+    if parts.draft and state.draft is not None and "skipped" not in values:
+        draft, own = parts.draft.finish(state.step)
+        state, values = state._replace(draft=draft), {**values, **own}
     state = state._replace(step=state.step + 1)
     kinds = {(each.segments.long, len(batch.micro_batches) > 1) for each in batch.micro_batches}
     if kinds <= parts.compiled and parts.compilations() > compilations:
@@ -262,14 +274,24 @@ def prepare_steps(
             program=_make_program(run, executor, optimizer),
         )
     parts.small_blocks = small_blocks
-    return parts, TrainState(trainable, frozen, optimizer.init(trainable))
+    state = TrainState(trainable, frozen, optimizer.init(trainable))
+    if run.draft is None:
+        return parts, state
+    parts.draft = DraftSteps(run, graphdefs)
+    if run.draft.when == "after":
+        return parts, state
+    parts.executor.watch = parts.draft.observe
+    return parts, state._replace(draft=parts.draft.first())
 
 
 def restart(parts: StepParts, state: TrainState) -> TrainState:
     """Return the state before step 1; free the present one."""
     _delete((state.saved, state.spent, state.frozen))
     _, trainable, frozen = build_parameters(parts.run, parts.layout)
-    return TrainState(trainable, frozen, parts.optimizer.init(trainable))
+    first = TrainState(trainable, frozen, parts.optimizer.init(trainable))
+    if parts.draft and state.draft is not None:
+        return first._replace(draft=parts.draft.first())
+    return first
 
 
 def _delete(tree: PyTree) -> None:
@@ -322,7 +344,8 @@ def _make_executor(
             dtype=run.dtype,
             attention=run.remat.attention,
             tile=run.remat.tile,
-            layers_per_program=run.remat.layers_per_program,
+            # The draft head reads the last layer's output between programs.
+            layers_per_program=run.remat.layers_per_program if run.draft is None else 1,
             stream_weights=run.remat.streams_weights,
             router_losses=run.execution.router_losses,
             objective=objective,
