@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypedDict
@@ -265,6 +266,12 @@ class EvalBatches:
     def replace_dataset(self, dataset: TokenDataset) -> None:
         """Continue with the same documents, of which more is known."""
         self._steps = replace(self._steps, dataset=dataset)
+
+    def on(self, dataset: TokenDataset) -> "EvalBatches":
+        """Return the batches of the same documents, of which a data set tells otherwise."""
+        other = copy(self)
+        other.replace_dataset(dataset)
+        return other
 
     def documents(self) -> Iterator[list[Int[np.ndarray, "documents"]]]:
         """Yield the documents of each batch's rows, over all processes."""

@@ -9,9 +9,10 @@ from jaxglue.parts import Registry
 from jaxglue.settings.config import Alias, Choices, Excludes, KindSettings, plain_fields
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from jaxtyping import Array, Float, Int
 
     from jaxglue.data.batch import Batch
+    from jaxglue.data.reads import ReadTask
 
 
 OBJECTIVES = Registry["type[Objective]"](
@@ -25,6 +26,7 @@ OBJECTIVES = Registry["type[Objective]"](
         "simpo": "jaxglue.objectives.simpo:SimPO",
         "reward": "jaxglue.objectives.reward:BradleyTerry",
         "classify": "jaxglue.objectives.classify:Classification",
+        "decide": "jaxglue.objectives.decide:Decisions",
         "grpo": "jaxglue.objectives.policy_gradient:GRPO",
         "dr_grpo": "jaxglue.objectives.policy_gradient:DrGRPO",
         "dapo": "jaxglue.objectives.policy_gradient:DAPO",
@@ -44,6 +46,7 @@ _SETTINGS = Registry["type[ObjectiveConfig]"](
     {
         name: f"jaxglue.objectives.{where}"
         for where, names in {
+            "reading_config:DecideSettings": ("decide",),
             "objective:ObjectiveConfig": ("sft",),
             "config:DPOSettings": ("dpo",),
             "config:IPOSettings": ("ipo",),
@@ -72,7 +75,7 @@ class ObjectiveConfig(KindSettings):
     objective: Annotated[str, Choices(OBJECTIVES), Alias("rl")] = "sft"
     """Supervised cross-entropy, or a loss of preferred and other answers: DPO (arXiv 2305.18290), IPO (2310.12036),
     KTO (2402.01306, rows with a label), ORPO (2403.07691), SimPO (2405.14734), or a reward model's (Bradley-Terry);
-    or classify, the labels of documents;
+    or classify, the labels of documents; or decide, typed questions about a state;
     or of answers that the model writes and rewards judge: GRPO (2402.03300), Dr. GRPO (2503.20783), DAPO (2503.14476),
     BNPO, GSPO (2507.18071), CISPO (2506.13585), SAPO (2511.20347), LUSPO (2602.05261), VESPO,
     RLOO (2402.14740); or distill, the divergence from a teacher on the
@@ -93,8 +96,8 @@ class ObjectiveConfig(KindSettings):
         """Return the columns of rows that the objective reads."""
         return self.make().columns_read
 
-    def task(self, *, shared_prompt: bool, copies: bool = False) -> AnswerTask | LabelTask | None:
-        """Return the treatment of preference data or labels; None for texts and chats."""
+    def task(self, *, shared_prompt: bool, copies: bool = False) -> "AnswerTask | LabelTask | ReadTask | None":
+        """Return the treatment of preference data, labels or rows whose parts are read; None for texts and chats."""
         return self.make().task(shared_prompt=shared_prompt, copies=copies)
 
     @property
@@ -148,6 +151,17 @@ class TargetValues(Protocol):
     def class_scores(self) -> "Float[Array, 'B T C']":
         """Return the tokens' scores under a classifier, one for each label."""
 
+    @property
+    def reads(self) -> "Float[Array, 'B A D']":
+        """Return the float32 means of normed hidden states over the tokens of each part (`Batch.reads`)."""
+
+    def read_logits(self, tokens: "Int[Array, 'B L']") -> "Float[Array, 'B A L']":
+        """Return the logits of some tokens at each part's end."""
+
+    @property
+    def read_scores(self) -> "Float[Array, 'B A']":
+        """Return each part's score under a reward model."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
@@ -183,6 +197,10 @@ class Objective:
     """A reward model or classifier is trained: scores take the place of the output projection."""
     classifies: ClassVar[bool] = False
     """Documents have labels, which are read at their last tokens."""
+    reads: ClassVar[bool] = False
+    """Parts of rows are read by themselves: `jaxglue.objectives.reading`."""
+    shares_beginning: ClassVar[bool] = True
+    """Such parts follow one beginning."""
     learning_rates: ClassVar[Mapping[str, float]] = {"lora": 2e-4, "full": 2e-5}
     """Peak learning rates by training method."""
 
@@ -195,8 +213,8 @@ class Objective:
         """Return the columns that it reads with its settings."""
         return self.columns
 
-    def task(self, *, shared_prompt: bool, copies: bool = False) -> AnswerTask | LabelTask | None:
-        """Return the treatment of preference data or labels; None for texts and chats."""
+    def task(self, *, shared_prompt: bool, copies: bool = False) -> "AnswerTask | LabelTask | ReadTask | None":
+        """Return the treatment of preference data, labels or rows whose parts are read; None for texts and chats."""
         return None if self.answers is None else self.answers._replace(shared_prompt=shared_prompt, copies=copies)
 
     @property
@@ -212,7 +230,7 @@ class Objective:
     @property
     def forks(self) -> bool:
         """Tell whether segments of its batches have several continuations of one beginning."""
-        return self.answers is not None or self.needs_rollouts
+        return self.answers is not None or self.needs_rollouts or (self.reads and self.shares_beginning)
 
     @property
     def temperature(self) -> float:

@@ -60,6 +60,8 @@ class PackedSegments:
     """The first query at each key or after it, where `own_keys` are given."""
     key_positions: Int[Array, "B T"] | None = None
     """Positions of forked segments' keys, where `own_keys` are given."""
+    bidirectional: bool = field(default=False, metadata={"static": True})
+    """Tokens see their whole segment, or all of a window around them."""
 
     @property
     def slots(self) -> int:

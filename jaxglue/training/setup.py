@@ -13,6 +13,7 @@ from jaxglue.data.config import NO_COLUMNS, Columns
 from jaxglue.data.iterator import BatchIterator, EvalBatches
 from jaxglue.data.prepare import PreparedData, prepare_data
 from jaxglue.data.progress import DataProgress
+from jaxglue.data.reads import ReadTask
 from jaxglue.data.stream import StreamIterator
 from jaxglue.data.tokenize import first_row
 from jaxglue.data.tokenizer import load_tokenizer
@@ -112,7 +113,7 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
         spikes=_spike_plan(config),
         recorded=config,
         data=data,
-        read_first_row=partial(first_row, config.data, preferences=preferences),
+        read_first_row=partial(first_row, config.data, preferences=preferences, task=_read_task(workload.objective)),
         why_copied=why_copied,
         cache=Path(config.data.cache_dir),
         batches=batches,
@@ -156,6 +157,12 @@ def resolve_model(config: TrainConfig) -> Setup:
         remat=remat,
         recorded=config,
     )
+
+
+def _read_task(objective: Objective) -> ReadTask | None:
+    """Return the treatment of rows whose parts are read; None for others."""
+    task = objective.task(shared_prompt=True)
+    return task if isinstance(task, ReadTask) else None
 
 
 def _read_model(config: TrainConfig, processes: Processes) -> tuple[TrainConfig, DecoderConfig, Base, Vocabulary]:

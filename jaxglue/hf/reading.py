@@ -1,0 +1,31 @@
+"""The file in a model's or adapter's folder that says how it answers in one pass, and with what."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxglue.files.json_file import read_json, write_json
+
+RECORD = "one_pass.json"
+KINDS = ("decide", "embed", "rerank")
+"""What such models are for."""
+
+
+def write_record(folder: Path, kind: str, values: Mapping[str, Any]) -> None:
+    """Write the record into a folder."""
+    write_json(folder / RECORD, {"kind": kind, **values})
+
+
+def read_record(*folders: Path | None) -> dict[str, Any]:
+    """Return the record of the first folder that has one; empty without.
+
+    Raises:
+        ValueError: a damaged file, or an unknown kind.
+    """
+    path = next((path for folder in folders if folder and (path := folder / RECORD).is_file()), None)
+    if path is None:
+        return {}
+    record = read_json(path)
+    if not isinstance(record, dict) or record.get("kind") not in KINDS:
+        raise ValueError(f"{path}: expected an object with a kind of {', '.join(KINDS)}: write it anew, or remove it")
+    return record
