@@ -42,7 +42,9 @@ class DecisionEncoder(UnitEncoder):
     def unit(self, row: Mapping[str, Any]) -> UnitText:
         """Return a row's state and questions, with the gold of each."""
         if missing := self.keys - row.keys():
-            raise ValueError(f"rows of decisions need {listed(sorted(missing))}; the row's keys are {listed(dict(row))}")
+            raise ValueError(
+                f"rows of decisions need {listed(sorted(missing))}; the row's keys are {listed(dict(row))}"
+            )
         questions = read_questions(row["questions"])
         gold = parse_json(row["gold"], "gold") if isinstance(row["gold"], str) else row["gold"]
         if not isinstance(gold, Mapping):

@@ -70,6 +70,8 @@ def prepare_data(
         ValueError: unusable data, naming file and line where possible.
     """
     adopt(tokenizer, config)
+    if isinstance(task, ReadTask):
+        task.adopt(tokenizer)
     progress = progress or NoProgress()
     if isinstance(task, LabelTask):
         task = task._replace(padding=padding_token(tokenizer), end=tokenizer.eos_token_id)

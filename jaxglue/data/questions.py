@@ -92,7 +92,7 @@ def read_question(name: str, value: Any) -> Question:
             raise ValueError(f"type {value.get('type')!r:.80} is none of {', '.join(TYPES)}")
         criteria = value.get("criteria")
         criteria = parse_json(criteria, "criteria") if isinstance(criteria, str) else criteria
-        return make_question(value["type"], _text(value.get("instructions"), "instructions"), criteria)
+        return make_question(value["type"], _text(value.get("instructions")), criteria)
     except ValueError as error:
         raise ValueError(f"question {name!r}: {error}") from error
 
@@ -115,7 +115,7 @@ def make_question(type: str, instructions: str, criteria: Any) -> Question:
     else:
         if not isinstance(criteria, Sequence) or isinstance(criteria, str):
             raise ValueError("criteria of a score are a list of levels, the lowest first")
-        options = [Option(_text(level, "a level")) for level in criteria]
+        options = [Option(_text(level)) for level in criteria]
     least, most = 2, MOST_LEVELS if type == SCORE else MOST_OPTIONS
     if not least <= len(options) <= most:
         raise ValueError(f"{len(options)} {'levels' if type == SCORE else 'options'}, expected {least} to {most}")
@@ -186,7 +186,7 @@ def _option(question: Question, value: Any) -> int:
     raise ValueError(f"gold {value!r:.80} is none of its options: {listed(names)}")
 
 
-def _text(value: Any, name: str) -> str:
+def _text(value: Any) -> str:
     """Return a text, from a string or JSON."""
     if value is None:
         return ""
@@ -194,7 +194,7 @@ def _text(value: Any, name: str) -> str:
 
 
 def _description(value: Any) -> str | None:
-    return None if value is None else _text(value, "a description") or None
+    return None if value is None else _text(value) or None
 
 
 def _json(value: Any) -> str:
@@ -214,8 +214,8 @@ def question_parts(question: Question, names: Sequence[str]) -> Parts:
     intro = f"{question.instructions}\n" if question.instructions else ""
     if question.type == YES_NO:
         described = zip(names, question.options, strict=True)
-        lines = "".join(f"{word}: {option.description}\n" for word, option in described if option.description)
-        return Parts(intro + lines, [], f"Answer {' or '.join(names)}.")
+        means = "".join(f"{word}: {option.description}\n" for word, option in described if option.description)
+        return Parts(intro + means, [], f"Answer {' or '.join(names)}.")
     lines = [(f"{label}:", f" {_line(option)}\n") for label, option in zip(names, question.options, strict=False)]
     kind = "letter" if question.type == CHOICE else "number"
     return Parts(intro, lines, f"Answer with the {kind} of one option.")
@@ -255,9 +255,7 @@ class Labels:
                    for pair in _WORDS]  # fmt: skip
         words = next((index for index, groups in enumerate(spelled) if all(groups)), None)
         if len(choices) < 2 or words is None:
-            raise ValueError(
-                "the tokenizer splits the letters that answer a question: use that of a larger vocabulary"
-            )
+            raise ValueError("the tokenizer splits the letters that answer a question: use that of a larger vocabulary")
         names = {
             YES_NO: _WORDS[words],
             CHOICE: tuple(name for name, _ in choices),

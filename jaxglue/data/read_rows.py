@@ -53,22 +53,29 @@ class Frame(NamedTuple):
     has_template: bool
 
     @classmethod
-    def of(cls, template: ChatTemplate | None, system: str | None) -> "Frame":
+    def of(cls, template: ChatTemplate | None, system: str | None, content: str = "{state}\n\n{question}") -> "Frame":
         """Return the frame of a chat template, without thinking, or of plain texts without one.
+
+        Args:
+            template: of the model.
+            system: message before the user's.
+            content: of the user's message.
 
         Raises:
             ValueError: a template that changes what a user says.
         """
+        content = content.format(state=_STATE, question=_QUESTION)
         if template is None:
-            return cls(f"{system}\n\n" if system else "", "\n\n", "\nAnswer:", has_template=False)
-        messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": f"{_STATE}\n\n{_QUESTION}"})
-        text = template.render_prompt(messages, variables={"enable_thinking": False})
+            text = f"{system}\n\n{content}\nAnswer:" if system else f"{content}\nAnswer:"
+        else:
+            messages = [{"role": "system", "content": system}] if system else []
+            messages.append({"role": "user", "content": content})
+            text = template.render_prompt(messages, variables={"enable_thinking": False})
         head, found, rest = text.partition(_STATE)
         between, also_found, tail = rest.partition(_QUESTION)
         if not (found and also_found) or _STATE in tail or _QUESTION in tail:
             raise ValueError("the chat template changes the user's message, so a state and its questions have no place")
-        return cls(head, between, tail, has_template=True)
+        return cls(head, between, tail, has_template=template is not None)
 
 
 class UnitEncoder:

@@ -2,12 +2,13 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
-from jaxtyping import Float32, Int
+from jaxtyping import Float32, Int, UInt64
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.batch import Batch, Reads
@@ -45,6 +46,9 @@ class ReadTask:
     def encoding(self) -> str:
         """Return the settings on which the rows' tokens depend."""
         raise NotImplementedError
+
+    def adopt(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Change a tokenizer, which is saved with the model, as the rows need it."""
 
     def labels(self, tokenizer: PreTrainedTokenizerBase, system: str) -> Labels | None:
         """Return the tokens that answer questions, where parts are such."""
@@ -207,6 +211,16 @@ class ReadDataset(TokenDataset):
         """Return the units with options of choices in another order in each batch."""
         return replace(self, permuted=True)
 
+    @cached_property
+    def text_ids(self) -> Int[np.ndarray, "parts"]:
+        """Return a number for each part, which parts of the same tokens share."""
+        return np.unique(_digests(self.store, self.table), axis=0, return_inverse=True)[1].astype(np.int32)
+
+    @property
+    def most_parts(self) -> int:
+        """Return the parts of the unit that has most."""
+        return int(self.counts.max())
+
     @property
     def most_options(self) -> int:
         """Return the options of the part that has most."""
@@ -247,12 +261,13 @@ class ReadDataset(TokenDataset):
         if not self.task.whole_texts:
             owners = np.where(lasts > 0, owners, slots)
         counts = np.stack([np.bincount(row, minlength=slots + 1)[:slots] for row in owners])
+        numbers = np.where(parts >= 0, parts - self.firsts[np.maximum(units, 0)], -1)
         values = self.task.values(self, Slots(parts, units, orders, step))
         reads = Reads(
             owners=owners,  # type: ignore[arg-type]
-            counts=counts.astype(np.float32),
+            counts=counts.astype(np.float32),  # type: ignore[arg-type]
             units=units,  # type: ignore[arg-type]
-            parts=np.where(parts >= 0, parts - self.firsts[np.maximum(units, 0)], -1).astype(np.int32),
+            parts=numbers.astype(np.int32),  # type: ignore[arg-type]
             values=values,  # type: ignore[arg-type]
         )
         arrays: dict[str, Any] = {"tokens": tokens, "targets": tokens, "loss_weights": (lasts > 0).astype(np.float32)}
@@ -310,6 +325,32 @@ class ReadDataset(TokenDataset):
         lengths = [[prefix + size for prefix, *parts in units for size in parts] for units in sizes]
         packed = pack_segments(lengths, seq_len=seq_len, kind=BatchKind(False, slots))
         return replace(packed, bidirectional=True) if self.task.bidirectional else packed
+
+
+_DIGESTED = 2**22
+"""Tokens that are digested at a time."""
+
+
+def _digests(store: TokenStore, table: PartTable) -> UInt64[np.ndarray, "parts 2"]:
+    """Return two digests of each part's tokens, sums of mixed tokens and places."""
+    found = np.zeros((len(table.sizes), 2), np.uint64)
+    cuts = np.unique(np.searchsorted(np.cumsum(table.sizes), np.arange(0, table.sizes.sum() + 1, _DIGESTED)))
+    for first, last in pairwise([*cuts[cuts < len(found)], len(found)]):
+        sizes = table.sizes[first:last]
+        before = np.cumsum(sizes) - sizes
+        places = np.arange(sizes.sum()) - np.repeat(before, sizes)
+        tokens = store.tokens[np.repeat(table.starts[first:last], sizes) + places].astype(np.uint64)
+        for column in range(2):
+            mixed = _mixed(tokens + _mixed(places.astype(np.uint64) + np.uint64(column << 40)))
+            found[first:last, column] = np.add.reduceat(mixed, before) + sizes.astype(np.uint64)
+    return found
+
+
+def _mixed(x: UInt64[np.ndarray, "N"]) -> UInt64[np.ndarray, "N"]:
+    """Return SplitMix64's finalizer of each value."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 def select_reads(

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -42,6 +43,7 @@ from jaxglue.files.regular_file import file_digest
 _VERSION = 10
 """Increment when the same rows yield different tokens or masks, to invalidate caches; streams under way go on."""
 _CHUNK = 512
+RowEncoder = Encoder | UnitEncoder
 _WORTH_PROCESSES = 64 * _CHUNK
 """Number of rows above which starting processes pays off."""
 
@@ -118,12 +120,14 @@ def _write(
     rows = read_rows(source)
     head = list(islice(rows, _WORTH_PROCESSES + 1))
     if task:
-        encoder: Encoder | UnitEncoder = read_encoder(head, source, tokenizer, task)
-        format, unused = encoder.format, _unread(head, encoder)
+        reader = read_encoder(head, source, tokenizer, task)
+        encoder: RowEncoder = reader
+        format, unused = reader.format, _unread(head, reader)
     else:
         format = find_format(head, source, detect_preference if preferences else detect_format)
         check_format(format, source, preferences)
-        encoder, unused = make_encoder(source, config, tokenizer, format, columns), unused_columns(head, format, columns)
+        encoder = make_encoder(source, config, tokenizer, format, columns)
+        unused = unused_columns(head, format, columns)
     workers = config.workers or ((os.cpu_count() or 1) if len(head) > _WORTH_PROCESSES else 1)
     encoded = _encode(encoder, chain(head, rows), workers)
     with progress.stage(f"tokenizing {source}", _size(source)) as advance:
@@ -177,7 +181,8 @@ def first_row(config: DataConfig, *, preferences: bool, task: ReadTask | None = 
     source = config.sources[0]
     head = list(islice(read_rows(source), 1))
     if task:
-        return FirstRow(head[0].origin, None, lambda tokenizer: read_encoder(head, source, tokenizer, task).encode(head))
+        read = partial(read_encoder, head, source, task=task)
+        return FirstRow(head[0].origin, None, lambda tokenizer: read(tokenizer).encode(head))
     format = find_format(head, source, detect_preference if preferences else detect_format)
     (row,) = head
     contents = read_answers(row.value, format) if format in ANSWER_KEYS else [read_row(row.value, format)]
@@ -219,7 +224,7 @@ def find_format(head: Sequence[Row], source: Source, detect: Callable[[Any], str
     return "alpaca_chat" if (found, source.format) == ("alpaca", "auto_chat") else found
 
 
-def _encode(encoder: Encoder | UnitEncoder, rows: Iterable[Row], workers: int) -> Iterator[tuple[Encoded, float]]:
+def _encode(encoder: RowEncoder, rows: Iterable[Row], workers: int) -> Iterator[tuple[Encoded, float]]:
     """Yield documents and the bytes of their rows."""
     jobs = ((chunk, sum(row.size for row in chunk)) for chunk in row_chunks(rows, _CHUNK))
     return encode_here(encoder, jobs) if workers == 1 else encode_in_processes(encoder, jobs, workers)
@@ -270,13 +275,13 @@ def _size(source: Source) -> int | None:
     return None if any(map(is_compressed, files)) else sum(path.stat().st_size for path in files) or None
 
 
-def encode_here[Tag](encoder: Encoder | UnitEncoder, jobs: Iterable[tuple[Sequence[Row], Tag]]) -> Iterator[tuple[Encoded, Tag]]:
+def encode_here[Tag](encoder: RowEncoder, jobs: Iterable[tuple[Sequence[Row], Tag]]) -> Iterator[tuple[Encoded, Tag]]:
     """Yield the documents of each chunk of rows with the chunk's tag."""
     return ((encoder.encode(chunk), tag) for chunk, tag in jobs)
 
 
 def encode_in_processes[Tag](
-    encoder: Encoder | UnitEncoder, jobs: Iterable[tuple[Sequence[Row], Tag]], workers: int
+    encoder: RowEncoder, jobs: Iterable[tuple[Sequence[Row], Tag]], workers: int
 ) -> Iterator[tuple[Encoded, Tag]]:
     """Yield the documents of each chunk of rows with the chunk's tag, tokenized by as many processes.
 
@@ -316,11 +321,11 @@ def _without_main() -> Iterator[None]:
             sys.modules["__main__"] = main
 
 
-_encoder: Encoder | UnitEncoder
+_encoder: RowEncoder
 """Encoder of a worker process, set by `_install`."""
 
 
-def _install(encoder: Encoder | UnitEncoder) -> None:
+def _install(encoder: RowEncoder) -> None:
     global _encoder
     _encoder = encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are parallel already

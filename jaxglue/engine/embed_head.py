@@ -320,9 +320,10 @@ class EmbedHead:
         objective: Any = self._objective
 
         def program(weights, x, batch):
-            hidden, output = self.normed_output(*gather(layout, weights, stored), x)
-            options = {"softcap": self.config.scales.logit_softcap, "width": self.config.hidden_size}
-            return objective.outputs(HeadValues(hidden, output, batch, **options), batch)
+            trainable, frozen = gather(layout, weights, stored)
+            hidden, output = self.normed_output(trainable, frozen, x)
+            sizes: dict[str, Any] = {"softcap": self.config.scales.logit_softcap, "width": self.config.hidden_size}
+            return objective.outputs(HeadValues(hidden, output, batch, **sizes), batch.reads)
 
         specs = (stored, layout.batch_spec, layout.batch_specs(batch))
         return per_device(program, layout.mesh, specs, layout.row_spec)((trainable, frozen), x, batch)

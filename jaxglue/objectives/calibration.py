@@ -19,7 +19,7 @@ _STEPS = 60
 class Bin(NamedTuple):
     """Answers of like confidence."""
 
-    count: int
+    answers: int
     confidence: float
     accuracy: float
 
@@ -69,8 +69,8 @@ def reliability(p: Probabilities, gold: Probabilities, bins: int = BINS) -> list
 
 def calibration_error(bins: list[Bin]) -> float:
     """Return Σ share · |accuracy − confidence|."""
-    total = sum(each.count for each in bins)
-    return sum(each.count * abs(each.accuracy - each.confidence) for each in bins) / max(total, 1)
+    total = sum(each.answers for each in bins)
+    return sum(each.answers * abs(each.accuracy - each.confidence) for each in bins) / max(total, 1)
 
 
 def fit_temperature(logits: Float[np.ndarray, "N C"], gold: Probabilities) -> float:

@@ -11,13 +11,12 @@ from jax.nn import log_softmax, logsumexp
 from jaxtyping import Array, Bool, Float, Int
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.data.batch import Batch, Reads
+from jaxglue.data.batch import Reads
 from jaxglue.data.decide_rows import DecisionEncoder
 from jaxglue.data.questions import TYPES, Labels
 from jaxglue.data.reads import ReadDataset, ReadTask, Slots
 from jaxglue.objectives import calibration
-from jaxglue.objectives.objective import TargetValues
-from jaxglue.objectives.reading import PartOutputs, ReadObjective
+from jaxglue.objectives.reading import PartOutputs, PartValues, ReadObjective
 from jaxglue.objectives.reading_config import DecideSettings
 from jaxglue.ops.segments import segment_bucket
 
@@ -63,8 +62,8 @@ class DecideTask(ReadTask):
         if dataset.permuted:
             found["order"] = np.tile(np.arange(options, dtype=np.int32), (*parts.parts.shape, 1))
             for at in zip(*np.nonzero(parts.parts >= 0), strict=True):
-                order = parts.orders.get(int(parts.parts[at]), [])
-                found["order"][at][: len(order)] = order
+                if (order := parts.orders.get(int(parts.parts[at]))) is not None:
+                    found["order"][at][: len(order)] = order
         return found
 
 
@@ -99,10 +98,9 @@ class Decisions(ReadObjective):
         order = ["options permuted"] if self.config.permute_options else []
         return ", ".join(["decisions from label tokens", *beside, *order])
 
-    def __call__(self, values: TargetValues, batch: Batch) -> Float[Array, " sums"]:
-        """Return [Σ loss, Σ accuracy, Σ Brier score] over the questions of this device's rows."""
-        reads = _reads(batch)
-        log_p, gold = log_softmax(self.outputs(values, batch)), reads.values["gold"]
+    def sums_of(self, outputs: Float[Array, "B A C"], reads: Reads) -> Float[Array, " sums"]:
+        """Return [Σ loss, Σ accuracy, Σ Brier score] over questions."""
+        log_p, gold = log_softmax(outputs), reads.values["gold"]
         p = jnp.exp(log_p)
         brier = ((p - gold) ** 2).sum(-1)
         chosen = jnp.argmax(log_p, axis=-1, keepdims=True)
@@ -110,13 +108,19 @@ class Decisions(ReadObjective):
         losses = self._losses(log_p, p, gold, brier, reads)
         return jnp.stack([jnp.sum(reads.used * each) for each in (losses, *map(stop_gradient, (right * 1.0, brier)))])
 
-    def outputs(self, values: TargetValues, batch: Batch) -> Float[Array, "B A C"]:
+    def outputs(self, values: PartValues, reads: Reads) -> Float[Array, "B A C"]:
         """Return the logits of each question's options."""
-        reads = _reads(batch)
         logits = values.read_logits(reads.values["tokens"])
         return option_logits(logits, reads.values["owners"], reads.values["gold"].shape[-1])
 
-    def _losses(self, log_p, p, gold, brier, reads: Reads) -> Float[Array, "B A"]:
+    def _losses(
+        self,
+        log_p: Float[Array, "B A C"],
+        p: Float[Array, "B A C"],
+        gold: Float[Array, "B A C"],
+        brier: Float[Array, "B A"],
+        reads: Reads,
+    ) -> Float[Array, "B A"]:
         settings, has = self.config, _has_option(reads)
         count = jnp.maximum(has.sum(-1, keepdims=True), 1)
         target = gold
@@ -137,10 +141,10 @@ class Decisions(ReadObjective):
         return losses
 
     def measure(self, found: PartOutputs, dataset: ReadDataset) -> dict[str, float]:
-        """Return loss and measures of probabilities, of each type too, and by temperatures of the other half."""
+        """Return measures of probabilities, of each type too, and by temperatures of the other half."""
         logits, gold, kinds = gold_outputs(found)
         log_p = calibration.log_softmax(logits)
-        values = {"loss": calibration.measures(log_p, gold)["nll"], **calibration.measures(log_p, gold)}
+        values = calibration.measures(log_p, gold)
         for kind, name in enumerate(TYPES):
             if (own := kinds == kind).any() and not own.all():
                 values |= {f"{key}/{name}": value for key, value in calibration.measures(log_p[own], gold[own]).items()}
@@ -193,11 +197,6 @@ def gold_outputs(found: PartOutputs) -> tuple[np.ndarray, np.ndarray, np.ndarray
     """Return logits [N, C], −∞ where a question has no option, gold [N, C] and types [N], in float64."""
     logits, gold = found.outputs.astype(np.float64), found.values["gold"].astype(np.float64)
     return np.where(logits > _NO / 2, logits, -np.inf), gold, found.values["kinds"]
-
-
-def _reads(batch: Batch) -> Reads:
-    assert batch.reads is not None
-    return batch.reads
 
 
 def _has_option(reads: Reads) -> Bool[Array, "B A C"]:

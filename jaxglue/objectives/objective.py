@@ -9,7 +9,7 @@ from jaxglue.parts import Registry
 from jaxglue.settings.config import Alias, Choices, Excludes, KindSettings, Requires, plain_fields
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from jaxtyping import Array, Float
 
     from jaxglue.data.batch import Batch
     from jaxglue.data.reads import ReadTask
@@ -27,6 +27,9 @@ OBJECTIVES = Registry["type[Objective]"](
         "reward": "jaxglue.objectives.reward:BradleyTerry",
         "classify": "jaxglue.objectives.classify:Classification",
         "decide": "jaxglue.objectives.decide:Decisions",
+        "embed": "jaxglue.objectives.embed:Embeddings",
+        "rerank": "jaxglue.objectives.rerank:Reranker",
+        "rerank_score": "jaxglue.objectives.rerank:ScoreReranker",
         "grpo": "jaxglue.objectives.policy_gradient:GRPO",
         "dr_grpo": "jaxglue.objectives.policy_gradient:DrGRPO",
         "dapo": "jaxglue.objectives.policy_gradient:DAPO",
@@ -47,6 +50,8 @@ _SETTINGS = Registry["type[ObjectiveConfig]"](
         name: f"jaxglue.objectives.{where}"
         for where, names in {
             "reading_config:DecideSettings": ("decide",),
+            "reading_config:EmbedSettings": ("embed",),
+            "reading_config:RerankSettings": ("rerank", "rerank_score"),
             "objective:ObjectiveConfig": ("sft",),
             "config:DPOSettings": ("dpo",),
             "config:IPOSettings": ("ipo",),
@@ -75,7 +80,8 @@ class ObjectiveConfig(KindSettings):
     objective: Annotated[str, Choices(OBJECTIVES), Alias("rl")] = "sft"
     """Supervised cross-entropy, or a loss of preferred and other answers: DPO (arXiv 2305.18290), IPO (2310.12036),
     KTO (2402.01306, rows with a label), ORPO (2403.07691), SimPO (2405.14734), or a reward model's (Bradley-Terry);
-    or classify, the labels of documents; or decide, typed questions about a state;
+    or classify, the labels of documents; or decide, typed questions about a state; embed,
+    texts as vectors; rerank, documents to a query, by yes and no at the head, or rerank_score, by a score;
     or of answers that the model writes and rewards judge: GRPO (2402.03300), Dr. GRPO (2503.20783), DAPO (2503.14476),
     BNPO, GSPO (2507.18071), CISPO (2506.13585), SAPO (2511.20347), LUSPO (2602.05261), VESPO,
     RLOO (2402.14740); or distill, the divergence from a teacher on the
@@ -173,17 +179,6 @@ class TargetValues(Protocol):
     def class_scores(self) -> "Float[Array, 'B T C']":
         """Return the tokens' scores under a classifier, one for each label."""
 
-    @property
-    def reads(self) -> "Float[Array, 'B A D']":
-        """Return the float32 means of normed hidden states over the tokens of each part (`Batch.reads`)."""
-
-    def read_logits(self, tokens: "Int[Array, 'B L']") -> "Float[Array, 'B A L']":
-        """Return the logits of some tokens at each part's end."""
-
-    @property
-    def read_scores(self) -> "Float[Array, 'B A']":
-        """Return each part's score under a reward model."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
@@ -225,6 +220,8 @@ class Objective:
     """Documents have labels, which are read at their last tokens."""
     reads: ClassVar[bool] = False
     """Parts of rows are read by themselves: `jaxglue.objectives.reading`."""
+    two_passes: ClassVar[bool] = False
+    """Steps run such rows twice: the loss is of the parts of a whole step."""
     shares_beginning: ClassVar[bool] = True
     """Such parts follow one beginning."""
     learning_rates: ClassVar[Mapping[str, float]] = {"lora": 2e-4, "full": 2e-5}

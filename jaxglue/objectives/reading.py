@@ -1,7 +1,7 @@
 """The interface of objectives whose rows have parts that are read by themselves, and what is read of held-out ones."""
 
 from collections.abc import Iterable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -29,20 +29,48 @@ class PartOutputs(NamedTuple):
     """The parts' `Reads.values`."""
 
 
+class PartValues(Protocol):
+    """Values of a batch's parts under the model, computed through the head when an objective asks for them."""
+
+    @property
+    def reads(self) -> Float[Array, "B A D"]:
+        """Return the float32 means of normed hidden states over the tokens of each part (`Batch.reads`)."""
+
+    def read_logits(self, tokens: Int[Array, "B L"]) -> Float[Array, "B A L"]:
+        """Return the logits of some tokens at each part's end."""
+
+    @property
+    def read_scores(self) -> Float[Array, "B A"]:
+        """Return each part's score under a reward model."""
+
+
 class ReadObjective(Objective):
-    """Loss of parts that are read by themselves: their states are `TargetValues.reads`."""
+    """Loss of parts that are read by themselves."""
 
     reads = True
     excludes = READS_EXCLUDE
     kind: ClassVar[str]
     """What the model is for, by which commands know it."""
 
-    def outputs(self, values: TargetValues, batch: Batch) -> Float[Array, "B A *K"]:
+    def __call__(self, values: TargetValues, batch: Batch) -> Float[Array, "*sums"]:
+        """Return Σ loss over this device's rows, or [Σ loss, Σ of each of `sums`]."""
+        assert batch.reads is not None
+        return self.part_sums(cast(PartValues, values), batch.reads)
+
+    def part_sums(self, values: PartValues, reads: Reads) -> Float[Array, "*sums"]:
+        """Return the sums of `__call__`."""
+        return self.sums_of(self.outputs(values, reads), reads)
+
+    def sums_of(self, outputs: Float[Array, "B A *K"], reads: Reads) -> Float[Array, "*sums"]:
+        """Return the sums of `__call__` from `outputs`, of objectives without two passes."""
+        raise NotImplementedError
+
+    def outputs(self, values: PartValues, reads: Reads) -> Float[Array, "B A *K"]:
         """Return what a model gives for each part, such as the logits of its options."""
         raise NotImplementedError
 
     def measure(self, found: PartOutputs, dataset: ReadDataset) -> dict[str, float]:
-        """Return the metrics of held-out parts by name: `loss`, and others that are not of `eval_`."""
+        """Return further metrics of held-out parts by name; of objectives with two passes `loss`, too."""
         raise NotImplementedError
 
     def compare_orders(self, found: PartOutputs, permuted: PartOutputs) -> dict[str, float]:

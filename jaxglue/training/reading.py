@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -19,27 +19,43 @@ from jaxglue.training.run import Run
 from jaxglue.training.step import StepParts
 
 
-def read_parts(parts: StepParts, trainable: Params, frozen: Params, batches: Iterable[Batch]) -> PartOutputs:
+class HeldOut(NamedTuple):
+    """What a model gives for held-out parts, and the sums of their losses."""
+
+    found: PartOutputs
+    sums: np.ndarray
+
+
+def read_parts(parts: StepParts, trainable: Params, frozen: Params, batches: Iterable[Batch]) -> HeldOut:
     """Return what a model gives for the parts of all processes' batches."""
+    objective = cast(ReadObjective, parts.run.objective)
+    sums: list[Any] = []
+    sums_of = jax.jit(objective.sums_of)
     whole = jax.jit(lambda found: found, out_shardings=parts.layout.sharding(PartitionSpec()))
 
     def outputs() -> Iterator[tuple[Reads, np.ndarray]]:
         for batch in batches:
             placed = place_batch(batch, parts.mesh)
             found = placed.reads, parts.executor.read(trainable, frozen, placed)
+            if not objective.two_passes:
+                sums.append(sums_of(found[1], found[0]))
             yield jax.device_get(found if parts.mesh is None else whole(found))
 
-    return part_outputs(outputs())
+    found = part_outputs(outputs())
+    return HeldOut(found, np.sum(jax.device_get(sums), 0))
 
 
 def evaluate_reads(parts: StepParts, trainable: Params, frozen: Params, batches: EvalBatches) -> dict[str, float]:
     """Return the metrics of held-out parts, and what the order of options changes where training permutes it."""
     objective, dataset = cast(ReadObjective, parts.run.objective), cast(ReadDataset, batches.dataset)
-    found = read_parts(parts, trainable, frozen, batches)
-    values = objective.measure(found, dataset)
+    held_out = read_parts(parts, trainable, frozen, batches)
+    means: Any = held_out.sums / batches.targets
+    values = {} if objective.two_passes else {"loss": float(objective.loss(means))}
+    values |= {} if objective.two_passes else {key: float(value) for key, value in objective.metrics(means).items()}
+    values |= objective.measure(held_out.found, dataset)
     if dataset.task.permutes_options:
-        other = batches.on(dataset.with_permuted_options())
-        values |= objective.compare_orders(found, read_parts(parts, trainable, frozen, other))
+        other = read_parts(parts, trainable, frozen, batches.on(dataset.with_permuted_options()))
+        values |= objective.compare_orders(held_out.found, other.found)
     return {f"eval_{name}": value for name, value in values.items()}
 
 
@@ -48,7 +64,7 @@ def describe_reads(run: Run, parts: StepParts, trainable: Params, frozen: Params
     objective = cast(ReadObjective, run.objective)
     fitted: dict[str, Any] = {}
     if run.eval_batches is not None:
-        found = read_parts(parts, trainable, frozen, run.eval_batches)
+        found = read_parts(parts, trainable, frozen, run.eval_batches).found
         fitted = objective.fit(found, cast(ReadDataset, run.eval_batches.dataset))
     if write:
         system = run.recorded.data.system
