@@ -61,6 +61,7 @@ class Assistant:
             name = config.adapter or folder
             raise ValueError(f"{name} is a reward model or classifier, which writes no text: use jaxglue score")
         self.tokenizer, model, self.dtype = load_parts(config)
+        model.config.require_causal(config.adapter or folder)
         self.config = model.config
         self.stops = stop_tokens(self.tokenizer, folder, config.adapter)
         ranks = add_adapters(model, named, _identity(config, model), str(folder)) if named else {}

@@ -5,7 +5,7 @@ again and passes these gradients on. So a step has as many negatives as it has t
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jaxglue.objectives.contrastive import ANCHOR, NEGATIVE, POSITIVE, UNUSED, C
 from jaxglue.objectives.objective import frozen_vocabulary
 from jaxglue.objectives.reading import READS_EXCLUDE, PartOutputs, PartValues, ReadObjective
 from jaxglue.objectives.reading_config import EmbedSettings
-from jaxglue.objectives.retrieval import rank_correlation, ranked, ranking_measures
+from jaxglue.objectives.retrieval import DEPTH, rank_correlation, ranked, ranking_measures
 from jaxglue.ops.segments import segment_bucket
 from jaxglue.settings.config import Excludes
 
@@ -75,8 +75,10 @@ class Embeddings(ReadObjective):
     excludes = (
         *READS_EXCLUDE,
         *frozen_vocabulary("embeddings are read before the output projection"),
-        Excludes("dropout", "its texts are computed twice, and have to be the same"),
-        Excludes("neftune_alpha", "its texts are computed twice, and have to be the same"),
+        *(
+            Excludes(name, "its texts are computed twice, and have to be the same", bool)
+            for name in ("dropout", "neftune_alpha")
+        ),
         Excludes("system", "texts are no chats: use --query-prompt and --document-prompt"),
     )
     learning_rates = {"lora": 1e-4, "full": 1e-5}  # noqa: RUF012
@@ -194,6 +196,25 @@ class Embeddings(ReadObjective):
         }
 
 
+class TextPairs(NamedTuple):
+    """The pairs of read texts, in the order of units."""
+
+    units: Int[np.ndarray, "P"]
+    anchor_rows: Int[np.ndarray, "P"]
+    """Places of anchors among all texts."""
+    positive_rows: Int[np.ndarray, "P"]
+    anchors: Int[np.ndarray, "P"]
+    """Numbers that equal texts share."""
+    positives: Int[np.ndarray, "P"]
+
+
+def embed_rows(found: PartOutputs) -> TextPairs:
+    """Return the pairs of read texts."""
+    kinds, texts = found.values["kinds"], found.values["texts"]
+    anchors, positives = np.flatnonzero(kinds == ANCHOR), np.flatnonzero(kinds == POSITIVE)
+    return TextPairs(found.units[anchors], anchors, positives, texts[anchors], texts[positives])
+
+
 def retrieval_measures(
     unit: Float[np.ndarray, "N D"],
     kinds: Int[np.ndarray, "N"],
@@ -213,6 +234,8 @@ def retrieval_measures(
         for each, known in zip(scores, relevant[start : start + _QUERIES], strict=True):
             relevance = np.zeros(len(documents))
             relevance[list(known)] = 1
-            rankings.append(ranked(each, relevance)[: max(10, len(known))])
+            first = ranked(each, relevance)[:DEPTH]
+            missed = np.ones(len(known) - int(first.sum()))
+            rankings.append(np.concatenate([first, np.zeros(DEPTH - len(first)), missed]))
             totals.append(float(len(known)))
     return ranking_measures(rankings, totals)

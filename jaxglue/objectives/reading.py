@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxglue.data.batch import Batch, Reads
-from jaxglue.data.reads import ReadDataset
+from jaxglue.data.reads import ReadDataset, ReadTask
 from jaxglue.objectives.objective import Objective, TargetValues
 from jaxglue.settings.config import Excludes
 
@@ -63,6 +63,10 @@ class ReadObjective(Objective):
 
     def sums_of(self, outputs: Float[Array, "B A *K"], reads: Reads) -> Float[Array, "*sums"]:
         """Return the sums of `__call__` from `outputs`, of objectives without two passes."""
+        raise NotImplementedError
+
+    def task(self, *, shared_prompt: bool, copies: bool = False) -> ReadTask:
+        """Return the treatment of the rows."""
         raise NotImplementedError
 
     def outputs(self, values: PartValues, reads: Reads) -> Float[Array, "B A *K"]:

@@ -16,16 +16,28 @@ from jaxglue.generation.assistant import Assistant, Voice
 from jaxglue.serve.config import ServeConfig
 from jaxglue.serve.host import Host
 from jaxglue.serve.local import foreign_page
+from jaxglue.serve.reading import ReadService
 from jaxglue.serve.refusals import BadRequestError, openai_error, refusal_of
 from jaxglue.serve.served_models import ServedModel, ServedModels
 from jaxglue.serve.service import Service
 from jaxglue.serve.wire import FORMS, Endpoint, Form
 
 
-def make_app(assistant: Assistant, service: Service, config: ServeConfig) -> Starlette:
-    """Return the application."""
-    host = Host(assistant, service, config, _models(assistant, config))
-    forms = [form for form in FORMS.values() if form.is_served(config)]
+def make_app(
+    assistant: Assistant, service: Service, config: ServeConfig, reader: ReadService | None = None
+) -> Starlette:
+    """Return the application of a model that writes text, and perhaps answers in one pass, too."""
+    return _application(Host((assistant, service), reader, config, _models(assistant, config)))
+
+
+def make_read_app(reader: ReadService, config: ServeConfig) -> Starlette:
+    """Return the application of a model that answers in one pass alone."""
+    voice = Voice(next(iter(reader.readers.values())).model.tokenizer, frozenset(), None)
+    return _application(Host(None, reader, config, ServedModels(ServedModel(config.served_name, voice))))
+
+
+def _application(host: Host) -> Starlette:
+    forms = [form for form in FORMS.values() if form.is_served(host.config) and form.kinds & host.kinds]
     routes = [
         Route(endpoint.path, _guarded(host, form, endpoint), methods=[endpoint.method])
         for form in forms

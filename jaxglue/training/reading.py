@@ -11,12 +11,19 @@ from jax.sharding import PartitionSpec
 from jaxglue.data.batch import Batch, Reads
 from jaxglue.data.iterator import EvalBatches
 from jaxglue.data.reads import ReadDataset
+from jaxglue.files.json_file import write_json
+from jaxglue.generation.diagram import draw_reliability
+from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.reading import write_record
+from jaxglue.hf.sentence_transformers import write_folder
 from jaxglue.models.parameters import Params
+from jaxglue.models.wrapper import with_text
+from jaxglue.objectives.calibration import Bin
 from jaxglue.objectives.reading import PartOutputs, ReadObjective, part_outputs
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.training.run import Run
 from jaxglue.training.step import StepParts
+from jaxglue.ui.run_files import RELIABILITY
 
 
 class HeldOut(NamedTuple):
@@ -66,6 +73,14 @@ def describe_reads(run: Run, parts: StepParts, trainable: Params, frozen: Params
     if run.eval_batches is not None:
         found = read_parts(parts, trainable, frozen, run.eval_batches).found
         fitted = objective.fit(found, cast(ReadDataset, run.eval_batches.dataset))
-    if write:
-        system = run.recorded.data.system
-        write_record(folder, objective.kind, {**({"system": system} if system else {}), **objective.record(), **fitted})
+    if not write:
+        return
+    system, record = run.recorded.data.system, objective.record()
+    write_record(folder, objective.kind, {**({"system": system} if system else {}), **record, **fitted})
+    if objective.kind == "embed":
+        write_folder(folder, record, run.model.hidden_size)
+        if record["bidirectional"] and run.lora is None:
+            write_json(folder / "config.json", with_text(read_config(folder), is_causal=False))
+    if bins := fitted.get("reliability"):
+        draw_reliability([Bin(*each) for each in bins], folder.parent / "reliability.png")
+        write_json(folder.parent / RELIABILITY, {"bins": bins, **fitted["held_out"]})

@@ -32,9 +32,7 @@ def test_losses_and_gradients_equal_plain_pytorch(name):
     ]
     settings = ObjectiveConfig(objective="rerank", **case["settings"])
     batches = read_batches(units, settings.task(shared_prompt=True), LABELS)
-    executor = Executor(
-        graphdefs, model.config, policy=PRESETS["full"], dtype=jnp.float32, objective=settings.make()
-    )
+    executor = Executor(graphdefs, model.config, policy=PRESETS["full"], dtype=jnp.float32, objective=settings.make())
     sums, gradients = executor.loss_and_gradients(trainable, frozen, list(batches), float(batches.targets))
     assert float(sums[0]) == pytest.approx(case["loss"], rel=1e-5)
     require_gradients(flatten_names(gradients), case["gradients"])
