@@ -16,7 +16,9 @@ def main(config: ServeConfig) -> None:
     Raises:
         ValueError: starlette or uvicorn is not installed, or bad folders, tensors or tokenizer.
     """
-    if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
+    if missing := [
+        name for name in ("starlette", "uvicorn", "prometheus_client") if importlib.util.find_spec(name) is None
+    ]:
         raise ValueError(f"jaxglue serve needs {' and '.join(missing)}: pip install '.[serve]' in its clone")
     from jaxglue.generation.assistant import Assistant
     from jaxglue.generation.reading import LoadedModel, find_record
@@ -36,10 +38,12 @@ def main(config: ServeConfig) -> None:
             alone.close()
         return
     assistant = Assistant(config)
-    named = bool(config.named_adapters)  # of which each request would choose
+    named = bool(config.named_adapters) or config.adapter_folder is not None  # of which each request would choose
     reading = None if named else make_readers(LoadedModel.of(assistant), record, most=config.max_requests)
-    limits = {"slots": config.batch_size, "length": config.max_length, "most": config.max_requests}
+    limits: dict[str, Any] = {"slots": config.batch_size, "length": config.max_length, "most": config.max_requests}
     service = Service(assistant, **limits, memory=assistant.memory)
+    if service.length < (longest := assistant.config.max_generated_positions):
+        echo(f"texts may have {service.length:,} tokens, of the model's {longest:,} (--max-length)", error=True)
     try:
         echo("compiling the programs", error=True)
         service.warm_up()
@@ -61,5 +65,10 @@ def _run(config: ServeConfig, app: Any, names: list[str]) -> None:
     from jaxglue.serve.connections import bounded_protocol
 
     echo(f"serving {', '.join(names)} at http://{config.host}:{config.port}/v1", error=True)
-    connections: Any = {"http": bounded_protocol(), "log_level": "warning", "timeout_graceful_shutdown": 5}
+    connections: Any = {
+        "http": bounded_protocol(),
+        "log_level": "warning",
+        "access_log": False,
+        "timeout_graceful_shutdown": 5,
+    }
     uvicorn.Server(uvicorn.Config(app, host=config.host, port=config.port, **connections)).run()

@@ -23,7 +23,7 @@ async def _chat(host: Host, http: HttpRequest) -> Response:
 
 async def answer(host: Host, http: HttpRequest, call: Call) -> Response:
     """Return the answers to a chat or completion, whole or as a stream; errors as of `Answers`."""
-    answers = Answers(host.service, call)
+    answers = Answers(host, http, call)
     if call.stream:
         return EventStream(_chunks(_head(call, stream=True), call, answers), answers)
     await answers.finish(http)
