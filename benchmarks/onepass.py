@@ -14,6 +14,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from measure import write_results
-from step import parameters, workload
+from step import parameters, random_batch, workload
 
 from jaxglue.data.config import DataConfig, Source
 from jaxglue.data.iterator import BatchIterator
@@ -35,7 +36,6 @@ from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.objectives.contrastive import ANCHOR, POSITIVE, Contrast, Sizes, Texts, text_losses
 from jaxglue.objectives.objective import Objective
 
-ROW = 16_384
 SHAPES = {"decide": (1000, 10, 30), "rerank": (100, 32, 200)}
 """Tokens of a beginning, parts after it, and tokens of each."""
 LABELS = Labels(
@@ -65,9 +65,9 @@ def unit_store(lengths: Sequence[tuple[int, Sequence[int]]], vocabulary: int, *,
     )
 
 
-def dataset_of(store: TokenStore, task: ReadTask) -> ReadDataset:
+def dataset_of(store: TokenStore, task: ReadTask, row: int) -> ReadDataset:
     """Return the units that fit into rows."""
-    return select_reads(store, DataConfig(data=("x",), seq_len=ROW), Source(name="x"), task, LABELS).dataset
+    return select_reads(store, DataConfig(data=("x",), seq_len=row), Source(name="x"), task, LABELS).dataset
 
 
 def seconds_of(call: Callable[[], Any], budget: float) -> float:
@@ -90,16 +90,14 @@ def shared_rows(case: str, args: argparse.Namespace) -> dict[str, Any]:
     """Measure a row of units against one of documents as long."""
     prefix, count, size = SHAPES[case]
     unit = prefix + count * size
-    work = workload(args.shape, args.layers, ROW, "full")
+    work = workload(args.shape, args.layers, args.row, "full")
     weights = parameters(work)
     settings = ObjectiveConfig(objective=case)
-    store = unit_store([(prefix, [size] * count)] * (ROW // unit), work.config.vocab_size)
-    dataset = dataset_of(store, settings.task(shared_prompt=True))
-    units = next(BatchIterator(dataset, seq_len=ROW, batch_size=1)).micro_batches[0]
-    from step import random_batch
-
-    plain = random_batch(ROW, work.config.vocab_size, [unit] * (ROW // unit))
-    found: dict[str, Any] = {"case": case, "units_in_row": ROW // unit, "tokens_of_unit": unit}
+    store = unit_store([(prefix, [size] * count)] * (args.row // unit), work.config.vocab_size)
+    dataset = dataset_of(store, settings.task(shared_prompt=True), args.row)
+    units = next(BatchIterator(dataset, seq_len=args.row, batch_size=1)).micro_batches[0]
+    plain = random_batch(args.row, work.config.vocab_size, [unit] * (args.row // unit))
+    found: dict[str, Any] = {"case": case, "units_in_row": args.row // unit, "tokens_of_unit": unit}
     for name, objective, batch in (("plain", ObjectiveConfig().make(), plain), ("units", settings.make(), units)):
         executor, batch = make_executor(work, weights, objective, args.remat), jax.device_put(batch)
         _, trainable, frozen = weights
@@ -123,13 +121,13 @@ class TwoPasses:
     """The two passes of a step of pairs, one after the other."""
 
     def __init__(self, args: argparse.Namespace, pairs: int, low: int, high: int, micro_batches: int | None = None):
-        self.work = workload(args.shape, args.layers, ROW, "full")
+        self.work = workload(args.shape, args.layers, args.row, "full")
         self.graphdefs, self.trainable, self.frozen = weights = parameters(self.work)
         self.objective = ObjectiveConfig(objective="embed").make()
         self.executor = make_executor(self.work, weights, self.objective, args.remat)
         store = unit_store(text_lengths(pairs, low, high), self.work.config.vocab_size, texts=True)
-        dataset = dataset_of(store, self.objective.task(shared_prompt=False))
-        step = next(BatchIterator(dataset, seq_len=ROW, batch_size=1, documents_per_step=pairs))
+        dataset = dataset_of(store, self.objective.task(shared_prompt=False), args.row)
+        step = next(BatchIterator(dataset, seq_len=args.row, batch_size=1, documents_per_step=pairs))
         self.tokens, self.pairs, self.rows = step.tokens, pairs, len(step.micro_batches)
         self.batches = jax.device_put(step.micro_batches[:micro_batches])
         self.sizes = self.objective.step_sizes(dataset, pairs)
@@ -145,8 +143,6 @@ class TwoPasses:
 
     def train(self, found: list[dict[str, Any]]) -> Any:
         """Run the second pass."""
-        from dataclasses import replace
-
         changed = [
             replace(batch, reads=replace(batch.reads, values=batch.reads.values | values))
             for batch, values in zip(self.batches, found, strict=True)
@@ -183,9 +179,9 @@ def embed_step(args: argparse.Namespace) -> dict[str, Any]:
 
 def negatives(args: argparse.Namespace) -> dict[str, Any]:
     """Measure the loss of 65,536 pairs beside two passes over them, and check its gradient at 512."""
-    count, tokens = 65_536, 64
-    passes = TwoPasses(args, 4096, tokens, tokens, micro_batches=4)
-    rows = 2 * count * tokens / ROW
+    count, tokens = args.negatives, 64
+    passes = TwoPasses(args, min(4096, count), tokens, tokens, micro_batches=4)
+    rows = 2 * count * tokens / args.row
     width = passes.work.config.hidden_size
     outputs = passes.embed()
     zero = [
@@ -226,7 +222,9 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=["decide", "rerank", "negatives", "embed"])
     parser.add_argument("--shape", default="qwen3-0.6b")
     parser.add_argument("--layers", type=int, default=None)
+    parser.add_argument("--row", type=int, default=16_384, help="tokens of a row")
     parser.add_argument("--pairs", type=int, default=4096)
+    parser.add_argument("--negatives", type=int, default=65_536, help="pairs of that case")
     parser.add_argument("--remat", default="full")
     parser.add_argument("--seconds", type=float, default=30, help="of a case, about, beside compilation")
     parser.add_argument("--texts-only", type=Path, help="write the lengths of the embed case's texts and stop")

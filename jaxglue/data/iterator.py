@@ -86,8 +86,8 @@ class Steps:
         )
         if not self.with_sources or self.dataset.sources is None:
             return batch
-        copies = self.dataset.segments_per_document
-        owners = [np.repeat(self.dataset.sources[self.plan.row(row)], copies) for row in own]
+        members = [self.plan.row(row) for row in own]
+        owners = [np.repeat(self.dataset.sources[row], self.dataset.segments_of(row)) for row in members]
         sources: Any = token_values(np.asarray(batch.segments.segment_ids), owners).astype(np.int32)
         return replace(batch, sources=sources)
 

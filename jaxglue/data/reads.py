@@ -175,10 +175,9 @@ class ReadDataset(TokenDataset):
             digest.update(np.ascontiguousarray(values).data)
         return digest.hexdigest()
 
-    @property
-    def segments_per_document(self) -> int:
-        """Return the segments of a unit whose parts share a beginning."""
-        return 1
+    def segments_of(self, documents: Int[np.ndarray, "units"]) -> Int[np.ndarray, "units"]:
+        """Return the segments of units: one of a shared beginning, or one for each part."""
+        return np.ones_like(documents) if self.task.shared_prompt else self.counts[documents]
 
     @property
     def document_lengths(self) -> Int[np.ndarray, "lengths"]:
