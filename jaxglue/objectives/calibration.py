@@ -76,12 +76,15 @@ def calibration_error(bins: list[Bin]) -> float:
 def fit_temperature(logits: Float[np.ndarray, "N C"], gold: Probabilities) -> float:
     """Return the divisor of logits with the least negative log-likelihood of the gold, within `BOUNDS`.
 
-    The likelihood is concave in 1 / temperature, so its slope is bisected.
+    Gold is mixed with 1 / (answers + 2) of equal probabilities (Platt 1999), or answers that are all right would ask for
+    infinite logits. The likelihood is concave in 1 / temperature, so its slope is bisected.
     """
     if len(logits) < LEAST_ITEMS:
         return 1.0
-    finite = np.where(np.isfinite(logits), logits, 0).astype(np.float64)
-    wanted = (gold * finite).sum(-1).mean()
+    exists, share = np.isfinite(logits), 1 / (len(logits) + 2)
+    finite = np.where(exists, logits, 0).astype(np.float64)
+    mixed = (1 - share) * gold + share * exists / exists.sum(-1, keepdims=True)
+    wanted = (mixed * finite).sum(-1).mean()
 
     def slope(beta: float) -> float:
         return float((np.exp(log_softmax(logits, 1 / beta)) * finite).sum(-1).mean() - wanted)

@@ -105,6 +105,7 @@ def test_temperatures_and_measures_are_those_computed_by_hand():
     gold = np.eye(3)[[rng.choice(3, p=p) for p in np.exp(calibration.log_softmax(logits))]]
     assert calibration.fit_temperature(logits * 2.5, gold) == pytest.approx(2.5, rel=0.05)
     assert calibration.fit_temperature(logits[:9], gold[:9]) == 1.0
+    assert calibration.fit_temperature(3 * gold[:20], gold[:20]) > 0.5  # all are right: no reason for certainty
     log_p, wanted = np.log([[0.7, 0.3], [0.9, 0.1]]), np.array([[1.0, 0], [0.0, 1]])
     found = calibration.measures(log_p, wanted)
     assert found["accuracy"] == 0.5
