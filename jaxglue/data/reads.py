@@ -227,6 +227,16 @@ class ReadDataset(TokenDataset):
 
     def slots(self, seq_len: int) -> int:
         """Return slots for the parts of any row of so many tokens, a power of two."""
+        if seq_len not in self._slots:
+            self._slots[seq_len] = self._count_slots(seq_len)
+        return self._slots[seq_len]
+
+    @cached_property
+    def _slots(self) -> dict[int, int]:
+        return {}
+
+    def _count_slots(self, seq_len: int) -> int:
+        """Return the slots of a row that is filled with the units of most parts for their tokens."""
         dense = np.argsort(-self.counts / self.lengths, kind="stable")
         counts, lengths = self.counts[dense], self.lengths[dense]
         if set(self.passes) != {1.0}:  # a unit may come twice

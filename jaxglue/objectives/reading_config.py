@@ -1,17 +1,18 @@
 """Settings of objectives whose rows have parts that are read by themselves; importing them loads no JAX."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
+from jaxglue.objectives.config import Smoothing
 from jaxglue.objectives.objective import ObjectiveConfig
-from jaxglue.settings.config import NonNegativeFloat, PositiveFloat, PositiveInt, Range
+from jaxglue.settings.config import NonNegativeFloat, PositiveFloat, PositiveInt
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecideSettings(ObjectiveConfig):
     """Decisions."""
 
-    label_smoothing: Annotated[float, Range(ge=0, lt=1)] = 0.0
+    label_smoothing: Smoothing = 0.0
     """Share of the gold probabilities that is spread over all options of a question."""
     brier_weight: NonNegativeFloat = 0.0
     """Weight of the squared differences between probabilities and gold, beside the cross-entropy."""
