@@ -76,7 +76,7 @@ def calibration_error(bins: list[Bin]) -> float:
 def fit_temperature(logits: Float[np.ndarray, "N C"], gold: Probabilities) -> float:
     """Return the divisor of logits with the least negative log-likelihood of the gold, within `BOUNDS`.
 
-    Gold is mixed with 1 / (answers + 2) of equal probabilities (Platt 1999), or answers that are all right would ask for
+    Gold is mixed with 1 / (answers + 2) of equal probabilities (Platt 1999): answers that are all right would ask for
     infinite logits. The likelihood is concave in 1 / temperature, so its slope is bisected.
     """
     if len(logits) < LEAST_ITEMS:

@@ -5,13 +5,16 @@ import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 
-from jaxglue.data.config import NO_COLUMNS, Columns
+from jaxglue.data.config import NO_COLUMNS, Columns, DataConfig
+from jaxglue.data.formats import PLAIN
 from jaxglue.data.prepare import PreparedData
 from jaxglue.data.progress import DataProgress
 from jaxglue.data.reads import ReadTask
+from jaxglue.data.report import DataReport
 from jaxglue.data.tokenize import first_row
 from jaxglue.distributed import SINGLE_PROCESS, Processes
 from jaxglue.hf.adapter import warn_of_adapter_inside
@@ -19,6 +22,7 @@ from jaxglue.hf.loading import check_weights
 from jaxglue.models.config import DecoderConfig
 from jaxglue.objectives.objective import Objective
 from jaxglue.planner.workload import sample_lengths
+from jaxglue.settings.config import is_jinja
 from jaxglue.training.checks import warn_of_peft
 from jaxglue.training.config import RunConfig, TrainConfig
 from jaxglue.training.remat import Asked, agree_on_mesh, runs_in_steps
@@ -35,10 +39,14 @@ from jaxglue.training.run import (
     Setup,
     SpikePlan,
     TeacherPlan,
+    TextPlan,
 )
 from jaxglue.training.trackers import check_trackers
 from jaxglue.training.vocabulary import Vocabulary, read_vocabulary, run_stops
 from jaxglue.training.workload import read_architecture, read_initial_adapter, settle
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
 
@@ -76,11 +84,12 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
         in_steps = runs_in_steps(config, workload, remat, epochs=epochs, frozen=frozen, processes=processes)
         workload = replace(workload, reference=in_steps)
     run, preferences = config.run, workload.objective.answers is not None
+    stops = run_stops(vocabulary.tokenizer, base.folder, config.model.adapter, config.data.stop_tokens)
     evaluate = run.eval_every or batches.steps_per_epoch
     return Run(
         base=base,
         vocabulary=vocabulary,
-        stops=run_stops(vocabulary.tokenizer, base.folder, config.model.adapter, config.data.stop_tokens),
+        stops=stops,
         rows=_rows(config),
         schedule=schedule,
         execution=_execution(config),
@@ -91,6 +100,7 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
         spikes=_spike_plan(config),
         recorded=config,
         data=data,
+        texts=_text_plan(config.data, vocabulary.tokenizer, stops, data.report, source.loss_on(data)),
         read_first_row=partial(first_row, config.data, preferences=preferences, task=_read_task(workload.objective)),
         why_copied=source.why_copied,
         cache=Path(config.data.cache_dir),
@@ -178,6 +188,19 @@ def _execution(config: TrainConfig) -> Execution:
         noise_seed=config.data.seed if drops or config.model.neftune_alpha else None,
         fp8_max_error=config.model.fp8_max_error,
     )
+
+
+def _text_plan(
+    config: DataConfig, tokenizer: "PreTrainedTokenizerBase", stops: frozenset[int], report: object, loss_on: str
+) -> TextPlan:
+    """Describe how rows become tokens and loss."""
+    template = config.chat_template or ("the tokenizer's own" if tokenizer.chat_template else "none")
+    if config.chat_template is not None and is_jinja(config.chat_template):
+        template = "the text of --chat-template"
+    if isinstance(report, DataReport) and {*report.format.split(", ")} <= PLAIN:
+        template = "not used, as rows are plain text"
+    ends = " or ".join(map(str, tokenizer.convert_ids_to_tokens(sorted(stops))))
+    return TextPlan(template=f"{template}; answers end with {ends}", loss_on=loss_on)
 
 
 def _spike_plan(config: TrainConfig) -> SpikePlan | None:
