@@ -49,6 +49,8 @@ class ReadService:
         self.length = min(reader.limit for reader in readers.values())
         """The most tokens of a text."""
         self._jobs = queue.SimpleQueue[_Job | None]()
+        self._left: list[_Job | None] = []
+        """The job that did not go with those before it."""
         self._open = 0
         self._thread = threading.Thread(target=self._serve, name="reading", daemon=True)
         self._thread.start()
@@ -95,25 +97,22 @@ class ReadService:
             except Exception as error:  # of the model or the device: nothing more can be answered
                 self.failure = f"the service has ended: {error}"
                 while not self._jobs.empty():
-                    if (waiting := self._jobs.get()) is not None:
-                        jobs.append(waiting)
-                for job in jobs:
+                    self._left.append(self._jobs.get())
+                for job in (*jobs, *filter(None, self._left)):
                     job.done(EndedError(self.failure))
                 raise
 
     def _take(self) -> list[_Job] | None:
-        """Wait for a job, and take those that wait behind it, of one reader and as many tokens as are read together."""
-        first = self._jobs.get()
+        """Wait for a job, and take those behind it of the same reader, with as many tokens as are read together."""
+        first = self._left.pop() if self._left else self._jobs.get()
         if first is None:
             return None
         jobs, tokens = [first], len(first.encoded.tokens)
         while tokens < _TOKENS and not self._jobs.empty():
             job = self._jobs.get()
             if job is None or job.reader is not first.reader or tokens + len(job.encoded.tokens) > _TOKENS:
-                self._run(jobs)
-                if job is None:
-                    return None
-                jobs, tokens, first = [], 0, job
+                self._left.append(job)
+                break
             jobs.append(job)
             tokens += len(job.encoded.tokens)
         return jobs
