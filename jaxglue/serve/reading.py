@@ -81,6 +81,8 @@ class ReadService:
         try:
             encoded = await asyncio.to_thread(lambda: reader.encode(make(reader)))
             self._jobs.put(_Job(reader, encoded, done))
+            if self.failure:  # since the check above: the thread may not have seen the job
+                raise EndedError(self.failure)
             return await result
         finally:
             self._open -= 1
