@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -85,8 +86,8 @@ class Steps:
         )
         if not self.with_sources or self.dataset.sources is None:
             return batch
-        copies = self.dataset.segments_per_document
-        owners = [np.repeat(self.dataset.sources[self.plan.row(row)], copies) for row in own]
+        members = [self.plan.row(row) for row in own]
+        owners = [np.repeat(self.dataset.sources[row], self.dataset.segments_of(row)) for row in members]
         sources: Any = token_values(np.asarray(batch.segments.segment_ids), owners).astype(np.int32)
         return replace(batch, sources=sources)
 
@@ -314,6 +315,12 @@ class EvalBatches:
     def replace_dataset(self, dataset: TokenDataset) -> None:
         """Continue with the same documents, of which more is known."""
         self._steps = replace(self._steps, dataset=dataset)
+
+    def on(self, dataset: TokenDataset) -> "EvalBatches":
+        """Return the batches of the same documents, of which a data set tells otherwise."""
+        other = copy(self)
+        other.replace_dataset(dataset)
+        return other
 
     def documents(self) -> Iterator[list[Int[np.ndarray, "documents"]]]:
         """Yield the documents of each batch's rows, over all processes."""

@@ -66,6 +66,7 @@ class EmbedHead:
         self._loss_program = jit_step(self._loss, static_argnames="fp8")
         self._log_probs_program = jit_step(self._log_probs)
         self._token_log_probs_program = jit_step(self._token_log_probs)
+        self._read_program = jit_step(self._read)
         self._head_backward_program = jit_step(
             self._head_backward, donate_argnames=("x", "accumulated"), static_argnames="fp8"
         )
@@ -75,6 +76,7 @@ class EmbedHead:
             self._loss_program,
             self._log_probs_program,
             self._token_log_probs_program,
+            self._read_program,
             self._head_backward_program,
         )
 
@@ -158,6 +160,10 @@ class EmbedHead:
         """Return log-probabilities of a batch's targets, at the objective's temperature; 0 where they do not count."""
         parts = self.parts(trainable), self.parts_on_device(frozen)
         return self._token_log_probs_program(*parts, x, batch.targets, batch.loss_weights)
+
+    def read(self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch) -> Float[Array, "B A *K"]:
+        """Return what the objective's model gives for each part of a batch (`ReadObjective.outputs`)."""
+        return self._read_program(self.parts(trainable), self.parts_on_device(frozen), x, batch.without_lengths())
 
     def with_reference(self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch) -> Batch:
         """Return the batch with the answers' log-probabilities under a reference model, from its last output."""
@@ -316,6 +322,19 @@ class EmbedHead:
         specs = (stored, rows, rows, rows)
         return per_device(program, layout.mesh, specs, rows)((trainable, frozen), x, targets, counted)
 
+    def _read(self, trainable: Params, frozen: Params, x, batch: Batch):
+        layout, stored = self._layout, self._layout.param_specs((trainable, frozen))
+        objective: Any = self._objective
+
+        def program(weights, x, batch):
+            trainable, frozen = gather(layout, weights, stored)
+            hidden, output = self.normed_output(trainable, frozen, x)
+            sizes: dict[str, Any] = {"softcap": self.config.scales.logit_softcap, "width": self.config.hidden_size}
+            return objective.outputs(HeadValues(hidden, output, batch, **sizes), batch.reads)
+
+        specs = (stored, layout.batch_spec, layout.batch_specs(batch))
+        return per_device(program, layout.mesh, specs, layout.row_spec)((trainable, frozen), x, batch)
+
     def output(self, trainable: Params, frozen: Params) -> Any:
         """Return the output projection's module."""
         name = self._graphdefs.output_name
@@ -331,6 +350,14 @@ class EmbedHead:
         """Return scale · Σ loss of this device's rows, and the same followed by the objective's further sums."""
         hidden, output = self.normed_output(trainable, frozen, x)
         softcap = self.config.scales.logit_softcap
-        targets = HeadValues(hidden, output, batch, fp8=fp8, softcap=softcap, temperature=self._objective.temperature)
+        targets = HeadValues(
+            hidden,
+            output,
+            batch,
+            fp8=fp8,
+            softcap=softcap,
+            temperature=self._objective.temperature,
+            width=self.config.hidden_size,
+        )
         values = self._objective(targets, batch) * scale
         return self._objective.loss(values), values

@@ -507,6 +507,12 @@ class Executor(LayerExecutor):
         x = self.last_output(trainable, frozen, batch)
         return self.embed_head.answer_log_probs(trainable, frozen, x, batch)
 
+    def read(self, trainable: Params, frozen: Params, batch: Batch) -> Float[Array, "B A *K"]:
+        """Return what the objective's model gives for each part of a batch (`ReadObjective.outputs`)."""
+        trainable, frozen = transfer.commit((trainable, frozen))
+        x = self.last_output(trainable, frozen, batch)
+        return self.embed_head.read(trainable, frozen, x, batch)
+
     def log_probs(
         self, trainable: Params, frozen: Params, batch: Batch, *, reference: bool = False
     ) -> Float[Array, "B T"]:

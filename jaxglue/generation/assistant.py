@@ -65,6 +65,7 @@ class Assistant:
             scorer = config.adapter or folder
             raise ValueError(f"{scorer} is a reward model or classifier, which writes no text: use jaxglue score")
         self.tokenizer, model, self.dtype = load_parts(config)
+        model.config.require_causal(config.adapter or folder)
         self.config = model.config
         self.stops = stop_tokens(self.tokenizer, folder, config.adapter)
         self._folder, spare = folder, config.spare_ranks

@@ -33,6 +33,7 @@ from jaxglue.hf.files import MAX_SHARD_BYTES
 from jaxglue.hf.identity import identify
 from jaxglue.hf.input_check import check_input
 from jaxglue.hf.loading import require_stored
+from jaxglue.hf.reading import carry_record, read_record
 from jaxglue.hf.serving import (
     folder_stops,
     has_tokenizer,
@@ -308,7 +309,10 @@ class MergedTensors:
 
 def _describe(merge: "MergedTensors", adapter: Adapter, base: Path, output: Path) -> None:
     """Enter tokenizer, chat template, stop tokens and number of tokens of an adapter into a merged folder."""
+    carry_record(adapter.folder, output)
     raw = copied = read_config(output)
+    if read_record(output).get("bidirectional"):
+        raw = with_text(raw, is_causal=False)
     if adapter.vocab_size > text_config(raw)["vocab_size"]:
         raw = with_text(raw, vocab_size=adapter.vocab_size)
     if config_from_hf(raw).tie_word_embeddings and not merge.config.tie_word_embeddings and not adapter.scores:

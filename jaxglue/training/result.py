@@ -46,6 +46,7 @@ from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.ops.quant.fp8 import E4M3
 from jaxglue.terminal.console import Console
 from jaxglue.training.checkpoint import Checkpoints
+from jaxglue.training.reading import describe_reads
 from jaxglue.training.run import Base, Run
 from jaxglue.training.run_folder import RunFolder
 from jaxglue.training.step import StepParts, TrainState
@@ -95,6 +96,8 @@ def write_result(
         path, head = output.path / name, draft(state) if draft else None
         with output.writing(name, ROWS_FILE):
             export_result(run, state.trainable, path, base, write=processes.is_main, draft=head)
+            if run.objective.reads:
+                describe_reads(run, parts, state.trainable, state.frozen, path, write=processes.is_main)
             trees = parts.graphdefs, state.trainable, state.frozen
             check = check_export(run, *trees, path, batch, compares=processes.is_main)
         if processes.is_main:

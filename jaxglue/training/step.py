@@ -6,20 +6,20 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jax.stages import Traced
 from jaxtyping import Array, PyTree
 
-from jaxglue.data.batch import Batch
+from jaxglue.data.batch import Batch, Reads
 from jaxglue.data.iterator import BatchIterator, Step
 from jaxglue.engine.compiler import Lowering, Program, jit_exchanging, jit_step, on_devices, rounding_as_written
 from jaxglue.engine.executor import Executor, LayerExecutor, Update
@@ -121,14 +121,17 @@ class StepParts:
     executors: dict[Objective, Executor] = field(default_factory=dict)
     """Of other objectives, the latest last."""
     norm: Program = field(default_factory=lambda: jit_step(optax.tree.norm))
+    first_pass: Program | None = None
+    """Gradients to the parts of a step, where its rows run twice."""
     small_blocks: Sequence[jax.Array] = ()
     """Keeps small blocks of memory for small arrays."""
     draft: DraftSteps | None = None
     """Trains the draft head, if the run does."""
 
     def place(self, batch: Step) -> tuple[Batch, ...]:
-        """Return a step's micro-batches on the devices."""
-        return place_batch(batch.micro_batches, self.mesh)
+        """Return a step's micro-batches on the devices, where they may be already."""
+        placed = all(isinstance(each.tokens, jax.Array) for each in batch.micro_batches)
+        return batch.micro_batches if placed else place_batch(batch.micro_batches, self.mesh)
 
     def noise_key(self, step: int) -> jax.Array | None:
         """Return a step's key of dropout and noise, by its number alone; None without either."""
@@ -156,6 +159,8 @@ def train_step(
     if parts.lowering:  # the calls below find the programs that this compiles
         parts.lowering.compile()
         parts.lowering = None
+    if objective.two_passes:
+        batch = with_gradients(parts, state, batch)
     compilations, targets, key = parts.compilations(), float(batch.targets), parts.noise_key(state.step)
     if parts.draft and state.draft is not None:
         parts.draft.begin(state.draft)
@@ -164,7 +169,7 @@ def train_step(
         # The host would take longer to dispatch a small model's layers than the device to compute them.
         (rows,) = batch.micro_batches
         # On one device a program takes arrays on the host sooner than `device_put` copies them.
-        rows = rows if parts.mesh is None else place_batch(rows, parts.mesh)
+        (rows,) = (rows,) if parts.mesh is None else parts.place(batch)
         key = None if key is None else jax.random.fold_in(key, 0)
         trainable, moments, values = parts.program(
             state.trainable, state.optimizer, state.frozen, rows, targets, key, state.step
@@ -207,6 +212,27 @@ def train_step(
     parts.compiled |= kinds
     reported: dict[str, Any] = {"loss": objective.loss(sums), **objective.metrics(sums), **values, **batch.metrics}
     return state, StepResult(state.step, reported, batch.tokens)
+
+
+def with_gradients(parts: StepParts, state: TrainState, batch: Step) -> Step:
+    """Return a step whose parts have the loss's gradients, from a first pass over its rows."""
+    objective, micro_batches = cast(Any, parts.run.objective), parts.place(batch)
+    outputs = [parts.executor.read(state.trainable, state.frozen, each) for each in micro_batches]
+    if parts.first_pass is None:
+        layout = parts.layout
+        rows = layout.sharding(layout.row_spec)
+        blocks = layout.sharding(PartitionSpec(None, *layout.row_spec))
+
+        def gradients(sizes: Any, outputs: list, reads: list) -> Any:
+            spread = (lambda x: x) if blocks is None else lambda x: jax.lax.with_sharding_constraint(x, blocks)
+            return objective.gradients(sizes, outputs, reads, spread)
+
+        parts.first_pass = jit_step(gradients, static_argnames="sizes", out_shardings=rows)
+    sizes = objective.step_sizes(parts.run.batches.dataset, int(batch.targets))  # type: ignore[attr-defined]
+    reads = [cast(Reads, each.reads) for each in micro_batches]
+    found = zip(micro_batches, reads, parts.first_pass(sizes, outputs, reads), strict=True)
+    changed = (replace(each, reads=replace(own, values=own.values | values)) for each, own, values in found)
+    return replace(batch, micro_batches=tuple(changed))
 
 
 def update(parts: StepParts, state: TrainState, gradients: Params) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -371,7 +397,7 @@ def _lowered_ahead(
     """Begin to trace and lower the step's programs of the modules foreseen; None where shapes say less."""
     batches = run.batches if isinstance(run, Run) else None
     grouped = 1 < run.remat.layers_per_program < run.model.num_hidden_layers
-    if grouped or not run.workload.compiled_ahead or not isinstance(batches, BatchIterator):
+    if grouped or run.objective.two_passes or not run.workload.compiled_ahead or not isinstance(batches, BatchIterator):
         return None
     graphdefs, trainable, frozen = abstract_parts(run.workload)
     executor = _make_executor(run, graphdefs, run.objective, mesh, host_buffers)

@@ -43,6 +43,13 @@ def read_architecture(config: TrainConfig, folder: Path) -> DecoderConfig:
     raw = read_config(folder)
     model = config_from_hf(raw)
     check_dropout(config.model.model, text_config(raw))
+    if not getattr(config.objective, "bidirectional", False):
+        model.require_causal(config.model.model)
+    elif model.recurrent:
+        raise ValueError(
+            f"--bidirectional: layers of {model.recurrent} in {config.model.model} follow tokens in one direction: "
+            "leave it out"
+        )
     if model.scores and not config.objective.kind.trains_scores:
         raise ValueError(
             f"{config.model.model} is a reward model or classifier, which --objective {config.objective.objective} "
