@@ -37,6 +37,7 @@ from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import Params, split_model
+from jaxglue.ops.choices import SERVED
 from jaxglue.ops.segments import pack_segments, segment_bucket
 from jaxglue.planner.device_memory import bound_pool, leave_small_blocks, outside_pool, take_fitting_blocks
 from jaxglue.planner.flops import mean_visible_keys
@@ -165,7 +166,11 @@ class Run:
 
 
 def train(run: Run, batches: list[Batch], warm_up: int) -> dict:
-    """Return all losses, and the intervals between step ends after the warm-up, dispatching one step ahead."""
+    """Return all losses, and the intervals between step ends after the warm-up, dispatching one step ahead.
+
+    A step's end is seen once the next one is dispatched; the last step has none after it, and the interval before its
+    end, which is shorter by as much, is left out.
+    """
     begun, losses, ends, pending = time.perf_counter(), [], [], None
     for number, batch in enumerate(batches):
         loss, done = run.step(batch)
@@ -180,7 +185,7 @@ def train(run: Run, batches: list[Batch], warm_up: int) -> dict:
         pending = done
     jax.block_until_ready((pending, run.trainable))
     ends.append(time.perf_counter())
-    times = (np.diff(ends)[warm_up - 1 :] * 1e3).tolist()
+    times = (np.diff(ends)[warm_up - 1 : -1] * 1e3).tolist()
     return {"ms": statistics.median(times), "ms_all": times, "losses": [*map(float, losses)], "first_step_s": first}
 
 
@@ -266,7 +271,7 @@ def parse(flags: list[str] | None = None) -> argparse.Namespace:
     for name in ("model", "adapter"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--batches", type=Path, required=True)
-    parser.add_argument("--quantize", choices=("none", "nf4"), default="none")
+    parser.add_argument("--quantize", choices=("none", "nf4", *SERVED), default="none")
     parser.add_argument("--matmul", choices=("bf16", "fp8"), default="bf16")
     parser.add_argument("--fp8-head", action="store_true", help="the output projection in FP8 too")
     parser.add_argument("--remat", default=AUTO)

@@ -5,22 +5,23 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from typing import Any, NotRequired, cast
 
 import jax
+import numpy as np
 
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import Step
-from jaxglue.distributed import Processes
 from jaxglue.engine.policy import AUTO
 from jaxglue.files.json_file import write_json
 from jaxglue.settings.recipe import as_dict, to_toml
 from jaxglue.settings.secrets import masked
-from jaxglue.sharding.mesh import mesh_of
-from jaxglue.terminal.console import Console
-from jaxglue.terminal.interrupt import Interrupt
-from jaxglue.training.callbacks import Callback, Callbacks, Metrics, floats
+from jaxglue.sharding.mesh import mesh_of, place_batch
+from jaxglue.training.callbacks import Callback, floats
 from jaxglue.training.checkpoint import Checkpoints, NonFinite
+from jaxglue.training.context import RunContext
 from jaxglue.training.divergence import Spikes, SpikeState, explain_divergence, save_step
 from jaxglue.training.evaluation import BestState, Evaluation, Samples, evaluation_lines
 from jaxglue.training.fingerprint import changed_settings
@@ -35,13 +36,14 @@ from jaxglue.training.out_of_memory import (
     memory_beyond_limit,
     smaller_limit,
 )
-from jaxglue.training.progress import Compiling, StartupTimer, TrainingProgress
+from jaxglue.training.progress import SAMPLING, WAITING, Compiling, TrainingProgress
 from jaxglue.training.record import (
     Diverged,
     Recorder,
     StepProfiler,
     check_finite,
     memory_use,
+    reward_change,
     save_loss_curve,
 )
 from jaxglue.training.reference_cache import add_reference
@@ -63,7 +65,7 @@ from jaxglue.training.step import (
     train_step,
 )
 from jaxglue.training.trackers import Loggers, open_loggers
-from jaxglue.ui.page import write_page
+from jaxglue.ui.page import PAGE, write_page
 
 _STEPS_IN_FLIGHT = 2
 """Steps that the host runs ahead of the device: enough to keep it busy, few enough to stop soon."""
@@ -79,18 +81,6 @@ class RunState(BestState, StepState):
     first_loss: float | None
     last_loss: float | None
     spikes: NotRequired[SpikeState | None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunContext:
-    """The surroundings of a run: the arguments of `train` beside its configuration."""
-
-    console: Console
-    timer: StartupTimer
-    processes: Processes
-    interrupt: Interrupt
-    callbacks: Callbacks
-    compute_metrics: Metrics | None
 
 
 @dataclass(kw_only=True)
@@ -117,6 +107,10 @@ class Training:
     plans: int
     """How often it may be planned again."""
     last_batch: Batch | None = None
+    first_batch: Any = None
+    """State of the batches before the first step."""
+    drafts: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Shares of accepted drafts; see `RunSummary`."""
     recent: dict[int, Step] = field(default_factory=dict)
     """The latest steps' rows, to be written if one of them fails."""
 
@@ -193,6 +187,7 @@ def run_loop(
                 identity=identity,
                 again=again,
                 plans=plans_left,
+                first_batch=run.batches.get_state() if run.draft else None,
             )
             if run.output.resume or again:
                 _resume(training)
@@ -215,7 +210,10 @@ def _run_steps(training: Training) -> Overrun | None:
     """Train to the end or an interruption; explain a divergence; return where memory runs out, to plan again."""
     run, context, recorder = training.run, training.context, training.recorder
     begun, start = training.state.step, run.batches.get_state() if training.state.step == 0 else {}
-    progress = TrainingProgress(run.schedule.total_steps, first_step=begun, console=context.console)
+    waits_for = SAMPLING if run.rollouts else WAITING
+    progress = TrainingProgress(
+        run.schedule.total_steps, first_step=begun, waits_for=waits_for, console=context.console
+    )
     compiling = Compiling(progress, run.remat.compile_seconds, lambda: recorder.has_compiled)
     folders = [*run.output.trackers, *(["profile"] if run.output.profile else [])]
     try:
@@ -466,10 +464,12 @@ def _finish(training: Training, begun: float) -> RunSummary:
         batch=training.last_batch,
         processes=context.processes,
         console=context.console,
+        draft=partial(_draft_tensors, training) if run.draft else None,
     )
     training.answer_samples("after")
     speed = recorder.meter.total()
     assert recorder.first_loss is not None and recorder.last_loss is not None
+    first_reward, last_reward = reward_change(folder / "metrics.jsonl") if run.rollouts else (None, None)
     summary = RunSummary(
         steps=training.state.step,
         first_loss=recorder.first_loss,
@@ -489,6 +489,10 @@ def _finish(training: Training, begun: float) -> RunSummary:
         metrics=folder / "metrics.jsonl",
         curve=folder / "loss.png",
         skipped_steps=training.spikes.steps if training.spikes else [],
+        drafts=training.drafts,
+        first_reward=first_reward,
+        last_reward=last_reward,
+        page=folder / PAGE,
     )
     if context.processes.is_main:
         save_loss_curve(summary.metrics, summary.curve)
@@ -498,6 +502,27 @@ def _finish(training: Training, begun: float) -> RunSummary:
     print_panel(context.console, "done", summary_rows(summary))
     context.callbacks.call(Callback.on_end, summary)
     return summary
+
+
+def _draft_tensors(training: Training, state: TrainState) -> dict[str, np.ndarray]:
+    """Return the draft head for a state's model, and note how many drafts are accepted; train it, if not yet."""
+    run, parts, console = training.run, training.parts, training.context.console
+    model = parts.executor, state.trainable, state.frozen
+    assert run.draft is not None and parts.draft is not None
+    rows = list(run.eval_batches) if run.eval_batches else [training.last_batch] if training.last_batch else []
+    held_out, head = [place_batch(batch, parts.mesh) for batch in rows], state.draft
+    if run.draft.when == "after":
+        count, losses = run.schedule.total_steps, []
+        run.batches.set_state(training.first_batch)
+        steps = (parts.place(batch) for batch in islice(run.batches, count))
+        for head, loss in parts.draft.train(*model, steps):  # noqa: B007 - the last one is used
+            losses.append(float(loss))
+            if len(losses) % run.cadence.log == 0 or len(losses) == count:
+                console.print(f"draft head, step {len(losses)} of {count}: draft_loss {losses[-1]:.4f}")
+    assert head is not None
+    for name, each in (("folder's", parts.draft.first()), ("trained", head)):
+        training.drafts[name] = parts.draft.acceptance(*model, held_out, each)._asdict()
+    return parts.draft.tensors(head)
 
 
 def _open_loggers(training: Training, step: int) -> Loggers:

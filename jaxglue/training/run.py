@@ -105,6 +105,16 @@ class Execution:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TextPlan:
+    """How rows become tokens and loss, in words."""
+
+    template: str
+    """Of chats, and the tokens that end answers."""
+    loss_on: str
+    """Tokens that are trained on."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SpikePlan:
     """Steps whose update is left out."""
 
@@ -122,6 +132,17 @@ class TeacherPlan:
     """Folder or name on the hub; None is the model in training without its adapter."""
     storage: Storage
     """Of its linear layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftPlan:
+    """The draft head that is trained for the model."""
+
+    when: Literal["with", "after"]
+    """In the model's own steps, or in as many steps after these."""
+    lora: LoraConfig | None
+    """Rank and scale of adapters on its linear layers; None where all its weights train."""
+    optimizer: OptimizerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +199,7 @@ class Setup:
     teacher: TeacherPlan | None = None
     spikes: SpikePlan | None = None
     """None leaves no update out."""
+    draft: DraftPlan | None = None
     recorded: TrainConfig
     """Settings as the run's record has them; for the record alone."""
 
@@ -222,6 +244,7 @@ class Run(Setup):
     """A model and the data to train it on."""
 
     data: PreparedData
+    texts: TextPlan
     read_first_row: "Callable[[], FirstRow]"
     """Read the first row of the training data anew, to compare its tokens."""
     why_copied: str

@@ -5,20 +5,27 @@ import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 
-from jaxglue.data.config import NO_COLUMNS, Columns
+from jaxglue.data.config import NO_COLUMNS, Columns, DataConfig
+from jaxglue.data.formats import PLAIN
 from jaxglue.data.prepare import PreparedData
 from jaxglue.data.progress import DataProgress
+from jaxglue.data.reads import ReadTask
+from jaxglue.data.report import DataReport
 from jaxglue.data.tokenize import first_row
 from jaxglue.distributed import SINGLE_PROCESS, Processes
 from jaxglue.hf.adapter import warn_of_adapter_inside
 from jaxglue.hf.loading import check_weights
 from jaxglue.models.config import DecoderConfig
+from jaxglue.objectives.objective import Objective
 from jaxglue.planner.workload import sample_lengths
+from jaxglue.settings.config import is_jinja
 from jaxglue.training.checks import warn_of_peft
 from jaxglue.training.config import RunConfig, TrainConfig
+from jaxglue.training.draft import plan_draft
 from jaxglue.training.remat import Asked, agree_on_mesh, runs_in_steps
 from jaxglue.training.row_source import row_source
 from jaxglue.training.run import (
@@ -33,10 +40,14 @@ from jaxglue.training.run import (
     Setup,
     SpikePlan,
     TeacherPlan,
+    TextPlan,
 )
 from jaxglue.training.trackers import check_trackers
 from jaxglue.training.vocabulary import Vocabulary, read_vocabulary, run_stops
 from jaxglue.training.workload import read_architecture, read_initial_adapter, settle
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
 
@@ -74,11 +85,12 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
         in_steps = runs_in_steps(config, workload, remat, epochs=epochs, frozen=frozen, processes=processes)
         workload = replace(workload, reference=in_steps)
     run, preferences = config.run, workload.objective.answers is not None
+    stops = run_stops(vocabulary.tokenizer, base.folder, config.model.adapter, config.data.stop_tokens)
     evaluate = run.eval_every or batches.steps_per_epoch
     return Run(
         base=base,
         vocabulary=vocabulary,
-        stops=run_stops(vocabulary.tokenizer, base.folder, config.model.adapter, config.data.stop_tokens),
+        stops=stops,
         rows=_rows(config),
         schedule=schedule,
         execution=_execution(config),
@@ -87,9 +99,11 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
         remat=remat,
         teacher=_teacher_plan(config),
         spikes=_spike_plan(config),
+        draft=plan_draft(config, workload),
         recorded=config,
         data=data,
-        read_first_row=partial(first_row, config.data, preferences=preferences),
+        texts=_text_plan(config.data, vocabulary.tokenizer, stops, data.report, source.loss_on(data)),
+        read_first_row=partial(first_row, config.data, preferences=preferences, task=_read_task(workload.objective)),
         why_copied=source.why_copied,
         cache=Path(config.data.cache_dir),
         batches=batches,
@@ -118,6 +132,8 @@ def resolve_model(config: TrainConfig) -> Setup:
     Raises:
         ValueError: bad model folder or settings; names the file and the remedy.
     """
+    if config.model.train_draft != "off":
+        raise ValueError("train_draft is for runs, whose steps it follows: leave it out of a session")
     config, model, base, vocabulary = _read_model(config, SINGLE_PROCESS)
     assert config.run.steps is not None
     workload, remat = agree_on_mesh(config, model, (), SINGLE_PROCESS, config.run.steps, has_data=False)
@@ -133,6 +149,12 @@ def resolve_model(config: TrainConfig) -> Setup:
         remat=remat,
         recorded=config,
     )
+
+
+def _read_task(objective: Objective) -> ReadTask | None:
+    """Return the treatment of rows whose parts are read; None for others."""
+    task = objective.task(shared_prompt=True)
+    return task if isinstance(task, ReadTask) else None
 
 
 def _read_model(config: TrainConfig, processes: Processes) -> tuple[TrainConfig, DecoderConfig, Base, Vocabulary]:
@@ -170,6 +192,19 @@ def _execution(config: TrainConfig) -> Execution:
         noise_seed=config.data.seed if drops or config.model.neftune_alpha else None,
         fp8_max_error=config.model.fp8_max_error,
     )
+
+
+def _text_plan(
+    config: DataConfig, tokenizer: "PreTrainedTokenizerBase", stops: frozenset[int], report: object, loss_on: str
+) -> TextPlan:
+    """Describe how rows become tokens and loss."""
+    template = config.chat_template or ("the tokenizer's own" if tokenizer.chat_template else "none")
+    if config.chat_template is not None and is_jinja(config.chat_template):
+        template = "the text of --chat-template"
+    if isinstance(report, DataReport) and {*report.format.split(", ")} <= PLAIN:
+        template = "not used, as rows are plain text"
+    ends = " or ".join(map(str, tokenizer.convert_ids_to_tokens(sorted(stops))))
+    return TextPlan(template=f"{template}; answers end with {ends}", loss_on=loss_on)
 
 
 def _spike_plan(config: TrainConfig) -> SpikePlan | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from selection import repeats_parts_of
 
 pytest.importorskip("starlette")
 pytest.importorskip("httpx")
@@ -99,6 +100,7 @@ def test_a_supervised_loop_lowers_its_loss_and_goes_on_from_saved_weights(client
     assert read_loss(client.call("forward_backward", forward))[0] == pytest.approx(last, rel=1e-5)
 
 
+@repeats_parts_of("test_sessions_on_one_base_hold_its_weights_once_and_train_as_alone")
 def test_two_models_share_their_base(client, server, model):
     other = client.call("create_model", {"session_id": "s", "base_model": MODEL, "lora_config": {**LORA, "rank": 2}})
     sessions = [server._models[name].session for name in (model, other["model_id"])]
@@ -315,3 +317,16 @@ def run_loops(tinker, url, key):
     client.optim_step(adam).result()
     state = client.save_state("first").result()
     client.load_state(state.path).result()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"base_model": "Qwen/another"}, "base_model: this server trains"),
+        ({"base_model": 7}, "base_model: this server trains"),
+        ({"lora_config": {**LORA, "rank": 10**9}}, "lora_config.rank: expected at most 4,096"),
+    ],
+)
+def test_a_model_that_is_not_served_is_refused(client, change, message):
+    answer = client.call("create_model", {"session_id": "s", "base_model": MODEL, "lora_config": LORA, **change})
+    assert message in answer["error"] and answer["category"] == "user"
