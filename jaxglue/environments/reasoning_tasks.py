@@ -47,7 +47,7 @@ def main(name: str, *settings: str) -> None:
 
     options = {key: json.loads(value) for key, _, value in (text.partition("=") for text in settings)}
     for entry in create_dataset(name, **options):
-        print(json.dumps({"entry": entry}))
+        sys.stdout.write(json.dumps({"entry": entry}) + "\n")
 
 
 if __name__ == "__main__":

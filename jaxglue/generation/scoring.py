@@ -127,7 +127,7 @@ class PromptScorer:
         for number, tokens in enumerate(texts, 1):
             require_known(tokens, self._vocabulary, f"prompt {number}")
         trainable = trainable if ranks is None else _masked(trainable, ranks)
-        count = min(-(-top // _TOP) * _TOP, self._vocabulary)  # few programs
+        count = min(-(-max(top, 1) // _TOP) * _TOP, self._vocabulary)  # few programs
         empty = np.zeros((0, top))
         scores = [PromptScores(np.zeros(0), empty.astype(np.int32), empty)] * len(texts)
         longer = [index for index, tokens in enumerate(texts) if len(tokens) > 1]

@@ -124,7 +124,7 @@ class OpenEpisode:
     content: Messages = field(default_factory=list)
     """Messages of its own prompt."""
     prompts: list[Sequence[int]] = field(default_factory=list)
-    """Tokens before each of its turns."""
+    """Tokens before its first turn and before the present one; where turns are rows of their own, before each."""
     parts: list[Sample] = field(default_factory=list)
     """Turns, and tokens of the environment between them."""
     messages: Messages = field(default_factory=list)
@@ -148,9 +148,9 @@ class OpenEpisode:
         return [part for part in self.parts if part.counted is None]
 
     @property
-    def length(self) -> int:
-        """Return the tokens after its prompt."""
-        return sum(len(part.tokens) for part in self.parts)
+    def text(self) -> list[int]:
+        """Return the tokens of its prompt and all after it."""
+        return [*self.prompts[0], *(token for part in self.parts for token in part.tokens.tolist())]
 
     @property
     def key(self) -> str:
@@ -232,17 +232,20 @@ _KEPT = ("content", "prompts", "messages", "added", "turn_rewards", "calls", "fa
 """What an episode is beside its parts and its environment's state."""
 
 
-def episode_json(episode: OpenEpisode, state: Any) -> dict[str, Any]:
+def episode_json(episode: OpenEpisode, state: Any, *, branches: bool) -> dict[str, Any]:
     """Return an episode before its next turn as JSON, with the state of its environment."""
-    values = {name: getattr(episode, name) for name in _KEPT} | {"prompts": [*map(list, episode.prompts)]}
+    values = {name: getattr(episode, name) for name in _KEPT}
+    values["prompts"] = [*map(list, episode.prompts if branches else episode.prompts[:1])]
     return {**values, "parts": [*map(sample_json, episode.parts)], "state": state}
 
 
-def restore_episode(episode: OpenEpisode, value: Mapping[str, Any]) -> None:
+def restore_episode(episode: OpenEpisode, value: Mapping[str, Any], *, branches: bool) -> None:
     """Let an episode be as `episode_json` kept it."""
     for name in _KEPT:
         setattr(episode, name, value[name])
     episode.parts = [*map(read_sample, value["parts"])]
+    if not branches:
+        episode.prompts[1:] = [episode.text]
 
 
 def _encoded(array: np.ndarray) -> list[str]:
@@ -337,7 +340,7 @@ class Episodes:
             episode.host = environment.begin(episode.prompt, f"{self._seed}.{episode.key}")
             episode.name = episode.host.name
             if saved is not None:
-                restore_episode(episode, saved)
+                restore_episode(episode, saved, branches=environment.branches)
                 episode.host.restore(saved["state"])
             else:
                 self._set_prompt(episode, episode.host.reset(episode.prompt))
@@ -379,7 +382,8 @@ class Episodes:
         with self._dying(episode):
             if self._reply(episode, host):
                 if environment.journal is not None and (state := host.state()) is not None:
-                    environment.journal.save(episode.key, episode_json(episode, state))
+                    value = episode_json(episode, state, branches=environment.branches)
+                    environment.journal.save(episode.key, value)
                 self._ask(episode, source)
                 return
         self._end(episode, source)
@@ -424,7 +428,7 @@ class Episodes:
         if between is None or self._used(episode) + len(between) >= self._most(episode):
             return False
         episode.parts.append(_unwritten(between))
-        episode.prompts.append([*episode.prompts[-1], *last.tokens.tolist(), *between])
+        episode.prompts[1:] = [episode.text]
         return True
 
     def _end(self, episode: OpenEpisode, source: "EpisodeSource") -> None:
