@@ -17,6 +17,12 @@ def _is_base(teacher: str | None) -> bool:
     return teacher == "base"
 
 
+def file_of_environment(text: str) -> str | None:
+    """Return the file of an environment, `games.py:Game`, or what else runs code; None for the name of a shipped one."""
+    name, _, settings = text.partition("?")
+    return file_of_function(text) or (text if name == "sandbox" and "unsafe" in settings else None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig(Config):
     """Answers that the model writes in training, and their rewards."""
@@ -47,7 +53,7 @@ class RolloutConfig(Config):
     reward_workers: Annotated[int, Range(ge=1, le=1024)] = 2
     """Processes that judge answers."""
 
-    environment: Annotated[str | None, Code(file_of_function)] = None
+    environment: Annotated[str | None, Code(file_of_environment)] = None
     """What the model talks to: a class of a Python file, `games.py:Game`, whose methods are tools, as TRL's
     environment_factory; or a function that replies with the next message, or a reward, which ends the conversation."""
     max_turns: Annotated[int, Range(ge=1, le=10_000)] = 8

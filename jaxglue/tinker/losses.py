@@ -116,8 +116,9 @@ def read_document(tokens: np.ndarray, inputs: Mapping[str, np.ndarray], columns:
     Raises:
         ValueError: an array that is missing, or of another length than the tokens.
     """
-    absent = {name: np.ones(len(tokens), np.float32) for name in ("weights", "sequence_ratio_mask") if name in columns}
-    arrays = {**absent, **inputs}
+    arrays: dict[str, np.ndarray] = dict(inputs)
+    for name in {"weights", "sequence_ratio_mask"} & {*columns}:
+        arrays.setdefault(name, np.ones(len(tokens), np.float32))
     targets = arrays.pop("target_tokens", None)
     if targets is None or not arrays.keys() >= set(columns):
         raise ValueError(f"loss_fn_inputs: expected target_tokens, {', '.join(columns)}, got {', '.join(inputs)}")
