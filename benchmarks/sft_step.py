@@ -120,6 +120,8 @@ ROWS = {
         for tokens in (16384, 2048)
         for kind in ("nvfp4", "nf4", "q4_k_m")
     },
+    "lfm2-1.2b": Row(shape="lfm2-1.2b", peer_memory=True),
+    "tiny LFM2": Row(shape="tiny-lfm2", tokens=1024, checkpointing="none", engines=("ours", "peft")),
     "tiny Qwen3.5": Row(shape="tiny-qwen3.5", tokens=1024, checkpointing="none", engines=("ours", "unsloth")),
     "tiny DeepSeek": Row(shape="tiny-deepseek", tokens=1024, checkpointing="none", engines=("ours", "peft")),
     "tiny Gemma 3": Row(shape="tiny-gemma-3", tokens=1024, checkpointing="none", engines=("ours", "peft")),
