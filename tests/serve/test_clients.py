@@ -16,8 +16,9 @@ import time
 from pathlib import Path
 
 import pytest
+from selection import thorough
 
-pytestmark = pytest.mark.slow
+pytestmark = thorough("serve/test_server.py")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 

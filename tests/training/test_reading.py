@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from selection import thorough
 
 from jaxglue import evaluate, export, train
 from jaxglue.generation.config import AssistantConfig
@@ -48,7 +49,7 @@ def test_decisions_are_trained_calibrated_and_measured(with_weights, write_jsonl
     assert found["nll"] != found["nll/uncalibrated"]
 
 
-@pytest.mark.slow
+@thorough("objectives/test_embed.py")
 def test_embeddings_are_trained_merged_embedded_and_mined(with_weights, write_jsonl, tmp_path):
     rows = [
         {"query": f"where is {i}", "positive": f"box {i} is here", "negative": [f"box {i + 1} is there"]}
@@ -82,7 +83,7 @@ def test_embeddings_are_trained_merged_embedded_and_mined(with_weights, write_js
     assert len(mined) == 8 and all(row["positive"] not in row["negative"] for row in mined)
 
 
-@pytest.mark.slow
+@thorough("objectives/test_rerank.py")
 @pytest.mark.parametrize(("objective", "loss"), [("rerank", "listwise"), ("rerank_score", "pairwise")])
 def test_rerankers_are_trained_and_measured(with_weights, write_jsonl, tmp_path, objective, loss):
     rows = [{"query": f"find {i}", "positive": f"box {i}", "negative": [f"box {i + 1}", f"bag {i}"]} for i in range(16)]
