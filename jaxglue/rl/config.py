@@ -18,7 +18,7 @@ def _is_base(teacher: str | None) -> bool:
 
 
 def file_of_environment(text: str) -> str | None:
-    """Return the file of an environment, `games.py:Game`, or what else runs code; None for the name of a shipped one."""
+    """Return the file of an environment, `games.py:Game`, or what else runs code; None for a shipped one."""
     name, _, settings = text.partition("?")
     return file_of_function(text) or (text if name == "sandbox" and "unsafe" in settings else None)
 
