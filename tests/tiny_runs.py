@@ -30,9 +30,10 @@ from jaxglue.training.record import read_metrics
 QUICKSTART = Path(jaxglue.__file__).parent / "recipes/quickstart"
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16}
 SIZES |= {"num_key_value_heads": 1, "initializer_range": 0.3}
-REWARDS = (
-    "def even(completion_ids):\n    return sum(token % 2 == 0 for token in completion_ids) / len(completion_ids)\n"
-)
+REWARDS = """
+def even(completion_ids):
+    return sum(token % 2 == 0 for token in completion_ids) / len(completion_ids)
+"""
 STEPS, SAVE_EVERY, LAST_SAVED = 6, 2, 4
 KILLED = -signal.SIGKILL
 _PATIENCE = 240
@@ -59,7 +60,7 @@ KINDS = {
     "distill": Kind(f"--objective distill --teacher {{work}}/teacher {_ANSWERS}"),
     "grpo": Kind(_GRPO),
     "grpo-mesh": Kind(f"{_GRPO} --mesh fsdp=2 --batch-size 2", devices=2),
-    "grpo-processes": Kind(f"{_GRPO} --batch-size 2", processes=2),
+    "processes": Kind("--data {work}/chats.jsonl --batch-size 2 --eval-fraction 0.2", processes=2),
 }
 
 
@@ -86,49 +87,48 @@ class TinyRuns:
         work.mkdir(parents=True, exist_ok=True)
         _adopt_orphans()
         if not (work / "rewards.py").exists():
-            make, arguments = _make_inputs, [work]
-            assert (end := self._wait(self._fork(lambda: make(*arguments), "inputs"), "inputs")).status == 0, end.output
+            end = self._wait(self._fork(lambda: _make_inputs(work), "inputs"), "inputs")
+            assert end.status == 0, end.output
 
     def training(self, kind: str, output: Path, *flags: str) -> list[str]:
         """Return the arguments of a run of this kind."""
-        common = (
-            f"train --model {{work}}/model --output {output} --steps {STEPS} --save-every {SAVE_EVERY} --log-every 1"
-        )
-        common += " --seq-len 96 --workers 1 --learning-rate 1e-2"
+        common = f"train --model {{work}}/model --output {output} --steps {STEPS} --save-every {SAVE_EVERY}"
+        common += " --log-every 1 --seq-len 96 --workers 1 --learning-rate 1e-2"
         common += f" --cache-dir {self.tokens} --compilation-cache {self.compiled}"
         words = f"{common} {KINDS[kind].flags}".replace("{work}", str(self.work)).split()
-        if "full" not in words:
-            words += ["--rank", "4"]
-        return [
-            *words,
-            *flags,
-            *(["--resume"] if (output / ".jaxglue-run").exists() and "--overwrite" not in flags else []),
-        ]
+        is_resumed = (output / ".jaxglue-run").exists() and "--overwrite" not in flags
+        return [*words, *(() if "full" in words else ("--rank", "4")), *flags, *(["--resume"] if is_resumed else [])]
 
     def train(
-        self, kind: str, output: Path, *flags: str, stop: Callable[[], None] | None = None, after: float = -1
+        self,
+        kind: str,
+        output: Path,
+        *flags: str,
+        stop: Callable[[], None] | None = None,
+        after: float = -1,
+        victim: int = 0,
     ) -> End:
-        """Start a run, or go on with it; see `start`. Of several processes, the last one is stopped."""
+        """Start a run, or go on with it; `stop` and `after` (see `start`) are for one of its processes, the victim."""
         described, arguments = KINDS[kind], self.training(kind, output, *flags)
         if described.processes == 1:
             return self.start(arguments, stop, after, devices=described.devices)
         with socket.create_server(("", 0)) as server:
-            told = [
-                "--coordinator",
-                f"127.0.0.1:{server.getsockname()[1]}",
-                "--num-processes",
-                str(described.processes),
-            ]
-        children = []
+            port = server.getsockname()[1]
+        arguments += ["--coordinator", f"127.0.0.1:{port}", "--num-processes", str(described.processes)]
+        children = {}
         for index in range(described.processes):
-            dying = stop if index == described.processes - 1 else None
-            words = [*arguments, *told, "--process-id", str(index)]
-            children.append(self._fork(lambda words=words, dying=dying: _command(words, dying, 1), f"process-{index}"))
+            words, dying = [*arguments, "--process-id", str(index)], stop if index == victim else None
+            children[index] = self._fork(lambda words=words, dying=dying: _command(words, dying, 1), f"process-{index}")
         if after >= 0:
-            self._kill_after(children[-1], after)
-        ends = [self._wait(child, f"process-{index}") for index, child in reversed([*enumerate(children)])]
+            self._kill_after(children[victim], after)
+        ends = {index: self._wait(child, f"process-{index}") for index, child in children.items()}
         self._check_orphans()
-        return ends[0] if ends[0].status else ends[-1]
+        dead = ends.pop(victim)
+        if dead.status == KILLED:
+            for end in ends.values():
+                assert "died" in end.refusal, f"status {end.status} after another process died:\n{end.output[-3000:]}"
+            return dead
+        return next((end for end in ends.values() if end.status), dead)
 
     def start(
         self, arguments: list[str], stop: Callable[[], None] | None = None, after: float = -1, devices: int = 1

@@ -190,7 +190,9 @@ class Checkpoints:
         self._saving = step
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
         with self._explained():
-            self._manager.save(step, args=items, metrics={"eval_loss": eval_loss} if measured else None)
+            is_saved = self._manager.save(step, args=items, metrics={"eval_loss": eval_loss} if measured else None)
+            if not is_saved and not (self._folder / str(step)).is_dir():
+                raise ValueError("this step or a later one had been saved there, and is gone")
 
     def wait(self) -> None:
         """Wait until the last save is on disk; `OSError` if it failed."""

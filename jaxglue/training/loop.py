@@ -163,7 +163,8 @@ def run_loop(
             policy = TrainedPolicy(run, parts, state)
             run.rollouts.begin(policy, run.tokenizer)
         begun = time.monotonic()
-        open_checkpoints = Checkpoints(
+        open_checkpoints = partial(
+            Checkpoints,
             output.path / "checkpoints",
             fingerprint=identity,
             keep=run.output.checkpoints,
@@ -171,7 +172,8 @@ def run_loop(
             before_write=output.before_checkpoint,
             saved=output.checkpoint_saved,
         )
-        with output.replacing(), open_checkpoints as checkpoints:
+        # Opened once those of the run before are aside: of steps that it finds there it would save none.
+        with output.replacing(), open_checkpoints() as checkpoints:
             training = Training(
                 run=run,
                 context=context,

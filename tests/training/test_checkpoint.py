@@ -2,6 +2,7 @@ import gc
 import logging
 import random
 import resource
+import shutil
 from types import SimpleNamespace
 
 import jax
@@ -149,6 +150,18 @@ def test_flipped_bits_never_restore_another_state(tmp_path, pytestconfig):
         assert host == {"epoch": step / 2}
         fallen_back += step == 1
     assert fallen_back >= 5
+
+
+def test_a_checkpoint_that_is_left_out_is_an_error(tmp_path):
+    """Orbax saves no step that it has saved, though its folder is gone: nobody may be told that it is there."""
+    told = []
+    with Checkpoints(tmp_path, fingerprint=FINGERPRINT, saved=told.append) as checkpoints:
+        checkpoints.save(1, make_state(1), {})
+        checkpoints.wait()
+        shutil.rmtree(tmp_path / "1")
+        with pytest.raises(OSError, match="step 1 could not be written .* had been saved there, and is gone"):
+            checkpoints.save(1, make_state(1), {})
+    assert told == [tmp_path / "1"]
 
 
 def test_published_checkpoint_is_synced_before_its_name(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 
 from jaxglue.training import run_folder
 from jaxglue.training.run_folder import MANIFEST, RunFiles, RunFolder, output_folder
+from jaxglue.training.train import train
 
 
 def write_run(folder, text, *, checkpoint=True):
@@ -196,3 +197,12 @@ def test_a_run_that_is_restored_is_named(run, caplog):
     with pytest.raises(OSError), RunFolder(run, overwrite=True).replacing():
         raise OSError("full")
     assert f"{run} holds the run again that this one was to replace" in caplog.text
+
+
+def test_a_run_that_replaces_another_saves_its_own_checkpoints(make_config, tmp_path):
+    """Those of steps that the run before has saved too: it is given up for them."""
+    for seed in (1, 2):
+        assert train(make_config(steps=2, save_every=1, seed=seed, overwrite=seed == 2)) is not None
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["1", "2"]
+    listed = set(RunFiles(tmp_path / "run").present())
+    assert all(any(name.startswith(f"checkpoints/{step}/") for name in listed) for step in (1, 2))
