@@ -193,8 +193,12 @@ class DecodeContext(_Appending):
 
     def recur(self, recurrence: Recurrence, *values) -> Float[Array, "1 S *O"]:
         """Compute each slot's output by the layer's own recurrence, and the state behind its token."""
-        slots, begun = self._cursor.slots, self._cursor.positions > 0
-        out, states = recurrence.step(self.cache.read(slots, begun), *(x[0] for x in values))
+        slots, begun, tokens = self._cursor.slots, self._cursor.positions > 0, [x[0] for x in values]
+        if recurrence.advance is not None:
+            out, states = recurrence.advance(self.cache.states, slots, begun, *tokens)
+            self.cache = SlotStates(states)
+            return out[None]
+        out, states = recurrence.step(self.cache.read(slots, begun), *tokens)
         self.cache = self.cache.write(slots, states)
         return out[None]
 

@@ -154,7 +154,7 @@ def check_shapes(path: Path, tensors: Mapping[str, np.ndarray], config: LoraConf
             raise ValueError(f"{path}: {linear} has {MAGNITUDE} {list(magnitude.shape)}, expected [{b.shape[0]}]")
 
 
-_MODULE = r"((mlp|feed_forward)\.)?experts"
+_MODULE = r"((mlp|feed_forward|block_sparse_moe|mixer)\.)?experts"
 _OURS = re.compile(
     rf"(?P<experts>.+?\.(?P<path>{_MODULE}))\.(?P<projection>gate_up_proj|down_proj)\.(?P<matrix>lora_[AB])"
 )

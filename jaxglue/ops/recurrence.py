@@ -24,6 +24,8 @@ class Recurrence(NamedTuple):
     """Return the states [B, documents, …] behind the documents, from the same."""
     step: Callable[..., tuple[Float[Array, "S *O"], Any]]
     """Return the outputs of one token of each sequence, and the states behind it, from states and values [S, …]."""
+    advance: Callable[..., tuple[Float[Array, "S *O"], Any]] | None = None
+    """Return the outputs and the states of all slots, from (these, slots, begun, *values); None: by `step`."""
 
 
 def recur(recurrence: Recurrence, segments: PackedSegments, *values: Float[Array, "B T *V"]) -> Float[Array, "B T *O"]:

@@ -44,12 +44,15 @@ RENAMED = (
 STORED = ("layer_scalar", "e_score_correction_bias", "expert_bias")
 """Buffers that are drawn."""
 OTHER_TYPES = {"phi3_longrope": "phi3", "gemma4_text_joined": "gemma4_text", "gemma4_text_experts": "gemma4_text"}
+OTHER_TYPES["granitemoehybrid_dense"] = "granitemoehybrid"
 """Types of goldens that are named otherwise."""
 LATENT = {
     **{"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "head_dim": 4, "num_key_value_heads": 4},
     **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12},
 }
 MSCALES = {"mscale": 0.7, "mscale_all_dim": 1.0}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 6, "mamba_chunk_size": 4}
+GRANITE = {"attention_multiplier": 0.4, "embedding_multiplier": 6.0, "residual_multiplier": 0.7, "logits_scaling": 3.0}
 MODELS = {
     "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "head_dim": 4},
     "mistral": {"sliding_window": 4},
@@ -168,6 +171,18 @@ MODELS = {
     "minimax_m2": {
         **{"num_local_experts": 6, "num_experts_per_tok": 3},
         "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+    },
+    "granitemoehybrid": {
+        **MAMBA,
+        **GRANITE,
+        **{"layer_types": ["linear_attention", "full_attention"], "shared_intermediate_size": 20},
+        **{"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 12, "time_step_limit": [0.2, 1.5]},
+    },
+    "granitemoehybrid_dense": {
+        **MAMBA,
+        **GRANITE,
+        **{"layer_types": ["full_attention", "linear_attention"], "shared_intermediate_size": 20},
+        **{"num_local_experts": 0, "position_embedding_type": "rope", "mamba_proj_bias": True},
     },
     "ministral3": {
         "rope_parameters": {**YARN_ROPE, "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.3}
