@@ -116,8 +116,8 @@ class GraniteHybridLayer(DecoderLayer):
     @property
     def ffn(self) -> Any:
         """Return the feed-forward, alone or beside experts."""
-        dense = self.mlp_name == "shared_mlp"
-        return self.shared_mlp if dense else SharedBeside(self.block_sparse_moe, self.shared_mlp)
+        named = getattr(self, self.mlp_name)
+        return SharedBeside(named, self.shared_mlp) if isinstance(named, SparseMLP) else named
 
 
 _NAMES = ModuleNames(mlp="shared_mlp", gate_up="input_linear", down="output_linear")

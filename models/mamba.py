@@ -60,7 +60,9 @@ class Mamba2Config(Mixer):
 
     def __post_init__(self) -> None:
         if self.heads.values % self.heads.groups:
-            raise ValueError(f"Mamba-2's {self.heads.values} heads must be a multiple of its {self.heads.groups} groups")
+            raise ValueError(
+                f"Mamba-2's {self.heads.values} heads must be a multiple of its {self.heads.groups} groups"
+            )
         if not 0 <= self.limits[0] <= self.limits[1]:
             raise ValueError(f"time_step_limit in config.json: expected [least, most], got {list(self.limits)}")
 
@@ -138,6 +140,8 @@ class Mamba2(nnx.Module):
     value_names = (names.DELTA_INPUT, names.DELTA_GATES)
     """Names of `project`'s values, for checkpoint policies."""
     gated = True
+    output_name = names.ATTENTION_OUT
+    """Of the recurrence's output, likewise."""
 
     def __init__(self, config: DecoderConfig, kind: LayerKind, shape: Mamba2Config, *, dtype, rngs: nnx.Rngs):
         options: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
@@ -183,7 +187,7 @@ class Mamba2(nnx.Module):
             **{"A_log": self.A_log[...], "dt_bias": self.dt_bias[...], "skip": self.D[...]},
         )
         dt = dt if of_dt == 1.0 else dt.astype(jnp.float32) * of_dt
-        return context.recur(mamba2(weights, heads, self.shape.limits), xbc, dt)
+        return context.recur(mamba2(weights, heads, self.shape.limits, self.output_name), xbc, dt)
 
     def output(self, attended: Array, gate: Array, context: LayerContext) -> Branch:
         """Gate and norm the recurrence's output, and project it back."""
@@ -197,9 +201,10 @@ class Mamba2(nnx.Module):
         weight, eps, groups = self.norm.weight[...], self.norm.eps, self.shape.heads.groups
         if self.shape.norm == "gate_first":
             return gated_group_norm(y, gate, weight, eps, groups=groups)
-        grouped = [x.reshape(*y.shape[:2], groups, -1) for x in (y, gate)]
-        ones = jnp.ones(grouped[0].shape[-1], weight.dtype)
-        return gated_rms_norm(*grouped, ones, eps).reshape(y.shape) * weight.astype(y.dtype)
+        of_groups = *y.shape[:2], groups, y.shape[-1] // groups
+        ones = jnp.ones(of_groups[-1], weight.dtype)
+        normed = gated_rms_norm(y.reshape(of_groups), gate.reshape(of_groups), ones, eps)
+        return normed.reshape(y.shape) * weight.astype(y.dtype)
 
     @property
     def _bounds(self) -> tuple[int, int]:
@@ -236,10 +241,17 @@ def mamba_sizes(raw: Mapping[str, Any], *, width: int | None = None) -> dict[str
         ValueError: a value of another type, or sizes that do not fit.
     """
     check_fields(raw, _Fields)
-    defaults = {"n_heads": 128, "n_groups": 1, "d_state": 256, "d_conv": 4, "expand": 2, "d_head": "auto"}
+    defaults: dict[str, Any] = {
+        "n_heads": 128,
+        "n_groups": 1,
+        "d_state": 256,
+        "d_conv": 4,
+        "expand": 2,
+        "d_head": "auto",
+    }
     defaults |= {"conv_bias": True, "proj_bias": False}
-    n = {key: raw.get(f"mamba_{key}") for key in defaults}
-    n = {key: default if n[key] is None else n[key] for key, default in defaults.items()}
+    read = {key: raw.get(f"mamba_{key}") for key in defaults}
+    n = {key: default if read[key] is None else read[key] for key, default in defaults.items()}
     width = int(n["expand"] * raw["hidden_size"]) if width is None else width
     value_dim = width // n["n_heads"] if n["d_head"] == "auto" else n["d_head"]
     if not isinstance(value_dim, int) or value_dim * n["n_heads"] != width:

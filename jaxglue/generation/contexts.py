@@ -26,10 +26,10 @@ from jaxglue.ops.paged_attention import (
     latent_attention,
     paged_attention,
 )
-from jaxglue.ops.recurrence import Recurrence, SlotStates
+from jaxglue.ops.recurrence import KeysAndStates, Recurrence, SlotStates
 from jaxglue.ops.rope import RopeTables, Rotary
 
-Cache = KVPages | LatentPages | DeltaStates | SlotStates
+Cache = KVPages | LatentPages | DeltaStates | SlotStates | KeysAndStates
 """Cache of a layer."""
 
 
@@ -75,6 +75,25 @@ class _Inference:
     latents: LatentCache = "none"
     fp8 = inference = True
     """`fp8`: weights for FP8 products are multiplied so."""
+    cache: Any
+
+    @property
+    def keys(self) -> Any:
+        """Return the pages of attention."""
+        return self.cache.keys if isinstance(self.cache, KeysAndStates) else self.cache
+
+    @keys.setter
+    def keys(self, pages: Any) -> None:
+        self.cache = replace(self.cache, keys=pages) if isinstance(self.cache, KeysAndStates) else pages
+
+    @property
+    def states(self) -> SlotStates:
+        """Return the states of a recurrence."""
+        return self.cache.states if isinstance(self.cache, KeysAndStates) else self.cache
+
+    @states.setter
+    def states(self, states: SlotStates) -> None:
+        self.cache = replace(self.cache, states=states) if isinstance(self.cache, KeysAndStates) else states
 
     def observe_routing(self, routing: Routing) -> None:
         """Ignore the routing: generation keeps no statistics."""
@@ -116,7 +135,7 @@ class PrefillContext(_Appending):
     def attend(self, q, k, v, *, window: int | None = None, **options) -> Float[Array, "1 T N H"]:
         """Compute causal attention within each prompt."""
         new, (pages, offsets) = (q[0], k[0], v[0]), self._places.of(window)
-        q, k, self.cache = append(*new, self.cache, pages, offsets, self._packed.rope, *self._rotation)
+        q, k, self.keys = append(*new, self.keys, pages, offsets, self._packed.rope, *self._rotation)
         return self._packed.attend(q[None], k[None], v, window=window, **options)
 
     def attend_and_keep(self, q, k, v, latents, rope_dim: int) -> Float[Array, "1 T N values"]:
@@ -140,7 +159,7 @@ class PrefillContext(_Appending):
     def recur(self, recurrence: Recurrence, *values) -> Float[Array, "1 T *O"]:
         """Compute the layer's own recurrence within each prompt, and keep its last state."""
         states = recurrence.last(self._packed.segments, *values)
-        self.cache = self.cache.write(self._places.slots, jax.tree.map(lambda state: state[0], states))
+        self.states = self.states.write(self._places.slots, jax.tree.map(lambda state: state[0], states))
         return self._packed.recur(recurrence, *values)
 
 
@@ -159,8 +178,8 @@ class DecodeContext(_Appending):
         """Compute attention over each slot's cache, including the new token."""
         cursor, (pages, offsets) = self._cursor, self._cursor.places.of(window)
         tables = cursor.tables[cursor.places.windows.index(window)]
-        out, self.cache = append_and_attend(
-            *(q[0], k[0], v[0], self.cache),
+        out, self.keys = append_and_attend(
+            *(q[0], k[0], v[0], self.keys),
             *(pages, offsets, cursor.rope),
             *self._rotation,
             *(tables, cursor.positions),
@@ -195,11 +214,11 @@ class DecodeContext(_Appending):
         """Compute each slot's output by the layer's own recurrence, and the state behind its token."""
         slots, begun, tokens = self._cursor.slots, self._cursor.positions > 0, [x[0] for x in values]
         if recurrence.advance is not None:
-            out, states = recurrence.advance(self.cache.states, slots, begun, *tokens)
-            self.cache = SlotStates(states)
+            out, states = recurrence.advance(self.states.states, slots, begun, *tokens)
+            self.states = SlotStates(states)
             return out[None]
-        out, states = recurrence.step(self.cache.read(slots, begun), *tokens)
-        self.cache = self.cache.write(slots, states)
+        out, states = recurrence.step(self.states.read(slots, begun), *tokens)
+        self.states = self.states.write(slots, states)
         return out[None]
 
 
@@ -210,6 +229,6 @@ class ExtendContext(DecodeContext):
         """Write all tokens to the cache, and then compute attention of each."""
         cursor, (pages, offsets) = self._cursor, self._cursor.places.of(window)
         new = q[0], k[0], v[0]
-        rotated, _, self.cache = append(*new, self.cache, pages, offsets, cursor.rope, *self._rotation)
+        rotated, _, self.keys = append(*new, self.keys, pages, offsets, cursor.rope, *self._rotation)
         tables = cursor.tables[cursor.places.windows.index(window)]
-        return paged_attention(rotated, self.cache, tables, cursor.positions, window=window, **options)[None]
+        return paged_attention(rotated, self.keys, tables, cursor.positions, window=window, **options)[None]

@@ -1,6 +1,7 @@
 """Triton kernels around the delta rule, which read and write every value once: convolution with silu, and gated norm.
 
-Layout: x, y and their gradients [B, T, C], taps [C, 4] with a token's own last, bias [C] or None; heads and gates [M, V].
+Layout: x, y and their gradients [B, T, C], taps [C, 4] with a token's own last, bias [C] or None; heads
+and gates [M, V].
 """
 
 import triton

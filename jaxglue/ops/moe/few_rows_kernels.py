@@ -175,6 +175,9 @@ def _store(
         gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N, 2, BLOCK_M)), (0, 2, 1)))
         weights = tl.load(row_weights + row, mask=ours, other=0.0)
         acc = _activate(gate, up, GPT_OSS, GELU, ALPHA, LIMIT) * weights[None, :]
+    elif row_weights is not None:  # the one activation without a gate: max(up, 0)²
+        positive = tl.maximum(acc, 0.0)
+        acc = positive * positive * tl.load(row_weights + row, mask=ours, other=0.0)[None, :]
     columns = column + tl.arange(0, BLOCK_N)
     mask = (columns < N)[:, None] & ours[None, :]
     at = out + row.to(tl.int64)[None, :] * OUT_COLUMNS
@@ -278,7 +281,8 @@ def experts_kernel(
 
     x [S, X_COLUMNS], or with `tokens` [S] x [M, X_COLUMNS], of which these are the rows; matrices [E, N, K], or
     [E, K, N] where they are not TRANSPOSED. GATED, there are 2N columns, alternately gate and up for GPT-OSS, else in
-    two halves; out [S, OUT_COLUMNS], with zeros beyond N columns, is the activation times the rows' weights. STORED is
+    two halves; out [S, OUT_COLUMNS], with zeros beyond N columns, is the activation times the rows' weights, where
+    these are not None. STORED is
     "plain", "mxfp4", "bytes", whose rows have scales · FACTOR, or "nf4", with scales [E, N, K / 64] and nf4 the groups'
     factors, the offset and the scales' values. The columns of x are in the order of what is stored, those of out in
     ORDER. A tile has BLOCK_M rows; programs of a tile with fewer multiply by as few as FEWER names, in pairs of

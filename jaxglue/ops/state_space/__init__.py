@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxglue.ops.backend import HOPPER, Backend, Capability, Operation, Reads, check_triton
 from jaxglue.ops.delta_rule import causal_convolution, convolution_step, last_inputs
 from jaxglue.ops.delta_rule.states import last_states
+from jaxglue.ops.names import ATTENTION_OUT
 from jaxglue.ops.recurrence import Recurrence
 from jaxglue.ops.row_split import to_heads, to_tokens, whole_segments
 from jaxglue.ops.segments import PackedSegments
@@ -24,7 +25,7 @@ from jaxglue.ops.state_space.split import exchange_tokens, own_channels, own_hea
 from jaxglue.ops.state_space.vjp import fused_gated_norm, fused_state_space, reference_gated_norm
 
 if TYPE_CHECKING:
-    from jaxglue.ops.state_space.triton import TritonGatedNorm, TritonStateSpace, TritonStateStep
+    from jaxglue.ops.state_space.triton import TritonGatedNorm, TritonStateStep
 
 __all__ = [
     "GATED_NORM",
@@ -212,9 +213,8 @@ def _check(xbc, step, g, segments: PackedSegments, heads: StateHeads) -> None:
         raise ValueError(f"xbc must be [B, T, {heads.width}] with {heads}, got shape {xbc.shape}")
     of_heads = *xbc.shape[:2], heads.values
     if not step.shape == g.shape == of_heads or not step.dtype == g.dtype == jnp.float32:
-        raise ValueError(
-            f"step and g must be float32 of {of_heads} to fit xbc, got {step.shape} {step.dtype} and {g.shape} {g.dtype}"
-        )
+        found = f"{step.shape} {step.dtype} and {g.shape} {g.dtype}"
+        raise ValueError(f"step and g must be float32 of {of_heads} to fit xbc, got {found}")
     if segments.segment_ids.shape != xbc.shape[:2]:
         raise ValueError(f"segments are of rows {segments.segment_ids.shape}, and xbc of {xbc.shape[:2]}")
     if segments.gap_starts is not None:
@@ -272,7 +272,9 @@ class Mamba2Weights:
     """D."""
 
 
-def mamba2(weights: Mamba2Weights, heads: StateHeads, limits: tuple[float, float]) -> Recurrence:
+def mamba2(
+    weights: Mamba2Weights, heads: StateHeads, limits: tuple[float, float], name: str = ATTENTION_OUT
+) -> Recurrence:
     """Return the recurrence of values (xbc, dt): convolution and silu of xbc, step sizes from dt, and `state_space`.
 
     Its state is the convolution's last inputs and H; of rows split over devices, the results are this device's tokens'.
@@ -281,12 +283,14 @@ def mamba2(weights: Mamba2Weights, heads: StateHeads, limits: tuple[float, float
         weights: of all heads.
         heads: of xbc.
         limits: of step sizes.
+        name: of the outputs, for checkpoint policies.
     """
     return Recurrence(
         partial(_whole, weights, heads, limits),
         partial(_last, weights, heads, limits),
         partial(_step, weights, heads, limits),
         partial(_advance, weights, heads, limits),
+        name,
     )
 
 

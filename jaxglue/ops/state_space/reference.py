@@ -58,9 +58,7 @@ def log_decays(step: Float[Array, "B T N"], A_log: Float[Array, " N"]) -> Float[
     return -jnp.exp(A_log.astype(jnp.float32)) * step
 
 
-def reference_state_space(
-    xbc, step, g, skip, segments: PackedSegments, heads: StateHeads
-) -> Float[Array, "B T N P"]:
+def reference_state_space(xbc, step, g, skip, segments: PackedSegments, heads: StateHeads) -> Float[Array, "B T N P"]:
     """Compute `state_space` by a scan over the tokens; its gradient keeps every token's state.
 
     Sums are of products, not matmuls: a document's outputs are then the same to the bit wherever it lies in a row.

@@ -73,9 +73,9 @@ class TritonStateSpace(Launcher):
 
         tiles = self._heads(self.input_gradient, spec)
         arrays = xbc, segments.starts, p.factors, p.states, dstates, skip, dout
-        types, pairs = (shape_dtype_of(xbc), shape_dtype_of(p.factors)), 2 * spec.chunk * spec.P
+        pairs, gradients = 2 * spec.chunk * spec.P, (shape_dtype_of(xbc), shape_dtype_of(p.factors))
         cost, grid = self._cost(2 * B * spec.T * N * (2 * spec.S * spec.P + pairs)), (N // tiles.heads, spec.chunks, B)
-        dxbc, dfactors = self._run(kernels.input_gradient_kernel, arrays, types, grid, tiles, spec, cost)
+        dxbc, dfactors = self._run(kernels.input_gradient_kernel, arrays, gradients, grid, tiles, spec, cost)
 
         tiles = self._heads(self.group_gradient, spec)
         sums = jax.ShapeDtypeStruct((spec.R // tiles.heads, B, spec.T, 2 * heads.group_width), jnp.float32)
@@ -85,10 +85,10 @@ class TritonStateSpace(Launcher):
         groups = sums.sum(0).astype(dxbc.dtype)
         dxbc = jax.lax.dynamic_update_slice_in_dim(dxbc, groups, heads.value_width, axis=2)
 
-        types = (jax.ShapeDtypeStruct((B, spec.T, N), jnp.float32),) * 2
+        gates = (jax.ShapeDtypeStruct((B, spec.T, N), jnp.float32),) * 2
         cost, grid = KernelCost(kind=KernelKind.ROWS), (-(-N // self.decays.heads), spec.chunks, B)
-        arrays = dfactors, segments.starts
-        return dxbc, *self._run(kernels.decay_gradient_kernel, arrays, types, grid, self.decays, spec, cost)
+        tiles, kernel = self.decays, kernels.decay_gradient_kernel
+        return dxbc, *self._run(kernel, (dfactors, segments.starts), gates, grid, tiles, spec, cost)
 
     def _states(self, xbc, spec: StateSpaceSpec, dtype=None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((len(xbc), spec.N, spec.chunks, spec.S, spec.P), dtype or xbc.dtype)
