@@ -250,8 +250,8 @@ def mamba_sizes(raw: Mapping[str, Any], *, width: int | None = None) -> dict[str
         "d_head": "auto",
     }
     defaults |= {"conv_bias": True, "proj_bias": False}
-    read = {key: raw.get(f"mamba_{key}") for key in defaults}
-    n = {key: default if read[key] is None else read[key] for key, default in defaults.items()}
+    read = {key: raw[f"mamba_{key}"] for key in defaults if raw.get(f"mamba_{key}") is not None}
+    n = defaults | read
     width = int(n["expand"] * raw["hidden_size"]) if width is None else width
     value_dim = width // n["n_heads"] if n["d_head"] == "auto" else n["d_head"]
     if not isinstance(value_dim, int) or value_dim * n["n_heads"] != width:

@@ -26,12 +26,27 @@ FAMILIES = {
         **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
     },
 }
+MAMBA = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 16}
+FAMILIES |= {
+    "granitemoehybrid": {
+        **{**MAMBA, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24},
+        "layer_types": ["mamba", "attention", "mamba"],
+    },
+    "nemotron_h": {
+        **{"hybrid_override_pattern": "MEM*-", "num_hidden_layers": 5, "mamba_num_heads": 4, "mamba_head_dim": 16},
+        **{"ssm_state_size": 16, "n_groups": 2, "n_routed_experts": 4, "moe_intermediate_size": 16},
+        **{"moe_shared_expert_intermediate_size": 24, "moe_latent_size": 16, "hidden_act": None},
+    },
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64, "ssm_multipliers": [0.8, 1.1, 0.9, 1.2, 0.7]},
+}
 LENGTHS = (1, 2, 5, 21)
 
 
-@pytest.mark.parametrize("family", repeats(FAMILIES, *(FAMILIES.keys() - {"lfm3", "hunyuan_v1_dense"})))
+@pytest.mark.parametrize(
+    "family", repeats(FAMILIES, *(FAMILIES.keys() - {"lfm3", "hunyuan_v1_dense", "falcon_h1", "nemotron_h"}))
+)
 def test_answers_follow_the_forward_pass(family, tiny_model):
-    model = tiny_model(family, num_hidden_layers=3, initializer_range=0.3, **FAMILIES[family])
+    model = tiny_model(family, **{"num_hidden_layers": 3, "initializer_range": 0.3, **FAMILIES[family]})
     graphdefs, *trees = split_model(model, nnx.LoRAParam)
     engine, rng = Engine(graphdefs, model.config, dtype=jnp.float32), np.random.default_rng(0)
     sampling = SamplingConfig(temperature=0, max_tokens=12)

@@ -112,7 +112,7 @@ def _serves_anywhere(capability: Capability | None, call: StateSpaceCall) -> Non
     """Find no obstacle."""
 
 
-_READS: Reads = {StateSpaceCall: ("dtype", "heads"), StateHeads: None}
+_READS: Reads = {StateSpaceCall: ("dtype", "heads"), StateHeads: ("values", "value_dim", "groups", "state_dim")}
 
 STATE_SPACE = Operation(
     name="Mamba-2",

@@ -43,74 +43,68 @@ class TritonStateSpace(Launcher):
 
     def prepare(self, xbc, step, g, segments: PackedSegments, heads: StateHeads, *, dtype=None) -> Prepared:
         """See `StateSpaceBackend`."""
-        spec, B, N = self._spec(xbc, heads), len(xbc), heads.values
-        factors = jax.ShapeDtypeStruct((B, N, kernels.FACTORS.value, spec.T), jnp.float32)
-        cost, grid = KernelCost(kind=KernelKind.ROWS), (-(-N // self.decays.heads), spec.chunks, B)
-        arrays = step, g, segments.starts
-        (factors,) = self._run(kernels.decay_kernel, arrays, (factors,), grid, self.decays, spec, cost)
-        arrays, cost = (xbc, segments.starts, segments.ends, factors), self._cost(2 * B * spec.T * N * spec.S * spec.P)
-        types, tiles = (self._states(xbc, spec, dtype),), self.state
-        (states,) = self._run(kernels.state_kernel, arrays, types, self._parts(spec, tiles, B), tiles, spec, cost)
+        spec, B, N, bounds = self._spec(xbc, heads), len(xbc), heads.values, (segments.starts, segments.ends)
+        types = (jax.ShapeDtypeStruct((B, N, kernels.FACTORS.value, spec.T), jnp.float32),)
+        (factors,) = self._run(kernels.decay_kernel, (step, g, bounds[0]), types, self.decays, spec, None)
+        types, flops = (self._states(xbc, spec, dtype),), spec.S * spec.P
+        (states,) = self._run(kernels.state_kernel, (xbc, *bounds, factors), types, self.state, spec, flops)
         return Prepared(factors=factors, states=states)
 
     def forward(self, xbc, skip, prepared: Prepared, segments: PackedSegments, heads: StateHeads) -> jax.Array:
         """See `StateSpaceBackend`."""
-        spec, B, N = self._spec(xbc, heads), len(xbc), heads.values
-        tiles = self._heads(self.output, spec)
+        spec, tiles = self._spec(xbc, heads), self._heads(self.output, heads)
         arrays = xbc, segments.starts, prepared.factors, prepared.states, skip
-        out = jax.ShapeDtypeStruct((B, spec.T, N, spec.P), xbc.dtype)
-        pairs = spec.chunk * (spec.P + spec.S // tiles.heads)
-        cost, grid = self._cost(2 * B * spec.T * N * (spec.S * spec.P + pairs)), (N // tiles.heads, spec.chunks, B)
-        return self._run(kernels.output_kernel, arrays, (out,), grid, tiles, spec, cost)[0]
+        types = (jax.ShapeDtypeStruct((len(xbc), spec.T, heads.values, spec.P), xbc.dtype),)
+        flops = spec.S * spec.P + spec.chunk * (spec.P + spec.S // tiles.heads)
+        return self._run(kernels.output_kernel, arrays, types, tiles, spec, flops)[0]
 
     def backward(self, xbc, skip, prepared: Prepared, segments: PackedSegments, heads: StateHeads, dout):
         """See `StateSpaceBackend`."""
-        spec, B, N, p = self._spec(xbc, heads), len(xbc), heads.values, prepared
-        arrays = xbc, segments.starts, segments.ends, p.factors, dout
-        tiles, cost = self.state, self._cost(2 * B * spec.T * N * spec.S * spec.P)
-        types, grid = (self._states(xbc, spec),), self._parts(spec, tiles, B)
-        (dstates,) = self._run(kernels.state_gradient_kernel, arrays, types, grid, tiles, spec, cost)
+        spec, B, p, starts = self._spec(xbc, heads), len(xbc), prepared, segments.starts
+        bounded = xbc, starts, segments.ends, p.factors, dout
+        flops, types = spec.S * spec.P, (self._states(xbc, spec),)
+        (dstates,) = self._run(kernels.state_gradient_kernel, bounded, types, self.state, spec, flops)
 
-        tiles = self._heads(self.input_gradient, spec)
-        arrays = xbc, segments.starts, p.factors, p.states, dstates, skip, dout
-        pairs, gradients = 2 * spec.chunk * spec.P, (shape_dtype_of(xbc), shape_dtype_of(p.factors))
-        cost, grid = self._cost(2 * B * spec.T * N * (2 * spec.S * spec.P + pairs)), (N // tiles.heads, spec.chunks, B)
-        dxbc, dfactors = self._run(kernels.input_gradient_kernel, arrays, gradients, grid, tiles, spec, cost)
+        arrays, tiles = (xbc, starts, p.factors, p.states, dstates), self._heads(self.input_gradient, heads)
+        gradients, pairs = (shape_dtype_of(xbc), shape_dtype_of(p.factors)), 2 * spec.chunk * spec.P
+        inputs = *arrays, skip, dout
+        dxbc, dfactors = self._run(kernels.input_gradient_kernel, inputs, gradients, tiles, spec, 2 * flops + pairs)
 
-        tiles = self._heads(self.group_gradient, spec)
-        sums = jax.ShapeDtypeStruct((spec.R // tiles.heads, B, spec.T, 2 * heads.group_width), jnp.float32)
-        arrays, pairs = (*arrays[:5], dout), spec.chunk * (spec.P + 2 * spec.S // tiles.heads)
-        cost, grid = self._cost(2 * B * spec.T * N * (2 * spec.S * spec.P + pairs)), (N // tiles.heads, spec.chunks, B)
-        (sums,) = self._run(kernels.group_gradient_kernel, arrays, (sums,), grid, tiles, spec, cost)
+        tiles = self._heads(self.group_gradient, heads)
+        parts = heads.values // heads.groups // tiles.heads
+        types, pairs = (jax.ShapeDtypeStruct((parts, B, spec.T, 2 * heads.group_width), jnp.float32),), pairs // 2
+        (sums,) = self._run(kernels.group_gradient_kernel, (*arrays, dout), types, tiles, spec, 2 * flops + pairs)
         groups = sums.sum(0).astype(dxbc.dtype)
         dxbc = jax.lax.dynamic_update_slice_in_dim(dxbc, groups, heads.value_width, axis=2)
 
-        gates = (jax.ShapeDtypeStruct((B, spec.T, N), jnp.float32),) * 2
-        cost, grid = KernelCost(kind=KernelKind.ROWS), (-(-N // self.decays.heads), spec.chunks, B)
-        tiles, kernel = self.decays, kernels.decay_gradient_kernel
-        return dxbc, *self._run(kernel, (dfactors, segments.starts), gates, grid, tiles, spec, cost)
+        gates, kernel = (
+            (jax.ShapeDtypeStruct((B, spec.T, heads.values), jnp.float32),) * 2,
+            kernels.decay_gradient_kernel,
+        )
+        return dxbc, *self._run(kernel, (dfactors, starts), gates, self.decays, spec, None)
 
     def _states(self, xbc, spec: StateSpaceSpec, dtype=None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((len(xbc), spec.N, spec.chunks, spec.S, spec.P), dtype or xbc.dtype)
 
-    def _parts(self, spec: StateSpaceSpec, tiles: StateSpaceTiles, B: int) -> tuple[int, int, int]:
-        return spec.N * spec.P // min(tiles.columns, spec.P), spec.chunks, B
-
-    def _heads(self, tiles: StateSpaceTiles, spec: StateSpaceSpec) -> StateSpaceTiles:
+    def _heads(self, tiles: StateSpaceTiles, heads: StateHeads) -> StateSpaceTiles:
         """Return the tiles with as many heads as divide a group."""
-        return replace(tiles, heads=math.gcd(tiles.heads, spec.R))
+        return replace(tiles, heads=math.gcd(tiles.heads, heads.values // heads.groups))
 
     def _spec(self, xbc, heads: StateHeads) -> StateSpaceSpec:
         N, P, G, S = heads
         precision = dot_precision(xbc.dtype)
         return StateSpaceSpec(T=xbc.shape[1], G=G, R=N // G, S=S, P=P, precision=precision, chunk=self.chunk)
 
-    def _cost(self, flops: int) -> KernelCost:
-        return KernelCost(kind=KernelKind.DELTA_RULE, flops=flops)
-
-    def _run(self, kernel, arrays, types, grid, tiles: StateSpaceTiles, spec: StateSpaceSpec, cost: KernelCost):
+    def _run(self, kernel, arrays, types, tiles: StateSpaceTiles, spec: StateSpaceSpec, flops: int | None):
+        """Launch programs for chunks and parts of heads, of products of so many values of a token and head; or none."""
         spec = replace(spec, columns=min(tiles.columns, spec.P), heads=tiles.heads, stages=tiles.num_stages)
-        return self._launch(kernel, arrays, types, grid, {"spec": spec}, tiles.num_warps, tiles.num_stages, cost=cost)
+        along_documents = kernel in (kernels.state_kernel, kernels.state_gradient_kernel)
+        parts, B = spec.values // spec.columns if along_documents else -(-spec.N // spec.heads), len(arrays[0])
+        cost = KernelCost(kind=KernelKind.ROWS)
+        if flops is not None:
+            cost = KernelCost(kind=KernelKind.DELTA_RULE, flops=2 * B * spec.T * spec.N * flops)
+        grid, constants = (parts, spec.chunks, B), {"spec": spec}
+        return self._launch(kernel, arrays, types, grid, constants, tiles.num_warps, tiles.num_stages, cost=cost)
 
 
 _COLUMNS = 32
