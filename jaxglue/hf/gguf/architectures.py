@@ -507,6 +507,7 @@ def _granite_hybrid_metadata(config: DecoderConfig) -> dict[str, Any]:
 
 def _nemotron_metadata(config: DecoderConfig) -> dict[str, Any]:
     found, moe = _mamba_metadata(config), config.moe
+    found["attention.layer_norm_epsilon"] = float(config.rms_norm_eps)
     if moe is None:
         return {**found, "feed_forward_length": [shape.intermediate_size for shape in config.shapes]}
     return {
@@ -602,7 +603,7 @@ ARCHITECTURES = {
         permuted=True,
         metadata=_mamba_metadata,
         obstacle=_falcon,
-        names=(("pre_ff_layernorm", "post_attention_layernorm"), (r"feed_forward\.", "mlp."), _DT_BIAS),
+        names=((r"feed_forward\.", "mlp."), _DT_BIAS),
     ),
     "smollm3": Architecture(name="SMOLLM3", permuted=True, obstacle=_smollm3),
     "gemma2": Architecture(name="GEMMA2", metadata=_gemma2_metadata, obstacle=_gemma2),
