@@ -9,29 +9,22 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from jaxglue.data.config import NO_COLUMNS, Columns
-from jaxglue.data.iterator import BatchIterator, EvalBatches
-from jaxglue.data.prepare import PreparedData, prepare_data
+from jaxglue.data.config import NO_COLUMNS, Columns, DataConfig
+from jaxglue.data.formats import PLAIN
+from jaxglue.data.prepare import PreparedData
 from jaxglue.data.progress import DataProgress
-from jaxglue.data.stream import StreamIterator
+from jaxglue.data.report import DataReport
 from jaxglue.data.tokenize import first_row
-from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.distributed import SINGLE_PROCESS, Processes
 from jaxglue.hf.adapter import warn_of_adapter_inside
-from jaxglue.hf.hub import model_path
 from jaxglue.hf.loading import check_weights
 from jaxglue.models.config import DecoderConfig
-from jaxglue.objectives.objective import Objective
-from jaxglue.objectives.rollouts import RolloutObjective
 from jaxglue.planner.workload import sample_lengths
-from jaxglue.rl.loop import RolloutSteps
-from jaxglue.rl.plan import RolloutPlan
-from jaxglue.rl.prompts import PromptDataset, PromptReport, read_prompts
-from jaxglue.rl.rewards import Judge
-from jaxglue.sharding.mesh import MeshShape, mesh_of, process_batch_shard
-from jaxglue.training.checks import warn_of_peft, why_prompts_are_copied
+from jaxglue.settings.config import is_jinja
+from jaxglue.training.checks import warn_of_peft
 from jaxglue.training.config import RunConfig, TrainConfig
 from jaxglue.training.remat import Asked, agree_on_mesh, runs_in_steps
+from jaxglue.training.row_source import row_source
 from jaxglue.training.run import (
     Base,
     Cadence,
@@ -44,14 +37,14 @@ from jaxglue.training.run import (
     Setup,
     SpikePlan,
     TeacherPlan,
+    TextPlan,
 )
 from jaxglue.training.trackers import check_trackers
 from jaxglue.training.vocabulary import Vocabulary, read_vocabulary, run_stops
-from jaxglue.training.workload import read_architecture, read_initial_adapter, read_teacher, settle
+from jaxglue.training.workload import read_architecture, read_initial_adapter, settle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
 
 _log = logging.getLogger(__name__)
 
@@ -69,22 +62,14 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
     """
     check_trackers(config.run.trackers)
     config, model, base, vocabulary = _read_model(config, processes)
-    why_copied = why_prompts_are_copied(config, model)
+    source = row_source(config, model)
     with processes.main_process_first():
-        progress = DataProgress() if processes.is_main else None
-        data = _read_data(config, model, vocabulary, progress, columns, shared=not why_copied)
+        data = source.read(vocabulary.tokenizer, DataProgress() if processes.is_main else None, columns)
     lengths = sample_lengths(data.train.document_lengths)
     planned = replace(config, run=_with_micro_batches(config, data))
     workload, remat = agree_on_mesh(planned, model, lengths, processes, _expected_steps(planned, data))
-    batches: BatchIterator | StreamIterator | RolloutSteps
-    if workload.objective.needs_rollouts:
-        devices = workload.mesh.devices
-        _check_rollouts(config, model, processes, vocabulary.tokenizer, devices=devices)
-        batches, eval_batches = _make_rollouts(config, model, workload.objective, data, shared=not why_copied), None
-        total_steps = config.run.steps or config.run.epochs * batches.steps_per_epoch
-    else:
-        batches, eval_batches = _make_batches(config, data, workload.mesh)
-        total_steps = config.run.steps or batches.total_steps or 0
+    source.check(workload.mesh, processes, vocabulary.tokenizer)
+    batches, eval_batches, total_steps = source.batches(data, workload)
     schedule = Schedule(total_steps=total_steps, optimizer=config.optimizer)
     if processes.is_main and 0 < total_steps <= schedule.warmup:
         _log.warning(
@@ -97,11 +82,12 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
         in_steps = runs_in_steps(config, workload, remat, epochs=epochs, frozen=frozen, processes=processes)
         workload = replace(workload, reference=in_steps)
     run, preferences = config.run, workload.objective.answers is not None
+    stops = run_stops(vocabulary.tokenizer, base.folder, config.model.adapter, config.data.stop_tokens)
     evaluate = run.eval_every or batches.steps_per_epoch
     return Run(
         base=base,
         vocabulary=vocabulary,
-        stops=run_stops(vocabulary.tokenizer, base.folder, config.model.adapter, config.data.stop_tokens),
+        stops=stops,
         rows=_rows(config),
         schedule=schedule,
         execution=_execution(config),
@@ -112,8 +98,9 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
         spikes=_spike_plan(config),
         recorded=config,
         data=data,
+        texts=_text_plan(config.data, vocabulary.tokenizer, stops, data.report, source.loss_on(data)),
         read_first_row=partial(first_row, config.data, preferences=preferences),
-        why_copied=why_copied,
+        why_copied=source.why_copied,
         cache=Path(config.data.cache_dir),
         batches=batches,
         eval_batches=eval_batches,
@@ -195,6 +182,19 @@ def _execution(config: TrainConfig) -> Execution:
     )
 
 
+def _text_plan(
+    config: DataConfig, tokenizer: "PreTrainedTokenizerBase", stops: frozenset[int], report: object, loss_on: str
+) -> TextPlan:
+    """Describe how rows become tokens and loss."""
+    template = config.chat_template or ("the tokenizer's own" if tokenizer.chat_template else "none")
+    if config.chat_template is not None and is_jinja(config.chat_template):
+        template = "the text of --chat-template"
+    if isinstance(report, DataReport) and {*report.format.split(", ")} <= PLAIN:
+        template = "not used, as rows are plain text"
+    ends = " or ".join(map(str, tokenizer.convert_ids_to_tokens(sorted(stops))))
+    return TextPlan(template=f"{template}; answers end with {ends}", loss_on=loss_on)
+
+
 def _spike_plan(config: TrainConfig) -> SpikePlan | None:
     how = config.run.on_spike
     return None if how == "nothing" else SpikePlan(sigma=config.run.spike_sigma, rewinds=how == "rewind")
@@ -219,98 +219,6 @@ def _untied_by_head(config: TrainConfig, base: DecoderConfig) -> DecoderConfig:
     return base.untied if head and base.tie_word_embeddings else base
 
 
-def _read_data(
-    config: TrainConfig,
-    model: DecoderConfig,
-    vocabulary: Vocabulary,
-    progress: DataProgress | None,
-    columns: Columns,
-    *,
-    shared: bool,
-) -> PreparedData:
-    """Read and tokenize the data, or the prompts that are answered in training; `shared` by two answers, or copied."""
-    if config.objective.kind.needs_rollouts:
-        rollouts, held_out = config.rollouts, None
-        read = partial(
-            read_prompts,
-            config.data,
-            vocabulary.tokenizer,
-            answer=rollouts.max_completion_length,
-            limit=config.data.row_tokens,
-        )
-        prompts = read(teacher_system=rollouts.teacher_system, answered=rollouts.lmbda < 1)
-        if config.data.eval_data:
-            held_out = read(held_out=True)
-        return PreparedData(train=prompts, eval=held_out, report=PromptReport(prompts, held_out))
-    task = config.objective.task(shared_prompt=shared, copies=model.recurrent is not None)
-    columns = {**config.objective.columns, **columns}
-    return prepare_data(config.data, vocabulary.tokenizer, model.vocab_size, progress, task, columns)
-
-
-def _check_teacher(config: TrainConfig, model: DecoderConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Raise ValueError for a teacher of another vocabulary."""
-    name = config.rollouts.teacher
-    assert name is not None
-    rows = read_teacher(config).vocab_size
-    tokens, own = load_tokenizer(model_path(name, weights=False)).get_vocab(), tokenizer.get_vocab()
-    if tokens != own or rows != model.vocab_size:
-        differing = f"{len(set(tokens.items()) ^ set(own.items())):,} tokens differ" if tokens != own else "same tokens"
-        raise ValueError(
-            f"--teacher {name} has another vocabulary ({differing}; rows of its embedding: {rows:,}, of the student's "
-            f"{model.vocab_size:,}): distributions over one vocabulary are compared"
-        )
-
-
-def _check_rollouts(
-    config: TrainConfig,
-    model: DecoderConfig,
-    processes: Processes,
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    devices: int,
-) -> None:
-    """Refuse several processes, a teacher on several devices, and one of another vocabulary."""
-    name = config.objective.objective
-    if processes.count > 1:
-        raise ValueError(f"--objective {name} runs in one process yet: start one")
-    if config.objective.kind.needs_teacher and devices > 1:
-        raise ValueError(
-            f"--objective {name} is for one GPU yet, and there are {devices}: choose one with CUDA_VISIBLE_DEVICES"
-        )
-    if config.rollouts.teacher not in (None, "base"):
-        _check_teacher(config, model, tokenizer)
-
-
-def _make_rollouts(
-    config: TrainConfig, model: DecoderConfig, objective: Objective, data: PreparedData, *, shared: bool
-) -> RolloutSteps:
-    """Return the steps on answers that the model writes; their rewards are imported here, in processes of their own."""
-    dataset, held_out = data.train, data.eval
-    assert isinstance(objective, RolloutObjective) and isinstance(dataset, PromptDataset)
-    assert held_out is None or isinstance(held_out, PromptDataset)
-    judge = Judge(config.rollouts)
-    plan = RolloutPlan(
-        dataset=dataset,
-        objective=objective,
-        config=config.rollouts,
-        judge=judge,
-        seq_len=config.data.row_tokens,
-        batch_size=config.run.batch_size,
-        seed=config.data.seed,
-        shared=shared,
-        copies=model.recurrent is not None,
-        held_out=held_out,
-    )
-    steps = RolloutSteps(plan, config.run.output)
-    try:
-        judge.check({name for prompt in dataset.prompts for name in prompt.columns})
-        judge.check_rows([*dataset.prompts, *(held_out.prompts if held_out else ())])
-    except BaseException:
-        judge.close()
-        raise
-    return steps
-
-
 def _expected_steps(config: TrainConfig, data: PreparedData) -> int:
     """Return the run's optimizer steps, about: as if every row were full."""
     run, tokens = config.run, int(data.train.document_lengths.sum())
@@ -326,51 +234,3 @@ def _with_micro_batches(config: TrainConfig, data: PreparedData) -> RunConfig:
     rows = count * float(data.train.document_lengths.mean()) / config.data.row_tokens
     count = max(2, math.ceil(rows / run.batch_size))
     return replace(run, gradient_accumulation_steps=count, documents_per_step=None)
-
-
-def _make_batches(
-    config: TrainConfig, data: PreparedData, mesh: MeshShape
-) -> tuple[BatchIterator | StreamIterator, EvalBatches | None]:
-    """Return this process's part of the training batches and of the held-out ones, if there are any."""
-    run, seq_len = config.run, config.data.row_tokens
-    part, parts = process_batch_shard(mesh_of(mesh), run.batch_size)
-    if data.stream:
-        batches: BatchIterator | StreamIterator = _stream(config, data, part, parts)
-    else:
-        batches = BatchIterator(
-            data.train,
-            seq_len=seq_len,
-            seed=config.data.seed,
-            epochs=None if run.steps else run.epochs,
-            documents_per_step=run.documents_per_step,
-            gradient_accumulation_steps=run.gradient_accumulation_steps,
-            batch_size=run.batch_size,
-            process_index=part,
-            process_count=parts,
-        )
-    if data.eval is None:
-        return batches, None
-    return batches, EvalBatches(
-        data.eval,
-        seq_len=seq_len,
-        max_segments=batches.max_segments,
-        batch_size=run.batch_size,
-        process_index=part,
-        process_count=parts,
-    )
-
-
-def _stream(config: TrainConfig, data: PreparedData, part: int, parts: int) -> StreamIterator:
-    run = config.run
-    assert data.stream and data.window is not None and run.steps is not None
-    if run.documents_per_step:
-        raise ValueError("--documents-per-step: a stream's steps are of full rows: leave out one of it and --streaming")
-    return StreamIterator(
-        data.stream,
-        data.window,
-        steps=run.steps,
-        gradient_accumulation_steps=run.gradient_accumulation_steps,
-        batch_size=run.batch_size,
-        process_index=part,
-        process_count=parts,
-    )

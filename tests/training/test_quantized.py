@@ -19,6 +19,7 @@ from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.ops.quant.formats import FORMATS, is_quantized
 from jaxglue.planner.memory import resident_bytes
 from jaxglue.planner.workload import Workload, abstract_parts, parameter_counts
+from jaxglue.training.explain import run_reasons
 from jaxglue.training.report import plan_rows
 from jaxglue.training.setup import resolve
 from jaxglue.training.train import train
@@ -70,13 +71,13 @@ def test_plan_and_planner_count_stored_bytes(make_config, nf4_folder, how, bytes
     assert _specs(planned) == _specs(build_parameters(stored)[2])
 
 
-def test_plan_says_how_projections_are_computed_and_why(make_config, nf4_folder):
-    usual, dropping = (plan_rows(resolve(make_config(quantize="nf4", dropout=share))) for share in (0.0, 0.1))
-    assert (
-        usual["projections"] == dropping["projections"] == "reference: not fp8: weights are not stored for FP8 products"
-    )
-    assert usual["feed-forward"].startswith("lora_swiglu: not fp8: ")
-    assert dropping["feed-forward"].endswith("not lora_swiglu: dropout gives down's adapter an input of its own")
+def test_explanation_says_how_projections_are_computed_and_why(make_config, nf4_folder):
+    usual, dropping = (run_reasons(resolve(make_config(quantize="nf4", dropout=share))) for share in (0.0, 0.1))
+    for reasons in (usual, dropping):
+        assert reasons["projections"].choice == "reference"
+        assert "not fp8: weights are not stored for FP8 products" in reasons["projections"].limit
+    assert usual["feed-forward"].choice == "lora_swiglu"
+    assert dropping["feed-forward"].limit.endswith("not lora_swiglu: dropout gives down's adapter an input of its own")
 
 
 def _resident(setup):
@@ -118,16 +119,16 @@ def test_host_embeddings_change_no_loss(make_config, nf4_folder, tmp_path):
     assert results[0].last_loss == results[1].last_loss
     assert results[0].best_eval_loss == results[1].best_eval_loss
     assert _resident(resolve(device)) - _resident(resolve(host)) == 2 * 4 * 400 * 64  # table and head
-    with pytest.raises(ValueError, match="--embeddings host needs frozen weights"):
+    with pytest.raises(ValueError, match="--embeddings host is not for --method full"):
         make_config(embeddings="host", method="full")
-    with pytest.raises(ValueError, match="--sample-prompt needs --embeddings device"):
+    with pytest.raises(ValueError, match="--embeddings host is not for --sample-prompt"):
         make_config(embeddings="host", sample_prompt=("Hi",))
 
 
 def test_full_fine_tuning_is_refused(make_config, nf4_folder):
-    with pytest.raises(ValueError, match=r"--quantize nf4 needs frozen weights.*use --method lora"):
+    with pytest.raises(ValueError, match=r"--quantize nf4 is not for --method full.*use --method lora"):
         make_config(quantize="nf4", method="full")
-    with pytest.raises(ValueError, match="--quantize int8 needs frozen weights"):
+    with pytest.raises(ValueError, match="--quantize int8 is not for --method full"):
         make_config(quantize="int8", method="full")
     config = resolve(make_config(quantize="nf4")).model
     with pytest.raises(ValueError, match="quantize=nf4 holds frozen weights, and all train: use adapters"):

@@ -95,6 +95,8 @@ class WeightFormat:
     """Type of its matrices; None where they are arrays."""
     offered: bool = False
     """`--quantize` offers it, and adapters record it."""
+    recorded: bool = False
+    """Adapters record it although `--quantize` does not offer it."""
     trains: bool = False
     """Weights in it may train."""
     fp8: bool = False
@@ -117,8 +119,11 @@ class WeightFormat:
         """Convert a matrix."""
         raise NotImplementedError
 
-    def hold(self, matrix: Any) -> Any:
-        """Return a matrix as a model in this format holds it: quantized, unless its folder has it so."""
+    def hold(self, matrix: Any, *, sensitive: bool = False) -> Any:
+        """Return a matrix as a model in this format holds it: quantized, unless its folder has it so.
+
+        A mixture of formats gives the sensitive ones more bits.
+        """
         return matrix if isinstance(matrix, Quantized) else self.quantize(matrix)
 
     def reads(self, config: Mapping[str, Any]) -> bool:
@@ -262,7 +267,7 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 def find_stored(files: TensorReader, name: str, shape: Shape) -> Stored | None:
     """Return the named matrix in a folder's tensors if one of the formats has it, else None; raises like `find`."""
-    return next((found for made in FORMATS.values() if (found := made.find(files, name, shape))), None)
+    return next((stored for made in FORMATS.values() if (stored := made.find(files, name, shape))), None)
 
 
 def experts_format(names: Collection[str], parameter: str) -> WeightFormat | None:

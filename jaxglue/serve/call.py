@@ -1,0 +1,233 @@
+"""Parsed requests: a body's parameters as prompts, sampling and the way in which answers are written.
+
+Chats are the common form: other protocols' bodies become those of chats, and their answers are written from a chat's.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from jaxglue.data.messages import Chat, read_chat
+from jaxglue.generation.assistant import Voice
+from jaxglue.generation.grammar import Grammar
+from jaxglue.generation.prompts import render_messages
+from jaxglue.generation.scheduler import Request
+from jaxglue.generation.scoring import PromptScores
+from jaxglue.serve.fields import (
+    read_biases,
+    read_continuation,
+    read_count,
+    read_flag,
+    read_grammar,
+    read_log_probs,
+    read_messages,
+    read_sampling,
+    read_stop_tokens,
+    read_tool_choice,
+    read_usage,
+    read_variables,
+)
+from jaxglue.serve.host import Host
+from jaxglue.serve.lanes import beside, compile_grammar, is_long
+from jaxglue.serve.refusals import BadRequestError
+from jaxglue.serve.service import TooLongError, require_short
+from jaxglue.text.stream import special_stops
+from jaxglue.text.thinking import Thought, thought_after, thought_inside
+from jaxglue.text.tool_calls import call_grammar, format_of, parameters_of, schemas_of
+from jaxglue.text.tool_formats import ToolFormat
+
+
+class Echo(NamedTuple):
+    """A prompt that a completion repeats."""
+
+    text: str
+    scores: PromptScores | None
+    """Log-probabilities of its tokens, where they are asked for."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A parsed request."""
+
+    model: str
+    voice: Voice
+    requests: list[Request]
+    """One for each prompt."""
+    stream: bool
+    usage: bool
+    """Report the tokens at the end of a stream."""
+    log_probs: int | None
+    """Likely tokens to report beside each of an answer's; None for no log-probabilities."""
+    chat: bool
+    thinks: Thought
+    """State in which the answer begins."""
+    functions: dict[str, dict[str, Any]]
+    """The tools that the answer may call, with the schemas of their parameters."""
+    form: ToolFormat | None
+    """Format in which the model calls them; None without tools."""
+    one_call: bool
+    """Leave out calls after the first."""
+    echo: Sequence[Echo]
+    """Prompts that come before the answers of completions; empty for none."""
+    empty: bool
+    """Generate nothing: a completion that only repeats its prompts."""
+    named: bool
+    """The request names the tool to call: an answer that calls it has stopped, as OpenAI says."""
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """The text of a chat that an answer follows."""
+
+    voice: Voice
+    tokens: list[int]
+    thinks: Thought
+    """State in which the answer begins."""
+    schemas: dict[str, dict[str, Any]]
+    """The tools that the answer may call, with the schemas of their arguments."""
+
+
+async def chat_prompt(host: Host, body: dict[str, Any], *, bounded: bool = True) -> ChatPrompt:
+    """Return the prompt of a chat's body.
+
+    Args:
+        host: of the server.
+        body: of the request.
+        bounded: refuse texts that are too long to answer, before they are rendered and encoded.
+
+    Raises:
+        BadRequestError, ValueError: messages or tools that are malformed, or that the template leaves out.
+        TooLongError: more tokens than the service takes.
+    """
+    voice, length = host.models.find(body.get("model")).voice, host.service.length if bounded else 2**31
+    messages, tools = read_messages(body), None if body.get("tool_choice") == "none" else body.get("tools")
+    if len(messages) > length:  # each takes more than a token
+        raise TooLongError(f"{len(messages):,} messages, and texts may have {length:,} tokens")
+    text = json.dumps([messages, tools], ensure_ascii=False)
+    await beside(len(text), require_short, voice.tokenizer, text, _HIDDEN * length)
+
+    def encode() -> ChatPrompt:
+        chat = read_chat(messages, tools, "messages")
+        contents = "\n".join(message["content"] for message in chat.messages)
+        require_short(voice.tokenizer, contents, length)
+        if host.config.system is not None:
+            chat = chat.with_system(host.config.system)
+        return _encoded(body, chat, voice, length)
+
+    return await beside(len(text), encode) if is_long(len(text)) else encode()
+
+
+_HIDDEN = 4
+"""Tokens of a chat as JSON for one that a prompt may have: templates leave some out, and write others shorter."""
+
+
+def _encoded(body: dict[str, Any], chat: Chat, voice: Voice, length: int) -> ChatPrompt:
+    """Return a chat's prompt; errors as of `chat_prompt`."""
+    source = str(voice.tokenizer.chat_template)
+    if "developer" not in source:  # such templates would leave the message out
+        chat = chat.with_developer_as_system()
+    continues, begins = read_continuation(body)
+    options: dict[str, Any] = {"check": True, "needs_tools": True, "variables": read_variables(body, source)}
+    template, text = render_messages(voice.tokenizer, chat, **options, answers=begins, continues=continues)
+    require_short(voice.tokenizer, text, length)
+    thinks = thought_inside(chat.messages[-1]["content"]) if continues else thought_after(text)
+    return ChatPrompt(voice, template.encode(text), thinks, schemas_of(chat.tools))
+
+
+async def chat_call(host: Host, body: dict[str, Any]) -> Call:
+    """Return a parsed chat; errors as of `chat_prompt` and `make_call`."""
+    prompt = await chat_prompt(host, body)
+    calls = _forced_calls(body, prompt.schemas, prompt.voice)
+    state: dict[str, Any] = {"schemas": prompt.schemas, "calls": calls, "thinks": prompt.thinks}
+    return await make_call(host, body, [prompt.tokens], chat=True, **state)
+
+
+def _forced_calls(body: dict[str, Any], schemas: Mapping[str, dict[str, Any]], voice: Voice) -> str | None:
+    """Return the grammar of the calls that a chat asks for; None where the model chooses whether to call a tool."""
+    if (names := read_tool_choice(body, schemas)) is None:
+        return None
+    several = body["tool_choice"] == "required" and read_flag(body, "parallel_tool_calls") is not False
+    forced = {name: schemas[name] for name in names}
+    return call_grammar(voice.tokenizer, forced, several=several)
+
+
+async def _grammar(host: Host, voice: Voice, stated: tuple[str, Any] | None, thinks: Thought) -> Grammar | None:
+    """Return a grammar of this kind and value; raise ValueError for one that is not understood."""
+    if stated is None:
+        return None
+    kind, value = stated
+    return await compile_grammar(
+        lambda: getattr(host.assistant.grammars.of(voice.tokenizer), kind)(value, thinks=thinks)
+    )
+
+
+async def make_call(
+    host: Host,
+    body: dict[str, Any],
+    prompts: list[list[int]],
+    *,
+    chat: bool,
+    schemas: Mapping[str, dict[str, Any]] = MappingProxyType({}),
+    calls: str | None = None,
+    thinks: Thought = Thought.NONE,
+    echo: Sequence[Echo] = (),
+) -> Call:
+    """Return a parsed request; a completion with `echo` may have `max_tokens` of 0.
+
+    Args:
+        host: of the server.
+        body: of the request.
+        prompts: encoded.
+        chat: report as in chats.
+        schemas: of the tools that the answer may call.
+        calls: grammar of the calls that it must have.
+        thinks: state in which it begins.
+        echo: prompts that come before the answers.
+
+    Raises:
+        BadRequestError, ValueError: parameters that are malformed, or beyond their bounds.
+    """
+    model = host.models.find(body.get("model"))
+    voice, seed = model.voice, next(host.seeds)
+    if empty := bool(echo) and body.get("max_tokens") == 0:
+        body = body | {"max_tokens": 1}
+    rooms = [max(host.service.length - len(tokens), 1) for tokens in prompts]
+    samplings = [read_sampling(body, host.config.sampling, room, seed) for room in rooms]
+    log_probs, count = read_log_probs(body, chat=chat), read_count(body)
+    if len(prompts) * count > max(host.config.max_requests, 1):
+        message = f"{len(prompts)} prompts with {count} answers each: at most {host.config.max_requests} are taken"
+        raise BadRequestError(message, parameter="n")
+    vocabulary = host.assistant.config.vocab_size
+    asked: dict[str, Any] = {
+        "stop": {
+            *voice.stops,
+            *special_stops(voice.tokenizer, samplings[0].stop),
+            *read_stop_tokens(body, vocabulary),
+        },
+        "logit_bias": read_biases(body, vocabulary),
+        "ranks": voice.ranks,
+        "grammar": await _grammar(host, voice, read_grammar(body, calls), thinks),
+        "top_log_probs": log_probs or 0,
+        "n": count,
+    }
+    return Call(
+        model=model.name,
+        voice=voice,
+        requests=[
+            Request(tokens, sampling, index, **asked)
+            for index, (tokens, sampling) in enumerate(zip(prompts, samplings, strict=True))
+        ],
+        stream=read_flag(body, "stream") or False,
+        usage=read_usage(body),
+        log_probs=log_probs,
+        chat=chat,
+        thinks=thinks,
+        echo=echo,
+        empty=empty,
+        functions=parameters_of(schemas),
+        form=format_of(str(voice.tokenizer.get_chat_template(tools=[]))) if schemas else None,
+        one_call=read_flag(body, "parallel_tool_calls") is False,
+        named=isinstance(body.get("tool_choice"), dict),
+    )
