@@ -77,15 +77,15 @@ class NoMixer(Mixer):
 class _Nothing:
     """The stage between those of a layer whose tokens see no others."""
 
-    value_names = ()
+    value_names = ("first_column",)
     gated = False
 
     def __init__(self, inputs: list[Projection]):
         self.inputs = inputs
 
-    def attend(self, values: tuple[()], context: Any) -> Float[Array, "B T 1"]:
+    def attend(self, values: tuple[Array, ...], context: Any) -> Float[Array, "B T 1"]:
         """Return what nobody reads."""
-        return jnp.zeros((*context.segments.segment_ids.shape, 1))
+        return values[0]
 
 
 class SquaredMLP(nnx.Module):
@@ -166,7 +166,7 @@ class OnePartLayer(DecoderLayer):
 
     def before_attention(self, x: Float[Array, "B T D"], context: LayerContext) -> tuple[tuple[Array, ...], Any]:
         """See `DecoderLayer`."""
-        return super().before_attention(x, context) if self.sees_others else ((), None)
+        return super().before_attention(x, context) if self.sees_others else ((x[..., :1],), None)
 
     def after_attention(self, x: Float[Array, "B T D"], attended: Array, gate: Any, context: LayerContext) -> Array:
         """See `DecoderLayer`."""

@@ -168,7 +168,7 @@ def test_step_sizes_stay_within_limits():
     np.testing.assert_allclose(got, [0.001, 0.1, 0.1])
 
 
-@pytest.mark.parametrize(("saved", "count"), [(True, 8), (False, 9)])
+@pytest.mark.parametrize(("saved", "count"), [(True, 12), (False, 13)])
 def test_saved_outputs_spare_a_kernel_on_a_gpu(saved, count, h200):
     """Both passes read decays and states, which are computed again, as is the convolution."""
     heads, T = StateHeads(16, 64, 1, 128), 512
