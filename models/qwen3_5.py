@@ -7,7 +7,7 @@ from jaxglue.models.config import ATTENTION, DecoderConfig
 from jaxglue.models.delta_net import DeltaConfig
 from jaxglue.models.family import Family, Parts, register
 from jaxglue.models.hf_fields import decoder_fields, layer_windows, require_fields
-from jaxglue.models.wrapper import TEXT_PATH, Wrapper, wrap
+from jaxglue.models.wrapper import TEXT_PATH, Spelling, Wrapper, spell, wrap
 from jaxglue.ops.norm_rope import NormStyle
 
 _SIZES = {
@@ -59,3 +59,4 @@ WRAPPER = Wrapper(
 )
 register(Family(model_type="qwen3_5_text", config_from_hf=config_from_hf, parts=PARTS))
 wrap(WRAPPER)
+spell(Spelling(model_type="qwen3_5_text", others=("mtp.",)))

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -32,7 +33,9 @@ from jaxglue.data.formats import (
 )
 from jaxglue.data.messages import Chat
 from jaxglue.data.progress import Advance, DataProgress, metered
+from jaxglue.data.read_rows import UnitEncoder
 from jaxglue.data.readers import hub_fingerprint, read_rows, row_chunks, source_files
+from jaxglue.data.reads import ReadTask
 from jaxglue.data.store import Encoded, TokenStore
 from jaxglue.data.store_files import content_key, open_or_write, write_store
 from jaxglue.files.regular_file import file_digest
@@ -40,6 +43,7 @@ from jaxglue.files.regular_file import file_digest
 _VERSION = 10
 """Increment when the same rows yield different tokens or masks, to invalidate caches; streams under way go on."""
 _CHUNK = 512
+RowEncoder = Encoder | UnitEncoder
 _WORTH_PROCESSES = 64 * _CHUNK
 """Number of rows above which starting processes pays off."""
 
@@ -68,6 +72,7 @@ def tokenize(
     *,
     preferences: bool = False,
     columns: Columns = NO_COLUMNS,
+    task: ReadTask | None = None,
 ) -> Tokenized:
     """Tokenize a source, or open the cached result; rows of preference data become two documents each.
 
@@ -78,19 +83,20 @@ def tokenize(
         progress: shows hashing and tokenizing.
         preferences: the rows have two answers, or one with a label.
         columns: of numbers, read beside the documents.
+        task: of rows whose parts are read.
 
     Raises:
         ValueError: no rows, an unusable row, naming file and line, or a cache that may not be written.
     """
     digests = _digests(source, progress)
     folder = Path(config.cache_dir) / cache_key(
-        digests, source, tokenizer, preferences, _VERSION, columns, config.encoding
+        digests, source, tokenizer, preferences, _VERSION, columns, config.encoding, task.encoding if task else ""
     )
     fresh = []
 
     def write() -> None:
         fresh.append(True)
-        _write(folder, source, config, tokenizer, progress, preferences, columns)
+        _write(folder, source, config, tokenizer, progress, preferences, columns, task)
 
     store, damage = open_or_write(folder, write)
     format, unused = store.info["format"], store.info.get("unused")
@@ -109,25 +115,53 @@ def _write(
     progress: DataProgress,
     preferences: bool,
     columns: Columns,
+    task: ReadTask | None = None,
 ) -> None:
     rows = read_rows(source)
     head = list(islice(rows, _WORTH_PROCESSES + 1))
-    format = find_format(head, source, detect_preference if preferences else detect_format)
-    check_format(format, source, preferences)
-    encoder = make_encoder(source, config, tokenizer, format, columns)
+    if task:
+        reader = read_encoder(head, source, tokenizer, task)
+        encoder: RowEncoder = reader
+        format, unused = reader.format, _unread(head, reader)
+    else:
+        format = find_format(head, source, detect_preference if preferences else detect_format)
+        check_format(format, source, preferences)
+        encoder = make_encoder(source, config, tokenizer, format, columns)
+        unused = unused_columns(head, format, columns)
     workers = config.workers or ((os.cpu_count() or 1) if len(head) > _WORTH_PROCESSES else 1)
     encoded = _encode(encoder, chain(head, rows), workers)
     with progress.stage(f"tokenizing {source}", _size(source)) as advance:
-        unused = unused_columns(head, format, columns)
         write_store(folder, _metered(encoded, advance), encoder.columns, format=format, unused=unused)
+
+
+def read_encoder(
+    head: Sequence[Row], source: Source, tokenizer: PreTrainedTokenizerBase, task: ReadTask
+) -> UnitEncoder:
+    """Return the encoder of a source's rows, whose parts are read.
+
+    Raises:
+        ValueError: no rows, or another format.
+    """
+    if not head:
+        raise ValueError(f"the data set is empty: no rows in {source}")
+    if source.format != "auto":
+        raise ValueError(f"{source}: format {source.format!r} is for texts and chats: leave it out")
+    return task.encoder(tokenizer, source.system)
+
+
+def _unread(rows: Iterable[Row], encoder: UnitEncoder) -> list[str]:
+    """Return the columns with values that an encoder does not read, in order of appearance."""
+    found = (key for row in rows for key, value in row.value.items() if value is not None)
+    return [key for key in dict.fromkeys(found) if key not in encoder.keys]
 
 
 def make_encoder(
     source: Source, config: DataConfig, tokenizer: PreTrainedTokenizerBase, format: str, columns: Columns = NO_COLUMNS
 ) -> Encoder:
     """Return the encoder of a source's rows, which have this format."""
-    rows: dict[str, Any] = {"format": format, "loss_on": source.loss_on, "system": source.system, "columns": columns}
-    return Encoder(tokenizer, **rows, **config.encoding)
+    return Encoder(
+        tokenizer, format=format, loss_on=source.loss_on, system=source.system, columns=columns, **config.encoding
+    )
 
 
 class FirstRow(NamedTuple):
@@ -139,7 +173,7 @@ class FirstRow(NamedTuple):
     encode: Callable[[PreTrainedTokenizerBase], Encoded]
 
 
-def first_row(config: DataConfig, *, preferences: bool) -> FirstRow:
+def first_row(config: DataConfig, *, preferences: bool, task: ReadTask | None = None) -> FirstRow:
     """Read the first row of the first source.
 
     Raises:
@@ -147,6 +181,9 @@ def first_row(config: DataConfig, *, preferences: bool) -> FirstRow:
     """
     source = config.sources[0]
     head = list(islice(read_rows(source), 1))
+    if task:
+        read = partial(read_encoder, head, source, task=task)
+        return FirstRow(head[0].origin, None, lambda tokenizer: read(tokenizer).encode(head))
     format = find_format(head, source, detect_preference if preferences else detect_format)
     (row,) = head
     contents = read_answers(row.value, format) if format in ANSWER_KEYS else [read_row(row.value, format)]
@@ -188,7 +225,7 @@ def find_format(head: Sequence[Row], source: Source, detect: Callable[[Any], str
     return "alpaca_chat" if (found, source.format) == ("alpaca", "auto_chat") else found
 
 
-def _encode(encoder: Encoder, rows: Iterable[Row], workers: int) -> Iterator[tuple[Encoded, float]]:
+def _encode(encoder: RowEncoder, rows: Iterable[Row], workers: int) -> Iterator[tuple[Encoded, float]]:
     """Yield documents and the bytes of their rows."""
     jobs = ((chunk, sum(row.size for row in chunk)) for chunk in row_chunks(rows, _CHUNK))
     return encode_here(encoder, jobs) if workers == 1 else encode_in_processes(encoder, jobs, workers)
@@ -210,6 +247,7 @@ def cache_key(
     version: int,
     columns: Columns = NO_COLUMNS,
     encoding: Mapping[str, Any] = MappingProxyType({}),
+    reads: str = "",
 ) -> str:
     """Return a name for the tokens of a source, from its files' digests and all that tokens depend on."""
     files = [["".join(Path(name).suffixes[-2:]), digest] for name, digest in digests]
@@ -219,6 +257,7 @@ def cache_key(
     rows: list[Any] = [*(["preferences 2"] if preferences else []), *([sorted(further)] if further else [])]
     rows += [source.rows, source.prompt, source.completion] if source.rows or source.prompt else []
     rows += [sorted(encoding.items())] if encoding else []
+    rows += [reads] if reads else []
     return content_key(version, files, *settings, *model, *rows)
 
 
@@ -237,13 +276,13 @@ def _size(source: Source) -> int | None:
     return None if any(map(is_compressed, files)) else sum(path.stat().st_size for path in files) or None
 
 
-def encode_here[Tag](encoder: Encoder, jobs: Iterable[tuple[Sequence[Row], Tag]]) -> Iterator[tuple[Encoded, Tag]]:
+def encode_here[Tag](encoder: RowEncoder, jobs: Iterable[tuple[Sequence[Row], Tag]]) -> Iterator[tuple[Encoded, Tag]]:
     """Yield the documents of each chunk of rows with the chunk's tag."""
     return ((encoder.encode(chunk), tag) for chunk, tag in jobs)
 
 
 def encode_in_processes[Tag](
-    encoder: Encoder, jobs: Iterable[tuple[Sequence[Row], Tag]], workers: int
+    encoder: RowEncoder, jobs: Iterable[tuple[Sequence[Row], Tag]], workers: int
 ) -> Iterator[tuple[Encoded, Tag]]:
     """Yield the documents of each chunk of rows with the chunk's tag, tokenized by as many processes.
 
@@ -283,11 +322,11 @@ def _without_main() -> Iterator[None]:
             sys.modules["__main__"] = main
 
 
-_encoder: Encoder
+_encoder: RowEncoder
 """Encoder of a worker process, set by `_install`."""
 
 
-def _install(encoder: Encoder) -> None:
+def _install(encoder: RowEncoder) -> None:
     global _encoder
     _encoder = encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are parallel already

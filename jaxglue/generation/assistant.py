@@ -15,12 +15,14 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.progress import DataProgress
 from jaxglue.generation.config import AssistantConfig, SamplingConfig
+from jaxglue.generation.drafts import HEAD, Drafting, why_no_drafts
 from jaxglue.generation.engine import STEPS, Engine
 from jaxglue.generation.grammar import Grammar, Grammars
 from jaxglue.generation.pages import free_bytes
 from jaxglue.generation.scheduler import Request
 from jaxglue.hf.adapter import adapter_labels, warn_of_adapter_inside
 from jaxglue.hf.checkpoint import read_config
+from jaxglue.hf.draft import load_draft
 from jaxglue.hf.identity import Identity, identify, identify_random
 from jaxglue.hf.loading import add_adapter, load_model, random_model
 from jaxglue.hf.serving import load_own_tokenizer, stop_tokens
@@ -63,6 +65,7 @@ class Assistant:
             scorer = config.adapter or folder
             raise ValueError(f"{scorer} is a reward model or classifier, which writes no text: use jaxglue score")
         self.tokenizer, model, self.dtype = load_parts(config)
+        model.config.require_causal(config.adapter or folder)
         self.config = model.config
         self.stops = stop_tokens(self.tokenizer, folder, config.adapter)
         self._folder, spare = folder, config.spare_ranks
@@ -75,9 +78,19 @@ class Assistant:
         self.spare = SpareRanks(model, identity, str(folder), spare=spare, total=self.ranks) if spare else None
         """Ranks for adapters that are loaded later."""
         self.graphdefs, self.adapter, self.frozen = split_model(model, nnx.LoRAParam)
-        ahead = stays and jax.default_backend() != "cpu"
-        self.engine = Engine(self.graphdefs, self.config, dtype=self.dtype, kv_cache=config.kv_cache, ahead=ahead)
+        options: dict[str, Any] = {"kv_cache": config.kv_cache, "ahead": stays and jax.default_backend() != "cpu"}
+        options["drafting"] = self._read_head(config) if config.drafted else None
+        self.engine = Engine(self.graphdefs, self.config, dtype=self.dtype, **options)
         self.memory = None if config.memory_limit is None else free_bytes(config.memory_limit * 2**30)
+
+    def _read_head(self, config: AssistantConfig) -> Drafting:
+        """Load the model's draft head beside its weights; raise ValueError where its drafts are not verified."""
+        if reason := why_no_drafts(self.config):
+            raise ValueError(f"--drafts: the model has {reason}, of which drafts are not verified: leave it out")
+        head = load_draft(config.folder, self.config, dtype=self.dtype, adapter=config.adapter)
+        graphdef, state = nnx.split(head)
+        self.adapter, self.frozen = {**self.adapter, HEAD: {}}, {**self.frozen, HEAD: nnx.to_pure_dict(state)}
+        return Drafting(graphdef, config.drafted)
 
     def voice(self, adapter: Path, ranks: Bool[np.ndarray, " R"]) -> Voice:
         """Return the voice of an adapter's folder, of which these ranks are."""
@@ -95,8 +108,9 @@ class Assistant:
     ) -> Iterator[str]:
         """Yield the answer to an encoded prompt in pieces; `index`, `grammar` and errors as of `Engine.stream`."""
         stops = self.stops | special_stops(self.tokenizer, sampling.stop)
-        options: dict[str, Any] = {"index": index, "grammar": grammar, "memory": self.memory}
-        new = self.engine.stream(self.adapter, self.frozen, tokens, sampling, stops, **options)
+        new = self.engine.stream(
+            self.adapter, self.frozen, tokens, sampling, stops, index=index, grammar=grammar, memory=self.memory
+        )
         return before(stream_text(self.tokenizer, new), sampling.stop)
 
     def answers(

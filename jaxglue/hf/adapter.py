@@ -187,8 +187,9 @@ def save_adapter(
             "merge the adapter (jaxglue export), or train without it (--exclude out_proj)",
             *(folder, peft),
         )
-    names: dict[str, Any] = {"tied": tied, "model_type": model_type, "text_path": text_path}
-    described = config_to_peft(config, shapes, base_reference(base_model), **names)
+    described = config_to_peft(
+        config, shapes, base_reference(base_model), tied=tied, model_type=model_type, text_path=text_path
+    )
     write_json(folder / CONFIG, described)
 
 

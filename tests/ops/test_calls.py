@@ -59,6 +59,7 @@ from jaxglue.ops.quant.formats import quantize_matrix
 from jaxglue.ops.residual_norm import RESIDUAL_NORM, GatedInput, ResidualNormCall
 from jaxglue.ops.rope import RopeConfig, Rotary
 from jaxglue.ops.sampling import SAMPLING, SamplingCall
+from jaxglue.ops.short_convolution import SHORT_CONVOLUTION, ShortConvolutionCall
 from jaxglue.ops.small_layer import SMALL_LAYER, LayerSpec, SmallLayerCall
 from jaxglue.ops.state_space import GATED_NORM, STATE_SPACE, STATE_STEP, GatedNormCall, StateHeads, StateSpaceCall
 
@@ -87,6 +88,7 @@ CALLS: list[tuple[Operation, str, Any]] = [
     (CROSS_ENTROPY, "triton", CrossEntropyCall(dtype=HALF, vocab_size=128)),
     *((DELTA_RULE, name, DeltaCall(dtype=HALF, key_dim=64, value_dim=64)) for name in DELTA_RULE.backends),
     (DELTA_ROWS, "triton", DeltaRowsCall(dtype=HALF)),
+    (SHORT_CONVOLUTION, "triton", ShortConvolutionCall(dtype=HALF, taps=3)),
     (DELTA_STEP, "triton", DeltaCall(dtype=HALF, key_dim=64, value_dim=64)),
     *((STATE_SPACE, name, StateSpaceCall(dtype=HALF, heads=STATES)) for name in STATE_SPACE.backends),
     (STATE_STEP, "triton", StateSpaceCall(dtype=HALF, heads=STATES)),

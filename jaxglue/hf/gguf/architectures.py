@@ -600,7 +600,6 @@ ARCHITECTURES = {
     "nemotron_h with experts": replace(_NEMOTRON_DENSE, name="NEMOTRON_H_MOE"),
     "falcon_h1": Architecture(
         name="FALCON_H1",
-        permuted=True,
         metadata=_mamba_metadata,
         obstacle=_falcon,
         names=((r"feed_forward\.", "mlp."), _DT_BIAS),
