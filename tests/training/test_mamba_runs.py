@@ -16,11 +16,17 @@ TYPES = {
         **{"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
     },
     "nemotron_h": {
-        **{"hybrid_override_pattern": "ME*-", "num_hidden_layers": 4, "mamba_num_heads": 4, "mamba_head_dim": 32},
+        **{
+            "hybrid_override_pattern": "ME*-",
+            "num_hidden_layers": 4,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 32,
+            "intermediate_size": 64,
+        },
         **{"ssm_state_size": 16, "n_groups": 2, "n_routed_experts": 4, "moe_intermediate_size": 64},
         **{"moe_shared_expert_intermediate_size": 64, "moe_latent_size": 64, "hidden_act": None},
     },
-    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64, "mlp_multipliers": [0.9, 0.5]},
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 128, "intermediate_size": 64, "mlp_multipliers": [0.9, 0.5]},
 }
 ADAPTED = {
     "granitemoehybrid": {"0.mamba.in_proj", "0.mamba.out_proj", "0.block_sparse_moe.experts.down_proj"},
@@ -35,7 +41,8 @@ def set_type(model_folder):
 
     def change(model_type):
         path = model_folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | TYPES[model_type] | {"model_type": model_type}))
+        sizes = {"model_type": model_type, "hidden_size": 64}  # which NF4's blocks divide
+        path.write_text(json.dumps(json.loads(path.read_text()) | sizes | TYPES[model_type]))
 
     return change
 
@@ -53,14 +60,12 @@ def test_adapters_of_all_projections_learn_and_answer(model_type, set_type, make
     assert any("adapts Mamba-2's out_proj" in record.getMessage() for record in caplog.records)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"quantize": "nf4"}, {"quantize": "fp8"}, {"tile": 64}, {"remat": "full"}], ids=str
-)
+@pytest.mark.parametrize("settings", [{"quantize": "nf4"}, {"matmul": "fp8"}, {"tile": 48}, {"remat": "full"}], ids=str)
 @pytest.mark.parametrize("model_type", TYPES)
 @pytest.mark.slow
 def test_other_ways_to_train_learn_too(model_type, settings, set_type, make_config):
     set_type(model_type)
-    if settings == {"tile": 64} and model_type == "falcon_h1":
+    if settings == {"tile": 48} and model_type == "falcon_h1":
         pytest.skip("its layers pass whole")
     summary = train(make_config(targets=("all-linear",), steps=6, **settings))
     assert summary.last_loss < summary.first_loss - 0.05
@@ -81,7 +86,7 @@ def test_pairs_share_their_prompt(model_type, set_type, make_config, write_jsonl
     pair = {"prompt": "What is 1 and 2? ", "chosen": "It is 3.", "rejected": "Good"}
     pairs = {"objective": "dpo", "data": (write_jsonl([pair] * 3, "pairs.jsonl"),), "seq_len": 192}
     shared = train(make_config(**pairs, steps=3, output=tmp_path / "shared"))
-    monkeypatch.setattr("jaxglue.training.setup.why_prompts_are_copied", lambda *_: "copies")
+    monkeypatch.setattr("jaxglue.training.row_source.why_prompts_are_copied", lambda *_: "copies")
     copied = train(make_config(**pairs, steps=3, output=tmp_path / "copied"))
     assert shared.first_loss == pytest.approx(np.log(2), abs=1e-5)
     assert shared.last_loss == pytest.approx(copied.last_loss, rel=1e-4)
