@@ -56,7 +56,7 @@ async def client(port: int, seed: int, pause: float, samples: list[tuple[float, 
         begin = time.monotonic()
         status = await post(port, "/v1/completions", json.dumps(body).encode())
         samples.append((begin, time.monotonic() - begin, status))
-        await asyncio.sleep(rng.expovariate(1 / pause))
+        await asyncio.sleep(min(rng.expovariate(1 / pause), max(end - time.monotonic(), 0)))
 
 
 def bodies() -> dict[str, list[bytes]]:
