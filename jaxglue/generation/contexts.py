@@ -268,8 +268,9 @@ class VerifyContext(ExtendContext):
 
     def recur(self, recurrence: Recurrence, *values) -> Float[Array, "1 S*R *O"]:
         """Compute each slot's outputs by the layer's own recurrence, and the states behind its tokens."""
-        (B, R), outputs = self._sizes(values[0]), []
-        states = self.states.read(self._cursor.begins, self._begun(values[0]))
+        (B, R), begins, outputs = self._sizes(values[0]), self._cursor.begins, []
+        assert begins is not None
+        states = self.states.read(begins, self._begun(values[0]))
         parts = [jnp.unstack(x.reshape(B, R, *x.shape[2:]), axis=1) for x in values]
         for row, tokens in enumerate(zip(*parts, strict=True)):
             out, states = recurrence.step(states, *tokens)
