@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from selection import repeats
+from selection import repeats, thorough
 
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.training.train import train
@@ -62,7 +62,7 @@ def test_adapters_of_all_projections_learn_and_answer(model_type, set_type, make
 
 @pytest.mark.parametrize("settings", [{"quantize": "nf4"}, {"matmul": "fp8"}, {"tile": 48}, {"remat": "full"}], ids=str)
 @pytest.mark.parametrize("model_type", TYPES)
-@pytest.mark.slow
+@thorough("training/test_mamba_runs.py")
 def test_other_ways_to_train_learn_too(model_type, settings, set_type, make_config):
     set_type(model_type)
     if settings == {"tile": 48} and model_type == "falcon_h1":
@@ -72,7 +72,7 @@ def test_other_ways_to_train_learn_too(model_type, settings, set_type, make_conf
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-@pytest.mark.slow
+@thorough("training/test_mamba_runs.py")
 def test_all_weights_learn(model_type, set_type, make_config):
     set_type(model_type)
     summary = train(make_config(method="full", steps=6))
@@ -80,7 +80,7 @@ def test_all_weights_learn(model_type, set_type, make_config):
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-@pytest.mark.slow
+@thorough("training/test_mamba_runs.py")
 def test_pairs_share_their_prompt(model_type, set_type, make_config, write_jsonl, monkeypatch, tmp_path):
     set_type(model_type)
     pair = {"prompt": "What is 1 and 2? ", "chosen": "It is 3.", "rejected": "Good"}
