@@ -40,6 +40,7 @@ from jaxglue.models.vocabulary import extended_matrix, with_low_rank
 from jaxglue.ops.cross_entropy import cap_logits
 from jaxglue.ops.paged_attention import LatentPages
 from jaxglue.ops.projection import project
+from jaxglue.ops.recurrence import KeysAndStates
 from jaxglue.ops.segments import PackedSegments
 from jaxglue.ops.zeros import zeros_on
 
@@ -473,8 +474,14 @@ class EnginePrograms:
         def copied(kind: LayerKind, cache):
             index = self.windows.index(kind.window)
             pages = copies.sources[index], copies.targets[index]
-            sources, targets = copies.slots if kind.mixer.recurrent else pages
-            return jax.tree.map(lambda stored: stored.at[targets].set(stored[sources]), cache)
+
+            def moved(part, places):
+                sources, targets = places
+                return jax.tree.map(lambda stored: stored.at[targets].set(stored[sources]), part)
+
+            if isinstance(cache, KeysAndStates):
+                return KeysAndStates(moved(cache.keys, pages), moved(cache.states, copies.slots))
+            return moved(cache, copies.slots if kind.mixer.recurrent else pages)
 
         return list(map(copied, self.cached.layer_kinds, caches))
 
