@@ -6,6 +6,7 @@ Chats are the common form: other protocols' bodies become those of chats, and th
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from jaxglue.serve.fields import (
     read_variables,
 )
 from jaxglue.serve.host import Host
-from jaxglue.serve.lanes import beside, compile_grammar, is_long
+from jaxglue.serve.lanes import beside, compile_grammar, is_long, paced
 from jaxglue.serve.refusals import BadRequestError
 from jaxglue.serve.service import TooLongError, require_short
 from jaxglue.text.stream import special_stops
@@ -105,7 +106,9 @@ async def chat_prompt(host: Host, body: dict[str, Any], *, bounded: bool = True)
     messages, tools = read_messages(body), None if body.get("tool_choice") == "none" else body.get("tools")
     if len(messages) > length:  # each takes more than a token
         raise TooLongError(f"{len(messages):,} messages, and texts may have {length:,} tokens")
-    text = json.dumps([messages, tools], ensure_ascii=False)
+    is_large = len(messages) + (len(tools) if isinstance(tools, list) else 0) > _MANY
+    dump = partial(json.dumps, [messages, tools], ensure_ascii=False)
+    text = await paced(dump) if is_large else dump()
     await beside(len(text), require_short, voice.tokenizer, text, _HIDDEN * length)
 
     def encode() -> ChatPrompt:
@@ -119,6 +122,8 @@ async def chat_prompt(host: Host, body: dict[str, Any], *, bounded: bool = True)
     return await beside(len(text), encode) if is_long(len(text)) else encode()
 
 
+_MANY = 4096
+"""Messages and tools that take more than some milliseconds to write as JSON."""
 _HIDDEN = 4
 """Tokens of a chat as JSON for one that a prompt may have: templates leave some out, and write others shorter."""
 
