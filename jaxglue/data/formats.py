@@ -2,12 +2,16 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxglue.data.config import NO_COLUMNS, Columns
 from jaxglue.data.files import Row
 from jaxglue.data.messages import WEIGHTS, Chat, listed, read_chat, read_flag
+from jaxglue.files.json_file import parse_json
+
+if TYPE_CHECKING:
+    from jaxglue.data.images import ImageRules
 
 KEYS: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
@@ -34,7 +38,11 @@ _UNREAD = {
     "functions": "name them 'tools'",
 }
 """Remedies by keys of other programs' chats that change the conversation, and are not read."""
-_MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+IMAGE_COLUMNS = ("images", "image")
+"""Keys of a row's images."""
+UNSEEN = ("videos", "video", "audios", "audio")
+"""Keys of a row's videos and sounds, which no model here takes."""
+_MEDIA = (*IMAGE_COLUMNS, *UNSEEN)
 """Keys of what the chats and answers of other programs' rows speak of."""
 
 
@@ -96,17 +104,30 @@ def detect_format(row: Mapping[str, Any]) -> str:
     )
 
 
-def read_row(row: Mapping[str, Any], format: str) -> Text | Segments:
+def read_row(row: Mapping[str, Any], format: str, images: "ImageRules | None" = None) -> Text | Segments:
     """Return the chat of a row, its segments, or its strings: a prompt, if any, and a text to train on.
+
+    Args:
+        row: as read.
+        format: of the row.
+        images: of a model that sees; None refuses images.
 
     Raises:
         ValueError: a missing key, a value of the wrong type, or a setting that is not read.
     """
     if missing := [key for key in KEYS[format] if key not in row]:
         raise ValueError(f"a row of format {format!r} needs {listed(missing)}; its keys are {listed(row)}")
-    if format != "text":
+    if format == "segments":
         refuse_media(row)
-    return _segments(row["segments"]) if format == "segments" else with_system(_read_content(row, format), row)
+        return _segments(row["segments"])
+    if images is None:
+        if format != "text":
+            refuse_media(row)
+        return with_system(_read_content(row, format), row)
+    refuse_media(row, UNSEEN)
+    media = row_images(row)
+    chat_format = "alpaca_chat" if format == "alpaca" and media else format
+    return with_system(images.attach(_read_content(row, chat_format, sees=True), media), row)
 
 
 def _segments(value: Any) -> Segments:
@@ -120,10 +141,18 @@ def _segments(value: Any) -> Segments:
     return Segments([each["text"] for each in value], [read_flag(each["label"], "label") for each in value])
 
 
-def refuse_media(row: Mapping[str, Any]) -> None:
+def refuse_media(row: Mapping[str, Any], kinds: Sequence[str] = _MEDIA) -> None:
     """Raise ValueError for a row with images, videos or sounds."""
-    if found := next((key for key in _MEDIA if row.get(key) not in _EMPTY), None):
+    if found := next((key for key in kinds if row.get(key) not in _EMPTY), None):
         raise ValueError(f"{found!r} is not read, as only text is: leave out such rows, or the key")
+
+
+def row_images(row: Mapping[str, Any]) -> list[Any]:
+    """Return the images in the columns of a row."""
+    value: Any = next((row[key] for key in IMAGE_COLUMNS if row.get(key) not in _EMPTY), [])
+    if isinstance(value, str) and value.lstrip().startswith("["):  # of a table
+        value = parse_json(value, "images")
+    return value if isinstance(value, list) else [value]
 
 
 def with_system(content: Chat | list[str], row: Mapping[str, Any]) -> Chat | list[str]:
@@ -144,12 +173,12 @@ def with_system(content: Chat | list[str], row: Mapping[str, Any]) -> Chat | lis
     return content.with_system(text) if text else content
 
 
-def _read_content(row: Mapping[str, Any], format: str) -> Chat | list[str]:
+def _read_content(row: Mapping[str, Any], format: str, *, sees: bool = False) -> Chat | list[str]:
     match format:
         case "messages" | "conversations":
-            return read_chat(row[format], row.get("tools"), format)
+            return read_chat(row[format], row.get("tools"), format, sees=sees)
         case "prompt_completion" if isinstance(row["prompt"], list):
-            return _completed_chat(row)
+            return _completed_chat(row, sees=sees)
         case "question_answer":
             return _exchange(*_strings(row, "question", "answer"))
         case "alpaca":
@@ -181,12 +210,13 @@ def _alpaca(row: Mapping[str, Any]) -> list[str]:
     return _strings({**row, "input": given}, "instruction", "input", "output")
 
 
-def _completed_chat(row: Mapping[str, Any]) -> Chat:
+def _completed_chat(row: Mapping[str, Any], *, sees: bool = False) -> Chat:
     """Join TRL's lists of prompt and completion messages; only the completion's are trained on."""
-    prompt = read_chat(row["prompt"], row.get("tools"), "prompt")
-    completion = read_chat(row["completion"], None, "completion")
+    prompt = read_chat(row["prompt"], row.get("tools"), "prompt", sees=sees)
+    completion = read_chat(row["completion"], None, "completion", sees=sees)
     trained = [False if message["role"] == "assistant" else None for message in prompt.messages]
-    return Chat(prompt.messages + completion.messages, prompt.tools, [*trained, *completion.trained])
+    messages, images = prompt.messages + completion.messages, prompt.images + completion.images
+    return Chat(messages, prompt.tools, [*trained, *completion.trained], images)
 
 
 def _exchange(question: str, answer: str) -> Chat:

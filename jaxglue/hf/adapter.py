@@ -203,7 +203,7 @@ def load_adapter(folder: str | Path) -> Adapter:
         raise ValueError(
             f"{folder / TENSORS} is damaged: its tensors differ from their digest: copy or export it again"
         )
-    stored, text_path = split_others(folder / TENSORS, stored)
+    stored, text_path = split_others(stored)
     tensors = dict(from_key(folder / TENSORS, key, _as_float(files, key, stored.pop(key)), raw) for key in list(stored))
     for module in PATHS.values():
         if f"{module}.lora_A" in tensors:

@@ -17,6 +17,7 @@ from jaxglue.text.thinking import Thought
 from jaxglue.text.tool_formats import ToolFormat
 
 _LARGEST_BODY, _BODY_SECONDS = 4 * 2**20, 60.0
+_LARGEST_WITH_IMAGES = 16 * 2**20
 _MOST_ANSWERS, MOST_PROMPTS = 16, 128
 MOST_LIKELY = 20
 """Likely tokens beside each of an answer's, at most."""
@@ -89,19 +90,21 @@ class Call:
     """The request names the tool to call: an answer that calls it has stopped, as OpenAI says."""
 
 
-async def read_body(http: HttpRequest, known: Collection[str]) -> dict[str, Any]:
+async def read_body(http: HttpRequest, known: Collection[str], *, sees: bool = False) -> dict[str, Any]:
     """Return the body's object, with parameters among those known; others that may be ignored are there, too.
+
+    Of a model that sees images it may be larger.
 
     Raises:
         BadRequestError: it is too large, or no JSON object.
     """
-    parts, size = [], 0
+    parts, size, largest = [], 0, _LARGEST_WITH_IMAGES if sees else _LARGEST_BODY
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             async for part in http.stream():
                 size += len(part)
-                if size > _LARGEST_BODY:
-                    raise BadRequestError(f"the body is larger than {_LARGEST_BODY / 2**20:.0f} MiB", 413)
+                if size > largest:
+                    raise BadRequestError(f"the body is larger than {largest / 2**20:.0f} MiB", 413)
                 parts.append(part)
     except TimeoutError:
         raise BadRequestError(f"the body takes more than {_BODY_SECONDS:.0f} s", 408) from None

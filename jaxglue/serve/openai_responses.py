@@ -91,10 +91,12 @@ def _messages(given: Any) -> list[dict[str, Any]]:
 
 
 def _content(content: Any) -> Any:
-    """Return a text, of parts, too."""
+    """Return a text, of parts, too; with images the parts as a chat has them."""
     if not isinstance(content, list):
         return content
     parts = _list_of_objects(content, "input")
+    if any(part.get("type") == "input_image" for part in parts):
+        return [part if part.get("type") == "input_image" else {**part, "type": "text"} for part in parts]
     for part in parts:
         if part.get("type") not in _TEXTS:
             message = f"input of type {part.get('type')!r:.100} is not served: expected text"

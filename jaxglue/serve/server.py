@@ -19,7 +19,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from jaxglue.data.messages import read_chat
+from jaxglue.data.messages import content_texts, read_chat
 from jaxglue.generation.assistant import Assistant, Voice
 from jaxglue.generation.prompts import encode_prompt, render_messages
 from jaxglue.generation.scheduler import Request
@@ -51,7 +51,10 @@ from jaxglue.serve.service import EndedError, Event, FullError, Service, Ticket,
 from jaxglue.text.stream import special_stops
 from jaxglue.text.thinking import Thought, thought_after
 from jaxglue.text.tool_calls import call_grammar, format_of, parameters_of, schemas_of
+from jaxglue.vision.rows import PromptImages
 
+_MOST_IMAGES = 16
+"""Images of a request."""
 _SILENCE = 15.0
 """Seconds without an event, at most."""
 
@@ -138,10 +141,10 @@ class _Server:
         return BadRequestError(message, 404, code="model_not_found", parameter="model")
 
     async def _chat(self, http: HttpRequest) -> Response:
-        return await self._answer(http, await self._chat_call(await read_body(http, CHAT)))
+        return await self._answer(http, await self._chat_call(await read_body(http, CHAT, sees=self._sees)))
 
     async def _respond(self, http: HttpRequest) -> Response:
-        body = await read_body(http, RESPONSE)
+        body = await read_body(http, RESPONSE, sees=self._sees)
         call = await self._chat_call(chat_body(body))
         answers, writer = _Answers(self._service, call), ResponseWriter(body, call)
         if call.stream:
@@ -152,16 +155,22 @@ class _Server:
             pass
         return JSONResponse(writer.response)
 
+    @property
+    def _sees(self) -> bool:
+        return self._assistant.sight is not None
+
     async def _chat_call(self, body: dict[str, Any]) -> Call:
         """Return a parsed chat."""
         tools = None if body.get("tool_choice") == "none" else body.get("tools")
-        chat = read_chat(read_messages(body), tools, "messages")
+        chat = self._assistant.attach(read_chat(read_messages(body), tools, "messages", sees=self._sees))
+        if len(chat.images) > _MOST_IMAGES:
+            raise BadRequestError(f"{len(chat.images)} images: at most {_MOST_IMAGES} are taken", parameter="messages")
         if self._config.system is not None:
             chat = chat.with_system(self._config.system)
         schemas, voice = schemas_of(chat.tools), self._voice(body)[1]
         if len(chat.messages) > self._service.length:  # each takes more than a token
             raise TooLongError(f"{len(chat.messages):,} messages, and texts may have {self._service.length:,} tokens")
-        contents = "\n".join(message["content"] for message in chat.messages)
+        contents = "\n".join(chain.from_iterable(content_texts(message["content"]) for message in chat.messages))
         await asyncio.to_thread(require_short, voice.tokenizer, contents, self._service.length)
         source = str(voice.tokenizer.chat_template)
         if "developer" not in source:  # such templates would leave the message out
@@ -169,10 +178,13 @@ class _Server:
         options: dict[str, Any] = {"check": True, "needs_tools": True, "variables": read_variables(body, source)}
         template, text = render_messages(voice.tokenizer, chat, **options)
         await asyncio.to_thread(require_short, voice.tokenizer, text, self._service.length)
-        tokens = await asyncio.to_thread(template.encode, text)  # beside the streams of others
+        # Beside the streams of others.
+        prompt = await asyncio.to_thread(self._assistant.encode_rendered, template, text, chat.images)
+        if len(prompt.tokens) >= self._service.length:
+            raise TooLongError(f"{len(prompt.tokens):,} tokens, and texts may have {self._service.length:,}")
         calls = _forced_calls(body, schemas, voice)
         answer: dict[str, Any] = {"schemas": schemas, "calls": calls, "thinks": thought_after(text)}
-        return await self._call(body, [tokens], chat=True, **answer)
+        return await self._call(body, [prompt.tokens], chat=True, images=prompt.images, **answer)
 
     async def _complete(self, http: HttpRequest) -> Response:
         body = await read_body(http, COMPLETION)
@@ -198,6 +210,7 @@ class _Server:
         calls: str | None = None,
         thinks: Thought = Thought.NONE,
         echo: Sequence[str] = (),
+        images: PromptImages | None = None,
     ) -> Call:
         """Return a parsed request."""
         self._requests += 1
@@ -218,6 +231,7 @@ class _Server:
             "grammar": await asyncio.to_thread(make),
             "top_log_probs": log_probs or 0,
             "n": count,
+            "images": images,
         }
         return Call(
             model=name,
