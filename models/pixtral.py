@@ -25,7 +25,7 @@ _SIZES = {
     "intermediate": ("intermediate_size", 4096),
     "patch": ("patch_size", 14),
 }
-_ACTIVATIONS = {"gelu": partial(jax.nn.gelu, approximate=False), "silu": jax.nn.silu}
+_ACTIVATIONS: dict[str, Any] = {"gelu": partial(jax.nn.gelu, approximate=False), "silu": jax.nn.silu}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ class PixtralVision(Vision):
     def __init__(self, config: PixtralConfig, width: int, *, dtype: Any, rngs: nnx.Rngs):
         W, std, p = config.width, config.initializer_range, config.patch
         makes: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
-        linear = partial(Linear, std=std, **makes)
+        linear: Any = partial(Linear, std=std, **makes)
         self.vision_tower = Group(
             patch_conv=Parameter((W, 3, p, p), std, **makes),
             ln_pre=Norm(W, config.eps, style=config.norm, dtype=dtype),

@@ -249,6 +249,7 @@ def add_adapter(model: CausalLM, folder: str | Path, base: Identity | None = Non
     adapter = check_adapter(adapter, base_shapes(model), identity, name)
     if adapter.scores and not model.config.scores:
         raise ValueError(f"{folder} is the adapter of a reward model, which scores texts and writes none")
+    model.config = adapter.seeing(model.config)
     add_lora(model, adapter.linears.config, rngs=nnx.Rngs(0))
     set_adapter(model, adapter.linears)
     for module_name, module in vocabulary_modules(model):

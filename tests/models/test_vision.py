@@ -18,6 +18,7 @@ from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import abstract_parameters, flatten_names, hf_name, set_parameters, split_model
 from jaxglue.models.tower_config import TrainedParams
+from jaxglue.models.wrapper import ties, with_text
 from jaxglue.ops.segments import pack_segments
 from jaxglue.vision.processor import Grid, read_processor
 from jaxglue.vision.rows import Image, RowImages, image_positions
@@ -32,7 +33,10 @@ FAMILIES = sorted(path.stem for path in (GOLDENS / "vision").glob("*.safetensors
 def read_golden(name):
     with safe_open(GOLDENS / "vision" / f"{name}.safetensors", "numpy") as file:
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        return json.loads(file.metadata()["config"]), unpacked(tensors)
+        raw, golden = json.loads(file.metadata()["config"]), unpacked(tensors)
+    if ties(raw) is None:  # as of a folder, whose files decide
+        raw = with_text(raw, tie_word_embeddings="norm.lm_head.weight" not in golden) | {"tie_word_embeddings": None}
+    return raw, golden
 
 
 def drawn_model(raw):
@@ -109,9 +113,10 @@ def test_logits_loss_and_gradients_match_transformers(name):
     flat = {hf_name(".".join(map(str, path))): np.asarray(g[...]) for path, g in nnx.to_flat_state(gradients)}
     norms = {key.removeprefix("norm."): norm for key, norm in golden.items() if key.startswith("norm.")}
     assert flat.keys() == norms.keys()
+    least = 1e-4 * max(norms.values())  # biases of keys have none but rounding
     for key, gradient in flat.items():
-        np.testing.assert_allclose(np.linalg.norm(gradient), norms[key], rtol=1e-3, atol=1e-6, err_msg=key)
-        error = np.linalg.norm(probes(key, gradient) - golden[f"probes.{key}"]) / max(norms[key], 1e-6)
+        np.testing.assert_allclose(np.linalg.norm(gradient), norms[key], rtol=1e-3, atol=1e-3 * least, err_msg=key)
+        error = np.linalg.norm(probes(key, gradient) - golden[f"probes.{key}"]) / max(norms[key], least)
         assert error <= 1e-3, f"{key}: {error:.1e}"
 
 
