@@ -16,6 +16,7 @@ from jaxglue.settings.config import (
     PositiveFloat,
     PositiveInt,
     Range,
+    Requires,
     is_jinja,
     plain_fields,
 )
@@ -233,7 +234,7 @@ class DataConfig(Config):
     """Seed of the held-out split and of the reported packing."""
     cache_dir: Annotated[str, Alias("dataset_prepared_path")] = "runs/cache"
     """Folder that caches tokenized data."""
-    streaming: Annotated[bool, Alias("dataset_streaming")] = False
+    streaming: Annotated[bool, Alias("dataset_streaming"), Requires(("steps",), "a stream has no epochs")] = False
     """Tokenize and pack while training runs, for data larger than memory or disk: no cache, and a run of --steps."""
     stream_tokens: PositiveInt = 2**23
     """Tokens that are shuffled and packed together with --streaming; a step needs far fewer."""

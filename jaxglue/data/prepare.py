@@ -23,7 +23,7 @@ from jaxglue.data.config import (
 )
 from jaxglue.data.dataset import Selection, TokenDataset, hold_out, join_selections, select_documents
 from jaxglue.data.formats import CHATS
-from jaxglue.data.images import ImageRules
+from jaxglue.data.images import ImageReader, ImageRules
 from jaxglue.data.labeled import select_labeled
 from jaxglue.data.mixing import check_epoch, passes_per_epoch, plan_dataset_epoch
 from jaxglue.data.notes import file_notes, label_notes, row_notes, stream_notes, template_notes, unused_notes
@@ -55,6 +55,12 @@ class PreparedData:
     """First window of the stream."""
     images: ImageRules | None = None
     """Rules for the images of the first source's rows; None of a model that sees none."""
+
+    @property
+    def readers(self) -> list[ImageReader]:
+        """Return the readers of images of the training and the held-out documents; none of data without images."""
+        readers = (getattr(data, "reader", None) for data in (self.train, self.eval))  # prompts to answer have none
+        return [reader for reader in readers if reader is not None]
 
     @property
     def fingerprint(self) -> str:

@@ -27,10 +27,10 @@ class ArrayCheck(NamedTuple):
 def check_arrays(tree: PyTree[Array]) -> dict[str, ArrayCheck]:
     """Return the checks of all arrays of a tree by name; on several processes all must call."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    found = jax.device_get([_check_in_turn(leaf) for _, leaf in leaves])
+    checks = jax.device_get([_check_in_turn(leaf) for _, leaf in leaves])
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): _read(row)
-        for (path, _), row in zip(leaves, found, strict=True)
+        for (path, _), row in zip(leaves, checks, strict=True)
     }
 
 

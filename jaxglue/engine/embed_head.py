@@ -101,18 +101,22 @@ class EmbedHead:
     ) -> tuple[Traced, Any, list[PackedContext]]:
         """Trace `embed` on `ShapeDtypeStruct`s of parameters; return the shapes of its results, too."""
         weights = trainable["embed_tokens"], frozen["embed_tokens"]
-        own = None if self.config.per_layer is None else batch.tokens
-        traced = self._embed_program.trace(*weights, TableRows(batch.tokens, own), batch.without_lengths(), key, scale)
+        layer_tokens = None if self.config.per_layer is None else batch.tokens
+        traced = self._embed_program.trace(
+            *weights, TableRows(batch.tokens, layer_tokens), batch.without_lengths(), key, scale
+        )
         x, *shared = on_devices(self._layout, traced.out_info, self._embedded_specs)
         return traced, x, self._contexts(batch, *shared)
 
     def _contexts(
-        self, batch: Batch, rope: RopeTables, keys: list, router_losses: RouterLosses | None, own: list
+        self, batch: Batch, rope: RopeTables, keys: list, router_losses: RouterLosses | None, layer_inputs: list
     ) -> list[PackedContext]:
         """Return every layer's context; they differ in dropout key, own embeddings, and where FP8 is used."""
         shared: dict[str, Any] = {"rope": rope, "router_losses": router_losses}
         shared |= {"backend": self._attention, "tile": self._tile}
-        layers = zip(keys, self.fp8_layers, own, self.config.layer_segments(batch.segments, batch.images), strict=True)
+        layers = zip(
+            keys, self.fp8_layers, layer_inputs, self.config.layer_segments(batch.segments, batch.images), strict=True
+        )
         return [
             PackedContext(**shared, segments=segments, dropout_key=layer_key, fp8=fp8, layer_input=layer_input)
             for layer_key, fp8, layer_input, segments in layers
@@ -211,11 +215,11 @@ class EmbedHead:
                 noisy = add_noise(x[..., :D], batch.segments, self._neftune_alpha, key)
                 x = jnp.concatenate([noisy, x[..., D:]], axis=-1) if x.shape[-1] > D else noisy
             x = embed_tokens.see(x, batch.images, backend=self._attention)
-            own = embed_tokens.layer_inputs(rows.own, x) or [None] * count
-            return x, rope, keys, self._scaled_router_losses(batch, scale), own
+            layer_inputs = embed_tokens.layer_inputs(rows.own, x) or [None] * count
+            return x, rope, keys, self._scaled_router_losses(batch, scale), layer_inputs
 
-        split, whole = layout.batch_spec, PartitionSpec()
-        specs = stored, split, layout.batch_specs(batch), whole, whole
+        split, replicated = layout.batch_spec, PartitionSpec()
+        specs = stored, split, layout.batch_specs(batch), replicated, replicated
         return per_device(program, layout.mesh, specs, self._embedded_specs)(
             (trainable, frozen), rows, batch, key, scale
         )
@@ -223,8 +227,8 @@ class EmbedHead:
     @property
     def _embedded_specs(self) -> tuple[PartitionSpec, ...]:
         """Return the specs of hidden states, rotary tables, keys, router losses and layers' own embeddings."""
-        split, whole = self._layout.batch_spec, PartitionSpec()
-        return split, split, whole, whole, split
+        split, replicated = self._layout.batch_spec, PartitionSpec()
+        return split, split, replicated, replicated, split
 
     def image_features(self, trainable: Params, frozen: Params, patches: Patches) -> Float[Array, "B I D"]:
         """Return the features of rows of patches, in the activations' dtype.

@@ -511,8 +511,8 @@ class Executor(LayerExecutor):
         """
         trainable, frozen = transfer.commit((trainable, frozen))
         x = self.last_output(trainable, frozen, batch, reference=reference)
-        found = self.embed_head.log_probs(trainable, frozen, x, batch)
-        return found if batch.segments.split is None else in_rows(found, batch.segments.split)
+        log_probs = self.embed_head.log_probs(trainable, frozen, x, batch)
+        return log_probs if batch.segments.split is None else in_rows(log_probs, batch.segments.split)
 
     def evaluate(self, trainable: Params, frozen: Params, batch: Batch, sources: int = 1) -> Float[Array, "3 sources"]:
         """Return a batch's Σ weight · loss, Σ weight · hit and Σ weight by source.

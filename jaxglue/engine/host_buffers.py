@@ -201,8 +201,8 @@ class MeshBuffers:
         """Start copying every device's part; the result has the sharding of such an array on the host."""
         kind = sharding.memory_kind
         parts = [(part.device, part.data) for part in array.addressable_shards]
-        own = [jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for device, _ in parts]
-        values = [self._of[device].store(data, to) for (device, data), to in zip(parts, own, strict=True)]
+        shardings = [jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for device, _ in parts]
+        values = [self._of[device].store(data, to) for (device, data), to in zip(parts, shardings, strict=True)]
         return MeshValue(array, sharding, values)
 
 
@@ -288,10 +288,10 @@ class CudaCopies:
 
 def local_cpus(device: Path) -> set[int]:
     """Return this process's CPUs on the NUMA node of a PCI device, given by its folder; all where it names none."""
-    own = os.sched_getaffinity(0)
+    allowed = os.sched_getaffinity(0)
     try:
         ranges = (part.partition("-") for part in (device / "local_cpulist").read_text().strip().split(","))
         near = {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}
     except (OSError, ValueError):  # not Linux's, or hidden in a container
-        return own
-    return near & own or own
+        return allowed
+    return near & allowed or allowed

@@ -56,8 +56,8 @@ def host_parts(frozen: Params) -> Params:
     if "weight" in frozen["embed_tokens"] and "lm_head" in frozen:
         parts = {"embed_tokens": {"weight": frozen["embed_tokens"]["weight"]}, "lm_head": frozen["lm_head"]}
     if "per_layer" in frozen["embed_tokens"]:
-        own = {"per_layer": {"embedding": frozen["embed_tokens"]["per_layer"]["embedding"]}}
-        parts["embed_tokens"] = parts.get("embed_tokens", {}) | own
+        table = {"per_layer": {"embedding": frozen["embed_tokens"]["per_layer"]["embedding"]}}
+        parts["embed_tokens"] = parts.get("embed_tokens", {}) | table
     if not parts:
         raise ValueError(
             "embeddings on the host need a frozen table to which the output projection is not tied, or embeddings for "
@@ -91,11 +91,11 @@ def without_own_table(table: Params) -> Params:
 
     Embeddings for each layer that are on the device stay, as an unread argument costs nothing.
     """
-    own = table.get("per_layer")
-    if own is None or not _is_on_host(weight := own["embedding"]["weight"]):
+    per_layer = table.get("per_layer")
+    if per_layer is None or not _is_on_host(weight := per_layer["embedding"]["weight"]):
         return table
     empty = np.zeros((0, *weight.shape[1:]), weight.dtype)
-    return {**table, "per_layer": {**own, "embedding": {"weight": empty}}}
+    return {**table, "per_layer": {**per_layer, "embedding": {"weight": empty}}}
 
 
 def _is_on_host(weight: Any) -> bool:
@@ -115,9 +115,9 @@ def needed_rows(table: Params, tokens: Any) -> tuple[Params, TableRows]:
     table = table if weight is None else {**table, "weight": weight}
     if "per_layer" not in table:
         return table, TableRows(rows, None)
-    own = table["per_layer"]
-    weight, own_rows = _needed(own["embedding"]["weight"], tokens)
-    return {**table, "per_layer": {**own, "embedding": {"weight": weight}}}, TableRows(rows, own_rows)
+    per_layer = table["per_layer"]
+    weight, own_rows = _needed(per_layer["embedding"]["weight"], tokens)
+    return {**table, "per_layer": {**per_layer, "embedding": {"weight": weight}}}, TableRows(rows, own_rows)
 
 
 def _needed(weight: Any, tokens: Any) -> tuple[Any, Any]:

@@ -128,9 +128,9 @@ class LayerFunctions:
                 context = replace(context, attention_out=unstack(self._layout, attention_out))
             return self._layer(trainable, frozen, x, context)
 
-        kept = None if attention_out is None else self._layout.device_spec
+        attention_spec = None if attention_out is None else self._layout.device_spec
         results = self._layout.batch_spec
-        return self._on_stored(program, results, trainable, frozen, x, context, (attention_out,), (kept,))
+        return self._on_stored(program, results, trainable, frozen, x, context, (attention_out,), (attention_spec,))
 
     def _restore(self, trainable: Params, frozen: Params, x: Hidden, context: PackedContext):
         """Return y again, and residuals with the values that the policy drops."""

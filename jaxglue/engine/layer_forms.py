@@ -88,12 +88,12 @@ def by_tiles(
     def after(context, x, attended, gate=None):
         return layer.after_attention(x, attended, gate, context)
 
-    known = context.attention_out
-    if known is not None and not layer.mixer.gated:
-        return map_tiles(after, context, x, known)
+    attention_out = context.attention_out
+    if attention_out is not None and not layer.mixer.gated:
+        return map_tiles(after, context, x, attention_out)
     values, gate = map_tiles(before, context, x)
     values = tuple(map(checkpoint_name, values, layer.mixer.value_names))
-    attended = layer.mixer.attend(values, rows or context) if known is None else known
+    attended = layer.mixer.attend(values, rows or context) if attention_out is None else attention_out
     # In the shape of q XLA would make the gradients' zeros for both loops at once, and hold them from the first on.
     return map_tiles(after, context, x, attended.reshape(*x.shape[:2], -1), *(() if gate is None else (gate,)))
 

@@ -92,12 +92,21 @@ class GroupFunctions:
         contexts = _contexts(shared, keys, treedefs)
         weights = GatheredWeights(self._layout, trainable[::-1], frozen[::-1])
         for i in reversed(range(len(self._layers))):
-            own = saved[i] if i else SavedLayer(x, saved[0].residuals)
+            layer_saved = saved[i] if i else SavedLayer(x, saved[0].residuals)
             # Or XLA would recompute several layers' values at once.
-            own, dy = _round((own, dy)) if self._recomputes[i] else (own, _round(dy))
+            layer_saved, dy = _round((layer_saved, dy)) if self._recomputes[i] else (layer_saved, _round(dy))
             train, fixed = weights.take()
             fixed, dy = _convert_again(fixed, dy)
-            arguments = own.residuals, train, fixed, own.x, contexts[i], dy, accumulated[i], weights.following
+            arguments = (
+                layer_saved.residuals,
+                train,
+                fixed,
+                layer_saved.x,
+                contexts[i],
+                dy,
+                accumulated[i],
+                weights.following,
+            )
             dy, gradient, _, weights.gathered = self._layers[i].backward(*arguments)
             gradients.append(gradient)
         return _round(dy), gradients[::-1]

@@ -73,7 +73,7 @@ class LayerPasses:
             return
         sent = jax.tree.leaves((x if layer.policy.offloads_input else None, residuals.offloaded))
         stays = partial(transfer.keep_on_device, layers=len(self._layers), depth=self._prefetch_depth)
-        leaving = sum(own is layer and not stays(index) for index, own in enumerate(self._layers))
+        leaving = sum(each is layer and not stays(index) for index, each in enumerate(self._layers))
         parts = [(math.prod(value.sharding.shard_shape(value.shape)), value.dtype.itemsize) for value in sent]
         self._host_buffers.prepare([count * size for count, size in parts] * leaving)
 
@@ -114,7 +114,7 @@ class LayerPasses:
         Return both outputs, and between them values for `backward`. `near_end` is called some layers before the last.
         """
         saved: list[SavedLayer] = []
-        kept: list[_Weights] = []
+        held_weights: list[_Weights] = []
         compiles = _kind(contexts) not in self._compiled
         running = self._run_ahead(compiles=compiles)
         stored = self.stored_weights(trainable, frozen)
@@ -130,13 +130,13 @@ class LayerPasses:
                 if self._layout.mesh:  # all devices must run programs with collectives in one order
                     y, z = self._join((y, z))
             stays = transfer.keep_on_device(i, len(self._layers), self._prefetch_depth)
-            kept.append(weights if stays else (trainable[i], frozen[i]))
+            held_weights.append(weights if stays else (trainable[i], frozen[i]))
             saved.append(SavedLayer(x, residuals) if stays else self._offload(layer.policy, x, residuals))
             if self._uses_host or compiles:
                 running.add((saved[-1].x, saved[-1].residuals.offloaded) if layer.policy.offloaded or stays else y)
             x = y
             del weights, y, residuals  # free this layer's buffers before the next copy is requested
-        return x, (saved, kept), z
+        return x, (saved, held_weights), z
 
     def backward(
         self,
@@ -152,9 +152,9 @@ class LayerPasses:
 
         Pass each layer's gradients to `finish`, the last layer's first.
         """
-        values, kept = saved
+        values, held_weights = saved
         moving = [self._stream_weights and transfer.is_on_host(layer) for layer in frozen]
-        weights_ahead = self._prefetch_weights(kept, moving)
+        weights_ahead = self._prefetch_weights(held_weights, moving)
         functions = tuple(zip(self._layers, trainable, frozen, contexts, strict=True))
         restore = partial(restore_inputs, layers=functions, depth=self._prefetch_depth)
         compiles = (kind := _kind(contexts)) not in self._compiled
@@ -201,9 +201,9 @@ class LayerPasses:
         """
         return transfer.RunAhead(transfer.RUN_AHEAD if self._prefetch_depth and not compiles else 0)
 
-    def _prefetch_weights(self, kept: list[_Weights], moving: list[bool]) -> Iterator[_Weights]:
+    def _prefetch_weights(self, held: list[_Weights], moving: list[bool]) -> Iterator[_Weights]:
         """Iterate over the layers' weights, the last first, prefetching those on the host; empty `kept` on the way."""
-        loads = [lambda: transfer.request(kept.pop())] * len(kept)
+        loads = [lambda: transfer.request(held.pop())] * len(held)
         return map(transfer.received, transfer.prefetch(loads, self._prefetch_depth, reversed(moving)))
 
     def _prefetch_saved(

@@ -144,8 +144,8 @@ def parse_policy(text: str) -> RematPolicy:
         names[verb.strip()] |= {value.strip() for value in values.split(",") if value.strip()}
     saved, offloaded, dropped = (frozenset(names[verb]) for verb in ("save", "offload", "drop"))
     _check_values(saved, offloaded, dropped)
-    kept = None if policy.saved is None else (policy.saved | saved) - offloaded - dropped - {LAYER_INPUT}
-    return RematPolicy(saved=kept, offloaded=(policy.offloaded | offloaded) - saved - dropped, dropped=dropped)
+    on_device = None if policy.saved is None else (policy.saved | saved) - offloaded - dropped - {LAYER_INPUT}
+    return RematPolicy(saved=on_device, offloaded=(policy.offloaded | offloaded) - saved - dropped, dropped=dropped)
 
 
 def parse_policies(text: str, layers: int) -> tuple[RematPolicy, ...]:

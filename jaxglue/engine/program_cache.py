@@ -48,15 +48,15 @@ def keep_programs(folder: Path, *, take_turns: bool = True) -> None:
             Processes of one run wait for each other while they compile, and must not.
     """
     try:
-        place = jax.config.jax_compilation_cache_dir or str(folder.expanduser())
+        directory = jax.config.jax_compilation_cache_dir or str(folder.expanduser())
     except RuntimeError:  # an unknown user, as in some containers
         _log.warning("compiled programs are not kept: there is no home folder (HOME): name a --compilation-cache")
         return
-    jax.config.update("jax_compilation_cache_dir", place)
+    jax.config.update("jax_compilation_cache_dir", directory)
     # JAX's other compressors write no checksum, so that a flipped bit would be another program.
     compressors: Any = importlib.import_module("jax._src.compilation_cache")
     compressors.zstd = compressors.zstandard = None
-    check_tuning(Path(place))
+    check_tuning(Path(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # dozens of short ones take seconds
     _turns().take = take_turns
 
@@ -130,10 +130,10 @@ def explain_cache_errors() -> None:
     show, said = warnings.showwarning, set()
 
     def explain(message: Warning | str, *args: Any, **options: Any) -> None:
-        found = _ERROR.match(str(message))
-        if not found:
+        match = _ERROR.match(str(message))
+        if not match:
             return show(message, *args, **options)
-        act, reason = found.groups()
+        act, reason = match.groups()
         line = _mend(Path(jax.config.jax_compilation_cache_dir or ""), reason) if act == "reading" else _UNKEPT + reason
         if act not in said:
             said.add(act)
@@ -170,9 +170,9 @@ def check_tuning(cache: Path) -> None:
         if (cache / FOLDER).is_file():
             (cache / FOLDER).unlink()
             _log.warning("%s: removed a file in the place of a folder", cache / FOLDER)
-        known = _read_digests(cache / _DIGESTS)
-        found = {path: file_digest(path) for path in _choices(cache)}
-        damaged = [path for path, digest in found.items() if known.get(_choice_name(path, cache), digest) != digest]
+        noted = _read_digests(cache / _DIGESTS)
+        digests = {path: file_digest(path) for path in _choices(cache)}
+        damaged = [path for path, digest in digests.items() if noted.get(_choice_name(path, cache), digest) != digest]
         for path in damaged:
             path.unlink(missing_ok=True)
         if damaged:
@@ -185,10 +185,10 @@ def check_tuning(cache: Path) -> None:
 def note_tuning(cache: Path) -> None:
     """Note the digests of new choices, and forget those of removed ones."""
     try:
-        known = _read_digests(cache / _DIGESTS)
+        before = _read_digests(cache / _DIGESTS)
         names = {_choice_name(path, cache): path for path in _choices(cache)}
-        noted = {name: known.get(name) or file_digest(path) for name, path in names.items()}
-        if noted != known:
+        noted = {name: before.get(name) or file_digest(path) for name, path in names.items()}
+        if noted != before:
             with atomic_file(cache / _DIGESTS) as temporary:
                 temporary.write_text(json.dumps(noted))
     except OSError:

@@ -54,4 +54,4 @@ def stream_evenly(layers: int, count: int, mapped: int = 0) -> tuple[str, ...]:
 
 def is_streamed(places: tuple[str, ...]) -> bool:
     """Return whether any layer's weights are streamed."""
-    return any(place != DEVICE for place in places)
+    return any(residence != DEVICE for residence in places)

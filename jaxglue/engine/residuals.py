@@ -84,18 +84,18 @@ def differentiate(
     find_attention = find_attention and policy.keeps_attention
     looked_for = policy.offloads_residuals or find_attention
     names: list[str | None] = _leaf_names(policy.wrap(layer), inputs) if looked_for else [None] * len(leaves)
-    known = {value: (_ARGUMENT, index) for index, value in enumerate(ids[: -len(leaves)])}
-    kept: dict[int, list[Array]] = {_SAVED: [], _OFFLOADED: []}
+    source_of = {value: (_ARGUMENT, index) for index, value in enumerate(ids[: -len(leaves)])}
+    stored: dict[int, list[Array]] = {_SAVED: [], _OFFLOADED: []}
     sources = []
     for leaf, value, name in zip(leaves, ids[-len(leaves) :], names, strict=True):
-        if value not in known:
+        if value not in source_of:
             kind = _OFFLOADED if name in policy.offloaded else _SAVED
-            known[value] = kind, len(kept[kind])
-            kept[kind].append(leaf)
-        sources.append((*known[value], leaf.shape))
+            source_of[value] = kind, len(stored[kind])
+            stored[kind].append(leaf)
+        sources.append((*source_of[value], leaf.shape))
     attention = names.index(ATTENTION_OUT) if find_attention and ATTENTION_OUT in names else None
     forms.append(VjpForm(treedef, tuple(sources), attention))
-    return y, Residuals(kept[_SAVED], kept[_OFFLOADED], weakref.ref(forms[-1]))
+    return y, Residuals(stored[_SAVED], stored[_OFFLOADED], weakref.ref(forms[-1]))
 
 
 def _vjp(layer: Layer, inputs: LayerInputs) -> tuple[Array, Callable]:

@@ -30,12 +30,12 @@ def offload(
     policy: RematPolicy, x: Float[Array, "B T D"], residuals: Residuals, buffers: Buffers | None = None
 ) -> SavedLayer:
     """Drop a layer's input or start the copies of its values to the host, as its policy has them."""
-    kept = None if policy.drops_input else x
+    layer_input = None if policy.drops_input else x
     if not policy.offloaded:
-        return SavedLayer(kept, residuals)
+        return SavedLayer(layer_input, residuals)
     sent = x if policy.offloads_input else None
     sent, offloaded = transfer.to_host((sent, residuals.offloaded), buffers)
-    return SavedLayer(kept if sent is None else sent, residuals.with_offloaded(offloaded))
+    return SavedLayer(layer_input if sent is None else sent, residuals.with_offloaded(offloaded))
 
 
 def check_dropped_inputs(policies: Sequence[RematPolicy]) -> None:
@@ -66,7 +66,7 @@ def restore_inputs(
     """
     last = len(saved) - 1
     first = max(i for i, layer in enumerate(saved) if layer.x is not None)
-    indices, kept = range(first, last), restored_inputs(first, last)
+    indices, inputs = range(first, last), restored_inputs(first, last)
     loads = (partial(transfer.request, (layers[i][1:3], saved[i].residuals.attention_out)) for i in indices)
     x, running = transfer.to_device(saved[first].x), transfer.RunAhead(transfer.RUN_AHEAD if depth else 0)
     fetched = map(transfer.received, transfer.prefetch(loads, depth))
@@ -77,7 +77,7 @@ def restore_inputs(
             saved[i] = saved[i]._replace(residuals=residuals)
         else:
             x = functions.replay(attention_out, *weights, x, context)
-        if i + 1 in kept:
+        if i + 1 in inputs:
             saved[i + 1] = saved[i + 1]._replace(x=x)
         running.add(x)
         del weights, attention_out

@@ -30,8 +30,8 @@ class ScoreHead:
         self._head, self._layout = head, layout
         self._tokens_program = jit_step(self._tokens)
         self._sums_program = jit_step(self._sums, static_argnames="sources")
-        whole = layout.sharding(PartitionSpec())
-        self._total = jax.jit(lambda rows: rows.sum(0), out_shardings=whole)
+        replicated = layout.sharding(PartitionSpec())
+        self._total = jax.jit(lambda rows: rows.sum(0), out_shardings=replicated)
 
     def tokens(
         self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch
@@ -52,8 +52,8 @@ class ScoreHead:
         """
         rows = batch.targets, batch.loss_weights, batch.sources
         parts = self._head.parts(trainable), self._head.parts(frozen)
-        found = self._sums_program(*parts, x, rows, sources=sources)
-        return self._total(found) if self._layout.mesh else found
+        sums = self._sums_program(*parts, x, rows, sources=sources)
+        return self._total(sums) if self._layout.mesh else sums
 
     def _tokens(self, trainable: Params, frozen: Params, x, targets):
         layout, stored = self._layout, self._layout.param_specs((trainable, frozen))

@@ -99,8 +99,8 @@ class CachedLayer:
     def _prefill(self, weights: Trees, x, cache: Cache, packed: PackedContext, places: Places):
         packed = replace(packed, latents="written") if isinstance(cache, LatentPages) else packed
         layer, context = merge_module(self._graphdef, *weights), PrefillContext(packed, cache, places, fp8=self._fp8)
-        whole = packed.tile is None or not layer.in_stages
-        x = layer(x, context) if whole else by_tiles(layer, x, packed, context)
+        at_once = packed.tile is None or not layer.in_stages
+        x = layer(x, context) if at_once else by_tiles(layer, x, packed, context)
         return x, context.cache
 
     def _decode(self, weights: Trees, x, cache: Cache, cursor: Cursor):
@@ -170,9 +170,9 @@ class EnginePrograms:
         caches: list[Cache],
     ) -> list[Cache]:
         """Write the keys and values of packed prompts to the caches."""
-        x, packed, own = self._embed_prompts(_part(trees, "embed_tokens"), tokens, segments, images)
+        x, packed, layer_inputs = self._embed_prompts(_part(trees, "embed_tokens"), tokens, segments, images)
         packed = replace(packed, ranks=places.ranks)
-        contexts = packed.each(own, self._config.layer_segments(packed.segments, images))
+        contexts = packed.each(layer_inputs, self._config.layer_segments(packed.segments, images))
         full = tokens.shape[1] >= PREFILL_TOKENS  # for few tokens another program is not worth compiling
         for i, (layer, weights) in enumerate(self._layer_weights(trees)):
             if full and i == len(caches) - 1:
@@ -188,10 +188,10 @@ class EnginePrograms:
 
         Each token has a row of the cursor's, as decoding sequences have, and a position in rotation of its own.
         """
-        x, rope, own = self._embed_suffixes(_part(trees, "embed_tokens"), tokens[None], positions[None])
+        x, rope, layer_inputs = self._embed_suffixes(_part(trees, "embed_tokens"), tokens[None], positions[None])
         cursor = replace(cursor, rope=rope)
         for i, (layer, weights) in enumerate(self._layer_weights(trees)):
-            cursor = cursor if own is None else replace(cursor, layer_input=own[i])
+            cursor = cursor if layer_inputs is None else replace(cursor, layer_input=layer_inputs[i])
             x, caches[i] = layer.extend(weights, x, caches[i], cursor)
         return caches
 
@@ -285,10 +285,10 @@ class EnginePrograms:
         self, trees: Trees, sequences: EngineSlots, caches: list[Cache], window: DecodeWindow, masks, *, plan, features
     ):
         """Decode a token of each sequence, of those in `masks`; return (sequences, caches, sampled)."""
-        x, cursor, own = self._embed_slots(_part(trees, "embed_tokens"), sequences, window, plan=plan)
+        x, cursor, layer_inputs = self._embed_slots(_part(trees, "embed_tokens"), sequences, window, plan=plan)
         caches = list(caches)
         for i, (layer, weights) in enumerate(self._layer_weights(trees)):
-            cursor = cursor if own is None else replace(cursor, layer_input=own[i])
+            cursor = cursor if layer_inputs is None else replace(cursor, layer_input=layer_inputs[i])
             x, caches[i] = layer.decode(weights, x, caches[i], cursor)
         output = _part(trees, "norm"), _part(trees, self._output_name)
         sequences, sampled = self._advance(*output, x, sequences, window, masks, features=features)
@@ -298,15 +298,15 @@ class EnginePrograms:
         return zip(self._layers, zip(*_part(trees, "layers"), strict=True), strict=True)
 
     def _embed_packed(self, weights: Trees, tokens, segments: PackedSegments, images: Images | None):
-        x, rope, own = self._embed(weights, tokens, token_positions(segments, images), images)
+        x, rope, layer_inputs = self._embed(weights, tokens, token_positions(segments, images), images)
         tile = PREFILL_TOKENS if tokens.shape[1] > PREFILL_TOKENS else None
-        return x, PackedContext(segments=segments, rope=rope, backend=self._attention, tile=tile), own
+        return x, PackedContext(segments=segments, rope=rope, backend=self._attention, tile=tile), layer_inputs
 
     def _embed_last(self, weights: Trees, sequences: EngineSlots, window: DecodeWindow, *, plan: CachePlan):
         """Return (hidden states [1, B, D], cursor, the layers' own embeddings, if any)."""
         positions, live = sequences.positions, sequences.live
         turned = positions if window.deltas is None else positions + window.deltas
-        x, rope, own = self._embed(weights, sequences.tokens[None], turned[None])
+        x, rope, layer_inputs = self._embed(weights, sequences.tokens[None], turned[None])
         tables = tuple(
             jnp.where(live[:, None], window.tables if w is None else _ring(window, plan, w), 0) for w in self.windows
         )
@@ -315,7 +315,7 @@ class EnginePrograms:
         options: dict[str, Any] = {"windows": self.windows, "ranks": window.ranks}
         places = Places(pages=pages, offsets=positions % PAGE, slots=window.slots, **options)
         cursor = Cursor(places=places, tables=tables, slots=window.slots, positions=positions, rope=rope)
-        return x, cursor, own
+        return x, cursor, layer_inputs
 
     def _embed(self, weights: Trees, tokens: Int[Array, "1 T"], positions, images: Images | None = None):
         embed_tokens = merge_module(self._graphdefs.embed_tokens, *weights)
@@ -381,7 +381,7 @@ def _begin(slots: EngineSlots, window: DecodeWindow) -> EngineSlots:
 def _finish(slots: EngineSlots, window: DecodeWindow, sequences: EngineSlots) -> EngineSlots:
     """Return the state of all slots after a window of these sequences."""
     new = replace(sequences, counts=None)
-    after = jax.tree.map(lambda rows, own: rows.at[window.slots].set(own), replace(slots, counts=None), new)
+    after = jax.tree.map(lambda rows, changed: rows.at[window.slots].set(changed), replace(slots, counts=None), new)
     return replace(after, counts=sequences.counts)
 
 
@@ -400,10 +400,10 @@ def _count(counts: Counts, slots: Int[Array, " B"], tokens: Int[Array, " B"]) ->
 
 def _count_prompts(counts: Counts, slots, tokens, new) -> Counts:
     V = counts.seen.shape[1]
-    known = jnp.where(tokens >= 0, tokens, V)  # one beyond the vocabulary is dropped
+    ids = jnp.where(tokens >= 0, tokens, V)  # one beyond the vocabulary is dropped
     rows = slots[:, None]
-    seen = counts.seen.at[slots].set(False).at[rows, known].set(True, mode="drop")
-    answered = counts.answered.at[slots].set(0).at[rows, known].add(new.astype(jnp.int32), mode="drop")
+    seen = counts.seen.at[slots].set(False).at[rows, ids].set(True, mode="drop")
+    answered = counts.answered.at[slots].set(0).at[rows, ids].add(new.astype(jnp.int32), mode="drop")
     return Counts(seen=seen, answered=answered)
 
 

@@ -4,12 +4,19 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from jaxglue.objectives.objective import ObjectiveConfig
-from jaxglue.settings.config import Alias, NonNegativeFloat, PositiveFloat, PositiveInt, Range
+from jaxglue.settings.config import Alias, Excludes, NonNegativeFloat, PositiveFloat, PositiveInt, Range
 
 LossType = Literal["sigmoid", "hinge", "robust", "exo_pair", "nca_pair", "apo_zero", "apo_down", "sigmoid_norm"]
 _BETA = Alias("pref_beta", "rl_beta", "dpo_beta", "orpo_alpha")
 Beta = Annotated[PositiveFloat, _BETA]
 Divergence = Annotated[NonNegativeFloat, _BETA]
+_BESIDE_ADAPTERS = Excludes(
+    "method",
+    "it compares with the weights as training begins, of which a run would need a copy",
+    lambda method: method == "full",
+    when=bool,
+    remedy="use --method lora, or --beta 0",
+)
 Smoothing = Annotated[float, Range(ge=0, lt=0.5), Alias("dpo_label_smoothing")]
 _Positive = Annotated[float, Range(gt=0, le=1e6)]
 _NonNegative = Annotated[float, Range(ge=0, le=1e6)]
@@ -132,7 +139,7 @@ class DistillSettings(RolloutSettings):
 class SampledSettings(RolloutSettings):
     """Ratios of probabilities of answers written in training."""
 
-    beta: Annotated[_NonNegative, _BETA] = 0.0
+    beta: Annotated[_NonNegative, _BETA, _BESIDE_ADAPTERS] = 0.0
     """Weight of the divergence from the reference; 0 computes no reference."""
     mask_truncated_completions: bool = False
     """Leave answers that reached their longest length out of the loss; their rewards stay in their group."""
@@ -240,7 +247,7 @@ class RLOOSettings(ClippedSettings):
     entropy_coef: ClassVar[float] = 0.0
     off_policy_mask_threshold: ClassVar[float | None] = None
     delta: ClassVar[float | None] = None
-    beta: Annotated[_NonNegative, _BETA] = 0.05
+    beta: Annotated[_NonNegative, _BETA, _BESIDE_ADAPTERS] = 0.05
     """Weight of the divergence from the reference, which is a part of the reward; 0 computes no reference."""
     normalize_advantages: bool = False
     """Normalize RLOO's advantages over all answers."""

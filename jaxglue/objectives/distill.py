@@ -1,8 +1,8 @@
 """Distillation on the model's own answers: divergences between its distributions and a teacher's (arXiv 2306.13649)."""
 
 from jaxglue.objectives.config import DistillSettings
-from jaxglue.objectives.rollouts import LossInputs, Metric, RolloutObjective, StepCounts, Tokens
-from jaxglue.settings.config import Excludes
+from jaxglue.objectives.rollouts import ANSWERS_EXCLUDE, LossInputs, Metric, RolloutObjective, StepCounts, Tokens
+from jaxglue.settings.config import Excludes, Requires
 
 
 class Distillation(RolloutObjective):
@@ -10,10 +10,15 @@ class Distillation(RolloutObjective):
 
     Settings = DistillSettings
     excludes = (
-        *RolloutObjective.excludes,
-        Excludes("eval_data", "held-out prompts need a --reward", unless=("reward", "environment")),
+        *ANSWERS_EXCLUDE,
+        Excludes(
+            "eval_data",
+            "held-out prompts need a --reward",
+            unless=lambda settings: settings["reward"] or settings["environment"],
+        ),
         Excludes("dynamic_sampling", "it chooses prompts by their rewards, which are not trained on"),
     )
+    requires = (Requires(("teacher",), "it learns the distributions of a model folder, or of base"),)
     needs_teacher = True
     generations = 1
     learning_rates = {"lora": 1e-4, "full": 1e-6}  # noqa: RUF012 - with all weights TRL's

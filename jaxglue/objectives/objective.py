@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
 from jaxglue.data.config import NO_COLUMNS, AnswerTask, Columns, LabelTask
 from jaxglue.parts import Registry
-from jaxglue.settings.config import Alias, Choices, Excludes, KindSettings, plain_fields
+from jaxglue.settings.config import Alias, Choices, Excludes, KindSettings, Requires, plain_fields
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -110,6 +110,28 @@ class ObjectiveConfig(KindSettings):
 NO_ROLLOUTS = Excludes("rollouts", "it is for answers written in training")
 
 
+def frozen_vocabulary(reason: str, **conditions: Any) -> tuple[Excludes, ...]:
+    """Return the exclusion of every setting that trains embedding or output projection beside adapters.
+
+    Args:
+        reason: of all.
+        conditions: of `Excludes`.
+    """
+    paths = {"embed_tokens", "model.embed_tokens", "lm_head"}
+    of_adapters = {"unless": lambda settings: settings["method"] == "full", **conditions}
+    return (
+        *(Excludes(name, reason, **conditions) for name in ("modules_to_save", "trainable_token_indices")),
+        Excludes("targets", reason, paths.intersection, remedy="leave embed_tokens and lm_head out", **of_adapters),
+        Excludes("new_tokens", reason, **conditions),
+    )
+
+
+_BESIDE_REFERENCE = frozen_vocabulary(
+    "it compares with a model without adapters, so embedding and head stay frozen",
+    unless=lambda settings: settings["method"] == "full",
+)
+
+
 class TargetValues(Protocol):
     """Values of a batch's targets under the model, computed through the head when an objective asks for them."""
 
@@ -167,6 +189,8 @@ class Objective:
         Excludes("streaming", "streams are of texts and chats, for --objective sft"),
     )
     """Settings of a run that do not go with it, and why."""
+    requires: ClassVar[tuple[Requires, ...]] = ()
+    """Settings of a run that it needs, and why."""
     answers: ClassVar[AnswerTask | None] = None
     """Its data: pairs of answers, answers with a label, or pairs to score; None for texts and chats."""
     columns: ClassVar[Columns] = NO_COLUMNS
@@ -177,6 +201,8 @@ class Objective:
     """The loss compares with the model as training begins."""
     needs_rollouts: ClassVar[bool] = False
     """The loss is of answers that the model writes during training."""
+    forks: ClassVar[bool] = False
+    """Segments of its batches have several continuations of one beginning; follows from the data."""
     needs_teacher: ClassVar[bool] = False
     """The loss is the divergence from a teacher on these answers."""
     trains_scores: ClassVar[bool] = False
@@ -189,6 +215,9 @@ class Objective:
     def __init_subclass__(cls) -> None:
         if cls.needs_reference and "reference_cache" not in plain_fields(cls.Settings):
             raise TypeError(f"{cls.__name__} needs a reference: let its Settings extend ReferenceSettings")
+        if cls.needs_reference:
+            cls.excludes = (*cls.excludes, *(each for each in _BESIDE_REFERENCE if each not in cls.excludes))
+        cls.forks = cls.answers is not None or cls.needs_rollouts
 
     @property
     def columns_read(self) -> Columns:
@@ -208,11 +237,6 @@ class Objective:
     def beta(self) -> float:
         """Return the strength of the tie to the reference, of objectives that have one."""
         return self.config.beta
-
-    @property
-    def forks(self) -> bool:
-        """Tell whether segments of its batches have several continuations of one beginning."""
-        return self.answers is not None or self.needs_rollouts
 
     @property
     def temperature(self) -> float:

@@ -13,7 +13,6 @@ from jaxglue.objectives.config import PolicyGradientSettings, RLOOSettings, SAPO
 from jaxglue.objectives.objective import ObjectiveConfig
 from jaxglue.objectives.rollouts import LossInputs, Metric, RolloutObjective, StepCounts, Tokens
 from jaxglue.ops.collectives import TOKEN_AXES, all_gather, psum
-from jaxglue.settings.config import Excludes
 
 
 def clipped_losses(ratio: Tokens, advantages: Tokens, low: float, high: float, most: float | None = None) -> Tokens:
@@ -49,11 +48,6 @@ class PolicyGradient(RolloutObjective):
     """
 
     Settings: ClassVar[type[ObjectiveConfig]] = PolicyGradientSettings
-    excludes = (
-        *RolloutObjective.excludes,
-        Excludes("teacher_system", "it has no teacher"),
-        Excludes("lmbda", "rewards judge answers of the model alone"),
-    )
     learning_rates = {"lora": 1e-5, "full": 1e-6}  # noqa: RUF012 - with all weights TRL's
     generations = 8
     compares = True

@@ -13,8 +13,10 @@ from jaxglue.data.batch import Batch, Rollouts
 from jaxglue.objectives.advantages import Rewards, Values, group_relative
 from jaxglue.objectives.config import RolloutSettings
 from jaxglue.objectives.objective import Objective, ObjectiveConfig, TargetValues
-from jaxglue.settings.config import Excludes
+from jaxglue.settings.config import Excludes, Requires
 
+_SMALLEST_CLIP = 1e-3
+"""Bound of a ratio's distance from 1 which is no optimizer's ε."""
 _STREAMED = "each token that is sampled reads them all"
 Tokens = Float[Array, "B T"]
 """A value for each token of a micro-batch's rows."""
@@ -115,6 +117,28 @@ class LossInputs:
         return Metric(shares * values, shares)
 
 
+ANSWERS_EXCLUDE = (
+    Excludes("fp8_head", "it is for the cross-entropy of --objective sft"),
+    Excludes("keep", "there is no eval loss"),
+    Excludes("early_stopping", "there is no eval loss"),
+    Excludes("eval_fraction", "hold prompts out in a file, with --eval-data"),
+    Excludes("gradient_accumulation_steps", "a step has as many micro-batches as its answers fill"),
+    Excludes("router_balance_loss", "its losses are no means over tokens"),
+    Excludes("router_z_loss", "its losses are no means over tokens"),
+    Excludes("documents_per_step", "--generation-batch-size has the answers of a step"),
+    Excludes("streaming", "prompts are read before training"),
+    Excludes("weights", _STREAMED, lambda place: place not in ("device", "auto")),
+    Excludes("embeddings", _STREAMED, lambda place: place != "device"),
+    Excludes(
+        "epsilon",
+        "it is the optimizer's, which would hardly move",
+        lambda epsilon: epsilon >= _SMALLEST_CLIP,
+        remedy="ratios of probabilities are clipped by --epsilon-low and --epsilon-high",
+    ),
+)
+"""Settings that do not go with answers written in training."""
+
+
 class RolloutObjective(Objective):
     """A loss of answers that the model writes in training.
 
@@ -125,17 +149,14 @@ class RolloutObjective(Objective):
     Settings: ClassVar[type[ObjectiveConfig]] = RolloutSettings
     needs_rollouts = True
     excludes: ClassVar[tuple[Excludes, ...]] = (
-        Excludes("fp8_head", "it is for the cross-entropy of --objective sft"),
-        Excludes("keep", "there is no eval loss"),
-        Excludes("early_stopping", "there is no eval loss"),
-        Excludes("eval_fraction", "hold prompts out in a file, with --eval-data"),
-        Excludes("gradient_accumulation_steps", "a step has as many micro-batches as its answers fill"),
-        Excludes("router_balance_loss", "its losses are no means over tokens"),
-        Excludes("router_z_loss", "its losses are no means over tokens"),
-        Excludes("documents_per_step", "--generation-batch-size has the answers of a step"),
-        Excludes("streaming", "prompts are read before training"),
-        Excludes("weights", _STREAMED, lambda place: place not in ("device", "auto")),
-        Excludes("embeddings", _STREAMED, lambda place: place != "device"),
+        *ANSWERS_EXCLUDE,
+        Excludes("teacher", "it has none"),
+        Excludes("teacher_system", "it has no teacher"),
+        Excludes("teacher_quantize", "it has no teacher"),
+        Excludes("lmbda", "rewards judge answers of the model alone"),
+    )
+    requires: ClassVar[tuple[Requires, ...]] = (
+        Requires(("reward", "environment"), "it judges answers, such as rewards.py:exact_match, or exact"),
     )
     generations: ClassVar[int]
     """Answers to each prompt where no number is given."""

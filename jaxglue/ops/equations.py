@@ -48,13 +48,13 @@ def _live(jaxpr: Jaxpr, used: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
     JAX's own elimination keeps every call of a Triton kernel.
     """
     needed = {var for var, is_used in zip(jaxpr.outvars, used, strict=True) if is_used and isinstance(var, Var)}
-    kept = []
+    live = []
     for eqn in reversed(jaxpr.eqns):
         if eqn.effects or not needed.isdisjoint(eqn.outvars):
             eqn, inputs = _live_call(eqn, needed)
-            kept.append(eqn)
+            live.append(eqn)
             needed.update(var for var in inputs if isinstance(var, Var))
-    return jaxpr.replace(eqns=kept[::-1]), [var in needed for var in jaxpr.invars]
+    return jaxpr.replace(eqns=live[::-1]), [var in needed for var in jaxpr.invars]
 
 
 def _live_call(eqn, needed: set[Var]) -> tuple[Any, list]:

@@ -110,26 +110,26 @@ class RopeConfig:
         Raises:
             ValueError: an unsupported rope type, missing or wrong parameters, or partial rotation of whole heads.
         """
-        given = {name: value for name, value in _scaling(raw).items() if value is not None}
-        given.setdefault("rope_type", given.pop("type", "default"))
+        scaling = {name: value for name, value in _scaling(raw).items() if value is not None}
+        scaling.setdefault("rope_type", scaling.pop("type", "default"))
         top = {name: raw[name] for name in _TOP_LEVEL if raw.get(name) is not None}
-        given = {"rope_theta": theta, "partial_rotary_factor": partial or 1.0} | top | given
-        if given["rope_type"] in _LONG_CONTEXT:
+        scaling = {"rope_theta": theta, "partial_rotary_factor": partial or 1.0} | top | scaling
+        if scaling["rope_type"] in _LONG_CONTEXT:
             limit = raw.get("max_position_embeddings") or max_position_embeddings
-            original = raw.get(_ORIGINAL) or given.get(_ORIGINAL) or limit  # the top level wins, in transformers too
-            given[_ORIGINAL] = original
+            original = raw.get(_ORIGINAL) or scaling.get(_ORIGINAL) or limit  # the top level wins, in transformers too
+            scaling[_ORIGINAL] = original
             numbers = all(type(value) in (int, float) and value > 0 for value in (limit, original))
-            if given["rope_type"] == "longrope" and numbers:
-                given.setdefault("factor", limit / original)
+            if scaling["rope_type"] == "longrope" and numbers:
+                scaling.setdefault("factor", limit / original)
         for name in _LISTS:
-            if isinstance(given.get(name), list):
-                given[name] = tuple(given[name])
-        if partial is None and given["partial_rotary_factor"] != 1.0 and given["rope_type"] != "proportional":
-            raise ValueError(f"partial_rotary_factor={given['partial_rotary_factor']} is not supported: only 1.0 is")
-        if (sections := given.pop("mrope_section", None)) is not None:
-            given["sections"] = _sections(sections)
-        known = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in given.items() if name in known} | {"interleaved": interleaved})
+            if isinstance(scaling.get(name), list):
+                scaling[name] = tuple(scaling[name])
+        if partial is None and scaling["partial_rotary_factor"] != 1.0 and scaling["rope_type"] != "proportional":
+            raise ValueError(f"partial_rotary_factor={scaling['partial_rotary_factor']} is not supported: only 1.0 is")
+        if (sections := scaling.pop("mrope_section", None)) is not None:
+            scaling["sections"] = _sections(sections)
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in scaling.items() if name in names} | {"interleaved": interleaved})
 
     def axes(self, half: int) -> Int[np.ndarray, " half"]:
         """Return whether each of `half` frequencies turns with time (0), height (1) or width (2), in turns."""
@@ -380,8 +380,8 @@ def rope_tables(
         lengths: of the tokens' documents, by which longrope chooses its factors, so that packing changes nothing; None
             where all are within the original context.
     """
-    found, attention_factor = inverse_frequencies(config, head_dim)
-    frequencies = jnp.asarray(found, jnp.float32)
+    inverse, attention_factor = inverse_frequencies(config, head_dim)
+    frequencies = jnp.asarray(inverse, jnp.float32)
     if config.rope_type == "longrope" and lengths is not None:
         assert config.original_max_position_embeddings
         long = jnp.asarray(inverse_frequencies(config, head_dim, long=True)[0], jnp.float32)
@@ -403,13 +403,13 @@ def apply_rope(
     Pairs are dimensions (i, i + half), or (2i, 2i + 1) where they are interleaved.
     """
     turned = 2 * cos.shape[-1]
-    whole = x if turned == x.shape[-1] else x[..., :turned]
-    left, right = _pairs(whole.astype(jnp.float32), interleaved)
+    rotated = x if turned == x.shape[-1] else x[..., :turned]
+    left, right = _pairs(rotated.astype(jnp.float32), interleaved)
     cos, sin = cos[:, :, None], sin[:, :, None]
     pairs = [left * cos - right * sin, right * cos + left * sin]
-    out = jnp.stack(pairs, axis=-1).reshape(whole.shape) if interleaved else jnp.concatenate(pairs, axis=-1)
+    out = jnp.stack(pairs, axis=-1).reshape(rotated.shape) if interleaved else jnp.concatenate(pairs, axis=-1)
     out = out.astype(x.dtype)
-    return out if whole is x else jnp.concatenate([out, x[..., turned:]], axis=-1)
+    return out if rotated is x else jnp.concatenate([out, x[..., turned:]], axis=-1)
 
 
 def _pairs(x: Float[Array, "B T N even"], interleaved: bool) -> tuple[Float[Array, "B T N half"], ...]:

@@ -209,9 +209,9 @@ def _units(bounds: Int[np.ndarray, "S+1"], sizes: Int[np.ndarray, "S+1"], T: int
     counts = -((begins - ends) // UNIT)
     count, before = counts.sum(), np.cumsum(counts) - counts
     begins, ends, counts, before = (np.repeat(x, counts) for x in (begins, ends, counts, before))
-    place = np.arange(count) - before
+    rank = np.arange(count) - before
     units = np.full((2, 2, -(-T // UNIT) + T // (_ALIGNED * UNIT)), T)
-    for part, number in zip(units, (counts - 1 - place, place), strict=True):
+    for part, number in zip(units, (counts - 1 - rank, rank), strict=True):
         first = begins + number * UNIT
         part[:, :count] = first, np.minimum(first + UNIT, ends)
     return units
@@ -236,22 +236,22 @@ def pack_forks(rows: Sequence[Sequence[Fork]], *, seq_len: int, max_segments: in
     """
     lengths = [[sum(fork) for fork in row] for row in rows]
     slots = segment_bucket(max_segments or max(map(len, rows), default=0))
-    whole = pack_segments(lengths, seq_len=seq_len, kind=BatchKind(False, slots))
-    ends, positions = np.array(whole.ends), np.array(whole.positions)
+    packed = pack_segments(lengths, seq_len=seq_len, kind=BatchKind(False, slots))
+    ends, positions = np.array(packed.ends), np.array(packed.positions)
     gap_starts, gap_ends = np.zeros((2, *ends.shape), np.int32)
     for b, row in enumerate(rows):
-        for start, (shared, *continuations) in zip(np.asarray(whole.cu_seqlens)[b], row, strict=False):
+        for start, (shared, *continuations) in zip(np.asarray(packed.cu_seqlens)[b], row, strict=False):
             fork = begin = start + shared
             for size in continuations:
-                own = slice(begin, begin + size)
-                ends[b, own] = begin + size
-                positions[b, own] -= begin - fork
+                tokens = slice(begin, begin + size)
+                ends[b, tokens] = begin + size
+                positions[b, tokens] -= begin - fork
                 if begin > fork:
-                    gap_starts[b, own], gap_ends[b, own] = fork, begin
+                    gap_starts[b, tokens], gap_ends[b, tokens] = fork, begin
                 begin += size
-    gap_ends[np.asarray(whole.segment_ids) == 0] = seq_len
+    gap_ends[np.asarray(packed.segment_ids) == 0] = seq_len
     fields: dict[str, Any] = {"ends": ends, "positions": positions, "gap_starts": gap_starts, "gap_ends": gap_ends}
-    return replace(whole, **fields)
+    return replace(packed, **fields)
 
 
 _WIDTHS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0)
@@ -270,20 +270,20 @@ def copy_beginnings(segments: PackedSegments) -> PackedSegments:
     ]
     (B, T), needed = segments.segment_ids.shape, max(sum(map(len, line)) for line in lines)
     C = next(int(T * width) for width in _WIDTHS if T * width >= needed)
-    found: list[list[list[int]]] = [[[] for _ in range(T)] for _ in range(B)]
+    places_of: list[list[list[int]]] = [[[] for _ in range(T)] for _ in range(B)]
     rows, starts, ends = np.full((B, C), T), np.full((B, C), C), np.zeros((B, C), np.int64)
     for b, line in enumerate(lines):
         begin = 0
         for tokens in line:
-            own = slice(begin, begin + len(tokens))
-            rows[b, own], starts[b, own], ends[b, own] = tokens, begin, own.stop
-            begin = own.stop
+            columns = slice(begin, begin + len(tokens))
+            rows[b, columns], starts[b, columns], ends[b, columns] = tokens, begin, columns.stop
+            begin = columns.stop
         ends[b, begin:] = begin
         for place, token in enumerate(rows[b, :begin]):
-            found[b][token].append(place)
-    K = segment_bucket(max((len(places) for line in found for places in line), default=1))
+            places_of[b][token].append(place)
+    K = segment_bucket(max((len(places) for line in places_of for places in line), default=1))
     places = np.full((B, K, T), C)
-    for b, tokens_places in enumerate(found):
+    for b, tokens_places in enumerate(places_of):
         for token, where in enumerate(tokens_places):
             places[b, : len(where), token] = where
     fields = {"rows": rows, "starts": starts, "ends": ends, "places": places}
@@ -292,17 +292,17 @@ def copy_beginnings(segments: PackedSegments) -> PackedSegments:
 
 def _copied(bounds: np.ndarray, gap_starts: np.ndarray, gap_ends: np.ndarray) -> list[np.ndarray]:
     """Return a row's documents as the indices of their tokens: a segment's first continuation follows its beginning."""
-    found: list[np.ndarray] = []
+    token_ranges: list[np.ndarray] = []
     for start, stop in pairwise(bounds):
         if start == stop:
             continue
         tokens = np.arange(start, stop)
         later = tokens[gap_ends[start:stop] > gap_starts[start:stop]]
         begins = np.unique(gap_ends[later])  # of further continuations
-        found.append(np.arange(start, begins[0] if len(begins) else stop))
+        token_ranges.append(np.arange(start, begins[0] if len(begins) else stop))
         for begin, end in pairwise([*begins, stop]):
-            found.append(np.concatenate([np.arange(start, gap_starts[begin]), np.arange(begin, end)]))
-    return found
+            token_ranges.append(np.concatenate([np.arange(start, gap_starts[begin]), np.arange(begin, end)]))
+    return token_ranges
 
 
 def _check_row(b: int, row: np.ndarray, seq_len: int) -> None:

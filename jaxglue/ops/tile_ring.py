@@ -48,25 +48,25 @@ def turn(ring, n):
 @gluon.jit
 def vacate(ring, n, BYTES: gl.constexpr):
     """Wait until there is room for the n-th tile of so many bytes; return (place, barrier of its copies)."""
-    place, parity = turn(ring, n)
-    mbarrier.wait(ring.empty.index(place), parity ^ 1)
-    mbarrier.expect(ring.full.index(place), BYTES)
-    return place, ring.full.index(place)
+    slot, parity = turn(ring, n)
+    mbarrier.wait(ring.empty.index(slot), parity ^ 1)
+    mbarrier.expect(ring.full.index(slot), BYTES)
+    return slot, ring.full.index(slot)
 
 
 @gluon.jit
 def load(ring, n, descriptor, coordinates):
     """Load the n-th tile."""
-    place, full = vacate(ring, n, descriptor.block_type.nbytes)
-    tma.async_copy_global_to_shared(descriptor, coordinates, full, ring.tiles.index(place))
+    slot, full = vacate(ring, n, descriptor.block_type.nbytes)
+    tma.async_copy_global_to_shared(descriptor, coordinates, full, ring.tiles.index(slot))
 
 
 @gluon.jit
 def await_place(ring, n):
     """Return the place of the n-th tile once it has come."""
-    place, parity = turn(ring, n)
-    mbarrier.wait(ring.full.index(place), parity)
-    return place
+    slot, parity = turn(ring, n)
+    mbarrier.wait(ring.full.index(slot), parity)
+    return slot
 
 
 @gluon.jit

@@ -3,13 +3,18 @@
 from dataclasses import dataclass
 from typing import Annotated
 
+from jaxglue.objectives.objective import frozen_vocabulary
 from jaxglue.ops.choices import Quantize
-from jaxglue.settings.config import Alias, Code, Config, Range
+from jaxglue.settings.config import Alias, Code, Config, Excludes, Range
 
 
 def file_of_function(text: str) -> str | None:
     """Return the file of a function, `rewards.py:exact_match?weight=2`; None for the name of a shipped one."""
     return text.partition("?")[0].rpartition(":")[0] or None
+
+
+def _is_base(teacher: str | None) -> bool:
+    return teacher == "base"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +52,24 @@ class RolloutConfig(Config):
     reward, which ends it."""
     max_turns: Annotated[int, Range(ge=1, le=10_000)] = 8
     """The most answers of the model in a conversation with --environment."""
-    teacher: str | None = None
+    teacher: Annotated[
+        str | None,
+        Excludes(
+            "method",
+            "base is the model without its adapter",
+            lambda method: method == "full",
+            when=_is_base,
+            remedy="name a folder as the teacher",
+        ),
+        Excludes("teacher_quantize", "base is stored as the model in training", when=_is_base),
+        *(
+            each
+            for each in frozen_vocabulary(
+                "base is the model without adapters, whose embedding and head stay frozen", when=_is_base
+            )
+            if each.setting != "targets"
+        ),
+    ] = None
     """Model folder whose distributions are distilled; or base, the model without its adapter."""
     teacher_quantize: Quantize | None = None
     """Storage of the linear layers of a teacher's folder; by default that of the model in training."""

@@ -48,8 +48,8 @@ def _read(path: Path) -> str:
 
 def _parse_row(line: str, origin: str) -> Row:
     row = parse_json(line, origin)
-    given = {"prompt", "messages"} & row.keys() if isinstance(row, dict) else set()
-    if len(given) != 1 or not isinstance(row[key := given.pop()], str if key == "prompt" else list):
+    keys = {"prompt", "messages"} & row.keys() if isinstance(row, dict) else set()
+    if len(keys) != 1 or not isinstance(row[key := keys.pop()], str if key == "prompt" else list):
         raise ValueError(f"{origin}: expected an object with a text `prompt` or a list `messages`")
     return row
 
@@ -65,13 +65,13 @@ def encode_rows(assistant: Assistant, rows: Sequence[Row], config: GenerateConfi
     Raises:
         ValueError: as `encode_prompt`; or messages that training would refuse, with the row's number.
     """
-    found = []
+    prompts = []
     for number, row in enumerate(rows, 1):
         try:
-            found.append(_encode_row(assistant, row, config))
+            prompts.append(_encode_row(assistant, row, config))
         except ValueError as error:
             raise ValueError(f"prompt {number}: {error}") from error
-    return found
+    return prompts
 
 
 def _encode_row(assistant: Assistant, row: Row, config: GenerateConfig) -> Prompt:

@@ -54,7 +54,7 @@ class Ticket:
     """Client's request that it is a part of: others' have their turns between its parts."""
 
 
-class FullError(Exception):
+class FullError(ValueError):
     """Reports that as many requests wait as the service takes."""
 
 

@@ -116,15 +116,27 @@ class Overrules:
 
 
 class Excludes(NamedTuple):
-    """A setting that does not go with a kind."""
+    """A setting that does not go with a kind; beside a field's declaration, with values of the field."""
 
     setting: str
     """A field of a group, or a group with all of its fields."""
     reason: str
     given: Callable[[Any], Any] | None = None
     """Tells the values that do not go with it; by default all but the setting's default."""
-    unless: tuple[str, ...] = ()
-    """Settings any of which lifts it."""
+    unless: Callable[[Mapping[str, Any]], Any] = lambda _: False
+    """Tells from all settings by name whether it is lifted."""
+    when: Callable[[Any], Any] | None = None
+    """Tells the values of the field that exclude it; by default all but the field's default."""
+    remedy: str = "leave it out"
+
+
+class Requires(NamedTuple):
+    """Settings of which a kind, or a value of the field beside whose declaration it stands, needs one."""
+
+    settings: tuple[str, ...]
+    reason: str
+    when: Callable[[Any], Any] | None = None
+    """Of `Excludes`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,6 +175,8 @@ class Kind:
     """Switches of a recipe that this one, given as a flag, turns off."""
     code: Code | None = None
     """Its texts name files of code."""
+    relations: tuple[Excludes | Requires, ...] = ()
+    """What its values exclude and require of other settings."""
 
     def __str__(self) -> str:
         name = " | ".join(map(str, self.choices)) or f"{self.scalar.__name__} {self.range}".strip()
@@ -274,9 +288,10 @@ class Config:
             if not isinstance(getattr(self, name), cls):
                 raise ValueError(f"{name}: expected {cls.__name__}, got {getattr(self, name)!r:.100}")
         self.validate()
+        _refuse_by_fields(_Settings(self, members=False))
 
     def validate(self) -> None:
-        """Check relations between fields; override it to raise ValueError."""
+        """Check what no declaration says; override it to raise ValueError."""
 
 
 class KindSettings(Config):
@@ -344,32 +359,71 @@ class KindSettings(Config):
         if not (readers := cls.readers(setting)):
             return None
         name = plain_fields(cls)[cls.named_by][0].default if name is None else name
-        flag, kinds = f"--{setting.replace('_', '-')}", " or ".join(readers)
-        named = cls.named_by.replace("_", "-")
-        return f"{flag} is for --{named} {kinds}, not {name}: name the {named}, or leave it out"
+        kinds, named = " or ".join(readers), cls.named_by.replace("_", "-")
+        return f"{_flag(setting)} is for --{named} {kinds}, not {name}: name the {named}, or leave it out"
 
 
-def refuse_excluded(config: Config, kind: str, excluded: Iterable[Excludes]) -> None:
-    """Raise ValueError for a setting that is given, and does not go with a kind.
+class _Settings:
+    """The settings of a configuration by name, with those of its groups."""
+
+    def __init__(self, config: Config, *, members: bool):
+        named = {name: getattr(config, name) for name in groups(type(config))} if members else {}
+        self.groups: dict[str, Collection[str]] = {name: plain_fields(type(group)) for name, group in named.items()}
+        holders = [
+            (holder, field, kind)
+            for holder in (config, *named.values())
+            for field, kind in plain_fields(type(holder)).values()
+        ]
+        self.values = {field.name: getattr(holder, field.name) for holder, field, _ in holders}
+        self.defaults = {field.name: field.default for _, field, _ in holders}
+        self.relations = [(field.name, relation) for _, field, kind in holders for relation in kind.relations]
+
+    def is_given(self, name: str, values: Callable[[Any], Any] | None) -> bool:
+        """Tell whether a setting has one of these values; by default another one than its default."""
+        value = self.values[name]
+        return bool(value != self.defaults[name] if values is None else values(value))
+
+    def flag(self, name: str) -> str:
+        """Return a setting as a command line gives it."""
+        value = self.values[name]
+        shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        return _flag(name) if value is True else f"{_flag(name)} {shown:.100}"
+
+    def refuse(self, by: str, relation: Excludes | Requires) -> None:
+        """Raise ValueError where a relation of `by`, a flag, does not hold; absent settings do not count."""
+        if isinstance(relation, Requires):
+            present = self.values.keys() & set(relation.settings)
+            if present and not any(self.values[name] for name in present):
+                raise ValueError(f"{by} needs {' or '.join(map(_flag, relation.settings))}: {relation.reason}")
+            return
+        for name in self.groups.get(relation.setting, (relation.setting,)):
+            if name in self.values and self.is_given(name, relation.given) and not relation.unless(self.values):
+                flag = self.flag(name) if relation.given else _flag(name)
+                raise ValueError(f"{flag} is not for {by}: {relation.reason}: {relation.remedy}")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _refuse_by_fields(settings: _Settings) -> None:
+    for name, relation in settings.relations:
+        if settings.is_given(name, relation.when):
+            settings.refuse(settings.flag(name), relation)
+
+
+def refuse_contradictions(config: Config, kinds: Mapping[str, Iterable[Excludes | Requires]]) -> None:
+    """Raise ValueError for settings of a configuration's groups that do not go together.
 
     Args:
         config: with the settings in its groups.
-        kind: the flag that chose it, such as `--objective dpo`.
-        excluded: by the kind.
+        kinds: relations of the kinds chosen, by the setting that names each.
     """
-    members = {name: getattr(config, name) for name in groups(type(config))}
-    fields = {
-        name: (getattr(group, name), field.default)
-        for group in members.values()
-        for name, (field, _) in plain_fields(type(group)).items()
-    }
-    for each in excluded:
-        for name in plain_fields(type(members[each.setting])) if each.setting in members else (each.setting,):
-            value, default = fields[name]
-            is_given = value != default if each.given is None else each.given(value)
-            if is_given and not any(fields[other][0] for other in each.unless):
-                flag = f"--{name.replace('_', '-')}"
-                raise ValueError(f"{flag} is not for {kind}: {each.reason}: leave it out")
+    settings = _Settings(config, members=True)
+    for name, relations in kinds.items():
+        for relation in relations:
+            settings.refuse(settings.flag(name), relation)
+    _refuse_by_fields(settings)
 
 
 def kind_names(cls: type) -> dict[str, Kind]:
@@ -512,4 +566,6 @@ def _annotated(kind: Kind, notes: Iterable[Any]) -> Kind:
                 kind = dataclasses.replace(kind, code=note)
             case Overrules():
                 kind = dataclasses.replace(kind, overrules=note.names)
+            case Excludes() | Requires():
+                kind = dataclasses.replace(kind, relations=(*kind.relations, note))
     return kind

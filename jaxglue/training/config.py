@@ -2,15 +2,14 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from jaxglue.data.config import DataConfig
 from jaxglue.distributed import DistributedConfig
 from jaxglue.hf.hub import base_reference, is_hub_id, model_path
 from jaxglue.models.lora_config import LoraConfig
-from jaxglue.objectives.config import SampledSettings
-from jaxglue.objectives.objective import ObjectiveConfig
-from jaxglue.ops.choices import QUANTIZE, Attention, Matmul, Quantize, Storage, choose_storage
+from jaxglue.objectives.objective import ObjectiveConfig, frozen_vocabulary
+from jaxglue.ops.choices import Attention, Matmul, Quantize, Storage, choose_storage
 from jaxglue.parts import PartsConfig, require_parts
 from jaxglue.rl.config import RolloutConfig
 from jaxglue.settings.config import (
@@ -26,24 +25,39 @@ from jaxglue.settings.config import (
     PositiveFloat,
     PositiveInt,
     Range,
+    Requires,
     is_jinja,
-    refuse_excluded,
+    refuse_contradictions,
 )
 from jaxglue.settings.recipe import load_config, read_tables
-from jaxglue.training.optimizer import AdamWSettings, OptimizerConfig
+from jaxglue.training.optimizer import OptimizerConfig
 
 if TYPE_CHECKING:
     import jax.numpy as jnp
 
     from jaxglue.models.context import RouterLosses
 
-_OF_ADAPTERS = tuple(
-    Excludes(name, "it is for adapters, and all weights train")
-    for name in ("lora_plus_ratio", "modules_to_save", "trainable_token_indices", "dora")
+
+def _is_full(method: str) -> bool:
+    return method == "full"
+
+
+def _splits_rows(mesh: str) -> bool:
+    from jaxglue.sharding.mesh import AUTO, MeshShape
+
+    return mesh != AUTO and MeshShape.parse(mesh).tensor > 1
+
+
+_FROZEN: dict[str, Any] = {
+    "reason": "it is for frozen weights, and all train",
+    "when": _is_full,
+    "remedy": "use --method lora, or leave it out",
+}
+_OF_FP8 = Excludes(
+    "matmul", "it is a part of --matmul fp8", lambda matmul: matmul != "fp8", remedy="give both, or neither"
 )
-"""Settings that do not go with `--method full`."""
-_SMALLEST_CLIP = 1e-3
-"""Bound of a ratio's distance from 1 which is no optimizer's ε."""
+_BY_EVAL_LOSS = Requires(("eval_data", "eval_fraction"), "it goes by the eval loss")
+_EACH_TOKEN = "each generated token reads them all"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +77,21 @@ class ModelConfig(Config):
         Alias("use_peft", values={True: "lora"}),
         Alias("full_finetuning", values={True: "full"}),
         Instead(qlora="give --method lora --quantize nf4"),
+        Excludes("weights", given=lambda place: place not in ("device", "auto"), **_FROZEN),
+        Excludes("embeddings", given=lambda place: place == "host", **_FROZEN),
+        Excludes("quantize", given=lambda storage: storage != "none", **_FROZEN),
+        Excludes("fp8_head", **_FROZEN),
+        *(
+            Excludes(name, "it is for adapters, and all weights train", when=_is_full)
+            for name in ("lora_plus_ratio", "modules_to_save", "trainable_token_indices", "dora")
+        ),
     ] = "lora"
     """Train adapters on frozen weights, or all weights."""
-    adapter: Annotated[Path | None, Alias("lora_model_dir", "adapter_name_or_path")] = None
+    adapter: Annotated[
+        Path | None,
+        Alias("lora_model_dir", "adapter_name_or_path"),
+        Excludes("new_tokens", "it has rows of its own vocabulary", remedy="merge the adapter first (jaxglue export)"),
+    ] = None
     """Train on from this PEFT adapter, with its rank, alpha and targets."""
     tokenizer: Annotated[Path | None, Alias("tokenizer_config", "tokenizer_name_or_path")] = None
     """Folder of another tokenizer with its chat template, for the same vocabulary; by default the model's."""
@@ -97,7 +123,15 @@ class ModelConfig(Config):
     """Place of the layers' frozen weights: device; host, streamed layer by layer from its memory; mapped, read from
     their files; or several, such as "20 x device & 12 x host". auto streams as few layers as memory allows, none where
     the run samples text, each token of which reads them all."""
-    embeddings: Literal["device", "host", "auto"] = "device"
+    embeddings: Annotated[
+        Literal["device", "host", "auto"],
+        Excludes(
+            "modules_to_save",
+            "a table in host memory is frozen",
+            lambda modules: "embed_tokens" in modules,
+            when=lambda place: place == "host",
+        ),
+    ] = "device"
     """Place of frozen embedding table and output projection: on the GPU, or in host memory, from which each step reads
     its tokens' rows and copies the projection. A table tied to the projection stays on the GPU, and of Gemma 4 only the
     one of each layer's embeddings moves. auto moves them where layers' weights would be streamed, if this is predicted
@@ -120,9 +154,11 @@ class ModelConfig(Config):
     fp8_max_error: PositiveFloat = 0.2
     """Relative error of a layer's output or of the head's gradient, measured on the first batch, above which
     --matmul fp8 multiplies there in the activations' dtype; says so."""
-    fp8_head: bool = False
+    fp8_head: Annotated[
+        bool, _OF_FP8, *frozen_vocabulary("the head must be frozen: train no embeddings, head and new tokens")
+    ] = False
     """With --matmul fp8, multiply the frozen output projection in FP8 too."""
-    fp8_experts: bool = False
+    fp8_experts: Annotated[bool, _OF_FP8] = False
     """With --matmul fp8, multiply experts in MXFP4 in FP8 too, which holds their values."""
     train_vision: Annotated[
         Literal["none", "projector", "all"],
@@ -143,31 +179,13 @@ class ModelConfig(Config):
     """Weight of the routers' z-loss, which keeps their logits small; the loss shown excludes it too."""
 
     def validate(self) -> None:
-        """Refuse an unknown remat policy, and options for frozen weights where all weights train."""
+        """Refuse an unknown remat policy, and places and storages that do not exist."""
         from jaxglue.engine.policy import check_remat
-        from jaxglue.engine.residency import DEVICE, check_weights
+        from jaxglue.engine.residency import check_weights
 
         check_remat(self.remat)
         check_weights(self.weights)
-        for name, values in (
-            ("weights", {self.weights} - {DEVICE, "auto"}),
-            ("embeddings", ("host",)),
-            ("quantize", {*QUANTIZE} - {"none"}),
-        ):
-            if self.method == "full" and getattr(self, name) in values:
-                raise ValueError(
-                    f"--{name} {getattr(self, name)} needs frozen weights, and --method full trains all: "
-                    f"use --method lora, or leave out --{name}"
-                )
-        if self.adapter and self.new_tokens:
-            raise ValueError("--adapter and --new-tokens are both given: merge the adapter first (jaxglue export)")
         choose_storage(self.quantize, self.matmul)
-        if self.fp8_head and self.method == "full":
-            raise ValueError("--fp8-head needs a frozen output projection, and --method full trains it: leave it out")
-        for name, given in self.fp8_products.items():
-            if given and self.matmul != "fp8":
-                flag = f"--{name.replace('_', '-')}"
-                raise ValueError(f"{flag} is a part of --matmul fp8, got --matmul {self.matmul}: give both, or neither")
 
     @property
     def folder(self) -> Path:
@@ -216,16 +234,30 @@ class RunConfig(Config):
     """Folder for the adapter, checkpoints, metrics and curve."""
     batch_size: PositiveInt = 1
     """B: packed rows in a micro-batch, over all GPUs."""
-    per_device_batch_size: Annotated[PositiveInt, Alias("per_device_train_batch_size", "micro_batch_size")] | None = (
-        None
-    )
+    per_device_batch_size: (
+        Annotated[
+            PositiveInt,
+            Alias("per_device_train_batch_size", "micro_batch_size"),
+            Excludes("batch_size", "both are sizes of a micro-batch", remedy="leave one out"),
+        ]
+        | None
+    ) = None
     """Packed rows on each GPU instead; those of a tensor axis share theirs."""
     gradient_accumulation_steps: Annotated[PositiveInt, Alias("accumulation")] = 1
     """Micro-batches in an optimizer step."""
-    documents_per_step: PositiveInt | None = None
+    documents_per_step: (
+        Annotated[
+            PositiveInt,
+            Excludes("gradient_accumulation_steps", "a step takes the micro-batches that its documents need"),
+        ]
+        | None
+    ) = None
     """Documents in an optimizer step instead, or pairs of answers, over all GPUs: packed by themselves into as many
     micro-batches as they need, as for recipes of programs that do not pack."""
-    mesh: str = "auto"
+    mesh: Annotated[
+        str,
+        Excludes("dora", "it needs whole rows of the weights", when=_splits_rows, remedy="use a --mesh without tensor"),
+    ] = "auto"
     """How GPUs share the work: sizes of the axes data, fsdp, expert, context and tensor, such as data=2,fsdp=4; auto
     takes data for adapters on weights that fit each GPU, else fsdp, or expert for mixtures of experts, and context for
     rows that are too long or too few (see docs/sharding.md)."""
@@ -248,12 +280,19 @@ class RunConfig(Config):
     """Optimizer steps between checkpoints; by default as many as between evaluations."""
     keep_checkpoints: Annotated[PositiveInt, Alias("save_total_limit")] = 2
     """Latest checkpoints to keep, besides the best one; at least 2, as the latest may precede a divergence."""
-    keep: Annotated[Literal["last", "best", "both"], Alias("load_best_model_at_end", values={True: "best"})] = "last"
+    keep: Annotated[
+        Literal["last", "best", "both"],
+        Alias("load_best_model_at_end", values={True: "best"}),
+        _BY_EVAL_LOSS,
+    ] = "last"
     """Weights to export at the end: those of the last step, those with the lowest eval loss, or both (the best in
     `adapter` or `model`, the last in `adapter-last` or `model-last`)."""
-    early_stopping: Annotated[PositiveInt, Alias("early_stopping_patience")] | None = None
+    early_stopping: Annotated[PositiveInt, Alias("early_stopping_patience"), _BY_EVAL_LOSS] | None = None
     """Evaluations in a row without a lower eval loss after which the run ends."""
-    on_spike: Literal["nothing", "skip", "rewind"] = "nothing"
+    on_spike: Annotated[
+        Literal["nothing", "skip", "rewind"],
+        Excludes("update_in_backward", "it updates before the gradient norm is known, by which a spike is left out"),
+    ] = "nothing"
     """When loss or gradient norm of a step is a spike: leave out its update; or also return to the last checkpoint's
     weights and go on with the rows after it. The host then waits for each step."""
     spike_sigma: PositiveFloat = 6.0
@@ -268,7 +307,11 @@ class RunConfig(Config):
     """Say of each automatic choice what binds it, the runner-up, and what would change it."""
     profile: NonNegativeInt = 0
     """Steps to trace with the JAX profiler, after the first three."""
-    sample_prompt: tuple[str, ...] = ()
+    sample_prompt: Annotated[
+        tuple[str, ...],
+        Excludes("weights", _EACH_TOKEN, lambda place: place != "device"),
+        Excludes("embeddings", _EACH_TOKEN, lambda place: place != "device"),
+    ] = ()
     """Prompts to answer before and after training, and at each evaluation."""
     sample_image: tuple[Path, ...] = ()
     """Image file to show with each sample prompt; of several, each prompt is answered for each."""
@@ -279,14 +322,7 @@ class RunConfig(Config):
     none keeps none."""
 
     def validate(self) -> None:
-        """Refuse a malformed mesh, two batch sizes, and two sizes of a step."""
-        if self.per_device_batch_size and self.batch_size > 1:
-            raise ValueError("--batch-size and --per-device-batch-size are both given: leave one out")
-        if self.documents_per_step and self.gradient_accumulation_steps > 1:
-            raise ValueError(
-                "--documents-per-step and --gradient-accumulation-steps are both given: a step takes the micro-batches "
-                "that its documents need, so leave one out"
-            )
+        """Refuse a malformed mesh."""
         from jaxglue.sharding.mesh import AUTO, MeshShape
 
         if self.mesh != AUTO:
@@ -335,84 +371,9 @@ class TrainConfig(PartsConfig):
         if self.optimizer.learning_rate is None:
             optimizer = replace(self.optimizer, learning_rate=self.default_learning_rate)
             object.__setattr__(self, "optimizer", optimizer)
-        if self.run.on_spike != "nothing" and self.optimizer.update_in_backward:
-            raise ValueError(
-                f"--on-spike {self.run.on_spike} decides before the update, and --update-in-backward updates before "
-                "the gradient norm is known: leave one out"
-            )
-        if self.objective.kind.needs_rollouts:
-            self._check_rollouts()
-        refuse_excluded(self, f"--objective {self.objective.objective}", self.objective.kind.excludes)
-        refuse_excluded(self, f"--optimizer {self.optimizer.optimizer}", self.optimizer.kind.excludes)
-        if self.model.method == "full":
-            refuse_excluded(self, "--method full", _OF_ADAPTERS)
-        if not (self.data.eval_data or self.data.eval_fraction):
-            for flag, given in (("--early-stopping", self.run.early_stopping), ("--keep", self.run.keep != "last")):
-                if given:
-                    raise ValueError(f"{flag} goes by the eval loss: give --eval-data or --eval-fraction")
-        if self.data.streaming and not self.run.steps:
-            raise ValueError("--streaming: a stream has no epochs: give --steps")
-        self._check_trainables()
-        for name in ("weights", "embeddings"):
-            if self.run.sample_prompt and getattr(self.model, name) != "device":
-                raise ValueError(f"--sample-prompt needs --{name} device: each generated token reads them all")
-
-    def _check_rollouts(self) -> None:
-        """Refuse answers without a judge or teacher, and settings that leave them without a meaning."""
-        name = self.objective.objective
-        if self.objective.kind.needs_teacher != (self.rollouts.teacher is not None):
-            needs = "needs a --teacher, a model folder or base" if self.rollouts.teacher is None else "has no --teacher"
-            raise ValueError(f"--objective {name} {needs}")
-        judged = self.rollouts.reward or self.rollouts.environment
-        if not (judged or self.objective.kind.needs_teacher):
-            raise ValueError(f"--objective {name} needs a --reward, such as rewards.py:exact_match, or exact")
-        if self.rollouts.teacher == "base" and self.model.method == "full":
-            raise ValueError(
-                "--teacher base is the model without its adapter, and --method full has none: name a folder"
-            )
-        if self.rollouts.teacher_quantize is not None and self.rollouts.teacher in (None, "base"):
-            reason = "it has no teacher in a folder of its own: leave it out"
-            raise ValueError(f"--teacher-quantize is not for --objective {name}: {reason}")
-        if isinstance(self.optimizer, AdamWSettings) and self.optimizer.epsilon >= _SMALLEST_CLIP:
-            raise ValueError(
-                f"--epsilon {self.optimizer.epsilon:g} is the optimizer's, which would hardly move: ratios of "
-                "probabilities are clipped by --epsilon-low and --epsilon-high"
-            )
-        beta = self.objective.beta if isinstance(self.objective, SampledSettings) else 0
-        if beta and self.model.method == "full":
-            raise ValueError(
-                f"--beta {beta:g} compares with the weights as training begins, of which --method full "
-                "would need a copy: use --method lora, or --beta 0"
-            )
-
-    def _check_trainables(self) -> None:
-        """Refuse a trained embedding in host memory, settings of adapters where all train, and DoRA on split rows."""
-        from jaxglue.sharding.mesh import AUTO, MeshShape
-
-        if self.lora.dora and self.run.mesh != AUTO and MeshShape.parse(self.run.mesh).tensor > 1:
-            raise ValueError(
-                f"--dora needs whole rows of the weights: use a --mesh without tensor, not {self.run.mesh}"
-            )
-        whole = self.lora.modules_to_save
-        adapted = self.lora.vocabulary_targets if self.model.method == "lora" else ()
-        if self.model.embeddings == "host" and "embed_tokens" in whole:
-            raise ValueError(
-                "--embeddings host needs a frozen table: leave it out, or embed_tokens in --modules-to-save"
-            )
-        if not (whole or adapted or self.lora.trainable_token_indices or self.model.new_tokens):
-            return
-        stays = "so embedding and head stay frozen: leave out --modules-to-save, --trainable-token-indices and "
-        if self.objective.kind.needs_reference and self.model.method == "lora":
-            raise ValueError(
-                f"--objective {self.objective.objective} compares with a model without adapters, {stays}--new-tokens, "
-                "and them in --targets"
-            )
-        if self.rollouts.teacher == "base" and (whole or self.lora.trainable_token_indices or self.model.new_tokens):
-            raise ValueError(f"--teacher base is the model without adapters, {stays}--new-tokens")
-        if self.model.fp8_head:
-            raise ValueError(
-                "--fp8-head needs a frozen head: leave it out, or train no embeddings, head and new tokens"
-            )
+        objective = self.objective.kind
+        of_objective: list[Excludes | Requires] = [*objective.requires, *objective.excludes]
+        refuse_contradictions(self, {"objective": of_objective, "optimizer": self.optimizer.kind.excludes})
 
     @property
     def default_learning_rate(self) -> float:

@@ -59,7 +59,7 @@ def fingerprint(run: Run) -> dict[str, Any]:
         groups["lora"] = config.lora
     if not config.objective.kind.supervised:
         groups["objective"] = config.objective
-    if config.objective.kind.needs_rollouts:
+    if run.rollouts is not None:
         groups["rollouts"] = config.rollouts
     return {
         "weights": "random" if config.model.random_weights else weights_digest(config.model.folder),

@@ -421,8 +421,7 @@ def choose_mesh(
         raise ValueError("--embeddings host is for one GPU: leave it out, or split the table with --mesh fsdp=…")
     full = config.model.method == "full"
     shapes = [MeshShape.parse(config.run.mesh)] if config.run.mesh != AUTO else _candidates(model, devices, full=full)
-    kind = config.objective.kind
-    tried = kind.answers is None and not kind.needs_rollouts  # no GPU has run pairs and rollouts in split rows
+    tried = not config.objective.kind.forks  # no GPU has run pairs and rollouts in split rows
     if config.run.mesh == AUTO and tried and not why_rows_stay_whole(config, model):
         shapes = _with_split_rows(shapes, config, devices, full=full)
     for shape in shapes:

@@ -5,35 +5,24 @@ import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import jax
 
 from jaxglue.data.config import NO_COLUMNS, Columns
-from jaxglue.data.iterator import BatchIterator, EvalBatches
-from jaxglue.data.prepare import PreparedData, prepare_data, read_vision
+from jaxglue.data.prepare import PreparedData
 from jaxglue.data.progress import DataProgress
-from jaxglue.data.stream import StreamIterator
 from jaxglue.data.tokenize import first_row
-from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.distributed import SINGLE_PROCESS, Processes
 from jaxglue.hf.adapter import warn_of_adapter_inside
 from jaxglue.hf.checkpoint import read_config
-from jaxglue.hf.hub import model_path
 from jaxglue.hf.loading import check_weights
 from jaxglue.models import with_vision
 from jaxglue.models.config import DecoderConfig
-from jaxglue.objectives.objective import Objective
-from jaxglue.objectives.rollouts import RolloutObjective
 from jaxglue.planner.workload import Workload, sample_lengths
-from jaxglue.rl.loop import RolloutSteps
-from jaxglue.rl.plan import RolloutPlan
-from jaxglue.rl.prompts import PromptDataset, PromptReport, read_prompts
-from jaxglue.rl.rewards import Judge
-from jaxglue.sharding.mesh import MeshShape, mesh_of, process_batch_shard
-from jaxglue.training.checks import warn_of_peft, why_prompts_are_copied
+from jaxglue.training.checks import warn_of_peft
 from jaxglue.training.config import RunConfig, TrainConfig
 from jaxglue.training.remat import Asked, agree_on_mesh, runs_in_steps
+from jaxglue.training.row_source import row_source
 from jaxglue.training.run import (
     Base,
     Cadence,
@@ -49,11 +38,7 @@ from jaxglue.training.run import (
 )
 from jaxglue.training.trackers import check_trackers
 from jaxglue.training.vocabulary import Vocabulary, read_vocabulary, run_stops
-from jaxglue.training.workload import normalization, read_architecture, read_initial_adapter, read_teacher, settle
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
+from jaxglue.training.workload import normalization, read_architecture, read_initial_adapter, settle
 
 _log = logging.getLogger(__name__)
 
@@ -71,23 +56,15 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
     """
     check_trackers(config.run.trackers)
     config, model, base, vocabulary = _read_model(config, processes)
-    why_copied = why_prompts_are_copied(config, model)
+    source = row_source(config, model)
     with processes.main_process_first():
-        progress = DataProgress() if processes.is_main else None
-        data = _read_data(config, model, vocabulary, progress, columns, shared=not why_copied)
-    config, model, base = _with_tower(config, model, base, data)
+        data = source.read(vocabulary.tokenizer, DataProgress() if processes.is_main else None, columns)
+    model, base = _with_tower(config, model, base, data)
     lengths = sample_lengths(data.train.document_lengths)
     planned = replace(config, run=_with_micro_batches(config, data))
     workload, remat = agree_on_mesh(planned, model, lengths, processes, _expected_steps(planned, data))
-    batches: BatchIterator | StreamIterator | RolloutSteps
-    if workload.objective.needs_rollouts:
-        devices = workload.mesh.devices
-        _check_rollouts(config, model, processes, vocabulary.tokenizer, devices=devices)
-        batches, eval_batches = _make_rollouts(config, model, workload.objective, data, shared=not why_copied), None
-        total_steps = config.run.steps or config.run.epochs * batches.steps_per_epoch
-    else:
-        batches, eval_batches = _make_batches(config, data, workload.mesh)
-        total_steps = config.run.steps or batches.total_steps or 0
+    source.check(workload.mesh, processes, vocabulary.tokenizer)
+    batches, eval_batches, total_steps = source.batches(data, workload)
     schedule = Schedule(total_steps=total_steps, optimizer=config.optimizer)
     if processes.is_main and 0 < total_steps <= schedule.warmup:
         _log.warning(
@@ -116,7 +93,7 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
         recorded=config,
         data=data,
         read_first_row=partial(first_row, config.data, preferences=preferences, images=data.images),
-        why_copied=why_copied,
+        why_copied=source.why_copied,
         cache=Path(config.data.cache_dir),
         batches=batches,
         eval_batches=eval_batches,
@@ -180,24 +157,24 @@ def _read_model(config: TrainConfig, processes: Processes) -> tuple[TrainConfig,
 
 def _with_tower(
     config: TrainConfig, model: DecoderConfig, base: Base, data: PreparedData
-) -> tuple[TrainConfig, DecoderConfig, Base]:
+) -> tuple[DecoderConfig, Base]:
     """Return the architecture in training and the base with a vision tower where the data have images.
 
     Raises:
         ValueError: a tower that is to train and no images, one that is not read, or settings that it does not serve.
     """
     trains = config.model.train_vision
-    if not any(split is not None and split.reader is not None for split in (data.train, data.eval)):
+    if not data.readers:
         if trains != "none":
             raise ValueError(f"--train-vision {trains}: the data have no images: leave it out")
-        return config, model, base
+        return model, base
     if model.vision is None:
         raw = read_config(base.folder)
         model = with_vision(model, raw, **normalization(base.folder, raw))
     assert model.vision is not None
     if not base.random:
         check_weights(base.folder, model)
-    return config, model, replace(base, architecture=model.vision.within(base.architecture))
+    return model, replace(base, architecture=model.vision.within(base.architecture))
 
 
 def _rows(config: TrainConfig) -> Rows:
@@ -249,99 +226,6 @@ def _untied_by_head(config: TrainConfig, base: DecoderConfig) -> DecoderConfig:
     return base.untied if head and base.tie_word_embeddings else base
 
 
-def _read_data(
-    config: TrainConfig,
-    model: DecoderConfig,
-    vocabulary: Vocabulary,
-    progress: DataProgress | None,
-    columns: Columns,
-    *,
-    shared: bool,
-) -> PreparedData:
-    """Read and tokenize the data, or the prompts that are answered in training; `shared` by two answers, or copied."""
-    if config.objective.kind.needs_rollouts:
-        rollouts, held_out = config.rollouts, None
-        read = partial(
-            read_prompts,
-            config.data,
-            vocabulary.tokenizer,
-            answer=rollouts.max_completion_length,
-            limit=config.data.row_tokens,
-        )
-        prompts = read(teacher_system=rollouts.teacher_system, answered=rollouts.lmbda < 1)
-        if config.data.eval_data:
-            held_out = read(held_out=True)
-        return PreparedData(train=prompts, eval=held_out, report=PromptReport(prompts, held_out))
-    task = config.objective.task(shared_prompt=shared, copies=model.recurrent is not None)
-    columns = {**config.objective.columns, **columns}
-    processor = read_vision(config.model.folder, config.data.image_max_tokens, vocabulary.tokenizer)
-    return prepare_data(config.data, vocabulary.tokenizer, model.vocab_size, progress, task, columns, processor)
-
-
-def _check_teacher(config: TrainConfig, model: DecoderConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Raise ValueError for a teacher of another vocabulary."""
-    name = config.rollouts.teacher
-    assert name is not None
-    rows = read_teacher(config).vocab_size
-    tokens, own = load_tokenizer(model_path(name, weights=False)).get_vocab(), tokenizer.get_vocab()
-    if tokens != own or rows != model.vocab_size:
-        differing = f"{len(set(tokens.items()) ^ set(own.items())):,} tokens differ" if tokens != own else "same tokens"
-        raise ValueError(
-            f"--teacher {name} has another vocabulary ({differing}; rows of its embedding: {rows:,}, of the student's "
-            f"{model.vocab_size:,}): distributions over one vocabulary are compared"
-        )
-
-
-def _check_rollouts(
-    config: TrainConfig,
-    model: DecoderConfig,
-    processes: Processes,
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    devices: int,
-) -> None:
-    """Refuse several processes, a teacher on several devices, and one of another vocabulary."""
-    name = config.objective.objective
-    if processes.count > 1:
-        raise ValueError(f"--objective {name} runs in one process yet: start one")
-    if config.objective.kind.needs_teacher and devices > 1:
-        raise ValueError(
-            f"--objective {name} is for one GPU yet, and there are {devices}: choose one with CUDA_VISIBLE_DEVICES"
-        )
-    if config.rollouts.teacher not in (None, "base"):
-        _check_teacher(config, model, tokenizer)
-
-
-def _make_rollouts(
-    config: TrainConfig, model: DecoderConfig, objective: Objective, data: PreparedData, *, shared: bool
-) -> RolloutSteps:
-    """Return the steps on answers that the model writes; their rewards are imported here, in processes of their own."""
-    dataset, held_out = data.train, data.eval
-    assert isinstance(objective, RolloutObjective) and isinstance(dataset, PromptDataset)
-    assert held_out is None or isinstance(held_out, PromptDataset)
-    judge = Judge(config.rollouts)
-    plan = RolloutPlan(
-        dataset=dataset,
-        objective=objective,
-        config=config.rollouts,
-        judge=judge,
-        seq_len=config.data.row_tokens,
-        batch_size=config.run.batch_size,
-        seed=config.data.seed,
-        shared=shared,
-        copies=model.recurrent is not None,
-        held_out=held_out,
-    )
-    steps = RolloutSteps(plan, config.run.output)
-    try:
-        judge.check({name for prompt in dataset.prompts for name in prompt.columns})
-        judge.check_rows([*dataset.prompts, *(held_out.prompts if held_out else ())])
-    except BaseException:
-        judge.close()
-        raise
-    return steps
-
-
 def _expected_steps(config: TrainConfig, data: PreparedData) -> int:
     """Return the run's optimizer steps, about: as if every row were full."""
     run, tokens = config.run, int(data.train.document_lengths.sum())
@@ -357,51 +241,3 @@ def _with_micro_batches(config: TrainConfig, data: PreparedData) -> RunConfig:
     rows = count * float(data.train.document_lengths.mean()) / config.data.row_tokens
     count = max(2, math.ceil(rows / run.batch_size))
     return replace(run, gradient_accumulation_steps=count, documents_per_step=None)
-
-
-def _make_batches(
-    config: TrainConfig, data: PreparedData, mesh: MeshShape
-) -> tuple[BatchIterator | StreamIterator, EvalBatches | None]:
-    """Return this process's part of the training batches and of the held-out ones, if there are any."""
-    run, seq_len = config.run, config.data.row_tokens
-    part, parts = process_batch_shard(mesh_of(mesh), run.batch_size)
-    if data.stream:
-        batches: BatchIterator | StreamIterator = _stream(config, data, part, parts)
-    else:
-        batches = BatchIterator(
-            data.train,
-            seq_len=seq_len,
-            seed=config.data.seed,
-            epochs=None if run.steps else run.epochs,
-            documents_per_step=run.documents_per_step,
-            gradient_accumulation_steps=run.gradient_accumulation_steps,
-            batch_size=run.batch_size,
-            process_index=part,
-            process_count=parts,
-        )
-    if data.eval is None:
-        return batches, None
-    return batches, EvalBatches(
-        data.eval,
-        seq_len=seq_len,
-        max_segments=batches.max_segments,
-        batch_size=run.batch_size,
-        process_index=part,
-        process_count=parts,
-    )
-
-
-def _stream(config: TrainConfig, data: PreparedData, part: int, parts: int) -> StreamIterator:
-    run = config.run
-    assert data.stream and data.window is not None and run.steps is not None
-    if run.documents_per_step:
-        raise ValueError("--documents-per-step: a stream's steps are of full rows: leave out one of it and --streaming")
-    return StreamIterator(
-        data.stream,
-        data.window,
-        steps=run.steps,
-        gradient_accumulation_steps=run.gradient_accumulation_steps,
-        batch_size=run.batch_size,
-        process_index=part,
-        process_count=parts,
-    )

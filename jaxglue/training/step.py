@@ -277,8 +277,7 @@ def see_images(parts: StepParts, trainable: Params, frozen: Params) -> None:
     if not isinstance(run, Run) or vision is None or not run.execution.keeps_features:
         return
     iterators = [batches for batches in (run.batches, run.eval_batches) if batches is not None]
-    readers = [data.reader for data in (run.data.train, run.data.eval) if data is not None and data.reader is not None]
-    features = ImageFeatures(parts.executor, trainable, frozen, parts.mesh, readers)
+    features = ImageFeatures(parts.executor, trainable, frozen, parts.mesh, run.data.readers)
     for batches in iterators:
         assert isinstance(batches, BatchIterator | EvalBatches)
         batches.see = features

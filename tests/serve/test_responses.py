@@ -12,9 +12,9 @@ from local_client import TestClient
 
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.serve.config import ServeConfig
-from jaxglue.serve.openai_responses import chat_body
 from jaxglue.serve.server import make_app
 from jaxglue.serve.service import Event
+from jaxglue.serve.wire.responses import chat_body
 
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": True}
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>'

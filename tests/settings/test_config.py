@@ -6,8 +6,20 @@ from typing import Annotated, Literal
 import numpy as np
 import pytest
 
-from jaxglue.settings.config import Alias, Config, PositiveFloat, PositiveInt, Range, plain_fields
-from jaxglue.training.config import ModelConfig
+from jaxglue.objectives.objective import OBJECTIVES
+from jaxglue.settings.config import (
+    Alias,
+    Config,
+    Excludes,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    Requires,
+    every_field,
+    groups,
+    plain_fields,
+)
+from jaxglue.training.config import ModelConfig, TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,3 +92,39 @@ def test_group_of_another_type_is_refused():
 def test_python_refuses_what_the_command_line_refuses():
     with pytest.raises(ValueError, match=r"method: expected lora \| full, got 'qlora': give --method lora"):
         ModelConfig(model="folder", method="qlora")
+
+
+def test_values_of_a_field_exclude_and_require_others():
+    @dataclass(frozen=True, kw_only=True)
+    class Oven(Config):
+        heat: Annotated[
+            int,
+            Excludes("open", "it burns", when=lambda heat: heat > 100),
+            Excludes("rack", "it is too high", lambda rack: rack == 4, unless=lambda settings: settings["fan"]),
+            Requires(("clock", "bell"), "someone must look"),
+        ] = 0
+        open: bool = False
+        rack: int = 1
+        fan: bool = False
+        clock: str | None = None
+        bell: bool = False
+
+    Oven(open=True, rack=4)
+    Oven(heat=100, clock="noon", open=True)
+    Oven(heat=200, bell=True, rack=4, fan=True)
+    with pytest.raises(ValueError, match=r"^--open is not for --heat 101: it burns: leave it out$"):
+        Oven(heat=101, bell=True, open=True)
+    with pytest.raises(ValueError, match=r"^--rack 4 is not for --heat 1: it is too high"):
+        Oven(heat=1, bell=True, rack=4)
+    with pytest.raises(ValueError, match=r"^--heat 1 needs --clock or --bell: someone must look$"):
+        Oven(heat=1)
+
+
+def test_relations_name_settings_of_a_run():
+    fields = [*every_field(TrainConfig)]
+    names = {field.name for _, field, _ in fields} | {*groups(TrainConfig)}
+    relations = [relation for _, _, kind in fields for relation in kind.relations]
+    for objective in map(OBJECTIVES.__getitem__, OBJECTIVES):
+        relations += (*objective.excludes, *objective.requires)
+    named = {name for each in relations for name in (each.settings if isinstance(each, Requires) else (each.setting,))}
+    assert len(named) > 30 and named <= names

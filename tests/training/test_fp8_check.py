@@ -41,8 +41,11 @@ def test_a_resumed_run_keeps_the_choice_unless_the_limit_changed(make_config, mo
     ("options", "message"),
     [
         ({"quantize": "nf4"}, "--matmul fp8 stores weights in FP8, not nf4: leave out --quantize"),
-        ({"method": "full", "fp8_head": True}, "--fp8-head needs a frozen output projection"),
-        ({"matmul": "bf16", "fp8_experts": True}, "--fp8-experts is a part of --matmul fp8, got --matmul bf16"),
+        ({"method": "full", "fp8_head": True}, "--fp8-head is not for --method full"),
+        (
+            {"matmul": "bf16", "fp8_experts": True},
+            "--matmul bf16 is not for --fp8-experts: it is a part of --matmul fp8",
+        ),
     ],
 )
 def test_flags_that_contradict_fp8_are_refused(options, message):

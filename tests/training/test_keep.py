@@ -81,9 +81,11 @@ def test_best_and_last_weights_are_kept_at_an_early_end(make_config, scripted_lo
 
 
 def test_keeping_the_best_needs_held_out_data(make_config):
-    with pytest.raises(ValueError, match="--early-stopping goes by the eval loss: give --eval-data or --eval-fraction"):
+    with pytest.raises(
+        ValueError, match="--early-stopping 1 needs --eval-data or --eval-fraction: it goes by the eval loss"
+    ):
         make_config(early_stopping=1)
-    with pytest.raises(ValueError, match="--keep goes by the eval loss"):
+    with pytest.raises(ValueError, match="--keep best needs --eval-data or"):
         make_config(keep="best")
 
 

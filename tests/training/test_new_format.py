@@ -225,7 +225,7 @@ def test_a_format_of_experts_is_read_and_trains_adapters(sparse_folder, make_con
 
 
 def test_its_errors_are_those_of_other_formats(toy4, make_config, folder):
-    with pytest.raises(ValueError, match="--quantize toy4 needs frozen weights"):
+    with pytest.raises(ValueError, match="--quantize toy4 is not for --method full"):
         make_config(quantize="toy4", method="full")
     with pytest.raises(ValueError, match=r"expected none \| nf4 \| int8 \| toy4, got 'toy5'"):
         make_config(quantize="toy5")

@@ -9,6 +9,7 @@ import pytest
 from jaxglue.objectives.answers import PairObjective
 from jaxglue.objectives.config import BetaSettings, ObjectiveConfig
 from jaxglue.objectives.objective import OBJECTIVES, Objective
+from jaxglue.objectives.rollouts import RolloutObjective
 from jaxglue.settings.config import NonNegativeFloat
 from jaxglue.training.train import train
 
@@ -43,10 +44,8 @@ class Contrast(PairObjective):
         return -pairs.chosen_mean + self.config.contrast * pairs.rejected_mean
 
 
-class Sampled(Objective):
+class Sampled(RolloutObjective):
     """A loss of answers that the model writes."""
-
-    needs_rollouts = True
 
 
 @pytest.fixture(autouse=True)
@@ -111,5 +110,5 @@ def test_a_name_is_registered_once():
 
 
 def test_a_loss_of_sampled_answers_is_refused(make_config):
-    with pytest.raises(ValueError, match="--objective sampled needs a --reward"):
+    with pytest.raises(ValueError, match="--objective sampled needs --reward or --environment"):
         dataclasses.replace(make_config(), objective=ObjectiveConfig(objective="sampled"))

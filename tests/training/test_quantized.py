@@ -118,16 +118,16 @@ def test_host_embeddings_change_no_loss(make_config, nf4_folder, tmp_path):
     assert results[0].last_loss == results[1].last_loss
     assert results[0].best_eval_loss == results[1].best_eval_loss
     assert _resident(resolve(device)) - _resident(resolve(host)) == 2 * 4 * 400 * 64  # table and head
-    with pytest.raises(ValueError, match="--embeddings host needs frozen weights"):
+    with pytest.raises(ValueError, match="--embeddings host is not for --method full"):
         make_config(embeddings="host", method="full")
-    with pytest.raises(ValueError, match="--sample-prompt needs --embeddings device"):
+    with pytest.raises(ValueError, match="--embeddings host is not for --sample-prompt"):
         make_config(embeddings="host", sample_prompt=("Hi",))
 
 
 def test_full_fine_tuning_is_refused(make_config, nf4_folder):
-    with pytest.raises(ValueError, match=r"--quantize nf4 needs frozen weights.*use --method lora"):
+    with pytest.raises(ValueError, match=r"--quantize nf4 is not for --method full.*use --method lora"):
         make_config(quantize="nf4", method="full")
-    with pytest.raises(ValueError, match="--quantize int8 needs frozen weights"):
+    with pytest.raises(ValueError, match="--quantize int8 is not for --method full"):
         make_config(quantize="int8", method="full")
     config = resolve(make_config(quantize="nf4")).model
     with pytest.raises(ValueError, match="quantize=nf4 holds frozen weights, and all train: use adapters"):

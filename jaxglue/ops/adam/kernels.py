@@ -68,11 +68,11 @@ def adam_kernel(
 @triton.jit
 def _nearest(values, midpoints):
     """Count the midpoints, of 255 ascending ones, below each value, by bisection."""
-    found = tl.full(values.shape, 0, tl.int32)
+    index = tl.full(values.shape, 0, tl.int32)
     for bit in tl.static_range(8):
-        further = found + (128 >> bit)
-        found = tl.where(values > tl.load(midpoints + further - 1), further, found)
-    return found
+        further = index + (128 >> bit)
+        index = tl.where(values > tl.load(midpoints + further - 1), further, index)
+    return index
 
 
 @triton.jit

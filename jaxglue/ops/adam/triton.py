@@ -50,8 +50,8 @@ class TritonAdam(Launcher):
         values = jnp.stack(scalars)
         refs = jax.tree.map(jax.new_ref, (list(parameters), list(mus), list(nus)))
         eight = [number for number, mu in enumerate(mus) if isinstance(mu, EightBit)]
-        whole = [number for number, mu in enumerate(mus) if not isinstance(mu, EightBit)]
-        for numbers, launch, each in ((whole, self._update_whole, 4), (eight, self._update_eight, 6)):
+        float_moments = [number for number, mu in enumerate(mus) if not isinstance(mu, EightBit)]
+        for numbers, launch, each in ((float_moments, self._update_whole, 4), (eight, self._update_eight, 6)):
             for some in batched(numbers, _per_launch(len(numbers), each)):
                 p, m, v = ([ref[i] for i in some] for ref in refs)
                 tiles = jnp.asarray(_tiles([parameters[i] for i in some], [decays[i] for i in some]))

@@ -35,7 +35,7 @@ def query_gradient(q, k, v, q_rest, k_rest, starts, out, lse, dout, delta, row, 
     starts += row * (spec.bounds * spec.T)
     low, all_low, lows = visible_keys(starts, first, last, tokens, spec)
     first_own, last_own = own_keys(starts, first, spec), own_keys(starts, last, spec)
-    own = own_keys(starts, tokens, spec)
+    last_visible = own_keys(starts, tokens, spec)
     dout_tile = load_tile(dout, row, first, head, N, TOKENS, spec.P, False, VALUES, spec)
     out_tile = load_tile(out, row, first, head, N, TOKENS, spec.P, False, VALUES, spec)
     # Loaded last, as a load by descriptor waits. It lands in registers, of which dout would take too many.
@@ -85,7 +85,7 @@ def query_gradient(q, k, v, q_rest, k_rest, starts, out, lse, dout, delta, row, 
             cut = cut | ((j < any_end) & (j + spec.block_n > any_start))
         if cut:
             keys = j + slots
-            visible = (keys[None, :] <= own[:, None]) & (keys[None, :] >= lows[:, None])
+            visible = (keys[None, :] <= last_visible[:, None]) & (keys[None, :] >= lows[:, None])
             if spec.forks:
                 visible &= (keys[None, :] < gap_starts[:, None]) | (keys[None, :] >= gap_ends[:, None])
                 visible &= (keys[None, :] < skipped) | (i >= bend)

@@ -288,7 +288,7 @@ def forward_kernel(q, k, v, q_rest, k_rest, sinks, starts, units, out, lse, spec
     starts += row * (spec.bounds * spec.T)
     low, all_low, lows = visible_keys(starts, first, last, tokens, spec)
     first_own, last_own = own_keys(starts, first, spec), own_keys(starts, last, spec)
-    own = own_keys(starts, tokens, spec)
+    last_visible = own_keys(starts, tokens, spec)
     q_tile = load_tile(q, row, first, head, N, TOKENS, spec.P, spec.q_descriptor, FIRST, spec)
     if spec.rest > 0:
         q_more = load_tile(q_rest, row, first, head, N, TOKENS, spec.P, spec.q_descriptor, REST, spec)
@@ -327,7 +327,7 @@ def forward_kernel(q, k, v, q_rest, k_rest, sinks, starts, units, out, lse, spec
             cut = cut | ((j < any_end) & (j + spec.block_n > any_start))
         if cut:
             keys = j + slots
-            visible = (keys[None, :] <= own[:, None]) & (keys[None, :] >= lows[:, None])
+            visible = (keys[None, :] <= last_visible[:, None]) & (keys[None, :] >= lows[:, None])
             if spec.forks:
                 visible &= (keys[None, :] < gap_starts[:, None]) | (keys[None, :] >= gap_ends[:, None])
                 # The last tile before the jump reaches past its beginning: those keys come again, or nobody sees them.
@@ -353,7 +353,7 @@ def forward_kernel(q, k, v, q_rest, k_rest, sinks, starts, units, out, lse, spec
         )
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * alpha[:, None])
 
-    seen = (lows <= own) & (tokens < spec.T)  # padding sees nothing: zeros in place of 0 / 0
+    seen = (lows <= last_visible) & (tokens < spec.T)  # padding sees nothing: zeros in place of 0 / 0
     total = tl.where(seen, total, 1.0)
     acc = tl.where(seen[:, None], acc / total[:, None], 0.0)
     store_tile(out, acc, row, first, end, head, N, TOKENS, spec.P, VALUES, spec)

@@ -75,8 +75,8 @@ def _forward(spec, rotation, z, segments):
 
 
 def _backward(spec, residuals, dout):
-    *kept, rotation = residuals
-    return None, spec.backend.rotated_backward(*kept, dout, rotation, window=spec.window), None
+    *arrays, rotation = residuals
+    return None, spec.backend.rotated_backward(*arrays, dout, rotation, window=spec.window), None
 
 
 rotated_flash_attention.defvjp(_forward, _backward)

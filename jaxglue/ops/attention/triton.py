@@ -54,8 +54,8 @@ class TritonAttention(Launcher):
 
     def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window, softcap=None) -> Gradients:
         """Return (dq, dk, dv, dsinks)."""
-        spec, given = _spec(KernelSizes.of(q, k), v, window, segments, softcap), (out, lse, dout)
-        dq, delta = self._query_gradient(backward_kernels.dq_kernel, q, (q, k, v), segments, given, spec)
+        spec, outputs = _spec(KernelSizes.of(q, k), v, window, segments, softcap), (out, lse, dout)
+        dq, delta = self._query_gradient(backward_kernels.dq_kernel, q, (q, k, v), segments, outputs, spec)
         types = shape_dtype_of(k), shape_dtype_of(v)
         arrays = (q, k, v), segments, (lse, delta, dout)
         if self.tiles.dv is None:
@@ -72,14 +72,14 @@ class TritonAttention(Launcher):
         spec = _spec(KernelSizes.of(q, k), z, window, segments)
         spec = replace(spec, norm_eps=None if norms is None else norms.eps)
         q_weight, k_weight = (cos, cos) if norms is None else norms.weights
-        arrays, given = ((q, k, z), segments), (out, lse, dout, z, q_weight, cos, sin)
-        dz, delta = self._query_gradient(rotated.rotated_dq_kernel, z, *arrays, given, spec)
+        arrays, outputs = ((q, k, z), segments), (out, lse, dout, z, q_weight, cos, sin)
+        dz, delta = self._query_gradient(rotated.rotated_dq_kernel, z, *arrays, outputs, spec)
         written = jax.new_ref(dz)
         others = lse, delta, dout, z, k_weight, cos, sin, written
         self._key_value_gradients(rotated.rotated_dkdv_kernel, (), *arrays, others, spec)
         return jax.freeze(written)
 
-    def _query_gradient(self, kernel, like, arrays, segments, given, spec: AttentionKernelSpec):
+    def _query_gradient(self, kernel, like, arrays, segments, outputs, spec: AttentionKernelSpec):
         """Return (an array like another with the gradient, delta)."""
         q, k, v = arrays
         sizes, tiles = KernelSizes.of(q, k), self.tiles.dq
@@ -87,7 +87,7 @@ class TritonAttention(Launcher):
         operands, by_descriptor = self._operands(q, k, v, tiles, spec)
         return self._launch_tiles(
             kernel,
-            (*operands, starts_of(segments), units, *given),
+            (*operands, starts_of(segments), units, *outputs),
             (shape_dtype_of(like), sizes.statistics()),
             (count * sizes.packs, sizes.B),
             tiles,
@@ -95,9 +95,9 @@ class TritonAttention(Launcher):
             KernelKind.ATTENTION_BACKWARD,
         )
 
-    def _key_value_gradients(self, kernel, out_type, arrays, segments, given, spec: AttentionKernelSpec):
+    def _key_value_gradients(self, kernel, out_type, arrays, segments, outputs, spec: AttentionKernelSpec):
         q, k, v = arrays
-        lse, delta, dout, *others = given
+        lse, delta, dout, *others = outputs
         sizes, tiles = KernelSizes.of(q, k), self.tiles.dkdv if spec.dkeys else self.tiles.dv
         assert tiles is not None
         count, units, unit = _tiles_in_order(segments, sizes.S, tiles.block_n)
@@ -224,8 +224,8 @@ def _tiles_in_order(segments: PackedSegments, T: int, tokens: int) -> tuple[int,
 def starts_of(segments: PackedSegments) -> Int[Array, "B *bounds T"]:
     """Return the first keys of queries; beside them the bounds of the keys that they skip, or their own keys."""
     lines = segments.starts, segments.gap_starts, segments.gap_ends, segments.own_keys
-    given = [line for line in lines if line is not None]
-    return jnp.stack(given, axis=1) if len(given) > 1 else segments.starts
+    bounds = [line for line in lines if line is not None]
+    return jnp.stack(bounds, axis=1) if len(bounds) > 1 else segments.starts
 
 
 def _ends(segments: PackedSegments, window: int) -> Int[Array, "B ..."]:

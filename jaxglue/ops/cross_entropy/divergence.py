@@ -53,13 +53,13 @@ def most_likely(student: LogProbs, teacher: LogProbs, count: int) -> tuple[LogPr
     Without the others, moving probability out of the tokens that count would lower the reverse divergence.
     """
     top, ids = lax.top_k(teacher, count)
-    own = jnp.take_along_axis(student, ids, axis=-1)
+    of_student = jnp.take_along_axis(student, ids, axis=-1)
 
     def with_rest(log_probs: LogProbs) -> LogProbs:
         rest = jnp.log(jnp.maximum(1 - jnp.exp(log_probs).sum(-1, keepdims=True), 1e-10))
         return jnp.concatenate([log_probs, rest], axis=-1)
 
-    return with_rest(own), with_rest(top)
+    return with_rest(of_student), with_rest(top)
 
 
 @partial(jax.named_call, name="divergences")

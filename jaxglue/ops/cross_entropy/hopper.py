@@ -28,9 +28,9 @@ def _load_tiles(x, w, left, right, D: gl.constexpr, TILES_M: gl.constexpr, TILES
     n = 0
     for tile in range(gl.program_id(0), TILES, PROGRAMS):
         for k in range(0, D, DEPTH):
-            place, full = vacate(left, n, BYTES)
-            tma.async_copy_global_to_shared(x, [tile % TILES_M * ROWS, k], full, left.tiles.index(place))
-            tma.async_copy_global_to_shared(w, [tile // TILES_M * COLUMNS, k], full, right.index(place))
+            slot, full = vacate(left, n, BYTES)
+            tma.async_copy_global_to_shared(x, [tile % TILES_M * ROWS, k], full, left.tiles.index(slot))
+            tma.async_copy_global_to_shared(w, [tile // TILES_M * COLUMNS, k], full, right.index(slot))
             n += 1
 
 
@@ -41,9 +41,9 @@ def _multiply(left, right, n, GROUP: gl.constexpr, D: gl.constexpr, LAYOUT: gl.c
     BN: gl.constexpr = right.shape[1]
     logits = gl.zeros([GROUP_ROWS, BN], gl.float32, layout=LAYOUT)
     for k in range(0, D, DEPTH):
-        place = await_place(left, n)
-        rows = left.tiles.index(place).slice(GROUP * GROUP_ROWS, GROUP_ROWS)
-        logits = warpgroup_mma(rows, right.index(place).permute((1, 0)), logits, is_async=True)
+        slot = await_place(left, n)
+        rows = left.tiles.index(slot).slice(GROUP * GROUP_ROWS, GROUP_ROWS)
+        logits = warpgroup_mma(rows, right.index(slot).permute((1, 0)), logits, is_async=True)
         logits = warpgroup_mma_wait(1, deps=[logits])
         if k > 0:
             release(left, n - 1)

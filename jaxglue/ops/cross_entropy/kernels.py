@@ -157,9 +157,9 @@ def _differences(x, w, reference, start, V: tl.constexpr, D: tl.constexpr, BLOCK
     for k in range(0, D, BLOCK_D):
         inside = k + features < D
         mask = (columns < V)[:, None] & inside[None, :]
-        own = tl.load(x + k + features, mask=inside, other=0.0).to(tl.float32)
+        row = tl.load(x + k + features, mask=inside, other=0.0).to(tl.float32)
         tile = tl.load(w + columns[:, None].to(tl.int64) * D + k + features[None, :], mask=mask, other=0.0)
-        total += tl.sum(tile.to(tl.float32) * own[None, :], 1)
+        total += tl.sum(tile.to(tl.float32) * row[None, :], 1)
     return tl.where(columns < V, total - reference, -1e30)
 
 

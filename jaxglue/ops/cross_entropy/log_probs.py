@@ -98,12 +98,12 @@ def _entropies_forward(spec, x, weight, counted):
 
     def step(_, inputs):
         x_chunk, count = inputs
-        found, dlogits = _entropies_and_gradient(spec, times_transposed(x_chunk, w), count, x_chunk.dtype)
-        return None, (count * found, dlogits @ w)
+        entropies, dlogits = _entropies_and_gradient(spec, times_transposed(x_chunk, w), count, x_chunk.dtype)
+        return None, (count * entropies, dlogits @ w)
 
-    _, (found, dx) = lax.scan(step, None, split_chunks(spec.chunk, x.value, counted.value))
+    _, (entropies, dx) = lax.scan(step, None, split_chunks(spec.chunk, x.value, counted.value))
     M, D = x.value.shape
-    return found.ravel()[:M], (dx.reshape(-1, D)[:M], trained)
+    return entropies.ravel()[:M], (dx.reshape(-1, D)[:M], trained)
 
 
 def _entropies_backward(spec, residuals, factors):

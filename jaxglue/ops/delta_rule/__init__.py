@@ -181,16 +181,16 @@ def gated_delta_rule(
     Raises:
         ValueError: shapes or dtypes that do not fit, forked segments, or a named backend that cannot serve.
     """
-    own, split = heads, segments.split
+    local_heads, split = heads, segments.split
     if split is None:
         _check(qkv, g, beta, segments, heads)
     else:
-        own = own_heads(heads)
-    call = DeltaCall(dtype=qkv.dtype, key_dim=heads.key_dim, value_dim=own.value_dim(qkv.shape[-1]))
+        local_heads = own_heads(heads)
+    call = DeltaCall(dtype=qkv.dtype, key_dim=heads.key_dim, value_dim=local_heads.value_dim(qkv.shape[-1]))
     rule: Any = DELTA_RULE.load(call, backend=backend) or reference_delta_rule
     if split is not None and not hasattr(rule, "prepare"):
         g, beta = (to_heads(gate, split) for gate in (g, beta))
-        out = rule(*own.split(qkv), g, beta, whole_segments(segments))
+        out = rule(*local_heads.split(qkv), g, beta, whole_segments(segments))
         return checkpoint_name(outputs(out, segments), ATTENTION_OUT)
     rule = rule if split is None else SplitDeltaRule(rule)
     forked = segments.copies is not None

@@ -94,8 +94,8 @@ def _group(state, arrays, *, precision, with_states: bool) -> tuple[Array, tuple
     chunks = solved[..., :V], solved[..., V:], from_start[..., None] * q, scores, to_end[..., None] * k, last
 
     def step(state, chunk):
-        own, against, queries, scores, keys, last = chunk
-        updates = own - multiply("...ck,...kv->...cv", against, state)
+        values, against, queries, scores, keys, last = chunk
+        updates = values - multiply("...ck,...kv->...cv", against, state)
         out = multiply("...ck,...kv->...cv", queries, state) + multiply("...ij,...jv->...iv", scores, updates)
         results = (out, updates, state) if with_states else (out,)
         return last[..., None, None] * state + multiply("...ck,...cv->...kv", keys, updates), results

@@ -68,9 +68,9 @@ def _collect(y: Float[Array, "B C *V"], copies: ForkCopies) -> Float[Array, "B T
 
 
 def _collect_backward(copies: ForkCopies, dx):
-    own = _take(copies.places[:, 0], copies.rows) == jnp.arange(copies.rows.shape[1])
-    own &= copies.rows < dx.shape[1]
-    return jnp.where(own.reshape(*own.shape, *(1,) * (dx.ndim - 2)), _take(dx, copies.rows), 0), None
+    is_first = _take(copies.places[:, 0], copies.rows) == jnp.arange(copies.rows.shape[1])
+    is_first &= copies.rows < dx.shape[1]
+    return jnp.where(is_first.reshape(*is_first.shape, *(1,) * (dx.ndim - 2)), _take(dx, copies.rows), 0), None
 
 
 _collect.defvjp(lambda y, copies: (_collect(y, copies), copies), _collect_backward)

@@ -100,9 +100,9 @@ def _inverse(A, spec: tl.constexpr):
     C: tl.constexpr = spec.chunk
     BLOCKS: tl.constexpr = C // 16
     tl.static_assert(BLOCKS <= 4)
-    own = (tl.arange(0, C) // 16)[:, None, None] == tl.arange(0, BLOCKS)[None, :, None]
+    on_diagonal = (tl.arange(0, C) // 16)[:, None, None] == tl.arange(0, BLOCKS)[None, :, None]
     blocks = tl.reshape(A, (C, BLOCKS, 16))
-    diagonal = tl.reshape(tl.sum(tl.where(own, blocks, 0.0), 1), (BLOCKS, 16, 16))
+    diagonal = tl.reshape(tl.sum(tl.where(on_diagonal, blocks, 0.0), 1), (BLOCKS, 16, 16))
     # Transposed, a row's coefficients lie along the axis over which they are summed, and stay in their threads.
     diagonal = tl.permute(diagonal, (0, 2, 1))
     order = tl.arange(0, 16)
@@ -113,8 +113,8 @@ def _inverse(A, spec: tl.constexpr):
         change = tl.sum(coefficients[:, :, None] * solved, 1)
         solved = tl.where(rows == turn, solved - change[:, None, :], solved)
     spread = tl.reshape(solved, (C, 16))[:, None, :] + tl.full((C, BLOCKS, 16), 0.0, tl.float32)
-    D = tl.reshape(tl.where(own, spread, 0.0), (C, C))
-    L = tl.reshape(tl.where(own, 0.0, blocks), (C, C))
+    D = tl.reshape(tl.where(on_diagonal, spread, 0.0), (C, C))
+    L = tl.reshape(tl.where(on_diagonal, 0.0, blocks), (C, C))
     N = tl.dot(D, L, input_precision=spec.precision)
     N2 = tl.dot(N, N, input_precision=spec.precision)
     X = D + tl.dot(N2, D, input_precision=spec.precision)
@@ -157,17 +157,17 @@ def prepare_kernel(qkv, g, beta, starts, factors, inverses, scores, spec: tl.con
     seen = between * tl.dot(q, tl.trans(k), input_precision=spec.precision) * query_scale[:, None]
     tl.store(scores + squares, seen.to(scores.dtype.element_ty), mask=inside[:, None])
     last = tl.sum(tl.where(order == C - 1, start, 0), 0)  # the document of the chunk's last token
-    kept = tl.where(start < chunk * C, tl.exp(totals), 0.0)
+    carried = tl.where(start < chunk * C, tl.exp(totals), 0.0)
     to_end = tl.where((start == last) & real, tl.exp(tl.sum(decay, 0) - totals), 0.0)
-    place = factors + at * FACTORS + tokens
-    tl.store(place + STEP * T, step, mask=inside)
-    tl.store(place + READ_KEY * T, kept * key_scale, mask=inside)
-    tl.store(place + WRITE_KEY * T, to_end * key_scale, mask=inside)
-    tl.store(place + READ_QUERY * T, kept * query_scale, mask=inside)
-    tl.store(place + DECAY * T, totals, mask=inside)
-    tl.store(place + KEPT * T, kept, mask=inside)
-    tl.store(place + KEY_SCALE * T, key_scale, mask=inside)
-    tl.store(place + QUERY_SCALE * T, query_scale, mask=inside)
+    pointers = factors + at * FACTORS + tokens
+    tl.store(pointers + STEP * T, step, mask=inside)
+    tl.store(pointers + READ_KEY * T, carried * key_scale, mask=inside)
+    tl.store(pointers + WRITE_KEY * T, to_end * key_scale, mask=inside)
+    tl.store(pointers + READ_QUERY * T, carried * query_scale, mask=inside)
+    tl.store(pointers + DECAY * T, totals, mask=inside)
+    tl.store(pointers + KEPT * T, carried, mask=inside)
+    tl.store(pointers + KEY_SCALE * T, key_scale, mask=inside)
+    tl.store(pointers + QUERY_SCALE * T, query_scale, mask=inside)
     A = between * tl.dot(k, tl.trans(k), input_precision=spec.precision) * (step * key_scale)[:, None]
     inverse = _inverse(tl.where(order[:, None] > order[None, :], A, 0.0), spec)
     tl.store(inverses + squares, inverse.to(inverses.dtype.element_ty), mask=inside[:, None])
@@ -228,18 +228,18 @@ def state_kernel(qkv, starts, ends, factors, inverses, updates, states, spec: tl
             inverse = _square(inverses, tokens, order, spec)
             read, step = _factor(factors, READ_KEY, tokens, T), _factor(factors, STEP, tokens, T)
             write, end = _factor(factors, WRITE_KEY, tokens, T), index * C + C - 1
-            kept = tl.load(factors + KEPT * T + end, mask=end < T, other=0.0)
+            carried = tl.load(factors + KEPT * T + end, mask=end < T, other=0.0)
             seen = tl.dot(k, state.to(dtype), input_precision=spec.precision)
             wanted = step[:, None] * (v.to(tl.float32) - read[:, None] * seen)
             update = tl.dot(inverse, wanted.to(dtype), input_precision=spec.precision)
-            place = updates + tokens[:, None] * (N * spec.V) + values[None, :]
+            pointers = updates + tokens[:, None] * (N * spec.V) + values[None, :]
             written = (tokens < T) & (owned | (index > chunk))
-            tl.store(place, update.to(dtype), mask=written[:, None])
+            tl.store(pointers, update.to(dtype), mask=written[:, None])
             update *= write[:, None]
-            state = tl.dot(tl.trans(k), update.to(dtype), kept * state, input_precision=spec.precision)
-            place = states + (at * spec.chunks + index + 1) * spec.H * spec.V
-            place += keys[:, None] * spec.V + values[None, :]
-            tl.store(place, state.to(states.dtype.element_ty), mask=(keys >= 0)[:, None] & (index < last))
+            state = tl.dot(tl.trans(k), update.to(dtype), carried * state, input_precision=spec.precision)
+            pointers = states + (at * spec.chunks + index + 1) * spec.H * spec.V
+            pointers += keys[:, None] * spec.V + values[None, :]
+            tl.store(pointers, state.to(states.dtype.element_ty), mask=(keys >= 0)[:, None] & (index < last))
 
 
 @triton.jit
@@ -316,21 +316,21 @@ def state_gradient_kernel(qkv, starts, ends, factors, inverses, scores, dout, dq
             write, step = _factor(factors, WRITE_KEY, tokens, T), _factor(factors, STEP, tokens, T)
             read_query, read_key = _factor(factors, READ_QUERY, tokens, T), _factor(factors, READ_KEY, tokens, T)
             end = index * C + C - 1
-            kept = tl.load(factors + KEPT * T + end, mask=end < T, other=0.0)
+            carried = tl.load(factors + KEPT * T + end, mask=end < T, other=0.0)
             dupdate = write[:, None] * tl.dot(k, dstate.to(dtype), input_precision=spec.precision)
             dupdate = tl.dot(tl.trans(P), douts, dupdate, input_precision=spec.precision)
             dvalues = tl.dot(tl.trans(inverse), dupdate.to(dtype), input_precision=spec.precision)
             dvalues *= step[:, None]
-            place = dqkv + tokens[:, None] * spec.width + values[None, :]
+            pointers = dqkv + tokens[:, None] * spec.width + values[None, :]
             written = (tokens < T) & (owned | (back > 0))
-            tl.store(place, dvalues.to(dtype), mask=written[:, None])
+            tl.store(pointers, dvalues.to(dtype), mask=written[:, None])
             answered = read_query[:, None] * douts.to(tl.float32)
-            dstate = tl.dot(tl.trans(q), answered.to(dtype), kept * dstate, input_precision=spec.precision)
+            dstate = tl.dot(tl.trans(q), answered.to(dtype), carried * dstate, input_precision=spec.precision)
             dvalues = (-read_key[:, None] * dvalues).to(dtype)
             dstate = tl.dot(tl.trans(k), dvalues, dstate, input_precision=spec.precision)
-            place = dstates + (at * spec.chunks + index - 1) * spec.H * spec.V
-            place += keys[:, None] * spec.V + values[None, :]
-            tl.store(place, dstate.to(dtype), mask=(keys >= 0)[:, None] & (index > first))
+            pointers = dstates + (at * spec.chunks + index - 1) * spec.H * spec.V
+            pointers += keys[:, None] * spec.V + values[None, :]
+            tl.store(pointers, dstate.to(dtype), mask=(keys >= 0)[:, None] & (index > first))
 
 
 @triton.jit
@@ -373,7 +373,7 @@ def gradient_kernel(
         read_key, write_key = _factor(of_head, READ_KEY, tokens, T), _factor(of_head, WRITE_KEY, tokens, T)
         read_query = _factor(of_head, READ_QUERY, tokens, T)
         key_scale, query_scale = _factor(of_head, KEY_SCALE, tokens, T), _factor(of_head, QUERY_SCALE, tokens, T)
-        kept = tl.load(of_head + KEPT * T + after - 1, mask=after <= T, other=0.0)
+        carried = tl.load(of_head + KEPT * T + after - 1, mask=after <= T, other=0.0)
         # Gradients to queries and keys before the part along them is taken away.
         dq, dk = tl.full((C, spec.H), 0.0, tl.float32), tl.full((C, spec.H), 0.0, tl.float32)
         dP, dA = tl.full((C, C), 0.0, tl.float32), tl.full((C, C), 0.0, tl.float32)
@@ -395,7 +395,7 @@ def gradient_kernel(
             at_end += tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1), 0)
         # The decay to the chunk's end is in all that the chunk writes, and in what it keeps.
         k32 = _rows(qkv, tokens, k_columns, spec.width, T).to(tl.float32)
-        at_end = kept * at_end + tl.sum(tl.sum(k32 * dk, 1), 0)
+        at_end = carried * at_end + tl.sum(tl.sum(k32 * dk, 1), 0)
         between = _decays(totals, start, real, order) * key_scale[None, :]
         below = order[:, None] > order[None, :]
         dA = tl.where(below, -dA * between * key_scale[:, None], 0.0).to(dtype)

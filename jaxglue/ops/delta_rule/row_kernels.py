@@ -31,8 +31,8 @@ def _begin(starts, token, T: tl.constexpr):
 @triton.jit
 def _taps(taps, channels):
     """Return the weights of a token and of the three before it, for each channel."""
-    own, first = tl.load(taps + channels * 4 + 3).to(tl.float32), tl.load(taps + channels * 4 + 2).to(tl.float32)
-    return own, first, tl.load(taps + channels * 4 + 1).to(tl.float32), tl.load(taps + channels * 4).to(tl.float32)
+    last, first = tl.load(taps + channels * 4 + 3).to(tl.float32), tl.load(taps + channels * 4 + 2).to(tl.float32)
+    return last, first, tl.load(taps + channels * 4 + 1).to(tl.float32), tl.load(taps + channels * 4).to(tl.float32)
 
 
 @triton.jit
@@ -87,11 +87,11 @@ def convolution_gradient_kernel(
         gate = 1.0 / (1.0 + tl.exp(-total))
         d0 = _row(dy, token, 0, channels, C, T) * gate * (1.0 + total * (1.0 - gate))
         if step >= 3:
-            own = token - 3
-            gradient = tl.where(s3 <= own, d3 * weights[0], 0.0) + tl.where(s2 <= own, d2 * weights[1], 0.0)
-            gradient += tl.where(s1 <= own, d1 * weights[2], 0.0) + tl.where(s0 <= own, d0 * weights[3], 0.0)
-            place = dx + own * C + channels
-            tl.store(place, gradient.to(dx.dtype.element_ty), mask=(channels >= 0) & (own < T))
+            target = token - 3
+            gradient = tl.where(s3 <= target, d3 * weights[0], 0.0) + tl.where(s2 <= target, d2 * weights[1], 0.0)
+            gradient += tl.where(s1 <= target, d1 * weights[2], 0.0) + tl.where(s0 <= target, d0 * weights[3], 0.0)
+            pointers = dx + target * C + channels
+            tl.store(pointers, gradient.to(dx.dtype.element_ty), mask=(channels >= 0) & (target < T))
         x1, x2, x3 = x0, x1, x2
         d1, d2, d3 = d0, d1, d2
         s1, s2, s3 = s0, s1, s2
@@ -131,12 +131,12 @@ def gated_norm_gradient_kernel(
     """Compute the gradients to some heads and their gates; grid (tiles of M)."""
     places, mask, columns, inside = _rows(M, V, BLOCK_M, BLOCK_V)
     dtype = dx.dtype.element_ty
-    values, gates, given = _load(x, places, mask), _load(gate, places, mask), _load(dout, places, mask)
+    values, gates, douts = _load(x, places, mask), _load(gate, places, mask), _load(dout, places, mask)
     scale = rms_scale(tl.sum(values * values, 1), V, EPS)[:, None]
     weights = _load(weight, columns, inside)[None, :]
     opened = 1.0 / (1.0 + tl.exp(-gates))
     slope = opened * (1.0 + gates * (1.0 - opened))
-    tl.store(dgate + places, (given * normed(values, scale, weights, dtype) * slope).to(dtype), mask=mask)
-    dnormed = given * gates * opened * weights
+    tl.store(dgate + places, (douts * normed(values, scale, weights, dtype) * slope).to(dtype), mask=mask)
+    dnormed = douts * gates * opened * weights
     along = tl.sum(dnormed * values, 1)[:, None] * scale * scale / V
     tl.store(dx + places, ((dnormed - values * along) * scale).to(dtype), mask=mask)

@@ -35,8 +35,8 @@ def exchanged(
 ) -> tuple[Float[Array, "B T C/N"], Float[Array, "C/N 1 W"]]:
     """Return whole rows of this device's channels, and their weights of the convolution. Per device."""
     ordered = jnp.moveaxis(by_device(jnp.moveaxis(weight, 0, -1), heads), -1, 0)
-    own = ordered.reshape(axis_size(CONTEXT), -1, *weight.shape[1:])[jax.lax.axis_index(CONTEXT)]
-    return to_heads(by_device(x, heads), segments.split), own
+    local_weight = ordered.reshape(axis_size(CONTEXT), -1, *weight.shape[1:])[jax.lax.axis_index(CONTEXT)]
+    return to_heads(by_device(x, heads), segments.split), local_weight
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ class SplitDeltaRule:
 
     def backward(self, qkv, prepared, segments: PackedSegments, heads: DeltaHeads, dout) -> tuple[Array, ...]:
         """Return the gradients (dqkv, dg, dbeta)."""
-        own, B = own_heads(heads), dout.shape[0]
+        local_heads, B = own_heads(heads), dout.shape[0]
         dout = to_heads(dout.reshape(*dout.shape[:2], -1), segments.split)
-        dout = dout.reshape(B, dout.shape[1], own.values, -1)
-        dqkv, dg, dbeta = self.backend.backward(qkv, prepared, whole_segments(segments), own, dout)
+        dout = dout.reshape(B, dout.shape[1], local_heads.values, -1)
+        dqkv, dg, dbeta = self.backend.backward(qkv, prepared, whole_segments(segments), local_heads, dout)
         return dqkv, *(to_tokens(gradient, segments.split) for gradient in (dg, dbeta))
 
 

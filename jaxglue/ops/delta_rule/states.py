@@ -81,17 +81,17 @@ def last_states(
         begins, last = bounds[:-1], jnp.maximum(bounds[1:] - 1, 0)
         first = last // chunk * chunk
         tokens = first[:, None] + jnp.arange(chunk)
-        own = (tokens >= begins[:, None]) & (tokens <= last[:, None])
+        inside = (tokens >= begins[:, None]) & (tokens <= last[:, None])
         tokens = jnp.minimum(tokens, len(g) - 1)
         logs = jnp.where((tokens <= last[:, None])[..., None], g[tokens], 0.0)
         later = jnp.flip(jnp.cumsum(jnp.flip(logs, 1), 1), 1) - logs  # of the tokens behind each
-        weights = jnp.where(own[..., None], jnp.exp(later), 0.0)
+        weights = jnp.where(inside[..., None], jnp.exp(later), 0.0)
         K, N = k.shape[1], updates.shape[1]
         added = (weights[..., None] * updates[tokens].astype(jnp.float32)).reshape(*tokens.shape, K, N // K, -1)
         total = jnp.einsum("sckh,sckgv->skghv", k[tokens], added, precision=lax.Precision.HIGHEST)
         total = total.reshape(len(begins), N, *total.shape[3:])
-        kept = jnp.exp(logs.sum(1))[..., None, None] * states[first // chunk].astype(jnp.float32)
-        return total + jnp.where((begins < first)[:, None, None, None], kept, 0.0)
+        decayed = jnp.exp(logs.sum(1))[..., None, None] * states[first // chunk].astype(jnp.float32)
+        return total + jnp.where((begins < first)[:, None, None, None], decayed, 0.0)
 
     return jax.vmap(of_row)(k, g, updates, states, jnp.asarray(segments.cu_seqlens))
 

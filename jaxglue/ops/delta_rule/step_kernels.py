@@ -27,8 +27,8 @@ def step_kernel(
     step = tl.load(beta + sequence * N + n).to(tl.float32)
     slot = tl.load(slots + sequence).to(tl.int64)
     places = states + (slot * N + n) * H * V + keys[:, None] * V + values[None, :]
-    known = (tl.load(begun + sequence) > 0) & (keys >= 0)
-    state = decay * tl.load(places, mask=known[:, None], other=0.0)
+    has_state = (tl.load(begun + sequence) > 0) & (keys >= 0)
+    state = decay * tl.load(places, mask=has_state[:, None], other=0.0)
     q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * (H**-0.5)
     k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
     update = step * (v - tl.sum(state * k[:, None], 0))

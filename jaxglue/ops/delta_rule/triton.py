@@ -55,9 +55,11 @@ class TritonDeltaRule(Launcher):
             kernels.prepare_kernel, arrays, (factor, square, square), grid, tiles, spec, flops
         )
         types = jax.ShapeDtypeStruct((B, spec.T, N, spec.V), qkv.dtype), self._states(qkv, spec, dtype)
-        given, tiles = (qkv, segments.starts, segments.ends, factors, inverses), self.tiles.state
+        operands, tiles = (qkv, segments.starts, segments.ends, factors, inverses), self.tiles.state
         flops = 2 * B * spec.T * N * spec.V * (2 * spec.H + spec.chunk)
-        updates, states = self._run(kernels.state_kernel, given, types, self._parts(spec, tiles, B), tiles, spec, flops)
+        updates, states = self._run(
+            kernels.state_kernel, operands, types, self._parts(spec, tiles, B), tiles, spec, flops
+        )
         return Prepared(factors=factors, inverses=inverses, scores=scores, updates=updates, states=states)
 
     def forward(self, qkv, prepared: Prepared, segments: PackedSegments, heads: DeltaHeads) -> jax.Array:

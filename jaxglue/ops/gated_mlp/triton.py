@@ -123,6 +123,6 @@ def _constants(gate, low_rank, R: int, tiles: LoraSwigluTiles) -> dict[str, Any]
     return sizes | block_constants(tiles, R, low_rank.dtype)
 
 
-def _absent(**given: bool) -> dict[str, None]:
+def _absent(**present: bool) -> dict[str, None]:
     """Return arguments that tell a kernel which outputs it has not."""
-    return {name: None for name, is_given in given.items() if not is_given}
+    return {name: None for name, is_given in present.items() if not is_given}

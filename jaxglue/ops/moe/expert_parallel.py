@@ -35,8 +35,8 @@ def expert_parallel(mlp: Mlp, x: Float[Array, "M D"], routing: Routing, adapters
         return mlp(x, routing, adapters)
     experts = routing.group_sizes.shape[0] // devices
     all_tokens, weights, adapters = _gather_tokens(x, routing.weights, adapters)
-    own = _own_routing(routing, _gather(routing.expert_ids), weights, experts, devices)
-    return _scatter(mlp(all_tokens, own, adapters))
+    local = _own_routing(routing, _gather(routing.expert_ids), weights, experts, devices)
+    return _scatter(mlp(all_tokens, local, adapters))
 
 
 @jax.custom_vjp
@@ -64,5 +64,5 @@ def _own_routing(routing: Routing, expert_ids, weights, experts: int, devices: i
     ids = expert_ids - jax.lax.axis_index("expert") * experts
     here = (ids >= 0) & (ids < experts)
     row_tile = min(routing.groups.tiles.rows * devices, ROW_TILES[1])
-    own = make_routing(jnp.where(here, ids, experts), jnp.where(here, weights, 0), experts, row_tile=row_tile)
-    return replace(own, inverse=jnp.where(here, own.inverse, own.permutation.size))
+    local = make_routing(jnp.where(here, ids, experts), jnp.where(here, weights, 0), experts, row_tile=row_tile)
+    return replace(local, inverse=jnp.where(here, local.inverse, local.permutation.size))

@@ -214,28 +214,28 @@ class TritonFewRowsExperts(Launcher):
         if matrices.kind == "mxfp4":
             block_k = 128  # in whose order the columns are
         block_n = min(tiles.block_n // (2 if gated else 1), max(16, triton.next_power_of_2(N)))
-        constants: dict[str, Any] = {
-            "E": E,
-            "K": K,
-            "N": N,
-            "X_COLUMNS": x.shape[1],
-            "OUT_COLUMNS": out_columns,
-            "TILES": table.shape[1],
-            "TRANSPOSED": transpose_rhs,
-            "STORED": matrices.kind,
-            "FACTOR": matrices.factor,
-            "ORDER": order,
-            "PLAIN": self.plain,
-            "GATED": gated,
-            "GPT_OSS": activation == "gpt_oss",
-            "GELU": activation == "geglu",
-            "ALPHA": GPT_OSS_ALPHA,
-            "LIMIT": GPT_OSS_LIMIT,
-            "BLOCK_M": row_tiles.rows,
-            "FEWER": _fewer(row_tiles.rows),
-            "BLOCK_N": block_n,
-            "BLOCK_K": block_k,
-        }
+        spec = few_rows_kernels.ExpertsSpec(
+            E=E,
+            K=K,
+            N=N,
+            x_columns=x.shape[1],
+            out_columns=out_columns,
+            tiles=table.shape[1],
+            transposed=transpose_rhs,
+            stored=matrices.kind,
+            factor=matrices.factor,
+            order=order,
+            plain=self.plain,
+            gated=gated,
+            gpt_oss=activation == "gpt_oss",
+            gelu=activation == "geglu",
+            alpha=GPT_OSS_ALPHA,
+            limit=GPT_OSS_LIMIT,
+            block_m=row_tiles.rows,
+            fewer=_fewer(row_tiles.rows),
+            block_n=block_n,
+            block_k=block_k,
+        )
         columns = 2 * N if gated else N
         moved = round(matrices.bytes * min(1.0, S / E)) + S * (K + N) * x.dtype.itemsize
         cost = KernelCost(kind=KernelKind.EXPERTS_MATMUL, flops=2 * S * K * columns, bytes=moved)
@@ -243,4 +243,6 @@ class TritonFewRowsExperts(Launcher):
         compiled = tiles.num_warps, tiles.num_stages
         out_type = jax.ShapeDtypeStruct((S, out_columns), x.dtype)
         kernel, registers = few_rows_kernels.experts_kernel, tiles.registers
-        return self._launch(kernel, arrays, (out_type,), grid, constants, *compiled, cost=cost, registers=registers)[0]
+        return self._launch(
+            kernel, arrays, (out_type,), grid, {"spec": spec}, *compiled, cost=cost, registers=registers
+        )[0]

@@ -4,10 +4,49 @@ As in `projection.few_rows_kernels`, matrices are the first operand of the matmu
 the few tokens its second. Rows of x are those of one expert each, as `RowTiles` tabulates them.
 """
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
 from jaxglue.ops.projection.few_rows_kernels import nf4_scales, nf4_tile, settled
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsSpec:
+    """Constants of `experts_kernel`: sizes of the arrays, storage, activation, and tiles."""
+
+    E: int
+    K: int
+    N: int
+    """Columns of the result before zeros: of a gated product half of the matrices'."""
+    x_columns: int
+    """Columns of x, in the order of what is stored."""
+    out_columns: int
+    tiles: int
+    """Most tiles that groups of any sizes could need."""
+    transposed: bool
+    """Matrices are [E, N, K]."""
+    stored: str
+    """Of the matrices: "plain", "mxfp4", "bytes", whose rows have scales · factor, or "nf4"."""
+    factor: float
+    order: str
+    """Of the result's columns, as `_places` takes it."""
+    plain: bool
+    """For the interpreter, without instructions of a GPU."""
+    gated: bool
+    """The matrices have 2N columns: alternately gate and up for GPT-OSS, else in two halves."""
+    gpt_oss: bool
+    gelu: bool
+    alpha: float
+    limit: float
+    block_m: int
+    """Rows of a tile."""
+    fewer: tuple[tuple[int, int], ...]
+    """Fewer rows by which programs of a tile with as few multiply: pairs of consecutive powers of two, of which the
+    second may be zero, the fewest first."""
+    block_n: int
+    block_k: int
 
 
 def _mxfp4_assembly() -> str:
@@ -161,91 +200,86 @@ def _load_x(at, ours, columns, X_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _store(
-    acc, biases, row_weights, out, first, end, column,
-    N: tl.constexpr, OUT_COLUMNS: tl.constexpr, ORDER: tl.constexpr, GATED: tl.constexpr, GPT_OSS: tl.constexpr,
-    GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+def _store(acc, biases, row_weights, out, first, end, column, BLOCK_M: tl.constexpr, spec: tl.constexpr):
     """Store a tile's products, or activations, and zeros beyond N columns."""
     row = first + tl.arange(0, BLOCK_M)
     ours = row < end
     if biases is not None:
         acc += biases[:, None]
-    if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N, 2, BLOCK_M)), (0, 2, 1)))
+    if spec.gated:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (spec.block_n, 2, BLOCK_M)), (0, 2, 1)))
         weights = tl.load(row_weights + row, mask=ours, other=0.0)
-        acc = _activate(gate, up, GPT_OSS, GELU, ALPHA, LIMIT) * weights[None, :]
-    columns = column + tl.arange(0, BLOCK_N)
-    mask = (columns < N)[:, None] & ours[None, :]
-    at = out + row.to(tl.int64)[None, :] * OUT_COLUMNS
-    tl.store(at + _places(columns, ORDER)[:, None], acc.to(out.dtype.element_ty), mask=mask)
-    if OUT_COLUMNS != N and column + BLOCK_N >= N:
-        beyond = N + tl.arange(0, 128)
+        acc = _activate(gate, up, spec.gpt_oss, spec.gelu, spec.alpha, spec.limit) * weights[None, :]
+    columns = column + tl.arange(0, spec.block_n)
+    mask = (columns < spec.N)[:, None] & ours[None, :]
+    at = out + row.to(tl.int64)[None, :] * spec.out_columns
+    tl.store(at + _places(columns, spec.order)[:, None], acc.to(out.dtype.element_ty), mask=mask)
+    if spec.out_columns != spec.N and column + spec.block_n >= spec.N:
+        beyond = spec.N + tl.arange(0, 128)
         zeros = tl.full((128, BLOCK_M), 0.0, out.dtype.element_ty)
-        rest = (beyond < OUT_COLUMNS)[:, None] & ours[None, :]
-        tl.store(at + _places(beyond, ORDER)[:, None], zeros, mask=rest)
+        rest = (beyond < spec.out_columns)[:, None] & ours[None, :]
+        tl.store(at + _places(beyond, spec.order)[:, None], zeros, mask=rest)
 
 
 @triton.jit
 def _multiply(
     x, tokens, matrices, scales, nf4, lookup, bias, row_weights, out, group, first, end, n, column,
-    K: tl.constexpr, N: tl.constexpr, X_COLUMNS: tl.constexpr, OUT_COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr,
-    STORED: tl.constexpr, FACTOR: tl.constexpr, ORDER: tl.constexpr, PLAIN: tl.constexpr, GATED: tl.constexpr,
-    GPT_OSS: tl.constexpr, GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr,
-    MORE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, MORE: tl.constexpr, spec: tl.constexpr,
 ):  # fmt: skip
     """Multiply BLOCK_M rows, and MORE after them, by rows n of the group's matrix; see `experts_kernel`."""
-    ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
-    ALL: tl.constexpr = 2 * N if GATED else N
+    ROWS: tl.constexpr = 2 * spec.block_n if spec.gated else spec.block_n
+    ALL: tl.constexpr = 2 * spec.N if spec.gated else spec.N
     matrix = group.to(tl.int64) * ALL
-    ours, at_x = _rows(x, tokens, first, end, X_COLUMNS, BLOCK_M)
+    ours, at_x = _rows(x, tokens, first, end, spec.x_columns, BLOCK_M)
     acc = tl.full((ROWS, BLOCK_M), 0.0, tl.float32)
     if MORE:
-        ours_too, at_more = _rows(x, tokens, first + BLOCK_M, end, X_COLUMNS, MORE)
+        ours_too, at_more = _rows(x, tokens, first + BLOCK_M, end, spec.x_columns, MORE)
         more = tl.full((ROWS, MORE), 0.0, tl.float32)
-    if STORED == "mxfp4":
-        exponents = _exponents(scales, matrix + n, 0, K, BLOCK_K)
-    elif STORED == "nf4":
+    if spec.stored == "mxfp4":
+        exponents = _exponents(scales, matrix + n, 0, spec.K, spec.block_k)
+    elif spec.stored == "nf4":
         offset = tl.load(nf4[1])
-        scale, factor = nf4_scales(scales, nf4[0], matrix + n, 0, K, BLOCK_K)
-    elif STORED == "bytes":
+        scale, factor = nf4_scales(scales, nf4[0], matrix + n, 0, spec.K, spec.block_k)
+    elif spec.stored == "bytes":
         row_scales = tl.load(scales + matrix + n)
     # Values of a part of a step are decoded into registers, of which fewer leave room for more programs.
-    PARTS: tl.constexpr = 2 if STORED == "mxfp4" else 1
-    for step in range(0, tl.cdiv(K, BLOCK_K)):
-        if STORED == "mxfp4":
-            words = _mxfp4_words(matrices, matrix + n, step, K, ROWS)
+    PARTS: tl.constexpr = 2 if spec.stored == "mxfp4" else 1
+    for step in range(0, tl.cdiv(spec.K, spec.block_k)):
+        if spec.stored == "mxfp4":
+            words = _mxfp4_words(matrices, matrix + n, step, spec.K, ROWS)
             # Single bytes are not loaded ahead by the compiler.
-            following = _exponents(scales, matrix + n, step + 1, K, BLOCK_K)
+            following = _exponents(scales, matrix + n, step + 1, spec.K, spec.block_k)
         for part in tl.static_range(PARTS):
-            columns = step * BLOCK_K + part * (BLOCK_K // PARTS) + tl.arange(0, BLOCK_K // PARTS)
-            values = _load_x(at_x, ours, columns, X_COLUMNS, BLOCK_K)
+            columns = step * spec.block_k + part * (spec.block_k // PARTS) + tl.arange(0, spec.block_k // PARTS)
+            values = _load_x(at_x, ours, columns, spec.x_columns, spec.block_k)
             if MORE:
-                values_too = _load_x(at_more, ours_too, columns, X_COLUMNS, BLOCK_K)
-            if STORED == "mxfp4":
-                w = _mxfp4_tile(words[part], exponents, ROWS, PLAIN).to(values.dtype)
-            elif STORED == "nf4":
-                next_scale, next_factor = nf4_scales(scales, nf4[0], matrix + n, step + 1, K, BLOCK_K)
-                found = tl.load(nf4[2] + scale.to(tl.int32)) * factor + offset
-                w = nf4_tile(matrices, matrix + n, step, found, lookup, values.dtype, K, ROWS, BLOCK_K)
+                values_too = _load_x(at_more, ours_too, columns, spec.x_columns, spec.block_k)
+            if spec.stored == "mxfp4":
+                w = _mxfp4_tile(words[part], exponents, ROWS, spec.plain).to(values.dtype)
+            elif spec.stored == "nf4":
+                next_scale, next_factor = nf4_scales(scales, nf4[0], matrix + n, step + 1, spec.K, spec.block_k)
+                block_scale = tl.load(nf4[2] + scale.to(tl.int32)) * factor + offset
+                w = nf4_tile(matrices, matrix + n, step, block_scale, lookup, values.dtype, spec.K, ROWS, spec.block_k)
                 scale, factor = next_scale, next_factor
-            elif STORED == "bytes":
-                w = _byte_tile(matrices, matrix + n, row_scales, step, values.dtype, FACTOR, K, ROWS, BLOCK_K)
-            elif TRANSPOSED:
-                at = matrices + (matrix + n)[:, None] * K + columns[None, :]
-                if K % BLOCK_K != 0:
-                    w = tl.load(at, mask=(columns < K)[None, :], other=0.0, eviction_policy="evict_first")
+            elif spec.stored == "bytes":
+                w = _byte_tile(
+                    matrices, matrix + n, row_scales, step, values.dtype, spec.factor, spec.K, ROWS, spec.block_k
+                )
+            elif spec.transposed:
+                at = matrices + (matrix + n)[:, None] * spec.K + columns[None, :]
+                if spec.K % spec.block_k != 0:
+                    w = tl.load(at, mask=(columns < spec.K)[None, :], other=0.0, eviction_policy="evict_first")
                 else:
                     w = tl.load(at, eviction_policy="evict_first")
             else:
-                at = matrices + (group.to(tl.int64) * K + columns)[:, None] * ALL + n[None, :]
-                w = tl.trans(tl.load(at, mask=(columns < K)[:, None], other=0.0, eviction_policy="evict_first"))
+                at = matrices + (group.to(tl.int64) * spec.K + columns)[:, None] * ALL + n[None, :]
+                w = tl.trans(tl.load(at, mask=(columns < spec.K)[:, None], other=0.0, eviction_policy="evict_first"))
             acc = tl.dot(w, tl.trans(values), acc)
             if MORE:
                 more = tl.dot(w, tl.trans(values_too), more)
-        if STORED == "mxfp4":
+        if spec.stored == "mxfp4":
             exponents = following
-        if STORED != "plain" and not PLAIN:
+        if spec.stored != "plain" and not spec.plain:
             acc = settled(acc)
             if MORE:
                 more = settled(more)
@@ -254,72 +288,59 @@ def _multiply(
     if bias is not None:
         biases = tl.load(bias + group * ALL + n).to(tl.float32)
     _store(
-        acc=acc, biases=biases, row_weights=row_weights, out=out, first=first, end=end, column=column, N=N,
-        OUT_COLUMNS=OUT_COLUMNS, ORDER=ORDER, GATED=GATED, GPT_OSS=GPT_OSS, GELU=GELU, ALPHA=ALPHA, LIMIT=LIMIT,
-        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+        acc=acc, biases=biases, row_weights=row_weights, out=out, first=first, end=end, column=column, BLOCK_M=BLOCK_M,
+        spec=spec,
     )  # fmt: skip
     if MORE:
         _store(
             acc=more, biases=biases, row_weights=row_weights, out=out, first=first + BLOCK_M, end=end, column=column,
-            N=N, OUT_COLUMNS=OUT_COLUMNS, ORDER=ORDER, GATED=GATED, GPT_OSS=GPT_OSS, GELU=GELU, ALPHA=ALPHA,
-            LIMIT=LIMIT, BLOCK_M=MORE, BLOCK_N=BLOCK_N,
+            BLOCK_M=MORE, spec=spec,
         )  # fmt: skip
 
 
 @triton.jit
 def experts_kernel(
-    x, tokens, matrices, scales, nf4, lookup, bias, row_weights, table, out,
-    E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, X_COLUMNS: tl.constexpr, OUT_COLUMNS: tl.constexpr,
-    TILES: tl.constexpr, TRANSPOSED: tl.constexpr, STORED: tl.constexpr, FACTOR: tl.constexpr, ORDER: tl.constexpr,
-    PLAIN: tl.constexpr, GATED: tl.constexpr, GPT_OSS: tl.constexpr, GELU: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, FEWER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, tokens, matrices, scales, nf4, lookup, bias, row_weights, table, out, spec: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a tile of rows by BLOCK_N columns of their expert's matrix; grid (TILES, ⌈N / BLOCK_N⌉).
+    """Multiply a tile of rows by block_n columns of their expert's matrix; grid (tiles, ⌈N / block_n⌉).
 
-    x [S, X_COLUMNS], or with `tokens` [S] x [M, X_COLUMNS], of which these are the rows; matrices [E, N, K], or
-    [E, K, N] where they are not TRANSPOSED. GATED, there are 2N columns, alternately gate and up for GPT-OSS, else in
-    two halves; out [S, OUT_COLUMNS], with zeros beyond N columns, is the activation times the rows' weights. STORED is
-    "plain", "mxfp4", "bytes", whose rows have scales · FACTOR, or "nf4", with scales [E, N, K / 64] and nf4 the groups'
-    factors, the offset and the scales' values. The columns of x are in the order of what is stored, those of out in
-    ORDER. A tile has BLOCK_M rows; programs of a tile with fewer multiply by as few as FEWER names, in pairs of
-    consecutive powers of two, of which the second may be zero, the fewest first.
+    x [S, x_columns], or with `tokens` [S] x [M, x_columns], of which these are the rows; matrices [E, N, K], or
+    [E, K, N] where they are not transposed, with 2N columns where they are gated. Scales are [E, N, K / 64] for NF4,
+    with nf4 the groups' factors, the offset and the scales' values. out [S, out_columns], with zeros beyond N columns,
+    is the product, or gated the activation times the rows' weights.
     """
     table += tl.program_id(0)
-    group, start = tl.load(table), tl.load(table + TILES)
-    end, before = tl.load(table + 2 * TILES), tl.load(table + 3 * TILES)
-    if group == E:  # the grid has room for the most tiles that groups of any sizes could need
+    group, start = tl.load(table), tl.load(table + spec.tiles)
+    end, before = tl.load(table + 2 * spec.tiles), tl.load(table + 3 * spec.tiles)
+    if group == spec.E:  # the grid has room for the most tiles that groups of any sizes could need
         return
-    ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
-    column, lane = tl.program_id(1) * BLOCK_N, tl.arange(0, ROWS)
-    if not GATED:
+    ROWS: tl.constexpr = 2 * spec.block_n if spec.gated else spec.block_n
+    column, lane = tl.program_id(1) * spec.block_n, tl.arange(0, ROWS)
+    if not spec.gated:
         n = column + lane
-        inside = n < N
-    elif GPT_OSS:
+        inside = n < spec.N
+    elif spec.gpt_oss:
         n = 2 * column + lane
-        inside = n < 2 * N
+        inside = n < 2 * spec.N
     else:
-        n = lane % 2 * N + column + lane // 2
-        inside = column + lane // 2 < N
-    if N % BLOCK_N != 0:
+        n = lane % 2 * spec.N + column + lane // 2
+        inside = column + lane // 2 < spec.N
+    if spec.N % spec.block_n != 0:
         n = tl.where(inside, n, 0)  # columns beyond the matrix are others, and not stored
-    first = start + (tl.program_id(0) - before) * BLOCK_M
-    FORMS: tl.constexpr = len(FEWER)
+    first = start + (tl.program_id(0) - before) * spec.block_m
+    FORMS: tl.constexpr = len(spec.fewer)
     for i in tl.static_range(FORMS):
-        if end - first <= FEWER[i][0] + FEWER[i][1]:
+        if end - first <= spec.fewer[i][0] + spec.fewer[i][1]:
             _multiply(
                 x=x, tokens=tokens, matrices=matrices, scales=scales, nf4=nf4, lookup=lookup, bias=bias,
-                row_weights=row_weights, out=out, group=group, first=first, end=end, n=n, column=column, K=K, N=N,
-                X_COLUMNS=X_COLUMNS, OUT_COLUMNS=OUT_COLUMNS, TRANSPOSED=TRANSPOSED, STORED=STORED, FACTOR=FACTOR,
-                ORDER=ORDER, PLAIN=PLAIN, GATED=GATED, GPT_OSS=GPT_OSS, GELU=GELU, ALPHA=ALPHA, LIMIT=LIMIT,
-                BLOCK_M=FEWER[i][0], MORE=FEWER[i][1], BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
+                row_weights=row_weights, out=out, group=group, first=first, end=end, n=n, column=column,
+                BLOCK_M=spec.fewer[i][0], MORE=spec.fewer[i][1], spec=spec,
             )  # fmt: skip
             return
     _multiply(
         x=x, tokens=tokens, matrices=matrices, scales=scales, nf4=nf4, lookup=lookup, bias=bias,
-        row_weights=row_weights, out=out, group=group, first=first, end=end, n=n, column=column, K=K, N=N,
-        X_COLUMNS=X_COLUMNS, OUT_COLUMNS=OUT_COLUMNS, TRANSPOSED=TRANSPOSED, STORED=STORED, FACTOR=FACTOR, ORDER=ORDER,
-        PLAIN=PLAIN, GATED=GATED, GPT_OSS=GPT_OSS, GELU=GELU, ALPHA=ALPHA, LIMIT=LIMIT, BLOCK_M=BLOCK_M, MORE=0,
-        BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
+        row_weights=row_weights, out=out, group=group, first=first, end=end, n=n, column=column,
+        BLOCK_M=spec.block_m, MORE=0, spec=spec,
     )  # fmt: skip
 
 
@@ -362,25 +383,25 @@ def group_kernel(
 
     Every program counts those of all experts. The last one marks the tiles that are left over.
     """
-    own, index, bins = tl.program_id(0), tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_E)
+    expert, index, bins = tl.program_id(0), tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_E)
     ids = tl.load(expert_ids + index, mask=index < A, other=BLOCK_E - 1)  # a bin beyond the experts
     counts = tl.histogram(ids, BLOCK_E)
-    before = tl.sum(tl.where(bins < own, (counts + ROWS - 1) // ROWS, 0), 0)
-    first = tl.sum(tl.where(bins < own, counts, 0), 0)
-    count = tl.sum(tl.where(bins == own, counts, 0), 0)
+    before = tl.sum(tl.where(bins < expert, (counts + ROWS - 1) // ROWS, 0), 0)
+    first = tl.sum(tl.where(bins < expert, counts, 0), 0)
+    count = tl.sum(tl.where(bins == expert, counts, 0), 0)
     tile = before + tl.arange(0, BLOCK_T)
-    tl.store(offsets + own, first)
-    if own == E:
+    tl.store(offsets + expert, first)
+    if expert == E:
         tl.store(table + tile, tl.full([BLOCK_T], E, tl.int32), mask=tile < TILES)
         return
-    ours = (ids == own) & (index < A)
+    ours = (ids == expert) & (index < A)
     row = first + tl.cumsum(ours.to(tl.int32), 0) - 1
     tl.store(permutation + row, index, mask=ours)
     tl.store(inverse + index, row, mask=ours)
-    tl.store(sizes + own, count)
+    tl.store(sizes + expert, count)
     mask = tile < before + (count + ROWS - 1) // ROWS
     one = tl.full([BLOCK_T], 1, tl.int32)
-    tl.store(table + tile, one * own, mask=mask)
+    tl.store(table + tile, one * expert, mask=mask)
     tl.store(table + TILES + tile, one * first, mask=mask)
     tl.store(table + 2 * TILES + tile, one * (first + count), mask=mask)
     tl.store(table + 3 * TILES + tile, one * before, mask=mask)

@@ -194,15 +194,15 @@ def outer_kernel(
     first, end = tl.load(offsets + group), tl.load(offsets + group + 1)
     row, column = row_tile * BLOCK_M, column_tile * BLOCK_N
     acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
-    whole = first + (end - first) // BLOCK_K * BLOCK_K
-    for s in range(first, whole, BLOCK_K):
+    full_end = first + (end - first) // BLOCK_K * BLOCK_K
+    for s in range(first, full_end, BLOCK_K):
         a = _load(lhs, lhs_tokens, s, end, row, K, BLOCK_K, BLOCK_M, TMA_LHS)
         b = _load(rhs, rhs_tokens, s, end, column, N, BLOCK_K, BLOCK_N, TMA_RHS)
         acc = tl.dot(tl.trans(a), b, acc)
-    if whole < end:  # apart from the loop, whose steps need no mask; TMA would load rows of the next group here
-        a = _load(lhs, lhs_tokens, whole, end, row, K, BLOCK_K, BLOCK_M, TMA_LHS)
-        b = _load(rhs, rhs_tokens, whole, end, column, N, BLOCK_K, BLOCK_N, TMA_RHS)
-        ours = (whole + tl.arange(0, BLOCK_K) < end)[:, None]
+    if full_end < end:  # apart from the loop, whose steps need no mask; TMA would load rows of the next group here
+        a = _load(lhs, lhs_tokens, full_end, end, row, K, BLOCK_K, BLOCK_M, TMA_LHS)
+        b = _load(rhs, rhs_tokens, full_end, end, column, N, BLOCK_K, BLOCK_N, TMA_RHS)
+        ours = (full_end + tl.arange(0, BLOCK_K) < end)[:, None]
         acc = tl.dot(tl.trans(tl.where(ours, a, 0.0)), tl.where(ours, b, 0.0), acc)
     rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
     mask = (rows < K)[:, None] & (columns < N)[None, :]

@@ -239,8 +239,8 @@ def _within_groups(scores: Float[Array, "M E"], groups: Groups, *, best: int) ->
     """Return the scores of the groups with the largest sums of their `best` scores, and -inf for the others."""
     grouped = scores.reshape(len(scores), groups.total, -1)
     sums = jax.lax.top_k(grouped, best)[0].sum(-1)
-    kept = jax.lax.top_k(sums, groups.kept)[1]
-    allowed = (kept[:, :, None] == jnp.arange(groups.total)).any(1)
+    chosen = jax.lax.top_k(sums, groups.kept)[1]
+    allowed = (chosen[:, :, None] == jnp.arange(groups.total)).any(1)
     return jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
 
 

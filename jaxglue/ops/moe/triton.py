@@ -45,7 +45,7 @@ class TritonMoe(Launcher):
         block_tail, block_half, descriptors = tiles.tail(N), tiles.half, self._descriptors(lhs.array, rhs)
         moved = _moved((lhs,), rhs, out_type, *(low_rank[:2] if low_rank else ()))
         assert block_more in (0, block_half)
-        whole, half = (_rows(lhs, m, tiles.block_k, descriptors) for m in (tiles.block_m, block_half))
+        lhs_tiles, lhs_halves = (_rows(lhs, m, tiles.block_k, descriptors) for m in (tiles.block_m, block_half))
         tail = rhs
         if descriptors:
             rhs, tail = (_matrices(rhs, tiles.block_k, n, transpose_rhs) for n in (tiles.block_n, block_tail))
@@ -54,7 +54,7 @@ class TritonMoe(Launcher):
         factors = (scales.rows.reshape(-1), scales.groups) if scales else (None, None)
         (out,) = self._launch(
             kernels.matmul_kernel,
-            (whole, half, rhs, tail, lhs.tokens, bias, values, expand, table, *factors),
+            (lhs_tiles, lhs_halves, rhs, tail, lhs.tokens, bias, values, expand, table, *factors),
             (out_type,),
             (table.shape[1] * triton.cdiv(N, tiles.block_n),),
             tiles.constants

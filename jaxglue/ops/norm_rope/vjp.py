@@ -178,9 +178,9 @@ def fused_rotate(
 def _rotate_forward(spec, *primals):
     heads, weights, cos, sin = jax.tree.map(lambda primal: primal.value, primals)
     needs_grad = any(primal.perturbed for primal in jax.tree.leaves(primals[1]))
-    kept = None if weights is None else heads
+    saved_heads = None if weights is None else heads
     out = spec.backend.rotate(*heads, weights, cos, sin, spec=spec)
-    return out, _RotateResiduals(heads=kept, weights=weights, cos=cos, sin=sin, weights_need_grad=needs_grad)
+    return out, _RotateResiduals(heads=saved_heads, weights=weights, cos=cos, sin=sin, weights_need_grad=needs_grad)
 
 
 def _rotate_backward(spec, r: _RotateResiduals, dout):

@@ -95,8 +95,8 @@ def _attend_pages(
         row = (page.to(tl.int64) * K + head) * PAGE + step % STEPS * (BLOCK_T * WARPS)
         # Known a step ahead, pages are loaded as far ahead as there are stages.
         page = tl.load(table + tl.minimum((step + 1) // STEPS, end - 1))
-        known = step * (BLOCK_T * WARPS) + token
-        visible = known <= newest
+        positions = step * (BLOCK_T * WARPS) + token
+        visible = positions <= newest
         at = keys + row * H + (token[:, :, None] * H + column)
         # A mask over columns alone would keep loads of whole rows from being wide.
         key = tl.load(at) if BLOCK_H == H else tl.load(at, mask=column < H, other=0.0)
@@ -117,14 +117,14 @@ def _attend_pages(
         if CAP > 0:
             scores = _cap(scores, CAP) * LOG2_E
         if WINDOW > 0:
-            visible = visible & (known > position - WINDOW)
+            visible = visible & (positions > position - WINDOW)
         scores = tl.where(visible[:, :, None], scores, MASKED)
         higher = tl.maximum(highest, tl.ceil(tl.max(scores, 1)))  # whole, as in training's kernels
         weights, rescale = tl.exp2(scores - higher[:, None, :]), tl.exp2(highest - higher)
         total, highest = total * rescale + tl.sum(weights, 1), higher
         if value_scales is not None:
             # A scale is a head's largest value / 448: times 448, its product with a weight is no tiny float16.
-            scale = tl.load(value_scales + row + token, mask=known <= newest, other=0.0) * LARGEST
+            scale = tl.load(value_scales + row + token, mask=positions <= newest, other=0.0) * LARGEST
             weights *= tl.minimum(scale, LARGEST_HALF)[:, :, None]
         weights, rescale = weights.to(query.dtype), rescale[:, None, :]
         first = first * rescale + tl.dot(left, weights)
@@ -343,12 +343,12 @@ def append_attend_kernel(
         c = tl.load(cos + slot * HALF + column).to(tl.float32)[None, :]
         s = tl.load(sin + slot * HALF + column).to(tl.float32)[None, :]
     at = (slot * K + head) * H + one[:, None] + column[None, :]
-    whole = (column < HALF)[None, :]
+    inside = (column < HALF)[None, :]
     heads = (slot * K + head) * G * H + lane[:, None] * H
     # All is loaded before the first norm: no load passes the barriers of a sum.
-    k_left, k_right = _halves(k + at, whole, HALF)
-    v_left, v_right = _halves(v + at, whole, HALF)
-    q_left, q_right = _halves(q + heads + column[None, :], (lane < G)[:, None] & whole, HALF)
+    k_left, k_right = _halves(k + at, inside, HALF)
+    v_left, v_right = _halves(v + at, inside, HALF)
+    q_left, q_right = _halves(q + heads + column[None, :], (lane < G)[:, None] & inside, HALF)
     k_own_left, k_own_right = _norm_halves(k_weight, column, HALF)
     q_own_left, q_own_right = _norm_halves(q_weight, column, HALF)
     row = (tl.load(pages + slot).to(tl.int64) * K + head) * PAGE + tl.load(offsets + slot)
@@ -372,9 +372,9 @@ def append_attend_kernel(
     )  # fmt: skip
     score = tl.sum(q_left.to(tl.float32) * key_left + q_right.to(tl.float32) * key_right, 1)
     score = _cap(score * SCALE, CAP) * LOG2_E if CAP > 0 else score * (SCALE * LOG2_E)
-    own = tl.arange(0, WARPS)[:, None] == 0  # the first warp attends the new token
-    highest = tl.where(own, tl.ceil(score)[None, :], MASKED)
-    total = tl.where(own, tl.exp2(score[None, :] - highest), 0.0)
+    first_warp = tl.arange(0, WARPS)[:, None] == 0  # the first warp attends the new token
+    highest = tl.where(first_warp, tl.ceil(score)[None, :], MASKED)
+    total = tl.where(first_warp, tl.exp2(score[None, :] - highest), 0.0)
     weight = total.to(dtype).to(tl.float32)[:, None, :]
     first, second, highest, total = _attend_pages(
         query=_joined(q_left, q_right, False, BLOCK_G, H), keys=keys, values=values, key_scales=key_scales,

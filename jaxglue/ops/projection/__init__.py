@@ -148,8 +148,8 @@ def _apply_by_ranks(x, projections: Sequence[Projection], conditions, stream, ra
     low_rank = shrink(x, jnp.concatenate([adapter.A for adapter in adapters.values()]))
     low_rank = low_rank.reshape(*x.shape[:-1], len(adapters), -1)
     low_rank = jnp.where(ranks[:, None], low_rank, 0)
-    for place, (index, adapter) in enumerate(adapters.items()):
-        expanded = project(low_rank[..., place, :], adapter.up, jnp.float32)
+    for row, (index, adapter) in enumerate(adapters.items()):
+        expanded = project(low_rank[..., row, :], adapter.up, jnp.float32)
         products[index] = (products[index] + expanded).astype(x.dtype)
     return products if stream is None else [stream + reduce_from(products[0])]
 

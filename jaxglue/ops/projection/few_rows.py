@@ -142,8 +142,8 @@ def _suits_many(rows: int, projections: Sequence[Projection], kind: str, gated: 
     wide = sum(weight.shape[0] for weight in weights)
     if gated:
         return _share(-(-wide // sum(MANY_GATE_ROWS)) * 2) > 0.9
-    whole = len(weights) == 3 and not any(weight.shape[0] % MANY_WEIGHT_ROWS for weight in weights[:-1])
-    return whole and _share(-(-wide // MANY_WEIGHT_ROWS) * 2) > 0.7
+    divides = len(weights) == 3 and not any(weight.shape[0] % MANY_WEIGHT_ROWS for weight in weights[:-1])
+    return divides and _share(-(-wide // MANY_WEIGHT_ROWS) * 2) > 0.7
 
 
 def _share(programs: int) -> float:

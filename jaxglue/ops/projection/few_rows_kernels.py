@@ -33,7 +33,7 @@ def _nf4_assembly() -> str:
     """
     bits = (np.array(VALUES, np.float32).view(np.uint32) + 0x8000 >> 16).astype(np.uint16)  # no value is a tie
     parts = (("l", bits & 255), ("h", bits >> 8))
-    words = {f"{part}{i}": found[4 * i : 4 * i + 4] for part, found in parts for i in range(4)}
+    words = {f"{part}{i}": registers[4 * i : 4 * i + 4] for part, registers in parts for i in range(4)}
     tables = "".join(f"mov.b32 {name}, 0x{bytes(map(int, four))[::-1].hex()};\n" for name, four in words.items())
     lines = f"{{.reg .b32 {', '.join(words)}, a, b, c, d, i, m, s;\n{tables}"
     lines += "shl.b32 s, $4, 4;  and.b32 i, $4, 0x77777777;\n"
@@ -211,8 +211,8 @@ def _load_up(up, rows, R: tl.constexpr, BLOCK_R: tl.constexpr):
 def _expand(acc, low_rank, b, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr):
     """Add the adapter's product with rows b of its second matrix."""
     tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
-    own = tl.load(low_rank + tile, cache_modifier=".cg")  # written by another program of this launch
-    return tl.dot(b.to(own.dtype), tl.trans(own), acc)
+    ranks = tl.load(low_rank + tile, cache_modifier=".cg")  # written by another program of this launch
+    return tl.dot(b.to(ranks.dtype), tl.trans(ranks), acc)
 
 
 @triton.jit
@@ -240,16 +240,17 @@ def few_rows_kernel(
     program = tl.program_id(0)
     if R > 0:
         if program < COUNT * SHRINKS:
-            own = program // SHRINKS
+            adapter = program // SHRINKS
             down = downs[0]
             for i in tl.static_range(1, COUNT):
-                if own == i:
+                if adapter == i:
                     down = downs[i]
             _shrink(
                 source=source, down=down, norm_weight=norm_weight, inverse_rms=inverse_rms, ranks_used=ranks_used,
-                parts=low_rank_parts + own * SHRINKS * BLOCK_M * BLOCK_R, low_rank=low_ranks + own * BLOCK_M * BLOCK_R,
-                counter=counters + TILES + own, unread=counters + TILES + COUNT,
-                added=tl.where(own == 0, TILES - (COUNT - 1) * BEYOND, BEYOND), number=program % SHRINKS, M=M, K=K,
+                parts=low_rank_parts + adapter * SHRINKS * BLOCK_M * BLOCK_R,
+                low_rank=low_ranks + adapter * BLOCK_M * BLOCK_R,
+                counter=counters + TILES + adapter, unread=counters + TILES + COUNT,
+                added=tl.where(adapter == 0, TILES - (COUNT - 1) * BEYOND, BEYOND), number=program % SHRINKS, M=M, K=K,
                 R=R, SHRINKS=SHRINKS, STEPS=SHRINK_STEPS, BLOCK_M=BLOCK_M, BLOCK_R=BLOCK_R, BLOCK_K=BLOCK_K,
             )  # fmt: skip
             return
@@ -290,18 +291,18 @@ def few_rows_kernel(
         if NF4:
             # Single bytes are not loaded ahead by the compiler.
             next_scale, next_factor = nf4_scales(block, group, inside, step + 1, K, BLOCK_K)
-            found = tl.load(codes + scale.to(tl.int32)) * factor + offset
+            block_scale = tl.load(codes + scale.to(tl.int32)) * factor + offset
             scale, factor = next_scale, next_factor
-            matrix = nf4_tile(w, inside, step, found, lookup, values.dtype, K, BLOCK_N, BLOCK_K)
+            matrix = nf4_tile(w, inside, step, block_scale, lookup, values.dtype, K, BLOCK_N, BLOCK_K)
         else:
             matrix = _matrix(w, inside, k, values.dtype, K, BLOCK_N, BLOCK_K)
         acc = tl.dot(matrix, tl.trans(values), acc)
         if GATED:
             if NF4:
                 next_scale, next_factor = nf4_scales(blocks[1], groups[1], inside, step + 1, K, BLOCK_K)
-                found = tl.load(codes + up_scale.to(tl.int32)) * up_factor + up_offset
+                block_scale = tl.load(codes + up_scale.to(tl.int32)) * up_factor + up_offset
                 up_scale, up_factor = next_scale, next_factor
-                matrix = nf4_tile(weights[1], inside, step, found, lookup, values.dtype, K, BLOCK_N, BLOCK_K)
+                matrix = nf4_tile(weights[1], inside, step, block_scale, lookup, values.dtype, K, BLOCK_N, BLOCK_K)
             else:
                 matrix = _matrix(weights[1], inside, k, values.dtype, K, BLOCK_N, BLOCK_K)
             up = tl.dot(matrix, tl.trans(values), up)
@@ -314,23 +315,23 @@ def few_rows_kernel(
         SIZE: tl.constexpr = BLOCK_N * BLOCK_M
         WIDTH: tl.constexpr = 2 * SIZE if GATED else SIZE
         at = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + rows[None, :]
-        own = parts + tile.to(tl.int64) * SPLITS * WIDTH
-        tl.store(own + split * WIDTH + at, acc)
+        tile_parts = parts + tile.to(tl.int64) * SPLITS * WIDTH
+        tl.store(tile_parts + split * WIDTH + at, acc)
         if GATED:
-            tl.store(own + split * WIDTH + SIZE + at, up)
+            tl.store(tile_parts + split * WIDTH + SIZE + at, up)
         if _arrive(counters + tile) < SPLITS - 1:
             return
         tl.store(counters + tile, 0)
     if R > 0:
         _await_low_ranks(counters + TILES + COUNT, TILES)
     if SPLITS > 1:
-        acc = tl.load(own + at, cache_modifier=".cg")
+        acc = tl.load(tile_parts + at, cache_modifier=".cg")
         for other in range(1, SPLITS):
-            acc += tl.load(own + other * WIDTH + at, cache_modifier=".cg")
+            acc += tl.load(tile_parts + other * WIDTH + at, cache_modifier=".cg")
         if GATED:
-            up = tl.load(own + SIZE + at, cache_modifier=".cg")
+            up = tl.load(tile_parts + SIZE + at, cache_modifier=".cg")
             for other in range(1, SPLITS):
-                up += tl.load(own + other * WIDTH + SIZE + at, cache_modifier=".cg")
+                up += tl.load(tile_parts + other * WIDTH + SIZE + at, cache_modifier=".cg")
 
     dtype: tl.constexpr = outs[0].dtype.element_ty
     if GATED:
@@ -399,12 +400,12 @@ def _finish(
     if ROUND and x_scales is None:
         acc = acc.to(dtype).to(tl.float32)
     if R > 0:
-        own = low_ranks + WHICH * BLOCK_M * BLOCK_R
+        ranks = low_ranks + WHICH * BLOCK_M * BLOCK_R
         if ROUND_ADAPTER:
             zeros = tl.full(acc.shape, 0.0, tl.float32)
-            acc += _expand(zeros, own, b * factor, BLOCK_M, BLOCK_R).to(dtype).to(tl.float32)
+            acc += _expand(zeros, ranks, b * factor, BLOCK_M, BLOCK_R).to(dtype).to(tl.float32)
         else:
-            acc = _expand(acc, own, b * factor, BLOCK_M, BLOCK_R)
+            acc = _expand(acc, ranks, b * factor, BLOCK_M, BLOCK_R)
     if biases is not None:
         acc += tl.load(biases[WHICH] + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     return acc

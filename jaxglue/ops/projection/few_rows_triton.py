@@ -229,7 +229,7 @@ class TritonFewRows(Launcher):
         K, itemsize = operands.x.shape[1], operands.x.dtype.itemsize
         least = 32 if operands.nf4 is None else BLOCK
         table = _CROWDED_TILES if operands.weights[0].dtype.itemsize < itemsize or rank > _FEW_RANKS else _TILES
-        tiles = self.tiles or next(found[gated] for most, *found in table if block_m <= most)
+        tiles = self.tiles or next(choices[gated] for most, *choices in table if block_m <= most)
         if self.tiles is None and gated and itemsize == 1 and rank == 0 and 16 < block_m <= MOST_WIDE_ROWS:
             tiles = _E4M3_GATES
         block_k = max(min(tiles.block_k * (2 // itemsize or 1), triton.next_power_of_2(K)), least)

@@ -26,7 +26,7 @@ def gradients_kernel(
     inside = (rows < M)[:, None] & (ranks < R)[None, :]
     # Rows stay in registers for all columns: the sum over rows is then one product a tile, and only partial sums of few
     # programs are written. These are added in a fixed order afterwards; atomics would not repeat to the bit.
-    own = tl.load(low_rank + rows[:, None] * STRIDE + FIRST + ranks[None, :], mask=inside, other=0.0)
+    of_adapter = tl.load(low_rank + rows[:, None] * STRIDE + FIRST + ranks[None, :], mask=inside, other=0.0)
     product = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
     if fp8_values is not None:
         inverse = 1.0 / tl.load(row_scales + rows, mask=rows < M, other=1.0)  # one division a row, not one a value
@@ -45,7 +45,7 @@ def gradients_kernel(
         factor = tl.load(matrix + at, mask=mask, other=0.0).to(tile.dtype)
         product = tl.dot(tile, factor, product, input_precision=PRECISION)
         to = dmatrix + tl.program_id(0).to(tl.int64) * N * R + at
-        tl.store(to, tl.dot(tl.trans(tile), own, input_precision=PRECISION), mask=mask)
+        tl.store(to, tl.dot(tl.trans(tile), of_adapter, input_precision=PRECISION), mask=mask)
     to = dlow_rank + (tl.program_id(1).to(tl.int64) * M + rows[:, None]) * R + ranks[None, :]
     tl.store(to, product, mask=inside)
 
@@ -65,10 +65,10 @@ def product_kernel(
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     at, mask = rows[:, None].to(tl.int64) * N + columns[None, :], (rows < M)[:, None] & (columns < N)[None, :]
     inside = (rows < M)[:, None] & (ranks < R)[None, :]
-    own = tl.load(low_rank + rows[:, None] * STRIDE + FIRST + ranks[None, :], mask=inside, other=0.0)
+    of_adapter = tl.load(low_rank + rows[:, None] * STRIDE + FIRST + ranks[None, :], mask=inside, other=0.0)
     inside = (columns < N)[:, None] & (ranks < R)[None, :]
-    factor = tl.load(matrix + columns[:, None] * R + ranks[None, :], mask=inside, other=0.0).to(own.dtype)
-    product = tl.dot(own, tl.trans(factor), input_precision=PRECISION)
+    factor = tl.load(matrix + columns[:, None] * R + ranks[None, :], mask=inside, other=0.0).to(of_adapter.dtype)
+    product = tl.dot(of_adapter, tl.trans(factor), input_precision=PRECISION)
     # All terms are added in float32 and rounded once: an adapter's product alone is often below a stream's last bit.
     if base is not None:
         scaled = tl.load(base + at, mask=mask, other=0.0).to(tl.float32)
@@ -84,7 +84,7 @@ def product_kernel(
 
 @triton.jit
 def encode_kernel(
-    x, columns, given, fp8_values, scales,
+    x, columns, row_scales, fp8_values, scales,
     M: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Quantize rows of x [M, D], times `columns` [D] if any, by scales `given` [M] or by their largest values.
@@ -99,7 +99,7 @@ def encode_kernel(
         values = tl.load(x + row * D + at, mask=mask, other=0.0).to(tl.float32)
         if columns is not None:
             values = values * factors
-        scale = e4m3_scale(tl.max(tl.abs(values), 0)) if given is None else tl.load(given + row)
+        scale = e4m3_scale(tl.max(tl.abs(values), 0)) if row_scales is None else tl.load(row_scales + row)
         values = clip_e4m3(values / scale)
         tl.store(fp8_values + row * D + at, values.to(fp8_values.dtype.element_ty), mask=mask)
         tl.store(scales + row, scale)

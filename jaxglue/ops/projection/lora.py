@@ -61,8 +61,8 @@ class ReferenceLora:
 
     def gradients(self, dy, matrix, low_rank, first: int, quantizer=None):
         """See `LoraBackend`."""
-        own = low_rank[:, first : first + matrix.shape[1]]
-        dmatrix = jax.lax.dot_general(dy, own, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        of_adapter = low_rank[:, first : first + matrix.shape[1]]
+        dmatrix = jax.lax.dot_general(dy, of_adapter, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         fp8_values = None if quantizer is None else encode_rows(dy * quantizer.columns, quantizer.rows)[0]
         return dy @ matrix.astype(dy.dtype), dmatrix, fp8_values
 
@@ -184,8 +184,8 @@ def _expand_gradients(
 ):
     """Return the gradients to low_rank and the matrices, and the cotangents' e4m3 values."""
     calls = zip(cotangents, matrices, first_ranks(matrices), quantizers or [None] * len(matrices), strict=True)
-    found = (backend.gradients(dy, matrix, low_rank, first, quantizer) for dy, matrix, first, quantizer in calls)
-    dlow_rank, dmatrices, fp8_values = zip(*found, strict=True)
+    gradients = (backend.gradients(dy, matrix, low_rank, first, quantizer) for dy, matrix, first, quantizer in calls)
+    dlow_rank, dmatrices, fp8_values = zip(*gradients, strict=True)
     return jnp.concatenate(dlow_rank, axis=-1), dmatrices, fp8_values
 
 

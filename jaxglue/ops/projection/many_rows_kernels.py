@@ -18,9 +18,9 @@ def _load_pairs(gate, up, first, k, F: tl.constexpr, K: tl.constexpr, ROWS: tl.c
     So a thread's sums, of rows 8 apart, are of gate and up of one column.
     """
     rows = tl.arange(0, ROWS)
-    own = tl.minimum(first + rows // 16 * 8 + rows % 8, F - 1)  # rows beyond are other rows, and not stored
+    features = tl.minimum(first + rows // 16 * 8 + rows % 8, F - 1)  # rows beyond are other rows, and not stored
     columns = k + tl.arange(0, BLOCK_K)
-    at = tl.where((rows % 16 < 8)[:, None], gate, up) + own[:, None] * K + columns[None, :]
+    at = tl.where((rows % 16 < 8)[:, None], gate, up) + features[:, None] * K + columns[None, :]
     if K % BLOCK_K != 0:
         return tl.load(at, mask=(columns < K)[None, :], other=0.0, eviction_policy="evict_first")
     else:
@@ -83,12 +83,12 @@ def gate_rows_kernel(
 @triton.jit
 def _of(first, values, N_0: tl.constexpr, N_1: tl.constexpr, COUNT: tl.constexpr):
     """Return the value of the weight that has row `first` of COUNT, one below the other."""
-    found = values[0]
+    value = values[0]
     if COUNT > 1:
-        found = tl.where(first < N_0, found, values[1])
+        value = tl.where(first < N_0, value, values[1])
     if COUNT > 2:
-        found = tl.where(first < N_0 + N_1, found, values[2])
-    return found
+        value = tl.where(first < N_0 + N_1, value, values[2])
+    return value
 
 
 @triton.jit

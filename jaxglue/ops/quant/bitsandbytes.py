@@ -39,8 +39,8 @@ def shared_config(*, bits: int, unquantized: Sequence[str]) -> dict[str, Any]:
 
 def read_typed(files: TensorReader, name: str, dtype: type[np.generic]) -> np.ndarray:
     """Read a tensor; raise ValueError for another dtype."""
-    if (found := files.tensors[name].dtype) != dtype:
-        raise refused(files, name, f"its dtype is {found}, expected {np.dtype(dtype)}")
+    if (stored := files.tensors[name].dtype) != dtype:
+        raise refused(files, name, f"its dtype is {stored}, expected {np.dtype(dtype)}")
     return files.read(name)
 
 

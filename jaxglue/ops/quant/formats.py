@@ -262,7 +262,7 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 def find_stored(files: TensorReader, name: str, shape: Shape) -> Stored | None:
     """Return the named matrix in a folder's tensors if one of the formats has it, else None; raises like `find`."""
-    return next((found for made in FORMATS.values() if (found := made.find(files, name, shape))), None)
+    return next((stored for made in FORMATS.values() if (stored := made.find(files, name, shape))), None)
 
 
 def experts_format(names: Collection[str], parameter: str) -> WeightFormat | None:

@@ -225,10 +225,12 @@ class StoredFP8Format(WeightFormat):
             raise ValueError(
                 f"{name} in {file} is in FP8: expected {module}weight_scale or {module}weight_scale_inv beside"
             )
-        found, expected = files.tensors[scales[0]].shape, _scale_shapes(shape)
-        if found not in expected:
-            raise ValueError(f"{scales[0]} in {file} is {list(found)}, expected one of {', '.join(map(str, expected))}")
-        shapes = {name: shape, scales[0]: found}
+        scale_shape, expected = files.tensors[scales[0]].shape, _scale_shapes(shape)
+        if scale_shape not in expected:
+            raise ValueError(
+                f"{scales[0]} in {file} is {list(scale_shape)}, expected one of {', '.join(map(str, expected))}"
+            )
+        shapes = {name: shape, scales[0]: scale_shape}
         if (static := f"{module}{_ACTIVATION_SCALE}") in files.tensors:
             shapes[static] = files.tensors[static].shape
         return Stored(shapes, lambda files: _read(files, name, scales[0]))

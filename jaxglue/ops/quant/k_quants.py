@@ -113,10 +113,10 @@ def _fit_scales(
         above = new_minimum > 0
         new_scale = jnp.where(above, sum_qx / jnp.where(sum_qq > 0, sum_qq, 1), new_scale)
         new_minimum = jnp.where(above, 0, new_minimum)
-        found = error(new_scale, new_minimum, sum_q, sum_qq, sum_qx)
-        better = (determinant > 0) & (found < least)
+        new_error = error(new_scale, new_minimum, sum_q, sum_qq, sum_qx)
+        better = (determinant > 0) & (new_error < least)
         return tuple(
-            jnp.where(better, new, old) for new, old in zip((new_scale, new_minimum, found), best, strict=True)
+            jnp.where(better, new, old) for new, old in zip((new_scale, new_minimum, new_error), best, strict=True)
         )
 
     first = span / levels
@@ -147,8 +147,8 @@ def _fit_scale_of_scales(
     best, least = _SCALE_LEVELS / divisor, jnp.full(largest.shape, jnp.inf)
     for offset in (0, -4, -3, -2, -1, 1, 2, 3, 4):
         inverse = (_SCALE_LEVELS + 0.1 * offset) / divisor
-        found = (weights * (values - rounded(inverse) / inverse) ** 2).sum(axis=-1, keepdims=True)
-        best, least = jnp.where(found < least, inverse, best), jnp.minimum(found, least)
+        errors = (weights * (values - rounded(inverse) / inverse) ** 2).sum(axis=-1, keepdims=True)
+        best, least = jnp.where(errors < least, inverse, best), jnp.minimum(errors, least)
     q = rounded(best)
     sum_qx, sum_qq = (weights * values * q).sum(axis=-1), (weights * q * q).sum(axis=-1)
 

@@ -103,6 +103,6 @@ def fp8_kernel(
         scale = tl.load(scales + row, mask=row < ROWS, other=0.0)
     else:
         scale = tl.load(scales + row * tl.cdiv(COLUMNS, SHARED) + column // SHARED, mask=inside, other=0.0)
-    place = row * COLUMNS + column
-    value = tl.load(values + place, mask=inside, other=0.0).to(tl.float32) * scale
-    tl.store(out + place, value.to(out.dtype.element_ty), mask=inside)
+    offset = row * COLUMNS + column
+    value = tl.load(values + offset, mask=inside, other=0.0).to(tl.float32) * scale
+    tl.store(out + offset, value.to(out.dtype.element_ty), mask=inside)

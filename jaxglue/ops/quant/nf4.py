@@ -168,8 +168,8 @@ class NF4Format(BitsAndBytesFormat):
             return False
         kind = config.get("bnb_4bit_quant_type", "fp4"), config.get("bnb_4bit_use_double_quant", False)
         if kind != ("nf4", True):
-            found = f"{kind[0]}, double quantization {kind[1]}"
-            raise ValueError(f"config.json says {found}; only nf4, True is read: {REMEDY}")
+            quantization = f"{kind[0]}, double quantization {kind[1]}"
+            raise ValueError(f"config.json says {quantization}; only nf4, True is read: {REMEDY}")
         return True
 
     def config(self, unquantized: Sequence[str] = ("lm_head",)) -> dict[str, Any]:

@@ -110,8 +110,8 @@ class NVFP4Format(WeightFormat):
 
 def _read(files: TensorReader, packed: str, scale: str, divisor: str) -> NVFP4:
     for name, dtype in ((packed, np.dtype(np.uint8)), (scale, E4M3)):
-        if (found := files.tensors[name].dtype) != dtype:
-            raise ValueError(f"{name} in {files.tensors[name].file} is {found}, expected {np.dtype(dtype)}: {_REMEDY}")
+        if (stored := files.tensors[name].dtype) != dtype:
+            raise ValueError(f"{name} in {files.tensors[name].file} is {stored}, expected {np.dtype(dtype)}: {_REMEDY}")
     codes = files.read(packed)
     divisors = np.broadcast_to(files.read(divisor).astype(np.float32), (len(codes),)).copy()
     return NVFP4(codes=codes, scales=files.read(scale), divisors=divisors, dtype=jnp.dtype(jnp.bfloat16))  # type: ignore[arg-type]

@@ -74,12 +74,12 @@ def choose_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     at, lanes = tl.arange(0, LANES), tl.arange(0, BLOCK)
-    own = tl.load(largest + row * BLOCKS + at, mask=at < BLOCKS, other=-float("inf"))
-    highest = tl.max(own, 0)
-    below = own - highest
+    maxima = tl.load(largest + row * BLOCKS + at, mask=at < BLOCKS, other=-float("inf"))
+    highest = tl.max(maxima, 0)
+    below = maxima - highest
     total = tl.sum(tl.load(sums + row * BLOCKS + at, mask=at < BLOCKS, other=0.0) * _exp(below), 0)
     normalizer = highest + tl.log(total)
-    block = _first(own == highest, at, BLOCKS - 1)
+    block = _first(maxima == highest, at, BLOCKS - 1)
     if temperatures is not None:
         divisor, draws = _divisor(temperatures, row), tl.load(temperatures + row) > 0
         weights = tl.load(sums_at_temperature + row * BLOCKS + at, mask=at < BLOCKS, other=0.0) * _exp(below / divisor)

@@ -58,10 +58,10 @@ def choose(
     divisor = divisors(temperature)
     weights = Weights(logits, highest, divisor)
     total = weights.sums.sum(-1)
-    kept: Weights | Kept = weights
+    candidates: Weights | Kept = weights
     if truncation is not None:
-        kept = Kept(weights.all, _threshold(weights.all, total, truncation))
-    tokens = jnp.where(temperature > 0, _draw(kept, uniform), tokens)
+        candidates = Kept(weights.all, _threshold(weights.all, total, truncation))
+    tokens = jnp.where(temperature > 0, _draw(candidates, uniform), tokens)
     chosen = at(logits, tokens)
     log_probs = (chosen - highest) / divisor - jnp.log(total)
     return Choice(tokens, log_probs, chosen - normalizers, normalizers)
@@ -140,7 +140,7 @@ def _threshold(weights: Float[Array, "B V"], total: Float[Array, " B"], truncati
         left = jnp.where(weights >= threshold[:, None], weights, 0.0).sum(-1)
         total = jnp.where(top_k > 0, left, total)
     if top_p is not None:  # of what top-k left: min-p does not change the nucleus
-        nucleus = _search(weights, lambda kept: kept, top_p * total)
+        nucleus = _search(weights, lambda values: values, top_p * total)
         threshold = jnp.where(top_p < 1, jnp.maximum(threshold, nucleus), threshold)
     return threshold if min_p is None else jnp.maximum(threshold, min_p)
 
@@ -156,13 +156,13 @@ def _search(weights: Float[Array, "B V"], measure: Any, wanted: Float[Array, " B
         zeros = (jnp.float32(0),) * len(parts)
         return jax.lax.reduce(tuple(parts), zeros, lambda a, b: tuple(map(jnp.add, a, b)), (1,))
 
-    found = jnp.zeros(len(weights), jnp.int32)
+    bits = jnp.zeros(len(weights), jnp.int32)
     for shift in range(30 - _DIGIT, -1, -_DIGIT):  # no weight is above 1, whose bits are below 2³⁰
         digits = range(1, 1 << _DIGIT)
-        values = [jax.lax.bitcast_convert_type(found + (digit << shift), jnp.float32) for digit in digits]
+        values = [jax.lax.bitcast_convert_type(bits + (digit << shift), jnp.float32) for digit in digits]
         enough = [(total >= wanted).astype(jnp.int32) for total in sums(values)]
-        found += sum(enough) << shift
-    return jax.lax.bitcast_convert_type(found, jnp.float32)
+        bits += sum(enough) << shift
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def normalizer(logits: Float[Array, "B V"], highest: Float[Array, " B"]) -> Float[Array, " B"]:

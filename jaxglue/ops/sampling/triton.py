@@ -24,9 +24,9 @@ class TritonSampling(Launcher):
         each, row = jax.ShapeDtypeStruct((B, blocks), jnp.float32), jax.ShapeDtypeStruct((B,), jnp.float32)
         constants = sizes if draws else sizes | {"sums_at_temperature": None}
         arrays, cost = (logits, temperature), KernelCost(kind=KernelKind.ROWS)
-        found = self._launch(kernels.sums_kernel, arrays, (each,) * (2 + draws), (B, blocks), constants, cost=cost)
+        sums = self._launch(kernels.sums_kernel, arrays, (each,) * (2 + draws), (B, blocks), constants, cost=cost)
         constants = sizes | {"LANES": triton.next_power_of_2(blocks)} | ({} if draws else {"log_probs": None})
-        arrays = logits, *found, *(() if draws else (None,)), temperature, uniform
+        arrays = logits, *sums, *(() if draws else (None,)), temperature, uniform
         out_type = jax.ShapeDtypeStruct((B,), jnp.int32), *(row,) * (2 + draws)
         cost = KernelCost(kind=KernelKind.ROWS, bytes=4 * B * (BLOCK + 3 * blocks))
         tokens, model_log_probs, normalizers, *others = self._launch(

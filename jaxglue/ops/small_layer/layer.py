@@ -146,8 +146,8 @@ def fused_layer(
 def _forward(kernels, spec: LayerSpec, x, weights, adapters, context):
     if any(leaf.perturbed for leaf in jax.tree.leaves(weights)):
         raise ValueError("a small layer's weights are frozen beside adapters, but some are to train")
-    y, (kept, *others) = _run(kernels, spec, *jax.tree.map(lambda leaf: leaf.value, (x, weights, adapters, context)))
-    return y, (kept if x.perturbed else (None, *kept[1:]), *others)
+    y, (values, *others) = _run(kernels, spec, *jax.tree.map(lambda leaf: leaf.value, (x, weights, adapters, context)))
+    return y, (values if x.perturbed else (None, *values[1:]), *others)
 
 
 def _run(kernels, spec: LayerSpec, x, weights: FrozenWeights, adapters, context: RotatedContext):
@@ -170,13 +170,13 @@ def _run(kernels, spec: LayerSpec, x, weights: FrozenWeights, adapters, context:
     gates = checkpoint_name(_times(normed, gate_up.whole), names.GATE)
     y, down_ranks = kernels.swiglu(gates, _swiglu_matrices(adapters))
     down_ranks = checkpoint_name(down_ranks, names.LOW_RANK)
-    kept = rows, entered, z, attend_back, attended, out_ranks, middle, normed, gates, down_ranks
-    return (middle + _times(y, down.whole)).reshape(x.shape), (kept, extended, weights, adapters)
+    values = rows, entered, z, attend_back, attended, out_ranks, middle, normed, gates, down_ranks
+    return (middle + _times(y, down.whole)).reshape(x.shape), (values, extended, weights, adapters)
 
 
 def _backward(kernels, spec: LayerSpec, residuals, dy):
-    kept, (qkv, out, gate_up, down), weights, adapters = residuals
-    rows, entered, z, attend_back, attended, out_ranks, middle, normed, gates, down_ranks = kept
+    values, (qkv, out, gate_up, down), weights, adapters = residuals
+    rows, entered, z, attend_back, attended, out_ranks, middle, normed, gates, down_ranks = values
     (B, T, D), rank = dy.shape, len(adapters[0][0])
     dy = dy.reshape(-1, D)
     dgates, partials = kernels.swiglu_gradient(gates, _swiglu_matrices(adapters), dy @ down.whole)
@@ -192,16 +192,16 @@ def _backward(kernels, spec: LayerSpec, residuals, dy):
             rows, weights.norms.attention, dmiddle, dentered, entered, qkv.downs, eps=spec.eps
         )
         dx = dx.reshape(B, T, D)
-    whole, columns = slice(0, D), sum(map(len, weights.linears[_GATE_UP]))
+    all_columns, columns = slice(0, D), sum(map(len, weights.linears[_GATE_UP]))
     firsts = [D + i * rank for i in range(3)]
     ends = itertools.accumulate(map(len, weights.linears[_QKV]), initial=0)
     pairs = [
-        *(Pair(entered, whole, dentered, first - skipped, False) for first in firsts),
+        *(Pair(entered, all_columns, dentered, first - skipped, False) for first in firsts),
         *(Pair(dz, slice(*part), entered, i, True) for part, i in zip(itertools.pairwise(ends), firsts, strict=True)),
         Pair(attended, slice(0, attended.shape[1]), dmiddle, D, False),
-        Pair(dmiddle, whole, out_ranks, 0, True),
-        *(Pair(normed, whole, dgates, columns + i * rank, False) for i in range(2)),
-        Pair(dy, whole, down_ranks, 0, True),
+        Pair(dmiddle, all_columns, out_ranks, 0, True),
+        *(Pair(normed, all_columns, dgates, columns + i * rank, False) for i in range(2)),
+        Pair(dy, all_columns, down_ranks, 0, True),
     ]
     sums = [Partials(partial, second) for partial, second in zip(partials, (True, True, False), strict=True)]
     gradients = kernels.adapter_gradients(pairs, sums, rank)

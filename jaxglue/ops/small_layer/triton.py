@@ -87,13 +87,13 @@ class TritonSmallLayer(TritonNormRope):
             shapes = [(width, columns)] if group.joined else [(total, width), (lanes, columns)]
             firsts, below, end = len(outs) + len(shapes) - 1, total if group.joined else 0, shapes[-1][0]
             above = itertools.accumulate(map(len, group.weights), initial=0)
-            for place, (weight, top, number) in enumerate(zip(group.weights, above, numbers, strict=False)):
-                own = number, len(weight), columns, len(outs), shapes[0][1], top, place * rank
-                rows += [(*own, first, 0) for first in range(0, len(weight), tiles.block_m)]
-                here = below + place * rank
-                count = rank if place < len(group.weights) - 1 else end - here
-                own = number, count, columns, firsts, columns, here, 0
-                rows += [(*own, first, 1) for first in range(0, count, tiles.block_m)]
+            for part, (weight, top, number) in enumerate(zip(group.weights, above, numbers, strict=False)):
+                copy = number, len(weight), columns, len(outs), shapes[0][1], top, part * rank
+                rows += [(*copy, first, 0) for first in range(0, len(weight), tiles.block_m)]
+                here = below + part * rank
+                count = rank if part < len(group.weights) - 1 else end - here
+                copy = number, count, columns, firsts, columns, here, 0
+                rows += [(*copy, first, 1) for first in range(0, count, tiles.block_m)]
             made = [jax.new_ref(jax.lax.empty(shape, dtype)) for shape in shapes]
             outs, extended = [*outs, *made], [*extended, made]
         most = max(group.width(rank) - group.weights[0].shape[1] for group in groups if not group.joined)

@@ -33,18 +33,18 @@ from jaxglue.ops.tile_ring import GROUP_ROWS, await_place, release, turn
 @gluon.jit
 def _await_place_of_dq(tiles, n):
     """Return the place of the n-th tile's gradient of queries once it is free."""
-    place, parity = turn(tiles.dq, n)
-    mbarrier.wait(tiles.dq.empty.index(place), parity ^ 1)
-    return place
+    slot, parity = turn(tiles.dq, n)
+    mbarrier.wait(tiles.dq.empty.index(slot), parity ^ 1)
+    return slot
 
 
 @gluon.jit
 def _hand_over(dq, tiles, n, GROUP: gl.constexpr):
     """Hand over a warpgroup's half of the n-th tile's gradient of queries."""
-    place = _await_place_of_dq(tiles, n)
-    tiles.dq.tiles.index(2 * place + GROUP).store(dq.reshape([1, GROUP_ROWS, dq.shape[1]]))
+    slot = _await_place_of_dq(tiles, n)
+    tiles.dq.tiles.index(2 * slot + GROUP).store(dq.reshape([1, GROUP_ROWS, dq.shape[1]]))
     fence_async_shared()  # TMA reads the half from shared memory
-    mbarrier.arrive(tiles.dq.full.index(place), count=1)
+    mbarrier.arrive(tiles.dq.full.index(slot), count=1)
 
 
 @gluon.jit
@@ -69,19 +69,19 @@ def _own(held, which: gl.constexpr, tiles, zero, H: gl.constexpr, GROUP: gl.cons
 
 
 @gluon.jit
-def _begin_scores(own, tiles, n, zero, SCORES: gl.constexpr, sizes, GROUP: gl.constexpr):
+def _begin_scores(operand, tiles, n, zero, SCORES: gl.constexpr, sizes, GROUP: gl.constexpr):
     """Begin the n-th tile's scores."""
     none = gl.zeros([GROUP_ROWS, GROUP_ROWS], gl.float32, layout=SCORES)
-    place = await_place(tiles.queries, n)
-    query = tiles.queries.tiles.index(2 * place).reshape([GROUP_ROWS, sizes.V])
+    slot = await_place(tiles.queries, n)
+    query = tiles.queries.tiles.index(2 * slot).reshape([GROUP_ROWS, sizes.V])
     if sizes.REST > 0:  # begin with −lse, for which there are no registers beside the sums
-        begun, _ = gl.broadcast(tiles.statistics.index(2 * place).load(SCORES), none)
-        scores = warpgroup_mma(own, query.permute((1, 0)), begun, is_async=True)
-        rest = tiles.queries_rest.index(place).reshape([GROUP_ROWS, sizes.REST])
+        begun, _ = gl.broadcast(tiles.statistics.index(2 * slot).load(SCORES), none)
+        scores = warpgroup_mma(operand, query.permute((1, 0)), begun, is_async=True)
+        rest = tiles.queries_rest.index(slot).reshape([GROUP_ROWS, sizes.REST])
         keys = tiles.keys_rest.index(zero).slice(GROUP * GROUP_ROWS, GROUP_ROWS, dim=0)
         return warpgroup_mma(keys, rest.permute((1, 0)), scores, is_async=True)
     else:
-        return warpgroup_mma(own, query.permute((1, 0)), none, use_acc=False, is_async=True)
+        return warpgroup_mma(operand, query.permute((1, 0)), none, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -137,9 +137,9 @@ def _differentiate_tile(scores, sums, n, token, MASK: gl.constexpr, operands, si
     SCORES: gl.constexpr = keys.type.layout.parent
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     position = turn(tiles.queries, n)[0]
-    place, zero = 2 * position, token >> 31
-    query = tiles.queries.tiles.index(place).reshape([GROUP_ROWS, sizes.V])
-    dout = tiles.queries.tiles.index(place + 1).reshape([GROUP_ROWS, sizes.V])
+    half, zero = 2 * position, token >> 31
+    query = tiles.queries.tiles.index(half).reshape([GROUP_ROWS, sizes.V])
+    dout = tiles.queries.tiles.index(half + 1).reshape([GROUP_ROWS, sizes.V])
     values = _own(held, 1, tiles, zero, sizes.V, GROUP)
     none = gl.zeros([GROUP_ROWS, GROUP_ROWS], gl.float32, layout=SCORES)
     if sizes.REST > 0:  # the sums leave no registers for both products
@@ -152,7 +152,7 @@ def _differentiate_tile(scores, sums, n, token, MASK: gl.constexpr, operands, si
         visible = (keys[:, None] <= tokens[None, :]) & (tokens[None, :] < stops[:, None])
         scores = gl.where(visible, scores, MASKED)
     scores *= sizes.SCALE * LOG2_E
-    weights = gl.exp2(scores if sizes.REST > 0 else scores - tiles.statistics.index(place).load(SCORES))
+    weights = gl.exp2(scores if sizes.REST > 0 else scores - tiles.statistics.index(half).load(SCORES))
     operand = gl.convert_layout(weights.to(query.dtype), OPERAND)
     if sizes.REST > 0:  # the exponentials come before the product with values begins
         dv = warpgroup_mma(operand, dout, dv, is_async=True)
@@ -165,7 +165,7 @@ def _differentiate_tile(scores, sums, n, token, MASK: gl.constexpr, operands, si
         dweights = warpgroup_mma_wait(0, deps=[dweights])
         dv = warpgroup_mma(operand, dout, dv, is_async=True)
         await_place(tiles.queries, n)
-    dscores = (weights * (dweights - tiles.statistics.index(place + 1).load(SCORES))).to(query.dtype)
+    dscores = (weights * (dweights - tiles.statistics.index(half + 1).load(SCORES))).to(query.dtype)
     operand = gl.convert_layout(dscores, OPERAND)
     dk = warpgroup_mma(operand, query, dk, is_async=True)
     if sizes.REST > 0:
@@ -198,15 +198,15 @@ def _tiles(begin, end, MASK: gl.constexpr, operands, sums, sizes, GROUP: gl.cons
         if MASK:
             token = bounds.first + visited_between(n, begin, end, bounds, sizes)[1] * (GROUP_ROWS // sizes.P)
         zero = token >> 31  # 0, which the compiler cannot know: it would keep every address of keys in registers
-        own = _own(held, 0, tiles, zero, sizes.V, GROUP)
+        own_keys = _own(held, 0, tiles, zero, sizes.V, GROUP)
         if sizes.REST > 0:
             release(tiles.queries, n - 1)
             _hand_over_parts(tiles, n - 1, zero, sizes, GROUP)
-            scores = _begin_scores(own, tiles, n, zero, SCORES, sizes, GROUP)
+            scores = _begin_scores(own_keys, tiles, n, zero, SCORES, sizes, GROUP)
         else:
             dq = _begin_dq(tiles, n - 1, zero, sizes, GROUP)
             release(tiles.queries, n - 1)
-            scores = _begin_scores(own, tiles, n, zero, SCORES, sizes, GROUP)
+            scores = _begin_scores(own_keys, tiles, n, zero, SCORES, sizes, GROUP)
             dq = warpgroup_mma_wait(1, deps=[dq])
             _hand_over(dq, tiles, n - 1, GROUP)
         dk, dv, dk_rest = _differentiate_tile(scores, (dk, dv, dk_rest), n, token, MASK, operands, sizes, GROUP)
@@ -220,8 +220,8 @@ def _all_tiles(operands, sums, sizes, GROUP: gl.constexpr):
     first, count = bounds.first, bounds.count
     token, zero = first + (count - 1) * (GROUP_ROWS // sizes.P), first >> 31
     late, early, last = count - bounds.cut, count - bounds.full, count * (sizes.G // sizes.P) - 1
-    own = _own(held, 0, tiles, zero, sizes.V, GROUP)
-    scores = _begin_scores(own, tiles, 0, zero, keys.type.layout.parent, sizes, GROUP)
+    own_keys = _own(held, 0, tiles, zero, sizes.V, GROUP)
+    scores = _begin_scores(own_keys, tiles, 0, zero, keys.type.layout.parent, sizes, GROUP)
     sums = _differentiate_tile(scores, sums, 0, token, True, operands, sizes, GROUP)
     sums = _tiles(0, late, True, operands, sums, sizes, GROUP)
     sums = _tiles(late, early, False, operands, sums, sizes, GROUP)

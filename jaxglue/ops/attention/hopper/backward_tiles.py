@@ -102,10 +102,10 @@ def load_tiles(q, k, v, lse, delta, dout, q_rest, k_rest, tiles, start, key, pla
         part, i = visited(n, bounds, sizes)
         token, head = start + i * (GROUP_ROWS // P), kv_head * sizes.G + part * P
         line = [plane + part, bounds.first * P + i * GROUP_ROWS]
-        place, full = vacate(tiles.queries, n, BYTES + REST_BYTES)
-        tma.async_copy_global_to_shared(q, [token, head, 0], full, tiles.queries.tiles.index(2 * place))
+        slot, full = vacate(tiles.queries, n, BYTES + REST_BYTES)
+        tma.async_copy_global_to_shared(q, [token, head, 0], full, tiles.queries.tiles.index(2 * slot))
         if sizes.REST > 0:
-            tma.async_copy_global_to_shared(q_rest, [token, head, V], full, tiles.queries_rest.index(place))
-        tma.async_copy_global_to_shared(lse, line, full, tiles.statistics.index(2 * place))
-        tma.async_copy_global_to_shared(dout, [token, head, 0], full, tiles.queries.tiles.index(2 * place + 1))
-        tma.async_copy_global_to_shared(delta, line, full, tiles.statistics.index(2 * place + 1))
+            tma.async_copy_global_to_shared(q_rest, [token, head, V], full, tiles.queries_rest.index(slot))
+        tma.async_copy_global_to_shared(lse, line, full, tiles.statistics.index(2 * slot))
+        tma.async_copy_global_to_shared(dout, [token, head, 0], full, tiles.queries.tiles.index(2 * slot + 1))
+        tma.async_copy_global_to_shared(delta, line, full, tiles.statistics.index(2 * slot + 1))

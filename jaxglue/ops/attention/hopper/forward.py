@@ -121,7 +121,7 @@ def _attend(q, sinks, starts, out, lse, tiles, row, head, first, bounds, sizes, 
     lane = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, SCORES))
     tokens = token + lane // P
     starts += row * (2 * T if sizes.SPLIT else T)
-    lows, own = _first_visible(starts, tokens, sizes), _own_keys(starts, tokens, sizes)
+    lows, last_visible = _first_visible(starts, tokens, sizes), _own_keys(starts, tokens, sizes)
     if HAS_SINKS:
         sink = gl.load(sinks + head + lane % P).to(gl.float32) * LOG2_E
         peak = gl.ceil(sink)
@@ -135,14 +135,14 @@ def _attend(q, sinks, starts, out, lse, tiles, row, head, first, bounds, sizes, 
     if sizes.REST > 0:
         scores = warpgroup_mma(query_rest, keys_rest.index(0).permute((1, 0)), scores)
     release(keys, 0)
-    weights, _, peak, total = _softmax(scores, peak, total, bounds.first, own, lows, True, sizes)
+    weights, _, peak, total = _softmax(scores, peak, total, bounds.first, last_visible, lows, True, sizes)
     weights = gl.convert_layout(weights.to(q.dtype.element_ty), WEIGHTS)
-    operands = bounds.first, held, keys, values, own, lows, query_rest, keys_rest
+    operands = bounds.first, held, keys, values, last_visible, lows, query_rest, keys_rest
     state = _tiles(1, bounds.full, True, operands, (weights, acc, peak, total), sizes)
     state = _tiles(bounds.full, bounds.cut, False, operands, state, sizes)
     weights, acc, peak, total = _tiles(bounds.cut, bounds.count, True, operands, state, sizes)
     acc = warpgroup_mma(weights, await_tile(values, bounds.count - 1), acc)
-    seen = (lows <= own) & (tokens < T)
+    seen = (lows <= last_visible) & (tokens < T)
     share = gl.convert_layout(gl.where(seen, 1.0 / gl.where(seen, total, 1.0), 0.0), gl.SliceLayout(1, OUT))[:, None]
     store_rows(out, gl.where(share != 0, acc * share, 0.0), query, row, token, head, T, N, V, P)
     log_sum = gl.where(seen, (peak + gl.log2(gl.where(seen, total, 1.0))) / LOG2_E, 0.0)
@@ -155,11 +155,11 @@ def _load_tiles(k, k_rest, v, keys, keys_rest, values, token, head, count, sizes
     BLOCK_N: gl.constexpr = keys.tiles.shape[1]
     BYTES: gl.constexpr = k.block_type.nbytes + (k_rest.block_type.nbytes if sizes.REST > 0 else 0)
     for i in range(count):
-        place, full = vacate(keys, i, BYTES)
+        slot, full = vacate(keys, i, BYTES)
         rows = token + i * BLOCK_N
-        tma.async_copy_global_to_shared(k, [rows, head * sizes.H], full, keys.tiles.index(place))
+        tma.async_copy_global_to_shared(k, [rows, head * sizes.H], full, keys.tiles.index(slot))
         if sizes.REST > 0:
-            tma.async_copy_global_to_shared(k_rest, [rows, head * sizes.H + sizes.V], full, keys_rest.index(place))
+            tma.async_copy_global_to_shared(k_rest, [rows, head * sizes.H + sizes.V], full, keys_rest.index(slot))
         load(values, i, v, [rows, head * sizes.V])
 
 

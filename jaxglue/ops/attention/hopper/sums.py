@@ -72,13 +72,13 @@ def add_shares(dq, dq_rest, turns, shares, shares_rest, plane, tile, before, bou
         number = turns + (plane + part) * TILES + token // TOKENS
         if token < before:
             _await_turn(number, tile)
-        place = 2 * await_place(shares, n)
+        slot = 2 * await_place(shares, n)
         for half in gl.static_range(2):
             corner = [plane + part, token * P, half * (sizes.V // 2)]
-            _add_or_store(dq, corner, shares.tiles.index(place + half), token < before)
+            _add_or_store(dq, corner, shares.tiles.index(slot + half), token < before)
             if sizes.REST > 0:
                 corner = [plane + part, token * P, half * (sizes.REST // 2)]
-                _add_or_store(dq_rest, corner, shares_rest.index(place + half), token < before)
+                _add_or_store(dq_rest, corner, shares_rest.index(slot + half), token < before)
         tma.store_wait(0)
         release(shares, n)
         _end_turn(number, tile + 1)
@@ -111,9 +111,9 @@ def _locate(first, n, ends, sizes):
 @gluon.jit
 def _load_halves(sums, ring, n, plane, line, WIDTH: gl.constexpr):
     """Load the halves of a tile of sums as the ring's n-th tile."""
-    place, full = vacate(ring, n, 2 * sums.block_type.nbytes)
+    slot, full = vacate(ring, n, 2 * sums.block_type.nbytes)
     for half in gl.static_range(2):
-        tile = ring.tiles.index(2 * place + half)._reinterpret(gl.float32, sums.block_type.shape, sums.layout)
+        tile = ring.tiles.index(2 * slot + half)._reinterpret(gl.float32, sums.block_type.shape, sums.layout)
         tma.async_copy_global_to_shared(sums, [plane, line, half * (WIDTH // 2)], full, tile)
 
 

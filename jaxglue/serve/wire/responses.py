@@ -2,11 +2,20 @@
 
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from itertools import chain
 from typing import Any
 
-from jaxglue.serve.openai_answer import AnswerText
-from jaxglue.serve.openai_request import CHAT, BadRequestError, Call
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from jaxglue.serve.answer_text import AnswerText, usage
+from jaxglue.serve.call import Call, chat_call
+from jaxglue.serve.fields import CHAT, read_body
+from jaxglue.serve.host import Host
+from jaxglue.serve.refusals import BadRequestError, openai_body
+from jaxglue.serve.under_way import Answers, EventStream, sent
+from jaxglue.serve.wire import Endpoint, Form
 
 _OF_CHATS = {"messages", "max_tokens", "max_completion_tokens", "n", "response_format", "reasoning_effort"}
 _SHARED = CHAT - _OF_CHATS - {"logprobs", "top_logprobs", "stream_options"} | {"max_output_tokens"}
@@ -19,6 +28,35 @@ _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 """Kinds of items of text, and those of their only parts."""
 _LOG_PROBS: dict[str, dict[str, Any]] = {"message": {"logprobs": []}, "reasoning": {}}
 """Further fields of their events, without log-probabilities, which are not served."""
+
+
+async def _respond(host: Host, http: HttpRequest) -> Response:
+    body = await read_body(http, RESPONSE, sees=host.assistant.sight is not None)
+    call = await chat_call(host, chat_body(body))
+    answers, writer = Answers(host.service, call), ResponseWriter(body, call)
+    if call.stream:
+        return EventStream(_events(writer, call, answers), answers)
+    await answers.finish(http)
+    (answer,) = answers.texts
+    for _ in chain(writer.add(answer.choice(0)["message"]), writer.end(answer, usage(call.requests, [answer]))):
+        pass
+    return JSONResponse(writer.response)
+
+
+async def _events(writer: "ResponseWriter", call: Call, answers: Answers) -> AsyncIterator[str]:
+    """Yield server-sent events of a response."""
+    (answer,) = answers.texts
+    try:
+        for event in writer.begin():
+            yield sent(event, event["type"])
+        async for _ in answers.progress():
+            if chunk := answer.chunk(0):
+                for event in writer.add(chunk["delta"]):
+                    yield sent(event, event["type"])
+        for event in writer.end(answer, usage(call.requests, [answer])):
+            yield sent(event, event["type"])
+    except BadRequestError as error:
+        yield sent(openai_body(error), "error")
 
 
 def chat_body(body: dict[str, Any]) -> dict[str, Any]:
@@ -65,12 +103,12 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _messages(given: Any) -> list[dict[str, Any]]:
+def _messages(items: Any) -> list[dict[str, Any]]:
     """Return the messages of a chat; calls of tools join the turn before them, and reasoning the one after it."""
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
     messages, reasoning = list[dict[str, Any]](), dict[str, str]()
-    for item in _list_of_objects(given, "input"):
+    for item in _list_of_objects(items, "input"):
         kind = item.get("type", "message")
         if kind == "message":
             messages.append({"role": item.get("role"), "content": _content(item.get("content")), **reasoning})
@@ -143,13 +181,13 @@ class ResponseWriter:
         """Yield the last events; the response then has everything."""
         if all(item["type"] == "reasoning" for item in self._items) and answer.finish != "length":
             yield from self._write("message", "")
-        whole = answer.finish != "length"
-        yield from self._close("completed" if whole else "incomplete")
+        status = "incomplete" if answer.finish == "length" else "completed"
+        yield from self._close(status)
         thought = "".join(part["text"] for i in self._items if i["type"] == "reasoning" for part in i["content"])
         thinking = self._call.voice.tokenizer.encode(thought, add_special_tokens=False)
         self.response |= {
-            "status": "completed" if whole else "incomplete",
-            "incomplete_details": None if whole else {"reason": "max_output_tokens"},
+            "status": status,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": self._items,
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
@@ -159,7 +197,7 @@ class ResponseWriter:
                 "total_tokens": usage["total_tokens"],
             },
         }
-        yield self._event("completed" if whole else "incomplete", response=self.response)
+        yield self._event(status, response=self.response)
 
     def _is_open(self, kind: str) -> bool:
         return bool(self._items) and self._items[-1]["type"] == kind and self._items[-1]["status"] == "in_progress"
@@ -169,7 +207,7 @@ class ResponseWriter:
         return {"type": f"response.{kind}", "sequence_number": self._events - 1, **fields}
 
     @property
-    def _place(self) -> dict[str, Any]:
+    def _position(self) -> dict[str, Any]:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
     def _added(self, item: dict[str, Any]) -> dict[str, Any]:
@@ -181,17 +219,17 @@ class ResponseWriter:
         name = _PARTS[kind]
         if not self._is_open(kind):
             yield from self._close()
-            own: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
+            specific: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
             id = ("msg_" if kind == "message" else "rs_") + uuid.uuid4().hex
-            yield self._added({"type": kind, "id": id, "status": "in_progress", "content": [], **own})
+            yield self._added({"type": kind, "id": id, "status": "in_progress", "content": [], **specific})
             part: dict[str, Any] = {"type": name, "text": ""}
             if kind == "message":
                 part["annotations"] = []
-            yield self._event("content_part.added", **self._place, content_index=0, part=part)
+            yield self._event("content_part.added", **self._position, content_index=0, part=part)
             self._items[-1]["content"].append(part)
         if text:
             self._items[-1]["content"][0]["text"] += text
-            yield self._event(f"{name}.delta", **self._place, content_index=0, delta=text, **_LOG_PROBS[kind])
+            yield self._event(f"{name}.delta", **self._position, content_index=0, delta=text, **_LOG_PROBS[kind])
 
     def _close(self, status: str = "completed") -> Iterator[dict[str, Any]]:
         """Yield the end of the item under way, if there is one."""
@@ -200,8 +238,8 @@ class ResponseWriter:
         (part,), name = item["content"], _PARTS[item["type"]]
         item["status"] = status
         further = _LOG_PROBS[item["type"]]
-        yield self._event(f"{name}.done", **self._place, content_index=0, text=part["text"], **further)
-        yield self._event("content_part.done", **self._place, content_index=0, part=part)
+        yield self._event(f"{name}.done", **self._position, content_index=0, text=part["text"], **further)
+        yield self._event("content_part.done", **self._position, content_index=0, part=part)
         yield self._event("output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _add_call(self, call: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -210,6 +248,9 @@ class ResponseWriter:
         item = {"type": "function_call", "id": id, "call_id": call["id"], "name": name, "arguments": ""}
         yield self._added({**item, "status": "in_progress"})
         self._items[-1] |= {"arguments": arguments, "status": "completed"}
-        yield self._event("function_call_arguments.delta", **self._place, delta=arguments)
-        yield self._event("function_call_arguments.done", **self._place, name=name, arguments=arguments)
+        yield self._event("function_call_arguments.delta", **self._position, delta=arguments)
+        yield self._event("function_call_arguments.done", **self._position, name=name, arguments=arguments)
         yield self._event("output_item.done", output_index=len(self._items) - 1, item=self._items[-1])
+
+
+FORM = Form((Endpoint("/v1/responses", _respond),))

@@ -1,4 +1,4 @@
-"""Answers for OpenAI's clients: an answer's text as it grows, and its JSON, whole or in chunks."""
+"""An answer's text as it grows, and its JSON for OpenAI's clients, as one object or in chunks."""
 
 import uuid
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jaxglue.data.decoding import TokenDecoder
 from jaxglue.generation.scheduler import Request
-from jaxglue.serve.openai_request import Call
+from jaxglue.serve.call import Call
 from jaxglue.serve.service import Event
 from jaxglue.text.stream import CHANNEL, TextStream, added_tokens
 from jaxglue.text.thinking import Thought, split_thinking, tags_of

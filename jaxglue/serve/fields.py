@@ -1,20 +1,17 @@
-"""Requests of OpenAI's clients: bodies read and checked, with errors that name the parameter."""
+"""Bodies of requests, read and checked field by field, with errors that name the parameter."""
 
 import asyncio
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
-from jaxglue.generation.assistant import Voice
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.grammar import Grammar, Grammars
-from jaxglue.generation.scheduler import Request
+from jaxglue.serve.refusals import BadRequestError
 from jaxglue.text.thinking import Thought
-from jaxglue.text.tool_formats import ToolFormat
 
 _LARGEST_BODY, _BODY_SECONDS = 4 * 2**20, 60.0
 _LARGEST_WITH_IMAGES = 16 * 2**20
@@ -52,42 +49,6 @@ CHAT = _SHARED | {"messages", "tools", "tool_choice", "parallel_tool_calls", "to
 CHAT |= {"chat_template_kwargs", "reasoning_effort"}
 COMPLETION = _SHARED | {"prompt", "echo"}
 """Parameters of requests."""
-
-
-class BadRequestError(Exception):
-    """A request that is refused, with HTTP's status, and OpenAI's code and parameter, if there are any."""
-
-    def __init__(self, message: str, status: int = 400, *, code: str | None = None, parameter: str | None = None):
-        super().__init__(message)
-        self.status, self.code, self.parameter = status, code, parameter
-
-
-@dataclass(frozen=True)
-class Call:
-    """A parsed request."""
-
-    model: str
-    voice: Voice
-    requests: list[Request]
-    """One for each prompt."""
-    stream: bool
-    usage: bool
-    """Report the tokens at the end of a stream."""
-    log_probs: int | None
-    """Likely tokens to report beside each of an answer's; None for no log-probabilities."""
-    chat: bool
-    thinks: Thought
-    """State in which the answer begins."""
-    functions: dict[str, dict[str, Any]]
-    """The tools that the answer may call, with the schemas of their parameters."""
-    form: ToolFormat | None
-    """Format in which the model calls them; None without tools."""
-    one_call: bool
-    """Leave out calls after the first."""
-    echo: Sequence[str]
-    """Texts before the answers of completions, one for each prompt; empty for none."""
-    named: bool
-    """The request names the tool to call: an answer that calls it has stopped, as OpenAI says."""
 
 
 async def read_body(http: HttpRequest, known: Collection[str], *, sees: bool = False) -> dict[str, Any]:
@@ -154,9 +115,9 @@ def read_sampling(body: dict[str, Any], defaults: SamplingConfig, room: int, mos
     Raises:
         BadRequestError: a value of another type, or outside of its range.
     """
-    given = {name: read_number(body, name, *limits) for name, limits in _SAMPLING.items()}
+    stated = {name: read_number(body, name, *limits) for name, limits in _SAMPLING.items()}
     settings = {name: getattr(defaults, name) for name in _SAMPLING} | {"seed": seed}
-    settings |= {name: value for name, value in given.items() if value is not None}
+    settings |= {name: value for name, value in stated.items() if value is not None}
     names = ("max_completion_tokens", "max_output_tokens")
     name = next((name for name in names if body.get(name) is not None), "max_tokens")
     tokens = read_number(body, name, int, 1, most)
@@ -205,11 +166,11 @@ def read_flag(body: dict[str, Any], name: str) -> bool | None:
 
 def read_variables(body: dict[str, Any], template: str) -> dict[str, Any]:
     """Return further variables for the chat template; effort is its own variable, or thinking at all."""
-    given = body.get("chat_template_kwargs")
-    if not isinstance(given, dict | None):
+    variables = body.get("chat_template_kwargs")
+    if not isinstance(variables, dict | None):
         raise BadRequestError("chat_template_kwargs must be an object", parameter="chat_template_kwargs")
     if (effort := body.get("reasoning_effort")) is None:
-        return given or {}
+        return variables or {}
     if not isinstance(effort, str):
         raise BadRequestError("reasoning_effort must be a text", parameter="reasoning_effort")
     effort_or_thinking = {"reasoning_effort": effort, "enable_thinking": effort != "none", "thinking": effort != "none"}
@@ -217,7 +178,7 @@ def read_variables(body: dict[str, Any], template: str) -> dict[str, Any]:
         if re.search(rf"(?<![.\w'\"]){name}(?![\w'\"])", template) and not (
             name == "reasoning_effort" and effort == "none"
         ):
-            return {name: value, **(given or {})}
+            return {name: value, **(variables or {})}
     message = f"the model's chat template knows no effort of reasoning, such as {effort!r:.40}"
     raise BadRequestError(message, parameter="reasoning_effort")
 
@@ -246,11 +207,11 @@ def _stops(body: dict[str, Any]) -> tuple[str, ...]:
 
 def read_stop_tokens(body: dict[str, Any], vocabulary: int) -> list[int]:
     """Return further tokens that end the answer."""
-    given = [] if body.get("stop_token_ids") is None else body["stop_token_ids"]
-    if not isinstance(given, list) or not all(type(token) is int and 0 <= token < vocabulary for token in given):
+    tokens = [] if body.get("stop_token_ids") is None else body["stop_token_ids"]
+    if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < vocabulary for token in tokens):
         message = f"stop_token_ids must be a list of token ids below {vocabulary}"
         raise BadRequestError(message, parameter="stop_token_ids")
-    return given
+    return tokens
 
 
 def _is_unicode(text: str) -> bool:
@@ -259,9 +220,9 @@ def _is_unicode(text: str) -> bool:
 
 def read_biases(body: dict[str, Any], vocabulary: int) -> dict[int, float]:
     """Return the sums to add to logits of tokens."""
-    given = {} if body.get("logit_bias") is None else body["logit_bias"]
+    stated = {} if body.get("logit_bias") is None else body["logit_bias"]
     try:
-        biases = {int(token): float(value) for token, value in given.items()}
+        biases = {int(token): float(value) for token, value in stated.items()}
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         raise BadRequestError("logit_bias must map token ids to numbers", parameter="logit_bias") from error
     if not all(0 <= token < vocabulary and abs(value) <= 1e6 for token, value in biases.items()):
@@ -312,13 +273,13 @@ def read_grammar(
         BadRequestError: several grammars.
         ValueError: one that is not understood.
     """
-    found = _grammars(body) + ([] if calls is None else [("calls", calls)])
-    if not found:
+    stated = _grammars(body) + ([] if calls is None else [("calls", calls)])
+    if not stated:
         return None
-    if len(found) > 1:
-        given = "one of response_format, guided_…, a tool_choice that forces a call, and others"
-        raise BadRequestError(f"an answer follows one grammar: give {given}")
-    ((kind, value),) = found
+    if len(stated) > 1:
+        wanted = "one of response_format, guided_…, a tool_choice that forces a call, and others"
+        raise BadRequestError(f"an answer follows one grammar: give {wanted}")
+    ((kind, value),) = stated
     make = grammars()
     return getattr(make, "lark" if kind == "grammar" else kind)(value, thinks=thinks)
 
@@ -329,11 +290,11 @@ def _grammars(body: dict[str, Any]) -> list[tuple[str, Any]]:
     known = isinstance(options, dict) and options.keys() <= _GRAMMARS.keys()
     if options is not None and not (known and any(value is not None for value in options.values())):
         raise BadRequestError(f"structured_outputs must be an object with one of: {', '.join(_GRAMMARS)}")
-    given = [(f"structured_outputs.{kind}", kind, value) for kind, value in (options or {}).items()]
-    given += [(f"guided_{kind}", kind, body.get(f"guided_{kind}")) for kind in _GRAMMARS]
-    found = [(kind, _value(name, kind, value)) for name, kind, value in given if value is not None]
+    entries = [(f"structured_outputs.{kind}", kind, value) for kind, value in (options or {}).items()]
+    entries += [(f"guided_{kind}", kind, body.get(f"guided_{kind}")) for kind in _GRAMMARS]
+    grammars = [(kind, _value(name, kind, value)) for name, kind, value in entries if value is not None]
     schema = None if body.get("response_format") is None else _schema(body["response_format"])
-    return found if schema is None else [*found, ("json", schema)]
+    return grammars if schema is None else [*grammars, ("json", schema)]
 
 
 def _value(name: str, kind: str, value: Any) -> Any:

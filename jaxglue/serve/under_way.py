@@ -1,0 +1,124 @@
+"""Answers under way: tokens of the service's thread as texts in the server's loop, streamed or awaited."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import StreamingResponse
+
+from jaxglue.serve.answer_text import AnswerText
+from jaxglue.serve.call import Call
+from jaxglue.serve.refusals import BadRequestError
+from jaxglue.serve.service import Event, Service, Ticket
+
+SILENCE = 15.0
+"""Seconds without an event in a stream, at most."""
+
+
+class Answers:
+    """The answers to a call while they grow.
+
+    Raises:
+        ValueError: as `Service.submit`, before any is begun.
+    """
+
+    def __init__(self, service: Service, call: Call):
+        self._service, self._tickets = service, list[Ticket]()
+        self._events, self._loop = asyncio.Queue[tuple[int, Event] | None](), asyncio.get_running_loop()
+        self.texts = [AnswerText(call, request) for request in call.requests for _ in range(request.n)]
+        self._n = call.requests[0].n
+        try:
+            for index, request in enumerate(call.requests):
+                self._tickets.append(service.submit(request, self._listener(index * self._n), id(self)))
+        except BaseException:
+            self.cancel()
+            raise
+
+    def _listener(self, first: int) -> Callable[[Event], None]:
+        def listen(event: Event) -> None:
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (first + event.answer, event))
+
+        return listen
+
+    async def progress(self) -> AsyncIterator[int]:
+        """Yield the index of each answer that got text or ended, until all have ended.
+
+        Raises:
+            BadRequestError: the service has ended.
+            ClientDisconnect: the client has hung up.
+        """
+        while any(text.finish is None for text in self.texts):
+            if (news := await self._events.get()) is None:
+                raise ClientDisconnect
+            index, event = news
+            if event.error:
+                raise BadRequestError(event.error, 500)
+            text = self.texts[index]
+            if text.finish is None:
+                text.add(event)
+                if text.finish is not None and event.finish is None:
+                    self._service.cancel(self._tickets[index // self._n], index % self._n)  # at a stop text
+                yield index
+
+    async def finish(self, http: HttpRequest) -> None:
+        """Wait for the answers, unless the client hangs up; errors as of `progress`."""
+        hung_up = asyncio.create_task(self._hang_up(http))
+        try:
+            async for _ in self.progress():
+                pass
+        finally:
+            hung_up.cancel()
+            self.cancel()
+
+    async def _hang_up(self, http: HttpRequest) -> None:
+        """Wait until the client hangs up, and end the progress: no answer may have a slot, and so any news."""
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+        self._events.put_nowait(None)
+
+    def cancel(self) -> None:
+        """End what goes on."""
+        for ticket in self._tickets:
+            self._service.cancel(ticket)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events of answers, which end with it, also before the first event."""
+
+    def __init__(self, events: AsyncIterator[str], answers: Answers):
+        super().__init__(_with_comments(events), media_type="text/event-stream")
+        self._answers = answers
+
+    async def __call__(self, *arguments: Any) -> None:
+        """Send the events."""
+        try:
+            await super().__call__(*arguments)
+        finally:
+            self._answers.cancel()
+
+
+async def _with_comments(events: AsyncIterator[str]) -> AsyncIterator[str]:
+    """Yield events, and comments, which clients skip, while none come: proxies close connections that are silent."""
+    event = None
+    try:
+        while True:
+            event = event or asyncio.ensure_future(anext(events, None))
+            if not (await asyncio.wait([event], timeout=SILENCE))[0]:
+                yield ": waiting\n\n"
+            elif (text := event.result()) is None:
+                return
+            else:
+                event = None
+                yield text
+    finally:
+        if event:
+            event.cancel()
+
+
+def sent(value: dict[str, Any], kind: str | None = None) -> str:
+    """Return a server-sent event, with the name of its kind if it has one."""
+    name = f"event: {kind}\n" if kind else ""
+    return f"{name}data: {json.dumps(value, ensure_ascii=False)}\n\n"

@@ -1,0 +1,209 @@
+"""Where a run's rows come from: documents, or prompts that the model answers in training."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from jaxglue.data.config import Columns
+from jaxglue.data.iterator import BatchIterator, EvalBatches
+from jaxglue.data.prepare import PreparedData, prepare_data, read_vision
+from jaxglue.data.progress import DataProgress
+from jaxglue.data.stream import StreamIterator
+from jaxglue.data.tokenizer import load_tokenizer
+from jaxglue.distributed import Processes
+from jaxglue.hf.hub import model_path
+from jaxglue.models.config import DecoderConfig
+from jaxglue.objectives.rollouts import RolloutObjective
+from jaxglue.planner.workload import Workload
+from jaxglue.rl.loop import RolloutSteps
+from jaxglue.rl.plan import RolloutPlan
+from jaxglue.rl.prompts import PromptDataset, PromptReport, read_prompts
+from jaxglue.rl.rewards import Judge
+from jaxglue.sharding.mesh import MeshShape, mesh_of, process_batch_shard
+from jaxglue.training.checks import why_prompts_are_copied
+from jaxglue.training.config import TrainConfig
+from jaxglue.training.workload import read_teacher
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Batches = BatchIterator | StreamIterator | RolloutSteps
+
+
+class RowSource(Protocol):
+    """Reads the data of a run, and makes its batches."""
+
+    @property
+    def why_copied(self) -> str:
+        """Return why each answer has a copy of its prompt; empty where answers share it."""
+
+    def read(
+        self, tokenizer: "PreTrainedTokenizerBase", progress: DataProgress | None, columns: Columns
+    ) -> PreparedData:
+        """Read and tokenize the data.
+
+        Args:
+            tokenizer: of the run.
+            progress: shown while documents are tokenized.
+            columns: of the rows, beside those that the objective reads.
+        """
+
+    def check(self, mesh: MeshShape, processes: Processes, tokenizer: "PreTrainedTokenizerBase") -> None:
+        """Raise ValueError for devices or processes that the batches are not for."""
+
+    def batches(self, data: PreparedData, workload: Workload) -> tuple[Batches, EvalBatches | None, int]:
+        """Return this process's part of the training batches and of the held-out ones, and the run's steps."""
+
+
+def row_source(config: TrainConfig, model: DecoderConfig) -> RowSource:
+    """Return the source of a run's rows, of a model of this architecture."""
+    kind = Prompts if config.objective.kind.needs_rollouts else Documents
+    return kind(config, model, why_prompts_are_copied(config, model))
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Texts, chats and pairs of answers."""
+
+    config: TrainConfig
+    model: DecoderConfig
+    why_copied: str
+
+    def read(
+        self, tokenizer: "PreTrainedTokenizerBase", progress: DataProgress | None, columns: Columns
+    ) -> PreparedData:
+        """Read documents, and tokenize those that the cache lacks."""
+        config, objective = self.config, self.config.objective
+        task = objective.task(shared_prompt=not self.why_copied, copies=self.model.recurrent is not None)
+        columns = {**objective.columns, **columns}
+        processor = read_vision(config.model.folder, config.data.image_max_tokens, tokenizer)
+        return prepare_data(config.data, tokenizer, self.model.vocab_size, progress, task, columns, processor)
+
+    def check(self, mesh: MeshShape, processes: Processes, tokenizer: "PreTrainedTokenizerBase") -> None:
+        """Accept every mesh and any number of processes."""
+
+    def batches(self, data: PreparedData, workload: Workload) -> tuple[Batches, EvalBatches | None, int]:
+        """Return packed rows of the training documents and of held-out ones, if there are any."""
+        run, seq_len = self.config.run, self.config.data.row_tokens
+        part, parts = process_batch_shard(mesh_of(workload.mesh), run.batch_size)
+        if data.stream:
+            batches: BatchIterator | StreamIterator = _stream(self.config, data, part, parts)
+        else:
+            batches = BatchIterator(
+                data.train,
+                seq_len=seq_len,
+                seed=self.config.data.seed,
+                epochs=None if run.steps else run.epochs,
+                documents_per_step=run.documents_per_step,
+                gradient_accumulation_steps=run.gradient_accumulation_steps,
+                batch_size=run.batch_size,
+                process_index=part,
+                process_count=parts,
+            )
+        total_steps = run.steps or batches.total_steps or 0
+        if data.eval is None:
+            return batches, None, total_steps
+        held_out = EvalBatches(
+            data.eval,
+            seq_len=seq_len,
+            max_segments=batches.max_segments,
+            batch_size=run.batch_size,
+            process_index=part,
+            process_count=parts,
+        )
+        return batches, held_out, total_steps
+
+
+def _stream(config: TrainConfig, data: PreparedData, part: int, parts: int) -> StreamIterator:
+    run = config.run
+    assert data.stream and data.window is not None and run.steps is not None
+    if run.documents_per_step:
+        raise ValueError("--documents-per-step: a stream's steps are of full rows: leave out one of it and --streaming")
+    return StreamIterator(
+        data.stream,
+        data.window,
+        steps=run.steps,
+        gradient_accumulation_steps=run.gradient_accumulation_steps,
+        batch_size=run.batch_size,
+        process_index=part,
+        process_count=parts,
+    )
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts of which the model writes the answers in training."""
+
+    config: TrainConfig
+    model: DecoderConfig
+    why_copied: str
+
+    def read(
+        self, tokenizer: "PreTrainedTokenizerBase", progress: DataProgress | None, columns: Columns
+    ) -> PreparedData:
+        """Read the prompts, and those that are held out."""
+        config, rollouts = self.config, self.config.rollouts
+        read = partial(
+            read_prompts,
+            config.data,
+            tokenizer,
+            answer=rollouts.max_completion_length,
+            limit=config.data.row_tokens,
+        )
+        prompts = read(teacher_system=rollouts.teacher_system, answered=rollouts.lmbda < 1)
+        held_out = read(held_out=True) if config.data.eval_data else None
+        return PreparedData(train=prompts, eval=held_out, report=PromptReport(prompts, held_out))
+
+    def check(self, mesh: MeshShape, processes: Processes, tokenizer: "PreTrainedTokenizerBase") -> None:
+        """Refuse several processes, a teacher on several devices, and one of another vocabulary."""
+        name = self.config.objective.objective
+        if processes.count > 1:
+            raise ValueError(f"--objective {name} runs in one process yet: start one")
+        if self.config.objective.kind.needs_teacher and mesh.devices > 1:
+            raise ValueError(
+                f"--objective {name} is for one GPU yet, and there are {mesh.devices}: choose one with "
+                "CUDA_VISIBLE_DEVICES"
+            )
+        if self.config.rollouts.teacher not in (None, "base"):
+            _check_teacher(self.config, self.model, tokenizer)
+
+    def batches(self, data: PreparedData, workload: Workload) -> tuple[Batches, EvalBatches | None, int]:
+        """Return the steps on the model's answers; their rewards are imported here, in processes of their own."""
+        config, objective, dataset, held_out = self.config, workload.objective, data.train, data.eval
+        assert isinstance(objective, RolloutObjective) and isinstance(dataset, PromptDataset)
+        assert held_out is None or isinstance(held_out, PromptDataset)
+        judge = Judge(config.rollouts)
+        plan = RolloutPlan(
+            dataset=dataset,
+            objective=objective,
+            config=config.rollouts,
+            judge=judge,
+            seq_len=config.data.row_tokens,
+            batch_size=config.run.batch_size,
+            seed=config.data.seed,
+            shared=not self.why_copied,
+            copies=self.model.recurrent is not None,
+            held_out=held_out,
+        )
+        steps = RolloutSteps(plan, config.run.output)
+        try:
+            judge.check({name for prompt in dataset.prompts for name in prompt.columns})
+            judge.check_rows([*dataset.prompts, *(held_out.prompts if held_out else ())])
+        except BaseException:
+            judge.close()
+            raise
+        return steps, None, config.run.steps or config.run.epochs * steps.steps_per_epoch
+
+
+def _check_teacher(config: TrainConfig, model: DecoderConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Raise ValueError for a teacher of another vocabulary."""
+    name = config.rollouts.teacher
+    assert name is not None
+    rows = read_teacher(config).vocab_size
+    tokens, own = load_tokenizer(model_path(name, weights=False)).get_vocab(), tokenizer.get_vocab()
+    if tokens != own or rows != model.vocab_size:
+        differing = f"{len(set(tokens.items()) ^ set(own.items())):,} tokens differ" if tokens != own else "same tokens"
+        raise ValueError(
+            f"--teacher {name} has another vocabulary ({differing}; rows of its embedding: {rows:,}, of the student's "
+            f"{model.vocab_size:,}): distributions over one vocabulary are compared"
+        )
