@@ -8,7 +8,7 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.tower_config import TowerConfig
 from jaxglue.planner.gpus import Gpu
 
-_ROW = 16_384
+_ROW = 8192
 """Patches of a row of images that a frozen tower takes at once."""
 _MATMUL, _ATTENTION = 0.7, 0.35
 """Assumed rates of a tower's matmuls and of its attention, in those of a decoder layer's matmuls: not measured."""

@@ -12,10 +12,12 @@ from jaxglue.engine.executor import Executor
 from jaxglue.models.parameters import Params
 from jaxglue.planner.host_memory import available_memory
 from jaxglue.sharding.mesh import place_batch
-from jaxglue.vision.rows import Image, Images, RowImages, pack_patches
+from jaxglue.vision.rows import Image, Images, RowImages, aligned, alignment, pack_patches
 
-_ROW = 16_384
+_ROW = 8192
 """Most patches of a row of several images."""
+_IMAGES = 4
+"""Largest images that a row holds, at least, where it is shorter."""
 _SHARE = 0.5
 """Of the host's free memory, for features."""
 _log = logging.getLogger(__name__)
@@ -44,6 +46,7 @@ class ImageFeatures:
         self._executor, self._mesh, self._readers = executor, mesh, readers
         self._trainable, self._frozen = trainable["embed_tokens"], frozen["embed_tokens"]
         self._limit = _SHARE * available_memory() if limit is None else limit
+        self._size, self._align = _row_size(readers), alignment(readers[0].rules.processor)
         self._kept: dict[tuple, np.ndarray] = {}
         self.bytes = 0
         """Bytes of the features that are kept."""
@@ -64,15 +67,16 @@ class ImageFeatures:
     def _compute(self, images: list[Image], rows: RowImages) -> Iterator[tuple[tuple, np.ndarray]]:
         """Yield the features of images by their keys, and keep as many as there is room for."""
         shards = 1 if self._mesh is None else self._executor.layout.batch_shards
-        for group, size in _groups(images, shards):
-            placed = place_batch(pack_patches(group, rows.processor, size), self._mesh)
+        merge, align = rows.processor.merge**2, self._align
+        for group in _groups(images, shards, self._size, align):
+            placed = place_batch(pack_patches(group, rows.processor, self._size, align), self._mesh)
             values = np.asarray(jax.device_get(self._executor.image_features(self._trainable, self._frozen, placed)))
             for line, row in zip(values, group, strict=True):
                 start = 0
                 for image in row:
-                    count = rows.processor.tokens(image.grid)
-                    features = np.ascontiguousarray(line[start : start + count])
-                    start += count
+                    first = start // merge
+                    features = np.ascontiguousarray(line[first : first + rows.processor.tokens(image.grid)])
+                    start += aligned(image.grid.patches, align)
                     self._keep(image, features)
                     yield image.cache_key, features
 
@@ -93,16 +97,23 @@ class ImageFeatures:
             reader.known.add(image.cache_key)
 
 
-def _groups(images: Sequence[Image], shards: int) -> Iterator[tuple[list[list[Image]], int]]:
-    """Yield groups of one row of images for each shard, and the patches of a row, a power of two."""
+def _row_size(readers: Sequence[ImageReader]) -> int:
+    """Return the patches of every row: one size for a run, in which an image's features are the same to the bit."""
+    grids = [reader.store.images.grids for reader in readers if reader.store.images is not None]
+    largest = aligned(max(int(part.prod(1).max()) for part in grids), alignment(readers[0].rules.processor))
+    return max(largest, min(_ROW, _IMAGES * largest))
+
+
+def _groups(images: Sequence[Image], shards: int, size: int, align: int) -> Iterator[list[list[Image]]]:
+    """Yield groups of one row of images for each shard; the last rows may be empty."""
     rows, room = list[list[Image]](), 0
     for image in sorted(images, key=lambda image: -image.grid.patches):
-        if image.grid.patches > room:
+        needed = aligned(image.grid.patches, align)
+        if needed > room:
             rows.append([])
-            room = max(_ROW, image.grid.patches)
+            room = size
         rows[-1].append(image)
-        room -= image.grid.patches
+        room -= needed
     for first in range(0, len(rows), shards):
         group = rows[first : first + shards]
-        group += [[] for _ in range(shards - len(group))]
-        yield group, 1 << (max(sum(image.grid.patches for image in row) for row in group) - 1).bit_length()
+        yield group + [[] for _ in range(shards - len(group))]

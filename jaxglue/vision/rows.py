@@ -1,6 +1,7 @@
 """Images of packed rows, as the devices see them: patches or features, and the tokens that they stand in for."""
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,6 +14,8 @@ from jaxtyping import Array, Float, Int32, UInt8
 from jaxglue.ops.segments import BatchKind, PackedSegments, pack_segments, segment_bucket
 from jaxglue.vision.processor import Grid, Processor
 
+_TILE = 128
+"""Patches of the largest tile of queries of attention's kernels."""
 _SHARES = 4
 """Sizes of rows of patches and features are halves of the largest, so often at most: each is compiled."""
 
@@ -247,8 +250,28 @@ def bucket(needed: int, largest: int) -> int:
     return next((size for size in sizes if size >= needed), needed)
 
 
-def pack_patches(rows: Sequence[Sequence[Image]], processor: Processor, size: int) -> Patches:
-    """Return rows of patches, of which an image's are a segment; rows end in padding."""
+def aligned(count: int, align: int) -> int:
+    """Return the least multiple of a number that is not below the count."""
+    return -(-count // align) * align
+
+
+def alignment(processor: Processor) -> int:
+    """Return the patches of which each image of a row begins at a multiple, where it is to be computed alike anywhere.
+
+    Tiles of queries then hold one image, and those of its keys begin with it.
+    """
+    return math.lcm(_TILE, processor.merge**2)
+
+
+def pack_patches(rows: Sequence[Sequence[Image]], processor: Processor, size: int, align: int = 1) -> Patches:
+    """Return rows of patches, of which an image's are a segment; rows end in padding.
+
+    Args:
+        rows: images of each row.
+        processor: of the images.
+        size: P.
+        align: images begin at multiples of it, with segments of nothing between them.
+    """
     width = 3 * processor.patch**2
     values = np.zeros((len(rows), size, width), np.uint8)
     places = np.zeros((len(rows), size, 4), np.int32)
@@ -259,9 +282,11 @@ def pack_patches(rows: Sequence[Sequence[Image]], processor: Processor, size: in
             own = slice(start, start + image.grid.patches)
             assert image.patches is not None
             values[b, own], places[b, own] = image.patches, processor.places(image.grid)
-            start = own.stop
-    lengths = [[image.grid.patches for image in row] for row in rows]
-    slots = segment_bucket(max(8, *map(len, rows)))
+            start += aligned(image.grid.patches, align)
+    lengths = [
+        [part for image in row for part in (image.grid.patches, -image.grid.patches % align) if part] for row in rows
+    ]
+    slots = segment_bucket(max(8, *map(len, lengths)))
     segments = seeing_all(pack_segments(lengths, seq_len=size, kind=BatchKind(False, slots)))
     values_: Any = values
     places_: Any = places
