@@ -13,7 +13,7 @@ from jaxtyping import Float32, Int, Shaped
 
 from jaxglue.data.batch import Batch
 from jaxglue.data.config import NO_COLUMNS, Columns, DataConfig, Source
-from jaxglue.data.images import ImageReader, ImageRules, cut_before_image
+from jaxglue.data.images import DocumentPart, ImageReader, ImageRules, cut_before_image
 from jaxglue.data.packing import PackPlan
 from jaxglue.data.readers import read_rows
 from jaxglue.data.store import TokenStore, join_stores
@@ -124,10 +124,11 @@ class TokenDataset:
         arrays: dict[str, Any] = {"tokens": tokens, "targets": targets, "loss_weights": weights}
         images = None
         if self.reader is not None:
-            documents = [
-                list(zip(self.documents[row].tolist(), self.lengths[row].tolist(), strict=True)) for row in members
+            parts = [
+                [DocumentPart(int(self.documents[d]), 0, int(self.lengths[d]), int(self.lengths[d])) for d in row]
+                for row in members
             ]
-            images = self.reader.rows(tokens, documents, self.most_features(members))
+            images = self.reader.rows(tokens, parts, self.most_features(members))
         columns = self._columns_of_tokens(segments, members)
         return Batch(**arrays, segments=segments, columns=columns, images=images)
 

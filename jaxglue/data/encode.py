@@ -181,7 +181,7 @@ class Encoder:
 
     def _documents(self, row: dict[str, Any]) -> list[Pieces]:
         if self.format in ANSWER_KEYS:
-            contents: Sequence[Text | Segments | None] = read_answers(row, self.format)
+            contents: Sequence[Text | Segments | None] = read_answers(row, self.format, self._images)
         else:
             contents = [read_row(row, self.format, self._images)]
         trained, found = read_weight(row) is not False, set[str]()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxglue.data.config import NO_COLUMNS, Columns
 from jaxglue.data.files import Row
-from jaxglue.data.messages import WEIGHTS, Chat, listed, read_chat, read_flag
+from jaxglue.data.messages import WEIGHTS, Chat, content_texts, listed, read_chat, read_flag
 from jaxglue.files.json_file import parse_json
 
 if TYPE_CHECKING:
@@ -248,8 +248,8 @@ def detect_preference(row: Mapping[str, Any]) -> str:
     )
 
 
-def read_answers(row: Mapping[str, Any], format: str) -> AnswerTexts:
-    """Return the answers of a row, each with its prompt.
+def read_answers(row: Mapping[str, Any], format: str, images: "ImageRules | None" = None) -> AnswerTexts:
+    """Return the answers of a row, each with its prompt, in which its images are; without `images` these are refused.
 
     Raises:
         ValueError: a missing key, a value of the wrong type, answers that are empty or equal, or conversations that do
@@ -258,8 +258,13 @@ def read_answers(row: Mapping[str, Any], format: str) -> AnswerTexts:
     row = _with_label(row)
     if missing := [key for key in ANSWER_KEYS[format] if key not in row]:
         raise ValueError(f"a row of format {format!r} needs {listed(missing)}; its keys are {listed(row)}")
-    refuse_media(row)
-    first, second = _pair(row) if format == PAIRS else _labeled_answer(row)
+    refuse_media(row, _MEDIA if images is None else UNSEEN)
+    sees = images is not None
+    answers = _pair(row, sees=sees) if format == PAIRS else _labeled_answer(row, sees=sees)
+    if images is not None:
+        media = row_images(row)
+        answers = answers[0] and images.attach(answers[0], media), answers[1] and images.attach(answers[1], media)
+    first, second = answers
     return first and with_system(first, row), second and with_system(second, row)
 
 
@@ -288,7 +293,7 @@ def read_number(row: Mapping[str, Any], name: str, absent: float) -> float:
     return float(value) if is_number else math.nan
 
 
-def _pair(row: Mapping[str, Any]) -> AnswerTexts:
+def _pair(row: Mapping[str, Any], *, sees: bool) -> AnswerTexts:
     if absent := next((name for name in ("chosen", "rejected") if row[name] is None), None):
         raise ValueError(f"{absent!r} is null: remove the row")
     if row["chosen"] == row["rejected"]:
@@ -314,17 +319,18 @@ def _pair(row: Mapping[str, Any]) -> AnswerTexts:
         kinds = f"{type(row['chosen']).__name__} and {type(row['rejected']).__name__}"
         raise ValueError(f"'chosen' and 'rejected' must both be strings or both lists of messages, got {kinds}")
     if prompt is None or isinstance(prompt, str):
-        return _divided(chosen, rejected, row.get("tools"), prompt)
-    return _continued(prompt, chosen, "chosen", row), _continued(prompt, rejected, "rejected", row)
+        return _divided(chosen, rejected, row.get("tools"), prompt, sees=sees)
+    options: dict[str, Any] = {"row": row, "sees": sees}
+    return _continued(prompt, chosen, "chosen", **options), _continued(prompt, rejected, "rejected", **options)
 
 
-def _labeled_answer(row: Mapping[str, Any]) -> AnswerTexts:
+def _labeled_answer(row: Mapping[str, Any], *, sees: bool) -> AnswerTexts:
     label = read_flag(row["label"], "label")
     if "messages" in row:
-        messages = read_chat(row["messages"], row.get("tools"), "messages")
+        messages = read_chat(row["messages"], row.get("tools"), "messages", sees=sees)
         answer: Text = _with_prompt(messages, len(messages.messages) - 1, "messages")
     elif "prompt" in row and "completion" in row:
-        answer = _continued(row["prompt"], row["completion"], "completion", row)
+        answer = _continued(row["prompt"], row["completion"], "completion", row, sees=sees)
     else:
         raise ValueError(
             f"a row with 'label' needs 'prompt' and 'completion', or 'messages'; its keys are {listed(row)}"
@@ -340,7 +346,7 @@ def _conversation(value: Any) -> Any:
     return [{"role": _ROLES[who], "content": text} for who, text in zip(parts[::2], parts[1::2], strict=True)]
 
 
-def _continued(prompt: Any, answer: Any, name: str, row: Mapping[str, Any]) -> Text:
+def _continued(prompt: Any, answer: Any, name: str, row: Mapping[str, Any], *, sees: bool = False) -> Text:
     """Return a prompt with its answer: two strings, or two lists of messages."""
     if isinstance(prompt, str) and isinstance(answer, str):
         for key, text in (("prompt", prompt), (name, answer)):
@@ -352,20 +358,23 @@ def _continued(prompt: Any, answer: Any, name: str, row: Mapping[str, Any]) -> T
             f"'prompt' and {name!r} must both be strings or both lists of messages, got {type(prompt).__name__} and "
             f"{type(answer).__name__}"
         )
-    before, after = read_chat(prompt, row.get("tools"), "prompt"), read_chat(answer, None, name)
-    return _with_prompt(
-        Chat(before.messages + after.messages, before.tools, before.trained + after.trained), len(prompt), name
-    )
+    before = read_chat(prompt, row.get("tools"), "prompt", sees=sees)
+    after = read_chat(answer, None, name)  # whose images no other answer would see
+    messages, trained = before.messages + after.messages, before.trained + after.trained
+    return _with_prompt(Chat(messages, before.tools, trained, before.images), len(prompt), name)
 
 
-def _divided(chosen: Any, rejected: Any, tools: Any, prompt: Any) -> AnswerTexts:
+def _divided(chosen: Any, rejected: Any, tools: Any, prompt: Any, *, sees: bool) -> AnswerTexts:
     """Return two conversations, whose common first messages are the prompt; a string `prompt` repeats one of them."""
-    chats = read_chat(chosen, tools, "chosen"), read_chat(rejected, tools, "rejected")
+    chats = read_chat(chosen, tools, "chosen", sees=sees), read_chat(rejected, tools, "rejected", sees=sees)
+    if chats[0].images != chats[1].images:
+        raise ValueError("'chosen' and 'rejected' have other images: give both the same")
     pairs = zip(*(chat.messages for chat in chats), strict=False)
     shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chat.messages) for chat in chats))
     if not shared:
         raise ValueError("'chosen' and 'rejected' do not begin with the same message, so they answer no common prompt")
-    if isinstance(prompt, str) and not any(prompt.strip() in m["content"] for m in chats[0].messages[:shared]):
+    texts = [text for message in chats[0].messages[:shared] for text in content_texts(message["content"])]
+    if isinstance(prompt, str) and not any(prompt.strip() in text for text in texts):
         raise ValueError("'prompt' is in no message that 'chosen' and 'rejected' begin with: leave it out")
     return _with_prompt(chats[0], shared, "chosen"), _with_prompt(chats[1], shared, "rejected")
 
@@ -377,11 +386,13 @@ def _with_prompt(chat: Chat, prompt: int, name: str) -> Chat:
         found = f"a {answer[0]['role']!r} message" if answer else "nothing"
         raise ValueError(f"{name!r}: expected an assistant's answer after the prompt, got {found}")
     if not any(
-        message["content"].strip() or message.get("tool_calls") for message in answer if message["role"] == "assistant"
+        any(map(str.strip, content_texts(message["content"]))) or message.get("tool_calls")
+        for message in answer
+        if message["role"] == "assistant"
     ):
         raise ValueError(f"{name!r}: the answer is empty: remove the row")
     flags = [False if message["role"] == "assistant" else None for message in chat.messages[:prompt]]
-    return Chat(chat.messages, chat.tools, flags + chat.trained[prompt:])
+    return chat._replace(trained=flags + chat.trained[prompt:])
 
 
 def unused_columns(rows: Iterable[Row], format: str, columns: Columns = NO_COLUMNS) -> list[str]:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -106,6 +106,17 @@ def _cut(text: str) -> str | list[dict[str, Any]]:
     return parts
 
 
+class DocumentPart(NamedTuple):
+    """Tokens of a document that follow each other in a row."""
+
+    document: int
+    """Index in the store."""
+    begin: int
+    end: int
+    seen: int
+    """Tokens of the document, from its start, that its images are among."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ImageReader:
     """Reader of the images of stored documents for batches."""
@@ -138,35 +149,32 @@ class ImageReader:
         tokens = np.array([processor.tokens(Grid(*grid)) for grid in grids.tolist()])
         return np.bincount(records.owners, tokens[places.ravel()], len(self.store.lengths)).astype(np.int64)
 
-    def rows(
-        self, tokens: Int[np.ndarray, "B T"], documents: Sequence[Sequence[tuple[int, int]]], largest: int
-    ) -> RowImages:
+    def rows(self, tokens: Int[np.ndarray, "B T"], parts: Sequence[Sequence[DocumentPart]], largest: int) -> RowImages:
         """Return the images of packed rows.
 
         Args:
             tokens: of the rows.
-            documents: (index in the store, tokens) of each row's documents, in order.
+            parts: of documents in each row, in order.
             largest: features of the row with most of them, over all processes.
         """
-        rules, image = self.rules, self.rules.tokens[0]
-        placed = [[(length, self.firsts(document, length)) for document, length in row] for row in documents]
-        numbers = [[number for _, found in row for _, _, number in found] for row in placed]
-        images = self._read(sorted({number for row in numbers for number in row}))
-        index = np.where(tokens == image, np.cumsum(tokens == image, axis=1) - 1, -1).astype(np.int32)
-        positions = None
-        if rules.positions:
-            positions = np.zeros((*tokens.shape, 3), np.int32)
-            for line, row in zip(positions, placed, strict=True):
-                parts = [
-                    image_positions(length, [(first, grid) for first, grid, _ in found], rules.processor.merge)
-                    for length, found in row
-                ]
-                if parts:
-                    joined = np.concatenate(parts)
-                    line[: len(joined)] = joined
-        rows = [[images[number] for number in row] for row in numbers]
-        used = [sum(length for length, _ in row) for row in placed]
-        return RowImages(rows, index, positions, rules.processor, used, largest)
+        rules, numbers, used = self.rules, list[list[int]](), list[int]()
+        positions = np.zeros((*tokens.shape, 3), np.int32)
+        for line, row in zip(positions, parts, strict=True):
+            numbers.append([])
+            token = 0
+            for part in row:
+                images = self.firsts(part.document, part.seen)
+                numbers[-1] += [number for first, _, number in images if part.begin <= first < part.end]
+                grids = [(first, grid) for first, grid, _ in images]
+                own = image_positions(part.end, grids, rules.processor.merge)[part.begin :]
+                line[token : token + len(own)] = own
+                token += len(own)
+            used.append(token)
+        decoded = self._read(sorted({number for row in numbers for number in row}))
+        is_image = tokens == rules.tokens[0]
+        index = np.where(is_image, np.cumsum(is_image, axis=1) - 1, -1).astype(np.int32)
+        rows = [[decoded[number] for number in row] for row in numbers]
+        return RowImages(rows, index, positions if rules.positions else None, rules.processor, used, largest)
 
     def _read(self, numbers: Sequence[int]) -> dict[int, Image]:
         """Return images by their numbers, decoded where their patches are needed."""

@@ -131,7 +131,7 @@ def prepare_data(
     )
     held_out = datasets[1] if len(datasets) > 1 else None
     names = short_names([source.name for source in config.eval_sources or config.sources])
-    images = None if processor is None or task is not None else image_rules(processor, config.sources[0], tokenizer)
+    images = None if processor is None else image_rules(processor, config.sources[0], tokenizer)
     return PreparedData(train=train, eval=held_out, report=report, eval_sources=names, images=images)
 
 
@@ -189,7 +189,8 @@ def _select(
     processor: Processor | None = None,
 ) -> tuple[Tokenized, Selection]:
     pairs = isinstance(task, AnswerTask)
-    images = None if processor is None or task is not None else image_rules(processor, source, tokenizer)
+    sees = task is None or (isinstance(task, AnswerTask) and not task.scored)
+    images = image_rules(processor, source, tokenizer) if processor is not None and sees else None
     tokenized = tokenize(source, config, tokenizer, progress, preferences=pairs, columns=columns, images=images)
     _check_vocabulary(tokenized.store, vocab_size)
     if isinstance(task, LabelTask):
@@ -198,7 +199,7 @@ def _select(
     if task is not None:
         if tokenized.format == "labeled" and not task.labeled:
             raise ValueError(f"{source}: rows with a label are for --objective kto; others compare two answers")
-        return tokenized, select_answers(tokenized.store, config, source, task, columns)
+        return tokenized, select_answers(tokenized.store, config, source, task, columns, images)
     return tokenized, select_documents(tokenized.store, config, source, columns, images)
 
 

@@ -171,7 +171,8 @@ def first_row(config: DataConfig, *, preferences: bool, images: ImageRules | Non
     head = list(islice(read_rows(source), 1))
     format = find_format(head, source, detect_preference if preferences else detect_format)
     (row,) = head
-    contents = read_answers(row.value, format) if format in ANSWER_KEYS else [read_row(row.value, format, images)]
+    contents: list[Any] = [read_row(row.value, format, images)] if format not in ANSWER_KEYS else []
+    contents += read_answers(row.value, format, images) if format in ANSWER_KEYS else ()
     chat = next((content for content in contents if isinstance(content, Chat)), None)
     if chat and source.system:
         chat = chat.with_system(source.system)
