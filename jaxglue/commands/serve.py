@@ -16,7 +16,9 @@ def main(config: ServeConfig) -> None:
     Raises:
         ValueError: starlette or uvicorn is not installed, or bad folders, tensors or tokenizer.
     """
-    if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
+    if missing := [
+        name for name in ("starlette", "uvicorn", "prometheus_client") if importlib.util.find_spec(name) is None
+    ]:
         raise ValueError(f"jaxglue serve needs {' and '.join(missing)}: pip install '.[serve]' in its clone")
     import uvicorn
 
@@ -26,15 +28,22 @@ def main(config: ServeConfig) -> None:
     from jaxglue.serve.service import Service
 
     assistant = Assistant(config)
-    limits = {"slots": config.batch_size, "length": config.max_length, "most": config.max_requests}
+    limits: dict[str, Any] = {"slots": config.batch_size, "length": config.max_length, "most": config.max_requests}
     service = Service(assistant, **limits, memory=assistant.memory)
+    if service.length < (longest := assistant.config.max_generated_positions):
+        echo(f"texts may have {service.length:,} tokens, of the model's {longest:,} (--max-length)", error=True)
     try:
         echo("compiling the programs", error=True)
         service.warm_up()
         names = ", ".join([config.served_name, *config.named_adapters])
         echo(f"serving {names} at http://{config.host}:{config.port}/v1", error=True)
         app = make_app(assistant, service, config)
-        connections: Any = {"http": bounded_protocol(), "log_level": "warning", "timeout_graceful_shutdown": 5}
+        connections: Any = {
+            "http": bounded_protocol(),
+            "log_level": "warning",
+            "access_log": False,
+            "timeout_graceful_shutdown": 5,
+        }
         uvicorn.Server(uvicorn.Config(app, host=config.host, port=config.port, **connections)).run()
     except KeyboardInterrupt:
         echo("jaxglue serve: interrupted", error=True)

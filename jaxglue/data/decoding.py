@@ -10,7 +10,7 @@ class TokenDecoder:
     """
 
     def __init__(self, backend: Tokenizer):
-        self._backend = backend
+        self.backend = backend
         self._tokens, self._shown = list[int](), 0
         """The tokens of the last text and those after it, which are decoded together; how many are shown."""
         self._before = ""
@@ -41,4 +41,4 @@ class TokenDecoder:
         return piece
 
     def _decode(self, tokens: list[int]) -> str:
-        return str(self._backend.decode(tokens, skip_special_tokens=False))
+        return str(self.backend.decode(tokens, skip_special_tokens=False))

@@ -171,6 +171,17 @@ def content_texts(content: str | list[dict[str, Any]]) -> list[str]:
     return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
 
 
+def without_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with the images of their contents left out, whatever else these hold."""
+    contents = (message.get("content") for message in messages)
+    return [
+        {**message, "content": [part for part in content if not _is_image(part)]}
+        if isinstance(content, list)
+        else message
+        for message, content in zip(messages, contents, strict=True)
+    ]
+
+
 def _content(content: Any, role: str, images: list[Any] | None) -> str | list[dict[str, Any]]:
     """Return the text of a content, or its parts where there are images, which are appended."""
     if images is None or not isinstance(content, list) or not any(map(_is_image, content)):

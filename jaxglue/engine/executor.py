@@ -530,3 +530,11 @@ class Executor(LayerExecutor):
         trainable, frozen = transfer.commit((trainable, frozen))
         x = self.last_output(trainable, frozen, batch)
         return self._scores.tokens(trainable, self.embed_head.parts_on_device(frozen), x, batch)
+
+    def likely_tokens(
+        self, trainable: Params, frozen: Params, batch: Batch, count: int
+    ) -> tuple[Float[Array, " T"], Int[Array, "T count"], Float[Array, "T count"]]:
+        """Return log-probabilities of a row's targets, and the most likely tokens in their places with theirs."""
+        trainable, frozen = transfer.commit((trainable, frozen))
+        x = self.last_output(trainable, frozen, batch)
+        return self._scores.likely(trainable, self.embed_head.parts_on_device(frozen), x, batch.targets, count)

@@ -13,7 +13,7 @@ from jaxglue.engine.embed_head import EmbedHead
 from jaxglue.models.parameters import Params
 from jaxglue.models.vocabulary import extended_matrix
 from jaxglue.ops.collectives import divide_equally, per_device
-from jaxglue.ops.cross_entropy import chunk_size, linear_scores
+from jaxglue.ops.cross_entropy import chunk_size, linear_likely, linear_scores
 from jaxglue.sharding.gather import gather, stack
 from jaxglue.sharding.rules import Layout
 
@@ -29,6 +29,7 @@ class ScoreHead:
     def __init__(self, head: EmbedHead, layout: Layout):
         self._head, self._layout = head, layout
         self._tokens_program = jit_step(self._tokens)
+        self._likely_program = jit_step(self._likely, static_argnames="count")
         self._sums_program = jit_step(self._sums, static_argnames="sources")
         replicated = layout.sharding(PartitionSpec())
         self._total = jax.jit(lambda rows: rows.sum(0), out_shardings=replicated)
@@ -38,6 +39,12 @@ class ScoreHead:
     ) -> tuple[Float[Array, "B T"], Int[Array, "B T"]]:
         """Return each target's cross-entropy, and the token with the largest logit in its place."""
         return self._tokens_program(self._head.parts(trainable), self._head.parts(frozen), x, batch.targets)
+
+    def likely(
+        self, trainable: Params, frozen: Params, x: Float[Array, "1 T D"], targets: Int[Array, "1 T"], count: int
+    ) -> tuple[Float[Array, " T"], Int[Array, "T count"], Float[Array, "T count"]]:
+        """Return log-probabilities of a row's targets, and the most likely tokens in their places with theirs."""
+        return self._likely_program(self._head.parts(trainable), self._head.parts(frozen), x, targets, count=count)
 
     def sums(
         self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch, sources: int
@@ -78,6 +85,11 @@ class ScoreHead:
 
         specs = (stored, layout.batch_spec, layout.batch_spec)
         return per_device(program, layout.mesh, specs, layout.device_spec)((trainable, frozen), x, rows)
+
+    def _likely(self, trainable: Params, frozen: Params, x, targets, *, count: int):
+        hidden, output = self._head.normed_output(trainable, frozen, x)
+        matrix, softcap = extended_matrix(output), self._head.config.scales.logit_softcap
+        return linear_likely(hidden, matrix, targets.ravel(), chunk_size(matrix.shape[0]), count, softcap)
 
     def _local(self, weights: Any, x, targets) -> tuple[Float[Array, "B T"], Int[Array, "B T"]]:
         trainable, frozen = weights

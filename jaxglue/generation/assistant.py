@@ -28,7 +28,7 @@ from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.identity import Identity, identify, identify_random
 from jaxglue.hf.loading import add_adapter, load_model, random_model
 from jaxglue.hf.serving import load_own_tokenizer, stop_tokens
-from jaxglue.hf.several import add_adapters
+from jaxglue.hf.several import SpareRanks, add_adapters
 from jaxglue.models import config_from_hf, with_vision
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.parameters import split_model
@@ -72,11 +72,15 @@ class Assistant:
         self.tokenizer, model, self.dtype = load_parts(config)
         self.config = model.config
         self.stops = stop_tokens(self.tokenizer, folder, config.adapter)
-        ranks = add_adapters(model, named, _identity(config, model), str(folder)) if named else {}
-        self.voices = {name: self._voice(folder, named[name], own) for name, own in ranks.items()}
+        self._folder, spare = folder, config.spare_ranks
+        identity = _identity(config, model) if named or spare else {}
+        ranks = add_adapters(model, named, identity, str(folder), spare=spare) if named or spare else {}
+        self.voices = {name: self.voice(named[name], of_adapter) for name, of_adapter in ranks.items()}
         """Each adapter's tokenizer, stops and ranks, by its name."""
-        self.ranks = max(map(len, ranks.values()), default=0)
+        self.ranks = max(map(len, ranks.values()), default=spare)
         """Ranks of all adapters together; 0 without adapters by name."""
+        self.spare = SpareRanks(model, identity, str(folder), spare=spare, total=self.ranks) if spare else None
+        """Ranks for adapters that are loaded later."""
         self.graphdefs, self.adapter, self.frozen = split_model(model, nnx.LoRAParam)
         ahead = stays and jax.default_backend() != "cpu"
         self.engine = Engine(self.graphdefs, self.config, dtype=self.dtype, kv_cache=config.kv_cache, ahead=ahead)
@@ -86,9 +90,10 @@ class Assistant:
         self.sight = None if self.rules is None else Sight(self.rules, *own, {})
         self.memory = None if config.memory_limit is None else free_bytes(config.memory_limit * 2**30)
 
-    def _voice(self, base: Path, adapter: Path, ranks: Bool[np.ndarray, " R"]) -> Voice:
-        tokenizer = load_own_tokenizer(base, adapter)
-        return Voice(tokenizer, self.stops | stop_tokens(tokenizer, base, adapter), ranks)
+    def voice(self, adapter: Path, ranks: Bool[np.ndarray, " R"]) -> Voice:
+        """Return the voice of an adapter's folder, of which these ranks are."""
+        tokenizer = load_own_tokenizer(self._folder, adapter)
+        return Voice(tokenizer, self.stops | stop_tokens(tokenizer, self._folder, adapter), ranks)
 
     @cached_property
     def grammars(self) -> Grammars:

@@ -99,6 +99,11 @@ class AssistantConfig(PartsConfig):
         return {}
 
     @property
+    def spare_ranks(self) -> int:
+        """Return the ranks that stand free for adapters that are loaded later."""
+        return 0
+
+    @property
     def seed(self) -> int | None:
         """Return the seed of random weights; None for loaded ones."""
         if self.random_weights is None and self.adapter:

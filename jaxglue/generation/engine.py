@@ -383,6 +383,26 @@ class DecodeBatch:
         self._scheduler.end(sequence)
         self._table.remove(sequence)
 
+    def interrupt(self, sequence: Sequence) -> bool:
+        """Take an answer's slot for others, until it is added again; return whether it has one to give.
+
+        Its tokens of a window under way still come, before which it must not be added.
+        """
+        if sequence.slot is None or sequence.ends_under_way or sequence.matcher:
+            return False
+        self._scheduler.interrupt(sequence)
+        return True
+
+    @property
+    def cache_use(self) -> float:
+        """Return the share of the cache's pages that answers hold."""
+        return self._scheduler.cache_use
+
+    def replace_adapter(self, trainable: Params) -> None:
+        """Let windows from now on use other adapters, of the same shapes; texts of those before are forgotten."""
+        self._trees = trainable, self._trees[1]
+        self._scheduler.forget()
+
     def close(self) -> None:
         """Cancel compilations that no thread has begun, and wait for the others.
 

@@ -228,6 +228,13 @@ class PagePool:
         """Return how many of these pages are free."""
         return sum(page in self._kept for page in pages)
 
+    def forget(self) -> None:
+        """Forget all names."""
+        self._named.clear()
+        self._names.clear()
+        self._free += self._kept
+        self._kept.clear()
+
     def _forget(self) -> int:
         page = next(iter(self._kept))
         del self._kept[page], self._named[self._names.pop(page)]

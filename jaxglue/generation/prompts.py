@@ -6,10 +6,13 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.limits import template_time_limit
-from jaxglue.data.messages import Chat, Messages
+from jaxglue.data.messages import Chat, Messages, Tools
 from jaxglue.data.template import ChatTemplate
 from jaxglue.data.template_check import TemplateCheck
 from jaxglue.data.tokenizer import encode_beginning, require_unicode
+
+_CUT = "\U000f0002"
+"""Marks the end of a message's text in a rendering."""
 
 
 def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:
@@ -29,6 +32,8 @@ def render_messages(
     check: bool = False,
     needs_tools: bool = False,
     variables: Mapping[str, Any] | None = None,
+    answers: bool = True,
+    continues: bool = False,
 ) -> tuple[ChatTemplate, str]:
     """Return the template, and the text before the answer to a conversation, which it encodes.
 
@@ -38,20 +43,41 @@ def render_messages(
         check: refuse what training refuses.
         needs_tools: with `check`, refuse tools that the template leaves out.
         variables: further ones for the template, such as `enable_thinking`.
+        answers: begin a turn of the assistant's after the last message.
+        continues: end inside of the last message, which is the assistant's, for an answer that goes on with it.
 
     Raises:
-        ValueError: as `encode_messages`.
+        ValueError: as `encode_messages`; a last message that cannot be continued.
     """
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template: use --raw to continue the text verbatim")
     template = ChatTemplate(tokenizer)
     with template_time_limit():
         messages, tools = template.protect(chat.messages, chat.tools)
-        text = template.render_prompt(messages, tools, variables)
+        if continues:
+            text = _render_opened(template, messages, tools, variables)
+        elif answers:
+            text = template.render_prompt(messages, tools, variables)
+        else:
+            text = template.render(messages, tools, variables)
         if check:
             TemplateCheck(template, needs_tools=needs_tools)(messages, tools, text)
     require_unicode(text)
     return template, text
+
+
+def _render_opened(
+    template: ChatTemplate, messages: Messages, tools: Tools, variables: Mapping[str, Any] | None
+) -> str:
+    """Return a conversation up to the end of its last message's text, without what the template puts behind it."""
+    *earlier, last = messages
+    if last["role"] != "assistant" or last.get("tool_calls") or not last["content"]:
+        raise ValueError("only an assistant's text can be continued: end the messages with one")
+    text = template.render([*earlier, last | {"content": last["content"] + _CUT}], tools, variables)
+    before, mark, _ = text.rpartition(_CUT)
+    if not mark:
+        raise ValueError("the chat template leaves out the end of the last message, which cannot be continued")
+    return before
 
 
 def encode_prompt(

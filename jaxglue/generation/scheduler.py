@@ -181,13 +181,20 @@ class Scheduler:
         self._remembers, self._rewinds = remembers, rewinds
         self._waiting, self._steps = deque[Sequence](), steps
         self._pool, self._slots = PagePool(plan.pages), list(range(plan.slots - 1, -1, -1))
+        self._pages = max(plan.pages, 1)
         self._running: list[Sequence] = []
         self._promised = 0
         """Pages that the running answers are likely to take yet."""
 
     def add(self, answers: Iterable[Sequence]) -> None:
         """Let further answers wait, in order."""
-        self._waiting.extend(answers)
+        for sequence in answers:
+            sequence.reach = sequence.length
+            self._waiting.append(sequence)
+
+    def forget(self) -> None:
+        """Forget the texts whose pages were kept for prompts that begin alike: the weights have changed."""
+        self._pool.forget()
 
     @property
     def is_done(self) -> bool:
@@ -238,6 +245,15 @@ class Scheduler:
             self._leave(sequence)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
+
+    def interrupt(self, sequence: Sequence) -> None:
+        """Take slot and pages of an answer that runs; it goes on once it is added again, if no window has it."""
+        self._leave(sequence)
+
+    @property
+    def cache_use(self) -> float:
+        """Return the share of pages that answers hold."""
+        return 1 - len(self._pool) / self._pages
 
     def _leave(self, sequence: Sequence) -> None:
         assert sequence.slot is not None

@@ -1,13 +1,13 @@
 """Scores of continuations by a language model, and of texts by a reward model, many of them packed into one row."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 
 from jaxglue.data.batch import CHOSEN, PARTS, Answers, Batch
 from jaxglue.data.packing import PackPlan, plan_packing
@@ -17,11 +17,13 @@ from jaxglue.engine.policy import PRESETS
 from jaxglue.generation.assistant import Assistant, count_labels, load_parts
 from jaxglue.generation.config import AssistantConfig
 from jaxglue.generation.engine import require_known
-from jaxglue.models.parameters import split_model
+from jaxglue.models.parameters import Params, split_model
 from jaxglue.ops.segments import pack_segments, segment_bucket
 
 Tokens = list[int]
 _SHORTEST_ROW = 2048
+_TOP = 20
+"""Likely tokens are found in multiples of this."""
 
 
 class ContinuationScorer:
@@ -58,19 +60,93 @@ class ContinuationScorer:
                 found[document] = -float(np.sum(losses[own], dtype=np.float64)), bool(hits[own].all())
         return found
 
-    def _score_row(self, plan: PackPlan, index: int, whole: list[Tokens], row: int, slots: int):
+    def _score_row(self, plan: PackPlan, index: int, texts: list[Tokens], row: int, slots: int):
         """Return the losses and hits of a row's tokens."""
-        members = [whole[document] for document in plan.row(index)]
-        segments = pack_segments([[len(tokens) - 1 for tokens in members]], seq_len=row, max_segments=slots)
-        arrays = np.zeros((2, 1, row), np.int32)
-        filled = sum(len(tokens) - 1 for tokens in members)
-        arrays[0, 0, :filled] = np.concatenate([tokens[:-1] for tokens in members])
-        arrays[1, 0, :filled] = np.concatenate([tokens[1:] for tokens in members])
-        fields: dict[str, Any] = {"tokens": arrays[0], "targets": arrays[1]}
-        batch = Batch(**fields, loss_weights=jnp.ones((1, row)), segments=segments)
+        batch, filled = _row_of([texts[document] for document in plan.row(index)], row, slots)
         losses, best = jax.device_get(self._executor.token_scores(*self._trees, jax.device_put(batch)))
         require_finite(losses[0, :filled])
-        return losses[0], best[0] == arrays[1, 0]
+        return losses[0], best[0] == batch.targets[0]
+
+
+def _row_of(texts: Sequence[Tokens], row: int, slots: int) -> tuple[Batch, int]:
+    """Return a batch of one row with the texts' tokens, each but the last with the next as target, and their number."""
+    segments = pack_segments([[len(tokens) - 1 for tokens in texts]], seq_len=row, max_segments=slots)
+    arrays = np.zeros((2, 1, row), np.int32)
+    filled = sum(len(tokens) - 1 for tokens in texts)
+    arrays[0, 0, :filled] = np.concatenate([tokens[:-1] for tokens in texts])
+    arrays[1, 0, :filled] = np.concatenate([tokens[1:] for tokens in texts])
+    fields: dict[str, Any] = {"tokens": arrays[0], "targets": arrays[1]}
+    return Batch(**fields, loss_weights=jnp.ones((1, row)), segments=segments), filled
+
+
+class PromptScores(NamedTuple):
+    """Log-probabilities of a text's tokens but the first, T - 1 of them, and of the likeliest in their places."""
+
+    log_probs: Float[np.ndarray, " T-1"]
+    likely_ids: Int[np.ndarray, "T-1 top"]
+    likely_log_probs: Float[np.ndarray, "T-1 top"]
+
+    def log_prob(self, index: int) -> float:
+        """Return the log-probability of the token after so many and the first."""
+        return float(self.log_probs[index])
+
+    def likely(self, index: int) -> list[tuple[int, float]]:
+        """Return the likeliest tokens in its place, with their log-probabilities."""
+        return list(zip(self.likely_ids[index].tolist(), self.likely_log_probs[index].tolist(), strict=True))
+
+
+class PromptScorer:
+    """Scores tokens of prompts with an assistant's model, beside its answers."""
+
+    def __init__(self, assistant: Assistant):
+        self._executor = Executor(assistant.graphdefs, assistant.config, policy=PRESETS["full"], dtype=assistant.dtype)
+        self._frozen, self._vocabulary = assistant.frozen, assistant.config.vocab_size
+
+    def score(
+        self, trainable: Params, texts: Sequence[Tokens], ranks: Bool[np.ndarray, " R"] | None, top: int
+    ) -> list[PromptScores]:
+        """Return the scores of texts.
+
+        Args:
+            trainable: parameters of all adapters.
+            texts: of at least one token each.
+            ranks: of the adapter in use; None for all.
+            top: likely tokens to report in each place.
+
+        Raises:
+            ValueError: a token outside the vocabulary, or a score that is not finite.
+        """
+        for number, tokens in enumerate(texts, 1):
+            require_known(tokens, self._vocabulary, f"prompt {number}")
+        trainable = trainable if ranks is None else _masked(trainable, ranks)
+        count = min(-(-top // _TOP) * _TOP, self._vocabulary)  # few programs
+        empty = np.zeros((0, top))
+        scores = [PromptScores(np.zeros(0), empty.astype(np.int32), empty)] * len(texts)
+        longer = [index for index, tokens in enumerate(texts) if len(tokens) > 1]
+        if not longer:
+            return scores
+        plan, row, slots = plan_rows(np.array([len(texts[index]) - 1 for index in longer], np.int64))
+        for members in map(plan.row, range(plan.rows)):
+            indices = [longer[member] for member in members]
+            batch, filled = _row_of([texts[index] for index in indices], row, slots)
+            parts = self._executor.likely_tokens(trainable, self._frozen, jax.device_put(batch), count)
+            log_probs, ids, likely = (np.asarray(part)[:filled] for part in parts)
+            require_finite(log_probs)
+            ends = np.cumsum([len(texts[index]) - 1 for index in indices])[:-1]
+            columns = (np.split(part, ends) for part in (log_probs, ids[:, :top], likely[:, :top]))
+            for index, *of_text in zip(indices, *columns, strict=True):
+                scores[index] = PromptScores(*of_text)
+        return scores
+
+
+def _masked(trainable: Params, ranks: Bool[np.ndarray, " R"]) -> Params:
+    """Return adapters without the other ranks: x·Aᵀ is 0 there."""
+
+    def mask(path: Any, values: jax.Array) -> jax.Array:
+        is_first = jax.tree_util.keystr(path, simple=True, separator=".").endswith("lora_A")
+        return values * jnp.asarray(ranks, values.dtype)[:, None] if is_first else values
+
+    return jax.tree_util.tree_map_with_path(mask, trainable)
 
 
 def require_finite(scores: np.ndarray) -> None:

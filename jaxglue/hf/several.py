@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -14,13 +16,14 @@ from jaxglue.hf.identity import Identity
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.linear import Linear
 from jaxglue.models.lora import base_shapes, linear_layers
+from jaxglue.models.parameters import Params, hf_name
 
 _LATENT = "kv_b_proj"
 """Projection that decoding of latent attention joins with its adapter."""
 
 
 def add_adapters(
-    model: CausalLM, folders: Mapping[str, Path], base: Identity, name: str
+    model: CausalLM, folders: Mapping[str, Path], base: Identity, name: str, *, spare: int = 0
 ) -> dict[str, Bool[np.ndarray, " R"]]:
     """Add folders' PEFT adapters to the model in place, as one of all their ranks; return the ranks of each.
 
@@ -29,6 +32,7 @@ def add_adapters(
         folders: of the adapters, by their names.
         base: identity of the base.
         name: of the base, for messages.
+        spare: further ranks on all linear layers, which stand last, for `SpareRanks`.
 
     Raises:
         ValueError: a folder that is no adapter, an adapter that does not fit the base, or one of another kind than
@@ -39,20 +43,84 @@ def add_adapters(
     for adapter in adapters.values():
         _require_plain(adapter, linears)
     ends = np.cumsum([0, *map(_largest_rank, adapters.values())])
-    total = int(ends[-1])
-    for path in dict.fromkeys(path for adapter in adapters.values() for path in adapter.modules):
+    total = int(ends[-1]) + spare
+    adapted = dict.fromkeys(path for adapter in adapters.values() for path in adapter.modules)
+    for path in _plain_paths(linears) if spare else adapted:
         linear, (rows, columns) = linears[path], shapes[path]
         A, B = np.zeros((total, columns), np.float32), np.zeros((rows, total), np.float32)
         for first, adapter in zip(ends[:-1], adapters.values(), strict=True):
-            if (own := adapter.tensors.get(f"{path}.lora_A")) is not None:
-                own_ranks = slice(first, first + len(own))
-                A[own_ranks], B[:, own_ranks] = own, adapter.config.scale_of(path) * adapter.tensors[f"{path}.lora_B"]
+            if (rows_of_A := adapter.tensors.get(f"{path}.lora_A")) is not None:
+                part = slice(first, first + len(rows_of_A))
+                A[part], B[:, part] = rows_of_A, adapter.config.scale_of(path) * adapter.tensors[f"{path}.lora_B"]
         linear.add_lora(rank=total, scale=1.0, dropout=0.0, name=path, rngs=nnx.Rngs(0))
         linear.lora_A, linear.lora_B = nnx.LoRAParam(jnp.asarray(A)), nnx.LoRAParam(jnp.asarray(B))
     ranks = np.arange(total)
     return {
         key: (first <= ranks) & (ranks < end) for key, first, end in zip(adapters, ends[:-1], ends[1:], strict=True)
     }
+
+
+class SpareRanks:
+    """Ranks of a model's adapters that stand free, for adapters that are loaded while it answers.
+
+    Args:
+        model: with spare ranks of `add_adapters`.
+        base: identity of the base.
+        name: of the base, for messages.
+        spare: number of these ranks.
+        total: ranks of all adapters.
+    """
+
+    def __init__(self, model: CausalLM, base: Identity, name: str, *, spare: int, total: int):
+        self._shapes, self._linears = base_shapes(model), dict(linear_layers(model))
+        self._base, self._name, self._total = base, name, total
+        self._free = set(range(total - spare, total))
+
+    def read(self, folder: Path) -> Adapter:
+        """Return a folder's adapter; errors as of `add_adapters`."""
+        adapter = check_adapter(load_adapter(folder), self._shapes, self._base, self._name)
+        _require_plain(adapter, self._linears)
+        return adapter
+
+    def take(self, adapter: Adapter) -> Bool[np.ndarray, " R"]:
+        """Return ranks for an adapter, free no longer; raise ValueError where too few are free."""
+        count = _largest_rank(adapter)
+        first = next((rank for rank in sorted(self._free) if self._free.issuperset(range(rank, rank + count))), None)
+        if first is None:
+            raise ValueError(
+                f"{adapter.folder} has {count} ranks, and {len(self._free)} are free, of --adapter-ranks: unload an "
+                "adapter, or start with more"
+            )
+        self._free -= set(range(first, first + count))
+        ranks = np.arange(self._total)
+        return (first <= ranks) & (ranks < first + count)
+
+    def give_back(self, ranks: Bool[np.ndarray, " R"]) -> None:
+        """Let further adapters have these ranks."""
+        self._free |= set(np.flatnonzero(ranks).tolist())
+
+    def written(self, trainable: Params, adapter: Adapter, ranks: Bool[np.ndarray, " R"]) -> Params:
+        """Return the parameters of all adapters with this one at its ranks."""
+        first, end = np.flatnonzero(ranks)[[0, -1]] + [0, 1]
+
+        def write(path: Any, values: jax.Array) -> jax.Array:
+            module, _, matrix = hf_name(jax.tree_util.keystr(path, simple=True, separator=".")).rpartition(".")
+            part = np.zeros((end - first, *values.shape[1:]), np.float32)
+            if matrix == "lora_B":
+                part = np.zeros((*values.shape[:-1], end - first), np.float32)
+            if (tensor := adapter.tensors.get(f"{module}.{matrix}")) is not None:
+                if matrix == "lora_A":
+                    part[: len(tensor)] = tensor
+                else:
+                    part[..., : tensor.shape[-1]] = adapter.config.scale_of(module) * tensor
+            at = np.s_[first:end] if matrix == "lora_A" else np.s_[..., first:end]
+            return values.at[at].set(jnp.asarray(part, values.dtype))
+
+        return jax.tree_util.tree_map_with_path(write, trainable)
+
+
+def _plain_paths(linears: Mapping[str, object]) -> list[str]:
+    return [path for path, linear in linears.items() if isinstance(linear, Linear) and not path.endswith(_LATENT)]
 
 
 def _largest_rank(adapter: Adapter) -> int:

@@ -19,12 +19,23 @@ _IMPOSSIBLE = -9999.0
 """Log-probability in JSON of a token that cannot come, as OpenAI's."""
 
 
+class _TokenText(NamedTuple):
+    """A token's text and log-probability, and those of the most likely ones in its place."""
+
+    text: str
+    """A character's bytes are its last token's."""
+    log_prob: float | None
+    """None of a text's first token, which follows nothing."""
+    likely: list[tuple[str, float]]
+
+
 class AnswerText:
     """Text of an answer as it grows."""
 
     def __init__(self, call: Call, request: Request):
         self._stops, self._call, self._opened = request.stop, call, call.thinks == Thought.BEGUN
-        self._echo = call.echo[request.index] if call.echo else ""
+        self._echo = call.echo[request.index].text if call.echo else ""
+        self._prompt, self._scores = request.prompt, call.echo[request.index].scores if call.echo else None
         tokenizer = call.voice.tokenizer
         self._channels, self._tags = CHANNEL in added_tokens(tokenizer).all, tags_of(tokenizer)
         self._text = TextStream(tokenizer, request.sampling.stop, shown=MARKS if call.functions else ())
@@ -38,16 +49,23 @@ class AnswerText:
         self._content: str | None = None
         """The text beside tool calls, once these have come."""
         self.finish: str | None = None
+        special = added_tokens(tokenizer).special.items() if request.sampling.stop else ()
+        self._special_stops = {id: text for text, id in special if text in request.sampling.stop}
+        self._special: str | None = None
+        """The special token among the stop texts that came."""
 
-    def add(self, event: Event) -> None:
-        """Add an event's tokens."""
+    def add(self, event: Event) -> int:
+        """Add an event's tokens; return the number of those up to the answer's end."""
+        before = self.count
         for index, token in enumerate(event.tokens):
             self.count += 1
             if self._call.log_probs is not None:
                 if token in self._stops:
                     self._end_text()
                 self._log_probs.append(self._token_text(event, index))
-            if token not in self._stops:
+            if token in self._stops:
+                self._special = self._special_stops.get(token)
+            else:
                 self._text.add(token)
             if self._text.stopped:  # what follows in its window is no part of it
                 break
@@ -66,6 +84,12 @@ class AnswerText:
                 self._content = content
                 if self.finish == "stop" and not self._call.named:
                     self.finish = "tool_calls"
+        return self.count - before
+
+    @property
+    def stop_text(self) -> str | None:
+        """Return the text at which the answer ended, if the request names it; a special token's, too."""
+        return self._text.stop_text or self._special
 
     @property
     def _visible(self) -> tuple[str, str]:
@@ -110,9 +134,22 @@ class AnswerText:
             delta["tool_calls"] = [{"index": number, **_called(call)} for number, call in enumerate(self._calls)]
         return {**shared, "delta": delta}
 
-    def _token_text(self, event: Event, index: int) -> "_TokenText":
+    def _token_text(self, event: Event, index: int) -> _TokenText:
         likely = [(self._decoder.text_of(token), value) for token, value in event.top[index]] if event.top else []
         return _TokenText(self._decoder.add(event.tokens[index]), event.log_probs[index], likely)
+
+    def _echoed(self) -> list[_TokenText]:
+        """Return the prompt's tokens the first time, where a completion repeats them with log-probabilities."""
+        scores, self._scores = self._scores, None
+        if scores is None:
+            return []
+        decoder, entries = TokenDecoder(self._decoder.backend), list[_TokenText]()
+        for index, token in enumerate(self._prompt):
+            pairs = scores.likely(index - 1) if index else []
+            likely = [(decoder.text_of(other), value) for other, value in pairs]
+            entries.append(_TokenText(decoder.add(token), scores.log_prob(index - 1) if index else None, likely))
+        entries[-1] = entries[-1]._replace(text=entries[-1].text + decoder.rest())
+        return entries
 
     def _end_text(self) -> None:
         """Let the last token that was not reported complete the text, as the answer does, inside of a character too."""
@@ -127,28 +164,21 @@ class AnswerText:
         entries, self._log_probs = self._log_probs, []
         if self._call.chat:
             return {"content": [{**_entry(e.text, e.log_prob), "top_logprobs": _entries(e.likely)} for e in entries]}
+        entries = [*self._echoed(), *entries]
         texts = [entry.text for entry in entries]
         offsets = list(accumulate(map(len, texts), initial=self._offset))
         self._offset = offsets.pop()
         likely = [_by_text(entry) for entry in entries] if self._call.log_probs else None
-        values = [_finite(entry.log_prob) for entry in entries]
+        values = [None if entry.log_prob is None else _finite(entry.log_prob) for entry in entries]
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": likely, "text_offset": offsets}
 
 
-class _TokenText(NamedTuple):
-    """A token's text and log-probability, and those of the most likely ones in its place."""
-
-    text: str
-    """A character's bytes are its last token's."""
-    log_prob: float
-    likely: list[tuple[str, float]]
-
-
-def _finite(log_prob: float) -> float:
+def _finite(log_prob: float | None) -> float:
+    assert log_prob is not None
     return max(log_prob, _IMPOSSIBLE)
 
 
-def _entry(text: str, log_prob: float) -> dict[str, Any]:
+def _entry(text: str, log_prob: float | None) -> dict[str, Any]:
     return {"token": text, "logprob": _finite(log_prob), "bytes": list(text.encode())}
 
 
@@ -156,8 +186,10 @@ def _entries(likely: list[tuple[str, float]]) -> list[dict[str, Any]]:
     return [_entry(text, log_prob) for text, log_prob in likely]
 
 
-def _by_text(entry: _TokenText) -> dict[str, float]:
+def _by_text(entry: _TokenText) -> dict[str, float] | None:
     """Return the log-probabilities by text; parts of characters have one text, which gets the likeliest's."""
+    if entry.log_prob is None:
+        return None
     pairs = [*entry.likely, (entry.text, entry.log_prob)]
     return {text: _finite(log_prob) for text, log_prob in reversed(pairs)}
 

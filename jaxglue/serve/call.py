@@ -3,20 +3,23 @@
 Chats are the common form: other protocols' bodies become those of chats, and their answers are written from a chat's.
 """
 
-import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
-from jaxglue.data.messages import content_texts, read_chat
+from jaxglue.data.messages import Chat, content_texts, read_chat, without_images
 from jaxglue.generation.assistant import Voice
+from jaxglue.generation.grammar import Grammar
 from jaxglue.generation.prompts import render_messages
 from jaxglue.generation.scheduler import Request
+from jaxglue.generation.scoring import PromptScores
+from jaxglue.generation.sight import Prompt
 from jaxglue.serve.fields import (
     read_biases,
+    read_continuation,
     read_count,
     read_flag,
     read_grammar,
@@ -29,16 +32,25 @@ from jaxglue.serve.fields import (
     read_variables,
 )
 from jaxglue.serve.host import Host
+from jaxglue.serve.lanes import beside, compile_grammar, is_long
 from jaxglue.serve.refusals import BadRequestError
 from jaxglue.serve.service import TooLongError, require_short
 from jaxglue.text.stream import special_stops
-from jaxglue.text.thinking import Thought, thought_after
+from jaxglue.text.thinking import Thought, thought_after, thought_inside
 from jaxglue.text.tool_calls import call_grammar, format_of, parameters_of, schemas_of
 from jaxglue.text.tool_formats import ToolFormat
 from jaxglue.vision.rows import PromptImages
 
 _MOST_IMAGES = 16
 """Images of a request."""
+
+
+class Echo(NamedTuple):
+    """A prompt that a completion repeats."""
+
+    text: str
+    scores: PromptScores | None
+    """Log-probabilities of its tokens, where they are asked for."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +75,10 @@ class Call:
     """Format in which the model calls them; None without tools."""
     one_call: bool
     """Leave out calls after the first."""
-    echo: Sequence[str]
-    """Texts before the answers of completions, one for each prompt; empty for none."""
+    echo: Sequence[Echo]
+    """Prompts that come before the answers of completions; empty for none."""
+    empty: bool
+    """Generate nothing: a completion that only repeats its prompts."""
     named: bool
     """The request names the tool to call: an answer that calls it has stopped, as OpenAI says."""
 
@@ -82,37 +96,61 @@ class ChatPrompt:
     """The tools that the answer may call, with the schemas of their arguments."""
 
 
-async def chat_prompt(host: Host, body: dict[str, Any]) -> ChatPrompt:
+async def chat_prompt(host: Host, body: dict[str, Any], *, bounded: bool = True) -> ChatPrompt:
     """Return the prompt of a chat's body.
+
+    Args:
+        host: of the server.
+        body: of the request.
+        bounded: refuse texts that are too long to answer, before they are rendered and encoded.
 
     Raises:
         BadRequestError, ValueError: messages or tools that are malformed, or that the template leaves out.
         TooLongError: more tokens than the service takes.
     """
-    voice, length = host.models.find(body.get("model")).voice, host.service.length
-    tools = None if body.get("tool_choice") == "none" else body.get("tools")
-    chat = host.assistant.attach(
-        read_chat(read_messages(body), tools, "messages", sees=host.assistant.sight is not None)
-    )
-    if len(chat.images) > _MOST_IMAGES:
-        raise BadRequestError(f"{len(chat.images)} images: at most {_MOST_IMAGES} are taken", parameter="messages")
-    if host.config.system is not None:
-        chat = chat.with_system(host.config.system)
-    if len(chat.messages) > length:  # each takes more than a token
-        raise TooLongError(f"{len(chat.messages):,} messages, and texts may have {length:,} tokens")
-    contents = "\n".join(chain.from_iterable(content_texts(message["content"]) for message in chat.messages))
-    await asyncio.to_thread(require_short, voice.tokenizer, contents, length)
+    voice, length = host.models.find(body.get("model")).voice, host.service.length if bounded else 2**31
+    messages, tools = read_messages(body), None if body.get("tool_choice") == "none" else body.get("tools")
+    if len(messages) > length:  # each takes more than a token
+        raise TooLongError(f"{len(messages):,} messages, and texts may have {length:,} tokens")
+    shown = without_images(messages)
+    if shown != messages and not host.sees:
+        raise BadRequestError("this model sees no images: send text alone", parameter="messages")
+    text = json.dumps([shown, tools], ensure_ascii=False)
+    await beside(len(text), require_short, voice.tokenizer, text, _HIDDEN * length)
+
+    def encode() -> ChatPrompt:
+        chat = read_chat(messages, tools, "messages", sees=host.sees)
+        if len(chat.images) > _MOST_IMAGES:
+            raise BadRequestError(f"{len(chat.images)} images: at most {_MOST_IMAGES} are taken", parameter="messages")
+        chat = host.assistant.attach(chat) if chat.images else chat
+        contents = "\n".join(chain.from_iterable(content_texts(message["content"]) for message in chat.messages))
+        require_short(voice.tokenizer, contents, length)
+        if host.config.system is not None:
+            chat = chat.with_system(host.config.system)
+        return _encoded(host, body, chat, voice, length)
+
+    return await beside(len(text), encode) if is_long(len(text)) or host.sees else encode()
+
+
+_HIDDEN = 4
+"""Tokens of a chat as JSON for one that a prompt may have: templates leave some out, and write others shorter."""
+
+
+def _encoded(host: Host, body: dict[str, Any], chat: Chat, voice: Voice, length: int) -> ChatPrompt:
+    """Return a chat's prompt; errors as of `chat_prompt`."""
     source = str(voice.tokenizer.chat_template)
     if "developer" not in source:  # such templates would leave the message out
         chat = chat.with_developer_as_system()
+    continues, begins = read_continuation(body)
     options: dict[str, Any] = {"check": True, "needs_tools": True, "variables": read_variables(body, source)}
-    template, text = render_messages(voice.tokenizer, chat, **options)
-    await asyncio.to_thread(require_short, voice.tokenizer, text, length)
-    # Beside the streams of others.
-    prompt = await asyncio.to_thread(host.assistant.encode_rendered, template, text, chat.images)
-    if chat.images and len(prompt.tokens) >= length:
+    template, text = render_messages(voice.tokenizer, chat, **options, answers=begins, continues=continues)
+    require_short(voice.tokenizer, text, length)
+    thinks = thought_inside("".join(content_texts(chat.messages[-1]["content"]))) if continues else thought_after(text)
+    images = chat.images
+    prompt = host.assistant.encode_rendered(template, text, images) if images else Prompt(template.encode(text))
+    if len(prompt.tokens) >= length and images:
         raise TooLongError(f"{len(prompt.tokens):,} tokens, and texts may have {length:,}")
-    return ChatPrompt(voice, prompt.tokens, prompt.images, thought_after(text), schemas_of(chat.tools))
+    return ChatPrompt(voice, prompt.tokens, prompt.images, thinks, schemas_of(chat.tools))
 
 
 async def chat_call(host: Host, body: dict[str, Any]) -> Call:
@@ -133,6 +171,16 @@ def _forced_calls(body: dict[str, Any], schemas: Mapping[str, dict[str, Any]], v
     return call_grammar(voice.tokenizer, forced, several=several)
 
 
+async def _grammar(host: Host, voice: Voice, stated: tuple[str, Any] | None, thinks: Thought) -> Grammar | None:
+    """Return a grammar of this kind and value; raise ValueError for one that is not understood."""
+    if stated is None:
+        return None
+    kind, value = stated
+    return await compile_grammar(
+        lambda: getattr(host.assistant.grammars.of(voice.tokenizer), kind)(value, thinks=thinks)
+    )
+
+
 async def make_call(
     host: Host,
     body: dict[str, Any],
@@ -142,10 +190,10 @@ async def make_call(
     schemas: Mapping[str, dict[str, Any]] = MappingProxyType({}),
     calls: str | None = None,
     thinks: Thought = Thought.NONE,
-    echo: Sequence[str] = (),
+    echo: Sequence[Echo] = (),
     images: PromptImages | None = None,
 ) -> Call:
-    """Return a parsed request.
+    """Return a parsed request; a completion with `echo` may have `max_tokens` of 0.
 
     Args:
         host: of the server.
@@ -155,30 +203,32 @@ async def make_call(
         schemas: of the tools that the answer may call.
         calls: grammar of the calls that it must have.
         thinks: state in which it begins.
-        echo: texts before the answers, one for each prompt.
+        echo: prompts that come before the answers.
         images: of the prompts.
 
     Raises:
         BadRequestError, ValueError: parameters that are malformed, or beyond their bounds.
     """
     model = host.models.find(body.get("model"))
-    voice, length, longest = model.voice, host.service.length, max(map(len, prompts))
-    sampling = read_sampling(body, host.config.sampling, max(length - longest, 1), length, next(host.seeds))
+    voice, seed = model.voice, next(host.seeds)
+    if empty := bool(echo) and body.get("max_tokens") == 0:
+        body = body | {"max_tokens": 1}
+    rooms = [max(host.service.length - len(tokens), 1) for tokens in prompts]
+    samplings = [read_sampling(body, host.config.sampling, room, seed) for room in rooms]
     log_probs, count = read_log_probs(body, chat=chat), read_count(body)
     if len(prompts) * count > max(host.config.max_requests, 1):
         message = f"{len(prompts)} prompts with {count} answers each: at most {host.config.max_requests} are taken"
         raise BadRequestError(message, parameter="n")
-    grammars, vocabulary = host.assistant, host.assistant.config.vocab_size
-    make = partial(read_grammar, body, lambda: grammars.grammars.of(voice.tokenizer), calls, thinks=thinks)
+    vocabulary = host.assistant.config.vocab_size
     asked: dict[str, Any] = {
         "stop": {
             *voice.stops,
-            *special_stops(voice.tokenizer, sampling.stop),
+            *special_stops(voice.tokenizer, samplings[0].stop),
             *read_stop_tokens(body, vocabulary),
         },
         "logit_bias": read_biases(body, vocabulary),
         "ranks": voice.ranks,
-        "grammar": await asyncio.to_thread(make),
+        "grammar": await _grammar(host, voice, read_grammar(body, calls), thinks),
         "top_log_probs": log_probs or 0,
         "n": count,
         "images": images,
@@ -186,13 +236,17 @@ async def make_call(
     return Call(
         model=model.name,
         voice=voice,
-        requests=[Request(tokens, sampling, index, **asked) for index, tokens in enumerate(prompts)],
+        requests=[
+            Request(tokens, sampling, index, **asked)
+            for index, (tokens, sampling) in enumerate(zip(prompts, samplings, strict=True))
+        ],
         stream=read_flag(body, "stream") or False,
         usage=read_usage(body),
         log_probs=log_probs,
         chat=chat,
         thinks=thinks,
         echo=echo,
+        empty=empty,
         functions=parameters_of(schemas),
         form=format_of(str(voice.tokenizer.get_chat_template(tools=[]))) if schemas else None,
         one_call=read_flag(body, "parallel_tool_calls") is False,

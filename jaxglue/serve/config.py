@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from jaxglue.generation.config import AssistantConfig, SamplingConfig
 from jaxglue.serve.local import LOOPBACK
@@ -83,8 +84,16 @@ class ServeConfig(AssistantConfig):
     """Adapters to serve beside the base, such as first=runs/first/adapter: requests name one, or the base, as model."""
     batch_size: PositiveInt = 64
     """The most answers at a time."""
-    max_length: PositiveInt = 8192
-    """The most tokens of prompt and answer together, within the model's limit."""
+    max_length: Annotated[PositiveInt | None, Alias("max_model_len")] = None
+    """The most tokens of prompt and answer together; by default the model's limit, where memory has room for it."""
+    allowed_origins: Annotated[tuple[str, ...], Alias("cors_origins")] = ()
+    """Origins whose web pages may ask, such as http://localhost:3000, and no others; * for all, with --api-key."""
+    request_log: bool = True
+    """Print a line for each request."""
+    adapter_folder: Path | None = None
+    """Folder whose adapters clients may load and unload while serving (/v1/load_lora_adapter), for trusted ones."""
+    adapter_ranks: PositiveInt = 64
+    """Ranks that adapters loaded while serving share, with --adapter-folder."""
     max_requests: PositiveInt = 256
     """Requests being answered or waiting, beyond which further ones are refused."""
 
@@ -97,6 +106,14 @@ class ServeConfig(AssistantConfig):
             raise ValueError(f"--adapters: no such folder: {absent[0]}")
         if self.served_name in self.named_adapters:
             raise ValueError(f"--adapters: {self.served_name} is the base's name: use another, or give --name")
+        for origin in self.allowed_origins:
+            _check_origin(origin)
+        if "*" in self.allowed_origins and not self.api_key:
+            raise ValueError("--allowed-origins * lets every web page ask: give --api-key, or name origins")
+        if self.adapter_folder and not self.adapter_folder.is_dir():
+            raise ValueError(f"--adapter-folder: no such folder: {self.adapter_folder}")
+        if self.adapter_folder and self.adapter:
+            raise ValueError("--adapter is the one of all requests: name it among --adapters to load others beside it")
         if self.host not in LOOPBACK and not self.api_key:
             raise ValueError(f"--host {self.host} lets other machines in: give --api-key, which clients must send")
 
@@ -112,9 +129,21 @@ class ServeConfig(AssistantConfig):
         return named
 
     @property
+    def spare_ranks(self) -> int:
+        """Return the ranks that stand free for adapters that are loaded while serving."""
+        return self.adapter_ranks if self.adapter_folder else 0
+
+    @property
     def served_name(self) -> str:
         """Return the model's name for clients."""
         return self.name or (self.adapter or self.folder).resolve().name
+
+
+def _check_origin(origin: str) -> None:
+    """Raise ValueError for a text that no browser sends as a page's origin."""
+    parts = urlsplit(origin)
+    if origin != "*" and (not parts.hostname or origin != f"{parts.scheme}://{parts.netloc}"):
+        raise ValueError(f"--allowed-origins: expected scheme and host, such as http://localhost:3000, got {origin!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

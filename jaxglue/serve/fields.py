@@ -3,18 +3,20 @@
 import asyncio
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
 from jaxglue.generation.config import SamplingConfig
-from jaxglue.generation.grammar import Grammar, Grammars
+from jaxglue.serve.record import record_of
 from jaxglue.serve.refusals import BadRequestError
-from jaxglue.text.thinking import Thought
+from jaxglue.settings.spelling import nearest
 
 _LARGEST_BODY, _BODY_SECONDS = 4 * 2**20, 60.0
 _LARGEST_WITH_IMAGES = 16 * 2**20
+_MOST_CONTAINERS = 2**18
+"""Lists and objects of a body, each of which takes a microsecond, at most."""
 _MOST_ANSWERS, MOST_PROMPTS = 16, 128
 MOST_LIKELY = 20
 """Likely tokens beside each of an answer's, at most."""
@@ -36,7 +38,6 @@ _GRAMMARS = {
     "grammar": (str, "a grammar in Lark's notation"),
 }
 """Kinds of grammars and their values; requests give `guided_…` or an entry of `structured_outputs`, as in vLLM."""
-IGNORED = {"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
 _SHARED = {"model", "stop", "stream", "stream_options", "logit_bias", "logprobs", "max_tokens", "n", "stop_token_ids"}
 _SHARED |= {
     "max_completion_tokens",
@@ -46,18 +47,68 @@ _SHARED |= {
     *_SAMPLING,
 }
 CHAT = _SHARED | {"messages", "tools", "tool_choice", "parallel_tool_calls", "top_logprobs"}
-CHAT |= {"chat_template_kwargs", "reasoning_effort"}
+CHAT |= {"chat_template_kwargs", "reasoning_effort", "add_generation_prompt", "continue_final_message"}
 COMPLETION = _SHARED | {"prompt", "echo"}
 """Parameters of requests."""
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (),
+    "allowed_token_ids": ([],),
+    "audio": (),
+    "background": (False,),
+    "bad_words": ([],),
+    "best_of": (0, 1),
+    "chat_template": ("",),
+    "conversation": (),
+    "documents": ([],),
+    "dry_multiplier": (0,),
+    "ebnf": (),
+    "echo": (False,),
+    "enable_thinking": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "grammar": ("",),
+    "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
+    "json_schema": (),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "min_new_tokens": (0,),
+    "min_tokens": (0,),
+    "mirostat": (0,),
+    "modalities": (["text"],),
+    "previous_response_id": ("",),
+    "prompt": (),
+    "prompt_logprobs": (),
+    "regex": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "suffix": ("",),
+    "thinking": ({"type": "disabled"},),
+    "thinking_budget": (),
+    "thinking_token_budget": (),
+    "top_a": (0,),
+    "truncate_prompt_tokens": (),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "xtc_probability": (0,),
+}
+"""Parameters of other servers that change an answer and are not served, with the values that ask for nothing."""
+_NOTHING: tuple[Any, ...] = (False, 0, 1, "", [], {})
+"""Values that ask for nothing of a parameter that another endpoint has."""
 
 
 async def read_body(http: HttpRequest, known: Collection[str], *, sees: bool = False) -> dict[str, Any]:
-    """Return the body's object, with parameters among those known; others that may be ignored are there, too.
+    """Return the body's object, which may be larger where the model sees images.
+
+    Parameters beside those known are left out, unless they would change the answer, or are likely to be misspelled.
 
     Of a model that sees images it may be larger.
 
     Raises:
-        BadRequestError: it is too large, or no JSON object.
+        BadRequestError: it is too large, no JSON object, or has such a parameter.
     """
     parts, size, largest = [], 0, _LARGEST_WITH_IMAGES if sees else _LARGEST_BODY
     try:
@@ -69,16 +120,29 @@ async def read_body(http: HttpRequest, known: Collection[str], *, sees: bool = F
                 parts.append(part)
     except TimeoutError:
         raise BadRequestError(f"the body takes more than {_BODY_SECONDS:.0f} s", 408) from None
+    content = b"".join(parts)
+    if (count := content.count(b"[") + content.count(b"{")) > _MOST_CONTAINERS:
+        raise BadRequestError(f"the body has about {count:,} lists and objects: at most {_MOST_CONTAINERS:,} are read")
     try:
-        body = json.loads(b"".join(parts))
+        body = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise BadRequestError(f"the body is no JSON: {error}") from error
     if not isinstance(body, dict):
         raise BadRequestError("the body must be a JSON object")
-    known = IGNORED.union(known)
-    if unknown := [name for name in sorted(body.keys() - known) if body[name]]:  # they would change the answer
-        raise BadRequestError(f"unknown or unsupported parameters: {', '.join(unknown)}", parameter=unknown[0])
-    return body
+    known = set(known)
+    for name in sorted(body.keys() - known):
+        neutral = _REFUSED.get(name, _NOTHING if name in CHAT | COMPLETION else None)
+        if neutral is not None and body[name] is not None and not any(_same(body[name], value) for value in neutral):
+            message = f"{name} is not supported, and would change the answer: leave it out"
+            raise BadRequestError(message, parameter=name)
+        if neutral is None and (hint := nearest(name, known)):
+            raise BadRequestError(f"unknown parameter: {name:.100}{hint}", parameter=name)
+        record_of(http).ignored.append(name)
+    return {name: value for name, value in body.items() if name in known}
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def read_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -102,14 +166,13 @@ def read_prompts(body: dict[str, Any]) -> list[str | list[int]]:
     return prompts
 
 
-def read_sampling(body: dict[str, Any], defaults: SamplingConfig, room: int, most: int, seed: int) -> SamplingConfig:
+def read_sampling(body: dict[str, Any], defaults: SamplingConfig, room: int, seed: int) -> SamplingConfig:
     """Return the sampling that a body asks for.
 
     Args:
         body: of the request.
         defaults: of settings that it leaves out.
-        room: tokens of an answer, likewise.
-        most: tokens of an answer, at most.
+        room: tokens of an answer at most, which a larger limit means, too.
         seed: that it leaves out.
 
     Raises:
@@ -120,9 +183,9 @@ def read_sampling(body: dict[str, Any], defaults: SamplingConfig, room: int, mos
     settings |= {name: value for name, value in stated.items() if value is not None}
     names = ("max_completion_tokens", "max_output_tokens")
     name = next((name for name in names if body.get(name) is not None), "max_tokens")
-    tokens = read_number(body, name, int, 1, most)
+    tokens = read_number(body, name, int, 1, 2**31 - 1)
     stop = defaults.stop if body.get("stop") is None else _stops(body)
-    return SamplingConfig(**settings, max_tokens=room if tokens is None else tokens, stop=stop)
+    return SamplingConfig(**settings, max_tokens=min(room, tokens or room), stop=stop)
 
 
 def read_count(body: dict[str, Any]) -> int:
@@ -150,11 +213,15 @@ def read_log_probs(body: dict[str, Any], *, chat: bool) -> int | None:
 
 
 def read_echo(body: dict[str, Any]) -> bool:
-    """Return whether a completion repeats its prompt, for which there are no log-probabilities."""
-    echo = read_flag(body, "echo") or False
-    if echo and body.get("logprobs") is not None:
-        raise BadRequestError("echo repeats the prompt without log-probabilities: leave out logprobs", parameter="echo")
-    return echo
+    """Return whether a completion repeats its prompt; one of 0 tokens does nothing else."""
+    return read_flag(body, "echo") or False
+
+
+def read_text(body: dict[str, Any], name: str) -> str:
+    """Return a text of the body that may not be missing, empty or long."""
+    if not isinstance(value := body.get(name), str) or not 0 < len(value) <= 4096 or not value.isprintable():
+        raise BadRequestError(f"{name} must be a text, and not empty", parameter=name)
+    return value
 
 
 def read_flag(body: dict[str, Any], name: str) -> bool | None:
@@ -162,6 +229,20 @@ def read_flag(body: dict[str, Any], name: str) -> bool | None:
     if not isinstance(value := body.get(name), bool | None):
         raise BadRequestError(f"{name} must be true or false, got {value!r:.100}", parameter=name)
     return value
+
+
+def read_continuation(body: dict[str, Any]) -> tuple[bool, bool]:
+    """Return whether a chat's answer goes on with its last message, and whether it begins a turn of its own.
+
+    Raises:
+        BadRequestError: both, as vLLM says, or a last message that is not the assistant's.
+    """
+    continues = read_flag(body, "continue_final_message") or False
+    begins = read_flag(body, "add_generation_prompt")
+    if continues and begins:
+        message = "continue_final_message goes on with the last message: set add_generation_prompt to false"
+        raise BadRequestError(message, parameter="continue_final_message")
+    return continues, not continues and begins is not False
 
 
 def read_variables(body: dict[str, Any], template: str) -> dict[str, Any]:
@@ -258,30 +339,21 @@ def read_tool_choice(body: dict[str, Any], functions: Collection[str]) -> list[s
     return [name]
 
 
-def read_grammar(
-    body: dict[str, Any], grammars: Callable[[], Grammars], calls: str | None = None, *, thinks: Thought = Thought.NONE
-) -> Grammar | None:
-    """Return the grammar of the answer, if the body gives one.
+def read_grammar(body: dict[str, Any], calls: str | None = None) -> tuple[str, Any] | None:
+    """Return the kind and value of the answer's grammar, if the body gives one; kinds are methods of `Grammars`.
 
     Args:
         body: of the request.
-        grammars: called for a grammar.
         calls: grammar of the calls that the answer must have.
-        thinks: how the answer begins.
 
     Raises:
-        BadRequestError: several grammars.
-        ValueError: one that is not understood.
+        BadRequestError: several grammars, or a malformed one.
     """
     stated = _grammars(body) + ([] if calls is None else [("calls", calls)])
-    if not stated:
-        return None
     if len(stated) > 1:
         wanted = "one of response_format, guided_…, a tool_choice that forces a call, and others"
         raise BadRequestError(f"an answer follows one grammar: give {wanted}")
-    ((kind, value),) = stated
-    make = grammars()
-    return getattr(make, "lark" if kind == "grammar" else kind)(value, thinks=thinks)
+    return next((("lark" if kind == "grammar" else kind, value) for kind, value in stated), None)
 
 
 def _grammars(body: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -15,7 +17,10 @@ from starlette.routing import Route
 from jaxglue.generation.assistant import Assistant, Voice
 from jaxglue.serve.config import ServeConfig
 from jaxglue.serve.host import Host
+from jaxglue.serve.loaded_adapters import LoadedAdapters
 from jaxglue.serve.local import foreign_page
+from jaxglue.serve.metrics import Metrics
+from jaxglue.serve.record import Recorded, record_of
 from jaxglue.serve.refusals import BadRequestError, openai_error, refusal_of
 from jaxglue.serve.served_models import ServedModel, ServedModels
 from jaxglue.serve.service import Service
@@ -24,7 +29,9 @@ from jaxglue.serve.wire import FORMS, Endpoint, Form
 
 def make_app(assistant: Assistant, service: Service, config: ServeConfig) -> Starlette:
     """Return the application."""
-    host = Host(assistant, service, config, _models(assistant, config))
+    metrics, models = Metrics(service), _models(assistant, config)
+    adapters = LoadedAdapters(assistant, service, models, config) if config.adapter_folder else None
+    host = Host(assistant, service, config, models, metrics, adapters)
     forms = [form for form in FORMS.values() if form.is_served(config)]
     routes = [
         Route(endpoint.path, _guarded(host, form, endpoint), methods=[endpoint.method])
@@ -32,7 +39,11 @@ def make_app(assistant: Assistant, service: Service, config: ServeConfig) -> Sta
         for endpoint in form.endpoints
     ]
     handlers: dict[Any, Any] = {HTTPException: _no_route, Exception: _failed}
-    return Starlette(routes=routes, exception_handlers=handlers)
+    middleware = [Middleware(Recorded, metrics=metrics, logs=config.request_log)]
+    if origins := config.allowed_origins:
+        names: dict[str, Any] = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+        middleware.append(Middleware(CORSMiddleware, allow_origins=origins, **names, allow_private_network=True))
+    return Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
 
 
 def _models(assistant: Assistant, config: ServeConfig) -> ServedModels:
@@ -56,21 +67,26 @@ def _guarded(host: Host, form: Form, endpoint: Endpoint) -> Callable[[HttpReques
         except ClientDisconnect:  # nobody reads the answer
             return Response(status_code=499)
         except (BadRequestError, ValueError) as error:
-            return form.error(refusal_of(error))
+            refusal = refusal_of(error)
+            record_of(http).refusal = str(refusal)
+            return form.error(refusal)
 
     return run
 
 
 def _check_caller(config: ServeConfig, headers: Mapping[str, str]) -> None:
-    """Raise BadRequestError for a request without the key, or where none is set, for one of a page of elsewhere."""
+    """Raise BadRequestError for a page of an origin that is not let in, or a request without the key.
+
+    Where no key is set, the server answers to this machine's own names alone.
+    """
+    if reason := foreign_page(headers, config.allowed_origins, any_host=config.api_key is not None):
+        raise BadRequestError(reason, 403)
     if config.api_key is None:
-        if reason := foreign_page(headers):
-            raise BadRequestError(reason, 403)
         return
-    key = headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")  # bytes, as they came
+    key = headers.get("x-api-key", headers.get("authorization", "").removeprefix("Bearer "))
     spellings = {config.api_key.encode(errors="replace"), config.api_key.encode("latin-1", errors="replace")}
-    if not any(hmac.compare_digest(key, spelling) for spelling in spellings):
-        message = "no or a wrong API key: send it as a bearer token"
+    if not any(hmac.compare_digest(key.encode("latin-1"), spelling) for spelling in spellings):  # bytes, as they came
+        message = "no or a wrong API key: send it as a bearer token, or as x-api-key"
         raise BadRequestError(message, 401, code="invalid_api_key")
 
 

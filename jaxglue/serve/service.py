@@ -4,8 +4,11 @@ import queue
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Hashable
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+import jax
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.generation.assistant import Assistant
@@ -13,7 +16,7 @@ from jaxglue.generation.config import GREEDY
 from jaxglue.generation.engine import DecodeBatch
 from jaxglue.generation.grammar import is_installed
 from jaxglue.generation.inputs import ProgramKind
-from jaxglue.generation.pages import PAGE, plan_cache
+from jaxglue.generation.pages import PAGE, CachePlan, plan_cache
 from jaxglue.generation.sampling import Features
 from jaxglue.generation.scheduler import Finish, Request, Sequence
 
@@ -23,6 +26,8 @@ _PIECE, _CUT = 16_384, 8
 """Characters of a long text that are tokenized at a time, and tokens that cutting it there may add."""
 _SHARE, _AHEAD = 4, 4
 """A part of the slots that no owner has alone, and answers that wait in the batch for slots that become free."""
+_TYPICAL, _SHORTEST = 8192, 1024
+"""Tokens of a text for which each slot has pages, and to which a default length is lowered at most."""
 _USUAL, _RARE = Features(draws=True), Features(True, top_k=True, top_p=True, min_p=True, penalties=True, biases=True)
 
 
@@ -52,6 +57,16 @@ class Ticket:
     """Answers that nobody waits for."""
     owner: Hashable = None
     """Client's request that it is a part of: others' have their turns between its parts."""
+    remaining: int = 0
+    """Answers that have not ended."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Work for the service's thread between two windows."""
+
+    run: Callable[[], Any]
+    result: Future
 
 
 class FullError(ValueError):
@@ -72,25 +87,24 @@ class Service:
     Args:
         assistant: the model.
         slots: answers at a time.
-        length: the most tokens of prompt and answer together.
+        length: the most tokens of prompt and answer together; by default the model's limit, or as many as fit.
         most: requests in the service at a time.
         memory: bytes for cache and activations; by default nearly all that are free.
     """
 
-    def __init__(self, assistant: Assistant, *, slots: int, length: int, most: int, memory: float | None = None):
-        self.length = min(length, assistant.config.max_generated_positions)
+    def __init__(
+        self, assistant: Assistant, *, slots: int, length: int | None = None, most: int, memory: float | None = None
+    ):
         self._most, self._stops, self._engine = most, assistant.stops, assistant.engine
-        self._tickets: dict[int, Ticket] = {}
-        """Tickets of the answers in the batch."""
-        self._open = set[Ticket]()
-        """Tickets with answers that have not ended."""
-        self._waiting = dict[Hashable, deque[Ticket]]()
-        """Tickets by their owners, the next one's first."""
+        self._running = dict[int, tuple[Ticket, Sequence]]()
+        """Answers in the batch, by their ids."""
+        self._waiting = dict[Hashable, deque[tuple[Ticket, Sequence]]]()
+        """Answers that wait, by their owners, the next one's first."""
+        self._open, self._owners, self._lock = set[Ticket](), Counter[Hashable](), threading.Lock()
+        """Tickets with answers that have not ended, and their number by owner."""
         self._most_of_one = slots - slots // _SHARE
-        self._news: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
-        lengths = [(self.length // 2, self.length)] * slots
-        options = {"cache_dtype": self._engine.cache_dtype, "free": memory}
-        plan = plan_cache(lengths, assistant.config, assistant.dtype, **options)  # type: ignore[arg-type]
+        self._news: queue.SimpleQueue[Ticket | _Job | None] = queue.SimpleQueue()
+        plan, self.length = _plan(assistant, slots, length, memory)
         kind = ProgramKind(_USUAL, STOPS, BIASES, assistant.ranks, _RARE._replace(grammars=is_installed()))
         weights = assistant.adapter, assistant.frozen
         self.failure: str | None = None
@@ -98,6 +112,21 @@ class Service:
         self._batch: DecodeBatch = self._engine.open(*weights, plan, kind, whole=True)
         self._thread = threading.Thread(target=self._serve, name="service", daemon=True)
         self._thread.start()
+
+    @property
+    def running(self) -> int:
+        """Return the answers that decode."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Return the answers that wait for their turn."""
+        return sum(ticket.remaining for ticket in self._open.copy()) - self.running
+
+    @property
+    def cache_use(self) -> float:
+        """Return the share of the cache's pages that answers hold."""
+        return self._batch.cache_use
 
     def submit(self, request: Request, listen: Callable[[Event], None], owner: Hashable = None) -> Ticket:
         """Queue a request, whose events go to `listen`, with others of one owner.
@@ -117,10 +146,14 @@ class Service:
         if len(self._stops.union(request.stop)) > STOPS or len(request.logit_bias) > BIASES:
             raise ValueError(f"at most {BIASES} tokens have a logit_bias, and {STOPS} end an answer")
         ticket = Ticket(request, listen, owner=owner)
+        ticket.owner = ticket if owner is None else owner
         ticket.answers = self._engine.answers(request, 0)
-        if len(self._open) >= self._most:
-            raise FullError
-        self._open.add(ticket)
+        ticket.remaining = len(ticket.answers)
+        with self._lock:
+            if ticket.owner not in self._owners and len(self._owners) >= self._most:
+                raise FullError
+            self._open.add(ticket)
+            self._owners[ticket.owner] += 1
         self._news.put(ticket)
         if self.failure:  # since the check above: the thread may not have seen the ticket
             raise EndedError(self.failure)
@@ -129,6 +162,20 @@ class Service:
     def cancel(self, ticket: Ticket, answer: int | None = None) -> None:
         """End a request's answers, or one of them."""
         ticket.cancelled.update(range(len(ticket.answers)) if answer is None else [answer])
+
+    def call[R](self, function: Callable[[], R]) -> "Future[R]":
+        """Let the thread call a function between two windows, when nothing else computes; return its result to come."""
+        job = _Job(function, Future())
+        self._news.put(job)
+        return job.result
+
+    def replace_adapter(self, trainable: Any) -> None:
+        """Let answers use other adapters, of the same shapes, from the next window on; called by `call` alone."""
+        self._batch.replace_adapter(trainable)
+
+    def uses(self, ranks: Any) -> bool:
+        """Return whether an answer that has not ended uses these ranks, by their identity."""
+        return any(ticket.request.ranks is ranks for ticket in self._open.copy())
 
     def warm_up(self) -> None:
         """Compile the programs with short answers: to prompts of all lengths, and to some that go on from one before.
@@ -155,75 +202,144 @@ class Service:
         while True:
             try:
                 while not self._news.empty() or not (self._batch.is_busy or self._waiting):
-                    ticket = self._news.get()
-                    if ticket is None:
+                    news = self._news.get()
+                    if news is None:
                         return
-                    self._receive(ticket)
+                    if isinstance(news, _Job):
+                        _run(news)
+                    else:
+                        self._receive(news)
                 self._fill()
                 self._advance()
             except Exception as error:  # of the model or the device: nothing more can be answered
                 self.failure = f"the service has ended: {error}"
-                for ticket in list(self._open):
+                for ticket in self._open.copy():
                     ticket.listen(Event(0, [], [], None, self.failure))
                 raise
 
     def _receive(self, ticket: Ticket) -> None:
-        """Let a ticket wait for its turn, once there are programs for its answers."""
+        """Let a ticket's answers wait for their turns, once there are programs for them."""
         if (compiled := self._batch.prepare(ticket.request)) is not None:
             compiled.add_done_callback(lambda _: self._news.put(ticket))
         else:
-            self._waiting.setdefault(ticket.owner, deque()).append(ticket)
+            answers = self._waiting.setdefault(ticket.owner, deque())
+            answers.extend((ticket, answer) for answer in ticket.answers)
 
     def _fill(self) -> None:
-        """Give free slots to tickets of all owners in turns, and never all slots to one."""
-        running = Counter(ticket.owner for ticket in self._tickets.values())
-        owners = deque(self._waiting)
-        while owners and self._batch.free_slots > -_AHEAD:
-            owner = owners.popleft()
-            if running[owner] >= self._most_of_one:
-                continue
-            ticket, tickets = self._waiting[owner].popleft(), self._waiting.pop(owner)
-            if tickets:
-                self._waiting[owner] = tickets  # behind those of others
-                owners.append(owner)
-            running[owner] += self._begin(ticket)
+        """Give slots to answers of the owners that have the fewest, and never all slots to one.
 
-    def _begin(self, ticket: Ticket) -> int:
-        """Add a ticket's answers to the batch, but for those that nobody waits for; return their number."""
-        answers = [answer for index, answer in enumerate(ticket.answers) if index not in ticket.cancelled]
-        self._tickets |= {id(answer): ticket for answer in answers}
-        if answers:  # the client may have hung up
-            self._batch.add(answers, self._stops)
-        else:
-            self._open.discard(ticket)
-        return len(answers)
+        Where none is free, owners that have more than one that waits give up their last ones, which wait again.
+        """
+        running = Counter(ticket.owner for ticket, _ in self._running.values())
+        while ready := [owner for owner, answers in self._waiting.items() if not answers[0][1].windows]:
+            owner = min(ready, key=running.__getitem__)
+            if running[owner] >= self._most_of_one:
+                return
+            if self._batch.free_slots <= -_AHEAD and not self._interrupt_one(running, running[owner] + 1):
+                return
+            running[owner] += self._begin(owner)
+
+    def _begin(self, owner: Hashable) -> bool:
+        """Add an owner's next answer to the batch; return whether somebody waits for it."""
+        answers = self._waiting.pop(owner)
+        ticket, answer = answers.popleft()
+        if answers:
+            self._waiting[owner] = answers  # behind those of others
+        if answer.answer in ticket.cancelled:  # the client may have hung up
+            self._batch.end(answer)
+            self._end(ticket)
+            return False
+        self._running[id(answer)] = ticket, answer
+        self._batch.add([answer], self._stops)
+        return True
+
+    def _interrupt_one(self, running: Counter[Hashable], most: int) -> bool:
+        """Take a slot from the owner with the most, if these are above a number; return whether one became free."""
+        owner = max(running, key=running.__getitem__, default=None)
+        if owner is None or running[owner] <= most:
+            return False
+        for ticket, answer in reversed(list(self._running.values())):
+            if ticket.owner == owner and self._batch.interrupt(answer):
+                del self._running[id(answer)]
+                self._waiting.setdefault(owner, deque()).appendleft((ticket, answer))
+                running[owner] -= 1
+                return True
+        return False
 
     def _advance(self) -> None:
         self._end_cancelled()
         for answer, tokens, finish in self._batch.advance():
-            ticket = self._tickets.get(id(answer))
-            if ticket is None:
+            if (ticket := self._ticket_of(answer)) is None:
                 continue
             new = answer.received[-1]
             pairs = zip(new.top_ids.tolist(), new.top_log_probs.tolist(), strict=True)
             top = [list(zip(*pair, strict=True)) for pair in pairs] if answer.request.top_log_probs else []
             ticket.listen(Event(answer.answer, tokens.tolist(), new.model_log_probs.tolist(), finish, top=top))
             if finish:
-                self._end(answer)
+                self._forget(ticket, answer)
+
+    def _ticket_of(self, answer: Sequence) -> Ticket | None:
+        """Return the ticket of an answer whose tokens came, also after it was interrupted; None if nobody waits."""
+        if (entry := self._running.get(id(answer))) is not None:
+            return entry[0]
+        interrupted = (entry for answers in self._waiting.values() for entry in answers if entry[1] is answer)
+        return next((ticket for ticket, _ in interrupted if answer.answer not in ticket.cancelled), None)
+
+    def _forget(self, ticket: Ticket, answer: Sequence) -> None:
+        """Forget an answer that has ended."""
+        if self._running.pop(id(answer), None) is None:  # it was interrupted
+            answers = self._waiting.pop(ticket.owner)
+            answers.remove((ticket, answer))
+            if answers:
+                self._waiting[ticket.owner] = answers
+        self._end(ticket)
 
     def _end_cancelled(self) -> None:
         """Free the slots and pages of answers that nobody waits for, before the next window."""
-        for ticket in {ticket for ticket in self._tickets.values() if ticket.cancelled}:
-            for index in list(ticket.cancelled):
-                if id(answer := ticket.answers[index]) in self._tickets:
-                    self._end(answer)
-                    self._batch.end(answer)
+        for ticket, answer in list(self._running.values()):
+            if answer.answer in ticket.cancelled:
+                del self._running[id(answer)]
+                self._batch.end(answer)
+                self._end(ticket)
 
-    def _end(self, answer: Sequence) -> None:
-        """Forget an answer, and its ticket with the last one."""
-        ticket = self._tickets.pop(id(answer))
-        if all(id(other) not in self._tickets for other in ticket.answers):
+    def _end(self, ticket: Ticket) -> None:
+        """Note the end of one of a ticket's answers, and forget the ticket with the last one."""
+        ticket.remaining -= 1
+        if ticket.remaining:
+            return
+        with self._lock:
             self._open.discard(ticket)
+            self._owners[ticket.owner] -= 1
+            if not self._owners[ticket.owner]:
+                del self._owners[ticket.owner]
+
+
+def _plan(assistant: Assistant, slots: int, length: int | None, memory: float | None) -> tuple[CachePlan, int]:
+    """Return a plan of the cache, and the most tokens of a text: those asked for, or of the model, where they fit.
+
+    Where the host computes, which gathers all pages of a slot, the default is a text of typical length.
+
+    Raises:
+        ValueError: too little memory for one text.
+    """
+    limit = assistant.config.max_generated_positions
+    longest = min(limit, length or (_TYPICAL if jax.default_backend() == "cpu" else limit))
+    while True:
+        lengths = [(end // 2, end) for end in (longest, *[min(longest, _TYPICAL)] * (slots - 1))]
+        try:
+            options: Any = {"cache_dtype": assistant.engine.cache_dtype, "free": memory, "limit": "--max-length"}
+            return plan_cache(lengths, assistant.config, assistant.dtype, **options), longest
+        except ValueError:
+            if length is not None or longest // 2 < _SHORTEST:
+                raise
+            longest //= 2
+
+
+def _run(job: _Job) -> None:
+    try:
+        job.result.set_result(job.run())
+    except Exception as error:
+        job.result.set_exception(error)
 
 
 def require_short(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> None:
@@ -239,6 +355,9 @@ def require_short(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> N
     count = 0
     for start in range(0, len(text), _PIECE):
         piece = text[start : start + _PIECE].encode(errors="replace").decode()
-        count += len(tokenizer.backend_tokenizer.encode(piece, add_special_tokens=False).ids) - _CUT
+        (encoding,) = tokenizer.backend_tokenizer.encode_batch_fast(
+            [piece], add_special_tokens=False
+        )  # without the GIL
+        count += len(encoding) - _CUT
         if count > most:
             raise TooLongError(f"the prompt has more than {most:,} tokens, and texts may have {most:,}")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -11,8 +12,10 @@ from starlette.responses import StreamingResponse
 
 from jaxglue.serve.answer_text import AnswerText
 from jaxglue.serve.call import Call
+from jaxglue.serve.host import Host
+from jaxglue.serve.record import record_of
 from jaxglue.serve.refusals import BadRequestError
-from jaxglue.serve.service import Event, Service, Ticket
+from jaxglue.serve.service import Event, Ticket
 
 SILENCE = 15.0
 """Seconds without an event in a stream, at most."""
@@ -25,17 +28,24 @@ class Answers:
         ValueError: as `Service.submit`, before any is begun.
     """
 
-    def __init__(self, service: Service, call: Call):
-        self._service, self._tickets = service, list[Ticket]()
+    def __init__(self, host: Host, http: HttpRequest, call: Call):
+        self._service, self._metrics, self._tickets = host.service, host.metrics, list[Ticket]()
+        self._record, self._last = record_of(http), dict[int, float]()
+        """Of the log; when tokens of each answer came last."""
         self._events, self._loop = asyncio.Queue[tuple[int, Event] | None](), asyncio.get_running_loop()
         self.texts = [AnswerText(call, request) for request in call.requests for _ in range(request.n)]
         self._n = call.requests[0].n
+        for text in self.texts if call.empty else ():
+            text.add(Event(0, [], [], "length"))
         try:
-            for index, request in enumerate(call.requests):
-                self._tickets.append(service.submit(request, self._listener(index * self._n), id(self)))
+            for index, request in enumerate(() if call.empty else call.requests):
+                self._tickets.append(self._service.submit(request, self._listener(index * self._n), id(self)))
         except BaseException:
             self.cancel()
             raise
+        lengths = [len(request.prompt) for request in call.requests]
+        self._record.model, self._record.prompt_tokens = call.model, sum(lengths)
+        self._metrics.begin(call.model, lengths)
 
     def _listener(self, first: int) -> Callable[[Event], None]:
         def listen(event: Event) -> None:
@@ -50,6 +60,8 @@ class Answers:
             BadRequestError: the service has ended.
             ClientDisconnect: the client has hung up.
         """
+        for index in range(len(self.texts)) if not self._tickets else ():
+            yield index
         while any(text.finish is None for text in self.texts):
             if (news := await self._events.get()) is None:
                 raise ClientDisconnect
@@ -58,10 +70,23 @@ class Answers:
                 raise BadRequestError(event.error, 500)
             text = self.texts[index]
             if text.finish is None:
-                text.add(event)
+                self._note(index, text.add(event), text.finish)
                 if text.finish is not None and event.finish is None:
                     self._service.cancel(self._tickets[index // self._n], index % self._n)  # at a stop text
                 yield index
+
+    def _note(self, index: int, tokens: int, finish: str | None) -> None:
+        """Count an answer's new tokens for the log and the metrics."""
+        record, now = self._record, time.monotonic()
+        assert record.model is not None
+        if record.first_token is None:
+            record.first_token = now
+            self._metrics.first(record.model, now - record.begin)
+        self._metrics.add(record.model, tokens, now - self._last[index] if index in self._last else None)
+        self._last[index] = now
+        record.new_tokens += tokens
+        if finish is not None:
+            record.finishes.append(finish)
 
     async def finish(self, http: HttpRequest) -> None:
         """Wait for the answers, unless the client hangs up; errors as of `progress`."""

@@ -126,8 +126,13 @@ class TextStream:
         self._hidden, self._ends, self._held = _hidden(tokenizer, shown), ends, ""
         self.text = ""
         """Text certain to be shown."""
-        self.stopped = False
-        """One of the texts came."""
+        self.stop_text: str | None = None
+        """The one of the texts that came."""
+
+    @property
+    def stopped(self) -> bool:
+        """Return whether one of the texts came."""
+        return self.stop_text is not None
 
     def add(self, token: int) -> None:
         """Add a token's text."""
@@ -142,5 +147,8 @@ class TextStream:
             self.text, self._held = self.text + self._held, ""
 
     def _take(self, piece: str) -> None:
-        shown, self._held, self.stopped = cut(self._held + piece, self._ends)
+        held = self._held + piece
+        shown, self._held, stopped = cut(held, self._ends)
+        if stopped:
+            self.stop_text = next(end for end in self._ends if held.startswith(end, len(shown)))
         self.text += shown

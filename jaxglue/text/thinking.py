@@ -34,6 +34,12 @@ def thought_after(prompt: str) -> Thought:
     return Thought.NONE if over else Thought.POSSIBLE
 
 
+def thought_inside(text: str) -> Thought:
+    """Return the state in which an answer goes on that begins with a text."""
+    opened = any(text.rfind(tags.begin.rstrip()) > text.rfind(tags.end) for tags in TAGS)
+    return Thought.BEGUN if opened else Thought.NONE
+
+
 def tags_of(tokenizer: PreTrainedTokenizerBase) -> Tags | None:
     """Return the tags of a model that thinks between some: its vocabulary has them, or its chat template."""
     known, template = added_tokens(tokenizer).all, str(tokenizer.chat_template)

@@ -6,12 +6,13 @@ import json
 import numpy as np
 import pytest
 
-from jaxglue.data.config import DataConfig
+from jaxglue.data.config import AnswerTask, DataConfig
+from jaxglue.data.iterator import EvalBatches
 from jaxglue.data.packing import plan_packing
 from jaxglue.data.prepare import prepare_data, read_vision
 from jaxglue.data.report import count_duplicates, trained_parts
 from jaxglue.data.tokenizer import load_tokenizer
-from jaxglue.vision.rows import RowImages
+from jaxglue.vision.rows import RowImages, image_positions
 
 QUESTION, ANSWER = "What is this?", "A red circle."
 TEXT = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
@@ -30,13 +31,14 @@ def urls(seeing):
 
 @pytest.fixture
 def prepare(tmp_path, seeing):
-    def prepare(*rows, **settings):
+    def prepare(*rows, task=None, **settings):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         settings = {"seq_len": 128, "cache_dir": str(tmp_path / "cache"), **settings}
         config = DataConfig(data=(str(path),), **settings)
         tokenizer = load_tokenizer(seeing)
-        return prepare_data(config, tokenizer, processor=read_vision(seeing, config.image_max_tokens, tokenizer))
+        processor = read_vision(seeing, config.image_max_tokens, tokenizer)
+        return prepare_data(config, tokenizer, task=task, processor=processor)
 
     return prepare
 
@@ -152,6 +154,28 @@ def test_batches_bring_images_in_the_order_of_their_tokens(prepare, urls):
         ]
         assert keys == expected
     assert count_duplicates(data) == 0
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_answers_are_where_they_are_in_documents_of_their_own(prepare, urls, shared):
+    content = [{"type": "text", "text": "b"}, {"type": "image"}, {"type": "text", "text": QUESTION}]
+    user, answers = {"role": "user", "content": content}, [TEXT[1], {"role": "assistant", "content": "A blue cross."}]
+    alone = prepare(*({"messages": [user, answer], "images": urls[:1]} for answer in answers)).train
+    own = [
+        image_positions(int(length), [entry[:2] for entry in alone.reader.firsts(i, int(length))], 2)
+        for i, length in enumerate(alone.lengths)
+    ]
+    pair = {"prompt": [user], "chosen": [answers[0]], "rejected": [answers[1]], "images": urls[:1]}
+    data = prepare(pair, task=AnswerTask(shared_prompt=shared)).train
+    (batch,) = EvalBatches(data, seq_len=256, batch_size=1)
+    (first, second), prompt = data.sizes[0].tolist(), int(data.prompts[0])
+    begin = prompt if shared else 0
+    expected = np.concatenate([own[0][: prompt + first], own[1][begin : prompt + second]])
+    np.testing.assert_array_equal(batch.images.positions[0, : len(expected)], expected)
+    is_image = np.asarray(batch.tokens)[0] == data.reader.rules.tokens[0]
+    assert is_image.sum() == data.reader.counts[0] * (1 if shared else 2) > 0
+    np.testing.assert_array_equal(batch.images.index[0][is_image], np.arange(is_image.sum()))
+    assert len(batch.images.rows[0]) == (1 if shared else 2)
 
 
 def test_the_cache_knows_images_and_their_sizes(prepare, urls, tmp_path):

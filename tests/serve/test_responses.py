@@ -9,33 +9,15 @@ pytest.importorskip("starlette")
 pytest.importorskip("openai")
 import openai
 from local_client import TestClient
+from told import Told
 
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.serve.config import ServeConfig
 from jaxglue.serve.server import make_app
-from jaxglue.serve.service import Event
 from jaxglue.serve.wire.responses import chat_body
 
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": True}
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>'
-
-
-class Told:
-    """A service that gives one answer, token by token."""
-
-    length = 4096
-
-    def __init__(self, tokens, finish):
-        self.tokens, self._finish = tokens, finish
-
-    def submit(self, request, listen, owner=None):
-        self.request = request
-        for token in self.tokens[:-1]:
-            listen(Event(0, [token], [0.0], None))
-        listen(Event(0, self.tokens[-1:], [0.0], self._finish))
-
-    def cancel(self, *_):
-        pass
 
 
 @pytest.fixture
@@ -45,8 +27,9 @@ def ask(quickstart):
     def make(answer, template="{{ messages | tojson }}{{ tools | tojson if tools }}", finish="stop"):
         tokenizer = load_tokenizer(quickstart)
         tokenizer.chat_template = template
-        service = Told([*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id], finish)
-        parts = {"tokenizer": tokenizer, "stops": {tokenizer.eos_token_id}, "ranks": 0, "voices": {}}
+        tokens = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+        service = Told(*([token] for token in tokens), finish=finish, length=4096)
+        parts = {"tokenizer": tokenizer, "stops": {tokenizer.eos_token_id}, "ranks": 0, "voices": {}, "sight": None}
         assistant = SimpleNamespace(**parts, config=SimpleNamespace(vocab_size=1024))
         app = TestClient(make_app(assistant, service, ServeConfig(model=quickstart, name="tiny")))
         return openai.OpenAI(base_url="http://localhost/v1", api_key="any", http_client=app).responses, service
@@ -166,12 +149,12 @@ def test_effort_sets_what_the_template_reads(ask, quickstart):
         ({"input": [1]}, "input must be a list of objects"),
         ({"input": 5}, "input must be a list of objects"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input of type 'item_reference' is not served"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input of type 'input_image' is not"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "this model sees no images"),
         ({"input": [{"role": "user", "content": [{"type": "input_text", "text": 5}]}]}, "a part of input has no text"),
         ({"input": "a", "tools": [{"type": "web_search"}]}, "tools of type 'web_search' are not served"),
         ({"input": "a", "text": 5}, "text must be an object"),
         ({"input": "a", "text": {"format": "json"}}, "response_format must have the type"),
-        ({"input": "a", "previous_response_id": "resp_1"}, "unsupported parameters: previous_response_id"),
+        ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id is not supported"),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens must be a number"),
         ({"input": "a", "instructions": 5}, "content of the 'system' message must be a string"),
     ],

@@ -24,11 +24,12 @@ from jaxglue.text.thinking import Thought
 pytest.importorskip("starlette")
 pytest.importorskip("httpx")
 from local_client import TestClient
+from told import Told
 
 from jaxglue.serve import call as calls
 from jaxglue.serve import under_way
 from jaxglue.serve.server import make_app
-from jaxglue.serve.service import EndedError, Event, Service, Ticket, require_short
+from jaxglue.serve.service import EndedError, Service, require_short
 
 GREEDY = SamplingConfig(temperature=0.0, top_p=1.0)
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -154,7 +155,6 @@ def test_a_completion_repeats_its_prompt(served, client):
         for event in events(post(client, "/v1/completions", prompt=tokens, echo=True, stream=True))
     ]
     assert "".join(chunks) == wanted[1]
-    assert post(client, "/v1/completions", prompt="a", echo=True, logprobs=1).status_code == 400
 
 
 def test_a_chat_sets_variables_of_the_template(served, monkeypatch):
@@ -250,24 +250,6 @@ def test_several_answers_stop_and_are_seeded(client):
     assert streamed == texts
 
 
-class Told:
-    """A service whose answers are given."""
-
-    length = 512
-
-    def __init__(self, *pieces):
-        self._pieces = pieces
-
-    def submit(self, request, listen, owner=None):
-        self.request = request
-        for tokens in self._pieces[:-1]:
-            listen(Event(0, tokens, [0.0] * len(tokens), None))
-        listen(Event(0, self._pieces[-1], [0.0] * len(self._pieces[-1]), "stop"))
-
-    def cancel(self, *_):
-        pass
-
-
 def test_tool_calls_are_parsed_streamed_or_whole(served):
     assistant, _, config = served
     text = 'I look.<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>'
@@ -302,7 +284,14 @@ def test_calls_and_thinking_between_special_tokens_are_told_from_others(served, 
     tokenizer.chat_template = f"{SHOWN}{{{{ tools | tojson }}}}"
     thought, call = "<|channel>thought\nHm.\n<channel|>", '<|tool_call>call:now{zone:<|"|>é<|"|>}<tool_call|>'
     tokens, stop = tokenizer.encode(f"{thought}I look.<|image|>{call}"), tokenizer.eos_token_id
-    parts = {"tokenizer": tokenizer, "stops": {stop}, "ranks": 0, "voices": {}, "config": assistant.config}
+    parts = {
+        "tokenizer": tokenizer,
+        "stops": {stop},
+        "ranks": 0,
+        "voices": {},
+        "sight": None,
+        "config": assistant.config,
+    }
     service = Told(*([token] for token in tokens), [stop])
     client = TestClient(make_app(SimpleNamespace(**parts), service, config))
     tools = [{"type": "function", "function": {"name": "now"}}]
@@ -407,9 +396,16 @@ def test_calls_and_results_of_tools_reach_the_template_as_in_training(served, mo
         ({"messages": []}, "messages must be a list of objects"),
         ({"messages": MESSAGES, "temperature": -1}, "temperature must be a number from 0 to 100, got -1"),
         ({"messages": MESSAGES, "n": True}, "n must be a number from 1 to 16, got True"),
-        ({"messages": MESSAGES, "max_tokens": 65}, "max_tokens must be a number from 1 to 64"),
-        ({"messages": MESSAGES, "max_tokens": 60}, "max_tokens is 60, and the prompt leaves"),
-        ({"messages": MESSAGES, "suffix": "end"}, "unsupported parameters: suffix"),
+        ({"messages": MESSAGES, "max_tokens": -1}, "max_tokens must be a number from 1 to"),
+        ({"messages": MESSAGES, "suffix": "end"}, "suffix is not supported, and would change the answer"),
+        ({"messages": MESSAGES, "skip_special_tokens": False}, "skip_special_tokens is not supported"),
+        ({"messages": MESSAGES, "prompt": "a"}, "prompt is not supported"),
+        ({"messages": MESSAGES, "temperatur": 1}, "unknown parameter: temperatur; did you mean temperature?"),
+        ({"messages": MESSAGES, "continue_final_message": True}, "only an assistant's text can be continued"),
+        (
+            {"messages": MESSAGES, "continue_final_message": True, "add_generation_prompt": True},
+            "set add_generation_prompt to false",
+        ),
         ({"messages": MESSAGES, "seed": 2**62}, "seed must be a number from"),
         (
             {"messages": MESSAGES, "response_format": {"type": "json_schema"}},
@@ -428,7 +424,7 @@ def test_calls_and_results_of_tools_reach_the_template_as_in_training(served, mo
             {"messages": MESSAGES, "guided_regex": "a", "response_format": {"type": "json_object"}},
             "an answer follows one grammar",
         ),
-        ({"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens must be a number from 1 to 64"),
+        ({"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens must be a number from 1 to"),
         ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice is required, but tools offer no function"),
         ({"messages": MESSAGES, "stream_options": "all"}, "stream_options must be an object"),
         ({"messages": MESSAGES, "structured_outputs": []}, "structured_outputs must be an object with one of"),
@@ -498,7 +494,7 @@ def test_bodies_are_bounded_and_json(client):
     half = client.post(
         "/v1/chat/completions", content=rb'{"messages": [{"role": "user", "content": "a"}], "\ud800": 1}'
     )
-    assert half.status_code == 400 and r"parameters: \ud800" in half.json()["error"]["message"]
+    assert half.status_code == 200
     big = client.post("/v1/chat/completions", content=b" " * (5 * 2**20))
     assert big.status_code == 413
     assert client.post("/v1/chat/completions", content=b"[").status_code == 400
@@ -612,10 +608,14 @@ def test_answers_that_nobody_waits_for_end(served):
 def test_a_request_may_be_left_before_it_begins(served):
     _, service, _ = served
     ended, sampling = threading.Event(), replace(GREEDY, max_tokens=4)
-    left = Ticket(Request([5], sampling), ended.set, service._engine.answers(Request([5], sampling), 0), cancelled={0})
-    service._news.put(left)
-    service.submit(Request([6], sampling), lambda event: ended.set() if event.finish else None)
-    assert ended.wait(60)
+    gate = threading.Event()
+    service.submit(Request([9], sampling), lambda _: gate.wait(60))  # the thread waits here
+    left = service.submit(Request([5], sampling), lambda event: ended.set() if event.finish else None)
+    service.cancel(left)
+    gate.set()
+    after = threading.Event()
+    service.submit(Request([6], sampling), lambda event: after.set() if event.finish else None)
+    assert after.wait(60) and not ended.is_set()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -695,11 +695,11 @@ def test_owners_have_turns_and_none_has_all_slots(served):
     order, done = [], threading.Semaphore(0)
     sampling = replace(GREEDY, max_tokens=8)
 
-    def begin(ticket, original=service._begin):
-        order.append(ticket.owner)
-        running = [other.owner for other in service._tickets.values()]
-        assert running.count("many") <= 6
-        return original(ticket)
+    def begin(owner, original=service._begin):
+        order.append(owner)
+        begun = original(owner)
+        assert [ticket.owner for ticket, _ in service._running.values()].count("many") <= 6
+        return begun
 
     service._begin = begin
     gate = threading.Event()

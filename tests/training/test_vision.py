@@ -95,6 +95,26 @@ def test_towers_and_projectors_train_and_are_exported(folder, tmp_path, trains):
 
 
 @pytest.mark.slow
+def test_pairs_with_images_train_alike_in_every_layout(folder, tmp_path):
+    lines = (folder / "rows.jsonl").read_text().splitlines()[:6]
+    pairs = []
+    for line in lines:
+        row = json.loads(line)
+        *prompt, answer = row["messages"]
+        worse = {"role": "assistant", "content": "I see nothing."}
+        pairs.append({"prompt": prompt, "chosen": [answer], "rejected": [worse], "images": row["images"]})
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    common = {"data": [str(tmp_path / "pairs.jsonl")], "objective": "dpo", "seq_len": 512, "epochs": 3}
+    runs = [
+        run(folder, tmp_path / str(number), **common, **options)[1]
+        for number, options in enumerate([{}, {"image_features": "off"}, {"shared_prompt": False}])
+    ]
+    assert runs[0][0] == pytest.approx(np.log(2), rel=1e-5) and runs[0][-1] < runs[0][0]
+    for other in runs[1:]:
+        np.testing.assert_allclose(other, runs[0], rtol=1e-4)
+
+
+@pytest.mark.slow
 def test_a_tower_that_is_to_train_needs_images(folder, tmp_path):
     (tmp_path / "texts.jsonl").write_text((folder / "rows.jsonl").read_text().splitlines()[-1] + "\n")
     with pytest.raises(ValueError, match="--train-vision all: the data have no images"):

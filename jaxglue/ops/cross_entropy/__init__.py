@@ -13,7 +13,7 @@ from jaxglue.ops.cross_entropy.divergence import chunked_divergences
 from jaxglue.ops.cross_entropy.fp8 import ReferenceScaledCrossEntropy, fp8_cross_entropy
 from jaxglue.ops.cross_entropy.log_probs import chunked_entropies, chunked_log_probs, chunked_log_sum_squares
 from jaxglue.ops.cross_entropy.reference import ReferenceCrossEntropy, cap_logits, reference_cross_entropy
-from jaxglue.ops.cross_entropy.scores import linear_scores
+from jaxglue.ops.cross_entropy.scores import linear_likely, linear_scores
 from jaxglue.ops.cross_entropy.vjp import Rows, chunked_cross_entropy
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_divergences",
     "linear_entropies",
+    "linear_likely",
     "linear_log_probs",
     "linear_scores",
     "log_sum_squares",

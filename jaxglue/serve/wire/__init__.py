@@ -41,6 +41,19 @@ class Form:
 
 FORMS: Registry[Form] = Registry(
     "wire form",
-    {name: f"jaxglue.serve.wire.{name}:FORM" for name in ("chat", "completions", "responses", "models", "health")},
+    {
+        name: f"jaxglue.serve.wire.{name}:FORM"
+        for name in (
+            "chat",
+            "completions",
+            "responses",
+            "messages",
+            "tokens",
+            "models",
+            "adapters",
+            "health",
+            "metrics",
+        )
+    },
 )
 """Forms by name."""

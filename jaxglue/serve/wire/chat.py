@@ -18,14 +18,12 @@ from jaxglue.serve.wire import Endpoint, Form
 
 
 async def _chat(host: Host, http: HttpRequest) -> Response:
-    return await answer(
-        host, http, await chat_call(host, await read_body(http, CHAT, sees=host.assistant.sight is not None))
-    )
+    return await answer(host, http, await chat_call(host, await read_body(http, CHAT, sees=host.sees)))
 
 
 async def answer(host: Host, http: HttpRequest, call: Call) -> Response:
     """Return the answers to a chat or completion, whole or as a stream; errors as of `Answers`."""
-    answers = Answers(host.service, call)
+    answers = Answers(host, http, call)
     if call.stream:
         return EventStream(_chunks(_head(call, stream=True), call, answers), answers)
     await answers.finish(http)

@@ -1,33 +1,47 @@
 """OpenAI's completions of texts and token ids."""
 
-import asyncio
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from jaxglue.generation.assistant import Voice
 from jaxglue.generation.prompts import encode_prompt
-from jaxglue.serve.call import make_call
-from jaxglue.serve.fields import COMPLETION, read_body, read_echo, read_prompts
+from jaxglue.serve.call import Echo, make_call
+from jaxglue.serve.fields import COMPLETION, read_body, read_echo, read_log_probs, read_prompts
 from jaxglue.serve.host import Host
+from jaxglue.serve.lanes import beside
 from jaxglue.serve.refusals import BadRequestError
-from jaxglue.serve.service import require_short
+from jaxglue.serve.service import TooLongError, require_short
 from jaxglue.serve.wire import Endpoint, Form
 from jaxglue.serve.wire.chat import answer
 
 
 async def _complete(host: Host, http: HttpRequest) -> Response:
     body = await read_body(http, COMPLETION)
-    tokenizer, prompts = host.models.find(body.get("model")).voice.tokenizer, read_prompts(body)
-    echo = [p if isinstance(p, str) else str(tokenizer.decode(p)) for p in prompts] if read_echo(body) else []
-    encoded = [await _encode(host, tokenizer, prompt) for prompt in prompts]
+    voice, prompts = host.models.find(body.get("model")).voice, read_prompts(body)
+    encoded = [await _encode(host, voice.tokenizer, prompt) for prompt in prompts]
+    echo = await _echo(host, body, voice, prompts, encoded) if read_echo(body) else []
     return await answer(host, http, await make_call(host, body, encoded, chat=False, echo=echo))
+
+
+async def _echo(
+    host: Host, body: dict[str, Any], voice: Voice, prompts: list[str | list[int]], encoded: list[list[int]]
+) -> list[Echo]:
+    """Return the prompts that a completion repeats, with log-probabilities where it asks for these."""
+    texts = [p if isinstance(p, str) else str(voice.tokenizer.decode(p)) for p in prompts]
+    if (top := read_log_probs(body, chat=False)) is None:
+        return [Echo(text, None) for text in texts]
+    for tokens in encoded:
+        if len(tokens) > host.service.length:
+            raise TooLongError(f"the prompt has {len(tokens):,} tokens, and texts may have {host.service.length:,}")
+    return list(map(Echo, texts, await host.scores(encoded, voice, top)))
 
 
 async def _encode(host: Host, tokenizer: Any, prompt: str | list[int]) -> list[int]:
     if isinstance(prompt, str):
-        await asyncio.to_thread(require_short, tokenizer, prompt, host.service.length)
-        prompt = await asyncio.to_thread(encode_prompt, tokenizer, prompt, raw=True)
+        await beside(len(prompt), require_short, tokenizer, prompt, host.service.length)
+        prompt = await beside(len(prompt), encode_prompt, tokenizer, prompt, raw=True)
     if not prompt:  # an empty text, which some tokenizers begin with a token
         raise BadRequestError("prompt must not be empty: this tokenizer puts no token before it")
     return prompt

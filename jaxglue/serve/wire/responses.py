@@ -31,9 +31,9 @@ _LOG_PROBS: dict[str, dict[str, Any]] = {"message": {"logprobs": []}, "reasoning
 
 
 async def _respond(host: Host, http: HttpRequest) -> Response:
-    body = await read_body(http, RESPONSE, sees=host.assistant.sight is not None)
+    body = await read_body(http, RESPONSE, sees=host.sees)
     call = await chat_call(host, chat_body(body))
-    answers, writer = Answers(host.service, call), ResponseWriter(body, call)
+    answers, writer = Answers(host, http, call), ResponseWriter(body, call)
     if call.stream:
         return EventStream(_events(writer, call, answers), answers)
     await answers.finish(http)

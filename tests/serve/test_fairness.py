@@ -1,0 +1,129 @@
+"""Turns of requests: an owner with many answers gives up slots to others, and its answers stay the same."""
+
+import threading
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from jaxglue.generation.assistant import Assistant
+from jaxglue.generation.config import SamplingConfig
+from jaxglue.generation.scheduler import Request
+from jaxglue.serve.config import ServeConfig
+from jaxglue.serve.service import FullError, Service
+
+SAMPLED = SamplingConfig(temperature=1.5, top_p=1.0, seed=5)
+
+
+@pytest.fixture(scope="module")
+def assistant(folders):
+    return Assistant(ServeConfig(model=folders[0], adapter=folders[1]))
+
+
+@pytest.fixture
+def service(assistant):
+    service = Service(assistant, slots=4, length=256, most=8)
+    yield service
+    service.close()
+
+
+class Asker:
+    """Submits requests, and keeps their tokens and the order of their ends."""
+
+    def __init__(self, service):
+        self._service, self.ended, self.tokens = service, [], {}
+        self._done = threading.Semaphore(0)
+
+    def ask(self, owner, request, listen=lambda event: None):
+        """Submit a request of an owner."""
+
+        def hear(event):
+            self.tokens.setdefault((owner, event.answer), []).extend(event.tokens)
+            listen(event)
+            if event.finish:
+                self.ended.append(owner)
+                self._done.release()
+
+        return self._service.submit(request, hear, owner)
+
+    def wait(self, count):
+        """Wait for so many ends."""
+        assert all(self._done.acquire(timeout=60) for _ in range(count))
+
+
+def long_request(n=1, **changes):
+    return Request([5, 6], replace(SAMPLED, max_tokens=200), n=n, logit_bias={2: -1e6, 1: -1e6, 0: -1e6}, **changes)
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.5])
+def test_interrupted_answers_are_those_of_an_idle_server(service, penalty):
+    request = long_request(n=4)
+    request = replace(request, sampling=replace(request.sampling, frequency_penalty=penalty))
+    alone = Asker(service)
+    alone.ask("hostile", request)
+    alone.wait(4)
+    interrupted = []
+
+    def interrupt(sequence, original=service._batch.interrupt):
+        if worked := original(sequence):
+            interrupted.append((sequence.answer, sequence.length))
+        return worked
+
+    service._batch.interrupt = interrupt
+    beside, begun = Asker(service), threading.Event()
+    beside.ask("hostile", request, lambda _: begun.set())
+    assert begun.wait(60)
+    for number in range(6):
+        beside.ask(f"other {number}", Request([7, 8], replace(SAMPLED, max_tokens=8)))
+    beside.wait(10)
+    assert any(length > 4 for _, length in interrupted), "none was interrupted while it grew"
+    for answer in range(4):
+        assert beside.tokens["hostile", answer] == alone.tokens["hostile", answer] != []
+    assert beside.ended[-1] == "hostile"
+    assert service.running == service.waiting == 0 and not service._open and not service._owners
+
+
+def test_an_interrupted_answer_may_be_left(service):
+    asker, begun = Asker(service), threading.Event()
+    ticket = asker.ask("hostile", long_request(n=4), lambda _: begun.set())
+    assert begun.wait(60)
+    for number in range(3):
+        asker.ask(f"other {number}", Request([7, 8], replace(SAMPLED, max_tokens=30)))
+    service.cancel(ticket)
+    asker.wait(3)
+    assert Counter(asker.ended)["hostile"] <= 1
+    service.call(lambda: None).result(60)
+    while service.waiting or service.running:
+        service.call(lambda: None).result(60)
+    assert not service._open and not service._waiting
+
+
+def test_a_request_with_many_prompts_is_one_of_those_that_wait(service):
+    asker = Asker(service)
+    for _ in range(20):
+        asker.ask("many", Request([5], replace(SAMPLED, max_tokens=2)))
+    for number in range(7):
+        asker.ask(number, Request([5], replace(SAMPLED, max_tokens=2)))
+    asker.wait(27)
+    gate = threading.Event()
+    for number in range(8):
+        asker.ask(number, Request([5], replace(SAMPLED, max_tokens=2)), lambda _: gate.wait(60))
+    with pytest.raises(FullError):
+        asker.ask("ninth", Request([5], replace(SAMPLED, max_tokens=2)))
+    gate.set()
+    asker.wait(8)
+
+
+def test_the_default_length_is_the_models(assistant):
+    service = Service(assistant, slots=2, most=2)
+    assert service.length == assistant.config.max_generated_positions == 1024
+    service.close()
+
+
+def test_work_of_others_has_the_thread_between_windows(service):
+    assert service.call(lambda: threading.current_thread().name).result(60) == "service"
+    with pytest.raises(ZeroDivisionError):
+        service.call(lambda: 1 // 0).result(60)
+    asker = Asker(service)
+    asker.ask("still answers", Request([5], replace(SAMPLED, max_tokens=2)))
+    asker.wait(1)
