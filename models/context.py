@@ -121,8 +121,8 @@ class PackedContext:
 
     def each(self, layer_inputs: Sequence[Array] | None, segments: "Sequence[PackedSegments]") -> "list[PackedContext]":
         """Return the contexts of layers with these embeddings of their own, and these segments."""
-        own = [None] * len(segments) if layer_inputs is None else layer_inputs
-        return [replace(self, layer_input=x, segments=part) for x, part in zip(own, segments, strict=True)]
+        inputs = [None] * len(segments) if layer_inputs is None else layer_inputs
+        return [replace(self, layer_input=x, segments=part) for x, part in zip(inputs, segments, strict=True)]
 
     @property
     def token_mask(self) -> Bool[Array, " B*T"]:

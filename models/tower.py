@@ -151,9 +151,9 @@ def _place_backward(residuals, dy):
     T = dy.shape[1]
     owners = images.owners[..., None]
     # Read by feature: a scatter of tokens' gradients would add those of all text to one place.
-    own = jnp.take_along_axis(dy[..., : features.shape[-1]], jnp.minimum(owners, T - 1), axis=1)
+    taken = jnp.take_along_axis(dy[..., : features.shape[-1]], jnp.minimum(owners, T - 1), axis=1)
     dx = jnp.where(images.index[..., None] >= 0, 0, dy)
-    return dx, jnp.where(owners < T, own, 0).astype(features.dtype), None
+    return dx, jnp.where(owners < T, taken, 0).astype(features.dtype), None
 
 
 place_features.defvjp(_place_forward, _place_backward)

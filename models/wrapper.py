@@ -147,9 +147,9 @@ class TensorNames:
         names = list(names)
         decoder = next((start for start in _SPELLINGS if _any(names, start)), None)
         head = _OLD_HEAD if decoder == _SPELLINGS[1] and not _any(names, "lm_head.") else ""
-        beside = [name for name in names if wrapper.owns(name)]
-        around = "" if beside and not _any(beside, "model.") else "model."
-        inner = _INNER if any(f"{_TOWER}{_INNER}" in name for name in beside) else ""
+        parts = [name for name in names if wrapper.owns(name)]
+        around = "" if parts and not _any(parts, "model.") else "model."
+        inner = _INNER if any(f"{_TOWER}{_INNER}" in name for name in parts) else ""
         return cls(wrapper, decoder or _SPELLINGS[0], head, around, inner)
 
     def ours(self, stored: str) -> str | None:

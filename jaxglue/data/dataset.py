@@ -210,8 +210,8 @@ def select_documents(
     lengths = np.minimum(store.lengths, config.row_tokens)
     if images is not None and store.images is not None:
         for document in overlong.tolist():  # an image is whole, or left out
-            own = store.tokens[np.arange(*store.offsets[[document, document + 1]])]
-            lengths[document] = cut_before_image(own, int(lengths[document]), store.images, document, images)
+            tokens = store.tokens[np.arange(*store.offsets[[document, document + 1]])]
+            lengths[document] = cut_before_image(tokens, int(lengths[document]), store.images, document, images)
     targets = store.targets_within(store.offsets[:-1] + lengths)
     keep = targets > 0
     if config.overlong == "drop":

@@ -143,8 +143,8 @@ def _segments(value: Any) -> Segments:
 
 def refuse_media(row: Mapping[str, Any], kinds: Sequence[str] = _MEDIA) -> None:
     """Raise ValueError for a row with images, videos or sounds."""
-    if found := next((key for key in kinds if row.get(key) not in _EMPTY), None):
-        raise ValueError(f"{found!r} is not read, as only text is: leave out such rows, or the key")
+    if medium := next((key for key in kinds if row.get(key) not in _EMPTY), None):
+        raise ValueError(f"{medium!r} is not read, as only text is: leave out such rows, or the key")
 
 
 def row_images(row: Mapping[str, Any]) -> list[Any]:

@@ -55,8 +55,8 @@ class ImageRules:
         waiting = sum(image is None for image in chat.images)
         if waiting != len(media):
             raise ValueError(f"the row has {len(media)} images in its columns, and {waiting} places for them")
-        given = iter(media)
-        sources = (next(given) if image is None else image for image in chat.images)
+        next_images = iter(media)
+        sources = (next(next_images) if image is None else image for image in chat.images)
         return chat._replace(images=tuple(image_source(value, self.folder) for value in sources))
 
     def expand(self, pieces: Sequence[tuple[str, bool]], grids: Sequence[Grid]) -> list[tuple[str, bool]]:
@@ -131,14 +131,14 @@ class ImageReader:
         assert self.store.images is not None
         start = self.store.offsets[document]
         places = np.flatnonzero(self.store.tokens[np.arange(start, start + length)] == self.rules.tokens[0])
-        found, before = [], 0
+        images, before = [], 0
         for number in self.store.images.of_document(document):
             grid = Grid(*self.store.images.grids[number].tolist())
             if before >= len(places):
                 break
-            found.append((int(places[before]), grid, number))
+            images.append((int(places[before]), grid, number))
             before += self.rules.processor.tokens(grid)
-        return found
+        return images
 
     @cached_property
     def counts(self) -> Int[np.ndarray, " documents"]:
@@ -166,9 +166,9 @@ class ImageReader:
                 images = self.firsts(part.document, part.seen)
                 numbers[-1] += [number for first, _, number in images if part.begin <= first < part.end]
                 grids = [(first, grid) for first, grid, _ in images]
-                own = image_positions(part.end, grids, rules.processor.merge)[part.begin :]
-                line[token : token + len(own)] = own
-                token += len(own)
+                seen = image_positions(part.end, grids, rules.processor.merge)[part.begin :]
+                line[token : token + len(seen)] = seen
+                token += len(seen)
             used.append(token)
         decoded = self._read(sorted({number for row in numbers for number in row}))
         is_image = tokens == rules.tokens[0]

@@ -65,8 +65,8 @@ def open_store(folder: Path) -> TokenStore:
 
 
 def _read_columns(folder: Path, digests: dict[str, str]) -> Iterator[tuple[str, Float32[np.ndarray, "rows"]]]:
-    own = _FILES.keys() | set(RECORD_FILES.values())
-    for name in (plural.removesuffix("s") for plural in digests.keys() - own):
+    others = _FILES.keys() | set(RECORD_FILES.values())
+    for name in (plural.removesuffix("s") for plural in digests.keys() - others):
         path = _column_file(folder, name)
         if not path.is_file() or file_digest(path) != digests[f"{name}s"]:
             raise DamagedStoreError(f"{path} has changed since it was written")

@@ -76,9 +76,9 @@ class TemplateCheck:
         for index, message in enumerate(messages):
             for part in content_texts(message["content"]):
                 content = part.rpartition(_THINKING)[2].strip()
-                found = max(text.find(content, end), text.find(content))
-                if found >= 0:
-                    end = found + len(content)
+                start = max(text.find(content, end), text.find(content))
+                if start >= 0:
+                    end = start + len(content)
                 elif not any(form in text for form in _escaped(content)):
                     self._miss_content(index, message)
 

@@ -86,8 +86,8 @@ class Assistant:
         self.engine = Engine(self.graphdefs, self.config, dtype=self.dtype, kv_cache=config.kv_cache, ahead=ahead)
         self.rules = None if self.config.vision is None else make_rules(folder, self.tokenizer, files=images)
         """Rules for images; None of a model that sees none."""
-        own = self.engine, self.adapter, self.frozen
-        self.sight = None if self.rules is None else Sight(self.rules, *own, {})
+        tower = self.engine, self.adapter, self.frozen
+        self.sight = None if self.rules is None else Sight(self.rules, *tower, {})
         self.memory = None if config.memory_limit is None else free_bytes(config.memory_limit * 2**30)
 
     def voice(self, adapter: Path, ranks: Bool[np.ndarray, " R"]) -> Voice:

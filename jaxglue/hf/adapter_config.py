@@ -76,16 +76,16 @@ def _target_modules(names: Sequence[str], config: LoraConfig, text_path: str) ->
     """
     if _names_paths(config):
         return sorted({from_text_name(name.rpartition(".")[0], text_path) for name in names})
-    beside = [name for name in names if is_beside_text(name)]
-    kinds = _kinds(name for name in names if name not in beside)
-    if text_path == TEXT_PATH or not (kinds or beside):
+    of_tower = [name for name in names if is_beside_text(name)]
+    kinds = _kinds(name for name in names if name not in of_tower)
+    if text_path == TEXT_PATH or not (kinds or of_tower):
         return kinds
     linears = [kind for kind in kinds if kind not in PATHS]
     paths = [rf"{re.escape(text_path)}\.layers\.\d+\.(.+\.)?({'|'.join(linears)})"] if linears else []
-    roots = sorted({".".join(name.split(".")[:2]) for name in beside})
+    roots = sorted({".".join(name.split(".")[:2]) for name in of_tower})
     for root in roots:
-        own = _kinds(name for name in beside if name.startswith(f"{root}."))
-        paths.append(rf"{re.escape(root)}\.(.+\.)?({'|'.join(own)})")
+        modules = _kinds(name for name in of_tower if name.startswith(f"{root}."))
+        paths.append(rf"{re.escape(root)}\.(.+\.)?({'|'.join(modules)})")
     return "|".join([*paths, *(re.escape(from_text_name(PATHS[name], text_path)) for name in PATHS if name in kinds)])
 
 

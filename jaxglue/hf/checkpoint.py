@@ -128,8 +128,8 @@ def stored_form(
     files = open_checkpoint(base) if has_weights(base) else TensorFiles([], names)
     assert files.names is not None
     ours = {files.names.stored(name): name for name in specs}
-    beside = {name: info for name, info in files.others.items() if name not in ours}  # others were trained
-    others = {name: jax.ShapeDtypeStruct(info.shape, info.dtype) for name, info in beside.items()}
+    passed = {name: info for name, info in files.others.items() if name not in ours}  # others were trained
+    others = {name: jax.ShapeDtypeStruct(info.shape, info.dtype) for name, info in passed.items()}
     named = {stored: specs[name] for stored, name in ours.items()}
     return named | others, lambda name: read(ours[name]) if name in ours else files.read(name)
 

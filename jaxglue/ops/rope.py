@@ -176,8 +176,8 @@ class RopeConfig:
 
 
 def _sections(value: Any) -> tuple[int, ...]:
-    whole = isinstance(value, list | tuple) and len(value) == 3 and all(type(x) is int and x >= 0 for x in value)
-    if not whole:
+    counts = isinstance(value, list | tuple) and len(value) == 3 and all(type(x) is int and x >= 0 for x in value)
+    if not counts:
         raise ValueError(
             f"mrope_section in config.json's rope parameters: expected 3 whole numbers, got {value!r:.100}"
         )
@@ -386,7 +386,7 @@ def rope_tables(
         assert config.original_max_position_embeddings
         long = jnp.asarray(inverse_frequencies(config, head_dim, long=True)[0], jnp.float32)
         frequencies = jnp.where((lengths > config.original_max_position_embeddings)[..., None], long, frequencies)
-    positions = positions[..., config.axes(len(found))] if positions.ndim == 3 else positions[..., None]
+    positions = positions[..., config.axes(len(inverse))] if positions.ndim == 3 else positions[..., None]
     angles = positions.astype(jnp.float32) * frequencies
     return jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor
 

@@ -66,5 +66,5 @@ def tower_bytes(config: DecoderConfig, tokens: int, dtype) -> int:
     patches = tokens * tower.merge**2 if in_steps else _ROW
     # A block: its input and norm, queries, keys and values, turned ones, the hidden layer in float32 and again.
     block = patches * (8 * tower.width * size + tower.intermediate * (4 + size * len(tower.names.up)))
-    kept = patches * tower.width * size * tower.layers if in_steps else 0
-    return 2 * tokens * config.hidden_size * size + (3 if in_steps else 1) * block + kept
+    saved = patches * tower.width * size * tower.layers if in_steps else 0
+    return 2 * tokens * config.hidden_size * size + (3 if in_steps else 1) * block + saved

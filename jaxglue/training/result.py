@@ -90,8 +90,8 @@ def write_result(
     def export(name: str, state: TrainState) -> Path:
         path = output.path / name
         with output.writing(name, ROWS_FILE):
-            whole = {**state.trainable, **_random_tower(run, state)}
-            export_result(run, whole, path, base, write=processes.is_main)
+            all_weights = {**state.trainable, **_random_tower(run, state)}
+            export_result(run, all_weights, path, base, write=processes.is_main)
             trees = parts.graphdefs, state.trainable, state.frozen
             check = check_export(run, *trees, path, batch, compares=processes.is_main)
         if processes.is_main:

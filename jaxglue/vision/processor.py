@@ -150,10 +150,10 @@ def _settings(folder: Path) -> Mapping[str, Any]:
     """Return the settings of a folder's image processor: those beside other processors' come first."""
     for name, inner in (("processor_config.json", "image_processor"), ("preprocessor_config.json", None)):
         if (folder / name).is_file():
-            whole = read_json(folder / name)
-            found = whole.get(inner) if inner else whole
-            if isinstance(found, Mapping):
-                return found
+            raw = read_json(folder / name)
+            settings = raw.get(inner) if inner else raw
+            if isinstance(settings, Mapping):
+                return settings
     return {}
 
 

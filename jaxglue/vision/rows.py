@@ -107,9 +107,9 @@ class RowImages:
         for line, row in zip(values, self.rows, strict=True):
             start = 0
             for image in row:
-                found = features_of(image)
-                line[start : start + len(found)] = found
-                start += len(found)
+                features = features_of(image)
+                line[start : start + len(features)] = features
+                start += len(features)
         return self._images(features=values)
 
     def _images(self, **parts: Any) -> Images:
@@ -197,8 +197,8 @@ def pack_prompts(prompts: Sequence[tuple[int, int, PromptImages | None]], total:
     if any(images.has_positions for images in seen):
         positions = np.zeros((1, total, 3), np.int32)
         for first, length, images in prompts:
-            own = np.arange(length)[:, None] if images is None else images.positions(length)
-            positions[0, first : first + length] = own
+            along = np.arange(length)[:, None] if images is None else images.positions(length)
+            positions[0, first : first + length] = along
     index_: Any = index
     spans = {}
     if any(images.spans for images in seen):
@@ -232,8 +232,8 @@ def image_spans(
     for row, sizes in enumerate(counts):
         tokens, end = np.flatnonzero(index[row] >= 0), 0
         for size in sizes:
-            own, end = tokens[end : end + size], end + size
-            own_keys[row, own], first_queries[row, own] = own[-1], own[0]
+            span, end = tokens[end : end + size], end + size
+            own_keys[row, span], first_queries[row, span] = span[-1], span[0]
     return {"own_keys": own_keys, "first_queries": first_queries}
 
 
@@ -279,9 +279,9 @@ def pack_patches(rows: Sequence[Sequence[Image]], processor: Processor, size: in
     for b, row in enumerate(rows):
         start = 0
         for image in row:
-            own = slice(start, start + image.grid.patches)
+            at = slice(start, start + image.grid.patches)
             assert image.patches is not None
-            values[b, own], places[b, own] = image.patches, processor.places(image.grid)
+            values[b, at], places[b, at] = image.patches, processor.places(image.grid)
             start += aligned(image.grid.patches, align)
     lengths = [
         [part for image in row for part in (image.grid.patches, -image.grid.patches % align) if part] for row in rows

@@ -95,7 +95,7 @@ def test_towers_and_projectors_train_and_are_exported(folder, tmp_path, trains):
 
 
 @pytest.mark.slow
-def test_pairs_with_images_train_alike_in_every_layout(folder, tmp_path):
+def test_pairs_with_images_train_alike_with_kept_features(folder, tmp_path):
     lines = (folder / "rows.jsonl").read_text().splitlines()[:6]
     pairs = []
     for line in lines:
@@ -107,7 +107,7 @@ def test_pairs_with_images_train_alike_in_every_layout(folder, tmp_path):
     common = {"data": [str(tmp_path / "pairs.jsonl")], "objective": "dpo", "seq_len": 512, "epochs": 3}
     runs = [
         run(folder, tmp_path / str(number), **common, **options)[1]
-        for number, options in enumerate([{}, {"image_features": "off"}, {"shared_prompt": False}])
+        for number, options in enumerate([{}, {"image_features": "off"}])
     ]
     assert runs[0][0] == pytest.approx(np.log(2), rel=1e-5) and runs[0][-1] < runs[0][0]
     for other in runs[1:]:
