@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 from jaxglue.models.tower_config import TowerConfig
 from jaxglue.models.wrapper import BESIDE_VISION, TEXT_PATH, WRAPPERS
 from jaxglue.ops.backend import BackendChoice
-from jaxglue.ops.choices import Storage
+from jaxglue.ops.choices import SERVED, Storage
 from jaxglue.ops.gated_mlp import Activation
 from jaxglue.ops.moe import ONE_GROUP, Groups
 from jaxglue.ops.paged_attention import KVPages, make_pages
@@ -389,6 +389,8 @@ class DecoderConfig:
                 "leave out the flag, or name the original folder"
             )
         experts = self.moe
+        if experts and how in SERVED:
+            raise ValueError(f"{find_format(how).flag} merges adapters of dense layers: {self.model_type} has experts")
         if experts and experts.quantize == "none" and FORMATS[how].weight:
             experts = replace(experts, quantize=how)
         return replace(self, quantize=how, moe=experts, layer_unquantized=(), **products)

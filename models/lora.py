@@ -1,6 +1,7 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) on linear layers and experts."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ from jaxglue.models.lora_config import ALL_LINEAR, PATHS, LoraConfig, is_target,
 from jaxglue.models.moe_layers import ExpertLinear
 from jaxglue.models.parameters import Params, merge_module
 from jaxglue.models.vocabulary import adapt_vocabulary, train_modules, train_rows, train_score, vocabulary_modules
+from jaxglue.ops.projection.served import merge
+from jaxglue.ops.quant.served import Served
 from jaxglue.settings.spelling import nearest
 
 _LAYERS = "model.layers."
@@ -62,6 +65,21 @@ def _is_adapted(path: str, config: LoraConfig) -> bool:
     if any(is_target(path, target) for target in config.exclude):
         return False
     return any(target == ALL_LINEAR or is_target(path, target) for target in config.targets)
+
+
+def merge_served(model: CausalLM) -> None:
+    """Merge in place the adapters of weights that are rounded as they are served, whose values stay in their dtype."""
+    for _, linear in linear_layers(model):
+        if isinstance(linear, Linear) and isinstance(served := linear.weight.get_value(), Served):
+            adapter = linear.adapter
+            matrix = (
+                served.dequantize(served.dtype)
+                if adapter is None
+                else merge(served, adapter.A, adapter.up, served.dtype)
+            )
+            linear.weight, linear.storage = nnx.Param(matrix), "none"
+            linear.lora_A = linear.lora_B = nnx.data(None)
+    model.config = replace(model.config, quantize="none")
 
 
 def without_adapters(graphdef: nnx.GraphDef, trainable: Params, frozen: Params) -> nnx.GraphDef:

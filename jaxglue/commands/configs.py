@@ -76,9 +76,10 @@ class ExportConfig(PartsConfig):
     """New folder; absent or empty. Without it, --push uploads the adapter itself."""
     adapter: Annotated[Path | None, Alias("adapter_name_or_path", "lora_model_dir")] = None
     """PEFT adapter folder to merge, or to upload."""
-    quantize: Annotated[str, Choices(QUANTIZE, "fp8", "mxfp4"), Alias("quantise")] = "none"
-    """Store the decoder layers' linear layers of --base in bitsandbytes' NF4 or int8 format or compressed-tensors' FP8,
-    or GPT-OSS's experts in MXFP4, those of --adapter merged into its base too."""
+    quantize: Annotated[str, Choices(QUANTIZE, "fp8", "nvfp4", "mxfp4"), Alias("quantise")] = "none"
+    """Store the decoder layers' linear layers of --base, or of --adapter merged into its base, in bitsandbytes' NF4 or
+    int8 format or compressed-tensors' FP8 or NVFP4, or GPT-OSS's experts in MXFP4. An adapter trained with --serve-as
+    is written in its format without this."""
     gguf: Annotated[GgufType | None, Alias("quantization_method", "outtype")] = None
     """Write a GGUF file of this type, for llama.cpp and Ollama: of --adapter merged into its base, or of --base."""
     gguf_lora: bool = False
@@ -105,7 +106,7 @@ class ExportConfig(PartsConfig):
         if self.gguf_lora and (self.adapter is None or self.gguf is not None or self.output is None):
             raise ValueError("--gguf-lora writes --adapter to --output, without --gguf")
         written = self.adapter is not None or self.gguf is not None
-        quantizes = self.quantize != "none" and not self.merges_into_experts
+        quantizes = self.quantize != "none" and not (self.adapter and self.gguf is None)
         tasks = (written, quantizes, self.checkpoint is not None)
         if sum(tasks) != 1:
             raise ValueError(

@@ -8,6 +8,7 @@ jaxglue export --gguf q4_k_m --adapter runs/first/adapter --output first
 jaxglue export --run runs/first --checkpoint best --output best
 """
 
+import logging
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -36,6 +37,9 @@ from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.terminal.lines import echo
 from jaxglue.training.checkpoint_export import export_checkpoint
 
+_KEPT = 0.8
+"""Share of an adapter's gain below which its merge into few bits is warned of."""
+_log = logging.getLogger(__name__)
 _CALIBRATION_TOKENS, _CALIBRATION_BATCH, _CALIBRATION_BATCHES = 512, 4, 16
 """Tokens of a calibration row, rows of a batch, and batches."""
 
@@ -74,8 +78,10 @@ def _merge(config: ExportConfig, adapter: Path, output: Path) -> str:
     """Write the merged folder; describe its base, and the comparison with base and adapter apart."""
     storage = None if config.trained_on == "auto" else config.trained_on
     base, most = config.base_folder(), config.max_shard_bytes
-    experts = "mxfp4" if config.merges_into_experts else "none"
-    check = export_adapter(adapter, base, output, most, storage=storage, experts=experts, progress=DataProgress())
+    formats = {"experts" if config.merges_into_experts else "quantize": config.quantize}
+    check = export_adapter(adapter, base, output, most, storage=storage, **formats, progress=DataProgress())
+    if check.gain and (kept := check.gain.share) is not None and kept < _KEPT:
+        _log.warning("%.0f%% of the adapter's gain is kept: train with --serve-as to keep more", 100 * kept)
     if check.storage == "none":
         return str(check)
     label = FORMATS[check.storage].label

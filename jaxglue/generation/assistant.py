@@ -31,9 +31,11 @@ from jaxglue.hf.serving import load_own_tokenizer, stop_tokens
 from jaxglue.hf.several import SpareRanks, add_adapters
 from jaxglue.models import config_from_hf, with_vision
 from jaxglue.models.decoder import CausalLM
+from jaxglue.models.lora import merge_served
 from jaxglue.models.parameters import split_model
 from jaxglue.models.tower_config import TowerConfig
 from jaxglue.ops.backend import compute_capability
+from jaxglue.ops.choices import SERVED
 from jaxglue.ops.projection.fp8 import check_fp8
 from jaxglue.text.stream import before, decode, in_order, special_stops, stream_text, without
 from jaxglue.vision.images import ImageSource
@@ -67,8 +69,8 @@ class Assistant:
     def __init__(self, config: AssistantConfig, *, stays: bool = False, images: Path | None = None):
         folder, named = config.folder, config.named_adapters
         if count_labels(config):
-            name = config.adapter or folder
-            raise ValueError(f"{name} is a reward model or classifier, which writes no text: use jaxglue score")
+            scorer = config.adapter or folder
+            raise ValueError(f"{scorer} is a reward model or classifier, which writes no text: use jaxglue score")
         self.tokenizer, model, self.dtype = load_parts(config)
         self.config = model.config
         self.stops = stop_tokens(self.tokenizer, folder, config.adapter)
@@ -215,6 +217,8 @@ def load_assistant(config: AssistantConfig, folder: Path, dtype, *, labels: int 
         model = random_model(shape.scored(labels) if labels else shape, dtype=dtype, seed=seed)
     if config.adapter:
         add_adapter(model, config.adapter, _identity(config, model), str(folder))
+        if config.storage in SERVED:
+            merge_served(model)  # once, as no other adapter will be asked for
     return model
 
 

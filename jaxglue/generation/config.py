@@ -114,7 +114,11 @@ class AssistantConfig(PartsConfig):
 
     @property
     def storage(self) -> Storage:
-        """Return the storage of the decoder layers' linear layers."""
+        """Return the storage of the decoder layers' linear layers: an adapter trained for one is merged into it."""
+        if self.adapter and self.quantize == "none" and self.matmul == "bf16":
+            from jaxglue.hf.adapter import served_storage_of
+
+            return served_storage_of(self.adapter) or "none"
         return choose_storage(self.quantize, self.matmul)
 
     @property

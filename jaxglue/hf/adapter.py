@@ -40,7 +40,7 @@ from jaxglue.models.lora_config import PATHS, LoraConfig, VocabularyModule
 from jaxglue.models.tower_config import Trains
 from jaxglue.models.vocabulary import ROWS
 from jaxglue.models.wrapper import TEXT_PATH, is_beside_text
-from jaxglue.ops.choices import QUANTIZE, Quantize
+from jaxglue.ops.choices import QUANTIZE, SERVED, Storage
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
@@ -147,10 +147,10 @@ class Adapter:
         return (self.base or {}).get("unquantized", "").split(",")
 
     @property
-    def storage(self) -> Quantize:
+    def storage(self) -> Storage:
         """Return the format in which the base's linear layers were held in training; none if unrecorded."""
         found = (self.base or {}).get("quantize", "none")
-        return found if found in QUANTIZE else "none"
+        return found if found in (*QUANTIZE, *SERVED) else "none"
 
 
 def save_adapter(
@@ -329,6 +329,14 @@ def random_seed(folder: str | Path) -> int | None:
     base = _recorded_base(Path(folder), TensorFiles([Path(folder) / TENSORS])) or {}
     kind, *rest = base.get("weights", "").split() or [""]
     return int(rest[0]) if kind == "random" else None
+
+
+def served_storage_of(folder: str | Path) -> Storage | None:
+    """Return the storage that merges an adapter into its base as it is served; None of adapters not trained so."""
+    if not (Path(folder) / TENSORS).is_file():
+        return None
+    storage = (_recorded_base(Path(folder), TensorFiles([Path(folder) / TENSORS])) or {}).get("quantize")
+    return storage if storage in SERVED else None
 
 
 def _recorded_base(folder: Path, files: TensorFiles) -> Identity | None:

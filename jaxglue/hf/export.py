@@ -151,7 +151,7 @@ def quantize_folder(
     # A folder in FP8 does not say whether its readers multiply in it.
     config, files, made = config_from_hf(raw), open_checkpoint(base), FORMATS["fp8_stored" if how == "fp8" else how]
     plain = {name: jax.ShapeDtypeStruct(info.shape, info.dtype) for name, info in files.tensors.items()}
-    matrices = expert_matrices(plain, config) if made.parts else _linear_matrices(plain, config, made)
+    matrices = expert_matrices(plain, config) if made.parts else linear_matrices(plain, config, made)
 
     def read(name: str) -> np.ndarray:
         tensor = files.read(name)
@@ -162,19 +162,19 @@ def quantize_folder(
     specs, read_quantized = quantized_tensors(plain, read, made, matrices)
     with atomic_folder(Path(output)) as temporary:
         copy_texts(base, temporary, specs)
-        described = read_config(temporary) | {"quantization_config": made.config(_unquantized(config))}
+        described = read_config(temporary) | {"quantization_config": made.config(unquantized_modules(config))}
         write_json(temporary / "config.json", described)
         write_shards(temporary, *stored_form(base, specs, read_quantized), max_shard_bytes, progress)
         return check_quantized(base, temporary, made, matrices)
 
 
-def _unquantized(config: DecoderConfig) -> list[str]:
+def unquantized_modules(config: DecoderConfig) -> list[str]:
     """Return the modules beside the decoder layers that stay as they are."""
     around = WRAPPERS[config.wrapper].unquantized if config.wrapper else []
     return ["score" if config.scores else "lm_head", *around]
 
 
-def _linear_matrices(
+def linear_matrices(
     tensors: Mapping[str, jax.ShapeDtypeStruct], config: DecoderConfig, made: WeightFormat
 ) -> dict[str, Shape]:
     """Return the shapes of linear layers of decoder layers among a folder's tensors, and of experts one by one.
@@ -217,6 +217,7 @@ def quantized_tensors(
     read: Callable[[str], np.ndarray],
     made: WeightFormat,
     matrices: Mapping[str, Shape],
+    pack: Callable[[str], Any] | None = None,
 ) -> tuple[dict[str, jax.ShapeDtypeStruct], Callable[[str], np.ndarray]]:
     """Return specs and reader of a folder's tensors with some of its matrices in a format.
 
@@ -225,6 +226,7 @@ def quantized_tensors(
         read: reads them.
         made: the format.
         matrices: shapes of those to quantize, [out, in] as they are, or [E, out, in] of transposed ones.
+        pack: returns one of them in the format; by default what is read is quantized.
     """
     specs: dict[str, jax.ShapeDtypeStruct] = {}
     parts: dict[str, str] = {}
@@ -234,6 +236,8 @@ def quantized_tensors(
         specs |= stored or {name: spec}
 
     def quantize(name: str) -> Mapping[str, np.ndarray]:
+        if pack is not None:
+            return made.tensors(name, pack(name))
         matrix = jnp.asarray(read(name))
         return made.tensors(name, made.quantize(matrix if matrix.ndim == 2 else matrix.mT))
 

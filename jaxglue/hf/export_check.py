@@ -21,6 +21,7 @@ from jaxglue.hf.experts import expand, expert_parts
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import packed_context
+from jaxglue.models.linear import Linear
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import PATHS
 from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params, get_part, hf_name, merge_module
@@ -28,12 +29,15 @@ from jaxglue.models.vocabulary import extended_matrix, with_low_rank
 from jaxglue.ops.projection import project
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import FORMATS, WeightFormat, is_quantized
+from jaxglue.ops.quant.served import is_sensitive
 from jaxglue.ops.quant.stack import hold_matrices
 from jaxglue.ops.segments import PackedSegments, pack_segments
 
 CHECK_FILE = "export_check.json"
 ROWS_FILE = "export_rows.npz"
 """Rows on which a run's exports are compared, beside its adapter, not in it."""
+_LEAST_GAIN = 0.01
+"""Difference of losses below which a share of it says nothing, nats per token."""
 _LARGEST = 0.05
 """KL that never passes, nats per token."""
 _TF32 = 2.0**-10
@@ -45,7 +49,11 @@ They grow with the depth: all layers' weights rounded to bfloat16 give 0.8 for 2
 8 and 3.3 for 32.
 """
 _ROWS, _TOKENS = 2, 64
+_LOSS_ROWS, _LOSS_TOKENS = 4, 512
+"""Most rows, and tokens of a row, on which losses are compared."""
 
+Rounding = Callable[[str, Array], Array]
+"""Maps a linear layer's name and merge to the values that a file holds."""
 Part = tuple[nnx.GraphDef, tuple[Params, ...]]
 Parts = Callable[[ParamKey], Part]
 """Returns a module of a model by its key, with its parameters: only one layer's need to be in memory."""
@@ -59,11 +67,55 @@ class ExportRows:
     segments: PackedSegments
     source: str
     """held-out, trained or random."""
+    targets: Int[np.ndarray, "B T"] | None = None
+    """The token after each; None where no loss is measured."""
+    loss_weights: Float[np.ndarray, "B T"] | None = None
+    """Weight of each target in the loss."""
+
+    @property
+    def few(self) -> "ExportRows":
+        """Return the first rows' beginnings, which are enough to tell whether files predict alike."""
+        return first_rows(self.tokens, self.segments, self.source)
 
     def save(self, path: Path) -> None:
         """Write the rows to a file."""
+        arrays: dict[str, Any] = {
+            "tokens": self.tokens,
+            "segment_ids": self.segments.segment_ids,
+            "source": self.source,
+        }
+        losses = {"targets": self.targets, "loss_weights": self.loss_weights}
+        arrays |= {name: array for name, array in losses.items() if array is not None}
         with atomic_file(path) as temporary, temporary.open("wb") as file:
-            np.savez(file, tokens=self.tokens, segment_ids=self.segments.segment_ids, source=self.source)
+            np.savez(file, **arrays)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gain:
+    """Losses on rows of a run, nats per token: what an adapter gains, and what of it files in few bits keep."""
+
+    base: float
+    """Without the adapter, in 16 bits."""
+    adapted: float
+    """With the adapter beside its base, in 16 bits."""
+    files: float
+    kl: float
+    """Mean of KL(adapted ‖ files) per token."""
+    tokens: int
+    """That have a loss."""
+
+    @property
+    def share(self) -> float | None:
+        """Return the part of the adapter's gain that the files keep; None where the adapter gains next to nothing."""
+        gained = self.base - self.adapted
+        return (self.base - self.files) / gained if gained >= _LEAST_GAIN else None
+
+    def __str__(self) -> str:
+        losses = f"loss {self.base:.4f} without it, {self.adapted:.4f} with it in 16 bits, {self.files:.4f} as written"
+        where = f"on {self.tokens} tokens; KL {self.kl:.1e}"
+        if self.share is None:
+            return f"the adapter gains too little to compare: {losses} {where}"
+        return f"{self.share:.0%} of the adapter's gain is kept: {losses} {where}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +132,15 @@ class ExportCheck:
     storage: str = "none"
     """Format in which the origin's linear layers are held: files of a merge hold these values, expanded."""
 
+    gain: Gain | None = None
+    """What files in few bits keep of the adapter's gain; None where it was not measured."""
+
     def __str__(self) -> str:
-        return (
+        text = (
             f"read back: KL {self.kl:.1e} (limit {self.limit:.1e}), largest logit difference "
             f"{self.max_logit_difference:.1e} on {self.tokens} {self.rows} tokens"
         )
+        return text if self.gain is None else f"{text}; {self.gain}"
 
     def require(self, what: str | Path) -> None:
         """Raise ValueError above the limit, or where logits are not finite."""
@@ -102,11 +158,22 @@ def random_rows(vocab_size: int) -> ExportRows:
     return ExportRows(tokens=tokens, segments=pack_segments([[_TOKENS]] * _ROWS, seq_len=_TOKENS), source="random")
 
 
-def first_rows(tokens: Int[np.ndarray, "B T"], segments: PackedSegments, source: str) -> ExportRows:
-    """Return the start of a batch's first filled rows: documents' beginnings, as causal models see them."""
-    ids = np.asarray(segments.segment_ids)[:, :_TOKENS]
-    filled = np.flatnonzero(ids.any(axis=1))[:_ROWS]
-    return _packed(np.asarray(tokens)[filled, :_TOKENS], ids[filled], source)
+def first_rows(
+    tokens: Int[np.ndarray, "B T"],
+    segments: PackedSegments,
+    source: str,
+    targets: Int[np.ndarray, "B T"] | None = None,
+    loss_weights: Float[np.ndarray, "B T"] | None = None,
+) -> ExportRows:
+    """Return the start of a batch's first filled rows: documents' beginnings, as causal models see them.
+
+    With targets, the rows are more and longer, so that a loss can be measured on them.
+    """
+    rows, length = (_ROWS, _TOKENS) if targets is None else (_LOSS_ROWS, _LOSS_TOKENS)
+    ids = np.asarray(segments.segment_ids)[:, :length]
+    filled = np.flatnonzero(ids.any(axis=1))[:rows]
+    losses = [None if array is None else np.asarray(array)[filled, :length] for array in (targets, loss_weights)]
+    return _packed(np.asarray(tokens)[filled, :length], ids[filled], source, *losses)
 
 
 def load_rows(path: Path) -> ExportRows | None:
@@ -119,17 +186,27 @@ def load_rows(path: Path) -> ExportRows | None:
         return None
     try:
         with open_regular(path) as source, np.load(source, allow_pickle=False) as stored:
-            return _packed(stored["tokens"], stored["segment_ids"], str(stored["source"]))
+            losses = [stored.get(name) for name in ("targets", "loss_weights")]
+            return _packed(stored["tokens"], stored["segment_ids"], str(stored["source"]), *losses)
     except Exception as error:  # zipfile raises errors of many types
         raise ValueError(f"{path} is damaged ({error}): delete it, and random tokens are compared") from None
 
 
-def _packed(tokens: np.ndarray, ids: np.ndarray, source: str) -> ExportRows:
+def _packed(
+    tokens: np.ndarray,
+    ids: np.ndarray,
+    source: str,
+    targets: np.ndarray | None = None,
+    loss_weights: np.ndarray | None = None,
+) -> ExportRows:
     is_matrix = ids.dtype.kind == tokens.dtype.kind == "i" and ids.ndim == 2 and ids.shape == tokens.shape
     if not is_matrix or not 0 <= ids.min(initial=0) <= ids.max(initial=0) <= tokens.size:
         raise ValueError("segments out of bounds")
+    if any(array is not None and array.shape != tokens.shape for array in (targets, loss_weights)):
+        raise ValueError("losses of other tokens")
     lengths = [[int((row == i).sum()) for i in range(1, row.max() + 1)] for row in ids]
-    return ExportRows(tokens=tokens, segments=pack_segments(lengths, seq_len=ids.shape[1]), source=source)
+    segments = pack_segments(lengths, seq_len=ids.shape[1])
+    return ExportRows(tokens=tokens, segments=segments, source=source, targets=targets, loss_weights=loss_weights)
 
 
 def live_parts(graphdefs: ModelGraphDefs, *trees: Params) -> Parts:
@@ -181,8 +258,10 @@ def _load_values(folder: str | Path, config: DecoderConfig, stored: Mapping[str,
     quantized = {name for name, variable in stored.items() if is_quantized(variable.get_value())}
 
     def put(name: str, array: Any) -> Any:
-        held = hold_matrices(FORMATS[config.quantize], array) if name in quantized else expand(array, array.dtype)
-        return jax.device_put(held)
+        if name not in quantized:
+            return jax.device_put(expand(array, array.dtype))
+        sensitive = is_sensitive(name, config.num_hidden_layers)
+        return jax.device_put(hold_matrices(FORMATS[config.quantize], array, sensitive=sensitive))
 
     specs = {name: jax.ShapeDtypeStruct(variable.shape, variable.dtype) for name, variable in stored.items()}
     return load_tensors(folder, specs, put, complete=False)
@@ -274,6 +353,7 @@ def check_merge(
     merged: Path,
     dtypes: Iterable[Any],
     rows: ExportRows | None = None,
+    rounding: Rounding | None = None,
 ) -> ExportCheck:
     """Compare a merged folder with its base and adapter apart, in float32; write the result into the folder.
 
@@ -284,21 +364,76 @@ def check_merge(
         merged: the folder to compare.
         dtypes: of its changed tensors.
         rows: to predict; by default random tokens.
+        rounding: of the merge, where the folder holds it in fewer bits than its base.
 
     Raises:
         ValueError: they differ by more than rounding explains.
     """
     after, dtype = config_from_hf(read_config(merged)), jnp.dtype(jnp.float32)
-    rows = rows or random_rows(after.vocab_size)
-    apart = predict(config, folder_parts(base, config, dtype=dtype, adapter=adapter), rows, dtype)
+    measured, rows = rows, rows.few if rows else random_rows(after.vocab_size)
+    origin = folder_parts(base, config, dtype=dtype, adapter=adapter)
+    apart = predict(config, merged_parts(origin, rounding) if rounding else origin, rows, dtype)
     effect = 0.0
     if adapter.vocab_size <= config.vocab_size and not adapter.scores:  # bases have no score
         effect = compare(apart, predict(config, folder_parts(base, config, dtype=dtype), rows, dtype), rows, 0.0).kl
     together = predict(after, folder_parts(merged, after, dtype=dtype), rows, dtype)
     check = replace(compare(apart, together, rows, rounding_limit(apart, dtypes, effect)), storage=config.quantize)
     check.require(merged)
+    if measured is not None and after.quantize != "none":
+        check = replace(
+            check, gain=measure_gain(base, adapter, measured, after, folder_parts(merged, after, dtype=dtype))
+        )
     check.save(merged)
     return check
+
+
+def merged_parts(parts: Parts, rounding: Rounding) -> Parts:
+    """Return parts whose linear layers have their adapter merged and rounded."""
+
+    def part(key: ParamKey) -> Part:
+        graphdef, trees = parts(key)
+        module = merge_module(graphdef, *trees)
+        for path, linear in nnx.iter_modules(module):
+            if isinstance(linear, Linear) and isinstance(key, int):
+                name = hf_name(".".join(map(str, ("layers", key, *path, "weight"))))
+                adapter, matrix = linear.adapter, linear.weight[...]
+                if adapter is not None:
+                    matrix = (matrix + jnp.matmul(adapter.up, adapter.A, precision="highest")).astype(matrix.dtype)
+                linear.weight = nnx.Param(rounding(name, matrix))
+                linear.lora_A = linear.lora_B = nnx.data(None)
+        graphdef, state = nnx.split(module)
+        return graphdef, (nnx.to_pure_dict(state),)
+
+    return part
+
+
+def measure_gain(
+    base: str | Path, adapter: Adapter, rows: ExportRows, after: DecoderConfig, parts: Parts
+) -> Gain | None:
+    """Return the losses of base, adapter and files in few bits; None for rows without losses, and models of scores.
+
+    Args:
+        base: the model folder.
+        adapter: fitted to it.
+        rows: of the adapter's run.
+        after: the files' architecture.
+        parts: their model.
+    """
+    config, dtype = config_from_hf(read_config(base)), jnp.dtype(jnp.float32)
+    if rows.targets is None or rows.loss_weights is None or adapter.scores or adapter.vocab_size > config.vocab_size:
+        return None
+    models = (config, None), (config, adapter)
+    logits = [predict(own, folder_parts(base, own, dtype=dtype, adapter=added), rows, dtype) for own, added in models]
+    logits.append(predict(after, parts, rows, dtype))
+    base_loss, adapted, files = (float(_loss(each, rows.targets, rows.loss_weights)) for each in logits)
+    tokens, kl = int((rows.loss_weights > 0).sum()), float(_divergence(*logits[1:], rows.segments.segment_ids > 0)[0])
+    return Gain(base=base_loss, adapted=adapted, files=files, kl=kl, tokens=tokens) if tokens else None
+
+
+@jax.jit
+def _loss(logits, targets, weights):
+    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
+    return -jnp.sum(weights * chosen) / jnp.maximum(jnp.sum(weights), 1e-9)
 
 
 def check_quantized(

@@ -30,6 +30,7 @@ from jaxglue.models.tower_config import TowerConfig
 from jaxglue.models.vocabulary import untie, vocabulary_modules
 from jaxglue.ops.choices import Storage
 from jaxglue.ops.quant.formats import FORMATS, Quantized, format_of
+from jaxglue.ops.quant.served import is_sensitive
 from jaxglue.ops.quant.stack import Stack, hold_matrices, matrix_of
 from jaxglue.sharding.mesh import put_on_mesh
 
@@ -174,11 +175,12 @@ def _with_parameters(config: DecoderConfig, dtype, place: Placement | None, fill
             array = expand(array, array.dtype)
         elif isinstance(array, Quantized) and (name not in quantized or made.weight is not type(matrix_of(array))):
             raise _unmentioned(name, matrix_of(array), config)
+        sensitive = is_sensitive(name, config.num_hidden_layers)
         if name in quantized and len(array.shape) == 3:
             with one_stack:  # a stack of experts takes several times its size meanwhile
-                array = jax.block_until_ready(hold_matrices(made, array))
+                array = jax.block_until_ready(hold_matrices(made, array, sensitive=sensitive))
         elif name in quantized:
-            array = made.hold(array)
+            array = made.hold(array, sensitive=sensitive)
         return put_on_mesh(array, place and place(name, array))
 
     specs = abstract_parameters(model)

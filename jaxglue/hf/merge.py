@@ -19,8 +19,15 @@ from jaxglue.hf.adapter_check import check_adapter
 from jaxglue.hf.adapter_tensors import MAGNITUDE, SCORE, is_adapter
 from jaxglue.hf.checkpoint import HEAD, open_checkpoint, read_config, stored_form, untie_files
 from jaxglue.hf.experts import expert_parts, find_source, part_shape, read_expanded
-from jaxglue.hf.export import copy_texts, describe_classifier, expert_matrices, quantized_tensors
-from jaxglue.hf.export_check import ROWS_FILE, ExportCheck, check_merge, load_rows
+from jaxglue.hf.export import (
+    copy_texts,
+    describe_classifier,
+    expert_matrices,
+    linear_matrices,
+    quantized_tensors,
+    unquantized_modules,
+)
+from jaxglue.hf.export_check import ROWS_FILE, ExportCheck, ExportRows, check_merge, load_rows
 from jaxglue.hf.files import MAX_SHARD_BYTES
 from jaxglue.hf.identity import identify
 from jaxglue.hf.input_check import check_input
@@ -43,9 +50,10 @@ from jaxglue.models.lora import base_shapes
 from jaxglue.models.lora_config import PATHS
 from jaxglue.models.parameters import abstract_parameters, quantized_names
 from jaxglue.models.wrapper import text_config, with_text
-from jaxglue.ops.choices import Quantize, Storage
+from jaxglue.ops.choices import SERVED, Quantize, Storage, served_storage
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import FORMATS, Shape, Stored, experts_format, find_stored, is_unneeded
+from jaxglue.ops.quant.served import is_sensitive, k_quant_of
 from jaxglue.ops.quant.stack import hold_matrices
 
 _log = logging.getLogger(__name__)
@@ -59,14 +67,15 @@ def export_adapter(
     *,
     storage: Quantize | None = None,
     experts: Storage = "none",
+    quantize: Storage = "none",
     progress: DataProgress | None = None,
 ) -> ExportCheck:
     """Write the base model with a merged adapter: W + scale · B · A in float32, cast to the base's dtype.
 
-    An adapter trained on quantized weights is merged into these, expanded, as other weights would not be those that it
-    was trained with. One on MXFP4 experts makes all experts be written in bfloat16, by default. The folder is
-    read back before it appears, and must predict as base and adapter apart, on rows of the adapter's run, or else on
-    random tokens.
+    An adapter that was trained for a format (`--serve-as`) is merged into it. One trained on quantized weights is
+    merged into these, expanded, as other weights would not be those that it was trained with. One on MXFP4 experts
+    makes all experts be written in bfloat16, by default. The folder is read back before it appears, and must predict as
+    base and adapter apart, on rows of the adapter's run, or else on random tokens.
 
     Args:
         adapter: a PEFT folder.
@@ -76,6 +85,7 @@ def export_adapter(
         storage: format in which the base's linear layers were held in training; by default the base folder's, else the
             adapter's record.
         experts: format to quantize all experts to, again or for the first time: mxfp4.
+        quantize: format of the merged linear layers: nvfp4, nf4, int8 or fp8.
         progress: shows the bytes written; by default nothing does.
 
     Raises:
@@ -85,6 +95,8 @@ def export_adapter(
     require_empty(Path(output))
     rows = load_rows(Path(adapter).resolve().parent / ROWS_FILE)
     merge = MergedTensors(Path(base), Path(adapter), storage)
+    if merge.config.quantize in SERVED or quantize != "none":
+        return _export_rounded(merge, Path(base), Path(output), quantize, rows, max_shard_bytes, progress)
     _refuse_quantized_others(open_checkpoint(base).others)
     assert merge.adapter is not None
     specs, made = merge.specs, FORMATS[experts]
@@ -102,6 +114,45 @@ def export_adapter(
         if merge.config.quantize == "none":
             check_input(base, adapter, temporary)
         return check
+
+
+def _export_rounded(
+    merge: "MergedTensors",
+    base: Path,
+    output: Path,
+    quantize: Storage,
+    rows: ExportRows | None,
+    max_shard_bytes: int,
+    progress: DataProgress | None,
+) -> ExportCheck:
+    """Write a base with its adapter merged and rounded: on the grid for which it was trained, or on the merge's own."""
+    adapter, served, rounding = merge.adapter, merge.config.quantize in SERVED, None
+    assert adapter is not None
+    label = FORMATS[merge.config.quantize].label
+    if served and quantize not in ("none", label):
+        raise ValueError(f"the adapter was trained to be served in {label}: leave out --quantize {quantize}")
+    if served and label not in FORMATS:
+        raise ValueError(f"the adapter was trained to be served in {label}: write it with --gguf {label}")
+    made = FORMATS[label if served else "fp8_stored" if quantize == "fp8" else quantize]
+    if served:
+        specs, read = quantized_tensors(merge.specs, merge.read, made, merge.served, pack=merge.read_packed)
+    elif merge.config.quantize != "none" or adapter.config.dora or merge.config.moe:
+        raise ValueError(f"--quantize {quantize}: merge first, then quantize the folder (--quantize with --base)")
+    else:
+        matrices = linear_matrices(merge.specs, merge.config, made)
+        specs, read = quantized_tensors(merge.specs, merge.read, made, matrices)
+
+        def rounding(name: str, matrix: jax.Array) -> jax.Array:
+            return dequantize(made.quantize(matrix), matrix.dtype) if name in matrices else matrix
+
+    with atomic_folder(output) as temporary:
+        copy_texts(base, temporary, specs)
+        entry = made.config(unquantized_modules(merge.config))
+        write_json(temporary / "config.json", read_config(temporary) | {"quantization_config": entry})
+        _describe(merge, adapter, base, temporary)
+        write_shards(temporary, *stored_form(base, specs, read), max_shard_bytes, progress)
+        dtypes = merge.dtypes | {np.dtype(jnp.bfloat16)}
+        return check_merge(base, merge.config, adapter, temporary, dtypes, rows, rounding)
 
 
 def _refuse_quantized_others(others: Mapping[str, TensorInfo]) -> None:
@@ -185,10 +236,32 @@ class MergedTensors:
             return self._read_vocabulary(name, self.adapter)
         if self.adapter and name == SCORE and self.adapter.scores:
             return self.adapter.tensors[SCORE].astype(self.specs[SCORE].dtype)
+        if name in self.served:
+            return np.asarray(self._held(name).merged(self._full_delta(name), self.specs[name].dtype))
         if name in self._projector:
             return self._projector[name].astype(self.specs[name].dtype)
         weight = self._read_base(name)
         return _finite(name, self._deltas[name].add_to(weight)) if name in self._deltas else weight
+
+    @property
+    def served(self) -> dict[str, Shape]:
+        """Return the shapes of matrices that lie on the grid of the format in which they are served."""
+        return self._quantized if self.config.quantize in SERVED else {}
+
+    def packed_type(self, name: str) -> str | None:
+        """Return the type in llama.cpp of a matrix on the grid of a K-quant; None of others."""
+        if self.config.quantize != served_storage("q4_k_m") or name not in self.served:
+            return None
+        return k_quant_of(name, self.config.num_hidden_layers)
+
+    def read_packed(self, name: str) -> Any:
+        """Return a served matrix with its adapter merged, as its format stores it."""
+        held = self._held(name)
+        return held.pack(held.codes(self._full_delta(name)))
+
+    def _full_delta(self, name: str) -> jax.Array | None:
+        delta = self._deltas.get(name)
+        return None if delta is None else jnp.matmul(delta.b, delta.a, precision="highest")
 
     def _find_deltas(self, adapter: Adapter, stored: Mapping[str, TensorInfo]) -> "dict[str, Delta]":
         out_first = find_family(self.config.model_type).parts.experts.transposed
@@ -211,9 +284,13 @@ class MergedTensors:
     @lru_cache(maxsize=1)  # noqa: B019  # experts one by one are consecutive
     def _rounded(self, name: str, dtype: np.dtype) -> np.ndarray:
         """Return the values of a quantized parameter as the adapter was trained on them."""
+        return np.asarray(dequantize(self._held(name), dtype))
+
+    def _held(self, name: str) -> Any:
+        """Return a quantized parameter as the model held it in training."""
         value: Any = find_source(self._files, name, self._quantized[name]).read(self._files)
-        held = hold_matrices(FORMATS[self.config.quantize], jax.tree.map(jnp.asarray, value))
-        return np.asarray(dequantize(held, dtype))
+        sensitive = is_sensitive(name, self.config.num_hidden_layers)
+        return hold_matrices(FORMATS[self.config.quantize], jax.tree.map(jnp.asarray, value), sensitive=sensitive)
 
     def _read_vocabulary(self, name: str, adapter: Adapter) -> np.ndarray:
         weight = self._files.read(name)

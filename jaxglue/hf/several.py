@@ -17,6 +17,7 @@ from jaxglue.models.decoder import CausalLM
 from jaxglue.models.linear import Linear
 from jaxglue.models.lora import base_shapes, linear_layers
 from jaxglue.models.parameters import Params, hf_name
+from jaxglue.ops.choices import SERVED
 
 _LATENT = "kv_b_proj"
 """Projection that decoding of latent attention joins with its adapter."""
@@ -134,6 +135,7 @@ def _require_plain(adapter: Adapter, linears: Mapping[str, object]) -> None:
         "magnitudes (DoRA)": adapter.config.dora,
         "trained or new tokens": adapter.trains_vocabulary,
         "a score": adapter.scores,
+        "merges that are rounded (--serve-as)": adapter.storage in SERVED,
         f"an adapter on {others[0]}" if others else "": bool(others),
     }
     if reason := next((reason for reason, found in reasons.items() if found), None):

@@ -1,6 +1,6 @@
 """Values of flags that choose an operation's backend or a storage format; importing them loads no JAX."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from jaxglue.settings.config import Choices
 
@@ -12,6 +12,8 @@ Quantize = Annotated[str, Choices(QUANTIZE)]
 """Storage of the decoder layers' linear layers, expanded for each product: the model's dtype, NF4, int8, …"""
 Matmul = Literal["bf16", "fp8"]
 """Products of the decoder layers' linear layers: in the activations' dtype, or in FP8."""
+ServeAs = Literal["none", "nvfp4", "nf4", "q4_k_m"]
+"""Formats to which adapters are merged and rounded while they train."""
 KVCache = Literal["auto", "fp8"]
 """Format of a cache of keys and values: the activations' dtype, or e4m3 with a scale for each token and head."""
 Storage = str
@@ -25,14 +27,28 @@ GgufType = Literal["f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0", "m
 """Types of a GGUF file's matrices; the sensitive ones among them get more bits in the `_m` mixtures."""
 
 
-def choose_storage(quantize: Quantize, matmul: Matmul, *, trains: bool = False) -> Storage:
-    """Return the storage that two flags ask for, of weights that train or are frozen.
+def served_storage(serve_as: str) -> Storage:
+    """Return the storage of weights that are merged with their adapters and rounded to a format."""
+    return f"served_{serve_as}"
+
+
+SERVED = [served_storage(name) for name in get_args(ServeAs)[1:]]
+"""Storages of `--serve-as`."""
+
+
+def choose_storage(quantize: Quantize, matmul: Matmul, serve_as: ServeAs = "none", *, trains: bool = False) -> Storage:
+    """Return the storage that flags ask for, of weights that train or are frozen.
 
     Raises:
         ValueError: the flags disagree.
     """
     if matmul == "fp8" and quantize != "none":
         raise ValueError(f"--matmul fp8 stores weights in FP8, not {quantize}: leave out --quantize")
+    if serve_as != "none" and (quantize != "none" or matmul != "bf16"):
+        flag = "--matmul fp8" if quantize == "none" else f"--quantize {quantize}"
+        raise ValueError(f"--serve-as {serve_as} rounds merges of weights in 16 bits: leave out {flag}")
+    if serve_as != "none":
+        return served_storage(serve_as)
     if matmul == "fp8":
         return "fp8_trained" if trains else "fp8"
     return quantize

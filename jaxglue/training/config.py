@@ -9,7 +9,7 @@ from jaxglue.distributed import DistributedConfig
 from jaxglue.hf.hub import base_reference, is_hub_id, model_path
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.objectives.objective import ObjectiveConfig, frozen_vocabulary
-from jaxglue.ops.choices import Attention, Matmul, Quantize, Storage, choose_storage
+from jaxglue.ops.choices import Attention, Matmul, Quantize, ServeAs, Storage, choose_storage
 from jaxglue.parts import PartsConfig, require_parts
 from jaxglue.rl.config import RolloutConfig
 from jaxglue.settings.config import (
@@ -80,6 +80,7 @@ class ModelConfig(Config):
         Excludes("weights", given=lambda place: place not in ("device", "auto"), **_FROZEN),
         Excludes("embeddings", given=lambda place: place == "host", **_FROZEN),
         Excludes("quantize", given=lambda storage: storage != "none", **_FROZEN),
+        Excludes("serve_as", **_FROZEN),
         Excludes("fp8_head", **_FROZEN),
         *(
             Excludes(name, "it is for adapters, and all weights train", when=_is_full)
@@ -148,6 +149,12 @@ class ModelConfig(Config):
     ] = "none"
     """Quantize the frozen linear layers of the decoder layers to NF4 (QLoRA, 0.52 bytes a weight) or int8 (1 byte),
     with bitsandbytes' values. Already-quantized folders are detected."""
+    serve_as: Annotated[
+        ServeAs, *(Excludes(name, "adapters are merged as they are") for name in ("dora", "dropout"))
+    ] = "none"
+    """Train the adapter for a model that is served with it merged and rounded to NVFP4 (vLLM), NF4, or Q4_K_M
+    (llama.cpp): products are with the merge on that format's grid, as jaxglue export writes it. A plain merge into four
+    bits loses much of what a small adapter learned."""
     matmul: Matmul = "bf16"
     """Products of the decoder layers' linear layers: in the activations' dtype, or in FP8 (about twice the rate, and 1
     byte a frozen weight; Ada, Hopper and newer GPUs). With --method full, weights and their gradients stay wider."""
@@ -185,7 +192,7 @@ class ModelConfig(Config):
 
         check_remat(self.remat)
         check_weights(self.weights)
-        choose_storage(self.quantize, self.matmul)
+        choose_storage(self.quantize, self.matmul, self.serve_as)
 
     @property
     def folder(self) -> Path:
@@ -200,7 +207,7 @@ class ModelConfig(Config):
     @property
     def storage(self) -> Storage:
         """Return the storage of the decoder layers' linear layers."""
-        return choose_storage(self.quantize, self.matmul, trains=self.method == "full")
+        return choose_storage(self.quantize, self.matmul, self.serve_as, trains=self.method == "full")
 
     @property
     def fp8_products(self) -> dict[str, bool]:

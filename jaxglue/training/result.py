@@ -172,7 +172,8 @@ def check_export(
     Raises:
         ValueError: the files differ from the trained model.
     """
-    rows, dtype = _rows(run, last_batch), run.dtype
+    loss_rows, dtype = _rows(run, last_batch), run.dtype
+    rows = loss_rows.few
     origin = predict(run.model, _on_one_device(live_parts(graphdefs, trainable, frozen)), rows, dtype)
     if not compares:
         return None
@@ -188,7 +189,7 @@ def check_export(
     check = compare(origin, predict(config, parts, rows, dtype), rows, rounding_limit(origin, rounded))
     check.require(result)
     check.save(result)
-    rows.save(result.parent / ROWS_FILE)
+    loss_rows.save(result.parent / ROWS_FILE)
     return check
 
 
@@ -269,7 +270,8 @@ def _rows(run: Run, last_batch: Batch | None) -> ExportRows:
     if batch is None or not np.any(batch.segments.segment_ids):
         return random_rows(run.model.vocab_size)
     source = "trained" if run.eval_batches is None else "held-out"
-    return first_rows(np.asarray(batch.tokens), batch.segments, source)
+    losses = [np.asarray(array) for array in (batch.targets, batch.loss_weights)]
+    return first_rows(np.asarray(batch.tokens), batch.segments, source, *losses)
 
 
 class Exportable(Protocol):

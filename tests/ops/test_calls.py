@@ -53,6 +53,7 @@ from jaxglue.ops.projection import (
 from jaxglue.ops.projection.few_rows import FEW_ROWS, FewRowsCall
 from jaxglue.ops.projection.fp8 import ENCODE, EncodeCall
 from jaxglue.ops.projection.lora import LORA, LoraCall
+from jaxglue.ops.projection.served import MERGE, MergeCall
 from jaxglue.ops.quant import DEQUANTIZE, DequantizeCall
 from jaxglue.ops.quant.formats import quantize_matrix
 from jaxglue.ops.residual_norm import RESIDUAL_NORM, GatedInput, ResidualNormCall
@@ -120,6 +121,7 @@ CALLS: list[tuple[Operation, str, Any]] = [
     ),
     (ENCODE, "triton", EncodeCall(dtype=HALF)),
     (LORA, "triton", LoraCall(dtype=HALF, rank=8)),
+    (MERGE, "triton", MergeCall(weight=quantize_matrix(WEIGHT, "served_nvfp4"), rank=8)),
     (DEQUANTIZE, "triton", DequantizeCall(weight=quantize_matrix(WEIGHT, "nf4"))),
     (
         RESIDUAL_NORM,

@@ -78,7 +78,7 @@ def export_gguf(
     written = [
         FileTensor(
             tensor=tensor,
-            type="mxfp4" if tensor.is_mxfp4 else tensor_type(tensor.name, tensor.shape, kind, model),
+            type=tensor.packed or tensor_type(tensor.name, tensor.shape, kind, model),
             importance=(importance or {}).get(tensor.name),
         )
         for tensor in file_tensors(config, tensors)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxglue.hf.gguf.architectures import ARCHITECTURES
-from jaxglue.hf.gguf.linear_attention import in_file, module_in_file, shape_in_file
+from jaxglue.hf.gguf.linear_attention import in_file, module_in_file, moves_columns, shape_in_file
 from jaxglue.hf.gguf.package import load_gguf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.family import find_family
@@ -52,6 +52,12 @@ class Tensors(Protocol):
     def read(self, name: str) -> np.ndarray:
         """Read a tensor."""
 
+    def packed_type(self, name: str) -> str | None:
+        """Return the type in llama.cpp of a matrix that is on the grid of its blocks already; None of others."""
+
+    def read_packed(self, name: str) -> np.ndarray:
+        """Read such a matrix as rows of bytes of blocks."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GgufTensor:
@@ -64,8 +70,8 @@ class GgufTensor:
     """Names of the model's tensors."""
     pieces: Callable[[], Iterator[Callable[[], np.ndarray]]]
     """Returns functions that read matrices (or vectors), which follow each other in the tensor."""
-    is_mxfp4: bool = False
-    """The pieces are finished MXFP4 blocks, not values."""
+    packed: str | None = None
+    """Type of which the pieces are finished blocks; None where they are values."""
 
 
 def file_tensors(config: DecoderConfig, tensors: Tensors) -> list[GgufTensor]:
@@ -168,6 +174,19 @@ class _Layout:
             heads = self._config.num_attention_heads if match["projection"] == "q" else self._config.num_key_value_heads
             order = interleaved_rows(spec.shape[0], heads)
 
+        if packed := self._tensors.packed_type(name):
+            if moves_columns(self._config, name):
+                raise ValueError(
+                    f"{name}: its columns have another order in llama.cpp's files than when it was rounded"
+                )
+
+            def read_packed() -> np.ndarray:
+                rows = self._tensors.read_packed(name)
+                changed = in_file(self._config, name, rows)
+                return changed if changed is not None else rows if order is None else rows[order]
+
+            return self._make(name, shape, (name,), lambda: iter([read_packed]), packed=packed)
+
         def read() -> np.ndarray:
             array = self._tensors.read(name)
             if (changed := in_file(self._config, name, array)) is not None:
@@ -207,7 +226,11 @@ class _Layout:
             if match["part"] == "_blocks":
                 half_shape = (shape[0], rows, shape[2] * BLOCK)
             yield self._make(
-                f"{match['experts']}.{half}.{suffix}", half_shape, (name,), pieces, is_mxfp4=match["part"] == "_blocks"
+                f"{match['experts']}.{half}.{suffix}",
+                half_shape,
+                (name,),
+                pieces,
+                packed="mxfp4" if match["part"] == "_blocks" else None,
             )
 
     def _from_latents(self, name: str) -> Iterator[GgufTensor]:

@@ -48,6 +48,12 @@ def in_file(config: DecoderConfig, name: str, array: np.ndarray) -> np.ndarray |
             return array
 
 
+def moves_columns(config: DecoderConfig, name: str) -> bool:
+    """Tell whether a matrix has its columns in another order in a file."""
+    delta = config.mixer_of(DeltaConfig)
+    return delta is not None and not isinstance(delta, JoinedDeltaConfig) and name.endswith(f"{_PART}{_COLUMNS}")
+
+
 def shape_in_file(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of a tensor in a file: a convolution has no axis of inputs."""
     return (shape[0], *shape[2:]) if name.endswith(f"{_PART}conv1d.weight") else shape

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from jaxglue.ops.choices import GgufType
 from jaxglue.ops.quant.k_quants import SUPER_BLOCK
+from jaxglue.ops.quant.served import takes_more_bits
 
 BLOCKS = {"q4_0": 32, "q5_0": 32, "q5_1": 32, "q8_0": 32, "mxfp4": 32}
 """Values of a block for the types that are not K-quants; rows are a multiple of it."""
@@ -72,7 +73,7 @@ def _preferred(name: str, shape: tuple[int, ...], kind: GgufType, model: Shape) 
         return "mxfp4" if "_exps." in name else "q8_0"
     few_experts = model.experts == 8  # of Mixtral's size: attention is a small part of the file
     layer = int(name.split(".")[1]) if name.startswith("blk.") else 0
-    better = kind in _BASE and _takes_more_bits(layer, model.layers)
+    better = kind in _BASE and takes_more_bits(layer, model.layers)
     if "attn_v." in name:
         if few_experts:
             return "q8_0"
@@ -83,8 +84,3 @@ def _preferred(name: str, shape: tuple[int, ...], kind: GgufType, model: Shape) 
     if "attn_output." in name and few_experts and base == "q4_k":
         return "q5_k"
     return "q6_k" if "ffn_down" in name and better else base
-
-
-def _takes_more_bits(layer: int, layers: int) -> bool:
-    """Tell whether a layer is among the first and last eighth, or every third between them."""
-    return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2

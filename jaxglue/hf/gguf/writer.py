@@ -166,8 +166,8 @@ def _pieces(item: FileTensor) -> int:
 def _write_piece(file: int, offset: int, item: FileTensor, index: int, read: Callable[[], np.ndarray]) -> int:
     """Convert and write a piece; return its bytes."""
     array, written = read(), 0
-    size = array.size if item.tensor.is_mxfp4 else values_bytes(array.size, item.type)
-    if item.tensor.is_mxfp4:
+    size = array.size if item.tensor.packed else values_bytes(array.size, item.type)
+    if item.tensor.packed:
         chunks = iter([array.reshape(-1)])
     elif item.type in BLOCK_BYTES or item.type == "mxfp4":
         weights = None if item.importance is None else np.atleast_2d(item.importance)

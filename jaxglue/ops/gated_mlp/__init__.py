@@ -24,7 +24,7 @@ from jaxglue.ops.projection import (
     ranks_of,
     shared_down,
 )
-from jaxglue.ops.projection.call import EXPANDED_WEIGHTS
+from jaxglue.ops.projection.call import EXPANDED_WEIGHTS, check_unserved
 from jaxglue.ops.projection.few_rows import FewRowsCall, gate_few_rows, load_few_rows
 from jaxglue.ops.projection.fp8_adapters import FP8Rows
 from jaxglue.ops.quant.fp8 import FP8Weight
@@ -89,6 +89,7 @@ class GatedCall:
 def _check_swiglu(capability: Capability | None, call: GatedCall) -> None:
     """Raise NotImplementedError where the activation's kernels cannot form the products of adapters."""
     parts = call.parts
+    check_unserved(parts)
     if any(part.adapter is None for part in parts):
         raise NotImplementedError("a projection has no adapter")
     if parts.gate.bias is not None or parts.up.bias is not None:

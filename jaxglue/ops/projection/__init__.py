@@ -25,12 +25,14 @@ from jaxglue.ops.projection.call import (
     StaticConditions,
     check_adapters,
     check_frozen_fp8,
+    check_unserved,
 )
 from jaxglue.ops.projection.dora import magnitude_gain
 from jaxglue.ops.projection.few_rows import FewRowsCall, load_few_rows, project_few_rows
 from jaxglue.ops.projection.fp8 import project_fp8
 from jaxglue.ops.projection.fp8_adapters import FP8Rows, add_adapted_fp8, project_adapted_fp8
-from jaxglue.ops.projection.lora import lora_add, lora_expand, lora_shrink, shrink
+from jaxglue.ops.projection.lora import lora_add, lora_expand, lora_shrink, lora_straight_through, shrink
+from jaxglue.ops.projection.served import multiply_merged
 from jaxglue.ops.quant import project_quantized
 from jaxglue.ops.quant.formats import is_quantized
 from jaxglue.ops.quant.fp8 import FP8Weight
@@ -76,6 +78,8 @@ def adapted_projection(
         return project_few_rows(kernels, x, projections, conditions, stream)
     if (ranks := ranks_of(projections, conditions)) is not None:
         return _apply_by_ranks(x, projections, conditions, stream, ranks)
+    if any(projection.is_served for projection in projections):
+        return _apply_served(x, projections, conditions, stream)
     call = ProjectionCall.of(projections, conditions, onto_stream=stream is not None)
     apply = PROJECTION.load(call) or _apply_separately
     return apply(x, projections, conditions, stream)
@@ -138,6 +142,30 @@ def _apply_separately(x, projections: Sequence[Projection], conditions, stream) 
     if stream is not None:
         return [add_to_stream(stream, projections[0], products[0], low_rank)]
     return _add_adapters(projections, products, low_rank)
+
+
+def _apply_served(x, projections: Sequence[Projection], conditions: Conditions, stream) -> list[Array]:
+    """Multiply by weights with their adapters merged, on the grids on which they are served.
+
+    Rounding has no slope, so gradients pass it unchanged: the adapters' are those of a product beside the weight's,
+    which is not computed, and the input's are through the rounded weight alone.
+    """
+    assert not isinstance(x, FP8Rows)
+    x, *copies = fan_out(x, 1 + len(projections))
+    products = [
+        multiply_merged(copy, p.weight, p.adapter) if p.is_served else multiply(copy, [p], conditions)[0]
+        for p, copy in zip(projections, copies, strict=True)
+    ]
+    served = [index for index, p in enumerate(projections) if p.is_served and p.adapter is not None]
+    adapters = [projections[index].adapter for index in served]
+    low_rank = _shrink(jax.lax.stop_gradient(x), [adapter for adapter in adapters if adapter is not None], conditions)
+    if low_rank is not None:
+        ups = [adapter.up for adapter in adapters if adapter is not None]
+        through = lora_straight_through([products[index] for index in served], low_rank, ups)
+        for index, product in zip(served, through, strict=True):
+            products[index] = product
+    products = _add_biases(projections, products)
+    return products if stream is None else [stream + reduce_from(products[0])]
 
 
 def _apply_by_ranks(x, projections: Sequence[Projection], conditions, stream, ranks) -> list[Array]:
@@ -251,6 +279,7 @@ class ResidualSumCall:
 
 def _check_sum(capability: Capability | None, call: ResidualSumCall) -> None:
     projection = call.projection
+    check_unserved([projection])
     if projection.adapter is None:
         raise NotImplementedError("the projection has no adapter")
     if projection.bias is not None:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from jaxglue.ops.backend import Reads
 from jaxglue.ops.quant.formats import Quantized
 from jaxglue.ops.quant.fp8 import is_multiplied_in_fp8
+from jaxglue.ops.quant.served import Served
 
 EXPANDED_WEIGHTS: Reads = {Quantized: None}
 """Read by forms that leave products to `multiply`, which knows all formats."""
@@ -58,6 +59,11 @@ class Projection:
     def is_for_fp8(self) -> bool:
         """Return whether the weight is multiplied in FP8, unless conditions say otherwise."""
         return self.trains_in_fp8 or is_multiplied_in_fp8(self.weight)
+
+    @property
+    def is_served(self) -> bool:
+        """Return whether the adapter is merged into the weight, which is then rounded as it is served."""
+        return isinstance(self.weight, Served)
 
     def split(self, *bounds: int) -> list["Projection"]:
         """Return a projection for each range of outputs between the bounds; itself alone where the parts cost copies.
@@ -137,8 +143,15 @@ class ProjectionCall:
         return cls(projections=projections, conditions=StaticConditions.of(conditions), onto_stream=onto_stream)
 
 
+def check_unserved(projections: Sequence[Projection]) -> None:
+    """Raise NotImplementedError if adapters are merged into weights, rounded as they are served."""
+    if any(projection.is_served for projection in projections):
+        raise NotImplementedError("adapters are merged into weights that are rounded as they are served")
+
+
 def check_adapters(projections: Sequence[Projection], conditions: StaticConditions) -> None:
     """Raise NotImplementedError unless all have adapters whose products are just added."""
+    check_unserved(projections)
     for adapter in (projection.adapter for projection in projections):
         if adapter is None:
             raise NotImplementedError("a projection has no adapter")

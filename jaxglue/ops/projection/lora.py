@@ -192,6 +192,37 @@ def _expand_gradients(
 _expand.defvjp(_expand_forward, _expand_backward)
 
 
+def lora_straight_through(
+    products: Sequence[Float[Array, "*B out"]], low_rank: Float[Array, "*B ranks"], matrices: Sequence[Array]
+) -> list[Float[Array, "*B out"]]:
+    """Return products as they are; the backward pass adds gradients as if low_rankᵢ·matrixᵢᵀ had been added to each.
+
+    Args:
+        products: with weights that have the adapters within.
+        low_rank: the input projected to the ranks of all adapters.
+        matrices: the adapters' second matrices [out, R] in float32, as are their gradients.
+    """
+    rows = [array.reshape(-1, array.shape[-1]) for array in (*products, low_rank)]
+    backend = _implementation(low_rank, matrices)
+    passed = _pass_through(backend, tuple(rows[:-1]), rows[-1], tuple(matrices))
+    return [new.reshape(old.shape) for new, old in zip(passed, products, strict=True)]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _pass_through(backend: LoraBackend, products, low_rank, matrices) -> tuple[Float[Array, "M out"], ...]:
+    return products
+
+
+def _pass_through_backward(backend, residuals, cotangents):
+    low_rank, matrices = residuals
+    return cotangents, *_expand_gradients(backend, low_rank, matrices, cotangents)[:2]
+
+
+_pass_through.defvjp(
+    lambda backend, products, low_rank, matrices: (products, (low_rank, matrices)), _pass_through_backward
+)
+
+
 def lora_expand_gradients(
     low_rank: Float[Array, "M ranks"],
     matrices: Sequence[Float[Array, "out R"]],

@@ -17,7 +17,7 @@ from jaxglue.ops.quant.nf4 import NF4
 from jaxglue.ops.quant.stack import Stack
 from jaxglue.ops.quant.vjp import DequantizeBackend, dequantize_with, project
 
-for _format in ("nf4", "int8", "fp8", "mxfp4", "nvfp4"):
+for _format in ("nf4", "int8", "fp8", "mxfp4", "nvfp4", "served"):
     import_module(f"{__name__}.{_format}")
 
 __all__ = ["DEQUANTIZE", "DequantizeCall", "dequantize", "mxfp4_to_fp8", "project_quantized"]

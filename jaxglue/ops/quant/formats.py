@@ -95,6 +95,8 @@ class WeightFormat:
     """Type of its matrices; None where they are arrays."""
     offered: bool = False
     """`--quantize` offers it, and adapters record it."""
+    recorded: bool = False
+    """Adapters record it although `--quantize` does not offer it."""
     trains: bool = False
     """Weights in it may train."""
     fp8: bool = False
@@ -117,8 +119,11 @@ class WeightFormat:
         """Convert a matrix."""
         raise NotImplementedError
 
-    def hold(self, matrix: Any) -> Any:
-        """Return a matrix as a model in this format holds it: quantized, unless its folder has it so."""
+    def hold(self, matrix: Any, *, sensitive: bool = False) -> Any:
+        """Return a matrix as a model in this format holds it: quantized, unless its folder has it so.
+
+        A mixture of formats gives the sensitive ones more bits.
+        """
         return matrix if isinstance(matrix, Quantized) else self.quantize(matrix)
 
     def reads(self, config: Mapping[str, Any]) -> bool:

@@ -142,7 +142,7 @@ class FP8Format(WeightFormat):
         """Convert a matrix."""
         return quantize_fp8(matrix)
 
-    def hold(self, matrix: Any) -> Any:
+    def hold(self, matrix: Any, *, sensitive: bool = False) -> Any:
         """Return a matrix for FP8 products."""
         return multiplied_in_fp8(matrix) if isinstance(matrix, FP8Weight) else super().hold(matrix)
 

@@ -17,7 +17,8 @@ SUPER_BLOCK = 256
 """Values of a super-block; rows must be a multiple of it."""
 BLOCK_BYTES: dict[KQuant, int] = {"q4_k": 144, "q5_k": 176, "q6_k": 210}
 """Bytes of a super-block."""
-_LEVELS = {"q4_k": 15, "q5_k": 31}
+TOP_LEVELS: dict[KQuant, int] = {"q4_k": 15, "q5_k": 31, "q6_k": 63}
+"""Highest level, from 0."""
 _SCALE_LEVELS = 63
 _TINY = 1e-15
 """Magnitude below which a block counts as zero."""
@@ -35,6 +36,29 @@ _PLAIN = {"q4_k": _Search(-1.0, 0.1, 21), "q5_k": _Search(-0.5, 0.1, 16)}
 _WEIGHTED = _Search(-0.9, 0.05, 37)
 
 
+class Grid(NamedTuple):
+    """Levels of super-blocks: a value is scale · level − minimum, with both integers times one of the super-block."""
+
+    scale: Float[Array, " S"]
+    """Float16."""
+    scale_levels: Int[Array, "S B"]
+    minimum: Float[Array, " S"] | None = None
+    """Float16; None in q6_k, whose levels are around zero."""
+    minimum_levels: Int[Array, "S B"] | None = None
+
+    @property
+    def steps(self) -> Float[Array, "S B"]:
+        """Return the distance of each sub-block's levels, float32."""
+        return self.scale.astype(jnp.float32)[:, None] * self.scale_levels
+
+    @property
+    def lows(self) -> Float[Array, "S B"]:
+        """Return what is taken from each sub-block's levels, float32; 0 in q6_k."""
+        if self.minimum is None or self.minimum_levels is None:
+            return jnp.zeros(self.scale_levels.shape)
+        return self.minimum.astype(jnp.float32)[:, None] * self.minimum_levels
+
+
 @partial(jax.jit, static_argnames="kind")
 def quantize_super_blocks(
     blocks: Float[Array, "S 256"], kind: KQuant, importance: Float[Array, "S 256"] | None = None
@@ -46,16 +70,44 @@ def quantize_super_blocks(
         kind: the format.
         importance: mean square of each value's input, to weigh errors; by default large values weigh more.
     """
+    grid = fit_grid(blocks, kind, importance)
+    return pack_levels(grid, nearest_levels(grid, blocks, kind), kind)
+
+
+@partial(jax.jit, static_argnames="kind")
+def fit_grid(blocks: Float[Array, "S 256"], kind: KQuant, importance: Float[Array, "S 256"] | None = None) -> Grid:
+    """Return the grid of least weighted error; arguments as of `quantize_super_blocks`."""
     x = blocks.astype(jnp.float32)
     importance = None if importance is None else importance.astype(jnp.float32)
-    return _quantize_q6(x, importance) if kind == "q6_k" else _quantize_with_minimum(x, kind, importance)
+    return _fit_q6(x, importance) if kind == "q6_k" else _fit_with_minimum(x, kind, importance)
 
 
-def _quantize_with_minimum(
-    x: Float[Array, "S 256"], kind: Literal["q4_k", "q5_k"], importance: Float[Array, "S 256"] | None
-) -> UInt8[Array, "S bytes"]:
-    """Quantize super-blocks of eight sub-blocks: value = scale · level − minimum."""
-    levels, blocks = _LEVELS[kind], x.reshape(-1, 8, 32)
+def nearest_levels(grid: Grid, blocks: Float[Array, "S 256"], kind: KQuant) -> UInt8[Array, "S 256"]:
+    """Return the level nearest to each value, from 0."""
+    steps, first = grid.steps[..., None], 32 if kind == "q6_k" else 0
+    values = blocks.astype(jnp.float32).reshape(*grid.scale_levels.shape, -1) + grid.lows[..., None]
+    levels = jnp.clip(jnp.round(values / jnp.where(steps != 0, steps, 1)), -first, TOP_LEVELS[kind] - first) + first
+    return jnp.where(steps != 0, levels, first).astype(jnp.uint8).reshape(blocks.shape)
+
+
+def pack_levels(grid: Grid, levels: UInt8[Array, "S 256"], kind: KQuant) -> UInt8[Array, "S bytes"]:
+    """Return super-blocks of these levels as llama.cpp lays them out."""
+    if kind == "q6_k":
+        return _pack_q6(grid, levels)
+    assert grid.minimum is not None and grid.minimum_levels is not None
+    head = [_bytes(grid.scale), _bytes(grid.minimum), _pack_six_bits(grid.scale_levels, grid.minimum_levels)]
+    pairs = levels.reshape(-1, 4, 2, 32)
+    low = ((pairs[:, :, 0] & 0xF) | ((pairs[:, :, 1] & 0xF) << 4)).reshape(-1, 128)
+    if kind == "q4_k":
+        return jnp.concatenate([*head, low], axis=1)
+    shifts = jnp.arange(8, dtype=jnp.uint8)[:, None]
+    high = ((levels.reshape(-1, 8, 32) >> 4) << shifts).sum(axis=1, dtype=jnp.uint8)
+    return jnp.concatenate([*head, high, low], axis=1)
+
+
+def _fit_with_minimum(x: Float[Array, "S 256"], kind: KQuant, importance: Float[Array, "S 256"] | None) -> Grid:
+    """Fit super-blocks of eight sub-blocks: value = scale · level − minimum."""
+    levels, blocks = TOP_LEVELS[kind], x.reshape(-1, 8, 32)
     if importance is None:
         weights = jnp.sqrt(jnp.mean(blocks**2, axis=-1, keepdims=True)) + jnp.abs(blocks)
         scales, minima = _fit_scales(blocks, weights, levels, _PLAIN[kind])
@@ -68,19 +120,7 @@ def _quantize_with_minimum(
         total = weights.sum(axis=-1)
         scale, scale_levels = _fit_scale_of_scales(scales, total)
         minimum, minimum_levels = _fit_scale_of_scales(minima, total)
-    scale, minimum = scale.astype(jnp.float16), minimum.astype(jnp.float16)
-    d = scale.astype(jnp.float32)[:, None] * scale_levels
-    m = minimum.astype(jnp.float32)[:, None] * minimum_levels
-    q = jnp.round((blocks + m[..., None]) / jnp.where(d > 0, d, 1)[..., None])
-    q = jnp.where(d[..., None] > 0, jnp.clip(q, 0, levels), 0).astype(jnp.uint8)
-    head = [_bytes(scale), _bytes(minimum), _pack_six_bits(scale_levels, minimum_levels)]
-    pairs = q.reshape(-1, 4, 2, 32)
-    low = ((pairs[:, :, 0] & 0xF) | ((pairs[:, :, 1] & 0xF) << 4)).reshape(-1, 128)
-    if kind == "q4_k":
-        return jnp.concatenate([*head, low], axis=1)
-    shifts = jnp.arange(8, dtype=jnp.uint8)[:, None]
-    high = ((q >> 4) << shifts).sum(axis=1, dtype=jnp.uint8)
-    return jnp.concatenate([*head, high, low], axis=1)
+    return Grid(scale.astype(jnp.float16), scale_levels, minimum.astype(jnp.float16), minimum_levels)
 
 
 def _fit_scales(
@@ -169,8 +209,8 @@ def _fit_scale_of_scales(
     return jnp.where(sum_qq > 0, sum_qx / jnp.where(sum_qq > 0, sum_qq, 1), 0), q.astype(jnp.int32)
 
 
-def _quantize_q6(x: Float[Array, "S 256"], importance: Float[Array, "S 256"] | None) -> UInt8[Array, "S 210"]:
-    """Quantize super-blocks of sixteen sub-blocks, whose values are scale · level for levels −32 … 31."""
+def _fit_q6(x: Float[Array, "S 256"], importance: Float[Array, "S 256"] | None) -> Grid:
+    """Fit super-blocks of sixteen sub-blocks, whose values are scale · level for levels −32 … 31."""
     blocks = x.reshape(-1, 16, 16)
     weights = blocks**2 if importance is None else importance.reshape(blocks.shape)
     scales = _fit_symmetric_scales(blocks, weights, 32)
@@ -179,14 +219,15 @@ def _quantize_q6(x: Float[Array, "S 256"], importance: Float[Array, "S 256"] | N
     present = jnp.abs(largest) >= _TINY
     inverse = jnp.where(present, -128 / jnp.where(present, largest, 1), 0)
     scale = jnp.where(present, largest / -128, 0).astype(jnp.float16)
-    scale_levels = jnp.clip(jnp.round(inverse * scales), -128, 127)
-    d = (scale.astype(jnp.float32) * scale_levels)[..., None]
-    q = jnp.clip(jnp.round(blocks / jnp.where(d != 0, d, 1)), -32, 31) + 32
-    q = jnp.where(d != 0, q, 32).astype(jnp.uint8).reshape(-1, 2, 4, 32)
+    return Grid(scale[:, 0], jnp.clip(jnp.round(inverse * scales), -128, 127).astype(jnp.int8))
+
+
+def _pack_q6(grid: Grid, levels: UInt8[Array, "S 256"]) -> UInt8[Array, "S 210"]:
+    q = levels.reshape(-1, 2, 4, 32)
     low = jnp.concatenate([(q[:, :, 0] & 0xF) | (q[:, :, 2] << 4), (q[:, :, 1] & 0xF) | (q[:, :, 3] << 4)], axis=-1)
     shifts = jnp.arange(0, 8, 2, dtype=jnp.uint8)[:, None]
     high = ((q >> 4) << shifts).sum(axis=2, dtype=jnp.uint8)
-    parts = [low.reshape(-1, 128), high.reshape(-1, 64), _bytes(scale_levels.astype(jnp.int8)), _bytes(scale[:, 0])]
+    parts = [low.reshape(-1, 128), high.reshape(-1, 64), _bytes(grid.scale_levels.astype(jnp.int8)), _bytes(grid.scale)]
     return jnp.concatenate(parts, axis=1)
 
 

@@ -120,18 +120,19 @@ def dequantize_nf4(quantized: NF4, dtype=jnp.bfloat16) -> Float[Array, "out in"]
     """Compute the values in `dtype`: code times scale in float32, rounded once."""
     out, columns = quantized.shape
     codes = jnp.stack([quantized.codes >> 4, quantized.codes & 0xF], axis=-1)
-    values = _decode(codes).reshape(out, -1, BLOCK) * _scales(quantized)[..., None]
+    values = decode_nf4(codes).reshape(out, -1, BLOCK) * block_scales(quantized)[..., None]
     return values.astype(dtype).reshape(out, columns)
 
 
-def _scales(quantized: NF4) -> Float[Array, "out in/64"]:
+def block_scales(quantized: NF4) -> Float[Array, "out in/64"]:
+    """Return the scales of the blocks, float32."""
     factors = jnp.repeat(quantized.scale_absmax, GROUP)[: quantized.scales.size].reshape(quantized.scales.shape)
     # The barrier keeps XLA from contracting to an FMA: bitsandbytes rounds twice.
     products = jax.lax.optimization_barrier(jnp.asarray(dynamic_code())[quantized.scales] * factors)
     return products + quantized.scale_offset
 
 
-def _decode(codes: UInt8[Array, "*B"]) -> Float[Array, "*B"]:
+def decode_nf4(codes: UInt8[Array, "*B"]) -> Float[Array, "*B"]:
     """Decode NF4 to float32 by a tree of selects, which fuses; a table look-up would not."""
     values = [jnp.float32(value) for value in VALUES]
     for bit in range(4):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
-from jaxglue.ops.quant.formats import Quantized, Shape, Stored, TensorReader, WeightFormat, names_in, register
+from jaxglue.ops.quant.formats import Quantized, Shape, Specs, Stored, TensorReader, WeightFormat, names_in, register
 from jaxglue.ops.quant.fp8 import E4M3
 from jaxglue.ops.quant.mxfp4 import decode_e2m1, encode_e2m1
 
@@ -59,7 +59,7 @@ def dequantize_nvfp4(quantized: NVFP4, dtype=jnp.bfloat16) -> Float[Array, "out 
 
 
 class NVFP4Format(WeightFormat):
-    """Weights that a folder holds in NVFP4, dequantized for each product."""
+    """Weights that folders hold in NVFP4, dequantized for each product."""
 
     name, label, flag, description = "nvfp4", "nvfp4", "NVFP4 in the model folder", "in nvfp4"
     weight, few_values, row_wise, holds_experts = NVFP4, True, True, True
@@ -91,8 +91,30 @@ class NVFP4Format(WeightFormat):
         return names_in(config, "ignore")
 
     def config(self, unquantized: Sequence[str] = ("lm_head",)) -> dict[str, Any]:
-        """Return the entries by which it is known."""
-        return {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+        """Return compressed-tensors' entries for weights alone, as vLLM's kernels for 4-bit weights read them."""
+        weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": BLOCK, "symmetric": True}
+        group = {"targets": ["Linear"], "weights": weights | {"dynamic": False}, "input_activations": None}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "nvfp4-pack-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": [*unquantized, r"re:.*mlp\.(gate|router)$"],
+        }
+
+    def specs(self, name: str, shape: Shape) -> Specs:
+        """Return codes, scales and divisor of a matrix."""
+        out, columns = shape
+        return {
+            f"{name}_packed": jax.ShapeDtypeStruct((out, columns // 2), jnp.uint8),
+            f"{name}_scale": jax.ShapeDtypeStruct((out, columns // BLOCK), E4M3),
+            f"{name}_global_scale": jax.ShapeDtypeStruct((1,), jnp.float32),
+        }
+
+    def tensors(self, name: str, weight: NVFP4) -> dict[str, np.ndarray]:
+        """Return the values of `specs`."""
+        parts = weight.codes, weight.scales, weight.divisors[:1]
+        return dict(zip(self.specs(name, weight.shape), map(np.asarray, parts), strict=True))
 
     def find(self, files: TensorReader, name: str, shape: Shape) -> Stored | None:
         """Return a matrix that is packed; raise ValueError where its scales are absent."""

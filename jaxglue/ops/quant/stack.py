@@ -50,9 +50,9 @@ def matrix_of(weight: Quantized) -> Quantized:
     return weight.rows if isinstance(weight, Stack) else weight
 
 
-def hold_matrices(made: WeightFormat, weight: Any) -> Any:
+def hold_matrices(made: WeightFormat, weight: Any, *, sensitive: bool = False) -> Any:
     """Return a matrix, or matrices [E, out, in], as a model in this format holds them."""
     if made.weight is None or isinstance(weight, Quantized) or weight.ndim < 3:
-        return made.hold(weight)
+        return made.hold(weight, sensitive=sensitive)
     count, out, columns = weight.shape
-    return Stack(rows=made.hold(jnp.reshape(weight, (count * out, columns))), out=out)
+    return Stack(rows=made.hold(jnp.reshape(weight, (count * out, columns)), sensitive=sensitive), out=out)

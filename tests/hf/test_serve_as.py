@@ -1,0 +1,143 @@
+"""Adapters trained for a format in which their merge is served: exports hold what training computed."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxglue.hf.adapter import Adapter, load_adapter, save_adapter
+from jaxglue.hf.checkpoint import open_checkpoint, read_config
+from jaxglue.hf.export import save_model
+from jaxglue.hf.export_check import ROWS_FILE, ExportRows, first_rows, folder_parts, predict, random_rows
+from jaxglue.hf.identity import identify
+from jaxglue.hf.loading import load_model, random_model
+from jaxglue.hf.merge import MergedTensors, export_adapter
+from jaxglue.models import config_from_hf
+from jaxglue.models.lora import add_lora
+from jaxglue.models.lora_config import LoraConfig
+from jaxglue.models.parameters import flatten_names, split_model
+from jaxglue.ops.segments import pack_segments
+
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "head_dim": 64}
+CONFIG = LoraConfig(rank=4, targets=("q_proj", "v_proj", "down_proj"))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, tiny_config):
+    """A folder of random weights in bfloat16."""
+    raw = {**tiny_config, "model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, **SIZES}
+    (source := tmp_path_factory.mktemp("base")).joinpath("config.json").write_text(json.dumps(raw))
+    model = random_model(config_from_hf(raw), dtype=jnp.float32)
+    save_model(source / "model", flatten_names(split_model(model, nnx.Param)[1]), source, dtype=jnp.bfloat16)
+    return source / "model"
+
+
+@pytest.fixture
+def adapter(base, tmp_path):
+    """Return a function that writes an adapter trained for a format, and rows of its run."""
+
+    def write(served: str, std: float = 0.02) -> Adapter:
+        model = nnx.eval_shape(lambda: adapted(config_from_hf(read_config(base))))
+        _, state = nnx.split(model, nnx.LoRAParam, ...)[:2]
+        names, rng = flatten_names(nnx.to_pure_dict(state)), np.random.default_rng(0)
+        tensors = {name: rng.normal(size=spec.shape, scale=std).astype(np.float32) for name, spec in names.items()}
+        recorded = {**identify(base), **({} if served == "none" else {"quantize": f"served_{served}"})}
+        save_adapter(tmp_path / "run/adapter", tensors, CONFIG, str(base), recorded)
+        return load_adapter(tmp_path / "run/adapter")
+
+    return write
+
+
+def adapted(config):
+    model = random_model(config)
+    add_lora(model, CONFIG, rngs=nnx.Rngs(0))
+    return model
+
+
+def logits(folder, adapter=None, quantize="none"):
+    config, rows = config_from_hf(read_config(folder)).quantized(quantize), random_rows(64)
+    parts = folder_parts(folder, config, dtype=jnp.float32, adapter=adapter)
+    return np.asarray(predict(config, parts, rows, jnp.dtype(jnp.float32)))
+
+
+@pytest.mark.parametrize("served", ["nvfp4", "nf4"])
+def test_a_folder_in_the_format_predicts_as_training_did(served, base, adapter, tmp_path):
+    trained = adapter(served)
+    expected = logits(base, trained, f"served_{served}")
+    export_adapter(trained.folder, base, tmp_path / "written")
+    assert config_from_hf(read_config(tmp_path / "written")).quantize == served
+    got = logits(tmp_path / "written")
+    np.testing.assert_allclose(got, expected, atol=1e-4 * expected.std())
+    assert np.abs(got - logits(base, trained)).max() > 0.01 * expected.std()
+    names = open_checkpoint(tmp_path / "written").tensors
+    marked = "weight_packed" if served == "nvfp4" else "weight.absmax"
+    assert any(name.endswith(f"self_attn.o_proj.{marked}") for name in names), "layers without adapters are in it too"
+
+
+def test_an_adapter_for_llama_cpp_asks_for_its_file(base, adapter, tmp_path):
+    with pytest.raises(ValueError, match="trained to be served in q4_k_m: write it with --gguf q4_k_m"):
+        export_adapter(adapter("q4_k_m").folder, base, tmp_path / "written")
+    assert not (tmp_path / "written").exists()
+
+
+def test_blocks_for_llama_cpp_hold_the_values_of_training(base, adapter):
+    gguf = pytest.importorskip("gguf", reason="needs gguf: pip install '.[test]'")
+    tensors = MergedTensors(base, adapter("q4_k_m").folder)
+    kinds = {}
+    for name in tensors.served:
+        kinds[name] = tensors.packed_type(name)
+        blocks = tensors.read_packed(name)
+        values = gguf.dequantize(blocks, gguf.GGMLQuantizationType[kinds[name].upper()])
+        np.testing.assert_allclose(values, tensors.read(name).astype(np.float32), rtol=2**-8, atol=1e-7)
+    assert {kinds["model.layers.0.self_attn.q_proj.weight"], kinds["model.layers.2.mlp.down_proj.weight"]} == {
+        "q4_k",
+        "q6_k",
+    }
+
+
+def test_a_merge_into_few_bits_says_what_it_keeps(base, adapter, tmp_path):
+    plain, rng = adapter("none", std=0.05), np.random.default_rng(1)
+    tokens = rng.integers(0, 64, (2, 200), dtype=np.int32)
+    segments = pack_segments([[200], [150]], seq_len=200)
+    weights = (rng.random(tokens.shape) < 0.5) * np.asarray(segments.segment_ids > 0, np.float32)
+    weights[0, 190:] = 0
+    rows = first_rows(tokens, segments, "held-out", np.roll(tokens, -1, 1), weights)
+    config = config_from_hf(read_config(base))
+    model = folder_parts(base, config, dtype=jnp.float32, adapter=plain)
+    # Targets that the adapter makes likely, so that it gains.
+    chosen = np.asarray(predict(config, model, rows, jnp.dtype(jnp.float32)).argmax(-1), np.int32)
+    ExportRows(
+        tokens=rows.tokens, segments=rows.segments, source=rows.source, targets=chosen, loss_weights=rows.loss_weights
+    ).save(plain.folder.parent / ROWS_FILE)
+    gain = export_adapter(plain.folder, base, tmp_path / "written", quantize="nvfp4").gain
+    assert gain is not None and gain.tokens == int((weights > 0).sum())
+    losses = []
+    for own in (logits_of(base, rows), logits_of(base, rows, plain), logits_of(tmp_path / "written", rows)):
+        picked = np.take_along_axis(np.asarray(jax.nn.log_softmax(own)), chosen[..., None], -1)[..., 0]
+        losses.append(-(picked * weights).sum() / weights.sum())
+    np.testing.assert_allclose([gain.base, gain.adapted, gain.files], losses, rtol=1e-4)
+    assert gain.share == pytest.approx((losses[0] - losses[2]) / (losses[0] - losses[1]), rel=1e-3)
+    assert gain.share < 0.99
+
+
+def logits_of(folder, rows, adapter=None):
+    config = config_from_hf(read_config(folder))
+    parts = folder_parts(folder, config, dtype=jnp.float32, adapter=adapter)
+    return predict(config, parts, rows, jnp.dtype(jnp.float32))
+
+
+def test_a_loaded_model_answers_merged(base, adapter, tmp_path):
+    from jaxglue.hf.loading import add_adapter
+    from jaxglue.models.lora import merge_served
+
+    trained = adapter("nvfp4")
+    model = load_model(base, dtype=jnp.float32, quantize="served_nvfp4")
+    add_adapter(model, trained.folder, identify(base))
+    tokens = jnp.arange(16)[None]
+    apart = model(tokens)
+    merge_served(model)
+    np.testing.assert_allclose(model(tokens), apart, atol=1e-5)
+    assert not jax.tree.leaves(nnx.state(model, nnx.LoRAParam)) and model.config.quantize == "none"
