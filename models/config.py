@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int
 
-from jaxglue.models.wrapper import TEXT_PATH, WRAPPERS
+from jaxglue.models.tower_config import TowerConfig
+from jaxglue.models.wrapper import BESIDE_VISION, TEXT_PATH, WRAPPERS
 from jaxglue.ops.backend import BackendChoice
 from jaxglue.ops.choices import SERVED, Storage
 from jaxglue.ops.gated_mlp import Activation
@@ -20,6 +21,8 @@ from jaxglue.ops.moe import ONE_GROUP, Groups
 from jaxglue.ops.paged_attention import KVPages, make_pages
 from jaxglue.ops.quant.formats import FORMATS, find_format
 from jaxglue.ops.rope import RopeConfig, RopeTables, Rotary
+from jaxglue.ops.segments import PackedSegments
+from jaxglue.vision.rows import Images, spanned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,8 @@ class MoeConfig:
     """Groups of experts, from some of which alone a token chooses."""
     routed_scale: float = field(default=1.0, repr=False)
     """Factor of the weights of routed experts."""
+    latent_size: int = field(default=0, repr=False)
+    """Width of the experts' inputs and outputs, between two projections; 0 for the model's."""
 
     def __post_init__(self) -> None:
         count, kept = self.groups
@@ -117,6 +122,11 @@ class Mixer:
     def make(self, config: "DecoderConfig", parts: Any, kind: "LayerKind", *, dtype: Any, rngs: nnx.Rngs) -> Any:
         """Return its module; None for the layer's own attention."""
         raise NotImplementedError
+
+    @property
+    def attends(self) -> bool:
+        """Return whether queries see the keys of tokens before."""
+        return not self.recurrent
 
     def weights(self, config: "DecoderConfig", kind: "LayerKind") -> int:
         """Return the number of weights that a token is multiplied with."""
@@ -323,6 +333,8 @@ class DecoderConfig:
     """Settings of the family alone."""
     wrapper: str | None = field(default=None, repr=False)
     """Model type around it, such as one with a vision tower; see `jaxglue.models.wrapper`."""
+    vision: TowerConfig | None = field(default=None, repr=False)
+    """Tower of a model that sees images in this run; None for text alone."""
     scores: bool = False
     """Score every token in place of projecting it to the vocabulary, as reward models and classifiers do."""
     labels: int = field(default=1, repr=False)
@@ -416,7 +428,7 @@ class DecoderConfig:
     @property
     def value_dim(self) -> int:
         """Return the size of values of attention where a head of keys has `head_dim`."""
-        mixer = next((mixer for mixer in self.mixers if not mixer.recurrent), ATTENTION)
+        mixer = next((mixer for mixer in self.mixers if mixer.attends), ATTENTION)
         return mixer.attended(self.num_attention_heads, self.head_dim)[1]
 
     @property
@@ -436,6 +448,8 @@ class DecoderConfig:
     @property
     def text_path(self) -> str:
         """Return the path of the decoder among the modules that PEFT adapts."""
+        if self.vision is not None:  # which is loaded with the parts around it
+            return BESIDE_VISION
         return WRAPPERS[self.wrapper].text_path if self.wrapper else TEXT_PATH
 
     def require_causal(self, name: object) -> None:
@@ -509,7 +523,16 @@ class DecoderConfig:
         """Return the rotary embeddings among the layers, each once."""
         return tuple(dict.fromkeys(kind.rotary for kind in self.layer_kinds if kind.rotary))
 
-    def rope_tables(self, positions: Int[Array, "B T"], lengths: Int[Array, "B T"] | None = None) -> RopeTables:
+    def layer_segments(self, segments: PackedSegments, images: Images | None) -> list[PackedSegments]:
+        """Return each layer's segments: where images are, tokens of some layers see later ones of the same image."""
+        seen = spanned(segments, images)
+        spans = "none" if self.vision is None else self.vision.spans
+        return [
+            seen if spans == "all" or (spans == "windows" and kind.window is not None) else segments
+            for kind in self.layer_kinds
+        ]
+
+    def rope_tables(self, positions: Int[Array, "B T *axes"], lengths: Int[Array, "B T"] | None = None) -> RopeTables:
         """Compute a batch's rotary tables, which all layers share; see `jaxglue.ops.rope.rope_tables`."""
         return RopeTables.at(positions, self.rotaries, lengths)
 

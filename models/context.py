@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 from jaxglue.ops.attention import packed_attention, rotated_attention
 from jaxglue.ops.delta_rule import DeltaHeads, causal_convolution, gated_delta_rule
 from jaxglue.ops.moe import Routing
+from jaxglue.ops.names import ATTENTION_OUT
 from jaxglue.ops.norm_rope import HeadNorms, norm_and_rotate
 from jaxglue.ops.recurrence import Recurrence, recur
 from jaxglue.ops.rope import RopeTables, Rotary
@@ -119,9 +120,10 @@ class PackedContext:
     ranks: Bool[Array, "tokens R"] | None = None
     """Ranks of the adapters that each token uses; None for all. One row serves all tokens."""
 
-    def each(self, layer_inputs: Sequence[Array] | None, layers: int) -> "list[PackedContext]":
-        """Return the contexts of layers with these embeddings of their own."""
-        return [self] * layers if layer_inputs is None else [replace(self, layer_input=own) for own in layer_inputs]
+    def each(self, layer_inputs: Sequence[Array] | None, segments: "Sequence[PackedSegments]") -> "list[PackedContext]":
+        """Return the contexts of layers with these embeddings of their own, and these segments."""
+        inputs = [None] * len(segments) if layer_inputs is None else layer_inputs
+        return [replace(self, layer_input=x, segments=part) for x, part in zip(inputs, segments, strict=True)]
 
     @property
     def token_mask(self) -> Bool[Array, " B*T"]:
@@ -156,7 +158,9 @@ class PackedContext:
 
     def recur(self, recurrence: Recurrence, *values) -> Float[Array, "B T *O"]:
         """Compute a recurrence of the layer's own within each segment."""
-        return recur(recurrence, self.segments, *values) if self.attention_out is None else self.attention_out
+        if self.attention_out is not None and recurrence.name == ATTENTION_OUT:
+            return self.attention_out
+        return recur(recurrence, self.segments, *values)
 
     def attend_rotated(self, rotation, z, *, window=None) -> Float[Array, "B T N H"]:
         """Compute `attend` of the heads of z, queries and keys once rotated."""

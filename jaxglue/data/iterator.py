@@ -1,6 +1,6 @@
 """Prefetching iterators of training and evaluation batches, with a checkpointable state."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -15,9 +15,13 @@ from jaxglue.data.dataset import TokenDataset, token_values
 from jaxglue.data.mixing import plan_dataset_epoch
 from jaxglue.data.packing import PackPlan, plan_packing
 from jaxglue.ops.segments import batch_kind, segment_bucket
+from jaxglue.vision.rows import Images, RowImages
 
 if TYPE_CHECKING:
     import grain
+
+See = Callable[[RowImages], Images]
+"""Makes arrays of the images of rows on the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +88,23 @@ class Steps:
             max_segments=self.max_segments,
             kind=batch_kind([self.dataset.lengths[self.plan.row(row)] for row in rows.ravel()], self.max_segments),
         )
+        if batch.images is not None:
+            largest = self.dataset.most_features([self.plan.row(row) for row in rows.ravel()])
+            batch = replace(batch, images=replace(batch.images, largest=largest))
         if not self.with_sources or self.dataset.sources is None:
             return batch
         members = [self.plan.row(row) for row in own]
         owners = [np.repeat(self.dataset.sources[row], self.dataset.segments_of(row)) for row in members]
         sources: Any = token_values(np.asarray(batch.segments.segment_ids), owners).astype(np.int32)
         return replace(batch, sources=sources)
+
+
+def seen(step: Step, see: See) -> Step:
+    """Return a step whose images are arrays."""
+    if all(batch.images is None for batch in step.micro_batches):
+        return step
+    batches = (replace(batch, images=batch.images and see(batch.images)) for batch in step.micro_batches)
+    return replace(step, micro_batches=tuple(batches))
 
 
 class BatchState(TypedDict):
@@ -167,6 +182,8 @@ class BatchIterator(Iterator[Step]):
         """Segment slots S of every batch."""
         self.steps_per_epoch = self._count_steps(first)
         """Optimizer steps in the first epoch; other epochs may differ by a few."""
+        self.see: See = RowImages.with_patches
+        """Applied to each step's images when it is taken; their patches by default."""
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="packing")
         self._start(0, first)
 
@@ -189,7 +206,7 @@ class BatchIterator(Iterator[Step]):
     def __next__(self) -> Step:
         while True:
             try:
-                return next(self._steps)
+                return seen(next(self._steps), self.see)
             except StopIteration:
                 if self._next_plan is None:
                     raise
@@ -209,7 +226,7 @@ class BatchIterator(Iterator[Step]):
     @property
     def first(self) -> Step:
         """Return the first step of the epoch."""
-        return self._epoch_steps[0]
+        return seen(self._epoch_steps[0], self.see)
 
     @property
     def dataset(self) -> TokenDataset:
@@ -304,6 +321,8 @@ class EvalBatches:
             process_count=process_count,
             with_sources=True,
         )
+        self.see: See = RowImages.with_patches
+        """See `BatchIterator.see`."""
         self.targets = int(dataset.targets.sum())
         """Target tokens over all batches and processes."""
 
@@ -331,7 +350,7 @@ class EvalBatches:
         return len(self._steps)
 
     def __iter__(self) -> Iterator[Batch]:
-        return (step.micro_batches[0] for step in read_ahead(self._steps))
+        return (seen(step, self.see).micro_batches[0] for step in read_ahead(self._steps))
 
 
 def read_ahead(steps: Steps) -> "grain.DatasetIterator":

@@ -2,7 +2,7 @@
 
 PEFT (0.21) concatenates the matrices of all experts into two 2-D tensors, and wraps the experts' module once per
 targeted parameter: `experts.lora_A` belongs to the outer wrapper, `experts.base_layer.lora_A` to the inner one.
-`gate_up_proj` is wrapped first and thus is the inner one.
+`gate_up_proj`, or `up_proj` of experts without gates, is wrapped first and thus is the inner one.
 """
 
 import re
@@ -36,20 +36,15 @@ def is_adapter(name: str) -> bool:
     return name.rpartition(".")[2] in (*_MATRICES, MAGNITUDE)
 
 
-def split_others(path: Path, tensors: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], str]:
-    """Return an adapter's tensors without those around the text model, and the path of the decoder in their keys.
+def split_others(tensors: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], str]:
+    """Return an adapter's tensors, without untrained ones around the text model, and the decoder's path in their keys.
 
     PEFT adapts every module of a target's name, such as a vision tower's; without images these learn nothing.
-
-    Raises:
-        ValueError: a part around the text model was trained.
     """
     names = {key: key.removeprefix(_PREFIX) for key in tensors}
     others = {key for key, name in names.items() if is_beside_text(name)}
-    for key in others:
-        if ".lora_B" in key and tensors[key].any():
-            raise ValueError(f"{path}: {key} is of a part beside the text model, which is not supported")
-    kept = {key: tensor for key, tensor in tensors.items() if key not in others}
+    trained = any("lora_" not in key or (".lora_B" in key and tensors[key].any()) for key in others)
+    kept = {key: tensor for key, tensor in tensors.items() if trained or key not in others}
     paths = {text_path for key in kept if (text_path := to_text_name(names[key])[1]) != TEXT_PATH}
     return kept, min(paths, default=TEXT_PATH)
 
@@ -87,6 +82,9 @@ def from_key(path: Path, key: str, array: np.ndarray, raw: Mapping[str, Any]) ->
         ValueError: a tensor of no supported feature, or of another shape.
     """
     name, _ = to_text_name(key.removeprefix(_PREFIX))
+    if is_beside_text(name):
+        last = name.removesuffix(".weight").rpartition(".")[2]
+        return (name.removesuffix(".weight") if last in _MATRICES else name), array
     if vocabulary := _VOCABULARY.fullmatch(name):
         name, axes = f"{vocabulary[1]}.{vocabulary[4]}", 2
     elif name == SCORE:
@@ -154,12 +152,12 @@ def check_shapes(path: Path, tensors: Mapping[str, np.ndarray], config: LoraConf
             raise ValueError(f"{path}: {linear} has {MAGNITUDE} {list(magnitude.shape)}, expected [{b.shape[0]}]")
 
 
-_MODULE = r"((mlp|feed_forward)\.)?experts"
+_MODULE = r"((mlp|feed_forward|block_sparse_moe|mixer)\.)?experts"
 _OURS = re.compile(
-    rf"(?P<experts>.+?\.(?P<path>{_MODULE}))\.(?P<projection>gate_up_proj|down_proj)\.(?P<matrix>lora_[AB])"
+    rf"(?P<experts>.+?\.(?P<path>{_MODULE}))\.(?P<projection>gate_up_proj|up_proj|down_proj)\.(?P<matrix>lora_[AB])"
 )
 _THEIRS = re.compile(rf"(?P<experts>model\.layers\.\d+\.{_MODULE})(?P<inner>\.base_layer)?\.(?P<matrix>lora_[AB])")
-_INNER, _OUTER = "gate_up_proj", "down_proj"
+_INNER, _OUTER = ("gate_up_proj", "up_proj"), "down_proj"
 
 
 def target_parameters(names: Iterable[str]) -> list[str]:
@@ -177,7 +175,7 @@ def to_peft(name: str, tensor: Any, targets: Iterable[str]) -> tuple[str, np.nda
     """
     if not (match := _OURS.fullmatch(name)):
         return name, np.asarray(tensor)
-    inner = match["projection"] == _INNER and f"{match['path']}.{_OUTER}" in targets
+    inner = match["projection"] in _INNER and f"{match['path']}.{_OUTER}" in targets
     array = np.asarray(tensor)
     if match["matrix"] == "lora_A":
         array = array.reshape(-1, array.shape[-1])
@@ -204,7 +202,8 @@ def from_peft(
     if not (match := _THEIRS.fullmatch(name)):
         return None
     kinds = {target.rpartition(".")[-1] for target in targets}
-    projection = _INNER if match["inner"] or _OUTER not in kinds else _OUTER
+    first = next((kind for kind in _INNER if kind in kinds), _INNER[0])
+    projection = first if match["inner"] or _OUTER not in kinds else _OUTER
     if projection not in kinds:
         raise ValueError(f"{name} adapts experts, but target_parameters names no {projection}")
     path = f"{match['experts']}.{projection}"

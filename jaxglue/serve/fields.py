@@ -9,11 +9,15 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 
 from jaxglue.generation.config import SamplingConfig
+from jaxglue.serve.lanes import paced
 from jaxglue.serve.record import record_of
 from jaxglue.serve.refusals import BadRequestError
 from jaxglue.settings.spelling import nearest
 
 _LARGEST_BODY, _BODY_SECONDS = 4 * 2**20, 60.0
+_LARGE_BODY = 2**18
+"""Bytes of a body that takes more than some milliseconds to parse."""
+_LARGEST_WITH_IMAGES = 16 * 2**20
 _MOST_CONTAINERS = 2**18
 """Lists and objects of a body, each of which takes a microsecond, at most."""
 _MOST_ANSWERS, MOST_PROMPTS = 16, 128
@@ -99,21 +103,23 @@ _NOTHING: tuple[Any, ...] = (False, 0, 1, "", [], {})
 """Values that ask for nothing of a parameter that another endpoint has."""
 
 
-async def read_body(http: HttpRequest, known: Collection[str]) -> dict[str, Any]:
-    """Return the body's object.
+async def read_body(http: HttpRequest, known: Collection[str], *, sees: bool = False) -> dict[str, Any]:
+    """Return the body's object, which may be larger where the model sees images.
 
     Parameters beside those known are left out, unless they would change the answer, or are likely to be misspelled.
+
+    Of a model that sees images it may be larger.
 
     Raises:
         BadRequestError: it is too large, no JSON object, or has such a parameter.
     """
-    parts, size = [], 0
+    parts, size, largest = [], 0, _LARGEST_WITH_IMAGES if sees else _LARGEST_BODY
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             async for part in http.stream():
                 size += len(part)
-                if size > _LARGEST_BODY:
-                    raise BadRequestError(f"the body is larger than {_LARGEST_BODY / 2**20:.0f} MiB", 413)
+                if size > largest:
+                    raise BadRequestError(f"the body is larger than {largest / 2**20:.0f} MiB", 413)
                 parts.append(part)
     except TimeoutError:
         raise BadRequestError(f"the body takes more than {_BODY_SECONDS:.0f} s", 408) from None
@@ -121,7 +127,7 @@ async def read_body(http: HttpRequest, known: Collection[str]) -> dict[str, Any]
     if (count := content.count(b"[") + content.count(b"{")) > _MOST_CONTAINERS:
         raise BadRequestError(f"the body has about {count:,} lists and objects: at most {_MOST_CONTAINERS:,} are read")
     try:
-        body = json.loads(content)
+        body = await paced(json.loads, content) if len(content) > _LARGE_BODY else json.loads(content)
     except (ValueError, RecursionError) as error:
         raise BadRequestError(f"the body is no JSON: {error}") from error
     if not isinstance(body, dict):

@@ -67,6 +67,11 @@ class Host:
         """Return what the model is for."""
         return frozenset([*(["text"] if self.text else []), *(self.reader.readers if self.reader else ())])
 
+    @property
+    def sees(self) -> bool:
+        """Return whether chats may have images."""
+        return self.text is not None and self.assistant.sight is not None
+
     async def scores(self, prompts: Sequence[list[int]], voice: Voice, top: int) -> list[PromptScores]:
         """Return the log-probabilities of prompts' tokens, computed beside the answers; errors as of `PromptScorer`."""
         loop, state = asyncio.get_running_loop(), (self.assistant.adapter, prompts, voice.ranks, top)

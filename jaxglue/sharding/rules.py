@@ -21,6 +21,7 @@ _ARRAY = r"(\.codes|\.values|\.scales|\.absmax|\.divisors)?"
 """An array of a quantized matrix with a row for each of its rows."""
 RULES: tuple[tuple[str, P], ...] = (
     # parameter                                                     axes that split each of its dimensions
+    (r"^model\.(visual|vision_|multi_modal|embed_vision)",           P()),  # towers
     (r"\.experts\.\w+_proj(_bias|\.lora_A|\.lora_B)$",              P("expert")),
     (r"\.experts\.\w+_proj(_[a-z]+)?$",                             P("expert", "fsdp")),  # [E, ·, ·], also parts
     (rf"\.experts\.\w+_proj(\.weight)?\.rows{_ARRAY}$",             P(("expert", "fsdp"))),  # [E·out, ·]
@@ -31,6 +32,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (rf"\.(o|down)_proj\.weight{_ARRAY}$",                          P("fsdp", "tensor")),
     (rf"\.((q_a|q_b|kv_b)_proj|kv_a_proj_with_mqa)\.weight{_ARRAY}$", P("fsdp")),
     (rf"\.(in_proj(_qkv|_z)?|out_proj)\.weight{_ARRAY}$",           P("fsdp")),
+    (rf"\.(input|output)_linear\.weight{_ARRAY}$",                  P("fsdp")),
     (rf"\.w[123]\.weight{_ARRAY}$",                                P("fsdp")),
     (r"\.(q|k|v|gate|up)_proj\.(bias|lora_B)$|\.sinks$",            P("tensor")),
     (r"\.(o|down)_proj\.lora_A$",                                   P(None, "tensor")),
@@ -60,6 +62,8 @@ class Layout:
         """Spec of arrays [B, T, …]."""
         self.row_spec = make_spec([rows])
         """Spec of arrays [B, …] of rows' values."""
+        self.batch_shards = math.prod(self._sizes[axis] for axis in rows)
+        """Devices that have rows of their own."""
         self.device_spec = make_spec([self._axes])
         """Spec of arrays [devices, …], one row for each device."""
 

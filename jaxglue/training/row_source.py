@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from jaxglue.data.config import Columns
 from jaxglue.data.iterator import BatchIterator, EvalBatches
-from jaxglue.data.prepare import PreparedData, prepare_data
+from jaxglue.data.prepare import PreparedData, prepare_data, read_vision
 from jaxglue.data.progress import DataProgress
 from jaxglue.data.report import trained_tokens
 from jaxglue.data.stream import StreamIterator
@@ -79,9 +79,9 @@ class Documents:
         """Read documents, and tokenize those that the cache lacks."""
         config, objective = self.config, self.config.objective
         task = objective.task(shared_prompt=not self.why_copied, copies=self.model.recurrent is not None)
-        return prepare_data(
-            config.data, tokenizer, self.model.vocab_size, progress, task, {**objective.columns, **columns}
-        )
+        columns = {**objective.columns, **columns}
+        processor = read_vision(config.model.folder, config.data.image_max_tokens, tokenizer)
+        return prepare_data(config.data, tokenizer, self.model.vocab_size, progress, task, columns, processor)
 
     def loss_on(self, data: PreparedData) -> str:
         """Return which tokens of answers or documents have loss, by the sources' formats and settings."""
