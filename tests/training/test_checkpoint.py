@@ -159,7 +159,7 @@ def test_a_checkpoint_that_is_left_out_is_an_error(tmp_path):
         checkpoints.save(1, make_state(1), {})
         checkpoints.wait()
         shutil.rmtree(tmp_path / "1")
-        with pytest.raises(OSError, match="step 1 could not be written .* had been saved there, and is gone"):
+        with pytest.raises(OSError, match=r"step 1 could not be written .* had been saved there, and is gone"):
             checkpoints.save(1, make_state(1), {})
     assert told == [tmp_path / "1"]
 
