@@ -3,9 +3,17 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxglue.models.families import FAMILIES, Family, abstract_model, build_model, config_from_hf, register
+    from jaxglue.models.families import (
+        FAMILIES,
+        Family,
+        abstract_model,
+        build_model,
+        config_from_hf,
+        register,
+        with_vision,
+    )
 
-__all__ = ["FAMILIES", "Family", "abstract_model", "build_model", "config_from_hf", "register"]
+__all__ = ["FAMILIES", "Family", "abstract_model", "build_model", "config_from_hf", "register", "with_vision"]
 
 
 def __getattr__(name: str) -> Any:

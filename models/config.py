@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int
 
-from jaxglue.models.wrapper import TEXT_PATH, WRAPPERS
+from jaxglue.models.tower_config import TowerConfig
+from jaxglue.models.wrapper import BESIDE_VISION, TEXT_PATH, WRAPPERS
 from jaxglue.ops.backend import BackendChoice
 from jaxglue.ops.choices import SERVED, Storage
 from jaxglue.ops.gated_mlp import Activation
@@ -20,6 +21,8 @@ from jaxglue.ops.moe import ONE_GROUP, Groups
 from jaxglue.ops.paged_attention import KVPages, make_pages
 from jaxglue.ops.quant.formats import FORMATS, find_format
 from jaxglue.ops.rope import RopeConfig, RopeTables, Rotary
+from jaxglue.ops.segments import PackedSegments
+from jaxglue.vision.rows import Images, spanned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,6 +324,8 @@ class DecoderConfig:
     """Settings of the family alone."""
     wrapper: str | None = field(default=None, repr=False)
     """Model type around it, such as one with a vision tower; see `jaxglue.models.wrapper`."""
+    vision: TowerConfig | None = field(default=None, repr=False)
+    """Tower of a model that sees images in this run; None for text alone."""
     scores: bool = False
     """Score every token in place of projecting it to the vocabulary, as reward models and classifiers do."""
     labels: int = field(default=1, repr=False)
@@ -432,6 +437,8 @@ class DecoderConfig:
     @property
     def text_path(self) -> str:
         """Return the path of the decoder among the modules that PEFT adapts."""
+        if self.vision is not None:  # which is loaded with the parts around it
+            return BESIDE_VISION
         return WRAPPERS[self.wrapper].text_path if self.wrapper else TEXT_PATH
 
     def scored(self, labels: int = 1) -> "DecoderConfig":
@@ -497,7 +504,16 @@ class DecoderConfig:
         """Return the rotary embeddings among the layers, each once."""
         return tuple(dict.fromkeys(kind.rotary for kind in self.layer_kinds if kind.rotary))
 
-    def rope_tables(self, positions: Int[Array, "B T"], lengths: Int[Array, "B T"] | None = None) -> RopeTables:
+    def layer_segments(self, segments: PackedSegments, images: Images | None) -> list[PackedSegments]:
+        """Return each layer's segments: where images are, tokens of some layers see later ones of the same image."""
+        seen = spanned(segments, images)
+        spans = "none" if self.vision is None else self.vision.spans
+        return [
+            seen if spans == "all" or (spans == "windows" and kind.window is not None) else segments
+            for kind in self.layer_kinds
+        ]
+
+    def rope_tables(self, positions: Int[Array, "B T *axes"], lengths: Int[Array, "B T"] | None = None) -> RopeTables:
         """Compute a batch's rotary tables, which all layers share; see `jaxglue.ops.rope.rope_tables`."""
         return RopeTables.at(positions, self.rotaries, lengths)
 

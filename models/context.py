@@ -119,9 +119,10 @@ class PackedContext:
     ranks: Bool[Array, "tokens R"] | None = None
     """Ranks of the adapters that each token uses; None for all. One row serves all tokens."""
 
-    def each(self, layer_inputs: Sequence[Array] | None, layers: int) -> "list[PackedContext]":
-        """Return the contexts of layers with these embeddings of their own."""
-        return [self] * layers if layer_inputs is None else [replace(self, layer_input=own) for own in layer_inputs]
+    def each(self, layer_inputs: Sequence[Array] | None, segments: "Sequence[PackedSegments]") -> "list[PackedContext]":
+        """Return the contexts of layers with these embeddings of their own, and these segments."""
+        inputs = [None] * len(segments) if layer_inputs is None else layer_inputs
+        return [replace(self, layer_input=x, segments=part) for x, part in zip(inputs, segments, strict=True)]
 
     @property
     def token_mask(self) -> Bool[Array, " B*T"]:

@@ -15,6 +15,7 @@ from jaxglue.models.vocabulary import Embedding, extended_matrix, output_matrix,
 from jaxglue.ops.cross_entropy import cap_logits
 from jaxglue.ops.projection import project
 from jaxglue.ops.segments import PackedSegments, pack_segments
+from jaxglue.vision.rows import Images, token_positions
 
 
 class CausalLM(nnx.Module):
@@ -42,6 +43,7 @@ class CausalLM(nnx.Module):
         segments: PackedSegments | None = None,
         *,
         dtype=jnp.float32,
+        images: Images | None = None,
         backend: str = "auto",
     ) -> Float[Array, "B T V"]:
         """Compute float32 logits, or scores [B, T, C], of packed rows; without segments each row is one document.
@@ -56,9 +58,10 @@ class CausalLM(nnx.Module):
             raise ValueError(f"segments are of rows {segments.segment_ids.shape}, and tokens of {tokens.shape}")
         if segments is None:
             segments = pack_segments([[tokens.shape[1]]] * tokens.shape[0], seq_len=tokens.shape[1])
-        context = packed_context(self.config, segments, backend=backend)
-        x = self.embed_tokens(tokens, dtype)
-        contexts = context.each(self.embed_tokens.layer_inputs(tokens, x), len(self.layers))
+        context = packed_context(self.config, segments, images, backend=backend)
+        x = self.embed_tokens.see(self.embed_tokens(tokens, dtype), images, backend=backend)
+        inputs = self.embed_tokens.layer_inputs(tokens, x)
+        contexts = context.each(inputs, self.config.layer_segments(segments, images))
         for layer, own in zip(self.layers, contexts, strict=True):
             x = layer(x, own)
         hidden, matrix = with_low_rank(self._output, self.norm(x)), extended_matrix(self._output)
@@ -74,7 +77,9 @@ class CausalLM(nnx.Module):
         return next(module for module in (self.score, self.lm_head, self.embed_tokens) if module is not None)
 
 
-def packed_context(config: DecoderConfig, segments: PackedSegments, *, backend: str = "auto") -> PackedContext:
+def packed_context(
+    config: DecoderConfig, segments: PackedSegments, images: Images | None = None, *, backend: str = "auto"
+) -> PackedContext:
     """Build the context shared by all layers of a batch."""
-    rope = config.rope_tables(segments.positions, segments.ends - segments.starts)
+    rope = config.rope_tables(token_positions(segments, images), segments.ends - segments.starts)
     return PackedContext(segments=segments, rope=rope, backend=backend)

@@ -17,7 +17,7 @@ from jaxglue.models.hf_fields import NO_WINDOW, check_fields
 from jaxglue.models.layers import DecoderLayer
 from jaxglue.models.wrapper import WRAPPERS, find_wrapper, text_config
 
-__all__ = ["FAMILIES", "Family", "abstract_model", "build_model", "config_from_hf", "register"]
+__all__ = ["FAMILIES", "Family", "abstract_model", "build_model", "config_from_hf", "register", "with_vision"]
 
 for _module in iter_modules([str(Path(__file__).parent)]):
     import_module(f"jaxglue.models.{_module.name}")  # a family's file registers it
@@ -41,6 +41,24 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         raise ValueError(NO_WINDOW)
     wrapper = find_wrapper(raw)
     return config if wrapper is None else replace(config, wrapper=wrapper.model_type)
+
+
+def with_vision(config: DecoderConfig, raw: Mapping[str, Any], **settings: Any) -> DecoderConfig:
+    """Return the architecture of a model that sees images.
+
+    Args:
+        config: of its text model.
+        raw: the parsed config.json.
+        settings: further fields of its `TowerConfig`.
+
+    Raises:
+        ValueError: a model without a vision tower, or with one that is not read.
+    """
+    wrapper = find_wrapper(raw)
+    if wrapper is None or wrapper.tower is None or not isinstance(raw.get("vision_config"), Mapping):
+        kinds = ", ".join(sorted(wrapper.model_type for wrapper in WRAPPERS.values() if wrapper.tower))
+        raise ValueError(f"model_type {raw.get('model_type')!r:.60} sees no images here: models of {kinds} do")
+    return wrapper.tower(raw, config, settings)
 
 
 def _refuse_images(raw: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.family import Family, Parts, register
 from jaxglue.models.gemma2 import NORMS, gemma_fields
 from jaxglue.models.hf_fields import layer_types, layer_windows, ropes_by_type, window_pattern
+from jaxglue.models.siglip import with_tower
 from jaxglue.models.wrapper import Wrapper, wrap
 
 _POSITIONS = 131_072
@@ -46,6 +47,7 @@ wrap(
         text_types=("gemma3_text",),
         others=("vision_tower.", "multi_modal_projector."),
         tied=True,
+        tower=with_tower,
         defaults={
             "vocab_size": 262_208,
             "hidden_size": 2304,

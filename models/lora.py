@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxglue.models.decoder import CausalLM
@@ -15,6 +16,8 @@ from jaxglue.models.vocabulary import adapt_vocabulary, train_modules, train_row
 from jaxglue.ops.projection.served import merge
 from jaxglue.ops.quant.served import Served
 from jaxglue.settings.spelling import nearest
+
+_LAYERS = "model.layers."
 
 
 def add_lora(model: CausalLM, config: LoraConfig, *, rngs: nnx.Rngs) -> None:
@@ -28,6 +31,8 @@ def add_lora(model: CausalLM, config: LoraConfig, *, rngs: nnx.Rngs) -> None:
             outside the vocabulary.
     """
     linears = dict(linear_layers(model))
+    if model.config.vision is not None and model.config.vision.trains == "all":
+        linears |= dict(vision_layers(model))
     _check_names(config, list(linears))
     for path, linear in linears.items():
         if not _is_adapted(path, config):
@@ -47,6 +52,7 @@ def add_lora(model: CausalLM, config: LoraConfig, *, rngs: nnx.Rngs) -> None:
         else:
             linear.add_lora(**options, dora=True)
     adapt_vocabulary(model, config, rngs=rngs)
+    train_projector(model)
     train_score(model)
     train_modules(model, config.modules_to_save)
     train_rows(model, config.token_modules, config.trainable_token_indices)
@@ -54,7 +60,7 @@ def add_lora(model: CausalLM, config: LoraConfig, *, rngs: nnx.Rngs) -> None:
 
 def _is_adapted(path: str, config: LoraConfig) -> bool:
     """Tell whether the linear layer of this path gets an adapter."""
-    if config.layers and int(path.split(".")[2]) not in config.layers:
+    if config.layers and path.startswith(_LAYERS) and int(path.split(".")[2]) not in config.layers:
         return False
     if any(is_target(path, target) for target in config.exclude):
         return False
@@ -91,7 +97,7 @@ def without_adapters(graphdef: nnx.GraphDef, trainable: Params, frozen: Params) 
 def _check_names(config: LoraConfig, paths: list[str]) -> None:
     """Raise ValueError for a target, exclusion, layer or pattern that matches no path, or for no adapter at all."""
     kinds = sorted({path.rpartition(".")[-1] for path in paths})
-    layers = 1 + max(int(path.split(".")[2]) for path in paths)
+    layers = 1 + max(int(path.split(".")[2]) for path in paths if path.startswith(_LAYERS))
     if absent := [index for index in config.layers if index >= layers]:
         raise ValueError(f"layers: the model has {layers} layers, 0 to {layers - 1}, and no layer {absent[0]}")
     if unknown := [name for name in config.exclude if not any(is_target(path, name) for path in paths)]:
@@ -119,13 +125,33 @@ def linear_layers(model: CausalLM) -> Iterator[tuple[str, Linear | ExpertLinear]
                 yield ".".join(["model", "layers", str(index), *map(str, path)]), module
 
 
+def vision_layers(model: CausalLM) -> Iterator[tuple[str, Linear]]:
+    """Yield (path, module) of the linear layers of a vision tower and its projector; none of a model without."""
+    vision = model.embed_tokens.vision
+    for path, module in () if vision is None else nnx.iter_modules(vision):
+        if isinstance(module, Linear):
+            yield ".".join(["model", *map(str, path)]), module
+
+
+def train_projector(model: CausalLM) -> None:
+    """Make the projector of a vision tower train whole beside adapters, in float32, in place, where it should."""
+    config, vision = model.config.vision, model.embed_tokens.vision
+    if config is None or vision is None or config.trains != "projector":
+        return
+    for path, module in nnx.iter_modules(vision):
+        if config.in_projector(".".join(map(str, path))):
+            for name, value in list(vars(module).items()):
+                if isinstance(value, nnx.Param):
+                    setattr(module, name, nnx.LoRAParam(value.get_value().astype(jnp.float32)))
+
+
 def linear_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
     """Return the shape [out, in], or [E, out, in], of each linear layer by path; the model may be abstract."""
     return {
         path: (linear.experts, linear.out_features, linear.in_features)
         if isinstance(linear, ExpertLinear)
         else tuple(linear.weight.get_value().shape)
-        for path, linear in linear_layers(model)
+        for path, linear in (*linear_layers(model), *vision_layers(model))
     }
 
 

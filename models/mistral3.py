@@ -1,5 +1,6 @@
 """Mistral Small 3 and Ministral 3 with a vision tower around their text model."""
 
+from jaxglue.models.pixtral import with_tower
 from jaxglue.models.wrapper import Wrapper, wrap
 
 wrap(
@@ -7,6 +8,7 @@ wrap(
         model_type="mistral3",
         text_types=("mistral", "ministral3"),
         others=("vision_tower.", "multi_modal_projector."),
+        tower=with_tower,
         unread=("layer_types",),
     )
 )

@@ -45,6 +45,8 @@ class ModelGraphDefs:
         return getattr(self, self.output_name)
 
 
+VISION = "embed_tokens.vision."
+"""Beginning of the names of a vision tower, which is in the embedding's module here, and beside it there."""
 _PER_LAYER = "embed_tokens.per_layer."
 _PER_LAYER_NAMES = {
     "embedding.weight": "embed_tokens_per_layer.weight",
@@ -118,6 +120,8 @@ def hf_name(name: str) -> str:
     Experts' projections are parameters there, not modules: `experts.down_proj.weight` is `experts.down_proj`, and
     `experts.down_proj.bias` is `experts.down_proj_bias`.
     """
+    if name.startswith(VISION):
+        return f"model.{name.removeprefix(VISION)}"
     if name.startswith(_PER_LAYER):
         name = _PER_LAYER_NAMES[name.removeprefix(_PER_LAYER)]
     name = _EXPERT_PARAMETER.sub(lambda match: match[1] + ("" if match[2] == "weight" else f"_{match[2]}"), name)

@@ -7,6 +7,7 @@ from jaxglue.models.config import ATTENTION, DecoderConfig
 from jaxglue.models.delta_net import DeltaConfig
 from jaxglue.models.family import Family, Parts, register
 from jaxglue.models.hf_fields import decoder_fields, layer_windows, require_fields
+from jaxglue.models.qwen_vision import with_tower
 from jaxglue.models.wrapper import TEXT_PATH, Wrapper, wrap
 from jaxglue.ops.norm_rope import NormStyle
 
@@ -56,6 +57,7 @@ WRAPPER = Wrapper(
     others=("visual.", "mtp."),
     text_path=TEXT_PATH,  # AutoModelForCausalLM loads the text model alone
     tied=False,
+    tower=with_tower,
 )
 register(Family(model_type="qwen3_5_text", config_from_hf=config_from_hf, parts=PARTS))
 wrap(WRAPPER)

@@ -16,9 +16,11 @@ from jaxglue.models.family import LLAMA_PARTS, Parts
 from jaxglue.models.linear import Linear
 from jaxglue.models.lora_config import PATHS, LoraConfig, VocabularyModule
 from jaxglue.models.per_layer import PerLayerEmbedding
+from jaxglue.models.tower import place_features
 from jaxglue.ops.norm_rope import reference_norm
 from jaxglue.ops.projection import LowRankAdapter
 from jaxglue.ops.rows import take_rows
+from jaxglue.vision.rows import Images
 
 EMBEDDING: VocabularyModule = "embed_tokens"
 HEAD: VocabularyModule = "lm_head"
@@ -41,6 +43,7 @@ class Embedding(nnx.Module):
         self.norm_eps = config.rms_norm_eps if parts.embedding_norm else None
         makes = {"dtype": dtype, "rngs": rngs}
         self.per_layer = None if config.per_layer is None else PerLayerEmbedding(config, parts.norm, **makes)
+        self.vision = None if config.vision is None else config.vision.make(config, **makes)
 
     def add_lora(self, *, rank: int, scale: float, rngs: nnx.Rngs) -> None:
         """Add a float32 adapter with zero initial output, as PEFT does: A [R, V] zero, B [D, R] normal."""
@@ -70,6 +73,16 @@ class Embedding(nnx.Module):
         x = x if self.multiplier == 1.0 else x * jnp.asarray(self.multiplier, dtype)
         x = x if self.norm_eps is None else reference_norm(x, jnp.ones(x.shape[-1], dtype), self.norm_eps)
         return jnp.pad(x, ((0, 0), (0, 0), (0, self.shared_width))) if self.shared_width else x
+
+    def see(self, x: Float[Array, "B T W"], images: Images | None, *, backend: str = "auto") -> Float[Array, "B T W"]:
+        """Return tokens' embeddings with images' features in their places."""
+        if images is None:
+            return x
+        features = images.features
+        if features is None:
+            assert self.vision is not None and images.patches is not None
+            features = self.vision(images.patches, x.dtype, backend=backend)
+        return place_features(x, features, images)
 
     def layer_inputs(
         self, tokens: Int[Array, "B T"] | None, x: Float[Array, "B T W"]

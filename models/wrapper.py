@@ -5,7 +5,7 @@ parts pass through exports.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,8 +13,13 @@ from jaxglue.parts import Registry
 
 TEXT_PATH = "model"
 """Path of the decoder among a text model's modules."""
+BESIDE_VISION = "model.language_model"
+"""The same among those of a model that is loaded with its vision tower."""
+PROJECTORS = ("merger", "multi_modal_projector", "embed_vision")
+"""Names of modules between a vision tower and a text model."""
 _SPELLINGS = ("model.language_model.", "language_model.model.")
 """Beginnings of a decoder's names in a wrapper: today's, and the one before transformers 4.52."""
+_TOWER, _INNER = "vision_tower.", "vision_model."
 _OLD_HEAD = "language_model."
 """Before the output projection's name in the older spelling."""
 _LISTS = ("ignore", "modules_to_not_convert", "llm_int8_skip_modules")
@@ -39,6 +44,8 @@ class Wrapper:
     unread: tuple[str, ...] = ()
     """Fields of `text_config` that count for nothing, though the text model alone reads them."""
 
+    tower: Callable[[Mapping[str, Any], Any, Mapping[str, Any]], Any] | None = None
+    """Returns a `DecoderConfig` with the vision tower of a config.json; None where images are not read."""
     text: "Spelling | None" = None
     """Names of its text model's tensors, where its files have others."""
 
@@ -129,6 +136,10 @@ class TensorNames:
     """Beginning of names, in place of `model.`."""
     head: str = ""
     """Beginning of names, before `lm_head.`."""
+    around: str = "model."
+    """Beginning of names of the parts around the text model."""
+    inner: str = ""
+    """Name of a module inside of the vision tower, which today's names leave out."""
 
     @classmethod
     def of(cls, wrapper: Wrapper, names: Iterable[str]) -> "TensorNames":
@@ -136,7 +147,10 @@ class TensorNames:
         names = list(names)
         decoder = next((start for start in _SPELLINGS if _any(names, start)), None)
         head = _OLD_HEAD if decoder == _SPELLINGS[1] and not _any(names, "lm_head.") else ""
-        return cls(wrapper, decoder or _SPELLINGS[0], head)
+        parts = [name for name in names if wrapper.owns(name)]
+        around = "" if parts and not _any(parts, "model.") else "model."
+        inner = _INNER if any(f"{_TOWER}{_INNER}" in name for name in parts) else ""
+        return cls(wrapper, decoder or _SPELLINGS[0], head, around, inner)
 
     def ours(self, stored: str) -> str | None:
         """Return a tensor's name as the text model's; None for the parts around it."""
@@ -149,6 +163,8 @@ class TensorNames:
 
     def stored(self, name: str) -> str:
         """Invert `ours`."""
+        if self.wrapper.owns(name):
+            return self.around + name.removeprefix("model.").replace(_TOWER, _TOWER + self.inner, 1)
         name = name if self.wrapper.text is None else self.wrapper.text.stored(name)
         if name.startswith(f"{TEXT_PATH}."):
             return self.decoder + name.removeprefix(f"{TEXT_PATH}.")
@@ -244,7 +260,9 @@ def to_text_name(name: str) -> tuple[str, str]:
 
 
 def from_text_name(name: str, path: str) -> str:
-    """Return a text model's name with the decoder at another path."""
+    """Return a text model's name with the decoder at another path; parts around it stay."""
+    if is_beside_text(name):
+        return name
     return f"{path}.{name.removeprefix(f'{TEXT_PATH}.')}" if name.startswith(f"{TEXT_PATH}.") else name
 
 

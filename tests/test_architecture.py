@@ -19,6 +19,7 @@ FLOORS = (
     {"sharding"},
     {"models", "objectives", "text"},
     {"data"},
+    {"vision"},
     {"distributed", "ops"},
     {"parts"},
     {"settings"},

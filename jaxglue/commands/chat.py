@@ -1,6 +1,7 @@
 """Talk with a model in the terminal: `jaxglue chat --adapter runs/first/adapter`."""
 
 import contextlib
+from pathlib import Path
 
 from jaxglue.generation.assistant import Assistant
 from jaxglue.generation.config import AssistantConfig
@@ -12,6 +13,6 @@ def main(config: AssistantConfig) -> None:
     """Load the model once and answer until Ctrl-D."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  edits lines and recalls earlier ones
-    session = ChatSession(Assistant(config, stays=True), config.sampling, config.system)
+    session = ChatSession(Assistant(config, stays=True, images=Path()), config.sampling, config.system)
     echo(HELP)
     converse(session, input, lambda text: echo(text, end=""))

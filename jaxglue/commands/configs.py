@@ -54,6 +54,8 @@ class EstimateConfig(TrainConfig):
     """Print every plan worth comparing, also those that do not fit."""
     document_tokens: PositiveInt | None = None
     """Mean length of the documents in a row; by default one document fills it."""
+    image_size: str | None = None
+    """Pixels of the images, such as 1024x768, of a model that sees: their tokens, and the time of a frozen tower."""
     host_memory_gib: NonNegativeFloat = 64.0
     """Host memory that may be pinned for each GPU, GiB."""
     model: PlannedModel

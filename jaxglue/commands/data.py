@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxglue.commands.configs import PreviewConfig
 from jaxglue.data.dataset import TokenDataset
-from jaxglue.data.prepare import prepare_data
+from jaxglue.data.prepare import prepare_data, read_vision
 from jaxglue.data.progress import DataProgress
 from jaxglue.data.report import Bin, count_duplicates, length_bins, longest, trained_parts
 from jaxglue.hf.checkpoint import read_config
@@ -45,7 +45,10 @@ def preview(config: PreviewConfig, console: Console | None = None) -> None:
     config = settle(config, model, devices=1) if model else config
     task = config.objective.task(shared_prompt=True)
     columns = config.objective.columns
-    prepared = prepare_data(config.data, tokenizer, progress=DataProgress(), task=task, columns=columns)
+    processor = read_vision(folder, config.data.image_max_tokens, tokenizer)
+    prepared = prepare_data(
+        config.data, tokenizer, progress=DataProgress(), task=task, columns=columns, processor=processor
+    )
     data = prepared.train
     for document in range(min(config.rows, len(data))):
         console.rule(f"document {document + 1}: {data.lengths[document]:,} tokens, {data.targets[document]:,} targets")

@@ -18,7 +18,9 @@ from jaxglue.commands.configs import EstimateConfig
 from jaxglue.engine.garbage_collection import without_collection
 from jaxglue.engine.policy import PRESETS
 from jaxglue.generation.pages import plan_cache
+from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.hub import model_path
+from jaxglue.models import with_vision
 from jaxglue.objectives.rollouts import RolloutObjective
 from jaxglue.ops.backend import tracing_for
 from jaxglue.ops.projection.fp8 import check_fp8
@@ -29,13 +31,15 @@ from jaxglue.planner.gpus import GIB, find_gpu
 from jaxglue.planner.memory import resident_bytes
 from jaxglue.planner.plan import MARGIN, DoesNotFit, Plan
 from jaxglue.planner.planner import Planner, embedding_places, fastest_place
+from jaxglue.planner.vision import TowerCost
 from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.terminal.console import Console
 from jaxglue.training.checks import check_mesh, why_prompts_are_copied
 from jaxglue.training.explain import kernel_reasons
 from jaxglue.training.remat import Asked, explain_plan, why_not_mapped
 from jaxglue.training.report import print_panel
-from jaxglue.training.workload import make_workload, read_architecture, row_text, settle
+from jaxglue.training.workload import make_workload, normalization, read_architecture, row_text, settle
+from jaxglue.vision.processor import read_processor
 
 _SHOWN = 5
 _PROMPT = 256
@@ -49,7 +53,11 @@ _CLEARLY_LESS = 0.7
 def make_planner(config: EstimateConfig) -> Planner:
     """Return the planner of the configured run; raise ValueError for an unknown model or GPU, or a bad setting."""
     mesh = MeshShape.parse("data=1" if config.run.mesh == AUTO else config.run.mesh)
-    model = read_architecture(config, model_path(config.model.model, config.model.revision, weights=False))
+    folder = model_path(config.model.model, config.model.revision, weights=False)
+    model = read_architecture(config, folder)
+    if config.image_size is not None and model.vision is None:
+        raw = read_config(folder)
+        model = with_vision(model, raw, **normalization(folder, raw))
     config = settle(config, model, devices=mesh.devices)
     gpu = find_gpu(config.gpu)
     if config.model.matmul == "fp8":
@@ -86,6 +94,8 @@ def print_estimate(config: EstimateConfig) -> bool:
     console.print(verdict, style="bold green" if best else "bold red")
     if best is not None and config.objective.kind.needs_rollouts:
         console.print(_sampling(config, planner, best))
+    if config.image_size is not None:
+        console.print(_images(config, planner, best))
     plans = planner.plans(host_memory) if config.all else planner.fitting_plans(host_memory)
     plans = [best, *plans] if best and best not in plans else plans
     fitting = [plan for plan in plans if planner.fits(plan, host_memory)]
@@ -96,6 +106,36 @@ def print_estimate(config: EstimateConfig) -> bool:
     if config.run.explain and best is not None:
         print_panel(console, "choices", _reasons(config, planner, best, host_memory))
     return best is not None
+
+
+def _images(config: EstimateConfig, planner: Planner, plan: Plan | None) -> str:
+    """Return a line about images of the given size: their tokens, and what a frozen tower costs."""
+    assert config.image_size is not None
+    folder, workload = model_path(config.model.model, config.model.revision, weights=False), planner.workload
+    processor = read_processor(folder, read_config(folder), config.data.image_max_tokens)
+    assert processor is not None and workload.config.vision is not None
+    height, width = _pixels(config.image_size)
+    grid = processor.grid(height, width)
+    cost = TowerCost(workload.config, grid.patches)
+    seconds, tokens = cost.seconds(planner.gpu), processor.tokens(grid)
+    line = (
+        f"Images of {width:,} × {height:,} pixels become {grid.columns * processor.patch:,} × "
+        f"{grid.rows * processor.patch:,}: {tokens:,} tokens, {workload.row_tokens // tokens:,} in a row of "
+        f"{workload.row_tokens:,}; the tower takes {sum(cost.flops) / 1e12:.1f} TFLOP an image, ~{1e3 * seconds:.0f} ms"
+    )
+    if config.model.train_vision != "none":
+        return f"{line}, several times in each step"
+    share = "" if plan is None else f" (+{seconds * workload.tokens / tokens / plan.seconds:.0%} of that time)"
+    features = f"{cost.feature_bytes(workload.dtype) / 1e6:.1f} MB of features an image in the host's memory"
+    return f"{line}, in the first epoch alone{share}; {features}"
+
+
+def _pixels(size: str) -> tuple[int, int]:
+    """Return (height, width) of WIDTHxHEIGHT, or of a square's side."""
+    sides = size.lower().replace("×", "x").split("x")
+    if not 1 <= len(sides) <= 2 or not all(side.strip().isdecimal() and 0 < int(side) <= 2**16 for side in sides):
+        raise ValueError(f"--image-size {size!r:.40}: expected WIDTHxHEIGHT in pixels, such as 1024x768")
+    return int(sides[-1]), int(sides[0])
 
 
 def _sampling(config: EstimateConfig, planner: Planner, plan: Plan) -> str:

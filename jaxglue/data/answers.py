@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float32, Int
 from jaxglue.data.batch import CHOSEN, PARTS, PROMPT, REJECTED, Answers, Batch
 from jaxglue.data.config import NO_COLUMNS, AnswerTask, Columns, DataConfig, Source
 from jaxglue.data.dataset import Selection, TokenDataset, overlong_error, read_columns, row_origin
+from jaxglue.data.images import DocumentPart, ImageReader, ImageRules
 from jaxglue.data.labeled import last_tokens
 from jaxglue.data.packing import PackPlan
 from jaxglue.data.store import TokenStore
@@ -128,7 +129,23 @@ class AnswerDataset(TokenDataset):
         answers = self._answers(members, max_segments, owners, step)
         arrays: dict[str, Any] = {"tokens": tokens, "targets": targets, "loss_weights": weights}
         columns = {name: self._by_slot(values, members, max_segments) for name, values in self.columns.items()}
-        return Batch(**arrays, segments=segments, answers=answers, columns=columns)
+        images = None
+        if self.reader is not None:
+            parts = [[part for unit in units for part in self._document_parts(unit)] for units in members]
+            images = self.reader.rows(tokens, parts, self.most_features(members))
+        return Batch(**arrays, segments=segments, answers=answers, columns=columns, images=images)
+
+    def _document_parts(self, unit: int) -> Iterator[DocumentPart]:
+        """Yield the parts of a unit by their places in the first document: images are in the prompt alone."""
+        document, prompt = int(self.documents[unit]), int(self.prompts[unit])
+        if self.task.shared_prompt:
+            yield DocumentPart(document, 0, prompt, prompt)
+        for size in self.sizes[unit].tolist():
+            yield DocumentPart(document, prompt if self.task.shared_prompt else 0, prompt + size, prompt)
+
+    def most_features(self, members: Sequence[Int[np.ndarray, "documents"]]) -> int:
+        """See `TokenDataset.most_features`; each answer may have a copy of its prompt."""
+        return super().most_features(members) * self.segments_per_document
 
     def _by_slot(self, values: Float32[np.ndarray, "units"], members: list[np.ndarray], slots: int) -> Any:
         """Return each unit's value in its place in the rows; 0 for unused slots."""
@@ -229,7 +246,12 @@ class _Bounds:
 
 
 def select_answers(
-    store: TokenStore, config: DataConfig, source: Source, task: AnswerTask, columns: Columns = NO_COLUMNS
+    store: TokenStore,
+    config: DataConfig,
+    source: Source,
+    task: AnswerTask,
+    columns: Columns = NO_COLUMNS,
+    images: ImageRules | None = None,
 ) -> Selection:
     """Select the units whose answers have target tokens, fitted into a row.
 
@@ -259,7 +281,8 @@ def select_answers(
         )
     expected = len(candidates) if task.labeled else rows
     dataset = _dataset(store, units, task)
-    dataset = replace(dataset, columns=read_columns(store, dataset.rows, columns, source))
+    reader = ImageReader(rules=images, store=store) if images is not None and store.images is not None else None
+    dataset = replace(dataset, columns=read_columns(store, dataset.rows, columns, source), reader=reader)
     return Selection(dataset=dataset, truncated=truncated, dropped=expected - len(units))
 
 

@@ -117,6 +117,8 @@ class Batch:
     [B, U]."""
     sources: Int32[Array, "B T"] | None = None
     """Source of each token, in evaluation on several sources only."""
+    images: Any = None
+    """`Images` of the rows, or on the host `RowImages`; None for text alone."""
 
     def split(self, devices: int) -> "Batch":
         """Return the batch, of numpy arrays, with its rows split over so many devices (`split_segments`)."""

@@ -220,7 +220,9 @@ class DataConfig(Config):
     ) = None
     """T: tokens in a packed row; by default 4,096, or the model's positions if those are fewer."""
     overlong: Annotated[Overlong, Alias("excess_length_strategy")] = "truncate"
-    """Treatment of documents above `seq_len` tokens, with counts reported."""
+    """Treatment of documents above `seq_len` tokens, with counts reported; no image is cut."""
+    image_max_tokens: PositiveInt | None = None
+    """Most tokens of an image, which is made smaller to fit; by default 2,048, or fewer if the model's files say so."""
     chat_template: Annotated[str, Alias("chat_template_path")] | None = None
     """Jinja file, or text with Jinja's braces, that replaces the tokenizer's chat template."""
     eos_token: Annotated[str, Alias("replace_eos", values={True: TURN_END})] | None = None

@@ -13,6 +13,7 @@ from jaxtyping import Float32, Int, Shaped
 
 from jaxglue.data.batch import Batch
 from jaxglue.data.config import NO_COLUMNS, Columns, DataConfig, Source
+from jaxglue.data.images import DocumentPart, ImageReader, ImageRules, cut_before_image
 from jaxglue.data.packing import PackPlan
 from jaxglue.data.readers import read_rows
 from jaxglue.data.store import TokenStore, join_stores
@@ -36,6 +37,8 @@ class TokenDataset:
     """Passes over each source in an epoch."""
     columns: Mapping[str, Float32[np.ndarray, "documents"]] = field(default_factory=dict)
     """Columns of the documents' rows that an objective reads."""
+    reader: ImageReader | None = None
+    """Reads the documents' images; None of data without any."""
 
     @property
     def segments_per_document(self) -> int:
@@ -78,13 +81,15 @@ class TokenDataset:
         """Return the fields of the concatenation with data sets of further sources."""
         parts = [self, *others]
         firsts = np.cumsum([0, *(len(part.store.lengths) for part in parts)])
+        store = join_stores([part.store for part in parts])
         fields = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ("lengths", "targets")}
         return fields | {
-            "store": join_stores([part.store for part in parts]),
+            "store": store,
             "documents": np.concatenate([part.documents + first for part, first in zip(parts, firsts, strict=False)]),
             "sources": np.repeat(np.arange(len(parts)), [len(part) for part in parts]),
             "passes": (1.0,) * len(parts),
             "columns": {name: np.concatenate([part.columns[name] for part in parts]) for name in self.columns},
+            "reader": _joined_reader(parts, store),
         }
 
     def build_batch(
@@ -117,7 +122,21 @@ class TokenDataset:
         targets[:, :-1] = tokens[:, 1:] * same
         weights[:, :-1] = mask[:, 1:] & same
         arrays: dict[str, Any] = {"tokens": tokens, "targets": targets, "loss_weights": weights}
-        return Batch(**arrays, segments=segments, columns=self._columns_of_tokens(segments, members))
+        images = None
+        if self.reader is not None:
+            parts = [
+                [DocumentPart(int(self.documents[d]), 0, int(self.lengths[d]), int(self.lengths[d])) for d in row]
+                for row in members
+            ]
+            images = self.reader.rows(tokens, parts, self.most_features(members))
+        columns = self._columns_of_tokens(segments, members)
+        return Batch(**arrays, segments=segments, columns=columns, images=images)
+
+    def most_features(self, members: Sequence[Int[np.ndarray, "documents"]]) -> int:
+        """Return the features of images in the row of documents that has most of them."""
+        assert self.reader is not None
+        counts = self.reader.counts[self.documents]
+        return max((int(counts[row].sum()) for row in members), default=0)
 
     def _columns_of_tokens(self, segments: PackedSegments, members: list[np.ndarray]) -> dict[str, Any]:
         """Return each token's values of the columns, 0 in padding."""
@@ -147,6 +166,11 @@ class TokenDataset:
         return digest.hexdigest()
 
 
+def _joined_reader(parts: "Sequence[TokenDataset]", store: TokenStore) -> ImageReader | None:
+    reader = next((part.reader for part in parts if part.reader is not None), None)
+    return None if reader is None else replace(reader, store=store)
+
+
 def _source_positions(
     dataset: TokenDataset, members: Int[np.ndarray, "documents"], positions: Int[np.ndarray, "N"]
 ) -> Int[np.ndarray, "N"]:
@@ -166,7 +190,13 @@ class Selection:
     """Documents omitted as overlong or without target tokens."""
 
 
-def select_documents(store: TokenStore, config: DataConfig, source: Source, columns: Columns = NO_COLUMNS) -> Selection:
+def select_documents(
+    store: TokenStore,
+    config: DataConfig,
+    source: Source,
+    columns: Columns = NO_COLUMNS,
+    images: ImageRules | None = None,
+) -> Selection:
     """Select the documents with target tokens, fitted into a row.
 
     Raises:
@@ -178,6 +208,10 @@ def select_documents(store: TokenStore, config: DataConfig, source: Source, colu
         row = int(overlong[0])
         raise overlong_error(config, row_origin(source, row), int(store.lengths[row]))
     lengths = np.minimum(store.lengths, config.row_tokens)
+    if images is not None and store.images is not None:
+        for document in overlong.tolist():  # an image is whole, or left out
+            tokens = store.tokens[np.arange(*store.offsets[[document, document + 1]])]
+            lengths[document] = cut_before_image(tokens, int(lengths[document]), store.images, document, images)
     targets = store.targets_within(store.offsets[:-1] + lengths)
     keep = targets > 0
     if config.overlong == "drop":
@@ -192,6 +226,7 @@ def select_documents(store: TokenStore, config: DataConfig, source: Source, colu
             lengths=lengths[documents],
             targets=targets[documents],
             columns=read_columns(store, documents, columns, source),
+            reader=ImageReader(rules=images, store=store) if images and store.images else None,
         ),
         truncated=int(keep[overlong].sum()),
         dropped=len(keep) - len(documents),

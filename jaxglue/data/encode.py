@@ -23,6 +23,7 @@ from jaxglue.data.formats import (
     read_number,
     read_row,
 )
+from jaxglue.data.images import ImageRules
 from jaxglue.data.limits import memory_limit, template_time_limit
 from jaxglue.data.messages import Chat, Messages, Tools, read_weight
 from jaxglue.data.pieces import PieceTokenizer
@@ -30,6 +31,7 @@ from jaxglue.data.store import TOKEN_BYTES, Encoded
 from jaxglue.data.template import NO_TEMPLATE, ChatTemplate, Span, plain_pieces, split_at
 from jaxglue.data.template_check import TemplateCheck
 from jaxglue.data.tokenizer import require_unicode
+from jaxglue.vision.records import ImageRecord, ImageRecords
 
 DOUBLED_BOS = ""
 """Finding of a text that begins with the beginning-of-text token, which the tokenizer adds too."""
@@ -114,7 +116,9 @@ class Encoder:
         columns: Columns = NO_COLUMNS,
         allowed: Sequence[str] = (),
         mask_empty_thinking: bool = False,
+        images: ImageRules | None = None,
     ):
+        self._images = images
         self.columns = {**(PAIR_COLUMNS if format == PAIRS else {}), **columns}
         """Columns of numbers that are read beside the documents."""
         self.format, self._all, self._system = format, loss_on == "all", system
@@ -140,6 +144,7 @@ class Encoder:
             ValueError: an unusable row, with its origin.
         """
         self._findings.clear()
+        self._records: list[list[ImageRecord]] = []
         with memory_limit():
             documents = [pieces for row in rows for pieces in self._named_documents(row)]
         texts = [[piece for piece, _ in pieces if isinstance(piece, str)] for pieces in documents]
@@ -147,15 +152,19 @@ class Encoder:
         parts = [[next(tokens) if isinstance(piece, str) else piece for piece, _ in pieces] for pieces in documents]
         lengths = np.array([len(part) for part in chain(*parts)], np.int64) // TOKEN_BYTES
         trained = np.array([trained for _, trained in chain(*documents)], np.uint8)
+        tokens_, mask = np.frombuffer(bytearray().join(chain(*parts)), np.int32), np.repeat(trained, lengths)
+        if self._images is not None and any(self._records):
+            mask[np.isin(tokens_, self._images.tokens)] = 0
         return Encoded(
-            np.frombuffer(bytearray().join(chain(*parts)), np.int32),
-            np.repeat(trained, lengths),
+            tokens_,
+            mask,
             np.array([sum(map(len, part)) // TOKEN_BYTES for part in parts], np.int32),
             {
                 name: np.array([read_number(row.value, name, absent) for row in rows], np.float32)
                 for name, absent in self.columns.items()
             },
             dict(self._findings),
+            None if self._images is None else ImageRecords.of(self._records),
         )
 
     def _named_documents(self, row: Row) -> list[Pieces]:
@@ -171,24 +180,43 @@ class Encoder:
             raise ValueError(f"{row.origin}: {error}") from error
 
     def _documents(self, row: dict[str, Any]) -> list[Pieces]:
-        contents = read_answers(row, self.format) if self.format in ANSWER_KEYS else [read_row(row, self.format)]
+        if self.format in ANSWER_KEYS:
+            contents: Sequence[Text | Segments | None] = read_answers(row, self.format, self._images)
+        else:
+            contents = [read_row(row, self.format, self._images)]
         trained, found = read_weight(row) is not False, set[str]()
-        documents = [self._pieces(content, trained, found) if content else [] for content in contents]
+        documents = [self._pieces(content, trained, found) if content else self._no_pieces() for content in contents]
         self._findings.update(found)
         return documents
 
     def _pieces(self, content: Text | Segments, row_trained: bool, found: set[str]) -> Pieces:
         """Return a document's pieces; add to the findings of its row."""
         if isinstance(content, Chat):
+            images = [] if self._images is None else self._images.record(content)
+            self._records.append(images)
             pieces = self._chat_pieces(content)
+            if self._images is not None:
+                pieces = self._expanded(pieces, images)
             found |= self._template.split if self._template else set()
         elif isinstance(content, Segments):
+            self._records.append([])
             pieces = [*zip(content.texts, [self._all or trained for trained in content.trained], strict=True)]
         else:
+            self._records.append([])
             pieces = self._text_pieces(content)
             if self._bos and "".join(content).startswith(self._ends[0]):
                 found.add(DOUBLED_BOS)
         return [(piece, trained and row_trained) for piece, trained in pieces]
+
+    def _no_pieces(self) -> Pieces:
+        self._records.append([])
+        return []
+
+    def _expanded(self, pieces: Pieces, images: Sequence[ImageRecord]) -> Pieces:
+        """Return the pieces of a chat with the tokens of its images."""
+        assert self._images is not None
+        texts = [(text, trained) for text, trained in pieces if isinstance(text, str)]
+        return [*self._images.expand(texts, [image.grid for image in images])]
 
     def _chat_pieces(self, chat: Chat) -> Pieces:
         if self._split_chat is None:

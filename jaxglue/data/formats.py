@@ -2,12 +2,16 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxglue.data.config import NO_COLUMNS, Columns
 from jaxglue.data.files import Row
-from jaxglue.data.messages import WEIGHTS, Chat, listed, read_chat, read_flag
+from jaxglue.data.messages import WEIGHTS, Chat, content_texts, listed, read_chat, read_flag
+from jaxglue.files.json_file import parse_json
+
+if TYPE_CHECKING:
+    from jaxglue.data.images import ImageRules
 
 KEYS: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
@@ -34,7 +38,11 @@ _UNREAD = {
     "functions": "name them 'tools'",
 }
 """Remedies by keys of other programs' chats that change the conversation, and are not read."""
-_MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+IMAGE_COLUMNS = ("images", "image")
+"""Keys of a row's images."""
+UNSEEN = ("videos", "video", "audios", "audio")
+"""Keys of a row's videos and sounds, which no model here takes."""
+_MEDIA = (*IMAGE_COLUMNS, *UNSEEN)
 """Keys of what the chats and answers of other programs' rows speak of."""
 
 
@@ -96,17 +104,30 @@ def detect_format(row: Mapping[str, Any]) -> str:
     )
 
 
-def read_row(row: Mapping[str, Any], format: str) -> Text | Segments:
+def read_row(row: Mapping[str, Any], format: str, images: "ImageRules | None" = None) -> Text | Segments:
     """Return the chat of a row, its segments, or its strings: a prompt, if any, and a text to train on.
+
+    Args:
+        row: as read.
+        format: of the row.
+        images: of a model that sees; None refuses images.
 
     Raises:
         ValueError: a missing key, a value of the wrong type, or a setting that is not read.
     """
     if missing := [key for key in KEYS[format] if key not in row]:
         raise ValueError(f"a row of format {format!r} needs {listed(missing)}; its keys are {listed(row)}")
-    if format != "text":
+    if format == "segments":
         refuse_media(row)
-    return _segments(row["segments"]) if format == "segments" else with_system(_read_content(row, format), row)
+        return _segments(row["segments"])
+    if images is None:
+        if format != "text":
+            refuse_media(row)
+        return with_system(_read_content(row, format), row)
+    refuse_media(row, UNSEEN)
+    media = row_images(row)
+    chat_format = "alpaca_chat" if format == "alpaca" and media else format
+    return with_system(images.attach(_read_content(row, chat_format, sees=True), media), row)
 
 
 def _segments(value: Any) -> Segments:
@@ -120,10 +141,18 @@ def _segments(value: Any) -> Segments:
     return Segments([each["text"] for each in value], [read_flag(each["label"], "label") for each in value])
 
 
-def refuse_media(row: Mapping[str, Any]) -> None:
+def refuse_media(row: Mapping[str, Any], kinds: Sequence[str] = _MEDIA) -> None:
     """Raise ValueError for a row with images, videos or sounds."""
-    if found := next((key for key in _MEDIA if row.get(key) not in _EMPTY), None):
-        raise ValueError(f"{found!r} is not read, as only text is: leave out such rows, or the key")
+    if medium := next((key for key in kinds if row.get(key) not in _EMPTY), None):
+        raise ValueError(f"{medium!r} is not read, as only text is: leave out such rows, or the key")
+
+
+def row_images(row: Mapping[str, Any]) -> list[Any]:
+    """Return the images in the columns of a row."""
+    value: Any = next((row[key] for key in IMAGE_COLUMNS if row.get(key) not in _EMPTY), [])
+    if isinstance(value, str) and value.lstrip().startswith("["):  # of a table
+        value = parse_json(value, "images")
+    return value if isinstance(value, list) else [value]
 
 
 def with_system(content: Chat | list[str], row: Mapping[str, Any]) -> Chat | list[str]:
@@ -144,12 +173,12 @@ def with_system(content: Chat | list[str], row: Mapping[str, Any]) -> Chat | lis
     return content.with_system(text) if text else content
 
 
-def _read_content(row: Mapping[str, Any], format: str) -> Chat | list[str]:
+def _read_content(row: Mapping[str, Any], format: str, *, sees: bool = False) -> Chat | list[str]:
     match format:
         case "messages" | "conversations":
-            return read_chat(row[format], row.get("tools"), format)
+            return read_chat(row[format], row.get("tools"), format, sees=sees)
         case "prompt_completion" if isinstance(row["prompt"], list):
-            return _completed_chat(row)
+            return _completed_chat(row, sees=sees)
         case "question_answer":
             return _exchange(*_strings(row, "question", "answer"))
         case "alpaca":
@@ -181,12 +210,13 @@ def _alpaca(row: Mapping[str, Any]) -> list[str]:
     return _strings({**row, "input": given}, "instruction", "input", "output")
 
 
-def _completed_chat(row: Mapping[str, Any]) -> Chat:
+def _completed_chat(row: Mapping[str, Any], *, sees: bool = False) -> Chat:
     """Join TRL's lists of prompt and completion messages; only the completion's are trained on."""
-    prompt = read_chat(row["prompt"], row.get("tools"), "prompt")
-    completion = read_chat(row["completion"], None, "completion")
+    prompt = read_chat(row["prompt"], row.get("tools"), "prompt", sees=sees)
+    completion = read_chat(row["completion"], None, "completion", sees=sees)
     trained = [False if message["role"] == "assistant" else None for message in prompt.messages]
-    return Chat(prompt.messages + completion.messages, prompt.tools, [*trained, *completion.trained])
+    messages, images = prompt.messages + completion.messages, prompt.images + completion.images
+    return Chat(messages, prompt.tools, [*trained, *completion.trained], images)
 
 
 def _exchange(question: str, answer: str) -> Chat:
@@ -218,8 +248,8 @@ def detect_preference(row: Mapping[str, Any]) -> str:
     )
 
 
-def read_answers(row: Mapping[str, Any], format: str) -> AnswerTexts:
-    """Return the answers of a row, each with its prompt.
+def read_answers(row: Mapping[str, Any], format: str, images: "ImageRules | None" = None) -> AnswerTexts:
+    """Return the answers of a row, each with its prompt, in which its images are; without `images` these are refused.
 
     Raises:
         ValueError: a missing key, a value of the wrong type, answers that are empty or equal, or conversations that do
@@ -228,8 +258,13 @@ def read_answers(row: Mapping[str, Any], format: str) -> AnswerTexts:
     row = _with_label(row)
     if missing := [key for key in ANSWER_KEYS[format] if key not in row]:
         raise ValueError(f"a row of format {format!r} needs {listed(missing)}; its keys are {listed(row)}")
-    refuse_media(row)
-    first, second = _pair(row) if format == PAIRS else _labeled_answer(row)
+    refuse_media(row, _MEDIA if images is None else UNSEEN)
+    sees = images is not None
+    answers = _pair(row, sees=sees) if format == PAIRS else _labeled_answer(row, sees=sees)
+    if images is not None:
+        media = row_images(row)
+        answers = answers[0] and images.attach(answers[0], media), answers[1] and images.attach(answers[1], media)
+    first, second = answers
     return first and with_system(first, row), second and with_system(second, row)
 
 
@@ -258,7 +293,7 @@ def read_number(row: Mapping[str, Any], name: str, absent: float) -> float:
     return float(value) if is_number else math.nan
 
 
-def _pair(row: Mapping[str, Any]) -> AnswerTexts:
+def _pair(row: Mapping[str, Any], *, sees: bool) -> AnswerTexts:
     if absent := next((name for name in ("chosen", "rejected") if row[name] is None), None):
         raise ValueError(f"{absent!r} is null: remove the row")
     if row["chosen"] == row["rejected"]:
@@ -284,17 +319,18 @@ def _pair(row: Mapping[str, Any]) -> AnswerTexts:
         kinds = f"{type(row['chosen']).__name__} and {type(row['rejected']).__name__}"
         raise ValueError(f"'chosen' and 'rejected' must both be strings or both lists of messages, got {kinds}")
     if prompt is None or isinstance(prompt, str):
-        return _divided(chosen, rejected, row.get("tools"), prompt)
-    return _continued(prompt, chosen, "chosen", row), _continued(prompt, rejected, "rejected", row)
+        return _divided(chosen, rejected, row.get("tools"), prompt, sees=sees)
+    options: dict[str, Any] = {"row": row, "sees": sees}
+    return _continued(prompt, chosen, "chosen", **options), _continued(prompt, rejected, "rejected", **options)
 
 
-def _labeled_answer(row: Mapping[str, Any]) -> AnswerTexts:
+def _labeled_answer(row: Mapping[str, Any], *, sees: bool) -> AnswerTexts:
     label = read_flag(row["label"], "label")
     if "messages" in row:
-        messages = read_chat(row["messages"], row.get("tools"), "messages")
+        messages = read_chat(row["messages"], row.get("tools"), "messages", sees=sees)
         answer: Text = _with_prompt(messages, len(messages.messages) - 1, "messages")
     elif "prompt" in row and "completion" in row:
-        answer = _continued(row["prompt"], row["completion"], "completion", row)
+        answer = _continued(row["prompt"], row["completion"], "completion", row, sees=sees)
     else:
         raise ValueError(
             f"a row with 'label' needs 'prompt' and 'completion', or 'messages'; its keys are {listed(row)}"
@@ -310,7 +346,7 @@ def _conversation(value: Any) -> Any:
     return [{"role": _ROLES[who], "content": text} for who, text in zip(parts[::2], parts[1::2], strict=True)]
 
 
-def _continued(prompt: Any, answer: Any, name: str, row: Mapping[str, Any]) -> Text:
+def _continued(prompt: Any, answer: Any, name: str, row: Mapping[str, Any], *, sees: bool = False) -> Text:
     """Return a prompt with its answer: two strings, or two lists of messages."""
     if isinstance(prompt, str) and isinstance(answer, str):
         for key, text in (("prompt", prompt), (name, answer)):
@@ -322,20 +358,23 @@ def _continued(prompt: Any, answer: Any, name: str, row: Mapping[str, Any]) -> T
             f"'prompt' and {name!r} must both be strings or both lists of messages, got {type(prompt).__name__} and "
             f"{type(answer).__name__}"
         )
-    before, after = read_chat(prompt, row.get("tools"), "prompt"), read_chat(answer, None, name)
-    return _with_prompt(
-        Chat(before.messages + after.messages, before.tools, before.trained + after.trained), len(prompt), name
-    )
+    before = read_chat(prompt, row.get("tools"), "prompt", sees=sees)
+    after = read_chat(answer, None, name)  # whose images no other answer would see
+    messages, trained = before.messages + after.messages, before.trained + after.trained
+    return _with_prompt(Chat(messages, before.tools, trained, before.images), len(prompt), name)
 
 
-def _divided(chosen: Any, rejected: Any, tools: Any, prompt: Any) -> AnswerTexts:
+def _divided(chosen: Any, rejected: Any, tools: Any, prompt: Any, *, sees: bool) -> AnswerTexts:
     """Return two conversations, whose common first messages are the prompt; a string `prompt` repeats one of them."""
-    chats = read_chat(chosen, tools, "chosen"), read_chat(rejected, tools, "rejected")
+    chats = read_chat(chosen, tools, "chosen", sees=sees), read_chat(rejected, tools, "rejected", sees=sees)
+    if chats[0].images != chats[1].images:
+        raise ValueError("'chosen' and 'rejected' have other images: give both the same")
     pairs = zip(*(chat.messages for chat in chats), strict=False)
     shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chat.messages) for chat in chats))
     if not shared:
         raise ValueError("'chosen' and 'rejected' do not begin with the same message, so they answer no common prompt")
-    if isinstance(prompt, str) and not any(prompt.strip() in m["content"] for m in chats[0].messages[:shared]):
+    texts = [text for message in chats[0].messages[:shared] for text in content_texts(message["content"])]
+    if isinstance(prompt, str) and not any(prompt.strip() in text for text in texts):
         raise ValueError("'prompt' is in no message that 'chosen' and 'rejected' begin with: leave it out")
     return _with_prompt(chats[0], shared, "chosen"), _with_prompt(chats[1], shared, "rejected")
 
@@ -347,11 +386,13 @@ def _with_prompt(chat: Chat, prompt: int, name: str) -> Chat:
         found = f"a {answer[0]['role']!r} message" if answer else "nothing"
         raise ValueError(f"{name!r}: expected an assistant's answer after the prompt, got {found}")
     if not any(
-        message["content"].strip() or message.get("tool_calls") for message in answer if message["role"] == "assistant"
+        any(map(str.strip, content_texts(message["content"]))) or message.get("tool_calls")
+        for message in answer
+        if message["role"] == "assistant"
     ):
         raise ValueError(f"{name!r}: the answer is empty: remove the row")
     flags = [False if message["role"] == "assistant" else None for message in chat.messages[:prompt]]
-    return Chat(chat.messages, chat.tools, flags + chat.trained[prompt:])
+    return chat._replace(trained=flags + chat.trained[prompt:])
 
 
 def unused_columns(rows: Iterable[Row], format: str, columns: Columns = NO_COLUMNS) -> list[str]:

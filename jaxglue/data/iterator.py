@@ -1,6 +1,6 @@
 """Prefetching iterators of training and evaluation batches, with a checkpointable state."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,7 +15,10 @@ from jaxglue.data.dataset import TokenDataset, token_values
 from jaxglue.data.mixing import plan_dataset_epoch
 from jaxglue.data.packing import PackPlan, plan_packing
 from jaxglue.ops.segments import batch_kind, segment_bucket
+from jaxglue.vision.rows import Images, RowImages
 
+See = Callable[[RowImages], Images]
+"""Makes arrays of the images of rows on the host."""
 _READ_AHEAD = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
 
 
@@ -83,12 +86,23 @@ class Steps:
             max_segments=self.max_segments,
             kind=batch_kind([self.dataset.lengths[self.plan.row(row)] for row in rows.ravel()], self.max_segments),
         )
+        if batch.images is not None:
+            largest = self.dataset.most_features([self.plan.row(row) for row in rows.ravel()])
+            batch = replace(batch, images=replace(batch.images, largest=largest))
         if not self.with_sources or self.dataset.sources is None:
             return batch
         copies = self.dataset.segments_per_document
         owners = [np.repeat(self.dataset.sources[self.plan.row(row)], copies) for row in own]
         sources: Any = token_values(np.asarray(batch.segments.segment_ids), owners).astype(np.int32)
         return replace(batch, sources=sources)
+
+
+def seen(step: Step, see: See) -> Step:
+    """Return a step whose images are arrays."""
+    if all(batch.images is None for batch in step.micro_batches):
+        return step
+    batches = (replace(batch, images=batch.images and see(batch.images)) for batch in step.micro_batches)
+    return replace(step, micro_batches=tuple(batches))
 
 
 class BatchState(TypedDict):
@@ -152,6 +166,8 @@ class BatchIterator(Iterator[Step]):
         """Segment slots S of every batch."""
         self.steps_per_epoch = self._count_steps(first)
         """Optimizer steps in the first epoch; other epochs may differ by a few."""
+        self.see: See = RowImages.with_patches
+        """Applied to each step's images when it is taken; their patches by default."""
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="packing")
         self._start(0, first)
 
@@ -174,7 +190,7 @@ class BatchIterator(Iterator[Step]):
     def __next__(self) -> Step:
         while True:
             try:
-                return next(self._steps)
+                return seen(next(self._steps), self.see)
             except StopIteration:
                 if self._next_plan is None:
                     raise
@@ -184,7 +200,7 @@ class BatchIterator(Iterator[Step]):
     @property
     def first(self) -> Step:
         """Return the first step of the epoch."""
-        return self._epoch_steps[0]
+        return seen(self._epoch_steps[0], self.see)
 
     @property
     def dataset(self) -> TokenDataset:
@@ -254,6 +270,8 @@ class EvalBatches:
         shape: dict[str, Any] = {"seq_len": seq_len, "max_segments": slots, "batch_size": batch_size}
         shape |= {"gradient_accumulation_steps": 1, "with_sources": True}
         self._steps = Steps(dataset=dataset, plan=plan, **shape, **processes)
+        self.see: See = RowImages.with_patches
+        """See `BatchIterator.see`."""
         self.targets = int(dataset.targets.sum())
         """Target tokens over all batches and processes."""
 
@@ -275,7 +293,7 @@ class EvalBatches:
         return len(self._steps)
 
     def __iter__(self) -> Iterator[Batch]:
-        return (step.micro_batches[0] for step in read_ahead(self._steps))
+        return (seen(step, self.see).micro_batches[0] for step in read_ahead(self._steps))
 
 
 def read_ahead(steps: Steps) -> grain.DatasetIterator:

@@ -30,16 +30,19 @@ class Chat(NamedTuple):
     """A conversation."""
 
     messages: Messages
-    """Each with `role` and `content`, a string."""
+    """Each with `role` and `content`, a string, or a list of parts where there are images."""
     tools: Tools
     trained: list[bool | None]
     """For each message, whether the row says to train on it; None if it says nothing."""
+    images: tuple[Any, ...] = ()
+    """Images in their order; of messages as they are read, None for those that a column of the row has."""
 
     def with_system(self, text: str) -> "Chat":
         """Return the chat with a system message, unless it begins with one."""
         if self.messages[0]["role"] in ("system", "developer"):
             return self
-        return Chat([{"role": "system", "content": text}, *self.messages], self.tools, [None, *self.trained])
+        messages = [{"role": "system", "content": text}, *self.messages]
+        return self._replace(messages=messages, trained=[None, *self.trained])
 
     def with_developer_as_system(self) -> "Chat":
         """Return the chat with the developer's messages as the system's, joined with those beside them."""
@@ -56,13 +59,14 @@ class Chat(NamedTuple):
         return self._replace(messages=messages, trained=trained)
 
 
-def read_chat(messages: Any, tools: Any, name: str) -> Chat:
+def read_chat(messages: Any, tools: Any, name: str, *, sees: bool = False) -> Chat:
     """Read the messages and tools of a row.
 
     Args:
         messages: with `role` and `content`, or ShareGPT's `from` and `value`.
         tools: a list of objects or of their JSON, or its JSON; may be None or empty.
         name: the messages' key, for errors.
+        sees: contents may hold images.
 
     Raises:
         ValueError: messages other than a non-empty list of objects with roles and text, or malformed tools.
@@ -72,8 +76,10 @@ def read_chat(messages: Any, tools: Any, name: str) -> Chat:
     if not isinstance(messages, list) or not messages:
         found = "an empty one" if messages == [] else type(messages).__name__
         raise ValueError(f"{name!r} must be a non-empty list of messages, got {found}")
-    pairs = [_read_message(message, number) for number, message in enumerate(messages, 1)]
-    return Chat([message for message, _ in pairs], _read_tools(tools), [trained for _, trained in pairs])
+    images = list[Any]() if sees else None
+    pairs = [_read_message(message, number, images) for number, message in enumerate(messages, 1)]
+    read, trained = [message for message, _ in pairs], [trained for _, trained in pairs]
+    return Chat(read, _read_tools(tools), trained, tuple(images or ()))
 
 
 def _read_tools(tools: Any) -> Tools:
@@ -84,9 +90,9 @@ def _read_tools(tools: Any) -> Tools:
     return [from_json(without_nulls(tool), "tools") for tool in tools or ()] or None
 
 
-def _read_message(message: Any, number: int) -> tuple[dict[str, Any], bool | None]:
+def _read_message(message: Any, number: int, images: list[Any] | None) -> tuple[dict[str, Any], bool | None]:
     try:
-        return _message(message), read_weight(message)
+        return _message(message, images), read_weight(message)
     except ValueError as error:
         raise ValueError(f"message {number}: {error}") from error
 
@@ -129,8 +135,8 @@ def listed(names: Any) -> str:
     return ", ".join(repr(name)[:60] for name in list(names)[:20]) or "none"
 
 
-def _message(message: Any) -> dict[str, Any]:
-    """Normalize `role`/`content` or ShareGPT's `from`/`value` to `role`/`content`."""
+def _message(message: Any, images: list[Any] | None) -> dict[str, Any]:
+    """Normalize `role`/`content` or ShareGPT's `from`/`value` to `role`/`content`; append images of its parts."""
     role = message.get("role", message.get("from")) if isinstance(message, dict) else None
     if not isinstance(role, str):
         raise ValueError(f"a message needs 'role' and 'content' (or 'from' and 'value'), got {listed(message)}")
@@ -157,7 +163,46 @@ def _message(message: Any) -> dict[str, Any]:
         )
     if "tool_calls" in kept:
         kept["tool_calls"] = _tool_calls(kept["tool_calls"])
-    return {"role": _ROLES.get(role, role), "content": _text(content, role), **kept}
+    return {"role": _ROLES.get(role, role), "content": _content(content, role, images), **kept}
+
+
+def content_texts(content: str | list[dict[str, Any]]) -> list[str]:
+    """Return the texts of a message's content between its images."""
+    return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
+
+
+def without_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with the images of their contents left out, whatever else these hold."""
+    contents = (message.get("content") for message in messages)
+    return [
+        {**message, "content": [part for part in content if not _is_image(part)]}
+        if isinstance(content, list)
+        else message
+        for message, content in zip(messages, contents, strict=True)
+    ]
+
+
+def _content(content: Any, role: str, images: list[Any] | None) -> str | list[dict[str, Any]]:
+    """Return the text of a content, or its parts where there are images, which are appended."""
+    if images is None or not isinstance(content, list) or not any(map(_is_image, content)):
+        return _text(content, role)
+    parts = list[dict[str, Any]]()
+    for part in content:
+        if _is_image(part):
+            images.append(next((part[key] for key in _IMAGE_KEYS if part.get(key) not in (None, "", b"")), None))
+            parts.append({"type": "image"})
+        elif text := _part(part, role):
+            parts.append({"type": "text", "text": text})
+    return parts
+
+
+_IMAGE_PARTS = ("image", "image_url", "input_image")
+_IMAGE_KEYS = ("image", "image_url", "url", "path", "base64", "bytes", "data")
+"""Keys of a part of a message under which its image may be."""
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in _IMAGE_PARTS
 
 
 def _text(content: Any, role: str) -> str:

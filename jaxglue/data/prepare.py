@@ -4,15 +4,26 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.answers import select_answers
-from jaxglue.data.config import NO_COLUMNS, AnswerTask, Columns, DataConfig, LabelTask, Source, short_names
+from jaxglue.data.config import (
+    HUB_PREFIX,
+    NO_COLUMNS,
+    AnswerTask,
+    Columns,
+    DataConfig,
+    LabelTask,
+    Source,
+    short_names,
+)
 from jaxglue.data.dataset import Selection, TokenDataset, hold_out, join_selections, select_documents
 from jaxglue.data.formats import CHATS
+from jaxglue.data.images import ImageReader, ImageRules
 from jaxglue.data.labeled import select_labeled
 from jaxglue.data.mixing import check_epoch, passes_per_epoch, plan_dataset_epoch
 from jaxglue.data.notes import file_notes, label_notes, row_notes, stream_notes, template_notes, unused_notes
@@ -24,6 +35,8 @@ from jaxglue.data.stream import TokenStream, Window
 from jaxglue.data.template import adopt
 from jaxglue.data.tokenize import Tokenized, tokenize
 from jaxglue.data.tokenizer import padding_token
+from jaxglue.files.json_file import read_json
+from jaxglue.vision.processor import Processor, read_processor, with_texts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +53,14 @@ class PreparedData:
     """Stream of the training data; `train` is its first window."""
     window: Window | None = None
     """First window of the stream."""
+    images: ImageRules | None = None
+    """Rules for the images of the first source's rows; None of a model that sees none."""
+
+    @property
+    def readers(self) -> list[ImageReader]:
+        """Return the readers of images of the training and the held-out documents; none of data without images."""
+        readers = (getattr(data, "reader", None) for data in (self.train, self.eval))  # prompts to answer have none
+        return [reader for reader in readers if reader is not None]
 
     @property
     def fingerprint(self) -> str:
@@ -54,6 +75,7 @@ def prepare_data(
     progress: DataProgress | None = None,
     task: AnswerTask | LabelTask | None = None,
     columns: Columns = NO_COLUMNS,
+    processor: Processor | None = None,
 ) -> PreparedData:
     """Read, template, tokenize, mask, truncate and split the data, on the host only.
 
@@ -64,6 +86,7 @@ def prepare_data(
         progress: shows hashing, tokenizing and packing; by default nothing does.
         task: treatment of preference data or labels; None for texts and chats.
         columns: of numbers, that an objective reads beside the documents.
+        processor: of images, with its tokens' texts; None for a model that sees none.
 
     Raises:
         ValueError: unusable data, naming file and line where possible.
@@ -78,7 +101,7 @@ def prepare_data(
     if config.streaming:
         return _prepare_stream(config, tokenizer, vocab_size, progress)
     groups = [
-        [_select(source, config, tokenizer, vocab_size, progress, task, columns) for source in sources]
+        [_select(source, config, tokenizer, vocab_size, progress, task, columns, processor) for source in sources]
         for sources in filter(None, (config.sources, config.eval_sources))
     ]
     parts = [join_selections([selection for _, selection in group]) for group in groups]
@@ -108,7 +131,8 @@ def prepare_data(
     )
     held_out = datasets[1] if len(datasets) > 1 else None
     names = short_names([source.name for source in config.eval_sources or config.sources])
-    return PreparedData(train=train, eval=held_out, report=report, eval_sources=names)
+    images = None if processor is None else image_rules(processor, config.sources[0], tokenizer)
+    return PreparedData(train=train, eval=held_out, report=report, eval_sources=names, images=images)
 
 
 def _prepare_stream(
@@ -162,9 +186,12 @@ def _select(
     progress: DataProgress,
     task: AnswerTask | LabelTask | None = None,
     columns: Columns = NO_COLUMNS,
+    processor: Processor | None = None,
 ) -> tuple[Tokenized, Selection]:
     pairs = isinstance(task, AnswerTask)
-    tokenized = tokenize(source, config, tokenizer, progress, preferences=pairs, columns=columns)
+    sees = task is None or (isinstance(task, AnswerTask) and not task.scored)
+    images = image_rules(processor, source, tokenizer) if processor is not None and sees else None
+    tokenized = tokenize(source, config, tokenizer, progress, preferences=pairs, columns=columns, images=images)
     _check_vocabulary(tokenized.store, vocab_size)
     if isinstance(task, LabelTask):
         task = task._replace(is_chat=tokenized.format in CHATS)
@@ -172,8 +199,38 @@ def _select(
     if task is not None:
         if tokenized.format == "labeled" and not task.labeled:
             raise ValueError(f"{source}: rows with a label are for --objective kto; others compare two answers")
-        return tokenized, select_answers(tokenized.store, config, source, task, columns)
-    return tokenized, select_documents(tokenized.store, config, source, columns)
+        return tokenized, select_answers(tokenized.store, config, source, task, columns, images)
+    return tokenized, select_documents(tokenized.store, config, source, columns, images)
+
+
+def read_vision(folder: Path, max_tokens: int | None, tokenizer: PreTrainedTokenizerBase) -> Processor | None:
+    """Return the processor of a model's images, with its tokens' texts; None for a model that sees none.
+
+    Args:
+        folder: of the model.
+        max_tokens: of an image, at most; None for the default.
+        tokenizer: of the model.
+
+    Raises:
+        ValueError: settings that cannot be read, or a limit that is too low.
+    """
+    path = folder / "config.json"
+    raw = read_json(path) if path.is_file() else {}
+    processor = read_processor(folder, raw, max_tokens)
+    return None if processor is None else with_texts(processor, raw, tokenizer.convert_ids_to_tokens)
+
+
+def image_rules(processor: Processor, source: Source, tokenizer: PreTrainedTokenizerBase) -> ImageRules:
+    """Return the rules for the images of a source's rows."""
+    folder = Path(source.name)
+    folder = folder if folder.is_dir() else folder.parent
+    tokens: Any = tokenizer.convert_tokens_to_ids([processor.token, *processor.around])
+    return ImageRules(
+        processor=processor,
+        folder=None if source.name.startswith(HUB_PREFIX) else folder,
+        tokens=tuple(tokens),
+        positions=processor.positions,
+    )
 
 
 def _mix(dataset: TokenDataset, config: DataConfig) -> TokenDataset:

@@ -112,8 +112,8 @@ def length_bins(lengths: Int[np.ndarray, "documents"]) -> list[Bin]:
 
 
 def count_duplicates(data: TokenDataset) -> int:
-    """Count documents whose tokens are those of an earlier one."""
-    digests = (hashlib.blake2b(_tokens(data, document)[0].tobytes(), digest_size=8) for document in range(len(data)))
+    """Count documents whose tokens, and images, are those of an earlier one."""
+    digests = (hashlib.blake2b(_content(data, document), digest_size=8) for document in range(len(data)))
     numbers = np.fromiter((int.from_bytes(digest.digest()) for digest in digests), np.uint64, len(data))
     return len(data) - len(np.unique(numbers))
 
@@ -131,15 +131,38 @@ def trained_parts(data: TokenDataset, document: int, tokenizer: PreTrainedTokeni
     """Yield the tokens of a document one by one, decoded, and whether each is trained on; a pair's answers in lines."""
     tokens, mask = _tokens(data, document)
     second = len(tokens) - data.sizes[document, 1] if isinstance(data, AnswerDataset) else None
-    decoder = TokenDecoder(tokenizer.backend_tokenizer)
+    decoder, images = TokenDecoder(tokenizer.backend_tokenizer), _image_texts(data, document)
     for index, (token, trained) in enumerate(zip(tokens.tolist(), mask.tolist(), strict=True)):
         if index == second:
             yield "\n", False
+        if index in images:
+            yield images[index], False
+            continue
         text = decoder.add(token)
         if text := text or (decoder.rest() if decoder.waiting > _BYTES else ""):  # no character has more tokens
             yield text, bool(trained)
     if text := decoder.rest():
         yield text, bool(mask[-1])
+
+
+def _image_texts(data: TokenDataset, document: int) -> dict[int, str]:
+    """Return texts in place of the tokens of images' features: sizes and tokens with the first, nothing with others."""
+    if data.reader is None:
+        return {}
+    tokens, processor = _tokens(data, document)[0], data.reader.rules.processor
+    texts = dict.fromkeys(np.flatnonzero(tokens == data.reader.rules.tokens[0]).tolist(), "")
+    for first, grid, _ in data.reader.firsts(int(data.documents[document]), len(tokens)):
+        height, width = grid.rows * processor.patch, grid.columns * processor.patch
+        texts[first] = f"⟨image of {width} × {height} pixels, {processor.tokens(grid)} tokens⟩"
+    return texts
+
+
+def _content(data: TokenDataset, document: int) -> bytes:
+    content = _tokens(data, document)[0].tobytes()
+    if data.reader is None or data.store.images is None:
+        return content
+    images = data.store.images.of_document(int(data.documents[document]))
+    return content + data.store.images.digests[images.start : images.stop].tobytes()
 
 
 def _tokens(data: TokenDataset, document: int) -> tuple[np.ndarray, np.ndarray]:

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 import numpy as np
 from jaxtyping import Float32, Int, Int32, Int64, Shaped, UInt8
 
+from jaxglue.vision.records import ImageRecords
+
 TOKEN_BYTES = 4
 """Size of a stored token."""
 _BLOCK = 2**24
@@ -55,6 +57,8 @@ class Encoded(NamedTuple):
     """Values of the rows in each column that is read; NaN for anything but a number."""
     findings: Mapping[str, int] = MappingProxyType({})
     """Rows by what was found in them: special tokens that are read as text, and further ones of `Encoder`."""
+    images: ImageRecords | None = None
+    """Images of the documents; None of a model that sees none."""
 
 
 class StoreInfo(TypedDict):
@@ -69,6 +73,8 @@ class StoreInfo(TypedDict):
     """Digests of the files by name."""
     format: NotRequired[str]
     """Format of the rows."""
+    images: NotRequired[int]
+    """Images of the documents."""
     unused: NotRequired[list[str]]
     """Columns of the rows that the format does not use."""
 
@@ -86,6 +92,8 @@ class TokenStore:
     """Values of the rows by column, NaN for anything but a number; without columns that no row gives."""
     files: tuple[UnchangedFile, ...] = ()
     """Files that the tokens and the mask are mapped from."""
+    images: ImageRecords | None = None
+    """Images of the documents; None without any."""
 
     @property
     def lengths(self) -> Int64[np.ndarray, "documents"]:
@@ -144,7 +152,10 @@ def join_stores(stores: Sequence[TokenStore]) -> TokenStore:
         "max_token": max(store.info["max_token"] for store in stores),
         "findings": sum_findings(store.info.get("findings", {}) for store in stores),
     }
+    seen = [store.images or ImageRecords.of([]) for store in stores]
+    images = ImageRecords.joined(seen, [len(store.lengths) for store in stores]) if any(map(len, seen)) else None
     return TokenStore(
+        images=images,
         tokens=_Joined([store.tokens for store in stores]),  # type: ignore[arg-type]
         mask=_Joined([store.mask for store in stores]),  # type: ignore[arg-type]
         offsets=np.concatenate([*offsets, starts[-1:]]),

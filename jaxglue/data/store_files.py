@@ -7,6 +7,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from jaxglue.data.store import Encoded, StoreInfo, TokenStore, UnchangedFile
 from jaxglue.files.atomic import sync, temporary_beside
 from jaxglue.files.json_file import read_json
 from jaxglue.files.regular_file import file_digest
+from jaxglue.vision.records import RECORD_FILES, ImageRecords, open_records
 
 _BLOCK = 2**24
 """Bytes read at a time."""
@@ -50,19 +52,35 @@ def open_store(folder: Path) -> TokenStore:
     files = {name: UnchangedFile(folder / file) for name, (file, _) in _FILES.items()}
     arrays = {name: files[name].map(dtype) for name, (_, dtype) in _FILES.items()}
     arrays["offsets"], mapped = np.array(arrays["offsets"]), (files["tokens"], files["mask"])
+    images = _open_images(folder, info["files"]) if info.get("images") else None
     store = TokenStore(
-        **arrays, columns=dict(_read_columns(folder, info["files"])), info=cast(StoreInfo, info), files=mapped
+        **arrays,
+        images=images,
+        columns=dict(_read_columns(folder, info["files"])),
+        info=cast(StoreInfo, info),
+        files=mapped,
     )
     _check_bounds(store, ranges, folder)
     return store
 
 
 def _read_columns(folder: Path, digests: dict[str, str]) -> Iterator[tuple[str, Float32[np.ndarray, "rows"]]]:
-    for name in (plural.removesuffix("s") for plural in digests.keys() - _FILES.keys()):
+    others = _FILES.keys() | set(RECORD_FILES.values())
+    for name in (plural.removesuffix("s") for plural in digests.keys() - others):
         path = _column_file(folder, name)
         if not path.is_file() or file_digest(path) != digests[f"{name}s"]:
             raise DamagedStoreError(f"{path} has changed since it was written")
         yield name, np.fromfile(path, np.float32)
+
+
+def _open_images(folder: Path, digests: dict[str, str]) -> ImageRecords:
+    for name in RECORD_FILES.values():
+        if not (folder / name).is_file() or file_digest(folder / name) != digests[name]:
+            raise DamagedStoreError(f"{folder / name} has changed since it was written")
+    images = open_records(folder)
+    if (path := images.changed()) is not None:
+        raise DamagedStoreError(f"image {path} was changed or removed since the rows were tokenized")
+    return images
 
 
 def _column_file(folder: Path, name: str) -> Path:
@@ -143,6 +161,7 @@ def _check_bounds(store: TokenStore, ranges: dict[str, list[int]], folder: Path)
 
 def _write_documents(folder: Path, chunks: Iterable[Encoded], absent: Columns) -> dict[str, Any]:
     lengths, columns, largest, findings = [np.zeros(1, np.int64)], [], -1, Counter[str]()
+    images, blob = list[tuple[int, ImageRecords]](), folder / RECORD_FILES["blob"]
     with (folder / "tokens.int32").open("wb") as tokens, (folder / "mask.uint8").open("wb") as mask:
         for chunk in chunks:
             tokens.write(chunk.tokens.data)
@@ -150,6 +169,11 @@ def _write_documents(folder: Path, chunks: Iterable[Encoded], absent: Columns) -
             lengths.append(chunk.lengths)
             columns.append(chunk.columns)
             findings.update(chunk.findings)
+            if chunk.images is not None and len(chunk.images):
+                with blob.open("ab") as images_file:
+                    images_file.write(chunk.images.blob.data)
+            if chunk.images is not None:  # without their bytes, which may not fit into memory
+                images.append((len(chunk.lengths), replace(chunk.images, blob=chunk.images.blob[:0])))
             largest = max(largest, int(chunk.tokens.max(initial=-1)))
     if largest < 0:
         raise ValueError("the data set is empty: no row has any text")
@@ -157,6 +181,9 @@ def _write_documents(folder: Path, chunks: Iterable[Encoded], absent: Columns) -
     for file, _ in _FILES.values():
         sync(folder / file)
     files = {name: file_digest(folder / file) for name, (file, _) in _FILES.items()}
+    count = sum(len(records) for _, records in images)
+    if count:
+        files |= _write_images(folder, images)
     for name, value in absent.items():
         values = np.concatenate([chunk[name] for chunk in columns])
         if (values != value).any():
@@ -164,7 +191,18 @@ def _write_documents(folder: Path, chunks: Iterable[Encoded], absent: Columns) -
             values.tofile(path)
             sync(path)
             files[f"{name}s"] = file_digest(path)
-    return {"files": files, "digest": _info_digest(files), "max_token": largest, "findings": findings}
+    info = {"files": files, "digest": _info_digest(files), "max_token": largest, "findings": findings}
+    return info | ({"images": count} if count else {})
+
+
+def _write_images(folder: Path, parts: list[tuple[int, ImageRecords]]) -> dict[str, str]:
+    """Write the images of chunks of documents, whose bytes are written; return the files' digests."""
+    records = ImageRecords.joined([part for _, part in parts], [documents for documents, _ in parts])
+    for name, path in RECORD_FILES.items():
+        if name != "blob":
+            np.ascontiguousarray(getattr(records, name)).tofile(folder / path)
+        sync(folder / path)
+    return {file: file_digest(folder / file) for file in RECORD_FILES.values()}
 
 
 def _publish(temporary: Path, folder: Path) -> None:

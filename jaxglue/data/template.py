@@ -16,7 +16,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from jaxglue.data.config import TURN_END, DataConfig
 from jaxglue.data.limits import TemplateTimeoutError, memory_limit, template_time_limit
-from jaxglue.data.messages import Messages, Tools
+from jaxglue.data.messages import Messages, Tools, content_texts
 from jaxglue.data.pieces import PieceTokenizer
 from jaxglue.data.tokenizer import known_tokens, read_template
 from jaxglue.settings.config import is_jinja
@@ -135,7 +135,10 @@ class ChatTemplate:
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a rendering of protected messages, as in training."""
-        pieces = plain_pieces(text)
+        return self.encode_pieces(plain_pieces(text))
+
+    def encode_pieces(self, pieces: Sequence[str]) -> list[int]:
+        """Return the tokens of a rendering in the pieces of `plain_pieces`."""
         if len(pieces) == 1:
             return list(self._tokenizer.encode(pieces[0], add_special_tokens=False))
         return [*chain.from_iterable(self._pieces.encode(pieces))]
@@ -442,8 +445,14 @@ class _Markers(NamedTuple):
 
 def conversation_shape(messages: Messages, tools: Tools) -> tuple:
     """Return the kinds of messages and the pairs that follow each other, on which a template's treatment depends."""
-    kinds = [(m["role"], tuple(m), m["content"] == "", "</think>" in m["content"], _calls(m) > 1) for m in messages]
+    kinds = [(m["role"], tuple(m), m["content"] == "", _thinks(m["content"]), _calls(m) > 1) for m in messages]
     return tools is None, kinds[0], kinds[-1], frozenset(pairwise(kinds))
+
+
+def _thinks(content: str | list[dict[str, Any]]) -> bool | int:
+    """Tell whether a content holds thinking; of one with images, also how many parts it has."""
+    thinks = any("</think>" in text for text in content_texts(content))
+    return thinks if isinstance(content, str) else 2 * len(content) + thinks
 
 
 def _calls(message: dict[str, Any]) -> int:

@@ -4,7 +4,7 @@ import json
 import logging
 from typing import Any
 
-from jaxglue.data.messages import REASONING, Messages, Tools
+from jaxglue.data.messages import REASONING, Messages, Tools, content_texts
 from jaxglue.data.template import ChatTemplate, conversation_shape
 
 Message = dict[str, Any]
@@ -74,12 +74,13 @@ class TemplateCheck:
     def _find_contents(self, messages: Messages, text: str) -> None:
         end = 0
         for index, message in enumerate(messages):
-            content = message["content"].rpartition(_THINKING)[2].strip()
-            found = max(text.find(content, end), text.find(content))
-            if found >= 0:
-                end = found + len(content)
-            elif not any(form in text for form in _escaped(content)):
-                self._miss_content(index, message)
+            for part in content_texts(message["content"]):
+                content = part.rpartition(_THINKING)[2].strip()
+                start = max(text.find(content, end), text.find(content))
+                if start >= 0:
+                    end = start + len(content)
+                elif not any(form in text for form in _escaped(content)):
+                    self._miss_content(index, message)
 
     def _miss_content(self, index: int, message: Message) -> None:
         if not _called(message):

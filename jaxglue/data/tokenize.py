@@ -23,13 +23,16 @@ from jaxglue.data.encode import Encoder
 from jaxglue.data.files import Row, is_compressed
 from jaxglue.data.formats import (
     ANSWER_KEYS,
+    IMAGE_COLUMNS,
     PAIR_COLUMNS,
     detect_format,
     detect_preference,
     read_answers,
     read_row,
+    row_images,
     unused_columns,
 )
+from jaxglue.data.images import ImageRules
 from jaxglue.data.messages import Chat
 from jaxglue.data.progress import Advance, DataProgress, metered
 from jaxglue.data.readers import hub_fingerprint, read_rows, row_chunks, source_files
@@ -40,6 +43,8 @@ from jaxglue.files.regular_file import file_digest
 _VERSION = 10
 """Increment when the same rows yield different tokens or masks, to invalidate caches; streams under way go on."""
 _CHUNK = 512
+_WORTH_DECODING = 256
+"""Number of rows with images above which it does."""
 _WORTH_PROCESSES = 64 * _CHUNK
 """Number of rows above which starting processes pays off."""
 
@@ -68,6 +73,7 @@ def tokenize(
     *,
     preferences: bool = False,
     columns: Columns = NO_COLUMNS,
+    images: ImageRules | None = None,
 ) -> Tokenized:
     """Tokenize a source, or open the cached result; rows of preference data become two documents each.
 
@@ -78,24 +84,25 @@ def tokenize(
         progress: shows hashing and tokenizing.
         preferences: the rows have two answers, or one with a label.
         columns: of numbers, read beside the documents.
+        images: rules of a model that sees.
 
     Raises:
         ValueError: no rows, an unusable row, naming file and line, or a cache that may not be written.
     """
     digests = _digests(source, progress)
     folder = Path(config.cache_dir) / cache_key(
-        digests, source, tokenizer, preferences, _VERSION, columns, config.encoding
+        digests, source, tokenizer, preferences, _VERSION, columns, config.encoding, images
     )
     fresh = []
 
     def write() -> None:
         fresh.append(True)
-        _write(folder, source, config, tokenizer, progress, preferences, columns)
+        _write(folder, source, config, tokenizer, progress, preferences, columns, images)
 
     store, damage = open_or_write(folder, write)
     format, unused = store.info["format"], store.info.get("unused")
     if unused is None:  # in the cache of an earlier version
-        unused = unused_columns(islice(read_rows(source), _CHUNK), format, columns)
+        unused = _unused(islice(read_rows(source), _CHUNK), format, columns, images)
     return Tokenized(
         source=source, store=store, format=format, cached=not fresh, digests=digests, damage=damage, unused=unused
     )
@@ -109,25 +116,40 @@ def _write(
     progress: DataProgress,
     preferences: bool,
     columns: Columns,
+    images: ImageRules | None,
 ) -> None:
     rows = read_rows(source)
     head = list(islice(rows, _WORTH_PROCESSES + 1))
     format = find_format(head, source, detect_preference if preferences else detect_format)
     check_format(format, source, preferences)
-    encoder = make_encoder(source, config, tokenizer, format, columns)
-    workers = config.workers or ((os.cpu_count() or 1) if len(head) > _WORTH_PROCESSES else 1)
+    encoder = make_encoder(source, config, tokenizer, format, columns, images)
+    worth = len(head) > (_WORTH_PROCESSES if images is None or not _has_images(head) else _WORTH_DECODING)
+    workers = config.workers or ((os.cpu_count() or 1) if worth else 1)
     encoded = _encode(encoder, chain(head, rows), workers)
     with progress.stage(f"tokenizing {source}", _size(source)) as advance:
-        unused = unused_columns(head, format, columns)
+        unused = _unused(head, format, columns, images)
         write_store(folder, _metered(encoded, advance), encoder.columns, format=format, unused=unused)
 
 
+def _unused(rows: Iterable[Row], format: str, columns: Columns, images: ImageRules | None) -> list[str]:
+    return [name for name in unused_columns(rows, format, columns) if images is None or name not in IMAGE_COLUMNS]
+
+
+def _has_images(head: Sequence[Row]) -> bool:
+    return any(row_images(row.value) for row in head[:_CHUNK])
+
+
 def make_encoder(
-    source: Source, config: DataConfig, tokenizer: PreTrainedTokenizerBase, format: str, columns: Columns = NO_COLUMNS
+    source: Source,
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    format: str,
+    columns: Columns = NO_COLUMNS,
+    images: ImageRules | None = None,
 ) -> Encoder:
     """Return the encoder of a source's rows, which have this format."""
     rows: dict[str, Any] = {"format": format, "loss_on": source.loss_on, "system": source.system, "columns": columns}
-    return Encoder(tokenizer, **rows, **config.encoding)
+    return Encoder(tokenizer, **rows, **config.encoding, images=images)
 
 
 class FirstRow(NamedTuple):
@@ -139,7 +161,7 @@ class FirstRow(NamedTuple):
     encode: Callable[[PreTrainedTokenizerBase], Encoded]
 
 
-def first_row(config: DataConfig, *, preferences: bool) -> FirstRow:
+def first_row(config: DataConfig, *, preferences: bool, images: ImageRules | None = None) -> FirstRow:
     """Read the first row of the first source.
 
     Raises:
@@ -149,13 +171,14 @@ def first_row(config: DataConfig, *, preferences: bool) -> FirstRow:
     head = list(islice(read_rows(source), 1))
     format = find_format(head, source, detect_preference if preferences else detect_format)
     (row,) = head
-    contents = read_answers(row.value, format) if format in ANSWER_KEYS else [read_row(row.value, format)]
+    contents: list[Any] = [read_row(row.value, format, images)] if format not in ANSWER_KEYS else []
+    contents += read_answers(row.value, format, images) if format in ANSWER_KEYS else ()
     chat = next((content for content in contents if isinstance(content, Chat)), None)
     if chat and source.system:
         chat = chat.with_system(source.system)
 
     def encode(tokenizer: PreTrainedTokenizerBase) -> Encoded:
-        return make_encoder(source, config, tokenizer, format).encode([row])
+        return make_encoder(source, config, tokenizer, format, images=images).encode([row])
 
     return FirstRow(row.origin, chat, encode)
 
@@ -210,6 +233,7 @@ def cache_key(
     version: int,
     columns: Columns = NO_COLUMNS,
     encoding: Mapping[str, Any] = MappingProxyType({}),
+    images: ImageRules | None = None,
 ) -> str:
     """Return a name for the tokens of a source, from its files' digests and all that tokens depend on."""
     files = [["".join(Path(name).suffixes[-2:]), digest] for name, digest in digests]
@@ -219,6 +243,7 @@ def cache_key(
     rows: list[Any] = [*(["preferences 2"] if preferences else []), *([sorted(further)] if further else [])]
     rows += [source.rows, source.prompt, source.completion] if source.rows or source.prompt else []
     rows += [sorted(encoding.items())] if encoding else []
+    rows += [["images", images.processor.key]] if images else []
     return content_key(version, files, *settings, *model, *rows)
 
 

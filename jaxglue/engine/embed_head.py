@@ -19,7 +19,7 @@ from jaxglue.engine.layer import add_trees
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext, RouterLosses
 from jaxglue.models.noise import add_noise
-from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
+from jaxglue.models.parameters import VISION, ModelGraphDefs, Params, merge_module
 from jaxglue.models.vocabulary import extended_matrix, with_low_rank
 from jaxglue.objectives.config import SUPERVISED
 from jaxglue.objectives.objective import Objective
@@ -29,6 +29,7 @@ from jaxglue.ops.rope import RopeTables
 from jaxglue.ops.row_split import CONTEXT
 from jaxglue.sharding.gather import gather, reduce_scatter_grads, stack
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
+from jaxglue.vision.rows import Patches, token_positions
 
 
 class EmbedHead:
@@ -63,6 +64,7 @@ class EmbedHead:
         self.fp8_layers, self.fp8_head = [True] * len(graphdefs.layers), config.fp8_head
         self._embed_program = jit_step(self._embed)
         self._embed_backward_program = jit_step(self._embed_backward, donate_argnames="accumulated")
+        self._image_features_program = jit_step(self._image_features)
         self._loss_program = jit_step(self._loss, static_argnames="fp8")
         self._log_probs_program = jit_step(self._log_probs)
         self._token_log_probs_program = jit_step(self._token_log_probs)
@@ -71,6 +73,7 @@ class EmbedHead:
         self.programs = (
             self._embed_program,
             self._embed_backward_program,
+            self._image_features_program,
             self._loss_program,
             self._log_probs_program,
             self._token_log_probs_program,
@@ -109,12 +112,14 @@ class EmbedHead:
         self, batch: Batch, rope: RopeTables, keys: list, router_losses: RouterLosses | None, layer_inputs: list
     ) -> list[PackedContext]:
         """Return every layer's context; they differ in dropout key, own embeddings, and where FP8 is used."""
-        shared: dict[str, Any] = {"segments": batch.segments, "rope": rope, "router_losses": router_losses}
+        shared: dict[str, Any] = {"rope": rope, "router_losses": router_losses}
         shared |= {"backend": self._attention, "tile": self._tile}
-        layers = zip(keys, self.fp8_layers, layer_inputs, strict=True)
+        layers = zip(
+            keys, self.fp8_layers, layer_inputs, self.config.layer_segments(batch.segments, batch.images), strict=True
+        )
         return [
-            PackedContext(**shared, dropout_key=layer_key, fp8=fp8, layer_input=layer_input)
-            for layer_key, fp8, layer_input in layers
+            PackedContext(**shared, segments=segments, dropout_key=layer_key, fp8=fp8, layer_input=layer_input)
+            for layer_key, fp8, layer_input, segments in layers
         ]
 
     def embed_backward(
@@ -127,7 +132,9 @@ class EmbedHead:
         accumulated: Params | None,
     ) -> Params:
         """Return `accumulated` of the embedding plus its gradient; empty when the embedding is frozen."""
-        return self._embed_backward_program(trainable["embed_tokens"], batch.without_lengths(), dx, accumulated)
+        vision = frozen["embed_tokens"].get("vision", {})
+        arrays = batch.without_lengths(), dx, accumulated
+        return self._embed_backward_program(trainable["embed_tokens"], vision, *arrays)
 
     def loss(
         self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch, scale
@@ -198,7 +205,8 @@ class EmbedHead:
 
         def program(weights, rows, batch, key, scale):
             embed_tokens = merge_module(self._graphdefs.embed_tokens, *gather(layout, weights, stored))
-            rope = self.config.rope_tables(batch.segments.positions, batch.segments.ends - batch.segments.starts)
+            lengths = batch.segments.ends - batch.segments.starts
+            rope = self.config.rope_tables(token_positions(batch.segments, batch.images), lengths)
             count = len(self._graphdefs.layers)
             keys = [None] * count if key is None else list(jax.random.split(key, count))
             x = embed_tokens(rows.tokens, self._dtype, batch.tokens)
@@ -206,6 +214,7 @@ class EmbedHead:
                 D = self.config.hidden_size
                 noisy = add_noise(x[..., :D], batch.segments, self._neftune_alpha, key)
                 x = jnp.concatenate([noisy, x[..., D:]], axis=-1) if x.shape[-1] > D else noisy
+            x = embed_tokens.see(x, batch.images, backend=self._attention)
             layer_inputs = embed_tokens.layer_inputs(rows.own, x) or [None] * count
             return x, rope, keys, self._scaled_router_losses(batch, scale), layer_inputs
 
@@ -221,6 +230,28 @@ class EmbedHead:
         split, replicated = self._layout.batch_spec, PartitionSpec()
         return split, split, replicated, replicated, split
 
+    def image_features(self, trainable: Params, frozen: Params, patches: Patches) -> Float[Array, "B I D"]:
+        """Return the features of rows of patches, in the activations' dtype.
+
+        Args:
+            trainable, frozen: parameters of the embedding's part, with the tower.
+            patches: on the devices.
+        """
+        weights = {"vision": trainable["vision"]} if "vision" in trainable else {}, {"vision": frozen["vision"]}
+        return self._image_features_program(*weights, patches)
+
+    def _image_features(self, trainable: Params, frozen: Params, patches: Patches):
+        layout, stored = self._layout, self._layout.param_specs((trainable, frozen), "embed_tokens")
+        table = {"weight": jnp.zeros((1, self.config.hidden_size))}
+
+        def program(weights, patches):
+            trained, others = gather(layout, weights, stored)
+            embed_tokens = merge_module(self._graphdefs.embed_tokens, trained, table | others)
+            return embed_tokens.vision(patches, self._dtype, backend=self._attention)
+
+        specs = stored, layout.batch_specs(patches)
+        return per_device(program, layout.mesh, specs, layout.row_spec)((trainable, frozen), patches)
+
     def _scaled_router_losses(self, batch: Batch, scale) -> RouterLosses | None:
         """Scale the coefficients for one layer: the mean over layers, and over micro-batches by their targets."""
         moe = self.config.moe
@@ -231,7 +262,9 @@ class EmbedHead:
         share = scale * psum(terms.sum(), *axes) / sum(moe.sparse_layers)
         return RouterLosses(*(share * coefficient for coefficient in self._router_losses))
 
-    def _embed_backward(self, trainable: Params, batch: Batch, dx, accumulated: Params | None) -> Params:
+    def _embed_backward(
+        self, trainable: Params, vision: Params, batch: Batch, dx, accumulated: Params | None
+    ) -> Params:
         if not trainable:
             return {}
         layout, name = self._layout, "embed_tokens"
@@ -240,17 +273,22 @@ class EmbedHead:
         # The gradient to trained rows does not depend on the frozen table: any row stands for it.
         frozen = {} if "weight" in trainable else {"weight": jnp.zeros((1, self.config.hidden_size))}
 
-        def program(trainable, batch, dx, accumulated):
+        def program(trainable, vision, batch, dx, accumulated):
+            others = frozen | ({"vision": vision} if vision else {})
+
             def embed(trainable):
-                return merge_module(self._graphdefs.embed_tokens, trainable, frozen)(batch.tokens, self._dtype)
+                embed_tokens = merge_module(self._graphdefs.embed_tokens, trainable, others)
+                x = embed_tokens(batch.tokens, self._dtype)
+                return embed_tokens.see(x, batch.images, backend=self._attention)
 
             # The table's values do not matter, its dtype does: gradients of frequent tokens are long sums.
             table = gather(Layout(layout.mesh, jnp.float32), trainable, stored)
             (gradients,) = jax.vjp(embed, table)[1](dx)
             return add_trees(accumulated, reduce_scatter_grads(layout, gradients, stored, name))
 
-        specs = (stored, layout.batch_specs(batch), layout.batch_spec, None if accumulated is None else grad_specs)
-        return per_device(program, layout.mesh, specs, grad_specs)(trainable, batch, dx, accumulated)
+        sums = None if accumulated is None else grad_specs
+        specs = (stored, layout.param_specs(vision, VISION), layout.batch_specs(batch), layout.batch_spec, sums)
+        return per_device(program, layout.mesh, specs, grad_specs)(trainable, vision, batch, dx, accumulated)
 
     def _loss(self, trainable: Params, frozen: Params, x, batch: Batch, scale, fp8: bool):
         layout, stored = self._layout, self._layout.param_specs((trainable, frozen))

@@ -38,6 +38,7 @@ from jaxglue.objectives.objective import Objective
 from jaxglue.ops.row_split import in_rows
 from jaxglue.sharding.gather import merge_gathered, select_to_gather, sum_partials, zero_partials
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
+from jaxglue.vision.rows import Patches
 
 
 class EntryHead(Protocol):
@@ -434,6 +435,7 @@ class Executor(LayerExecutor):
         embed_head = EmbedHead(graphdefs, config, **shared, layout=layout)
         self.embed_head = embed_head
         self._scores = ScoreHead(embed_head, layout)
+        self.config = config
         super().__init__(graphdefs.layers, embed_head, policy=policy, layout=layout, **options)
 
     def trace_step(
@@ -488,6 +490,10 @@ class Executor(LayerExecutor):
         """Multiply FP8 matrices in FP8 in these layers alone, and in the head if `head`; at first all do."""
         self.embed_head.fp8_layers, self.embed_head.fp8_head = list(layers), head
         self._program = self._make_program()
+
+    def image_features(self, trainable: Params, frozen: Params, patches: Patches) -> Float[Array, "B I D"]:
+        """Return the features of rows of patches by the model's tower; see `EmbedHead.image_features`."""
+        return self.embed_head.image_features(trainable, frozen, patches)
 
     def answer_log_probs(self, trainable: Params, frozen: Params, batch: Batch) -> Float[Array, "B U 2"]:
         """Return the log-probabilities of a batch's answers."""

@@ -13,26 +13,34 @@ from flax import nnx
 from jaxtyping import Bool
 from transformers import PreTrainedTokenizerBase
 
+from jaxglue.data.messages import Chat
 from jaxglue.data.progress import DataProgress
+from jaxglue.data.template import ChatTemplate
 from jaxglue.generation.config import AssistantConfig, SamplingConfig
 from jaxglue.generation.engine import STEPS, Engine
 from jaxglue.generation.grammar import Grammar, Grammars
 from jaxglue.generation.pages import free_bytes
+from jaxglue.generation.prompts import render_messages
 from jaxglue.generation.scheduler import Request
+from jaxglue.generation.sight import Prompt, Sight, attach, make_rules
 from jaxglue.hf.adapter import adapter_labels, warn_of_adapter_inside
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.identity import Identity, identify, identify_random
 from jaxglue.hf.loading import add_adapter, load_model, random_model
 from jaxglue.hf.serving import load_own_tokenizer, stop_tokens
 from jaxglue.hf.several import SpareRanks, add_adapters
-from jaxglue.models import config_from_hf
+from jaxglue.models import config_from_hf, with_vision
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.lora import merge_served
 from jaxglue.models.parameters import split_model
+from jaxglue.models.tower_config import TowerConfig
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.choices import SERVED
 from jaxglue.ops.projection.fp8 import check_fp8
 from jaxglue.text.stream import before, decode, in_order, special_stops, stream_text, without
+from jaxglue.vision.images import ImageSource
+from jaxglue.vision.processor import read_processor
+from jaxglue.vision.rows import PromptImages
 
 
 @dataclass(frozen=True)
@@ -52,12 +60,13 @@ class Assistant:
     Args:
         config: of the model.
         stays: the process answers more than once, so programs for long answers are worth compiling.
+        images: folder of the images that prompts name by relative paths; by default they name no files.
 
     Raises:
         ValueError: bad folders, tensors or tokenizer.
     """
 
-    def __init__(self, config: AssistantConfig, *, stays: bool = False):
+    def __init__(self, config: AssistantConfig, *, stays: bool = False, images: Path | None = None):
         folder, named = config.folder, config.named_adapters
         if count_labels(config):
             scorer = config.adapter or folder
@@ -77,6 +86,10 @@ class Assistant:
         self.graphdefs, self.adapter, self.frozen = split_model(model, nnx.LoRAParam)
         ahead = stays and jax.default_backend() != "cpu"
         self.engine = Engine(self.graphdefs, self.config, dtype=self.dtype, kv_cache=config.kv_cache, ahead=ahead)
+        self.rules = None if self.config.vision is None else make_rules(folder, self.tokenizer, files=images)
+        """Rules for images; None of a model that sees none."""
+        tower = self.engine, self.adapter, self.frozen
+        self.sight = None if self.rules is None else Sight(self.rules, *tower, {})
         self.memory = None if config.memory_limit is None else free_bytes(config.memory_limit * 2**30)
 
     def voice(self, adapter: Path, ranks: Bool[np.ndarray, " R"]) -> Voice:
@@ -91,13 +104,37 @@ class Assistant:
         return Grammars(self.tokenizer, self.config.vocab_size, stops)
 
     def answer(
-        self, tokens: list[int], sampling: SamplingConfig, index: int = 0, grammar: Grammar | None = None
+        self,
+        tokens: list[int],
+        sampling: SamplingConfig,
+        index: int = 0,
+        grammar: Grammar | None = None,
+        images: PromptImages | None = None,
     ) -> Iterator[str]:
         """Yield the answer to an encoded prompt in pieces; `index`, `grammar` and errors as of `Engine.stream`."""
         stops = self.stops | special_stops(self.tokenizer, sampling.stop)
-        options: dict[str, Any] = {"index": index, "grammar": grammar, "memory": self.memory}
+        options: dict[str, Any] = {"index": index, "grammar": grammar, "images": images, "memory": self.memory}
         new = self.engine.stream(self.adapter, self.frozen, tokens, sampling, stops, **options)
         return before(stream_text(self.tokenizer, new), sampling.stop)
+
+    def encode(self, chat: Chat, media: Sequence[Any] = (), **options: Any) -> Prompt:
+        """Return the prompt of a conversation, as in training; `options` and errors as of `render_messages`.
+
+        Args:
+            chat: with images in their places, or without.
+            media: images of the places that name none.
+        """
+        chat = self.attach(chat, media)
+        template, text = render_messages(self.tokenizer, chat, **options)
+        return self.encode_rendered(template, text, chat.images)
+
+    def attach(self, chat: Chat, media: Sequence[Any] = ()) -> Chat:
+        """Return a chat with its images; raise ValueError for some that cannot be seen."""
+        return attach(self.rules, chat, media)
+
+    def encode_rendered(self, template: ChatTemplate, text: str, images: Sequence[ImageSource]) -> Prompt:
+        """Return the prompt of a rendered conversation with these images; raise ValueError for one that is none."""
+        return Prompt(template.encode(text)) if self.sight is None else self.sight.encode(template, text, images)
 
     def answers(
         self,
@@ -170,15 +207,28 @@ def load_assistant(config: AssistantConfig, folder: Path, dtype, *, labels: int 
     if config.matmul == "fp8" and jax.default_backend() != "cpu":
         check_fp8(compute_capability())
     if seed is None:
-        model = load_model(folder, dtype=dtype, quantize=config.storage, labels=labels, progress=DataProgress())
+        vision = None if labels else tower_of(folder)
+        options: dict[str, Any] = {"labels": labels, "vision": vision, "progress": DataProgress()}
+        model = load_model(folder, dtype=dtype, quantize=config.storage, **options)
     else:
         shape = config_from_hf(read_config(folder)).quantized(config.storage)
+        vision = None if labels else tower_of(folder)
+        shape = shape if vision is None else vision.within(shape)
         model = random_model(shape.scored(labels) if labels else shape, dtype=dtype, seed=seed)
     if config.adapter:
         add_adapter(model, config.adapter, _identity(config, model), str(folder))
         if config.storage in SERVED:
             merge_served(model)  # once, as no other adapter will be asked for
     return model
+
+
+def tower_of(folder: Path) -> TowerConfig | None:
+    """Return the shape of the vision tower of a folder; None of a model that sees no images here."""
+    raw = read_config(folder)
+    processor = read_processor(folder, raw)
+    if processor is None:
+        return None
+    return with_vision(config_from_hf(raw), raw, mean=processor.mean, std=processor.std).vision
 
 
 def _identity(config: AssistantConfig, model: CausalLM) -> Identity:

@@ -41,9 +41,13 @@ from jaxglue.generation.window_sizes import WindowSizes
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.parameters import ModelGraphDefs, Params
 from jaxglue.ops.choices import KVCache
+from jaxglue.vision.processor import Processor
+from jaxglue.vision.rows import Image, PromptImages, pack_patches
 
 STEPS = 8
 """Tokens of a window: ended answers idle for half of it, and one window more if a stop token ended them."""
+_SMALLEST_IMAGES = 1024
+"""Patches of a row of a prompt's images, at least, so that few are compiled."""
 _SMALLEST_TEXT = 1024
 """Tokens of prompt and answer that a single answer's cache has room for, so that longer ones need no other programs."""
 _MANY_STEPS = 1024
@@ -202,10 +206,11 @@ class Engine:
         *,
         index: int = 0,
         grammar: Grammar | None = None,
+        images: PromptImages | None = None,
         memory: float | None = None,
     ) -> Iterator[int]:
         """Yield the tokens of one answer up to a stop token (excluded); errors as of `generate`."""
-        request = Request(prompt, sampling, index, grammar=grammar)
+        request = Request(prompt, sampling, index, grammar=grammar, images=images)
         plan = self._plan_roomy(request, memory)
         for piece in self.pieces(trainable, frozen, [request], stop, plan=plan):
             yield from (token for token in piece.tokens if token not in stop)
@@ -233,6 +238,13 @@ class Engine:
                 options: dict[str, Any] = {"cache_dtype": self.cache_dtype, "batch_size": 1, "free": memory}
                 return plan_cache([(len(request.prompt), roomy)], self.config, self._dtype, **options)
         return self.plan([request], memory=memory)
+
+    def see(self, trainable: Params, frozen: Params, images: abc.Sequence[Image], processor: Processor) -> np.ndarray:
+        """Return the features [I, D] of images, one after the other, by the model's tower."""
+        size = 1 << (sum(image.grid.patches for image in images) - 1).bit_length()
+        patches = pack_patches([images], processor, max(size, _SMALLEST_IMAGES))
+        features = self._programs.see((trainable, frozen), patches)
+        return np.asarray(features)[0, : sum(processor.tokens(image.grid) for image in images)]
 
     def wait(self) -> None:
         """Wait for programs that are compiled beside the answers, as measurements do."""
@@ -296,6 +308,8 @@ class Engine:
         if not 0 < count < limit:
             raise ValueError(f"prompt {number} has {count:,} tokens: expected 1 to {limit - 1:,}, the model's limit")
         require_known(request.prompt, vocabulary, f"prompt {number}")
+        if request.images is not None and not self._programs.sees:
+            raise ValueError(f"prompt {number} has images, and the model is loaded without its tower")
         return min(count + request.sampling.max_tokens, limit)
 
 
@@ -345,7 +359,8 @@ class DecodeBatch:
     ):
         self._programs, self._trees, self._caches, self._plan = programs, trees, caches, plan
         self._kind, self._sizes, self._compiler, self._whole = kind, sizes, compiler, whole
-        self._table, self._prompts = SlotTable(plan, kind, vocabulary), PromptInputs(plan, programs.windows, kind.ranks)
+        self._table = SlotTable(plan, kind, vocabulary, sees=programs.sees)
+        self._prompts = PromptInputs(plan, programs.windows, kind.ranks)
         self._slots = make_sequences(plan, vocabulary, kind.all_features, place_of(trees))
         self._scheduler = Scheduler(plan, STEPS, remembers=programs.extends, rewinds=programs.rewinds)
         self._under_way, self._vocabulary = deque[tuple[SchedulerOutput, Any]](), vocabulary

@@ -3,6 +3,7 @@
 from collections import abc
 from collections.abc import Collection
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from jaxglue.generation.programs import CacheCopies, DecodeWindow
 from jaxglue.generation.sampling import Controls, Features, answer_keys
 from jaxglue.generation.scheduler import LONGEST_SUFFIX, Prefill, Request, SchedulerOutput, Sequence
 from jaxglue.ops.segments import PackedSegments, pack_segments, segment_bucket
+from jaxglue.vision.rows import Images, pack_prompts
 
 _SMALLEST_ROW, _SHORT_SUFFIX = 128, 64
 _PADDED = 8
@@ -71,14 +73,16 @@ class SlotTable:
         plan: of the cache.
         kind: of the answers.
         vocabulary: of the model.
+        sees: the model sees images, behind which positions in rotation differ from those of the cache.
     """
 
-    def __init__(self, plan: CachePlan, kind: ProgramKind, vocabulary: int):
+    def __init__(self, plan: CachePlan, kind: ProgramKind, vocabulary: int, *, sees: bool = False):
         self._nobody, self._vocabulary, rows = plan.slots, vocabulary, plan.slots + 1
         self._words = -(-vocabulary // 32) if kind.all_features.grammars else None
         self._answers = dict[int, tuple[Any, frozenset[int]]]()
         self._tables: Any = np.zeros((rows, plan.table), np.int32)
         self._ranks: Any = np.ones((rows, kind.ranks), bool) if kind.ranks else None
+        self._deltas: Any = np.zeros(rows, np.int32) if sees else None
         self._filled = [0] * rows
         zeros: dict[str, Any] = {name: np.zeros(rows, np.int32) for name in ("ends", "tokens", "positions")}
         self._fields = zeros | {"stops": np.full((rows, kind.stops), -1, np.int32)}
@@ -117,7 +121,8 @@ class SlotTable:
         controls = Controls(**{name: rows[slots] for name, rows in self._controls.items()})
         ranks = None if self._ranks is None else self._ranks[slots]
         masks = self._masks(work.answers, size) if features.grammars else None
-        options: Any = {"controls": controls, "ranks": ranks, "masks": masks}
+        deltas = None if self._deltas is None else self._deltas[slots]
+        options: Any = {"controls": controls, "ranks": ranks, "masks": masks, "deltas": deltas}
         return DecodeWindow(slots=slots, fresh=fresh, tables=self._tables[slots], **fields, **options)
 
     def _masks(self, answers: abc.Sequence[Sequence], size: int) -> Any:
@@ -140,6 +145,8 @@ class SlotTable:
         for name, (setting, _) in _SETTINGS.items():
             controls[name][slot] = getattr(request.sampling, setting)
         controls["keys"][slot] = key
+        if self._deltas is not None:
+            self._deltas[slot] = 0 if request.images is None else request.images.delta
         if self._ranks is not None:
             self._ranks[slot] = True if request.ranks is None else request.ranks
         controls["bias_tokens"][slot], count = self._vocabulary, len(request.logit_bias)
@@ -171,8 +178,8 @@ class PromptInputs:
     def __init__(self, plan: CachePlan, windows: tuple[int | None, ...], ranks: int):
         self._plan, self._windows, self._all_ranks = plan, windows, ranks
 
-    def row(self, row: abc.Sequence[Prefill]) -> tuple[Any, PackedSegments, Places]:
-        """Return one packed row of prompts: tokens [1, T], segments, and where their keys and values go."""
+    def row(self, row: abc.Sequence[Prefill]) -> tuple[Any, PackedSegments, Places, Images | None]:
+        """Return one packed row of prompts: tokens [1, T], segments, where their keys and values go, and images."""
         lengths = [len(prompt.tokens) for prompt in row]
         used = sum(lengths)
         T = max(_SMALLEST_ROW, 1 << (used - 1).bit_length())
@@ -188,28 +195,31 @@ class PromptInputs:
         options: Any = {"slots": slots, "windows": self._windows}
         options["ranks"] = self._ranks(row[:1], [1]) if T > PREFILL_TOKENS else self._ranks(row, lengths, T)
         places: Any = Places(pages=pages, offsets=offsets, **options)
-        return tokens, segments, places
+        firsts = [0, *accumulate(lengths)]
+        prompts = [(first, len(p.tokens), p.images) for first, p in zip(firsts, row, strict=False)]
+        return tokens, segments, places, pack_prompts(prompts, T)
 
-    def suffixes(self, row: abc.Sequence[Prefill]) -> tuple[Any, Cursor]:
-        """Return the rests of prompts that begin in the cache: tokens [T], with a row of its table for each."""
+    def suffixes(self, row: abc.Sequence[Prefill]) -> tuple[Any, Any, Cursor]:
+        """Return the rests of prompts that begin in the cache: tokens [T], their positions in rotation, table rows."""
         used = sum(len(prompt.tokens) - prompt.begin for prompt in row)
         T = _SHORT_SUFFIX if used <= _SHORT_SUFFIX else LONGEST_SUFFIX
         zeros: Any = partial(np.zeros, dtype=np.int32)
         rope: Any = None  # made by `extend`
-        tokens, positions, slots, pages = (zeros(T) for _ in range(4))
+        tokens, positions, turned, slots, pages = (zeros(T) for _ in range(5))
         tables = zeros((T, self._plan.table))
         slots[:], end = self._plan.slots, 0
         for prompt in row:
             begin, end = end, end + len(prompt.tokens) - prompt.begin
             tokens[begin:end], slots[begin:end] = prompt.tokens[prompt.begin :], prompt.slot
             positions[begin:end] = np.arange(prompt.begin, len(prompt.tokens))
+            turned[begin:end] = positions[begin:end] + (0 if prompt.images is None else prompt.images.delta)
             tables[begin:end, : len(prompt.pages)] = prompt.pages
             pages[begin:end] = np.array(prompt.pages, np.int32)[positions[begin:end] // PAGE]
         ranks = self._ranks(row, [len(prompt.tokens) - prompt.begin for prompt in row], T)
         options: Any = {"windows": self._windows, "ranks": ranks}
         places = Places(pages=(pages,), offsets=positions % PAGE, slots=slots, **options)
         cursor = Cursor(places=places, tables=(tables,), slots=slots, positions=positions, rope=rope)
-        return tokens, cursor
+        return tokens, turned, cursor
 
     def _ranks(self, row: abc.Sequence[Prefill], lengths: abc.Sequence[int], rows: int = 1) -> Any:
         """Return the ranks that each token of prompts uses, in so many rows; None where all use all."""

@@ -25,6 +25,7 @@ from jaxglue.ops.paged_attention import LatentPages
 from jaxglue.ops.projection import project
 from jaxglue.ops.segments import PackedSegments
 from jaxglue.ops.zeros import zeros_on
+from jaxglue.vision.rows import Images, Patches, token_positions
 
 IDLE = -1
 """Stands for the token of a sequence that has ended."""
@@ -76,6 +77,8 @@ class DecodeWindow:
     controls: Controls
     ranks: Bool[Array, "B R"] | None = None
     """Ranks of the adapters that it uses; None where all sequences use all."""
+    deltas: Int[Array, " B"] | None = None
+    """Positions in rotation less those in the cache; None for models that see no images."""
     masks: UInt32[Array, "B words"] | None = None
     """Tokens that its first one is among, a bit each; None where no answer of the batch follows a grammar."""
 
@@ -138,9 +141,12 @@ class EnginePrograms:
         """Windows of attention, None for all tokens: layers with one number their pages alike."""
         self.extends = self.windows == (None,) and all(mixer.extends for mixer in config.mixer_kinds)
         """Whether `extend` serves: all layers have the keys and values of all tokens in numbered pages."""
+        self.sees = config.vision is not None
+        """Whether prompts may have images."""
         self.rewinds = config.recurrent is None
         """Whether a sequence may give back its last tokens: no layer holds them in a recurrent state."""
         self._embed_prompts, self._embed_suffixes = _jit(self._embed_packed), _jit(self._embed)
+        self._see = _jit(self._features)
         self._copy = jax.jit(self._copy_pages, donate_argnames="caches")
         self._begin = jax.jit(_begin)
         self._embed_slots = _jit(self._embed_last, static_argnames="plan")
@@ -155,12 +161,18 @@ class EnginePrograms:
         self._note = jax.jit(_count_prompts, donate_argnames="counts")
 
     def prefill(
-        self, trees: Trees, tokens: Int[Array, "1 T"], segments: PackedSegments, places: Places, caches: list[Cache]
+        self,
+        trees: Trees,
+        tokens: Int[Array, "1 T"],
+        segments: PackedSegments,
+        places: Places,
+        images: Images | None,
+        caches: list[Cache],
     ) -> list[Cache]:
         """Write the keys and values of packed prompts to the caches."""
-        x, packed, layer_inputs = self._embed_prompts(_part(trees, "embed_tokens"), tokens, segments)
+        x, packed, layer_inputs = self._embed_prompts(_part(trees, "embed_tokens"), tokens, segments, images)
         packed = replace(packed, ranks=places.ranks)
-        contexts = packed.each(layer_inputs, len(self._layers))
+        contexts = packed.each(layer_inputs, self._config.layer_segments(packed.segments, images))
         full = tokens.shape[1] >= PREFILL_TOKENS  # for few tokens another program is not worth compiling
         for i, (layer, weights) in enumerate(self._layer_weights(trees)):
             if full and i == len(caches) - 1:
@@ -169,17 +181,27 @@ class EnginePrograms:
                 x, caches[i] = layer.prefill(weights, x, caches[i], contexts[i], places)
         return caches
 
-    def extend(self, trees: Trees, tokens: Int[Array, " T"], cursor: Cursor, caches: list[Cache]) -> list[Cache]:
+    def extend(
+        self, trees: Trees, tokens: Int[Array, " T"], positions: Int[Array, " T"], cursor: Cursor, caches: list[Cache]
+    ) -> list[Cache]:
         """Write the keys and values of texts that go on, behind those in their pages; the cursor's rope is not read.
 
-        Each token has a row of the cursor's, as decoding sequences have.
+        Each token has a row of the cursor's, as decoding sequences have, and a position in rotation of its own.
         """
-        x, rope, layer_inputs = self._embed_suffixes(_part(trees, "embed_tokens"), tokens[None], cursor.positions[None])
+        x, rope, layer_inputs = self._embed_suffixes(_part(trees, "embed_tokens"), tokens[None], positions[None])
         cursor = replace(cursor, rope=rope)
         for i, (layer, weights) in enumerate(self._layer_weights(trees)):
             cursor = cursor if layer_inputs is None else replace(cursor, layer_input=layer_inputs[i])
             x, caches[i] = layer.extend(weights, x, caches[i], cursor)
         return caches
+
+    def see(self, trees: Trees, patches: Patches) -> Float[Array, "B I D"]:
+        """Return the features of rows of patches."""
+        return self._see(_part(trees, "embed_tokens"), patches)
+
+    def _features(self, weights: Trees, patches: Patches):
+        embed_tokens = merge_module(self._graphdefs.embed_tokens, *weights)
+        return embed_tokens.vision(patches, self._dtype, backend=self._attention)
 
     def copy(self, caches: list[Cache], copies: CacheCopies) -> list[Cache]:
         """Copy pages within the caches."""
@@ -275,15 +297,16 @@ class EnginePrograms:
     def _layer_weights(self, trees: Trees) -> Iterator[tuple[CachedLayer, Any]]:
         return zip(self._layers, zip(*_part(trees, "layers"), strict=True), strict=True)
 
-    def _embed_packed(self, weights: Trees, tokens, segments: PackedSegments):
-        x, rope, layer_inputs = self._embed(weights, tokens, segments.positions)
+    def _embed_packed(self, weights: Trees, tokens, segments: PackedSegments, images: Images | None):
+        x, rope, layer_inputs = self._embed(weights, tokens, token_positions(segments, images), images)
         tile = PREFILL_TOKENS if tokens.shape[1] > PREFILL_TOKENS else None
         return x, PackedContext(segments=segments, rope=rope, backend=self._attention, tile=tile), layer_inputs
 
     def _embed_last(self, weights: Trees, sequences: EngineSlots, window: DecodeWindow, *, plan: CachePlan):
         """Return (hidden states [1, B, D], cursor, the layers' own embeddings, if any)."""
         positions, live = sequences.positions, sequences.live
-        x, rope, layer_inputs = self._embed(weights, sequences.tokens[None], positions[None])
+        turned = positions if window.deltas is None else positions + window.deltas
+        x, rope, layer_inputs = self._embed(weights, sequences.tokens[None], turned[None])
         tables = tuple(
             jnp.where(live[:, None], window.tables if w is None else _ring(window, plan, w), 0) for w in self.windows
         )
@@ -294,9 +317,9 @@ class EnginePrograms:
         cursor = Cursor(places=places, tables=tables, slots=window.slots, positions=positions, rope=rope)
         return x, cursor, layer_inputs
 
-    def _embed(self, weights: Trees, tokens: Int[Array, "1 T"], positions: Int[Array, "1 T"]):
+    def _embed(self, weights: Trees, tokens: Int[Array, "1 T"], positions, images: Images | None = None):
         embed_tokens = merge_module(self._graphdefs.embed_tokens, *weights)
-        x = embed_tokens(tokens, self._dtype)
+        x = embed_tokens.see(embed_tokens(tokens, self._dtype), images)
         return x, self._config.rope_tables(positions), embed_tokens.layer_inputs(tokens, x)
 
     def _sample_next(

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.grammar import Grammar, Matcher
 from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, CachePlan, PagePool, page_names, pages_of
+from jaxglue.vision.rows import PromptImages
 
 LONGEST_SUFFIX = 512
 """Tokens after a known beginning up to which reading its keys for each takes less time than computing them again.
@@ -46,6 +47,8 @@ class Request:
     """Ranks of the adapters that its tokens use; None for all."""
     grammar: Grammar | None = None
     """Grammar of its answers; None for free ones."""
+    images: PromptImages | None = None
+    """Its images; None for text alone."""
 
 
 class Tokens(NamedTuple):
@@ -103,6 +106,11 @@ class Sequence:
         parts = [np.asarray(self.request.prompt, np.int32), *(part.ids for part in self.received)]
         return np.concatenate(parts)
 
+    def names(self, tokens: Int[np.ndarray, " n"]) -> list[bytes]:
+        """Return the names of the pages of its first tokens, in which its images' stand for their content."""
+        images = self.request.images
+        return page_names(tokens if images is None else images.keyed(tokens), self.request.ranks)
+
 
 class Prefill(NamedTuple):
     """Tokens whose keys and values are to be written to a slot's pages."""
@@ -113,6 +121,8 @@ class Prefill(NamedTuple):
     begin: int = 0
     """Tokens whose keys and values are there."""
     ranks: Bool[np.ndarray, " R"] | None = None
+    """As in `Request`."""
+    images: PromptImages | None = None
     """As in `Request`."""
 
 
@@ -250,7 +260,7 @@ class Scheduler:
         self._running.remove(sequence)
         if self._remembers and sequence.length == sequence.end:
             # The last token is not in the cache, nor any of those after it in a window under way in a full page.
-            self._pool.name(sequence.pages, page_names(sequence.tokens[:-1], sequence.request.ranks))
+            self._pool.name(sequence.pages, sequence.names(sequence.tokens[:-1]))
         self._pool.give_back(sequence.pages)
         self._slots.append(sequence.slot)
         sequence.slot, sequence.pages = None, []
@@ -281,9 +291,12 @@ class Scheduler:
         known = first.length - 1  # the window begins with the last known token
         tokens = first.tokens[:known]
         shared, all_pages = known // PAGE, pages_of(min(first.length + self._steps, first.end))
-        group, ranks = self._siblings(first), first.request.ranks
-        names = page_names(tokens, ranks) if self._remembers else []
+        group = self._siblings(first)
+        names = first.names(tokens) if self._remembers else []
         there = self._pool.find(names)
+        images = first.request.images
+        if images is not None and images.places[-1] >= len(there) * PAGE:
+            there = []  # features enter rows of whole prompts alone
         if known - len(there) * PAGE > min(LONGEST_SUFFIX, known // 2):
             there = []
         shared_anew = shared - len(there) + self._pool.kept(there)
@@ -325,7 +338,7 @@ class Scheduler:
         first, *others = group
         assert first.slot is not None
         if begin < len(tokens):
-            prefill = Prefill(tokens, first.slot, first.pages, begin, first.request.ranks)
+            prefill = Prefill(tokens, first.slot, first.pages, begin, first.request.ranks, first.request.images)
             (work.suffixes if begin else work.prompts).append(prefill)
         full, partial = divmod(len(tokens), PAGE)
         for sequence in others:

@@ -37,8 +37,9 @@ from jaxglue.hf.identity import Identity
 from jaxglue.hf.tensor_files import TensorFiles, write_file
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora_config import PATHS, LoraConfig, VocabularyModule
+from jaxglue.models.tower_config import Trains
 from jaxglue.models.vocabulary import ROWS
-from jaxglue.models.wrapper import TEXT_PATH
+from jaxglue.models.wrapper import TEXT_PATH, is_beside_text
 from jaxglue.ops.choices import QUANTIZE, SERVED, Storage
 
 CONFIG = "adapter_config.json"
@@ -120,10 +121,25 @@ class Adapter:
 
     @property
     def linears(self) -> "Adapter":
-        """Return the part on linear layers and experts, and a reward model's score."""
+        """Return the part on linear layers and experts, a reward model's score, and a vision tower's projector."""
         config = replace(self.config, modules_to_save=(), trainable_token_indices=())
-        tensors = {name: tensor for name, tensor in self.tensors.items() if is_adapter(name) or name == SCORE}
+        others = {name for name in self.beside_text if not is_adapter(name)}
+        tensors = {
+            name: tensor for name, tensor in self.tensors.items() if is_adapter(name) or name == SCORE or name in others
+        }
         return replace(self, config=config, tensors=tensors)
+
+    @property
+    def beside_text(self) -> dict[str, np.ndarray]:
+        """Return the tensors of a vision tower and its projector."""
+        return {name: tensor for name, tensor in self.tensors.items() if is_beside_text(name)}
+
+    def seeing(self, base: DecoderConfig) -> DecoderConfig:
+        """Return the architecture of a base that sees with those parts of its tower that this adapter trained."""
+        if base.vision is None or not self.beside_text:
+            return base
+        trains: Trains = "all" if any(map(is_adapter, self.beside_text)) else "projector"
+        return replace(base, vision=replace(base.vision, trains=trains))
 
     @property
     def unquantized(self) -> list[str]:
@@ -203,7 +219,7 @@ def load_adapter(folder: str | Path) -> Adapter:
         raise ValueError(
             f"{folder / TENSORS} is damaged: its tensors differ from their digest: copy or export it again"
         )
-    stored, text_path = split_others(folder / TENSORS, stored)
+    stored, text_path = split_others(stored)
     tensors = dict(from_key(folder / TENSORS, key, _as_float(files, key, stored.pop(key)), raw) for key in list(stored))
     for module in PATHS.values():
         if f"{module}.lora_A" in tensors:

@@ -14,7 +14,7 @@ from jaxglue.hf.adapter_config import matching
 from jaxglue.hf.identity import Identity, changed_settings, difference
 from jaxglue.models.lora_config import ALL_LINEAR, PATHS, is_target
 from jaxglue.models.vocabulary import ROWS
-from jaxglue.models.wrapper import from_text_name, to_text_name
+from jaxglue.models.wrapper import from_text_name, is_beside_text, to_text_name
 
 _SHOWN = 3
 """Names that a message lists."""
@@ -61,7 +61,8 @@ def check_adapter(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]], base:
     linears = {path: shape for path, shape in shapes.items() if path not in vocabulary}
     with matching(adapter.folder):
         wanted = {path for path, shape in shapes.items() if _is_targeted(adapter, path, experts=len(shape) == 3)}
-    if missing := sorted(wanted - set(adapter.modules)):
+    # Adapters of a tower that learned nothing are left out.
+    if missing := sorted(path for path in wanted - set(adapter.modules) if not is_beside_text(path)):
         raise ValueError(f"{refusal}: it lacks {_some(missing)}, which its adapter_config.json targets")
     if ignored := sorted(set(adapter.modules) - wanted):
         raise ValueError(f"{refusal}: it holds {_some(ignored)}, which its adapter_config.json does not target")

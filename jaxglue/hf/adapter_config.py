@@ -1,7 +1,7 @@
 """adapter_config.json: PEFT's settings of an adapter, read and written."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from jaxglue.hf.hub import BaseReference
 from jaxglue.models import FAMILIES
 from jaxglue.models.lora_config import MODULES, PATHS, LoraConfig, VocabularyModule, match_pattern, parse_patterns
 from jaxglue.models.vocabulary import ROWS
-from jaxglue.models.wrapper import TEXT_PATH, from_text_name
+from jaxglue.models.wrapper import PROJECTORS, TEXT_PATH, from_text_name, is_beside_text
 
 _READ = {
     "alpha_pattern",
@@ -69,18 +69,23 @@ _EXPERT_NAME = re.compile(r"\.(gate_proj|up_proj|down_proj)\.lora_[^.]+$")
 _WITHIN_LAYER = re.compile(r"^model\.layers\.\d+\.")
 
 
-def _target_modules(names: Iterable[str], config: LoraConfig, text_path: str) -> list[str] | str:
+def _target_modules(names: Sequence[str], config: LoraConfig, text_path: str) -> list[str] | str:
     """Return PEFT's `target_modules`: last components of paths, or whole paths where the config has those.
 
     Beside other parts, whose modules may have the same last components, a regular expression names those in layers.
     """
     if _names_paths(config):
         return sorted({from_text_name(name.rpartition(".")[0], text_path) for name in names})
-    kinds = _kinds(names)
-    if text_path == TEXT_PATH or not kinds:
+    of_tower = [name for name in names if is_beside_text(name)]
+    kinds = _kinds(name for name in names if name not in of_tower)
+    if text_path == TEXT_PATH or not (kinds or of_tower):
         return kinds
     linears = [kind for kind in kinds if kind not in PATHS]
     paths = [rf"{re.escape(text_path)}\.layers\.\d+\.(.+\.)?({'|'.join(linears)})"] if linears else []
+    roots = sorted({".".join(name.split(".")[:2]) for name in of_tower})
+    for root in roots:
+        modules = _kinds(name for name in of_tower if name.startswith(f"{root}."))
+        paths.append(rf"{re.escape(root)}\.(.+\.)?({'|'.join(modules)})")
     return "|".join([*paths, *(re.escape(from_text_name(PATHS[name], text_path)) for name in PATHS if name in kinds)])
 
 
@@ -166,11 +171,19 @@ def _vocabulary(config: LoraConfig, names: Iterable[str], *, tied: bool) -> dict
     entries: dict[str, Any] = {}
     if whole:
         entries = {"ensure_weight_tying": tied, "modules_to_save": list(MODULES) if tied else whole}
+    if projector := _projector(names):
+        entries["modules_to_save"] = [*entries.get("modules_to_save", []), projector]
     if SCORE in names:
         entries["modules_to_save"] = [*entries.get("modules_to_save", []), "score"]
     if rows:
         entries["trainable_token_indices"] = dict.fromkeys(rows, sorted(set(config.trainable_token_indices)))
     return entries
+
+
+def _projector(names: Iterable[str]) -> str | None:
+    """Return the name of the projector of a vision tower where it is saved whole."""
+    parts = [name.split(".") for name in names if is_beside_text(name) and not is_adapter(name)]
+    return next((module for module in PROJECTORS if parts and module in parts[0]), None)
 
 
 def refuse_unsupported(path: Path, raw: Mapping[str, Any]) -> None:
@@ -212,7 +225,7 @@ def _check_lists(path: Path, raw: Mapping[str, Any]) -> None:
             parse_patterns(field, pattern_entries(field, raw))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-    if unknown := sorted(saved_modules(raw) - {*MODULES, *_scores(raw)}):
+    if unknown := sorted(saved_modules(raw) - {*MODULES, *PROJECTORS, *_scores(raw)}):
         raise ValueError(f"{path}: not supported: modules_to_save={unknown}, only {', '.join(MODULES)}")
 
 
@@ -243,7 +256,8 @@ def config_from_peft(path: Path, raw: Mapping[str, Any], tensors: Iterable[str])
         whole: list[VocabularyModule] = [module for module, path in PATHS.items() if f"{path}.weight" in tensors]
         if _scores(raw) and SCORE not in tensors:
             raise ValueError(f"task_type {SEQUENCE_CLASSIFIER} needs {SCORE}, which {path.parent} does not hold")
-        if missing := sorted(saved_modules(raw) - {*whole, *_scores(raw)}):
+        projector = _projector(tensors)
+        if missing := sorted(saved_modules(raw) - {*whole, *_scores(raw), projector}):
             raise ValueError(f"modules_to_save names {missing[0]}, which {path.parent} does not hold")
         if raw.get("trainable_token_indices") not in (None, [], {}) and not (rows or whole):
             raise ValueError(f"trainable_token_indices names rows, which {path.parent} does not hold")

@@ -36,20 +36,15 @@ def is_adapter(name: str) -> bool:
     return name.rpartition(".")[2] in (*_MATRICES, MAGNITUDE)
 
 
-def split_others(path: Path, tensors: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], str]:
-    """Return an adapter's tensors without those around the text model, and the path of the decoder in their keys.
+def split_others(tensors: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], str]:
+    """Return an adapter's tensors, without untrained ones around the text model, and the decoder's path in their keys.
 
     PEFT adapts every module of a target's name, such as a vision tower's; without images these learn nothing.
-
-    Raises:
-        ValueError: a part around the text model was trained.
     """
     names = {key: key.removeprefix(_PREFIX) for key in tensors}
     others = {key for key, name in names.items() if is_beside_text(name)}
-    for key in others:
-        if ".lora_B" in key and tensors[key].any():
-            raise ValueError(f"{path}: {key} is of a part beside the text model, which is not supported")
-    kept = {key: tensor for key, tensor in tensors.items() if key not in others}
+    trained = any("lora_" not in key or (".lora_B" in key and tensors[key].any()) for key in others)
+    kept = {key: tensor for key, tensor in tensors.items() if trained or key not in others}
     paths = {text_path for key in kept if (text_path := to_text_name(names[key])[1]) != TEXT_PATH}
     return kept, min(paths, default=TEXT_PATH)
 
@@ -87,6 +82,9 @@ def from_key(path: Path, key: str, array: np.ndarray, raw: Mapping[str, Any]) ->
         ValueError: a tensor of no supported feature, or of another shape.
     """
     name, _ = to_text_name(key.removeprefix(_PREFIX))
+    if is_beside_text(name):
+        last = name.removesuffix(".weight").rpartition(".")[2]
+        return (name.removesuffix(".weight") if last in _MATRICES else name), array
     if vocabulary := _VOCABULARY.fullmatch(name):
         name, axes = f"{vocabulary[1]}.{vocabulary[4]}", 2
     elif name == SCORE:

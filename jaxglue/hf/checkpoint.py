@@ -128,7 +128,8 @@ def stored_form(
     files = open_checkpoint(base) if has_weights(base) else TensorFiles([], names)
     assert files.names is not None
     ours = {files.names.stored(name): name for name in specs}
-    others = {name: jax.ShapeDtypeStruct(info.shape, info.dtype) for name, info in files.others.items()}
+    passed = {name: info for name, info in files.others.items() if name not in ours}  # others were trained
+    others = {name: jax.ShapeDtypeStruct(info.shape, info.dtype) for name, info in passed.items()}
     named = {stored: specs[name] for stored, name in ours.items()}
     return named | others, lambda name: read(ours[name]) if name in ours else files.read(name)
 
@@ -226,6 +227,7 @@ def find_tensors(
         ValueError: as `open_checkpoint`; or missing, extra or misshaped tensors.
     """
     files = open_checkpoint(folder)
+    files.take(wanted)
     if HEAD in wanted:
         untie_files(folder, files)
     sources = {name: find_source(files, name, spec.shape) for name, spec in wanted.items()}

@@ -278,7 +278,7 @@ def predict(config: DecoderConfig, parts: Parts, rows: ExportRows, dtype) -> Flo
     """Compute float32 logits, one layer's parameters at a time, with activations in `dtype`."""
     context, x = packed_context(config, rows.segments), embed_rows(parts, rows, dtype)
     own = _layer_inputs(*parts("embed_tokens"), rows.tokens, x) if config.per_layer else None
-    for index, layer_context in enumerate(context.each(own, config.num_hidden_layers)):
+    for index, layer_context in enumerate(context.each(own, config.layer_segments(rows.segments, None))):
         x = _layer(*parts(index), x, layer_context)
     x = _norm(*parts("norm"), x)
     head = "score" if config.scores else "embed_tokens" if config.tie_word_embeddings else "lm_head"

@@ -26,6 +26,7 @@ from jaxglue.models.family import find_family
 from jaxglue.models.lora import add_lora, base_shapes
 from jaxglue.models.lora_config import PATHS
 from jaxglue.models.parameters import abstract_parameters, hf_name, quantized_names, set_parameters
+from jaxglue.models.tower_config import TowerConfig
 from jaxglue.models.vocabulary import untie, vocabulary_modules
 from jaxglue.ops.choices import Storage
 from jaxglue.ops.quant.formats import FORMATS, Quantized, format_of
@@ -51,6 +52,7 @@ def load_model(
     seed: int = 0,
     mapped: Callable[[str], bool] = lambda name: False,
     untied: bool = False,
+    vision: TowerConfig | None = None,
     progress: DataProgress | None = None,
 ) -> CausalLM:
     """Load a model from a local Hugging Face folder, streaming weights to their devices in `dtype`.
@@ -68,6 +70,7 @@ def load_model(
         seed: of that.
         mapped: whether the named parameter stays in the folder's files, to be read for each use (`FileParam`).
         untied: also give a tied folder's embedding to an output projection of its own.
+        vision: shape of the vision tower, which is loaded with the text model; None leaves it in the files.
         progress: shows the bytes read; by default nothing does.
 
     Raises:
@@ -81,6 +84,8 @@ def load_model(
         config = config.scored(labels)
     if untied:
         config = config.untied
+    if vision is not None:
+        config = vision.within(config)
 
     def load(specs: dict[str, jax.ShapeDtypeStruct], put: Put) -> dict[str, Any]:
         others = {name: specs[name].update(dtype=other) for name, other in (dtypes or {}).items() if name in specs}
@@ -206,6 +211,9 @@ def _draw(specs: dict[str, jax.ShapeDtypeStruct], put: Put, config: DecoderConfi
 def _initial(name: str, spec: jax.ShapeDtypeStruct, config: DecoderConfig, key: jax.Array) -> jax.Array:
     experts = FORMATS[config.moe.quantize if config.moe else "none"]
     part, std = name.rpartition("_")[2], config.initializer_range
+    if config.vision is not None and config.vision.owns(name):
+        value = config.vision.initial(name, spec)
+        return _normal(key, spec.shape, spec.dtype, config.vision.initializer_range) if value is None else value
     for mixer in config.mixer_kinds:
         if (value := mixer.initial(name, key, spec)) is not None:
             return value
@@ -243,6 +251,7 @@ def add_adapter(model: CausalLM, folder: str | Path, base: Identity | None = Non
     adapter = check_adapter(adapter, base_shapes(model), identity, name)
     if adapter.scores and not model.config.scores:
         raise ValueError(f"{folder} is the adapter of a reward model, which scores texts and writes none")
+    model.config = adapter.seeing(model.config)
     add_lora(model, adapter.linears.config, rngs=nnx.Rngs(0))
     set_adapter(model, adapter.linears)
     for module_name, module in vocabulary_modules(model):

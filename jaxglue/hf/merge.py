@@ -16,7 +16,7 @@ from jaxglue.files.atomic import atomic_folder, require_empty
 from jaxglue.files.json_file import write_json
 from jaxglue.hf.adapter import Adapter, load_adapter, vocabulary_matrix, warn_of_adapter_inside
 from jaxglue.hf.adapter_check import check_adapter
-from jaxglue.hf.adapter_tensors import MAGNITUDE, SCORE
+from jaxglue.hf.adapter_tensors import MAGNITUDE, SCORE, is_adapter
 from jaxglue.hf.checkpoint import HEAD, open_checkpoint, read_config, stored_form, untie_files
 from jaxglue.hf.experts import expert_parts, find_source, part_shape, read_expanded
 from jaxglue.hf.export import (
@@ -42,7 +42,7 @@ from jaxglue.hf.serving import (
 )
 from jaxglue.hf.serving_check import check_serving
 from jaxglue.hf.tensor_files import TensorFiles, TensorInfo, write_shards
-from jaxglue.models import abstract_model, config_from_hf
+from jaxglue.models import abstract_model, config_from_hf, with_vision
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.family import find_family
@@ -184,6 +184,10 @@ class MergedTensors:
         loaded = None if folder is None else load_adapter(folder)
         own = own.scored(loaded.labels) if loaded and loaded.scores else own
         own = loaded.merged(own) if loaded else own
+        if loaded and loaded.beside_text:
+            own = loaded.seeing(with_vision(own, read_config(base)))
+            files.take(abstract_parameters(abstract_model(own)))
+        self._projector = {} if loaded is None else {n: x for n, x in loaded.beside_text.items() if not is_adapter(n)}
         if not own.tie_word_embeddings and not own.scores:
             untie_files(base, files)
         how: Storage = storage or (loaded.storage if loaded and own.quantize == "none" else own.quantize)
@@ -222,7 +226,7 @@ class MergedTensors:
         """Return the dtypes of changed tensors."""
         trains_vocabulary = self.adapter and self.adapter.trains_vocabulary
         changed = self._deltas.keys() | (self._vocabulary if trains_vocabulary else {}).keys()
-        changed |= {SCORE} & self.specs.keys()
+        changed |= ({SCORE} & self.specs.keys()) | self._projector.keys()
         rounded = self._quantized.keys() | self._experts.keys()
         return {self.specs[name].dtype for name in changed | (rounded & self.specs.keys())}
 
@@ -234,6 +238,8 @@ class MergedTensors:
             return self.adapter.tensors[SCORE].astype(self.specs[SCORE].dtype)
         if name in self.served:
             return np.asarray(self._held(name).merged(self._full_delta(name), self.specs[name].dtype))
+        if name in self._projector:
+            return self._projector[name].astype(self.specs[name].dtype)
         weight = self._read_base(name)
         return _finite(name, self._deltas[name].add_to(weight)) if name in self._deltas else weight
 

@@ -92,6 +92,14 @@ class TensorFiles:
             else:
                 self.tensors[ours] = info
 
+    def take(self, names: Iterable[str]) -> None:
+        """Make tensors of parts around the text model, such as a vision tower's, tensors of the model."""
+        if not isinstance(self.names, TensorNames):
+            return
+        for name in names:
+            if name not in self.tensors and (info := self.others.pop(self.names.stored(name), None)):
+                self.tensors[name] = info
+
     def __contains__(self, stored: str) -> bool:
         """Tell whether the files hold a tensor of this name."""
         return stored in self.others or (stored if self.names is None else self.names.ours(stored)) in self.tensors

@@ -126,9 +126,12 @@ def frozen_vocabulary(reason: str, **conditions: Any) -> tuple[Excludes, ...]:
     )
 
 
-_BESIDE_REFERENCE = frozen_vocabulary(
-    "it compares with a model without adapters, so embedding and head stay frozen",
-    unless=lambda settings: settings["method"] == "full",
+_OF_ADAPTERS: dict[str, Any] = {"unless": lambda settings: settings["method"] == "full"}
+_BESIDE_REFERENCE = (
+    *frozen_vocabulary("it compares with a model without adapters, so embedding and head stay frozen", **_OF_ADAPTERS),
+    Excludes(
+        "train_vision", "it compares with a model without adapters, so the vision tower is frozen", **_OF_ADAPTERS
+    ),
 )
 
 

@@ -75,6 +75,8 @@ class RopeConfig:
     """Divisors in longer documents."""
     query_scale: tuple[float, int] | None = field(default=None, repr=False)
     """(β, L): rotated queries at position p are scaled by 1 + β·ln(1 + ⌊p / L⌋); None for no scale."""
+    sections: tuple[int, int, int] | None = field(default=None, repr=False)
+    """Frequencies that turn with a token's position by time, height and width (M-RoPE); None for time alone."""
 
     def __post_init__(self):
         self._check_values()
@@ -124,8 +126,17 @@ class RopeConfig:
                 scaling[name] = tuple(scaling[name])
         if partial is None and scaling["partial_rotary_factor"] != 1.0 and scaling["rope_type"] != "proportional":
             raise ValueError(f"partial_rotary_factor={scaling['partial_rotary_factor']} is not supported: only 1.0 is")
+        if (sections := scaling.pop("mrope_section", None)) is not None:
+            scaling["sections"] = _sections(sections)
         names = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in scaling.items() if name in names} | {"interleaved": interleaved})
+
+    def axes(self, half: int) -> Int[np.ndarray, " half"]:
+        """Return whether each of `half` frequencies turns with time (0), height (1) or width (2), in turns."""
+        axes = np.zeros(half, np.int32)
+        for axis in (1, 2):
+            axes[axis : 3 * (self.sections or (0, 0, 0))[axis] : 3] = axis
+        return axes
 
     def check_width(self, head_dim: int) -> None:
         """Raise ValueError for lists of factors with other than one entry for each pair of dimensions that turns."""
@@ -162,6 +173,15 @@ class RopeConfig:
             )
         if self.rope_type == "llama3" and self.low_freq_factor == self.high_freq_factor:
             raise ValueError("low_freq_factor and high_freq_factor in config.json's rope parameters must differ")
+
+
+def _sections(value: Any) -> tuple[int, ...]:
+    counts = isinstance(value, list | tuple) and len(value) == 3 and all(type(x) is int and x >= 0 for x in value)
+    if not counts:
+        raise ValueError(
+            f"mrope_section in config.json's rope parameters: expected 3 whole numbers, got {value!r:.100}"
+        )
+    return tuple(value)
 
 
 def _scaling(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -217,6 +237,7 @@ TABLES_READ: Reads = {
         "partial_rotary_factor",
         "short_factor",
         "long_factor",
+        "sections",
     ),
 }
 """Read by kernels that turn both halves of a head by a batch's tables: what these tell."""
@@ -234,13 +255,16 @@ class RopeTables:
 
     @classmethod
     def at(
-        cls, positions: Int[Array, "B T"], rotaries: Sequence[Rotary], lengths: Int[Array, "B T"] | None = None
+        cls, positions: Int[Array, "B T *axes"], rotaries: Sequence[Rotary], lengths: Int[Array, "B T"] | None = None
     ) -> "RopeTables":
-        """Compute the tables of tokens at these positions, in documents of these lengths; None for short ones."""
+        """Compute the tables of tokens at these positions, in documents of these lengths; None for short ones.
+
+        Positions of models that see images are by time, height and width, [B, T, 3].
+        """
         return cls(
             tuple(rotaries),
             tuple(rope_tables(positions, *rotary, lengths=lengths) for rotary in rotaries),
-            tuple(query_scales(positions, rotary.config) for rotary in rotaries),
+            tuple(query_scales(positions if positions.ndim == 2 else positions[..., 0], r.config) for r in rotaries),
         )
 
     def of(self, rotary: Rotary) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
@@ -341,7 +365,7 @@ def _longrope_factor(config: RopeConfig) -> float:
 
 
 def rope_tables(
-    positions: Int[Array, "B T"],
+    positions: Int[Array, "B T *axes"],
     config: RopeConfig,
     head_dim: int,
     *,
@@ -350,7 +374,7 @@ def rope_tables(
     """Compute cosines and sines in float32 for every token of the batch; see `inverse_frequencies`.
 
     Args:
-        positions: of the tokens in their documents.
+        positions: of the tokens in their documents; by time, height and width where each frequency has one of these.
         config: the rotary embedding.
         head_dim: H.
         lengths: of the tokens' documents, by which longrope chooses its factors, so that packing changes nothing; None
@@ -362,7 +386,8 @@ def rope_tables(
         assert config.original_max_position_embeddings
         long = jnp.asarray(inverse_frequencies(config, head_dim, long=True)[0], jnp.float32)
         frequencies = jnp.where((lengths > config.original_max_position_embeddings)[..., None], long, frequencies)
-    angles = positions[..., None].astype(jnp.float32) * frequencies
+    positions = positions[..., config.axes(len(inverse))] if positions.ndim == 3 else positions[..., None]
+    angles = positions.astype(jnp.float32) * frequencies
     return jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor
 
 

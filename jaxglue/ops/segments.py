@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
@@ -53,11 +54,11 @@ class PackedSegments:
     split: "RowSplit | None" = None
     """How rows are split over devices; fields of tokens are then in its order, and their values stay a row's."""
     own_keys: Int[Array, "B Q"] | None = None
-    """Each query's own key, the last that it sees, where queries are some of a row's tokens, in order, and keys are all
-    (`row_split.bounds`). `starts` are then the queries' first keys, and `ends` the queries after the keys' last ones,
-    windows included."""
+    """The last key that each query sees, in order: its own key where queries are some of a row's tokens and keys are
+    all (`row_split.bounds`; `starts` are then the queries' first keys, and `ends` the queries after the keys' last
+    ones, windows included), or a later one, as inside of images. None where each token's is its own."""
     first_queries: Int[Array, "B T"] | None = None
-    """The first query at each key or after it, where `own_keys` are given."""
+    """The first query that sees each key, where `own_keys` are given."""
     key_positions: Int[Array, "B T"] | None = None
     """Positions of forked segments' keys, where `own_keys` are given."""
 
@@ -104,6 +105,20 @@ class RowSplit:
 def segment_bucket(count: int) -> int:
     """Return the segment slots for `count` segments: the next power of two, so that few shapes are compiled."""
     return 1 << max(count - 1, 0).bit_length()
+
+
+def within_window(segments: PackedSegments, window: int | None) -> tuple[PackedSegments, int | None]:
+    """Return the metadata of whole rows with `own_keys` as attention's kernels read it, and their window.
+
+    A window cuts the past alone. It is in the bounds, but for forked segments, whose kernels compare positions.
+    """
+    if segments.gap_starts is not None:
+        return replace(segments, key_positions=segments.positions), window
+    if window is None:
+        return segments, None
+    token = jnp.arange(segments.starts.shape[1], dtype=jnp.int32)
+    starts, ends = jnp.maximum(segments.starts, token - window + 1), jnp.minimum(segments.ends, token + window)
+    return replace(segments, starts=starts, ends=ends), None
 
 
 class BatchKind(NamedTuple):

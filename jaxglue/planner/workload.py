@@ -19,6 +19,7 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import ModelGraphDefs, Params, split_model
+from jaxglue.models.tower_config import TrainedParams
 from jaxglue.objectives.config import SUPERVISED
 from jaxglue.objectives.objective import Objective
 from jaxglue.ops.quant.formats import FORMATS, is_quantized
@@ -119,7 +120,7 @@ class Workload:
     reference: bool = False
     """The frozen layers run once more, without adapters, for the objective."""
     other_models: int = 0
-    """Bytes of other models on the GPU, such as a teacher."""
+    """Bytes of other models on the GPU, such as a teacher, and of images beside the text."""
     batches_known: bool = False
     """Batches are known before the weights, which tell the shapes of a step's programs."""
 
@@ -143,7 +144,7 @@ class Workload:
     @property
     def compiled_ahead(self) -> bool:
         """Return whether all programs of a step are compiled before the first one runs, unless they are of groups."""
-        splits = self.mesh.fsdp > 1 or self.mesh.context > 1
+        splits = self.mesh.fsdp > 1 or self.mesh.context > 1 or self.config.vision is not None
         return self.batches_known and not (splits or self.host_embeddings or self.reference)
 
     @property
@@ -167,9 +168,11 @@ class Workload:
         return mean_visible_keys(np.minimum(self.document_lengths or (self.seq_len,), self.seq_len))
 
     @property
-    def trainable_type(self) -> type[nnx.Param]:
-        """Return the type of the variables that train."""
-        return nnx.Param if self.lora is None else nnx.LoRAParam
+    def trainable_type(self) -> Any:
+        """Return the filter of the variables that train."""
+        if self.lora is not None:
+            return nnx.LoRAParam
+        return nnx.Param if self.config.vision is None else TrainedParams(self.config.vision)
 
     @property
     def weight_dtype(self) -> Any:
@@ -184,7 +187,7 @@ def abstract_parts(workload: Workload) -> tuple[ModelGraphDefs, Params, Params]:
 
 @lru_cache(maxsize=8)
 def _abstract_parts(
-    config: DecoderConfig, lora: LoraConfig | None, dtype: Any, trainable: type[nnx.Param]
+    config: DecoderConfig, lora: LoraConfig | None, dtype: Any, trainable: Any
 ) -> tuple[ModelGraphDefs, Params, Params]:
     """Build one layer of each kind, since a whole model takes seconds, and repeat its parts for all layers.
 

@@ -5,16 +5,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from jaxglue.data.formats import read_row, refuse_media
-from jaxglue.data.messages import Chat
+from jaxglue.data.formats import UNSEEN, refuse_media, row_images, with_system
+from jaxglue.data.messages import Chat, read_chat
 from jaxglue.files.json_file import parse_json, read_json
 from jaxglue.files.regular_file import read_regular_text
 from jaxglue.generation.assistant import Assistant
 from jaxglue.generation.grammar import Grammar
-from jaxglue.generation.prompts import encode_prompt, render_messages
+from jaxglue.generation.prompts import encode_prompt
 from jaxglue.generation.scheduler import Request
+from jaxglue.generation.sight import Prompt
 from jaxglue.serve.config import STDIN, GenerateConfig
 from jaxglue.text.thinking import Thought, said, thought_after
 
@@ -60,8 +59,8 @@ def prompt_of(row: Row) -> Any:
     return row["prompt"] if "prompt" in row else row["messages"][-1].get("content", "")
 
 
-def encode_rows(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], config: GenerateConfig) -> list[list[int]]:
-    """Return the tokens that precede the answer to each row.
+def encode_rows(assistant: Assistant, rows: Sequence[Row], config: GenerateConfig) -> list[Prompt]:
+    """Return the prompt of each row.
 
     Raises:
         ValueError: as `encode_prompt`; or messages that training would refuse, with the row's number.
@@ -69,21 +68,31 @@ def encode_rows(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], config:
     prompts = []
     for number, row in enumerate(rows, 1):
         try:
-            prompts.append(_encode_row(tokenizer, row, config))
+            prompts.append(_encode_row(assistant, row, config))
         except ValueError as error:
             raise ValueError(f"prompt {number}: {error}") from error
     return prompts
 
 
-def _encode_row(tokenizer: PreTrainedTokenizerBase, row: Row, config: GenerateConfig) -> list[int]:
-    if "messages" not in row:
-        refuse_media(row)
-        return encode_prompt(tokenizer, row["prompt"], system=config.system, raw=config.raw)
-    chat = read_row(row, "messages")
+def _encode_row(assistant: Assistant, row: Row, config: GenerateConfig) -> Prompt:
+    media = [*config.image, *row_images(row)]
+    if "messages" not in row and not media:
+        return Prompt(encode_prompt(assistant.tokenizer, row["prompt"], system=config.system, raw=config.raw))
+    if config.raw and media:
+        raise ValueError("images need the chat template: leave out --raw")
+    messages = row["messages"] if "messages" in row else [{"role": "user", "content": row["prompt"]}]
+    refuse_media(row, UNSEEN)
+    chat = with_system(read_chat(messages, row.get("tools"), "messages", sees=True), row)
     assert isinstance(chat, Chat)
     chat = chat if config.system is None else chat.with_system(config.system)
-    template, text = render_messages(tokenizer, chat, check=True)
-    return template.encode(text)
+    return assistant.encode(
+        chat, [str(item) if isinstance(item, Path) else item for item in media], check="messages" in row
+    )
+
+
+def _image_folder(config: GenerateConfig) -> Path:
+    file = config.prompt_file
+    return Path() if file is None or file == STDIN or config.image else file.parent
 
 
 _END = 16
@@ -104,15 +113,21 @@ def answer_rows(
     config: GenerateConfig, say: Callable[[str], None] | None = None
 ) -> Iterator[tuple[dict[str, Any], Iterator[str]]]:
     """Yield each row of `read_prompts` with its answer in pieces; as `generate`, `say` as in `Assistant.answers`."""
-    rows, assistant = read_prompts(config), Assistant(config)
-    prompts = encode_rows(assistant.tokenizer, rows, config)
-    thoughts = [_thought(assistant, config, row, tokens) for row, tokens in zip(rows, prompts, strict=True)]
+    rows, assistant = read_prompts(config), Assistant(config, images=_image_folder(config))
+    prompts = encode_rows(assistant, rows, config)
+    thoughts = [_thought(assistant, config, row, prompt.tokens) for row, prompt in zip(rows, prompts, strict=True)]
     grammars = {thinks: _grammar(assistant, config, thinks) for thinks in set(thoughts)}
     asked = list(enumerate(zip(prompts, map(grammars.get, thoughts), strict=True)))
     if len(rows) == 1 or config.batch_size == 1:
-        answers = (assistant.answer(tokens, config.sampling, index, grammar) for index, (tokens, grammar) in asked)
+        answers = (
+            assistant.answer(prompt.tokens, config.sampling, index, grammar, prompt.images)
+            for index, (prompt, grammar) in asked
+        )
     else:
-        requests = [Request(tokens, config.sampling, index, grammar=grammar) for index, (tokens, grammar) in asked]
+        requests = [
+            Request(prompt.tokens, config.sampling, index, grammar=grammar, images=prompt.images)
+            for index, (prompt, grammar) in asked
+        ]
         texts = assistant.answers(requests, batch_size=config.batch_size, say=say)
         answers = (iter([text]) for text in texts)
     for row, answer, thinks in zip(rows, answers, thoughts, strict=True):

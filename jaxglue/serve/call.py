@@ -6,15 +6,17 @@ Chats are the common form: other protocols' bodies become those of chats, and th
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from jaxglue.data.messages import Chat, read_chat
+from jaxglue.data.messages import Chat, content_texts, read_chat, without_images
 from jaxglue.generation.assistant import Voice
 from jaxglue.generation.grammar import Grammar
 from jaxglue.generation.prompts import render_messages
 from jaxglue.generation.scheduler import Request
 from jaxglue.generation.scoring import PromptScores
+from jaxglue.generation.sight import Prompt
 from jaxglue.serve.fields import (
     read_biases,
     read_continuation,
@@ -37,6 +39,10 @@ from jaxglue.text.stream import special_stops
 from jaxglue.text.thinking import Thought, thought_after, thought_inside
 from jaxglue.text.tool_calls import call_grammar, format_of, parameters_of, schemas_of
 from jaxglue.text.tool_formats import ToolFormat
+from jaxglue.vision.rows import PromptImages
+
+_MOST_IMAGES = 16
+"""Images of a request."""
 
 
 class Echo(NamedTuple):
@@ -83,6 +89,7 @@ class ChatPrompt:
 
     voice: Voice
     tokens: list[int]
+    images: PromptImages | None
     thinks: Thought
     """State in which the answer begins."""
     schemas: dict[str, dict[str, Any]]
@@ -105,25 +112,31 @@ async def chat_prompt(host: Host, body: dict[str, Any], *, bounded: bool = True)
     messages, tools = read_messages(body), None if body.get("tool_choice") == "none" else body.get("tools")
     if len(messages) > length:  # each takes more than a token
         raise TooLongError(f"{len(messages):,} messages, and texts may have {length:,} tokens")
-    text = json.dumps([messages, tools], ensure_ascii=False)
+    shown = without_images(messages)
+    if shown != messages and not host.sees:
+        raise BadRequestError("this model sees no images: send text alone", parameter="messages")
+    text = json.dumps([shown, tools], ensure_ascii=False)
     await beside(len(text), require_short, voice.tokenizer, text, _HIDDEN * length)
 
     def encode() -> ChatPrompt:
-        chat = read_chat(messages, tools, "messages")
-        contents = "\n".join(message["content"] for message in chat.messages)
+        chat = read_chat(messages, tools, "messages", sees=host.sees)
+        if len(chat.images) > _MOST_IMAGES:
+            raise BadRequestError(f"{len(chat.images)} images: at most {_MOST_IMAGES} are taken", parameter="messages")
+        chat = host.assistant.attach(chat) if chat.images else chat
+        contents = "\n".join(chain.from_iterable(content_texts(message["content"]) for message in chat.messages))
         require_short(voice.tokenizer, contents, length)
         if host.config.system is not None:
             chat = chat.with_system(host.config.system)
-        return _encoded(body, chat, voice, length)
+        return _encoded(host, body, chat, voice, length)
 
-    return await beside(len(text), encode) if is_long(len(text)) else encode()
+    return await beside(len(text), encode) if is_long(len(text)) or host.sees else encode()
 
 
 _HIDDEN = 4
 """Tokens of a chat as JSON for one that a prompt may have: templates leave some out, and write others shorter."""
 
 
-def _encoded(body: dict[str, Any], chat: Chat, voice: Voice, length: int) -> ChatPrompt:
+def _encoded(host: Host, body: dict[str, Any], chat: Chat, voice: Voice, length: int) -> ChatPrompt:
     """Return a chat's prompt; errors as of `chat_prompt`."""
     source = str(voice.tokenizer.chat_template)
     if "developer" not in source:  # such templates would leave the message out
@@ -132,8 +145,12 @@ def _encoded(body: dict[str, Any], chat: Chat, voice: Voice, length: int) -> Cha
     options: dict[str, Any] = {"check": True, "needs_tools": True, "variables": read_variables(body, source)}
     template, text = render_messages(voice.tokenizer, chat, **options, answers=begins, continues=continues)
     require_short(voice.tokenizer, text, length)
-    thinks = thought_inside(chat.messages[-1]["content"]) if continues else thought_after(text)
-    return ChatPrompt(voice, template.encode(text), thinks, schemas_of(chat.tools))
+    thinks = thought_inside("".join(content_texts(chat.messages[-1]["content"]))) if continues else thought_after(text)
+    images = chat.images
+    prompt = host.assistant.encode_rendered(template, text, images) if images else Prompt(template.encode(text))
+    if len(prompt.tokens) >= length and images:
+        raise TooLongError(f"{len(prompt.tokens):,} tokens, and texts may have {length:,}")
+    return ChatPrompt(voice, prompt.tokens, prompt.images, thinks, schemas_of(chat.tools))
 
 
 async def chat_call(host: Host, body: dict[str, Any]) -> Call:
@@ -141,6 +158,7 @@ async def chat_call(host: Host, body: dict[str, Any]) -> Call:
     prompt = await chat_prompt(host, body)
     calls = _forced_calls(body, prompt.schemas, prompt.voice)
     state: dict[str, Any] = {"schemas": prompt.schemas, "calls": calls, "thinks": prompt.thinks}
+    state["images"] = prompt.images
     return await make_call(host, body, [prompt.tokens], chat=True, **state)
 
 
@@ -173,6 +191,7 @@ async def make_call(
     calls: str | None = None,
     thinks: Thought = Thought.NONE,
     echo: Sequence[Echo] = (),
+    images: PromptImages | None = None,
 ) -> Call:
     """Return a parsed request; a completion with `echo` may have `max_tokens` of 0.
 
@@ -185,6 +204,7 @@ async def make_call(
         calls: grammar of the calls that it must have.
         thinks: state in which it begins.
         echo: prompts that come before the answers.
+        images: of the prompts.
 
     Raises:
         BadRequestError, ValueError: parameters that are malformed, or beyond their bounds.
@@ -211,6 +231,7 @@ async def make_call(
         "grammar": await _grammar(host, voice, read_grammar(body, calls), thinks),
         "top_log_probs": log_probs or 0,
         "n": count,
+        "images": images,
     }
     return Call(
         model=model.name,

@@ -1,13 +1,17 @@
 """Chat with a model: a conversation in the terminal."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
+from jaxglue.data.messages import Chat
 from jaxglue.generation.assistant import Assistant
 from jaxglue.generation.config import SamplingConfig
-from jaxglue.generation.prompts import encode_messages, system_message
+from jaxglue.generation.prompts import system_message
 from jaxglue.text.stream import TAGS
 
-HELP = "/reset forgets the conversation · /system TEXT sets the system message\nCtrl-C stops an answer · Ctrl-D leaves"
+HELP = """/reset forgets the conversation · /system TEXT sets the system message · /image FILE shows a picture
+Ctrl-C stops an answer · Ctrl-D leaves"""
 _FINAL = "<|channel|>final<|message|>"
 """Start of the answer proper in the harmony format; its template takes no other channel back."""
 
@@ -17,7 +21,8 @@ class ChatSession:
 
     def __init__(self, assistant: Assistant, sampling: SamplingConfig, system: str | None = None):
         self._assistant, self._sampling, self._system = assistant, sampling, system
-        self.messages: list[dict[str, str]] = []
+        self.messages: list[dict[str, Any]] = []
+        self._images, self._waiting = list[str](), list[str]()
 
     def ask(self, text: str) -> Iterator[str]:
         """Yield the answer in pieces, and remember it, or as much of it as came before an interruption.
@@ -25,27 +30,42 @@ class ChatSession:
         Raises:
             ValueError: the conversation is too long, or the template refuses it; the question is forgotten.
         """
-        asked = [*self.messages, {"role": "user", "content": text}]
-        tokens = encode_messages(self._assistant.tokenizer, [*system_message(self._system), *asked])
+        images, shown = [*self._images, *self._waiting], [{"type": "image"}] * len(self._waiting)
+        content: Any = [*shown, {"type": "text", "text": text}] if shown else text
+        asked, self._waiting = [*self.messages, {"role": "user", "content": content}], []
+        messages = [*system_message(self._system), *asked]
+        prompt = self._assistant.encode(Chat(messages, None, [], tuple(images)))
         pieces: list[str] = []
         try:
-            for piece in self._assistant.answer(tokens, self._sampling):
+            for piece in self._assistant.answer(prompt.tokens, self._sampling, images=prompt.images):
                 pieces.append(piece)
                 yield piece
         finally:
             if pieces:
                 self.messages = [*asked, {"role": "assistant", "content": _said("".join(pieces))}]
+                self._images = images
 
     def command(self, line: str) -> str:
         """Run a command that begins with a slash; return what to show."""
         name, _, text = line.partition(" ")
         if name == "/reset":
-            self.messages = []
+            self._forget()
             return "the conversation is forgotten"
+        if name == "/image":
+            if self._assistant.sight is None:
+                return "this model sees no images"
+            if not Path(text.strip()).is_file():
+                return f"no such file: {text.strip()}"
+            self._waiting.append(str(Path(text.strip())))
+            return f"{len(self._waiting)} to be shown with the next message"
         if name == "/system":
-            self._system, self.messages = text.strip() or None, []
+            self._system = text.strip() or None
+            self._forget()
             return f"system message: {self._system or 'none'}; the conversation begins anew"
         return HELP if name == "/help" else f"unknown command {name}\n{HELP}"
+
+    def _forget(self) -> None:
+        self.messages, self._images, self._waiting = [], [], []
 
 
 def _said(text: str) -> str:

@@ -14,6 +14,7 @@ from jaxglue.serve.refusals import BadRequestError
 from jaxglue.settings.spelling import nearest
 
 _LARGEST_BODY, _BODY_SECONDS = 4 * 2**20, 60.0
+_LARGEST_WITH_IMAGES = 16 * 2**20
 _MOST_CONTAINERS = 2**18
 """Lists and objects of a body, each of which takes a microsecond, at most."""
 _MOST_ANSWERS, MOST_PROMPTS = 16, 128
@@ -99,21 +100,23 @@ _NOTHING: tuple[Any, ...] = (False, 0, 1, "", [], {})
 """Values that ask for nothing of a parameter that another endpoint has."""
 
 
-async def read_body(http: HttpRequest, known: Collection[str]) -> dict[str, Any]:
-    """Return the body's object.
+async def read_body(http: HttpRequest, known: Collection[str], *, sees: bool = False) -> dict[str, Any]:
+    """Return the body's object, which may be larger where the model sees images.
 
     Parameters beside those known are left out, unless they would change the answer, or are likely to be misspelled.
+
+    Of a model that sees images it may be larger.
 
     Raises:
         BadRequestError: it is too large, no JSON object, or has such a parameter.
     """
-    parts, size = [], 0
+    parts, size, largest = [], 0, _LARGEST_WITH_IMAGES if sees else _LARGEST_BODY
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             async for part in http.stream():
                 size += len(part)
-                if size > _LARGEST_BODY:
-                    raise BadRequestError(f"the body is larger than {_LARGEST_BODY / 2**20:.0f} MiB", 413)
+                if size > largest:
+                    raise BadRequestError(f"the body is larger than {largest / 2**20:.0f} MiB", 413)
                 parts.append(part)
     except TimeoutError:
         raise BadRequestError(f"the body takes more than {_BODY_SECONDS:.0f} s", 408) from None

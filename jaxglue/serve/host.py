@@ -30,6 +30,11 @@ class Host:
     seeds: count = field(default_factory=lambda: count(1))
     """Seeds of requests that state none."""
 
+    @property
+    def sees(self) -> bool:
+        """Return whether chats may have images."""
+        return self.assistant.sight is not None
+
     async def scores(self, prompts: Sequence[list[int]], voice: Voice, top: int) -> list[PromptScores]:
         """Return the log-probabilities of prompts' tokens, computed beside the answers; errors as of `PromptScorer`."""
         loop, state = asyncio.get_running_loop(), (self.assistant.adapter, prompts, voice.ranks, top)

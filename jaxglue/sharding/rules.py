@@ -21,6 +21,7 @@ _ARRAY = r"(\.codes|\.values|\.scales|\.absmax|\.divisors)?"
 """An array of a quantized matrix with a row for each of its rows."""
 RULES: tuple[tuple[str, P], ...] = (
     # parameter                                                     axes that split each of its dimensions
+    (r"^model\.(visual|vision_|multi_modal|embed_vision)",           P()),  # towers
     (r"\.experts\.\w+_proj(_bias|\.lora_A|\.lora_B)$",              P("expert")),
     (r"\.experts\.\w+_proj(_[a-z]+)?$",                             P("expert", "fsdp")),  # [E, ·, ·], also parts
     (rf"\.experts\.\w+_proj(\.weight)?\.rows{_ARRAY}$",             P(("expert", "fsdp"))),  # [E·out, ·]
@@ -60,6 +61,8 @@ class Layout:
         """Spec of arrays [B, T, …]."""
         self.row_spec = make_spec([rows])
         """Spec of arrays [B, …] of rows' values."""
+        self.batch_shards = math.prod(self._sizes[axis] for axis in rows)
+        """Devices that have rows of their own."""
         self.device_spec = make_spec([self._axes])
         """Spec of arrays [devices, …], one row for each device."""
 

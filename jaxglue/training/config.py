@@ -167,6 +167,16 @@ class ModelConfig(Config):
     """With --matmul fp8, multiply the frozen output projection in FP8 too."""
     fp8_experts: Annotated[bool, _OF_FP8] = False
     """With --matmul fp8, multiply experts in MXFP4 in FP8 too, which holds their values."""
+    train_vision: Annotated[
+        Literal["none", "projector", "all"],
+        Alias("finetune_vision_layers", values={True: "all", False: "none"}),
+        Alias("freeze_vision_tower", "freeze_vit", values={True: "none", False: "all"}),
+    ] = "none"
+    """Parts of a vision tower that train beside the text: none, its projector as a whole, or all: adapters on tower and
+    projector, or with --method full their weights."""
+    image_features: Literal["auto", "off"] = "auto"
+    """Run a frozen vision tower once for each image, and keep the features in the host's memory; off runs it in each
+    step."""
     neftune_alpha: Annotated[NonNegativeFloat, Alias("neftune_noise_alpha", "noisy_embedding_alpha")] = 0.0
     """Train with uniform noise within ± alpha / √(length · hidden size) on each document's embeddings (NEFTune, arXiv
     2310.05914); 5 is usual, 0 adds none."""
@@ -310,6 +320,8 @@ class RunConfig(Config):
         Excludes("embeddings", _EACH_TOKEN, lambda place: place != "device"),
     ] = ()
     """Prompts to answer before and after training, and at each evaluation."""
+    sample_image: tuple[Path, ...] = ()
+    """Image file to show with each sample prompt; of several, each prompt is answered for each."""
     sample_tokens: PositiveInt = 48
     """Longest answer to a sample prompt, in tokens."""
     compilation_cache: Path | None = Path("~/.cache/jaxglue/xla")

@@ -15,13 +15,15 @@ from jaxtyping import Array, Float
 
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import EvalBatches
+from jaxglue.data.messages import Chat
 from jaxglue.engine import transfer
 from jaxglue.engine.embed_head import EmbedHead
 from jaxglue.files.json_lines import read_steps, rewrite_lines
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.engine import Engine
-from jaxglue.generation.prompts import encode_prompt
+from jaxglue.generation.prompts import encode_prompt, render_messages
 from jaxglue.generation.scheduler import Request
+from jaxglue.generation.sight import Prompt, Sight
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
 from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
@@ -36,6 +38,7 @@ from jaxglue.training.callbacks import Metrics, Predictions
 from jaxglue.training.progress import SHOWN
 from jaxglue.training.run import Run
 from jaxglue.training.step import StepParts
+from jaxglue.vision.images import ImageSource
 
 _LARGEST_EXPONENT = 700.0
 """A float64 whose exponential is finite."""
@@ -327,6 +330,9 @@ class Samples:
         """
         self._tokenizer, self._console, self._path = run.tokenizer, console, folder and folder / "samples.jsonl"
         self._prompts = {prompt: encode_prompt(run.tokenizer, prompt) for prompt in run.samples.prompts}
+        self._images, self._rules = run.samples.images, run.data.images
+        if self._images and (self._rules is None or run.model.vision is None):
+            raise ValueError("--sample-image: the model sees no images in this run, of which the data have none")
         self._stops = run.stops
         self._engine = Engine(graphdefs, run.model, dtype=run.dtype, attention=run.workload.attention)
         self._sampling = SamplingConfig(max_tokens=run.samples.tokens, temperature=0.0)
@@ -335,18 +341,36 @@ class Samples:
         self, when: str, step: int, trainable: Params, frozen: Params, fp8_layers: Sequence[bool] | None = None
     ) -> None:
         """Answer every prompt greedily, by FP8 products in the layers that train with them."""
-        lines, requests = [], [Request(tokens, self._sampling) for tokens in self._prompts.values()]
-        if not requests:
+        if not self._prompts:
             return
         if fp8_layers is not None:
             self._engine.multiply_in_fp8(fp8_layers)
+        lines, asked = [], self._asked(trainable, frozen)
+        requests = [Request(prompt.tokens, self._sampling, images=prompt.images) for _, prompt in asked]
         found = self._engine.generate(trainable, frozen, requests, self._stops, slots=_AT_ONCE)
         answers = ((completion.number, without(completion.tokens, self._stops)) for completion in found)
-        for prompt, answer in zip(self._prompts, in_order(self._tokenizer, answers), strict=True):
+        for (prompt, _), answer in zip(asked, in_order(self._tokenizer, answers), strict=True):
             self._console.print(f"{when} training: {prompt} → {answer}")
             lines.append({"step": step, "prompt": prompt, "answer": answer})
         if self._path:
             _append(self._path, step, lines)
+
+    def _asked(self, trainable: Params, frozen: Params) -> list[tuple[str, Prompt]]:
+        """Return each prompt with its tokens, of images by the present tower: each image is shown with each prompt."""
+        if not self._images:
+            return [(text, Prompt(tokens)) for text, tokens in self._prompts.items()]
+        assert self._rules is not None
+        sight = Sight(self._rules, self._engine, trainable, frozen, {})
+        asked = []
+        for path in self._images:
+            for text in self._prompts:
+                chat = Chat(
+                    [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}], None, []
+                )
+                template, rendered = render_messages(self._tokenizer, chat)
+                prompt = sight.encode(template, rendered, [ImageSource(path=str(path))])
+                asked.append((f"{path.name}: {text}", prompt))
+        return asked
 
 
 def _append(path: Path, step: int, lines: list[dict]) -> None:

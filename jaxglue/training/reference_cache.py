@@ -89,6 +89,7 @@ def _key(run: Run, dataset: TokenDataset, weights: list[tuple[str, str]]) -> str
     """Name data, weights, and the computation: all that the values depend on."""
     settings = [
         repr(run.model),
+        *([] if run.model.vision is None else [repr(run.model.vision)]),
         "" if run.base.adapter is None else stable_repr(replace(run.base.adapter.config, dropout=0.0), ()),
         str(run.dtype),
         run.remat.attention,

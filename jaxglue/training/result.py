@@ -90,7 +90,8 @@ def write_result(
     def export(name: str, state: TrainState) -> Path:
         path = output.path / name
         with output.writing(name, ROWS_FILE):
-            export_result(run, state.trainable, path, base, write=processes.is_main)
+            all_weights = {**state.trainable, **_random_tower(run, state)}
+            export_result(run, all_weights, path, base, write=processes.is_main)
             trees = parts.graphdefs, state.trainable, state.frozen
             check = check_export(run, *trees, path, batch, compares=processes.is_main)
         if processes.is_main:
@@ -117,6 +118,23 @@ def write_result(
         state, step = state.restored(restored.state, state.step), restored.step
         console.print(f"the best weights are those of step {step}")
     return state, Result(export(name, state), step, last)
+
+
+def _random_tower(run: Run, state: TrainState) -> Params:
+    """Return the embedding's part with a frozen vision tower of random weights, which no files have; else nothing."""
+    trained, frozen = (tree["embed_tokens"] for tree in (state.trainable, state.frozen))
+    if run.lora is not None or not run.base.random or "vision" not in frozen:
+        return {}
+    return {"embed_tokens": {**trained, "vision": _joined(frozen["vision"], trained.get("vision", {}))}}
+
+
+def _joined(frozen: Params, trained: Params) -> Params:
+    """Return a tree with the leaves of both, which have none in common."""
+    joined = dict(frozen)
+    for name, part in trained.items():
+        inner = joined.get(name)
+        joined[name] = _joined(inner, part) if isinstance(inner, dict) and isinstance(part, dict) else part
+    return joined
 
 
 def abstract_state(state: PyTree) -> PyTree:

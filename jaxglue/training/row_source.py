@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from jaxglue.data.config import Columns
 from jaxglue.data.iterator import BatchIterator, EvalBatches
-from jaxglue.data.prepare import PreparedData, prepare_data
+from jaxglue.data.prepare import PreparedData, prepare_data, read_vision
 from jaxglue.data.progress import DataProgress
 from jaxglue.data.stream import StreamIterator
 from jaxglue.data.tokenizer import load_tokenizer
@@ -75,9 +75,9 @@ class Documents:
         """Read documents, and tokenize those that the cache lacks."""
         config, objective = self.config, self.config.objective
         task = objective.task(shared_prompt=not self.why_copied, copies=self.model.recurrent is not None)
-        return prepare_data(
-            config.data, tokenizer, self.model.vocab_size, progress, task, {**objective.columns, **columns}
-        )
+        columns = {**objective.columns, **columns}
+        processor = read_vision(config.model.folder, config.data.image_max_tokens, tokenizer)
+        return prepare_data(config.data, tokenizer, self.model.vocab_size, progress, task, columns, processor)
 
     def check(self, mesh: MeshShape, processes: Processes, tokenizer: "PreTrainedTokenizerBase") -> None:
         """Accept every mesh and any number of processes."""

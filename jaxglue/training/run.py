@@ -102,6 +102,8 @@ class Execution:
     """Of dropout and NEFTune's noise; None without either."""
     fp8_max_error: float = 0.0
     """Relative error above which a layer is taken out of FP8."""
+    keeps_features: bool = False
+    """A vision tower, which is frozen, runs once for each image."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +142,8 @@ class SamplePrompts:
     prompts: tuple[str, ...] = ()
     tokens: int = 48
     """Of an answer, at most."""
+    images: tuple[Path, ...] = ()
+    """Each is shown with each prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)

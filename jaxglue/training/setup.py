@@ -14,9 +14,11 @@ from jaxglue.data.progress import DataProgress
 from jaxglue.data.tokenize import first_row
 from jaxglue.distributed import SINGLE_PROCESS, Processes
 from jaxglue.hf.adapter import warn_of_adapter_inside
+from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.loading import check_weights
+from jaxglue.models import with_vision
 from jaxglue.models.config import DecoderConfig
-from jaxglue.planner.workload import sample_lengths
+from jaxglue.planner.workload import Workload, sample_lengths
 from jaxglue.training.checks import warn_of_peft
 from jaxglue.training.config import RunConfig, TrainConfig
 from jaxglue.training.remat import Asked, agree_on_mesh, runs_in_steps
@@ -36,7 +38,7 @@ from jaxglue.training.run import (
 )
 from jaxglue.training.trackers import check_trackers
 from jaxglue.training.vocabulary import Vocabulary, read_vocabulary, run_stops
-from jaxglue.training.workload import read_architecture, read_initial_adapter, settle
+from jaxglue.training.workload import normalization, read_architecture, read_initial_adapter, settle
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
     source = row_source(config, model)
     with processes.main_process_first():
         data = source.read(vocabulary.tokenizer, DataProgress() if processes.is_main else None, columns)
+    model, base = _with_tower(config, model, base, data)
     lengths = sample_lengths(data.train.document_lengths)
     planned = replace(config, run=_with_micro_batches(config, data))
     workload, remat = agree_on_mesh(planned, model, lengths, processes, _expected_steps(planned, data))
@@ -81,7 +84,7 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
         stops=run_stops(vocabulary.tokenizer, base.folder, config.model.adapter, config.data.stop_tokens),
         rows=_rows(config),
         schedule=schedule,
-        execution=_execution(config),
+        execution=_execution(config, workload, processes),
         asked=Asked.of(config),
         workload=workload,
         remat=remat,
@@ -89,13 +92,13 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
         spikes=_spike_plan(config),
         recorded=config,
         data=data,
-        read_first_row=partial(first_row, config.data, preferences=preferences),
+        read_first_row=partial(first_row, config.data, preferences=preferences, images=data.images),
         why_copied=source.why_copied,
         cache=Path(config.data.cache_dir),
         batches=batches,
         eval_batches=eval_batches,
         cadence=Cadence(log=run.log_every, evaluate=evaluate, save=run.save_every or evaluate),
-        samples=SamplePrompts(prompts=run.sample_prompt, tokens=run.sample_tokens),
+        samples=SamplePrompts(prompts=run.sample_prompt, tokens=run.sample_tokens, images=run.sample_image),
         output=Output(
             folder=run.output,
             resume=run.resume,
@@ -127,7 +130,7 @@ def resolve_model(config: TrainConfig) -> Setup:
         stops=run_stops(vocabulary.tokenizer, base.folder, config.model.adapter, config.data.stop_tokens),
         rows=_rows(config),
         schedule=Schedule(total_steps=config.run.steps, optimizer=config.optimizer),
-        execution=_execution(config),
+        execution=_execution(config, workload, SINGLE_PROCESS),
         asked=Asked.of(config),
         workload=workload,
         remat=remat,
@@ -152,6 +155,28 @@ def _read_model(config: TrainConfig, processes: Processes) -> tuple[TrainConfig,
     return config, replace(architecture, vocab_size=vocabulary.size), base, vocabulary
 
 
+def _with_tower(
+    config: TrainConfig, model: DecoderConfig, base: Base, data: PreparedData
+) -> tuple[DecoderConfig, Base]:
+    """Return the architecture in training and the base with a vision tower where the data have images.
+
+    Raises:
+        ValueError: a tower that is to train and no images, one that is not read, or settings that it does not serve.
+    """
+    trains = config.model.train_vision
+    if not data.readers:
+        if trains != "none":
+            raise ValueError(f"--train-vision {trains}: the data have no images: leave it out")
+        return model, base
+    if model.vision is None:
+        raw = read_config(base.folder)
+        model = with_vision(model, raw, **normalization(base.folder, raw))
+    assert model.vision is not None
+    if not base.random:
+        check_weights(base.folder, model)
+    return model, replace(base, architecture=model.vision.within(base.architecture))
+
+
 def _rows(config: TrainConfig) -> Rows:
     run = config.run
     return Rows(
@@ -162,13 +187,18 @@ def _rows(config: TrainConfig) -> Rows:
     )
 
 
-def _execution(config: TrainConfig) -> Execution:
+def _execution(config: TrainConfig, workload: Workload, processes: Processes) -> Execution:
+    vision = workload.config.vision
     drops = config.model.method == "lora" and config.lora.dropout
     return Execution(
         router_losses=config.model.router_losses,
         neftune_alpha=config.model.neftune_alpha,
         noise_seed=config.data.seed if drops or config.model.neftune_alpha else None,
         fp8_max_error=config.model.fp8_max_error,
+        keeps_features=vision is not None
+        and vision.trains == "none"
+        and config.model.image_features != "off"
+        and processes.count == 1,
     )
 
 

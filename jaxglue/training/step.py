@@ -20,7 +20,7 @@ from jax.stages import Traced
 from jaxtyping import Array, PyTree
 
 from jaxglue.data.batch import Batch
-from jaxglue.data.iterator import BatchIterator, Step
+from jaxglue.data.iterator import BatchIterator, EvalBatches, Step
 from jaxglue.engine.compiler import Lowering, Program, jit_exchanging, jit_step, on_devices, rounding_as_written
 from jaxglue.engine.executor import Executor, LayerExecutor, Update
 from jaxglue.engine.fixed_addresses import SmallResults
@@ -35,6 +35,7 @@ from jaxglue.planner.device_memory import leave_small_blocks
 from jaxglue.planner.workload import abstract_parts
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.sharding.rules import Layout
+from jaxglue.training.features import ImageFeatures
 from jaxglue.training.optimizer import Optimizer, make_optimizer
 from jaxglue.training.run import Run, Setup
 from jaxglue.training.weights import build_parameters, new_adapters
@@ -111,8 +112,8 @@ class StepParts:
     """Programs that are lowered while weights load."""
     fp8: FP8Parts | None = None
     """Parts that stay in FP8; None before that is decided, or without it."""
-    compiled: set[tuple[bool, bool]] = field(default_factory=set)
-    """Kinds of micro-batches whose programs are compiled: of long documents, one of several."""
+    compiled: set[tuple[Any, ...]] = field(default_factory=set)
+    """Kinds of micro-batches whose programs are compiled: of long documents, one of several, sizes of images."""
     executors: dict[Objective, Executor] = field(default_factory=dict)
     """Of other objectives, the latest last."""
     norm: Program = field(default_factory=lambda: jit_step(optax.tree.norm))
@@ -189,12 +190,16 @@ def train_step(
             state, values = update(parts, state, gradients)
 
     state = state._replace(step=state.step + 1)
-    kinds = {(each.segments.long, len(batch.micro_batches) > 1) for each in batch.micro_batches}
+    kinds = {(each.segments.long, len(batch.micro_batches) > 1, _image_sizes(each)) for each in batch.micro_batches}
     if kinds <= parts.compiled and parts.compilations() > compilations:
         _log.warning("step %d compiled programs again: its batch has other shapes", state.step)
     parts.compiled |= kinds
     reported: dict[str, Any] = {"loss": objective.loss(sums), **objective.metrics(sums), **values, **batch.metrics}
     return state, StepResult(state.step, reported, batch.tokens)
+
+
+def _image_sizes(batch: Batch) -> tuple[Any, ...]:
+    return tuple(leaf.shape for leaf in jax.tree.leaves(batch.images))
 
 
 def update(parts: StepParts, state: TrainState, gradients: Params) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -262,7 +267,20 @@ def prepare_steps(
             program=_make_program(run, executor, optimizer),
         )
     parts.small_blocks = small_blocks
+    see_images(parts, trainable, frozen)
     return parts, TrainState(trainable, frozen, optimizer.init(trainable))
+
+
+def see_images(parts: StepParts, trainable: Params, frozen: Params) -> None:
+    """Let a run's batches have features of images, made once, where its tower is frozen; else it runs in each step."""
+    run, vision = parts.run, parts.run.model.vision
+    if not isinstance(run, Run) or vision is None or not run.execution.keeps_features:
+        return
+    iterators = [batches for batches in (run.batches, run.eval_batches) if batches is not None]
+    features = ImageFeatures(parts.executor, trainable, frozen, parts.mesh, run.data.readers)
+    for batches in iterators:
+        assert isinstance(batches, BatchIterator | EvalBatches)
+        batches.see = features
 
 
 def restart(parts: StepParts, state: TrainState) -> TrainState:

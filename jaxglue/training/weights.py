@@ -53,6 +53,7 @@ def build_parameters(run: Setup, layout: Layout = SINGLE_DEVICE) -> tuple[ModelG
             labels=run.model.labels if run.model.scores else 0,
             seed=base.seed,
             untied=not run.model.tie_word_embeddings,
+            vision=run.model.vision,
             progress=DataProgress() if jax.process_index() == 0 else None,
             mapped=lambda name: place_of(run.remat.weights, name) == MAPPED,
         )

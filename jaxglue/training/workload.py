@@ -1,8 +1,9 @@
 """Architecture, adapter to train on from, batch, rows and workload, decided before any data is read."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flax import nnx
 
@@ -10,10 +11,11 @@ from jaxglue.data.config import DEFAULT_SEQ_LEN
 from jaxglue.hf.adapter import find_base
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.hub import model_path
-from jaxglue.models import abstract_model, config_from_hf
+from jaxglue.models import abstract_model, config_from_hf, with_vision
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.wrapper import text_config
+from jaxglue.planner.vision import tower_bytes
 from jaxglue.planner.workload import Workload, abstract_parts, tree_bytes
 from jaxglue.rl.rewards import parse_reward
 from jaxglue.sharding.mesh import AUTO, MeshShape
@@ -30,6 +32,7 @@ from jaxglue.hf.adapter_check import check_adapter
 from jaxglue.hf.identity import Identity, identify, identify_random
 from jaxglue.models.lora import base_shapes
 from jaxglue.ops.quant.formats import FORMATS
+from jaxglue.vision.processor import read_processor
 
 
 def read_architecture(config: TrainConfig, folder: Path) -> DecoderConfig:
@@ -55,9 +58,17 @@ def read_architecture(config: TrainConfig, folder: Path) -> DecoderConfig:
         model = model.scored(labels)
     if config.model.expand_experts:
         model = model.expanded
+    if config.model.train_vision != "none":
+        model = with_vision(model, raw, trains=config.model.train_vision, **normalization(folder, raw))
     model = model.quantized(config.model.storage, **config.model.fp8_products)
     check_model(config, model)
     return model
+
+
+def normalization(folder: Path, raw: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
+    """Return mean and deviation of colors by which a folder's tower was trained."""
+    processor = read_processor(folder, raw)
+    return {} if processor is None else {"mean": processor.mean, "std": processor.std}
 
 
 def settle[C: TrainConfig](
@@ -143,6 +154,7 @@ def make_workload(
     """
     optimizer, dtype, kind = config.optimizer, config.model.compute_dtype, config.objective.kind
     others = [nnx.state(abstract_model(other, dtype=dtype)) for other in other_models(config)]
+    tokens = config.run.batch_size // mesh.batch_shards * config.data.row_tokens
     workload = Workload(
         config=model,
         batch_size=config.run.batch_size // mesh.batch_shards,
@@ -158,7 +170,7 @@ def make_workload(
         tile=config.model.tile,
         objective=config.objective.make(),
         reference=kind.needs_reference and may_run_in_steps(config),
-        other_models=sum(map(tree_bytes, others)),
+        other_models=sum(map(tree_bytes, others)) + tower_bytes(model, tokens, dtype),
         batches_known=has_data and not (config.data.streaming or kind.needs_rollouts or kind.needs_reference),
     )
     return replace(workload, moment_bytes=state_bytes(optimizer, abstract_parts(workload)[1]))

@@ -35,3 +35,9 @@ def unpacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     for name, norm, sums in zip(names, tensors["norms"], tensors["probes"], strict=True):
         kept |= {f"norm.{name}": norm, f"probes.{name}": sums}
     return kept
+
+
+def pixels(number: int, grid: tuple[int, int], patch: int) -> np.ndarray:
+    """Draw an image's patches [P, 3 · patch²], uint8, in the order of a model's merged ones."""
+    rng = np.random.default_rng([number, *grid])
+    return rng.integers(0, 256, (grid[0] * grid[1], 3 * patch**2)).astype(np.uint8)

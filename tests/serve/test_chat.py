@@ -15,9 +15,11 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from jaxglue.commands import main
+from jaxglue.generation.assistant import Assistant
 from jaxglue.generation.config import GREEDY, AssistantConfig, SamplingConfig
 from jaxglue.generation.engine import Engine
-from jaxglue.generation.prompts import encode_prompt
+from jaxglue.generation.prompts import encode_messages, encode_prompt
+from jaxglue.generation.sight import Prompt
 from jaxglue.hf.loading import add_adapter, random_model
 from jaxglue.hf.serving import stop_tokens
 from jaxglue.models import config_from_hf
@@ -175,7 +177,9 @@ def encode(make_tokenizer, tmp_path):
         (tmp_path / "rows.jsonl").write_text("\ufeff" + "".join(json.dumps(row) + "\n" for row in rows))
         config = GenerateConfig(model=tmp_path, prompt_file=tmp_path / "rows.jsonl", **options)
         tokenizer = make_tokenizer()
-        return tokenizer, encode_rows(tokenizer, read_prompts(config), config)
+        assistant = object.__new__(Assistant)
+        assistant.tokenizer, assistant.rules, assistant.sight = tokenizer, None, None
+        return tokenizer, [prompt.tokens for prompt in encode_rows(assistant, read_prompts(config), config)]
 
     return run
 
@@ -265,7 +269,14 @@ def talk(make_tokenizer):
                 raise line
             return line
 
-        session = ChatSession(SimpleNamespace(tokenizer=tokenizer, answer=answer), GREEDY, system)
+        session = ChatSession(
+            SimpleNamespace(
+                answer=lambda tokens, sampling, images: answer(tokens, sampling),
+                encode=lambda chat: Prompt(encode_messages(tokenizer, chat.messages)),
+            ),
+            GREEDY,
+            system,
+        )
         converse(session, read, shown.append)
         return "".join(shown), seen, session
 

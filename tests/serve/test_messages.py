@@ -30,7 +30,7 @@ def server(quickstart):
         tokenizer.chat_template = template
         tokens = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
         service = Told(*([token] for token in tokens), finish=finish, length=4096)
-        parts = {"tokenizer": tokenizer, "stops": {tokenizer.eos_token_id}, "ranks": 0, "voices": {}}
+        parts = {"tokenizer": tokenizer, "stops": {tokenizer.eos_token_id}, "ranks": 0, "voices": {}, "sight": None}
         assistant = SimpleNamespace(**parts, config=SimpleNamespace(vocab_size=1024))
         app = make_app(assistant, service, ServeConfig(model=quickstart, name="tiny", **settings))
         return TestClient(app), service
@@ -150,7 +150,7 @@ def test_tokens_are_counted_beyond_the_context_too(server, quickstart):
         ({"messages": []}, 400, "messages must not be empty"),
         ({"messages": "Hello"}, 400, "messages must be a list"),
         ({"messages": [{"role": "system", "content": "a"}]}, 400, "a role must be user or assistant"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "'image' is not served"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "source must be of type base64"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "'web_search_20250305' are not"),
         ({"tool_choice": {"type": "all"}}, 400, "tool_choice must be of type"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "no"}}, 400, "tools do not offer"),

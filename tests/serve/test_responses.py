@@ -29,7 +29,7 @@ def ask(quickstart):
         tokenizer.chat_template = template
         tokens = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
         service = Told(*([token] for token in tokens), finish=finish, length=4096)
-        parts = {"tokenizer": tokenizer, "stops": {tokenizer.eos_token_id}, "ranks": 0, "voices": {}}
+        parts = {"tokenizer": tokenizer, "stops": {tokenizer.eos_token_id}, "ranks": 0, "voices": {}, "sight": None}
         assistant = SimpleNamespace(**parts, config=SimpleNamespace(vocab_size=1024))
         app = TestClient(make_app(assistant, service, ServeConfig(model=quickstart, name="tiny")))
         return openai.OpenAI(base_url="http://localhost/v1", api_key="any", http_client=app).responses, service
@@ -149,7 +149,7 @@ def test_effort_sets_what_the_template_reads(ask, quickstart):
         ({"input": [1]}, "input must be a list of objects"),
         ({"input": 5}, "input must be a list of objects"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input of type 'item_reference' is not served"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input of type 'input_image' is not"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "this model sees no images"),
         ({"input": [{"role": "user", "content": [{"type": "input_text", "text": 5}]}]}, "a part of input has no text"),
         ({"input": "a", "tools": [{"type": "web_search"}]}, "tools of type 'web_search' are not served"),
         ({"input": "a", "text": 5}, "text must be an object"),

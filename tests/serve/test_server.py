@@ -284,7 +284,14 @@ def test_calls_and_thinking_between_special_tokens_are_told_from_others(served, 
     tokenizer.chat_template = f"{SHOWN}{{{{ tools | tojson }}}}"
     thought, call = "<|channel>thought\nHm.\n<channel|>", '<|tool_call>call:now{zone:<|"|>é<|"|>}<tool_call|>'
     tokens, stop = tokenizer.encode(f"{thought}I look.<|image|>{call}"), tokenizer.eos_token_id
-    parts = {"tokenizer": tokenizer, "stops": {stop}, "ranks": 0, "voices": {}, "config": assistant.config}
+    parts = {
+        "tokenizer": tokenizer,
+        "stops": {stop},
+        "ranks": 0,
+        "voices": {},
+        "sight": None,
+        "config": assistant.config,
+    }
     service = Told(*([token] for token in tokens), [stop])
     client = TestClient(make_app(SimpleNamespace(**parts), service, config))
     tools = [{"type": "function", "function": {"name": "now"}}]

@@ -16,7 +16,7 @@ from jaxglue.serve.wire import FORMS, Endpoint, Form
 
 def app(quickstart, **settings):
     config = ServeConfig(model=quickstart, name="tiny", **settings)
-    assistant = SimpleNamespace(tokenizer=None, stops={0}, ranks=0, voices={})
+    assistant = SimpleNamespace(tokenizer=None, stops={0}, ranks=0, voices={}, sight=None)
     return TestClient(make_app(assistant, SimpleNamespace(length=64, failure=None), config))
 
 

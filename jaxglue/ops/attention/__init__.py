@@ -24,7 +24,7 @@ from jaxglue.ops.backend import (
 )
 from jaxglue.ops.names import ATTENTION_OUT
 from jaxglue.ops.row_split import SplitAttention, bounds, whole_rows
-from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT, PackedSegments
+from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT, PackedSegments, within_window
 
 __all__ = [
     "ATTENTION",
@@ -75,7 +75,7 @@ class AttentionCall:
     softcap: float | None = None
     """Bound of the scores (Gemma 2)."""
     split: bool = False
-    """Queries are some of a row's tokens (`PackedSegments.split`)."""
+    """Queries are some of a row's tokens (`PackedSegments.split`), or see later keys (`PackedSegments.own_keys`)."""
     sinks: bool = False
     """Each query head has a learned logit in the softmax's denominator (GPT-OSS)."""
 
@@ -205,6 +205,8 @@ def packed_attention(
 ) -> Float[Array, "B T N values"]:
     """Compute causal attention, with scores over √H, inside each segment; padding gives zeros and gets no gradient.
 
+    Tokens of images see later ones where the segments say so (`PackedSegments.own_keys`).
+
     Of rows that are split over devices, the keys and values of all are gathered for this one's queries.
 
     Under `jax.checkpoint`, a policy that saves `ATTENTION_OUT` and `ATTENTION_LSE` runs the forward kernel once.
@@ -222,6 +224,8 @@ def packed_attention(
     """
     _check(q, k, v, segments, window, sinks)
     kernels = ATTENTION.load(_call(q, k, v, segments, window, softcap, sinks), backend=backend)
+    if segments.own_keys is not None:
+        segments, window = within_window(segments, window)
     return _attend(kernels, q, k, v, sinks, segments, window, softcap)
 
 
@@ -242,6 +246,8 @@ def rotated_attention(
     q, k = (jax.ShapeDtypeStruct((B, T, heads, H), z.dtype) for heads in rotation.heads)
     _check(q, k, k, segments, window, None)
     kernels = ATTENTION.load(_call(q, k, k, segments, window), backend=backend)
+    if segments.own_keys is not None:
+        segments, window = within_window(segments, window)
     if kernels is not None and hasattr(kernels, "rotated_backward") and H == _ROTATED_HEAD_DIM:
         return rotated_flash_attention(FlashSpec(backend=kernels, window=window), rotation, z, segments)
     queries, keys, z = rotated_heads(rotation, z)
@@ -290,7 +296,7 @@ def _call(
         window=window,
         forked=segments.gap_starts is not None,
         softcap=softcap,
-        split=segments.split is not None,
+        split=segments.split is not None or segments.own_keys is not None,
         sinks=sinks is not None,
     )
 

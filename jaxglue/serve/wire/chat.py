@@ -18,7 +18,7 @@ from jaxglue.serve.wire import Endpoint, Form
 
 
 async def _chat(host: Host, http: HttpRequest) -> Response:
-    return await answer(host, http, await chat_call(host, await read_body(http, CHAT)))
+    return await answer(host, http, await chat_call(host, await read_body(http, CHAT, sees=host.sees)))
 
 
 async def answer(host: Host, http: HttpRequest, call: Call) -> Response:

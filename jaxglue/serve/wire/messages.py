@@ -25,7 +25,7 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 
 
 async def _create(host: Host, http: HttpRequest) -> Response:
-    body = await read_body(http, _MESSAGE)
+    body = await read_body(http, _MESSAGE, sees=host.sees)
     if body.get("max_tokens") is None:
         raise BadRequestError("max_tokens is missing", parameter="max_tokens")
     call = await chat_call(host, _chat_body(host, body))
@@ -41,7 +41,7 @@ async def _create(host: Host, http: HttpRequest) -> Response:
 
 
 async def _count(host: Host, http: HttpRequest) -> Response:
-    body = await read_body(http, _MESSAGE)  # what decides the answer does not count
+    body = await read_body(http, _MESSAGE, sees=host.sees)  # what decides the answer does not count
     prompt = await chat_prompt(host, _chat_body(host, body), bounded=False)
     return JSONResponse({"input_tokens": len(prompt.tokens)})
 
@@ -134,11 +134,13 @@ def _messages(turn: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if isinstance(content, str):
         yield {"role": role, "content": content}
         return
-    texts, thoughts, calls = list[str](), list[str](), list[dict[str, Any]]()
+    parts, thoughts, calls = list[dict[str, Any]](), list[str](), list[dict[str, Any]]()
     for block in _objects(content, "content"):
         match block.get("type"), role:
             case "text", _:
-                texts.append(_text([block], "content"))
+                parts.append({"type": "text", "text": _text([block], "content")})
+            case "image", "user":
+                parts.append({"type": "image_url", "image_url": {"url": _image_url(_object(block, "source"))}})
             case "tool_result", "user":
                 result = _text(block.get("content") or "", "tool_result")
                 yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
@@ -154,11 +156,25 @@ def _messages(turn: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 raise BadRequestError(
                     f"content of type {kind!r:.100} is not served: expected text", parameter="messages"
                 )
-    if texts or calls or role == "assistant":
-        message: dict[str, Any] = {"role": role, "content": "".join(texts)}
+    if parts or calls or role == "assistant":
+        message: dict[str, Any] = {"role": role, "content": _contents(parts)}
         if any(thoughts):
             message["reasoning_content"] = "".join(thoughts)
         yield message | ({"tool_calls": calls} if calls else {})
+
+
+def _contents(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return a message's parts, or their text where all are texts."""
+    return "".join(part["text"] for part in parts) if all(part["type"] == "text" for part in parts) else parts
+
+
+def _image_url(source: dict[str, Any]) -> str:
+    """Return an image's address: of bytes, a data URL."""
+    if source.get("type") == "url":
+        return str(source.get("url"))
+    if source.get("type") != "base64" or not isinstance(source.get("data"), str):
+        raise BadRequestError("an image's source must be of type base64, with its data", parameter="messages")
+    return f"data:{source.get('media_type')};base64,{source['data']}"
 
 
 def _text(content: Any, name: str) -> str:

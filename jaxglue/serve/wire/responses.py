@@ -31,7 +31,7 @@ _LOG_PROBS: dict[str, dict[str, Any]] = {"message": {"logprobs": []}, "reasoning
 
 
 async def _respond(host: Host, http: HttpRequest) -> Response:
-    body = await read_body(http, RESPONSE)
+    body = await read_body(http, RESPONSE, sees=host.sees)
     call = await chat_call(host, chat_body(body))
     answers, writer = Answers(host, http, call), ResponseWriter(body, call)
     if call.stream:
@@ -129,10 +129,12 @@ def _messages(items: Any) -> list[dict[str, Any]]:
 
 
 def _content(content: Any) -> Any:
-    """Return a text, of parts, too."""
+    """Return a text, of parts, too; with images the parts as a chat has them."""
     if not isinstance(content, list):
         return content
     parts = _list_of_objects(content, "input")
+    if any(part.get("type") == "input_image" for part in parts):
+        return [part if part.get("type") == "input_image" else {**part, "type": "text"} for part in parts]
     for part in parts:
         if part.get("type") not in _TEXTS:
             message = f"input of type {part.get('type')!r:.100} is not served: expected text"

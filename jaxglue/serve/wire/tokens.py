@@ -17,7 +17,7 @@ _TEXT = {"model", "prompt", "add_special_tokens", "return_token_strs"}
 
 
 async def _tokenize(host: Host, http: HttpRequest) -> Response:
-    body = await read_body(http, _TEXT | CHAT)
+    body = await read_body(http, _TEXT | CHAT, sees=host.sees)
     tokenizer = host.models.find(body.get("model")).voice.tokenizer
     if "messages" in body:
         tokens = (await chat_prompt(host, body, bounded=False)).tokens

@@ -1,0 +1,207 @@
+"""Images of chats: which row's value goes to which place, the text that stands for each, and images of batches."""
+
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxglue.data.messages import Chat, content_texts
+from jaxglue.vision.images import image_source
+from jaxglue.vision.processor import Grid, Processor
+from jaxglue.vision.records import ImageRecord, ImageRecords, record_image
+from jaxglue.vision.rows import Image, RowImages, image_positions
+
+if TYPE_CHECKING:
+    from jaxglue.data.store import TokenStore
+
+_TAG = "<image>"
+"""Place of an image in texts of LLaMA-Factory's, ShareGPT's and ms-swift's rows."""
+_DECODERS = 4
+"""Images decoded at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageRules:
+    """What a model that sees makes of the images of a source's rows."""
+
+    processor: Processor
+    folder: Path | None
+    """Of relative paths; None where no files are named."""
+    tokens: tuple[int, ...]
+    """The token of features, then further ones of images."""
+    positions: bool
+    """Tokens have positions by time, height and width."""
+
+    def attach(self, content: Any, media: Sequence[Any]) -> Any:
+        """Return a row's content with the images of its columns in their places.
+
+        Parts of messages that name none take them in order, then tags `<image>`; without either, all come before the
+        first user's text.
+
+        Raises:
+            ValueError: other numbers of images than places, images beside a text that is no chat, or none that are.
+        """
+        if not isinstance(content, Chat):
+            if media:
+                raise ValueError("images need a chat: write the row as 'messages', or use a tokenizer of a chat model")
+            return content
+        chat = content if content.images or not media else _at_tags(content, len(media))
+        waiting = sum(image is None for image in chat.images)
+        if waiting != len(media):
+            raise ValueError(f"the row has {len(media)} images in its columns, and {waiting} places for them")
+        next_images = iter(media)
+        sources = (next(next_images) if image is None else image for image in chat.images)
+        return chat._replace(images=tuple(image_source(value, self.folder) for value in sources))
+
+    def expand(self, pieces: Sequence[tuple[str, bool]], grids: Sequence[Grid]) -> list[tuple[str, bool]]:
+        """Return the pieces of a rendered chat with the tokens of its images in their places.
+
+        Raises:
+            ValueError: the template wrote another number of places.
+        """
+        mark = self.processor.mark
+        places = sum(text.count(mark) for text, _ in pieces)
+        if places != len(grids):
+            raise ValueError(
+                f"the chat template writes {places} places of images ({mark}) for {len(grids)} images: "
+                "use the template of a model that sees, or name one with --chat-template"
+            )
+        texts = iter([self.processor.text(grid) for grid in grids])
+        return [(re.sub(re.escape(mark), lambda _: next(texts), text), trained) for text, trained in pieces]
+
+    def record(self, chat: Chat) -> list[ImageRecord]:
+        """Read a chat's images."""
+        return [record_image(source, self.processor, number) for number, source in enumerate(chat.images, 1)]
+
+
+def _at_tags(chat: Chat, images: int) -> Chat:
+    """Return a chat of texts with places of images at its tags, or without tags before the first user's text."""
+    tags = sum(text.count(_TAG) for message in chat.messages for text in content_texts(message["content"]))
+    messages = list(chat.messages)
+    if tags:
+        if tags != images:
+            raise ValueError(f"the row has {images} images and {tags} tags {_TAG}: give as many")
+        messages = [{**message, "content": _cut(message["content"])} for message in messages]
+    else:
+        first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
+        if first is None:
+            raise ValueError("the row has images, and no message of a user that they belong to")
+        text = [{"type": "text", "text": messages[first]["content"]}] if messages[first]["content"] else []
+        messages[first] = {**messages[first], "content": [*[{"type": "image"}] * images, *text]}
+    return chat._replace(messages=messages, images=(None,) * images)
+
+
+def _cut(text: str) -> str | list[dict[str, Any]]:
+    if _TAG not in text:
+        return text
+    parts: list[dict[str, Any]] = []
+    for number, part in enumerate(text.split(_TAG)):
+        parts += [{"type": "image"}] * (number > 0) + ([{"type": "text", "text": part}] if part else [])
+    return parts
+
+
+class DocumentPart(NamedTuple):
+    """Tokens of a document that follow each other in a row."""
+
+    document: int
+    """Index in the store."""
+    begin: int
+    end: int
+    seen: int
+    """Tokens of the document, from its start, that its images are among."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageReader:
+    """Reader of the images of stored documents for batches."""
+
+    rules: ImageRules
+    store: "TokenStore"
+    known: set[tuple] = field(default_factory=set)
+    """`Image.cache_key` of images whose patches are not needed."""
+
+    def firsts(self, document: int, length: int) -> list[tuple[int, Grid, int]]:
+        """Return (first token, patches, number) of each image of a document in its first tokens."""
+        assert self.store.images is not None
+        start = self.store.offsets[document]
+        places = np.flatnonzero(self.store.tokens[np.arange(start, start + length)] == self.rules.tokens[0])
+        images, before = [], 0
+        for number in self.store.images.of_document(document):
+            grid = Grid(*self.store.images.grids[number].tolist())
+            if before >= len(places):
+                break
+            images.append((int(places[before]), grid, number))
+            before += self.rules.processor.tokens(grid)
+        return images
+
+    @cached_property
+    def counts(self) -> Int[np.ndarray, " documents"]:
+        """Return the features of each document, before truncation."""
+        records, processor = self.store.images, self.rules.processor
+        assert records is not None
+        grids, places = np.unique(records.grids, axis=0, return_inverse=True)
+        tokens = np.array([processor.tokens(Grid(*grid)) for grid in grids.tolist()])
+        return np.bincount(records.owners, tokens[places.ravel()], len(self.store.lengths)).astype(np.int64)
+
+    def rows(self, tokens: Int[np.ndarray, "B T"], parts: Sequence[Sequence[DocumentPart]], largest: int) -> RowImages:
+        """Return the images of packed rows.
+
+        Args:
+            tokens: of the rows.
+            parts: of documents in each row, in order.
+            largest: features of the row with most of them, over all processes.
+        """
+        rules, numbers, used = self.rules, list[list[int]](), list[int]()
+        positions = np.zeros((*tokens.shape, 3), np.int32)
+        for line, row in zip(positions, parts, strict=True):
+            numbers.append([])
+            token = 0
+            for part in row:
+                images = self.firsts(part.document, part.seen)
+                numbers[-1] += [number for first, _, number in images if part.begin <= first < part.end]
+                grids = [(first, grid) for first, grid, _ in images]
+                seen = image_positions(part.end, grids, rules.processor.merge)[part.begin :]
+                line[token : token + len(seen)] = seen
+                token += len(seen)
+            used.append(token)
+        decoded = self._read(sorted({number for row in numbers for number in row}))
+        is_image = tokens == rules.tokens[0]
+        index = np.where(is_image, np.cumsum(is_image, axis=1) - 1, -1).astype(np.int32)
+        rows = [[decoded[number] for number in row] for row in numbers]
+        return RowImages(rows, index, positions if rules.positions else None, rules.processor, used, largest)
+
+    def _read(self, numbers: Sequence[int]) -> dict[int, Image]:
+        """Return images by their numbers, decoded where their patches are needed."""
+        records = self.store.images
+        assert records is not None
+
+        def read(number: int) -> Image:
+            grid = Grid(*records.grids[number].tolist())
+            image = Image(key=records.digests[number].tobytes(), grid=grid, patches=None)
+            if image.cache_key in self.known:
+                return image
+            return replace(image, patches=self.rules.processor.patches(records.read(number), grid))
+
+        with ThreadPoolExecutor(_DECODERS) as pool:  # Pillow lets other threads run
+            return dict(zip(numbers, pool.map(read, numbers), strict=True))
+
+
+def cut_before_image(
+    tokens: Int[np.ndarray, " tokens"], length: int, images: ImageRecords, document: int, rules: ImageRules
+) -> int:
+    """Return the most tokens of a document, at most `length`, that end in no image."""
+    places = np.flatnonzero(tokens == rules.tokens[0])
+    before = 0
+    for number in images.of_document(document):
+        count = rules.processor.tokens(Grid(*images.grids[number].tolist()))
+        first, last = places[before], places[before + count - 1]
+        if first < length <= last:
+            return int(first)
+        before += count
+    return length

@@ -1,0 +1,124 @@
+"""Prompts with images: their tokens, and the features that stand in for them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from jaxglue.data.images import ImageRules
+from jaxglue.data.messages import Chat
+from jaxglue.data.prepare import read_vision
+from jaxglue.data.template import ChatTemplate, plain_pieces
+from jaxglue.generation.engine import Engine
+from jaxglue.models.parameters import Params
+from jaxglue.vision.images import ImageSource
+from jaxglue.vision.records import record_image
+from jaxglue.vision.rows import Image, PromptImages, feature_keys
+
+_LOCK = Lock()
+_MOST_PIXELS = 2**25
+"""Of an image of a prompt."""
+_KEPT = 64
+"""Images whose features are kept for further turns of a conversation."""
+
+
+class Prompt(NamedTuple):
+    """An encoded prompt."""
+
+    tokens: list[int]
+    images: PromptImages | None = None
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What a loaded model makes of images.
+
+    Args:
+        rules: of its images.
+        engine, trainable, frozen: of the model.
+        kept: features of recent images.
+    """
+
+    rules: ImageRules
+    engine: Engine
+    trainable: Params
+    frozen: Params
+    kept: dict[tuple, np.ndarray]
+
+    def encode(self, template: ChatTemplate, text: str, sources: Sequence[ImageSource]) -> Prompt:
+        """Return the prompt of a rendering of protected messages with these images.
+
+        Raises:
+            ValueError: an image that cannot be read, or other places in the rendering.
+        """
+        if not sources:
+            return Prompt(template.encode(text))
+        processor = self.rules.processor
+        images = [self._read(source, number) for number, source in enumerate(sources, 1)]
+        grids = [image.grid for image in images]
+        pieces = self.rules.expand([(piece, False) for piece in plain_pieces(text)], grids)
+        tokens = template.encode_pieces([piece for piece, _ in pieces])
+        places = np.flatnonzero(np.array(tokens) == self.rules.tokens[0]).astype(np.int32)
+        counts = [processor.tokens(grid) for grid in grids]
+        if len(places) != sum(counts):
+            raise ValueError("the prompt names tokens of images by itself: take them out of the text")
+        firsts = np.cumsum([0, *counts[:-1]])
+        return Prompt(
+            tokens,
+            PromptImages(
+                features=np.concatenate([self._features(image) for image in images]),
+                places=places,
+                keys=feature_keys(images, processor),
+                images=tuple((int(places[first]), grid) for first, grid in zip(firsts, grids, strict=True)),
+                counts=tuple(counts),
+                merge=processor.merge,
+                has_positions=self.rules.positions,
+                spans=processor.spans,
+            ),
+        )
+
+    def _read(self, source: ImageSource, number: int) -> Image:
+        record = record_image(source, self.rules.processor, number, _MOST_PIXELS)
+        patches = self.rules.processor.patches(source.read(), record.grid)
+        return Image(key=record.digest, grid=record.grid, patches=patches)
+
+    def _features(self, image: Image) -> np.ndarray:
+        with _LOCK:  # threads of a server encode prompts at once
+            features = self.kept.pop(image.cache_key, None)
+            if features is None:
+                features = self.engine.see(self.trainable, self.frozen, [image], self.rules.processor)
+            self.kept[image.cache_key] = features  # the latest at the end
+            while len(self.kept) > _KEPT:
+                del self.kept[next(iter(self.kept))]
+        return features
+
+
+def make_rules(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, *, files: Path | None, max_tokens: int | None = None
+) -> ImageRules | None:
+    """Return the rules for images of prompts; None for a model that sees none.
+
+    Args:
+        folder: of the model.
+        tokenizer: of the model.
+        files: folder of relative paths; None where prompts may name no files.
+        max_tokens: of an image, at most.
+    """
+    processor = read_vision(folder, max_tokens, tokenizer)
+    if processor is None:
+        return None
+    tokens: Any = tokenizer.convert_tokens_to_ids([processor.token, *processor.around])
+    return ImageRules(processor=processor, folder=files, tokens=tuple(tokens), positions=processor.positions)
+
+
+def attach(rules: ImageRules | None, chat: Chat, media: Sequence[Any]) -> Chat:
+    """Return a chat with its images; raise ValueError for images and a model that sees none."""
+    if rules is None:
+        if media or chat.images:
+            raise ValueError("the prompt has images, and this model, or its tokenizer, has nothing to see them with")
+        return chat
+    return rules.attach(chat, media)

@@ -1,0 +1,70 @@
+"""Time and memory of a vision tower, by its shape: nothing is traced."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from jaxglue.models.config import DecoderConfig
+from jaxglue.models.tower_config import TowerConfig
+from jaxglue.planner.gpus import Gpu
+
+_ROW = 8192
+"""Patches of a row of images that a frozen tower takes at once."""
+_MATMUL, _ATTENTION = 0.7, 0.35
+"""Assumed rates of a tower's matmuls and of its attention, in those of a decoder layer's matmuls: not measured."""
+
+
+@dataclass(frozen=True)
+class TowerCost:
+    """Cost of an image of so many patches."""
+
+    config: DecoderConfig
+    patches: int
+
+    @property
+    def tower(self) -> TowerConfig:
+        """Return the tower's shape."""
+        assert self.config.vision is not None
+        return self.config.vision
+
+    @property
+    def tokens(self) -> int:
+        """Return the features of the image."""
+        return self.patches // self.tower.merge**2
+
+    @property
+    def flops(self) -> tuple[float, float]:
+        """Return FLOPs of linear layers and of attention, forward."""
+        W, F, L, P = self.tower.width, self.tower.intermediate, self.tower.layers, self.patches
+        joined, D = W * self.tower.merge**2, self.config.hidden_size
+        ups = len(self.tower.names.up)
+        linear = 2.0 * P * (L * (4 * W * W + (1 + ups) * W * F) + 3 * self.tower.patch**2 * W)
+        return linear + 2.0 * self.tokens * joined * (joined + D), 4.0 * L * P * P * W
+
+    def seconds(self, gpu: Gpu) -> float:
+        """Return the time of an image, about."""
+        linear, attention = self.flops
+        return linear / (_MATMUL * gpu.matmul) + attention / (_ATTENTION * gpu.matmul)
+
+    def feature_bytes(self, dtype) -> int:
+        """Return the bytes of the image's features."""
+        return self.tokens * self.config.hidden_size * jnp.dtype(dtype).itemsize
+
+
+def tower_bytes(config: DecoderConfig, tokens: int, dtype) -> int:
+    """Return the bytes on a GPU of images' values beside the text's: features of full rows, and a tower at work.
+
+    Args:
+        config: with the tower.
+        tokens: of a micro-batch.
+        dtype: of activations.
+    """
+    tower, size = config.vision, jnp.dtype(dtype).itemsize
+    if tower is None:
+        return 0
+    in_steps = tower.trains != "none"
+    patches = tokens * tower.merge**2 if in_steps else _ROW
+    # A block: its input and norm, queries, keys and values, turned ones, the hidden layer in float32 and again.
+    block = patches * (8 * tower.width * size + tower.intermediate * (4 + size * len(tower.names.up)))
+    saved = patches * tower.width * size * tower.layers if in_steps else 0
+    return 2 * tokens * config.hidden_size * size + (3 if in_steps else 1) * block + saved

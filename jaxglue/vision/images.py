@@ -1,0 +1,170 @@
+"""Images of strangers: where rows hold them, their bytes, and pixels, with bounds before anything is decoded."""
+
+import base64
+import binascii
+import hashlib
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from jaxglue.files.regular_file import open_regular
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""Formats that are decoded; others of Pillow's, which few use, had bombs of their own."""
+MAX_BYTES = 2**27
+"""Most bytes of a stored image."""
+MAX_PIXELS = 2**27
+"""Most pixels of an image: its header is read before it is decoded."""
+MAX_RATIO = 200
+"""Most times that one side is longer than the other."""
+_DATA_URL = "data:"
+_WIDE = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
+"""Pillow's modes of more than 8 bits a value, which it would clip."""
+_KEYS = ("image", "image_url", "url", "path", "base64", "bytes", "data")
+"""Keys under which parts of messages and rows hold an image."""
+
+
+class ImageSource(NamedTuple):
+    """An image where a row holds it: its bytes, or the file that has them."""
+
+    data: bytes = b""
+    path: str = ""
+
+    def read(self) -> bytes:
+        """Return the bytes.
+
+        Raises:
+            ValueError: no such file, or more bytes than `MAX_BYTES`.
+        """
+        if not self.path:
+            return self.data
+        try:
+            with open_regular(Path(self.path)) as file:
+                data = file.read(MAX_BYTES + 1)
+        except OSError as error:
+            raise ValueError(f"image {self.path}: {error.strerror or error}") from error
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"image {self.path}: more than {MAX_BYTES:,} bytes: store it smaller")
+        return data
+
+
+def image_source(value: Any, folder: Path | None) -> ImageSource:
+    """Return the image of a row's value: a path, a data URL, base64, bytes, or an object that holds one of them.
+
+    Args:
+        value: such as `cat.png`, `{"bytes": …, "path": …}` of `datasets`, `{"url": "data:image/png;base64,…"}`.
+        folder: of relative paths; None for values that may name no file.
+
+    Raises:
+        ValueError: none of these, or an address of the network, which is not read.
+    """
+    if isinstance(value, bytes | bytearray):
+        return ImageSource(data=_bounded(bytes(value)))
+    if isinstance(value, Mapping):
+        if isinstance(value.get("bytes"), bytes):
+            return ImageSource(data=_bounded(value["bytes"]))
+        if isinstance(value.get("base64"), str):
+            return ImageSource(data=_decoded(value["base64"]))
+        named = next((value[key] for key in _KEYS if value.get(key) not in (None, "", b"")), None)
+        if named is None:
+            keys = ", ".join(repr(str(key)[:40]) for key in list(value)[:10])
+            raise ValueError(f"an image needs one of {', '.join(_KEYS)}; its keys are {keys or 'none'}")
+        return image_source(named, folder)
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"an image must be a path, a data: URL or bytes, got {type(value).__name__}")
+    if value.startswith(_DATA_URL):
+        head, comma, text = value.partition(",")
+        if not comma or not head.endswith(";base64"):
+            raise ValueError(f"{value[:40]!r}: a data: URL of an image ends its head with ;base64,")
+        return ImageSource(data=_decoded(text))
+    if "://" in value[:32] and not value.startswith("file://"):
+        raise ValueError(f"{value[:80]!r}: images are not fetched from the network: download it, and name the file")
+    if folder is None:
+        raise ValueError(f"{value[:80]!r}: files are not read here: send a data: URL with base64")
+    return ImageSource(path=str(folder / value.removeprefix("file://")))
+
+
+def _bounded(data: bytes) -> bytes:
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"an image of {len(data):,} bytes: at most {MAX_BYTES:,} are read")
+    return data
+
+
+def _decoded(text: str) -> bytes:
+    if len(text) > MAX_BYTES * 4 // 3:
+        raise ValueError(f"an image of {len(text):,} characters of base64: at most {MAX_BYTES * 4 // 3:,} are read")
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"an image in base64 that cannot be decoded: {error}") from error
+
+
+def digest_of(data: bytes) -> bytes:
+    """Return 16 bytes that stand for an image's bytes."""
+    return hashlib.sha256(data).digest()[:16]
+
+
+def _opened(data: bytes, max_pixels: int) -> "Image":
+    """Open an image without decoding it, within the bounds."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError, SyntaxError) as error:
+        reason = "too many pixels" if isinstance(error, Image.DecompressionBombError) else "no image that can be read"
+        raise ValueError(f"{reason}: expected {', '.join(FORMATS)}") from error
+    width, height = image.size
+    if width * height > max_pixels:
+        raise ValueError(f"{width} × {height} pixels: at most {max_pixels:,} are read: store it smaller")
+    if min(width, height) < 1 or max(width, height) > MAX_RATIO * min(width, height):
+        raise ValueError(f"{width} × {height} pixels: one side is more than {MAX_RATIO} times the other: crop it")
+    return image
+
+
+_ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)
+
+
+def image_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+    """Return (height, width) of an image as it is seen, from its header.
+
+    Raises:
+        ValueError: no image, or one out of bounds.
+    """
+    image = _opened(data, max_pixels)
+    width, height = image.size
+    return (width, height) if _orientation(image) in _TURNED else (height, width)
+
+
+def _orientation(image: "Image") -> int:
+    try:
+        return int(image.getexif().get(_ORIENTATION, 1))
+    except Exception:  # of damaged metadata, which Pillow reads by errors of many types; the pixels remain
+        return 1
+
+
+def read_image(data: bytes, max_pixels: int = MAX_PIXELS) -> "Image":
+    """Decode an image to 8-bit RGB, turned as its EXIF data say; the first frame of an animated one.
+
+    Raises:
+        ValueError: no image, one out of bounds, or a damaged one.
+    """
+    from PIL import Image, ImageOps
+
+    image = _opened(data, max_pixels)
+    turned = _orientation(image) != 1
+    try:
+        image.load()
+        image = ImageOps.exif_transpose(image) if turned else image
+        if image.mode in _WIDE:
+            values = np.asarray(image)
+            values = values / 256 if image.mode.startswith("I;") or values.max(initial=0) > 255 else values
+            image = Image.fromarray(np.clip(values, 0, 255).astype(np.uint8))
+        return image if image.mode == "RGB" else image.convert("RGB")
+    except (OSError, ValueError, SyntaxError, EOFError, IndexError, MemoryError, Image.DecompressionBombError) as error:
+        raise ValueError(f"a damaged image: {' '.join(str(error).split())[:200]}") from error

@@ -1,0 +1,321 @@
+"""Processors: the size to which an image is brought, its patches, and the tokens that stand for it."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Self
+
+import numpy as np
+from jaxtyping import Int32, UInt8
+
+from jaxglue.files.json_file import read_json
+from jaxglue.parts import Registry
+from jaxglue.vision.images import read_image
+
+DEFAULT_TOKENS = 2048
+"""Most tokens of an image where no setting names them: model files allow up to 16,384, for which towers take long."""
+BICUBIC, BILINEAR = 3, 2
+"""Pillow's numbers of its filters."""
+_HALF = (0.5, 0.5, 0.5)
+
+
+class Grid(NamedTuple):
+    """Patches of an image."""
+
+    rows: int
+    columns: int
+
+    @property
+    def patches(self) -> int:
+        """Return their number."""
+        return self.rows * self.columns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processor:
+    """The rule by which a family's images become patches and tokens.
+
+    Patches lie in the order of the tokens that they are merged to, so that merging is a change of shape.
+    """
+
+    patch: int
+    """Pixels of a patch's side."""
+    merge: int
+    """Patches of a merged one's side."""
+    mean: tuple[float, ...] = _HALF
+    std: tuple[float, ...] = _HALF
+    resample: int = BICUBIC
+    max_tokens: int
+    """Most tokens of an image."""
+    token: str = ""
+    """Token that stands for a feature of an image."""
+    begin: str = ""
+    """Token before an image's."""
+    end: str = ""
+    """Token behind them."""
+
+    positions: ClassVar[bool] = False
+    """Tokens have positions by time, height and width."""
+    spans: ClassVar[bool] = False
+    """An image's tokens see later ones of it."""
+    channels_last: ClassVar[bool] = False
+    """A patch's values are (y, x, channel), not (channel, y, x)."""
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], raw: Mapping[str, Any], max_tokens: int | None) -> Self:
+        """Return the processor of a model.
+
+        Args:
+            settings: of its image processor, as its files have them.
+            raw: config.json.
+            max_tokens: a limit below the files'; None for the default.
+        """
+        raise NotImplementedError
+
+    @property
+    def mark(self) -> str:
+        """Return the text that the chat template writes for an image."""
+        return self.token
+
+    @property
+    def around(self) -> tuple[str, ...]:
+        """Return further tokens of an image, which are never trained on."""
+        return tuple(text for text in (self.begin, self.end) if text)
+
+    def grid(self, height: int, width: int) -> Grid:
+        """Return the patches of an image of so many pixels."""
+        raise NotImplementedError
+
+    def tokens(self, grid: Grid) -> int:
+        """Return the features of an image, each of which is a token's embedding."""
+        return grid.patches // self.merge**2
+
+    def text(self, grid: Grid) -> str:
+        """Return the text that stands in the place of `mark`."""
+        return self.token * self.tokens(grid)
+
+    def patches(self, data: bytes, grid: Grid) -> UInt8[np.ndarray, "P C"]:
+        """Decode an image, bring it to the size of its patches, and cut it.
+
+        Raises:
+            ValueError: as `read_image`.
+        """
+        p, m = self.patch, self.merge
+        image = read_image(data).resize((grid.columns * p, grid.rows * p), self.resample)
+        pixels = np.asarray(image).reshape(grid.rows // m, m, p, grid.columns // m, m, p, 3)
+        order = (0, 3, 1, 4, 2, 5, 6) if self.channels_last else (0, 3, 1, 4, 6, 2, 5)
+        return np.ascontiguousarray(pixels.transpose(order)).reshape(grid.patches, 3 * p * p)
+
+    def places(self, grid: Grid) -> Int32[np.ndarray, "P 4"]:
+        """Return row and column of each patch, and the rows and columns of its image."""
+        m = self.merge
+        rows, columns = np.indices((grid.rows, grid.columns), np.int32)
+        blocks = (np.stack([rows, columns], -1)).reshape(grid.rows // m, m, grid.columns // m, m, 2)
+        places = blocks.transpose(0, 2, 1, 3, 4).reshape(-1, 2)
+        return np.concatenate([places, np.broadcast_to(np.array(grid, np.int32), places.shape)], axis=1)
+
+    @property
+    def key(self) -> str:
+        """Return a text that tells processors apart by the patches and tokens that they make."""
+        return repr(self)
+
+
+PROCESSORS = Registry[type[Processor]]("image processor")
+"""Processors by the `model_type` of the models around a text model."""
+
+
+def read_processor(folder: Path, raw: Mapping[str, Any], max_tokens: int | None = None) -> Processor | None:
+    """Return the processor of a model folder, without its tokens' texts; None for a model that sees no images.
+
+    Args:
+        folder: of the model.
+        raw: config.json.
+        max_tokens: a limit of tokens an image; None for the default.
+
+    Raises:
+        ValueError: settings that cannot be read, or a limit that is too low.
+    """
+    model_type = raw.get("model_type")
+    if (
+        not isinstance(model_type, str)
+        or model_type not in PROCESSORS
+        or not isinstance(raw.get("vision_config"), Mapping)
+    ):
+        return None
+    return PROCESSORS[model_type].of(_settings(folder), raw, max_tokens)
+
+
+def _settings(folder: Path) -> Mapping[str, Any]:
+    """Return the settings of a folder's image processor: those beside other processors' come first."""
+    for name, inner in (("processor_config.json", "image_processor"), ("preprocessor_config.json", None)):
+        if (folder / name).is_file():
+            raw = read_json(folder / name)
+            settings = raw.get(inner) if inner else raw
+            if isinstance(settings, Mapping):
+                return settings
+    return {}
+
+
+def with_texts(processor: Processor, raw: Mapping[str, Any], text_of: Any) -> Processor | None:
+    """Return a processor with its tokens' texts; None where the tokenizer has no token for images.
+
+    Args:
+        processor: of the model.
+        raw: config.json, which has the tokens' ids.
+        text_of: returns the text of a token's id.
+    """
+
+    def text(names: Sequence[str]) -> str:
+        ids = (raw[name] for name in names if isinstance(raw.get(name), int))
+        return next((text_of(token) or "" for token in ids), "")
+
+    token = text(("image_token_id", "image_token_index"))
+    if not token:
+        return None
+    begin = text(("vision_start_token_id", "boi_token_id", "boi_token_index"))
+    end = text(("vision_end_token_id", "eoi_token_id", "eoi_token_index"))
+    return replace(processor, token=token, begin=begin, end=end)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AreaProcessor(Processor):
+    """Qwen's: sides are multiples of a merged patch, and the pixels within bounds, with about the image's ratio."""
+
+    min_pixels: int
+    max_pixels: int
+    positions = True
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], raw: Mapping[str, Any], max_tokens: int | None) -> Self:
+        """See `Processor`."""
+        vision = raw["vision_config"]
+        patch, merge = vision.get("patch_size", 16), vision.get("spatial_merge_size", 2)
+        area = (patch * merge) ** 2
+        size = settings.get("size") or {}
+        least = settings.get("min_pixels") or size.get("shortest_edge") or 65_536
+        most = settings.get("max_pixels") or size.get("longest_edge") or 16_777_216
+        tokens = min(most // area, DEFAULT_TOKENS if max_tokens is None else max_tokens)
+        if tokens < 4:
+            raise ValueError(f"--image-max-tokens {tokens}: an image of this model takes at least 4 tokens")
+        return cls(
+            patch=patch,
+            merge=merge,
+            mean=tuple(settings.get("image_mean") or _HALF),
+            std=tuple(settings.get("image_std") or _HALF),
+            resample=BICUBIC if settings.get("resample") is None else settings["resample"],
+            max_tokens=tokens,
+            min_pixels=min(least, tokens * area),
+            max_pixels=tokens * area,
+        )
+
+    def grid(self, height: int, width: int) -> Grid:
+        """See `Processor`."""
+        f = self.patch * self.merge
+        h, w = round(height / f) * f, round(width / f) * f
+        if h * w > self.max_pixels:
+            shrink = math.sqrt(height * width / self.max_pixels)
+            h, w = (max(f, math.floor(side / shrink / f) * f) for side in (height, width))
+        elif h * w < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (height * width))
+            h, w = (math.ceil(side * grow / f) * f for side in (height, width))
+        return Grid(h // self.patch, w // self.patch)
+
+
+for _model_type in ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"):
+    PROCESSORS.add(_model_type, AreaProcessor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SquareProcessor(Processor):
+    """Gemma 3's: every image becomes a square of one size, and as many tokens."""
+
+    side: int
+    """Patches of the square's side."""
+    spans = True
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], raw: Mapping[str, Any], max_tokens: int | None) -> Self:
+        """See `Processor`."""
+        vision, tokens = raw["vision_config"], raw.get("mm_tokens_per_image") or 256
+        side = vision.get("image_size", 896) // vision.get("patch_size", 14)
+        if max_tokens is not None and max_tokens < tokens:
+            raise ValueError(f"--image-max-tokens {max_tokens}: every image of this model takes {tokens} tokens")
+        if settings.get("do_pan_and_scan"):
+            raise ValueError("preprocessor_config.json: do_pan_and_scan is not supported: set it to false")
+        return cls(
+            patch=vision.get("patch_size", 14),
+            merge=side // int(tokens**0.5),
+            mean=tuple(settings.get("image_mean") or _HALF),
+            std=tuple(settings.get("image_std") or _HALF),
+            resample=BILINEAR if settings.get("resample") is None else settings["resample"],
+            max_tokens=tokens,
+            side=side,
+        )
+
+    @property
+    def mark(self) -> str:
+        """See `Processor`."""
+        return self.begin
+
+    def grid(self, height: int, width: int) -> Grid:
+        """See `Processor`."""
+        return Grid(self.side, self.side)
+
+    def text(self, grid: Grid) -> str:
+        """See `Processor`."""
+        return f"\n\n{self.begin}{self.token * self.tokens(grid)}{self.end}\n\n"
+
+
+_BREAK, _END = "[IMG_BREAK]", "[IMG_END]"
+_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EdgeProcessor(Processor):
+    """Mistral 3's: a side above a limit shrinks, sides grow to whole merged patches, and tokens end rows of them."""
+
+    longest: int
+    """Pixels of a side, at most."""
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], raw: Mapping[str, Any], max_tokens: int | None) -> Self:
+        """See `Processor`."""
+        patch, merge = raw["vision_config"].get("patch_size", 14), raw.get("spatial_merge_size") or 2
+        unit = patch * merge
+        longest = (settings.get("size") or {}).get("longest_edge") or 1540
+        tokens = DEFAULT_TOKENS if max_tokens is None else max_tokens
+        within = unit * int(math.sqrt(tokens + 0.25) - 0.5)  # with a token behind each row
+        if within < 2 * unit:
+            raise ValueError(f"--image-max-tokens {tokens}: an image of this model takes at least 6 tokens")
+        return cls(
+            patch=patch,
+            merge=merge,
+            mean=tuple(settings.get("image_mean") or _CLIP_MEAN),
+            std=tuple(settings.get("image_std") or _CLIP_STD),
+            resample=BICUBIC if settings.get("resample") is None else settings["resample"],
+            max_tokens=tokens,
+            longest=min(longest, within),
+        )
+
+    @property
+    def around(self) -> tuple[str, ...]:
+        """See `Processor`."""
+        return _BREAK, _END
+
+    def grid(self, height: int, width: int) -> Grid:
+        """See `Processor`."""
+        unit, ratio = self.patch * self.merge, max(height / self.longest, width / self.longest)
+        if ratio > 1:
+            height, width = (math.floor(side / ratio) for side in (height, width))
+        rows, columns = ((max(side, 1) - 1) // unit + 1 for side in (height, width))
+        return Grid(rows * self.merge, columns * self.merge)
+
+    def text(self, grid: Grid) -> str:
+        """See `Processor`."""
+        rows, columns = grid.rows // self.merge, grid.columns // self.merge
+        return _BREAK.join([self.token * columns] * rows) + _END
+
+
+PROCESSORS.add("gemma3", SquareProcessor)
+PROCESSORS.add("mistral3", EdgeProcessor)

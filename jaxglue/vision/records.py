@@ -1,0 +1,155 @@
+"""Images of stored documents: their patches' grids, digests, and bytes or files."""
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int32, Int64, UInt8
+
+from jaxglue.vision.images import MAX_PIXELS, ImageSource, digest_of, image_size, read_image
+from jaxglue.vision.processor import Grid, Processor
+
+
+class ImageRecord(NamedTuple):
+    """An image as a document stores it."""
+
+    grid: Grid
+    digest: bytes
+    source: ImageSource
+    stamp: tuple[int, int]
+    """Bytes and time of change of its file; zeros for an image in the row."""
+
+
+def record_image(source: ImageSource, processor: Processor, number: int, max_pixels: int = MAX_PIXELS) -> ImageRecord:
+    """Read and decode an image once, so that a damaged one is found before training.
+
+    Raises:
+        ValueError: as `ImageSource.read` and `read_image`, naming the image in its row.
+    """
+    try:
+        stamp = _stamp(source.path) if source.path else (0, 0)
+        data = source.read()
+        grid = processor.grid(*image_size(data, max_pixels))
+        read_image(data, max_pixels)
+    except ValueError as error:
+        where = "" if source.path and source.path in str(error) else f" {source.path}" if source.path else ""
+        raise ValueError(f"image {number}{where}: {error}".replace(f"image {number}: image", "image")) from error
+    return ImageRecord(grid, digest_of(data), source, stamp)
+
+
+def _stamp(path: str) -> tuple[int, int]:
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise ValueError(f"image {path}: {error.strerror or error}") from error
+    return status.st_size, status.st_mtime_ns
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageRecords:
+    """N images of documents, in the order of their tokens."""
+
+    owners: Int64[np.ndarray, " N"]
+    """Document of each image."""
+    grids: Int32[np.ndarray, "N 2"]
+    digests: UInt8[np.ndarray, "N 16"]
+    stamps: Int64[np.ndarray, "N 2"]
+    """Bytes and time of change of its file; zeros for an image whose bytes are in `blob`."""
+    offsets: Int64[np.ndarray, " N+1"]
+    """Ends of bytes and paths in `blob`."""
+    blob: UInt8[np.ndarray, " bytes"]
+    """Bytes of images, or paths of their files in UTF-8."""
+
+    def __len__(self) -> int:
+        return len(self.owners)
+
+    @classmethod
+    def of(cls, documents: Sequence[Sequence[ImageRecord]]) -> "ImageRecords":
+        """Return the images of documents."""
+        images = [image for document in documents for image in document]
+        texts = [image.source.path.encode() if image.source.path else image.source.data for image in images]
+        return cls(
+            owners=np.repeat(np.arange(len(documents)), [len(document) for document in documents]).astype(np.int64),
+            grids=np.array([image.grid for image in images], np.int32).reshape(-1, 2),
+            digests=np.frombuffer(b"".join(image.digest for image in images), np.uint8).reshape(-1, 16),
+            stamps=np.array([image.stamp for image in images], np.int64).reshape(-1, 2),
+            offsets=np.cumsum([0, *map(len, texts)], dtype=np.int64),
+            blob=np.frombuffer(b"".join(texts), np.uint8),
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence["ImageRecords"], documents: Iterable[int]) -> "ImageRecords":
+        """Return the images of parts with so many documents each, one after the other."""
+        firsts, starts = np.cumsum([0, *documents]), np.cumsum([0, *(part.offsets[-1] for part in parts)])
+        values: dict[str, Any] = {
+            name: np.concatenate([getattr(part, name) for part in parts]) for name in ("grids", "digests", "stamps")
+        }
+        blobs = [part.blob for part in parts]
+        return cls(
+            **values,
+            owners=np.concatenate([part.owners + first for part, first in zip(parts, firsts, strict=False)]),
+            offsets=np.concatenate(
+                [*(part.offsets[:-1] + s for part, s in zip(parts, starts, strict=False)), starts[-1:]]
+            ),
+            blob=blobs[0] if len(blobs) == 1 else np.concatenate(blobs),
+        )
+
+    def source(self, image: int) -> ImageSource:
+        """Return the bytes or the file of an image."""
+        stored = self.blob[self.offsets[image] : self.offsets[image + 1]].tobytes()
+        return ImageSource(path=stored.decode()) if self.stamps[image].any() else ImageSource(data=stored)
+
+    def read(self, image: int) -> bytes:
+        """Return an image's bytes.
+
+        Raises:
+            ValueError: its file is not the one that was recorded.
+        """
+        source = self.source(image)
+        data = source.read()
+        if digest_of(data) != self.digests[image].tobytes():
+            raise ValueError(f"image {source.path} was changed while it was in use: bring it back, or start again")
+        return data
+
+    def changed(self) -> str | None:
+        """Return an image whose file was changed or removed since it was recorded; None without one."""
+        for image in np.flatnonzero(self.stamps.any(axis=1)):
+            path = self.source(int(image)).path
+            try:
+                same = _stamp(path) == tuple(self.stamps[image])
+            except ValueError:
+                same = False
+            if not same:
+                return path
+        return None
+
+    def of_document(self, document: int) -> range:
+        """Return the images of a document."""
+        first, end = np.searchsorted(self.owners, [document, document + 1])
+        return range(int(first), int(end))
+
+
+RECORD_FILES = {field.name: f"images.{field.name}" for field in fields(ImageRecords)}
+"""Files of the arrays, by their names."""
+RECORD_SHAPES: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "owners": (np.int64, (-1,)),
+    "grids": (np.int32, (-1, 2)),
+    "digests": (np.uint8, (-1, 16)),
+    "stamps": (np.int64, (-1, 2)),
+    "offsets": (np.int64, (-1,)),
+    "blob": (np.uint8, (-1,)),
+}
+"""Types and shapes of the arrays in them."""
+
+
+def open_records(folder: Path) -> ImageRecords:
+    """Open the images of a folder; their bytes stay in the file until they are read."""
+    arrays: dict[str, Any] = {}
+    for name, (dtype, shape) in RECORD_SHAPES.items():
+        path = folder / RECORD_FILES[name]
+        maps = name == "blob" and path.stat().st_size
+        arrays[name] = np.memmap(path, dtype, "r") if maps else np.fromfile(path, dtype).reshape(shape)
+    return ImageRecords(**arrays)

@@ -1,0 +1,192 @@
+"""Models that see, compared with transformers; documents apart there, packed here."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors import safe_open
+from selection import repeats
+
+from jaxglue.models import abstract_model, build_model, config_from_hf, with_vision
+from jaxglue.models.lora import add_lora
+from jaxglue.models.lora_config import LoraConfig
+from jaxglue.models.parameters import abstract_parameters, flatten_names, hf_name, set_parameters, split_model
+from jaxglue.models.tower_config import TrainedParams
+from jaxglue.models.wrapper import ties, with_text
+from jaxglue.ops.segments import pack_segments
+from jaxglue.vision.processor import Grid, read_processor
+from jaxglue.vision.rows import Image, RowImages, image_positions
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+sys.path.append(str(GOLDENS))
+from drawn import drawn, pixels, probes, unpacked  # noqa: E402
+
+FAMILIES = sorted(path.stem for path in (GOLDENS / "vision").glob("*.safetensors"))
+
+
+def read_golden(name):
+    with safe_open(GOLDENS / "vision" / f"{name}.safetensors", "numpy") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        raw, golden = json.loads(file.metadata()["config"]), unpacked(tensors)
+    if ties(raw) is None:  # as of a folder, whose files decide
+        raw = with_text(raw, tie_word_embeddings="norm.lm_head.weight" not in golden) | {"tie_word_embeddings": None}
+    return raw, golden
+
+
+def drawn_model(raw):
+    config = with_vision(config_from_hf(raw), raw)
+    model = abstract_model(config, dtype=jnp.float32)
+    values = {name: jnp.asarray(drawn(name, spec.shape)) for name, spec in abstract_parameters(model).items()}
+    return set_parameters(model, values)
+
+
+def documents_of(raw, golden):
+    """Return (tokens, images) of each document."""
+    processor = read_processor(Path("."), raw)
+    ends = np.cumsum(golden["lengths"])
+    return processor, [
+        (
+            golden["tokens"][end - length : end],
+            [
+                Image(key=bytes([number]), grid=Grid(*grid), patches=pixels(number, grid, processor.patch))
+                for number, (owner, grid) in enumerate(zip(golden["owners"], golden["grids"].tolist(), strict=True))
+                if owner == document
+            ],
+        )
+        for document, (length, end) in enumerate(zip(golden["lengths"], ends, strict=True))
+    ]
+
+
+def packed(raw, processor, documents, seq_len=None):
+    """Return tokens, segments and images of documents in one row."""
+    image_id = raw.get("image_token_id", raw.get("image_token_index"))
+    lengths = [len(tokens) for tokens, _ in documents]
+    T = seq_len or sum(lengths) + 3
+    tokens = np.zeros((1, T), np.int32)
+    tokens[0, : sum(lengths)] = np.concatenate([tokens for tokens, _ in documents])
+    index = np.full((1, T), -1, np.int32)
+    places = np.flatnonzero(tokens[0] == image_id)
+    index[0, places] = np.arange(len(places))
+    positions = None
+    if raw["model_type"].startswith("qwen"):
+        parts = []
+        for own, images in documents:
+            firsts = np.flatnonzero((own == image_id) & (np.roll(own, 1) != image_id))
+            grids = [(int(first), image.grid) for first, image in zip(firsts, images, strict=True)]
+            parts.append(image_positions(len(own), grids, processor.merge))
+        positions = np.zeros((1, T, 3), np.int32)
+        positions[0, : sum(lengths)] = np.concatenate(parts)
+    row = [image for _, images in documents for image in images]
+    rows = RowImages([row], index, positions, processor, [sum(lengths)], len(places))
+    return tokens, pack_segments([lengths], seq_len=T), rows.with_patches()
+
+
+@pytest.mark.parametrize("name", repeats(FAMILIES, "qwen3_5_moe"))
+def test_logits_loss_and_gradients_match_transformers(name):
+    raw, golden = read_golden(name)
+    processor, documents = documents_of(raw, golden)
+    tokens, segments, images = packed(raw, processor, documents)
+    model = drawn_model(raw)
+    graphdef, state = nnx.split(model)
+    real = sum(golden["lengths"])
+    same = np.asarray(segments.segment_ids)[0]
+    targets = np.flatnonzero((same[:-1] == same[1:]) & (same[:-1] > 0))
+
+    @jax.jit
+    @jax.value_and_grad
+    def compute(state):
+        logits = nnx.merge(graphdef, state)(tokens, segments, images=images)[0]
+        scores = jax.nn.log_softmax(logits[targets])
+        return -scores[np.arange(len(targets)), tokens[0][targets + 1]].mean()
+
+    logits = jax.jit(lambda state: nnx.merge(graphdef, state)(tokens, segments, images=images))(state)[0, :real]
+    scale = np.abs(golden["logits"]).max()
+    np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=1e-4 * scale)
+    loss, gradients = compute(state)
+    np.testing.assert_allclose(loss, golden["loss"], rtol=1e-5)
+    flat = {hf_name(".".join(map(str, path))): np.asarray(g[...]) for path, g in nnx.to_flat_state(gradients)}
+    norms = {key.removeprefix("norm."): norm for key, norm in golden.items() if key.startswith("norm.")}
+    assert flat.keys() == norms.keys()
+    least = 1e-4 * max(norms.values())  # biases of keys have none but rounding
+    for key, gradient in flat.items():
+        np.testing.assert_allclose(np.linalg.norm(gradient), norms[key], rtol=1e-3, atol=1e-3 * least, err_msg=key)
+        error = np.linalg.norm(probes(key, gradient) - golden[f"probes.{key}"]) / max(norms[key], least)
+        assert error <= 1e-3, f"{key}: {error:.1e}"
+
+
+def logits_of(model, tokens, segments, images):
+    graphdef, state = nnx.split(model)
+    return np.asarray(jax.jit(lambda s: nnx.merge(graphdef, s)(tokens, segments, images=images))(state)[0])
+
+
+@pytest.fixture(scope="module")
+def seeing():
+    raw, golden = read_golden("qwen3_5")
+    return raw, *documents_of(raw, golden), drawn_model(raw)
+
+
+def test_documents_of_a_row_see_what_they_see_alone(seeing):
+    raw, processor, documents, model = seeing
+    T = 96
+    order = [3, 1, 2, 0, 1]
+    together = logits_of(model, *packed(raw, processor, [documents[i] for i in order], T))
+    start = 0
+    for i in order:
+        alone = logits_of(model, *packed(raw, processor, [documents[i]], T))
+        length = len(documents[i][0])
+        np.testing.assert_allclose(
+            together[start : start + length], alone[:length], rtol=0, atol=1e-5 * np.abs(alone).max()
+        )
+        start += length
+
+
+def test_another_image_in_the_row_changes_no_bit(seeing):
+    raw, processor, documents, model = seeing
+    before = logits_of(model, *packed(raw, processor, [documents[1], documents[2]], 64))
+    tokens, images = documents[1]
+    changed = tokens, [replace(images[0], patches=255 - images[0].patches)]
+    after = logits_of(model, *packed(raw, processor, [changed, documents[2]], 64))
+    first = len(tokens)
+    assert (before[:first] != after[:first]).any()
+    np.testing.assert_array_equal(before[first:], after[first:])
+
+
+def test_features_stand_in_for_patches(seeing):
+    raw, processor, documents, model = seeing
+    tokens, segments, images = packed(raw, processor, documents)
+    features = jax.jit(lambda patches: model.embed_tokens.vision(patches, jnp.float32))(images.patches)
+    expected = logits_of(model, tokens, segments, images)
+    found = logits_of(model, tokens, segments, replace(images, patches=None, features=features))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def test_positions_are_those_of_transformers():
+    positions = image_positions(9, [(3, Grid(4, 6))], 2)
+    assert positions[:3].tolist() == [[0] * 3, [1] * 3, [2] * 3]
+    assert positions[3:].T.tolist() == [[3] * 6, [3, 3, 3, 4, 4, 4], [3, 4, 5, 3, 4, 5]]
+    assert image_positions(10, [(3, Grid(4, 6))], 2)[-1].tolist() == [6] * 3
+
+
+@pytest.mark.parametrize(("trains", "parts"), [("none", ()), ("projector", ("merger",)), ("all", ("blocks", "merger"))])
+def test_adapters_reach_the_parts_that_train(seeing, trains, parts):
+    raw = seeing[0]
+    config = with_vision(config_from_hf(raw), raw, trains=trains)
+
+    def adapted():
+        model = build_model(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+        add_lora(model, LoraConfig(rank=2), rngs=nnx.Rngs(0))
+        return model
+
+    _, trainable, _ = split_model(nnx.eval_shape(adapted), nnx.LoRAParam)
+    names = [name for name in flatten_names(trainable) if name.startswith("model.visual.")]
+    assert {name.split(".")[2] for name in names} == set(parts)
+    assert all(("lora_" in name) == (trains == "all") for name in names)
+    full = split_model(abstract_model(config, dtype=jnp.float32), TrainedParams(config.vision))[1]
+    names = {name.split(".")[2] for name in flatten_names(full) if name.startswith("model.visual.")}
+    assert names == (set(parts) | {"patch_embed", "pos_embed"} if trains == "all" else set(parts))

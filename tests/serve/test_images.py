@@ -1,0 +1,107 @@
+"""Images of requests: the same prompt from every protocol, their bytes in the cache's keys, bounds."""
+
+import base64
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+pytest.importorskip("starlette")
+pytest.importorskip("httpx")
+from local_client import TestClient
+
+from jaxglue.data.messages import read_chat
+from jaxglue.generation.assistant import Assistant
+from jaxglue.generation.config import SamplingConfig
+from jaxglue.serve.config import ServeConfig
+from jaxglue.serve.server import make_app
+from jaxglue.serve.service import Service
+from jaxglue.settings.recipe import SHIPPED
+
+pytestmark = pytest.mark.slow
+
+
+def png(color, size=(64, 64)):
+    """Return a plain image's bytes as base64."""
+    Image.new("RGB", size, color).save(data := io.BytesIO(), "PNG")
+    return base64.b64encode(data.getvalue()).decode()
+
+
+def part(data):
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
+@pytest.fixture(scope="module")
+def served():
+    config = ServeConfig(
+        model=SHIPPED / "quickstart" / "seeing", random_weights=0, name="tiny", sampling=SamplingConfig(temperature=0)
+    )
+    assistant = Assistant(config)
+    service = Service(assistant, slots=2, length=256, most=8)
+    yield assistant, service, config
+    service.close()
+
+
+@pytest.fixture
+def client(served):
+    return TestClient(make_app(*served))
+
+
+def chat(client, *parts, **body):
+    content = [*parts, {"type": "text", "text": "What is this?"}]
+    body = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": content}], **body}
+    return client.post("/v1/chat/completions", json=body)
+
+
+def likely(reply):
+    """Return the log-probabilities of an answer's first token."""
+    assert reply.status_code == 200, reply.text
+    first = reply.json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+    return {entry["token"]: entry["logprob"] for entry in first}
+
+
+def test_an_image_answers_alike_in_every_protocol_and_unlike_another(client):
+    options = {"logprobs": True, "top_logprobs": 5}
+    red, again, blue = (likely(chat(client, part(png(color)), **options)) for color in ("red", "red", "blue"))
+    assert red == again != blue
+    text = likely(chat(client, **options))
+    assert text != red
+    counted = chat(client, part(png("red"))).json()
+    data, ask = png("red"), {"type": "text", "text": "What is this?"}
+    block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+    message = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": [block, ask]}]}
+    anthropic = client.post("/v1/messages", json=message).json()
+    assert anthropic["content"][0]["text"] == counted["choices"][0]["message"]["content"]
+    assert anthropic["usage"]["input_tokens"] == counted["usage"]["prompt_tokens"] > 4
+    url = f"data:image/png;base64,{data}"
+    inputs = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": "What is this?"}]
+    response = {"model": "tiny", "max_output_tokens": 4, "input": [{"role": "user", "content": inputs}]}
+    responses = client.post("/v1/responses", json=response).json()
+    assert responses["usage"]["input_tokens"] == counted["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([part("AAAA")], "no image that can be read"),
+        ([{"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}], "example.org"),
+        ([{"type": "image_url", "image_url": {"url": "/etc/hostname"}}], "hostname"),
+        ([part(png("red"))] * 17, "at most 16"),
+        ([part(png("red", (640, 640)))] * 2, "tokens"),
+    ],
+)
+def test_images_that_are_none_too_many_or_not_in_the_request_are_refused(client, parts, message):
+    reply = chat(client, *parts)
+    assert reply.status_code == 400 and message in reply.json()["error"]["message"], reply.text
+
+
+def test_a_prompts_pages_are_found_again_only_for_its_own_image(served):
+    assistant, _, _ = served
+
+    def prompt(color):
+        return assistant.encode(read_chat([{"role": "user", "content": [part(png(color))]}], None, "m", sees=True))
+
+    red, again, blue = prompt("red"), prompt("red"), prompt("blue")
+    assert red.tokens == blue.tokens and red.images.keys == again.images.keys != blue.images.keys
+    np.testing.assert_array_equal(red.images.features, again.images.features)

@@ -1,0 +1,121 @@
+"""Runs on pictures: features that are kept, resume, adapters of text and tower, their files."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxglue.hf.merge import export_adapter
+from jaxglue.settings.recipe import from_settings
+from jaxglue.training.config import TrainConfig
+from jaxglue.training.record import read_metrics
+from jaxglue.training.train import train
+
+QUICKSTART = Path(__file__).parents[2] / "jaxglue" / "recipes" / "quickstart"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A smaller model, and the first pictures."""
+    folder = tmp_path_factory.mktemp("seeing")
+    shutil.copytree(QUICKSTART / "seeing", folder / "model")
+    raw = json.loads((folder / "model" / "config.json").read_text())
+    raw["text_config"] |= {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    raw["text_config"] |= {"hidden_size": 32, "intermediate_size": 48, "linear_num_value_heads": 2}
+    raw["text_config"] |= {"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    raw["vision_config"] |= {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48}
+    raw["vision_config"]["out_hidden_size"] = 32
+    (folder / "model" / "config.json").write_text(json.dumps(raw))
+    lines = (QUICKSTART / "pictures.jsonl").read_text().splitlines()[:10]
+    texts = [{"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "A red cross."}]}]
+    (folder / "rows.jsonl").write_text("".join(f"{line}\n" for line in [*lines, *map(json.dumps, texts)]))
+    return folder
+
+
+def run(folder, output, **settings):
+    settings = {
+        **{
+            "model": str(folder / "model"),
+            "random_weights": True,
+            "data": [str(folder / "rows.jsonl")],
+            "seq_len": 128,
+        },
+        **{"batch_size": 2, "epochs": 2, "remat": "full", "lora_rank": 4, "cache_dir": str(folder / "cache")},
+        **{"output": str(output), "overwrite": True, "log_every": 1, "learning_rate": 1e-2, **settings},
+    }
+    summary = train(from_settings(TrainConfig, settings))
+    return summary, [row["loss"] for row in read_metrics(Path(output) / "metrics.jsonl")]
+
+
+@pytest.mark.slow
+def test_kept_features_train_as_a_tower_in_each_step_and_resume_to_the_bit(folder, tmp_path):
+    _, kept = run(folder, tmp_path / "kept")
+    _, in_steps = run(folder, tmp_path / "steps", image_features="off")
+    np.testing.assert_allclose(kept, in_steps, rtol=1e-5)
+    assert len(kept) > 2 and kept[-1] < kept[0]
+    run(folder, tmp_path / "resumed", save_every=1, keep_checkpoints=9, steps=len(kept))
+    checkpoints = tmp_path / "resumed" / "checkpoints"
+    for path in checkpoints.iterdir():
+        if path.name.isdigit() and int(path.name) > 2:
+            shutil.rmtree(path)
+    _, again = run(folder, tmp_path / "resumed", save_every=1, steps=len(kept), resume=True, overwrite=False)
+    _, whole = run(folder, tmp_path / "whole", steps=len(kept))
+    np.testing.assert_array_equal(again, whole)
+    config = json.loads((tmp_path / "kept" / "adapter" / "adapter_config.json").read_text())
+    assert config["target_modules"].startswith(r"model\.language_model\.layers\.")
+    names = load_file(tmp_path / "kept" / "adapter" / "adapter_model.safetensors")
+    assert all(name.startswith("base_model.model.model.language_model.layers.") for name in names)
+    export_adapter(tmp_path / "kept" / "adapter", tmp_path / "kept" / "base", tmp_path / "merged")
+    base, merged = (load_file(path / "model.safetensors") for path in (tmp_path / "kept" / "base", tmp_path / "merged"))
+    assert base.keys() == merged.keys()
+    for name in base:
+        if name.startswith("model.visual."):
+            np.testing.assert_array_equal(base[name], merged[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trains", ["all", "projector"])
+def test_towers_and_projectors_train_and_are_exported(folder, tmp_path, trains):
+    _, losses = run(folder, tmp_path / "run", train_vision=trains)
+    _, frozen = run(folder, tmp_path / "frozen")
+    assert losses[0] == pytest.approx(frozen[0], rel=1e-5) and losses[-1] != pytest.approx(frozen[-1], rel=1e-6)
+    adapter = tmp_path / "run" / "adapter"
+    names = [name for name in load_file(adapter / "adapter_model.safetensors") if ".visual." in name]
+    assert names and all(("lora_" in name) == (trains == "all") for name in names)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert config.get("modules_to_save") == (None if trains == "all" else ["merger"])
+    export_adapter(adapter, tmp_path / "run" / "base", tmp_path / "merged")
+    base, merged = (load_file(path / "model.safetensors") for path in (tmp_path / "run" / "base", tmp_path / "merged"))
+    changed = {name for name in base if not np.array_equal(base[name], merged[name]) and ".visual." in name}
+    parts = {name.split(".")[2] for name in changed}
+    assert parts == ({"blocks", "merger"} if trains == "all" else {"merger"})
+
+
+@pytest.mark.slow
+def test_pairs_with_images_train_alike_with_kept_features(folder, tmp_path):
+    lines = (folder / "rows.jsonl").read_text().splitlines()[:6]
+    pairs = []
+    for line in lines:
+        row = json.loads(line)
+        *prompt, answer = row["messages"]
+        worse = {"role": "assistant", "content": "I see nothing."}
+        pairs.append({"prompt": prompt, "chosen": [answer], "rejected": [worse], "images": row["images"]})
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    common = {"data": [str(tmp_path / "pairs.jsonl")], "objective": "dpo", "seq_len": 512, "epochs": 3}
+    runs = [
+        run(folder, tmp_path / str(number), **common, **options)[1]
+        for number, options in enumerate([{}, {"image_features": "off"}])
+    ]
+    assert runs[0][0] == pytest.approx(np.log(2), rel=1e-5) and runs[0][-1] < runs[0][0]
+    for other in runs[1:]:
+        np.testing.assert_allclose(other, runs[0], rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_tower_that_is_to_train_needs_images(folder, tmp_path):
+    (tmp_path / "texts.jsonl").write_text((folder / "rows.jsonl").read_text().splitlines()[-1] + "\n")
+    with pytest.raises(ValueError, match="--train-vision all: the data have no images"):
+        run(folder, tmp_path / "run", data=[str(tmp_path / "texts.jsonl")], train_vision="all")
