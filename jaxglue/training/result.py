@@ -357,6 +357,7 @@ def why_not_kept(run: Run, frozen: Params) -> str:
         "quantized weights": run.model.quantize != "none",
         "new tokens": run.vocabulary.changes,
         "--modules-to-save": run.lora is not None and run.lora.modules_to_save,
+        "--train-vision projector": run.model.vision is not None and run.model.vision.trains == "projector",
         "scores": run.model.scores,
         f"{size / 1e9:.1f} GB": size > _MOST_KEPT,
     }

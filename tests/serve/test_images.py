@@ -88,7 +88,7 @@ def test_an_image_answers_alike_in_every_protocol_and_unlike_another(client):
         ([{"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}], "example.org"),
         ([{"type": "image_url", "image_url": {"url": "/etc/hostname"}}], "hostname"),
         ([part(png("red"))] * 17, "at most 16"),
-        ([part(png("red", (640, 640)))] * 2, "tokens"),
+        ([part(png("red", (640, 640)))] * 4, "tokens"),
     ],
 )
 def test_images_that_are_none_too_many_or_not_in_the_request_are_refused(client, parts, message):
@@ -103,5 +103,6 @@ def test_a_prompts_pages_are_found_again_only_for_its_own_image(served):
         return assistant.encode(read_chat([{"role": "user", "content": [part(png(color))]}], None, "m", sees=True))
 
     red, again, blue = prompt("red"), prompt("red"), prompt("blue")
-    assert red.tokens == blue.tokens and red.images.keys == again.images.keys != blue.images.keys
+    assert red.tokens == blue.tokens and (red.images.keys == again.images.keys).all()
+    assert (red.images.keys != blue.images.keys).any()
     np.testing.assert_array_equal(red.images.features, again.images.features)

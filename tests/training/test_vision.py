@@ -79,16 +79,18 @@ def test_kept_features_train_as_a_tower_in_each_step_and_resume_to_the_bit(folde
 @pytest.mark.slow
 @pytest.mark.parametrize("trains", ["all", "projector"])
 def test_towers_and_projectors_train_and_are_exported(folder, tmp_path, trains):
-    _, losses = run(folder, tmp_path / "run", train_vision=trains)
-    _, frozen = run(folder, tmp_path / "frozen")
+    run(folder, tmp_path / "first", method="full", steps=1, epochs=1)
+    model = {"model": str(tmp_path / "first" / "model"), "random_weights": False}
+    _, losses = run(folder, tmp_path / "run", train_vision=trains, **model)
+    _, frozen = run(folder, tmp_path / "frozen", **model)
     assert losses[0] == pytest.approx(frozen[0], rel=1e-5) and losses[-1] != pytest.approx(frozen[-1], rel=1e-6)
     adapter = tmp_path / "run" / "adapter"
     names = [name for name in load_file(adapter / "adapter_model.safetensors") if ".visual." in name]
     assert names and all(("lora_" in name) == (trains == "all") for name in names)
     config = json.loads((adapter / "adapter_config.json").read_text())
     assert config.get("modules_to_save") == (None if trains == "all" else ["merger"])
-    export_adapter(adapter, tmp_path / "run" / "base", tmp_path / "merged")
-    base, merged = (load_file(path / "model.safetensors") for path in (tmp_path / "run" / "base", tmp_path / "merged"))
+    export_adapter(adapter, Path(model["model"]), tmp_path / "merged")
+    base, merged = (load_file(path / "model.safetensors") for path in (Path(model["model"]), tmp_path / "merged"))
     changed = {name for name in base if not np.array_equal(base[name], merged[name]) and ".visual." in name}
     parts = {name.split(".")[2] for name in changed}
     assert parts == ({"blocks", "merger"} if trains == "all" else {"merger"})
