@@ -36,6 +36,12 @@ QWEN_TOWER = {
     **{"depth": 3, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "patch_size": 4},
     **{"spatial_merge_size": 2, "out_hidden_size": 16, "num_position_embeddings": 25},
 }
+QWEN_VL = {
+    **SHAPE | {"num_hidden_layers": 3, "vocab_size": 24, "max_position_embeddings": 128},
+    "rope_parameters": {
+        **{"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    },
+}
 QWEN_TOKENS = {"image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_token_id": END}
 EXPERTS = {
     **{"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12},
@@ -67,6 +73,10 @@ MODELS = {
         **{"text_config": MISTRAL, "vision_config": PIXTRAL, "image_token_index": IMAGE, "spatial_merge_size": 2},
         "multimodal_projector_bias": True,
     },
+    "qwen3_vl": {
+        **{"text_config": QWEN_VL, "vision_config": QWEN_TOWER | {"deepstack_visual_indexes": [0, 2]}},
+        **QWEN_TOKENS,
+    },
     "qwen3_5": {"text_config": TEXT, "vision_config": QWEN_TOWER, **QWEN_TOKENS},
     "qwen3_5_moe": {"text_config": TEXT | EXPERTS, "vision_config": QWEN_TOWER, **QWEN_TOKENS},
 }
@@ -75,7 +85,7 @@ DOCUMENTS = {
     "gemma3": ([7], [5, (4, 4), 6], [(4, 4), 1, (4, 4), (4, 4), 3], [2, (4, 4), 1]),
 }
 """Texts, by their tokens, and images, by their patches."""
-ALIKE = {"qwen3_5_moe": "qwen3_5", "mistral3": "qwen3_5"}
+ALIKE = {"qwen3_5_moe": "qwen3_5", "qwen3_vl": "qwen3_5", "mistral3": "qwen3_5"}
 
 
 def documents(name: str) -> list[tuple[list[int], list[tuple[int, int]]]]:
