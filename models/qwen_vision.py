@@ -89,7 +89,7 @@ def with_tower(raw: Mapping[str, Any], config: DecoderConfig, settings: Mapping[
 
 
 def _deepstack(vision: Mapping[str, Any], blocks: int, config: DecoderConfig) -> tuple[int, ...]:
-    """Return the blocks whose output enters layers of the text; raise ValueError for others than its blocks in order."""
+    """Return the blocks whose output enters the text's layers; raise ValueError for others than blocks in order."""
     stated = vision.get("deepstack_visual_indexes") or ()
     are_blocks = isinstance(stated, list | tuple) and all(type(i) is int and 0 <= i < blocks for i in stated)
     if not are_blocks or list(stated) != sorted(set(stated)) or len(stated) > config.num_hidden_layers:
