@@ -165,7 +165,11 @@ class Run:
 
 
 def train(run: Run, batches: list[Batch], warm_up: int) -> dict:
-    """Return all losses, and the intervals between step ends after the warm-up, dispatching one step ahead."""
+    """Return all losses, and the intervals between step ends after the warm-up, dispatching one step ahead.
+
+    A step's end is seen once the next one is dispatched; the last step has none after it, and the interval before its
+    end, which is shorter by as much, is left out.
+    """
     begun, losses, ends, pending = time.perf_counter(), [], [], None
     for number, batch in enumerate(batches):
         loss, done = run.step(batch)
@@ -180,7 +184,7 @@ def train(run: Run, batches: list[Batch], warm_up: int) -> dict:
         pending = done
     jax.block_until_ready((pending, run.trainable))
     ends.append(time.perf_counter())
-    times = (np.diff(ends)[warm_up - 1 :] * 1e3).tolist()
+    times = (np.diff(ends)[warm_up - 1 : -1] * 1e3).tolist()
     return {"ms": statistics.median(times), "ms_all": times, "losses": [*map(float, losses)], "first_step_s": first}
 
 

@@ -44,3 +44,12 @@ def test_workflows_run_the_checks_on_every_supported_python():
     classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
     assert flow["strategy"]["matrix"]["python"] == [c.rpartition(" ")[2] for c in classifiers if ":: 3." in c]
     assert ".ci/run" in [step.get("run") for step in flow["steps"]]
+
+
+def test_releases_are_tried_first_and_published_without_a_secret():
+    text = (ROOT / ".github/workflows/release.yml").read_text()
+    jobs = yaml.safe_load(text)["jobs"]
+    assert "secrets." not in text and "password" not in text
+    assert (jobs["try"]["needs"], jobs["publish"]["needs"]) == ("build", "try")
+    assert jobs["publish"]["permissions"] == {"id-token": "write"} and "tag" in jobs["publish"]["if"]
+    assert {"python -m build"} <= {step.get("run") for step in jobs["build"]["steps"]}

@@ -21,14 +21,17 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The wheel, built from a copy: setuptools leaves its build folder beside the sources."""
+    """The wheel, built from the source distribution as by `python -m build`; setuptools leaves files, so in a copy."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in CONTENT:
         source, skip = ROOT / name, shutil.ignore_patterns("__pycache__")
         copy = shutil.copytree if source.is_dir() else shutil.copy
         copy(source, folder / name, **({"symlinks": True, "ignore": skip} if source.is_dir() else {}))
+    hook = "import sys, setuptools.build_meta as backend; print(backend.build_sdist(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", hook, str(folder)], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    (sources,) = folder.glob("*.tar.gz")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
-    subprocess.run([*command, "--wheel-dir", str(folder), str(folder)], check=True)
+    subprocess.run([*command, "--wheel-dir", str(folder), str(sources)], check=True)
     return next(folder.glob("*.whl"))
 
 
@@ -64,11 +67,20 @@ def jaxglue(wheel, tmp_path_factory):
     return run
 
 
+def files_of(folder):
+    """Yield a package's files, without those that Python or macOS put there."""
+    for path in folder.rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts and path.name != ".DS_Store":
+            yield path
+
+
 def test_wheel_has_license_recipes_and_models(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     for name in ("models/llama.py", "recipes/quickstart.toml", "recipes/quickstart/chats.jsonl"):
         assert f"jaxglue/{name}" in names
     assert "jaxglue/recipes/quickstart/model/tokenizer.json" in names
+    sources = {path.relative_to(ROOT).as_posix() for name in ("jaxglue", "models") for path in files_of(ROOT / name)}
+    assert not {f"jaxglue/{name}" if name.startswith("models/") else name for name in sources} - {*names}
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
@@ -79,5 +91,6 @@ def test_installed_command_trains_the_quickstart(jaxglue):
     run = jaxglue.folder / "run"
     assert json.loads((run / "summary.json").read_text())["steps"] == 2
     assert (run / "adapter" / "adapter_model.safetensors").is_file()
+    assert jaxglue("generate", "--adapter", "run/adapter", "--prompt", "What is 3 plus 4?", "--max-tokens", "2")
     model = tomllib.loads((run / "config.toml").read_text())["model"]["model"]
     assert Path(model).is_relative_to(jaxglue.folder)

@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
-import grain
 import numpy as np
 from jaxtyping import Int
 
@@ -17,9 +16,11 @@ from jaxglue.data.packing import PackPlan, plan_packing
 from jaxglue.ops.segments import batch_kind, segment_bucket
 from jaxglue.vision.rows import Images, RowImages
 
+if TYPE_CHECKING:
+    import grain
+
 See = Callable[[RowImages], Images]
 """Makes arrays of the images of rows on the host."""
-_READ_AHEAD = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +138,8 @@ class BatchIterator(Iterator[Step]):
         ValueError: a size below 1, or a batch size not divisible by the processes.
     """
 
+    _ahead: "grain.DatasetIterator | None"
+
     def __init__(
         self,
         dataset: TokenDataset,
@@ -194,8 +197,18 @@ class BatchIterator(Iterator[Step]):
             except StopIteration:
                 if self._next_plan is None:
                     raise
-                self._steps.close()
+                self._stop_reading()
                 self._start(self._epoch + 1, self._next_plan.result())
+
+    @property
+    def _steps(self) -> "grain.DatasetIterator":
+        """Return the epoch's prefetching iterator, which begins with the first use: a plan needs none."""
+        self._ahead = self._ahead or read_ahead(self._epoch_steps)
+        return self._ahead
+
+    def _stop_reading(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
 
     @property
     def first(self) -> Step:
@@ -223,13 +236,13 @@ class BatchIterator(Iterator[Step]):
             ValueError: data, seed or sizes differ from the state's, by name.
         """
         check_run(state["run"], self._run())
-        self._steps.close()
+        self._stop_reading()
         self._start(state["epoch"], self._plan(state["epoch"], self.max_segments))
         self._steps.set_state(state["steps"])
 
     def close(self) -> None:
         """Stop prefetching."""
-        self._steps.close()
+        self._stop_reading()
         self._planner.shutdown(wait=False, cancel_futures=True)
 
     def _run(self) -> dict[str, Any]:
@@ -251,7 +264,7 @@ class BatchIterator(Iterator[Step]):
         shape: dict[str, Any] = {"seq_len": self._seq_len, "max_segments": self.max_segments}
         self._epoch = epoch
         self._epoch_steps = Steps(dataset=self._dataset, plan=plan, **shape, **self._sizes, **self._processes)
-        self._steps = read_ahead(self._epoch_steps)
+        self._ahead = None
         self._next_plan: Future[PackPlan] | None = None
         if self._epochs is None or epoch + 1 < self._epochs:
             self._next_plan = self._planner.submit(self._plan, epoch + 1, self.max_segments)
@@ -296,9 +309,12 @@ class EvalBatches:
         return (seen(step, self.see).micro_batches[0] for step in read_ahead(self._steps))
 
 
-def read_ahead(steps: Steps) -> grain.DatasetIterator:
+def read_ahead(steps: Steps) -> "grain.DatasetIterator":
     """Return a prefetching iterator over the steps, with a JSON-able state."""
-    return iter(grain.MapDataset.source(steps).to_iter_dataset(_READ_AHEAD))
+    import grain  # which imports orbax, for a plan in vain
+
+    ahead = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
+    return iter(grain.MapDataset.source(steps).to_iter_dataset(ahead))
 
 
 def check_run(saved: dict[str, Any], now: dict[str, Any]) -> None:

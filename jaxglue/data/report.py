@@ -9,9 +9,10 @@ from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.answers import AnswerDataset
-from jaxglue.data.config import Source
+from jaxglue.data.config import LossOn, Source
 from jaxglue.data.dataset import TokenDataset
 from jaxglue.data.decoding import TokenDecoder
+from jaxglue.data.formats import WHOLE_CHATS
 from jaxglue.data.packing import PackPlan
 from jaxglue.data.readers import read_rows
 
@@ -81,6 +82,15 @@ class DataReport:
         lines += [f"eval: {self.eval}"] * bool(self.eval)
         lines += [f"  {source}" for source in self.sources if len(self.sources) > 1 or source.passes != 1]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def trained_tokens(format: str, loss_on: LossOn) -> str:
+    """Return in words which tokens of rows are trained on."""
+    if loss_on == "all" or format == "text" or (loss_on == "completion" and format in WHOLE_CHATS):
+        return "every token"
+    if format in WHOLE_CHATS:
+        return "the assistant's last turn" if loss_on == "last-turn" else "the assistant's turns"
+    return "segments with a label" if format == "segments" else "completions"
 
 
 def split_report(dataset: TokenDataset, plan: PackPlan, seq_len: int) -> SplitReport:

@@ -21,6 +21,8 @@ from jaxglue.text.tool_values import as_object
 
 _LONGEST = 65_536
 """Characters of a grammar, at most: some take long to compile."""
+_SHOWN = 500
+"""Characters of llguidance's own words about one."""
 _LARGEST = 20_000
 """Characters of an expression with its counted repetitions written out, at most: larger ones take seconds a token."""
 _COUNTED = re.compile(r"\{(\d*)(?:,(\d*))?\}")
@@ -147,7 +149,7 @@ class Grammars:
         grammars = [*([{"lark_grammar": before}] if before else []), {"name": "answer", **answer}]
         matcher = LLMatcher(self._tokens, json.dumps({"grammars": grammars}), log_level=0)
         if matcher.is_error():
-            raise ValueError(f"{name} is not understood: {matcher.get_error().strip()}")
+            raise ValueError(f"{name} is not understood: {matcher.get_error().strip()[:_SHOWN]}")
         first = matcher.deep_copy()
         first.compute_bitmask()
         if first.is_error():

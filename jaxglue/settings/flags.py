@@ -78,8 +78,9 @@ def parse_config[C](
         parser.error(_unknown(unknown[0].partition("=")[0], parser, cls, kinds))
     given = vars(flags)
     given.pop("recipe", None)
+    strict = given.pop("strict", False)
     try:
-        values = read_recipe(cls, path, given) if path else {}
+        values = read_recipe(cls, path, given, strict=strict) if path else {}
         if path:
             refuse_code(cls, path, values, given, trusts)
         return construct(cls, values, given)
@@ -166,9 +167,12 @@ def _build_parser(
         parser.add_argument("--help-all", action=_Help, text=everything, help=text)
     recipe = (
         "a recipe: a TOML or YAML file with a table for each group below, a shipped one by its name, or a YAML file of "
-        "axolotl, LLaMA-Factory or TRL; flags win over it"
+        "axolotl, LLaMA-Factory, TRL or torchtune; flags win over it"
     )
     parser.add_argument("--recipe", "--config", metavar="NAME|FILE", help=recipe)
+    if groups(cls) and not usual:
+        unknown = "refuse settings of another program's recipe that are not known, those of trackers and launchers too"
+        parser.add_argument("--strict", action=_Switch, help=unknown)
     general = [name for name, (_, kind) in plain_fields(cls).items() if not (usual and kind.code)]
     _add_fields(parser.add_argument_group("general"), cls, general, aliases=not usual)
     chosen = chosen_groups(cls, kinds)

@@ -74,20 +74,21 @@ def load_config[C](cls: type[C], path: Path) -> C:
     return construct(cls, read_recipe(cls, path), {})
 
 
-def read_recipe(cls: type, path: Path, flags: Mapping[str, Any] = NO_FLAGS) -> dict[str, Any]:
+def read_recipe(cls: type, path: Path, flags: Mapping[str, Any] = NO_FLAGS, *, strict: bool = False) -> dict[str, Any]:
     """Return the recipe's values by field name, those of groups one level down.
 
     Args:
         cls: the configuration.
         path: the file.
         flags: given beside it, by field: kinds among them win over the recipe's.
+        strict: refuse all unknown settings of another program's recipe; see `translate`.
 
     Raises:
         ValueError: an unreadable file, or a key or value that the configuration does not have.
     """
     tables = _with_folder(read_tables(path), str(path.resolve().parent))
     if _is_foreign(tables, cls, path):
-        return translate(tables, cls, f"{path}: ", flags)
+        return translate(tables, cls, f"{path}: ", flags, strict=strict)
     named = recipe_kinds(cls, path) | named_kinds(cls, flags)
     subgroups = chosen_groups(cls, named)
     plain = {key: value for key, value in tables.items() if key not in subgroups}
@@ -206,14 +207,17 @@ def from_settings[C](cls: type[C], settings: Mapping[str, Any], recipe: str | Pa
 
     Args:
         cls: class of the configuration.
-        settings: Python values; they win over the recipe's.
+        settings: Python values; they win over the recipe's. `strict=True` beside a recipe is as `--strict`.
         recipe: file or shipped name.
 
     Raises:
         ValueError: an unknown name, a bad value, or a missing field.
     """
     path = find_recipe(recipe) if recipe else None
+    strict = False
     if path:
+        strict = Kind(scalar=bool).read(settings.get("strict", False))
+        settings = {key: value for key, value in settings.items() if key != "strict"}
         refuse_code(cls, path, read_tables(path), settings, lambda _: False)
     kinds = (recipe_kinds(cls, path) if path else {}) | named_kinds(cls, settings)
     chosen = chosen_groups(cls, kinds)
@@ -232,7 +236,7 @@ def from_settings[C](cls: type[C], settings: Mapping[str, Any], recipe: str | Pa
             continue
         if flags.setdefault(names[key], read) != read:
             raise ValueError(f"{key}: {names[key]} is given twice, by this name and another: leave one out")
-    values = read_recipe(cls, path, flags) if path else {}
+    values = read_recipe(cls, path, flags, strict=strict) if path else {}
     if path:
         refuse_code(cls, path, values, flags, lambda _: False)
     return construct(cls, values, flags)

@@ -44,6 +44,7 @@ _KEPT_RESULTS = 1024
 _KEPT_SAMPLERS = 16
 """Saved weights that can be sampled from: each is a copy of an adapter on the GPU."""
 _MOST_SAMPLES = 1024
+_LARGEST_RANK = 4096
 _PROTOBUF = "application/x-protobuf"
 _NAME = re.compile(r"[\w.-]{1,100}")
 _CLIENT = {"use_pyqwest_transport": False, "parallel_fwdbwd_chunks": False, "proto_compress_fwdbwd": False}
@@ -205,12 +206,14 @@ class TinkerServer:
     def _create_model(self, body: Mapping[str, Any]) -> dict[str, Any]:
         if len(self._models) >= self._most:
             raise ValueError(f"{self._most} models are in training: unload one, or serve with models=…")
+        self._check_base(body.get("base_model"))
         lora = _object(body, "lora_config") or {"rank": 32}
         if not (_flag(lora, "train_attn", True) and _flag(lora, "train_mlp", True)):
             raise ValueError("lora_config: attention and feed-forwards are adapted together")
         unembed = _flag(lora, "train_unembed", True)
         targets = ["all-linear", *(["lm_head"] if unembed else [])]
-        rank = _whole(lora, "rank", 32)
+        if (rank := _whole(lora, "rank", 32)) > _LARGEST_RANK:
+            raise ValueError(f"lora_config.rank: expected at most {_LARGEST_RANK:,}, got {rank:,}")
         adapter: dict[str, Any] = {"rank": rank, "alpha": 32.0, "targets": tuple(targets)}
         optimizer = SteppedAdam()
         base = next((model.session for model in self._models.values() if model.unembed == unembed), None)
@@ -218,6 +221,17 @@ class TinkerServer:
         name = f"model-{uuid.uuid4()}"
         self._models[name] = _Model(session, optimizer, rank, unembed)
         return {"type": "create_model", "model_id": name}
+
+    def _check_base(self, asked: Any) -> None:
+        """Refuse a model of another name than that served, whose folder may stand elsewhere or on the hub.
+
+        A request that names none means this one.
+        """
+        served = str(self._settings.get("model", self._settings.get("recipe")))
+        if asked is None:
+            return
+        if not isinstance(asked, str) or Path(asked).name.lower() != Path(served).name.lower():
+            raise ValueError(f"base_model: this server trains {served}, got {asked!r:.100}")
 
     def _unload_model(self, body: Mapping[str, Any]) -> dict[str, Any]:
         model = self._model(body)
@@ -366,8 +380,8 @@ def _stops(session: Session, given: Any) -> set[int]:
 
 
 def _name(given: Any) -> str:
-    name = uuid.uuid4().hex if given is None else str(given)
-    if not _NAME.fullmatch(name) or name.startswith("."):
+    name = uuid.uuid4().hex if given is None else given
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name.startswith("."):
         raise ValueError(f"path: expected letters, digits, dots and dashes, got {name!r:.100}")
     return name
 

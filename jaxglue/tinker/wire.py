@@ -42,7 +42,7 @@ def read_loss_request(body: bytes) -> LossRequest:
             values["data"].append(_datum(value))
         elif number == 5:
             entry = dict(_fields(value))
-            values["config"][_text(entry[1])] = struct.unpack("<d", entry.get(2, bytes(8)))[0]
+            values["config"][_text(entry.get(1))] = float(_numbers(entry.get(2, bytes(8)), np.float64, count=1)[0])
         elif number == 6:
             values["forward_only"] = bool(value)
     return LossRequest(**values)
@@ -55,10 +55,10 @@ def _datum(body: bytes) -> Datum:
             parts = dict(_fields(value))
             if 1 not in parts:
                 raise ValueError("model_input: expected chunks of encoded text, images and sound are not read")
-            chunks.append(np.frombuffer(dict(_fields(parts[1])).get(1, b""), np.int32))
+            chunks.append(_numbers(dict(_fields(parts[1])).get(1, b""), np.int32))
         elif number == 2:
             entry = dict(_fields(value))
-            inputs[_text(entry[1])] = _tensor(entry.get(2, b""))
+            inputs[_text(entry.get(1))] = _tensor(entry.get(2, b""))
     return Datum(np.concatenate(chunks) if chunks else np.zeros(0, np.int32), inputs)
 
 
@@ -66,16 +66,31 @@ def _tensor(body: bytes) -> np.ndarray:
     parts = dict(_fields(body))
     if 2 in parts or parts.get(3) not in _DTYPES:
         raise ValueError("loss_fn_inputs: expected dense tensors of float32 or int64")
-    return np.frombuffer(parts.get(1, b""), _DTYPES[parts[3]])
+    return _numbers(parts.get(1, b""), _DTYPES[parts[3]])
+
+
+def _numbers(value: Any, dtype: Any, count: int | None = None) -> np.ndarray:
+    """Return a field's bytes as numbers; raise ValueError for others than whole ones, or than so many."""
+    size, data = np.dtype(dtype).itemsize, _content(value)
+    if len(data) % size or (count is not None and len(data) != count * size):
+        raise ValueError("the request is no protocol buffer")
+    return np.frombuffer(data, dtype)
 
 
 def _text(value: Any) -> str:
-    return bytes(value).decode()
+    return _content(value).decode()
+
+
+def _content(value: Any) -> bytes:
+    """Return a field's bytes; raise ValueError for a number in their place, of which bytes() would be as many."""
+    if not isinstance(value, bytes):
+        raise ValueError("the request is no protocol buffer")
+    return value
 
 
 def _fields(body: bytes) -> Iterator[tuple[int, Any]]:
     """Yield (field number, value): an int, or bytes of a fixed size or a length."""
-    at = 0
+    body, at = _content(body), 0
     while at < len(body):
         key, at = _varint(body, at)
         number, kind = key >> 3, key & 7

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from jaxglue.engine.layer_forms import explain_forms
 from jaxglue.models.family import find_family
@@ -17,13 +18,15 @@ from jaxglue.planner.explain import Reason
 from jaxglue.planner.programs import abstract_input
 from jaxglue.planner.workload import Workload, abstract_parts
 from jaxglue.training.remat import reference_seconds
-from jaxglue.training.run import Run
+
+if TYPE_CHECKING:
+    from jaxglue.training.run import Run
 
 _FLAGS = {"fp8": "--matmul fp8"}
 """Flags by which a barred backend serves."""
 
 
-def run_reasons(run: Run) -> dict[str, Reason]:
+def run_reasons(run: "Run") -> dict[str, Reason]:
     """Explain a run's automatic choices, by the name of the setting; those of the plan are in `run.remat.reasons`."""
     kernels = kernel_reasons(
         run.workload,
@@ -157,7 +160,7 @@ def _prompt_reason(obstacle: str) -> Reason:
     return Reason(choice="shared by two answers", limit="preference: tokens are computed once", runner_up="copies")
 
 
-def _reference_reason(run: Run) -> Iterator[tuple[str, Reason]]:
+def _reference_reason(run: "Run") -> Iterator[tuple[str, Reason]]:
     """Explain when an objective's reference runs, where that was not given."""
     if not run.objective.needs_reference or run.asked.reference_cache != "auto":
         return

@@ -11,16 +11,14 @@ import jax
 
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import Step
-from jaxglue.distributed import Processes
 from jaxglue.engine.policy import AUTO
 from jaxglue.files.json_file import write_json
 from jaxglue.settings.recipe import as_dict, to_toml
 from jaxglue.settings.secrets import masked
 from jaxglue.sharding.mesh import mesh_of
-from jaxglue.terminal.console import Console
-from jaxglue.terminal.interrupt import Interrupt
-from jaxglue.training.callbacks import Callback, Callbacks, Metrics, floats
+from jaxglue.training.callbacks import Callback, floats
 from jaxglue.training.checkpoint import Checkpoints, NonFinite
+from jaxglue.training.context import RunContext
 from jaxglue.training.divergence import Spikes, SpikeState, explain_divergence, save_step
 from jaxglue.training.evaluation import BestState, Evaluation, Samples, evaluation_lines
 from jaxglue.training.fingerprint import changed_settings
@@ -35,13 +33,14 @@ from jaxglue.training.out_of_memory import (
     memory_beyond_limit,
     smaller_limit,
 )
-from jaxglue.training.progress import Compiling, StartupTimer, TrainingProgress
+from jaxglue.training.progress import SAMPLING, WAITING, Compiling, TrainingProgress
 from jaxglue.training.record import (
     Diverged,
     Recorder,
     StepProfiler,
     check_finite,
     memory_use,
+    reward_change,
     save_loss_curve,
 )
 from jaxglue.training.reference_cache import add_reference
@@ -63,7 +62,7 @@ from jaxglue.training.step import (
     train_step,
 )
 from jaxglue.training.trackers import Loggers, open_loggers
-from jaxglue.ui.page import write_page
+from jaxglue.ui.page import PAGE, write_page
 
 _STEPS_IN_FLIGHT = 2
 """Steps that the host runs ahead of the device: enough to keep it busy, few enough to stop soon."""
@@ -79,18 +78,6 @@ class RunState(BestState, StepState):
     first_loss: float | None
     last_loss: float | None
     spikes: NotRequired[SpikeState | None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunContext:
-    """The surroundings of a run: the arguments of `train` beside its configuration."""
-
-    console: Console
-    timer: StartupTimer
-    processes: Processes
-    interrupt: Interrupt
-    callbacks: Callbacks
-    compute_metrics: Metrics | None
 
 
 @dataclass(kw_only=True)
@@ -215,7 +202,10 @@ def _run_steps(training: Training) -> Overrun | None:
     """Train to the end or an interruption; explain a divergence; return where memory runs out, to plan again."""
     run, context, recorder = training.run, training.context, training.recorder
     begun, start = training.state.step, run.batches.get_state() if training.state.step == 0 else {}
-    progress = TrainingProgress(run.schedule.total_steps, first_step=begun, console=context.console)
+    waits_for = SAMPLING if run.rollouts else WAITING
+    progress = TrainingProgress(
+        run.schedule.total_steps, first_step=begun, waits_for=waits_for, console=context.console
+    )
     compiling = Compiling(progress, run.remat.compile_seconds, lambda: recorder.has_compiled)
     folders = [*run.output.trackers, *(["profile"] if run.output.profile else [])]
     try:
@@ -470,6 +460,7 @@ def _finish(training: Training, begun: float) -> RunSummary:
     training.answer_samples("after")
     speed = recorder.meter.total()
     assert recorder.first_loss is not None and recorder.last_loss is not None
+    first_reward, last_reward = reward_change(folder / "metrics.jsonl") if run.rollouts else (None, None)
     summary = RunSummary(
         steps=training.state.step,
         first_loss=recorder.first_loss,
@@ -489,6 +480,9 @@ def _finish(training: Training, begun: float) -> RunSummary:
         metrics=folder / "metrics.jsonl",
         curve=folder / "loss.png",
         skipped_steps=training.spikes.steps if training.spikes else [],
+        first_reward=first_reward,
+        last_reward=last_reward,
+        page=folder / PAGE,
     )
     if context.processes.is_main:
         save_loss_curve(summary.metrics, summary.curve)

@@ -25,6 +25,8 @@ SHOWN = {
 """Metrics of an objective on a line, and their names there."""
 _BAR = 20
 """Width of the bar, in characters."""
+WAITING, SAMPLING = "waiting for data", "sampling and rewards"
+"""What takes time between batches: reading them, or making them of answers."""
 _NOTABLE_WAIT = 0.01
 """Share of time spent waiting for data above which it is shown."""
 _SECONDS_BETWEEN_LINES = 10
@@ -59,6 +61,7 @@ class TrainingProgress:
         total_steps: int,
         *,
         first_step: int = 0,
+        waits_for: str = WAITING,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -67,11 +70,12 @@ class TrainingProgress:
         Args:
             total_steps: optimizer steps of the whole run.
             first_step: steps done before a resume.
+            waits_for: what takes time between batches, as lines name it.
             console: by default standard output.
             clock: seconds, for the time left.
         """
         self.console = console or Console()
-        self._total = total_steps
+        self._total, self._waits_for = total_steps, waits_for
         self._clock = clock
         self._begun: tuple[int, float] | None = None
         columns = (
@@ -101,7 +105,7 @@ class TrainingProgress:
 
     def report(self, step: int, report: StepReport) -> None:
         """Show the values of a step, perhaps an earlier one than the bar's."""
-        line = format_report(report, self._seconds_left(step))
+        line = format_report(report, self._seconds_left(step), self._waits_for)
         self.describe(_first_parts(line, self._room))
         self.say(f"step {step}/{self._total}  {line}")
 
@@ -119,7 +123,7 @@ class TrainingProgress:
         return (now - begun) / (step - first) * (self._total - step)
 
 
-def format_report(report: StepReport, seconds_left: float | None) -> str:
+def format_report(report: StepReport, seconds_left: float | None, waits_for: str = WAITING) -> str:
     """Format a step's values on one line, the most important first, two spaces apart."""
     parts = [
         f"loss {report.loss:.4f}",
@@ -130,7 +134,7 @@ def format_report(report: StepReport, seconds_left: float | None) -> str:
         f"grad norm {report.grad_norm:.3g}" if report.grad_norm is not None else "",
         f"MFU {report.mfu:.1%}" if report.mfu is not None else "",
         f"{report.memory_gb:.1f} GB",
-        f"waiting for data {report.data_wait:.0%}" if report.data_wait > _NOTABLE_WAIT else "",
+        f"{waits_for} {report.data_wait:.0%}" if report.data_wait > _NOTABLE_WAIT else "",
         f"lr {report.learning_rate:.2e}",
     ]
     return "  ".join(filter(None, parts))

@@ -245,8 +245,17 @@ def memory_use(devices: Sequence[Any]) -> MemoryUse:
     return MemoryUse(psutil.Process().memory_info().rss, peak, "host")
 
 
+def reward_change(metrics: Path) -> tuple[float, float] | tuple[None, None]:
+    """Return the mean rewards of the first and the last answers in a `metrics.jsonl`; None without any."""
+    values = _series(read_metrics(metrics), "reward")[1]
+    return (values[0], values[-1]) if values else (None, None)
+
+
 def save_loss_curve(metrics: Path, output: Path) -> None:
-    """Draw `loss` and `eval_loss` of a `metrics.jsonl` over the steps, and rewards where there are any, as a PNG."""
+    """Draw `loss` and `eval_loss` of a `metrics.jsonl` over the steps as a PNG.
+
+    Rewards come below; above, where the model writes the answers that have them: their loss says nothing of progress.
+    """
     # Imported late: matplotlib would delay every start by a second.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -254,8 +263,12 @@ def save_loss_curve(metrics: Path, output: Path) -> None:
     lines = list(read_metrics(metrics))
     rewards = {name: _series(lines, name) for name in _REWARDS if _series(lines, name)[0]}
     rows = 2 if rewards else 1
+    loss_row = rows if "reward" in rewards else 1
     figure = Figure(figsize=(8, 4.5 * rows), layout="constrained")
-    axes = figure.add_subplot(rows, 1, 1, xlabel="step", ylabel="loss" if rewards else "loss (nats per token)")
+    if rewards:
+        _draw_rewards(figure.add_subplot(rows, 1, 3 - loss_row, xlabel="step", ylabel="reward, accuracy"), rewards)
+    label = "loss" if rewards else "loss (nats per token)"
+    axes = figure.add_subplot(rows, 1, loss_row, xlabel="step", ylabel=label)
     steps, losses = _series(lines, "loss")
     axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1, label="train")
     axes.plot(steps, smooth(losses), color="tab:blue", label="train, smoothed")
@@ -264,14 +277,15 @@ def save_loss_curve(metrics: Path, output: Path) -> None:
         axes.plot(eval_steps, eval_losses, "o-", color="tab:orange", label="eval")
     axes.grid(alpha=0.3)
     axes.legend()
-    if rewards:
-        below = figure.add_subplot(rows, 1, 2, xlabel="step", ylabel="reward, accuracy")
-        for name, (steps, values) in rewards.items():
-            below.plot(steps, smooth(values), label=name)
-        below.grid(alpha=0.3)
-        below.legend()
     with atomic_file(output) as temporary:
         FigureCanvasAgg(figure).print_figure(temporary, dpi=120, format="png")
+
+
+def _draw_rewards(axes: Any, rewards: Mapping[str, tuple[list[int], list[float]]]) -> None:
+    for name, (steps, values) in rewards.items():
+        axes.plot(steps, smooth(values), label=name)
+    axes.grid(alpha=0.3)
+    axes.legend()
 
 
 def smooth(values: Sequence[float], *, decay: float = 0.9) -> list[float]:

@@ -5,16 +5,15 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from jaxglue.models.family import find_family
+from jaxglue.models.lora_config import LoraConfig
 from jaxglue.ops.backend import compute_capability
-from jaxglue.ops.moe import GROUPED_MATMUL, GroupedCall
 from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.memory import resident_bytes
@@ -23,19 +22,14 @@ from jaxglue.sharding.mesh import AUTO
 from jaxglue.sharding.plan import plan_sharding
 from jaxglue.sharding.rules import Layout
 from jaxglue.terminal.console import Console
-from jaxglue.training.explain import (
-    attention_choice,
-    layer_forms,
-    long_attention_choices,
-    mixer_choices,
-    rotation_choice,
-    run_reasons,
-)
+from jaxglue.training.explain import attention_choice, run_reasons
 from jaxglue.training.progress import format_duration
-from jaxglue.training.run import Run
 from jaxglue.training.workload import row_text
 
-PATHS = ("adapter", "last_adapter", "checkpoints", "metrics", "curve")
+if TYPE_CHECKING:
+    from jaxglue.training.run import Run
+
+PATHS = ("adapter", "last_adapter", "checkpoints", "metrics", "curve", "page")
 """Fields of the results that name a file or folder in the run's."""
 _BORDER = 6
 """Width of a panel's border and of the space between its columns."""
@@ -71,6 +65,11 @@ class RunSummary:
     """Why the run ended before its last step."""
     skipped_steps: list[int] = field(default_factory=list)
     """Steps whose update was left out as a spike's."""
+    first_reward: float | None = None
+    last_reward: float | None = None
+    """Mean rewards of the first and the last answers that the model wrote in training."""
+    page: Path | None = None
+    """Page of the run, which a browser shows."""
 
 
 def print_panel(console: Console, title: str, rows: Mapping[str, object]) -> None:
@@ -98,7 +97,7 @@ def summary_rows(summary: RunSummary) -> dict[str, object]:
     """Return the rows of the closing panel."""
     best = summary.best_eval_loss
     return {
-        "train loss": f"{summary.first_loss:.4f} → {summary.last_loss:.4f} in {summary.steps:,} steps",
+        **_progress(summary),
         "best eval loss": best if best is None else f"{best:.4f} at step {summary.best_eval_step:,}",
         "spikes": f"{len(summary.skipped_steps)} steps left out" if summary.skipped_steps else None,
         "tokens/s": f"{summary.tokens_per_second:,.0f}",
@@ -106,12 +105,26 @@ def summary_rows(summary: RunSummary) -> dict[str, object]:
         "peak memory": f"{summary.peak_memory_gb:.1f} GB",
         "time": format_duration(summary.seconds),
         "stopped early": summary.stopped_early,
-        "adapter": _with_step(summary.adapter, summary.adapter_step),
-        "last adapter": _with_step(summary.last_adapter, summary.steps),
+        _kind(summary): _with_step(summary.adapter, summary.adapter_step),
+        f"last {_kind(summary)}": _with_step(summary.last_adapter, summary.steps),
         "checkpoints": summary.checkpoints,
         "metrics": summary.metrics,
-        "loss curve": summary.curve,
+        "loss curve" if summary.first_reward is None else "curves": summary.curve,
+        "page": summary.page,
     }
+
+
+def _progress(summary: RunSummary) -> dict[str, str]:
+    """Return the row of rewards, of which the loss tells nothing, or that of train losses."""
+    steps = f"in {summary.steps:,} steps"
+    if summary.first_reward is not None and summary.last_reward is not None:
+        return {"reward": f"{summary.first_reward:.3g} → {summary.last_reward:.3g} {steps}"}
+    return {"train loss": f"{summary.first_loss:.4f} → {summary.last_loss:.4f} {steps}"}
+
+
+def _kind(summary: RunSummary) -> str:
+    """Return what the exported folder holds; RunSummary and the run's folder have one name for it each."""
+    return "model" if summary.adapter is not None and summary.adapter.name.startswith("model") else "adapter"
 
 
 def _with_step(folder: Path | None, step: int | None) -> str | None:
@@ -129,7 +142,7 @@ def read_summary(values: Mapping[str, Any]) -> RunSummary:
     return RunSummary(**{**values, **{name: Path(values[name]) for name in PATHS if values.get(name)}})
 
 
-def plan_json(run: Run) -> dict[str, list[list[str]]]:
+def plan_json(run: "Run") -> dict[str, list[list[str]]]:
     """Return the plan for the run's page: its rows, and the reasons for automatic choices."""
 
     def shown(rows: Mapping[str, object]) -> list[list[str]]:
@@ -138,33 +151,63 @@ def plan_json(run: Run) -> dict[str, list[list[str]]]:
     return {"rows": shown(plan_rows(run)), "choices": shown(run_reasons(run))}
 
 
-def plan_rows(run: Run) -> dict[str, object]:
-    """Return the panel's rows, title → content."""
-    method = "full" if run.lora is None else "lora"
-    total, trained = parameter_counts(run.workload)
-    rotation = rotation_choice(run.workload)
+def plan_rows(run: "Run") -> dict[str, object]:
+    """Return the panel's rows, title → content; kernels are told with `--explain`, by `run_reasons`."""
     return {
-        "model": f"{run.base.name} ({run.model.model_type}, {total:,} parameters)",
-        "method": f"{method}, {trained:,} parameters train ({trained / total:.2%})",
+        "model": f"{run.base.name} ({run.model.model_type}, {parameter_counts(run.workload)[0]:,} parameters)",
+        "method": _method(run),
         "objective": _objective(run),
         "data": run.data.report,
+        "template": run.texts.template,
+        "loss on": run.texts.loss_on,
         **({"answers": run.rollouts.plan.description} if run.rollouts else {}),
         "batch": _batch(run),
         "optimizer": _optimizer(run),
         "steps": _steps(run),
+        "evaluation": _evaluation(run),
         "dtype": f"{run.dtype}{_stored(run)}{_HEAD * run.model.fp8_head}",
         "remat": run.remat,
-        **_forms(run),
-        "attention": _attention(run),
-        "rotation": f"{rotation.name}: {rotation.reason}",
+        "attention": _slow_attention(run),
         **_experts(run),
         **_devices(run),
         "memory": _memory(run),
-        "output": run.output.folder,
+        "output": f"{run.output.folder}, {_saves(run)}",
     }
 
 
-def _batch(run: Run) -> str:
+def _method(run: "Run") -> str:
+    total, trained = parameter_counts(run.workload)
+    method = "full" if run.lora is None else _adapters(run.lora)
+    return f"{method}; {trained:,} parameters train ({trained / total:.2%})"
+
+
+def _adapters(lora: LoraConfig) -> str:
+    """Describe adapters by what decides their sizes and scales."""
+    parts = [f"lora, rank {lora.rank}", f"alpha {lora.alpha:g}" + " / √rank" * lora.rslora]
+    parts += [f"dropout {lora.dropout:g}"] * bool(lora.dropout) + ["DoRA"] * lora.dora
+    text = f"{', '.join(parts)}, on {', '.join(lora.targets)}"
+    text += f" but {', '.join(lora.exclude)}" * bool(lora.exclude)
+    text += f" of layers {', '.join(map(str, lora.layers))}" * bool(lora.layers)
+    patterns = ", ".join([f"rank {one}" for one in lora.rank_pattern] + [f"alpha {one}" for one in lora.alpha_pattern])
+    text += f", with {patterns}" * bool(patterns)
+    return text + f", and {', '.join(lora.modules_to_save)} whole" * bool(lora.modules_to_save)
+
+
+def _evaluation(run: "Run") -> str:
+    if run.data.eval is None:
+        return "none: --eval-data names held-out rows" + ", --eval-fraction a share of all" * (run.rollouts is None)
+    return f"every {run.cadence.evaluate:,} steps and at the end, on the held-out rows"
+
+
+def _saves(run: "Run") -> str:
+    """Describe checkpoints and exported weights."""
+    weights = {"last": "the last weights", "best": "the best weights", "both": "the best and the last weights"}
+    saves = f"a checkpoint every {run.cadence.save:,} steps, {weights[run.output.keep]} at the end"
+    stop = run.output.early_stopping
+    return saves if stop is None else f"{saves}, or after {stop:,} evaluations without a lower loss"
+
+
+def _batch(run: "Run") -> str:
     rows = row_text(run.rows.seq_len, run.model)
     if run.rollouts:
         return f"as many × {run.rows.batch_size} rows of {rows} as the answers fill"
@@ -174,18 +217,18 @@ def _batch(run: Run) -> str:
     return f"{count} × {run.rows.batch_size} rows of {rows}"
 
 
-def _steps(run: Run) -> str:
+def _steps(run: "Run") -> str:
     if run.data.stream:
         return f"{run.schedule.total_steps:,}"
     return f"{run.schedule.total_steps:,} ({run.batches.steps_per_epoch:,} an epoch, {run.epochs:.2f} epochs)"
 
 
-def _stored(run: Run) -> str:
+def _stored(run: "Run") -> str:
     description = FORMATS[run.model.quantize].description
     return f", linear layers of the decoder layers {description}" if description else ""
 
 
-def _objective(run: Run) -> str | None:
+def _objective(run: "Run") -> str | None:
     """Describe an objective other than supervised training, and whether its answers' prompt is computed once."""
     if run.objective.supervised:
         return None
@@ -196,7 +239,7 @@ def _objective(run: Run) -> str | None:
     return f"{run.objective.title}; {prompts}{_reference(run)}"
 
 
-def _reference(run: Run) -> str:
+def _reference(run: "Run") -> str:
     """Describe when the reference runs, if the objective has one."""
     if not run.objective.needs_reference:
         return ""
@@ -204,38 +247,36 @@ def _reference(run: Run) -> str:
     return f"; the reference {how}{' (auto)' if run.asked.reference_cache == 'auto' else ''}"
 
 
-def _optimizer(run: Run) -> str:
+def _optimizer(run: "Run") -> str:
     optimizer = run.schedule.optimizer
     rise = f"{optimizer.schedule} after {run.schedule.warmup:,} warm-up steps"
     form = optimizer.state_format
     moments = {"float32": "", "8bit": " with 8-bit moments"}.get(form, f" with {form} moments")
-    return f"{optimizer.kind.title}{moments}, learning rate {optimizer.learning_rate:g}, {rise}"
+    lowest = f" to {optimizer.min_lr_ratio:g} × its peak" if optimizer.min_lr_ratio else ""
+    rates = {"embeddings'": optimizer.embedding_learning_rate, "B's a multiple of A's:": optimizer.lora_plus_ratio}
+    rates = {name: rate for name, rate in rates.items() if rate not in (None, 1.0)}
+    others = "".join(f", {name} {rate:g}" for name, rate in rates.items())
+    clipping = f"clipped to norm {optimizer.clip_norm:g}" if optimizer.clip_norm else "not clipped"
+    return (
+        f"{optimizer.kind.title}{moments}, learning rate {optimizer.learning_rate:g}{others}, {rise}{lowest}; weight "
+        f"decay {optimizer.weight_decay:g}, gradients {clipping}"
+    )
 
 
-def _memory(run: Run) -> str:
+def _memory(run: "Run") -> str:
     size = resident_bytes(run.workload).total(run.remat.weights) / GIB
     each = " on each GPU" if run.mesh.devices > 1 else ""
     return f"{size:.2f} GiB for weights, gradients and optimizer{each}; activations on top"
 
 
-def _forms(run: Run) -> dict[str, object]:
-    """Describe how the first layer, its projections and linear attention are computed, and why."""
-    choices = layer_forms(run.workload) | mixer_choices(run.workload)
-    return {title: f"{choice.name}: {choice.reason}" for title, choice in choices.items()}
-
-
-def _experts(run: Run) -> dict[str, object]:
+def _experts(run: "Run") -> dict[str, object]:
     if (moe := run.model.moe) is None:
         return {}
-    activation = find_family(run.model.model_type).parts.experts.activation
-    call = GroupedCall(dtype=run.dtype, activation=activation)
-    choice = GROUPED_MATMUL.choose(compute_capability(), call)
     stored = "" if moe.quantize == "none" else f", in {FORMATS[moe.quantize].label.upper()}"
-    served = f"{moe.num_experts_per_tok} of {moe.num_experts} for each token{stored}"
-    return {"experts": f"{served}; grouped matmul by {choice.name}: {choice.reason}"}
+    return {"experts": f"{moe.num_experts_per_tok} of {moe.num_experts} for each token{stored}"}
 
 
-def _devices(run: Run) -> dict[str, object]:
+def _devices(run: "Run") -> dict[str, object]:
     kinds: dict[str, object] = {"devices": ", ".join(sorted({device.device_kind for device in jax.devices()}))}
     workload, mesh = run.workload, run.mesh
     if mesh.devices == 1:
@@ -251,12 +292,9 @@ def _devices(run: Run) -> dict[str, object]:
     return kinds | {"mesh": f"{mesh}{auto}; {sharding}", "communication": sharding.communication}
 
 
-def _attention(run: Run) -> str:
-    """Return the backends of most batches, and of those with mostly long documents."""
-    attention, slots, why_copied = run.remat.attention, run.batches.max_segments, run.why_copied
-    usual = attention_choice(run.workload, attention=attention, slots=slots, why_copied=why_copied)
-    text = f"{usual.name}: {usual.reason}"
-    long = long_attention_choices(run.workload, attention=attention, slots=slots, why_copied=why_copied)
-    for rows, choice in long:
-        text += f"; {choice.name} for {rows}: {choice.reason}"
-    return text
+def _slow_attention(run: "Run") -> str | None:
+    """Return why a GPU computes attention without a kernel, which takes many times longer, if it does."""
+    attention, slots = run.remat.attention, run.batches.max_segments
+    usual = attention_choice(run.workload, attention=attention, slots=slots, why_copied=run.why_copied)
+    is_slow = compute_capability() is not None and usual.name == "reference"
+    return f"without a kernel: {usual.reason}" if is_slow else None

@@ -8,6 +8,7 @@ from jaxglue.data.config import Columns
 from jaxglue.data.iterator import BatchIterator, EvalBatches
 from jaxglue.data.prepare import PreparedData, prepare_data, read_vision
 from jaxglue.data.progress import DataProgress
+from jaxglue.data.report import trained_tokens
 from jaxglue.data.stream import StreamIterator
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.distributed import Processes
@@ -48,6 +49,9 @@ class RowSource(Protocol):
             columns: of the rows, beside those that the objective reads.
         """
 
+    def loss_on(self, data: PreparedData) -> str:
+        """Return in words which tokens of the data have loss."""
+
     def check(self, mesh: MeshShape, processes: Processes, tokenizer: "PreTrainedTokenizerBase") -> None:
         """Raise ValueError for devices or processes that the batches are not for."""
 
@@ -78,6 +82,18 @@ class Documents:
         columns = {**objective.columns, **columns}
         processor = read_vision(config.model.folder, config.data.image_max_tokens, tokenizer)
         return prepare_data(config.data, tokenizer, self.model.vocab_size, progress, task, columns, processor)
+
+    def loss_on(self, data: PreparedData) -> str:
+        """Return which tokens of answers or documents have loss, by the sources' formats and settings."""
+        objective, report, settings = self.config.objective.kind, data.report, self.config.data
+        if objective.trains_scores:
+            return "the last token of each document" if objective.classifies else "the scores of answers' last tokens"
+        if objective.answers is not None:
+            return "the answers, after their prompts"
+        every = sorted({source.loss_on for source in settings.sources})
+        kinds = [(one.format, source.loss_on) for one, source in zip(report.sources, settings.sources, strict=False)]
+        kinds = kinds or [(name, loss_on) for name in report.format.split(", ") for loss_on in every]
+        return ", ".join(dict.fromkeys(trained_tokens(*kind) for kind in kinds))
 
     def check(self, mesh: MeshShape, processes: Processes, tokenizer: "PreTrainedTokenizerBase") -> None:
         """Accept every mesh and any number of processes."""
@@ -153,6 +169,10 @@ class Prompts:
         prompts = read(teacher_system=rollouts.teacher_system, answered=rollouts.lmbda < 1)
         held_out = read(held_out=True) if config.data.eval_data else None
         return PreparedData(train=prompts, eval=held_out, report=PromptReport(prompts, held_out))
+
+    def loss_on(self, data: PreparedData) -> str:
+        """Return that answers have loss."""
+        return "answers that the model writes"
 
     def check(self, mesh: MeshShape, processes: Processes, tokenizer: "PreTrainedTokenizerBase") -> None:
         """Refuse several processes, a teacher on several devices, and one of another vocabulary."""

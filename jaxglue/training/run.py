@@ -107,6 +107,16 @@ class Execution:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TextPlan:
+    """How rows become tokens and loss, in words."""
+
+    template: str
+    """Of chats, and the tokens that end answers."""
+    loss_on: str
+    """Tokens that are trained on."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SpikePlan:
     """Steps whose update is left out."""
 
@@ -226,6 +236,7 @@ class Run(Setup):
     """A model and the data to train it on."""
 
     data: PreparedData
+    texts: TextPlan
     read_first_row: "Callable[[], FirstRow]"
     """Read the first row of the training data anew, to compare its tokens."""
     why_copied: str

@@ -5,10 +5,11 @@ import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 
-from jaxglue.data.config import NO_COLUMNS, Columns
+from jaxglue.data.config import NO_COLUMNS, Columns, DataConfig
 from jaxglue.data.prepare import PreparedData
 from jaxglue.data.progress import DataProgress
 from jaxglue.data.tokenize import first_row
@@ -19,6 +20,7 @@ from jaxglue.hf.loading import check_weights
 from jaxglue.models import with_vision
 from jaxglue.models.config import DecoderConfig
 from jaxglue.planner.workload import Workload, sample_lengths
+from jaxglue.settings.config import is_jinja
 from jaxglue.training.checks import warn_of_peft
 from jaxglue.training.config import RunConfig, TrainConfig
 from jaxglue.training.remat import Asked, agree_on_mesh, runs_in_steps
@@ -35,10 +37,14 @@ from jaxglue.training.run import (
     Setup,
     SpikePlan,
     TeacherPlan,
+    TextPlan,
 )
 from jaxglue.training.trackers import check_trackers
 from jaxglue.training.vocabulary import Vocabulary, read_vocabulary, run_stops
 from jaxglue.training.workload import normalization, read_architecture, read_initial_adapter, settle
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
 
@@ -77,11 +83,12 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
         in_steps = runs_in_steps(config, workload, remat, epochs=epochs, frozen=frozen, processes=processes)
         workload = replace(workload, reference=in_steps)
     run, preferences = config.run, workload.objective.answers is not None
+    stops = run_stops(vocabulary.tokenizer, base.folder, config.model.adapter, config.data.stop_tokens)
     evaluate = run.eval_every or batches.steps_per_epoch
     return Run(
         base=base,
         vocabulary=vocabulary,
-        stops=run_stops(vocabulary.tokenizer, base.folder, config.model.adapter, config.data.stop_tokens),
+        stops=stops,
         rows=_rows(config),
         schedule=schedule,
         execution=_execution(config, workload, processes),
@@ -92,6 +99,7 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
         spikes=_spike_plan(config),
         recorded=config,
         data=data,
+        texts=_text_plan(config.data, vocabulary.tokenizer, stops, source.loss_on(data)),
         read_first_row=partial(first_row, config.data, preferences=preferences, images=data.images),
         why_copied=source.why_copied,
         cache=Path(config.data.cache_dir),
@@ -200,6 +208,17 @@ def _execution(config: TrainConfig, workload: Workload, processes: Processes) ->
         and config.model.image_features != "off"
         and processes.count == 1,
     )
+
+
+def _text_plan(
+    config: DataConfig, tokenizer: "PreTrainedTokenizerBase", stops: frozenset[int], loss_on: str
+) -> TextPlan:
+    """Describe how rows become tokens and loss."""
+    template = config.chat_template or ("the tokenizer's own" if tokenizer.chat_template else "none")
+    if config.chat_template is not None and is_jinja(config.chat_template):
+        template = "the text of --chat-template"
+    ends = " or ".join(map(str, tokenizer.convert_ids_to_tokens(sorted(stops))))
+    return TextPlan(template=f"{template}; answers end with {ends}", loss_on=loss_on)
 
 
 def _spike_plan(config: TrainConfig) -> SpikePlan | None:

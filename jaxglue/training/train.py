@@ -18,9 +18,9 @@ from jaxglue.terminal.console import Console
 from jaxglue.terminal.interrupt import GuardedOutput, Interrupt
 from jaxglue.training.callbacks import Callback, Callbacks, Metrics
 from jaxglue.training.config import ModelConfig, TrainConfig, recorded_config
+from jaxglue.training.context import RunContext
 from jaxglue.training.explain import run_reasons
 from jaxglue.training.fingerprint import fingerprint
-from jaxglue.training.loop import MOST_PLANS, RunContext, run_loop
 from jaxglue.training.memory import configured_jax, restore_pool
 from jaxglue.training.out_of_memory import (
     Overrun,
@@ -30,7 +30,6 @@ from jaxglue.training.out_of_memory import (
 )
 from jaxglue.training.progress import StartupTimer
 from jaxglue.training.report import RunSummary, plan_rows, print_panel, summary_rows
-from jaxglue.training.resuming import check_resumable, finished_run
 from jaxglue.training.run import Run
 from jaxglue.training.run_folder import RunFolder, check_inputs, check_output, shared_output_folder
 from jaxglue.training.setup import resolve
@@ -103,6 +102,8 @@ def _check_metrics(config: TrainConfig, compute_metrics: Metrics | None, columns
 def _train_in_folder(config: TrainConfig, columns: Columns, context: RunContext) -> RunSummary | None:
     """Settle the run, hold its folder and train."""
     settings, console, processes = config.run, context.console, context.processes
+    from jaxglue.training.resuming import finished_run
+
     run = resolve(config, processes, columns) if settings.resume else None
     if run and (summary := finished_run(run, processes)):
         print_panel(console, "done before: no step is left to train", summary_rows(summary))
@@ -124,6 +125,8 @@ def _train_in_folder(config: TrainConfig, columns: Columns, context: RunContext)
 
 def _train_as_planned(run: Run, identity: dict[str, Any], output: RunFolder, context: RunContext) -> RunSummary | None:
     """Train; where a run takes more memory than there is, plan with less and go on from its checkpoint or the start."""
+    from jaxglue.training.loop import MOST_PLANS, run_loop  # with orbax, which a dry run does not need
+
     start: Any = run.batches.get_state()
     pinned, pool = os.environ.get(HOST_LIMIT), None
     result = run_loop(run, identity, output, context, plans_left=MOST_PLANS)
@@ -153,6 +156,8 @@ def _dry_run(config: TrainConfig, context: RunContext) -> None:
             check_inputs(settings.output, config.inputs)
     run = resolve(config, context.processes)
     if settings.resume:
+        from jaxglue.training.resuming import check_resumable  # with orbax
+
         check_resumable(run)
     print_panel(context.console, "plan (dry run: nothing is trained)", plan_rows(run))
     _explain(run, context)

@@ -17,7 +17,6 @@ from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.wrapper import text_config
 from jaxglue.planner.vision import tower_bytes
 from jaxglue.planner.workload import Workload, abstract_parts, tree_bytes
-from jaxglue.rl.rewards import parse_reward
 from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.training.checks import check_dropout, check_model
 from jaxglue.training.config import TrainConfig
@@ -122,6 +121,10 @@ def read_teacher(config: TrainConfig) -> DecoderConfig:
 def other_models(config: TrainConfig) -> list[DecoderConfig]:
     """Return the architectures of the models that are loaded beside the one in training: a teacher, and rewards."""
     found = [read_teacher(config)] if config.rollouts.teacher not in (None, "base") else []
+    if not config.rollouts.reward:
+        return found
+    from jaxglue.rl.rewards import parse_reward  # which imports transformers, for an estimate in vain
+
     for folder in filter(None, (parse_reward(text).folder for text in config.rollouts.reward)):
         is_adapter = (folder / "adapter_config.json").is_file()
         found.append(config_from_hf(read_config(find_base(folder, weights=False) if is_adapter else folder)))

@@ -40,11 +40,11 @@ QUESTIONS = ("What is this?", "Name the color and the shape.", "What do you see?
 
 def draw(rng: random.Random, color: str, shape: str) -> bytes:
     """Return a picture as a PNG file."""
-    width, height = rng.randint(52, 90), rng.randint(52, 90)
+    width, height = rng.randint(44, 66), rng.randint(44, 66)
     shade = rng.randint(225, 255)
     image = Image.new("RGB", (width, height), (shade, shade, shade))
-    pen, size = ImageDraw.Draw(image), rng.randint(30, 46)
-    x, y = rng.randint(2, width - size - 2), rng.randint(2, height - size - 2)
+    pen, size = ImageDraw.Draw(image), min(width, height) - rng.randint(4, 10)
+    x, y = ((side - size) // 2 + rng.randint(-2, 2) for side in (width, height))
     fill, box = COLORS[color], (x, y, x + size, y + size)
     if shape == "circle":
         pen.ellipse(box, fill)

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -73,10 +74,20 @@ def test_ours_learns_and_results_are_written_as_they_come(tmp_path, monkeypatch,
     monkeypatch.setattr(sys, "argv", ["sft_step.py", *flags, "--json", str(tmp_path / "out.json")])
     sft_step.main()
     (result,) = json.loads((tmp_path / "out.json").read_text())["results"]
-    assert len(result["losses"]) == 4 and len(result["ms_all"]) == 3
+    assert len(result["losses"]) == 4 and len(result["ms_all"]) == 2
     assert result["losses"][0] == pytest.approx(np.log(2048), rel=0.05)
     assert "| tiny | ours |" in capsys.readouterr().out
     assert not Path(tmp_path / "tiny").exists()  # weights are large
+
+
+def test_the_last_interval_is_left_out(monkeypatch):
+    import sft_ours
+
+    clock = iter([0.0, 1.0, 10.0, 20.0, 30.0, 40.0, 40.1])  # begun, first step, then the ends of five steps
+    monkeypatch.setattr(sft_ours.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(sft_ours.jax, "block_until_ready", lambda value: value)
+    run = SimpleNamespace(trainable=None, step=lambda batch: (0.5, batch))
+    assert sft_ours.train(run, [*range(5)], 2)["ms_all"] == pytest.approx([10_000.0, 10_000.0])
 
 
 def test_only_models_that_were_made_are_deleted(prepared, tmp_path):

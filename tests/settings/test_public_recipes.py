@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from jaxglue.settings.dialects.defaults import PROGRAMS, program_of
-from jaxglue.settings.recipe import construct, read_recipe
+from jaxglue.settings.flags import parse_config
+from jaxglue.settings.recipe import construct, from_settings, read_recipe
 from jaxglue.training.config import TrainConfig
 
 RECIPES = json.loads((Path(__file__).parents[1] / "goldens/public_recipes.json").read_text(encoding="utf-8"))
@@ -176,6 +177,24 @@ def test_unknown_names_of_trackers_and_launchers_are_left_out(tmp_path, caplog):
         read(tmp_path, text + "\nunheard_of: 3")
 
 
+def test_strict_names_every_unknown_setting_and_no_known_one(tmp_path, capsys):
+    path = tmp_path / "recipe.yml"
+    path.write_text(
+        "base_model: m\nlearning_rate: 1e-4\nunheard_of: 3\nwandb_new_switch: on\nfsdp_offload_x: 1\n"
+        "flash_attention: true\nwandb_watch: gradients\ndata: [rows.jsonl]"
+    )
+    with pytest.raises(SystemExit) as stop:
+        parse_config(TrainConfig, ["--recipe", str(path), "--strict"])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert all(name in error for name in ("unheard_of", "wandb_new_switch", "fsdp_offload_x"))
+    assert "flash_attention" not in error and "wandb_watch" not in error
+    with pytest.raises(ValueError, match=r"does not know: unheard_of, wandb_new_switch, fsdp_offload_x\."):
+        from_settings(TrainConfig, {"strict": True}, path)
+    path.write_text("base_model: m\nlearning_rate: 1e-4\nflash_attention: true\ndata: [rows.jsonl]")
+    assert from_settings(TrainConfig, {"strict": True}, path) == from_settings(TrainConfig, {}, path)
+
+
 @pytest.mark.parametrize(
     ("text", "data", "held_out"),
     [
@@ -210,3 +229,38 @@ def test_torchtune_recipe_names_the_part_that_it_cannot_translate(tmp_path):
     settings = with_own_data(recipe) | {"loss": {"_component_": "torchtune.rlhf.loss.PPOLoss"}}
     with pytest.raises(ValueError, match=r"loss: expected one of .*DPOLoss.*got PPOLoss"):
         read(tmp_path, settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("bias: none\nlabel_smoothing_factor: 0\nshuffle: true", {}),
+        ("enable_thinking: false", {"mask_empty_thinking": True}),
+        ("enable_thinking: true", {"mask_empty_thinking": False}),
+        ("use_mlflow: true\nmlflow_tracking_uri: http://localhost", {"log_to": ("tensorboard", "mlflow")}),
+        ("use_wandb: false\nwandb_project: p", {"log_to": ("tensorboard",)}),
+        ("adapter: lora\nlora_r: 8\nlora_alpha: 8\nlora_dropout: 0.1\ndisable_dropout: true", {"dropout": 0.0}),
+        ("float32: true", {"dtype": "float32"}),
+        ("datasets:\n- {path: a.jsonl, type: chat_template.default, field_messages: prompt}", {"data": ("a.jsonl",)}),
+    ],
+)  # fmt: skip
+def test_wishes_that_are_met_ask_for_nothing_and_others_are_translated(tmp_path, caplog, text, expected):
+    with caplog.at_level(logging.WARNING):
+        path = tmp_path / "recipe.yml"
+        more = "" if "datasets" in text else "\ndata: [rows.jsonl]"
+        path.write_text(f"base_model: m\nlearning_rate: 1e-4\n{text}{more}", encoding="utf-8")
+        config = construct(TrainConfig, read_recipe(TrainConfig, path), {})
+    merged = {**vars(config.model), **vars(config.data), **vars(config.lora), **vars(config.run)}
+    assert {name: merged[name] for name in expected} == expected
+    assert "may differ" not in caplog.text
+
+
+@pytest.mark.parametrize("text", ["bias: all", "shuffle: false", "label_smoothing_factor: 0.1"])
+def test_other_values_of_these_settings_are_told(tmp_path, caplog, text):
+    try:
+        with caplog.at_level(logging.WARNING):
+            read(tmp_path, f"base_model: m\nlearning_rate: 1e-4\n{text}")
+    except ValueError as error:
+        assert text.partition(":")[0] in str(error)
+    else:
+        assert f"may differ: {text.partition(':')[0]}" in caplog.text

@@ -288,3 +288,16 @@ def run_loops(tinker, url, key):
     client.optim_step(adam).result()
     state = client.save_state("first").result()
     client.load_state(state.path).result()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"base_model": "Qwen/another"}, "base_model: this server trains"),
+        ({"base_model": 7}, "base_model: this server trains"),
+        ({"lora_config": {**LORA, "rank": 10**9}}, "lora_config.rank: expected at most 4,096"),
+    ],
+)
+def test_a_model_that_is_not_served_is_refused(client, change, message):
+    answer = client.call("create_model", {"session_id": "s", "base_model": MODEL, "lora_config": LORA, **change})
+    assert message in answer["error"] and answer["category"] == "user"

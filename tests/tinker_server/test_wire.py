@@ -36,9 +36,16 @@ def test_a_request_is_read():
     assert found.data[0].inputs["weights"].tolist() == [0, 1, 0.5]
 
 
-@pytest.mark.parametrize("body", [b"\x0a\x05ab", b"\xff" * 12, b"\x0b"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"\x0a\x05ab", b"\xff" * 12, b"\x0b", b"\x08\xff\xff\xff\xff\x7f", b"\x18\x05"),
+        *(_bytes(5, _bytes(1, b"clip") + _bytes(2, b"abc")), _bytes(5, b""), _bytes(3, _bytes(2, b""))),
+        _bytes(3, _bytes(1, _bytes(1, _bytes(1, b"abc")))),
+    ],
+)
 def test_other_bytes_are_refused(body):
-    with pytest.raises(ValueError, match="no protocol buffer"):
+    with pytest.raises(ValueError, match=r"no protocol buffer|dense tensors"):
         read_loss_request(body)
 
 

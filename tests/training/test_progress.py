@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from jaxglue.terminal.console import Console
-from jaxglue.training.progress import StepReport, TrainingProgress, format_duration, format_report
+from jaxglue.training.progress import SAMPLING, StepReport, TrainingProgress, format_duration, format_report
 
 REPORT = StepReport(
     loss=1.23456,
@@ -28,6 +28,14 @@ def test_unknown_and_negligible_values_are_left_out():
     assert "MFU" not in line
     assert "left" not in line
     assert "waiting for data 20%" in line
+
+
+def test_time_between_batches_has_the_name_of_what_takes_it():
+    out = io.StringIO()
+    with TrainingProgress(40, waits_for=SAMPLING, console=Console(file=out)) as progress:
+        progress.report(6, replace(REPORT, data_wait=0.64))
+    assert "sampling and rewards 64%" in out.getvalue()
+    assert "waiting" not in out.getvalue()
 
 
 def test_pipe_gets_only_lines_of_reports():

@@ -19,6 +19,7 @@ from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.ops.quant.formats import FORMATS, is_quantized
 from jaxglue.planner.memory import resident_bytes
 from jaxglue.planner.workload import Workload, abstract_parts, parameter_counts
+from jaxglue.training.explain import run_reasons
 from jaxglue.training.report import plan_rows
 from jaxglue.training.setup import resolve
 from jaxglue.training.train import train
@@ -70,13 +71,13 @@ def test_plan_and_planner_count_stored_bytes(make_config, nf4_folder, how, bytes
     assert _specs(planned) == _specs(build_parameters(stored)[2])
 
 
-def test_plan_says_how_projections_are_computed_and_why(make_config, nf4_folder):
-    usual, dropping = (plan_rows(resolve(make_config(quantize="nf4", dropout=share))) for share in (0.0, 0.1))
-    assert (
-        usual["projections"] == dropping["projections"] == "reference: not fp8: weights are not stored for FP8 products"
-    )
-    assert usual["feed-forward"].startswith("lora_swiglu: not fp8: ")
-    assert dropping["feed-forward"].endswith("not lora_swiglu: dropout gives down's adapter an input of its own")
+def test_explanation_says_how_projections_are_computed_and_why(make_config, nf4_folder):
+    usual, dropping = (run_reasons(resolve(make_config(quantize="nf4", dropout=share))) for share in (0.0, 0.1))
+    for reasons in (usual, dropping):
+        assert reasons["projections"].choice == "reference"
+        assert "not fp8: weights are not stored for FP8 products" in reasons["projections"].limit
+    assert usual["feed-forward"].choice == "lora_swiglu"
+    assert dropping["feed-forward"].limit.endswith("not lora_swiglu: dropout gives down's adapter an input of its own")
 
 
 def _resident(setup):

@@ -54,3 +54,16 @@ def test_unmeasured_results_are_left_out():
 
 def test_long_value_is_folded():
     assert printed({"path": "x" * 100}).count("x") == 100
+
+
+def test_rewards_stand_in_place_of_the_loss():
+    text = printed(summary_rows(replace(SUMMARY, first_reward=0.0156, last_reward=0.75, page=Path("run/run.html"))))
+    assert "0.0156 → 0.75 in 1,200 steps" in text
+    assert "run/run.html" in text
+    assert "loss   " not in text.replace("eval loss", "")
+
+
+def test_a_trained_model_is_called_one():
+    rows = summary_rows(replace(SUMMARY, adapter=Path("run/model"), adapter_step=1200))
+    assert rows["model"] == "run/model (step 1,200)"
+    assert "adapter" not in rows

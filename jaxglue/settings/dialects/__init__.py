@@ -21,8 +21,8 @@ from jaxglue.settings.config import (
 from jaxglue.settings.dialects.data_sets import with_our_data
 from jaxglue.settings.dialects.dataset_info import described_sources
 from jaxglue.settings.dialects.defaults import AXOLOTL, TORCHTUNE, TRL, program_of
-from jaxglue.settings.dialects.left_out import CHANGES, HARMLESS, NOTES, REFUSED
-from jaxglue.settings.dialects.meaning import use_chats, use_documents, use_no_dropout, use_wandb
+from jaxglue.settings.dialects.left_out import AS_HERE, CHANGES, HARMLESS, NOTES, REFUSED
+from jaxglue.settings.dialects.meaning import use_chats, use_documents, use_no_dropout, use_trackers
 from jaxglue.settings.dialects.rollouts import with_rollouts
 from jaxglue.settings.dialects.torchtune import with_flat_settings
 from jaxglue.settings.dialects.values import CONVERTERS, Nested, with_objective, with_one_name
@@ -32,11 +32,14 @@ _logger = logging.getLogger(__name__)
 NO_FLAGS: Mapping[str, Any] = {}
 _PREFERENCE = {"beta", "loss_type", "label_smoothing", "precompute_ref_log_probs", "desirable_weight", "rpo_alpha"}
 """Settings by which a recipe of TRL's without an objective is known to be one of preferences."""
+_UNKNOWN = "unknown, and by the name no part of what is computed: --strict refuses such settings"
 _EVENTS = ("eval_steps", "save_steps", "logging_steps")
 """Steps between events, which transformers takes for shares of a run below 1."""
 
 
-def translate(recipe: Mapping[str, Any], cls: type, where: str, flags: Mapping[str, Any] = NO_FLAGS) -> Nested:
+def translate(
+    recipe: Mapping[str, Any], cls: type, where: str, flags: Mapping[str, Any] = NO_FLAGS, *, strict: bool = False
+) -> Nested:
     """Return the values of another program's recipe by our groups and fields, those of groups one level down.
 
     What the program does where its recipe says nothing is translated, too (`defaults.py`): the rank of its adapters,
@@ -48,13 +51,14 @@ def translate(recipe: Mapping[str, Any], cls: type, where: str, flags: Mapping[s
         cls: the configuration.
         where: the beginning of errors.
         flags: given beside the recipe, by field; kinds among them win over the recipe's, and decide defaults.
+        strict: refuse unknown settings, too, that by their names change nothing that is computed.
 
     Raises:
         ValueError: names all the settings that are not known, or whose values are not.
     """
     program = program_of(recipe)
     given = with_flat_settings(recipe, where) if program is TORCHTUNE else recipe
-    values, left_out, wrong = _read(given, cls, where, flags)
+    values, left_out, wrong = _read(given, cls, where, flags, HARMLESS if not strict else ())
     if "objective" in flags:
         values.setdefault("objective", {})["objective"] = flags["objective"]
     if program is TRL and "objective" not in values.get("objective", {}) and (loss := _PREFERENCE & recipe.keys()):
@@ -64,7 +68,7 @@ def translate(recipe: Mapping[str, Any], cls: type, where: str, flags: Mapping[s
         )
     if wrong:
         raise ValueError(where + "; ".join(wrong))
-    use_wandb(recipe, values)
+    use_trackers(recipe, values)
     notes = [use_documents(given, values, program), use_chats(values, program), use_no_dropout(recipe, values, program)]
     lines = [*filter(None, notes), *_left_out(left_out)]
     if program is not None and (missing := program.missing(values, flags)):
@@ -77,9 +81,12 @@ def translate(recipe: Mapping[str, Any], cls: type, where: str, flags: Mapping[s
 
 
 def _read(
-    recipe: Mapping[str, Any], cls: type, where: str, flags: Mapping[str, Any]
+    recipe: Mapping[str, Any], cls: type, where: str, flags: Mapping[str, Any], harmless: tuple[str, ...]
 ) -> tuple[Nested, dict[str, list[str]], list[str]]:
-    """Return the translated values, the settings left out by reason, and a text for each that is wrong."""
+    """Return the translated values, the settings left out by reason, and a text for each that is wrong.
+
+    Unknown settings whose names begin with one of `harmless` are left out, the others wrong.
+    """
     values: Nested = {}
     unknown, wrong, left_out = [], list[str](), dict[str, list[str]]()
     ours = with_rollouts(with_one_name(recipe), where)
@@ -104,14 +111,16 @@ def _read(
                 group, field, kind = places[key]
                 if (read := kind.from_alias(key, value)) is not KEEP:
                     _merge(values, {group: {field: kind.read(read)}})
+            elif value in AS_HERE.get(key, ()):
+                continue
             elif key in NOTES:
                 left_out.setdefault(NOTES[key], []).append(key)
             elif value is False or value is None or value in ("", [], {}):
                 left_out.setdefault("off", []).append(key)
             elif key in REFUSED:
                 unknown.append(f"{key} ({REFUSED[key]})")
-            elif key.startswith(HARMLESS):
-                left_out.setdefault("unknown, and by its name no part of what is computed", []).append(key)
+            elif key.startswith(harmless):
+                left_out.setdefault(_UNKNOWN, []).append(key)
             else:
                 unknown.append(f"{key}{nearest(key, places)}")
         except ValueError as error:

@@ -44,6 +44,8 @@ _CUSTOM = (
     "format",
 )
 """Keys of a type of one's own in axolotl; `no_input_format` may be absent."""
+_ANSWERS = "chat_template.default"
+"""axolotl's type of pairs of answers."""
 _THINKING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning that templates read."""
 _ROWS = {"role": ("role", "from"), "content": ("content", "value")}
@@ -202,6 +204,8 @@ def _row_options(path: str, item: dict[str, Any]) -> dict[str, str]:
         **{name: f"field_{name}" for name in ("messages", "chosen", "rejected", "system", "tools")},
     }
     columns = {name: item.pop(theirs, name) for name, theirs in names.items()}
+    if kind == _ANSWERS and columns["messages"] == "prompt":
+        columns["messages"] = "messages"  # prompts of pairs are read by this name
     renamed = [f"{new}={old}" for new, old in columns.items() if old not in (new, "conversations")]
     if renamed:
         options["columns"] = ",".join(renamed)

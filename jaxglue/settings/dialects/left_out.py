@@ -1,5 +1,7 @@
 """Settings of other programs that have no place here, with the reason."""
 
+from typing import Any
+
 _REASONS = {
     "documents are always packed, and see only themselves": (
         *("packing", "sample_packing", "eval_sample_packing", "pad_to_sequence_len", "neat_packing", "group_by_length"),
@@ -7,11 +9,17 @@ _REASONS = {
         *("dataloader_prefetch_factor", "dataloader_pin_memory", "pad_to_multiple_of", "packing_strategy"),
         *("eval_packing", "length_column_name", "eval_sequence_len", "sample_packing_bin_size"),
         *("sample_packing_group_size", "dataloader_drop_last"),
+        *("sample_packing_sequentially", "sample_packing_mp_start_method", "batch_flattening"),
+        *("pretrain_multipack_attn", "pretrain_multipack_buffer_size", "streaming_multipack_buffer_size"),
+        *("sample_packing_eff_est", "ignore_pad_token_for_loss", "preprocessing_batch_size", "buffer_size"),
+        *("total_num_tokens", "data_shared_file_system", "dpo_padding_free"),
     ),
     "--remat decides what is recomputed": (
         *("gradient_checkpointing", "gradient_checkpointing_kwargs", "use_gradient_checkpointing"),
         *("activation_offloading", "disable_gradient_checkpointing"),
         *("enable_activation_checkpointing", "enable_activation_offloading", "ac_mode", "ac_option"),
+        *("activation_checkpointing", "activation_checkpointing_kwargs", "use_cache", "selective_checkpointing"),
+        *("layer_offloading", "use_unsloth_gc", "use_reentrant_gc", "use_kv_cache"),
     ),
     "--attention chooses the kernel; auto takes the fastest": (
         *("attn_implementation", "flash_attention", "flash_attn", "sdp_attention", "xformers_attention"),
@@ -23,6 +31,12 @@ _REASONS = {
         *("liger_fused_linear_cross_entropy", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"),
         *("use_unsloth", "use_logits_to_keep", "fused_attn_kernel", "use_kernels", "torch_compile_mode"),
         *("torch_compile_backend", "flex_attn_compile_kwargs", "cross_entropy_loss_fusion", "use_v1_kernels"),
+        *("liger_kernel_config", "torch_empty_cache_steps", "gc_steps", "gc_collect_steps", "enable_jit_checkpoint"),
+        *("flash_attn_cross_entropy", "flash_attn_fuse_mlp", "flash_attn_rms_norm", "flash_optimum"),
+        *("lora_embedding_kernel", "chunked_cross_entropy", "chunked_cross_entropy_num_chunks", "tiled_mlp"),
+        *("tiled_mlp_num_shards", "tiled_mlp_use_original_mlp", "deepcompile", "torch_compile_options"),
+        *("dpo_use_liger_kernel", "dpo_use_logits_to_keep", "precompute_ref_batch_size", "flash_attn_d512"),
+        *("sdpa_varlen", "large_head_attention"),
     ),
     "--mesh says how GPUs share the work": (
         *("deepspeed", "fsdp", "fsdp_config", "fsdp_version", "ddp_timeout", "ddp", "ddp_find_unused_parameters"),
@@ -38,6 +52,8 @@ _REASONS = {
             "use_ray",
             "ray_num_workers",
             "accelerator_config",
+            *("parallelism_config", "heads_k_stride", "ring_attn_func", "resources_per_worker", "master_addr"),
+            *("master_port",),
         ),
     ),
     "name files, folders or hf:owner/name with --data, parts of them with ?split=": (
@@ -46,6 +62,7 @@ _REASONS = {
     ),
     "--weights and --embeddings say where weights are": (
         *("device_map", "low_cpu_mem_usage", "lora_on_cpu", "experimental_skip_move_to_device"),
+        *("max_memory", "offload_folder", "quantization_device_map"),
     ),
     "--memory-limit sets how much of the GPU the run takes": ("gpu_memory_limit", "gpu_memory_utilization"),
     "--quantize nf4 and int8 are bitsandbytes' formats, nf4 with nested scales": (
@@ -66,12 +83,14 @@ _REASONS = {
     "metrics.jsonl is always written; --log-to names trackers, their own variables (WANDB_PROJECT) the rest": (
         *("logging_dir", "plot_loss", "logging_first_step", "use_tensorboard", "wandb_entity", "wandb_watch"),
         *("wandb_run_id", "wandb_log_model", "comet_project_name", "wandb_mode", "trackio_space_id"),
+        *("use_comet", "use_swanlab", "use_otel_metrics", "hf_mlflow_log_artifacts"),
     ),
     "--sample-prompt shows answers before and after training": ("eval_table_size", "eval_max_new_tokens"),
     "the tokenizer's own chat template is used, or the Jinja file of --chat-template": ("template", "chat_template"),
     "config.json names the model's family": (
         *("model_type", "tokenizer_type", "is_llama_derived_model", "is_mistral_derived_model"),
         *("is_qwen_derived_model", "tokenizer_use_fast", "tokenizer_legacy"),
+        *("is_falcon_derived_model", "use_fast_tokenizer", "processor_type", "base_model_config"),
     ),
     "evaluations and checkpoints are counted in steps: --eval-every, --save-every": (
         *("eval_strategy", "evaluation_strategy", "save_strategy", "logging_strategy", "evals_per_epoch"),
@@ -79,6 +98,7 @@ _REASONS = {
     ),
     "evaluation takes the training's batch size": (
         *("per_device_eval_batch_size", "eval_batch_size", "auto_find_batch_size", "eval_accumulation_steps"),
+        *("eval_do_concat_batches", "eval_use_gather_object"),
     ),
     "checkpoints can always be resumed, and results are safetensors": ("save_safetensors", "save_only_model"),
     "taken for --steps, of data that have so many": ("max_steps_per_epoch",),
@@ -98,7 +118,10 @@ _REASONS = {
     "jaxglue export --imatrix DATA calibrates K-quants": ("export_quantization_dataset", "imatrix_file"),
     "jaxglue export --max-shard-bytes limits a file's size": ("export_size", "max_shard_size"),
     "adapters have no biases": ("bias", "lora_bias"),
-    "dtypes are bfloat16 and float32: --dtype": ("fp16", "pure_bf16"),
+    "dtypes are bfloat16 and float32: --dtype": (
+        *("fp16", "pure_bf16", "upcast_layernorm", "upcast_lmhead_output", "fp32_norms", "cast_lm_head_to_fp32"),
+        *("embeddings_skip_upcast", "peft_autocast_adapter_dtype", "autocast_adapter_dtype"),
+    ),
     "no remote code is ever run": ("trust_remote_code",),
     "answers come from the model in training, by the engine of jaxglue generate": (
         *("use_vllm", "vllm_mode", "vllm_model_impl", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size"),
@@ -106,23 +129,47 @@ _REASONS = {
         *("vllm_server_port", "vllm_server_timeout", "vllm_group_port", "vllm_dtype", "vllm_device", "vllm"),
         *("use_transformers_paged", "use_transformers_continuous_batching", "cache_implementation"),
         *("ds3_gather_for_generation", "use_liger_loss", "fast_inference"),
+        *("transformers_continuous_batching_config", "infer_backend", "infer_dtype", "vllm_maxlen", "vllm_config"),
+        *("vllm_gpu_util", "vllm_enforce_eager", "vllm_max_lora_rank"),
     ),
     "rollouts.jsonl has all answers, run.html shows them": (
         *("log_completions", "num_completions_to_print", "log_unique_prompts", "wandb_log_unique_prompts"),
+        *("log_completions_hub_repo",),
     ),
     "the cache knows what has changed": ("overwrite_cache", "tokenized_path"),
     "the tokenizer's own are used": ("pad_token",),
     "the console and metrics.jsonl have it": (
         *("log_level", "debug", "include_tokens_per_second", "include_num_input_tokens_seen", "disable_tqdm"),
+        *("log_on_each_node", "log_level_replica", "skip_memory_metrics", "log_multimodal", "include_tkps"),
+        *("include_effective_tokens_per_second", "print_param_status"),
     ),
     "each program finds this by itself": ("local_rank", "lora_task_type", "lora_fan_in_fan_out"),
     "the first and the last step are always shown, the last always saved": ("save_first_step",),
     "--resume continues the latest checkpoint of --output": (
         *("resume_from_checkpoint", "auto_resume_from_checkpoints"),
+        *("ignore_data_skip", "restore_callback_states_from_checkpoint"),
     ),
+    "evaluation is the loss on held-out rows, and --sample-prompt's answers": (
+        *("prediction_loss_only", "include_for_metrics", "batch_eval_metrics", "eval_on_start", "eval_delay"),
+        *("do_predict", "bf16_full_eval", "fp16_full_eval", "compute_accuracy", "eval_on_each_dataset"),
+        *("do_causal_lm_eval", "eval_causal_lm_metrics", "do_bench_eval", "bench_dataset", "predict_with_generate"),
+        *("generate_samples", "num_generation_samples", "do_sample", "max_new_tokens", "dpo_generate_during_eval"),
+    ),
+    "only text is trained on": (
+        *("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_mm_modules", "image_size"),
+        *("image_resize_algorithm", "image_max_pixels", "image_min_pixels", "video_max_pixels", "video_min_pixels"),
+        *("video_fps", "video_maxlen", "audio_sampling_rate", "use_audio_in_video", "media_dir"),
+    ),
+    "tokens are read from the variable HF_TOKEN": ("hf_hub_token", "ms_hub_token", "om_hub_token", "hf_use_auth_token"),
 }
 NOTES = {name: reason for reason, names in _REASONS.items() for name in names}
 """Remedies for settings of other programs, by name."""
+AS_HERE: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("bias", "lora_bias"), ("none",)),
+    **{"label_smoothing_factor": (0,), "train_sampling_strategy": ("random",), "f_divergence_type": ("reverse_kl",)},
+    **{"mix_strategy": ("concat",), "quantization_type": ("nf4",), "reward_num_workers": (1,), "shuffle": (True,)},
+}
+"""Values of settings without a counterpart by which a recipe asks for what is done anyway."""
 CHANGES = {
     NOTES[name]
     for name in (
@@ -168,12 +215,15 @@ REFUSED = {
         "weights are trained as adapters or all of them: --layers adapts some layers, --modules-to-save trains "
         "embed_tokens and lm_head whole",
     ),
+    "chat_template_kwargs": "write these values into a template, and name it with --chat-template",
+    "sync_ref_model": "the reference is the model as training begins",
     "test_split_size": "a number of rows to hold out: --eval-fraction holds out a share, --eval-data a file",
     "compute_environment": "accelerate's settings: --mesh says how GPUs share the work",
 }
 """The same of settings without which a run would be another."""
 HARMLESS = (
     *("wandb_", "mlflow_", "comet_", "swanlab_", "trackio_", "otel_", "tensorboard_", "logging_", "hub_", "push_"),
-    *("ddp_", "fsdp_", "deepspeed_", "ray_", "dataloader_", "profiler_", "save_", "vllm_server_", "ktransformers_"),
+    *("ddp_", "fsdp_", "deepspeed_", "ray_", "dataloader_", "profiler_", "save_", "vllm_server_", "sglang_"),
+    *("ktransformers_", "gradio_", "bench_"),
 )
 """Beginnings of names that say where a run is shown, saved or placed, and not what it computes."""

@@ -7,6 +7,8 @@ from jaxglue.settings.dialects.defaults import LLAMA_FACTORY, ForeignProgram
 from jaxglue.settings.dialects.values import Nested
 
 _PACKING = ("packing", "sample_packing", "neat_packing")
+TRACKERS = ("wandb", "mlflow", "trackio")
+"""Those that axolotl switches on by `use_…`."""
 _BATCHES = ("micro_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "batch_size")
 
 
@@ -44,15 +46,19 @@ def use_chats(values: Nested, program: ForeignProgram | None) -> str | None:
 def use_no_dropout(recipe: Mapping[str, Any], values: Nested, program: ForeignProgram | None) -> str | None:
     """Switch the adapters' dropout off where the program's trainer does; return a line that says so."""
     table, objective = values.get("lora", {}), values.get("objective", {}).get("objective", "sft")
-    is_kept = program is None or objective not in program.drops_out_nothing or recipe.get("disable_dropout") is False
-    if is_kept or not table.get("dropout"):
+    switch = recipe.get("disable_dropout")
+    is_off = switch is True or (program is not None and objective in program.drops_out_nothing)
+    if switch is False or not is_off or not table.get("dropout"):
         return None
     dropout, table["dropout"] = table["dropout"], 0.0
-    return f"dropout {dropout:g} has no effect there (--objective {objective} switches it off), so it is 0"
+    return f"dropout {dropout:g} has no effect there (its trainer switches it off), so it is 0"
 
 
-def use_wandb(recipe: Mapping[str, Any], values: Nested) -> None:
-    """Switch Weights & Biases on where the recipe names a project there, as axolotl does."""
-    if recipe.get("wandb_project"):
-        run = values["run"]
-        run["log_to"] = tuple(dict.fromkeys((*run.get("log_to", ("tensorboard",)), "wandb")))
+def use_trackers(recipe: Mapping[str, Any], values: Nested) -> None:
+    """Switch the trackers on that the recipe names, and Weights & Biases with a project there, as axolotl does."""
+    switched = {name: recipe.get(f"use_{name}") for name in TRACKERS}
+    if recipe.get("wandb_project") and switched["wandb"] is None:
+        switched["wandb"] = True
+    if names := [name for name, is_on in switched.items() if is_on]:
+        run = values.setdefault("run", {})
+        run["log_to"] = tuple(dict.fromkeys((*run.get("log_to", ("tensorboard",)), *names)))

@@ -179,6 +179,16 @@ def _only(*values: Any) -> Callable[[Any], Nested]:
     return read
 
 
+def _switch(ours: Nested | None = None, on: bool = True) -> Callable[[Any], Nested]:
+    """Return the reader of a switch that stands for settings of ours where it has the value `on`."""
+
+    def read(value: Any) -> Nested:
+        is_on = False if value is None else Kind(scalar=bool).read(value)
+        return {group: dict(fields) for group, fields in (ours or {}).items()} if is_on is on else {}
+
+    return read
+
+
 CONVERTERS: dict[str, Callable[[Any], Nested]] = {
     "adapter": _adapter,
     "datasets": data_sets("data"),
@@ -192,8 +202,14 @@ CONVERTERS: dict[str, Callable[[Any], Nested]] = {
     "greater_is_better": _only(False, None),
     **dict.fromkeys(("lora_target_modules", "lora_target", "target_modules"), _targets),
     "optim_args": _optimizer_settings,
-    "reinit_weights": lambda value: {"model": {"random_weights": True}} if value else {},
-    "use_muon": lambda value: {"optimizer": {"optimizer": "muon"}} if value else {},
+    **dict.fromkeys(("reinit_weights", "train_from_scratch"), _switch({"model": {"random_weights": True}})),
+    "use_muon": _switch({"optimizer": {"optimizer": "muon"}}),
+    "bfloat16": _switch({"model": {"dtype": "bfloat16"}}),
+    "float32": _switch({"model": {"dtype": "float32"}}),
+    "enable_thinking": lambda value: (
+        {} if value is None else _switch({"data": {"mask_empty_thinking": True}}, False)(value)
+    ),
+    **dict.fromkeys(("use_wandb", "use_mlflow", "use_trackio", "disable_dropout"), _switch()),
     "lr_scheduler": _schedule,
     "lr_scheduler_type": _schedule,
     "lr_scheduler_kwargs": _schedule_settings,
