@@ -44,7 +44,6 @@ class Embedding(nnx.Module):
         makes = {"dtype": dtype, "rngs": rngs}
         self.per_layer = None if config.per_layer is None else PerLayerEmbedding(config, parts.norm, **makes)
         self.vision = None if config.vision is None else config.vision.make(config, **makes)
-        self.layers = config.num_hidden_layers
 
     def add_lora(self, *, rank: int, scale: float, rngs: nnx.Rngs) -> None:
         """Add a float32 adapter with zero initial output, as PEFT does: A [R, V] zero, B [D, R] normal."""
@@ -77,13 +76,10 @@ class Embedding(nnx.Module):
 
     def see(
         self, x: Float[Array, "B T W"], images: Images | None, *, backend: str = "auto"
-    ) -> tuple[Float[Array, "B T W"], list[Float[Array, "B T D"] | None] | None]:
-        """Return tokens' embeddings with images' features in their places, and what is added to each layer's output.
-
-        The latter is None in models without.
-        """
+    ) -> tuple[Float[Array, "B T W"], list[Float[Array, "B T D"]]]:
+        """Return tokens' embeddings with images' features in their places, and what the first layers' outputs get."""
         if images is None:
-            return x, None
+            return x, []
         features = images.features
         if features is None:
             assert self.vision is not None and images.patches is not None
@@ -92,7 +88,7 @@ class Embedding(nnx.Module):
         first, *others = (features[..., start : start + D] for start in range(0, features.shape[-1], D))
         none = jnp.zeros((*x.shape[:2], D), x.dtype)
         added = [place_features(none, part, images) for part in others]
-        return place_features(x, first, images), [*added, *[None] * (self.layers - len(added))] if added else None
+        return place_features(x, first, images), added
 
     def layer_inputs(
         self, tokens: Int[Array, "B T"] | None, x: Float[Array, "B T W"]

@@ -215,7 +215,7 @@ class EmbedHead:
                 noisy = add_noise(x[..., :D], batch.segments, self._neftune_alpha, key)
                 x = jnp.concatenate([noisy, x[..., D:]], axis=-1) if x.shape[-1] > D else noisy
             x, seen = embed_tokens.see(x, batch.images, backend=self._attention)
-            layer_inputs = embed_tokens.layer_inputs(rows.own, x) or seen or [None] * count
+            layer_inputs = embed_tokens.layer_inputs(rows.own, x) or [*seen, *[None] * (count - len(seen))]
             return x, rope, keys, self._scaled_router_losses(batch, scale), layer_inputs
 
         split, replicated = layout.batch_spec, PartitionSpec()

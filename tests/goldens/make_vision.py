@@ -152,13 +152,11 @@ def build(name: str) -> tuple[PreTrainedConfig, PreTrainedModel]:
     return config, model
 
 
-def make(name: str) -> None:
-    """Write one family's golden."""
-    config, model = build(name)
+def loss_of(name: str, config, model, first_image: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean loss of the documents' next tokens, and logits, with images numbered from one."""
     patch = config.vision_config.patch_size
-    logits, total, targets, count = [], 0.0, 0, 0
-    made = documents(name)
-    for tokens, grids in made:
+    logits, total, targets, count = [], 0.0, 0, first_image
+    for tokens, grids in documents(name):
         ids = torch.tensor([tokens])
         images = [pixels(count + i, grid, patch) for i, grid in enumerate(grids)]
         count += len(grids)
@@ -177,7 +175,14 @@ def make(name: str) -> None:
         logits.append(scores)
         total = total + torch.nn.functional.cross_entropy(scores[:-1], ids[0, 1:], reduction="sum")
         targets += len(tokens) - 1
-    loss = total / targets
+    return total / targets, torch.cat(logits)
+
+
+def make(name: str) -> None:
+    """Write one family's golden."""
+    config, model = build(name)
+    loss, logits = loss_of(name, config, model)
+    made = documents(name)
     loss.backward()
     tensors = {f"grad.{our_name(n)}": p.grad for n, p in model.named_parameters() if p.grad is not None}
     tensors |= {
@@ -185,12 +190,12 @@ def make(name: str) -> None:
         "lengths": torch.tensor([len(tokens) for tokens, _ in made], dtype=torch.int32),
         "owners": torch.tensor([d for d, (_, grids) in enumerate(made) for _ in grids], dtype=torch.int32),
         "grids": torch.tensor([grid for _, grids in made for grid in grids], dtype=torch.int32),
-        **{"logits": torch.cat(logits).detach(), "loss": loss.detach()},
+        **{"logits": logits.detach(), "loss": loss.detach()},
     }
     HERE.mkdir(exist_ok=True)
     saved = json.dumps(config.to_dict() | {"architectures": [type(model).__name__]})
     save_file(probed(tensors), HERE / f"{name}.safetensors", metadata={"config": saved})
-    print(name, float(loss), len(tensors))
+    print(name, loss.item(), len(tensors))
 
 
 if __name__ == "__main__":

@@ -39,23 +39,25 @@ def read_golden(name):
     return raw, golden
 
 
-def drawn_model(raw):
-    config = with_vision(config_from_hf(raw), raw)
+def drawn_model(raw, **settings):
+    config = with_vision(config_from_hf(raw), raw, **settings)
     model = abstract_model(config, dtype=jnp.float32)
     values = {name: jnp.asarray(drawn(name, spec.shape)) for name, spec in abstract_parameters(model).items()}
     return set_parameters(model, values)
 
 
-def documents_of(raw, golden):
-    """Return (tokens, images) of each document."""
+def documents_of(raw, golden, first_image=0):
+    """Return (tokens, images) of each document, with images numbered from one."""
     processor = read_processor(Path("."), raw)
     ends = np.cumsum(golden["lengths"])
     return processor, [
         (
             golden["tokens"][end - length : end],
             [
-                Image(key=bytes([number]), grid=Grid(*grid), patches=pixels(number, grid, processor.patch))
-                for number, (owner, grid) in enumerate(zip(golden["owners"], golden["grids"].tolist(), strict=True))
+                Image(key=b"%d" % number, grid=Grid(*grid), patches=pixels(number, grid, processor.patch))
+                for number, (owner, grid) in enumerate(
+                    zip(golden["owners"], golden["grids"].tolist(), strict=True), first_image
+                )
                 if owner == document
             ],
         )
