@@ -4,7 +4,7 @@ Run with torch, transformers and peft installed (made with torch 2.13, transform
 
     python tests/goldens/make_vision_steps.py [TYPE …]
 
-Documents are those of `make_vision.py`, weights and first adapters those of `drawn.py`, B zero; the images of step i are
+Documents are those of `make_vision.py`, weights and first adapters those of `drawn.py`, B zero; images of step i are
 numbered from 100 · i. Each file has losses, and of each matrix the norm and `probes` of its movement, `packed`.
 """
 
