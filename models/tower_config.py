@@ -56,10 +56,13 @@ class TowerConfig:
     """Paths of the tower's and the projector's modules, beneath `model`."""
     projector: ClassVar[tuple[str, ...]] = ()
     """Paths of the projector's modules."""
-    spans: ClassVar[Literal["none", "windows", "all"]] = "none"
-    """Layers in which an image's tokens see later ones of it: none, those with a window, or all."""
     image_positions: ClassVar[bool] = False
     """Tokens have positions by time, height and width."""
+
+    @property
+    def spans(self) -> Literal["none", "windows", "all"]:
+        """Return the layers in which an image's tokens see later ones of it: those with a window, all, or none."""
+        return "none"
 
     @property
     def head_dim(self) -> int:
