@@ -10,12 +10,15 @@ patches of each image. Documents run alone: transformers packs some families' im
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 from drawn import drawn, pixels
+from make_families import GEMMA4_ROPES
+from make_families import our_name as text_name
 from make_models import SHAPE, probed
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
@@ -64,7 +67,35 @@ PIXTRAL = {
     **{"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24},
     **{"patch_size": 4, "head_dim": 8, "image_size": 64, "model_type": "pixtral"},
 }
+GEMMA4 = {
+    **SHAPE
+    | {"vocab_size": 24, "max_position_embeddings": 128, "global_head_dim": 16, "rope_parameters": GEMMA4_ROPES},
+    **{"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]},
+}
+OWN = {
+    **{"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2},
+    **{"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 24},
+}
+WIDE = {"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"}
+GEMMA4_TOWER = {
+    **{"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8},
+    **{"intermediate_size": 24, "patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 32},
+}
+GEMMA4_PATCHES = {
+    **{"patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 12, "mm_posemb_size": 32, "output_proj_dims": 12},
+}
+GEMMA4_TOKENS = {"image_token_id": IMAGE, "boi_token_id": START, "eoi_token_id": END, "audio_config": None}
+GEMMA4_TOKENS |= {"video_token_id": BREAK, "audio_token_id": None}
 MODELS = {
+    "gemma4": {
+        **{"text_config": GEMMA4 | OWN, "vision_config": GEMMA4_TOWER | {"use_clipped_linears": True}},
+        **GEMMA4_TOKENS,
+    },
+    "gemma4_wide": {
+        **{"text_config": GEMMA4 | WIDE, "vision_config": GEMMA4_TOWER | {"standardize": True}},
+        **GEMMA4_TOKENS,
+    },
+    "gemma4_unified": {"text_config": GEMMA4 | WIDE, "vision_config": GEMMA4_PATCHES, **GEMMA4_TOKENS},
     "gemma3": {
         **{"text_config": GEMMA, "vision_config": SIGLIP, "mm_tokens_per_image": 4},
         **{"image_token_index": IMAGE, "boi_token_index": START, "eoi_token_index": END},
@@ -85,7 +116,16 @@ DOCUMENTS = {
     "gemma3": ([7], [5, (4, 4), 6], [(4, 4), 1, (4, 4), (4, 4), 3], [2, (4, 4), 1]),
 }
 """Texts, by their tokens, and images, by their patches."""
-ALIKE = {"qwen3_5_moe": "qwen3_5", "qwen3_vl": "qwen3_5", "mistral3": "qwen3_5"}
+ALIKE = {
+    **{"gemma4": "qwen3_5", "gemma4_wide": "qwen3_5", "gemma4_unified": "qwen3_5"},
+    "qwen3_5_moe": "qwen3_5",
+    "qwen3_vl": "qwen3_5",
+    "mistral3": "qwen3_5",
+}
+
+
+STORED = "put_min", "put_max", "std_bias", "std_scale", "layer_scalar"
+"""Buffers that are drawn."""
 
 
 def documents(name: str) -> list[tuple[list[int], list[tuple[int, int]]]]:
@@ -106,6 +146,8 @@ def documents(name: str) -> list[tuple[list[int], list[tuple[int, int]]]]:
 def image_tokens(name: str, grid: tuple[int, int]) -> list[int]:
     """Return the tokens of an image; of Mistral's, another one ends each row but the last."""
     rows, columns = grid[0] // 2, grid[1] // 2
+    if name == "gemma4_unified":  # whose patches are not merged
+        return [IMAGE] * (grid[0] * grid[1])
     if name != "mistral3":
         return [IMAGE] * (rows * columns)
     return ([IMAGE] * columns + [BREAK]) * (rows - 1) + [IMAGE] * columns
@@ -135,26 +177,42 @@ def qwen_inputs(images: list[np.ndarray], grids: list[tuple[int, int]]) -> dict:
     }
 
 
+def gemma4_inputs(name: str, images: list[np.ndarray], grids: list[tuple[int, int]]) -> dict:
+    """Return values and places of patches, padded to the most; of larger ones, the patches of Gemma 4's 12B model."""
+    most = max(len(image) for image in images)
+    values = np.zeros((len(images), most, images[0].shape[1]), np.float32)
+    places = np.full((len(images), most, 2), -1)
+    for target, place, image, (rows, columns) in zip(values, places, images, grids, strict=True):
+        target[: len(image)] = image / 255
+        row, column = np.indices((rows, columns))
+        if name != "gemma4_unified":  # in the order of merged ones
+            row, column = (x.reshape(rows // 2, 2, columns // 2, 2).transpose(0, 2, 1, 3) for x in (row, column))
+        place[: len(image)] = np.stack([column.ravel(), row.ravel()], -1)
+    return {"pixel_values": torch.from_numpy(values), "image_position_ids": torch.from_numpy(places)}
+
+
 def our_name(name: str) -> str:
     """Return a parameter's name here."""
-    return name.replace("model.language_model.", "model.")
+    name = re.sub(r"embed_vision\.(patch_|pos_)", r"vision_embedder.\1", name).replace(".multimodal_embedder.", ".")
+    return text_name(name.replace("model.language_model.", "model."))
 
 
 def build(name: str) -> tuple[PreTrainedConfig, PreTrainedModel]:
     """Return a config and its model with drawn weights."""
-    config = AutoConfig.for_model(name, **MODELS[name])
+    config = AutoConfig.for_model(name.removesuffix("_wide"), **MODELS[name])
     for part in (config, config.text_config, config.vision_config):
         part._attn_implementation = "eager"
     model = AutoModelForImageTextToText.from_config(config).float().eval()
     with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
+        stored = [item for item in model.named_buffers() if item[0].endswith(STORED)]
+        for parameter_name, parameter in [*model.named_parameters(), *stored]:
             parameter.copy_(torch.from_numpy(drawn(our_name(parameter_name), tuple(parameter.shape))))
     return config, model
 
 
 def loss_of(name: str, config, model, first_image: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the mean loss of the documents' next tokens, and logits, with images numbered from one."""
-    patch = config.vision_config.patch_size
+    patch = config.vision_config.patch_size * (2 if name == "gemma4_unified" else 1)
     logits, total, targets, count = [], 0.0, 0, first_image
     for tokens, grids in documents(name):
         ids = torch.tensor([tokens])
@@ -163,13 +221,15 @@ def loss_of(name: str, config, model, first_image: int = 0) -> tuple[torch.Tenso
         inputs = {}
         if grids and name.startswith("qwen"):
             inputs = qwen_inputs(images, grids)
+        elif grids and name.startswith("gemma4"):
+            inputs = gemma4_inputs(name, images, grids)
         elif grids:
             inputs = square_inputs(images, grids, patch)
         types = (ids == IMAGE).int()
         if name == "gemma3":
             inputs |= {"token_type_ids": types}
             inputs.pop("image_sizes", None)
-        elif name.startswith("qwen"):
+        elif name.startswith(("qwen", "gemma4")):
             inputs |= {"mm_token_type_ids": types}
         scores = model(input_ids=ids, use_cache=False, **inputs).logits[0]
         logits.append(scores)
