@@ -203,7 +203,12 @@ class DataConfig(Config):
     loss_on: Annotated[
         LossOn,
         Alias("train_on_inputs", "train_on_prompt", values={True: "all", False: "assistant"}),
-        Alias("assistant_only_loss", "completion_only_loss", values={True: "assistant", False: "all"}),
+        Alias(
+            "assistant_only_loss",
+            "completion_only_loss",
+            "train_on_responses_only",
+            values={True: "assistant", False: "all"},
+        ),
         Alias("mask_history", values={True: "last-turn"}),
         Alias("train_on"),
     ] = "assistant"

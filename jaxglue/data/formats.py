@@ -26,6 +26,8 @@ KEYS: dict[str, tuple[str, ...]] = {
 """Required keys by format, in order of detection."""
 CHATS = ("messages", "conversations", "question_answer", "alpaca_chat")
 """Formats that are rendered with the chat template."""
+PLAIN = {"text", "alpaca", "segments"}
+"""Formats that no chat template renders."""
 WHOLE_CHATS = ("messages", "conversations")
 """Formats of whole conversations, without a prompt apart."""
 ALPACA = (

@@ -123,7 +123,7 @@ def _progress(summary: RunSummary) -> dict[str, str]:
 
 
 def _kind(summary: RunSummary) -> str:
-    """Return what the exported folder holds; RunSummary and the run's folder have one name for it each."""
+    """Return what the exported folder holds, by its name; the summary's field is `adapter` for both."""
     return "model" if summary.adapter is not None and summary.adapter.name.startswith("model") else "adapter"
 
 

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 import jax
 
 from jaxglue.data.config import NO_COLUMNS, Columns, DataConfig
+from jaxglue.data.formats import PLAIN
 from jaxglue.data.prepare import PreparedData
 from jaxglue.data.progress import DataProgress
+from jaxglue.data.report import DataReport
 from jaxglue.data.tokenize import first_row
 from jaxglue.distributed import SINGLE_PROCESS, Processes
 from jaxglue.hf.adapter import warn_of_adapter_inside
@@ -99,7 +101,7 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
         spikes=_spike_plan(config),
         recorded=config,
         data=data,
-        texts=_text_plan(config.data, vocabulary.tokenizer, stops, source.loss_on(data)),
+        texts=_text_plan(config.data, vocabulary.tokenizer, stops, data.report, source.loss_on(data)),
         read_first_row=partial(first_row, config.data, preferences=preferences, images=data.images),
         why_copied=source.why_copied,
         cache=Path(config.data.cache_dir),
@@ -211,12 +213,14 @@ def _execution(config: TrainConfig, workload: Workload, processes: Processes) ->
 
 
 def _text_plan(
-    config: DataConfig, tokenizer: "PreTrainedTokenizerBase", stops: frozenset[int], loss_on: str
+    config: DataConfig, tokenizer: "PreTrainedTokenizerBase", stops: frozenset[int], report: object, loss_on: str
 ) -> TextPlan:
     """Describe how rows become tokens and loss."""
     template = config.chat_template or ("the tokenizer's own" if tokenizer.chat_template else "none")
     if config.chat_template is not None and is_jinja(config.chat_template):
         template = "the text of --chat-template"
+    if isinstance(report, DataReport) and {*report.format.split(", ")} <= PLAIN:
+        template = "not used, as rows are plain text"
     ends = " or ".join(map(str, tokenizer.convert_ids_to_tokens(sorted(stops))))
     return TextPlan(template=f"{template}; answers end with {ends}", loss_on=loss_on)
 

@@ -241,6 +241,7 @@ def test_torchtune_recipe_names_the_part_that_it_cannot_translate(tmp_path):
         ("use_wandb: false\nwandb_project: p", {"log_to": ("tensorboard",)}),
         ("adapter: lora\nlora_r: 8\nlora_alpha: 8\nlora_dropout: 0.1\ndisable_dropout: true", {"dropout": 0.0}),
         ("float32: true", {"dtype": "float32"}),
+        ("train_on_responses_only: true", {"loss_on": "assistant"}),
         ("datasets:\n- {path: a.jsonl, type: chat_template.default, field_messages: prompt}", {"data": ("a.jsonl",)}),
     ],
 )  # fmt: skip
@@ -264,3 +265,10 @@ def test_other_values_of_these_settings_are_told(tmp_path, caplog, text):
         assert text.partition(":")[0] in str(error)
     else:
         assert f"may differ: {text.partition(':')[0]}" in caplog.text
+
+
+def test_a_list_of_one_loss_is_that_loss(tmp_path):
+    text = "model_name_or_path: m\nuse_peft: true\nloss_type: [hinge]"
+    assert read(tmp_path, text, {"objective": "dpo"}).objective.loss_type == "hinge"
+    with pytest.raises(ValueError, match="loss_type: expected sigmoid"):
+        read(tmp_path, text.replace("[hinge]", "[hinge, sigmoid]"), {"objective": "dpo"})

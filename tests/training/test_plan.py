@@ -52,3 +52,9 @@ def test_kernels_are_told_when_asked_for(make_config, capsys, explain):
     train(make_config(dry_run=True, explain=explain))
     shown = capsys.readouterr().out
     assert ("feed-forward" in shown, "rotation" in shown) == (explain, explain)
+
+
+def test_plan_says_that_plain_texts_need_no_template(make_config, write_jsonl):
+    rows = plan_rows(resolve(make_config(data=(write_jsonl([{"text": "One and one is two."}] * 9, "texts.jsonl"),))))
+    assert rows["template"].startswith("not used, as rows are plain text; answers end with <")
+    assert rows["loss on"] == "every token"

@@ -40,9 +40,11 @@ def with_one_name(recipe: Mapping[str, Any]) -> Nested:
     """Return the recipe with one of the names that programs read beside each other.
 
     axolotl's `lora_target_linear` contains any `lora_target_modules`; the trainer's `max_length` and `seed` decide over
-    those with which Unsloth loads a model and draws its adapters.
+    those with which Unsloth loads a model and draws its adapters. TRL's list of losses to add has often one.
     """
     values = dict(recipe)
+    if isinstance(losses := values.get("loss_type"), list) and len(losses) == 1:
+        values["loss_type"] = losses[0]
     if values.get("lora_target_linear") is True:
         values.pop("lora_target_modules", None)
     for name, other in (("max_length", "max_seq_length"), ("seed", "random_state")):
