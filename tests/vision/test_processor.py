@@ -186,5 +186,5 @@ def test_gemma4s_patches_are_those_of_transformers(tmp_path, model_type, size, b
 def test_gemma4s_limits_are_its_budgets(tmp_path):
     raw = {"model_type": "gemma4", "vision_config": {}}
     assert [read_processor(tmp_path, raw, limit).max_tokens for limit in (None, 279, 2048)] == [280, 140, 1120]
-    with pytest.raises(ValueError, match="--image-max-tokens 69: .* 70, 140"):
+    with pytest.raises(ValueError, match=r"--image-max-tokens 69: .* 70, 140"):
         read_processor(tmp_path, raw, 69)
